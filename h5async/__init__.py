@@ -1,0 +1,39 @@
+"""h5async: minibatches from HDF5 for training loops, read and decoded by threads."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from h5async.config import Field, ReaderConfig
+from h5async.errors import (
+    BatchTimeoutError,
+    ConfigError,
+    DatasetError,
+    DeviceError,
+    H5AsyncError,
+    PostprocessError,
+    ReaderClosedError,
+    ReadError,
+    UnsafeFileError,
+)
+from h5async.reader import AsyncReader, Batch
+
+try:
+    __version__ = version("h5async")
+except PackageNotFoundError:  # run from a source tree that was never installed
+    __version__ = "0+unknown"
+
+__all__ = [
+    "AsyncReader",
+    "Batch",
+    "BatchTimeoutError",
+    "ConfigError",
+    "DatasetError",
+    "DeviceError",
+    "Field",
+    "H5AsyncError",
+    "PostprocessError",
+    "ReadError",
+    "ReaderClosedError",
+    "ReaderConfig",
+    "UnsafeFileError",
+    "__version__",
+]

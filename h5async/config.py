@@ -1,0 +1,381 @@
+"""Options enter, in any of four forms; a frozen, validated `ReaderConfig` leaves.
+
+What can be checked without opening a file is checked here, once; what depends on the dataset
+(does axis 3 exist?) is checked where the dataset is opened, with the same error type.
+"""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import operator
+import os
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic import Field as Bound
+
+from h5async.errors import ConfigError
+
+_RESERVED_FIELD_NAMES = frozenset({"copy", "epoch", "index", "last", "number", "size"})
+_ANCESTOR_NAMES = {"nthread": "num_threads", "njob": "prefetch", "cuda": "device"}
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+
+
+def _integer(value: object) -> object:
+    """Let NumPy integers count as integers, and keep bools from counting as such."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        return value
+    return operator.index(value)
+
+
+def _dtype(value: object) -> np.dtype[Any] | None:
+    if value is None:
+        return None
+    try:
+        dtype: np.dtype[Any] = np.dtype(value)  # type: ignore[call-overload]
+    except TypeError as error:
+        raise ValueError(f"not a NumPy dtype: {value!r}") from error
+    if dtype.kind not in "biufc":
+        raise ValueError(f"not a boolean or numeric dtype: {value!r}")
+    return dtype.newbyteorder("=")
+
+
+def _numbers(value: object) -> object:
+    """Let NumPy arrays and lists of numbers count as tuples."""
+    if isinstance(value, np.ndarray | list | tuple):
+        return tuple(float(number) for number in np.asarray(value).ravel())
+    return value
+
+
+Int = Annotated[int, BeforeValidator(_integer), Bound(strict=True)]
+Number = Annotated[float | tuple[float, ...], BeforeValidator(_numbers)]
+DType = Annotated[Any, BeforeValidator(_dtype)]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    def __init__(self, **options: Any) -> None:
+        known = list(type(self).model_fields)
+        for name in options:
+            if name not in known:
+                raise ConfigError(_unknown_option(name, known))
+        try:
+            super().__init__(**options)
+        except ValidationError as error:
+            raise ConfigError(_describe(error)) from None
+
+
+def _unknown_option(name: str, known: list[str]) -> str:
+    snake = re.sub(r"(?<=[a-z0-9])([A-Z])", r"_\1", name).lower()
+    near = _ANCESTOR_NAMES.get(name)
+    if near not in known:
+        near = next(iter(difflib.get_close_matches(snake, known, n=1, cutoff=0.5)), None)
+    hint = f"did you mean {near!r}?" if near else f"options are: {', '.join(known)}"
+    return f"unknown option {name!r}; {hint}"
+
+
+def _describe(error: ValidationError) -> str:
+    lines = []
+    for item in error.errors():
+        names = [str(part) for part in item["loc"]]
+        message = item["msg"].removeprefix("Value error, ")
+        if not names:
+            lines.append(message)
+        elif item["type"] == "missing":
+            lines.append(f"{names[0]} is required")
+        else:
+            where = ".".join(name for name in names if name.isidentifier())
+            lines.append(f"{where}: {message[0].lower()}{message[1:]}, found {item['input']!r}")
+    return "; ".join(dict.fromkeys(lines))
+
+
+class Field(_Frozen):
+    """One dataset, and how its samples are delivered.
+
+    The delivered value is ``stored.astype(dtype) * scale + offset``, with the dataset's
+    dimensions in the order of `axes`. Arithmetic is done in `dtype`; a cast is NumPy's
+    ``astype`` (a float out of an integer's range is undefined, as there).
+
+    Parameters
+    ----------
+    path
+        Path of the dataset in the HDF5 file.
+    num_dim
+        The dimension that counts the samples.
+    axes
+        The dataset's dimensions in the order of delivery, the sample dimension first; None:
+        the sample dimension, then the others in the file's order.
+    dtype
+        Delivered dtype. Default: the file's, in native byte order; with a `scale` or
+        `offset`: float32.
+    scale, offset
+        A number, or one for each channel (index along the second delivered axis).
+
+    Raises
+    ------
+    ConfigError
+        If a value does not fit.
+    """
+
+    path: Annotated[str, Bound(min_length=1)]
+    num_dim: Int = 0
+    axes: tuple[Int, ...] | None = None
+    dtype: DType = None
+    scale: Number | None = None
+    offset: Number | None = None
+
+    def __init__(
+        self,
+        path: str,
+        num_dim: int | None = None,
+        axes: tuple[int, ...] | None = None,
+        dtype: Any = None,
+        scale: Any = None,
+        offset: Any = None,
+        **unknown: Any,
+    ) -> None:
+        if num_dim is None:
+            num_dim = axes[0] if axes else 0
+        super().__init__(
+            path=path,
+            num_dim=num_dim,
+            axes=axes,
+            dtype=dtype,
+            scale=scale,
+            offset=offset,
+            **unknown,
+        )
+
+    @model_validator(mode="after")
+    def _check(self) -> Field:
+        if self.axes is not None:
+            if len(set(self.axes)) != len(self.axes) or not self.axes:
+                raise ValueError(f"axes must name each dimension once, found {self.axes}")
+            if self.axes[0] != self.num_dim:
+                raise ValueError(
+                    f"axes must begin with the sample dimension num_dim={self.num_dim},"
+                    f" found {self.axes}"
+                )
+        scaled = self.scale is not None or self.offset is not None
+        if scaled and self.dtype is not None and self.dtype.kind != "f":
+            raise ValueError(f"scale and offset need a float dtype, found dtype={self.dtype}")
+        return self
+
+    @property
+    def delivered_dtype(self) -> np.dtype[Any] | None:
+        """The dtype asked for, float32 where scaling implies it, None for the file's own."""
+        if self.dtype is None and (self.scale is not None or self.offset is not None):
+            return np.dtype(np.float32)
+        dtype: np.dtype[Any] | None = self.dtype
+        return dtype
+
+
+class ReaderConfig(_Frozen):
+    """All options of a reader, validated once; see the README for what each means.
+
+    Raises
+    ------
+    ConfigError
+        If an option is unknown or its value does not fit.
+    """
+
+    hdf5_path: Path
+    data_field: Annotated[str, Bound(min_length=1)] = "data"
+    labels_field: str | None = "labels"
+    fields: Mapping[str, Field] | None = None
+    num_dim: Int = 0
+    h_dim: Int | None = None
+    w_dim: Int | None = None
+    cha_dim: Int | None = None
+    batch_size: Annotated[Int, Bound(ge=1)] = 32
+    shuffle: Literal[False, "full"] = False
+    seed: Int = 0
+    drop_last: Annotated[bool, Bound(strict=True)] = False
+    num_threads: Annotated[Int, Bound(ge=0)] | None = None
+    workers: Literal["thread"] = "thread"
+    prefetch: Annotated[Int, Bound(ge=1)] = 2
+    device: str = "auto"
+    postprocess: Callable[..., Any] | str | None = None
+    timeout: Annotated[float, Bound(ge=0)] | None = None
+
+    @field_validator("hdf5_path", mode="before")
+    @classmethod
+    def _one_file(cls, value: object) -> object:
+        if isinstance(value, bytes):
+            value = os.fsdecode(value)
+        if isinstance(value, list | tuple | set):
+            raise ValueError("several files are not supported yet; give the path of one file")
+        if isinstance(value, str | os.PathLike):
+            text = os.fspath(value)
+            if not text:
+                raise ValueError("the path is empty")
+            if isinstance(text, str) and glob.has_magic(text) and not os.path.exists(text):
+                raise ValueError("a glob is not supported yet; give the path of one file")
+        return value
+
+    @field_validator("labels_field", mode="after")
+    @classmethod
+    def _no_labels(cls, value: str | None) -> str | None:
+        return value or None  # TOML has no null: "" means no labels there
+
+    @field_validator("fields", mode="before")
+    @classmethod
+    def _paths_to_fields(cls, value: object) -> object:
+        if not isinstance(value, Mapping):
+            return value
+        return {
+            name: Field(field) if isinstance(field, str) else field for name, field in value.items()
+        }
+
+    @field_validator("fields", mode="after")
+    @classmethod
+    def _field_names(cls, value: Mapping[str, Field] | None) -> Mapping[str, Field] | None:
+        if value is not None:
+            if not value:
+                raise ValueError("give at least one field")
+            taken = _RESERVED_FIELD_NAMES.intersection(value)
+            if taken:
+                raise ValueError(
+                    f"a field cannot be called {sorted(taken)[0]!r}: a batch has an attribute"
+                    " of that name; call it otherwise"
+                )
+        return value
+
+    @field_validator("shuffle", mode="before")
+    @classmethod
+    def _shuffle_mode(cls, value: object) -> object:
+        if value is True:
+            return "full"
+        if value == "window":
+            raise ValueError('shuffle="window" is not supported yet; use "full" or False')
+        if value is not False and value != "full":
+            raise ValueError('must be False, True or "full"')
+        return value
+
+    @field_validator("workers", mode="before")
+    @classmethod
+    def _workers_mode(cls, value: object) -> object:
+        if value == "process":
+            raise ValueError('workers="process" is not supported yet; use "thread"')
+        return value
+
+    @field_validator("device", mode="after")
+    @classmethod
+    def _device_name(cls, value: str) -> str:
+        if not _DEVICE.fullmatch(value):
+            raise ValueError('must be "auto", "cpu", "cuda" or "cuda:N"')
+        return value
+
+    @field_validator("postprocess", mode="after")
+    @classmethod
+    def _import_path(
+        cls, value: Callable[..., Any] | str | None
+    ) -> Callable[..., Any] | str | None:
+        if isinstance(value, str) and not re.fullmatch(r"[\w.]+:[\w.]+", value):
+            raise ValueError('must be a function or "module:function"')
+        return value
+
+    @model_validator(mode="after")
+    def _check(self) -> ReaderConfig:
+        if self.fields is not None:
+            other = {"data_field", "labels_field", "num_dim", "h_dim", "w_dim", "cha_dim"}
+            both = sorted(other & self.model_fields_set)
+            if both:
+                raise ValueError(
+                    f"give fields or {both[0]}, not both; a Field has num_dim and axes of its own"
+                )
+        elif (self.h_dim is None) != (self.w_dim is None) or (
+            self.cha_dim is not None and self.h_dim is None
+        ):
+            raise ValueError("give h_dim and w_dim together, and cha_dim only with them")
+        return self
+
+    @classmethod
+    def load(
+        cls,
+        config: ReaderConfig | Mapping[str, Any] | str | os.PathLike[str] | None,
+        **options: Any,
+    ) -> ReaderConfig:
+        """Merge a configuration in any form with options, which win over it.
+
+        Parameters
+        ----------
+        config
+            A `ReaderConfig`, a mapping of options, or the path of a TOML file of options. A
+            relative ``hdf5_path`` in a TOML file is relative to that file.
+        **options
+            Single options.
+
+        Raises
+        ------
+        ConfigError
+            If the TOML file cannot be read, an option is unknown or a value does not fit.
+        """
+        if config is None:
+            base: dict[str, Any] = {}
+        elif isinstance(config, ReaderConfig):
+            base = {name: getattr(config, name) for name in config.model_fields_set}
+        elif isinstance(config, Mapping):
+            base = {str(name): value for name, value in config.items()}
+        elif isinstance(config, str | os.PathLike):
+            base = _load_toml(Path(config))
+        else:
+            raise ConfigError(
+                "config must be a mapping, a ReaderConfig or the path of a TOML file,"
+                f" found {type(config).__name__}"
+            )
+        return cls(**{**base, **options})
+
+    @property
+    def batch_fields(self) -> dict[str, Field]:
+        """The fields of a batch, by name, in order; `data_field` and its kin resolved."""
+        if self.fields is not None:
+            return dict(self.fields)
+        axes: tuple[int, ...] | None = None
+        if self.h_dim is not None and self.w_dim is not None:
+            channels = () if self.cha_dim is None else (self.cha_dim,)
+            axes = (self.num_dim, *channels, self.h_dim, self.w_dim)
+        fields = {"data": Field(self.data_field, self.num_dim, axes)}
+        if self.labels_field is not None:
+            fields["labels"] = Field(self.labels_field)
+        return fields
+
+    @property
+    def thread_count(self) -> int:
+        """Threads of the pool: `num_threads`, or the cores that this process may use."""
+        if self.num_threads is not None:
+            return self.num_threads
+        if hasattr(os, "sched_getaffinity"):
+            return len(os.sched_getaffinity(0))
+        return os.cpu_count() or 1
+
+
+def _load_toml(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            options = tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        hint = "; to read an HDF5 file, give hdf5_path=..." if path.suffix in _HDF5_SUFFIXES else ""
+        raise ConfigError(f"{path} is not a TOML file: {error}{hint}") from error
+    if isinstance(options.get("hdf5_path"), str):
+        options["hdf5_path"] = str(path.parent / options["hdf5_path"])
+    return options
+
+
+_HDF5_SUFFIXES = frozenset({".h5", ".hdf5", ".hdf", ".he5", ".nc", ".mat"})

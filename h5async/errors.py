@@ -1,0 +1,88 @@
+"""The exception tree: what went wrong enters as a message, one type per kind of remedy leaves.
+
+::
+
+    H5AsyncError
+    ├── ConfigError (ValueError)           an option is unknown or its value does not fit
+    ├── DatasetError (KeyError)            a dataset is missing or cannot make batches
+    ├── ReadError (OSError)                bytes could not be read or decoded
+    ├── UnsafeFileError (PermissionError)  a file reaches outside itself
+    ├── DeviceError (RuntimeError)         no GPU, no CuPy, or a dtype that the GPU lacks
+    ├── ReaderClosedError (RuntimeError)   the reader was used after ``close()``
+    ├── BatchTimeoutError (TimeoutError)   no batch within the time allowed
+    └── PostprocessError                   the caller's own function raised; also of the raised type
+"""
+
+
+class H5AsyncError(Exception):
+    """Base of every error that h5async raises on purpose."""
+
+    def __str__(self) -> str:
+        """Return the message as it was given (`KeyError` would quote it)."""
+        return str(self.args[0]) if len(self.args) == 1 else super().__str__()
+
+
+class ConfigError(H5AsyncError, ValueError):
+    """An option is unknown, or its value does not fit it or the dataset."""
+
+
+class DatasetError(H5AsyncError, KeyError):
+    """A dataset is missing, or cannot be delivered in batches."""
+
+
+class ReadError(H5AsyncError, OSError):
+    """Bytes of a file could not be read or decoded."""
+
+
+class UnsafeFileError(H5AsyncError, PermissionError):
+    """A file refers to data outside itself, and that was not permitted."""
+
+
+class DeviceError(H5AsyncError, RuntimeError):
+    """The device asked for is not there, or cannot hold the data."""
+
+
+class ReaderClosedError(H5AsyncError, RuntimeError):
+    """The reader was used after it had been closed."""
+
+
+class BatchTimeoutError(H5AsyncError, TimeoutError):
+    """The batch was not ready within the time allowed; it can still be asked for."""
+
+
+class PostprocessError(H5AsyncError):
+    """The caller's `postprocess` raised or returned something unusable."""
+
+
+def postprocess_error(message: str, cause: BaseException) -> PostprocessError:
+    """Make an error that is a `PostprocessError` and also of the type of `cause`.
+
+    The caller catches it by the type raised in `postprocess`, or as an `H5AsyncError`.
+
+    Parameters
+    ----------
+    message
+        The whole message.
+    cause
+        What `postprocess` raised; it becomes ``__cause__``.
+
+    Returns
+    -------
+    PostprocessError
+        To be raised; a plain `PostprocessError` where the type of `cause` cannot be mixed in.
+    """
+    kind = type(cause)
+    error = PostprocessError(message)
+    if isinstance(cause, Exception) and not issubclass(kind, H5AsyncError):
+        try:
+            both: type[PostprocessError] = type(
+                "PostprocessError", (PostprocessError, kind), {"__module__": __name__}
+            )
+            mixed = both.__new__(both)
+            mixed.__dict__.update(cause.__dict__)
+            mixed.args = (message,)
+            error = mixed
+        except TypeError:  # a layout conflict, or a __new__ that wants arguments
+            pass
+    error.__cause__ = cause
+    return error

@@ -1,0 +1,350 @@
+"""A fill request enters; a filled slot leaves: planned, read, decoded, transformed, postprocessed.
+
+The filler knows nothing of the reader. It is made from the configuration, the layouts and the
+memory of the slots, is driven by small picklable requests, and answers each with an outcome.
+
+A batch goes through phases: plan, read, transform, postprocess. The work of a phase is cut into
+shares that all threads take from one heap, oldest batch first, so that a batch is ready as early
+as possible; whoever finishes the last share of a phase begins the next one, and nobody waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import importlib
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.codecs import Scratch
+from h5async.config import ReaderConfig
+from h5async.errors import ConfigError, PostprocessError, postprocess_error
+from h5async.execute import PlanExecutor
+from h5async.fallback import FallbackReader
+from h5async.layout import DatasetLayout
+from h5async.plan import FallbackPlan, PlanSlice, ReadPlan, cut, plan_read
+from h5async.sampling import Sampling
+from h5async.storage import LocalFile
+from h5async.transform import RowTransform
+
+_MIN_SHARE_NBYTES = 128 * 1024  # about 10 µs of copying: what it costs to wake a thread
+_SHARES_PER_THREAD = 2  # so that a thread that comes late, or meets slow chunks, is helped out
+
+THREAD_NAME = "h5async-fill"
+
+
+class SlotMemory(NamedTuple):
+    """The host arrays of a slot, one of each kind for each field.
+
+    Attributes
+    ----------
+    raw
+        (batch, *raw_row): rows as read.
+    out
+        (batch, *row): rows as delivered; the very array of `raw` where the filler has nothing
+        to transform.
+    """
+
+    raw: tuple[NDArray[Any], ...]
+    out: tuple[NDArray[Any], ...]
+
+
+class FillRequest(NamedTuple):
+    """Fill a slot with a batch; `serial` orders requests by urgency."""
+
+    slot: int
+    serial: int
+    epoch: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class FillOutcome:
+    """What became of a request.
+
+    Attributes
+    ----------
+    index
+        int64 (n,): sample numbers of the batch.
+    arrays
+        The batch, in field order: views of the slot's `out` of n rows, or what `postprocess`
+        returned.
+    error
+        What went wrong, if anything; the arrays then hold nothing of use.
+    """
+
+    index: NDArray[np.int64]
+    arrays: tuple[NDArray[Any], ...]
+    error: BaseException | None = None
+
+
+@dataclass(eq=False)
+class _Fill:
+    """One batch on its way."""
+
+    request: FillRequest
+    index: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    plans: list[ReadPlan] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    shares_left: int = 0
+    error: BaseException | None = None
+
+
+class Filler:
+    """Fills slots in a thread pool, or, without threads, in whoever calls `run_next`.
+
+    Parameters
+    ----------
+    config
+        Threads, postprocess.
+    sampling
+        Maps a request to sample numbers.
+    layouts, transforms
+        By field name, in field order.
+    slots
+        Memory of each slot.
+    before_fill
+        Called in a worker with the slot's number before anything is written to it; may block
+        until the slot's memory may be overwritten.
+    on_done
+        Called in a worker with a request and its outcome, once for each request, unless the
+        filler is closed before. Must not raise.
+
+    Raises
+    ------
+    ReadError
+        If the file cannot be opened.
+    ConfigError
+        If a ``"module:function"`` cannot be imported.
+    """
+
+    def __init__(
+        self,
+        config: ReaderConfig,
+        sampling: Sampling,
+        layouts: Mapping[str, DatasetLayout],
+        transforms: Mapping[str, RowTransform],
+        slots: Sequence[SlotMemory],
+        *,
+        before_fill: Callable[[int], None],
+        on_done: Callable[[FillRequest, FillOutcome], None],
+    ) -> None:
+        self._sampling = sampling
+        self._layouts = list(layouts.values())
+        self._transforms = list(transforms.values())
+        self._slots = slots
+        self._before_fill = before_fill
+        self._on_done = on_done
+        self._postprocess = load_function(config.postprocess)
+        self._heap: list[tuple[int, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        # Reentrant: a reader collected in here by the garbage collector is closed in here.
+        self._lock = threading.RLock()
+        self._closed = False
+        self._threads = config.thread_count
+        first = self._layouts[0]
+        direct = [layout for layout in self._layouts if layout.fallback_reason is None]
+        self._file = LocalFile(first.file, first.file_id) if direct else None
+        self.fallback = FallbackReader(first.file)
+        self._executors = [
+            PlanExecutor(layout, self._file)
+            if self._file is not None and layout.fallback_reason is None
+            else None
+            for layout in self._layouts
+        ]
+        self._scratch = self._allocate_scratch()
+        self._pool = (
+            ThreadPoolExecutor(self._threads, thread_name_prefix=THREAD_NAME)
+            if self._threads
+            else None
+        )
+
+    def fill(self, request: FillRequest) -> None:
+        """Ask for a slot to be filled. Never blocks. Safe to call from any thread."""
+        batch = _Fill(request)
+        self._enqueue(batch, [lambda: self._plan(batch)])
+
+    def run_next(self) -> bool:
+        """Do the most urgent share of work in the calling thread; False where there is none."""
+        with self._lock:
+            if not self._heap:
+                return False
+            _, _, work = heapq.heappop(self._heap)
+        work()
+        return True
+
+    def close(self) -> None:
+        """Drop what was not begun, wait for what was, close the files. Idempotent."""
+        with self._lock:
+            self._closed = True
+            self._heap.clear()
+        if self._pool is not None:
+            # A reader that is garbage-collected in one of its own workers cannot wait for it.
+            inside = threading.current_thread().name.startswith(THREAD_NAME)
+            self._pool.shutdown(wait=not inside, cancel_futures=True)
+        if self._file is not None:
+            self._file.close()
+        self.fallback.close()
+        self._slots = ()  # the caller may still hold a batch; nothing else keeps its memory
+
+    def _enqueue(self, batch: _Fill, works: Sequence[Callable[[], None]]) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            for work in works:
+                heapq.heappush(self._heap, (batch.request.serial, next(self._order), work))
+        if self._pool is not None:
+            # RuntimeError: the pool was shut down meanwhile, or the interpreter is going down.
+            with contextlib.suppress(RuntimeError):
+                for _ in works:
+                    self._pool.submit(self.run_next)
+
+    def _plan(self, batch: _Fill) -> None:
+        request = batch.request
+        try:
+            self._before_fill(request.slot)
+            batch.index = self._sampling.batch(request.epoch, request.number)
+            batch.plans = [plan_read(layout, batch.index) for layout in self._layouts]
+            parts = max(1, self._threads * _SHARES_PER_THREAD) if self._threads > 1 else 1
+            shares = list(cut(batch.plans, parts, _MIN_SHARE_NBYTES))
+        except BaseException as error:
+            batch.error = error
+            shares = []
+        self._begin(
+            batch,
+            [lambda share=share: self._read(batch, share) for share in shares],  # type: ignore[misc]
+            self._begin_transform,
+        )
+
+    def _begin(
+        self,
+        batch: _Fill,
+        works: Sequence[Callable[[], None]],
+        then: Callable[[_Fill], None],
+    ) -> None:
+        """Begin a phase: do all `works`, in any thread, and after the last of them `then`."""
+        if not works or batch.error is not None:
+            then(batch)
+            return
+        batch.shares_left = len(works)
+
+        def run(work: Callable[[], None]) -> None:
+            try:
+                if batch.error is None and not self._closed:
+                    work()
+            except BaseException as error:
+                batch.error = error
+            with batch.lock:
+                batch.shares_left -= 1
+                was_last = batch.shares_left == 0
+            if was_last:
+                then(batch)
+
+        if len(works) == 1:
+            run(works[0])
+        else:
+            self._enqueue(batch, [lambda work=work: run(work) for work in works])  # type: ignore[misc]
+
+    def _read(self, batch: _Fill, share: list[PlanSlice]) -> None:
+        memory = self._slots[batch.request.slot]
+        try:
+            scratch = self._scratch.pop()
+        except IndexError:  # more callers of `run_next` than threads were announced
+            scratch = self._new_scratch()
+        try:
+            for number, start, stop in share:
+                plan, raw = batch.plans[number], memory.raw[number]
+                executor = self._executors[number]
+                if isinstance(plan, FallbackPlan):
+                    self.fallback.read(self._layouts[number], plan.sample, raw)
+                elif executor is not None:
+                    executor.execute(plan, start, stop, raw, scratch)
+        finally:
+            self._scratch.append(scratch)
+
+    def _begin_transform(self, batch: _Fill) -> None:
+        memory = self._slots[batch.request.slot]
+        size = batch.index.size
+        works = []
+        for transform, raw, out in zip(self._transforms, memory.raw, memory.out, strict=True):
+            if raw is out:
+                continue
+            parts = max(1, min(self._threads, size, size * transform.nbytes // _MIN_SHARE_NBYTES))
+            edges = [size * part // parts for part in range(parts + 1)]
+            works += [
+                lambda t=transform, raw=raw[a:b], out=out[a:b]: t.apply(raw, out)  # type: ignore[misc]
+                for a, b in itertools.pairwise(edges)
+            ]
+        self._begin(batch, works, self._finish)
+
+    def _finish(self, batch: _Fill) -> None:
+        arrays = tuple(out[: batch.index.size] for out in self._slots[batch.request.slot].out)
+        if self._postprocess is not None and batch.error is None:
+            try:
+                arrays = self._postprocessed(arrays, batch.request)
+            except BaseException as error:
+                batch.error = error
+        if not self._closed:
+            self._on_done(batch.request, FillOutcome(batch.index, arrays, batch.error))
+
+    def _postprocessed(
+        self, arrays: tuple[NDArray[Any], ...], request: FillRequest
+    ) -> tuple[NDArray[Any], ...]:
+        assert self._postprocess is not None
+        where = f"{self._layouts[0].file}: postprocess of batch {request.number} of epoch"
+        where = f"{where} {request.epoch}"
+        try:
+            result = self._postprocess(*arrays)
+        except BaseException as error:
+            raise postprocess_error(
+                f"{where} raised {type(error).__name__}: {error}", error
+            ) from error
+        if result is None:
+            return arrays
+        if len(arrays) == 1 and not isinstance(result, tuple | list):
+            result = (result,)
+        if not isinstance(result, tuple | list) or len(result) != len(arrays):
+            found = len(result) if isinstance(result, tuple | list) else type(result).__name__
+            raise PostprocessError(
+                f"{where} returned {found}; it must return {len(arrays)} arrays, or None when it"
+                " worked in place"
+            )
+        return tuple(np.asarray(array) for array in result)
+
+    def _allocate_scratch(self) -> deque[Scratch]:
+        return deque(self._new_scratch() for _ in range(max(1, self._threads)))
+
+    def _new_scratch(self) -> Scratch:
+        sizes = [executor.scratch_nbytes() for executor in self._executors if executor is not None]
+        encoded, decoded, between = zip(*sizes, strict=True) if sizes else ((0,), (0,), (0,))
+        return Scratch.allocate(max(encoded), max(decoded), max(between))
+
+
+def load_function(function: Callable[..., Any] | str | None) -> Callable[..., Any] | None:
+    """Import a ``"module:function"``; return anything else as it is.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such module or function.
+    """
+    if not isinstance(function, str):
+        return function
+    module, _, name = function.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"postprocess: cannot import {function!r}: {error}") from error
+    if not callable(found):
+        raise ConfigError(f"postprocess: {function!r} is not callable")
+    return found

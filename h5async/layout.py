@@ -1,0 +1,491 @@
+"""h5py metadata enters; a `DatasetLayout` leaves: where the bytes lie, or why only h5py may read.
+
+Metadata is read once, with the file open for just that long. A dataset is read the direct way
+only where its bytes are known to be what h5py would give; every doubt ends in a `fallback_reason`,
+and `fallback.py` then reads the dataset through h5py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from array import array
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.codecs import FILTER_NAMES, Filter, can_decode
+from h5async.config import Field
+from h5async.errors import ConfigError, DatasetError, ReadError
+from h5async.storage import can_map, file_id
+
+_DONT_FILTER_PARTIAL_CHUNKS = 2  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS of H5Dpublic.h
+_ALL_FILTERS = 0xFFFFFFFF
+_LISTED_DATASETS = 20
+
+Storage = Literal["contiguous", "chunked", "compact", "virtual", "external"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTable:
+    """Where the allocated chunks of a dataset lie: parallel arrays, sorted by `index`.
+
+    Attributes
+    ----------
+    index
+        int64: the chunk's number in the C-ordered grid of chunks; None where all are allocated,
+        so that the number is the place in the arrays.
+    offset, nbytes
+        int64: address in the file, and bytes stored there.
+    filter_mask
+        uint32: bit i set where filter i of the pipeline was not applied.
+    """
+
+    index: NDArray[np.int64] | None
+    offset: NDArray[np.int64]
+    nbytes: NDArray[np.int64]
+    filter_mask: NDArray[np.uint32]
+
+    def find(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the places of chunks `numbers` in the arrays; -1 where one is not allocated."""
+        if self.index is None:
+            return numbers
+        if not self.index.size:
+            return np.full(numbers.shape, -1, np.int64)
+        place = np.minimum(np.searchsorted(self.index, numbers), self.index.size - 1)
+        return np.where(self.index[place] == numbers, place, -1)
+
+
+@dataclass(frozen=True)
+class DatasetLayout:
+    """Where and how the values of one dataset are stored. Picklable; holds no open file.
+
+    Attributes
+    ----------
+    file, path
+        The HDF5 file and the dataset's path in it.
+    file_id
+        Device and inode of the file that was indexed.
+    shape
+        The dataset's dimensions, then those of an array dtype.
+    dtype
+        As h5py gives it, without metadata; in the file's byte order.
+    sample_axis
+        The dimension of `shape` that counts the samples.
+    storage
+        HDF5's layout class, or ``"external"``.
+    fallback_reason
+        Why only h5py may read this dataset; None: it is read the direct way.
+    fill
+        0-d array: the value of what was never written.
+    offset
+        Contiguous: address of the first byte; -1: never allocated.
+    chunk_shape, filters, chunks
+        Chunked: dimensions of a chunk (of the rank of `shape`), pipeline in the order of
+        writing, and the chunk table.
+    """
+
+    file: str
+    file_id: tuple[int, int]
+    path: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    sample_axis: int
+    storage: Storage
+    fallback_reason: str | None
+    fill: NDArray[Any]
+    offset: int = -1
+    chunk_shape: tuple[int, ...] = ()
+    filters: tuple[Filter, ...] = ()
+    chunks: ChunkTable | None = None
+    stored_nbytes: int = 0
+
+    @property
+    def num_samples(self) -> int:
+        """Extent of the sample dimension."""
+        return self.shape[self.sample_axis]
+
+    @cached_property
+    def row_nbytes(self) -> int:
+        """Bytes of one sample."""
+        return self.dtype.itemsize * math.prod(
+            extent for axis, extent in enumerate(self.shape) if axis != self.sample_axis
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Decoded bytes of the whole dataset."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @cached_property
+    def chunk_nbytes(self) -> int:
+        """Decoded bytes of a whole chunk."""
+        return math.prod(self.chunk_shape) * self.dtype.itemsize
+
+    @cached_property
+    def grid(self) -> tuple[int, ...]:
+        """Number of chunks along each dimension."""
+        return _grid(self.shape, self.chunk_shape)
+
+    @cached_property
+    def cross_section(self) -> NDArray[np.int64]:
+        """(m, rank) corners of the m chunks that hold the pieces of one sample, at sample 0."""
+        extents = [1 if a == self.sample_axis else n for a, n in enumerate(self.grid)]
+        cells = np.indices(extents).reshape(len(extents), -1).T
+        return np.ascontiguousarray(cells * np.asarray(self.chunk_shape), dtype=np.int64)
+
+    @property
+    def rows_are_whole(self) -> bool:
+        """Whether each sample's bytes lie in one piece: sample dimension first, nothing split."""
+        if self.sample_axis != 0:
+            return False
+        return self.storage == "contiguous" or self.chunk_shape[1:] == self.shape[1:]
+
+
+def normal_axis(axis: int, rank: int, where: str) -> int:
+    """Return `axis` counted from the front, or raise `ConfigError` where there is none such."""
+    if not -rank <= axis < rank:
+        raise ConfigError(f"{where}: there is no dimension {axis}; it has {rank}")
+    return axis % rank
+
+
+def read_layouts(path: Path, fields: Mapping[str, Field]) -> dict[str, DatasetLayout]:
+    """Read the layout of each field's dataset, opening the file once.
+
+    Raises
+    ------
+    ReadError
+        If the file cannot be opened, or a chunk table points outside it.
+    DatasetError
+        If a dataset is missing, is a group, or has no samples dimension or fixed-size dtype.
+    ConfigError
+        If a field's ``num_dim`` is no dimension of its dataset.
+    """
+    with _opened(path) as file:
+        return {
+            name: _read_layout(file, field.path, field.num_dim) for name, field in fields.items()
+        }
+
+
+def list_layouts(path: Path) -> Iterator[tuple[str, DatasetLayout | DatasetError]]:
+    """Yield each dataset of a file, in the order of names, with its layout or why it has none."""
+    with _opened(path) as file:
+        for name in _dataset_names(file):
+            try:
+                yield name, _read_layout(file, name, 0)
+            except (DatasetError, ConfigError) as error:
+                yield name, DatasetError(str(error))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[h5py.File]:
+    try:
+        file = h5py.File(path, "r")
+    except (OSError, RuntimeError, ValueError) as error:
+        if isinstance(error, FileNotFoundError) or not path.exists():
+            reason = "there is no such file"
+        elif path.is_dir():
+            reason = "it is a directory"
+        else:
+            reason = str(error)
+        raise ReadError(f"cannot open {path}: {reason}") from error
+    with file:
+        yield file
+
+
+def _dataset_names(file: h5py.File) -> list[str]:
+    names: list[str] = []
+
+    def visit(name: str, node: object) -> None:
+        if isinstance(node, h5py.Dataset):
+            names.append(name)
+
+    file.visititems(visit)
+    return names
+
+
+def _dataset(file: h5py.File, path: str) -> h5py.Dataset:
+    try:
+        node = file[path]
+    except (KeyError, OSError, RuntimeError, ValueError) as error:
+        detail = "" if path not in file else f" that can be opened ({error})"
+        raise DatasetError(
+            f'{file.filename}: there is no dataset "{path}"{detail}; {_what_is_there(file)}'
+        ) from error
+    if not isinstance(node, h5py.Dataset):
+        kind = "group" if isinstance(node, h5py.Group) else "named type"
+        raise DatasetError(
+            f'{file.filename}: "{path}" is a {kind}, not a dataset; {_what_is_there(file)}'
+        )
+    return node
+
+
+def _what_is_there(file: h5py.File) -> str:
+    """List the datasets of a file, and the command that would read the likeliest of them."""
+    names = _dataset_names(file)
+    if not names:
+        return "the file holds no datasets"
+    shapes = {name: file[name].shape or () for name in names}
+    shown = [f'"{name}" {shapes[name]}' for name in names[:_LISTED_DATASETS]]
+    more = len(names) - len(shown)
+    listed = ", ".join(shown) + (f" and {more} more" if more > 0 else "")
+    data = max((n for n in names), key=lambda name: math.prod(shapes[name]) * bool(shapes[name]))
+    count = shapes[data][:1]
+    labels = [n for n in names if n != data and count and shapes[n][:1] == count]
+    option = f'--labels-field "{labels[0]}"' if labels else "--no-labels"
+    command = f'h5async read {file.filename} --data-field "{data}" {option}'
+    return f"the file holds {listed}; try: {command}"
+
+
+def _read_layout(file: h5py.File, name: str, num_dim: int) -> DatasetLayout:
+    where = f'{file.filename}: dataset "{name}"'
+    dataset = _dataset(file, name)
+    try:
+        full_dtype = dataset.dtype
+    except (TypeError, ValueError) as error:
+        raise DatasetError(f"{where}: its type has no NumPy equivalent ({error})") from error
+    if dataset.shape is None:
+        raise DatasetError(f"{where} is empty (a null dataspace): it holds no samples")
+    if dataset.shape == ():
+        raise DatasetError(f"{where} is a scalar: it has no dimension that counts samples")
+    if full_dtype.hasobject:
+        raise DatasetError(
+            f"{where}: its elements are of variable length or references, so a batch of them has"
+            " no fixed size; store them with a fixed-size type"
+        )
+    base, extra = (full_dtype.base, full_dtype.shape) if full_dtype.subdtype else (full_dtype, ())
+    chunk_shape = (*dataset.chunks, *extra) if dataset.chunks else ()
+    plist = dataset.id.get_create_plist()
+    storage, external = _storage(plist)
+    layout: dict[str, Any] = {
+        "file": file.filename,
+        "file_id": file_id(file.id.get_vfd_handle()),
+        "path": name,
+        "shape": (*dataset.shape, *extra),
+        "dtype": _without_metadata(base),
+        "sample_axis": normal_axis(num_dim, len(dataset.shape), where),
+        "storage": storage,
+        "fallback_reason": None,
+        "fill": np.zeros((), base),
+        "chunk_shape": chunk_shape,
+        "filters": _filters(plist),
+        "stored_nbytes": dataset.id.get_storage_size(),
+    }
+    _require_filters(layout["filters"], where)
+    reason = external or _why_not_direct(file, dataset, layout)
+    if reason is None:
+        try:
+            layout["fill"] = _fill_value(plist, base, extra)
+            if storage == "chunked":
+                layout["chunks"] = _chunk_table(dataset, plist, layout, where)
+            else:
+                layout["offset"] = _contiguous_offset(dataset, where)
+        except _NotDirectError as error:
+            reason = str(error)
+    return DatasetLayout(**{**layout, "fallback_reason": reason})
+
+
+class _NotDirectError(Exception):
+    """Something was found that only h5py may read; the message is the reason."""
+
+
+def _without_metadata(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return dtype if dtype.metadata is None or dtype.fields else np.dtype(dtype.str)
+
+
+def _storage(plist: h5py.h5p.PropDCID) -> tuple[Storage, str | None]:
+    """Return the layout class, and why it rules out the direct way.
+
+    External storage reports itself as contiguous, and it and virtual datasets have no offset,
+    just like datasets that were never written: they must be told apart first.
+    """
+    kind = plist.get_layout()
+    if kind == h5py.h5d.VIRTUAL:
+        return "virtual", "a virtual dataset maps other datasets"
+    if plist.get_external_count():
+        return "external", "its values lie in external files"
+    if kind == h5py.h5d.COMPACT:
+        return "compact", "compact storage: its values lie in the object header"
+    return ("chunked", None) if kind == h5py.h5d.CHUNKED else ("contiguous", None)
+
+
+def _filters(plist: h5py.h5p.PropDCID) -> tuple[Filter, ...]:
+    found = (plist.get_filter(i) for i in range(plist.get_nfilters()))
+    return tuple(
+        Filter(number, tuple(parameters), name.decode("utf-8", "replace").rstrip("\0"))
+        for number, _flags, parameters, name in found
+    )
+
+
+def _require_filters(filters: tuple[Filter, ...], where: str) -> None:
+    """Raise `DatasetError` if neither we nor h5py (with hdf5plugin, if there) can decode."""
+    for entry in filters:
+        if can_decode(entry) or h5py.h5z.filter_avail(entry.number):
+            continue
+        try:
+            import hdf5plugin  # noqa: F401  (registers its filters with HDF5)
+        except ImportError:
+            pass
+        if not h5py.h5z.filter_avail(entry.number):
+            label = FILTER_NAMES.get(entry.number) or entry.name or "unknown"
+            raise DatasetError(
+                f"{where} is compressed with filter {entry.number} ({label}), which is not"
+                " available; try: pip install hdf5plugin"
+            )
+
+
+def _why_not_direct(
+    file: h5py.File, dataset: h5py.Dataset, layout: Mapping[str, Any]
+) -> str | None:
+    if h5py.h5o.get_info(dataset.id).fileno != h5py.h5o.get_info(file.id).fileno:
+        return f"a link leads to another file, {dataset.file.filename}"
+    if file.id.get_intent() & h5py.h5f.ACC_RDWR:
+        return "the file is open for writing in this process, which may hold unwritten values"
+    stored = dataset.id.get_type()
+    try:
+        same = stored.equal(h5py.h5t.py_create(dataset.dtype, logical=True))
+    except TypeError:
+        same = False
+    if not same:
+        return f"its stored type differs from NumPy's {dataset.dtype}"
+    for entry in layout["filters"]:
+        if not can_decode(entry):
+            label = FILTER_NAMES.get(entry.number) or entry.name or "unknown"
+            return f"filter {entry.number} ({label}) is decoded by HDF5"
+    if layout["storage"] == "chunked":
+        unlimited = [axis for axis, extent in enumerate(dataset.maxshape) if extent is None]
+        if len(unlimited) == 1 and unlimited != [0]:
+            # HDF5 reports wrong chunk coordinates for an extensible array index of this kind.
+            return f"only dimension {unlimited[0]} is unlimited: HDF5 misreports its chunks"
+    elif layout["sample_axis"] != 0 and not can_map(layout["file"]):
+        return (
+            "columns of a contiguous dataset are read by mapping, which needs a local file system"
+        )
+    return None
+
+
+def _fill_value(
+    plist: h5py.h5p.PropDCID, base: np.dtype[Any], extra: tuple[int, ...]
+) -> NDArray[Any]:
+    """Return what HDF5 gives for values never written: zeros unless it may use a fill value."""
+    fill = np.zeros((), base)
+    defined = plist.fill_value_defined() == h5py.h5d.FILL_VALUE_USER_DEFINED
+    if defined and plist.get_fill_time() != h5py.h5d.FILL_TIME_NEVER:
+        if extra:
+            raise _NotDirectError("an array type with a fill value of its own")
+        plist.get_fill_value(fill)
+    return fill
+
+
+def _contiguous_offset(dataset: h5py.Dataset, where: str) -> int:
+    try:
+        offset = dataset.id.get_offset()
+    except RuntimeError as error:
+        raise ReadError(f"{where}: its address is not valid ({error})") from error
+    if offset is None:
+        return -1
+    nbytes, end = dataset.id.get_storage_size(), _file_nbytes(dataset)
+    wanted = math.prod(dataset.shape) * dataset.dtype.itemsize
+    if nbytes < wanted:
+        raise ReadError(f"{where}: {nbytes} bytes are allocated for {wanted} bytes of values")
+    if offset + wanted > end:
+        raise ReadError(
+            f"{where}: its values end at byte {offset + wanted}, but the file has {end} bytes;"
+            " it was cut short"
+        )
+    return int(offset)
+
+
+def _chunk_table(
+    dataset: h5py.Dataset, plist: h5py.h5p.PropDCID, layout: Mapping[str, Any], where: str
+) -> ChunkTable:
+    rank = len(dataset.shape)
+    records = array("q")
+    append = records.extend
+
+    def visit(info: h5py.h5d.StoreInfo) -> None:
+        append(info.chunk_offset)
+        append((info.byte_offset, info.size, info.filter_mask))
+
+    try:
+        if math.prod(dataset.shape):
+            dataset.id.chunk_iter(visit)
+    except (TypeError, RuntimeError, OSError) as error:
+        raise ReadError(f"{where}: its chunk index cannot be read ({error})") from error
+    table = np.frombuffer(records, np.int64).reshape(-1, rank + 3)
+    corners, offset, nbytes = table[:, :rank], table[:, rank], table[:, rank + 1]
+    mask = table[:, rank + 2].astype(np.uint32)
+    end = _file_nbytes(dataset)
+    bad = np.flatnonzero((offset < 0) | (nbytes < 0) | (nbytes > end) | (offset > end - nbytes))
+    if bad.size:
+        at = tuple(int(x) for x in corners[bad[0]])
+        raise ReadError(
+            f"{where}, chunk {at}: {nbytes[bad[0]]} bytes at byte {offset[bad[0]]} do not lie in"
+            f" the file, which has {end} bytes; it was cut short or is damaged"
+        )
+    chunk = np.asarray(dataset.chunks, np.int64)
+    shape = np.asarray(dataset.shape, np.int64)
+    if ((corners % chunk != 0) | (corners < 0) | (corners >= shape)).any():
+        raise _NotDirectError("HDF5 reports chunks outside the dataset")
+    if layout["filters"]:
+        mask = _mask_unfiltered_edges(plist, corners, chunk, shape, mask)
+    extents = _grid(dataset.shape, dataset.chunks)
+    cells = (corners // chunk).T
+    index = np.ravel_multi_index(tuple(cells), extents) if rank else np.zeros(0, np.int64)
+    order = np.argsort(index, kind="stable")
+    index = index[order].astype(np.int64)
+    if (index[1:] == index[:-1]).any():
+        raise _NotDirectError("HDF5 reports a chunk twice")
+    complete = index.size == math.prod(extents)
+    return ChunkTable(
+        index=None if complete else index,
+        offset=offset[order],
+        nbytes=nbytes[order],
+        filter_mask=mask[order],
+    )
+
+
+def _mask_unfiltered_edges(
+    plist: h5py.h5p.PropDCID,
+    corners: NDArray[np.int64],
+    chunk: NDArray[np.int64],
+    shape: NDArray[np.int64],
+    mask: NDArray[np.uint32],
+) -> NDArray[np.uint32]:
+    """Set all bits for partial chunks where the dataset leaves these unfiltered.
+
+    Such chunks are stored raw while their mask says that they were filtered. h5py does not wrap
+    the flag that says so; HDF5's own function is found through h5py's extension module.
+    """
+    partial = (corners + chunk > shape).any(axis=1)
+    if not partial.any():
+        return mask
+    try:
+        get_chunk_opts = ctypes.CDLL(h5py.h5p.__file__).H5Pget_chunk_opts
+    except (AttributeError, OSError) as error:
+        raise _NotDirectError("HDF5 does not say whether its edge chunks are filtered") from error
+    get_chunk_opts.argtypes = (ctypes.c_int64, ctypes.POINTER(ctypes.c_uint))
+    get_chunk_opts.restype = ctypes.c_int
+    options = ctypes.c_uint()
+    with h5py._objects.phil:
+        status = get_chunk_opts(plist.id, ctypes.byref(options))
+    if status < 0:
+        raise _NotDirectError("HDF5 does not say whether its edge chunks are filtered")
+    if options.value & _DONT_FILTER_PARTIAL_CHUNKS:
+        return np.where(partial, np.uint32(_ALL_FILTERS), mask)
+    return mask
+
+
+def _grid(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(-(-extent // chunk) for extent, chunk in zip(shape, chunk_shape, strict=True))
+
+
+def _file_nbytes(dataset: h5py.Dataset) -> int:
+    return Path(dataset.file.filename).stat().st_size

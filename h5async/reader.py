@@ -1,0 +1,392 @@
+"""Options enter; minibatches leave: `AsyncReader` wires layouts, filler, slots and device.
+
+The reader that the caller holds owns an engine that does not know it, so that a reader which is
+dropped unclosed can be collected, and its engine closed.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.config import ReaderConfig
+from h5async.device import find_device
+from h5async.errors import DatasetError
+from h5async.filling import Filler, FillOutcome, FillRequest
+from h5async.layout import DatasetLayout, read_layouts
+from h5async.sampling import Sampling
+from h5async.slots import Assignment, SlotRing
+from h5async.transform import row_transform
+
+
+class Batch(Sequence[Any]):
+    """One minibatch: a sequence of arrays in field order, which are also reached by name.
+
+    ``data, labels = batch``, ``batch["data"]`` and ``batch.data`` all give arrays of
+    ``(size, *row)``: NumPy arrays on the CPU, CuPy arrays on a GPU. **The arrays live until the
+    next** ``get_next_batch()``, or the next turn of a ``for`` loop: their memory is filled again
+    then. `copy` gives a batch that lasts.
+
+    Attributes
+    ----------
+    index
+        int64 (size,): the sample numbers, a NumPy array that lasts.
+    epoch, number
+        Which batch of which epoch this is, both from 0.
+    last
+        Whether it is the epoch's last.
+    size
+        Samples in it; the last of an epoch may be short.
+    """
+
+    __slots__ = ("_arrays", "epoch", "index", "last", "number", "size")
+
+    index: NDArray[np.int64]  # type: ignore[assignment]  # (a sequence's method of that name)
+
+    def __init__(
+        self,
+        arrays: Mapping[str, Any],
+        index: NDArray[np.int64],
+        epoch: int,
+        number: int,
+        last: bool,
+    ) -> None:
+        self._arrays = dict(arrays)
+        self.index = index
+        self.epoch = epoch
+        self.number = number
+        self.last = last
+        self.size = int(index.size)
+
+    def __len__(self) -> int:
+        """Return the number of fields."""
+        return len(self._arrays)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return the array of a field, by its name or its place; a slice gives a tuple."""
+        if isinstance(key, str):
+            return self._arrays[key]
+        return tuple(self._arrays.values())[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the arrays, in field order."""
+        return iter(self._arrays.values())
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the array of the field `name`."""
+        try:
+            return object.__getattribute__(self, "_arrays")[name]
+        except KeyError:
+            raise AttributeError(f"a batch of {', '.join(self._arrays)} has no {name!r}") from None
+
+    def __repr__(self) -> str:
+        """Describe the batch in a line."""
+        fields = ", ".join(f"{name}={a.shape} {a.dtype}" for name, a in self._arrays.items())
+        return f"<Batch {self.number} of epoch {self.epoch}: {fields}>"
+
+    def keys(self) -> list[str]:
+        """Return the names of the fields, in order."""
+        return list(self._arrays)
+
+    def copy(self) -> Batch:
+        """Return a batch with memory of its own (on a GPU: copied on the current stream)."""
+        arrays = {name: array.copy() for name, array in self._arrays.items()}
+        return Batch(arrays, self.index, self.epoch, self.number, self.last)
+
+
+class _Filled(NamedTuple):
+    """A batch as the consumer takes it from its slot."""
+
+    outcome: FillOutcome
+    arrays: tuple[Any, ...]
+    error: BaseException | None
+
+
+class _Engine:
+    """Everything of a reader but its facade."""
+
+    def __init__(self, config: ReaderConfig) -> None:
+        fields = config.batch_fields
+        self.layouts = read_layouts(config.hdf5_path, fields)
+        _check_lengths(self.layouts)
+        transforms = {
+            name: row_transform(field, self.layouts[name]) for name, field in fields.items()
+        }
+        self.sampling = Sampling(
+            num_samples=next(iter(self.layouts.values())).num_samples,
+            batch_size=config.batch_size,
+            shuffle=config.shuffle,
+            seed=config.seed,
+            drop_last=config.drop_last,
+        )
+        self.names = tuple(fields)
+        self.device = find_device(config.device)
+        self.slots = self.device.open_slots(
+            config.prefetch,
+            min(config.batch_size, max(1, self.sampling.num_samples)),
+            list(transforms.values()),
+            config.postprocess is not None,
+        )
+        self.ring: SlotRing[_Filled] = SlotRing(config.prefetch)
+        self.filler = Filler(
+            config,
+            self.sampling,
+            self.layouts,
+            transforms,
+            [slot.memory for slot in self.slots],
+            before_fill=lambda slot: self.slots[slot].wait_writable(),
+            on_done=self._on_done,
+        )
+        self.has_threads = config.thread_count > 0
+
+    def position(self, serial: int) -> tuple[int, int]:
+        """Return epoch and number of a batch."""
+        return divmod(serial, self.sampling.num_batches)
+
+    def begin(self, assignments: list[Assignment]) -> None:
+        for slot, serial in assignments:
+            self.filler.fill(FillRequest(slot, serial, *self.position(serial)))
+
+    def next(self, timeout_seconds: float | None) -> tuple[int, _Filled]:
+        """End the life of the batch in use, wait for the next one, and put it in use."""
+        if self.ring.in_use is not None:
+            self.slots[self.ring.in_use].release()
+        self.begin(self.ring.begin_next())
+        if not self.has_threads:
+            while not self.ring.is_ready() and self.filler.run_next():
+                pass
+        serial, slot, filled = self.ring.take(timeout_seconds)
+        if filled.error is None:
+            self.slots[slot].acquire()
+        return serial, filled
+
+    def close(self) -> None:
+        if self.ring.close():
+            self.filler.close()
+            self.device.close()
+            self.slots.clear()
+
+    def _on_done(self, request: FillRequest, outcome: FillOutcome) -> None:
+        arrays: tuple[Any, ...] = ()
+        error = outcome.error
+        if error is None:
+            try:
+                arrays = self.slots[request.slot].upload(outcome.arrays, outcome.index.size)
+            except BaseException as raised:
+                error = raised
+        self.begin(self.ring.filled(request.slot, request.serial, _Filled(outcome, arrays, error)))
+
+
+class AsyncReader:
+    """Reads minibatches from an HDF5 file in threads, ahead of the loop that uses them.
+
+    Meant for one consumer: call its methods from one thread at a time.
+
+    Parameters
+    ----------
+    config
+        Options as a mapping, a `ReaderConfig`, or the path of a TOML file.
+    **options
+        Single options, which win over `config`; the README has a table of them.
+
+    Raises
+    ------
+    ConfigError
+        If an option is unknown, or does not fit the dataset.
+    ReadError
+        If the file cannot be opened.
+    DatasetError
+        If a dataset is missing, cannot make batches, or has another length than the others.
+    DeviceError
+        If the device asked for is not there, or cannot hold the data.
+
+    Examples
+    --------
+    >>> reader = AsyncReader(hdf5_path="train.h5", batch_size=256, shuffle="full")
+    >>> for epoch in range(90):
+    ...     for data, labels in reader:
+    ...         step(data, labels)
+    """
+
+    def __init__(
+        self,
+        config: ReaderConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        /,
+        **options: Any,
+    ) -> None:
+        self._config = ReaderConfig.load(config, **options)
+        self._engine = _Engine(self._config)
+        self._close = weakref.finalize(self, self._engine.close)
+
+    @property
+    def config(self) -> ReaderConfig:
+        """The options, as validated."""
+        return self._config
+
+    @property
+    def device(self) -> str:
+        """Where batches are delivered: ``"cpu"`` or ``"cuda:N"``."""
+        return self._engine.device.name
+
+    @property
+    def layouts(self) -> dict[str, DatasetLayout]:
+        """Where the values of each field lie, and why h5py reads them where it does."""
+        return dict(self._engine.layouts)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in the dataset."""
+        return self._engine.sampling.num_samples
+
+    @property
+    def nbytes(self) -> int:
+        """Decoded bytes of one epoch, all fields together, in the file's dtypes."""
+        row = sum(layout.row_nbytes for layout in self._engine.layouts.values())
+        return row * self._engine.sampling.epoch_samples
+
+    @property
+    def fallback_reads(self) -> int:
+        """Reads that went through h5py so far, one for each batch of each field that needs it."""
+        return self._engine.filler.fallback.reads
+
+    def __len__(self) -> int:
+        """Return the number of batches in an epoch."""
+        return self._engine.sampling.num_batches
+
+    def fetch_data(self) -> bool:
+        """Ask for the next batch in order. Never blocks, and may be called any number of times.
+
+        With all slots busy the request waits in line: a batch that is in use is never
+        overwritten.
+
+        Returns
+        -------
+        bool
+            Whether the batch asked for is the last of its epoch.
+
+        Raises
+        ------
+        ReaderClosedError
+            If the reader is closed.
+        DatasetError
+            If an epoch has no batch at all.
+        """
+        self._check_not_empty()
+        serial, assignments = self._engine.ring.ask()
+        self._engine.begin(assignments)
+        return self._is_last(serial)
+
+    def get_next_batch(self, timeout: float | None = None) -> Batch:
+        """Return the oldest batch asked for, and end the life of the one returned before.
+
+        Asks for a batch itself where none was. Blocks until it is filled; its upload to a GPU is
+        ordered before what the current stream does next.
+
+        Parameters
+        ----------
+        timeout
+            Seconds to wait at most; None: the option ``timeout``.
+
+        Raises
+        ------
+        BatchTimeoutError
+            If the batch is not ready in time; the next call goes on waiting for it.
+        ReadError, DeviceError, PostprocessError
+            What went wrong while this batch was filled. The next call gives the next batch.
+        ReaderClosedError
+            If the reader is closed, before or meanwhile.
+        DatasetError
+            If an epoch has no batch at all.
+        """
+        self._check_not_empty()
+        seconds = self._config.timeout if timeout is None else timeout
+        serial, filled = self._engine.next(seconds)
+        if filled.error is not None:
+            raise filled.error
+        arrays = dict(zip(self._engine.names, filled.arrays, strict=True))
+        epoch, number = self._engine.position(serial)
+        return Batch(arrays, filled.outcome.index, epoch, number, self._is_last(serial))
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Begin an epoch: the next one that nothing was taken from yet.
+
+        What was asked for of an epoch that is left before its end is dropped. The first batches
+        of the following epoch are read before this one ends.
+        """
+        engine = self._engine
+        batches = len(self)
+        epoch = 0
+        if batches:
+            epoch = -(-engine.ring.next_serial // batches)
+            engine.begin(engine.ring.skip_to(epoch * batches, read_ahead=engine.has_threads))
+        return _Epoch(self, epoch)
+
+    def close(self) -> None:
+        """Stop the threads, close the file and free the slots' memory. Idempotent.
+
+        Arrays of a batch that is still held stay valid.
+        """
+        self._close()
+
+    def __enter__(self) -> AsyncReader:
+        """Return the reader itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close the reader."""
+        self.close()
+
+    def __repr__(self) -> str:
+        """Describe the reader in a line."""
+        state = "" if self._close.alive else ", closed"
+        return (
+            f"<AsyncReader {self._config.hdf5_path}: {', '.join(self._engine.names)},"
+            f" {self.num_samples} samples, {len(self)} batches an epoch, {self.device}{state}>"
+        )
+
+    def _is_last(self, serial: int) -> bool:
+        return (serial + 1) % len(self) == 0
+
+    def _check_not_empty(self) -> None:
+        if not len(self):
+            raise DatasetError(
+                f"{self._config.hdf5_path}: an epoch has no batch: {self.num_samples} samples,"
+                f" batch_size={self._config.batch_size}, drop_last={self._config.drop_last}"
+            )
+
+
+class _Epoch(Iterator[Batch]):
+    """The rest of one epoch; ends where another loop has taken the reader on."""
+
+    def __init__(self, reader: AsyncReader, epoch: int) -> None:
+        self._reader = reader
+        self._stop = (epoch + 1) * len(reader)
+
+    def __next__(self) -> Batch:
+        if self._reader._engine.ring.next_serial >= self._stop:
+            raise StopIteration
+        return self._reader.get_next_batch()
+
+
+def _check_lengths(layouts: Mapping[str, DatasetLayout]) -> None:
+    items = list(layouts.items())
+    name, first = items[0]
+    for other_name, other in items[1:]:
+        if other.num_samples != first.num_samples:
+            raise DatasetError(
+                f'{first.file}: dataset "{first.path}" ({name}) has {first.num_samples} samples'
+                f' along dimension {first.sample_axis}, but "{other.path}" ({other_name}) has'
+                f" {other.num_samples} along dimension {other.sample_axis}; all fields of a batch"
+                " need as many"
+            )

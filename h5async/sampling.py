@@ -1,0 +1,136 @@
+"""(seed, epoch, batch number) enter; the sample numbers of that batch leave. Pure.
+
+Nothing of the size of the dataset is ever held: a position of the epoch is mapped to a sample by
+a keyed permutation of the index range, evaluated only at the positions of one batch.
+
+The permutation is the generalised Feistel network of J. Black and P. Rogaway, "Ciphers with
+Arbitrary Finite Domains" (CT-RSA 2002): numbers below ``a * b`` are pairs, whose halves are in
+turn shifted by a keyed hash of the other, modulo `a` and `b`; since ``a * b`` exceeds the number
+of samples by less than `a`, the few that fall outside are walked on along their cycle. The hash
+is the finaliser of splitmix64 (G. Steele, D. Lea, C. Flood, OOPSLA 2014). It need not resist an
+adversary, only look random. A network over a tiny domain does not reach every permutation, so up
+to `_SORTED_BELOW` samples are shuffled by sorting keyed hashes instead, which does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+_ROUNDS = 8
+_SORTED_BELOW = 1024
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+Shuffle = Literal[False, "full"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The order of an epoch's samples, and its division into batches.
+
+    Parameters
+    ----------
+    num_samples
+        Samples in the dataset.
+    batch_size
+        Samples in a batch.
+    shuffle
+        False: file order; ``"full"``: a uniform permutation of all samples.
+    seed
+        Any integer; with the epoch it determines the permutation.
+    drop_last
+        Whether a short last batch is left out.
+    """
+
+    num_samples: int
+    batch_size: int
+    shuffle: Shuffle = False
+    seed: int = 0
+    drop_last: bool = False
+
+    @property
+    def num_batches(self) -> int:
+        """Batches in an epoch."""
+        full, rest = divmod(self.num_samples, self.batch_size)
+        return full + (rest > 0 and not self.drop_last)
+
+    @property
+    def epoch_samples(self) -> int:
+        """Samples in an epoch: all, less those of a dropped last batch."""
+        return min(self.num_samples, self.num_batches * self.batch_size)
+
+    def batch(self, epoch: int, number: int) -> NDArray[np.int64]:
+        """Return the sample numbers of batch `number` of `epoch`, in order, as a new array."""
+        start = number * self.batch_size
+        stop = min(start + self.batch_size, self.epoch_samples)
+        positions = np.arange(start, stop, dtype=np.int64)
+        if self.shuffle is False:
+            return positions
+        return permute(positions, self.num_samples, self.seed, epoch)
+
+
+def permute(
+    positions: NDArray[np.int64], num_samples: int, seed: int, epoch: int
+) -> NDArray[np.int64]:
+    """Map positions to samples by the permutation of all samples keyed by seed and epoch.
+
+    Parameters
+    ----------
+    positions
+        int64 numbers from 0 to ``num_samples - 1``.
+
+    Returns
+    -------
+    numpy.ndarray
+        int64, as many as `positions`; time and memory are proportional to their number (and
+        bounded by a constant where there are fewer than 1,024 samples).
+    """
+    keys = _round_keys(seed, epoch)
+    if num_samples <= _SORTED_BELOW:
+        hashes = _mix(np.arange(num_samples, dtype=np.uint64) * _GOLDEN ^ keys[0])
+        return np.argsort(hashes, kind="stable")[positions]
+    a = int(np.ceil(np.sqrt(num_samples)))
+    b = -(-num_samples // a)
+    result = _feistel(positions.astype(np.uint64), a, b, keys)
+    outside = np.flatnonzero(result >= num_samples)
+    while outside.size:
+        result[outside] = _feistel(result[outside], a, b, keys)
+        outside = outside[result[outside] >= num_samples]
+    return result.astype(np.int64)
+
+
+def _round_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
+    """Hash (seed, epoch) to `_ROUNDS` keys, the same on every machine."""
+    digest = hashlib.blake2b(f"h5async {seed} {epoch}".encode(), digest_size=8 * _ROUNDS).digest()
+    return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
+
+
+def _feistel(
+    numbers: NDArray[np.uint64], a: int, b: int, keys: NDArray[np.uint64]
+) -> NDArray[np.uint64]:
+    """Permute numbers below ``a * b``, where `a` and `b` are below 2**32."""
+    left, right = numbers % np.uint64(a), numbers // np.uint64(a)
+    for i in range(0, _ROUNDS, 2):
+        left = _shift(left, right, a, keys[i])
+        right = _shift(right, left, b, keys[i + 1])
+    return left + right * np.uint64(a)
+
+
+def _shift(
+    half: NDArray[np.uint64], other: NDArray[np.uint64], modulus: int, key: np.uint64
+) -> NDArray[np.uint64]:
+    """Add a keyed hash of the other half, modulo `modulus`."""
+    m = np.uint64(modulus)
+    high = _mix(other * _GOLDEN + key) >> np.uint64(32)
+    shifted = half + (high * m >> np.uint64(32))  # a multiply-shift in place of a division
+    return np.where(shifted >= m, shifted - m, shifted)
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,154 @@
+"""Byte ranges of a local file enter; their bytes leave, in the caller's memory."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.errors import ReadError
+
+_IOV_MAX = 1024  # POSIX guarantees 16; Linux and macOS take this many buffers a call
+
+# A map turns an I/O error into a fatal signal, so files are mapped only where their bytes come
+# from this machine's own disks or memory.
+_LOCAL_FILE_SYSTEMS = frozenset(
+    "apfs bcachefs btrfs erofs exfat ext2 ext3 ext4 f2fs hfs iso9660 jfs overlay ramfs rootfs"
+    " squashfs tmpfs ufs vfat xfs zfs".split()
+)
+
+
+class LocalFile:
+    """A file on this machine, open for reading. Safe to use from many threads.
+
+    No HDF5 lock is held: a writer may open the file meanwhile.
+
+    Parameters
+    ----------
+    path
+        The file.
+    expected
+        Device and inode of the file that was indexed.
+
+    Raises
+    ------
+    ReadError
+        If the file cannot be opened, or is not the one that was indexed.
+    """
+
+    def __init__(self, path: str, expected: tuple[int, int]) -> None:
+        self.path = path
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise ReadError(f"cannot open {path}: {error.strerror}") from error
+        if file_id(self._descriptor) != expected:
+            self.close()
+            raise ReadError(f"{path} was replaced while it was being opened; open it again")
+        self._map: NDArray[np.uint8] | None = self._map_if_local()
+
+    def read_into(self, offset: int, buffers: list[memoryview]) -> None:
+        """Fill `buffers`, one after the other, with the bytes from `offset` on.
+
+        The GIL is dropped meanwhile; a read that the system cuts short is taken up again.
+
+        Raises
+        ------
+        ReadError
+            If the file ends too early, or the system reports an error; the message names the
+            file and the byte.
+        """
+        while buffers:
+            part, buffers = buffers[:_IOV_MAX], buffers[_IOV_MAX:]
+            while part:
+                try:
+                    count = os.preadv(self._descriptor, part, offset)
+                except OSError as error:
+                    raise ReadError(
+                        f"{self.path}: reading at byte {offset} failed: {error.strerror}"
+                    ) from error
+                if count == 0:
+                    raise self._too_short(offset)
+                offset += count
+                part = _skip(part, count)
+
+    def mapped(self, end: int) -> NDArray[np.uint8] | None:
+        """Return the file as an array of bytes, or None where it should be read instead.
+
+        Touching a page past the end of a file kills the process, so the size is checked here:
+        ask before each use, and keep the array no longer than that.
+
+        Raises
+        ------
+        ReadError
+            If the file now ends before byte `end`.
+        """
+        if self._map is None:
+            return None
+        if self._map.size < end or os.fstat(self._descriptor).st_size < end:
+            raise self._too_short(end)
+        return self._map
+
+    def close(self) -> None:
+        """Close the descriptor; the map goes with its last array."""
+        descriptor, self._descriptor = self._descriptor, -1
+        self._map = None
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def _too_short(self, offset: int) -> ReadError:
+        size = os.fstat(self._descriptor).st_size
+        return ReadError(
+            f"{self.path} ends at byte {size}, before byte {offset}: it was cut short after it"
+            " had been opened"
+        )
+
+    def _map_if_local(self) -> NDArray[np.uint8] | None:
+        if not can_map(self.path) or not os.fstat(self._descriptor).st_size:
+            return None
+        try:
+            view = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError):
+            return None
+        return np.frombuffer(view, np.uint8)
+
+
+def _skip(buffers: list[memoryview], count: int) -> list[memoryview]:
+    """Drop the first `count` bytes of a list of buffers."""
+    for i, buffer in enumerate(buffers):
+        if count < buffer.nbytes:
+            return [buffer[count:], *buffers[i + 1 :]]
+        count -= buffer.nbytes
+    return []
+
+
+def file_id(descriptor: int) -> tuple[int, int]:
+    """Return device and inode of an open file."""
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
+
+
+def can_map(path: str) -> bool:
+    """Tell whether a file lies where mapping it is safe."""
+    return file_system(Path(path)) in _LOCAL_FILE_SYSTEMS
+
+
+def file_system(path: Path) -> str:
+    """Return the type of the file system that holds `path`, as Linux names it; else ``""``."""
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    resolved = str(path.resolve())
+    found: tuple[int, Any] = (-1, "")
+    for line in lines:
+        fields = line.split(" ")
+        mount = fields[4].encode().decode("unicode_escape")
+        inside = resolved == mount or resolved.startswith(mount.rstrip("/") + "/")
+        if inside and len(mount) >= found[0]:
+            found = (len(mount), fields[fields.index("-") + 1])
+    return str(found[1])
