@@ -19,7 +19,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -170,7 +171,7 @@ class Filler:
     def fill(self, request: FillRequest) -> None:
         """Ask for a slot to be filled. Never blocks. Safe to call from any thread."""
         batch = _Fill(request)
-        self._enqueue(batch, [lambda: self._plan(batch)])
+        self._enqueue(batch, [partial(self._plan, batch)])
 
     def run_next(self) -> bool:
         """Do the most urgent share of work in the calling thread; False where there is none."""
@@ -220,7 +221,7 @@ class Filler:
             shares = []
         self._begin(
             batch,
-            [lambda share=share: self._read(batch, share) for share in shares],  # type: ignore[misc]
+            [partial(self._read, batch, share) for share in shares],
             self._begin_transform,
         )
 
@@ -251,7 +252,7 @@ class Filler:
         if len(works) == 1:
             run(works[0])
         else:
-            self._enqueue(batch, [lambda work=work: run(work) for work in works])  # type: ignore[misc]
+            self._enqueue(batch, [partial(run, work) for work in works])
 
     def _read(self, batch: _Fill, share: list[PlanSlice]) -> None:
         memory = self._slots[batch.request.slot]
@@ -280,8 +281,7 @@ class Filler:
             parts = max(1, min(self._threads, size, size * transform.nbytes // _MIN_SHARE_NBYTES))
             edges = [size * part // parts for part in range(parts + 1)]
             works += [
-                lambda t=transform, raw=raw[a:b], out=out[a:b]: t.apply(raw, out)  # type: ignore[misc]
-                for a, b in itertools.pairwise(edges)
+                partial(transform.apply, raw[a:b], out[a:b]) for a, b in itertools.pairwise(edges)
             ]
         self._begin(batch, works, self._finish)
 
@@ -347,4 +347,4 @@ def load_function(function: Callable[..., Any] | str | None) -> Callable[..., An
         raise ConfigError(f"postprocess: cannot import {function!r}: {error}") from error
     if not callable(found):
         raise ConfigError(f"postprocess: {function!r} is not callable")
-    return found
+    return cast("Callable[..., Any]", found)
