@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,7 +25,7 @@ from h5async.errors import DeviceError
 from h5async.filling import SlotMemory
 from h5async.transform import RowTransform
 
-_CUPY_KINDS = "biufc"
+_CUPY_TYPES = "?bhilqBHILQefdFD"  # NumPy's one-letter codes
 
 
 class DeviceSlot(Protocol):
@@ -52,7 +52,7 @@ class Device(Protocol):
     name: str
 
     def open_slots(
-        self, count: int, rows: int, transforms: Sequence[RowTransform], postprocess: bool
+        self, count: int, rows: int, transforms: Mapping[str, RowTransform], postprocess: bool
     ) -> list[DeviceSlot]:
         """Allocate slots of `rows` rows; `postprocess`: it wants delivered arrays on the host."""
 
@@ -124,11 +124,12 @@ class HostDevice:
     name = "cpu"
 
     def open_slots(
-        self, count: int, rows: int, transforms: Sequence[RowTransform], postprocess: bool
+        self, count: int, rows: int, transforms: Mapping[str, RowTransform], postprocess: bool
     ) -> list[DeviceSlot]:
         """Allocate slots of `rows` rows; all transforming is the filler's."""
-        on_host = [not transform.is_identity for transform in transforms]
-        return [HostSlot(_allocate_host(rows, transforms, on_host, np.empty)) for _ in range(count)]
+        todo = list(transforms.values())
+        on_host = [not transform.is_identity for transform in todo]
+        return [HostSlot(_allocate_host(rows, todo, on_host, np.empty)) for _ in range(count)]
 
     def close(self) -> None:
         """Do nothing."""
@@ -176,7 +177,7 @@ class CudaDevice:
         )
 
     def open_slots(
-        self, count: int, rows: int, transforms: Sequence[RowTransform], postprocess: bool
+        self, count: int, rows: int, transforms: Mapping[str, RowTransform], postprocess: bool
     ) -> list[DeviceSlot]:
         """Allocate pinned host slots and device slots of `rows` rows.
 
@@ -185,19 +186,20 @@ class CudaDevice:
         DeviceError
             If CuPy lacks a dtype, or memory is short.
         """
-        for transform in transforms:
-            if transform.dtype.kind not in _CUPY_KINDS or transform.dtype.itemsize > 16:
+        for name, transform in transforms.items():
+            if transform.dtype.char not in _CUPY_TYPES:
                 raise DeviceError(
-                    f"dtype {transform.dtype} cannot lie on a GPU: CuPy has only booleans and"
-                    ' numbers; leave the field out, or read with device="cpu"'
+                    f'field "{name}": dtype {transform.dtype} cannot lie on a GPU: CuPy has only'
+                    ' booleans and numbers; leave the field out, or read with device="cpu"'
                 )
+        todo = list(transforms.values())
         on_host = [
             not transform.is_identity and (postprocess or not _gpu_can(transform))
-            for transform in transforms
+            for transform in todo
         ]
         try:
             with self.current():
-                return [CudaSlot(self, rows, transforms, on_host) for _ in range(count)]
+                return [CudaSlot(self, rows, todo, on_host) for _ in range(count)]
         except (self.cupy.cuda.memory.OutOfMemoryError, MemoryError) as error:
             raise DeviceError(
                 f"{count} slots of {rows} rows do not fit the memory of {self.name} ({error});"
@@ -303,7 +305,7 @@ class CudaSlot:
     def _upload_other(self, i: int, array: NDArray[Any]) -> Any:
         """Upload an array that `postprocess` made, through pinned memory of its size."""
         cupy = self._device.cupy
-        if array.dtype.kind not in _CUPY_KINDS:
+        if array.dtype.char not in _CUPY_TYPES:
             raise DeviceError(f"postprocess returned dtype {array.dtype}, which CuPy lacks")
         array = array.astype(array.dtype.newbyteorder("="), copy=False)
         other = self._other[i]

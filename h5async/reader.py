@@ -130,7 +130,7 @@ class _Engine:
         self.slots = self.device.open_slots(
             config.prefetch,
             min(config.batch_size, max(1, self.sampling.num_samples)),
-            list(transforms.values()),
+            transforms,
             config.postprocess is not None,
         )
         self.ring: SlotRing[_Filled] = SlotRing(config.prefetch)
