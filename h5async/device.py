@@ -235,10 +235,7 @@ class CudaSlot:
             raw if done or todo.is_identity else cupy.empty((rows, *todo.row), todo.dtype)
             for raw, todo, done in zip(self._raw, transforms, on_host, strict=True)
         ]
-        self._factors = [
-            (_on_device(cupy, transform.scale, 1.0), _on_device(cupy, transform.offset, -0.0))
-            for transform in transforms
-        ]
+        self._factors = [_factors(cupy, transform) for transform in transforms]
         # What `postprocess` returns may be of any shape; memory for it is made when it comes.
         self._other: list[tuple[Any, Any] | None] = [None] * len(transforms)
         self._uploaded = cupy.cuda.Event(block=True, disable_timing=True)
@@ -294,12 +291,12 @@ class CudaSlot:
         out = self._delivered[i]
         if out is self._raw[i]:
             return raw
-        transform = self._transforms[i]
-        permuted = raw.transpose(transform.permutation)
-        if transform.scale is None and transform.offset is None:
+        permuted = raw.transpose(self._transforms[i].permutation)
+        factors = self._factors[i]
+        if factors is None:
             self._device.cupy.copyto(out[:size], permuted, casting="unsafe")
         else:
-            self._device.scale_kernel(permuted, *self._factors[i], out[:size])
+            self._device.scale_kernel(permuted, *factors, out[:size])
         return out[:size]
 
     def _upload_other(self, i: int, array: NDArray[Any]) -> Any:
@@ -329,8 +326,13 @@ def _import_cupy() -> Any:
         ) from error
 
 
-def _on_device(cupy: Any, factor: NDArray[Any] | None, neutral: float) -> Any:
-    return cupy.asarray(factor) if factor is not None else neutral
+def _factors(cupy: Any, transform: RowTransform) -> tuple[Any, Any] | None:
+    """Return scale and offset on the device, None where there is neither; -0.0 adds nothing."""
+    if transform.scale is None and transform.offset is None:
+        return None
+    scale = transform.scale if transform.scale is not None else np.ones((), transform.dtype)
+    offset = transform.offset if transform.offset is not None else -np.zeros((), transform.dtype)
+    return cupy.asarray(scale), cupy.asarray(offset)
 
 
 def _gpu_can(transform: RowTransform) -> bool:

@@ -251,7 +251,7 @@ def test_what_cupy_lacks_is_refused_at_the_start(cupy, tmp_path):
     path = tmp_path / "text.h5"
     with h5py.File(path, "w") as file:
         file["text"] = np.array([b"one", b"two"])
-    with pytest.raises(DeviceError, match="text"):
+    with pytest.raises(DeviceError, match='field "data"'):
         AsyncReader(hdf5_path=path, data_field="text", labels_field=None, device="cuda")
 
 

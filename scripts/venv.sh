@@ -1,0 +1,10 @@
+# Sourced by the other scripts: makes .venv once, and installs h5async there with an extra ($1).
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python="${PYTHON:-python3}"
+if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+    echo "h5async needs Python 3.11 or newer; $python is $("$python" --version 2>&1)." \
+        "Name another one: PYTHON=python3.12 $0" >&2
+    exit 1
+fi
+[ -x .venv/bin/python ] || "$python" -m venv .venv
+.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable ".${1:+[$1]}"
