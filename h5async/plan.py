@@ -167,15 +167,15 @@ def _plan_rows_of_chunks(layout: DatasetLayout, sample: Int64s) -> RowPlan:
 
 def _plan_contiguous_columns(layout: DatasetLayout, sample: Int64s) -> ChunkPlan:
     """Take the whole dataset as one chunk, whose samples lie in pieces; share out the samples."""
+    order = np.argsort(sample, kind="stable")
     groups = min(sample.size, _COLUMN_GROUPS)
-    rank = np.empty_like(sample)
-    rank[np.argsort(sample, kind="stable")] = np.arange(sample.size)
-    return _chunk_plan(
+    runs = _Runs.of(np.arange(sample.size) * groups // sample.size, sample[order], order)
+    return ChunkPlan(
         place=np.full(groups, -1 if layout.offset < 0 else 0, np.int64),
         cross=np.zeros(groups, np.int32),
-        number=rank * groups // sample.size,
-        local=sample,
+        group=np.arange(groups, dtype=np.int32),
         chunk_nbytes=sample.size * layout.row_nbytes // groups,
+        **runs._asdict(),
     )
 
 
@@ -183,42 +183,44 @@ def _plan_chunks(layout: DatasetLayout, sample: Int64s) -> ChunkPlan:
     chunks = layout.chunks
     assert chunks is not None
     axis = layout.sample_axis
-    number, local = np.divmod(sample, layout.chunk_shape[axis])
+    order = np.argsort(sample, kind="stable")
+    runs = _Runs.of(*np.divmod(sample[order], layout.chunk_shape[axis]), order)
+    groups, pieces = runs.group_number.size, len(layout.cross_section)
     strides = np.cumprod((1, *layout.grid[:0:-1]), dtype=np.int64)[::-1]
     cells = layout.cross_section // np.asarray(layout.chunk_shape)
-    groups = np.unique(number)
-    numbers = groups[:, None] * strides[axis] + cells @ strides
-    return _chunk_plan(
-        place=chunks.find(numbers.ravel()),
-        cross=np.tile(np.arange(len(cells), dtype=np.int32), groups.size),
-        number=number,
-        local=local,
-        chunk_nbytes=layout.chunk_nbytes,
-    )
-
-
-def _chunk_plan(
-    *, place: Int64s, cross: NDArray[np.int32], number: Int64s, local: Int64s, chunk_nbytes: int
-) -> ChunkPlan:
-    """Group samples by the chunks that hold them, and neighbours among them into runs."""
-    order = np.lexsort((local, number))
-    number, local = number[order], local[order]
-    same_group = number[1:] == number[:-1]
-    continues = same_group & (local[1:] == local[:-1] + 1) & (order[1:] == order[:-1] + 1)
-    first = np.concatenate((np.zeros(1, np.int64), np.flatnonzero(~continues) + 1))
-    group_first = np.concatenate((np.zeros(1, np.int64), np.flatnonzero(~same_group) + 1))
-    groups = group_first.size
+    numbers = runs.group_number[:, None] * strides[axis] + cells @ strides
     return ChunkPlan(
-        place=place,
-        cross=cross,
-        group=np.repeat(np.arange(groups, dtype=np.int32), place.size // groups),
-        group_number=number[group_first],
-        run_start=np.append(np.searchsorted(first, group_first), first.size),
-        run_local=local[first],
-        run_position=order[first],
-        run_length=np.diff(np.append(first, number.size)),
-        chunk_nbytes=chunk_nbytes,
+        place=chunks.find(numbers.ravel()),
+        cross=np.tile(np.arange(pieces, dtype=np.int32), groups),
+        group=np.repeat(np.arange(groups, dtype=np.int32), pieces),
+        chunk_nbytes=layout.chunk_nbytes,
+        **runs._asdict(),
     )
+
+
+class _Runs(NamedTuple):
+    """The part of a `ChunkPlan` that tells which samples go where."""
+
+    group_number: Int64s
+    run_start: Int64s
+    run_local: Int64s
+    run_position: Int64s
+    run_length: Int64s
+
+    @classmethod
+    def of(cls, number: Int64s, local: Int64s, position: Int64s) -> _Runs:
+        """Group samples, sorted by group `number` and then `local`, and join neighbours to runs."""
+        changes = number[1:] != number[:-1]
+        breaks = changes | (np.diff(local) != 1) | (np.diff(position) != 1)
+        first = np.flatnonzero(np.concatenate(([True], breaks)))
+        group_first = np.flatnonzero(np.concatenate(([True], changes)))
+        return cls(
+            group_number=number[group_first],
+            run_start=np.append(np.searchsorted(first, group_first), first.size),
+            run_local=local[first],
+            run_position=position[first],
+            run_length=np.diff(np.append(first, number.size)),
+        )
 
 
 def cut(plans: Sequence[ReadPlan], parts: int, min_part_nbytes: int) -> Iterator[list[PlanSlice]]:

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 _ROUNDS = 8
 _SORTED_BELOW = 1024
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_HALF = np.uint64(32)
 
 Shuffle = Literal[False, "full"]
 
@@ -113,24 +114,32 @@ def _feistel(
     numbers: NDArray[np.uint64], a: int, b: int, keys: NDArray[np.uint64]
 ) -> NDArray[np.uint64]:
     """Permute numbers below ``a * b``, where `a` and `b` are below 2**32."""
-    left, right = numbers % np.uint64(a), numbers // np.uint64(a)
+    right, left = np.divmod(numbers, np.uint64(a))
     for i in range(0, _ROUNDS, 2):
-        left = _shift(left, right, a, keys[i])
-        right = _shift(right, left, b, keys[i + 1])
-    return left + right * np.uint64(a)
+        _shift(left, right, np.uint64(a), keys[i])
+        _shift(right, left, np.uint64(b), keys[i + 1])
+    right *= np.uint64(a)
+    right += left
+    return right
 
 
 def _shift(
-    half: NDArray[np.uint64], other: NDArray[np.uint64], modulus: int, key: np.uint64
-) -> NDArray[np.uint64]:
-    """Add a keyed hash of the other half, modulo `modulus`."""
-    m = np.uint64(modulus)
-    high = _mix(other * _GOLDEN + key) >> np.uint64(32)
-    shifted = half + (high * m >> np.uint64(32))  # a multiply-shift in place of a division
-    return np.where(shifted >= m, shifted - m, shifted)
+    half: NDArray[np.uint64], other: NDArray[np.uint64], modulus: np.uint64, key: np.uint64
+) -> None:
+    """Add a keyed hash of the other half to `half`, modulo `modulus`."""
+    shift = _mix(other + key)
+    shift >>= _HALF
+    shift *= modulus  # a multiply-shift in place of a division
+    shift >>= _HALF
+    half += shift
+    np.subtract(half, modulus, out=half, where=half >= modulus)
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    """Hash in place."""
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return x

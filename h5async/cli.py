@@ -1,0 +1,291 @@
+"""A command line enters; text for people leaves: tables and figures on stdout, errors on stderr.
+
+Nothing is read or decided here: `inspect` prints what `layout.py` found, `read` runs an
+`AsyncReader` and counts. An `H5AsyncError` of any command ends it with one message and exit
+code 1.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.filesize import decimal
+from rich.measure import Measurement
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+from typer.core import TyperGroup
+
+from h5async import AsyncReader, H5AsyncError, ReaderConfig, __version__
+from h5async.codecs import FILTER_NAMES, Filter
+from h5async.layout import DatasetLayout, list_layouts
+
+_REFRESH_SECONDS = 0.1
+_COLUMNS = ("dataset", "shape", "dtype", "layout", "chunks", "filters", "on disk", "decoded")
+
+
+class _Group(TyperGroup):
+    """The commands, with one way to report what the library refuses."""
+
+    def invoke(self, ctx: typer.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except H5AsyncError as error:
+            typer.echo(f"{typer.style('error:', fg='red', bold=True)} {_safe(error)}", err=True)
+            raise typer.Exit(1) from None
+
+
+app = typer.Typer(
+    cls=_Group,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"h5async {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="The version.")
+    ] = False,
+) -> None:
+    """Minibatches from HDF5 for training loops."""
+
+
+@app.command()
+def inspect(file: Annotated[Path, typer.Argument(help="The HDF5 file.")]) -> None:
+    """List the datasets of FILE: how each is stored, and whether h5async reads it directly."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for column in _COLUMNS:
+        right = column in ("on disk", "decoded")
+        table.add_column(column, overflow="fold", justify="right" if right else "left")
+    table.add_column("read", overflow="fold", min_width=10)
+    for name, found in list_layouts(file):
+        table.add_row(*(Text(_safe(cell)) for cell in _cells(file, name, found)))
+    if not table.row_count:
+        typer.echo(f"{_safe(file)} holds no datasets")
+        return
+    console = Console(highlight=False)
+    whole = Measurement.get(console, console.options.update(max_width=sys.maxsize), table).maximum
+    if not console.is_terminal:
+        console = Console(width=whole, highlight=False)
+    table.show_lines = whole > console.width
+    console.print(table)
+
+
+def _cells(file: Path, name: str, found: DatasetLayout | H5AsyncError) -> Iterable[str]:
+    """Return the cells of a dataset's row of the table."""
+    if isinstance(found, H5AsyncError):
+        reason = str(found).removeprefix(f'{file}: dataset "{name}"').lstrip(": ")
+        return name, *("-" for _ in _COLUMNS[1:]), f"refused: {reason}"
+    return (
+        name,
+        str(found.shape),
+        str(found.dtype),
+        found.storage,
+        str(found.chunk_shape) if found.chunk_shape else "-",
+        "+".join(map(_filter_name, found.filters)) or "-",
+        decimal(found.stored_nbytes),
+        decimal(found.nbytes),
+        _way(found),
+    )
+
+
+def _filter_name(entry: Filter) -> str:
+    return FILTER_NAMES.get(entry.number) or entry.name or str(entry.number)
+
+
+def _way(layout: DatasetLayout) -> str:
+    return "direct" if layout.fallback_reason is None else f"h5py: {layout.fallback_reason}"
+
+
+def _safe(text: object) -> str:
+    """Escape what a file's names could do to a terminal, or to an encoding."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in str(text))
+
+
+def _option(name: str, text: str, *, metavar: str | None = None, unset: str | None = None) -> Any:
+    """Declare an option of `ReaderConfig`; `unset` says in words what a default of None means.
+
+    Its value is None where the user did not type it, and the default is shown only: it must not
+    override a configuration file.
+    """
+    default = ReaderConfig.model_fields[name].default
+    shown = unset if default is None else "no" if default is False else str(default)
+    return typer.Option(help=text, metavar=metavar, show_default=shown or False)
+
+
+@app.command()
+def read(
+    ctx: typer.Context,
+    hdf5_path: Annotated[
+        Path | None,
+        typer.Argument(metavar="[FILE]", help="The HDF5 file; may be left to --config."),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.toml", help="Options of the reader; those typed here win."),
+    ] = None,
+    epochs: Annotated[int, typer.Option(min=1, help="How often to read everything.")] = 1,
+    data_field: Annotated[str | None, _option("data_field", "Dataset of the data.")] = None,
+    labels_field: Annotated[str | None, _option("labels_field", "Dataset of the labels.")] = None,
+    no_labels: Annotated[bool, typer.Option("--no-labels", help="Read no labels.")] = False,
+    fields: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--field",
+            metavar="NAME=PATH",
+            help="A field of the batches and its dataset, instead of data and labels. Repeatable.",
+        ),
+    ] = None,
+    num_dim: Annotated[int | None, _option("num_dim", "Dimension of the samples.")] = None,
+    h_dim: Annotated[int | None, _option("h_dim", "Dimension of an image's height.")] = None,
+    w_dim: Annotated[int | None, _option("w_dim", "Dimension of an image's width.")] = None,
+    cha_dim: Annotated[int | None, _option("cha_dim", "Dimension of the channels.")] = None,
+    batch_size: Annotated[int | None, _option("batch_size", "Samples in a batch.")] = None,
+    shuffle: Annotated[
+        str | None, _option("shuffle", "The order of the samples.", metavar="full|none")
+    ] = None,
+    seed: Annotated[int | None, _option("seed", "What the shuffled order depends on.")] = None,
+    drop_last: Annotated[
+        bool | None, _option("drop_last", "Leave out an epoch's short last batch.")
+    ] = None,
+    num_threads: Annotated[
+        int | None, _option("num_threads", "0: all work in the caller.", unset="usable cores")
+    ] = None,
+    workers: Annotated[str | None, _option("workers", "Where the threads live.")] = None,
+    prefetch: Annotated[int | None, _option("prefetch", "Preallocated batches.")] = None,
+    device: Annotated[
+        str | None, _option("device", "Where batches go.", metavar="auto|cpu|cuda|cuda:N")
+    ] = None,
+    postprocess: Annotated[
+        str | None,
+        _option("postprocess", "Called on each whole batch.", metavar="MODULE:FUNCTION"),
+    ] = None,
+    timeout: Annotated[
+        float | None, _option("timeout", "Seconds to wait for a batch.", unset="no limit")
+    ] = None,
+) -> None:
+    """Read FILE in batches as a training loop would, and say how fast that was."""
+    if hdf5_path is None and config is None:
+        raise typer.BadParameter("give it, or --config with an hdf5_path", param_hint="FILE")
+    reader_config = ReaderConfig.load(config, **_typed_options(ctx.params))
+    if reader_config.postprocess is not None:
+        sys.path.insert(0, "")  # as `python -m` has it; a script finds no modules next to the user
+    with AsyncReader(reader_config) as reader:
+        tally = _stream(reader, epochs)
+        typer.echo(_summary(reader, epochs, tally))
+
+
+def _typed_options(typed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the reader's options among the command's, as far as the user typed them."""
+    options = {
+        name: value
+        for name, value in typed.items()
+        if name in ReaderConfig.model_fields and value is not None
+    }
+    if typed["no_labels"]:
+        if "labels_field" in options:
+            raise typer.BadParameter("not both", param_hint="--labels-field, --no-labels")
+        options["labels_field"] = None
+    if options.get("shuffle") == "none":
+        options["shuffle"] = False
+    pairs = [entry.partition("=") for entry in options.pop("fields", ())]
+    if pairs:
+        options["fields"] = {name: path for name, _, path in pairs}
+        if not all(name and path for name, _, path in pairs):
+            raise typer.BadParameter("must be NAME=PATH", param_hint="--field")
+        if len(options["fields"]) < len(pairs):
+            raise typer.BadParameter("two fields of one name", param_hint="--field")
+    return options
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What was read so far."""
+
+    batches: int = 0
+    samples: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    waited_seconds: float = 0.0
+
+    @property
+    def speed(self) -> str:
+        """Samples and decoded bytes a second."""
+        seconds = self.seconds or float("inf")
+        return f"{self.samples / seconds:,.0f} samples/s, {self.nbytes / seconds / 1e9:.3g} GB/s"
+
+
+def _stream(reader: AsyncReader, epochs: int) -> _Tally:
+    """Read epochs, counting, with a progress bar where stderr is a terminal."""
+    tally = _Tally()
+    row_nbytes = sum(layout.row_nbytes for layout in reader.layouts.values())
+    console = Console(stderr=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("batches, {task.description}"))
+    with Progress(
+        *columns,
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        auto_refresh=False,  # no thread of its own: it would take the GIL from those measured
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    ) as progress:
+        task = progress.add_task(tally.speed, total=epochs * len(reader))
+        began = shown = perf_counter()
+        for _ in range(epochs):
+            batches = iter(reader)
+            while True:
+                asked = perf_counter()
+                batch = next(batches, None)
+                now = perf_counter()
+                tally.waited_seconds += now - asked
+                tally.seconds = now - began
+                if batch is None:
+                    break
+                tally.batches += 1
+                tally.samples += batch.size
+                tally.nbytes += batch.size * row_nbytes
+                if now - shown > _REFRESH_SECONDS:
+                    shown = now
+                    progress.update(
+                        task, completed=tally.batches, description=tally.speed, refresh=True
+                    )
+    return tally
+
+
+def _summary(reader: AsyncReader, epochs: int, tally: _Tally) -> str:
+    """Say what was read, how, and how fast: a line for each thing."""
+    waited = f"{tally.waited_seconds:.3f} s of {tally.seconds:.3f} s"
+    share = tally.waited_seconds / tally.seconds if tally.seconds else 0.0
+    lines = [
+        ("file", str(reader.config.hdf5_path)),
+        *(
+            ("field", f'{name} = "{layout.path}", read {_way(layout)}')
+            for name, layout in reader.layouts.items()
+        ),
+        ("epochs", f"{epochs:,}"),
+        ("batches", f"{tally.batches:,}"),
+        ("samples", f"{tally.samples:,}"),
+        ("decoded", decimal(tally.nbytes)),
+        ("device", reader.device),
+        ("speed", tally.speed),
+        ("waited", f"{waited} ({share:.1%}; between batches nothing else is done here)"),
+    ]
+    return "\n".join(f"{name:<9}{_safe(text)}" for name, text in lines)
