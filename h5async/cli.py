@@ -8,7 +8,7 @@ code 1.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -29,13 +29,22 @@ from h5async.codecs import FILTER_NAMES, Filter
 from h5async.layout import DatasetLayout, list_layouts
 
 _REFRESH_SECONDS = 0.1
-_COLUMNS = ("dataset", "shape", "dtype", "layout", "chunks", "filters", "on disk", "decoded")
+_REASON_WIDTH = 30
+_UNLIMITED_WIDTH = 1_000_000
+_NARROW_COLUMNS = (
+    ("dataset",),
+    ("shape", "dtype"),
+    ("layout", "chunks", "filters"),
+    ("on disk", "decoded"),
+    ("read",),
+)
+_COLUMNS = tuple(name for names in _NARROW_COLUMNS for name in names)
 
 
 class _Group(TyperGroup):
     """The commands, with one way to report what the library refuses."""
 
-    def invoke(self, ctx: typer.Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except H5AsyncError as error:
@@ -48,6 +57,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # names and messages hold brackets; its panels break long messages
 )
 
 
@@ -67,31 +77,52 @@ def _main(
 
 
 @app.command()
-def inspect(file: Annotated[Path, typer.Argument(help="The HDF5 file.")]) -> None:
-    """List the datasets of FILE: how each is stored, and whether h5async reads it directly."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for column in _COLUMNS:
-        right = column in ("on disk", "decoded")
-        table.add_column(column, overflow="fold", justify="right" if right else "left")
-    table.add_column("read", overflow="fold", min_width=10)
-    for name, found in list_layouts(file):
-        table.add_row(*(Text(_safe(cell)) for cell in _cells(file, name, found)))
-    if not table.row_count:
+def inspect(file: Annotated[Path, typer.Argument(metavar="FILE", help="The HDF5 file.")]) -> None:
+    """List the datasets of FILE, and how each is stored and read."""
+    rows = [
+        tuple(_safe(cell) for cell in _cells(file, name, found))
+        for name, found in list_layouts(file)
+    ]
+    if not rows:
         typer.echo(f"{_safe(file)} holds no datasets")
         return
     console = Console(highlight=False)
-    whole = Measurement.get(console, console.options.update(max_width=sys.maxsize), table).maximum
+    columns = [(column,) for column in _COLUMNS]
+    table = _table(columns, rows)
     if not console.is_terminal:
-        console = Console(width=whole, highlight=False)
-    table.show_lines = whole > console.width
-    console.print(table)
+        console.width = _width(table)
+    elif min(_width(table), _width(_table(columns[:-1], rows)) + _REASON_WIDTH) > console.width:
+        table = _table(_NARROW_COLUMNS, rows)
+    with console.capture() as capture:
+        console.print(table)
+    typer.echo("\n".join(line.rstrip() for line in capture.get().splitlines()))
 
 
-def _cells(file: Path, name: str, found: DatasetLayout | H5AsyncError) -> Iterable[str]:
-    """Return the cells of a dataset's row of the table."""
+def _table(columns: Sequence[Sequence[str]], rows: Sequence[Sequence[str]]) -> Table:
+    """Lay rows out in columns, each of which has one or more of `_COLUMNS`, one below another."""
+    stacked = max(map(len, columns)) > 1
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), show_lines=stacked)
+    for names in columns:
+        right = "decoded" in names
+        table.add_column("\n".join(names), overflow="fold", justify="right" if right else "left")
+    for row in rows:
+        cell = dict(zip(_COLUMNS, row, strict=True))
+        stacks = ([cell[name] for name in names if cell[name] != "-"] for names in columns)
+        table.add_row(*(Text("\n".join(stack) or "-") for stack in stacks))
+    return table
+
+
+def _width(table: Table) -> int:
+    """Return the width that a table takes where nothing is wrapped."""
+    console = Console(width=_UNLIMITED_WIDTH)
+    return Measurement.get(console, console.options, table).maximum
+
+
+def _cells(file: Path, name: str, found: DatasetLayout | H5AsyncError) -> Sequence[str]:
+    """Return the cells of a dataset's row, in the order of `_COLUMNS`."""
     if isinstance(found, H5AsyncError):
         reason = str(found).removeprefix(f'{file}: dataset "{name}"').lstrip(": ")
-        return name, *("-" for _ in _COLUMNS[1:]), f"refused: {reason}"
+        return name, *("-" for _ in _COLUMNS[2:]), f"refused: {reason}"
     return (
         name,
         str(found.shape),
@@ -118,15 +149,16 @@ def _safe(text: object) -> str:
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in str(text))
 
 
-def _option(name: str, text: str, *, metavar: str | None = None, unset: str | None = None) -> Any:
-    """Declare an option of `ReaderConfig`; `unset` says in words what a default of None means.
+def _option(name: str, text: str, *, metavar: str | None = None, unset: str = "") -> Any:
+    """Declare an option of `ReaderConfig`; `unset` says what a default of None or False means.
 
-    Its value is None where the user did not type it, and the default is shown only: it must not
-    override a configuration file.
+    Its value is None where the user did not type it, and the default is only shown: passed on,
+    it would override a configuration file.
     """
     default = ReaderConfig.model_fields[name].default
-    shown = unset if default is None else "no" if default is False else str(default)
-    return typer.Option(help=text, metavar=metavar, show_default=shown or False)
+    shown = unset if default is None or default is False else str(default)
+    text = f"{text} [default: {shown}]" if shown else text
+    return typer.Option(help=text, metavar=metavar, show_default=False)
 
 
 @app.command()
@@ -134,7 +166,7 @@ def read(
     ctx: typer.Context,
     hdf5_path: Annotated[
         Path | None,
-        typer.Argument(metavar="[FILE]", help="The HDF5 file; may be left to --config."),
+        typer.Argument(metavar="FILE", help="The HDF5 file; may be left to --config."),
     ] = None,
     config: Annotated[
         Path | None,
@@ -158,11 +190,12 @@ def read(
     cha_dim: Annotated[int | None, _option("cha_dim", "Dimension of the channels.")] = None,
     batch_size: Annotated[int | None, _option("batch_size", "Samples in a batch.")] = None,
     shuffle: Annotated[
-        str | None, _option("shuffle", "The order of the samples.", metavar="full|none")
+        str | None,
+        _option("shuffle", "The order of the samples.", metavar="full|none", unset="none"),
     ] = None,
     seed: Annotated[int | None, _option("seed", "What the shuffled order depends on.")] = None,
     drop_last: Annotated[
-        bool | None, _option("drop_last", "Leave out an epoch's short last batch.")
+        bool | None, _option("drop_last", "Leave out an epoch's short last batch.", unset="no")
     ] = None,
     num_threads: Annotated[
         int | None, _option("num_threads", "0: all work in the caller.", unset="usable cores")
@@ -180,7 +213,7 @@ def read(
         float | None, _option("timeout", "Seconds to wait for a batch.", unset="no limit")
     ] = None,
 ) -> None:
-    """Read FILE in batches as a training loop would, and say how fast that was."""
+    """Read FILE in batches, and say how fast that was."""
     if hdf5_path is None and config is None:
         raise typer.BadParameter("give it, or --config with an hdf5_path", param_hint="FILE")
     reader_config = ReaderConfig.load(config, **_typed_options(ctx.params))
@@ -216,7 +249,7 @@ def _typed_options(typed: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Tally:
-    """What was read so far."""
+    """What was read so far, and how long it took."""
 
     batches: int = 0
     samples: int = 0
@@ -277,7 +310,7 @@ def _summary(reader: AsyncReader, epochs: int, tally: _Tally) -> str:
     lines = [
         ("file", str(reader.config.hdf5_path)),
         *(
-            ("field", f'{name} = "{layout.path}", read {_way(layout)}')
+            ("field", f'{name} = "{layout.path}" ({_way(layout)})')
             for name, layout in reader.layouts.items()
         ),
         ("epochs", f"{epochs:,}"),
@@ -286,6 +319,6 @@ def _summary(reader: AsyncReader, epochs: int, tally: _Tally) -> str:
         ("decoded", decimal(tally.nbytes)),
         ("device", reader.device),
         ("speed", tally.speed),
-        ("waited", f"{waited} ({share:.1%}; between batches nothing else is done here)"),
+        ("waited", f"{waited} ({share:.1%}; this loop does nothing else)"),
     ]
     return "\n".join(f"{name:<9}{_safe(text)}" for name, text in lines)
