@@ -29,16 +29,14 @@ from h5async.codecs import FILTER_NAMES, Filter
 from h5async.layout import DatasetLayout, list_layouts
 
 _REFRESH_SECONDS = 0.1
-_REASON_WIDTH = 30
-_UNLIMITED_WIDTH = 1_000_000
-_NARROW_COLUMNS = (
+_STACKED_COLUMNS = (
     ("dataset",),
     ("shape", "dtype"),
     ("layout", "chunks", "filters"),
     ("on disk", "decoded"),
     ("read",),
 )
-_COLUMNS = tuple(name for names in _NARROW_COLUMNS for name in names)
+_COLUMNS = tuple(name for names in _STACKED_COLUMNS for name in names)
 
 
 class _Group(TyperGroup):
@@ -87,12 +85,13 @@ def inspect(file: Annotated[Path, typer.Argument(metavar="FILE", help="The HDF5 
         typer.echo(f"{_safe(file)} holds no datasets")
         return
     console = Console(highlight=False)
-    columns = [(column,) for column in _COLUMNS]
-    table = _table(columns, rows)
+    table = _table([(column,) for column in _COLUMNS], rows)
+    unlimited = console.options.update(max_width=sys.maxsize)
+    width = Measurement.get(console, unlimited, table).maximum
     if not console.is_terminal:
-        console.width = _width(table)
-    elif min(_width(table), _width(_table(columns[:-1], rows)) + _REASON_WIDTH) > console.width:
-        table = _table(_NARROW_COLUMNS, rows)
+        console.width = width
+    elif width > console.width:
+        table = _table(_STACKED_COLUMNS, rows)
     with console.capture() as capture:
         console.print(table)
     typer.echo("\n".join(line.rstrip() for line in capture.get().splitlines()))
@@ -110,12 +109,6 @@ def _table(columns: Sequence[Sequence[str]], rows: Sequence[Sequence[str]]) -> T
         stacks = ([cell[name] for name in names if cell[name] != "-"] for names in columns)
         table.add_row(*(Text("\n".join(stack) or "-") for stack in stacks))
     return table
-
-
-def _width(table: Table) -> int:
-    """Return the width that a table takes where nothing is wrapped."""
-    console = Console(width=_UNLIMITED_WIDTH)
-    return Measurement.get(console, console.options, table).maximum
 
 
 def _cells(file: Path, name: str, found: DatasetLayout | H5AsyncError) -> Sequence[str]:
@@ -161,57 +154,45 @@ def _option(name: str, text: str, *, metavar: str | None = None, unset: str = ""
     return typer.Option(help=text, metavar=metavar, show_default=False)
 
 
+_FILE = typer.Argument(metavar="FILE", help="The HDF5 file; may be left to --config.")
+_CONFIG = typer.Option(metavar="TOML", help="File of options; those typed here win.")
+_FIELD = typer.Option(
+    "--field",
+    metavar="NAME=PATH",
+    help="A field of the batches and its dataset, instead of data and labels. Repeatable.",
+)
+_SHUFFLE = _option("shuffle", "Order of the samples.", metavar="full|none", unset="none")
+_DROP_LAST = _option("drop_last", "Leave out an epoch's short last batch.", unset="no")
+_THREADS = _option("num_threads", "Threads; 0: all work in the caller.", unset="usable cores")
+_DEVICE = _option("device", "Where batches go.", metavar="auto|cpu|cuda|cuda:N")
+_POSTPROCESS = _option("postprocess", "Called on every batch.", metavar="MODULE:FUNCTION")
+_TIMEOUT = _option("timeout", "Seconds to wait for a batch.", unset="no limit")
+
+
 @app.command()
 def read(
     ctx: typer.Context,
-    hdf5_path: Annotated[
-        Path | None,
-        typer.Argument(metavar="FILE", help="The HDF5 file; may be left to --config."),
-    ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.toml", help="Options of the reader; those typed here win."),
-    ] = None,
+    hdf5_path: Annotated[Path | None, _FILE] = None,
+    config: Annotated[Path | None, _CONFIG] = None,
     epochs: Annotated[int, typer.Option(min=1, help="How often to read everything.")] = 1,
     data_field: Annotated[str | None, _option("data_field", "Dataset of the data.")] = None,
     labels_field: Annotated[str | None, _option("labels_field", "Dataset of the labels.")] = None,
     no_labels: Annotated[bool, typer.Option("--no-labels", help="Read no labels.")] = False,
-    fields: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--field",
-            metavar="NAME=PATH",
-            help="A field of the batches and its dataset, instead of data and labels. Repeatable.",
-        ),
-    ] = None,
+    fields: Annotated[list[str] | None, _FIELD] = None,
     num_dim: Annotated[int | None, _option("num_dim", "Dimension of the samples.")] = None,
     h_dim: Annotated[int | None, _option("h_dim", "Dimension of an image's height.")] = None,
     w_dim: Annotated[int | None, _option("w_dim", "Dimension of an image's width.")] = None,
     cha_dim: Annotated[int | None, _option("cha_dim", "Dimension of the channels.")] = None,
     batch_size: Annotated[int | None, _option("batch_size", "Samples in a batch.")] = None,
-    shuffle: Annotated[
-        str | None,
-        _option("shuffle", "The order of the samples.", metavar="full|none", unset="none"),
-    ] = None,
+    shuffle: Annotated[str | None, _SHUFFLE] = None,
     seed: Annotated[int | None, _option("seed", "What the shuffled order depends on.")] = None,
-    drop_last: Annotated[
-        bool | None, _option("drop_last", "Leave out an epoch's short last batch.", unset="no")
-    ] = None,
-    num_threads: Annotated[
-        int | None, _option("num_threads", "0: all work in the caller.", unset="usable cores")
-    ] = None,
+    drop_last: Annotated[bool | None, _DROP_LAST] = None,
+    num_threads: Annotated[int | None, _THREADS] = None,
     workers: Annotated[str | None, _option("workers", "Where the threads live.")] = None,
     prefetch: Annotated[int | None, _option("prefetch", "Preallocated batches.")] = None,
-    device: Annotated[
-        str | None, _option("device", "Where batches go.", metavar="auto|cpu|cuda|cuda:N")
-    ] = None,
-    postprocess: Annotated[
-        str | None,
-        _option("postprocess", "Called on each whole batch.", metavar="MODULE:FUNCTION"),
-    ] = None,
-    timeout: Annotated[
-        float | None, _option("timeout", "Seconds to wait for a batch.", unset="no limit")
-    ] = None,
+    device: Annotated[str | None, _DEVICE] = None,
+    postprocess: Annotated[str | None, _POSTPROCESS] = None,
+    timeout: Annotated[float | None, _TIMEOUT] = None,
 ) -> None:
     """Read FILE in batches, and say how fast that was."""
     if hdf5_path is None and config is None:
@@ -264,14 +245,13 @@ class _Tally:
         return f"{self.samples / seconds:,.0f} samples/s, {self.nbytes / seconds / 1e9:.3g} GB/s"
 
 
-def _stream(reader: AsyncReader, epochs: int) -> _Tally:
-    """Read epochs, counting, with a progress bar where stderr is a terminal."""
-    tally = _Tally()
-    row_nbytes = sum(layout.row_nbytes for layout in reader.layouts.values())
+def _progress() -> Progress:
+    """Return a progress bar for stderr, shown where that is a terminal."""
     console = Console(stderr=True)
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("batches, {task.description}"))
-    with Progress(
-        *columns,
+    return Progress(
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("batches, {task.description}"),
         TimeRemainingColumn(),
         console=console,
         disable=not console.is_terminal,
@@ -279,7 +259,14 @@ def _stream(reader: AsyncReader, epochs: int) -> _Tally:
         transient=True,
         redirect_stdout=False,
         redirect_stderr=False,
-    ) as progress:
+    )
+
+
+def _stream(reader: AsyncReader, epochs: int) -> _Tally:
+    """Read epochs, counting batches, bytes and the time spent waiting for them."""
+    tally = _Tally()
+    row_nbytes = sum(layout.row_nbytes for layout in reader.layouts.values())
+    with _progress() as progress:
         task = progress.add_task(tally.speed, total=epochs * len(reader))
         began = shown = perf_counter()
         for _ in range(epochs):
@@ -297,9 +284,8 @@ def _stream(reader: AsyncReader, epochs: int) -> _Tally:
                 tally.nbytes += batch.size * row_nbytes
                 if now - shown > _REFRESH_SECONDS:
                     shown = now
-                    progress.update(
-                        task, completed=tally.batches, description=tally.speed, refresh=True
-                    )
+                    progress.update(task, completed=tally.batches, description=tally.speed)
+                    progress.refresh()
     return tally
 
 

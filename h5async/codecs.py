@@ -69,22 +69,22 @@ class Scratch:
     ----------
     encoded
         For the stored bytes of a chunk.
-    decoded
-        For a decoded chunk that does not go to a batch as a whole.
+    raw_chunk
+        For the needed parts of a chunk without filters that does not go to a batch as a whole.
     between
         Two buffers for what lies between the filters of a pipeline.
     """
 
     encoded: Bytes
-    decoded: Bytes
+    raw_chunk: Bytes
     between: tuple[Bytes, Bytes]
 
     @classmethod
-    def allocate(cls, encoded_nbytes: int, decoded_nbytes: int, between_nbytes: int) -> Scratch:
+    def allocate(cls, encoded_nbytes: int, chunk_nbytes: int, between_nbytes: int) -> Scratch:
         """Reserve memory; pages that are never touched cost nothing."""
         return cls(
             np.empty(encoded_nbytes, np.uint8),
-            np.empty(decoded_nbytes, np.uint8),
+            np.empty(chunk_nbytes, np.uint8),
             (np.empty(between_nbytes, np.uint8), np.empty(between_nbytes, np.uint8)),
         )
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.chunkcache import ChunkCache
 from h5async.codecs import Bytes, FilterPipeline, Scratch
 from h5async.errors import ReadError
 from h5async.layout import DatasetLayout
@@ -25,6 +27,11 @@ _MAP_BELOW_NBYTES = 64 * 1024
 _GATHER_BLOCK_NBYTES = 64 * 1024  # what NumPy may take for a moment while it gathers small rows
 
 
+_KEPT_CHUNKS = 2  # beside those in use: where two batches share a chunk, the later one finds it
+
+Run = tuple[int, int, int]  # first sample in the chunk, first row of the batch, number of samples
+
+
 class PlanExecutor:
     """Executes plans for one dataset. Safe to use from many threads, each with its own scratch.
 
@@ -34,12 +41,17 @@ class PlanExecutor:
         Of a dataset that is read the direct way.
     file
         The open file; closed by whoever opened it.
+    num_threads
+        Threads that call `execute` at the same time.
     """
 
-    def __init__(self, layout: DatasetLayout, file: LocalFile) -> None:
+    def __init__(self, layout: DatasetLayout, file: LocalFile, num_threads: int) -> None:
         self._layout = layout
         self._file = file
         self._pipeline = FilterPipeline(layout.filters, layout.chunk_nbytes)
+        self._decoded_chunks = ChunkCache(
+            num_threads, _KEPT_CHUNKS, layout.chunk_nbytes if layout.filters else 0
+        )
         axis = layout.sample_axis
         rest = [a for a in range(len(layout.shape)) if a != axis]
         # A bool is read as a byte: HDF5 takes any byte but 0 as True, and NumPy only 1.
@@ -153,32 +165,42 @@ class PlanExecutor:
         self,
         place: int,
         region: tuple[slice, ...],
-        runs: list[tuple[int, int, int]],
+        runs: list[Run],
         raw: NDArray[Any],
         scratch: Scratch,
     ) -> None:
-        """Bring the samples of `runs` from one chunk to their rows of the batch.
-
-        Each run is (first sample in the chunk, first row of the batch, number of samples).
-        """
-        out = self._filled_whole(raw, runs)
+        """Bring the samples of `runs` from one chunk to their rows of the batch."""
         if place < 0:
             for _, position, length in runs:
                 raw[(slice(position, position + length), *region)] = self._fill
             return
-        if self._layout.chunks is None:
-            chunk = self._mapped_dataset()
+        chunks = self._layout.chunks
+        if chunks is None:
+            self._scatter(self._mapped_dataset(), runs, region, raw)
+            return
+        whole = self._filled_whole(raw, runs)
+        if self._pipeline.is_raw(int(chunks.filter_mask[place])):
+            chunk = self._raw_chunk(place, runs, whole, scratch)
+            if whole is None:
+                self._scatter(chunk, runs, region, raw)
+        elif whole is not None:
+            self._decode(place, scratch, whole)
         else:
-            chunk = self._decoded(place, runs, out, scratch)
-            if out is not None:
-                return
+            decode = partial(self._decode, place, scratch)
+            with self._decoded_chunks.decoded(place, decode) as decoded:
+                self._scatter(self._as_chunk(decoded), runs, region, raw)
+
+    def _scatter(
+        self, chunk: NDArray[Any], runs: list[Run], region: tuple[slice, ...], raw: NDArray[Any]
+    ) -> None:
+        """Copy the samples of `runs` from a decoded chunk to where they go in the batch."""
         by_sample = np.moveaxis(chunk, self._layout.sample_axis, 0)
         for local, position, length in runs:
             target = raw[(slice(position, position + length), *region)]
             inside = [slice(0, extent) for extent in target.shape[1:]]  # edge chunks are padded
             np.copyto(target, by_sample[(slice(local, local + length), *inside)])
 
-    def _filled_whole(self, raw: NDArray[Any], runs: list[tuple[int, int, int]]) -> Bytes | None:
+    def _filled_whole(self, raw: NDArray[Any], runs: list[Run]) -> Bytes | None:
         """Return, as bytes, the rows of the batch that one whole chunk makes up, or None."""
         _, position, length = runs[0]
         layout = self._layout
@@ -194,22 +216,25 @@ class PlanExecutor:
         assert mapped is not None, "layout.py sends such datasets to h5py"
         return np.ndarray(layout.shape, self._dtype, mapped.data, offset=layout.offset)
 
-    def _decoded(
-        self, place: int, runs: list[tuple[int, int, int]], out: Bytes | None, scratch: Scratch
+    def _decode(self, place: int, scratch: Scratch, out: Bytes) -> None:
+        chunks = self._layout.chunks
+        assert chunks is not None
+        encoded = scratch.encoded[: int(chunks.nbytes[place])]
+        self._file.read_into(int(chunks.offset[place]), [encoded.data])
+        self._pipeline.decode(encoded, int(chunks.filter_mask[place]), out, scratch)
+
+    def _raw_chunk(
+        self, place: int, runs: list[Run], out: Bytes | None, scratch: Scratch
     ) -> NDArray[Any]:
-        """Return a decoded chunk: `out` filled with it, or a view of the scratch or the map."""
+        """Return an undecoded chunk: `out` filled with it, or a view of the scratch or the map.
+
+        In the scratch, only the samples of `runs` are read.
+        """
         chunks = self._layout.chunks
         assert chunks is not None
         offset, nbytes = int(chunks.offset[place]), int(chunks.nbytes[place])
-        mask, decoded_nbytes = int(chunks.filter_mask[place]), self._layout.chunk_nbytes
-        if not self._pipeline.is_raw(mask):
-            encoded = scratch.encoded[:nbytes]
-            self._file.read_into(offset, [encoded.data])
-            decoded = scratch.decoded[:decoded_nbytes] if out is None else out
-            self._pipeline.decode(encoded, mask, decoded, scratch)
-            return self._as_chunk(decoded)
-        if nbytes != decoded_nbytes:
-            raise ValueError(f"{nbytes} bytes are stored, {decoded_nbytes} are due")
+        if nbytes != self._layout.chunk_nbytes:
+            raise ValueError(f"{nbytes} bytes are stored, {self._layout.chunk_nbytes} are due")
         if out is not None:
             self._file.read_into(offset, [out.data])
             return self._as_chunk(out)
@@ -217,12 +242,12 @@ class PlanExecutor:
             mapped = self._file.mapped(offset + nbytes)
             if mapped is not None:
                 return self._as_chunk(mapped[offset : offset + nbytes])
-        decoded = scratch.decoded[:nbytes]
+        chunk = scratch.raw_chunk[:nbytes]
         for begin, end in self._needed(runs, nbytes):
-            self._file.read_into(offset + begin, [decoded[begin:end].data])
-        return self._as_chunk(decoded)
+            self._file.read_into(offset + begin, [chunk[begin:end].data])
+        return self._as_chunk(chunk)
 
-    def _needed(self, runs: list[tuple[int, int, int]], nbytes: int) -> list[tuple[int, int]]:
+    def _needed(self, runs: list[Run], nbytes: int) -> list[tuple[int, int]]:
         """Return the byte ranges of a raw chunk that hold the samples of some runs."""
         if self._layout.sample_axis != 0:
             return [(0, nbytes)]

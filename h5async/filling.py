@@ -156,7 +156,7 @@ class Filler:
         self._file = LocalFile(first.file, first.file_id) if direct else None
         self.fallback = FallbackReader(first.file)
         self._executors = [
-            PlanExecutor(layout, self._file)
+            PlanExecutor(layout, self._file, max(1, self._threads))
             if self._file is not None and layout.fallback_reason is None
             else None
             for layout in self._layouts
@@ -194,6 +194,8 @@ class Filler:
         if self._file is not None:
             self._file.close()
         self.fallback.close()
+        self._scratch.clear()
+        self._executors = []
         self._slots = ()  # the caller may still hold a batch; nothing else keeps its memory
 
     def _enqueue(self, batch: _Fill, works: Sequence[Callable[[], None]]) -> None:
@@ -324,8 +326,8 @@ class Filler:
 
     def _new_scratch(self) -> Scratch:
         sizes = [executor.scratch_nbytes() for executor in self._executors if executor is not None]
-        encoded, decoded, between = zip(*sizes, strict=True) if sizes else ((0,), (0,), (0,))
-        return Scratch.allocate(max(encoded), max(decoded), max(between))
+        encoded, chunk, between = zip(*sizes, strict=True) if sizes else ((0,), (0,), (0,))
+        return Scratch.allocate(max(encoded), max(chunk), max(between))
 
 
 def load_function(function: Callable[..., Any] | str | None) -> Callable[..., Any] | None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
 from h5async.device import find_device
-from h5async.errors import DatasetError
+from h5async.errors import ConfigError, DatasetError
 from h5async.filling import Filler, FillOutcome, FillRequest
 from h5async.layout import DatasetLayout, read_layouts
 from h5async.sampling import Sampling
@@ -127,12 +127,16 @@ class _Engine:
         )
         self.names = tuple(fields)
         self.device = find_device(config.device)
-        self.slots = self.device.open_slots(
-            config.prefetch,
-            min(config.batch_size, max(1, self.sampling.num_samples)),
-            transforms,
-            config.postprocess is not None,
-        )
+        rows = min(config.batch_size, max(1, self.sampling.num_samples))
+        try:
+            self.slots = self.device.open_slots(
+                config.prefetch, rows, transforms, config.postprocess is not None
+            )
+        except MemoryError as error:
+            raise ConfigError(
+                f"{config.prefetch} batches of {rows} samples do not fit in memory ({error});"
+                " make batch_size or prefetch smaller"
+            ) from error
         self.ring: SlotRing[_Filled] = SlotRing(config.prefetch)
         self.filler = Filler(
             config,
@@ -308,7 +312,10 @@ class AsyncReader:
         seconds = self._config.timeout if timeout is None else timeout
         serial, filled = self._engine.next(seconds)
         if filled.error is not None:
-            raise filled.error
+            try:
+                raise filled.error
+            finally:
+                del filled  # the traceback holds this frame, and would keep the reader alive
         arrays = dict(zip(self._engine.names, filled.arrays, strict=True))
         epoch, number = self._engine.position(serial)
         return Batch(arrays, filled.outcome.index, epoch, number, self._is_last(serial))
