@@ -46,7 +46,8 @@ class _Group(TyperGroup):
         try:
             return super().invoke(ctx)
         except H5AsyncError as error:
-            typer.echo(f"{typer.style('error:', fg='red', bold=True)} {_safe(error)}", err=True)
+            message = "\n".join(map(_safe, str(error).splitlines()))
+            typer.echo(f"{typer.style('error:', fg='red', bold=True)} {message}", err=True)
             raise typer.Exit(1) from None
 
 
@@ -138,8 +139,8 @@ def _way(layout: DatasetLayout) -> str:
 
 
 def _safe(text: object) -> str:
-    """Escape what a file's names could do to a terminal, or to an encoding."""
-    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in str(text))
+    """Escape the characters by which a name in a file could steer the terminal."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text))
 
 
 def _option(name: str, text: str, *, metavar: str | None = None, unset: str = "") -> Any:

@@ -214,8 +214,9 @@ def _dataset_names(file: h5py.File) -> list[str]:
 def _dataset(file: h5py.File, path: str) -> h5py.Dataset:
     try:
         node = file[path]
-    except (KeyError, OSError, RuntimeError, ValueError) as error:
-        detail = "" if path not in file else f" that can be opened ({error})"
+    except Exception as error:  # KeyError for most, but a damaged object may raise anything
+        missing = isinstance(error, KeyError) and "doesn't exist" in str(error)
+        detail = "" if missing else f" that can be opened ({error})"
         raise DatasetError(
             f'{file.filename}: there is no dataset "{path}"{detail}; {_what_is_there(file)}'
         ) from error
@@ -249,7 +250,7 @@ def _read_layout(file: h5py.File, name: str, num_dim: int) -> DatasetLayout:
     dataset = _dataset(file, name)
     try:
         full_dtype = dataset.dtype
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # h5py has no one type for what it cannot express
         raise DatasetError(f"{where}: its type has no NumPy equivalent ({error})") from error
     if dataset.shape is None:
         raise DatasetError(f"{where} is empty (a null dataspace): it holds no samples")
@@ -279,8 +280,8 @@ def _read_layout(file: h5py.File, name: str, num_dim: int) -> DatasetLayout:
         "stored_nbytes": dataset.id.get_storage_size(),
     }
     _require_filters(layout["filters"], where)
-    reason = external or _why_not_direct(file, dataset, layout)
-    if reason is None:
+    layout["fallback_reason"] = external or _why_not_direct(file, dataset, layout)
+    if layout["fallback_reason"] is None:
         try:
             layout["fill"] = _fill_value(plist, base, extra)
             if storage == "chunked":
@@ -288,8 +289,8 @@ def _read_layout(file: h5py.File, name: str, num_dim: int) -> DatasetLayout:
             else:
                 layout["offset"] = _contiguous_offset(dataset, where)
         except _NotDirectError as error:
-            reason = str(error)
-    return DatasetLayout(**{**layout, "fallback_reason": reason})
+            layout["fallback_reason"] = str(error)
+    return DatasetLayout(**layout)
 
 
 class _NotDirectError(Exception):
@@ -351,7 +352,7 @@ def _why_not_direct(
     stored = dataset.id.get_type()
     try:
         same = stored.equal(h5py.h5t.py_create(dataset.dtype, logical=True))
-    except TypeError:
+    except Exception:  # a type that h5py can read but not write
         same = False
     if not same:
         return f"its stored type differs from NumPy's {dataset.dtype}"
