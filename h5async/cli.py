@@ -115,7 +115,7 @@ def _table(columns: Sequence[Sequence[str]], rows: Sequence[Sequence[str]]) -> T
 def _cells(file: Path, name: str, found: DatasetLayout | H5AsyncError) -> Sequence[str]:
     """Return the cells of a dataset's row, in the order of `_COLUMNS`."""
     if isinstance(found, H5AsyncError):
-        reason = str(found).removeprefix(f'{file}: dataset "{name}"').lstrip(": ")
+        reason = str(found).removeprefix(f'{file}: dataset "{name}"').lstrip(":, ")
         return name, *("-" for _ in _COLUMNS[2:]), f"refused: {reason}"
     return (
         name,

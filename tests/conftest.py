@@ -1,0 +1,207 @@
+"""What all tests share: h5py as the truth, poisoned buffers, no leaks, and GPUs only where asked.
+
+Test modules import the helpers by name: ``from conftest import assert_reads_like_h5py``.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import h5py
+import hypothesis
+import numpy as np
+import pytest
+
+from h5async import AsyncReader
+
+POISON = 0xA5  # what a buffer holds before anything was read into it
+
+hypothesis.settings.register_profile("default", deadline=None, max_examples=150, derandomize=True)
+hypothesis.settings.register_profile(
+    "thorough",
+    deadline=None,
+    max_examples=20_000,
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+# --- GPU tests -----------------------------------------------------------------------------------
+
+
+def _why_no_gpu() -> str | None:
+    try:
+        runtime = importlib.import_module("cupy").cuda.runtime
+    except ImportError as error:
+        return f"needs CuPy ({error})"
+    try:
+        return None if runtime.getDeviceCount() else "needs a CUDA GPU"
+    except runtime.CUDARuntimeError as error:
+        return f"needs a CUDA GPU ({error})"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs a GPU where there is none; with H5ASYNC_REQUIRE_GPU=1 let it fail."""
+    if item.get_closest_marker("gpu") is None:
+        return
+    reason = _why_no_gpu()
+    if reason is not None and os.environ.get("H5ASYNC_REQUIRE_GPU") == "1":
+        pytest.fail(f"H5ASYNC_REQUIRE_GPU=1, but this test {reason}", pytrace=False)
+    if reason is not None:
+        pytest.skip(reason)
+
+
+# --- leaks ---------------------------------------------------------------------------------------
+
+_HAS_FAILED = pytest.StashKey[bool]()
+
+
+def our_threads() -> set[threading.Thread]:
+    """Return the threads that a reader started and that are still alive."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith("h5async")}
+
+
+def open_descriptors(directory: Path) -> dict[str, str]:
+    """Return the open descriptors of this process that lead below `directory`: number -> target."""
+    found = {}
+    for number in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        try:
+            target = os.readlink(f"/proc/self/fd/{number}")
+        except OSError:  # the descriptor that lists the directory
+            continue
+        if target.startswith(f"{directory}{os.sep}"):
+            found[number] = target
+    return found
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
+    report = yield
+    if call.when == "call":
+        item.stash[_HAS_FAILED] = report.failed
+    return report
+
+
+@pytest.fixture(autouse=True)
+def _leaks_nothing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """Fail a test that leaves a thread of ours, or an open file, behind."""
+    directory = tmp_path_factory.getbasetemp().resolve()
+    threads, descriptors = our_threads(), open_descriptors(directory)
+    yield
+    if request.node.stash.get(_HAS_FAILED, True):
+        return  # its traceback holds readers and arrays: nothing can be said
+    if our_threads() - threads or open_descriptors(directory).keys() - descriptors.keys():
+        gc.collect()
+    for thread in our_threads() - threads:
+        thread.join(timeout=10)
+        assert not thread.is_alive(), f"the test left the thread {thread.name} behind"
+    left = {
+        number: target
+        for number, target in open_descriptors(directory).items()
+        if descriptors.get(number) != target
+    }
+    assert not left, f"the test left files open: {sorted(left.values())}"
+
+
+# --- the truth -----------------------------------------------------------------------------------
+
+
+def truth(path: os.PathLike[str] | str, name: str = "data", num_dim: int = 0) -> np.ndarray:
+    """Return what h5py reads: all samples, the sample dimension first, in native byte order."""
+    with h5py.File(path, "r") as file:
+        values = file[name][...]
+    values = np.moveaxis(values, num_dim, 0)
+    return np.ascontiguousarray(values.astype(values.dtype.newbyteorder("="), copy=False))
+
+
+def assert_same_bits(found: Any, expected: Any) -> None:
+    """Assert equal shape, dtype and bytes: payloads of NaN and signs of zero count.
+
+    Bytes between the fields of a compound do not count, nor which byte stands for True.
+    """
+    assert found.shape == expected.shape
+    assert found.dtype == expected.dtype
+    if expected.dtype.fields:
+        for name in expected.dtype.names:
+            assert_same_bits(found[name], expected[name])
+        return
+    bits = [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in (found, expected)]
+    if expected.dtype.kind == "b":
+        assert found.size == 0 or bits[0].max() <= 1, "NumPy takes no byte but 1 as True"
+        bits = [a != 0 for a in bits]
+    different = np.flatnonzero(bits[0] != bits[1])
+    if different.size:
+        at = np.unravel_index(different[0] // expected.dtype.itemsize, expected.shape)
+        raise AssertionError(
+            f"{different.size} of {bits[0].size} bytes differ, the first at {at}:"
+            f" {found[at]!r} was read, {expected[at]!r} is right"
+        )
+
+
+def poison(reader: AsyncReader) -> None:
+    """Overwrite the buffers of a reader that was not used yet: what is not written shows."""
+    for slot in reader._engine.slots:
+        for array in (*slot.memory.raw, *slot.memory.out):
+            array.reshape(-1).view(np.uint8)[...] = POISON
+
+
+def assert_epoch_is(
+    reader: AsyncReader, expected: np.ndarray, *, name: str = "data", in_order: bool = True
+) -> None:
+    """Read one epoch of a reader, and compare each batch with its rows of `expected`."""
+    indices = []
+    for batch in reader:
+        assert batch.index.size == batch.size <= reader.config.batch_size
+        indices.append(batch.index.copy())
+        assert_same_bits(np.asarray(batch[name]), expected[batch.index])
+    assert len(indices) == len(reader)
+    index = np.concatenate([np.zeros(0, np.int64), *indices])
+    assert np.array_equal(index if in_order else np.sort(index), np.arange(len(expected)))
+
+
+def assert_reads_like_h5py(
+    path: os.PathLike[str] | str,
+    name: str = "data",
+    *,
+    num_dim: int = 0,
+    num_threads: int = 0,
+    prefetch: int = 2,
+    batch_size: int = 4,
+    fallback: str | None = None,
+) -> None:
+    """Read an epoch in order and a shuffled one, and compare each batch with h5py bit for bit.
+
+    Parameters
+    ----------
+    fallback
+        None: assert that no byte came through h5py. Else: assert that all did, and that the
+        reason holds this text.
+    """
+    expected = truth(path, name, num_dim)
+    for shuffle in (False, "full"):
+        with AsyncReader(
+            hdf5_path=path,
+            data_field=name,
+            labels_field=None,
+            num_dim=num_dim,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            num_threads=num_threads,
+            prefetch=prefetch,
+            device="cpu",
+        ) as reader:
+            poison(reader)
+            assert_epoch_is(reader, expected, in_order=not shuffle)
+            reason = reader.layouts["data"].fallback_reason
+            if fallback is None:
+                assert reason is None
+                assert reader.fallback_reads == 0
+            else:
+                assert reason is not None
+                assert fallback in reason
+                assert reader.fallback_reads >= len(reader)

@@ -1,0 +1,566 @@
+"""`cli.py`: what people see, and the exit codes that scripts see."""
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from h5async import ReaderConfig, cli
+
+SCRIPTS = sysconfig.get_path("scripts")
+COLUMNS = [
+    "dataset",
+    "shape",
+    "dtype",
+    "layout",
+    "chunks",
+    "filters",
+    "on disk",
+    "decoded",
+    "read",
+]
+TERMINAL = {"FORCE_COLOR": "1"}  # makes rich take any stream for a terminal
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch):
+    for name in ("COLUMNS", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+
+
+def run(*arguments, **environment):
+    return CliRunner().invoke(cli.app, [str(item) for item in arguments], env=environment)
+
+
+def succeed(*arguments, **environment):
+    result = run(*arguments, **environment)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def refuse(*arguments, exit_code=1, **environment):
+    """Run what must fail; return its message, which is all that it printed."""
+    result = run(*arguments, **environment)
+    assert result.exit_code == exit_code, result.output
+    assert isinstance(result.exception, SystemExit)
+    assert result.stdout == ""
+    if exit_code == 1:
+        assert result.stderr.startswith("error: ")
+        assert result.stderr.count("\n") == 1, "the message was wrapped"
+    return result.stderr
+
+
+def run_script(command, cwd, **environment):
+    """Run the console script in a shell, as a user types it."""
+    path = f"{SCRIPTS}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(
+        command,
+        shell=True,
+        cwd=cwd,
+        env={**os.environ, "PATH": path, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def table_rows(text):
+    """Return the rows of a table as inspect prints it for a pipe: dataset -> column -> cell."""
+    header, line, *lines = text.splitlines()
+    assert re.split(r"\s{2,}", header.strip()) == COLUMNS
+    assert set(line) == {line[0]}
+    cells = (re.split(r"\s{2,}", line) for line in lines)
+    return {row[0]: dict(zip(COLUMNS, row, strict=True)) for row in cells}
+
+
+def summary(result):
+    """Return what read printed in the end, as key -> text; fields by their name."""
+    pairs = [line.split(maxsplit=1) for line in result.stdout.splitlines()]
+    fields = dict(text.split(" = ", 1) for key, text in pairs if key == "field")
+    return {**dict(pairs), "fields": fields}
+
+
+@pytest.fixture
+def train(tmp_path):
+    """100 samples in `data` and `labels`, contiguous."""
+    path = tmp_path / "train.h5"
+    with h5py.File(path, "w") as file:
+        file["data"] = np.arange(100 * 6, dtype=np.float32).reshape(100, 2, 3)
+        file["labels"] = np.arange(100)
+    return path
+
+
+@pytest.fixture
+def quirks(tmp_path):
+    """A dataset of each layout, and some that cannot make batches."""
+    path = tmp_path / "quirks.h5"
+    with h5py.File(path, "w") as file:
+        file["train/images"] = np.zeros((125, 10, 10))
+        file.create_dataset(
+            "train/packed",
+            data=np.zeros((50, 4), np.uint16),
+            chunks=(16, 4),
+            shuffle=True,
+            compression="gzip",
+        )
+        file.create_dataset("odd", data=np.arange(64), chunks=(8,), scaleoffset=0)
+        plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        plist.set_layout(h5py.h5d.COMPACT)
+        space = h5py.h5s.create_simple((8,))
+        h5py.h5d.create(file.id, b"compact", h5py.h5t.STD_I32BE, space, plist)
+        virtual = h5py.VirtualLayout((125, 10, 10), np.float64)
+        virtual[...] = h5py.VirtualSource(file["train/images"])
+        file.create_virtual_dataset("virtual", virtual)
+        file.create_dataset("external", (5,), np.int32, external=[("values.bin", 0, 20)])
+        file["names"] = ["a", "b"]
+        file["scalar"] = 3
+        file["nothing"] = h5py.Empty("f4")
+    return path
+
+
+# --- the app -------------------------------------------------------------------------------------
+
+
+def test_version():
+    expected = f"h5async {importlib.metadata.version('h5async')}\n"
+    assert succeed("--version").stdout == expected
+
+
+def test_an_unknown_command_or_option_is_a_usage_error(train):
+    assert "'read'" in refuse("red", exit_code=2)
+    assert "--batch-size" in refuse("read", train, "--bath-size", 3, exit_code=2)
+
+
+def test_the_console_script_in_a_pipe(quirks):
+    result = run_script("h5async inspect quirks.h5 | cat", quirks.parent, COLUMNS="40")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert table_rows(result.stdout)["train/images"]["shape"] == "(125, 10, 10)"
+
+
+def test_the_console_script_reports_an_error_and_its_exit_code(tmp_path):
+    result = run_script("h5async read missing.h5", tmp_path)
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert result.stderr == "error: cannot open missing.h5: there is no such file\n"
+
+
+# --- inspect -------------------------------------------------------------------------------------
+
+
+def test_inspect_fills_every_column(quirks):
+    rows = table_rows(succeed("inspect", quirks).stdout)
+    with h5py.File(quirks) as file:
+        packed_nbytes = file["train/packed"].id.get_storage_size()
+    assert list(rows["train/images"].values()) == [
+        "train/images",
+        "(125, 10, 10)",
+        "float64",
+        "contiguous",
+        "-",
+        "-",
+        "100.0 kB",
+        "100.0 kB",
+        "direct",
+    ]
+    assert list(rows["train/packed"].values()) == [
+        "train/packed",
+        "(50, 4)",
+        "uint16",
+        "chunked",
+        "(16, 4)",
+        "shuffle+deflate",
+        f"{packed_nbytes} bytes",
+        "400 bytes",
+        "direct",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "storage", "reason"),
+    [
+        ("odd", "chunked", "filter 6 (scaleoffset) is decoded by HDF5"),
+        ("compact", "compact", "compact storage"),
+        ("virtual", "virtual", "a virtual dataset maps other datasets"),
+        ("external", "external", "its values lie in external files"),
+    ],
+)
+def test_inspect_says_what_h5py_reads_and_why(quirks, name, storage, reason):
+    row = table_rows(succeed("inspect", quirks).stdout)[name]
+    assert row["layout"] == storage
+    assert row["read"].startswith("h5py: ")
+    assert reason in row["read"]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("names", "variable length"), ("scalar", "is a scalar"), ("nothing", "is empty")],
+)
+def test_inspect_says_what_is_refused_and_why(quirks, name, reason):
+    row = table_rows(succeed("inspect", quirks).stdout)[name]
+    assert row["read"].startswith("refused: ")
+    assert reason in row["read"]
+    assert str(quirks) not in row["read"], "the reason repeats the file of every row"
+    assert row["shape"] == row["layout"] == row["on disk"] == "-"
+
+
+def test_inspect_lists_all_datasets(quirks):
+    with h5py.File(quirks) as file:
+        names = []
+        file.visititems(lambda name, node: names.append(name) if hasattr(node, "shape") else None)
+    assert list(table_rows(succeed("inspect", quirks).stdout)) == names
+
+
+def test_inspect_cuts_nothing_in_a_pipe(tmp_path):
+    name = "group/" * 40 + "values"
+    with h5py.File(tmp_path / "long.h5", "w") as file:
+        file[name] = np.zeros(3)
+    rows = table_rows(succeed("inspect", tmp_path / "long.h5", COLUMNS="40").stdout)
+    assert rows[name]["read"] == "direct"
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_inspect_fits_a_terminal_and_cuts_nothing(quirks, columns):
+    whole = table_rows(succeed("inspect", quirks).stdout)
+    lines = succeed("inspect", quirks, COLUMNS=str(columns), **TERMINAL).stdout.splitlines()
+    assert max(map(len, lines)) <= columns
+    assert "shape" in lines[1]
+    assert "dtype" in lines[2]
+    start = lines[2].index("read")
+    reasons = "".join(line[start:].strip() for line in lines[4:])
+    for row in whole.values():
+        for column in COLUMNS[:-1]:
+            assert row[column] in "\n".join(lines)
+        assert row["read"].replace(" ", "") in reasons.replace(" ", "")
+
+
+def test_inspect_folds_a_name_that_is_wider_than_the_terminal(tmp_path):
+    name = "group" * 30
+    with h5py.File(tmp_path / "long.h5", "w") as file:
+        file[name] = np.zeros(3)
+    lines = succeed("inspect", tmp_path / "long.h5", COLUMNS="80", **TERMINAL).stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "".join(line.split("  ")[0].strip() for line in lines[4:]) == name
+
+
+def test_inspect_is_one_line_a_dataset_on_a_wide_terminal(quirks):
+    shown = succeed("inspect", quirks, COLUMNS="300", **TERMINAL).stdout
+    assert table_rows(shown) == table_rows(succeed("inspect", quirks).stdout)
+
+
+def test_names_cannot_steer_the_terminal(tmp_path):
+    path = tmp_path / "names.h5"
+    with h5py.File(path, "w") as file:
+        file["[bold]x[/bold] [/]"] = np.zeros(3)
+        file["a\x1b[2Jb\tc"] = np.zeros(3)
+    assert list(table_rows(succeed("inspect", path).stdout)) == [
+        "[bold]x[/bold] [/]",
+        r"a\x1b[2Jb\tc",
+    ]
+    message = refuse("read", path)
+    assert '"[bold]x[/bold] [/]" (3,)' in message
+    assert r'"a\x1b[2Jb' in message
+    assert "\x1b" not in message
+
+
+def test_inspect_an_empty_file(tmp_path):
+    path = tmp_path / "empty.h5"
+    h5py.File(path, "w").close()
+    assert succeed("inspect", path).stdout == f"{path} holds no datasets\n"
+
+
+@pytest.mark.parametrize("command", ["inspect", "read"])
+def test_files_that_cannot_be_opened(tmp_path, command):
+    (tmp_path / "text.h5").write_text("no HDF5 [file]")
+    assert "there is no such file" in refuse(command, tmp_path / "missing.h5")
+    assert "it is a directory" in refuse(command, tmp_path)
+    assert str(tmp_path / "text.h5") in refuse(command, tmp_path / "text.h5")
+
+
+# --- read: what it says --------------------------------------------------------------------------
+
+
+def test_read_says_what_it_read(train):
+    result = succeed("read", train, "--batch-size", 30, "--device", "cpu")
+    found = summary(result)
+    assert result.stderr == ""
+    assert found["file"] == str(train)
+    assert found["fields"] == {"data": '"data" (direct)', "labels": '"labels" (direct)'}
+    assert found["epochs"] == "1"
+    assert found["batches"] == "4"
+    assert found["samples"] == "100"
+    assert found["decoded"] == "3.2 kB"  # 100 x (6 x 4 + 8)
+    assert found["device"] == "cpu"
+    assert re.fullmatch(r"[\d,]+ samples/s, \S+ GB/s", found["speed"])
+    seconds, total, percent = re.match(
+        r"([\d.]+) s of ([\d.]+) s \(([\d.]+)%", found["waited"]
+    ).groups()
+    assert float(seconds) <= float(total)
+    assert 0 < float(percent) <= 100
+
+
+def test_read_counts_all_epochs(train):
+    found = summary(succeed("read", train, "--epochs", 3, "--batch-size", 30))
+    assert [found[key] for key in ("epochs", "batches", "samples", "decoded")] == [
+        "3",
+        "12",
+        "300",
+        "9.6 kB",
+    ]
+
+
+def test_read_counts_only_what_was_delivered(train):
+    found = summary(succeed("read", train, "--drop-last", "--batch-size", 30))
+    assert (found["batches"], found["samples"]) == ("3", "90")
+    found = summary(succeed("read", train, "--drop-last", "--batch-size", 101))
+    assert (found["batches"], found["samples"]) == ("0", "0")
+
+
+def test_read_says_which_field_went_through_h5py(quirks):
+    fields = ["--field", "x=train/images", "--field", "y=virtual"]
+    found = summary(succeed("read", quirks, *fields))
+    assert found["fields"] == {
+        "x": '"train/images" (direct)',
+        "y": '"virtual" (h5py: a virtual dataset maps other datasets)',
+    }
+
+
+def test_progress_is_shown_on_a_terminal_only(train):
+    result = succeed("read", train, COLUMNS="100", **TERMINAL)
+    assert "0/4" in result.stderr
+    assert "batches" in result.stderr
+    assert summary(result)["batches"] == "4"
+    assert result.stdout.splitlines()[0].startswith("file ")
+
+
+# --- read: its options ---------------------------------------------------------------------------
+
+OPTIONS = {  # what is typed -> what the reader is given
+    "--data-field x": {"data_field": "x"},
+    "--labels-field y/z": {"labels_field": "y/z"},
+    "--no-labels": {"labels_field": None},
+    "--field a=x --field b=y=z": {"fields": {"a": "x", "b": "y=z"}},
+    "--num-dim 1": {"num_dim": 1},
+    "--num-dim -1": {"num_dim": -1},
+    "--h-dim 2": {"h_dim": 2},
+    "--w-dim 3": {"w_dim": 3},
+    "--cha-dim 1": {"cha_dim": 1},
+    "--batch-size 7": {"batch_size": 7},
+    "--shuffle full": {"shuffle": "full"},
+    "--shuffle window": {"shuffle": "window"},
+    "--shuffle none": {"shuffle": False},
+    "--seed 0": {"seed": 0},
+    "--drop-last": {"drop_last": True},
+    "--no-drop-last": {"drop_last": False},
+    "--num-threads 0": {"num_threads": 0},
+    "--workers process": {"workers": "process"},
+    "--prefetch 3": {"prefetch": 3},
+    "--device cuda:1": {"device": "cuda:1"},
+    "--postprocess m.n:f": {"postprocess": "m.n:f"},
+    "--timeout 1.5": {"timeout": 1.5},
+    "--epochs 2": {},
+    "": {},
+}
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """What `ReaderConfig.load` is called with; the call itself ends the command."""
+    calls = []
+
+    def load(config, **options):
+        calls.append((config, options))
+        raise Stop
+
+    monkeypatch.setattr(ReaderConfig, "load", load)
+    return calls
+
+
+@pytest.mark.parametrize("typed", OPTIONS)
+def test_exactly_what_was_typed_is_passed_on(loaded, typed):
+    assert isinstance(run("read", "f.h5", *typed.split()).exception, Stop)
+    [(config, options)] = loaded
+    assert config is None
+    assert Path(options.pop("hdf5_path")) == Path("f.h5")
+    assert options == OPTIONS[typed]
+
+
+def test_file_may_be_left_to_the_configuration(loaded):
+    assert isinstance(run("read", "--config", "c.toml").exception, Stop)
+    assert [(str(config), options) for config, options in loaded] == [("c.toml", {})]
+
+
+def test_every_option_of_the_reader_is_an_option_here():
+    covered = set().union(*OPTIONS.values()) | {"hdf5_path"}
+    assert covered == set(ReaderConfig.model_fields)
+
+
+def test_help_shows_the_defaults_of_the_reader():
+    text = " ".join(succeed("read", "--help").stdout.split())
+    shown = dict(re.findall(r"(--[a-z-]+)(?:(?! --).)*?\[default: ([^]]+)\]", text))
+    for name in ("data_field", "labels_field", "batch_size", "seed", "prefetch", "device"):
+        option = "--" + name.replace("_", "-")
+        assert shown[option] == str(ReaderConfig.model_fields[name].default)
+    assert shown["--shuffle"] == "none"
+    assert shown["--timeout"] == "no limit"
+    assert "--h-dim" not in shown
+
+
+def test_typed_options_win_over_the_configuration_and_defaults_do_not(train):
+    (train.parent / "c.toml").write_text(
+        'hdf5_path = "train.h5"\nbatch_size = 50\ndrop_last = true\nlabels_field = "nope"\n'
+    )
+    config = ["--config", train.parent / "c.toml"]
+    found = summary(succeed("read", *config, "--no-labels"))
+    assert found["batches"] == "2"
+    assert set(found["fields"]) == {"data"}
+    found = summary(succeed("read", *config, "--labels-field", "labels", "--batch-size", 30))
+    assert (found["batches"], found["samples"]) == ("3", "90")
+    found = summary(succeed("read", *config, "--no-labels", "--batch-size=30", "--no-drop-last"))
+    assert (found["batches"], found["samples"]) == ("4", "100")
+
+
+def test_a_typed_file_wins_over_the_configuration(train):
+    (train.parent / "c.toml").write_text('hdf5_path = "missing.h5"\n')
+    found = summary(succeed("read", train, "--config", train.parent / "c.toml"))
+    assert found["file"] == str(train)
+
+
+def test_configurations_that_cannot_be_used(train):
+    directory = train.parent
+    assert "No such file" in refuse("read", "--config", directory / "missing.toml")
+    (directory / "broken.toml").write_text("batch_size = [")
+    assert "not a TOML file" in refuse("read", "--config", directory / "broken.toml")
+    (directory / "unknown.toml").write_text("batchsize = 3")
+    assert "'batch_size'" in refuse("read", train, "--config", directory / "unknown.toml")
+    (directory / "no_path.toml").write_text("batch_size = 3")
+    assert "hdf5_path is required" in refuse("read", "--config", directory / "no_path.toml")
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("--batch-size 0", "batch_size"),
+        ("--num-threads -1", "num_threads"),
+        ("--prefetch 0", "prefetch"),
+        ("--shuffle sometimes", "shuffle"),
+        ("--workers people", "workers"),
+        ("--device tpu", "device"),
+        ("--postprocess f", "postprocess"),
+        ("--postprocess h5async_no_such_module:f", "h5async_no_such_module"),
+        ("--timeout -1", "timeout"),
+        ("--h-dim 1", "h_dim and w_dim"),
+        ("--num-dim 3", "no dimension 3"),
+        ("--field data=data --no-labels", "give fields or labels_field"),
+        ("--field copy=data", "'copy'"),
+    ],
+)
+def test_values_that_the_library_refuses(train, typed, message):
+    assert message in refuse("read", train, *typed.split())
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("--batch-size many", "--batch-size"),
+        ("--epochs 0", "--epochs"),
+        ("--field data", "NAME=PATH"),
+        ("--field =data", "NAME=PATH"),
+        ("--field data=", "NAME=PATH"),
+        ("--field x=data --field x=labels", "two fields of one name"),
+        ("--no-labels --labels-field labels", "not both"),
+    ],
+)
+def test_values_that_are_usage_errors(train, typed, message):
+    assert message in refuse("read", train, *typed.split(), exit_code=2)
+
+
+def test_no_file_at_all_is_a_usage_error():
+    assert "FILE" in refuse("read", exit_code=2)
+    assert "FILE" in refuse("inspect", exit_code=2)
+
+
+# --- read: what goes wrong -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_labels", [True, False])
+def test_the_command_suggested_for_a_missing_dataset_works_as_typed(tmp_path, has_labels):
+    with h5py.File(tmp_path / "digits.h5", "w") as file:
+        file["train images/[8x8]"] = np.zeros((40, 8, 8), np.uint8)
+        if has_labels:
+            file["train/targets"] = np.zeros(40)
+        file["other"] = np.zeros(3)
+    failed = run_script("h5async read digits.h5", tmp_path, COLUMNS="30")
+    assert (failed.returncode, failed.stdout) == (1, "")
+    assert failed.stderr.startswith('error: digits.h5: there is no dataset "data"')
+    assert failed.stderr.count("\n") == 1
+    command = failed.stderr.partition("try: ")[2].strip()
+    assert command.startswith("h5async read ")
+    result = run_script(command, tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "train images/[8x8]" in result.stdout
+    assert ("train/targets" in result.stdout) == has_labels
+
+
+def test_a_damaged_chunk_is_named(tmp_path):
+    path = tmp_path / "damaged.h5"
+    with h5py.File(path, "w") as file:
+        data = np.arange(64)
+        dataset = file.create_dataset("data", data=data, chunks=(16,), compression="gzip")
+        chunk = dataset.id.get_chunk_info(2)
+    with path.open("r+b") as file:
+        file.seek(chunk.byte_offset)
+        file.write(b"\xff" * chunk.size)
+    message = refuse("read", path, "--no-labels")
+    assert str(path) in message
+    assert '"data"' in message
+    assert "(32,)" in message
+
+
+def test_a_file_that_was_cut_short(train):
+    content = train.read_bytes()
+    train.write_bytes(content[: len(content) // 2])
+    assert str(train) in refuse("read", train)
+    assert str(train) in refuse("inspect", train)
+
+
+def test_postprocess_is_found_in_the_current_directory(train):
+    (train.parent / "mine.py").write_text("def f(data, labels):\n    raise KeyError('[mine]')\n")
+    result = run_script("h5async read train.h5 --postprocess mine:f", train.parent)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.startswith("error: ")
+    assert "[mine]" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_ctrl_c_ends_with_130_and_no_traceback(train):
+    (train.parent / "mine.py").write_text(
+        "import os, signal\n"
+        "def f(data, labels):\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    raise SystemExit('the signal came too late')\n"
+    )
+    command = "exec h5async read train.h5 --epochs 1000000 --postprocess mine:f"
+    result = run_script(command, train.parent)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
+
+
+def test_another_exception_is_not_dressed_up(train, monkeypatch):
+    def stream(reader, epochs):
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(cli, "_stream", stream)
+    result = run("read", train)
+    assert isinstance(result.exception, ZeroDivisionError)
