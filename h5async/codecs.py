@@ -92,11 +92,12 @@ class Scratch:
 class _Step(NamedTuple):
     """Undo one filter.
 
-    ``decode(encoded, room)`` returns the result: a view of `room`, or of `encoded` where nothing
-    has to move. `nbytes` is the result's exact length where it is known beforehand.
+    ``decode(encoded, room)`` returns the result: where it `moves`, a view of `room`, else of
+    `encoded`. `nbytes` is the result's exact length where it is known beforehand.
     """
 
     decode: Callable[[Bytes, Bytes], Bytes]
+    moves: bool
     nbytes: int | None
     name: str
 
@@ -149,11 +150,13 @@ class FilterPipeline:
         steps = self._steps_by_mask.get(filter_mask)
         if steps is None:
             steps = self._steps_by_mask[filter_mask] = self._steps(filter_mask)
-        current = encoded
+        current, (room_now, room_next) = encoded, scratch.between
         for i, step in enumerate(steps):
             last = i == len(steps) - 1
-            room = out if last else scratch.between[i % 2][: step.nbytes]
+            room = out if last else room_now[: step.nbytes]
             current = step.decode(current, room)
+            if step.moves:  # else the result still lies where the next step must not write
+                room_now, room_next = room_next, room_now
             expected = out.size if last else step.nbytes
             if expected is not None and current.size != expected:
                 raise ValueError(f"{step.name} gives {current.size} bytes, {expected} are due")
@@ -169,7 +172,8 @@ class FilterPipeline:
             if filter_mask >> bit & 1:
                 continue
             name = FILTER_NAMES[entry.number]
-            steps.append(_Step(_decoder(entry), nbytes, name))
+            moves = entry.number != FLETCHER32
+            steps.append(_Step(_decoder(entry), moves, nbytes, name))
             if entry.number == FLETCHER32 and nbytes is not None:
                 nbytes += _CHECKSUM_NBYTES
             elif entry.number in (DEFLATE, LZF):

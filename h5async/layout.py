@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import shlex
 from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 
 from h5async.codecs import FILTER_NAMES, Filter, can_decode
 from h5async.config import Field
-from h5async.errors import ConfigError, DatasetError, ReadError
+from h5async.errors import ConfigError, DatasetError, H5AsyncError, ReadError
 from h5async.storage import can_map, file_id
 
 _DONT_FILTER_PARTIAL_CHUNKS = 2  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS of H5Dpublic.h
@@ -174,14 +175,14 @@ def read_layouts(path: Path, fields: Mapping[str, Field]) -> dict[str, DatasetLa
         }
 
 
-def list_layouts(path: Path) -> Iterator[tuple[str, DatasetLayout | DatasetError]]:
+def list_layouts(path: Path) -> Iterator[tuple[str, DatasetLayout | H5AsyncError]]:
     """Yield each dataset of a file, in the order of names, with its layout or why it has none."""
     with _opened(path) as file:
-        for name in _dataset_names(file):
+        for name in _datasets(file):
             try:
                 yield name, _read_layout(file, name, 0)
-            except (DatasetError, ConfigError) as error:
-                yield name, DatasetError(str(error))
+            except H5AsyncError as error:
+                yield name, error
 
 
 @contextmanager
@@ -200,15 +201,15 @@ def _opened(path: Path) -> Iterator[h5py.File]:
         yield file
 
 
-def _dataset_names(file: h5py.File) -> list[str]:
-    names: list[str] = []
+def _datasets(file: h5py.File) -> dict[str, h5py.Dataset]:
+    found: dict[str, h5py.Dataset] = {}
 
     def visit(name: str, node: object) -> None:
         if isinstance(node, h5py.Dataset):
-            names.append(name)
+            found[name] = node
 
     file.visititems(visit)
-    return names
+    return found
 
 
 def _dataset(file: h5py.File, path: str) -> h5py.Dataset:
@@ -229,20 +230,32 @@ def _dataset(file: h5py.File, path: str) -> h5py.Dataset:
 
 
 def _what_is_there(file: h5py.File) -> str:
-    """List the datasets of a file, and the command that would read the likeliest of them."""
-    names = _dataset_names(file)
-    if not names:
+    """List the datasets of a file, and a command that would read the largest of them."""
+    datasets = _datasets(file)
+    shapes = {name: dataset.shape or () for name, dataset in datasets.items()}
+    if not shapes:
         return "the file holds no datasets"
-    shapes = {name: file[name].shape or () for name in names}
-    shown = [f'"{name}" {shapes[name]}' for name in names[:_LISTED_DATASETS]]
-    more = len(names) - len(shown)
+    shown = [f'"{name}" {shape}' for name, shape in shapes.items()][:_LISTED_DATASETS]
+    more = len(shapes) - len(shown)
     listed = ", ".join(shown) + (f" and {more} more" if more > 0 else "")
-    data = max((n for n in names), key=lambda name: math.prod(shapes[name]) * bool(shapes[name]))
-    count = shapes[data][:1]
-    labels = [n for n in names if n != data and count and shapes[n][:1] == count]
-    option = f'--labels-field "{labels[0]}"' if labels else "--no-labels"
-    command = f'h5async read {file.filename} --data-field "{data}" {option}'
-    return f"the file holds {listed}; try: {command}"
+    readable = {
+        name: shape for name, shape in shapes.items() if shape and _has_fixed_size(datasets[name])
+    }
+    if not readable:
+        return f"the file holds {listed}"
+    data = max(readable, key=lambda name: math.prod(readable[name]))
+    as_long = [n for n in readable if n != data and readable[n][0] == readable[data][0]]
+    labels = min(as_long, key=lambda name: math.prod(readable[name]), default=None)
+    command = ["h5async", "read", file.filename, "--data-field", data]
+    command += ["--labels-field", labels] if labels else ["--no-labels"]
+    return f"the file holds {listed}; try: {shlex.join(command)}"
+
+
+def _has_fixed_size(dataset: h5py.Dataset) -> bool:
+    try:
+        return not dataset.dtype.hasobject
+    except Exception:  # h5py has no one type for what it cannot express
+        return False
 
 
 def _read_layout(file: h5py.File, name: str, num_dim: int) -> DatasetLayout:
