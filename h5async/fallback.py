@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import h5py
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import ReadError
-from h5async.layout import DatasetLayout
+from h5async.layout import DatasetLayout, open_hdf5
 from h5async.plan import Int64s
 
 
@@ -29,7 +30,7 @@ class FallbackReader:
     """
 
     def __init__(self, path: str) -> None:
-        self._path = path
+        self._path = Path(path)
         self._lock = threading.Lock()
         self._file: h5py.File | None = None
         self._closed = False
@@ -77,7 +78,7 @@ class FallbackReader:
         if self._closed:
             raise ReadError("the reader was closed")
         if self._file is None:
-            self._file = h5py.File(self._path, "r")
+            self._file = open_hdf5(self._path)
         return self._file[path]
 
 

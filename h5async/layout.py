@@ -12,7 +12,6 @@ import math
 import shlex
 from array import array
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -169,7 +168,7 @@ def read_layouts(path: Path, fields: Mapping[str, Field]) -> dict[str, DatasetLa
     ConfigError
         If a field's ``num_dim`` is no dimension of its dataset.
     """
-    with _opened(path) as file:
+    with open_hdf5(path) as file:
         return {
             name: _read_layout(file, field.path, field.num_dim) for name, field in fields.items()
         }
@@ -177,7 +176,7 @@ def read_layouts(path: Path, fields: Mapping[str, Field]) -> dict[str, DatasetLa
 
 def list_layouts(path: Path) -> Iterator[tuple[str, DatasetLayout | H5AsyncError]]:
     """Yield each dataset of a file, in the order of names, with its layout or why it has none."""
-    with _opened(path) as file:
+    with open_hdf5(path) as file:
         for name in _datasets(file):
             try:
                 yield name, _read_layout(file, name, 0)
@@ -185,20 +184,30 @@ def list_layouts(path: Path) -> Iterator[tuple[str, DatasetLayout | H5AsyncError
                 yield name, error
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[h5py.File]:
+def open_hdf5(path: Path) -> h5py.File:
+    """Open a file for reading with h5py, which the caller closes.
+
+    Raises
+    ------
+    ReadError
+        If it cannot be opened; the message says why.
+    """
     try:
-        file = h5py.File(path, "r")
+        try:
+            return h5py.File(path, "r")
+        except OSError as error:
+            if "file locking flag" not in str(error):
+                raise
+            # The caller has it open without locking, and HDF5 wants all to agree.
+            return h5py.File(path, "r", locking=False)
     except (OSError, RuntimeError, ValueError) as error:
-        if isinstance(error, FileNotFoundError) or not path.exists():
+        if not path.exists():
             reason = "there is no such file"
         elif path.is_dir():
             reason = "it is a directory"
         else:
             reason = str(error)
         raise ReadError(f"cannot open {path}: {reason}") from error
-    with file:
-        yield file
 
 
 def _datasets(file: h5py.File) -> dict[str, h5py.Dataset]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from pathlib import Path
@@ -42,6 +43,7 @@ class LocalFile:
 
     def __init__(self, path: str, expected: tuple[int, int]) -> None:
         self.path = path
+        self._map: mmap.mmap | None = None
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -49,7 +51,7 @@ class LocalFile:
         if file_id(self._descriptor) != expected:
             self.close()
             raise ReadError(f"{path} was replaced while it was being opened; open it again")
-        self._map: NDArray[np.uint8] | None = self._map_if_local()
+        self._map = self._map_if_local()
 
     def read_into(self, offset: int, buffers: list[memoryview]) -> None:
         """Fill `buffers`, one after the other, with the bytes from `offset` on.
@@ -89,16 +91,19 @@ class LocalFile:
         """
         if self._map is None:
             return None
-        if self._map.size < end or os.fstat(self._descriptor).st_size < end:
+        if len(self._map) < end or os.fstat(self._descriptor).st_size < end:
             raise self._too_short(end)
-        return self._map
+        return np.frombuffer(self._map, np.uint8)
 
     def close(self) -> None:
-        """Close the descriptor; the map goes with its last array."""
+        """Close the descriptor and the map. Idempotent."""
         descriptor, self._descriptor = self._descriptor, -1
-        self._map = None
         if descriptor >= 0:
             os.close(descriptor)
+        if self._map is not None:
+            with contextlib.suppress(BufferError):  # the traceback of an error may hold an array
+                self._map.close()
+            self._map = None
 
     def _too_short(self, offset: int) -> ReadError:
         size = os.fstat(self._descriptor).st_size
@@ -107,14 +112,13 @@ class LocalFile:
             " had been opened"
         )
 
-    def _map_if_local(self) -> NDArray[np.uint8] | None:
-        if not can_map(self.path) or not os.fstat(self._descriptor).st_size:
+    def _map_if_local(self) -> mmap.mmap | None:
+        if not can_map(self.path):
             return None
         try:
-            view = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError):
+            return mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError):  # not a kind of file that can be mapped
             return None
-        return np.frombuffer(view, np.uint8)
 
 
 def _skip(buffers: list[memoryview], count: int) -> list[memoryview]:
