@@ -1,0 +1,159 @@
+"""A stand-in for the part of CuPy that h5async uses, on the CPU, with CUDA's order of execution.
+
+Work that is put on a stream is not done at once. It is queued, and done when somebody waits, in
+an order that is random but for what CUDA promises: a stream does its work in turn, and nothing
+that comes after `Stream.wait_event` before the event. An upload reads its host memory when it is
+done, not when it is asked for. So a missing event shows as a wrong value in some order.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import types
+from collections import deque
+
+import numpy as np
+
+
+class Simulation:
+    """All streams of one GPU. Safe to use from many threads."""
+
+    def __init__(self, seed):
+        self.random = random.Random(seed)
+        self.lock = threading.RLock()
+        self.queues = {}
+        self.local = threading.local()
+
+    def put(self, stream, work, ready=lambda: True):
+        with self.lock:
+            self.queues.setdefault(stream, deque()).append((work, ready))
+
+    def run_until(self, done):
+        """Do queued work, in a random order that CUDA allows, until `done()`."""
+        with self.lock:
+            while not done():
+                heads = [queue for queue in self.queues.values() if queue and queue[0][1]()]
+                assert heads, "the streams wait for each other"
+                work, _ = self.random.choice(heads).popleft()
+                work()
+
+    def run_all(self):
+        self.run_until(lambda: not any(self.queues.values()))
+
+    def current(self):
+        return getattr(self.local, "streams", [None])[-1]
+
+
+def make(seed):
+    """Return a module-like object to be put in place of `cupy`, and its simulation."""
+    simulation = Simulation(seed)
+
+    class Stream:
+        def __init__(self, non_blocking=False):
+            self.non_blocking = non_blocking
+
+        def __enter__(self):
+            streams = getattr(simulation.local, "streams", [default])
+            simulation.local.streams = [*streams, self]
+            return self
+
+        def __exit__(self, *_):
+            simulation.local.streams = simulation.local.streams[:-1]
+
+        def wait_event(self, event):
+            ticket = event.recorded
+            simulation.put(self, lambda: None, lambda: event.done >= ticket)
+
+        def synchronize(self):
+            simulation.run_until(lambda: not simulation.queues.get(self))
+
+    default = Stream()
+
+    def current():
+        return simulation.current() or default
+
+    class Event:
+        def __init__(self, block=False, disable_timing=False):
+            self.recorded = self.done = 0
+
+        def record(self, stream):
+            with simulation.lock:
+                self.recorded += 1
+                ticket = self.recorded
+
+            def finish():
+                self.done = max(self.done, ticket)
+
+            simulation.put(stream, finish)
+
+        def synchronize(self):
+            ticket = self.recorded
+            simulation.run_until(lambda: self.done >= ticket)
+
+    class ndarray(np.ndarray):
+        def set(self, array, stream):
+            assert (array.shape, array.dtype) == (self.shape, self.dtype)
+            simulation.put(stream, lambda: np.copyto(self.view(np.ndarray), array))
+
+        def get(self):
+            simulation.run_all()
+            return np.array(self.view(np.ndarray))
+
+        def copy(self):
+            copied = empty(self.shape, self.dtype)
+            copyto(copied, self)
+            return copied
+
+    def empty(shape, dtype):
+        return np.empty(shape, dtype).view(ndarray)
+
+    def copyto(out, source, casting="same_kind"):
+        simulation.put(current(), lambda: np.copyto(out, source, casting=casting))
+
+    class ElementwiseKernel:
+        def __init__(self, in_params, out_params, operation, name, options):
+            assert options == ("--fmad=false",)
+
+        def __call__(self, stored, scale, offset, out):
+            def run():
+                np.copyto(out, stored, casting="unsafe")
+                np.multiply(out, scale, out=out)
+                np.add(out, offset, out=out)
+
+            simulation.put(current(), run)
+
+    class Device:
+        def __init__(self, number=None):
+            self.id = number or 0
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+    runtime = types.SimpleNamespace(
+        getDeviceCount=lambda: 1,
+        CUDARuntimeError=type("CUDARuntimeError", (RuntimeError,), {}),
+        deviceSynchronize=simulation.run_all,
+    )
+    cuda = types.SimpleNamespace(
+        Device=Device,
+        Event=Event,
+        Stream=Stream,
+        alloc_pinned_memory=bytearray,
+        get_current_stream=current,
+        memory=types.SimpleNamespace(OutOfMemoryError=type("OutOfMemory", (MemoryError,), {})),
+        runtime=runtime,
+    )
+    module = types.SimpleNamespace(
+        ElementwiseKernel=ElementwiseKernel,
+        __version__="0 (a stand-in)",
+        asarray=lambda array: np.array(array).view(ndarray),
+        copyto=copyto,
+        cuda=cuda,
+        empty=empty,
+        ndarray=ndarray,
+    )
+    return module, simulation
