@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import tempfile
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import h5py
 import numpy as np
@@ -18,9 +20,11 @@ from conftest import assert_epoch_is, poison, truth
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h5async import AsyncReader, Field
+from h5async import AsyncReader, Field, execute, filling, layout, storage
 
-PLAIN = [f"{order}{kind}" for order in "<>" for kind in ("u2 i2 u4 i4 u8 i8 f2 f4 f8 c8 c16").split()]
+PLAIN = [
+    f"{order}{kind}" for order in "<>" for kind in ("u2 i2 u4 i4 u8 i8 f2 f4 f8 c8 c16").split()
+]
 DTYPES = [
     *(np.dtype(name) for name in ["u1", "i1", *PLAIN]),
     np.dtype(bool),
@@ -80,7 +84,9 @@ class Recipe:
                 dataset[...] = random_values(rng, self.dtype, self.first_shape)
                 dataset.resize(self.shape)
             for where in self.written:
-                extents = [len(range(*s.indices(n))) for s, n in zip(where, self.shape, strict=True)]
+                extents = [
+                    len(range(*s.indices(n))) for s, n in zip(where, self.shape, strict=True)
+                ]
                 if all(extents):
                     dataset[where] = random_values(rng, self.dtype, tuple(extents))
 
@@ -107,7 +113,9 @@ def random_values(rng: np.random.Generator, dtype: np.dtype[Any], shape: tuple[i
 
 def slices(extent: int) -> st.SearchStrategy[slice]:
     ends = st.integers(0, extent)
-    return st.one_of(st.just(slice(0, extent)), st.tuples(ends, ends).map(lambda e: slice(*sorted(e))))
+    return st.one_of(
+        st.just(slice(0, extent)), st.tuples(ends, ends).map(lambda e: slice(*sorted(e)))
+    )
 
 
 @st.composite
@@ -165,9 +173,36 @@ def readers(draw: st.DrawFn, recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def is_direct(recipe: Recipe) -> bool:
+# Samples this small would never be shared out among threads, gathered in blocks or read by more
+# than one system call.
+SMALL_LIMITS = {
+    (filling, "_MIN_SHARE_NBYTES"): 1,
+    (execute, "_GATHER_BLOCK_NBYTES"): 7,
+    (storage, "_IOV_MAX"): 2,
+}
+NO_MAPPING = {
+    (storage, "can_map"): lambda path: False,
+    (layout, "can_map"): lambda path: False,
+}
+
+
+@st.composite
+def circumstances(draw: st.DrawFn) -> dict[tuple[Any, str], Any]:
+    """Return what to patch: limits, and a file system where nothing may be mapped."""
+    patches: dict[tuple[Any, str], Any] = {}
+    if draw(st.booleans(), label="small limits"):
+        patches |= SMALL_LIMITS
+    if draw(st.booleans(), label="no mapping"):
+        patches |= NO_MAPPING
+    return patches
+
+
+def is_direct(recipe: Recipe, num_dim: int, patches: dict[tuple[Any, str], Any]) -> bool:
     """Tell whether no rule sends the dataset to h5py."""
-    unlimited = [axis for axis, limit in enumerate(recipe.maxshape or ()) if limit is None]
+    if recipe.chunks is None:
+        return num_dim == 0 or (storage, "can_map") not in patches
+    assert recipe.maxshape is not None
+    unlimited = [axis for axis, limit in enumerate(recipe.maxshape) if limit is None]
     return len(unlimited) != 1 or unlimited == [0]
 
 
@@ -175,7 +210,10 @@ def is_direct(recipe: Recipe) -> bool:
 def test_batches_equal_what_h5py_reads(data: st.DataObject) -> None:
     recipe = data.draw(recipes(), label="dataset")
     options = data.draw(readers(recipe), label="reader")
-    with tempfile.TemporaryDirectory(prefix="h5async") as directory:
+    patches = data.draw(circumstances())
+    with tempfile.TemporaryDirectory(prefix="h5async") as directory, ExitStack() as stack:
+        for (module, name), value in patches.items():
+            stack.enter_context(mock.patch.object(module, name, value))
         path = Path(directory, "random.h5")
         recipe.write(path)
         num_dim = options["fields"]["data"].num_dim
@@ -189,7 +227,7 @@ def test_batches_equal_what_h5py_reads(data: st.DataObject) -> None:
             poison(reader)
             for _ in range(2):
                 assert_epoch_is(reader, expected, in_order=options["shuffle"] is False)
-            if is_direct(recipe):
+            if is_direct(recipe, num_dim, patches):
                 assert reader.layouts["data"].fallback_reason is None
                 assert reader.fallback_reads == 0
             else:
