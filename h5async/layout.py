@@ -310,6 +310,8 @@ def _read_layout(file: h5py.File, name: str, num_dim: int) -> DatasetLayout:
                 layout["chunks"] = _chunk_table(dataset, plist, layout, where)
             else:
                 layout["offset"] = _contiguous_offset(dataset, where)
+            if _has_no_values(plist, layout):
+                raise _NotDirectError("it was never written, and its fill value is undefined")
         except _NotDirectError as error:
             layout["fallback_reason"] = str(error)
     return DatasetLayout(**layout)
@@ -407,6 +409,14 @@ def _fill_value(
     return fill
 
 
+def _has_no_values(plist: h5py.h5p.PropDCID, layout: Mapping[str, Any]) -> bool:
+    """Tell whether HDF5 will refuse to read at all."""
+    undefined = plist.fill_value_defined() == h5py.h5d.FILL_VALUE_UNDEFINED
+    chunks: ChunkTable | None = layout.get("chunks")
+    allocated = layout["offset"] >= 0 if chunks is None else chunks.offset.size > 0
+    return undefined and not allocated
+
+
 def _contiguous_offset(dataset: h5py.Dataset, where: str) -> int:
     try:
         offset = dataset.id.get_offset()
@@ -452,6 +462,14 @@ def _chunk_table(
         raise ReadError(
             f"{where}, chunk {at}: {nbytes[bad[0]]} bytes at byte {offset[bad[0]]} do not lie in"
             f" the file, which has {end} bytes; it was cut short or is damaged"
+        )
+    due = math.prod(dataset.chunks) * dataset.dtype.itemsize
+    bad = np.flatnonzero(nbytes != due)
+    if bad.size and not layout["filters"]:
+        at = tuple(int(x) for x in corners[bad[0]])
+        raise ReadError(
+            f"{where}, chunk {at}: {nbytes[bad[0]]} bytes are stored, {due} are due; the file is"
+            " damaged"
         )
     chunk = np.asarray(dataset.chunks, np.int64)
     shape = np.asarray(dataset.shape, np.int64)

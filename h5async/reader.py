@@ -159,8 +159,9 @@ class _Engine:
 
     def next(self, timeout_seconds: float | None) -> tuple[int, _Filled]:
         """End the life of the batch in use, wait for the next one, and put it in use."""
-        if self.ring.in_use is not None:
-            self.slots[self.ring.in_use].release()
+        slots, in_use = self.slots, self.ring.in_use
+        if slots and in_use is not None:
+            slots[in_use].release()
         self.begin(self.ring.begin_next())
         if not self.has_threads:
             while not self.ring.is_ready() and self.filler.run_next():
@@ -174,7 +175,7 @@ class _Engine:
         if self.ring.close():
             self.filler.close()
             self.device.close()
-            self.slots.clear()
+            self.slots = []
 
     def _on_done(self, request: FillRequest, outcome: FillOutcome) -> None:
         arrays: tuple[Any, ...] = ()
