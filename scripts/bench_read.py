@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 import h5py
 import imagecodecs
 import numpy as np
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -354,16 +355,17 @@ def judged(case: dict[str, Any], ratio: str) -> str:
     value, target = case[ratio], case[f"{ratio}_target"]
     if target is None:
         return f"{value:.2f}"
-    verdict = "[green]pass[/]" if value >= target else "[red]fail[/]"
-    return f"{value:.2f} (≥ {target:g} {verdict})"
+    if value >= target:
+        return f"[green]pass[/] {value:.2f} ≥ {target:g}"
+    return f"[red]fail[/] {value:.2f} < {target:g}"
 
 
 def table(cases: list[dict[str, Any]]) -> Table:
-    grid = Table(title="GB/s of decoded bytes, medians; ratios of medians")
+    grid = Table(title="GB/s of decoded bytes, medians; ratios of medians", box=box.SIMPLE_HEAD)
     for name in ("file", "order"):
-        grid.add_column(name)
+        grid.add_column(name, no_wrap=True)
     for name in ("reader", "h5py", "preadv", "reader / h5py", "reader / preadv"):
-        grid.add_column(name, justify="right")
+        grid.add_column(name, justify="right", no_wrap=True)
     for case in cases:
         speeds = case["gb_per_s"]
         grid.add_row(
@@ -409,7 +411,9 @@ def plot(cases: list[dict[str, Any]], path: Path) -> None:
         ax.spines[["top", "right"]].set_visible(False)
     handles, labels = axes[0].get_legend_handles_labels()
     unique = dict(zip(labels, handles, strict=True))
-    axes[0].legend(unique.values(), unique.keys(), frameon=False)
+    figure.legend(
+        unique.values(), unique.keys(), loc="outside lower center", ncols=3, frameon=False
+    )
     figure.suptitle("AsyncReader: batches of 128 images of 150 kB, page cache warm")
     figure.savefig(path, dpi=120)
     plt.close(figure)
@@ -448,7 +452,7 @@ def main() -> None:
     rows = max(2, options.rows // BATCH) * BATCH
     out = options.out or (None if options.quick else RESULTS)
 
-    console = Console()
+    console = Console(width=max(100, Console().width))
     result: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "machine": machine(),

@@ -21,7 +21,7 @@ from h5async import AsyncReader
 
 POISON = 0xA5  # what a buffer holds before anything was read into it
 
-hypothesis.settings.register_profile("default", deadline=None, max_examples=150, derandomize=True)
+hypothesis.settings.register_profile("default", deadline=None, max_examples=400, derandomize=True)
 hypothesis.settings.register_profile(
     "thorough",
     deadline=None,

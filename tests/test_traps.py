@@ -27,7 +27,7 @@ HDF5 = ctypes.CDLL(h5py.h5p.__file__)
 DONT_FILTER_PARTIAL_CHUNKS = 2
 GZIP = {"compression": "gzip", "compression_opts": 1}
 ALL_THREE = {"shuffle": True, "fletcher32": True, **GZIP}
-rng = np.random.default_rng(1969)
+SEED = 1969
 
 
 # --- helpers -------------------------------------------------------------------------------------
@@ -468,7 +468,7 @@ def test_bits_of_filters_that_are_not_there_are_ignored(tmp_path):
 
 def test_hdf5_itself_masks_what_does_not_compress(tmp_path):
     path = tmp_path / "a.h5"
-    noise = rng.integers(0, 256, (12, 600), np.uint8)
+    noise = np.random.default_rng(SEED).integers(0, 256, (12, 600), np.uint8)
     noise[::2] = 1
     with h5py.File(path, "w") as file:
         file.create_dataset("data", data=noise, chunks=(1, 600), **LZF)
@@ -746,7 +746,7 @@ def compound_with(member):
 
 
 STRINGS = b"ab\0cd" + b"abcde" + b"ab   " + b"\0\0\0\0\0" + b"ab\0\0\0" + b"a \0 \0"
-NOISE = rng.integers(0, 256, 24 * 6, np.uint8).tobytes()
+NOISE = np.random.default_rng(SEED).integers(0, 256, 24 * 6, np.uint8).tobytes()
 NAN = np.array([0x7FC00001, 0xFF800001, 0x7F800001, 0x80000000, 1, 0xFFFFFFFF], "u4")
 DIFFERS = "its stored type differs"
 # stored type, stored bytes, whether h5py must read it, whether the plain bytes would be wrong

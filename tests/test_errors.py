@@ -1,0 +1,600 @@
+"""Every error comes, once, where it belongs, says what it is about, and leaves a usable reader."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import pickle
+import shutil
+
+import h5py
+import numpy as np
+import pytest
+from conftest import assert_same_bits, open_descriptors, our_threads, poison
+
+import h5async.reader
+from h5async import (
+    AsyncReader,
+    BatchTimeoutError,
+    ConfigError,
+    DatasetError,
+    DeviceError,
+    Field,
+    H5AsyncError,
+    PostprocessError,
+    ReaderClosedError,
+    ReadError,
+    UnsafeFileError,
+)
+
+SAMPLES, BATCH = 24, 4
+VALUES = np.arange(SAMPLES * 30, dtype="i8").reshape(SAMPLES, 30)
+LAYOUTS = {
+    "contiguous": {},
+    "rows": {"chunks": (3, 30)},
+    "tiles": {"chunks": (3, 7)},
+    "gzip": {"chunks": (3, 30), "compression": "gzip"},
+    "gzip tiles": {"chunks": (3, 7), "compression": "gzip", "fletcher32": True},
+}
+THREADS = [0, 2]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "a.h5"
+
+
+def plain_file(path, values=VALUES, **options):
+    with h5py.File(path, "w") as file:
+        file.create_dataset("data", data=values, **options)
+        file["labels"] = np.arange(len(values))
+    return path
+
+
+def file_of_many_names(path):
+    with h5py.File(path, "w") as file:
+        file["images/train"] = np.zeros((6, 4, 4), "u1")
+        file["images/labels"] = np.zeros(6, "i8")
+        file["other"] = np.zeros(7)
+        file["type"] = np.dtype("i4")
+    return path
+
+
+def read_only_by_h5py(path, value=1):
+    """A file whose data only h5py may read; what was there before is replaced by rename."""
+    new = path.with_suffix(".new")
+    with h5py.File(new, "w", libver="latest") as file:
+        data = np.full((6, 4), value)
+        file.create_dataset("data", data=data, chunks=(2, 2), maxshape=(6, None))
+        file["labels"] = np.full(6, value)
+    os.replace(new, path)
+    return path
+
+
+def reader_of(path, **options):
+    options = {"batch_size": BATCH, "num_threads": 0, "device": "cpu", **options}
+    return AsyncReader(hdf5_path=path, **options)
+
+
+def error_of(*kinds, **options):
+    """Return the error with which a reader refuses to be made; it holds nothing, and pickles."""
+    with pytest.raises(kinds[0]) as caught:
+        reader_of(options.pop("path"), **options)
+    error = caught.value
+    assert isinstance(error, H5AsyncError)
+    assert all(isinstance(error, kind) for kind in kinds)
+    assert_pickles(error)
+    text = str(error)
+    assert "\n" not in text
+    return text
+
+
+def assert_pickles(error):
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert str(copy) == str(error)
+
+
+# --- the tree ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "builtin"),
+    [
+        (ConfigError, ValueError),
+        (DatasetError, KeyError),
+        (ReadError, OSError),
+        (UnsafeFileError, PermissionError),
+        (DeviceError, RuntimeError),
+        (ReaderClosedError, RuntimeError),
+        (BatchTimeoutError, TimeoutError),
+        (PostprocessError, Exception),
+    ],
+)
+def test_errors_are_ours_and_builtin_and_show_their_message_plainly(kind, builtin):
+    error = kind('a.h5: dataset "data" is ill')
+    assert isinstance(error, H5AsyncError)
+    assert isinstance(error, builtin)
+    assert str(error) == 'a.h5: dataset "data" is ill'
+    assert_pickles(error)
+
+
+# --- files that cannot be opened -----------------------------------------------------------------
+
+
+def test_missing_file(path):
+    text = error_of(ReadError, OSError, path=path)
+    assert text == f"cannot open {path}: there is no such file"
+
+
+def test_directory(tmp_path):
+    assert "it is a directory" in error_of(ReadError, OSError, path=tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"no HDF5", b"\x89HDF\r\n\x1a\n", b"\0" * 5000])
+def test_file_that_is_not_hdf5(path, content):
+    path.write_bytes(content)
+    assert f"cannot open {path}" in error_of(ReadError, OSError, path=path)
+
+
+@pytest.mark.parametrize("how", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.99])
+def test_file_that_was_cut_short_before(path, how, share):
+    plain_file(path, **how)
+    os.truncate(path, int(path.stat().st_size * share))
+    assert "truncated file" in error_of(ReadError, OSError, path=path)
+
+
+@pytest.mark.parametrize("how", LAYOUTS.values(), ids=LAYOUTS)
+def test_values_that_lie_behind_the_end_of_the_file(path, how, monkeypatch):
+    """HDF5 itself does not notice where the superblock was made to agree; the layout is checked."""
+    plain_file(path, **how)
+    monkeypatch.setattr("h5async.layout._file_nbytes", lambda dataset: 3000)
+    text = error_of(ReadError, OSError, path=path)
+    assert f'{path}: dataset "data"' in text
+    assert "the file" in text
+    assert "3000 bytes" in text
+
+
+# --- files that change under a reader ------------------------------------------------------------
+
+
+def end_of_data(path):
+    """Return the byte after the last one of the dataset."""
+    with h5py.File(path) as file:
+        data = file["data"].id
+        if file["data"].chunks is None:
+            return data.get_offset() + data.get_storage_size()
+        infos = [data.get_chunk_info(i) for i in range(data.get_num_chunks())]
+        return max(info.byte_offset + info.size for info in infos)
+
+
+@pytest.mark.parametrize("num_threads", THREADS)
+@pytest.mark.parametrize("num_dim", [0, 1])
+@pytest.mark.parametrize("how", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("cut_at", ["the start", "half", "the last byte"])
+def test_file_that_is_cut_short_after_it_was_opened(path, how, num_dim, cut_at, num_threads):
+    plain_file(path, **how)
+    whole = path.read_bytes()
+    end = end_of_data(path)
+    expected = np.moveaxis(VALUES, num_dim, 0)
+    options = {"num_dim": num_dim, "labels_field": None, "num_threads": num_threads}
+    with reader_of(path, **options) as reader:
+        poison(reader)
+        os.truncate(path, {"the start": 0, "half": end // 2, "the last byte": end - 1}[cut_at])
+        failed = []
+        for _ in range(len(reader)):
+            try:
+                batch = reader.get_next_batch()
+            except ReadError as error:
+                failed.append(str(error))
+            else:
+                assert_same_bits(batch.data, np.ascontiguousarray(expected[batch.index]))
+        assert failed
+        for text in failed:
+            assert str(path) in text
+            assert '"data"' in text
+            assert "cut short" in text
+    path.write_bytes(whole)
+    with reader_of(path, **options) as reader:
+        for batch in reader:
+            assert_same_bits(batch.data, np.ascontiguousarray(expected[batch.index]))
+
+
+@pytest.mark.parametrize("num_threads", THREADS)
+@pytest.mark.parametrize("how", LAYOUTS.values(), ids=LAYOUTS)
+def test_file_that_is_deleted_or_replaced_after_it_was_opened(path, how, num_threads):
+    """The reader holds the file that it opened, as any program does."""
+    plain_file(path, **how)
+    with reader_of(path, num_threads=num_threads) as reader:
+        path.unlink()
+        for batch in reader:
+            assert_same_bits(batch.data, VALUES[batch.index])
+        plain_file(path, -VALUES)
+        for batch in reader:
+            assert_same_bits(batch.data, VALUES[batch.index])
+
+
+@pytest.mark.parametrize("num_threads", THREADS)
+@pytest.mark.parametrize("was_read_before", [False, True])
+def test_replaced_file_is_not_mixed_with_the_one_that_was_opened(
+    path, was_read_before, num_threads
+):
+    """Only the data goes through h5py; the labels come from the file that was opened."""
+    read_only_by_h5py(path, 1)
+    with reader_of(path, num_threads=num_threads) as reader:
+        assert reader.layouts["data"].fallback_reason is not None
+        assert reader.layouts["labels"].fallback_reason is None
+        if was_read_before:
+            reader.get_next_batch()
+        read_only_by_h5py(path, 2)
+        for _ in range(2 * len(reader)):
+            with contextlib.suppress(ReadError):
+                batch = reader.get_next_batch()
+                assert (batch.labels == 1).all()
+                assert (batch.data == 1).all()
+
+
+def test_file_that_is_replaced_while_it_is_being_opened(path, monkeypatch):
+    plain_file(path)
+    find_device = h5async.reader.find_device
+
+    def replace_first(name):
+        shutil.copy(path, f"{path}.new")
+        os.replace(f"{path}.new", path)
+        return find_device(name)
+
+    monkeypatch.setattr("h5async.reader.find_device", replace_first)
+    assert "was replaced while it was being opened" in error_of(ReadError, path=path)
+
+
+@pytest.mark.parametrize("num_threads", THREADS)
+@pytest.mark.parametrize("make", [plain_file, read_only_by_h5py])
+def test_current_directory_that_changes(tmp_path, path, monkeypatch, make, num_threads):
+    make(path)
+    monkeypatch.chdir(tmp_path)
+    with reader_of(path.name, num_threads=num_threads) as reader:
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        reader.get_next_batch()
+
+
+# --- datasets that cannot be used ----------------------------------------------------------------
+
+
+def test_missing_dataset(path):
+    file_of_many_names(path)
+    text = error_of(DatasetError, KeyError, path=path)
+    assert f'{path}: there is no dataset "data"' in text
+    for shown in ('"images/train" (6, 4, 4)', '"images/labels" (6,)', '"other" (7,)'):
+        assert shown in text
+    assert f"h5async read {path} --data-field images/train --labels-field images/labels" in text
+
+
+def test_missing_labels(path):
+    file_of_many_names(path)
+    text = error_of(DatasetError, KeyError, path=path, data_field="images/train")
+    assert 'there is no dataset "labels"' in text
+
+
+def test_missing_dataset_where_there_is_none_at_all(path):
+    h5py.File(path, "w").close()
+    assert "holds no datasets" in error_of(DatasetError, KeyError, path=path)
+
+
+def test_missing_dataset_among_hundreds(path):
+    with h5py.File(path, "w") as file:
+        for i in range(200):
+            file[f"field{i:03}"] = np.zeros(3)
+    text = error_of(DatasetError, KeyError, path=path)
+    assert '"field000"' in text
+    assert '"field150"' not in text
+    assert " more" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("images", "group"), ("/", "group"), ("type", "named type")]
+)
+def test_what_is_no_dataset(path, name, kind):
+    file_of_many_names(path)
+    text = error_of(DatasetError, KeyError, path=path, data_field=name)
+    assert f'"{name}" is a {kind}, not a dataset' in text
+    assert '"images/train" (6, 4, 4)' in text
+
+
+def test_links_that_lead_nowhere(path):
+    file_of_many_names(path)
+    with h5py.File(path, "r+") as file:
+        file["soft"] = h5py.SoftLink("/nowhere")
+        file["external"] = h5py.ExternalLink("nowhere.h5", "/data")
+    for name in ("soft", "external", "nowhere/data", "other/x"):
+        text = error_of(DatasetError, KeyError, path=path, data_field=name)
+        assert f'there is no dataset "{name}"' in text
+
+
+def test_lengths_that_differ(path):
+    file_of_many_names(path)
+    text = error_of(DatasetError, path=path, data_field="images/train", labels_field="other")
+    assert '"images/train" (data) has 6 samples' in text
+    assert '"other" (labels) has 7' in text
+    fields = {"x": Field("images/train", 1), "y": "images/labels"}
+    text = error_of(DatasetError, path=path, fields=fields)
+    assert '"images/train" (x) has 4 samples along dimension 1' in text
+    assert '"images/labels" (y) has 6 along dimension 0' in text
+
+
+def test_a_filter_that_nobody_has(path):
+    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    plist.set_chunk((4, 30))
+    plist.set_filter(511, h5py.h5z.FLAG_OPTIONAL, (1,))
+    with h5py.File(path, "w") as file:
+        space = h5py.h5s.create_simple(VALUES.shape)
+        h5py.h5d.create(file.id, b"data", h5py.h5t.NATIVE_INT64, space, plist)
+    text = error_of(DatasetError, path=path, labels_field=None)
+    assert 'dataset "data" is compressed with filter 511' in text
+
+
+# --- options -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size: input should be greater than or equal to 1, found 0"),
+        ({"batch_size": 2.5}, "batch_size"),
+        ({"batch_size": True}, "batch_size"),
+        ({"prefetch": 0}, "prefetch"),
+        ({"num_threads": -1}, "num_threads"),
+        ({"timeout": -1}, "timeout"),
+        ({"device": "tpu"}, "device"),
+        ({"shuffle": "sometimes"}, "shuffle"),
+        ({"batchsize": 3}, "unknown option 'batchsize'; did you mean 'batch_size'?"),
+        ({"batchSize": 3}, "did you mean 'batch_size'?"),
+        ({"num_thread": 3}, "did you mean 'num_threads'?"),
+        ({"nthread": 3}, "did you mean 'num_threads'?"),
+        ({"xyzzy": 3}, "unknown option 'xyzzy'; options are: hdf5_path,"),
+        ({"shuffle": "window"}, 'shuffle="window" is not supported yet'),
+        ({"workers": "process"}, 'workers="process" is not supported yet'),
+        ({"num_dim": 2}, 'dataset "data": there is no dimension 2'),
+        ({"h_dim": 1, "w_dim": 2}, "there is no dimension 2"),
+        ({"postprocess": "no_such_module:f"}, "cannot import 'no_such_module:f'"),
+        ({"postprocess": "os:no_such_function"}, "cannot import 'os:no_such_function'"),
+        ({"postprocess": "os:sep"}, "'os:sep' is not callable"),
+        ({"postprocess": "os"}, "postprocess"),
+    ],
+)
+def test_options_that_do_not_fit(path, options, message):
+    plain_file(path)
+    assert message in error_of(ConfigError, ValueError, path=path, **options)
+
+
+@pytest.mark.parametrize("several", [["a.h5", "b.h5"], ("a.h5",), [], "train*.h5", "a?.h5"])
+def test_several_files(several):
+    assert "not supported yet" in error_of(ConfigError, ValueError, path=several)
+
+
+# --- postprocess ---------------------------------------------------------------------------------
+
+
+class NeedsTwoArgumentsError(Exception):
+    def __init__(self, one, two):
+        super().__init__(one, two)
+
+
+RAISED = [
+    ValueError("too blue"),
+    KeyError("blue"),
+    ZeroDivisionError(),
+    FileNotFoundError(2, "no colours", "blue.txt"),
+    UnicodeDecodeError("utf-8", b"blue", 0, 1, "not a colour"),
+    NeedsTwoArgumentsError("too", "blue"),
+    StopIteration("no more colours"),
+    ReadError("a reader inside a postprocess"),
+    SystemExit(3),
+]
+BAD = 2  # the batch with which `postprocess` has trouble
+
+
+def troubled_by_one_batch(trouble):
+    def postprocess(data, labels):
+        if labels[0] == BAD * BATCH:
+            return trouble()
+        return -data, labels
+
+    return postprocess
+
+
+def assert_only_the_bad_batch_fails(reader, check):
+    """Take two epochs; `check` sees the error of the bad batch of each."""
+    for epoch in range(2):
+        for number in range(len(reader)):
+            if number == BAD:
+                with pytest.raises(PostprocessError) as caught:
+                    reader.get_next_batch()
+                text = str(caught.value)
+                assert f"batch {BAD} of epoch {epoch}" in text
+                assert str(reader.config.hdf5_path) in text
+                check(caught.value)
+            else:
+                batch = reader.get_next_batch()
+                assert (batch.epoch, batch.number) == (epoch, number)
+                assert_same_bits(batch.data, -VALUES[batch.index])
+
+
+@pytest.mark.parametrize("num_threads", THREADS)
+@pytest.mark.parametrize("raised", RAISED, ids=lambda error: type(error).__name__)
+def test_postprocess_that_raises(path, tmp_path, raised, num_threads):
+    def trouble():
+        raise raised
+
+    def check(error):
+        assert error.__cause__ is raised
+        assert type(raised).__name__ in str(error)
+        if not isinstance(raised, StopIteration | SystemExit | H5AsyncError):
+            assert isinstance(error, type(raised))
+
+    plain_file(path)
+    with reader_of(
+        path, num_threads=num_threads, postprocess=troubled_by_one_batch(trouble)
+    ) as reader:
+        assert_only_the_bad_batch_fails(reader, check)
+    assert not our_threads()
+    assert not open_descriptors(tmp_path)
+
+
+@pytest.mark.parametrize("num_threads", THREADS)
+@pytest.mark.parametrize("raised", RAISED, ids=lambda error: type(error).__name__)
+def test_postprocess_that_raises_ends_a_for_loop_with_an_error(path, raised, num_threads):
+    """Even StopIteration, which a loop takes for its end, must not pass for the epoch's end."""
+
+    def trouble():
+        raise raised
+
+    plain_file(path)
+    numbers = []
+    with reader_of(
+        path, num_threads=num_threads, postprocess=troubled_by_one_batch(trouble)
+    ) as reader:
+        with pytest.raises(PostprocessError):
+            numbers.extend(batch.number for batch in reader)
+        assert numbers == list(range(BAD))
+
+
+@pytest.mark.parametrize("num_threads", THREADS)
+@pytest.mark.parametrize(
+    "result", [(), (np.zeros(3),), (np.zeros(3),) * 3, np.zeros(2), 7, "ab"], ids=repr
+)
+def test_postprocess_that_returns_something_else(path, result, num_threads):
+    def check(error):
+        assert "must return 2 arrays" in str(error)
+        assert_pickles(error)
+
+    plain_file(path)
+    with reader_of(
+        path, num_threads=num_threads, postprocess=troubled_by_one_batch(lambda: result)
+    ) as reader:
+        assert_only_the_bad_batch_fails(reader, check)
+
+
+# --- damage in the middle of an epoch ------------------------------------------------------------
+
+CHUNK, DAMAGED = 5, 2
+
+
+def file_with_one_damaged_chunk(path):
+    """Return its copy that is well, too."""
+    options = {"chunks": (CHUNK, 30), "compression": "gzip"}
+    well = plain_file(path.with_name("well.h5"), **options)
+    shutil.copy(well, path)
+    with h5py.File(path) as file:
+        info = file["data"].id.get_chunk_info(DAMAGED)
+        assert info.chunk_offset == (DAMAGED * CHUNK, 0)
+    with path.open("r+b") as file:
+        file.seek(info.byte_offset + info.size // 2)
+        file.write(b"\xff" * 8)
+    return well
+
+
+@pytest.mark.parametrize("num_threads", THREADS)
+@pytest.mark.parametrize("prefetch", [1, 3])
+@pytest.mark.parametrize("shuffle", [False, "full"])
+@pytest.mark.parametrize("batch_size", [1, 3, SAMPLES])
+def test_error_comes_for_exactly_the_batches_that_need_the_damaged_chunk(
+    path, shuffle, batch_size, prefetch, num_threads
+):
+    well = file_with_one_damaged_chunk(path)
+    options = {"shuffle": shuffle, "batch_size": batch_size, "prefetch": prefetch}
+    damaged = np.arange(DAMAGED * CHUNK, (DAMAGED + 1) * CHUNK)
+    with (
+        reader_of(well, **options) as right,
+        reader_of(path, num_threads=num_threads, **options) as reader,
+    ):
+        poison(reader)
+        for _ in range(2 * len(right)):
+            expected = right.get_next_batch()
+            if np.isin(expected.index, damaged).any():
+                with pytest.raises(ReadError) as caught:
+                    reader.get_next_batch()
+                text = str(caught.value)
+                assert f'{path}: dataset "data", chunk ({DAMAGED * CHUNK}, 0)' in text
+                assert f"samples {damaged[0]} to {damaged[-1]}" in text
+                assert_pickles(caught.value)
+            else:
+                batch = reader.get_next_batch()
+                assert np.array_equal(batch.index, expected.index)
+                assert_same_bits(batch.data, expected.data)
+                assert_same_bits(batch.labels, expected.labels)
+
+
+@pytest.mark.parametrize("num_threads", THREADS)
+def test_an_iterator_goes_on_after_an_error(path, num_threads):
+    file_with_one_damaged_chunk(path)
+    with reader_of(path, batch_size=CHUNK, num_threads=num_threads) as reader:
+        batches = iter(reader)
+        numbers = [next(batches).number for _ in range(DAMAGED)]
+        with pytest.raises(ReadError):
+            next(batches)
+        numbers += [batch.number for batch in batches]
+        assert numbers == [number for number in range(len(reader)) if number != DAMAGED]
+        assert next(iter(reader)).epoch == 1
+
+
+@pytest.mark.parametrize("num_threads", THREADS)
+@pytest.mark.parametrize("taken", range(4))
+def test_reader_that_is_closed_around_an_error(path, tmp_path, taken, num_threads):
+    file_with_one_damaged_chunk(path)
+    reader = reader_of(path, batch_size=CHUNK, num_threads=num_threads, prefetch=4)
+    for _ in range(4):
+        reader.fetch_data()
+    for number in range(taken):
+        if number == DAMAGED:
+            with pytest.raises(ReadError):
+                reader.get_next_batch()
+        else:
+            reader.get_next_batch()
+    reader.close()
+    reader.close()
+    assert not our_threads()
+    assert not open_descriptors(tmp_path)
+    for call in (reader.get_next_batch, reader.fetch_data, lambda: iter(reader)):
+        with pytest.raises(ReaderClosedError, match="closed"):
+            call()
+
+
+def test_error_of_h5py_names_dataset_and_samples(path):
+    """A damaged chunk of a dataset that only h5py reads."""
+    read_only_by_h5py(path, 1)
+    with h5py.File(path, "r+") as file:
+        del file["data"]
+        dataset = file.create_dataset(
+            "data", (6, 4), "i8", chunks=(2, 2), maxshape=(6, None), compression="gzip"
+        )
+        dataset[...] = 1
+        dataset.id.write_direct_chunk((4, 2), b"\0" * 20)
+    with reader_of(path, batch_size=2, num_threads=2) as reader:
+        for number in range(2 * len(reader)):
+            if number % 3 == 2:
+                with pytest.raises(ReadError) as caught:
+                    reader.get_next_batch()
+                text = str(caught.value)
+                assert f'{path}: dataset "data", samples 4 to 5, read through h5py' in text
+            else:
+                assert (reader.get_next_batch().data == 1).all()
+
+
+def test_errors_of_two_fields_at_once(path):
+    """One of them is told; the batch is lost once, not twice."""
+    options = {"chunks": (CHUNK, 30), "compression": "gzip"}
+    plain_file(path, **options)
+    with h5py.File(path, "r+") as file:
+        file.create_dataset("more", data=VALUES, **options)
+        for name, place in itertools.product(("data", "more"), range(2)):
+            file[name].id.write_direct_chunk((place * CHUNK, 0), b"\0" * 20)
+    fields = {"data": "data", "more": "more"}
+    with reader_of(path, fields=fields, batch_size=2 * CHUNK, num_threads=2) as reader:
+        with pytest.raises(ReadError, match=r"chunk \((0|5), 0\)"):
+            reader.get_next_batch()
+        batch = reader.get_next_batch()
+        assert batch.number == 1
+        assert_same_bits(batch.more, VALUES[batch.index])
