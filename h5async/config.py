@@ -29,7 +29,9 @@ from pydantic import Field as Bound
 
 from h5async.errors import ConfigError
 
-_RESERVED_FIELD_NAMES = frozenset({"copy", "epoch", "index", "last", "number", "size"})
+_RESERVED_FIELD_NAMES = frozenset(
+    {"copy", "count", "epoch", "index", "keys", "last", "number", "size"}
+)
 _ANCESTOR_NAMES = {"nthread": "num_threads", "njob": "prefetch", "cuda": "device"}
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 

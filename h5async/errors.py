@@ -54,7 +54,7 @@ class PostprocessError(H5AsyncError):
     """The caller's `postprocess` raised or returned something unusable."""
 
 
-def postprocess_error(message: str, cause: BaseException) -> PostprocessError:
+def postprocess_error(message: str, cause: Exception) -> PostprocessError:
     """Make an error that is a `PostprocessError` and also of the type of `cause`.
 
     The caller catches it by the type raised in `postprocess`, or as an `H5AsyncError`.
@@ -64,7 +64,7 @@ def postprocess_error(message: str, cause: BaseException) -> PostprocessError:
     message
         The whole message.
     cause
-        What `postprocess` raised; it becomes ``__cause__``.
+        The exception that `postprocess` raised; it becomes ``__cause__``.
 
     Returns
     -------
@@ -73,7 +73,7 @@ def postprocess_error(message: str, cause: BaseException) -> PostprocessError:
     """
     kind = type(cause)
     error = PostprocessError(message)
-    if isinstance(cause, Exception) and not issubclass(kind, H5AsyncError):
+    if not issubclass(kind, H5AsyncError | StopIteration):  # the latter would end a for loop
         try:
             both: type[PostprocessError] = type(
                 "PostprocessError", (PostprocessError, kind), {"__module__": __name__}

@@ -10,7 +10,6 @@ as possible; whoever finishes the last share of a phase begins the next one, and
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import importlib
 import itertools
@@ -39,7 +38,7 @@ from h5async.transform import RowTransform
 _MIN_SHARE_NBYTES = 128 * 1024  # about 10 µs of copying: what it costs to wake a thread
 _SHARES_PER_THREAD = 2  # so that a thread that comes late, or meets slow chunks, is helped out
 
-THREAD_NAME = "h5async-fill"
+THREAD_NAME = "h5async"
 
 
 class SlotMemory(NamedTuple):
@@ -163,7 +162,7 @@ class Filler:
         ]
         self._scratch = self._allocate_scratch()
         self._pool = (
-            ThreadPoolExecutor(self._threads, thread_name_prefix=THREAD_NAME)
+            ThreadPoolExecutor(self._threads, thread_name_prefix=f"{THREAD_NAME}-fill")
             if self._threads
             else None
         )
@@ -188,9 +187,7 @@ class Filler:
             self._closed = True
             self._heap.clear()
         if self._pool is not None:
-            # A reader that is garbage-collected in one of its own workers cannot wait for it.
-            inside = threading.current_thread().name.startswith(THREAD_NAME)
-            self._pool.shutdown(wait=not inside, cancel_futures=True)
+            self._pool.shutdown(cancel_futures=True)
         if self._file is not None:
             self._file.close()
         self.fallback.close()
@@ -205,10 +202,12 @@ class Filler:
             for work in works:
                 heapq.heappush(self._heap, (batch.request.serial, next(self._order), work))
         if self._pool is not None:
-            # RuntimeError: the pool was shut down meanwhile, or the interpreter is going down.
-            with contextlib.suppress(RuntimeError):
+            try:
                 for _ in works:
                     self._pool.submit(self.run_next)
+            except RuntimeError:  # the interpreter is going down, but some thread still reads
+                while self.run_next():
+                    pass
 
     def _plan(self, batch: _Fill) -> None:
         request = batch.request
@@ -305,7 +304,7 @@ class Filler:
         where = f"{where} {request.epoch}"
         try:
             result = self._postprocess(*arrays)
-        except BaseException as error:
+        except Exception as error:
             raise postprocess_error(
                 f"{where} raised {type(error).__name__}: {error}", error
             ) from error

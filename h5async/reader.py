@@ -6,7 +6,9 @@ dropped unclosed can be collected, and its engine closed.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
@@ -18,7 +20,7 @@ from numpy.typing import NDArray
 from h5async.config import ReaderConfig
 from h5async.device import find_device
 from h5async.errors import ConfigError, DatasetError
-from h5async.filling import Filler, FillOutcome, FillRequest
+from h5async.filling import THREAD_NAME, Filler, FillOutcome, FillRequest
 from h5async.layout import DatasetLayout, read_layouts
 from h5async.sampling import Sampling
 from h5async.slots import Assignment, SlotRing
@@ -227,7 +229,7 @@ class AsyncReader:
     ) -> None:
         self._config = ReaderConfig.load(config, **options)
         self._engine = _Engine(self._config)
-        self._close = weakref.finalize(self, self._engine.close)
+        self._close = weakref.finalize(self, _close, self._engine)
 
     @property
     def config(self) -> ReaderConfig:
@@ -330,6 +332,7 @@ class AsyncReader:
         engine = self._engine
         batches = len(self)
         epoch = 0
+        engine.ring.check_open()
         if batches:
             epoch = -(-engine.ring.next_serial // batches)
             engine.begin(engine.ring.skip_to(epoch * batches, read_ahead=engine.has_threads))
@@ -367,6 +370,7 @@ class AsyncReader:
         return (serial + 1) % len(self) == 0
 
     def _check_not_empty(self) -> None:
+        self._engine.ring.check_open()
         if not len(self):
             raise DatasetError(
                 f"{self._config.hdf5_path}: an epoch has no batch: {self.num_samples} samples,"
@@ -385,6 +389,17 @@ class _Epoch(Iterator[Batch]):
         if self._reader._engine.ring.next_serial >= self._stop:
             raise StopIteration
         return self._reader.get_next_batch()
+
+
+def _close(engine: _Engine) -> None:
+    """Close an engine: because its reader was closed or dropped, or the interpreter ends."""
+    if not threading.current_thread().name.startswith(THREAD_NAME):
+        engine.close()
+        return
+    # The garbage collector found the reader in one of our workers, which may hold any lock, and
+    # cannot wait for itself.
+    with contextlib.suppress(RuntimeError):  # the interpreter ends, and everything with it
+        threading.Thread(target=engine.close, name=f"{THREAD_NAME}-close").start()
 
 
 def _check_lengths(layouts: Mapping[str, DatasetLayout]) -> None:

@@ -53,7 +53,7 @@ class SlotRing(Generic[Result]):
         self._changed = threading.Condition()
         self._free = deque(range(num_slots))
         self._entries: deque[_Entry[Result]] = deque()  # by serial: what was not dropped or taken
-        self._filling: dict[int, _Entry[Result]] = {}  # by slot: its latest entry
+        self._filling: dict[int, _Entry[Result]] = {}  # by slot
         self._in_use: int | None = None
         self._delivered = 0  # serial of the batch that is delivered next
         self._asked = 0  # batches below this serial were asked for
@@ -80,7 +80,7 @@ class SlotRing(Generic[Result]):
             The batch that was asked for, and the work that this makes possible.
         """
         with self._changed:
-            self._check_open()
+            self.check_open()
             serial = self._asked
             self._asked += 1
             return serial, self._assign()
@@ -88,7 +88,7 @@ class SlotRing(Generic[Result]):
     def skip_to(self, serial: int, *, read_ahead: bool) -> list[Assignment]:
         """Drop all batches before `serial`; `read_ahead`: keep free slots filling from now on."""
         with self._changed:
-            self._check_open()
+            self.check_open()
             self._reads_ahead = read_ahead
             self._delivered = max(self._delivered, serial)
             self._asked = max(self._asked, self._delivered)
@@ -105,7 +105,7 @@ class SlotRing(Generic[Result]):
     def begin_next(self) -> list[Assignment]:
         """Take the slot in use back, and see that at least one batch is asked for."""
         with self._changed:
-            self._check_open()
+            self.check_open()
             if self._in_use is not None:
                 self._free.append(self._in_use)
                 self._in_use = None
@@ -136,7 +136,7 @@ class SlotRing(Generic[Result]):
             done = self._changed.wait_for(
                 lambda: self._closed or self.is_ready(), timeout=timeout_seconds
             )
-            self._check_open()
+            self.check_open()
             if not done:
                 raise BatchTimeoutError(
                     f"batch {self._delivered} was not ready within {timeout_seconds} s; call"
@@ -151,7 +151,7 @@ class SlotRing(Generic[Result]):
     def filled(self, slot: int, serial: int, result: Result) -> list[Assignment]:
         """Say that an assignment was carried out, well or ill. Never blocks."""
         with self._changed:
-            entry = self._filling[slot]
+            entry = self._filling.pop(slot)
             assert entry.serial == serial
             entry.result = result
             entry.is_ready = True
@@ -179,6 +179,7 @@ class SlotRing(Generic[Result]):
             assignments.append(Assignment(entry.slot, entry.serial))
         return assignments
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise `ReaderClosedError` if the ring is closed."""
         if self._closed:
             raise ReaderClosedError("the reader is closed; make a new one")
