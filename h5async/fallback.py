@@ -11,17 +11,30 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.codecs import Scratch
 from h5async.errors import ReadError
 from h5async.layout import DatasetLayout, open_hdf5
-from h5async.plan import Int64s
+from h5async.plan import FallbackPlan, Int64s
+from h5async.storage import file_id, replaced
 
 
 class FallbackReader:
     """Reads rows of the datasets of one file through h5py. Safe to use from many threads.
+
+    Parameters
+    ----------
+    path
+        The file.
+    expected
+        Device and inode of the file that was indexed.
+
+    Raises
+    ------
+    ReadError
+        If the file cannot be opened, or is not the one that was indexed.
 
     Attributes
     ----------
@@ -29,12 +42,13 @@ class FallbackReader:
         Batches of one field that were read so.
     """
 
-    def __init__(self, path: str) -> None:
-        self._path = Path(path)
+    def __init__(self, path: str, expected: tuple[int, int]) -> None:
         self._lock = threading.Lock()
-        self._file: h5py.File | None = None
-        self._closed = False
+        self._file = open_hdf5(Path(path))
         self.reads = 0
+        if file_id(self._file.id.get_vfd_handle()) != expected:
+            self.close()
+            raise replaced(path)
 
     def read(self, layout: DatasetLayout, sample: Int64s, raw: NDArray[Any]) -> None:
         """Fill `raw` with the rows of `sample`.
@@ -54,7 +68,7 @@ class FallbackReader:
         """
         with self._lock:
             try:
-                dataset = self._dataset(layout.path)
+                dataset = self._file[layout.path]
                 for first, last, rows in _spans(layout, sample):
                     where = (slice(None),) * layout.sample_axis
                     block = np.moveaxis(dataset[(*where, slice(first, last))], len(where), 0)
@@ -69,17 +83,25 @@ class FallbackReader:
     def close(self) -> None:
         """Close the file, after any read under way."""
         with self._lock:
-            self._closed = True
-            if self._file is not None:
-                self._file.close()
-                self._file = None
+            self._file.close()
 
-    def _dataset(self, path: str) -> h5py.Dataset:
-        if self._closed:
-            raise ReadError("the reader was closed")
-        if self._file is None:
-            self._file = open_hdf5(self._path)
-        return self._file[path]
+
+class FallbackExecutor:
+    """Executes plans for one dataset through a `FallbackReader`."""
+
+    def __init__(self, layout: DatasetLayout, reader: FallbackReader) -> None:
+        self._layout = layout
+        self._reader = reader
+
+    def scratch_nbytes(self) -> tuple[int, int, int]:
+        """Return zeros: h5py takes memory of its own."""
+        return 0, 0, 0
+
+    def execute(
+        self, plan: FallbackPlan, start: int, stop: int, raw: NDArray[Any], scratch: Scratch
+    ) -> None:
+        """Read the one item of a plan, all samples, into the batch `raw`."""
+        self._reader.read(self._layout, plan.sample, raw)
 
 
 def _spans(layout: DatasetLayout, sample: Int64s) -> Iterator[tuple[int, int, Int64s]]:

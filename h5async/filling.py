@@ -10,6 +10,7 @@ as possible; whoever finishes the last share of a phase begins the next one, and
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import importlib
 import itertools
@@ -19,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,9 +29,9 @@ from h5async.codecs import Scratch
 from h5async.config import ReaderConfig
 from h5async.errors import ConfigError, PostprocessError, postprocess_error
 from h5async.execute import PlanExecutor
-from h5async.fallback import FallbackReader
+from h5async.fallback import FallbackExecutor, FallbackReader
 from h5async.layout import DatasetLayout
-from h5async.plan import FallbackPlan, PlanSlice, ReadPlan, cut, plan_read
+from h5async.plan import PlanSlice, ReadPlan, cut, plan_read
 from h5async.sampling import Sampling
 from h5async.storage import LocalFile
 from h5async.transform import RowTransform
@@ -84,6 +85,18 @@ class FillOutcome:
     index: NDArray[np.int64]
     arrays: tuple[NDArray[Any], ...]
     error: BaseException | None = None
+
+
+class Executor(Protocol):
+    """Executes read plans for one dataset, in many threads."""
+
+    def scratch_nbytes(self) -> tuple[int, int, int]:
+        """Return what `Scratch.allocate` must be given for this dataset."""
+
+    def execute(
+        self, plan: Any, start: int, stop: int, raw: NDArray[Any], scratch: Scratch
+    ) -> None:
+        """Bring items `start` to `stop` of a plan that is of its kind to the batch `raw`."""
 
 
 @dataclass(eq=False)
@@ -150,17 +163,12 @@ class Filler:
         self._lock = threading.RLock()
         self._closed = False
         self._threads = config.thread_count
-        first = self._layouts[0]
-        direct = [layout for layout in self._layouts if layout.fallback_reason is None]
-        self._file = LocalFile(first.file, first.file_id) if direct else None
-        self.fallback = FallbackReader(first.file)
-        self._executors = [
-            PlanExecutor(layout, self._file, max(1, self._threads))
-            if self._file is not None and layout.fallback_reason is None
-            else None
-            for layout in self._layouts
-        ]
-        self._scratch = self._allocate_scratch()
+        self._file: LocalFile | None = None
+        self.fallback: FallbackReader | None = None
+        with contextlib.ExitStack() as files:
+            self._executors = [self._executor(layout, files) for layout in self._layouts]
+            self._scratch = deque(self._new_scratch() for _ in range(max(1, self._threads)))
+            self._files = files.pop_all()
         self._pool = (
             ThreadPoolExecutor(self._threads, thread_name_prefix=f"{THREAD_NAME}-fill")
             if self._threads
@@ -188,9 +196,7 @@ class Filler:
             self._heap.clear()
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
-        if self._file is not None:
-            self._file.close()
-        self.fallback.close()
+        self._files.close()
         self._scratch.clear()
         self._executors = []
         self._slots = ()  # the caller may still hold a batch; nothing else keeps its memory
@@ -264,11 +270,7 @@ class Filler:
         try:
             for number, start, stop in share:
                 plan, raw = batch.plans[number], memory.raw[number]
-                executor = self._executors[number]
-                if isinstance(plan, FallbackPlan):
-                    self.fallback.read(self._layouts[number], plan.sample, raw)
-                elif executor is not None:
-                    executor.execute(plan, start, stop, raw, scratch)
+                self._executors[number].execute(plan, start, stop, raw, scratch)
         finally:
             self._scratch.append(scratch)
 
@@ -320,12 +322,21 @@ class Filler:
             )
         return tuple(np.asarray(array) for array in result)
 
-    def _allocate_scratch(self) -> deque[Scratch]:
-        return deque(self._new_scratch() for _ in range(max(1, self._threads)))
+    def _executor(self, layout: DatasetLayout, files: contextlib.ExitStack) -> Executor:
+        """Make the executor of a dataset; what it opens, or shares with others, is in `files`."""
+        if layout.fallback_reason is None:
+            if self._file is None:
+                self._file = LocalFile(layout.file, layout.file_id)
+                files.callback(self._file.close)
+            return PlanExecutor(layout, self._file, max(1, self._threads))
+        if self.fallback is None:
+            self.fallback = FallbackReader(layout.file, layout.file_id)
+            files.callback(self.fallback.close)
+        return FallbackExecutor(layout, self.fallback)
 
     def _new_scratch(self) -> Scratch:
-        sizes = [executor.scratch_nbytes() for executor in self._executors if executor is not None]
-        encoded, chunk, between = zip(*sizes, strict=True) if sizes else ((0,), (0,), (0,))
+        sizes = [executor.scratch_nbytes() for executor in self._executors]
+        encoded, chunk, between = zip(*sizes, strict=True)
         return Scratch.allocate(max(encoded), max(chunk), max(between))
 
 

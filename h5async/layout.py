@@ -168,7 +168,8 @@ def read_layouts(path: Path, fields: Mapping[str, Field]) -> dict[str, DatasetLa
     ConfigError
         If a field's ``num_dim`` is no dimension of its dataset.
     """
-    with open_hdf5(path) as file:
+    # Absolute: h5py opens the file again where it has to read it, wherever we are by then.
+    with open_hdf5(path.absolute()) as file:
         return {
             name: _read_layout(file, field.path, field.num_dim) for name, field in fields.items()
         }

@@ -260,7 +260,8 @@ class AsyncReader:
     @property
     def fallback_reads(self) -> int:
         """Reads that went through h5py so far, one for each batch of each field that needs it."""
-        return self._engine.filler.fallback.reads
+        fallback = self._engine.filler.fallback
+        return fallback.reads if fallback is not None else 0
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""

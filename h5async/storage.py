@@ -50,7 +50,7 @@ class LocalFile:
             raise ReadError(f"cannot open {path}: {error.strerror}") from error
         if file_id(self._descriptor) != expected:
             self.close()
-            raise ReadError(f"{path} was replaced while it was being opened; open it again")
+            raise replaced(path)
         self._map = self._map_if_local()
 
     def read_into(self, offset: int, buffers: list[memoryview]) -> None:
@@ -134,6 +134,11 @@ def file_id(descriptor: int) -> tuple[int, int]:
     """Return device and inode of an open file."""
     status = os.fstat(descriptor)
     return status.st_dev, status.st_ino
+
+
+def replaced(path: str) -> ReadError:
+    """Return the error for a file that is not the one that was indexed."""
+    return ReadError(f"{path} was replaced while it was being opened; open it again")
 
 
 def can_map(path: str) -> bool:
