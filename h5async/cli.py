@@ -1,6 +1,6 @@
 """A command line enters; text for people leaves: tables and figures on stdout, errors on stderr.
 
-Nothing is read or decided here: `inspect` prints what `layout.py` found, `read` runs an
+Nothing is read or decided here: `inspect` prints what `metadata.py` found, `read` runs an
 `AsyncReader` and counts. An `H5AsyncError` of any command ends it with one message and exit
 code 1.
 """
@@ -26,7 +26,8 @@ from typer.core import TyperGroup
 
 from h5async import AsyncReader, H5AsyncError, ReaderConfig, __version__
 from h5async.codecs import FILTER_NAMES, Filter
-from h5async.layout import DatasetLayout, list_layouts
+from h5async.layout import DatasetLayout
+from h5async.metadata import list_layouts
 
 _REFRESH_SECONDS = 0.1
 _STACKED_COLUMNS = (

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from h5async.codecs import Scratch
 from h5async.errors import ReadError
-from h5async.layout import DatasetLayout, open_hdf5
+from h5async.layout import DatasetLayout
+from h5async.metadata import open_hdf5
 from h5async.plan import FallbackPlan, Int64s
 from h5async.storage import file_id, replaced
 

@@ -21,7 +21,8 @@ from h5async.config import ReaderConfig
 from h5async.device import find_device
 from h5async.errors import ConfigError, DatasetError
 from h5async.filling import THREAD_NAME, Filler, FillOutcome, FillRequest
-from h5async.layout import DatasetLayout, read_layouts
+from h5async.layout import DatasetLayout
+from h5async.metadata import read_layouts
 from h5async.sampling import Sampling
 from h5async.slots import Assignment, SlotRing
 from h5async.transform import row_transform

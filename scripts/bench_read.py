@@ -288,13 +288,26 @@ def bench(
         batches = {way: batches_in(run, duration) for way, run in used.items()}
         speeds: dict[str, list[float]] = {way: [] for way in used}
         costs: dict[str, list[float]] = {way: [] for way in used}
+        start = cpu_seconds()
         for _ in range(repeats):
             for way, run in used.items():
                 gigabytes = batches[way] * BATCH_NBYTES / 1e9
                 cpu = time.process_time()
                 speeds[way].append(gigabytes / seconds(run, batches[way]))
                 costs[way].append((time.process_time() - cpu) / gigabytes)
-    return summary(layout, shuffle, forms_used, batches, speeds, costs)
+        (own, busy, total) = (b - a for a, b in zip(start, cpu_seconds(), strict=True))
+    result = summary(layout, shuffle, forms_used, batches, speeds, costs)
+    return {**result, "cpu_share_of_others": round((busy - own) / total, 3) if total else None}
+
+
+def cpu_seconds() -> tuple[float, float, float]:
+    """Return CPU time so far: of this process; of all; and what all cores had (Linux; else 0)."""
+    try:
+        ticks = [int(x) for x in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    except OSError:
+        return 0.0, 0.0, 0.0
+    seconds_all, idle = (x / os.sysconf("SC_CLK_TCK") for x in (sum(ticks), sum(ticks[3:5])))
+    return time.process_time(), seconds_all - idle, seconds_all
 
 
 def summary(

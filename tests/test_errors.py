@@ -150,7 +150,7 @@ def test_file_that_was_cut_short_before(path, how, share):
 def test_values_that_lie_behind_the_end_of_the_file(path, how, monkeypatch):
     """HDF5 itself does not notice where the superblock was made to agree; the layout is checked."""
     plain_file(path, **how)
-    monkeypatch.setattr("h5async.layout._file_nbytes", lambda dataset: 3000)
+    monkeypatch.setattr("h5async.metadata._file_nbytes", lambda dataset: 3000)
     text = error_of(ReadError, OSError, path=path)
     assert f'{path}: dataset "data"' in text
     assert "the file" in text

@@ -20,7 +20,7 @@ from conftest import assert_same_bits, truth
 from h5async import AsyncReader, Field
 
 KIB, MIB = 1024, 1024 * 1024
-ALLOWED_NBYTES = 320 * KIB
+ALLOWED_NBYTES = 192 * KIB
 
 
 class Case(NamedTuple):
@@ -152,7 +152,7 @@ def test_the_batches_are_right_meanwhile(tmp_path: Path) -> None:
             assert_same_bits(batch.x, truth(path, "x")[batch.index])
 
 
-# --- the test can tell -----------------------------------------------------------------------------
+# --- the test can tell ------------------------------------------------------------------------
 
 
 def test_what_h5py_reads_is_seen(tmp_path: Path) -> None:

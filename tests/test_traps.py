@@ -21,7 +21,7 @@ import pytest
 from conftest import assert_reads_like_h5py, assert_same_bits, poison, truth
 from h5py import h5d, h5p, h5s, h5t, h5z
 
-from h5async import AsyncReader, DatasetError, ReadError, codecs, execute, layout
+from h5async import AsyncReader, DatasetError, ReadError, codecs, execute, metadata
 
 HDF5 = ctypes.CDLL(h5py.h5p.__file__)
 DONT_FILTER_PARTIAL_CHUNKS = 2
@@ -66,7 +66,7 @@ def goes_wrong(path, **options):
 @pytest.fixture
 def no_rules(monkeypatch):
     """Take away all the rules that send a dataset to h5py because of its type, links and so on."""
-    monkeypatch.setattr(layout, "_why_not_direct", lambda *_: None)
+    monkeypatch.setattr(metadata, "_why_not_direct", lambda *_: None)
 
 
 def raw_dataset(file, stored_type, values, *, plist=None, maxshape=None):
@@ -198,7 +198,7 @@ def test_unfiltered_edge_chunks_unguarded(tmp_path, monkeypatch, filters):
     path = tmp_path / "a.h5"
     unfiltered_edge_chunks(path, filters)
     monkeypatch.setattr(
-        layout, "_mask_unfiltered_edges", lambda plist, corners, chunk, shape, mask: mask
+        metadata, "_mask_unfiltered_edges", lambda plist, corners, chunk, shape, mask: mask
     )
     assert goes_wrong(path)
 
@@ -220,7 +220,7 @@ def test_edge_chunks_go_to_h5py_where_hdf5_does_not_tell(tmp_path, monkeypatch):
     def no_library(name):
         raise OSError("no such library")
 
-    monkeypatch.setattr(layout.ctypes, "CDLL", no_library)
+    monkeypatch.setattr(metadata.ctypes, "CDLL", no_library)
     check(path, fallback="does not say whether its edge chunks are filtered")
 
 
@@ -278,7 +278,7 @@ def test_what_looks_unallocated_is_read_by_h5py(tmp_path, make, reason):
 def test_what_looks_unallocated_unguarded(tmp_path, monkeypatch, make):
     path = tmp_path / "a.h5"
     make(path)
-    monkeypatch.setattr(layout, "_storage", lambda plist: ("contiguous", None))
+    monkeypatch.setattr(metadata, "_storage", lambda plist: ("contiguous", None))
     assert goes_wrong(path)
 
 
@@ -446,13 +446,13 @@ def test_filter_masks(tmp_path, compression):
 def test_filter_masks_unguarded(tmp_path, monkeypatch):
     path = tmp_path / "a.h5"
     every_filter_mask(path, compression=GZIP)
-    chunk_table = layout._chunk_table
+    chunk_table = metadata._chunk_table
 
     def without_masks(*args):
         table = chunk_table(*args)
         return dataclasses.replace(table, filter_mask=np.zeros_like(table.filter_mask))
 
-    monkeypatch.setattr(layout, "_chunk_table", without_masks)
+    monkeypatch.setattr(metadata, "_chunk_table", without_masks)
     assert goes_wrong(path)
 
 
@@ -579,7 +579,7 @@ def test_rows_of_older_batches_leak_unguarded(tmp_path, monkeypatch, how):
 def test_fill_time_never_unguarded(tmp_path, monkeypatch):
     path = tmp_path / "a.h5"
     partly_written(path, **FILLS["never"])
-    monkeypatch.setattr(layout, "_fill_value", lambda *_: np.asarray(-7, "i4"))
+    monkeypatch.setattr(metadata, "_fill_value", lambda *_: np.asarray(-7, "i4"))
     assert goes_wrong(path)
 
 
@@ -1137,7 +1137,7 @@ def test_file_system_where_nothing_may_be_mapped(tmp_path, monkeypatch):
     path = tmp_path / "a.h5"
     names = many_layouts(path)
     monkeypatch.setattr("h5async.storage.can_map", lambda path: False)
-    monkeypatch.setattr(layout, "can_map", lambda path: False)
+    monkeypatch.setattr(metadata, "can_map", lambda path: False)
     for name, num_dim in itertools.product(names, (0, 1)):
         fallback = "mapping" if (name, num_dim) == ("contiguous", 1) else None
         assert_reads_like_h5py(path, name, num_dim=num_dim, fallback=fallback)
