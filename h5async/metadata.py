@@ -42,8 +42,7 @@ def read_layouts(path: Path, fields: Mapping[str, Field]) -> dict[str, DatasetLa
     ConfigError
         If a field's ``num_dim`` is no dimension of its dataset.
     """
-    # Absolute: h5py opens the file again where it has to read it, wherever we are by then.
-    with open_hdf5(path.absolute()) as file:
+    with open_hdf5(path) as file:
         return {
             name: _read_layout(file, field.path, field.num_dim) for name, field in fields.items()
         }
@@ -163,7 +162,7 @@ def _read_layout(file: h5py.File, name: str, num_dim: int) -> DatasetLayout:
     plist = dataset.id.get_create_plist()
     storage, external = _storage(plist)
     layout: dict[str, Any] = {
-        "file": file.filename,
+        "file": str(Path(file.filename).absolute()),  # it is opened again, from wherever we are
         "file_id": file_id(file.id.get_vfd_handle()),
         "path": name,
         "shape": (*dataset.shape, *extra),
