@@ -65,18 +65,50 @@ class LocalFile:
             file and the byte.
         """
         while buffers:
-            part, buffers = buffers[:_IOV_MAX], buffers[_IOV_MAX:]
-            while part:
-                try:
-                    count = os.preadv(self._descriptor, part, offset)
-                except OSError as error:
-                    raise ReadError(
-                        f"{self.path}: reading at byte {offset} failed: {error.strerror}"
-                    ) from error
-                if count == 0:
-                    raise self._too_short(offset)
-                offset += count
-                part = _skip(part, count)
+            try:
+                count = os.preadv(self._descriptor, buffers[:_IOV_MAX], offset)
+            except OSError as error:
+                raise ReadError(
+                    f"{self.path}: reading at byte {offset} failed: {error.strerror}"
+                ) from error
+            if count == 0 and any(buffer.nbytes for buffer in buffers):
+                raise self._too_short(offset)
+            offset += count
+            buffers = _skip(buffers, count)
+
+    def read_rows(
+        self, position: NDArray[np.int64], offset: NDArray[np.int64], rows: NDArray[np.uint8]
+    ) -> None:
+        """Fill some rows, those adjacent in the file in one read.
+
+        Parameters
+        ----------
+        position, offset
+            int64 (n,): which rows, and the first byte of each in the file, in ascending order.
+        rows
+            (m, nbytes), C-contiguous.
+
+        Raises
+        ------
+        ReadError
+            As `read_into` does.
+        """
+        nbytes = rows.shape[1]
+        flat = rows.reshape(-1).data
+        first = np.flatnonzero(np.diff(offset, prepend=-1 - nbytes) != nbytes).tolist()
+        places, offsets = position.tolist(), offset.tolist()
+        for begin, end in zip(first, [*first[1:], len(places)], strict=True):
+            run = [flat[place * nbytes : (place + 1) * nbytes] for place in places[begin:end]]
+            self.read_into(offsets[begin], run)
+
+    def is_cached(self, offset: int) -> bool:
+        """Tell whether a byte can be had without waiting for a disk; False where nobody knows."""
+        if self._map is None or not hasattr(os, "RWF_NOWAIT"):
+            return False
+        try:
+            return os.preadv(self._descriptor, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+        except OSError:  # EAGAIN: not in the page cache; EOPNOTSUPP: this file system cannot tell
+            return False
 
     def mapped(self, end: int) -> NDArray[np.uint8] | None:
         """Return the file as an array of bytes, or None where it should be read instead.

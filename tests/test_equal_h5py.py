@@ -39,6 +39,8 @@ DTYPES = [
 LIBVERS = ["earliest", "latest", ("earliest", "v108"), "v110", "v112"]
 FILTERS = [
     {},
+    {},
+    {},
     {"compression": "gzip", "compression_opts": 1},
     {"compression": "lzf"},
     {"shuffle": True},
@@ -145,8 +147,13 @@ def recipes(draw: st.DrawFn) -> Recipe:
             for extent, limit in zip(shape, maxshape, strict=True)
         )
     chunks = tuple(
-        draw(st.integers(1, longest if limit is None else min(limit, longest + 2)))
-        for limit in maxshape
+        draw(
+            st.one_of(
+                st.just(max(1, extent)),
+                st.integers(1, longest if limit is None else min(limit, longest + 2)),
+            )
+        )
+        for extent, limit in zip(shape, maxshape, strict=True)
     )
     options = draw(st.sampled_from(FILTERS))
     return Recipe(

@@ -410,6 +410,25 @@ def test_unfiltered_chunk_that_is_too_short(tmp_path):
         reader.get_next_batch()
 
 
+@pytest.mark.parametrize("batch_size", [2, 4, 12])
+@pytest.mark.parametrize("columns", [COLUMNS, 20])
+@pytest.mark.parametrize("change", [-8, 8])
+def test_masked_chunk_of_another_length(tmp_path, change, columns, batch_size):
+    """No filter was applied to it, so no decoder sees that its length is wrong."""
+    path = tmp_path / "a.h5"
+    values = numbers(12, COLUMNS, dtype="i8")
+    with h5py.File(path, "w") as file:
+        dataset = file.create_dataset("data", data=values, chunks=(ROWS, columns), **GZIP)
+        chunk = values[:ROWS, :columns].tobytes()
+        chunk = chunk[:change] if change < 0 else chunk + bytes(change)
+        dataset.id.write_direct_chunk((0, 0), chunk, 1)
+    message = rf"chunk \(0, 0\).* {len(chunk)} bytes are stored"
+    with reader_of(path, batch_size=batch_size) as reader:
+        poison(reader)
+        with pytest.raises(ReadError, match=message):
+            reader.get_next_batch()
+
+
 def test_bytes_after_the_end_of_gzip_are_ignored(tmp_path):
     path = tmp_path / "a.h5"
     chunk_that_was_replaced(path, lambda v: encoded_by_hdf5(v, **GZIP) + b"junk", **GZIP)
@@ -1128,9 +1147,11 @@ def many_layouts(path):
     with h5py.File(path, "w") as file:
         file["contiguous"] = numbers(20, 6)
         file.create_dataset("rows", data=numbers(20, 6), chunks=(3, 6))
+        for name, chunks in (("rows with holes", (3, 6)), ("tiles with holes", (3, 4))):
+            file.create_dataset(name, (20, 6), "i4", chunks=chunks, fillvalue=-3)[4:8] = 7
         file.create_dataset("tiles", data=numbers(20, 6), chunks=(3, 4))
         file.create_dataset("encoded", data=numbers(20, 6), chunks=(3, 4), **ALL_THREE)
-    return ["contiguous", "rows", "tiles", "encoded"]
+        return list(file)
 
 
 def test_file_system_where_nothing_may_be_mapped(tmp_path, monkeypatch):
