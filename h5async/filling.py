@@ -37,7 +37,6 @@ from h5async.storage import LocalFile
 from h5async.transform import RowTransform
 
 _MIN_SHARE_NBYTES = 128 * 1024  # about 10 µs of copying: what it costs to wake a thread
-_SHARES_PER_THREAD = 2  # so that a thread that comes late, or meets slow chunks, is helped out
 
 THREAD_NAME = "h5async"
 
@@ -221,8 +220,8 @@ class Filler:
             self._before_fill(request.slot)
             batch.index = self._sampling.batch(request.epoch, request.number)
             batch.plans = [plan_read(layout, batch.index) for layout in self._layouts]
-            parts = max(1, self._threads * _SHARES_PER_THREAD) if self._threads > 1 else 1
-            shares = list(cut(batch.plans, parts, _MIN_SHARE_NBYTES))
+            # One for each thread: a share more costs more, in turns of the GIL, than it evens out.
+            shares = list(cut(batch.plans, max(1, self._threads), _MIN_SHARE_NBYTES))
         except BaseException as error:
             batch.error = error
             shares = []

@@ -17,6 +17,7 @@ The order is part of what users rely on to repeat a run: changing it is a breaki
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _ROUNDS = 6
+_BLOCK = 1024
 _SORTED_UP_TO = 1024
 _MULTIPLIERS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)  # of splitmix64
 _HALF = np.uint64(32)
@@ -72,10 +74,20 @@ class Sampling:
         """Return the sample numbers of batch `number` of `epoch`, in order, as a new array."""
         start = number * self.batch_size
         stop = min(start + self.batch_size, self.epoch_samples)
-        positions = np.arange(start, stop, dtype=np.int64)
         if self.shuffle is False:
-            return positions
-        return permute(positions, self.num_samples, self.seed, epoch)
+            return np.arange(start, stop, dtype=np.int64)
+        # Small batches are cut from blocks: a block costs little more than a batch of 32.
+        first, last = start // _BLOCK, max(start, stop - 1) // _BLOCK
+        key = (self.num_samples, self.seed, epoch)
+        blocks = [_permuted_block(*key, number) for number in range(first, last + 1)]
+        return np.concatenate(blocks)[start - first * _BLOCK : stop - first * _BLOCK]
+
+
+@functools.lru_cache(maxsize=8)
+def _permuted_block(num_samples: int, seed: int, epoch: int, number: int) -> NDArray[np.int64]:
+    """Return the samples at `_BLOCK` positions; not to be changed."""
+    positions = np.arange(number * _BLOCK, min((number + 1) * _BLOCK, num_samples), dtype=np.int64)
+    return permute(positions, num_samples, seed, epoch)
 
 
 def permute(

@@ -71,6 +71,8 @@ class LocalFile:
                 raise ReadError(
                     f"{self.path}: reading at byte {offset} failed: {error.strerror}"
                 ) from error
+            if len(buffers) == 1 and count == buffers[0].nbytes:
+                return
             if count == 0 and any(buffer.nbytes for buffer in buffers):
                 raise self._too_short(offset)
             offset += count
@@ -97,9 +99,9 @@ class LocalFile:
         flat = rows.reshape(-1).data
         first = np.flatnonzero(np.diff(offset, prepend=-1 - nbytes) != nbytes).tolist()
         places, offsets = position.tolist(), offset.tolist()
+        buffers = [flat[place * nbytes : (place + 1) * nbytes] for place in places]
         for begin, end in zip(first, [*first[1:], len(places)], strict=True):
-            run = [flat[place * nbytes : (place + 1) * nbytes] for place in places[begin:end]]
-            self.read_into(offsets[begin], run)
+            self.read_into(offsets[begin], buffers[begin:end])
 
     def is_cached(self, offset: int) -> bool:
         """Tell whether a byte can be had without waiting for a disk; False where nobody knows."""

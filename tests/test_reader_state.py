@@ -290,4 +290,4 @@ def test_any_interleaving_of_calls_keeps_the_contract(
         pass
 
     Machine.files = files
-    run_state_machine_as_test(Machine, settings=settings())
+    run_state_machine_as_test(Machine, settings=settings(max_examples=settings().max_examples // 3))
