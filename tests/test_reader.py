@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-import linecache
 import os
 import signal
 import subprocess
@@ -1136,63 +1135,6 @@ except KeyboardInterrupt:
         assert error == ""
     else:
         assert error.rstrip().endswith("KeyboardInterrupt")
-
-
-def interrupted_at(line: int, function: Callable[[], None]) -> bool:
-    """Call a function, and interrupt it at the given line of ours; False where it has fewer."""
-    home = str(Path(h5async.__file__).parent)
-    lines_left = line
-
-    def trace(frame: Any, event: str, _argument: Any) -> Any:
-        nonlocal lines_left
-        file = frame.f_code.co_filename
-        if not file.startswith(home):
-            return None
-        # A real Ctrl-C cannot strike between a block and the release of its lock; this could.
-        text = linecache.getline(file, frame.f_lineno).strip()
-        if event == "line" and not text.startswith("with "):
-            lines_left -= 1
-            if lines_left == 0:
-                raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        function()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(before)
-    return lines_left <= 0
-
-
-@pytest.mark.parametrize(("num_threads", "step"), [(0, 3), (1, 1)])
-def test_after_ctrl_c_anywhere_the_reader_can_be_used(
-    train: Path, num_threads: int, step: int
-) -> None:
-    """As in a notebook, where a loop is interrupted and run again."""
-    fields = {"x": Field("data", axes=(0, 3, 1, 2), scale=2), "labels": "labels"}
-    for line in range(1, 10_000, step):
-        with AsyncReader(
-            hdf5_path=train, fields=fields, batch_size=5, num_threads=num_threads
-        ) as reader:
-
-            def use(reader: AsyncReader = reader) -> None:
-                reader.fetch_data()
-                reader.get_next_batch()
-
-            use()
-            if not interrupted_at(line, use):
-                break
-            number = -1
-            for _ in range(len(reader) + 1):
-                # it would wait for ever where this times out
-                batch = reader.get_next_batch(timeout=2 if num_threads else 0)
-                number = batch.number
-                assert_same_bits(batch.labels, batch.index * 10)
-            assert number >= 0
-    assert line > 50
 
 
 def test_where_no_thread_can_be_started_nobody_waits_for_one(
