@@ -23,7 +23,6 @@ import numpy as np
 import pytest
 from conftest import assert_epoch_is, assert_same_bits, our_threads, poison, truth
 
-import h5async
 from h5async import (
     AsyncReader,
     BatchTimeoutError,
