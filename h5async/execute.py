@@ -123,7 +123,8 @@ class PlanExecutor:
         nbytes = rows.shape[1]
         if self._is_table:
             begin = self._layout.offset
-            table = mapped[begin : begin + self._layout.nbytes].reshape(-1, nbytes)
+            count = min(self._layout.num_samples, (mapped.size - begin) // nbytes)
+            table = mapped[begin : begin + count * nbytes].reshape(count, nbytes)
             np.take(table, sample, axis=0, out=rows, mode="clip")
             return
         position, offset = _in_file_order(offset)
