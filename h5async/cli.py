@@ -25,7 +25,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from h5async import AsyncReader, H5AsyncError, ReaderConfig, __version__
-from h5async.codecs import FILTER_NAMES, Filter
+from h5async.filters import Filter
 from h5async.layout import DatasetLayout
 from h5async.metadata import list_layouts
 
@@ -132,7 +132,7 @@ def _cells(file: Path, name: str, found: DatasetLayout | H5AsyncError) -> Sequen
 
 
 def _filter_name(entry: Filter) -> str:
-    return FILTER_NAMES.get(entry.number) or entry.name or str(entry.number)
+    return entry.label
 
 
 def _way(layout: DatasetLayout) -> str:

@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.chunkcache import ChunkCache
-from h5async.codecs import Bytes, FilterPipeline, Scratch
+from h5async.codecs import FilterPipeline, Scratch
 from h5async.errors import ReadError
+from h5async.filters import Bytes
 from h5async.layout import DatasetLayout
 from h5async.plan import ChunkPlan, Int64s, RowPlan
 from h5async.storage import LocalFile

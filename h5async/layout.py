@@ -13,8 +13,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.codecs import Filter
 from h5async.errors import ConfigError
+from h5async.filters import Filter
 
 Storage = Literal["contiguous", "chunked", "compact", "virtual", "external"]
 

@@ -19,9 +19,9 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.codecs import FILTER_NAMES, Filter, can_decode
 from h5async.config import Field
 from h5async.errors import DatasetError, H5AsyncError, ReadError
+from h5async.filters import Filter, can_decode
 from h5async.layout import ChunkTable, DatasetLayout, Storage, grid_of, normal_axis
 from h5async.storage import can_map, file_id
 
@@ -233,7 +233,7 @@ def _require_filters(filters: tuple[Filter, ...], where: str) -> None:
         except ImportError:
             pass
         if not h5py.h5z.filter_avail(entry.number):
-            label = FILTER_NAMES.get(entry.number) or entry.name or "unknown"
+            label = entry.label
             raise DatasetError(
                 f"{where} is compressed with filter {entry.number} ({label}), which is not"
                 " available; try: pip install hdf5plugin"
@@ -256,7 +256,7 @@ def _why_not_direct(
         return f"its stored type differs from NumPy's {dataset.dtype}"
     for entry in layout["filters"]:
         if not can_decode(entry):
-            label = FILTER_NAMES.get(entry.number) or entry.name or "unknown"
+            label = entry.label
             return f"filter {entry.number} ({label}) is decoded by HDF5"
     if layout["storage"] == "chunked":
         unlimited = [axis for axis, extent in enumerate(dataset.maxshape) if extent is None]

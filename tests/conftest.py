@@ -56,6 +56,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(reason)
 
 
+def require_extra(name: str) -> Any:
+    """Import an optional package; without it skip, or with H5ASYNC_REQUIRE_EXTRAS=1 fail."""
+    if os.environ.get("H5ASYNC_REQUIRE_EXTRAS") == "1":
+        return importlib.import_module(name)
+    return pytest.importorskip(name)
+
+
 # --- leaks ---------------------------------------------------------------------------------------
 
 _HAS_FAILED = pytest.StashKey[bool]()

@@ -3,24 +3,71 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import h5py
 import numpy as np
 import pytest
+from conftest import require_extra
 
-from h5async.codecs import (
+from h5async.codecs import FilterPipeline, Scratch
+from h5async.filters import (
+    BITSHUFFLE,
+    BLOSC,
+    BLOSC2,
+    BZIP2,
     DEFLATE,
     FLETCHER32,
+    LZ4,
     LZF,
     SHUFFLE,
+    SZIP,
+    ZSTD,
     Filter,
-    FilterPipeline,
-    Scratch,
     can_decode,
 )
 
+require_extra("hdf5plugin")
+
 ELEMENTS = [1, 2, 3, 4, 8, 16]
-NUMBERS = {"deflate": DEFLATE, "shuffle": SHUFFLE, "fletcher32": FLETCHER32, "lzf": LZF}
+# Name -> number, and the client data that HDF5's encoder is given for elements of some size.
+BUILT_IN = {
+    "deflate": (DEFLATE, lambda element: (6,)),
+    "shuffle": (SHUFFLE, lambda element: (element,)),
+    "fletcher32": (FLETCHER32, lambda element: ()),
+    "lzf": (LZF, lambda element: ()),
+}
+REGISTERED = {
+    "zstd": (ZSTD, lambda element: (3,)),
+    "lz4": (LZ4, lambda element: ()),
+    "lz4-blocks-of-256": (LZ4, lambda element: (256,)),
+    "bitshuffle": (BITSHUFFLE, lambda element: (0, 0)),
+    "bitshuffle-blocks-of-16": (BITSHUFFLE, lambda element: (16, 0)),
+    "bitshuffle-lz4": (BITSHUFFLE, lambda element: (0, 2)),
+    "bitshuffle-lz4-blocks-of-32": (BITSHUFFLE, lambda element: (32, 2)),
+    "bitshuffle-zstd": (BITSHUFFLE, lambda element: (0, 3, 3)),
+    "bitshuffle-zstd-blocks-of-64": (BITSHUFFLE, lambda element: (64, 3, 3)),
+    "bzip2": (BZIP2, lambda element: (9,)),
+    **{
+        f"blosc-{name}-{shuffle}": (
+            BLOSC,
+            lambda element, code=code, shuffle=shuffle: (0, 0, 0, 0, 5, shuffle, code),
+        )
+        for code, name in enumerate(("blosclz", "lz4", "lz4hc", "snappy", "zlib", "zstd"))
+        for shuffle in (0, 1, 2)
+    },
+    **{
+        f"blosc2-{name}-{shuffle}": (
+            BLOSC2,
+            lambda element, code=code, shuffle=shuffle: (0, 0, 0, 0, 5, shuffle, code),
+        )
+        for code, name in ((0, "blosclz"), (1, "lz4"), (2, "lz4hc"), (4, "zlib"), (5, "zstd"))
+        for shuffle in (0, 1, 2)
+    },
+}
+MAY_GIVE_UP = {"lzf", *(name for name in REGISTERED if name.startswith("blosc"))}
+ALL = BUILT_IN | REGISTERED
+NUMBERS = {name: ALL[name][0] for name in BUILT_IN}
 SHORT = [*((name,) for name in NUMBERS), *itertools.product(NUMBERS, repeat=2)]
 LONG = [
     *itertools.product(NUMBERS, repeat=3),
@@ -42,6 +89,21 @@ TO_DAMAGE = [
     ("deflate", "lzf", "shuffle"),
     ("shuffle", "deflate", "fletcher32"),
     ("fletcher32", "shuffle", "lzf"),
+]
+CHAINS = [
+    *((name,) for name in REGISTERED),
+    *(("shuffle", name) for name in REGISTERED if "blocks" not in name),
+    # (bitshuffle and blosc2 themselves fail, or crash, on lengths that make no whole element)
+    *(("fletcher32", name) for name in ("zstd", "lz4", "bzip2", "blosc-lz4-1")),
+    *((name, "fletcher32") for name in REGISTERED if "-" not in name or name.endswith("lz4-1")),
+    *itertools.product(("zstd", "lz4", "bitshuffle-lz4", "blosc-lz4-1"), ("deflate", "bzip2")),
+    ("bitshuffle", "deflate"),
+    ("shuffle", "lz4", "zstd", "fletcher32"),
+]
+TO_TRY += itertools.product(CHAINS, ELEMENTS)
+TO_DAMAGE += [
+    *((name,) for name in REGISTERED if "-" not in name or name[-1] in "1246"),
+    ("shuffle", "zstd", "fletcher32"),
 ]
 GUARD_NBYTES, CANARY = 64, 0xC3
 SEED = 20160704
@@ -70,9 +132,9 @@ class HDF5Encoder:
         self.plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         for name in pipeline:
             self.plist.set_filter(
-                NUMBERS[name],
-                h5py.h5z.FLAG_OPTIONAL if name == "lzf" else h5py.h5z.FLAG_MANDATORY,
-                {"deflate": (6,), "shuffle": (element,)}.get(name, ()),
+                ALL[name][0],
+                h5py.h5z.FLAG_OPTIONAL if name in MAY_GIVE_UP else h5py.h5z.FLAG_MANDATORY,
+                ALL[name][1](element),
             )
         self.filters = ()
 
@@ -119,7 +181,7 @@ class Decoder:
     def __init__(self, filters, nbytes):
         self.pipeline = FilterPipeline(filters, nbytes)
         self.out = Guarded(nbytes)
-        self.between = [Guarded(self.pipeline.between_nbytes) for _ in range(2)]
+        self.between = [Guarded(self.pipeline.between_nbytes) for _ in range(3)]
         self.guards = [self.out, *self.between]
 
     def decode(self, encoded, mask=0):
@@ -127,7 +189,7 @@ class Decoder:
         stored = Guarded(encoded.size)
         stored.inside[...] = encoded
         scratch = Scratch(
-            stored.inside, np.empty(0, np.uint8), (self.between[0].inside, self.between[1].inside)
+            stored.inside, np.empty(0, np.uint8), tuple(guard.inside for guard in self.between)
         )
         self.out.inside[...] = CANARY
         decoded = None
@@ -148,12 +210,12 @@ def test_chunks_that_hdf5_encoded(pipeline, element):
         for values in contents(element, count):
             encoded, mask = encoder.encode(values)
             assert all(can_decode(entry) for entry in encoder.filters)
-            assert [entry.number for entry in encoder.filters] == [NUMBERS[p] for p in pipeline]
+            assert [entry.number for entry in encoder.filters] == [ALL[p][0] for p in pipeline]
             decoder = Decoder(encoder.filters, values.size)
             assert decoder.decode(encoded, mask) == values.tobytes()
 
 
-@pytest.mark.parametrize("pipeline", [*SHORT, *LONG[-28:]], ids=ids)
+@pytest.mark.parametrize("pipeline", [*SHORT, *LONG[-28:], *CHAINS], ids=ids)
 def test_a_masked_filter_is_skipped(pipeline):
     full = HDF5Encoder(pipeline, 4)
     values = next(itertools.islice(contents(4, 50), 2, None))
@@ -182,7 +244,7 @@ def test_shuffle_leaves_what_makes_no_whole_element():
             assert decoder.decode(shuffled) == values.tobytes()
 
 
-@pytest.mark.parametrize("pipeline", [*SHORT, *LONG], ids=ids)
+@pytest.mark.parametrize("pipeline", [*SHORT, *LONG, *CHAINS], ids=ids)
 def test_a_chunk_of_another_length_is_an_error(pipeline):
     element, due = 4, 24
     encoder = HDF5Encoder(pipeline, element)
@@ -280,3 +342,69 @@ def test_which_filters_are_decoded_here():
     assert not can_decode(Filter(SHUFFLE, (), ""))
     assert not can_decode(Filter(SHUFFLE, (0,), ""))
     assert not can_decode(Filter(4, (), "szip"))
+
+
+def stored_chunk(values, plist):
+    """Return the filters, stored bytes and mask of a dataset that is one chunk of `values`."""
+    with h5py.File("encoder", "w", driver="core", backing_store=False) as file:
+        plist.set_chunk(values.shape)
+        space = h5py.h5s.create_simple(values.shape)
+        kind = h5py.h5t.py_create(values.dtype)
+        dataset = h5py.h5d.create(file.id, b"data", kind, space, plist)
+        dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, values)
+        file.flush()
+        mask, encoded = dataset.read_direct_chunk((0,) * values.ndim)
+        created = dataset.get_create_plist()
+        found = [created.get_filter(i) for i in range(created.get_nfilters())]
+        read_back = np.empty(values.shape, values.dtype)
+        dataset.read(h5py.h5s.ALL, h5py.h5s.ALL, read_back)
+        assert read_back.tobytes() == values.tobytes()
+    filters = tuple(Filter(number, parameters, "") for number, _, parameters, _ in found)
+    return filters, np.frombuffer(encoded, np.uint8), mask
+
+
+@pytest.mark.parametrize("dtype", ["u1", "i2", "f4", "f8", "V3", "V16"])
+@pytest.mark.parametrize(
+    "shape", [(7, 5), (1, 300), (300, 1), (100, 300), (3, 4, 5), (1, 64, 64, 3), (5, 33, 9, 2)]
+)
+def test_blosc2_arrays_of_several_dimensions(shape, dtype):
+    dtype = np.dtype(dtype)
+    for shuffle in (1, 2):
+        for raw in contents(dtype.itemsize, math.prod(shape)):
+            values = raw.view(dtype).reshape(shape)
+            plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+            plist.set_filter(BLOSC2, h5py.h5z.FLAG_MANDATORY, (0, 0, 0, 0, 5, shuffle, 1))
+            filters, encoded, mask = stored_chunk(values, plist)
+            assert can_decode(filters[0])
+            assert Decoder(filters, values.nbytes).decode(encoded, mask) == values.tobytes()
+            for nbytes in (*range(0, encoded.size, 1 + encoded.size // 40), encoded.size - 90):
+                if 0 <= nbytes < encoded.size:
+                    with pytest.raises((ValueError, RuntimeError)):
+                        Decoder(filters, values.nbytes).decode(encoded[:nbytes], mask)
+
+
+@pytest.mark.parametrize("dtype", ["u1", "u2", "u4", "u8", ">u2", ">u4", "f4", "f8"])
+@pytest.mark.parametrize("options", [4, 32], ids=["entropy", "nearest-neighbour"])
+@pytest.mark.parametrize("pixels_per_block", [8, 16, 32])
+def test_szip(dtype, options, pixels_per_block):
+    dtype = np.dtype(dtype)
+    for shape in ((32,), (100,), (257,), (4, 100), (3, 5, 129), (2, 5000)):
+        for raw in contents(dtype.itemsize, math.prod(shape)):
+            values = raw.view(dtype).reshape(shape)
+            plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+            plist.set_szip(options, pixels_per_block)
+            filters, encoded, mask = stored_chunk(values, plist)
+            assert filters[0].number == SZIP
+            assert can_decode(filters[0])
+            decoder = Decoder(filters, values.nbytes)
+            assert decoder.decode(encoded, mask) == values.tobytes()
+            for nbytes in (*range(0, encoded.size, 1 + encoded.size // 20), encoded.size - 1):
+                try:
+                    decoded = decoder.decode(encoded[:nbytes], mask)
+                except (ValueError, RuntimeError):
+                    continue
+                assert decoded == values.tobytes()  # only padding was cut off
+            with pytest.raises((ValueError, RuntimeError)):
+                Decoder(filters, values.nbytes - dtype.itemsize).decode(encoded, mask)
+            with pytest.raises((ValueError, RuntimeError)):
+                Decoder(filters, values.nbytes + dtype.itemsize).decode(encoded, mask)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h5async.codecs import Filter
+from h5async.filters import Filter
 from h5async.layout import ChunkTable, DatasetLayout
 from h5async.plan import ChunkPlan, FallbackPlan, PlanSlice, ReadPlan, RowPlan, cut, plan_read
 

@@ -21,7 +21,7 @@ import pytest
 from conftest import assert_reads_like_h5py, assert_same_bits, poison, truth
 from h5py import h5d, h5p, h5s, h5t, h5z
 
-from h5async import AsyncReader, DatasetError, ReadError, codecs, execute, metadata
+from h5async import AsyncReader, DatasetError, ReadError, execute, filters, metadata
 
 HDF5 = ctypes.CDLL(h5py.h5p.__file__)
 DONT_FILTER_PARTIAL_CHUNKS = 2
@@ -378,11 +378,11 @@ def test_a_short_chunk_is_no_error_to_hdf5(tmp_path, monkeypatch):
     chunk_that_was_replaced(path, short(**GZIP), **GZIP)
     assert truth(path).shape == (12, COLUMNS)
 
-    def whatever_the_length(encoded, out):
+    def whatever_the_length(encoded, out, spare):
         imagecodecs.deflate_decode(encoded, out=out)
         return out
 
-    monkeypatch.setattr(codecs, "_inflate", whatever_the_length)
+    monkeypatch.setattr(filters, "_inflate", whatever_the_length)
     with reader_of(path, batch_size=12) as reader:
         reader.get_next_batch()
 
@@ -396,7 +396,7 @@ def test_a_long_chunk_is_no_error_to_hdf5(tmp_path):
 def test_fletcher32_unguarded(tmp_path, monkeypatch):
     path = tmp_path / "a.h5"
     chunk_that_was_replaced(path, with_a_flipped_byte(3, **FLETCHER), **FLETCHER)
-    monkeypatch.setattr(codecs, "_verify_fletcher32", lambda encoded, room: encoded[:-4])
+    monkeypatch.setattr(filters, "_verify_fletcher32", lambda encoded, out, spare: encoded[:-4])
     with reader_of(path, batch_size=12) as reader:
         found = reader.get_next_batch()["data"]
         assert not np.array_equal(found, numbers(12, COLUMNS, dtype="i8"))
