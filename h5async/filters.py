@@ -28,6 +28,13 @@ import imagecodecs
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.packed import (
+    can_decode_nbit,
+    can_decode_scaleoffset,
+    decode_nbit,
+    decode_scaleoffset,
+)
+
 Bytes = NDArray[np.uint8]
 
 # decode(encoded, out, spare) -> a view of `out` (fletcher32: of `encoded`); `spare` is working
@@ -102,6 +109,12 @@ def decoder(entry: Filter) -> Decode | None:
             return _verify_fletcher32
         case 4:
             return _szip_decoder(given)
+        case 5:
+            return partial(_decode_packed, decode_nbit, given) if can_decode_nbit(given) else None
+        case 6:
+            if can_decode_scaleoffset(given):
+                return partial(_decode_packed, decode_scaleoffset, given)
+            return None
         case 307:
             return _decode_bzip2
         case 32000:
@@ -182,6 +195,16 @@ def _verify_fletcher32(encoded: Bytes, _out: Bytes, _spare: Bytes) -> Bytes:
             f"fletcher32: checksum {stored.hex()} is stored, {computed.hex()} was computed"
         )
     return values
+
+
+def _decode_packed(
+    decode: Callable[[tuple[int, ...], Bytes, Bytes], Bytes],
+    parameters: tuple[int, ...],
+    encoded: Bytes,
+    out: Bytes,
+    _spare: Bytes,
+) -> Bytes:
+    return decode(parameters, encoded, out)
 
 
 class _Szip(NamedTuple):
