@@ -25,8 +25,10 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from h5async import AsyncReader, H5AsyncError, ReaderConfig, __version__
+from h5async.cost import read_cost
 from h5async.filters import Filter
 from h5async.layout import DatasetLayout
+from h5async.links import Reach
 from h5async.metadata import list_layouts
 
 _REFRESH_SECONDS = 0.1
@@ -35,8 +37,12 @@ _STACKED_COLUMNS = (
     ("shape", "dtype"),
     ("layout", "chunks", "filters"),
     ("on disk", "decoded"),
+    ("in order", "shuffled"),
     ("read",),
 )
+_RIGHT = frozenset({"decoded", "on disk", "in order", "shuffled"})
+_LEGEND = "in order, shuffled: bytes read from the file for each sample used"
+
 _COLUMNS = tuple(name for names in _STACKED_COLUMNS for name in names)
 
 
@@ -61,6 +67,29 @@ app = typer.Typer(
 )
 
 
+def _option(name: str, text: str, *, metavar: str | None = None, unset: str = "") -> Any:
+    """Declare an option of `ReaderConfig`; `unset` says what an empty default means.
+
+    Its value is None where the user did not type it, and the default is only shown: passed on,
+    it would override a configuration file.
+    """
+    default = ReaderConfig.model_fields[name].default
+    shown = unset if default is None or default is False or default == () else str(default)
+    text = f"{text} [default: {shown}]" if shown else text
+    return typer.Option(help=text, metavar=metavar, show_default=False)
+
+
+_ALLOW_EXTERNAL = _option(
+    "allow_external",
+    "Other files may be read below it, wherever FILE lies. Repeatable.",
+    metavar="DIRECTORY",
+    unset="none",
+)
+_ALLOW_MISSING = _option(
+    "allow_missing", "What is missing of a virtual dataset has its fill value.", unset="no"
+)
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"h5async {__version__}")
@@ -77,11 +106,16 @@ def _main(
 
 
 @app.command()
-def inspect(file: Annotated[Path, typer.Argument(metavar="FILE", help="The HDF5 file.")]) -> None:
-    """List the datasets of FILE, and how each is stored and read."""
+def inspect(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The HDF5 file.")],
+    allow_external: Annotated[list[Path] | None, _ALLOW_EXTERNAL] = None,
+    allow_missing: Annotated[bool, _ALLOW_MISSING] = False,
+) -> None:
+    """List the datasets of FILE, how each is stored and read, and what a sample costs."""
+    reach = Reach(tuple(allow_external or ()), allow_missing)
     rows = [
         tuple(_safe(cell) for cell in _cells(file, name, found))
-        for name, found in list_layouts(file)
+        for name, found in list_layouts(file, reach)
     ]
     if not rows:
         typer.echo(f"{_safe(file)} holds no datasets")
@@ -97,6 +131,7 @@ def inspect(file: Annotated[Path, typer.Argument(metavar="FILE", help="The HDF5 
     with console.capture() as capture:
         console.print(table)
     typer.echo("\n".join(line.rstrip() for line in capture.get().splitlines()))
+    typer.echo(f"\n{_LEGEND}")
 
 
 def _table(columns: Sequence[Sequence[str]], rows: Sequence[Sequence[str]]) -> Table:
@@ -104,7 +139,7 @@ def _table(columns: Sequence[Sequence[str]], rows: Sequence[Sequence[str]]) -> T
     stacked = max(map(len, columns)) > 1
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), show_lines=stacked)
     for names in columns:
-        right = "decoded" in names
+        right = not _RIGHT.isdisjoint(names)
         table.add_column("\n".join(names), overflow="fold", justify="right" if right else "left")
     for row in rows:
         cell = dict(zip(_COLUMNS, row, strict=True))
@@ -118,6 +153,7 @@ def _cells(file: Path, name: str, found: DatasetLayout | H5AsyncError) -> Sequen
     if isinstance(found, H5AsyncError):
         reason = str(found).removeprefix(f'{file}: dataset "{name}"').lstrip(":, ")
         return name, *("-" for _ in _COLUMNS[2:]), f"refused: {reason}"
+    cost = read_cost(found)
     return (
         name,
         str(found.shape),
@@ -127,6 +163,8 @@ def _cells(file: Path, name: str, found: DatasetLayout | H5AsyncError) -> Sequen
         "+".join(map(_filter_name, found.filters)) or "-",
         decimal(found.stored_nbytes),
         decimal(found.nbytes),
+        decimal(round(cost.in_order)),
+        decimal(round(cost.shuffled)),
         _way(found),
     )
 
@@ -136,7 +174,10 @@ def _filter_name(entry: Filter) -> str:
 
 
 def _way(layout: DatasetLayout) -> str:
-    return "direct" if layout.fallback_reason is None else f"h5py: {layout.fallback_reason}"
+    if layout.fallback_reason is not None:
+        return f"h5py: {layout.fallback_reason}"
+    sources = len({(source.file, source.path) for source in layout.leaves()})
+    return f"direct, from {sources} sources" if sources > 1 else "direct"
 
 
 def _safe(text: object) -> str:
@@ -144,19 +185,9 @@ def _safe(text: object) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text))
 
 
-def _option(name: str, text: str, *, metavar: str | None = None, unset: str = "") -> Any:
-    """Declare an option of `ReaderConfig`; `unset` says what a default of None or False means.
-
-    Its value is None where the user did not type it, and the default is only shown: passed on,
-    it would override a configuration file.
-    """
-    default = ReaderConfig.model_fields[name].default
-    shown = unset if default is None or default is False else str(default)
-    text = f"{text} [default: {shown}]" if shown else text
-    return typer.Option(help=text, metavar=metavar, show_default=False)
-
-
-_FILE = typer.Argument(metavar="FILE", help="The HDF5 file; may be left to --config.")
+_FILES = typer.Argument(
+    metavar="FILE...", help="The HDF5 file, or several as one dataset; may be left to --config."
+)
 _CONFIG = typer.Option(metavar="TOML", help="File of options; those typed here win.")
 _FIELD = typer.Option(
     "--field",
@@ -174,7 +205,7 @@ _TIMEOUT = _option("timeout", "Seconds to wait for a batch.", unset="no limit")
 @app.command()
 def read(
     ctx: typer.Context,
-    hdf5_path: Annotated[Path | None, _FILE] = None,
+    hdf5_path: Annotated[list[Path] | None, _FILES] = None,
     config: Annotated[Path | None, _CONFIG] = None,
     epochs: Annotated[int, typer.Option(min=1, help="How often to read everything.")] = 1,
     data_field: Annotated[str | None, _option("data_field", "Dataset of the data.")] = None,
@@ -195,9 +226,11 @@ def read(
     device: Annotated[str | None, _DEVICE] = None,
     postprocess: Annotated[str | None, _POSTPROCESS] = None,
     timeout: Annotated[float | None, _TIMEOUT] = None,
+    allow_external: Annotated[list[Path] | None, _ALLOW_EXTERNAL] = None,
+    allow_missing: Annotated[bool | None, _ALLOW_MISSING] = None,
 ) -> None:
     """Read FILE in batches, and say how fast that was."""
-    if hdf5_path is None and config is None:
+    if not hdf5_path and config is None:
         raise typer.BadParameter("give it, or --config with an hdf5_path", param_hint="FILE")
     reader_config = ReaderConfig.load(config, **_typed_options(ctx.params))
     if reader_config.postprocess is not None:
@@ -212,8 +245,10 @@ def _typed_options(typed: Mapping[str, Any]) -> dict[str, Any]:
     options = {
         name: value
         for name, value in typed.items()
-        if name in ReaderConfig.model_fields and value is not None
+        if name in ReaderConfig.model_fields and value is not None and value != []
     }
+    if len(options.get("hdf5_path", ())) == 1:
+        options["hdf5_path"] = options["hdf5_path"][0]
     if typed["no_labels"]:
         if "labels_field" in options:
             raise typer.BadParameter("not both", param_hint="--labels-field, --no-labels")
@@ -291,12 +326,17 @@ def _stream(reader: AsyncReader, epochs: int) -> _Tally:
     return tally
 
 
+def _files(paths: Sequence[Path]) -> str:
+    first, last = str(paths[0]), str(paths[-1])
+    return first if len(paths) == 1 else f"{len(paths)} files, {first} to {last}"
+
+
 def _summary(reader: AsyncReader, epochs: int, tally: _Tally) -> str:
     """Say what was read, how, and how fast: a line for each thing."""
     waited = f"{tally.waited_seconds:.3f} s of {tally.seconds:.3f} s"
     share = tally.waited_seconds / tally.seconds if tally.seconds else 0.0
     lines = [
-        ("file", str(reader.config.hdf5_path)),
+        ("file", _files(reader.config.files)),
         *(
             ("field", f'{name} = "{layout.path}" ({_way(layout)})')
             for name, layout in reader.layouts.items()

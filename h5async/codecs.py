@@ -20,6 +20,8 @@ from h5async.filters import (
     Filter,
     decoder,
     keeps_length,
+    pass_on,
+    verify_fletcher32,
 )
 
 
@@ -139,7 +141,8 @@ class FilterPipeline:
                 continue
             decode = decoder(entry)
             assert decode is not None, "metadata.py sends such datasets to h5py"
-            steps.append(_Step(decode, entry.number != FLETCHER32, nbytes, entry.label))
+            moves = decode not in (verify_fletcher32, pass_on)
+            steps.append(_Step(decode, moves, nbytes, entry.label))
             if entry.number == FLETCHER32:
                 nbytes = None if nbytes is None else nbytes + CHECKSUM_NBYTES
             elif not keeps_length(entry):

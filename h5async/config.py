@@ -27,7 +27,7 @@ from pydantic import (
 )
 from pydantic import Field as Bound
 
-from h5async.errors import ConfigError
+from h5async.errors import ConfigError, ReadError
 
 _RESERVED_FIELD_NAMES = frozenset(
     {"copy", "count", "epoch", "index", "keys", "last", "number", "size"}
@@ -53,6 +53,14 @@ def _dtype(value: object) -> np.dtype[Any] | None:
     if dtype.kind not in "biufc":
         raise ValueError(f"not a boolean or numeric dtype: {value!r}")
     return dtype.newbyteorder("=")
+
+
+def _file_path(value: object) -> object:
+    if isinstance(value, bytes):
+        value = os.fsdecode(value)
+    if isinstance(value, str | os.PathLike) and not os.fspath(value):
+        raise ValueError("the path is empty")
+    return value
 
 
 def _numbers(value: object) -> object:
@@ -195,7 +203,7 @@ class ReaderConfig(_Frozen):
         If an option is unknown or its value does not fit.
     """
 
-    hdf5_path: Path
+    hdf5_path: Path | tuple[Path, ...]
     data_field: Annotated[str, Bound(min_length=1)] = "data"
     labels_field: str | None = "labels"
     fields: Mapping[str, Field] | None = None
@@ -213,21 +221,24 @@ class ReaderConfig(_Frozen):
     device: str = "auto"
     postprocess: Callable[..., Any] | str | None = None
     timeout: Annotated[float, Bound(ge=0)] | None = None
+    allow_external: tuple[Path, ...] = ()
+    allow_missing: Annotated[bool, Bound(strict=True)] = False
 
     @field_validator("hdf5_path", mode="before")
     @classmethod
-    def _one_file(cls, value: object) -> object:
-        if isinstance(value, bytes):
-            value = os.fsdecode(value)
-        if isinstance(value, list | tuple | set):
-            raise ValueError("several files are not supported yet; give the path of one file")
-        if isinstance(value, str | os.PathLike):
-            text = os.fspath(value)
-            if not text:
-                raise ValueError("the path is empty")
-            if isinstance(text, str) and glob.has_magic(text) and not os.path.exists(text):
-                raise ValueError("a glob is not supported yet; give the path of one file")
-        return value
+    def _files_or_one(cls, value: object) -> object:
+        if isinstance(value, set | frozenset):
+            raise ValueError("a set has no order; give a list of files")
+        if isinstance(value, list | tuple):
+            if not value:
+                raise ValueError("the list of files is empty")
+            return tuple(_file_path(entry) for entry in value)
+        return _file_path(value)
+
+    @field_validator("allow_external", mode="before")
+    @classmethod
+    def _roots(cls, value: object) -> object:
+        return (value,) if isinstance(value, str | os.PathLike) else value
 
     @field_validator("labels_field", mode="after")
     @classmethod
@@ -318,7 +329,7 @@ class ReaderConfig(_Frozen):
         ----------
         config
             A `ReaderConfig`, a mapping of options, or the path of a TOML file of options. A
-            relative ``hdf5_path`` in a TOML file is relative to that file.
+            relative ``hdf5_path`` or ``allow_external`` in a TOML file is relative to that file.
         **options
             Single options.
 
@@ -357,6 +368,27 @@ class ReaderConfig(_Frozen):
         return fields
 
     @property
+    def files(self) -> list[Path]:
+        """The files of `hdf5_path`, in order; what a glob finds is sorted.
+
+        Raises
+        ------
+        ReadError
+            If a glob finds nothing.
+        """
+        several = self.hdf5_path if isinstance(self.hdf5_path, tuple) else (self.hdf5_path,)
+        found = []
+        for path in several:
+            if not glob.has_magic(str(path)) or path.exists():
+                found.append(path)
+                continue
+            names = sorted(glob.glob(str(path), recursive=True))
+            if not names:
+                raise ReadError(f"no file matches {path}")
+            found += map(Path, names)
+        return found
+
+    @property
     def thread_count(self) -> int:
         """Threads of the pool: `num_threads`, or the cores that this process may use."""
         if self.num_threads is not None:
@@ -375,8 +407,12 @@ def _load_toml(path: Path) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         hint = "; to read an HDF5 file, give hdf5_path=..." if path.suffix in _HDF5_SUFFIXES else ""
         raise ConfigError(f"{path} is not a TOML file: {error}{hint}") from error
-    if isinstance(options.get("hdf5_path"), str):
-        options["hdf5_path"] = str(path.parent / options["hdf5_path"])
+    for name in ("hdf5_path", "allow_external"):
+        value = options.get(name)
+        if isinstance(value, str):
+            options[name] = str(path.parent / value)
+        elif isinstance(value, list):
+            options[name] = [str(path.parent / v) if isinstance(v, str) else v for v in value]
     return options
 
 

@@ -7,8 +7,11 @@ bytes are read into the batch itself, or into the scratch of the thread.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +21,18 @@ from h5async.codecs import FilterPipeline, Scratch
 from h5async.errors import ReadError
 from h5async.filters import Bytes
 from h5async.layout import DatasetLayout
-from h5async.plan import ChunkPlan, Int64s, RowPlan
-from h5async.storage import LocalFile
+from h5async.plan import (
+    ChunkPlan,
+    Int64s,
+    PartRead,
+    PartsPlan,
+    RowPlan,
+    Rows,
+    SamplesPlan,
+    is_staged,
+    stage_rows,
+)
+from h5async.storage import LocalFile, LocalFiles
 
 # Below this, copying from a memory map beats a system call a row by far (measured: 5 times at
 # 3 kB). Above, it still does where the page cache holds the rows and one call copies them all, but
@@ -33,49 +46,13 @@ _KEPT_CHUNKS = 2  # beside those in use: where two batches share a chunk, the la
 Run = tuple[int, int, int]  # first sample in the chunk, first row of the batch, number of samples
 
 
-class PlanExecutor:
-    """Executes plans for one dataset. Safe to use from many threads, each with its own scratch.
-
-    Parameters
-    ----------
-    layout
-        Of a dataset that is read the direct way.
-    file
-        The open file; closed by whoever opened it.
-    num_threads
-        Threads that call `execute` at the same time.
-    """
-
-    def __init__(self, layout: DatasetLayout, file: LocalFile, num_threads: int) -> None:
-        self._layout = layout
-        self._file = file
-        self._pipeline = FilterPipeline(layout.filters, layout.chunk_nbytes)
-        self._decoded_chunks = ChunkCache(
-            num_threads, _KEPT_CHUNKS, layout.chunk_nbytes if layout.filters else 0
-        )
-        axis = layout.sample_axis
-        rest = [a for a in range(len(layout.shape)) if a != axis]
-        # A bool is read as a byte: HDF5 takes any byte but 0 as True, and NumPy only 1.
-        self._dtype = np.dtype(np.uint8) if layout.dtype.kind == "b" else layout.dtype
-        self._fill = layout.fill.view(self._dtype) if layout.dtype.kind == "b" else layout.fill
-        self._piece_shape = layout.chunk_shape or layout.shape
-        # What is copied in one go within a chunk: all that follows the sample dimension.
-        self._piece_nbytes = layout.dtype.itemsize * math.prod(self._piece_shape[axis + 1 :])
-        self._is_table = layout.storage == "contiguous" and layout.rows_are_whole
-        self._regions = _regions(layout, rest) if layout.chunk_shape else [()]
-
-    def scratch_nbytes(self) -> tuple[int, int, int]:
-        """Return what `Scratch.allocate` must be given for this dataset."""
-        layout = self._layout
-        if layout.chunks is None or (layout.rows_are_whole and not layout.filters):
-            return 0, 0, 0
-        stored = int(layout.chunks.nbytes.max(initial=0)) if layout.filters else 0
-        return stored, layout.chunk_nbytes, self._pipeline.between_nbytes
+class Executor(Protocol):
+    """Executes plans for one dataset, in many threads, each with its own scratch."""
 
     def execute(
-        self, plan: RowPlan | ChunkPlan, start: int, stop: int, raw: NDArray[Any], scratch: Scratch
+        self, plan: Any, start: int, stop: int, raw: NDArray[Any], scratch: Scratch
     ) -> None:
-        """Read items `start` to `stop` of a plan.
+        """Bring items `start` to `stop` of a plan that is of its kind to the batch.
 
         Parameters
         ----------
@@ -89,46 +66,122 @@ class PlanExecutor:
         ReadError
             If bytes cannot be read or decoded; it names file, dataset and chunk or sample.
         """
-        if isinstance(plan, RowPlan):
-            self._read_rows(plan, start, stop, raw)
-        else:
-            self._read_chunks(plan, start, stop, raw, scratch)
 
-    def _read_rows(self, plan: RowPlan, start: int, stop: int, raw: NDArray[Any]) -> None:
+
+def scratch_nbytes(layout: DatasetLayout) -> tuple[int, int, int]:
+    """Return what `Scratch.allocate` must be given for a dataset."""
+    if layout.parts:
+        sizes = [scratch_nbytes(part.source) for part in layout.parts]
+        encoded, chunk, between = zip(*sizes, strict=True)
+        return max(encoded), max(chunk), max(between)
+    if layout.chunks is None or (layout.rows_are_whole and not layout.filters):
+        return 0, 0, 0
+    stored = int(layout.chunks.nbytes.max(initial=0)) if layout.filters else 0
+    pipeline = FilterPipeline(layout.filters, layout.chunk_nbytes)
+    return stored, layout.chunk_nbytes, pipeline.between_nbytes
+
+
+class ChunkCaches:
+    """One `ChunkCache` for each size of chunk that the sources of a dataset have."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._caches: dict[int, ChunkCache] = {}
+
+    def of(self, layout: DatasetLayout) -> ChunkCache:
+        """Return the cache for the decoded chunks of a dataset."""
+        nbytes = layout.chunk_nbytes if layout.filters else 0
+        cache = self._caches.get(nbytes)
+        if cache is None:  # one that two threads make at once is lost, no more
+            cache = ChunkCache(self._num_threads, _KEPT_CHUNKS, nbytes)
+            cache = self._caches.setdefault(nbytes, cache)
+        return cache
+
+
+class PlanExecutor:
+    """Executes plans for what lies in one file. Safe to use from many threads.
+
+    Parameters
+    ----------
+    layout
+        Of a dataset that is read the direct way.
+    files
+        Opens the file; closed by whoever made it.
+    caches
+        For decoded chunks.
+    """
+
+    def __init__(self, layout: DatasetLayout, files: LocalFiles, caches: ChunkCaches) -> None:
+        self._layout = layout
+        self._files = files
+        self._pipeline = FilterPipeline(layout.filters, layout.chunk_nbytes)
+        self._decoded_chunks = caches.of(layout)
+        axis = layout.sample_axis
+        rest = [a for a in range(len(layout.shape)) if a != axis]
+        self._dtype = layout.raw_dtype
+        self._fill = layout.fill.view(self._dtype) if layout.dtype.kind == "b" else layout.fill
+        self._piece_shape = layout.chunk_shape or layout.shape
+        # What is copied in one go within a chunk: all that follows the sample dimension.
+        self._piece_nbytes = layout.dtype.itemsize * math.prod(self._piece_shape[axis + 1 :])
+        self._is_table = layout.storage == "contiguous" and layout.rows_are_whole
+        self._regions = _regions(layout, rest) if layout.chunk_shape else [()]
+
+    def execute(
+        self, plan: RowPlan | ChunkPlan, start: int, stop: int, raw: NDArray[Any], scratch: Scratch
+    ) -> None:
+        """Read items `start` to `stop` of a plan; see `Executor`."""
+        with self._files.using(self._layout.file, self._layout.file_id) as file:
+            if isinstance(plan, RowPlan):
+                self._read_rows(file, plan, start, stop, raw)
+            else:
+                self._read_chunks(file, plan, start, stop, raw, scratch)
+
+    def _read_rows(
+        self, file: LocalFile, plan: RowPlan, start: int, stop: int, raw: NDArray[Any]
+    ) -> None:
         nbytes = plan.row_nbytes
         if nbytes == 0:
             return
         offset, sample = plan.offset[start:stop], plan.sample[start:stop]
+        first = plan.rows if isinstance(plan.rows, int) else 0
+        goes_to = None if isinstance(plan.rows, int) else plan.rows[start:stop]
         never_written = np.flatnonzero(offset < 0)
         for row in never_written:
-            raw[start + row] = self._fill
+            raw[first + start + row if goes_to is None else goes_to[row]] = self._fill
         if never_written.size == offset.size:
             return
         rows = raw.view(np.uint8).reshape(raw.shape[0], nbytes)
+        if goes_to is None:
+            rows = rows[first + start : first + stop]
         try:
             last = int(offset.max())
             mapped = None
-            if nbytes < _MAP_BELOW_NBYTES or (self._is_table and self._file.is_cached(last)):
-                mapped = self._file.mapped(last + nbytes)
+            if nbytes < _MAP_BELOW_NBYTES or (self._is_table and file.is_cached(last)):
+                mapped = file.mapped(last + nbytes)
             if mapped is None:
-                self._file.read_rows(*_in_file_order(offset), rows[start:stop])
+                position, offset = _in_file_order(offset)
+                file.read_rows(position if goes_to is None else goes_to[position], offset, rows)
             else:
-                self._gather(mapped, offset, sample, rows[start:stop])
+                self._gather(mapped, offset, sample, goes_to, rows)
         except ReadError as error:
             raise ReadError(
                 f'{error} (dataset "{self._layout.path}", samples {sample.min()} to {sample.max()})'
             ) from error
 
-    def _gather(self, mapped: Bytes, offset: Int64s, sample: Int64s, rows: Bytes) -> None:
+    def _gather(
+        self, mapped: Bytes, offset: Int64s, sample: Int64s, goes_to: Int64s | None, rows: Bytes
+    ) -> None:
         """Copy rows out of the map; a few NumPy calls for all of them where they are small."""
         nbytes = rows.shape[1]
-        if self._is_table:
+        if self._is_table and goes_to is None:
             begin = self._layout.offset
             count = min(self._layout.num_samples, (mapped.size - begin) // nbytes)
             table = mapped[begin : begin + count * nbytes].reshape(count, nbytes)
             np.take(table, sample, axis=0, out=rows, mode="clip")
             return
         position, offset = _in_file_order(offset)
+        if goes_to is not None:
+            position = goes_to[position]
         item = np.dtype((np.void, nbytes))
         window = np.ndarray(mapped.size - nbytes + 1, item, mapped.data, strides=(1,))
         out = rows.view(item).reshape(-1)
@@ -138,7 +191,13 @@ class PlanExecutor:
             out[position[part]] = window[offset[part]]
 
     def _read_chunks(
-        self, plan: ChunkPlan, start: int, stop: int, raw: NDArray[Any], scratch: Scratch
+        self,
+        file: LocalFile,
+        plan: ChunkPlan,
+        start: int,
+        stop: int,
+        raw: NDArray[Any],
+        scratch: Scratch,
     ) -> None:
         groups = plan.group[start:stop].tolist()
         bounds = plan.run_start[groups[0] : groups[-1] + 2].tolist()
@@ -156,12 +215,13 @@ class PlanExecutor:
             at = group - groups[0]
             its_runs = runs[bounds[at] - first : bounds[at + 1] - first]
             try:
-                self._read_chunk(place, self._regions[cross], its_runs, raw, scratch)
+                self._read_chunk(file, place, self._regions[cross], its_runs, raw, scratch)
             except Exception as error:
                 raise self._chunk_error(plan, start + i, error) from error
 
     def _read_chunk(
         self,
+        file: LocalFile,
         place: int,
         region: tuple[slice, ...],
         runs: list[Run],
@@ -175,18 +235,18 @@ class PlanExecutor:
             return
         chunks = self._layout.chunks
         if chunks is None:
-            self._scatter(self._mapped_dataset(), runs, region, raw)
+            self._scatter(self._mapped_dataset(file), runs, region, raw)
             return
         whole = self._filled_whole(raw, runs)
         if self._pipeline.is_raw(int(chunks.filter_mask[place])):
-            chunk = self._raw_chunk(place, runs, whole, scratch)
+            chunk = self._raw_chunk(file, place, runs, whole, scratch)
             if whole is None:
                 self._scatter(chunk, runs, region, raw)
         elif whole is not None:
-            self._decode(place, scratch, whole)
+            self._decode(file, place, scratch, whole)
         else:
-            decode = partial(self._decode, place, scratch)
-            with self._decoded_chunks.decoded(place, decode) as decoded:
+            decode = partial(self._decode, file, place, scratch)
+            with self._decoded_chunks.decoded((id(self), place), decode) as decoded:
                 self._scatter(self._as_chunk(decoded), runs, region, raw)
 
     def _scatter(
@@ -209,21 +269,21 @@ class PlanExecutor:
             return None
         return raw[position : position + length].reshape(-1).view(np.uint8)
 
-    def _mapped_dataset(self) -> NDArray[Any]:
+    def _mapped_dataset(self, file: LocalFile) -> NDArray[Any]:
         layout = self._layout
-        mapped = self._file.mapped(layout.offset + layout.nbytes)
+        mapped = file.mapped(layout.offset + layout.nbytes)
         assert mapped is not None, "layout.py sends such datasets to h5py"
         return np.ndarray(layout.shape, self._dtype, mapped.data, offset=layout.offset)
 
-    def _decode(self, place: int, scratch: Scratch, out: Bytes) -> None:
+    def _decode(self, file: LocalFile, place: int, scratch: Scratch, out: Bytes) -> None:
         chunks = self._layout.chunks
         assert chunks is not None
         encoded = scratch.encoded[: int(chunks.nbytes[place])]
-        self._file.read_into(int(chunks.offset[place]), [encoded.data])
+        file.read_into(int(chunks.offset[place]), [encoded.data])
         self._pipeline.decode(encoded, int(chunks.filter_mask[place]), out, scratch)
 
     def _raw_chunk(
-        self, place: int, runs: list[Run], out: Bytes | None, scratch: Scratch
+        self, file: LocalFile, place: int, runs: list[Run], out: Bytes | None, scratch: Scratch
     ) -> NDArray[Any]:
         """Return an undecoded chunk: `out` filled with it, or a view of the scratch or the map.
 
@@ -235,15 +295,15 @@ class PlanExecutor:
         if nbytes != self._layout.chunk_nbytes:
             raise ValueError(f"{nbytes} bytes are stored, {self._layout.chunk_nbytes} are due")
         if out is not None:
-            self._file.read_into(offset, [out.data])
+            file.read_into(offset, [out.data])
             return self._as_chunk(out)
         if self._piece_nbytes < _MAP_BELOW_NBYTES:
-            mapped = self._file.mapped(offset + nbytes)
+            mapped = file.mapped(offset + nbytes)
             if mapped is not None:
                 return self._as_chunk(mapped[offset : offset + nbytes])
         chunk = scratch.raw_chunk[:nbytes]
         for begin, end in self._needed(runs, nbytes):
-            self._file.read_into(offset + begin, [chunk[begin:end].data])
+            file.read_into(offset + begin, [chunk[begin:end].data])
         return self._as_chunk(chunk)
 
     def _needed(self, runs: list[Run], nbytes: int) -> list[tuple[int, int]]:
@@ -271,6 +331,112 @@ class PlanExecutor:
             f" {layout.chunks.nbytes[place]} bytes at byte {layout.chunks.offset[place]}: {error};"
             " the file is damaged there: restore it, or leave these samples out"
         )
+
+
+class MemoryExecutor:
+    """Executes plans for a compact dataset, whose values came with its layout."""
+
+    def __init__(self, layout: DatasetLayout) -> None:
+        assert layout.values is not None
+        values = np.moveaxis(layout.values, layout.sample_axis, 0)
+        self._values = np.ascontiguousarray(values).view(layout.raw_dtype)
+
+    def execute(
+        self, plan: SamplesPlan, start: int, stop: int, raw: NDArray[Any], scratch: Scratch
+    ) -> None:
+        """Copy the one item of a plan, all samples, to the batch."""
+        count = plan.sample.size
+        if isinstance(plan.rows, int):
+            out = raw[plan.rows : plan.rows + count]
+            np.take(self._values, plan.sample, axis=0, out=out, mode="clip")
+        else:
+            raw[plan.rows] = self._values[plan.sample]
+
+
+class PartsExecutor:
+    """Executes plans for a dataset whose values its sources hold. Safe to use from many threads.
+
+    Parameters
+    ----------
+    layout
+        With parts.
+    executor_of
+        Makes the executor of a source; called when it is first needed, in any thread.
+    """
+
+    def __init__(
+        self, layout: DatasetLayout, executor_of: Callable[[DatasetLayout], Executor]
+    ) -> None:
+        self._layout = layout
+        self._executor_of = executor_of
+        self._executors: dict[int, Executor] = {}
+        self._fill = layout.fill.view(layout.raw_dtype) if layout.dtype.kind == "b" else layout.fill
+        self._stage_nbytes = max(
+            (
+                stage_rows(part.source) * part.source.row_nbytes
+                for part in layout.parts
+                if is_staged(layout, part)
+            ),
+            default=0,
+        )
+        self._stages: deque[Bytes] = deque()
+
+    def execute(
+        self, plan: PartsPlan, start: int, stop: int, raw: NDArray[Any], scratch: Scratch
+    ) -> None:
+        """Read items `start` to `stop` of a plan; see `Executor`."""
+        if plan.is_filled_first:
+            raw[_index(plan.rows, plan.num_samples)] = self._fill
+            start, stop = 0, plan.first_item[-1]
+        first = bisect_right(plan.first_item, start) - 1
+        for number in range(max(0, first), len(plan.reads)):
+            begin, end = plan.first_item[number : number + 2]
+            if begin >= stop:
+                break
+            if max(start, begin) < min(stop, end):
+                read = plan.reads[number]
+                inside = max(start, begin) - begin, min(stop, end) - begin
+                if read.stage_rows:
+                    self._read_staged(read, raw, scratch)
+                else:
+                    self._read_straight(read, *inside, raw, scratch)
+
+    def _read_straight(
+        self, read: PartRead, start: int, stop: int, raw: NDArray[Any], scratch: Scratch
+    ) -> None:
+        row_shape = self._layout.parts[read.part].source.row_shape
+        target = raw.reshape(raw.shape[0], *row_shape)  # they differ in dimensions of 1 at most
+        self._executor(read.part).execute(read.plan, start, stop, target, scratch)
+
+    def _read_staged(self, read: PartRead, raw: NDArray[Any], scratch: Scratch) -> None:
+        part = self._layout.parts[read.part]
+        count, source = read.stage_rows, part.source
+        try:
+            memory = self._stages.pop()
+        except IndexError:
+            memory = np.empty(self._stage_nbytes, np.uint8)
+        try:
+            stage = np.ndarray((count, *source.row_shape), source.raw_dtype, memory.data)
+            self._executor(read.part).execute(read.plan, 0, read.plan.num_items, stage, scratch)
+            values = stage if part.member is None else stage[part.member]
+            if part.source_region is not None:
+                values = values[(slice(None), *part.source_region)]
+            region = part.region or ()
+            target = raw[(slice(0, count), *region)]  # for its shape
+            raw[(_index(read.rows, count), *region)] = values.reshape(target.shape)
+        finally:
+            self._stages.append(memory)
+
+    def _executor(self, number: int) -> Executor:
+        executor = self._executors.get(number)
+        if executor is None:  # one that two threads make at once is lost, no more
+            made = self._executor_of(self._layout.parts[number].source)
+            executor = self._executors.setdefault(number, made)
+        return executor
+
+
+def _index(rows: Rows, count: int) -> slice | Int64s:
+    return slice(rows, rows + count) if isinstance(rows, int) else rows
 
 
 def _regions(layout: DatasetLayout, rest: list[int]) -> list[tuple[slice, ...]]:

@@ -1,79 +1,95 @@
 """Sample numbers enter; rows leave, read through h5py: for what the direct way must refuse.
 
 HDF5 has one lock for the whole process, so one such read runs at a time, whatever the number of
-threads. The file stays open, with HDF5's shared lock on it, until the reader is closed.
+threads. A file stays open, with HDF5's shared lock on it, until the reader is closed, or too many
+others were opened after it.
+
+HDF5 answers a chunk that decodes short with whatever its heap held. So each chunk whose filters
+can be decoded here is decoded here, too, the first time that it is needed.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.codecs import Scratch
+from h5async.codecs import FilterPipeline, Scratch
 from h5async.errors import ReadError
+from h5async.filters import can_decode
 from h5async.layout import DatasetLayout
-from h5async.metadata import open_hdf5
-from h5async.plan import FallbackPlan, Int64s
+from h5async.links import open_hdf5
+from h5async.plan import Int64s, SamplesPlan
 from h5async.storage import file_id, replaced
+
+_KEPT_FILES = 64
 
 
 class FallbackReader:
-    """Reads rows of the datasets of one file through h5py. Safe to use from many threads.
-
-    Parameters
-    ----------
-    path
-        The file.
-    expected
-        Device and inode of the file that was indexed.
-
-    Raises
-    ------
-    ReadError
-        If the file cannot be opened, or is not the one that was indexed.
+    """Reads rows of datasets through h5py. Safe to use from many threads.
 
     Attributes
     ----------
     reads
-        Batches of one field that were read so.
+        Batches of one dataset that were read so.
     """
 
-    def __init__(self, path: str, expected: tuple[int, int]) -> None:
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._file = open_hdf5(Path(path))
+        self._files: OrderedDict[str, h5py.File] = OrderedDict()  # the latest use comes last
         self.reads = 0
-        if file_id(self._file.id.get_vfd_handle()) != expected:
-            self.close()
-            raise replaced(path)
 
-    def read(self, layout: DatasetLayout, sample: Int64s, raw: NDArray[Any]) -> None:
-        """Fill `raw` with the rows of `sample`.
-
-        Parameters
-        ----------
-        sample
-            int64 (n,): sample numbers, in any order.
-        raw
-            (n or more, *raw_row): the batch, samples first, of the dataset's dtype (bool as
-            uint8).
+    def open(self, layout: DatasetLayout) -> None:
+        """Open the file of a dataset, ahead of its use.
 
         Raises
         ------
         ReadError
-            If h5py cannot read; it names file, dataset and samples.
+            If the file cannot be opened, or is not the one that was indexed.
         """
         with self._lock:
+            self._file(layout)
+
+    def read(
+        self, layout: DatasetLayout, plan: SamplesPlan, raw: NDArray[Any], check: ChunkCheck | None
+    ) -> None:
+        """Fill the rows of a plan.
+
+        Parameters
+        ----------
+        raw
+            (batch, *raw_row): the batch, samples first, of the dataset's dtype (bool as uint8).
+        check
+            Run on the chunks before they are read.
+
+        Raises
+        ------
+        ReadError
+            If h5py cannot read, or a chunk is damaged; it names file, dataset and samples.
+        """
+        sample = plan.sample
+        with self._lock:
             try:
-                dataset = self._file[layout.path]
-                for first, last, rows in _spans(layout, sample):
+                dataset = self._file(layout)[layout.path]
+                if check is not None:
+                    check.run(dataset, sample)
+                values = dataset.fields(layout.member[0]) if layout.member else dataset
+                for first, last, chosen in _spans(layout, sample):
                     where = (slice(None),) * layout.sample_axis
-                    block = np.moveaxis(dataset[(*where, slice(first, last))], len(where), 0)
-                    raw[rows] = block[sample[rows] - first]
+                    block = values[(*where, slice(first, last))]
+                    for name in layout.member[1:]:
+                        block = block[name]
+                    block = np.moveaxis(block, len(where), 0)
+                    rows = chosen + plan.rows if isinstance(plan.rows, int) else plan.rows[chosen]
+                    raw[rows] = block[sample[chosen] - first]
             except Exception as error:
                 raise ReadError(
                     f'{layout.file}: dataset "{layout.path}", samples {sample.min()} to'
@@ -82,9 +98,85 @@ class FallbackReader:
             self.reads += 1
 
     def close(self) -> None:
-        """Close the file, after any read under way."""
+        """Close the files, after any read under way."""
         with self._lock:
-            self._file.close()
+            for file in self._files.values():
+                file.close()
+            self._files.clear()
+
+    def _file(self, layout: DatasetLayout) -> h5py.File:
+        file = self._files.get(layout.file)
+        if file is None:
+            file = open_hdf5(Path(layout.file))
+            if file_id(file.id.get_vfd_handle()) != layout.file_id:
+                file.close()
+                raise replaced(layout.file)
+            if len(self._files) >= _KEPT_FILES:
+                self._files.popitem(last=False)[1].close()
+            self._files[layout.file] = file
+        self._files.move_to_end(layout.file)
+        return file
+
+
+class ChunkCheck:
+    """Finds chunks that do not decode to their full length, each once.
+
+    Parameters
+    ----------
+    layout
+        Of a chunked dataset with filters that can all be decoded here.
+    """
+
+    def __init__(self, layout: DatasetLayout) -> None:
+        self._layout = layout
+        rank = len(layout.chunk_shape) - layout.extra_dims
+        self._shape, self._chunk = layout.shape[:rank], layout.chunk_shape[:rank]
+        self._grid = layout.grid[:rank]
+        nbytes = math.prod(self._chunk) * layout.stored_itemsize
+        self._pipeline = FilterPipeline(layout.filters, nbytes)
+        self._out = np.empty(nbytes, np.uint8)
+        self._scratch = Scratch.allocate(0, 0, self._pipeline.between_nbytes)
+        self._is_checked = np.zeros(self._grid[layout.sample_axis], bool)
+
+    @classmethod
+    def of(cls, layout: DatasetLayout) -> ChunkCheck | None:
+        """Return the check for a dataset, or None where there is nothing to be checked."""
+        has_filters = layout.chunk_shape and layout.filters and layout.stored_itemsize
+        return cls(layout) if has_filters and all(map(can_decode, layout.filters)) else None
+
+    def run(self, dataset: h5py.Dataset, sample: Int64s) -> None:
+        """Check the chunks that hold some samples, through the open dataset.
+
+        Raises
+        ------
+        ValueError, RuntimeError
+            If a chunk is damaged; the message names it.
+        """
+        axis = self._layout.sample_axis
+        numbers = np.unique(sample // self._chunk[axis])
+        for number in numbers[~self._is_checked[numbers]].tolist():
+            cells = [[number] if a == axis else range(n) for a, n in enumerate(self._grid)]
+            for cell in itertools.product(*cells):
+                corner = tuple(c * size for c, size in zip(cell, self._chunk, strict=True))
+                try:
+                    self._check(dataset, corner)
+                except (ValueError, RuntimeError) as error:
+                    raise ValueError(
+                        f"chunk {corner}: {error}; the file is damaged there: restore it, or leave"
+                        " these samples out"
+                    ) from error
+            self._is_checked[number] = True
+
+    def _check(self, dataset: h5py.Dataset, corner: tuple[int, ...]) -> None:
+        ends = (c + size for c, size in zip(corner, self._chunk, strict=True))
+        is_partial = any(end > n for end, n in zip(ends, self._shape, strict=True))
+        if is_partial and self._layout.has_raw_edges:
+            return
+        try:
+            mask, encoded = dataset.id.read_direct_chunk(corner)
+        except (OSError, RuntimeError, ValueError):
+            return  # never written; or it cannot be read, which h5py will say itself
+        self._pipeline.decode(np.frombuffer(encoded, np.uint8), mask, self._out, self._scratch)
 
 
 class FallbackExecutor:
@@ -93,29 +185,26 @@ class FallbackExecutor:
     def __init__(self, layout: DatasetLayout, reader: FallbackReader) -> None:
         self._layout = layout
         self._reader = reader
-
-    def scratch_nbytes(self) -> tuple[int, int, int]:
-        """Return zeros: h5py takes memory of its own."""
-        return 0, 0, 0
+        self._check = ChunkCheck.of(layout)
 
     def execute(
-        self, plan: FallbackPlan, start: int, stop: int, raw: NDArray[Any], scratch: Scratch
+        self, plan: SamplesPlan, start: int, stop: int, raw: NDArray[Any], scratch: Scratch
     ) -> None:
         """Read the one item of a plan, all samples, into the batch `raw`."""
-        self._reader.read(self._layout, plan.sample, raw)
+        self._reader.read(self._layout, plan, raw, self._check)
 
 
 def _spans(layout: DatasetLayout, sample: Int64s) -> Iterator[tuple[int, int, Int64s]]:
-    """Yield (first sample, end, rows of the batch): what one h5py call should read.
+    """Yield (first sample, end, which samples): what one h5py call should read.
 
     Neighbouring samples, and samples of one chunk, are read together: HDF5 forgets a decoded
     chunk that is larger than its cache.
     """
-    rows = np.argsort(sample, kind="stable")
-    ordered = sample[rows]
+    order = np.argsort(sample, kind="stable")
+    ordered = sample[order]
     apart = np.diff(ordered) > 1
     if layout.chunk_shape:
         chunk = ordered // layout.chunk_shape[layout.sample_axis]
         apart &= chunk[1:] != chunk[:-1]
-    for part in np.split(rows, np.flatnonzero(apart) + 1):
+    for part in np.split(order, np.flatnonzero(apart) + 1):
         yield int(sample[part[0]]), int(sample[part[-1]]) + 1, part

@@ -10,7 +10,6 @@ as possible; whoever finishes the last share of a phase begins the next one, and
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import importlib
 import itertools
@@ -20,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,15 +27,25 @@ from numpy.typing import NDArray
 from h5async.codecs import Scratch
 from h5async.config import ReaderConfig
 from h5async.errors import ConfigError, PostprocessError, postprocess_error
-from h5async.execute import PlanExecutor
+from h5async.execute import (
+    ChunkCaches,
+    Executor,
+    MemoryExecutor,
+    PartsExecutor,
+    PlanExecutor,
+    scratch_nbytes,
+)
 from h5async.fallback import FallbackExecutor, FallbackReader
 from h5async.layout import DatasetLayout
 from h5async.plan import PlanSlice, ReadPlan, cut, plan_read
 from h5async.sampling import Sampling
-from h5async.storage import LocalFile
+from h5async.storage import LocalFiles
 from h5async.transform import RowTransform
 
 _MIN_SHARE_NBYTES = 128 * 1024  # about 10 µs of copying: what it costs to wake a thread
+
+# Of those that nobody reads from; each takes two descriptors, of which a process has 1,024 or so.
+_KEPT_FILES = 64
 
 THREAD_NAME = "h5async"
 
@@ -84,18 +93,6 @@ class FillOutcome:
     index: NDArray[np.int64]
     arrays: tuple[NDArray[Any], ...]
     error: BaseException | None = None
-
-
-class Executor(Protocol):
-    """Executes read plans for one dataset, in many threads."""
-
-    def scratch_nbytes(self) -> tuple[int, int, int]:
-        """Return what `Scratch.allocate` must be given for this dataset."""
-
-    def execute(
-        self, plan: Any, start: int, stop: int, raw: NDArray[Any], scratch: Scratch
-    ) -> None:
-        """Bring items `start` to `stop` of a plan that is of its kind to the batch `raw`."""
 
 
 @dataclass(eq=False)
@@ -162,12 +159,18 @@ class Filler:
         self._lock = threading.RLock()
         self._closed = False
         self._threads = config.thread_count
-        self._file: LocalFile | None = None
-        self.fallback: FallbackReader | None = None
-        with contextlib.ExitStack() as files:
-            self._executors = [self._executor(layout, files) for layout in self._layouts]
-            self._scratch = deque(self._new_scratch() for _ in range(max(1, self._threads)))
-            self._files = files.pop_all()
+        self.fallback = FallbackReader()
+        self._files = LocalFiles(_KEPT_FILES)
+        self._executors = [
+            self._executor(layout, ChunkCaches(max(1, self._threads))) for layout in self._layouts
+        ]
+        self._scratch = deque(self._new_scratch() for _ in range(max(1, self._threads)))
+        try:
+            for layout in self._layouts:
+                self._open_ahead(layout)
+        except BaseException:
+            self._close_files()
+            raise
         self._pool = (
             ThreadPoolExecutor(self._threads, thread_name_prefix=f"{THREAD_NAME}-fill")
             if self._threads
@@ -195,7 +198,7 @@ class Filler:
             self._heap.clear()
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
-        self._files.close()
+        self._close_files()
         self._scratch.clear()
         self._executors = []
         self._slots = ()  # the caller may still hold a batch; nothing else keeps its memory
@@ -321,20 +324,30 @@ class Filler:
             )
         return tuple(np.asarray(array) for array in result)
 
-    def _executor(self, layout: DatasetLayout, files: contextlib.ExitStack) -> Executor:
-        """Make the executor of a dataset; what it opens, or shares with others, is in `files`."""
-        if layout.fallback_reason is None:
-            if self._file is None:
-                self._file = LocalFile(layout.file, layout.file_id)
-                files.callback(self._file.close)
-            return PlanExecutor(layout, self._file, max(1, self._threads))
-        if self.fallback is None:
-            self.fallback = FallbackReader(layout.file, layout.file_id)
-            files.callback(self.fallback.close)
-        return FallbackExecutor(layout, self.fallback)
+    def _executor(self, layout: DatasetLayout, caches: ChunkCaches) -> Executor:
+        if layout.parts:
+            return PartsExecutor(layout, lambda source: self._executor(source, caches))
+        if layout.fallback_reason is not None:
+            return FallbackExecutor(layout, self.fallback)
+        if layout.values is not None:
+            return MemoryExecutor(layout)
+        return PlanExecutor(layout, self._files, caches)
+
+    def _open_ahead(self, layout: DatasetLayout) -> None:
+        """Open the first files of a dataset, so that they are those that were indexed."""
+        for source in itertools.islice(layout.leaves(), _KEPT_FILES):
+            if source.fallback_reason is not None:
+                self.fallback.open(source)
+            elif source.values is None:
+                with self._files.using(source.file, source.file_id):
+                    pass
+
+    def _close_files(self) -> None:
+        self._files.close()
+        self.fallback.close()
 
     def _new_scratch(self) -> Scratch:
-        sizes = [executor.scratch_nbytes() for executor in self._executors]
+        sizes = [scratch_nbytes(layout) for layout in self._layouts]
         encoded, chunk, between = zip(*sizes, strict=True)
         return Scratch.allocate(max(encoded), max(chunk), max(between))
 

@@ -33,11 +33,14 @@ from h5async.packed import (
     can_decode_scaleoffset,
     decode_nbit,
     decode_scaleoffset,
+    does_nothing_nbit,
+    does_nothing_scaleoffset,
 )
 
 Bytes = NDArray[np.uint8]
 
-# decode(encoded, out, spare) -> a view of `out` (fletcher32: of `encoded`); `spare` is working
+# decode(encoded, out, spare) -> a view of `out` (`verify_fletcher32` and `pass_on`: of `encoded`);
+# `spare` is working
 # memory of about the size of a chunk.
 Decode = Callable[[Bytes, Bytes, Bytes], Bytes]
 
@@ -94,7 +97,7 @@ def keeps_length(entry: Filter) -> bool:
     """Tell whether what a filter gives is as long as what it was given."""
     if entry.number == BITSHUFFLE:
         return _bitshuffle_codec(entry.parameters) == 0
-    return entry.number == SHUFFLE
+    return entry.number == SHUFFLE or decoder(entry) is pass_on
 
 
 def decoder(entry: Filter) -> Decode | None:
@@ -106,12 +109,16 @@ def decoder(entry: Filter) -> Decode | None:
         case 2:
             return partial(_unshuffle, given[0]) if given and given[0] > 0 else None
         case 3:
-            return _verify_fletcher32
+            return verify_fletcher32
         case 4:
             return _szip_decoder(given)
         case 5:
+            if does_nothing_nbit(given):
+                return pass_on
             return partial(_decode_packed, decode_nbit, given) if can_decode_nbit(given) else None
         case 6:
+            if does_nothing_scaleoffset(given):
+                return pass_on
             if can_decode_scaleoffset(given):
                 return partial(_decode_packed, decode_scaleoffset, given)
             return None
@@ -150,6 +157,11 @@ def _due(name: str, found: int, due: int) -> None:
         raise ValueError(f"{name} gives {found} bytes, {due} are due")
 
 
+def pass_on(encoded: Bytes, _out: Bytes, _spare: Bytes) -> Bytes:
+    """Return `encoded`: some filters do nothing to some types."""
+    return encoded
+
+
 # --- filters of HDF5 itself, and lzf -------------------------------------------------------------
 
 
@@ -179,7 +191,7 @@ def _unshuffle(element_nbytes: int, encoded: Bytes, out: Bytes, _spare: Bytes) -
     return out
 
 
-def _verify_fletcher32(encoded: Bytes, _out: Bytes, _spare: Bytes) -> Bytes:
+def verify_fletcher32(encoded: Bytes, _out: Bytes, _spare: Bytes) -> Bytes:
     """Return a view of `encoded` without its checksum, which must be right.
 
     HDF5 before 1.6.3 wrote the bytes of each half in the other order on little-endian machines,

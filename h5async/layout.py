@@ -1,22 +1,25 @@
 """Where the bytes of a dataset lie and how they are encoded, or why only h5py may read them.
 
-Plain data, made by `metadata.py`; nothing here knows of h5py.
+Plain data, made by `metadata.py`; nothing here knows of h5py. A layout either says where bytes
+lie in one file, or which `parts` of the dataset other layouts, its sources, hold: so are several
+files one dataset, a virtual dataset its sources, and one member of a compound a part of its rows.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.errors import ConfigError
+from h5async.errors import ConfigError, DatasetError
 from h5async.filters import Filter
 
-Storage = Literal["contiguous", "chunked", "compact", "virtual", "external"]
+Storage = Literal["contiguous", "chunked", "compact", "virtual", "external", "files"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,84 @@ class ChunkTable:
         return np.where(self.index[place] == numbers, place, -1)
 
 
+@dataclass(frozen=True, slots=True)
+class Slab:
+    """A regular selection along one dimension: `count` blocks of `block` indices, `stride` apart.
+
+    HDF5 calls it a hyperslab. The k-th index that it selects has the ordinal k.
+    """
+
+    start: int
+    stride: int
+    count: int
+    block: int
+
+    @classmethod
+    def run(cls, start: int, stop: int) -> Slab:
+        """Return the selection of all indices from `start` to before `stop`."""
+        return cls(start, max(1, stop - start), 1, stop - start)
+
+    @property
+    def size(self) -> int:
+        """How many indices are selected."""
+        return self.count * self.block
+
+    @property
+    def end(self) -> int:
+        """The index behind the last one, 0 where none is selected."""
+        return self.start + (self.count - 1) * self.stride + self.block if self.size else 0
+
+    @property
+    def is_run(self) -> bool:
+        """Whether the indices are neighbours."""
+        return self.count == 1 or self.stride == self.block
+
+    def as_slice(self) -> slice | None:
+        """Return the same as a slice, or None where there is none such."""
+        if self.is_run:
+            return slice(self.start, self.start + self.size)
+        if self.block == 1:
+            return slice(self.start, self.start + (self.count - 1) * self.stride + 1, self.stride)
+        return None
+
+    def ordinal(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return which of the selected indices each index is; -1 where it is none."""
+        block, inside = np.divmod(index - self.start, self.stride)
+        is_selected = (block >= 0) & (block < self.count) & (inside < self.block)
+        return np.where(is_selected, block * self.block + inside, -1)
+
+    def at(self, ordinal: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the indices of some ordinals."""
+        block, inside = np.divmod(ordinal, self.block)
+        return self.start + block * self.stride + inside
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some samples of a dataset, or pieces of them, that another dataset holds.
+
+    Attributes
+    ----------
+    source
+        Layout of the dataset that holds them.
+    samples, source_samples
+        Which samples of the whole, and which of the source, as many.
+    region, source_region
+        Which piece of a row of the whole, and of a row of the source: a slice for each
+        dimension but that of the samples, of extents that are equal but for those of 1. None:
+        the whole row.
+    member
+        The member of the source's compound type that is delivered.
+    """
+
+    source: DatasetLayout
+    samples: Slab
+    source_samples: Slab
+    region: tuple[slice, ...] | None = None
+    source_region: tuple[slice, ...] | None = None
+    member: str | None = None
+
+
 @dataclass(frozen=True)
 class DatasetLayout:
     """Where and how the values of one dataset are stored. Picklable; holds no open file.
@@ -66,9 +147,9 @@ class DatasetLayout:
     sample_axis
         The dimension of `shape` that counts the samples.
     storage
-        HDF5's layout class, or ``"external"``.
+        HDF5's layout class, or ``"external"``; ``"files"``: several datasets, one after the other.
     fallback_reason
-        Why only h5py may read this dataset; None: it is read the direct way.
+        Why only h5py may read this dataset, or a part of it; None: it is read the direct way.
     fill
         0-d array: the value of what was never written.
     offset
@@ -76,6 +157,16 @@ class DatasetLayout:
     chunk_shape, filters, chunks
         Chunked: dimensions of a chunk (of the rank of `shape`), pipeline in the order of
         writing, and the chunk table.
+    values
+        Compact: the values themselves, of `shape`.
+    parts
+        What other datasets hold; nothing else here then says where bytes lie.
+    member
+        The member of a compound type that h5py is to deliver.
+    stored_itemsize, extra_dims, has_raw_edges
+        What is needed to check chunks that h5py reads: bytes of an element as stored (0:
+        unknown), how many last dimensions are those of an array type, and whether chunks that
+        reach over the dataset's edge are not filtered.
     """
 
     file: str
@@ -92,6 +183,12 @@ class DatasetLayout:
     filters: tuple[Filter, ...] = ()
     chunks: ChunkTable | None = None
     stored_nbytes: int = 0
+    values: NDArray[Any] | None = None
+    parts: tuple[Part, ...] = ()
+    member: tuple[str, ...] = ()
+    stored_itemsize: int = 0
+    has_raw_edges: bool = False
+    extra_dims: int = 0
 
     @property
     def num_samples(self) -> int:
@@ -99,11 +196,19 @@ class DatasetLayout:
         return self.shape[self.sample_axis]
 
     @cached_property
+    def row_shape(self) -> tuple[int, ...]:
+        """Dimensions of one sample."""
+        return self.shape[: self.sample_axis] + self.shape[self.sample_axis + 1 :]
+
+    @cached_property
     def row_nbytes(self) -> int:
         """Bytes of one sample."""
-        return self.dtype.itemsize * math.prod(
-            extent for axis, extent in enumerate(self.shape) if axis != self.sample_axis
-        )
+        return self.dtype.itemsize * math.prod(self.row_shape)
+
+    @cached_property
+    def raw_dtype(self) -> np.dtype[Any]:
+        """The dtype of rows as read: a bool is a byte, because any byte but 0 is True to HDF5."""
+        return np.dtype(np.uint8) if self.dtype.kind == "b" else self.dtype
 
     @property
     def nbytes(self) -> int:
@@ -132,7 +237,92 @@ class DatasetLayout:
         """Whether each sample's bytes lie in one piece: sample dimension first, nothing split."""
         if self.sample_axis != 0:
             return False
-        return self.storage == "contiguous" or self.chunk_shape[1:] == self.shape[1:]
+        return not self.chunk_shape or self.chunk_shape[1:] == self.shape[1:]
+
+    @cached_property
+    def part_starts(self) -> NDArray[np.int64] | None:
+        """Where each part begins, if parts are runs of whole samples in order; else None."""
+        starts = np.array([part.samples.start for part in self.parts], np.int64)
+        stops = starts + np.array([part.samples.size for part in self.parts], np.int64)
+        is_stack = all(part.region is None and part.samples.is_run for part in self.parts)
+        return starts if is_stack and (stops[:-1] <= starts[1:]).all() else None
+
+    @cached_property
+    def has_gaps(self) -> bool:
+        """Whether no part holds some samples, or pieces of them: they have the fill value."""
+        held = sum(
+            part.samples.size
+            * math.prod(
+                len(range(*piece.indices(extent)))
+                for piece, extent in zip(part.region, self.row_shape, strict=True)
+            )
+            if part.region is not None
+            else part.samples.size * math.prod(self.row_shape)
+            for part in self.parts
+        )
+        return held < math.prod(self.shape)
+
+    def leaves(self) -> Iterator[DatasetLayout]:
+        """Yield the layouts that say where bytes lie: itself, or its sources."""
+        if not self.parts:
+            yield self
+        for part in self.parts:
+            yield from part.source.leaves()
+
+    def with_one_sample(self) -> DatasetLayout:
+        """Return the same bytes, but of `parts`, with a dimension of 1 put before: one sample."""
+        assert not self.parts
+        return replace(
+            self,
+            shape=(1, *self.shape),
+            chunk_shape=(1, *self.chunk_shape) if self.chunk_shape else (),
+            sample_axis=0,
+            values=None if self.values is None else self.values[np.newaxis],
+        )
+
+
+def join_layouts(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
+    """Return the layout of datasets of several files as one, one after the other.
+
+    Raises
+    ------
+    DatasetError
+        If the shapes of their rows or their dtypes differ; it names two files that do.
+    """
+    first = layouts[0]
+    if len(layouts) == 1:
+        return first
+    parts, begin = [], 0
+    for layout in layouts:
+        same_rows = layout.row_shape == first.row_shape and layout.sample_axis == first.sample_axis
+        if not same_rows or layout.dtype.newbyteorder("=") != first.dtype.newbyteorder("="):
+            raise DatasetError(
+                f'dataset "{first.path}" has samples of {first.row_shape} {first.dtype} in'
+                f" {first.file}, but of {layout.row_shape} {layout.dtype} in {layout.file}; several"
+                " files can be read as one where these are equal"
+            )
+        count = layout.num_samples
+        if count:
+            samples = Slab.run(begin, begin + count)
+            parts.append(Part(layout, samples, Slab.run(0, count)))
+        begin += count
+    shape = list(first.shape)
+    shape[first.sample_axis] = begin
+    same_order = all(layout.dtype == first.dtype for layout in layouts)
+    reasons = (layout.fallback_reason for layout in layouts)
+    return DatasetLayout(
+        file=first.file,
+        file_id=first.file_id,
+        path=first.path,
+        shape=tuple(shape),
+        dtype=first.dtype if same_order else first.dtype.newbyteorder("="),
+        sample_axis=first.sample_axis,
+        storage="files",
+        fallback_reason=next((reason for reason in reasons if reason is not None), None),
+        fill=first.fill,
+        stored_nbytes=sum(layout.stored_nbytes for layout in layouts),
+        parts=tuple(parts),
+    )
 
 
 def normal_axis(axis: int, rank: int, where: str) -> int:

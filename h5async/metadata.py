@@ -7,30 +7,40 @@ and `fallback.py` then reads the dataset through h5py.
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import math
+import os
 import shlex
-from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.chunkindex import (
+    NotDirectError,
+    edges_are_raw,
+    read_chunk_table,
+    require_true_coordinates,
+)
 from h5async.config import Field
-from h5async.errors import DatasetError, H5AsyncError, ReadError
+from h5async.errors import DatasetError, H5AsyncError, ReadError, UnsafeFileError
 from h5async.filters import Filter, can_decode
-from h5async.layout import ChunkTable, DatasetLayout, Storage, grid_of, normal_axis
+from h5async.layout import ChunkTable, DatasetLayout, Part, Slab, Storage, normal_axis
+from h5async.links import BESIDE, Reach, locate, open_hdf5
 from h5async.storage import can_map, file_id
+from h5async.virtual import mapped_files, virtual_parts
 
-_DONT_FILTER_PARTIAL_CHUNKS = 2  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS of H5Dpublic.h
-_ALL_FILTERS = 0xFFFFFFFF
 _LISTED_DATASETS = 20
+_MAX_NESTED = 8  # virtual datasets of virtual datasets
 
 
-def read_layouts(path: Path, fields: Mapping[str, Field]) -> dict[str, DatasetLayout]:
+def read_layouts(
+    path: Path, fields: Mapping[str, Field], reach: Reach = BESIDE
+) -> dict[str, DatasetLayout]:
     """Read the layout of each field's dataset, opening the file once.
 
     Raises
@@ -39,49 +49,28 @@ def read_layouts(path: Path, fields: Mapping[str, Field]) -> dict[str, DatasetLa
         If the file cannot be opened, or a chunk table points outside it.
     DatasetError
         If a dataset is missing, is a group, or has no samples dimension or fixed-size dtype.
+    UnsafeFileError
+        If a dataset lies in files that `reach` does not permit.
     ConfigError
         If a field's ``num_dim`` is no dimension of its dataset.
     """
     with open_hdf5(path) as file:
         return {
-            name: _read_layout(file, field.path, field.num_dim) for name, field in fields.items()
+            name: _layout_at(file, field.path, field.num_dim, reach)
+            for name, field in fields.items()
         }
 
 
-def list_layouts(path: Path) -> Iterator[tuple[str, DatasetLayout | H5AsyncError]]:
+def list_layouts(
+    path: Path, reach: Reach = BESIDE
+) -> Iterator[tuple[str, DatasetLayout | H5AsyncError]]:
     """Yield each dataset of a file, in the order of names, with its layout or why it has none."""
     with open_hdf5(path) as file:
-        for name in _datasets(file):
+        for name in sorted({*_datasets(file), *_linked(file, reach)}):
             try:
-                yield name, _read_layout(file, name, 0)
+                yield name, _layout_at(file, name, 0, reach)
             except H5AsyncError as error:
                 yield name, error
-
-
-def open_hdf5(path: Path) -> h5py.File:
-    """Open a file for reading with h5py, which the caller closes.
-
-    Raises
-    ------
-    ReadError
-        If it cannot be opened; the message says why.
-    """
-    try:
-        try:
-            return h5py.File(path, "r")
-        except OSError as error:
-            if "file locking flag" not in str(error):
-                raise
-            # The caller has it open without locking, and HDF5 wants all to agree.
-            return h5py.File(path, "r", locking=False)
-    except (OSError, RuntimeError, ValueError) as error:
-        if not path.exists():
-            reason = "there is no such file"
-        elif path.is_dir():
-            reason = "it is a directory"
-        else:
-            reason = str(error)
-        raise ReadError(f"cannot open {path}: {reason}") from error
 
 
 def _datasets(file: h5py.File) -> dict[str, h5py.Dataset]:
@@ -95,21 +84,50 @@ def _datasets(file: h5py.File) -> dict[str, h5py.Dataset]:
     return found
 
 
-def _dataset(file: h5py.File, path: str) -> h5py.Dataset:
-    try:
-        node = file[path]
-    except Exception as error:  # KeyError for most, but a damaged object may raise anything
-        missing = isinstance(error, KeyError) and "doesn't exist" in str(error)
-        detail = "" if missing else f" that can be opened ({error})"
-        raise DatasetError(
-            f'{file.filename}: there is no dataset "{path}"{detail}; {_what_is_there(file)}'
-        ) from error
-    if not isinstance(node, h5py.Dataset):
-        kind = "group" if isinstance(node, h5py.Group) else "named type"
-        raise DatasetError(
-            f'{file.filename}: "{path}" is a {kind}, not a dataset; {_what_is_there(file)}'
-        )
-    return node
+def _linked(file: h5py.File, reach: Reach) -> list[str]:
+    """Return the soft and external links that do not lead to groups."""
+    links: list[str] = []
+
+    def visit(name: str, link: object) -> None:
+        if not isinstance(link, h5py.HardLink):
+            links.append(name)
+
+    file.visititems_links(visit)
+    found = []
+    for name in links:
+        with contextlib.ExitStack() as files:
+            try:
+                place = locate(file, name, reach, files)
+                if not isinstance(place.file[place.path], h5py.Dataset):
+                    continue
+            except Exception:  # a damaged object may raise anything; the listing says what
+                pass
+        found.append(name)
+    return found
+
+
+def _layout_at(file: h5py.File, path: str, num_dim: int, reach: Reach) -> DatasetLayout:
+    """Read the layout of what a path leads to, in this file or another."""
+    with contextlib.ExitStack() as files:
+        try:
+            place = locate(file, path, reach, files)
+            node = place.file[place.path]
+        except H5AsyncError:
+            raise
+        except Exception as error:  # KeyError for most, but a damaged object may raise anything
+            missing = isinstance(error, KeyError) and "Unable" not in str(error)
+            missing = missing or "doesn't exist" in str(error)
+            detail = "" if missing else f" that can be opened ({error})"
+            raise DatasetError(
+                f'{file.filename}: there is no dataset "{path}"{detail}; {_what_is_there(file)}'
+            ) from error
+        if not isinstance(node, h5py.Dataset):
+            kind = "group" if isinstance(node, h5py.Group) else "named type"
+            raise DatasetError(
+                f'{file.filename}: "{path}" is a {kind}, not a dataset; {_what_is_there(file)}'
+            )
+        indexer = _Indexer(place.file, reach, 0)
+        return indexer.layout(place.path, node, place.rest, num_dim)
 
 
 def _what_is_there(file: h5py.File) -> str:
@@ -141,78 +159,353 @@ def _has_fixed_size(dataset: h5py.Dataset) -> bool:
         return False
 
 
-def _read_layout(file: h5py.File, name: str, num_dim: int) -> DatasetLayout:
-    where = f'{file.filename}: dataset "{name}"'
-    dataset = _dataset(file, name)
+class _Element(NamedTuple):
+    """What an element of a dataset, or a member of it, is.
+
+    Attributes
+    ----------
+    dtype
+        As h5py gives it.
+    stored
+        The type as stored.
+    offset
+        Of a member: its first byte within an element.
+    """
+
+    dtype: np.dtype[Any]
+    stored: h5py.h5t.TypeID
+    offset: int
+
+    @property
+    def is_numpys(self) -> bool:
+        """Whether the stored bytes are NumPy's."""
+        try:
+            return bool(self.stored.equal(h5py.h5t.py_create(self.dtype, logical=True)))
+        except Exception:  # a type that h5py can read but not write
+            return False
+
+
+class _Indexer:
+    """Reads layouts from one open file; `depth` counts virtual datasets within each other."""
+
+    def __init__(self, file: h5py.File, reach: Reach, depth: int) -> None:
+        self._file = file
+        self._path = Path(file.filename).absolute()  # opened again, from wherever we are then
+        self._reach = reach
+        self._depth = depth
+
+    def layout(
+        self, name: str, dataset: h5py.Dataset, member: Sequence[str], num_dim: int
+    ) -> DatasetLayout:
+        where = f'{self._file.filename}: dataset "{name}"'
+        try:
+            return self._layout(name, dataset, tuple(member), num_dim, where)
+        except H5AsyncError:
+            raise
+        except Exception as error:  # damaged metadata may raise anything
+            raise ReadError(f"{where}: its metadata cannot be read ({error})") from error
+
+    def _layout(
+        self, name: str, dataset: h5py.Dataset, member: tuple[str, ...], num_dim: int, where: str
+    ) -> DatasetLayout:
+        element = _element(dataset, member, where)
+        if dataset.shape is None:
+            raise DatasetError(f"{where} is empty (a null dataspace): it holds no samples")
+        if dataset.shape == ():
+            raise DatasetError(f"{where} is a scalar: it has no dimension that counts samples")
+        if element.dtype.hasobject:
+            raise DatasetError(
+                f"{where}: its elements are of variable length or references, so a batch of them"
+                " has no fixed size; store them with a fixed-size type"
+            )
+        base, extra = element.dtype.base, element.dtype.shape
+        plist = dataset.id.get_create_plist()
+        storage = _storage(plist)
+        filters = _filters(plist)
+        layout = DatasetLayout(
+            file=str(self._path),
+            file_id=file_id(self._file.id.get_vfd_handle()),
+            path=name,
+            shape=(*dataset.shape, *extra),
+            dtype=_without_metadata(base),
+            sample_axis=normal_axis(num_dim, len(dataset.shape), where),
+            storage=storage,
+            fallback_reason=None,
+            fill=np.zeros((), base),
+            chunk_shape=(*dataset.chunks, *extra) if dataset.chunks else (),
+            filters=filters,
+            stored_nbytes=dataset.id.get_storage_size(),
+            member=member,
+            stored_itemsize=dataset.id.get_type().get_size(),
+            extra_dims=len(extra),
+        )
+        try:
+            if storage == "virtual":
+                return self._virtual(layout, plist, where)
+            if storage == "external":
+                return self._external(layout, plist, element, where)
+            if storage == "compact":
+                values = np.asarray(_values(dataset, member))
+                return replace(layout, values=values.view(layout.raw_dtype))
+            _require_filters(filters, where)
+            if storage == "chunked" and filters:
+                layout = replace(layout, has_raw_edges=edges_are_raw(dataset))
+            self._require_direct(layout, element)
+            if member:
+                return self._member(layout, dataset, plist, element, where)
+            layout = replace(layout, fill=_fill_value(plist, base, extra))
+            return self._direct(layout, dataset, plist, where)
+        except NotDirectError as error:
+            return replace(layout, fallback_reason=str(error))
+
+    def _require_direct(self, layout: DatasetLayout, element: _Element) -> None:
+        if self._file.id.get_intent() & h5py.h5f.ACC_RDWR:
+            raise NotDirectError(
+                "the file is open for writing in this process, which may hold unwritten values"
+            )
+        if not element.is_numpys:
+            raise NotDirectError(f"its stored type differs from NumPy's {element.dtype}")
+        for entry in layout.filters:
+            if not can_decode(entry):
+                raise NotDirectError(f"filter {entry.number} ({entry.label}) is decoded by HDF5")
+        is_columns = layout.storage == "contiguous" and layout.sample_axis != 0
+        if is_columns and not can_map(layout.file):
+            raise NotDirectError(
+                "columns of a contiguous dataset are read by mapping, which needs a local file"
+                " system"
+            )
+
+    def _direct(
+        self, layout: DatasetLayout, dataset: h5py.Dataset, plist: h5py.h5p.PropDCID, where: str
+    ) -> DatasetLayout:
+        """Find out where the bytes lie."""
+        if layout.storage == "chunked":
+            require_true_coordinates(dataset)
+            chunks = read_chunk_table(dataset, layout.filters, layout.has_raw_edges, where)
+            layout = replace(layout, chunks=chunks)
+        else:
+            layout = replace(layout, offset=_contiguous_offset(dataset, where))
+        if _has_no_values(plist, layout):
+            raise NotDirectError("it was never written, and its fill value is undefined")
+        return layout
+
+    def _member(
+        self,
+        layout: DatasetLayout,
+        dataset: h5py.Dataset,
+        plist: h5py.h5p.PropDCID,
+        element: _Element,
+        where: str,
+    ) -> DatasetLayout:
+        """Return the layout of a member: a part of the rows of the compound."""
+        rank = len(dataset.shape)
+        extra = layout.shape[rank:]
+        label = "/".join(layout.member)
+        compound: np.dtype[Any] = np.dtype(
+            {
+                "names": [label],
+                "formats": [(layout.raw_dtype, extra)],
+                "offsets": [element.offset],
+                "itemsize": layout.stored_itemsize,
+            }
+        )
+        fill = np.zeros((), compound)
+        fill[label] = _member_fill(plist, dataset, layout.member)
+        source = replace(
+            layout,
+            shape=layout.shape[:rank],
+            chunk_shape=layout.chunk_shape[:rank],
+            dtype=compound,
+            fill=fill,
+            member=(),
+        )
+        source = self._direct(source, dataset, plist, where)
+        samples = Slab.run(0, layout.num_samples)
+        part = Part(source, samples, samples, member=label)
+        return replace(layout, parts=(part,) if layout.num_samples else ())
+
+    def _virtual(
+        self, layout: DatasetLayout, plist: h5py.h5p.PropDCID, where: str
+    ) -> DatasetLayout:
+        if self._depth >= _MAX_NESTED:
+            raise DatasetError(f"{where}: virtual datasets are nested more than {_MAX_NESTED} deep")
+        for file_name, dataset_name in dict.fromkeys(mapped_files(plist, layout.shape)):
+            self._source_path(
+                file_name, dataset_name, where
+            )  # all are looked at before any is read
+        if layout.member:
+            raise NotDirectError("a member of a virtual dataset")
+        base = layout.fill.dtype
+        layout = replace(layout, fill=_fill_value(plist, base, (), whenever=True))
+        cache: dict[tuple[str, str, int], DatasetLayout | None] = {}
+
+        def find(file_name: str, dataset_name: str, axis: int) -> DatasetLayout | None:
+            key = file_name, dataset_name, axis
+            if key not in cache:
+                cache[key] = self._source(file_name, dataset_name, axis, where)
+            return cache[key]
+
+        parts = virtual_parts(plist, layout, find)
+        reasons = [part.source.fallback_reason for part in parts]
+        reason = next((reason for reason in reasons if reason is not None), None)
+        return replace(
+            layout,
+            parts=parts,
+            fallback_reason=reason,
+            stored_nbytes=sum(
+                {(p.source.file, p.source.path): p.source.stored_nbytes for p in parts}.values()
+            ),
+        )
+
+    def _source_path(self, file_name: str, dataset_name: str, where: str) -> Path | None:
+        """Return the file of a virtual dataset's source, None where it is missing and may be."""
+        if file_name == ".":
+            return self._path
+        found = self._reach.find(file_name, self._path, "HDF5_VDS_PREFIX", where)
+        if found is None and not self._reach.missing_is_fill:
+            raise DatasetError(
+                f'{where}: its source "{dataset_name}" lies in {file_name}, which is missing; bring'
+                " it back, or let what is missing have the fill value: allow_missing=True"
+            )
+        return found
+
+    def _source(
+        self, file_name: str, dataset_name: str, axis: int, where: str
+    ) -> DatasetLayout | None:
+        path = self._source_path(file_name, dataset_name, where)
+        if path is None:
+            return None
+        with contextlib.ExitStack() as files:
+            is_here = file_name == "."
+            file = self._file if is_here else files.enter_context(open_hdf5(path))
+            try:
+                place = locate(file, dataset_name, self._reach, files)
+                node = place.file[place.path]
+            except KeyError as error:
+                if self._reach.missing_is_fill:
+                    return None
+                raise DatasetError(
+                    f'{where}: its source "{dataset_name}" is missing in {path}; bring it back, or'
+                    " let what is missing have the fill value: allow_missing=True"
+                ) from error
+            if not isinstance(node, h5py.Dataset) or place.rest:
+                raise DatasetError(f'{where}: its source "{dataset_name}" in {path} is no dataset')
+            if node.shape == ():
+                raise NotDirectError("a virtual dataset whose source is a scalar")
+            indexer = _Indexer(place.file, self._reach, self._depth + 1)
+            return indexer.layout(place.path, node, (), axis)
+
+    def _external(
+        self, layout: DatasetLayout, plist: h5py.h5p.PropDCID, element: _Element, where: str
+    ) -> DatasetLayout:
+        """Return the layout of values in external files, which must be permitted by root."""
+        segments = [plist.get_external(i) for i in range(plist.get_external_count())]
+        found = [self._external_path(os.fsdecode(name), where) for name, _, _ in segments]
+        self._require_direct(layout, element)
+        if layout.member:
+            raise NotDirectError("a member of a compound in external files")
+        if layout.sample_axis != 0 and len(segments) > 1:
+            raise NotDirectError("columns of a dataset in several external files")
+        parts, begin, wanted = [], 0, layout.nbytes
+        for path, (_, offset, nbytes) in zip(found, segments, strict=True):
+            nbytes = min(nbytes, wanted - begin)
+            if nbytes <= 0:
+                break
+            status = path.stat()
+            if status.st_size < offset + nbytes:
+                raise ReadError(
+                    f"{where}: {nbytes} bytes of its values lie at byte {offset} of {path}, which"
+                    f" has {status.st_size} bytes (HDF5 would put zeros for what is missing)"
+                )
+            source = replace(
+                layout,
+                file=str(path),
+                file_id=(status.st_dev, status.st_ino),
+                storage="contiguous",
+                offset=offset,
+            )
+            if nbytes == wanted:
+                return replace(source, storage="external")
+            if begin % layout.row_nbytes or nbytes % layout.row_nbytes:
+                raise NotDirectError("samples of a dataset in several external files are split")
+            rows = nbytes // layout.row_nbytes
+            samples = Slab.run(begin // layout.row_nbytes, begin // layout.row_nbytes + rows)
+            source = replace(source, shape=(rows, *layout.row_shape))
+            parts.append(Part(source, samples, Slab.run(0, rows)))
+            begin += nbytes
+        if begin < wanted:
+            raise ReadError(f"{where}: its external files hold {begin} of {wanted} bytes")
+        return replace(layout, parts=tuple(parts))
+
+    def _external_path(self, name: str, where: str) -> Path:
+        """Return the real path of an external file, as HDF5 finds it: from the current directory.
+
+        Raises
+        ------
+        UnsafeFileError
+            If it lies below no root that was given: beside the file is not enough.
+        """
+        if not name or "\0" in name:
+            raise UnsafeFileError(f"{where} keeps its values in a file with the name {name!r}")
+        prefix = os.environ.get("HDF5_EXTFILE_PREFIX", "")
+        prefix = prefix.replace("${ORIGIN}", str(self._path.parent))
+        path = Path(prefix, name).resolve()
+        roots = [root.resolve() for root in self._reach.roots]
+        if not any(path.is_relative_to(root) for root in roots):
+            raise UnsafeFileError(
+                f"{where} keeps its values in an external file, {path}; if you trust this, allow"
+                f" it: allow_external=[{str(path.parent)!r}]"
+            )
+        if not path.is_file():
+            raise ReadError(f"{where} keeps its values in {path}, which is missing or no file")
+        return path
+
+
+def _element(dataset: h5py.Dataset, member: tuple[str, ...], where: str) -> _Element:
+    """Return what an element is; of a compound, its member at the end of the path `member`."""
+    stored, offset = dataset.id.get_type(), 0
+    for depth, name in enumerate(member):
+        label = "/".join(member[: depth + 1])
+        if not isinstance(stored, h5py.h5t.TypeCompoundID):
+            raise DatasetError(f'{where} has no member "{label}": it is no compound type')
+        names = [stored.get_member_name(i) for i in range(stored.get_nmembers())]
+        encoded = name.encode()
+        if encoded not in names:
+            listed = ", ".join(f'"{n.decode("utf-8", "replace")}"' for n in names)
+            raise DatasetError(f'{where} has no member "{label}"; it has {listed}')
+        offset += stored.get_member_offset(names.index(encoded))
+        stored = stored.get_member_type(names.index(encoded))
     try:
-        full_dtype = dataset.dtype
+        return _Element(stored.dtype if member else dataset.dtype, stored, offset)
     except Exception as error:  # h5py has no one type for what it cannot express
         raise DatasetError(f"{where}: its type has no NumPy equivalent ({error})") from error
-    if dataset.shape is None:
-        raise DatasetError(f"{where} is empty (a null dataspace): it holds no samples")
-    if dataset.shape == ():
-        raise DatasetError(f"{where} is a scalar: it has no dimension that counts samples")
-    if full_dtype.hasobject:
-        raise DatasetError(
-            f"{where}: its elements are of variable length or references, so a batch of them has"
-            " no fixed size; store them with a fixed-size type"
-        )
-    base, extra = (full_dtype.base, full_dtype.shape) if full_dtype.subdtype else (full_dtype, ())
-    chunk_shape = (*dataset.chunks, *extra) if dataset.chunks else ()
-    plist = dataset.id.get_create_plist()
-    storage, external = _storage(plist)
-    layout: dict[str, Any] = {
-        "file": str(Path(file.filename).absolute()),  # it is opened again, from wherever we are
-        "file_id": file_id(file.id.get_vfd_handle()),
-        "path": name,
-        "shape": (*dataset.shape, *extra),
-        "dtype": _without_metadata(base),
-        "sample_axis": normal_axis(num_dim, len(dataset.shape), where),
-        "storage": storage,
-        "fallback_reason": None,
-        "fill": np.zeros((), base),
-        "chunk_shape": chunk_shape,
-        "filters": _filters(plist),
-        "stored_nbytes": dataset.id.get_storage_size(),
-    }
-    _require_filters(layout["filters"], where)
-    layout["fallback_reason"] = external or _why_not_direct(file, dataset, layout)
-    if layout["fallback_reason"] is None:
-        try:
-            layout["fill"] = _fill_value(plist, base, extra)
-            if storage == "chunked":
-                layout["chunks"] = _chunk_table(dataset, plist, layout, where)
-            else:
-                layout["offset"] = _contiguous_offset(dataset, where)
-            if _has_no_values(plist, layout):
-                raise _NotDirectError("it was never written, and its fill value is undefined")
-        except _NotDirectError as error:
-            layout["fallback_reason"] = str(error)
-    return DatasetLayout(**layout)
 
 
-class _NotDirectError(Exception):
-    """Something was found that only h5py may read; the message is the reason."""
+def _values(dataset: h5py.Dataset, member: tuple[str, ...]) -> Any:
+    values = (dataset.fields(member[0]) if member else dataset)[...]
+    for name in member[1:]:
+        values = values[name]
+    return values
 
 
 def _without_metadata(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return dtype if dtype.metadata is None or dtype.fields else np.dtype(dtype.str)
 
 
-def _storage(plist: h5py.h5p.PropDCID) -> tuple[Storage, str | None]:
-    """Return the layout class, and why it rules out the direct way.
+def _storage(plist: h5py.h5p.PropDCID) -> Storage:
+    """Return the layout class.
 
     External storage reports itself as contiguous, and it and virtual datasets have no offset,
     just like datasets that were never written: they must be told apart first.
     """
     kind = plist.get_layout()
     if kind == h5py.h5d.VIRTUAL:
-        return "virtual", "a virtual dataset maps other datasets"
+        return "virtual"
     if plist.get_external_count():
-        return "external", "its values lie in external files"
+        return "external"
     if kind == h5py.h5d.COMPACT:
-        return "compact", "compact storage: its values lie in the object header"
-    return ("chunked", None) if kind == h5py.h5d.CHUNKED else ("contiguous", None)
+        return "compact"
+    return "chunked" if kind == h5py.h5d.CHUNKED else "contiguous"
 
 
 def _filters(plist: h5py.h5p.PropDCID) -> tuple[Filter, ...]:
@@ -233,61 +526,58 @@ def _require_filters(filters: tuple[Filter, ...], where: str) -> None:
         except ImportError:
             pass
         if not h5py.h5z.filter_avail(entry.number):
-            label = entry.label
             raise DatasetError(
-                f"{where} is compressed with filter {entry.number} ({label}), which is not"
+                f"{where} is compressed with filter {entry.number} ({entry.label}), which is not"
                 " available; try: pip install hdf5plugin"
             )
 
 
-def _why_not_direct(
-    file: h5py.File, dataset: h5py.Dataset, layout: Mapping[str, Any]
-) -> str | None:
-    if h5py.h5o.get_info(dataset.id).fileno != h5py.h5o.get_info(file.id).fileno:
-        return f"a link leads to another file, {dataset.file.filename}"
-    if file.id.get_intent() & h5py.h5f.ACC_RDWR:
-        return "the file is open for writing in this process, which may hold unwritten values"
-    stored = dataset.id.get_type()
-    try:
-        same = stored.equal(h5py.h5t.py_create(dataset.dtype, logical=True))
-    except Exception:  # a type that h5py can read but not write
-        same = False
-    if not same:
-        return f"its stored type differs from NumPy's {dataset.dtype}"
-    for entry in layout["filters"]:
-        if not can_decode(entry):
-            label = entry.label
-            return f"filter {entry.number} ({label}) is decoded by HDF5"
-    if layout["storage"] == "chunked":
-        unlimited = [axis for axis, extent in enumerate(dataset.maxshape) if extent is None]
-        if len(unlimited) == 1 and unlimited != [0]:
-            # HDF5 reports wrong chunk coordinates for an extensible array index of this kind.
-            return f"only dimension {unlimited[0]} is unlimited: HDF5 misreports its chunks"
-    elif layout["sample_axis"] != 0 and not can_map(layout["file"]):
-        return (
-            "columns of a contiguous dataset are read by mapping, which needs a local file system"
-        )
-    return None
-
-
 def _fill_value(
-    plist: h5py.h5p.PropDCID, base: np.dtype[Any], extra: tuple[int, ...]
+    plist: h5py.h5p.PropDCID,
+    base: np.dtype[Any],
+    extra: tuple[int, ...],
+    *,
+    whenever: bool = False,
 ) -> NDArray[Any]:
-    """Return what HDF5 gives for values never written: zeros unless it may use a fill value."""
+    """Return what HDF5 gives for values never written: zeros unless it may use a fill value.
+
+    `whenever`: whatever the fill time; virtual datasets do not mind it.
+    """
     fill = np.zeros((), base)
-    defined = plist.fill_value_defined() == h5py.h5d.FILL_VALUE_USER_DEFINED
-    if defined and plist.get_fill_time() != h5py.h5d.FILL_TIME_NEVER:
+    if _has_fill_value(plist) and (whenever or _is_filled(plist)):
         if extra:
-            raise _NotDirectError("an array type with a fill value of its own")
+            raise NotDirectError("an array type with a fill value of its own")
         plist.get_fill_value(fill)
     return fill
 
 
-def _has_no_values(plist: h5py.h5p.PropDCID, layout: Mapping[str, Any]) -> bool:
+def _member_fill(
+    plist: h5py.h5p.PropDCID, dataset: h5py.Dataset, member: tuple[str, ...]
+) -> NDArray[Any] | int:
+    if not (_has_fill_value(plist) and _is_filled(plist)):
+        return 0
+    if dataset.dtype.hasobject:
+        raise NotDirectError("a member of a compound with a fill value of its own")
+    values: Any = np.zeros((), dataset.dtype)
+    plist.get_fill_value(values)
+    for name in member:
+        values = values[name]
+    return values.view(np.uint8) if values.dtype.kind == "b" else values  # type: ignore[no-any-return]
+
+
+def _has_fill_value(plist: h5py.h5p.PropDCID) -> bool:
+    return bool(plist.fill_value_defined() == h5py.h5d.FILL_VALUE_USER_DEFINED)
+
+
+def _is_filled(plist: h5py.h5p.PropDCID) -> bool:
+    return bool(plist.get_fill_time() != h5py.h5d.FILL_TIME_NEVER)
+
+
+def _has_no_values(plist: h5py.h5p.PropDCID, layout: DatasetLayout) -> bool:
     """Tell whether HDF5 will refuse to read at all."""
     undefined = plist.fill_value_defined() == h5py.h5d.FILL_VALUE_UNDEFINED
-    chunks: ChunkTable | None = layout.get("chunks")
-    allocated = layout["offset"] >= 0 if chunks is None else chunks.offset.size > 0
+    chunks: ChunkTable | None = layout.chunks
+    allocated = layout.offset >= 0 if chunks is None else chunks.offset.size > 0
     return undefined and not allocated
 
 
@@ -298,8 +588,9 @@ def _contiguous_offset(dataset: h5py.Dataset, where: str) -> int:
         raise ReadError(f"{where}: its address is not valid ({error})") from error
     if offset is None:
         return -1
-    nbytes, end = dataset.id.get_storage_size(), _file_nbytes(dataset)
-    wanted = math.prod(dataset.shape) * dataset.dtype.itemsize
+    nbytes = dataset.id.get_storage_size()
+    end = os.fstat(dataset.file.id.get_vfd_handle()).st_size
+    wanted = math.prod(dataset.shape) * dataset.id.get_type().get_size()
     if nbytes < wanted:
         raise ReadError(f"{where}: {nbytes} bytes are allocated for {wanted} bytes of values")
     if offset + wanted > end:
@@ -308,95 +599,3 @@ def _contiguous_offset(dataset: h5py.Dataset, where: str) -> int:
             " it was cut short"
         )
     return int(offset)
-
-
-def _chunk_table(
-    dataset: h5py.Dataset, plist: h5py.h5p.PropDCID, layout: Mapping[str, Any], where: str
-) -> ChunkTable:
-    rank = len(dataset.shape)
-    records = array("q")
-    append = records.extend
-
-    def visit(info: h5py.h5d.StoreInfo) -> None:
-        append(info.chunk_offset)
-        append((info.byte_offset, info.size, info.filter_mask))
-
-    try:
-        if math.prod(dataset.shape):
-            dataset.id.chunk_iter(visit)
-    except (TypeError, RuntimeError, OSError) as error:
-        raise ReadError(f"{where}: its chunk index cannot be read ({error})") from error
-    table = np.frombuffer(records, np.int64).reshape(-1, rank + 3)
-    corners, offset, nbytes = table[:, :rank], table[:, rank], table[:, rank + 1]
-    mask = table[:, rank + 2].astype(np.uint32)
-    end = _file_nbytes(dataset)
-    bad = np.flatnonzero((offset < 0) | (nbytes < 0) | (nbytes > end) | (offset > end - nbytes))
-    if bad.size:
-        at = tuple(int(x) for x in corners[bad[0]])
-        raise ReadError(
-            f"{where}, chunk {at}: {nbytes[bad[0]]} bytes at byte {offset[bad[0]]} do not lie in"
-            f" the file, which has {end} bytes; it was cut short or is damaged"
-        )
-    due = math.prod(dataset.chunks) * dataset.dtype.itemsize
-    bad = np.flatnonzero(nbytes != due)
-    if bad.size and not layout["filters"]:
-        at = tuple(int(x) for x in corners[bad[0]])
-        raise ReadError(
-            f"{where}, chunk {at}: {nbytes[bad[0]]} bytes are stored, {due} are due; the file is"
-            " damaged"
-        )
-    chunk = np.asarray(dataset.chunks, np.int64)
-    shape = np.asarray(dataset.shape, np.int64)
-    if ((corners % chunk != 0) | (corners < 0) | (corners >= shape)).any():
-        raise _NotDirectError("HDF5 reports chunks outside the dataset")
-    if layout["filters"]:
-        mask = _mask_unfiltered_edges(plist, corners, chunk, shape, mask)
-    extents = grid_of(dataset.shape, dataset.chunks)
-    cells = (corners // chunk).T
-    index = np.ravel_multi_index(tuple(cells), extents) if rank else np.zeros(0, np.int64)
-    order = np.argsort(index, kind="stable")
-    index = index[order].astype(np.int64)
-    if (index[1:] == index[:-1]).any():
-        raise _NotDirectError("HDF5 reports a chunk twice")
-    complete = index.size == math.prod(extents)
-    return ChunkTable(
-        index=None if complete else index,
-        offset=offset[order],
-        nbytes=nbytes[order],
-        filter_mask=mask[order],
-    )
-
-
-def _mask_unfiltered_edges(
-    plist: h5py.h5p.PropDCID,
-    corners: NDArray[np.int64],
-    chunk: NDArray[np.int64],
-    shape: NDArray[np.int64],
-    mask: NDArray[np.uint32],
-) -> NDArray[np.uint32]:
-    """Set all bits for partial chunks where the dataset leaves these unfiltered.
-
-    Such chunks are stored raw while their mask says that they were filtered. h5py does not wrap
-    the flag that says so; HDF5's own function is found through h5py's extension module.
-    """
-    partial = (corners + chunk > shape).any(axis=1)
-    if not partial.any():
-        return mask
-    try:
-        get_chunk_opts = ctypes.CDLL(h5py.h5p.__file__).H5Pget_chunk_opts
-    except (AttributeError, OSError) as error:
-        raise _NotDirectError("HDF5 does not say whether its edge chunks are filtered") from error
-    get_chunk_opts.argtypes = (ctypes.c_int64, ctypes.POINTER(ctypes.c_uint))
-    get_chunk_opts.restype = ctypes.c_int
-    options = ctypes.c_uint()
-    with h5py._objects.phil:
-        status = get_chunk_opts(plist.id, ctypes.byref(options))
-    if status < 0:
-        raise _NotDirectError("HDF5 does not say whether its edge chunks are filtered")
-    if options.value & _DONT_FILTER_PARTIAL_CHUNKS:
-        return np.where(partial, np.uint32(_ALL_FILTERS), mask)
-    return mask
-
-
-def _file_nbytes(dataset: h5py.Dataset) -> int:
-    return Path(dataset.file.filename).stat().st_size

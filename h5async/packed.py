@@ -71,6 +71,17 @@ def can_decode_nbit(parameters: tuple[int, ...]) -> bool:
     return _parse_nbit(parameters) is not None
 
 
+def does_nothing_scaleoffset(parameters: tuple[int, ...]) -> bool:
+    """Tell whether the filter leaves all bytes as they are: numbers of their full width."""
+    entry = _parse_scaleoffset(parameters)
+    return entry is not None and entry.is_unchanged
+
+
+def does_nothing_nbit(parameters: tuple[int, ...]) -> bool:
+    """Tell whether the filter leaves all bytes as they are: "need not compress"."""
+    return len(parameters) > 1 and parameters[0] == len(parameters) and parameters[1] != 0
+
+
 def decode_scaleoffset(parameters: tuple[int, ...], encoded: Bytes, out: Bytes) -> Bytes:
     """Undo the scale-offset filter.
 

@@ -1,10 +1,11 @@
 """Sample numbers and a dataset's layout enter; a read plan leaves: a few arrays. Pure.
 
-Two forms of plan cover all layouts. Where every sample lies in one piece and undecoded, a
-`RowPlan` is one file offset a sample. Else a `ChunkPlan` lists each chunk that the batch touches
+Two forms of plan cover what lies in one file. Where every sample lies in one piece and undecoded,
+a `RowPlan` is one file offset a sample. Else a `ChunkPlan` lists each chunk that the batch touches
 once, and, shared by all chunks that hold pieces of the same samples, the runs of neighbouring
-samples that go from a chunk to the batch. Both can be executed in slices, by anyone: `execute.py`
-does it in Python.
+samples that go from a chunk to the batch. A `SamplesPlan` leaves the how to h5py, or to memory. A
+`PartsPlan` is made of plans for the sources of a dataset. All can be executed in slices, by
+anyone: `execute.py` does it in Python.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.layout import DatasetLayout
+from h5async.layout import DatasetLayout, Part
 
 Int64s = NDArray[np.int64]
+Rows = int | Int64s  # rows of a batch: the first of neighbours, or all of them, int64
 
 _COLUMN_GROUPS = 32  # shares into which samples that are columns of one array can be cut
+_STAGE_NBYTES = 1 << 20  # rows that are read at once where only pieces of them are wanted
 
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """Where each row of a batch lies in the file, in the order of the batch.
+    """Where each row lies in the file.
 
     Attributes
     ----------
@@ -33,12 +36,15 @@ class RowPlan:
         int64 (n,): sample numbers.
     offset
         int64 (n,): address of the sample's bytes; -1: never written.
+    rows
+        Where they go in the batch.
     row_nbytes
         Bytes of each.
     """
 
     sample: Int64s
     offset: Int64s
+    rows: Rows
     row_nbytes: int
 
     @property
@@ -97,10 +103,21 @@ class ChunkPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class FallbackPlan:
-    """Sample numbers that h5py reads, in one go."""
+class SamplesPlan:
+    """Samples that are read in one go: by h5py, or out of memory.
+
+    Attributes
+    ----------
+    sample
+        int64 (n,): sample numbers.
+    rows
+        Where they go in the batch.
+    row_nbytes
+        Bytes of each.
+    """
 
     sample: Int64s
+    rows: Rows
     row_nbytes: int
 
     @property
@@ -114,7 +131,62 @@ class FallbackPlan:
         return self.sample.size * self.row_nbytes
 
 
-ReadPlan = RowPlan | ChunkPlan | FallbackPlan
+class PartRead(NamedTuple):
+    """What one source of a dataset gives to a batch.
+
+    Attributes
+    ----------
+    part
+        Which of the layout's `parts`.
+    plan
+        How the rows of the source are read: straight to the batch, or first to a stage.
+    stage_rows
+        0: straight to the batch. Else rows are read to the first rows of a stage, as many, and
+        only the piece that is wanted of each goes on.
+    rows
+        Where staged rows go in the batch.
+    """
+
+    part: int
+    plan: ReadPlan
+    stage_rows: int
+    rows: Rows
+
+
+@dataclass(frozen=True, slots=True)
+class PartsPlan:
+    """What the sources of a dataset give to a batch.
+
+    Attributes
+    ----------
+    reads
+        One for each part that the batch touches, or more.
+    first_item
+        The number of each read's first item, and at the end the number of all; a staged read is
+        one item.
+    num_samples, rows
+        Samples of the batch, and where they go.
+    is_filled_first
+        Whether there are gaps, so that the fill value has to be written before anything else,
+        and all is one item.
+    item_nbytes
+        Decoded bytes of an item: what it costs.
+    """
+
+    reads: list[PartRead]
+    first_item: list[int]
+    num_samples: int
+    rows: Rows
+    is_filled_first: bool
+    item_nbytes: int
+
+    @property
+    def num_items(self) -> int:
+        """Pieces of work that do not depend on each other."""
+        return 1 if self.is_filled_first else self.first_item[-1]
+
+
+ReadPlan = RowPlan | ChunkPlan | SamplesPlan | PartsPlan
 
 
 class PlanSlice(NamedTuple):
@@ -125,51 +197,64 @@ class PlanSlice(NamedTuple):
     stop: int
 
 
-def plan_read(layout: DatasetLayout, sample: Int64s) -> ReadPlan:
-    """Plan how the rows of a batch are read.
+def plan_read(layout: DatasetLayout, sample: Int64s, rows: Rows = 0) -> ReadPlan:
+    """Plan how samples are read.
 
     Parameters
     ----------
     layout
         Of the dataset.
     sample
-        int64 (n,): sample numbers in the order of the batch, all in range.
+        int64 (n,): sample numbers, all in range.
+    rows
+        Where they go in the batch.
     """
-    if layout.fallback_reason is not None:
-        return FallbackPlan(sample, layout.row_nbytes)
-    if layout.storage == "contiguous":
+    if layout.parts:
+        return _plan_parts(layout, sample, rows)
+    if layout.fallback_reason is not None or layout.values is not None:
+        return SamplesPlan(sample, rows, layout.row_nbytes)
+    if layout.chunks is None:
         if layout.rows_are_whole:
-            return _plan_contiguous_rows(layout, sample)
-        return _plan_contiguous_columns(layout, sample)
+            return _plan_contiguous_rows(layout, sample, rows)
+        return _plan_contiguous_columns(layout, sample, rows)
     if layout.rows_are_whole and not layout.filters:
-        return _plan_rows_of_chunks(layout, sample)
-    return _plan_chunks(layout, sample)
+        return _plan_rows_of_chunks(layout, sample, rows)
+    return _plan_chunks(layout, sample, rows)
 
 
-def _plan_contiguous_rows(layout: DatasetLayout, sample: Int64s) -> RowPlan:
+def chosen_rows(rows: Rows, chosen: Int64s) -> Rows:
+    """Return those of some rows whose places are `chosen`, as the first one if neighbours."""
+    rows = chosen + rows if isinstance(rows, int) else rows[chosen]
+    if rows.size and rows[-1] - rows[0] == rows.size - 1 and (np.diff(rows) == 1).all():
+        return int(rows[0])
+    return rows
+
+
+def _plan_contiguous_rows(layout: DatasetLayout, sample: Int64s, rows: Rows) -> RowPlan:
     if layout.offset < 0:
         offset = np.full(sample.shape, -1, np.int64)
     else:
         offset = layout.offset + sample * layout.row_nbytes
-    return RowPlan(sample, offset, layout.row_nbytes)
+    return RowPlan(sample, offset, rows, layout.row_nbytes)
 
 
-def _plan_rows_of_chunks(layout: DatasetLayout, sample: Int64s) -> RowPlan:
+def _plan_rows_of_chunks(layout: DatasetLayout, sample: Int64s, rows: Rows) -> RowPlan:
     chunks = layout.chunks
     assert chunks is not None
     number, local = np.divmod(sample, layout.chunk_shape[0])
     place = chunks.find(number)
     if not chunks.offset.size:
-        return RowPlan(sample, place, layout.row_nbytes)
+        return RowPlan(sample, place, rows, layout.row_nbytes)
     offset = chunks.offset[place] + local * layout.row_nbytes
-    return RowPlan(sample, np.where(place < 0, -1, offset), layout.row_nbytes)
+    return RowPlan(sample, np.where(place < 0, -1, offset), rows, layout.row_nbytes)
 
 
-def _plan_contiguous_columns(layout: DatasetLayout, sample: Int64s) -> ChunkPlan:
+def _plan_contiguous_columns(layout: DatasetLayout, sample: Int64s, rows: Rows) -> ChunkPlan:
     """Take the whole dataset as one chunk, whose samples lie in pieces; share out the samples."""
     order = np.argsort(sample, kind="stable")
     groups = min(sample.size, _COLUMN_GROUPS)
-    runs = _Runs.of(np.arange(sample.size) * groups // sample.size, sample[order], order)
+    number = np.arange(sample.size) * groups // sample.size
+    runs = _Runs.of(number, sample[order], order + rows if isinstance(rows, int) else rows[order])
     return ChunkPlan(
         place=np.full(groups, -1 if layout.offset < 0 else 0, np.int64),
         cross=np.zeros(groups, np.int32),
@@ -179,12 +264,15 @@ def _plan_contiguous_columns(layout: DatasetLayout, sample: Int64s) -> ChunkPlan
     )
 
 
-def _plan_chunks(layout: DatasetLayout, sample: Int64s) -> ChunkPlan:
+def _plan_chunks(layout: DatasetLayout, sample: Int64s, rows: Rows) -> ChunkPlan:
     chunks = layout.chunks
     assert chunks is not None
     axis = layout.sample_axis
     order = np.argsort(sample, kind="stable")
-    runs = _Runs.of(*np.divmod(sample[order], layout.chunk_shape[axis]), order)
+    runs = _Runs.of(
+        *np.divmod(sample[order], layout.chunk_shape[axis]),
+        order + rows if isinstance(rows, int) else rows[order],
+    )
     groups, pieces = runs.group_number.size, len(layout.cross_section)
     strides = np.cumprod((1, *layout.grid[:0:-1]), dtype=np.int64)[::-1]
     cells = layout.cross_section // np.asarray(layout.chunk_shape)
@@ -196,6 +284,82 @@ def _plan_chunks(layout: DatasetLayout, sample: Int64s) -> ChunkPlan:
         chunk_nbytes=layout.chunk_nbytes,
         **runs._asdict(),
     )
+
+
+def _plan_parts(layout: DatasetLayout, sample: Int64s, rows: Rows) -> PartsPlan:
+    reads = [
+        read
+        for number, chosen, ordinal in _touched_parts(layout, sample)
+        for read in _read_part(layout, number, chosen, ordinal, rows)
+    ]
+    first_item = [0]
+    for read in reads:
+        first_item.append(first_item[-1] + (1 if read.stage_rows else read.plan.num_items))
+    nbytes = sample.size * layout.row_nbytes
+    filled = layout.has_gaps
+    return PartsPlan(
+        reads=reads,
+        first_item=first_item,
+        num_samples=sample.size,
+        rows=rows,
+        is_filled_first=filled,
+        item_nbytes=nbytes if filled else nbytes // max(1, first_item[-1]),
+    )
+
+
+def _touched_parts(layout: DatasetLayout, sample: Int64s) -> Iterator[tuple[int, Int64s, Int64s]]:
+    """Yield each part that holds some of the samples: its number, which of them, and ordinals."""
+    starts = layout.part_starts
+    if starts is None:
+        for number, part in enumerate(layout.parts):
+            ordinal = part.samples.ordinal(sample)
+            chosen = np.flatnonzero(ordinal >= 0)
+            if chosen.size:
+                yield number, chosen, ordinal[chosen]
+        return
+    order = np.argsort(sample, kind="stable")
+    owner = np.searchsorted(starts, sample[order], side="right") - 1
+    edges = np.flatnonzero(np.diff(owner)) + 1
+    for chosen, first in zip(np.split(order, edges), [0, *edges.tolist()], strict=True):
+        number = int(owner[first])
+        if number >= 0:
+            ordinal = layout.parts[number].samples.ordinal(sample[chosen])
+            if (ordinal < 0).any():
+                chosen, ordinal = chosen[ordinal >= 0], ordinal[ordinal >= 0]
+            if chosen.size:
+                yield number, chosen, ordinal
+
+
+def _read_part(
+    layout: DatasetLayout, number: int, chosen: Int64s, ordinal: Int64s, rows: Rows
+) -> Iterator[PartRead]:
+    part = layout.parts[number]
+    source_sample = part.source_samples.at(ordinal)
+    if not is_staged(layout, part):
+        goes_to = chosen_rows(rows, chosen)
+        yield PartRead(number, plan_read(part.source, source_sample, goes_to), 0, goes_to)
+        return
+    order = np.argsort(source_sample, kind="stable")
+    count = stage_rows(part.source)
+    for begin in range(0, order.size, count):
+        block = order[begin : begin + count]
+        plan = plan_read(part.source, source_sample[block])
+        yield PartRead(number, plan, block.size, chosen_rows(rows, chosen[block]))
+
+
+def is_staged(layout: DatasetLayout, part: Part) -> bool:
+    """Tell whether rows of a part's source need a change before they are rows of the whole."""
+    return (
+        part.region is not None
+        or part.source_region is not None
+        or part.member is not None
+        or part.source.raw_dtype != layout.raw_dtype
+    )
+
+
+def stage_rows(source: DatasetLayout) -> int:
+    """Return how many rows of a source are staged at once."""
+    return max(1, _STAGE_NBYTES // max(1, source.row_nbytes))
 
 
 class _Runs(NamedTuple):

@@ -21,10 +21,12 @@ from h5async.config import ReaderConfig
 from h5async.device import find_device
 from h5async.errors import ConfigError, DatasetError
 from h5async.filling import THREAD_NAME, Filler, FillOutcome, FillRequest
-from h5async.layout import DatasetLayout
+from h5async.layout import DatasetLayout, join_layouts
+from h5async.links import Reach
 from h5async.metadata import read_layouts
 from h5async.sampling import Sampling
 from h5async.slots import Assignment, SlotRing
+from h5async.storage import read_ahead
 from h5async.transform import row_transform
 
 
@@ -116,8 +118,7 @@ class _Engine:
 
     def __init__(self, config: ReaderConfig) -> None:
         fields = config.batch_fields
-        self.layouts = read_layouts(config.hdf5_path, fields)
-        _check_lengths(self.layouts)
+        self.layouts = _read_all_layouts(config)
         transforms = {
             name: row_transform(field, self.layouts[name]) for name, field in fields.items()
         }
@@ -192,7 +193,7 @@ class _Engine:
 
 
 class AsyncReader:
-    """Reads minibatches from an HDF5 file in threads, ahead of the loop that uses them.
+    """Reads minibatches from HDF5 files in threads, ahead of the loop that uses them.
 
     Meant for one consumer: call its methods from one thread at a time.
 
@@ -208,9 +209,12 @@ class AsyncReader:
     ConfigError
         If an option is unknown, or does not fit the dataset.
     ReadError
-        If the file cannot be opened.
+        If a file cannot be opened.
     DatasetError
-        If a dataset is missing, cannot make batches, or has another length than the others.
+        If a dataset is missing, cannot make batches, has another length than the others, or
+        other rows in one file than in another.
+    UnsafeFileError
+        If a file refers to others that are not beside it nor permitted by ``allow_external``.
     DeviceError
         If the device asked for is not there, or cannot hold the data.
 
@@ -261,8 +265,7 @@ class AsyncReader:
     @property
     def fallback_reads(self) -> int:
         """Reads that went through h5py so far, one for each batch of each field that needs it."""
-        fallback = self._engine.filler.fallback
-        return fallback.reads if fallback is not None else 0
+        return self._engine.filler.fallback.reads
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""
@@ -341,7 +344,7 @@ class AsyncReader:
         return _Epoch(self, epoch)
 
     def close(self) -> None:
-        """Stop the threads, close the file and free the slots' memory. Idempotent.
+        """Stop the threads, close the files and free the slots' memory. Idempotent.
 
         Arrays of a batch that is still held stay valid.
         """
@@ -402,6 +405,22 @@ def _close(engine: _Engine) -> None:
     # cannot wait for itself.
     with contextlib.suppress(RuntimeError):  # the interpreter ends, and everything with it
         threading.Thread(target=engine.close, name=f"{THREAD_NAME}-close").start()
+
+
+def _read_all_layouts(config: ReaderConfig) -> dict[str, DatasetLayout]:
+    """Index the files one by one; the system reads the beginning of the first one meanwhile."""
+    reach = Reach(config.allow_external, config.allow_missing)
+    fields, files = config.batch_fields, config.files
+    found: dict[str, list[DatasetLayout]] = {name: [] for name in fields}
+    for path in files:
+        layouts = read_layouts(path, fields, reach)
+        _check_lengths(layouts)
+        for name, layout in layouts.items():
+            found[name].append(layout)
+        if path is files[0] and len(files) > 1:
+            samples = config.batch_size * config.prefetch
+            read_ahead(path, samples * sum(layout.row_nbytes for layout in layouts.values()))
+    return {name: join_layouts(several) for name, several in found.items()}
 
 
 def _check_lengths(layouts: Mapping[str, DatasetLayout]) -> None:

@@ -6,6 +6,9 @@ import contextlib
 import itertools
 import mmap
 import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +169,74 @@ class LocalFile:
             return None
 
 
+class LocalFiles:
+    """Files on this machine, opened as they are needed. Safe to use from many threads.
+
+    Parameters
+    ----------
+    kept
+        Files that stay open while nobody reads from them; a mapped file takes two descriptors.
+    """
+
+    def __init__(self, kept: int) -> None:
+        self._lock = threading.Lock()
+        self._kept = kept
+        self._files: OrderedDict[str, LocalFile] = OrderedDict()  # the latest use comes last
+        self._users: dict[str, int] = {}
+
+    @contextlib.contextmanager
+    def using(self, path: str, expected: tuple[int, int]) -> Iterator[LocalFile]:
+        """Give a file, open until the context ends.
+
+        Raises
+        ------
+        ReadError
+            If it cannot be opened, or has not the device and inode that are `expected`.
+        """
+        with self._lock:
+            file = self._files.get(path)
+            if file is not None:
+                self._users[path] += 1
+                self._files.move_to_end(path)
+        if file is None:
+            file = self._opened(path, expected)
+        try:
+            yield file
+        finally:
+            with self._lock:
+                self._users[path] -= 1
+                unused = self._unused()
+            for other in unused:
+                other.close()
+
+    def close(self) -> None:
+        """Close all files. Idempotent."""
+        with self._lock:
+            files = list(self._files.values())
+            self._files.clear()
+        for file in files:
+            file.close()
+
+    def _opened(self, path: str, expected: tuple[int, int]) -> LocalFile:
+        file = LocalFile(path, expected)
+        with self._lock:
+            first = self._files.setdefault(path, file)  # another thread may have been faster
+            self._users[path] = self._users.get(path, 0) + 1
+        if first is not file:
+            file.close()
+        return first
+
+    def _unused(self) -> list[LocalFile]:
+        """Take out the files that have been out of use for longest, and are too many."""
+        surplus = len(self._files) - self._kept
+        if surplus <= 0:
+            return []
+        paths = [path for path in self._files if not self._users[path]][:surplus]
+        for path in paths:
+            del self._users[path]
+        return [self._files.pop(path) for path in paths]
+
+
 def _skip(buffers: list[memoryview], count: int) -> list[memoryview]:
     """Drop the first `count` bytes of a list of buffers."""
     for i, buffer in enumerate(buffers):
@@ -173,6 +244,18 @@ def _skip(buffers: list[memoryview], count: int) -> list[memoryview]:
             return [buffer[count:], *buffers[i + 1 :]]
         count -= buffer.nbytes
     return []
+
+
+def read_ahead(path: Path, nbytes: int) -> None:
+    """Ask the system to read the first `nbytes` of a file, without waiting for it."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    with contextlib.suppress(OSError):  # it is a hint
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.posix_fadvise(descriptor, 0, nbytes, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(descriptor)
 
 
 def file_id(descriptor: int) -> tuple[int, int]:

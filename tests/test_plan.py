@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from h5async.filters import Filter
 from h5async.layout import ChunkTable, DatasetLayout
-from h5async.plan import ChunkPlan, FallbackPlan, PlanSlice, ReadPlan, RowPlan, cut, plan_read
+from h5async.plan import ChunkPlan, SamplesPlan, PlanSlice, ReadPlan, RowPlan, cut, plan_read
 
 DEFLATE = (Filter(1, (4,), "deflate"),)
 BASE = 1000  # address of a contiguous dataset
@@ -257,7 +257,7 @@ def test_columns_of_a_contiguous_dataset_are_shared_out() -> None:
 
 def test_what_only_h5py_may_read_is_one_item() -> None:
     plan = plan_read(layout((10, 2), reason="a virtual dataset"), samples(3, 1))
-    assert isinstance(plan, FallbackPlan)
+    assert isinstance(plan, SamplesPlan)
     assert plan.sample.tolist() == [3, 1]
     assert plan.num_items == 1
     assert plan.item_nbytes == 16
@@ -329,7 +329,7 @@ def test_all_samples_in_all_orders(axis: int, chunk_shape: tuple[int, ...]) -> N
 
 
 def rows(count: int, nbytes: int) -> RowPlan:
-    return RowPlan(np.arange(count), np.arange(count) * nbytes, nbytes)
+    return RowPlan(np.arange(count), np.arange(count) * nbytes, 0, nbytes)
 
 
 def chunks(count: int, nbytes: int) -> ChunkPlan:
@@ -383,7 +383,7 @@ def check_cut(plans: Sequence[ReadPlan], parts: int, min_part_nbytes: int) -> li
         ([rows(8, 100), rows(8, 100)], 2, 1, [[(0, 0, 8)], [(1, 0, 8)]]),
         # h5py's share cannot be cut
         (
-            [FallbackPlan(np.arange(8), 100), rows(8, 100)],
+            [SamplesPlan(np.arange(8), 0, 100), rows(8, 100)],
             4,
             1,
             [[(0, 0, 1)], [(1, 0, 4)], [(1, 4, 8)]],
@@ -404,7 +404,7 @@ plan_lists = st.lists(
     st.one_of(
         st.builds(rows, st.integers(0, 40), st.sampled_from([0, 1, 4, 1000, 4096])),
         st.builds(chunks, st.integers(0, 40), st.sampled_from([1, 4096, 10**6])),
-        st.builds(FallbackPlan, st.integers(1, 9).map(np.arange), st.integers(0, 5000)),
+        st.builds(SamplesPlan, st.integers(1, 9).map(np.arange), st.just(0), st.integers(0, 5000)),
     ),
     max_size=4,
 )

@@ -396,7 +396,7 @@ def test_a_long_chunk_is_no_error_to_hdf5(tmp_path):
 def test_fletcher32_unguarded(tmp_path, monkeypatch):
     path = tmp_path / "a.h5"
     chunk_that_was_replaced(path, with_a_flipped_byte(3, **FLETCHER), **FLETCHER)
-    monkeypatch.setattr(filters, "_verify_fletcher32", lambda encoded, out, spare: encoded[:-4])
+    monkeypatch.setattr(filters, "verify_fletcher32", lambda encoded, out, spare: encoded[:-4])
     with reader_of(path, batch_size=12) as reader:
         found = reader.get_next_batch()["data"]
         assert not np.array_equal(found, numbers(12, COLUMNS, dtype="i8"))

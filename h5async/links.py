@@ -1,0 +1,196 @@
+"""A path in a file enters; the file and object that it leads to leave, within what is permitted.
+
+Links are followed here, one by one, before HDF5 gets to see them: it would open any file of the
+machine that a link, a virtual dataset or external storage names. What lies in the directory of
+the file that refers to it, or below, is permitted; all else must lie below a root that the caller
+gave. Symbolic links are resolved first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import h5py
+
+from h5async.errors import DatasetError, ReadError, UnsafeFileError
+
+_MAX_LINKS = 32  # that one path may lead through; HDF5 stops at 16
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Which other files a file may refer to.
+
+    Attributes
+    ----------
+    roots
+        Directories (or files) that may be read, wherever the file lies.
+    missing_is_fill
+        Whether what is missing of a virtual dataset has its fill value; else it is an error.
+    """
+
+    roots: tuple[Path, ...] = ()
+    missing_is_fill: bool = False
+
+    def find(self, name: str, holder: Path, variable: str, where: str) -> Path | None:
+        """Return the file that `holder` refers to as `name`, or None where there is none.
+
+        Looks where HDF5 would look first: below the directories of the environment variable
+        `variable`, then beside `holder`, as it was opened and, where that is a symbolic link, as
+        it is; an absolute name that does not exist is taken as a name beside `holder`. HDF5 would
+        then look in the current directory, which is nobody's to rely on.
+
+        Raises
+        ------
+        UnsafeFileError
+            If it lies elsewhere, or cannot be a name.
+        ReadError
+            If it is no regular file.
+        """
+        if not name or "\0" in name:
+            raise UnsafeFileError(f"{where} refers to a file with the name {name!r}")
+        prefixes = [
+            prefix.replace("${ORIGIN}", str(holder.parent))
+            for prefix in os.environ.get(variable, "").split(":")
+            if prefix
+        ]
+        candidates = [Path(prefix, name) for prefix in prefixes] + [holder.parent / name]
+        if os.path.isabs(name):
+            candidates.append(holder.parent / os.path.basename(name))
+        else:
+            candidates.append(holder.resolve().parent / name)
+        for candidate in candidates:
+            found = self.permitted(candidate, holder, where)
+            if found.exists():
+                if not stat.S_ISREG(found.stat().st_mode):
+                    raise ReadError(f"{where} refers to {found}, which is not a regular file")
+                return found
+        return None
+
+    def permitted(self, target: Path, holder: Path, where: str) -> Path:
+        """Return the real path of `target`.
+
+        Raises
+        ------
+        UnsafeFileError
+            If `holder` may not refer to it.
+        """
+        try:
+            resolved = target.resolve()
+            beside = (holder.parent.resolve(), holder.resolve().parent)
+            allowed = [*beside, *(root.resolve() for root in self.roots)]
+        except (OSError, RuntimeError, ValueError) as error:  # a loop of symbolic links, or a NUL
+            raise UnsafeFileError(f"{where} refers to {target}: {error}") from error
+        if not any(resolved.is_relative_to(root) for root in allowed):
+            raise UnsafeFileError(
+                f"{where} refers to {resolved}, which is not beside {holder}; if you trust this,"
+                f" allow it: allow_external=[{str(resolved.parent)!r}]"
+            )
+        return resolved
+
+
+BESIDE = Reach()  # nothing but what lies beside the file
+
+
+class Located(NamedTuple):
+    """Where a path led: an object of a file, and what is left of the path behind a dataset."""
+
+    file: h5py.File
+    path: str
+    rest: tuple[str, ...]
+
+
+def locate(file: h5py.File, path: str, reach: Reach, files: contextlib.ExitStack) -> Located:
+    """Follow a path through groups and links.
+
+    Parameters
+    ----------
+    file
+        Open file, in which the path begins.
+    path
+        HDF5 path.
+    reach
+        What external links may lead to.
+    files
+        Takes the files that are opened on the way.
+
+    Raises
+    ------
+    KeyError
+        If there is nothing of that name.
+    UnsafeFileError
+        If an external link leads to a file that is not permitted.
+    DatasetError
+        If the path leads to a file that does not exist, or through too many links.
+    ReadError
+        If a linked file cannot be opened.
+    """
+    todo = _components(path)
+    group: h5py.Group = file["/"]
+    done: list[str] = []
+    links = 0
+    while todo:
+        name = todo.pop(0)
+        link = group.get(name, getlink=True)
+        if isinstance(link, h5py.HardLink):
+            done.append(name)
+            if todo:
+                node = group[name]
+                if isinstance(node, h5py.Dataset):
+                    return Located(file, "/".join(done), tuple(todo))
+                if not isinstance(node, h5py.Group):
+                    raise KeyError(path)
+                group = node
+            continue
+        links += 1
+        where = f'{file.filename}: link "{"/".join([*done, name])}"'
+        if links > _MAX_LINKS:
+            raise DatasetError(f"{where}: the path leads through more than {_MAX_LINKS} links")
+        if isinstance(link, h5py.ExternalLink):
+            holder = Path(file.filename)
+            target = reach.find(link.filename, holder, "HDF5_EXT_PREFIX", where)
+            if target is None:
+                raise DatasetError(f"{where} leads to {link.filename}, which does not exist")
+            file = files.enter_context(open_hdf5(target))
+            group, done = file["/"], []
+        elif not isinstance(link, h5py.SoftLink):
+            raise KeyError(path)
+        elif link.path.startswith("/"):
+            group, done = file["/"], []
+        todo = _components(link.path) + todo
+    return Located(file, "/".join(done) or "/", ())
+
+
+def _components(path: str) -> list[str]:
+    return [name for name in path.split("/") if name not in ("", ".")]
+
+
+def open_hdf5(path: Path) -> h5py.File:
+    """Open a file for reading with h5py, which the caller closes.
+
+    Raises
+    ------
+    ReadError
+        If it cannot be opened; the message says why.
+    """
+    try:
+        try:
+            return h5py.File(path, "r")
+        except OSError as error:
+            if "file locking flag" not in str(error):
+                raise
+            # The caller has it open without locking, and HDF5 wants all to agree.
+            return h5py.File(path, "r", locking=False)
+    except (OSError, RuntimeError, ValueError) as error:
+        if not path.exists():
+            reason = "there is no such file"
+        elif path.is_dir():
+            reason = "it is a directory"
+        else:
+            reason = str(error)
+        raise ReadError(f"cannot open {path}: {reason}") from error

@@ -1,0 +1,302 @@
+"""The mappings of a virtual dataset enter; parts leave: which source holds which samples.
+
+A mapping pairs a selection of the virtual dataset with one, as large, of its source, both in
+C order (H5Pset_virtual of the HDF5 reference). It becomes a `Part` where both are regular
+hyperslabs of equal extents, but for dimensions of extent 1; other datasets are left to h5py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.chunkindex import NotDirectError
+from h5async.layout import DatasetLayout, Part, Slab
+
+# source(file name, dataset name, its dimension that counts samples) -> layout; None: it is missing
+FindSource = Callable[[str, str, int], DatasetLayout | None]
+
+_UNLIMITED = h5py.h5s.UNLIMITED
+_MAX_REGIONS = 256
+
+
+class _Mapping(NamedTuple):
+    """A mapping with its numbers filled in: one slab for each dimension, None for all of it."""
+
+    file: str
+    dataset: str
+    samples: list[Slab] | None
+    source: list[_Hyperslab] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Hyperslab:
+    """One dimension of a hyperslab as HDF5 has it; count or block may be unlimited."""
+
+    start: int
+    stride: int
+    count: int
+    block: int
+
+    @property
+    def is_unlimited(self) -> bool:
+        return _UNLIMITED in (self.count, self.block)
+
+    def within(self, extent: int) -> Slab:
+        """Return the part of it that lies within a dimension of some extent."""
+        start, stride, count, block = self.start, self.stride, self.count, self.block
+        if block == _UNLIMITED:
+            return Slab.run(start, max(start, extent))
+        if count == _UNLIMITED:
+            count, rest = divmod(max(0, extent - start), stride)
+            if rest >= block:
+                count += 1
+            elif rest and block > 1:
+                if count:
+                    raise NotDirectError("an unlimited mapping ends within a block")
+                return Slab.run(start, start + rest)
+            elif rest:
+                count += 1
+        if count == 1 or stride == block:
+            return Slab.run(start, start + count * block)
+        return Slab(start, stride, count, block)
+
+
+def mapped_files(plist: h5py.h5p.PropDCID, shape: tuple[int, ...]) -> Iterator[tuple[str, str]]:
+    """Yield file name and dataset name of each source."""
+    for mapping in _mappings(plist, shape, strict=False):
+        yield mapping.file, mapping.dataset
+
+
+def virtual_parts(
+    plist: h5py.h5p.PropDCID, whole: DatasetLayout, source: FindSource
+) -> tuple[Part, ...]:
+    """Return the parts of a virtual dataset.
+
+    Parameters
+    ----------
+    plist
+        The dataset's creation properties.
+    whole
+        Its layout, still without parts.
+    source
+        Finds the layouts of its sources.
+
+    Raises
+    ------
+    NotDirectError
+        If the mappings are of a kind that only h5py can read.
+    """
+    parts = []
+    for mapping in _mappings(plist, whole.shape, strict=True):
+        part = _part(mapping, whole, source)
+        if part is not None:
+            parts.append(part)
+    _require_disjoint(whole, parts)
+    return tuple(sorted(parts, key=lambda part: part.samples.start))
+
+
+def _mappings(
+    plist: h5py.h5p.PropDCID, shape: tuple[int, ...], *, strict: bool
+) -> Iterator[_Mapping]:
+    """Yield the mappings; those to numbered sources ("%b") one by one.
+
+    Not `strict`: mappings that are not understood are given without their selections.
+    """
+    for number in range(plist.get_virtual_count()):
+        file, dataset = plist.get_virtual_filename(number), plist.get_virtual_dsetname(number)
+        try:
+            virtual = _hyperslab(plist.get_virtual_vspace(number))
+            source = _hyperslab(plist.get_virtual_srcspace(number))
+            yield from _numbered(file, dataset, shape, virtual, source)
+        except NotDirectError:
+            if strict:
+                raise
+            yield _Mapping(file, dataset, None, None)
+
+
+def _numbered(
+    file: str,
+    dataset: str,
+    shape: tuple[int, ...],
+    virtual: list[_Hyperslab] | None,
+    source: list[_Hyperslab] | None,
+) -> Iterator[_Mapping]:
+    if virtual is None:
+        yield _Mapping(_name(file, None), _name(dataset, None), None, source)
+        return
+    if len(virtual) != len(shape):
+        raise NotDirectError("a mapping of another rank")
+    axis = next((a for a, slab in enumerate(virtual) if slab.count == _UNLIMITED), None)
+    if axis is None or not any(re.search(r"(?<!%)(%%)*%b", name) for name in (file, dataset)):
+        slabs = [slab.within(extent) for slab, extent in zip(virtual, shape, strict=True)]
+        yield _Mapping(_name(file, None), _name(dataset, None), slabs, source)
+        return
+    start, stride, block = virtual[axis].start, virtual[axis].stride, virtual[axis].block
+    for number, begin in enumerate(range(start, shape[axis], stride)):
+        slabs = [slab.within(n) for slab, n in zip(virtual[:axis], shape[:axis], strict=True)]
+        slabs.append(Slab.run(begin, min(begin + block, shape[axis])))
+        rest = zip(virtual[axis + 1 :], shape[axis + 1 :], strict=True)
+        slabs += [slab.within(n) for slab, n in rest]
+        yield _Mapping(_name(file, number), _name(dataset, number), slabs, source)
+
+
+def _name(pattern: str, number: int | None) -> str:
+    """Fill the number of a block into a name: "%b" stands for it, "%%" for a percent sign."""
+    if number is None:
+        return pattern.replace("%%", "%")
+    return re.sub(r"%(.)", lambda found: str(number) if found[1] == "b" else found[1], pattern)
+
+
+def _hyperslab(space: h5py.h5s.SpaceID) -> list[_Hyperslab] | None:
+    """Return a selection, None for all there is."""
+    kind = space.get_select_type()
+    if kind == h5py.h5s.SEL_ALL:
+        return None
+    if kind == h5py.h5s.SEL_HYPERSLABS and space.is_regular_hyperslab():
+        return [_Hyperslab(*map(int, d)) for d in zip(*space.get_regular_hyperslab(), strict=True)]
+    raise NotDirectError("a virtual dataset with an irregular mapping")
+
+
+def _part(mapping: _Mapping, whole: DatasetLayout, find: FindSource) -> Part | None:
+    axis = whole.sample_axis
+    virtual = mapping.samples or [Slab.run(0, extent) for extent in whole.shape]
+    if any(slab.size == 0 for slab in virtual):
+        return None
+    if any(slab.end > extent for slab, extent in zip(virtual, whole.shape, strict=True)):
+        raise NotDirectError("a virtual dataset that is smaller than what is mapped to it")
+    layout = find(mapping.file, mapping.dataset, 0)
+    if layout is None:
+        return None
+    source = _source_slabs(mapping, layout)
+    if len(source) == len(virtual):
+        virtual, source = _cut_alike(mapping, virtual, source)
+        if any(slab.size == 0 for slab in virtual):
+            return None
+    pairs = _matching([slab.size for slab in virtual], [slab.size for slab in source])
+    source_axis = pairs.get(axis)
+    if source_axis is None:
+        source_axis = next((a for a in range(len(source)) if a not in pairs.values()), None)
+    if source_axis:
+        layout = find(mapping.file, mapping.dataset, source_axis)
+        assert layout is not None
+    elif source_axis is None:
+        if layout.parts:
+            raise NotDirectError("a virtual dataset whose source, itself virtual, is one sample")
+        layout, source, source_axis = layout.with_one_sample(), [Slab.run(0, 1), *source], 0
+    _require_convertible(layout.dtype, whole.dtype)
+    return Part(
+        source=layout,
+        samples=virtual[axis],
+        source_samples=source[source_axis],
+        region=_region(virtual, whole.shape, axis),
+        source_region=_region(source, layout.shape, source_axis),
+    )
+
+
+def _source_slabs(mapping: _Mapping, layout: DatasetLayout) -> list[Slab]:
+    if mapping.source is None:
+        return [Slab.run(0, extent) for extent in layout.shape]
+    if len(mapping.source) != len(layout.shape):
+        raise NotDirectError("a virtual dataset whose source has another rank than mapped")
+    slabs = []
+    for hyperslab, extent in zip(mapping.source, layout.shape, strict=True):
+        slab = hyperslab.within(extent)
+        if slab.end > extent:
+            raise NotDirectError("a virtual dataset whose source is smaller than mapped")
+        slabs.append(slab)
+    return slabs
+
+
+def _cut_alike(
+    mapping: _Mapping, virtual: list[Slab], source: list[Slab]
+) -> tuple[list[Slab], list[Slab]]:
+    """Cut unlimited selections to what both sides have."""
+    unlimited = [slab.is_unlimited for slab in mapping.source or ()]
+    pairs = []
+    for i, (a, b) in enumerate(zip(virtual, source, strict=True)):
+        size = min(a.size, b.size)
+        is_free = unlimited[i] if unlimited else False
+        pairs.append((_first(a, size), _first(b, size)) if is_free else (a, b))
+    return [a for a, _ in pairs], [b for _, b in pairs]
+
+
+def _first(slab: Slab, size: int) -> Slab:
+    if slab.size == size:
+        return slab
+    if slab.is_run:
+        return Slab.run(slab.start, slab.start + size)
+    if size % slab.block:
+        raise NotDirectError("an unlimited mapping ends within a block")
+    return Slab(slab.start, slab.stride, size // slab.block, slab.block)
+
+
+def _matching(virtual: list[int], source: list[int]) -> dict[int, int]:
+    """Return which dimension of the source each one of the virtual selection is."""
+    if virtual == source:
+        return dict(enumerate(range(len(source))))
+    ours = [axis for axis, size in enumerate(virtual) if size != 1]
+    theirs = [axis for axis, size in enumerate(source) if size != 1]
+    if [virtual[a] for a in ours] != [source[a] for a in theirs]:
+        raise NotDirectError("a virtual dataset with a mapping between unlike selections")
+    return dict(zip(ours, theirs, strict=True))
+
+
+def _region(slabs: list[Slab], shape: tuple[int, ...], axis: int) -> tuple[slice, ...] | None:
+    """Return what is selected of a row, None for the whole row."""
+    rest = [a for a in range(len(shape)) if a != axis]
+    if all(slabs[a].is_run and slabs[a].size == shape[a] for a in rest):
+        return None
+    region = tuple(slabs[a].as_slice() for a in rest)
+    if None in region:
+        raise NotDirectError("a virtual dataset with a mapping of blocks within samples")
+    return region  # type: ignore[return-value]
+
+
+def _require_convertible(stored: np.dtype[Any], due: np.dtype[Any]) -> None:
+    """Pass conversions that NumPy makes as HDF5 does: of byte order, and without loss."""
+    if stored.newbyteorder("=") == due.newbyteorder("="):
+        return
+    if stored.kind in "iuf" and due.kind in "iuf" and np.can_cast(stored, due, "safe"):
+        return
+    raise NotDirectError(f"a virtual dataset of {due} whose source has {stored}")
+
+
+def _require_disjoint(whole: DatasetLayout, parts: list[Part]) -> None:
+    """Refuse mappings that overlap: which one wins is HDF5's to say."""
+    by_region: dict[tuple[Any, ...] | None, list[Part]] = {}
+    for part in parts:
+        region = part.region
+        key = None if region is None else tuple((s.start, s.stop, s.step) for s in region)
+        by_region.setdefault(key, []).append(part)
+    if len(by_region) > _MAX_REGIONS:
+        raise NotDirectError("a virtual dataset with very many regions")
+    for group in by_region.values():
+        count = np.zeros(whole.num_samples, np.int8)
+        for part in group:
+            where: slice | NDArray[np.int64] | None = part.samples.as_slice()
+            if where is None:
+                where = part.samples.at(np.arange(part.samples.size))
+            if count[where].any():
+                raise NotDirectError("a virtual dataset whose mappings overlap")
+            count[where] = 1
+    regions = [part[0].region for part in by_region.values()]
+    for i, one in enumerate(regions):
+        for other in regions[:i]:
+            if one is None or other is None or _overlap(one, other, whole.row_shape):
+                raise NotDirectError("a virtual dataset whose mappings overlap")
+
+
+def _overlap(one: tuple[slice, ...], other: tuple[slice, ...], shape: tuple[int, ...]) -> bool:
+    for a, b, extent in zip(one, other, shape, strict=True):
+        is_ours = np.zeros(extent, bool)
+        is_ours[a] = True
+        if not is_ours[b].any():
+            return False
+    return True
