@@ -95,7 +95,15 @@ class FilterPipeline:
         """Tell whether a chunk with this mask is stored as it is."""
         return all(filter_mask >> bit & 1 for bit in range(len(self._filters)))
 
-    def decode(self, encoded: Bytes, filter_mask: int, out: Bytes, scratch: Scratch) -> None:
+    def decode(
+        self,
+        encoded: Bytes,
+        filter_mask: int,
+        out: Bytes,
+        scratch: Scratch,
+        *,
+        least_nbytes: int | None = None,
+    ) -> None:
         """Decode a chunk into `out`.
 
         Parameters
@@ -108,6 +116,9 @@ class FilterPipeline:
             Memory for exactly the decoded chunk; what it holds after an error is undefined.
         scratch
             Working memory that no other thread uses meanwhile; its `encoded` may be `encoded`.
+        least_nbytes
+            A chunk that decodes short is taken if it has so many bytes; the rest of `out` is then
+            undefined.
 
         Raises
         ------
@@ -119,19 +130,21 @@ class FilterPipeline:
         if steps is None:
             steps = self._steps_by_mask[filter_mask] = self._steps(filter_mask)
         current, (room_now, room_next, spare) = encoded, scratch.between
+        exact = least_nbytes is None
         for i, step in enumerate(steps):
             last = i == len(steps) - 1
-            room = out if last else room_now[: step.nbytes]
+            room = out if last else room_now[: step.nbytes if exact else None]
             current = step.decode(current, room, spare)
             if step.moves:  # else the result still lies where the next step must not write
                 room_now, room_next = room_next, room_now
             expected = out.size if last else step.nbytes
-            if expected is not None and current.size != expected:
+            if exact and expected is not None and current.size != expected:
                 raise ValueError(f"{step.name} gives {current.size} bytes, {expected} are due")
+        least = out.size if least_nbytes is None else least_nbytes
+        if not least <= current.size <= out.size:
+            raise ValueError(f"{current.size} bytes are stored, {out.size} are due")
         if current is not out:
-            if current.size != out.size:
-                raise ValueError(f"{current.size} bytes are stored, {out.size} are due")
-            np.copyto(out, current)
+            np.copyto(out[: current.size], current)
 
     def _steps(self, filter_mask: int) -> list[_Step]:
         steps = []

@@ -280,7 +280,16 @@ class PlanExecutor:
         assert chunks is not None
         encoded = scratch.encoded[: int(chunks.nbytes[place])]
         file.read_into(int(chunks.offset[place]), [encoded.data])
-        self._pipeline.decode(encoded, int(chunks.filter_mask[place]), out, scratch)
+        mask = int(chunks.filter_mask[place])
+        try:
+            self._pipeline.decode(encoded, mask, out, scratch)
+        except ValueError:
+            # Some writers leave out what of a chunk lies beyond the dataset's edge.
+            number = place if chunks.index is None else int(chunks.index[place])
+            needed = self._layout.needed_nbytes(number)
+            if needed == out.size:
+                raise
+            self._pipeline.decode(encoded, mask, out, scratch, least_nbytes=needed)
 
     def _raw_chunk(
         self, file: LocalFile, place: int, runs: list[Run], out: Bytes | None, scratch: Scratch

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from h5async.codecs import FilterPipeline, Scratch
 from h5async.errors import ReadError
 from h5async.filters import can_decode
-from h5async.layout import DatasetLayout
+from h5async.layout import DatasetLayout, needed_nbytes
 from h5async.links import open_hdf5
 from h5async.plan import Int64s, SamplesPlan
 from h5async.storage import file_id, replaced
@@ -176,7 +176,14 @@ class ChunkCheck:
             mask, encoded = dataset.id.read_direct_chunk(corner)
         except (OSError, RuntimeError, ValueError):
             return  # never written; or it cannot be read, which h5py will say itself
-        self._pipeline.decode(np.frombuffer(encoded, np.uint8), mask, self._out, self._scratch)
+        itemsize = self._layout.stored_itemsize
+        self._pipeline.decode(
+            np.frombuffer(encoded, np.uint8),
+            mask,
+            self._out,
+            self._scratch,
+            least_nbytes=needed_nbytes(self._shape, self._chunk, corner, itemsize),
+        )
 
 
 class FallbackExecutor:

@@ -232,18 +232,20 @@ class _Szip(NamedTuple):
 
 
 _SZIP_MSB, _SZIP_NEAREST_NEIGHBOUR = 16, 32  # options of szlib.h
-_AEC_MSB, _AEC_PREPROCESS = 4, 8  # flags of libaec.h
+_AEC_MSB, _AEC_PREPROCESS, _AEC_NOT_ENFORCE = 4, 8, 64  # flags of libaec.h
 
 
 def _szip_decoder(parameters: tuple[int, ...]) -> Decode | None:
     if len(parameters) < 4:
         return None
     options, block, bits, pixels_a_line = parameters[:4]
-    if not (1 <= bits <= 32 or bits == 64) or block not in (8, 16, 32) or not pixels_a_line:
+    if block < 8:  # this libaec does not decode such as HDF5's does
         return None
-    flags = (_AEC_MSB if options & _SZIP_MSB else 0) | (
-        _AEC_PREPROCESS if options & _SZIP_NEAREST_NEIGHBOUR else 0
-    )
+    if not (1 <= bits <= 32 or bits == 64) or block % 2 or not pixels_a_line:
+        return None
+    flags = _AEC_NOT_ENFORCE  # any even block
+    flags |= _AEC_MSB if options & _SZIP_MSB else 0
+    flags |= _AEC_PREPROCESS if options & _SZIP_NEAREST_NEIGHBOUR else 0
     planes = bits // 8 if bits in (32, 64) else 1
     pixel_nbytes = 1 if planes > 1 or bits <= 8 else 2 if bits <= 16 else 4
     blocks = -(-pixels_a_line // block)

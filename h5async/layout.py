@@ -262,6 +262,12 @@ class DatasetLayout:
         )
         return held < math.prod(self.shape)
 
+    def needed_nbytes(self, number: int) -> int:
+        """Return how many bytes of chunk `number` there are up to the last within the dataset."""
+        cell = np.unravel_index(number, self.grid)
+        corner = [int(c) * size for c, size in zip(cell, self.chunk_shape, strict=True)]
+        return needed_nbytes(self.shape, self.chunk_shape, corner, self.dtype.itemsize)
+
     def leaves(self) -> Iterator[DatasetLayout]:
         """Yield the layouts that say where bytes lie: itself, or its sources."""
         if not self.parts:
@@ -279,6 +285,16 @@ class DatasetLayout:
             sample_axis=0,
             values=None if self.values is None else self.values[np.newaxis],
         )
+
+
+def needed_nbytes(
+    shape: tuple[int, ...], chunk_shape: tuple[int, ...], corner: Sequence[int], itemsize: int
+) -> int:
+    """Return how many bytes of a chunk there are up to the last one within the dataset."""
+    last = 0
+    for extent, size, begin in zip(shape, chunk_shape, corner, strict=True):
+        last = last * size + min(size, extent - begin) - 1
+    return (last + 1) * itemsize
 
 
 def join_layouts(layouts: Sequence[DatasetLayout]) -> DatasetLayout:

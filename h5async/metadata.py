@@ -76,11 +76,12 @@ def list_layouts(
 def _datasets(file: h5py.File) -> dict[str, h5py.Dataset]:
     found: dict[str, h5py.Dataset] = {}
 
-    def visit(name: str, node: object) -> None:
+    def visit(name: str | bytes, node: object) -> None:
         if isinstance(node, h5py.Dataset):
-            found[name] = node
+            found[os.fsdecode(name)] = node  # bytes: a name that is no UTF-8
 
-    file.visititems(visit)
+    with contextlib.suppress(Exception):  # damage ends the listing, and is seen when it is read
+        file.visititems(visit)
     return found
 
 
@@ -88,11 +89,12 @@ def _linked(file: h5py.File, reach: Reach) -> list[str]:
     """Return the soft and external links that do not lead to groups."""
     links: list[str] = []
 
-    def visit(name: str, link: object) -> None:
+    def visit(name: str | bytes, link: object) -> None:
         if not isinstance(link, h5py.HardLink):
-            links.append(name)
+            links.append(os.fsdecode(name))
 
-    file.visititems_links(visit)
+    with contextlib.suppress(Exception):  # as above
+        file.visititems_links(visit)
     found = []
     for name in links:
         with contextlib.ExitStack() as files:
@@ -179,10 +181,33 @@ class _Element(NamedTuple):
     @property
     def is_numpys(self) -> bool:
         """Whether the stored bytes are NumPy's."""
-        try:
-            return bool(self.stored.equal(h5py.h5t.py_create(self.dtype, logical=True)))
-        except Exception:  # a type that h5py can read but not write
-            return False
+        return _is_stored_as(self.stored, self.dtype)
+
+
+def _is_stored_as(stored: h5py.h5t.TypeID, dtype: np.dtype[Any]) -> bool:
+    """Tell whether the bytes of a stored type are those of a dtype."""
+    try:
+        if stored.equal(h5py.h5t.py_create(dtype, logical=True)):
+            return True
+    except Exception:  # a type that h5py can read but not write
+        return False
+    if isinstance(stored, h5py.h5t.TypeIntegerID) and stored.get_size() == 1:
+        # A byte order means nothing to a byte, but makes types unequal.
+        is_whole = stored.get_precision() == 8 and stored.get_offset() == 0
+        is_signed = stored.get_sign() != h5py.h5t.SGN_NONE
+        return is_whole and dtype == np.dtype("i1" if is_signed else "u1")
+    if isinstance(stored, h5py.h5t.TypeCompoundID) and dtype.fields is not None:
+        names = dtype.names or ()
+        return (
+            stored.get_size() == dtype.itemsize
+            and stored.get_nmembers() == len(names)
+            and all(
+                stored.get_member_offset(i) == dtype.fields[name][1]
+                and _is_stored_as(stored.get_member_type(i), dtype.fields[name][0])
+                for i, name in enumerate(names)
+            )
+        )
+    return False
 
 
 class _Indexer:
@@ -523,12 +548,14 @@ def _require_filters(filters: tuple[Filter, ...], where: str) -> None:
             continue
         try:
             import hdf5plugin  # noqa: F401  (registers its filters with HDF5)
+
+            remedy = "hdf5plugin has it neither: let HDF5_PLUGIN_PATH name a folder with its plugin"
         except ImportError:
-            pass
+            remedy = "try: pip install hdf5plugin"
         if not h5py.h5z.filter_avail(entry.number):
             raise DatasetError(
                 f"{where} is compressed with filter {entry.number} ({entry.label}), which is not"
-                " available; try: pip install hdf5plugin"
+                f" available; {remedy}"
             )
 
 

@@ -180,6 +180,7 @@ def assert_reads_like_h5py(
     prefetch: int = 2,
     batch_size: int = 4,
     fallback: str | None = None,
+    **options: Any,
 ) -> None:
     """Read an epoch in order and a shuffled one, and compare each batch with h5py bit for bit.
 
@@ -188,6 +189,8 @@ def assert_reads_like_h5py(
     fallback
         None: assert that no byte came through h5py. Else: assert that all did, and that the
         reason holds this text.
+    options
+        More options of the reader.
     """
     expected = truth(path, name, num_dim)
     for shuffle in (False, "full"):
@@ -201,6 +204,7 @@ def assert_reads_like_h5py(
             num_threads=num_threads,
             prefetch=prefetch,
             device="cpu",
+            **options,
         ) as reader:
             poison(reader)
             assert_epoch_is(reader, expected, in_order=not shuffle)

@@ -341,7 +341,9 @@ def test_which_filters_are_decoded_here():
     assert can_decode(Filter(SHUFFLE, (4,), ""))
     assert not can_decode(Filter(SHUFFLE, (), ""))
     assert not can_decode(Filter(SHUFFLE, (0,), ""))
-    assert not can_decode(Filter(4, (), "szip"))
+    assert not can_decode(Filter(SZIP, (), "szip"))
+    assert not can_decode(Filter(SZIP, (169, 4, 8, 32), "szip"))
+    assert not can_decode(Filter(32013, (), "zfp"))
 
 
 def stored_chunk(values, plist):
@@ -385,7 +387,7 @@ def test_blosc2_arrays_of_several_dimensions(shape, dtype):
 
 @pytest.mark.parametrize("dtype", ["u1", "u2", "u4", "u8", ">u2", ">u4", "f4", "f8"])
 @pytest.mark.parametrize("options", [4, 32], ids=["entropy", "nearest-neighbour"])
-@pytest.mark.parametrize("pixels_per_block", [8, 16, 32])
+@pytest.mark.parametrize("pixels_per_block", [8, 10, 16, 32])
 def test_szip(dtype, options, pixels_per_block):
     dtype = np.dtype(dtype)
     for shape in ((32,), (100,), (257,), (4, 100), (3, 5, 129), (2, 5000)):
