@@ -7,6 +7,7 @@ because HDF5 would answer a short chunk with whatever its heap held.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -145,6 +146,29 @@ class FilterPipeline:
             raise ValueError(f"{current.size} bytes are stored, {out.size} are due")
         if current is not out:
             np.copyto(out[: current.size], current)
+
+    def decode_many(
+        self, encoded: list[Bytes], filter_mask: int, out: list[Bytes], scratch: Scratch
+    ) -> None:
+        """Decode several chunks of one mask, each into its memory, as `decode` does.
+
+        A thread takes the GIL again after every chunk, and others may hold it: so where one
+        filter is to be undone, hardly a line of Python lies between one chunk and the next.
+
+        Raises
+        ------
+        ValueError, RuntimeError
+            If any of them is damaged; nothing is said of which.
+        """
+        steps = self._steps_by_mask.get(filter_mask) or self._steps(filter_mask)
+        if len(steps) != 1 or not steps[0].moves:
+            for chunk, room in zip(encoded, out, strict=True):
+                self.decode(chunk, filter_mask, room, scratch)
+            return
+        spare = itertools.repeat(scratch.between[2])
+        for decoded, room in zip(map(steps[0].decode, encoded, out, spare), out, strict=True):
+            if decoded.size != room.size:
+                raise ValueError(f"{decoded.size} bytes are stored, {room.size} are due")
 
     def _steps(self, filter_mask: int) -> list[_Step]:
         steps = []

@@ -379,6 +379,9 @@ def _bitunshuffle(element: int, block: int, encoded: Bytes, out: Bytes, _spare: 
     return out
 
 
+_BLOCK_LENGTH = struct.Struct(">I")
+
+
 def _lz4_block(encoded: Bytes, out: Bytes) -> int:
     return len(imagecodecs.lz4_decode(encoded, header=False, out=out))
 
@@ -409,26 +412,27 @@ def _decode_bitshuffle(
     shuffled = _room(spare, nbytes)
     leftover = nbytes % (8 * element)
     edges = [*range(0, nbytes - leftover, block_nbytes), nbytes - leftover]
-    position, begins = 12, []
-    for _ in edges[1:]:
-        begins.append(position + 4)
-        if position + 4 > encoded.size:
-            raise ValueError("bitshuffle: the blocks were cut short")
-        position += 4 + int.from_bytes(encoded[position : position + 4].tobytes(), "big")
+    position, lengths = 12, []
+    view = encoded.data
+    try:
+        for _ in edges[1:]:
+            (length,) = _BLOCK_LENGTH.unpack_from(view, position)
+            lengths.append(length)
+            position += 4 + length
+    except struct.error:
+        raise ValueError("bitshuffle: the blocks were cut short") from None
     if position + leftover > encoded.size:
         raise ValueError("bitshuffle: the blocks were cut short")
-    ends = [*(begin - 4 for begin in begins[1:]), position][: len(begins)]
-    if (
-        is_lz4
-        and not leftover
-        and not any(end - begin == block_nbytes for begin, end in zip(begins, ends, strict=True))
-    ):
+    if is_lz4 and not leftover and block_nbytes not in lengths:
         # The framing of the lz4 filter, but for blocks that it would take for stored ones.
         _due("bitshuffle", len(imagecodecs.lz4h5_decode(encoded, out=shuffled)), nbytes)
     else:
-        for i, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+        begin = 16
+        for i, length in enumerate(lengths):
             room = shuffled[edges[i] : edges[i + 1]]
-            _due("a block of bitshuffle", decode_block(encoded[begin:end], room), room.size)
+            count = decode_block(encoded[begin : begin + length], room)
+            _due("a block of bitshuffle", count, room.size)
+            begin += length + 4
         np.copyto(shuffled[edges[-1] :], encoded[position : position + leftover])
     return _bitunshuffle(element, block_nbytes // element, shuffled, out, spare)
 
