@@ -232,6 +232,16 @@ class DatasetLayout:
         cells = np.indices(extents).reshape(len(extents), -1).T
         return np.ascontiguousarray(cells * np.asarray(self.chunk_shape), dtype=np.int64)
 
+    @cached_property
+    def cross_numbers(self) -> tuple[int, NDArray[np.int64]]:
+        """How far apart the numbers of chunks are that follow each other along the samples.
+
+        And int64 (m,): the numbers of the chunks of `cross_section`.
+        """
+        strides = np.cumprod((1, *self.grid[:0:-1]), dtype=np.int64)[::-1]
+        cells = self.cross_section // np.asarray(self.chunk_shape)
+        return int(strides[self.sample_axis]), cells @ strides
+
     @property
     def rows_are_whole(self) -> bool:
         """Whether each sample's bytes lie in one piece: sample dimension first, nothing split."""

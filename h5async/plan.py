@@ -269,18 +269,23 @@ def _plan_chunks(layout: DatasetLayout, sample: Int64s, rows: Rows) -> ChunkPlan
     assert chunks is not None
     axis = layout.sample_axis
     order = np.argsort(sample, kind="stable")
-    runs = _Runs.of(
-        *np.divmod(sample[order], layout.chunk_shape[axis]),
-        order + rows if isinstance(rows, int) else rows[order],
-    )
-    groups, pieces = runs.group_number.size, len(layout.cross_section)
-    strides = np.cumprod((1, *layout.grid[:0:-1]), dtype=np.int64)[::-1]
-    cells = layout.cross_section // np.asarray(layout.chunk_shape)
-    numbers = runs.group_number[:, None] * strides[axis] + cells @ strides
+    goes_to = order + rows if isinstance(rows, int) else rows[order]
+    if layout.chunk_shape[axis] == 1:
+        runs = _Runs.of_one_each(sample[order], goes_to)
+    else:
+        runs = _Runs.of(*np.divmod(sample[order], layout.chunk_shape[axis]), goes_to)
+    stride, first = layout.cross_numbers
+    numbers = (runs.group_number[:, None] * stride + first).ravel()
+    group = np.arange(runs.group_number.size, dtype=np.int32)
+    if first.size == 1:
+        cross = np.zeros(group.size, np.int32)
+    else:
+        cross = np.tile(np.arange(first.size, dtype=np.int32), group.size)
+        group = np.repeat(group, first.size)
     return ChunkPlan(
-        place=chunks.find(numbers.ravel()),
-        cross=np.tile(np.arange(pieces, dtype=np.int32), groups),
-        group=np.repeat(np.arange(groups, dtype=np.int32), pieces),
+        place=chunks.find(numbers),
+        cross=cross,
+        group=group,
         chunk_nbytes=layout.chunk_nbytes,
         **runs._asdict(),
     )
@@ -370,6 +375,13 @@ class _Runs(NamedTuple):
     run_local: Int64s
     run_position: Int64s
     run_length: Int64s
+
+    @classmethod
+    def of_one_each(cls, number: Int64s, position: Int64s) -> _Runs:
+        """Make a group of each sample, where chunks hold one (or pieces of one)."""
+        count = number.size
+        zeros, ones = np.zeros(count, np.int64), np.ones(count, np.int64)
+        return cls(number, np.arange(count + 1), zeros, position, ones)
 
     @classmethod
     def of(cls, number: Int64s, local: Int64s, position: Int64s) -> _Runs:
