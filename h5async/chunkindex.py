@@ -13,14 +13,16 @@ from array import array
 
 import h5py
 import numpy as np
+from numpy.typing import NDArray
 
-from h5async.errors import ReadError
+from h5async.errors import H5AsyncError, ReadError
 from h5async.filters import Filter
 from h5async.layout import ChunkTable, grid_of
 
 _DONT_FILTER_PARTIAL_CHUNKS = 2  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS of H5Dpublic.h
 _EXTENSIBLE_ARRAY = 4  # H5D_CHUNK_IDX_EARRAY of H5Dpublic.h
 _ALL_FILTERS = 0xFFFFFFFF
+_BLOCK_CHUNKS = 1 << 15
 
 
 class NotDirectError(Exception):
@@ -92,57 +94,97 @@ def read_chunk_table(
     NotDirectError
         If HDF5 reports what cannot be.
     """
-    rank = len(dataset.shape)
+    table = _Table(dataset, filters, has_raw_edges, where)
     records = array("q")
-    append = records.extend
+    append, full = records.extend, _BLOCK_CHUNKS * (len(dataset.shape) + 3)
 
     def visit(info: h5py.h5d.StoreInfo) -> None:
-        append(info.chunk_offset)
-        append((info.byte_offset, info.size, info.filter_mask))
+        corner, mask, offset, nbytes = info
+        append((*corner, offset, nbytes, mask))
+        if len(records) >= full:
+            table.add(records)
+            del records[:]
 
     try:
         if math.prod(dataset.shape):
             dataset.id.chunk_iter(visit)
     except (TypeError, RuntimeError, OSError) as error:
+        if isinstance(error, H5AsyncError):
+            raise
         raise ReadError(f"{where}: its chunk index cannot be read ({error})") from error
-    table = np.frombuffer(records, np.int64).reshape(-1, rank + 3)
-    corners, offset, nbytes = table[:, :rank], table[:, rank], table[:, rank + 1]
-    mask = table[:, rank + 2].astype(np.uint32)
-    end = os.fstat(dataset.file.id.get_vfd_handle()).st_size
-    bad = np.flatnonzero((offset < 0) | (nbytes < 0) | (nbytes > end) | (offset > end - nbytes))
-    if bad.size:
-        at = tuple(int(x) for x in corners[bad[0]])
-        raise ReadError(
-            f"{where}, chunk {at}: {nbytes[bad[0]]} bytes at byte {offset[bad[0]]} do not lie in"
-            f" the file, which has {end} bytes; it was cut short or is damaged"
-        )
-    due = math.prod(dataset.chunks) * dataset.id.get_type().get_size()
-    bad = np.flatnonzero(nbytes != due)
-    if bad.size and not filters:
-        at = tuple(int(x) for x in corners[bad[0]])
-        raise ReadError(
-            f"{where}, chunk {at}: {nbytes[bad[0]]} bytes are stored, {due} are due; the file is"
-            " damaged"
-        )
-    chunk = np.asarray(dataset.chunks, np.int64)
-    shape = np.asarray(dataset.shape, np.int64)
-    if ((corners % chunk != 0) | (corners < 0) | (corners >= shape)).any():
-        raise NotDirectError("HDF5 reports chunks outside the dataset")
-    if has_raw_edges:
-        # Such chunks are stored raw while their mask says that they were filtered.
-        is_partial = (corners + chunk > shape).any(axis=1)
-        mask = np.where(is_partial, np.uint32(_ALL_FILTERS), mask)
-    extents = grid_of(dataset.shape, dataset.chunks)
-    cells = (corners // chunk).T
-    index = np.ravel_multi_index(tuple(cells), extents) if rank else np.zeros(0, np.int64)
-    order = np.argsort(index, kind="stable")
-    index = index[order].astype(np.int64)
-    if (index[1:] == index[:-1]).any():
-        raise NotDirectError("HDF5 reports a chunk twice")
-    complete = index.size == math.prod(extents)
-    return ChunkTable(
-        index=None if complete else index,
-        offset=offset[order],
-        nbytes=nbytes[order],
-        filter_mask=mask[order],
-    )
+    table.add(records)
+    return table.sorted()
+
+
+class _Table:
+    """Chunks as HDF5 reports them, checked; taken over in blocks, so that memory stays small."""
+
+    def __init__(
+        self, dataset: h5py.Dataset, filters: tuple[Filter, ...], has_raw_edges: bool, where: str
+    ) -> None:
+        self._where = where
+        self._chunk = np.asarray(dataset.chunks, np.int64)
+        self._shape = np.asarray(dataset.shape, np.int64)
+        self._grid = grid_of(dataset.shape, dataset.chunks)
+        self._end = os.fstat(dataset.file.id.get_vfd_handle()).st_size
+        self._has_raw_edges = has_raw_edges
+        nbytes = math.prod(dataset.chunks) * dataset.id.get_type().get_size()
+        self._due = None if filters else nbytes
+        room = dataset.id.get_num_chunks() if math.prod(dataset.shape) else 0
+        self._count = 0
+        self._index = np.empty(room, np.int64)
+        self._offset = np.empty(room, np.int64)
+        self._nbytes = np.empty(room, np.int64)
+        self._mask = np.empty(room, np.uint32)
+
+    def add(self, records: array[int]) -> None:
+        """Add chunks, each as corner, offset, bytes and filter mask."""
+        rank = self._shape.size
+        table = np.frombuffer(records, np.int64).reshape(-1, rank + 3)
+        corners, offset, nbytes = table[:, :rank], table[:, rank], table[:, rank + 1]
+        self._check(corners, offset, nbytes)
+        mask = table[:, rank + 2].astype(np.uint32)
+        if self._has_raw_edges:
+            # Such chunks are stored raw while their mask says that they were filtered.
+            is_partial = (corners + self._chunk > self._shape).any(axis=1)
+            mask[is_partial] = _ALL_FILTERS
+        where = slice(self._count, self._count + len(table))
+        if where.stop > self._index.size:
+            raise NotDirectError("HDF5 reports more chunks than it counts")
+        self._index[where] = np.ravel_multi_index(tuple((corners // self._chunk).T), self._grid)
+        self._offset[where], self._nbytes[where], self._mask[where] = offset, nbytes, mask
+        self._count = where.stop
+
+    def sorted(self) -> ChunkTable:
+        """Return the table in the order of the grid."""
+        if self._count < self._index.size:
+            raise NotDirectError("HDF5 reports fewer chunks than it counts")
+        index, offset, nbytes, mask = self._index, self._offset, self._nbytes, self._mask
+        if not (index[1:] > index[:-1]).all():
+            order = np.argsort(index, kind="stable")
+            index, offset, nbytes, mask = index[order], offset[order], nbytes[order], mask[order]
+        if (index[1:] == index[:-1]).any():
+            raise NotDirectError("HDF5 reports a chunk twice")
+        complete = index.size == math.prod(self._grid)
+        return ChunkTable(None if complete else index, offset, nbytes, mask)
+
+    def _check(
+        self, corners: NDArray[np.int64], offset: NDArray[np.int64], nbytes: NDArray[np.int64]
+    ) -> None:
+        end = self._end
+        bad = np.flatnonzero((offset < 0) | (nbytes < 0) | (nbytes > end) | (offset > end - nbytes))
+        if bad.size:
+            at = tuple(corners[bad[0]].tolist())
+            raise ReadError(
+                f"{self._where}, chunk {at}: {nbytes[bad[0]]} bytes at byte {offset[bad[0]]} do not"
+                f" lie in the file, which has {end} bytes; it was cut short or is damaged"
+            )
+        bad = np.flatnonzero(nbytes != self._due) if self._due is not None else bad
+        if bad.size:
+            at = tuple(corners[bad[0]].tolist())
+            raise ReadError(
+                f"{self._where}, chunk {at}: {nbytes[bad[0]]} bytes are stored, {self._due} are"
+                " due; the file is damaged"
+            )
+        if ((corners % self._chunk != 0) | (corners < 0) | (corners >= self._shape)).any():
+            raise NotDirectError("HDF5 reports chunks outside the dataset")
