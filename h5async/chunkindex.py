@@ -66,6 +66,29 @@ def edges_are_raw(dataset: h5py.Dataset) -> bool:
     return bool(options & _DONT_FILTER_PARTIAL_CHUNKS)
 
 
+def chunk_is_written(dataset: h5py.Dataset, corner: tuple[int, ...]) -> bool:
+    """Tell whether a chunk was ever written; False also where HDF5 does not say.
+
+    Of a chunk that was not, h5py's own `read_direct_chunk` takes memory for whatever length its
+    memory happened to hold.
+    """
+    nbytes = ctypes.c_uint64(0)
+    try:
+        call = ctypes.CDLL(h5py.h5p.__file__).H5Dget_chunk_storage_size
+    except (AttributeError, OSError):
+        return False
+    call.argtypes = (
+        ctypes.c_int64,
+        ctypes.POINTER(ctypes.c_uint64),
+        ctypes.POINTER(ctypes.c_uint64),
+    )
+    call.restype = ctypes.c_int
+    offset = (ctypes.c_uint64 * len(corner))(*corner)
+    with h5py._objects.phil:
+        status = call(dataset.id.id, offset, ctypes.byref(nbytes))
+    return bool(status >= 0 and nbytes.value)
+
+
 def _ask_hdf5(function: str, identifier: int, kind: type[ctypes.c_int | ctypes.c_uint]) -> int:
     """Call a function of HDF5 that takes an identifier and gives a number."""
     found = kind()

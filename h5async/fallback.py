@@ -22,6 +22,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.chunkindex import chunk_is_written
 from h5async.codecs import FilterPipeline, Scratch
 from h5async.errors import ReadError
 from h5async.filters import can_decode
@@ -160,7 +161,7 @@ class ChunkCheck:
                 corner = tuple(c * size for c, size in zip(cell, self._chunk, strict=True))
                 try:
                     self._check(dataset, corner)
-                except (ValueError, RuntimeError) as error:
+                except (ValueError, RuntimeError, OSError) as error:
                     raise ValueError(
                         f"chunk {corner}: {error}; the file is damaged there: restore it, or leave"
                         " these samples out"
@@ -172,10 +173,9 @@ class ChunkCheck:
         is_partial = any(end > n for end, n in zip(ends, self._shape, strict=True))
         if is_partial and self._layout.has_raw_edges:
             return
-        try:
-            mask, encoded = dataset.id.read_direct_chunk(corner)
-        except (OSError, RuntimeError, ValueError):
-            return  # never written; or it cannot be read, which h5py will say itself
+        if not chunk_is_written(dataset, corner):
+            return
+        mask, encoded = dataset.id.read_direct_chunk(corner)
         itemsize = self._layout.stored_itemsize
         self._pipeline.decode(
             np.frombuffer(encoded, np.uint8),
