@@ -27,6 +27,9 @@ _LOCAL_FILE_SYSTEMS = frozenset(
 )
 
 
+_CAN_MAP: dict[int, bool] = {}  # by device number
+
+
 class LocalFile:
     """A file on this machine, open for reading. Safe to use from many threads.
 
@@ -271,7 +274,13 @@ def replaced(path: str) -> ReadError:
 
 def can_map(path: str) -> bool:
     """Tell whether a file lies where mapping it is safe."""
-    return file_system(Path(path)) in _LOCAL_FILE_SYSTEMS
+    try:
+        device = os.stat(path).st_dev
+    except OSError:
+        return False
+    if device not in _CAN_MAP:  # a device has one file system, however many files are opened
+        _CAN_MAP[device] = file_system(Path(path)) in _LOCAL_FILE_SYSTEMS
+    return _CAN_MAP[device]
 
 
 def file_system(path: Path) -> str:
