@@ -245,7 +245,7 @@ def _typed_options(typed: Mapping[str, Any]) -> dict[str, Any]:
     options = {
         name: value
         for name, value in typed.items()
-        if name in ReaderConfig.model_fields and value is not None and value != []
+        if name in ReaderConfig.model_fields and value is not None and value not in ([], ())
     }
     if len(options.get("hdf5_path", ())) == 1:
         options["hdf5_path"] = options["hdf5_path"][0]

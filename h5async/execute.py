@@ -7,6 +7,7 @@ bytes are read into the batch itself, or into the scratch of the thread.
 from __future__ import annotations
 
 import math
+import traceback
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
@@ -199,7 +200,10 @@ class PlanExecutor:
         raw: NDArray[Any],
         scratch: Scratch,
     ) -> None:
-        mapped = self._mapped_chunks(file, plan.place[start:stop])
+        try:
+            mapped = self._mapped_chunks(file, plan.place[start:stop])
+        except ReadError as error:
+            raise self._chunk_error(plan, start, error) from error
         if mapped is not None and self._decode_rows(plan, start, stop, raw, mapped, scratch):
             return
         groups = plan.group[start:stop].tolist()
@@ -220,6 +224,8 @@ class PlanExecutor:
             try:
                 self._read_chunk(file, mapped, place, self._regions[cross], its_runs, raw, scratch)
             except Exception as error:
+                traceback.clear_frames(error.__traceback__)  # they hold the map
+                del mapped
                 raise self._chunk_error(plan, start + i, error) from error
 
     def _mapped_chunks(self, file: LocalFile, place: Int64s) -> Bytes | None:

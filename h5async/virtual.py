@@ -277,23 +277,35 @@ def _require_disjoint(whole: DatasetLayout, parts: list[Part]) -> None:
         by_region.setdefault(key, []).append(part)
     if len(by_region) > _MAX_REGIONS:
         raise NotDirectError("a virtual dataset with very many regions")
-    for group in by_region.values():
-        count = np.zeros(whole.num_samples, np.int8)
-        for part in group:
-            where: slice | NDArray[np.int64] | None = part.samples.as_slice()
-            if where is None:
-                where = part.samples.at(np.arange(part.samples.size))
-            if count[where].any():
-                raise NotDirectError("a virtual dataset whose mappings overlap")
-            count[where] = 1
-    regions = [part[0].region for part in by_region.values()]
-    for i, one in enumerate(regions):
-        for other in regions[:i]:
-            if one is None or other is None or _overlap(one, other, whole.row_shape):
+    groups = list(by_region.values())
+    for i, group in enumerate(groups):
+        samples = _held_samples(whole, group)
+        for other in groups[:i]:
+            if _overlap(group[0].region, other[0].region, whole.row_shape) and (
+                samples[_held_samples(whole, other)].any()
+            ):
                 raise NotDirectError("a virtual dataset whose mappings overlap")
 
 
-def _overlap(one: tuple[slice, ...], other: tuple[slice, ...], shape: tuple[int, ...]) -> bool:
+def _held_samples(whole: DatasetLayout, parts: list[Part]) -> NDArray[np.bool_]:
+    """Return which samples have a piece in one of some parts, which must not share any."""
+    held = np.zeros(whole.num_samples, bool)
+    for part in parts:
+        where: slice | NDArray[np.int64] | None = part.samples.as_slice()
+        if where is None:
+            where = part.samples.at(np.arange(part.samples.size))
+        if held[where].any():
+            raise NotDirectError("a virtual dataset whose mappings overlap")
+        held[where] = True
+    return held
+
+
+def _overlap(
+    one: tuple[slice, ...] | None, other: tuple[slice, ...] | None, shape: tuple[int, ...]
+) -> bool:
+    """Tell whether two regions of a row share an element; None is all of it."""
+    if one is None or other is None:
+        return True
     for a, b, extent in zip(one, other, shape, strict=True):
         is_ours = np.zeros(extent, bool)
         is_ours[a] = True

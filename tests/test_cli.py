@@ -1,6 +1,7 @@
 """`cli.py`: what people see, and the exit codes that scripts see."""
 
 import importlib.metadata
+import itertools
 import os
 import re
 import subprocess
@@ -25,8 +26,11 @@ COLUMNS = [
     "filters",
     "on disk",
     "decoded",
+    "in order",
+    "shuffled",
     "read",
 ]
+LEGEND = "in order, shuffled: bytes read from the file for each sample used"
 TERMINAL = {"FORCE_COLOR": "1"}  # makes rich take any stream for a terminal
 
 
@@ -75,7 +79,8 @@ def run_script(command, cwd, **environment):
 
 def table_rows(text):
     """Return the rows of a table as inspect prints it for a pipe: dataset -> column -> cell."""
-    header, line, *lines = text.splitlines()
+    header, line, *lines, empty, legend = text.splitlines()
+    assert (empty, legend) == ("", LEGEND)
     assert re.split(r"\s{2,}", header.strip()) == COLUMNS
     assert set(line) == {line[0]}
     cells = (re.split(r"\s{2,}", line) for line in lines)
@@ -107,7 +112,7 @@ def quirks(tmp_path):
         file["train/images"] = np.zeros((125, 10, 10))
         file.create_dataset(
             "train/packed",
-            data=np.zeros((50, 4), np.uint16),
+            data=np.arange(200, dtype=np.uint16).reshape(50, 4) ** 2,
             chunks=(16, 4),
             shuffle=True,
             compression="gzip",
@@ -120,7 +125,20 @@ def quirks(tmp_path):
         virtual = h5py.VirtualLayout((125, 10, 10), np.float64)
         virtual[...] = h5py.VirtualSource(file["train/images"])
         file.create_virtual_dataset("virtual", virtual)
-        file.create_dataset("external", (5,), np.int32, external=[("values.bin", 0, 20)])
+        sources = h5py.VirtualLayout((8,), np.int64)
+        sources[0:5] = h5py.VirtualSource(".", "odd", (64,))[0:5]
+        sources[4:8] = h5py.VirtualSource(".", "odd", (64,))[0:4]
+        file.create_virtual_dataset("overlap", sources)
+        (tmp_path / "allowed").mkdir()
+        values = tmp_path / "allowed" / "values.bin"
+        values.write_bytes(np.arange(5, dtype=np.int32).tobytes())
+        file.create_dataset("external", (5,), np.int32, external=[(values, 0, 20)])
+        sources = h5py.VirtualLayout((6,), np.int64)
+        sources[...] = h5py.VirtualSource("gone.h5", "data", (6,))
+        file.create_virtual_dataset("missing", sources, fillvalue=7)
+        terminated = h5py.h5t.C_S1.copy()
+        terminated.set_size(5)
+        h5py.h5d.create(file.id, b"text", terminated, h5py.h5s.create_simple((3,)))
         file["names"] = ["a", "b"]
         file["scalar"] = 3
         file["nothing"] = h5py.Empty("f4")
@@ -159,7 +177,10 @@ def test_the_console_script_reports_an_error_and_its_exit_code(tmp_path):
 def test_inspect_fills_every_column(quirks):
     rows = table_rows(succeed("inspect", quirks).stdout)
     with h5py.File(quirks) as file:
-        packed_nbytes = file["train/packed"].id.get_storage_size()
+        packed = file["train/packed"].id
+        packed_nbytes = packed.get_storage_size()
+        chunks = [packed.get_chunk_info(i) for i in range(4)]
+        shuffled_nbytes = sum(c.size * min(16, 50 - c.chunk_offset[0]) for c in chunks)
     assert list(rows["train/images"].values()) == [
         "train/images",
         "(125, 10, 10)",
@@ -169,6 +190,8 @@ def test_inspect_fills_every_column(quirks):
         "-",
         "100.0 kB",
         "100.0 kB",
+        "800 bytes",
+        "800 bytes",
         "direct",
     ]
     assert list(rows["train/packed"].values()) == [
@@ -180,6 +203,8 @@ def test_inspect_fills_every_column(quirks):
         "shuffle+deflate",
         f"{packed_nbytes} bytes",
         "400 bytes",
+        f"{round(packed_nbytes / 50)} bytes",
+        f"{round(shuffled_nbytes / 50)} bytes",
         "direct",
     ]
 
@@ -187,10 +212,8 @@ def test_inspect_fills_every_column(quirks):
 @pytest.mark.parametrize(
     ("name", "storage", "reason"),
     [
-        ("odd", "chunked", "filter 6 (scaleoffset) is decoded by HDF5"),
-        ("compact", "compact", "compact storage"),
-        ("virtual", "virtual", "a virtual dataset maps other datasets"),
-        ("external", "external", "its values lie in external files"),
+        ("text", "contiguous", "its stored type differs from NumPy's"),
+        ("overlap", "virtual", "a virtual dataset whose mappings overlap"),
     ],
 )
 def test_inspect_says_what_h5py_reads_and_why(quirks, name, storage, reason):
@@ -201,8 +224,50 @@ def test_inspect_says_what_h5py_reads_and_why(quirks, name, storage, reason):
 
 
 @pytest.mark.parametrize(
+    ("name", "storage"),
+    [("odd", "chunked"), ("compact", "compact"), ("virtual", "virtual")],
+)
+def test_inspect_says_what_is_read_directly(quirks, name, storage):
+    row = table_rows(succeed("inspect", quirks).stdout)[name]
+    assert (row["layout"], row["read"]) == (storage, "direct")
+
+
+def test_inspect_says_what_comes_from_several_sources(tmp_path):
+    path = tmp_path / "virtual.h5"
+    with h5py.File(path, "w") as file:
+        sources = h5py.VirtualLayout((6,), np.int64)
+        for number in range(2):
+            file[f"part{number}"] = np.arange(3)
+            sources[3 * number : 3 * number + 3] = h5py.VirtualSource(file[f"part{number}"])
+        file.create_virtual_dataset("data", sources)
+    rows = table_rows(succeed("inspect", path).stdout)
+    assert rows["data"]["read"] == "direct, from 2 sources"
+    assert rows["part0"]["read"] == "direct"
+
+
+def test_inspect_reads_other_files_where_it_is_allowed(quirks):
+    allowed = ["--allow-external", quirks.parent / "elsewhere"]
+    found = succeed("inspect", quirks, *allowed).stdout
+    assert table_rows(found)["external"]["read"].startswith("refused: ")
+    allowed += ["--allow-external", quirks.parent / "allowed"]
+    row = table_rows(succeed("inspect", quirks, *allowed).stdout)["external"]
+    assert (row["layout"], row["on disk"], row["read"]) == ("external", "20 bytes", "direct")
+
+
+def test_inspect_takes_what_is_missing_for_the_fill_value_where_it_is_allowed(quirks):
+    row = table_rows(succeed("inspect", quirks, "--allow-missing").stdout)["missing"]
+    assert (row["layout"], row["in order"], row["read"]) == ("virtual", "0 bytes", "direct")
+
+
+@pytest.mark.parametrize(
     ("name", "reason"),
-    [("names", "variable length"), ("scalar", "is a scalar"), ("nothing", "is empty")],
+    [
+        ("names", "variable length"),
+        ("scalar", "is a scalar"),
+        ("nothing", "is empty"),
+        ("external", "if you trust this, allow it"),
+        ("missing", "lies in gone.h5, which is missing"),
+    ],
 )
 def test_inspect_says_what_is_refused_and_why(quirks, name, reason):
     row = table_rows(succeed("inspect", quirks).stdout)[name]
@@ -216,7 +281,21 @@ def test_inspect_lists_all_datasets(quirks):
     with h5py.File(quirks) as file:
         names = []
         file.visititems(lambda name, node: names.append(name) if hasattr(node, "shape") else None)
-    assert list(table_rows(succeed("inspect", quirks).stdout)) == names
+    assert list(table_rows(succeed("inspect", quirks).stdout)) == sorted(names)
+
+
+def test_inspect_lists_links_to_datasets(quirks):
+    with h5py.File(quirks.parent / "links.h5", "w") as file:
+        file["link"] = h5py.ExternalLink("quirks.h5", "train/packed")
+        file["group"] = h5py.ExternalLink("quirks.h5", "train")
+        file["soft"] = h5py.SoftLink("/link")
+        file["broken"] = h5py.ExternalLink("no.h5", "x")
+    rows = table_rows(succeed("inspect", quirks.parent / "links.h5").stdout)
+    assert list(rows) == ["broken", "link", "soft"]
+    packed = table_rows(succeed("inspect", quirks).stdout)["train/packed"]
+    for name in ("link", "soft"):
+        assert {**rows[name], "dataset": "train/packed"} == packed
+    assert "no.h5, which does not exist" in rows["broken"]["read"]
 
 
 def test_inspect_cuts_nothing_in_a_pipe(tmp_path):
@@ -227,32 +306,47 @@ def test_inspect_cuts_nothing_in_a_pipe(tmp_path):
     assert rows[name]["read"] == "direct"
 
 
+def texts_of_columns(lines):
+    """Return the text of each column of a table, its lines joined, without spaces.
+
+    A column may have a gap within, so neighbours are joined in every way, too.
+    """
+    width = max(map(len, lines))
+    lines = [line.ljust(width) for line in lines if set(line.strip()) != {"─"}]
+    is_gap = [all(line[at] == " " for line in lines) for at in range(width)]
+    edges = [at for at in range(width) if is_gap[at]]
+    spans = itertools.combinations([0, *edges, width], 2)
+    return ["".join(line[a:b] for line in lines).replace(" ", "") for a, b in spans]
+
+
 @pytest.mark.parametrize("columns", [80, 100])
 def test_inspect_fits_a_terminal_and_cuts_nothing(quirks, columns):
     whole = table_rows(succeed("inspect", quirks).stdout)
-    lines = succeed("inspect", quirks, COLUMNS=str(columns), **TERMINAL).stdout.splitlines()
-    assert max(map(len, lines)) <= columns
+    shown = succeed("inspect", quirks, COLUMNS=str(columns), **TERMINAL).stdout.splitlines()
+    assert max(map(len, shown)) <= columns
+    *lines, empty, legend = shown
+    assert (empty, legend) == ("", LEGEND)
     assert "shape" in lines[1]
     assert "dtype" in lines[2]
-    start = lines[2].index("read")
-    reasons = "".join(line[start:].strip() for line in lines[4:])
+    texts = texts_of_columns(lines)
     for row in whole.values():
-        for column in COLUMNS[:-1]:
-            assert row[column] in "\n".join(lines)
-        assert row["read"].replace(" ", "") in reasons.replace(" ", "")
+        for column in COLUMNS:
+            cell = row[column].replace(" ", "")
+            assert any(cell in text for text in texts), row[column]
 
 
 def test_inspect_folds_a_name_that_is_wider_than_the_terminal(tmp_path):
     name = "group" * 30
     with h5py.File(tmp_path / "long.h5", "w") as file:
         file[name] = np.zeros(3)
-    lines = succeed("inspect", tmp_path / "long.h5", COLUMNS="80", **TERMINAL).stdout.splitlines()
+    shown = succeed("inspect", tmp_path / "long.h5", COLUMNS="80", **TERMINAL).stdout
+    *lines, _, _ = shown.splitlines()
     assert max(map(len, lines)) <= 80
     assert "".join(line.split("  ")[0].strip() for line in lines[4:]) == name
 
 
 def test_inspect_is_one_line_a_dataset_on_a_wide_terminal(quirks):
-    shown = succeed("inspect", quirks, COLUMNS="300", **TERMINAL).stdout
+    shown = succeed("inspect", quirks, COLUMNS="1000", **TERMINAL).stdout
     assert table_rows(shown) == table_rows(succeed("inspect", quirks).stdout)
 
 
@@ -325,12 +419,37 @@ def test_read_counts_only_what_was_delivered(train):
 
 
 def test_read_says_which_field_went_through_h5py(quirks):
-    fields = ["--field", "x=train/images", "--field", "y=virtual"]
+    fields = ["--field", "x=compact", "--field", "y=overlap"]
     found = summary(succeed("read", quirks, *fields))
     assert found["fields"] == {
-        "x": '"train/images" (direct)',
-        "y": '"virtual" (h5py: a virtual dataset maps other datasets)',
+        "x": '"compact" (direct)',
+        "y": '"overlap" (h5py: a virtual dataset whose mappings overlap)',
     }
+
+
+def test_read_several_files(train):
+    more = train.parent / "train2.h5"
+    with h5py.File(more, "w") as file:
+        file["data"] = np.zeros((50, 2, 3), np.float32)
+        file["labels"] = np.arange(50)
+    found = summary(succeed("read", train, more, "--batch-size", 30))
+    assert (found["batches"], found["samples"]) == ("5", "150")
+    assert found["file"] == f"2 files, {train} to {more}"
+    assert found["fields"]["data"] == '"data" (direct, from 2 sources)'
+    found = summary(succeed("read", train.parent / "train*.h5"))
+    assert found["samples"] == "150"
+    assert "no file matches" in refuse("read", train.parent / "test*.h5")
+    assert "there is no such file" in refuse("read", train, train.parent / "train3.h5")
+
+
+def test_read_other_files_where_it_is_allowed(quirks):
+    external = ["--data-field", "external", "--no-labels"]
+    assert "values.bin" in refuse("read", quirks, *external)
+    allowed = ["--allow-external", quirks.parent / "allowed"]
+    assert summary(succeed("read", quirks, *external, *allowed))["samples"] == "5"
+    missing = ["--data-field", "missing", "--no-labels"]
+    assert "gone.h5" in refuse("read", quirks, *missing)
+    assert summary(succeed("read", quirks, *missing, "--allow-missing"))["samples"] == "6"
 
 
 def test_progress_is_shown_on_a_terminal_only(train):
@@ -366,6 +485,8 @@ OPTIONS = {  # what is typed -> what the reader is given
     "--device cuda:1": {"device": "cuda:1"},
     "--postprocess m.n:f": {"postprocess": "m.n:f"},
     "--timeout 1.5": {"timeout": 1.5},
+    "--allow-external a --allow-external b/c": {"allow_external": [Path("a"), Path("b/c")]},
+    "--allow-missing": {"allow_missing": True},
     "--epochs 2": {},
     "": {},
 }
@@ -394,7 +515,15 @@ def test_exactly_what_was_typed_is_passed_on(loaded, typed):
     [(config, options)] = loaded
     assert config is None
     assert Path(options.pop("hdf5_path")) == Path("f.h5")
+    if "allow_external" in options:
+        options["allow_external"] = list(options["allow_external"])
     assert options == OPTIONS[typed]
+
+
+def test_several_files_are_passed_on_in_their_order(loaded):
+    assert isinstance(run("read", "b.h5", "a.h5", "--no-labels", "c*.h5").exception, Stop)
+    [(_, options)] = loaded
+    assert [str(path) for path in options["hdf5_path"]] == ["b.h5", "a.h5", "c*.h5"]
 
 
 def test_file_may_be_left_to_the_configuration(loaded):

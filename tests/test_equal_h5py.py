@@ -16,7 +16,7 @@ from unittest import mock
 import h5py
 import numpy as np
 import pytest
-from conftest import assert_epoch_is, poison, truth
+from conftest import assert_epoch_is, poison, require_extra, truth
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,8 +35,10 @@ DTYPES = [
     np.dtype([("a", "u1"), ("b", ">f4"), ("c", "?", (2,))]),
     np.dtype(("<i2", (2, 3))),
     np.dtype((">f4", (2,))),
+    np.dtype("<u2", metadata={"bits": 12}),
 ]
-LIBVERS = ["earliest", "latest", ("earliest", "v108"), "v110", "v112"]
+LIBVERS = ["earliest", "latest", ("earliest", "v108"), "v108", "v110", "v112"]
+WITH_EXTENSIBLE_ARRAYS = ["latest", "v110", "v112"]
 FILTERS = [
     {},
     {},
@@ -48,6 +50,20 @@ FILTERS = [
     {"compression": "gzip", "shuffle": True},
     {"compression": "lzf", "shuffle": True, "fletcher32": True},
 ]
+try:
+    hdf5plugin = require_extra("hdf5plugin")
+except pytest.skip.Exception:
+    pass
+else:
+    FILTERS += [
+        dict(hdf5plugin.Zstd()),
+        {"shuffle": True, "fletcher32": True, **hdf5plugin.Zstd()},
+        dict(hdf5plugin.LZ4(nbytes=32)),
+        dict(hdf5plugin.Bitshuffle(cname="none")),
+        dict(hdf5plugin.Bitshuffle(cname="lz4", nelems=16)),
+        dict(hdf5plugin.Bitshuffle(cname="zstd")),
+        dict(hdf5plugin.Blosc(cname="lz4")),
+    ]
 
 
 @dataclass(frozen=True)
@@ -57,6 +73,7 @@ class Recipe:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     libver: Any = "earliest"
+    is_compact: bool = False
     chunks: tuple[int, ...] | None = None
     maxshape: tuple[int | None, ...] | None = None
     options: dict[str, Any] = field(default_factory=dict)
@@ -77,10 +94,13 @@ class Recipe:
         with h5py.File(path, "w", libver=self.libver) as file:
             file["before"] = np.arange(3, dtype=np.int8)
             plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+            if self.is_compact:
+                plist.set_layout(h5py.h5d.COMPACT)
             if self.alloc_time == "early":
                 plist.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+            shape = self.first_shape or self.shape
             dataset = file.create_dataset(
-                "data", self.first_shape or self.shape, self.dtype, dcpl=plist, **options
+                "data", shape, self._stored_type(file), dcpl=plist, **options
             )
             if self.first_shape:
                 dataset[...] = random_values(rng, self.dtype, self.first_shape)
@@ -91,6 +111,19 @@ class Recipe:
                 ]
                 if all(extents):
                     dataset[where] = random_values(rng, self.dtype, tuple(extents))
+
+    def _stored_type(self, file: h5py.File) -> Any:
+        """Return what `create_dataset` takes as dtype; integers of 12 bits are HDF5's only."""
+        if not self.is_of_few_bits:
+            return self.dtype
+        stored = h5py.h5t.STD_U16LE.copy()
+        stored.set_precision(12)
+        stored.commit(file.id, b"type")
+        return h5py.Datatype(stored)
+
+    @property
+    def is_of_few_bits(self) -> bool:
+        return "bits" in (self.dtype.metadata or {})
 
 
 def random_values(rng: np.random.Generator, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
@@ -136,7 +169,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
         "seed": draw(st.integers(0, 2**32 - 1)),
     }
     if not draw(st.sampled_from([True, True, True, False])):
-        return Recipe(**common)
+        return Recipe(is_compact=draw(st.booleans()), **common)
     maxshape = tuple(
         draw(st.sampled_from([extent, extent, extent + 3, None])) or None for extent in shape
     )
@@ -206,11 +239,16 @@ def circumstances(draw: st.DrawFn) -> dict[tuple[Any, str], Any]:
 
 def is_direct(recipe: Recipe, num_dim: int, patches: dict[tuple[Any, str], Any]) -> bool:
     """Tell whether no rule sends the dataset to h5py."""
+    if recipe.is_compact:
+        return True
+    if recipe.is_of_few_bits:
+        return False
     if recipe.chunks is None:
         return num_dim == 0 or (storage, "can_map") not in patches
     assert recipe.maxshape is not None
     unlimited = [axis for axis, limit in enumerate(recipe.maxshape) if limit is None]
-    return len(unlimited) != 1 or unlimited == [0]
+    is_misplaced = recipe.libver in WITH_EXTENSIBLE_ARRAYS and unlimited != [0]
+    return len(unlimited) != 1 or not is_misplaced
 
 
 @given(st.data())

@@ -7,6 +7,7 @@ import itertools
 import os
 import pickle
 import shutil
+from types import SimpleNamespace
 
 import h5py
 import numpy as np
@@ -26,6 +27,8 @@ from h5async import (
     ReaderClosedError,
     ReadError,
     UnsafeFileError,
+    chunkindex,
+    metadata,
 )
 
 SAMPLES, BATCH = 24, 4
@@ -146,15 +149,49 @@ def test_file_that_was_cut_short_before(path, how, share):
     assert "truncated file" in error_of(ReadError, OSError, path=path)
 
 
+class SystemOfShortFiles:
+    """The module `os`, but that it takes any file for one of 3000 bytes."""
+
+    def __getattr__(self, name):
+        return getattr(os, name)
+
+    @staticmethod
+    def fstat(descriptor):
+        status = os.fstat(descriptor)
+        return SimpleNamespace(st_size=3000, st_dev=status.st_dev, st_ino=status.st_ino)
+
+
 @pytest.mark.parametrize("how", LAYOUTS.values(), ids=LAYOUTS)
 def test_values_that_lie_behind_the_end_of_the_file(path, how, monkeypatch):
-    """HDF5 itself does not notice where the superblock was made to agree; the layout is checked."""
+    """HDF5 itself does not notice all of them; the layout is checked."""
     plain_file(path, **how)
-    monkeypatch.setattr("h5async.metadata._file_nbytes", lambda dataset: 3000)
+    for module in (metadata, chunkindex):
+        monkeypatch.setattr(module, "os", SystemOfShortFiles())
     text = error_of(ReadError, OSError, path=path)
     assert f'{path}: dataset "data"' in text
     assert "the file" in text
     assert "3000 bytes" in text
+
+
+@pytest.mark.parametrize("how", LAYOUTS.values(), ids=LAYOUTS)
+def test_file_that_was_cut_short_and_agrees(path, how):
+    """Its superblock was made to say that it ends where it does, within the last values."""
+    with h5py.File(path, "w", libver="earliest") as file:
+        file["labels"] = np.arange(SAMPLES)
+        file.create_dataset("data", data=VALUES, **how)
+    end = end_of_data(path) - 1
+    with path.open("r+b") as file:
+        content = file.read()
+        assert content[8] == 0, "the version of the superblock"
+        assert int.from_bytes(content[40:48], "little") == len(content) > end
+        file.seek(40)
+        file.write(end.to_bytes(8, "little"))
+        file.truncate(end)
+    with h5py.File(path) as file:
+        assert list(file) == ["data", "labels"]
+    text = error_of(H5AsyncError, path=path)
+    assert str(path) in text
+    assert '"data"' in text
 
 
 # --- files that change under a reader ------------------------------------------------------------
@@ -308,9 +345,60 @@ def test_links_that_lead_nowhere(path):
     with h5py.File(path, "r+") as file:
         file["soft"] = h5py.SoftLink("/nowhere")
         file["external"] = h5py.ExternalLink("nowhere.h5", "/data")
-    for name in ("soft", "external", "nowhere/data", "other/x"):
+        file["two"] = h5py.SoftLink("/external")
+        file["loop"] = h5py.SoftLink("/loop")
+    for name in ("soft", "nowhere/data", "images/x"):
         text = error_of(DatasetError, KeyError, path=path, data_field=name)
-        assert f'there is no dataset "{name}"' in text
+        assert f'{path}: there is no dataset "{name}"' in text
+        assert '"images/train" (6, 4, 4)' in text
+    for name in ("external", "two"):
+        text = error_of(DatasetError, KeyError, path=path, data_field=name)
+        assert f'{path}: link "external" leads to nowhere.h5, which does not exist' in text
+    text = error_of(DatasetError, KeyError, path=path, data_field="loop")
+    assert f'{path}: link "loop"' in text
+    text = error_of(DatasetError, KeyError, path=path, data_field="other/x")
+    assert f'{path}: dataset "other" has no member "x": it is no compound type' in text
+
+
+def test_links_to_what_is_no_file(path):
+    file_of_many_names(path)
+    (path.parent / "directory.h5").mkdir()
+    (path.parent / "text.h5").write_text("no HDF5")
+    with h5py.File(path, "r+") as file:
+        file["directory"] = h5py.ExternalLink("directory.h5", "/data")
+        file["text"] = h5py.ExternalLink("text.h5", "/data")
+        file["outside"] = h5py.ExternalLink("/proc/version", "/data")
+    text = error_of(ReadError, OSError, path=path, data_field="directory")
+    assert f'{path}: link "directory"' in text
+    assert "not a regular file" in text
+    text = error_of(ReadError, OSError, path=path, data_field="text")
+    assert f"cannot open {path.parent / 'text.h5'}" in text
+    text = error_of(UnsafeFileError, PermissionError, path=path, data_field="outside")
+    assert f'{path}: link "outside" refers to /proc/version' in text
+    assert "allow_external" in text
+
+
+COMPOUND = np.dtype([("energy", "f4"), ("where", [("x", "i2"), ("y", "i2")])])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("table/mass", 'has no member "mass"; it has "energy", "where"'),
+        ("table/where/z", 'has no member "where/z"; it has "x", "y"'),
+        ("table/energy/x", 'has no member "energy/x": it is no compound type'),
+        ("table/names", "variable length"),
+    ],
+)
+def test_members_that_are_not_there(path, name, message):
+    dtype = COMPOUND
+    if name == "table/names":
+        dtype = np.dtype([("energy", "f4"), ("names", h5py.string_dtype())])
+    with h5py.File(path, "w") as file:
+        file.create_dataset("table", (5,), dtype)
+    text = error_of(DatasetError, KeyError, path=path, data_field=name)
+    assert f'{path}: dataset "table"' in text
+    assert message in text
 
 
 def test_lengths_that_differ(path):
@@ -369,9 +457,74 @@ def test_options_that_do_not_fit(path, options, message):
     assert message in error_of(ConfigError, ValueError, path=path, **options)
 
 
-@pytest.mark.parametrize("several", [["a.h5", "b.h5"], ("a.h5",), [], "train*.h5", "a?.h5"])
-def test_several_files(several):
-    assert "not supported yet" in error_of(ConfigError, ValueError, path=several)
+@pytest.mark.parametrize(
+    ("several", "message"),
+    [
+        ([], "hdf5_path: the list of files is empty"),
+        ((), "hdf5_path: the list of files is empty"),
+        ({"a.h5", "b.h5"}, "hdf5_path"),
+        ({"a.h5": "b.h5"}, "hdf5_path"),
+        (["a.h5", 3], "hdf5_path"),
+        (None, "hdf5_path"),
+        (7, "hdf5_path"),
+    ],
+    ids=repr,
+)
+def test_what_is_no_list_of_files(several, message):
+    """A set has no order, and the order of the files is that of the samples."""
+    assert message in error_of(ConfigError, ValueError, path=several)
+
+
+@pytest.mark.parametrize("pattern", ["train*.h5", "a?.h5", "**/b.h5", "[b].h5"])
+@pytest.mark.parametrize("in_list", [False, True])
+def test_globs_that_find_nothing(path, pattern, in_list):
+    plain_file(path)
+    pattern = path.parent / pattern
+    text = error_of(ReadError, OSError, path=[path, pattern] if in_list else pattern)
+    assert text == f"no file matches {pattern}"
+
+
+def test_one_of_several_files_is_missing(path):
+    plain_file(path)
+    other = path.with_name("b.h5")
+    text = error_of(ReadError, OSError, path=[path, other])
+    assert text == f"cannot open {other}: there is no such file"
+
+
+@pytest.mark.parametrize(
+    "values", [VALUES[:, 1:], VALUES[:, :, None], VALUES.astype("i4"), VALUES.astype("f8")]
+)
+def test_files_whose_samples_differ(path, values):
+    plain_file(path)
+    other = plain_file(path.with_name("b.h5"), values)
+    text = error_of(DatasetError, KeyError, path=[path, path, other])
+    assert 'dataset "data"' in text
+    assert str(path) in text
+    assert str(other) in text
+
+
+def test_one_of_several_files_lacks_the_dataset(path):
+    plain_file(path)
+    other = file_of_many_names(path.with_name("b.h5"))
+    text = error_of(DatasetError, KeyError, path=path.parent / "*.h5")
+    assert f'{other}: there is no dataset "data"' in text
+
+
+def test_damage_to_one_of_several_files(path):
+    plain_file(path)
+    damaged = path.with_name("b.h5")
+    file_with_one_damaged_chunk(damaged)
+    with reader_of([path, damaged], batch_size=CHUNK, num_threads=2) as reader:
+        bad = range(SAMPLES + DAMAGED * CHUNK, SAMPLES + (DAMAGED + 1) * CHUNK)
+        for number in range(len(reader)):
+            index = np.arange(number * CHUNK, min((number + 1) * CHUNK, 2 * SAMPLES))
+            if np.isin(index, bad).any():
+                with pytest.raises(ReadError) as caught:
+                    reader.get_next_batch()
+                text = str(caught.value)
+                assert f'{damaged}: dataset "data", chunk ({DAMAGED * CHUNK}, 0)' in text
+            else:
+                assert_same_bits(reader.get_next_batch().data, VALUES[index % SAMPLES])
 
 
 # --- postprocess ---------------------------------------------------------------------------------
@@ -564,7 +717,7 @@ def test_reader_that_is_closed_around_an_error(path, tmp_path, taken, num_thread
 def test_error_of_h5py_names_dataset_and_samples(path):
     """A damaged chunk of a dataset that only h5py reads."""
     read_only_by_h5py(path, 1)
-    with h5py.File(path, "r+") as file:
+    with h5py.File(path, "r+", libver="latest") as file:
         del file["data"]
         dataset = file.create_dataset(
             "data", (6, 4), "i8", chunks=(2, 2), maxshape=(6, None), compression="gzip"
@@ -578,6 +731,7 @@ def test_error_of_h5py_names_dataset_and_samples(path):
                     reader.get_next_batch()
                 text = str(caught.value)
                 assert f'{path}: dataset "data", samples 4 to 5, read through h5py' in text
+                assert "chunk (4, 2)" in text
             else:
                 assert (reader.get_next_batch().data == 1).all()
 

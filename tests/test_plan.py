@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from h5async.filters import Filter
 from h5async.layout import ChunkTable, DatasetLayout
-from h5async.plan import ChunkPlan, SamplesPlan, PlanSlice, ReadPlan, RowPlan, cut, plan_read
+from h5async.plan import ChunkPlan, PlanSlice, ReadPlan, RowPlan, SamplesPlan, cut, plan_read
 
 DEFLATE = (Filter(1, (4,), "deflate"),)
 BASE = 1000  # address of a contiguous dataset
