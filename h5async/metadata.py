@@ -196,6 +196,10 @@ def _is_stored_as(stored: h5py.h5t.TypeID, dtype: np.dtype[Any]) -> bool:
         is_whole = stored.get_precision() == 8 and stored.get_offset() == 0
         is_signed = stored.get_sign() != h5py.h5t.SGN_NONE
         return is_whole and dtype == np.dtype("i1" if is_signed else "u1")
+    if isinstance(stored, h5py.h5t.TypeBitfieldID) and dtype.kind == "u":
+        # h5py gives bitfields as unsigned integers, but would write those as integers.
+        same = getattr(h5py.h5t, f"STD_B{8 * dtype.itemsize}LE", None)
+        return same is not None and dtype.str[0] != ">" and bool(stored.equal(same))
     if isinstance(stored, h5py.h5t.TypeCompoundID) and dtype.fields is not None:
         names = dtype.names or ()
         return (

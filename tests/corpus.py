@@ -1090,6 +1090,10 @@ DIRECT_TYPES = {
         compound(6, a=(0, h5t.STD_I32LE), b=(4, h5t.STD_I16LE)), (3,)
     ),
     "array of one": h5t.array_create(h5t.STD_I64LE, (1,)),
+    "bitfield": h5t.STD_B8LE,
+    "bitfield of 32": h5t.STD_B32LE,
+    "u1 big-endian": h5t.STD_U8BE,
+    "compound of bytes big-endian": compound(2, a=(0, h5t.STD_U8BE), b=(1, h5t.STD_I8BE)),
     "complex big-endian and little": compound(16, r=(0, h5t.IEEE_F64LE), i=(8, h5t.IEEE_F64BE)),
 }
 H5PY_TYPES = {
@@ -1100,8 +1104,7 @@ H5PY_TYPES = {
     "bool on i4": enum_on(h5t.STD_I32LE, FALSE=0, TRUE=1),
     "bool on i2 big-endian": enum_on(h5t.STD_I16BE, FALSE=0, TRUE=1),
     "complex with a gap": compound(24, r=(0, h5t.IEEE_F64LE), i=(16, h5t.IEEE_F64LE)),
-    "bitfield": h5t.STD_B8LE,
-    "bitfield of 32": h5t.STD_B32BE,
+    "bitfield of 32 big-endian": h5t.STD_B32BE,
     "12 bits": integer_of(h5t.STD_U16LE, 12),
     "12 bits signed": integer_of(h5t.STD_I16LE, 12),
     "12 bits shifted": integer_of(h5t.STD_U16LE, 12, 4),

@@ -1140,7 +1140,7 @@ TYPES = {
     "12 bits, signed": (integer_of(h5t.STD_I16LE, 12), b"\xff\x0f" * 6, True, True),
     "12 bits, shifted": (integer_of(h5t.STD_U16LE, 12, 4), b"\x34\x12" * 6, True, True),
     "24 of 32 bits": (integer_of(h5t.STD_U32LE, 24), b"\xff\xff\xff\xff" * 6, True, True),
-    "bitfield": (h5t.STD_B8LE, NOISE[:6], True, False),
+    "bitfield": (h5t.STD_B8LE, NOISE[:6], False, False),
     "opaque": (opaque(), NOISE[:24], False, False),
     "enum": (h5t.py_create(h5py.enum_dtype({"x": 0, "y": 1}, "i2")), NOISE[:12], False, False),
     "big-endian enum": (
