@@ -31,7 +31,7 @@ from h5async.links import open_hdf5
 from h5async.plan import Int64s, SamplesPlan
 from h5async.storage import file_id, replaced
 
-_KEPT_FILES = 64
+_KEPT_FILES = 32
 
 
 class FallbackReader:
@@ -60,7 +60,11 @@ class FallbackReader:
             self._file(layout)
 
     def read(
-        self, layout: DatasetLayout, plan: SamplesPlan, raw: NDArray[Any], check: ChunkCheck | None
+        self,
+        layout: DatasetLayout,
+        plan: SamplesPlan,
+        raw: NDArray[Any],
+        checks: list[ChunkCheck],
     ) -> None:
         """Fill the rows of a plan.
 
@@ -68,8 +72,8 @@ class FallbackReader:
         ----------
         raw
             (batch, *raw_row): the batch, samples first, of the dataset's dtype (bool as uint8).
-        check
-            Run on the chunks before they are read.
+        checks
+            Run before anything is read.
 
         Raises
         ------
@@ -79,9 +83,13 @@ class FallbackReader:
         sample = plan.sample
         with self._lock:
             try:
+                for check in checks:
+                    if check.layout is layout:
+                        check.run(self._file(layout)[layout.path], sample)
+                    elif not check.is_done:
+                        everything = np.arange(check.layout.num_samples)
+                        check.run(self._file(check.layout)[check.layout.path], everything)
                 dataset = self._file(layout)[layout.path]
-                if check is not None:
-                    check.run(dataset, sample)
                 values = dataset.fields(layout.member[0]) if layout.member else dataset
                 for first, last, chosen in _spans(layout, sample):
                     where = (slice(None),) * layout.sample_axis
@@ -125,11 +133,12 @@ class ChunkCheck:
     Parameters
     ----------
     layout
-        Of a chunked dataset with filters that can all be decoded here.
+        Of a chunked dataset with filters that can all be decoded here: the one that is read, or
+        a source of it.
     """
 
     def __init__(self, layout: DatasetLayout) -> None:
-        self._layout = layout
+        self.layout = layout
         rank = len(layout.chunk_shape) - layout.extra_dims
         self._shape, self._chunk = layout.shape[:rank], layout.chunk_shape[:rank]
         self._grid = layout.grid[:rank]
@@ -138,6 +147,11 @@ class ChunkCheck:
         self._out = np.empty(nbytes, np.uint8)
         self._scratch = Scratch.allocate(0, 0, self._pipeline.between_nbytes)
         self._is_checked = np.zeros(self._grid[layout.sample_axis], bool)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all chunks were checked."""
+        return bool(self._is_checked.all())
 
     @classmethod
     def of(cls, layout: DatasetLayout) -> ChunkCheck | None:
@@ -153,7 +167,7 @@ class ChunkCheck:
         ValueError, RuntimeError
             If a chunk is damaged; the message names it.
         """
-        axis = self._layout.sample_axis
+        axis = self.layout.sample_axis
         numbers = np.unique(sample // self._chunk[axis])
         for number in numbers[~self._is_checked[numbers]].tolist():
             cells = [[number] if a == axis else range(n) for a, n in enumerate(self._grid)]
@@ -162,8 +176,9 @@ class ChunkCheck:
                 try:
                     self._check(dataset, corner)
                 except (ValueError, RuntimeError, OSError) as error:
+                    at = f'{self.layout.file}: dataset "{self.layout.path}", chunk {corner}'
                     raise ValueError(
-                        f"chunk {corner}: {error}; the file is damaged there: restore it, or leave"
+                        f"{at}: {error}; the file is damaged there: restore it, or leave"
                         " these samples out"
                     ) from error
             self._is_checked[number] = True
@@ -171,12 +186,12 @@ class ChunkCheck:
     def _check(self, dataset: h5py.Dataset, corner: tuple[int, ...]) -> None:
         ends = (c + size for c, size in zip(corner, self._chunk, strict=True))
         is_partial = any(end > n for end, n in zip(ends, self._shape, strict=True))
-        if is_partial and self._layout.has_raw_edges:
+        if is_partial and self.layout.has_raw_edges:
             return
         if not chunk_is_written(dataset, corner):
             return
         mask, encoded = dataset.id.read_direct_chunk(corner)
-        itemsize = self._layout.stored_itemsize
+        itemsize = self.layout.stored_itemsize
         self._pipeline.decode(
             np.frombuffer(encoded, np.uint8),
             mask,
@@ -192,13 +207,14 @@ class FallbackExecutor:
     def __init__(self, layout: DatasetLayout, reader: FallbackReader) -> None:
         self._layout = layout
         self._reader = reader
-        self._check = ChunkCheck.of(layout)
+        checks = map(ChunkCheck.of, layout.origins())
+        self._checks = [check for check in checks if check is not None]
 
     def execute(
         self, plan: SamplesPlan, start: int, stop: int, raw: NDArray[Any], scratch: Scratch
     ) -> None:
         """Read the one item of a plan, all samples, into the batch `raw`."""
-        self._reader.read(self._layout, plan, raw, self._check)
+        self._reader.read(self._layout, plan, raw, self._checks)
 
 
 def _spans(layout: DatasetLayout, sample: Int64s) -> Iterator[tuple[int, int, Int64s]]:

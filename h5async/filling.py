@@ -45,7 +45,7 @@ from h5async.transform import RowTransform
 _MIN_SHARE_NBYTES = 128 * 1024  # about 10 µs of copying: what it costs to wake a thread
 
 # Of those that nobody reads from; each takes two descriptors, of which a process has 1,024 or so.
-_KEPT_FILES = 64
+_KEPT_FILES = 32
 
 THREAD_NAME = "h5async"
 

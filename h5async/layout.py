@@ -161,6 +161,8 @@ class DatasetLayout:
         Compact: the values themselves, of `shape`.
     parts
         What other datasets hold; nothing else here then says where bytes lie.
+    sources
+        Virtual: the datasets that are mapped.
     member
         The member of a compound type that h5py is to deliver.
     stored_itemsize, extra_dims, has_raw_edges
@@ -185,6 +187,7 @@ class DatasetLayout:
     stored_nbytes: int = 0
     values: NDArray[Any] | None = None
     parts: tuple[Part, ...] = ()
+    sources: tuple[DatasetLayout, ...] = ()
     member: tuple[str, ...] = ()
     stored_itemsize: int = 0
     has_raw_edges: bool = False
@@ -284,6 +287,13 @@ class DatasetLayout:
             yield self
         for part in self.parts:
             yield from part.source.leaves()
+
+    def origins(self) -> Iterator[DatasetLayout]:
+        """Yield the layouts of the datasets that hold the values, whoever reads them."""
+        if not self.sources:
+            yield self
+        for source in self.sources:
+            yield from source.origins()
 
     def with_one_sample(self) -> DatasetLayout:
         """Return the same bytes, but of `parts`, with a dimension of 1 put before: one sample."""

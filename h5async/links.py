@@ -17,9 +17,13 @@ from typing import NamedTuple
 
 import h5py
 
-from h5async.errors import DatasetError, ReadError, UnsafeFileError
+from h5async.errors import DatasetError, H5AsyncError, ReadError, UnsafeFileError
 
 _MAX_LINKS = 32  # that one path may lead through; HDF5 stops at 16
+
+
+class MissingError(DatasetError):
+    """A link leads to a file that does not exist."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +129,10 @@ def locate(file: h5py.File, path: str, reach: Reach, files: contextlib.ExitStack
         If there is nothing of that name.
     UnsafeFileError
         If an external link leads to a file that is not permitted.
+    MissingError
+        If the path leads to a file that does not exist.
     DatasetError
-        If the path leads to a file that does not exist, or through too many links.
+        If it leads through too many links.
     ReadError
         If a linked file cannot be opened.
     """
@@ -155,7 +161,7 @@ def locate(file: h5py.File, path: str, reach: Reach, files: contextlib.ExitStack
             holder = Path(file.filename)
             target = reach.find(link.filename, holder, "HDF5_EXT_PREFIX", where)
             if target is None:
-                raise DatasetError(f"{where} leads to {link.filename}, which does not exist")
+                raise MissingError(f"{where} leads to {link.filename}, which does not exist")
             file = files.enter_context(open_hdf5(target))
             group, done = file["/"], []
         elif not isinstance(link, h5py.SoftLink):
@@ -179,6 +185,10 @@ def open_hdf5(path: Path) -> h5py.File:
         If it cannot be opened; the message says why.
     """
     try:
+        if path.is_dir():
+            raise ReadError(f"cannot open {path}: it is a directory")
+        if path.exists() and not path.is_file():  # HDF5 would wait for a pipe
+            raise ReadError(f"cannot open {path}: it is no regular file")
         try:
             return h5py.File(path, "r")
         except OSError as error:
@@ -186,11 +196,11 @@ def open_hdf5(path: Path) -> h5py.File:
                 raise
             # The caller has it open without locking, and HDF5 wants all to agree.
             return h5py.File(path, "r", locking=False)
+    except H5AsyncError:
+        raise
     except (OSError, RuntimeError, ValueError) as error:
         if not path.exists():
             reason = "there is no such file"
-        elif path.is_dir():
-            reason = "it is a directory"
         else:
             reason = str(error)
         raise ReadError(f"cannot open {path}: {reason}") from error

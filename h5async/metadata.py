@@ -30,7 +30,7 @@ from h5async.config import Field
 from h5async.errors import DatasetError, H5AsyncError, ReadError, UnsafeFileError
 from h5async.filters import Filter, can_decode
 from h5async.layout import ChunkTable, DatasetLayout, Part, Slab, Storage, normal_axis
-from h5async.links import BESIDE, Reach, locate, open_hdf5
+from h5async.links import BESIDE, MissingError, Reach, locate, open_hdf5
 from h5async.storage import can_map, file_id
 from h5async.virtual import mapped_files, virtual_parts
 
@@ -240,7 +240,10 @@ class _Indexer:
         element = _element(dataset, member, where)
         if dataset.shape is None:
             raise DatasetError(f"{where} is empty (a null dataspace): it holds no samples")
-        if dataset.shape == ():
+        shape = dataset.shape
+        if shape == () and self._depth:
+            shape = (1,)  # as the source of a virtual dataset, it is one sample
+        if shape == ():
             raise DatasetError(f"{where} is a scalar: it has no dimension that counts samples")
         if element.dtype.hasobject:
             raise DatasetError(
@@ -255,9 +258,9 @@ class _Indexer:
             file=str(self._path),
             file_id=file_id(self._file.id.get_vfd_handle()),
             path=name,
-            shape=(*dataset.shape, *extra),
+            shape=(*shape, *extra),
             dtype=_without_metadata(base),
-            sample_axis=normal_axis(num_dim, len(dataset.shape), where),
+            sample_axis=normal_axis(num_dim, len(shape), where),
             storage=storage,
             fallback_reason=None,
             fill=np.zeros((), base),
@@ -265,7 +268,8 @@ class _Indexer:
             filters=filters,
             stored_nbytes=dataset.id.get_storage_size(),
             member=member,
-            stored_itemsize=dataset.id.get_type().get_size(),
+            # Of a type with elements of variable length, HDF5 tells the size in memory.
+            stored_itemsize=0 if dataset.dtype.hasobject else dataset.id.get_type().get_size(),
             extra_dims=len(extra),
         )
         try:
@@ -275,7 +279,8 @@ class _Indexer:
                 return self._external(layout, plist, element, where)
             if storage == "compact":
                 values = np.asarray(_values(dataset, member))
-                return replace(layout, values=values.view(layout.raw_dtype))
+                values = values.reshape(layout.shape).view(layout.raw_dtype)
+                return replace(layout, values=values)
             _require_filters(filters, where)
             if storage == "chunked" and filters:
                 layout = replace(layout, has_raw_edges=edges_are_raw(dataset))
@@ -327,6 +332,8 @@ class _Indexer:
         where: str,
     ) -> DatasetLayout:
         """Return the layout of a member: a part of the rows of the compound."""
+        if not layout.stored_itemsize:
+            raise NotDirectError("a member of a compound with elements of variable length")
         rank = len(dataset.shape)
         extra = layout.shape[rank:]
         label = "/".join(layout.member)
@@ -338,14 +345,15 @@ class _Indexer:
                 "itemsize": layout.stored_itemsize,
             }
         )
-        fill = np.zeros((), compound)
-        fill[label] = _member_fill(plist, dataset, layout.member)
+        fill = np.zeros(layout.stored_itemsize, np.uint8)
+        values = _member_fill(plist, dataset, layout.member)
+        fill[element.offset : element.offset + len(values)] = np.frombuffer(values, np.uint8)
         source = replace(
             layout,
             shape=layout.shape[:rank],
             chunk_shape=layout.chunk_shape[:rank],
             dtype=compound,
-            fill=fill,
+            fill=fill.view(compound).reshape(()),
             member=(),
         )
         source = self._direct(source, dataset, plist, where)
@@ -358,33 +366,35 @@ class _Indexer:
     ) -> DatasetLayout:
         if self._depth >= _MAX_NESTED:
             raise DatasetError(f"{where}: virtual datasets are nested more than {_MAX_NESTED} deep")
-        for file_name, dataset_name in dict.fromkeys(mapped_files(plist, layout.shape)):
-            self._source_path(
-                file_name, dataset_name, where
-            )  # all are looked at before any is read
-        if layout.member:
-            raise NotDirectError("a member of a virtual dataset")
-        base = layout.fill.dtype
-        layout = replace(layout, fill=_fill_value(plist, base, (), whenever=True))
-        cache: dict[tuple[str, str, int], DatasetLayout | None] = {}
+        found: dict[tuple[str, str, int], DatasetLayout | None] = {}
 
         def find(file_name: str, dataset_name: str, axis: int) -> DatasetLayout | None:
             key = file_name, dataset_name, axis
-            if key not in cache:
-                cache[key] = self._source(file_name, dataset_name, axis, where)
-            return cache[key]
+            if key not in found:
+                found[key] = self._source(file_name, dataset_name, axis, where)
+            return found[key]
 
-        parts = virtual_parts(plist, layout, find)
+        # All sources are looked at first: what HDF5 may be let loose on must be permitted, there,
+        # and free of loops, in which it would never end.
+        sources = [find(*names, 0) for names in dict.fromkeys(mapped_files(plist, layout.shape))]
+        there = tuple(source for source in sources if source is not None)
+        stored = sum({(s.file, s.path): s.stored_nbytes for s in there}.values())
+        layout = replace(layout, sources=there, stored_nbytes=stored)
+        try:
+            if layout.member:
+                raise NotDirectError("a member of a virtual dataset")
+            fill = _fill_value(plist, layout.fill.dtype, (), whenever=True)
+            layout = replace(layout, fill=fill)
+            parts = virtual_parts(plist, layout, find) if there else ()
+        except NotDirectError as error:
+            if None in sources:
+                raise DatasetError(
+                    f"{where}: sources are missing, and only h5py could read the rest ({error})"
+                ) from error
+            return replace(layout, fallback_reason=str(error))
         reasons = [part.source.fallback_reason for part in parts]
         reason = next((reason for reason in reasons if reason is not None), None)
-        return replace(
-            layout,
-            parts=parts,
-            fallback_reason=reason,
-            stored_nbytes=sum(
-                {(p.source.file, p.source.path): p.source.stored_nbytes for p in parts}.values()
-            ),
-        )
+        return replace(layout, parts=parts, fallback_reason=reason)
 
     def _source_path(self, file_name: str, dataset_name: str, where: str) -> Path | None:
         """Return the file of a virtual dataset's source, None where it is missing and may be."""
@@ -411,6 +421,8 @@ class _Indexer:
                 place = locate(file, dataset_name, self._reach, files)
                 node = place.file[place.path]
             except KeyError as error:
+                if isinstance(error, H5AsyncError) and not isinstance(error, MissingError):
+                    raise
                 if self._reach.missing_is_fill:
                     return None
                 raise DatasetError(
@@ -419,8 +431,6 @@ class _Indexer:
                 ) from error
             if not isinstance(node, h5py.Dataset) or place.rest:
                 raise DatasetError(f'{where}: its source "{dataset_name}" in {path} is no dataset')
-            if node.shape == ():
-                raise NotDirectError("a virtual dataset whose source is a scalar")
             indexer = _Indexer(place.file, self._reach, self._depth + 1)
             return indexer.layout(place.path, node, (), axis)
 
@@ -430,6 +440,7 @@ class _Indexer:
         """Return the layout of values in external files, which must be permitted by root."""
         segments = [plist.get_external(i) for i in range(plist.get_external_count())]
         found = [self._external_path(os.fsdecode(name), where) for name, _, _ in segments]
+        self._require_external_bytes(layout, segments, found, where)
         self._require_direct(layout, element)
         if layout.member:
             raise NotDirectError("a member of a compound in external files")
@@ -441,11 +452,6 @@ class _Indexer:
             if nbytes <= 0:
                 break
             status = path.stat()
-            if status.st_size < offset + nbytes:
-                raise ReadError(
-                    f"{where}: {nbytes} bytes of its values lie at byte {offset} of {path}, which"
-                    f" has {status.st_size} bytes (HDF5 would put zeros for what is missing)"
-                )
             source = replace(
                 layout,
                 file=str(path),
@@ -462,9 +468,29 @@ class _Indexer:
             source = replace(source, shape=(rows, *layout.row_shape))
             parts.append(Part(source, samples, Slab.run(0, rows)))
             begin += nbytes
-        if begin < wanted:
-            raise ReadError(f"{where}: its external files hold {begin} of {wanted} bytes")
         return replace(layout, parts=tuple(parts))
+
+    def _require_external_bytes(
+        self,
+        layout: DatasetLayout,
+        segments: Sequence[tuple[bytes, int, int]],
+        paths: Sequence[Path],
+        where: str,
+    ) -> None:
+        """Refuse files that are too short: HDF5 would put zeros for what is missing."""
+        itemsize = layout.stored_itemsize or layout.dtype.itemsize
+        left = itemsize * math.prod(layout.shape[: len(layout.shape) - layout.extra_dims])
+        for path, (_, offset, nbytes) in zip(paths, segments, strict=True):
+            nbytes = min(nbytes, left)
+            size = path.stat().st_size
+            if size < offset + nbytes:
+                raise ReadError(
+                    f"{where}: {nbytes} bytes of its values lie at byte {offset} of {path}, which"
+                    f" has {size} bytes"
+                )
+            left -= nbytes
+        if left:
+            raise ReadError(f"{where}: {left} bytes of its values lie in no external file")
 
     def _external_path(self, name: str, where: str) -> Path:
         """Return the real path of an external file, as HDF5 finds it: from the current directory.
@@ -582,18 +608,15 @@ def _fill_value(
     return fill
 
 
-def _member_fill(
-    plist: h5py.h5p.PropDCID, dataset: h5py.Dataset, member: tuple[str, ...]
-) -> NDArray[Any] | int:
+def _member_fill(plist: h5py.h5p.PropDCID, dataset: h5py.Dataset, member: tuple[str, ...]) -> bytes:
+    """Return the bytes of a member's fill value; none: zeros."""
     if not (_has_fill_value(plist) and _is_filled(plist)):
-        return 0
-    if dataset.dtype.hasobject:
-        raise NotDirectError("a member of a compound with a fill value of its own")
+        return b""
     values: Any = np.zeros((), dataset.dtype)
     plist.get_fill_value(values)
     for name in member:
         values = values[name]
-    return values.view(np.uint8) if values.dtype.kind == "b" else values  # type: ignore[no-any-return]
+    return bytes(np.asarray(values).tobytes())
 
 
 def _has_fill_value(plist: h5py.h5p.PropDCID) -> bool:

@@ -260,11 +260,15 @@ def _region(slabs: list[Slab], shape: tuple[int, ...], axis: int) -> tuple[slice
 
 
 def _require_convertible(stored: np.dtype[Any], due: np.dtype[Any]) -> None:
-    """Pass conversions that NumPy makes as HDF5 does: of byte order, and without loss."""
+    """Pass conversions that NumPy makes as HDF5 does: of byte order, and of integers without loss.
+
+    Between floats, the two differ in the bits of what is not a number.
+    """
     if stored.newbyteorder("=") == due.newbyteorder("="):
         return
-    if stored.kind in "iuf" and due.kind in "iuf" and np.can_cast(stored, due, "safe"):
-        return
+    if stored.kind in "iu" and due.kind in "iuf" and np.can_cast(stored, due, "safe"):
+        if due.itemsize <= 8:
+            return
     raise NotDirectError(f"a virtual dataset of {due} whose source has {stored}")
 
 
