@@ -361,9 +361,9 @@ def _bitshuffle_decoder(parameters: tuple[int, ...]) -> Decode | None:
             block = parameters[3] if len(parameters) > 3 else 0
             return None if block % 8 else partial(_bitunshuffle, element, block)
         case 2:
-            return partial(_decode_bitshuffle, element, _lz4_block, True)
+            return partial(_decode_bitshuffle, element, True)
         case 3:
-            return partial(_decode_bitshuffle, element, _zstd_block, False)
+            return partial(_decode_bitshuffle, element, False)
     return None
 
 
@@ -382,17 +382,8 @@ def _bitunshuffle(element: int, block: int, encoded: Bytes, out: Bytes, _spare: 
 _BLOCK_LENGTH = struct.Struct(">I")
 
 
-def _lz4_block(encoded: Bytes, out: Bytes) -> int:
-    return len(imagecodecs.lz4_decode(encoded, header=False, out=out))
-
-
-def _zstd_block(encoded: Bytes, out: Bytes) -> int:
-    return len(imagecodecs.zstd_decode(encoded, out=out))
-
-
 def _decode_bitshuffle(
     element: int,
-    decode_block: Callable[[Bytes, Bytes], int],
     is_lz4: bool,
     encoded: Bytes,
     out: Bytes,
@@ -412,28 +403,36 @@ def _decode_bitshuffle(
     shuffled = _room(spare, nbytes)
     leftover = nbytes % (8 * element)
     edges = [*range(0, nbytes - leftover, block_nbytes), nbytes - leftover]
-    position, lengths = 12, []
+    position = 12
+    begins, lengths = [], []
     view = encoded.data
     try:
         for _ in edges[1:]:
             (length,) = _BLOCK_LENGTH.unpack_from(view, position)
+            begins.append(position + 4)
             lengths.append(length)
             position += 4 + length
     except struct.error:
         raise ValueError("bitshuffle: the blocks were cut short") from None
     if position + leftover > encoded.size:
         raise ValueError("bitshuffle: the blocks were cut short")
+    body = shuffled[: nbytes - leftover]
     if is_lz4 and not leftover and block_nbytes not in lengths:
         # The framing of the lz4 filter, but for blocks that it would take for stored ones.
-        _due("bitshuffle", len(imagecodecs.lz4h5_decode(encoded, out=shuffled)), nbytes)
-    else:
-        begin = 16
-        for i, length in enumerate(lengths):
-            room = shuffled[edges[i] : edges[i + 1]]
-            count = decode_block(encoded[begin : begin + length], room)
+        _due("bitshuffle", len(imagecodecs.lz4h5_decode(encoded, out=body)), body.size)
+    elif is_lz4:
+        for begin, block, length in zip(begins, edges, lengths, strict=False):
+            room = body[block : block + block_nbytes]
+            data = encoded[begin : begin + length]
+            count = len(imagecodecs.lz4_decode(data, header=False, out=room))
             _due("a block of bitshuffle", count, room.size)
-            begin += length + 4
-        np.copyto(shuffled[edges[-1] :], encoded[position : position + leftover])
+    elif lengths:
+        # Zstd decodes frames that follow each other in one call, and sets itself up just once.
+        frames = b"".join(
+            view[begin : begin + length] for begin, length in zip(begins, lengths, strict=True)
+        )
+        _due("bitshuffle", len(imagecodecs.zstd_decode(frames, out=body)), body.size)
+    np.copyto(shuffled[body.size :], encoded[position : position + leftover])
     return _bitunshuffle(element, block_nbytes // element, shuffled, out, spare)
 
 

@@ -1422,10 +1422,9 @@ OTHER_TYPES = {
     f"{source} as {dtype}": {"source": source, "dtype": dtype, "way": way}
     for way, pairs in {
         "direct": (
-            "<i4 >i4; <i4 <f8; <i4 <i8; >i4 >i8; <u1 >u2; <u2 <i4; <u4 >f8; <i2 <f4; <f4 >f4; "
-            "<f2 <f4; <f4 <f8; >f4 <f8"
+            "<i4 >i4; <i4 <f8; <i4 <i8; >i4 >i8; <u1 >u2; <u2 <i4; <u4 >f8; <i2 <f4; <f4 >f4"
         ),
-        "h5py": "<i4 <i2; <i4 <u8; <u4 <i4; <i4 <f4; <f8 <f4; <f8 <i8",
+        "h5py": ("<i4 <i2; <i4 <u8; <u4 <i4; <i4 <f4; <f8 <f4; <f8 <i8; <f2 <f4; <f4 <f8; >f4 <f8"),
     }.items()
     for source, dtype in map(str.split, pairs.split(";"))
 }
