@@ -8,6 +8,7 @@ because HDF5 would answer a short chunk with whatever its heap held.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -148,12 +149,14 @@ class FilterPipeline:
             np.copyto(out[: current.size], current)
 
     def decode_many(
-        self, encoded: list[Bytes], filter_mask: int, out: list[Bytes], scratch: Scratch
+        self, encoded: Iterable[Bytes], filter_mask: int, out: Iterable[Bytes], scratch: Scratch
     ) -> None:
         """Decode several chunks of one mask, each into its memory, as `decode` does.
 
         A thread takes the GIL again after every chunk, and others may hold it: so where one
-        filter is to be undone, hardly a line of Python lies between one chunk and the next.
+        filter is to be undone, hardly a line of Python lies between one chunk and the next. For
+        the same reason, the arguments had better be iterators: to make all views at once would
+        keep the other threads waiting.
 
         Raises
         ------
@@ -165,10 +168,10 @@ class FilterPipeline:
             for chunk, room in zip(encoded, out, strict=True):
                 self.decode(chunk, filter_mask, room, scratch)
             return
-        spare = itertools.repeat(scratch.between[2])
-        for decoded, room in zip(map(steps[0].decode, encoded, out, spare), out, strict=True):
-            if decoded.size != room.size:
-                raise ValueError(f"{decoded.size} bytes are stored, {room.size} are due")
+        due, spare = self._chunk_nbytes, itertools.repeat(scratch.between[2])
+        for decoded in map(steps[0].decode, encoded, out, spare):
+            if decoded.size != due:
+                raise ValueError(f"{decoded.size} bytes are stored, {due} are due")
 
     def _steps(self, filter_mask: int) -> list[_Step]:
         steps = []

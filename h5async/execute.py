@@ -10,7 +10,7 @@ import math
 import traceback
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Protocol
 
@@ -267,12 +267,10 @@ class PlanExecutor:
             return False
         if self._pipeline.is_raw(mask):
             return False
-        size = layout.chunk_nbytes
+        encoded = _pieces(mapped, chunks.offset[place], chunks.nbytes[place])
+        begin = plan.run_position[run] * layout.row_nbytes
         flat = raw.reshape(-1).view(np.uint8)
-        begins = (plan.run_position[run] * layout.row_nbytes).tolist()
-        spans = zip(chunks.offset[place].tolist(), chunks.nbytes[place].tolist(), strict=True)
-        encoded = [mapped[offset : offset + nbytes] for offset, nbytes in spans]
-        out = [flat[begin : begin + size] for begin in begins]
+        out = _pieces(flat, begin, np.full(begin.shape, layout.chunk_nbytes))
         try:
             self._pipeline.decode_many(encoded, mask, out, scratch)
         except (ValueError, RuntimeError):
@@ -524,6 +522,11 @@ def _regions(layout: DatasetLayout, rest: list[int]) -> list[tuple[slice, ...]]:
         )
         for corner in layout.cross_section
     ]
+
+
+def _pieces(data: Bytes, begin: Int64s, nbytes: Int64s) -> Iterator[Bytes]:
+    """Give pieces of some bytes, each made when it is due."""
+    return map(data.__getitem__, map(slice, begin.tolist(), (begin + nbytes).tolist()))
 
 
 def _in_file_order(offset: Int64s) -> tuple[Int64s, Int64s]:
