@@ -14,11 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from h5async.decoding import Bytes, Decode
 from h5async.filters import (
     CHECKSUM_NBYTES,
     FLETCHER32,
-    Bytes,
-    Decode,
     Filter,
     decoder,
     keeps_length,

@@ -30,13 +30,12 @@ from h5async.errors import ConfigError, PostprocessError, postprocess_error
 from h5async.execute import (
     ChunkCaches,
     Executor,
-    MemoryExecutor,
-    PartsExecutor,
     PlanExecutor,
     scratch_nbytes,
 )
 from h5async.fallback import FallbackExecutor, FallbackReader
 from h5async.layout import DatasetLayout
+from h5async.parts import MemoryExecutor, PartsExecutor
 from h5async.plan import PlanSlice, ReadPlan, cut, plan_read
 from h5async.sampling import Sampling
 from h5async.storage import LocalFiles

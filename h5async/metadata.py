@@ -14,7 +14,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import h5py
 import numpy as np
@@ -27,6 +27,7 @@ from h5async.chunkindex import (
     require_true_coordinates,
 )
 from h5async.config import Field
+from h5async.elements import Element, element_of
 from h5async.errors import DatasetError, H5AsyncError, ReadError, UnsafeFileError
 from h5async.filters import Filter, can_decode
 from h5async.layout import ChunkTable, DatasetLayout, Part, Slab, Storage, normal_axis
@@ -161,59 +162,6 @@ def _has_fixed_size(dataset: h5py.Dataset) -> bool:
         return False
 
 
-class _Element(NamedTuple):
-    """What an element of a dataset, or a member of it, is.
-
-    Attributes
-    ----------
-    dtype
-        As h5py gives it.
-    stored
-        The type as stored.
-    offset
-        Of a member: its first byte within an element.
-    """
-
-    dtype: np.dtype[Any]
-    stored: h5py.h5t.TypeID
-    offset: int
-
-    @property
-    def is_numpys(self) -> bool:
-        """Whether the stored bytes are NumPy's."""
-        return _is_stored_as(self.stored, self.dtype)
-
-
-def _is_stored_as(stored: h5py.h5t.TypeID, dtype: np.dtype[Any]) -> bool:
-    """Tell whether the bytes of a stored type are those of a dtype."""
-    try:
-        if stored.equal(h5py.h5t.py_create(dtype, logical=True)):
-            return True
-    except Exception:  # a type that h5py can read but not write
-        return False
-    if isinstance(stored, h5py.h5t.TypeIntegerID) and stored.get_size() == 1:
-        # A byte order means nothing to a byte, but makes types unequal.
-        is_whole = stored.get_precision() == 8 and stored.get_offset() == 0
-        is_signed = stored.get_sign() != h5py.h5t.SGN_NONE
-        return is_whole and dtype == np.dtype("i1" if is_signed else "u1")
-    if isinstance(stored, h5py.h5t.TypeBitfieldID) and dtype.kind == "u":
-        # h5py gives bitfields as unsigned integers, but would write those as integers.
-        same = getattr(h5py.h5t, f"STD_B{8 * dtype.itemsize}LE", None)
-        return same is not None and dtype.str[0] != ">" and bool(stored.equal(same))
-    if isinstance(stored, h5py.h5t.TypeCompoundID) and dtype.fields is not None:
-        names = dtype.names or ()
-        return (
-            stored.get_size() == dtype.itemsize
-            and stored.get_nmembers() == len(names)
-            and all(
-                stored.get_member_offset(i) == dtype.fields[name][1]
-                and _is_stored_as(stored.get_member_type(i), dtype.fields[name][0])
-                for i, name in enumerate(names)
-            )
-        )
-    return False
-
-
 class _Indexer:
     """Reads layouts from one open file; `depth` counts virtual datasets within each other."""
 
@@ -237,7 +185,7 @@ class _Indexer:
     def _layout(
         self, name: str, dataset: h5py.Dataset, member: tuple[str, ...], num_dim: int, where: str
     ) -> DatasetLayout:
-        element = _element(dataset, member, where)
+        element = element_of(dataset, member, where)
         if dataset.shape is None:
             raise DatasetError(f"{where} is empty (a null dataspace): it holds no samples")
         shape = dataset.shape
@@ -266,7 +214,7 @@ class _Indexer:
             fill=np.zeros((), base),
             chunk_shape=(*dataset.chunks, *extra) if dataset.chunks else (),
             filters=filters,
-            stored_nbytes=dataset.id.get_storage_size(),
+            stored_nbytes=0 if storage == "chunked" else dataset.id.get_storage_size(),
             member=member,
             # Of a type with elements of variable length, HDF5 tells the size in memory.
             stored_itemsize=0 if dataset.dtype.hasobject else dataset.id.get_type().get_size(),
@@ -290,9 +238,10 @@ class _Indexer:
             layout = replace(layout, fill=_fill_value(plist, base, extra))
             return self._direct(layout, dataset, plist, where)
         except NotDirectError as error:
-            return replace(layout, fallback_reason=str(error))
+            nbytes = dataset.id.get_storage_size()
+            return replace(layout, fallback_reason=str(error), stored_nbytes=nbytes)
 
-    def _require_direct(self, layout: DatasetLayout, element: _Element) -> None:
+    def _require_direct(self, layout: DatasetLayout, element: Element) -> None:
         if self._file.id.get_intent() & h5py.h5f.ACC_RDWR:
             raise NotDirectError(
                 "the file is open for writing in this process, which may hold unwritten values"
@@ -316,7 +265,7 @@ class _Indexer:
         if layout.storage == "chunked":
             require_true_coordinates(dataset)
             chunks = read_chunk_table(dataset, layout.filters, layout.has_raw_edges, where)
-            layout = replace(layout, chunks=chunks)
+            layout = replace(layout, chunks=chunks, stored_nbytes=int(chunks.nbytes.sum()))
         else:
             layout = replace(layout, offset=_contiguous_offset(dataset, where))
         if _has_no_values(plist, layout):
@@ -328,7 +277,7 @@ class _Indexer:
         layout: DatasetLayout,
         dataset: h5py.Dataset,
         plist: h5py.h5p.PropDCID,
-        element: _Element,
+        element: Element,
         where: str,
     ) -> DatasetLayout:
         """Return the layout of a member: a part of the rows of the compound."""
@@ -435,7 +384,7 @@ class _Indexer:
             return indexer.layout(place.path, node, (), axis)
 
     def _external(
-        self, layout: DatasetLayout, plist: h5py.h5p.PropDCID, element: _Element, where: str
+        self, layout: DatasetLayout, plist: h5py.h5p.PropDCID, element: Element, where: str
     ) -> DatasetLayout:
         """Return the layout of values in external files, which must be permitted by root."""
         segments = [plist.get_external(i) for i in range(plist.get_external_count())]
@@ -514,26 +463,6 @@ class _Indexer:
         if not path.is_file():
             raise ReadError(f"{where} keeps its values in {path}, which is missing or no file")
         return path
-
-
-def _element(dataset: h5py.Dataset, member: tuple[str, ...], where: str) -> _Element:
-    """Return what an element is; of a compound, its member at the end of the path `member`."""
-    stored, offset = dataset.id.get_type(), 0
-    for depth, name in enumerate(member):
-        label = "/".join(member[: depth + 1])
-        if not isinstance(stored, h5py.h5t.TypeCompoundID):
-            raise DatasetError(f'{where} has no member "{label}": it is no compound type')
-        names = [stored.get_member_name(i) for i in range(stored.get_nmembers())]
-        encoded = name.encode()
-        if encoded not in names:
-            listed = ", ".join(f'"{n.decode("utf-8", "replace")}"' for n in names)
-            raise DatasetError(f'{where} has no member "{label}"; it has {listed}')
-        offset += stored.get_member_offset(names.index(encoded))
-        stored = stored.get_member_type(names.index(encoded))
-    try:
-        return _Element(stored.dtype if member else dataset.dtype, stored, offset)
-    except Exception as error:  # h5py has no one type for what it cannot express
-        raise DatasetError(f"{where}: its type has no NumPy equivalent ({error})") from error
 
 
 def _values(dataset: h5py.Dataset, member: tuple[str, ...]) -> Any:

@@ -1291,6 +1291,7 @@ def test_values_written_after_a_reader_was_made_unguarded(tmp_path, no_rules):
     path = tmp_path / "a.h5"
     with h5py.File(path, "w") as writer:
         dataset = writer.create_dataset("data", data=numbers(6, 4), chunks=(2, 4))
+        writer.flush()
         with reader_of(path, batch_size=6) as reader:
             dataset[2:4] = -1
             assert not np.array_equal(reader.get_next_batch().data, dataset[...])

@@ -1,0 +1,89 @@
+"""An open dataset enters; what its elements are leaves: a dtype, and if its bytes are NumPy's."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import h5py
+import numpy as np
+
+from h5async.errors import DatasetError
+
+
+class Element(NamedTuple):
+    """What an element of a dataset, or a member of it, is.
+
+    Attributes
+    ----------
+    dtype
+        As h5py gives it.
+    stored
+        The type as stored.
+    offset
+        Of a member: its first byte within an element.
+    """
+
+    dtype: np.dtype[Any]
+    stored: h5py.h5t.TypeID
+    offset: int
+
+    @property
+    def is_numpys(self) -> bool:
+        """Whether the stored bytes are NumPy's."""
+        return _is_stored_as(self.stored, self.dtype)
+
+
+def _is_stored_as(stored: h5py.h5t.TypeID, dtype: np.dtype[Any]) -> bool:
+    """Tell whether the bytes of a stored type are those of a dtype."""
+    try:
+        if stored.equal(h5py.h5t.py_create(dtype, logical=True)):
+            return True
+    except Exception:  # a type that h5py can read but not write
+        return False
+    if isinstance(stored, h5py.h5t.TypeIntegerID) and stored.get_size() == 1:
+        # A byte order means nothing to a byte, but makes types unequal.
+        is_whole = stored.get_precision() == 8 and stored.get_offset() == 0
+        is_signed = stored.get_sign() != h5py.h5t.SGN_NONE
+        return is_whole and dtype == np.dtype("i1" if is_signed else "u1")
+    if isinstance(stored, h5py.h5t.TypeBitfieldID) and dtype.kind == "u":
+        # h5py gives bitfields as unsigned integers, but would write those as integers.
+        same = getattr(h5py.h5t, f"STD_B{8 * dtype.itemsize}LE", None)
+        return same is not None and dtype.str[0] != ">" and bool(stored.equal(same))
+    if isinstance(stored, h5py.h5t.TypeCompoundID) and dtype.fields is not None:
+        names = dtype.names or ()
+        return (
+            stored.get_size() == dtype.itemsize
+            and stored.get_nmembers() == len(names)
+            and all(
+                stored.get_member_offset(i) == dtype.fields[name][1]
+                and _is_stored_as(stored.get_member_type(i), dtype.fields[name][0])
+                for i, name in enumerate(names)
+            )
+        )
+    return False
+
+
+def element_of(dataset: h5py.Dataset, member: tuple[str, ...], where: str) -> Element:
+    """Return what an element is; of a compound, its member at the end of the path `member`.
+
+    Raises
+    ------
+    DatasetError
+        If there is no such member, or NumPy has no type for it; it begins with `where`.
+    """
+    stored, offset = dataset.id.get_type(), 0
+    for depth, name in enumerate(member):
+        label = "/".join(member[: depth + 1])
+        if not isinstance(stored, h5py.h5t.TypeCompoundID):
+            raise DatasetError(f'{where} has no member "{label}": it is no compound type')
+        names = [stored.get_member_name(i) for i in range(stored.get_nmembers())]
+        encoded = name.encode()
+        if encoded not in names:
+            listed = ", ".join(f'"{n.decode("utf-8", "replace")}"' for n in names)
+            raise DatasetError(f'{where} has no member "{label}"; it has {listed}')
+        offset += stored.get_member_offset(names.index(encoded))
+        stored = stored.get_member_type(names.index(encoded))
+    try:
+        return Element(stored.dtype if member else dataset.dtype, stored, offset)
+    except Exception as error:  # h5py has no one type for what it cannot express
+        raise DatasetError(f"{where}: its type has no NumPy equivalent ({error})") from error
