@@ -24,6 +24,7 @@ FindSource = Callable[[str, str, int], DatasetLayout | None]
 
 _UNLIMITED = h5py.h5s.UNLIMITED
 _MAX_REGIONS = 256
+_MAX_NUMBERED = 100_000
 
 
 class _Mapping(NamedTuple):
@@ -139,6 +140,8 @@ def _numbered(
         yield _Mapping(_name(file, None), _name(dataset, None), slabs, source)
         return
     start, stride, block = virtual[axis].start, virtual[axis].stride, virtual[axis].block
+    if shape[axis] > start + _MAX_NUMBERED * stride:
+        raise NotDirectError(f"a virtual dataset of more than {_MAX_NUMBERED} numbered sources")
     for number, begin in enumerate(range(start, shape[axis], stride)):
         slabs = [slab.within(n) for slab, n in zip(virtual[:axis], shape[:axis], strict=True)]
         slabs.append(Slab.run(begin, min(begin + block, shape[axis])))
