@@ -44,7 +44,7 @@ def require_true_coordinates(dataset: h5py.Dataset) -> None:
     if len(unlimited) != 1 or unlimited == [0]:
         return
     try:
-        kind = _ask_hdf5("H5Dget_chunk_index_type", dataset.id.id, ctypes.c_int)
+        kind = _ask_hdf5("H5Dget_chunk_index_type", ctypes.c_int, dataset.id)
     except NotDirectError:
         kind = _EXTENSIBLE_ARRAY
     if kind == _EXTENSIBLE_ARRAY:
@@ -62,7 +62,7 @@ def edges_are_raw(dataset: h5py.Dataset) -> bool:
     if all(n % c == 0 for n, c in zip(dataset.shape, dataset.chunks, strict=True)):
         return False
     plist = dataset.id.get_create_plist()
-    options = _ask_hdf5("H5Pget_chunk_opts", plist.id, ctypes.c_uint)
+    options = _ask_hdf5("H5Pget_chunk_opts", ctypes.c_uint, plist)
     return bool(options & _DONT_FILTER_PARTIAL_CHUNKS)
 
 
@@ -72,34 +72,29 @@ def chunk_is_written(dataset: h5py.Dataset, corner: tuple[int, ...]) -> bool:
     Of a chunk that was not, h5py's own `read_direct_chunk` takes memory for whatever length its
     memory happened to hold.
     """
-    nbytes = ctypes.c_uint64(0)
-    try:
-        call = ctypes.CDLL(h5py.h5p.__file__).H5Dget_chunk_storage_size
-    except (AttributeError, OSError):
-        return False
-    call.argtypes = (
-        ctypes.c_int64,
-        ctypes.POINTER(ctypes.c_uint64),
-        ctypes.POINTER(ctypes.c_uint64),
-    )
-    call.restype = ctypes.c_int
     offset = (ctypes.c_uint64 * len(corner))(*corner)
-    with h5py._objects.phil:
-        status = call(dataset.id.id, offset, ctypes.byref(nbytes))
-    return bool(status >= 0 and nbytes.value)
+    try:
+        return _ask_hdf5("H5Dget_chunk_storage_size", ctypes.c_uint64, dataset.id, offset) > 0
+    except NotDirectError:
+        return False
 
 
-def _ask_hdf5(function: str, identifier: int, kind: type[ctypes.c_int | ctypes.c_uint]) -> int:
-    """Call a function of HDF5 that takes an identifier and gives a number."""
-    found = kind()
+def _ask_hdf5(
+    function: str,
+    kind: type[ctypes.c_int | ctypes.c_uint | ctypes.c_uint64],
+    identifier: h5py._objects.ObjectID,
+    *arguments: ctypes.Array[ctypes.c_uint64],
+) -> int:
+    """Call a function of HDF5 that takes an identifier and arguments, and gives a number."""
+    found = kind(0)
     try:
         call = getattr(ctypes.CDLL(h5py.h5p.__file__), function)
     except (AttributeError, OSError) as error:
         raise NotDirectError(f"HDF5 does not answer {function}") from error
-    call.argtypes = (ctypes.c_int64, ctypes.POINTER(kind))
+    call.argtypes = (ctypes.c_int64, *map(type, arguments), ctypes.POINTER(kind))
     call.restype = ctypes.c_int
     with h5py._objects.phil:
-        status = call(identifier, ctypes.byref(found))
+        status = call(identifier.id, *arguments, ctypes.byref(found))
     if status < 0:
         raise NotDirectError(f"HDF5 does not answer {function}")
     return int(found.value)

@@ -26,7 +26,6 @@ from typer.core import TyperGroup
 
 from h5async import AsyncReader, H5AsyncError, ReaderConfig, __version__
 from h5async.cost import read_cost
-from h5async.filters import Filter
 from h5async.layout import DatasetLayout
 from h5async.links import Reach
 from h5async.metadata import list_layouts
@@ -160,17 +159,13 @@ def _cells(file: Path, name: str, found: DatasetLayout | H5AsyncError) -> Sequen
         str(found.dtype),
         found.storage,
         str(found.chunk_shape) if found.chunk_shape else "-",
-        "+".join(map(_filter_name, found.filters)) or "-",
+        "+".join(entry.label for entry in found.filters) or "-",
         decimal(found.stored_nbytes),
         decimal(found.nbytes),
         decimal(round(cost.in_order)),
         decimal(round(cost.shuffled)),
         _way(found),
     )
-
-
-def _filter_name(entry: Filter) -> str:
-    return entry.label
 
 
 def _way(layout: DatasetLayout) -> str:

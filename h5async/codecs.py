@@ -127,9 +127,7 @@ class FilterPipeline:
             If the bytes are damaged, or decode to another length; the message does not name
             the chunk.
         """
-        steps = self._steps_by_mask.get(filter_mask)
-        if steps is None:
-            steps = self._steps_by_mask[filter_mask] = self._steps(filter_mask)
+        steps = self._steps(filter_mask)
         current, (room_now, room_next, spare) = encoded, scratch.between
         exact = least_nbytes is None
         for i, step in enumerate(steps):
@@ -162,7 +160,7 @@ class FilterPipeline:
         ValueError, RuntimeError
             If any of them is damaged; nothing is said of which.
         """
-        steps = self._steps_by_mask.get(filter_mask) or self._steps(filter_mask)
+        steps = self._steps(filter_mask)
         if len(steps) != 1 or not steps[0].moves:
             for chunk, room in zip(encoded, out, strict=True):
                 self.decode(chunk, filter_mask, room, scratch)
@@ -173,6 +171,12 @@ class FilterPipeline:
                 raise ValueError(f"{decoded.size} bytes are stored, {due} are due")
 
     def _steps(self, filter_mask: int) -> list[_Step]:
+        steps = self._steps_by_mask.get(filter_mask)
+        if steps is None:
+            steps = self._steps_by_mask[filter_mask] = self._new_steps(filter_mask)
+        return steps
+
+    def _new_steps(self, filter_mask: int) -> list[_Step]:
         steps = []
         nbytes: int | None = self._chunk_nbytes
         for bit, entry in enumerate(self._filters):

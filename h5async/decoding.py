@@ -50,8 +50,7 @@ def unshuffle(element_nbytes: int, encoded: Bytes, out: Bytes, _spare: Bytes) ->
     """
     if encoded.size > out.size:
         raise ValueError(f"shuffle gives {encoded.size} bytes, {out.size} are due")
-    if encoded.size < out.size:
-        out = out[: encoded.size]
+    out = filled(out, encoded.size)
     count = encoded.size // element_nbytes
     body = count * element_nbytes
     if element_nbytes in (2, 4, 8) and count:

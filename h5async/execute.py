@@ -20,11 +20,7 @@ from h5async.codecs import FilterPipeline, Scratch
 from h5async.decoding import Bytes
 from h5async.errors import ReadError
 from h5async.layout import DatasetLayout
-from h5async.plan import (
-    ChunkPlan,
-    Int64s,
-    RowPlan,
-)
+from h5async.plan import ChunkPlan, Int64s, RowPlan
 from h5async.storage import LocalFile, LocalFiles
 
 # Below this, copying from a memory map beats a system call a row by far (measured: 5 times at
@@ -112,7 +108,7 @@ class PlanExecutor:
         axis = layout.sample_axis
         rest = [a for a in range(len(layout.shape)) if a != axis]
         self._dtype = layout.raw_dtype
-        self._fill = layout.fill.view(self._dtype) if layout.dtype.kind == "b" else layout.fill
+        self._fill = layout.raw_fill
         self._piece_shape = layout.chunk_shape or layout.shape
         # What is copied in one go within a chunk: all that follows the sample dimension.
         self._piece_nbytes = layout.dtype.itemsize * math.prod(self._piece_shape[axis + 1 :])

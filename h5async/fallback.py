@@ -24,11 +24,12 @@ from numpy.typing import NDArray
 
 from h5async.chunkindex import chunk_is_written
 from h5async.codecs import FilterPipeline, Scratch
+from h5async.decoding import Bytes
 from h5async.errors import ReadError
 from h5async.filters import can_decode
 from h5async.layout import DatasetLayout, needed_nbytes
 from h5async.links import open_hdf5
-from h5async.plan import Int64s, SamplesPlan
+from h5async.plan import Int64s, SamplesPlan, rows_at
 from h5async.storage import file_id, replaced
 
 _KEPT_FILES = 32
@@ -97,8 +98,7 @@ class FallbackReader:
                     for name in layout.member[1:]:
                         block = block[name]
                     block = np.moveaxis(block, len(where), 0)
-                    rows = chosen + plan.rows if isinstance(plan.rows, int) else plan.rows[chosen]
-                    raw[rows] = block[sample[chosen] - first]
+                    raw[rows_at(plan.rows, chosen)] = block[sample[chosen] - first]
             except Exception as error:
                 raise ReadError(
                     f'{layout.file}: dataset "{layout.path}", samples {sample.min()} to'
@@ -142,10 +142,8 @@ class ChunkCheck:
         rank = len(layout.chunk_shape) - layout.extra_dims
         self._shape, self._chunk = layout.shape[:rank], layout.chunk_shape[:rank]
         self._grid = layout.grid[:rank]
-        nbytes = math.prod(self._chunk) * layout.stored_itemsize
-        self._pipeline = FilterPipeline(layout.filters, nbytes)
-        self._out = np.empty(nbytes, np.uint8)
-        self._scratch = Scratch.allocate(0, 0, self._pipeline.between_nbytes)
+        self._nbytes = math.prod(self._chunk) * layout.stored_itemsize
+        self._pipeline = FilterPipeline(layout.filters, self._nbytes)
         self._is_checked = np.zeros(self._grid[layout.sample_axis], bool)
 
     @property
@@ -164,17 +162,23 @@ class ChunkCheck:
 
         Raises
         ------
-        ValueError, RuntimeError
+        ValueError
             If a chunk is damaged; the message names it.
         """
         axis = self.layout.sample_axis
         numbers = np.unique(sample // self._chunk[axis])
-        for number in numbers[~self._is_checked[numbers]].tolist():
+        numbers = numbers[~self._is_checked[numbers]]
+        if not numbers.size:
+            return
+        # Taken for as long as chunks are checked: there may be thousands of files with a check.
+        out = np.empty(self._nbytes, np.uint8)
+        scratch = Scratch.allocate(0, 0, self._pipeline.between_nbytes)
+        for number in numbers.tolist():
             cells = [[number] if a == axis else range(n) for a, n in enumerate(self._grid)]
             for cell in itertools.product(*cells):
                 corner = tuple(c * size for c, size in zip(cell, self._chunk, strict=True))
                 try:
-                    self._check(dataset, corner)
+                    self._check(dataset, corner, out, scratch)
                 except (ValueError, RuntimeError, OSError) as error:
                     at = f'{self.layout.file}: dataset "{self.layout.path}", chunk {corner}'
                     raise ValueError(
@@ -183,7 +187,9 @@ class ChunkCheck:
                     ) from error
             self._is_checked[number] = True
 
-    def _check(self, dataset: h5py.Dataset, corner: tuple[int, ...]) -> None:
+    def _check(
+        self, dataset: h5py.Dataset, corner: tuple[int, ...], out: Bytes, scratch: Scratch
+    ) -> None:
         ends = (c + size for c, size in zip(corner, self._chunk, strict=True))
         is_partial = any(end > n for end, n in zip(ends, self._shape, strict=True))
         if is_partial and self.layout.has_raw_edges:
@@ -195,8 +201,8 @@ class ChunkCheck:
         self._pipeline.decode(
             np.frombuffer(encoded, np.uint8),
             mask,
-            self._out,
-            self._scratch,
+            out,
+            scratch,
             least_nbytes=needed_nbytes(self._shape, self._chunk, corner, itemsize),
         )
 

@@ -163,6 +163,8 @@ class Filler:
         self._executors = [
             self._executor(layout, ChunkCaches(max(1, self._threads))) for layout in self._layouts
         ]
+        sizes = [scratch_nbytes(layout) for layout in self._layouts]
+        self._scratch_nbytes = tuple(map(max, *sizes, (0, 0, 0)))
         self._scratch = deque(self._new_scratch() for _ in range(max(1, self._threads)))
         try:
             for layout in self._layouts:
@@ -346,9 +348,7 @@ class Filler:
         self.fallback.close()
 
     def _new_scratch(self) -> Scratch:
-        sizes = [scratch_nbytes(layout) for layout in self._layouts]
-        encoded, chunk, between = zip(*sizes, strict=True)
-        return Scratch.allocate(max(encoded), max(chunk), max(between))
+        return Scratch.allocate(*self._scratch_nbytes)
 
 
 def load_function(function: Callable[..., Any] | str | None) -> Callable[..., Any] | None:

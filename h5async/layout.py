@@ -214,6 +214,11 @@ class DatasetLayout:
         return np.dtype(np.uint8) if self.dtype.kind == "b" else self.dtype
 
     @property
+    def raw_fill(self) -> NDArray[Any]:
+        """The fill value as `raw_dtype`."""
+        return self.fill.view(self.raw_dtype) if self.dtype.kind == "b" else self.fill
+
+    @property
     def nbytes(self) -> int:
         """Decoded bytes of the whole dataset."""
         return math.prod(self.shape) * self.dtype.itemsize

@@ -58,7 +58,7 @@ class PartsExecutor:
         self._layout = layout
         self._executor_of = executor_of
         self._executors: dict[int, Executor] = {}
-        self._fill = layout.fill.view(layout.raw_dtype) if layout.dtype.kind == "b" else layout.fill
+        self._fill = layout.raw_fill
         self._stage_nbytes = max(
             (
                 stage_rows(part.source) * part.source.row_nbytes

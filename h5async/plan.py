@@ -222,9 +222,14 @@ def plan_read(layout: DatasetLayout, sample: Int64s, rows: Rows = 0) -> ReadPlan
     return _plan_chunks(layout, sample, rows)
 
 
-def chosen_rows(rows: Rows, chosen: Int64s) -> Rows:
+def rows_at(rows: Rows, chosen: Int64s) -> Int64s:
+    """Return those of some rows whose places are `chosen`."""
+    return chosen + rows if isinstance(rows, int) else rows[chosen]
+
+
+def _chosen_rows(rows: Rows, chosen: Int64s) -> Rows:
     """Return those of some rows whose places are `chosen`, as the first one if neighbours."""
-    rows = chosen + rows if isinstance(rows, int) else rows[chosen]
+    rows = rows_at(rows, chosen)
     if rows.size and rows[-1] - rows[0] == rows.size - 1 and (np.diff(rows) == 1).all():
         return int(rows[0])
     return rows
@@ -254,7 +259,7 @@ def _plan_contiguous_columns(layout: DatasetLayout, sample: Int64s, rows: Rows) 
     order = np.argsort(sample, kind="stable")
     groups = min(sample.size, _COLUMN_GROUPS)
     number = np.arange(sample.size) * groups // sample.size
-    runs = _Runs.of(number, sample[order], order + rows if isinstance(rows, int) else rows[order])
+    runs = _Runs.of(number, sample[order], rows_at(rows, order))
     return ChunkPlan(
         place=np.full(groups, -1 if layout.offset < 0 else 0, np.int64),
         cross=np.zeros(groups, np.int32),
@@ -269,7 +274,7 @@ def _plan_chunks(layout: DatasetLayout, sample: Int64s, rows: Rows) -> ChunkPlan
     assert chunks is not None
     axis = layout.sample_axis
     order = np.argsort(sample, kind="stable")
-    goes_to = order + rows if isinstance(rows, int) else rows[order]
+    goes_to = rows_at(rows, order)
     if layout.chunk_shape[axis] == 1:
         runs = _Runs.of_one_each(sample[order], goes_to)
     else:
@@ -341,7 +346,7 @@ def _read_part(
     part = layout.parts[number]
     source_sample = part.source_samples.at(ordinal)
     if not is_staged(layout, part):
-        goes_to = chosen_rows(rows, chosen)
+        goes_to = _chosen_rows(rows, chosen)
         yield PartRead(number, plan_read(part.source, source_sample, goes_to), 0, goes_to)
         return
     order = np.argsort(source_sample, kind="stable")
@@ -349,7 +354,7 @@ def _read_part(
     for begin in range(0, order.size, count):
         block = order[begin : begin + count]
         plan = plan_read(part.source, source_sample[block])
-        yield PartRead(number, plan, block.size, chosen_rows(rows, chosen[block]))
+        yield PartRead(number, plan, block.size, _chosen_rows(rows, chosen[block]))
 
 
 def is_staged(layout: DatasetLayout, part: Part) -> bool:

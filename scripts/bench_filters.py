@@ -19,8 +19,6 @@ import argparse
 import bz2
 import contextlib
 import datetime
-import json
-import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -39,11 +37,9 @@ from bench_read import (
     BATCH,
     BATCH_NBYTES,
     CORES,
-    QUIET,
     RESULTS,
     ROW,
     ROW_NBYTES,
-    Round,
     Run,
     await_quiet,
     batches_in,
@@ -51,7 +47,8 @@ from bench_read import (
     machine,
     make_images,
     reader_run,
-    time_round,
+    save,
+    time_rounds,
     verify,
     versions,
 )
@@ -224,13 +221,7 @@ def bench(
             verify([runs[way]], truth, [1])
         await_quiet(deadline)
         batches = {way: batches_in(run, options.seconds) for way, run in runs.items()}
-        rounds: list[Round] = []
-        while len(rounds) < options.repeats or (
-            sum(r.others <= QUIET for r in rounds) < options.repeats and time.monotonic() < deadline
-        ):
-            await_quiet(deadline)
-            rounds.append(time_round(runs, batches))
-    rounds = sorted(rounds, key=lambda r: r.others > QUIET and r.others)[: options.repeats]
+        rounds = time_rounds(runs, batches, options.repeats, deadline)
     speeds = {way: median(r.speed[way] for r in rounds) for way in runs}
     is_bound_by_memory = speeds["decoder"] > MEMORY_BOUND * memcpy
     return {
@@ -344,10 +335,7 @@ def main() -> None:
     cases = result["cases"] = list(all_cases(options, console))
     console.print(table(cases))
     if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(result, indent=1)
-        on_one_line = re.sub(r"\[[^][{}]*\]", lambda found: " ".join(found[0].split()), text)
-        (options.out / "bench_filters.json").write_text(on_one_line + "\n")
+        save(result, options.out / "bench_filters.json")
         plot(cases, options.out / "bench_filters.png")
 
 

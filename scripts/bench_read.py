@@ -267,13 +267,7 @@ def bench(
         forms = {way: fastest(its_runs, options.seconds / 4) for way, its_runs in runs.items()}
         used = {way: runs[way][form] for way, form in forms.items()}
         batches = {way: batches_in(run, options.seconds) for way, run in used.items()}
-        rounds: list[Round] = []
-        while len(rounds) < options.repeats or (
-            sum(r.others <= QUIET for r in rounds) < options.repeats and time.monotonic() < deadline
-        ):
-            await_quiet(deadline)
-            rounds.append(time_round(used, batches))
-    rounds = sorted(rounds, key=lambda r: r.others > QUIET and r.others)[: options.repeats]
+        rounds = time_rounds(used, batches, options.repeats, deadline)
     speeds = {way: median(r.speed[way] for r in rounds) for way in used}
     result: dict[str, Any] = {
         "layout": layout.name,
@@ -339,6 +333,19 @@ def time_round(runs: dict[str, Run], batches: dict[str, int]) -> Round:
         speed[way] = gigabytes / seconds(run, batches[way])
         cost[way] = (time.process_time() - cpu) / gigabytes
     return Round(speed, cost, others_share(before))
+
+
+def time_rounds(
+    runs: dict[str, Run], batches: dict[str, int], repeats: int, deadline: float
+) -> list[Round]:
+    """Return so many rounds, quiet ones as far as they were had before the deadline."""
+    rounds: list[Round] = []
+    while len(rounds) < repeats or (
+        sum(r.others <= QUIET for r in rounds) < repeats and time.monotonic() < deadline
+    ):
+        await_quiet(deadline)
+        rounds.append(time_round(runs, batches))
+    return sorted(rounds, key=lambda r: r.others > QUIET and r.others)[:repeats]
 
 
 def cpu_seconds() -> tuple[float, float, float]:
@@ -477,6 +484,13 @@ def all_cases(options: argparse.Namespace, console: Console) -> Iterator[dict[st
             path.unlink()
 
 
+def save(result: dict[str, Any], path: Path) -> None:
+    """Write results as JSON, lists of numbers on one line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(result, indent=1)
+    path.write_text(re.sub(r"\[[^][{}]*\]", lambda found: " ".join(found[0].split()), text) + "\n")
+
+
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
@@ -519,10 +533,7 @@ def main() -> None:
     cases = result["cases"] = list(all_cases(options, console))
     console.print(table(cases))
     if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(result, indent=1)
-        on_one_line = re.sub(r"\[[^][{}]*\]", lambda found: " ".join(found[0].split()), text)
-        (options.out / "bench_read.json").write_text(on_one_line + "\n")
+        save(result, options.out / "bench_read.json")
         plot(cases, options.out / "bench_read.png")
 
 

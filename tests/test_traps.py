@@ -676,9 +676,9 @@ def test_each_chunk_that_h5py_reads_is_checked_once(tmp_path, monkeypatch):
     checked = []
     check_chunk = fallback.ChunkCheck._check
 
-    def count(self, dataset, corner):
+    def count(self, dataset, corner, *memory):
         checked.append(corner)
-        check_chunk(self, dataset, corner)
+        check_chunk(self, dataset, corner, *memory)
 
     monkeypatch.setattr(fallback.ChunkCheck, "_check", count)
     with reader_of(path, batch_size=3, shuffle="full") as reader:
