@@ -58,12 +58,10 @@ class _Hyperslab:
             count, rest = divmod(max(0, extent - start), stride)
             if rest >= block:
                 count += 1
-            elif rest and block > 1:
-                if count:
-                    raise NotDirectError("an unlimited mapping ends within a block")
-                return Slab.run(start, start + rest)
+            elif rest and count:
+                raise NotDirectError("an unlimited mapping ends within a block")
             elif rest:
-                count += 1
+                return Slab.run(start, start + rest)
         if count == 1 or stride == block:
             return Slab.run(start, start + count * block)
         return Slab(start, stride, count, block)
