@@ -33,7 +33,7 @@ import h5py
 import hdf5plugin
 import imagecodecs
 import numpy as np
-from bench_read import (
+from bench_common import (
     BATCH,
     BATCH_NBYTES,
     CORES,
@@ -43,15 +43,14 @@ from bench_read import (
     Run,
     await_quiet,
     batches_in,
-    h5py_runs,
     machine,
     make_images,
     reader_run,
     save,
     time_rounds,
-    verify,
     versions,
 )
+from bench_read import h5py_runs, verify
 from rich import box
 from rich.console import Console
 from rich.table import Table
