@@ -1,71 +1,185 @@
-"""A chunk's key enters; a buffer leaves that holds it decoded, or in which to decode it.
+"""Keys of chunks enter; buffers leave that hold them decoded, or in which to decode them.
 
-A chunk that holds more samples than a batch takes is needed again by the next batch. The last few
-decoded chunks are kept for that, in buffers made once.
+A chunk that holds more samples than a batch takes of it is needed again by later batches. The
+last decoded chunks are kept for that, as many as a budget allows.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
 
+_LEAST_KEPT = 2  # chunks: where two batches share one, the later batch finds it
 
-class _Buffer:
-    """A buffer, the key of the chunk that it holds, and how many threads use it."""
 
-    __slots__ = ("data", "key", "users")
+class State(IntEnum):
+    """What has to be done for a chunk; the numbers are those of the compiled core."""
 
-    def __init__(self, nbytes: int) -> None:
-        self.data: Bytes = np.empty(nbytes, np.uint8)
-        self.key: Hashable | None = None
-        self.users = 0
+    UNKEPT = 0  # there is no room: decode it to scratch, and forget it
+    CLAIMED = 1  # decode it into the buffer
+    READY = 2  # the buffer holds it
+    BUSY = 3  # another thread is about to decode it
+
+
+class _Entry:
+    __slots__ = ("data", "state", "users")
+
+    def __init__(self, data: Bytes) -> None:
+        self.data = data
+        self.users = 1
+        self.state = State.CLAIMED
+
+
+class Claims:
+    """What a thread was given for some keys, in their order.
+
+    Attributes
+    ----------
+    states, buffers
+        One of each for each key; a buffer where the state is CLAIMED or READY.
+    """
+
+    def __init__(self, keys: Sequence[Hashable]) -> None:
+        self.keys = keys
+        self.states = [State.UNKEPT] * len(keys)
+        self.buffers: list[Bytes | None] = [None] * len(keys)
+        self.num_filled = 0  # those that were claimed before this place hold their chunk now
 
 
 class ChunkCache:
-    """The last decoded chunks, all of one size. Safe to use from as many threads as announced.
+    """The last decoded chunks. Safe to use from many threads.
 
     Parameters
     ----------
-    num_threads
-        Threads that use a chunk at the same time, one each.
-    kept
-        Further chunks to keep.
-    nbytes
-        Decoded bytes of a chunk; memory is taken as it is touched.
+    budget_nbytes
+        Memory for chunks that are kept. Two are in any case; buffers that are in use are never
+        taken away, and where none is free a chunk is not kept.
     """
 
-    def __init__(self, num_threads: int, kept: int, nbytes: int) -> None:
-        self._lock = threading.Lock()
-        self._buffers = [_Buffer(nbytes) for _ in range(num_threads + kept)]  # oldest use first
+    def __init__(self, budget_nbytes: int) -> None:
+        self._changed = threading.Condition()
+        self._budget_nbytes = budget_nbytes
+        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()  # the latest use comes last
+        self._nbytes = 0
 
     @contextmanager
-    def decoded(self, key: Hashable, decode: Callable[[Bytes], None]) -> Iterator[Bytes]:
-        """Give a chunk decoded, for use within the context and not to be changed.
+    def claimed(
+        self, keys: Sequence[Hashable], nbytes: int, *, wait: bool = False
+    ) -> Iterator[Claims]:
+        """Look up chunks, and claim those that are not there, for use within the context.
 
-        ``decode(out)`` is called where no buffer holds it. Where two threads need one chunk at
-        once, both decode it: to wait for the other would take as long.
+        Whoever claims a chunk decodes it: set `num_filled` before the context ends. Nobody waits
+        while holding a claim, so nobody waits for long.
+
+        Parameters
+        ----------
+        keys
+            Of the chunks, each once.
+        nbytes
+            Decoded bytes of each.
+        wait
+            Wait for a chunk that another thread has claimed. Only for a single key.
         """
-        with self._lock:
-            buffer = next((b for b in self._buffers if b.key == key), None)
-            is_there = buffer is not None
-            if buffer is None:
-                buffer = next(b for b in self._buffers if not b.users)
-                buffer.key = None
-            buffer.users += 1
-            self._buffers.remove(buffer)
-            self._buffers.append(buffer)
+        assert not wait or len(keys) == 1
+        claims = Claims(keys)
+        with self._changed:
+            if wait:
+                self._changed.wait_for(lambda: not self._is_busy(keys[0]))
+            self._claim(claims, nbytes)
         try:
-            if not is_there:
-                decode(buffer.data)
-                with self._lock:
-                    buffer.key = key
-            yield buffer.data
+            yield claims
         finally:
-            with self._lock:
-                buffer.users -= 1
+            with self._changed:
+                self._release(claims)
+
+    @contextmanager
+    def decoded(
+        self, key: Hashable, scratch: Bytes, decode: Callable[[Bytes], None]
+    ) -> Iterator[Bytes]:
+        """Give one chunk decoded, for use within the context and not to be changed.
+
+        ``decode(out)`` is called where no buffer holds it, with a buffer or with `scratch`.
+        """
+        with self.claimed([key], scratch.size, wait=True) as claims:
+            data = claims.buffers[0]
+            if data is None:
+                data = scratch
+            if claims.states[0] != State.READY:
+                decode(data)
+                self._publish(claims)
+            yield data
+
+    def _publish(self, claims: Claims) -> None:
+        """Let others use what was claimed and is decoded, before its context ends."""
+        with self._changed:
+            for i, state in enumerate(claims.states):
+                if state == State.CLAIMED:
+                    self._entries[claims.keys[i]].state = State.READY
+                    claims.states[i] = State.READY
+            self._changed.notify_all()
+
+    def _is_busy(self, key: Hashable) -> bool:
+        entry = self._entries.get(key)
+        return entry is not None and entry.state == State.CLAIMED
+
+    def _claim(self, claims: Claims, nbytes: int) -> None:
+        absent = []
+        for i, key in enumerate(claims.keys):
+            entry = self._entries.get(key)
+            if entry is None:
+                absent.append(i)
+            elif entry.state == State.CLAIMED:
+                claims.states[i] = State.BUSY
+            else:
+                entry.users += 1
+                self._entries.move_to_end(key)
+                claims.states[i] = State.READY
+                claims.buffers[i] = entry.data
+        most = max(_LEAST_KEPT, self._budget_nbytes // max(1, nbytes))
+        for i in absent[
+            -most:
+        ]:  # the last ones: in order, they are what the next batch goes on with
+            data = self._buffer(nbytes)
+            if data is None:
+                break
+            self._entries[claims.keys[i]] = _Entry(data)
+            claims.states[i] = State.CLAIMED
+            claims.buffers[i] = data
+
+    def _buffer(self, nbytes: int) -> Bytes | None:
+        """Return memory: new as far as the budget goes, else of what was unused for longest."""
+        surplus = self._nbytes + nbytes - max(self._budget_nbytes, _LEAST_KEPT * nbytes)
+        unused = []
+        for key, entry in self._entries.items():
+            if surplus <= 0:
+                break
+            if not entry.users:
+                unused.append(key)
+                surplus -= entry.data.size
+        if surplus > 0:
+            return None
+        data = None
+        for key in unused:
+            data = self._entries.pop(key).data
+            self._nbytes -= data.size
+        self._nbytes += nbytes
+        return data if data is not None and data.size == nbytes else np.empty(nbytes, np.uint8)
+
+    def _release(self, claims: Claims) -> None:
+        for i, state in enumerate(claims.states):
+            if state == State.READY:
+                self._entries[claims.keys[i]].users -= 1
+            elif state == State.CLAIMED and i < claims.num_filled:
+                self._entries[claims.keys[i]].state = State.READY
+                self._entries[claims.keys[i]].users -= 1
+            elif state == State.CLAIMED:
+                self._nbytes -= self._entries.pop(claims.keys[i]).data.size
+        self._changed.notify_all()

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from h5async.core import Core, CoreWorker
 from h5async.decoding import Bytes, Decode
 from h5async.filters import (
     CHECKSUM_NBYTES,
@@ -26,7 +27,7 @@ from h5async.filters import (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Scratch:
     """The working memory of one thread, made once.
 
@@ -35,7 +36,7 @@ class Scratch:
     encoded
         For the stored bytes of a chunk.
     raw_chunk
-        For the needed parts of a chunk without filters that does not go to a batch as a whole.
+        For a chunk, or its needed parts, that does not go to a batch as a whole.
     between
         Three buffers: two for what lies between the filters of a pipeline, one for a decoder.
     """
@@ -43,6 +44,13 @@ class Scratch:
     encoded: Bytes
     raw_chunk: Bytes
     between: tuple[Bytes, Bytes, Bytes]
+    _worker: CoreWorker | None = None
+
+    def worker(self, core: Core) -> CoreWorker:
+        """Return what this thread needs to call the compiled core; made when first asked for."""
+        if self._worker is None:
+            self._worker = core.new_worker(self.encoded, self.raw_chunk, self.between)
+        return self._worker
 
     @classmethod
     def allocate(cls, encoded_nbytes: int, chunk_nbytes: int, between_nbytes: int) -> Scratch:

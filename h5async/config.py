@@ -221,6 +221,7 @@ class ReaderConfig(_Frozen):
     device: str = "auto"
     postprocess: Callable[..., Any] | str | None = None
     timeout: Annotated[float, Bound(ge=0)] | None = None
+    io: Literal["auto", "pread", "map"] = "auto"
     allow_external: tuple[Path, ...] = ()
     allow_missing: Annotated[bool, Bound(strict=True)] = False
 

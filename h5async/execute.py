@@ -30,8 +30,6 @@ _MAP_BELOW_NBYTES = 64 * 1024
 _GATHER_BLOCK_NBYTES = 64 * 1024  # what NumPy may take for a moment while it gathers small rows
 
 
-_KEPT_CHUNKS = 2  # beside those in use: where two batches share a chunk, the later one finds it
-
 Run = tuple[int, int, int]  # first sample in the chunk, first row of the batch, number of samples
 
 
@@ -70,23 +68,6 @@ def scratch_nbytes(layout: DatasetLayout) -> tuple[int, int, int]:
     return stored, layout.chunk_nbytes, pipeline.between_nbytes
 
 
-class ChunkCaches:
-    """One `ChunkCache` for each size of chunk that the sources of a dataset have."""
-
-    def __init__(self, num_threads: int) -> None:
-        self._num_threads = num_threads
-        self._caches: dict[int, ChunkCache] = {}
-
-    def of(self, layout: DatasetLayout) -> ChunkCache:
-        """Return the cache for the decoded chunks of a dataset."""
-        nbytes = layout.chunk_nbytes if layout.filters else 0
-        cache = self._caches.get(nbytes)
-        if cache is None:  # one that two threads make at once is lost, no more
-            cache = ChunkCache(self._num_threads, _KEPT_CHUNKS, nbytes)
-            cache = self._caches.setdefault(nbytes, cache)
-        return cache
-
-
 class PlanExecutor:
     """Executes plans for what lies in one file. Safe to use from many threads.
 
@@ -96,15 +77,15 @@ class PlanExecutor:
         Of a dataset that is read the direct way.
     files
         Opens the file; closed by whoever made it.
-    caches
+    cache
         For decoded chunks.
     """
 
-    def __init__(self, layout: DatasetLayout, files: LocalFiles, caches: ChunkCaches) -> None:
+    def __init__(self, layout: DatasetLayout, files: LocalFiles, cache: ChunkCache) -> None:
         self._layout = layout
         self._files = files
         self._pipeline = FilterPipeline(layout.filters, layout.chunk_nbytes)
-        self._decoded_chunks = caches.of(layout)
+        self._cache = cache
         axis = layout.sample_axis
         rest = [a for a in range(len(layout.shape)) if a != axis]
         self._dtype = layout.raw_dtype
@@ -124,6 +105,10 @@ class PlanExecutor:
                 self._read_rows(file, plan, start, stop, raw)
             else:
                 self._read_chunks(file, plan, start, stop, raw, scratch)
+
+    def chunk_key(self, place: int) -> tuple[int, int]:
+        """Return the key of a chunk in the cache."""
+        return id(self), place
 
     def _read_rows(
         self, file: LocalFile, plan: RowPlan, start: int, stop: int, raw: NDArray[Any]
@@ -293,7 +278,8 @@ class PlanExecutor:
             self._decode(file, mapped, place, scratch, whole)
         else:
             decode = partial(self._decode, file, mapped, place, scratch)
-            with self._decoded_chunks.decoded((id(self), place), decode) as decoded:
+            key, room = self.chunk_key(place), scratch.raw_chunk[: self._layout.chunk_nbytes]
+            with self._cache.decoded(key, room, decode) as decoded:
                 self._scatter(self._as_chunk(decoded), runs, region, raw)
 
     def _scatter(

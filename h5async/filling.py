@@ -24,17 +24,15 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.chunkcache import ChunkCache
 from h5async.codecs import Scratch
 from h5async.config import ReaderConfig
+from h5async.core import load_core
 from h5async.errors import ConfigError, PostprocessError, postprocess_error
-from h5async.execute import (
-    ChunkCaches,
-    Executor,
-    PlanExecutor,
-    scratch_nbytes,
-)
+from h5async.execute import Executor, PlanExecutor, scratch_nbytes
 from h5async.fallback import FallbackExecutor, FallbackReader
 from h5async.layout import DatasetLayout
+from h5async.native import NativeExecutor
 from h5async.parts import MemoryExecutor, PartsExecutor
 from h5async.plan import PlanSlice, ReadPlan, cut, plan_read
 from h5async.sampling import Sampling
@@ -45,6 +43,9 @@ _MIN_SHARE_NBYTES = 128 * 1024  # about 10 µs of copying: what it costs to wake
 
 # Of those that nobody reads from; each takes two descriptors, of which a process has 1,024 or so.
 _KEPT_FILES = 32
+
+# A dataset of encoded chunks that decodes to no more (labels, say) is decoded once.
+_KEPT_WHOLE_NBYTES = 64 << 20
 
 THREAD_NAME = "h5async"
 
@@ -159,9 +160,10 @@ class Filler:
         self._closed = False
         self._threads = config.thread_count
         self.fallback = FallbackReader()
-        self._files = LocalFiles(_KEPT_FILES)
+        self._files = LocalFiles(_KEPT_FILES, config.io)
+        self._core = load_core()
         self._executors = [
-            self._executor(layout, ChunkCaches(max(1, self._threads))) for layout in self._layouts
+            self._executor(layout, ChunkCache(_kept_nbytes(layout))) for layout in self._layouts
         ]
         sizes = [scratch_nbytes(layout) for layout in self._layouts]
         self._scratch_nbytes = tuple(map(max, *sizes, (0, 0, 0)))
@@ -325,14 +327,16 @@ class Filler:
             )
         return tuple(np.asarray(array) for array in result)
 
-    def _executor(self, layout: DatasetLayout, caches: ChunkCaches) -> Executor:
+    def _executor(self, layout: DatasetLayout, cache: ChunkCache) -> Executor:
         if layout.parts:
-            return PartsExecutor(layout, lambda source: self._executor(source, caches))
+            return PartsExecutor(layout, lambda source: self._executor(source, cache))
         if layout.fallback_reason is not None:
             return FallbackExecutor(layout, self.fallback)
         if layout.values is not None:
             return MemoryExecutor(layout)
-        return PlanExecutor(layout, self._files, caches)
+        if self._core is not None and NativeExecutor.can_take(self._core, layout):
+            return NativeExecutor(self._core, layout, self._files, cache)
+        return PlanExecutor(layout, self._files, cache)
 
     def _open_ahead(self, layout: DatasetLayout) -> None:
         """Open the first files of a dataset, so that they are those that were indexed."""
@@ -349,6 +353,12 @@ class Filler:
 
     def _new_scratch(self) -> Scratch:
         return Scratch.allocate(*self._scratch_nbytes)
+
+
+def _kept_nbytes(layout: DatasetLayout) -> int:
+    """Return how much memory to spend on decoded chunks that other batches may need again."""
+    nbytes = sum(source.nbytes for source in layout.leaves() if source.filters)
+    return nbytes if nbytes <= _KEPT_WHOLE_NBYTES else 0
 
 
 def load_function(function: Callable[..., Any] | str | None) -> Callable[..., Any] | None:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import h5py
 
 from h5async.errors import DatasetError, H5AsyncError, ReadError, UnsafeFileError
+from h5async.storage import IoMode
 
 _MAX_LINKS = 32  # that one path may lead through; HDF5 stops at 16
 
@@ -28,7 +29,7 @@ class MissingError(DatasetError):
 
 @dataclass(frozen=True)
 class Reach:
-    """Which other files a file may refer to.
+    """Which other files a file may refer to, and how files are read.
 
     Attributes
     ----------
@@ -36,10 +37,13 @@ class Reach:
         Directories (or files) that may be read, wherever the file lies.
     missing_is_fill
         Whether what is missing of a virtual dataset has its fill value; else it is an error.
+    io
+        Whether files may be mapped into memory.
     """
 
     roots: tuple[Path, ...] = ()
     missing_is_fill: bool = False
+    io: IoMode = "auto"
 
     def find(self, name: str, holder: Path, variable: str, where: str) -> Path | None:
         """Return the file that `holder` refers to as `name`, or None where there is none.

@@ -32,7 +32,7 @@ from h5async.errors import DatasetError, H5AsyncError, ReadError, UnsafeFileErro
 from h5async.filters import Filter, can_decode
 from h5async.layout import ChunkTable, DatasetLayout, Part, Slab, Storage, normal_axis
 from h5async.links import BESIDE, MissingError, Reach, locate, open_hdf5
-from h5async.storage import can_map, file_id
+from h5async.storage import file_id, may_map
 from h5async.virtual import mapped_files, virtual_parts
 
 _LISTED_DATASETS = 20
@@ -252,10 +252,10 @@ class _Indexer:
             if not can_decode(entry):
                 raise NotDirectError(f"filter {entry.number} ({entry.label}) is decoded by HDF5")
         is_columns = layout.storage == "contiguous" and layout.sample_axis != 0
-        if is_columns and not can_map(layout.file):
+        if is_columns and not may_map(layout.file, self._reach.io):
             raise NotDirectError(
                 "columns of a contiguous dataset are read by mapping, which needs a local file"
-                " system"
+                ' system, or io="map"'
             )
 
     def _direct(

@@ -409,7 +409,7 @@ def _close(engine: _Engine) -> None:
 
 def _read_all_layouts(config: ReaderConfig) -> dict[str, DatasetLayout]:
     """Index the files one by one; the system reads the beginning of the first one meanwhile."""
-    reach = Reach(config.allow_external, config.allow_missing)
+    reach = Reach(config.allow_external, config.allow_missing, config.io)
     fields, files = config.batch_fields, config.files
     found: dict[str, list[DatasetLayout]] = {name: [] for name in fields}
     for path in files:

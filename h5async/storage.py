@@ -10,7 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,8 @@ _LOCAL_FILE_SYSTEMS = frozenset(
 
 _CAN_MAP: dict[int, bool] = {}  # by device number
 
+IoMode = Literal["auto", "pread", "map"]
+
 
 class LocalFile:
     """A file on this machine, open for reading. Safe to use from many threads.
@@ -41,24 +43,36 @@ class LocalFile:
         The file.
     expected
         Device and inode of the file that was indexed.
+    io
+        ``"auto"``: it is mapped on local file systems; ``"map"``: on any; ``"pread"``: never.
+
+    Attributes
+    ----------
+    descriptor
+        For reading at any offset.
+    map_address, map_nbytes
+        Where it is mapped, for the compiled core; 0: not mapped.
 
     Raises
     ------
     ReadError
-        If the file cannot be opened, or is not the one that was indexed.
+        If the file cannot be opened, is not the one that was indexed, or cannot be mapped.
     """
 
-    def __init__(self, path: str, expected: tuple[int, int]) -> None:
+    def __init__(self, path: str, expected: tuple[int, int], io: IoMode = "auto") -> None:
         self.path = path
+        self.io: IoMode = io
+        self.map_address = self.map_nbytes = 0
         self._map: mmap.mmap | None = None
         try:
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise ReadError(f"cannot open {path}: {error.strerror}") from error
-        if file_id(self._descriptor) != expected:
+        if file_id(self.descriptor) != expected:
             self.close()
             raise replaced(path)
-        self._map = self._map_if_local()
+        if may_map(path, io):
+            self._make_map()
 
     def read_into(self, offset: int, buffers: list[memoryview]) -> None:
         """Fill `buffers`, one after the other, with the bytes from `offset` on.
@@ -73,7 +87,7 @@ class LocalFile:
         """
         while buffers:
             try:
-                count = os.preadv(self._descriptor, buffers[:_IOV_MAX], offset)
+                count = os.preadv(self.descriptor, buffers[:_IOV_MAX], offset)
             except OSError as error:
                 raise ReadError(
                     f"{self.path}: reading at byte {offset} failed: {error.strerror}"
@@ -113,7 +127,7 @@ class LocalFile:
         # `map` goes from one read to the next without a line of Python.
         starts = [offsets[begin] for begin in first]
         try:
-            counts = list(map(os.preadv, itertools.repeat(self._descriptor), runs, starts))
+            counts = list(map(os.preadv, itertools.repeat(self.descriptor), runs, starts))
         except OSError:
             counts = []
         for i, (begin, end) in enumerate(itertools.pairwise([*first, len(places)])):
@@ -122,10 +136,12 @@ class LocalFile:
 
     def is_cached(self, offset: int) -> bool:
         """Tell whether a byte can be had without waiting for a disk; False where nobody knows."""
+        if self.io == "map":
+            return True
         if self._map is None or not hasattr(os, "RWF_NOWAIT"):
             return False
         try:
-            return os.preadv(self._descriptor, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+            return os.preadv(self.descriptor, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
         except OSError:  # EAGAIN: not in the page cache; EOPNOTSUPP: this file system cannot tell
             return False
 
@@ -142,13 +158,13 @@ class LocalFile:
         """
         if self._map is None:
             return None
-        if len(self._map) < end or os.fstat(self._descriptor).st_size < end:
+        if len(self._map) < end or os.fstat(self.descriptor).st_size < end:
             raise self._too_short(end)
         return np.frombuffer(self._map, np.uint8)
 
     def close(self) -> None:
         """Close the descriptor and the map. Idempotent."""
-        descriptor, self._descriptor = self._descriptor, -1
+        descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
         if self._map is not None:
@@ -157,19 +173,24 @@ class LocalFile:
             self._map = None
 
     def _too_short(self, offset: int) -> ReadError:
-        size = os.fstat(self._descriptor).st_size
+        size = os.fstat(self.descriptor).st_size
         return ReadError(
             f"{self.path} ends at byte {size}, before byte {offset}: it was cut short after it"
             " had been opened"
         )
 
-    def _map_if_local(self) -> mmap.mmap | None:
-        if not can_map(self.path):
-            return None
+    def _make_map(self) -> None:
         try:
-            return mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError):  # not a kind of file that can be mapped
-            return None
+            self._map = mmap.mmap(self.descriptor, 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            if self.io == "map":
+                self.close()
+                raise ReadError(
+                    f'{self.path} cannot be mapped into memory: {error}; read it with io="pread"'
+                ) from error
+            return
+        data = np.frombuffer(self._map, np.uint8)
+        self.map_address, self.map_nbytes = data.ctypes.data, data.size
 
 
 class LocalFiles:
@@ -179,9 +200,12 @@ class LocalFiles:
     ----------
     kept
         Files that stay open while nobody reads from them; a mapped file takes two descriptors.
+    io
+        As for `LocalFile`.
     """
 
-    def __init__(self, kept: int) -> None:
+    def __init__(self, kept: int, io: IoMode = "auto") -> None:
+        self._io: IoMode = io
         self._lock = threading.Lock()
         self._kept = kept
         self._files: OrderedDict[str, LocalFile] = OrderedDict()  # the latest use comes last
@@ -221,7 +245,7 @@ class LocalFiles:
             file.close()
 
     def _opened(self, path: str, expected: tuple[int, int]) -> LocalFile:
-        file = LocalFile(path, expected)
+        file = LocalFile(path, expected, self._io)
         with self._lock:
             first = self._files.setdefault(path, file)  # another thread may have been faster
             self._users[path] = self._users.get(path, 0) + 1
@@ -270,6 +294,11 @@ def file_id(descriptor: int) -> tuple[int, int]:
 def replaced(path: str) -> ReadError:
     """Return the error for a file that is not the one that was indexed."""
     return ReadError(f"{path} was replaced while it was being opened; open it again")
+
+
+def may_map(path: str, io: IoMode) -> bool:
+    """Tell whether a file is mapped where that pays."""
+    return io == "map" or (io == "auto" and can_map(path))
 
 
 def can_map(path: str) -> bool:

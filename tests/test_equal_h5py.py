@@ -20,7 +20,7 @@ from conftest import assert_epoch_is, poison, require_extra, truth
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h5async import AsyncReader, Field, execute, filling, metadata, storage
+from h5async import AsyncReader, Field, execute, filling, storage
 
 PLAIN = [
     f"{order}{kind}" for order in "<>" for kind in ("u2 i2 u4 i4 u8 i8 f2 f4 f8 c8 c16").split()
@@ -222,7 +222,6 @@ SMALL_LIMITS = {
 }
 NO_MAPPING = {
     (storage, "can_map"): lambda path: False,
-    (metadata, "can_map"): lambda path: False,
 }
 
 

@@ -1,0 +1,379 @@
+"""Filters and a dataset's layout enter; the structures of the compiled core leave, if it can.
+
+`_core.c` executes slices of a read plan without the GIL. It is a plain shared library, called by
+ctypes: built with the package where a C compiler is there, and left out where not; `execute.py`
+does the same in Python then. The environment variable ``H5ASYNC_CORE`` names another build of it,
+and ``H5ASYNC_CORE=0`` does without.
+
+The core calls libdeflate, zstd, lz4 and c-blosc by their public C interfaces. These are the very
+libraries that imagecodecs brings along, or else those of the system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import ctypes.util
+import functools
+import importlib
+import os
+import sys
+import time
+import weakref
+from collections.abc import Iterator
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import imagecodecs
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.bitshuffle import bitshuffle_codec, bitshuffle_decoder
+from h5async.filters import (
+    BITSHUFFLE,
+    BLOSC,
+    DEFLATE,
+    FLETCHER32,
+    LZ4,
+    LZF,
+    SHUFFLE,
+    ZSTD,
+    Filter,
+    decoder,
+    pass_on,
+)
+
+_ABI = 1
+MAX_FILTERS, MAX_RANK = 32, 32  # what HDF5 has at most
+
+TO_SCRATCH, TO_TARGET, IN_TARGET, SKIPPED = range(4)  # what to do with a chunk; see _core.c
+IO_MODES = {"auto": 0, "pread": 1, "map": 2}
+
+_KINDS = {DEFLATE: 1, SHUFFLE: 2, FLETCHER32: 3, LZF: 4, ZSTD: 5, LZ4: 6, BLOSC: 7}
+_BITSHUFFLE_KINDS = {0: 8, 2: 9, 3: 10}  # by the codec of its blocks
+_NOTHING = 11
+
+# Functions by library, in the order of the structure in _core.c.
+_FUNCTIONS = {
+    "libdeflate_alloc_decompressor": "deflate",
+    "libdeflate_free_decompressor": "deflate",
+    "libdeflate_zlib_decompress": "deflate",
+    "ZSTD_createDCtx": "zstd",
+    "ZSTD_freeDCtx": "zstd",
+    "ZSTD_decompressDCtx": "zstd",
+    "ZSTD_isError": "zstd",
+    "LZ4_decompress_safe": "lz4",
+    "blosc_decompress_ctx": "blosc",
+}
+_LIBRARY_OF_KIND = {1: "deflate", 5: "zstd", 6: "lz4", 7: "blosc", 9: "lz4", 10: "zstd"}
+
+
+class _Libraries(Structure):
+    _fields_ = [(name, c_void_p) for name in _FUNCTIONS]
+
+
+class _Worker(Structure):
+    _fields_ = [
+        ("libraries", POINTER(_Libraries)),
+        ("encoded", c_void_p),
+        ("chunk", c_void_p),
+        ("between", c_void_p * 3),
+        ("encoded_nbytes", c_int64),
+        ("chunk_nbytes", c_int64),
+        ("between_nbytes", c_int64),
+        ("deflate", c_void_p),
+        ("zstd", c_void_p),
+        ("read_ns", c_int64),
+        ("decode_ns", c_int64),
+        ("place_ns", c_int64),
+        ("read_nbytes", c_int64),
+        ("decoded_chunks", c_int64),
+        ("returned_ns", c_int64),
+    ]
+
+
+class FileStruct(Structure):
+    """An open file, and its map."""
+
+    _fields_ = [("fd", c_int32), ("io", c_int32), ("map", c_void_p), ("map_nbytes", c_int64)]
+
+
+class _Filter(Structure):
+    _fields_ = [("kind", c_int32), ("element", c_int32), ("block", c_int64)]
+
+
+class DatasetStruct(Structure):
+    """Where the chunks of a dataset lie, how they are encoded, and where their pieces go."""
+
+    _fields_ = [
+        ("filters", POINTER(_Filter)),
+        ("chunk_offset", c_void_p),
+        ("chunk_stored", c_void_p),
+        ("chunk_mask", c_void_p),
+        ("chunk_strides", c_void_p),
+        ("row_strides", c_void_p),
+        ("extents", c_void_p),
+        ("row_begin", c_void_p),
+        ("fill", c_void_p),
+        ("num_filters", c_int64),
+        ("num_chunks", c_int64),
+        ("num_cross", c_int64),
+        ("rank", c_int64),
+        ("chunk_nbytes", c_int64),
+        ("chunk_samples", c_int64),
+        ("sample_stride", c_int64),
+        ("itemsize", c_int64),
+        ("row_nbytes", c_int64),
+        ("rows_are_whole", c_int64),
+        ("begin", c_int64),
+    ]
+
+
+class ChunkPlanStruct(Structure):
+    """A `ChunkPlan`."""
+
+    _fields_ = [
+        ("place", c_void_p),
+        ("cross", c_void_p),
+        ("group", c_void_p),
+        ("run_start", c_void_p),
+        ("run_local", c_void_p),
+        ("run_position", c_void_p),
+        ("run_length", c_void_p),
+        ("num_items", c_int64),
+        ("num_groups", c_int64),
+        ("num_runs", c_int64),
+    ]
+
+
+class RowsStruct(Structure):
+    """Rows of a `RowPlan`, and the batch."""
+
+    _fields_ = [
+        ("offset", c_void_p),
+        ("position", c_void_p),
+        ("num_items", c_int64),
+        ("rows", c_void_p),
+        ("num_rows", c_int64),
+        ("row_nbytes", c_int64),
+        ("fill", c_void_p),
+        ("itemsize", c_int64),
+    ]
+
+
+class TransformStruct(Structure):
+    """How samples of (points, channels) become (channels, points)."""
+
+    _fields_ = [
+        ("samples", c_int64),
+        ("points", c_int64),
+        ("channels", c_int64),
+        ("source", c_int32),
+        ("is_float", c_int32),
+        ("scale", POINTER(c_float)),
+        ("offset", POINTER(c_float)),
+    ]
+
+
+_STRUCTURES = (
+    _Libraries,
+    _Worker,
+    FileStruct,
+    _Filter,
+    DatasetStruct,
+    ChunkPlanStruct,
+    RowsStruct,
+    TransformStruct,
+)
+
+
+class Core:
+    """The compiled core, loaded.
+
+    Attributes
+    ----------
+    path
+        The shared library.
+    missing
+        Codec libraries that were not found; what needs them is decoded in Python.
+    read_rows, read_chunks, transform
+        Its functions. They drop the GIL, and may be called from many threads, each with a worker
+        of its own.
+
+    Raises
+    ------
+    OSError
+        If the library cannot be loaded, or is of another version than this file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        library = ctypes.CDLL(str(path))
+        try:
+            abi = library.h5async_abi
+            abi.restype = c_int64
+            found = abi()
+        except AttributeError as error:
+            raise OSError(f"{path} is not h5async's core") from error
+        if found != _ABI * 100000 + sum(map(ctypes.sizeof, _STRUCTURES)):
+            raise OSError(f"{path} is of another version; install h5async again")
+        self._libraries = _Libraries()
+        self.missing = self._find_codecs()
+        self.read_rows = _function(library, "h5async_read_rows", 3)
+        self.read_chunks = _function(
+            library, "h5async_read_chunks", 4, c_int64, c_int64, c_void_p, c_void_p, c_void_p,
+            c_int64,
+        )  # fmt: skip
+        self.transform = _function(library, "h5async_transform", 1, c_void_p, c_void_p)
+        self._free = _function(library, "h5async_free", 1)
+
+    def filters(self, filters: tuple[Filter, ...]) -> Any | None:
+        """Return a pipeline as the core takes it, or None where it cannot."""
+        if len(filters) > MAX_FILTERS:
+            return None
+        structs = [struct for entry in filters if (struct := _filter_struct(entry)) is not None]
+        if len(structs) < len(filters):
+            return None
+        if any(_LIBRARY_OF_KIND.get(struct.kind) in self.missing for struct in structs):
+            return None
+        return (_Filter * max(1, len(structs)))(*structs)
+
+    def new_worker(
+        self, encoded: NDArray[Any], chunk: NDArray[Any], between: tuple[NDArray[Any], ...]
+    ) -> CoreWorker:
+        """Return what a thread needs to call the core, with its working memory."""
+        struct = _Worker(
+            libraries=ctypes.pointer(self._libraries),
+            encoded=address(encoded),
+            chunk=address(chunk),
+            between=tuple(map(address, between)),
+            encoded_nbytes=encoded.nbytes,
+            chunk_nbytes=chunk.nbytes,
+            between_nbytes=min(array.nbytes for array in between),
+        )
+        return CoreWorker(struct, self._free)
+
+    def _find_codecs(self) -> frozenset[str]:
+        missing = set()
+        for name in dict.fromkeys(_FUNCTIONS.values()):
+            functions = [f for f, library in _FUNCTIONS.items() if library == name]
+            for library in _codec_libraries(name):
+                if all(hasattr(library, function) for function in functions):
+                    for function in functions:
+                        pointer = ctypes.cast(getattr(library, function), c_void_p)
+                        setattr(self._libraries, function, pointer.value)
+                    break
+            else:
+                missing.add(name)
+        return frozenset(missing)
+
+
+class CoreWorker:
+    """What one thread needs to call the core: decoders' contexts, scratch, counters.
+
+    Attributes
+    ----------
+    struct
+        As the core takes it; its counters only grow.
+    gil_wait_ns
+        Time between the end of calls and the GIL being had again.
+    """
+
+    def __init__(self, struct: _Worker, free: Any) -> None:
+        self.struct = struct
+        self.gil_wait_ns = 0
+        weakref.finalize(self, free, ctypes.byref(struct))
+
+    def note_return(self) -> None:
+        """Note, right after a call, how long it took to get the GIL back."""
+        self.gil_wait_ns += time.monotonic_ns() - int(self.struct.returned_ns)
+
+
+def address(array: NDArray[Any]) -> int:
+    """Return the address of an array's first byte; the caller keeps the array."""
+    data: int = array.__array_interface__["data"][0]
+    return data
+
+
+@functools.cache
+def load_core() -> Core | None:
+    """Return the compiled core, or None where it is switched off or was not built."""
+    chosen = os.environ.get("H5ASYNC_CORE", "")
+    if chosen == "0":
+        return None
+    if chosen:
+        return Core(Path(chosen))
+    for path in sorted(Path(__file__).parent.glob("_core*.so")):
+        try:
+            return Core(path)
+        except OSError:
+            continue
+    return None
+
+
+def _function(library: Any, name: str, pointers: int, *others: Any) -> Any:
+    function = getattr(library, name)
+    function.restype = c_int64
+    function.argtypes = [c_void_p] * pointers + list(others)
+    return function
+
+
+def _filter_struct(entry: Filter) -> _Filter | None:
+    """Return a filter as the core takes it; None: the core, or this library, cannot decode it."""
+    decode = decoder(entry)
+    if decode is None:
+        return None
+    if decode is pass_on:
+        return _Filter(_NOTHING, 0, 0)
+    if entry.number == SHUFFLE:
+        return _Filter(_KINDS[SHUFFLE], entry.parameters[0], 0) if _fits(entry, 0) else None
+    if entry.number == BITSHUFFLE:
+        kind = _BITSHUFFLE_KINDS.get(bitshuffle_codec(entry.parameters))
+        if kind is None or bitshuffle_decoder(entry.parameters) is None or not _fits(entry, 2):
+            return None
+        return _Filter(kind, entry.parameters[2], (*entry.parameters, 0)[3])
+    kind = _KINDS.get(entry.number)
+    return None if kind is None else _Filter(kind, 0, 0)
+
+
+def _fits(entry: Filter, parameter: int) -> bool:
+    return 0 < entry.parameters[parameter] < 2**31
+
+
+def _codec_libraries(name: str) -> Iterator[Any]:
+    """Yield the shared libraries of a codec that are there: imagecodecs', the environment's, ..."""
+    for path in _codec_paths(name):
+        try:
+            yield ctypes.CDLL(path)
+        except OSError:
+            continue
+
+
+def _codec_paths(name: str) -> Iterator[str]:
+    # The extension module loads what the codec's library itself needs.
+    with contextlib.suppress(ImportError):
+        importlib.import_module(f"imagecodecs._{name}")
+    package = Path(imagecodecs.__file__).parent
+    for folder in (package.with_name("imagecodecs.libs"), package / ".dylibs"):
+        yield from map(str, sorted(folder.glob(f"lib{name}[-.]*")))
+    for suffix in (".so", ".dylib"):
+        path = Path(sys.prefix, "lib", f"lib{name}{suffix}")
+        if path.exists():
+            yield str(path)
+    found = ctypes.util.find_library(name)
+    if found is not None:
+        yield found
+
+
+# How the memory of a transform's source and result are read; see _core.c.
+_SOURCES = {"uint8": 11, "uint16": 12, "int16": 13, "float32": 14}
+
+
+def transform_source(raw: np.dtype[Any], delivered: np.dtype[Any], is_scaled: bool) -> int | None:
+    """Return the core's number for a conversion, or None where NumPy has to do it."""
+    if not raw.isnative:
+        return None
+    if raw == delivered and not is_scaled:
+        return raw.itemsize if raw.itemsize in (1, 2, 4, 8) and raw.kind in "biufc" else None
+    return _SOURCES.get(raw.name) if delivered == np.float32 else None
