@@ -292,8 +292,7 @@ class CoreWorker:
 
 def address(array: NDArray[Any]) -> int:
     """Return the address of an array's first byte; the caller keeps the array."""
-    data: int = array.__array_interface__["data"][0]
-    return data
+    return array.ctypes.data
 
 
 @functools.cache

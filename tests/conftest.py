@@ -216,3 +216,9 @@ def assert_reads_like_h5py(
                 assert reason is not None
                 assert fallback in reason
                 assert reader.fallback_reads >= len(reader)
+
+
+@pytest.fixture
+def python_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Execute plans in Python, though the compiled core may be there."""
+    monkeypatch.setattr("h5async.filling.load_core", lambda: None)

@@ -34,7 +34,7 @@ from h5async import (
     ReaderClosedError,
     ReaderConfig,
 )
-from h5async.execute import PlanExecutor
+from h5async.filling import Filler
 
 DEADLOCK_SECONDS = 30
 NUM_SAMPLES = 23
@@ -820,15 +820,15 @@ def test_threads_share_the_work_of_one_batch(
     meeting = threading.Barrier(2)
     arrivals = iter(range(10**6))
     threads = []
-    execute = PlanExecutor.execute
+    read = Filler._read
 
-    def meet_first(self: PlanExecutor, *arguments: Any) -> None:
+    def meet_first(self: Filler, *arguments: Any) -> None:
         if next(arrivals) < 2:
             threads.append(threading.current_thread())
             meeting.wait(DEADLOCK_SECONDS)
-        execute(self, *arguments)
+        read(self, *arguments)
 
-    monkeypatch.setattr(PlanExecutor, "execute", meet_first)
+    monkeypatch.setattr(Filler, "_read", meet_first)
     num_dim = int(field == "columns")
     with AsyncReader(
         hdf5_path=wide,
@@ -1168,12 +1168,11 @@ h5async.fallback._spans = spans
 field = "12 bits"
 """,
     "a share is read": """
-from h5async.execute import PlanExecutor
-inner = PlanExecutor.execute
-def execute(self, *arguments):
+inner = h5async.filling.Filler._read
+def read(self, *arguments):
     collect()
     return inner(self, *arguments)
-PlanExecutor.execute = execute
+h5async.filling.Filler._read = read
 field = "data"
 """,
     "shares are handed out": """

@@ -872,6 +872,7 @@ def test_rows_of_older_batches_do_not_leak(tmp_path, how, num_threads):
 
 
 @pytest.mark.parametrize("how", FILL_LAYOUTS.values(), ids=FILL_LAYOUTS)
+@pytest.mark.usefixtures("python_way")
 def test_rows_of_older_batches_leak_unguarded(tmp_path, monkeypatch, how):
     path = tmp_path / "a.h5"
     partly_written(path, **FILLS["never"], **how)
