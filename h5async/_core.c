@@ -31,12 +31,19 @@
 #error "written for little-endian machines; others do without"
 #endif
 
-#if defined(__SSE2__)
-#include <emmintrin.h>
+/* With H5ASYNC_PORTABLE, what other processors and systems do is done here too, for tests. */
+#if defined(H5ASYNC_PORTABLE)
+#undef RWF_NOWAIT
+#undef POSIX_FADV_WILLNEED
 #endif
-#if defined(__x86_64__)
+#if defined(__SSE2__) && !defined(H5ASYNC_PORTABLE)
+#include <emmintrin.h>
+#define SSE2
+#endif
+#if defined(__x86_64__) && !defined(H5ASYNC_PORTABLE)
 #include <immintrin.h>
 #define AVX2 __attribute__((target("avx2")))
+#define SSSE3 __attribute__((target("ssse3")))
 #define HAS_AVX2() __builtin_cpu_supports("avx2")
 #endif
 
@@ -47,6 +54,7 @@ enum { ABI = 1 };
 enum { MAX_FILTERS = 32, MAX_RANK = 33, MAX_IOVEC = 1024, MAX_PROBES = 16 };
 enum { ADVISED_NBYTES = 128 * 1024 }; /* Linux cuts longer requests to its window, often this */
 enum { TILE_ELEMENTS = 64, TILE_NBYTES = 16 * 1024 };
+enum { MAX_LZ4_NBYTES = 0x7E000000 }; /* LZ4_MAX_INPUT_SIZE */
 
 enum Kind { DEFLATE = 1, SHUFFLE, FLETCHER32, LZF, ZSTD, LZ4, BLOSC, BITSHUFFLE,
             BITSHUFFLE_LZ4, BITSHUFFLE_ZSTD, NOTHING };
@@ -142,6 +150,8 @@ static int is_cached(const File *file, int64_t offset)
 static void ask_for(const File *file, int64_t offset, int64_t nbytes)
 {
 #ifdef POSIX_FADV_WILLNEED
+    if (offset < 0 || offset > INT64_MAX - ADVISED_NBYTES - nbytes)
+        return;
     for (; nbytes > 0; offset += ADVISED_NBYTES, nbytes -= ADVISED_NBYTES)
         posix_fadvise(file->fd, offset, nbytes < ADVISED_NBYTES ? nbytes : ADVISED_NBYTES,
                       POSIX_FADV_WILLNEED);
@@ -199,7 +209,8 @@ static int rows_are_cached(const File *file, const Rows *r)
 {
     int64_t step = r->num_items / MAX_PROBES + 1;
     for (int64_t i = 0; i < r->num_items; i += step)
-        if (r->offset[i] >= 0 && !is_cached(file, r->offset[i] + r->row_nbytes - 1))
+        if (r->offset[i] >= 0 && (r->offset[i] > INT64_MAX - r->row_nbytes ||
+                                  !is_cached(file, r->offset[i] + r->row_nbytes - 1)))
             return 0;
     return 1;
 }
@@ -227,7 +238,8 @@ static int64_t end_of_run(const Rows *r, int64_t begin)
 {
     int64_t end = begin + 1;
     while (end < r->num_items && end - begin < MAX_IOVEC &&
-           r->offset[end] == r->offset[end - 1] + r->row_nbytes)
+           r->offset[end] >= r->row_nbytes &&
+           r->offset[end] - r->row_nbytes == r->offset[end - 1])
         end++;
     return end;
 }
@@ -385,7 +397,7 @@ static int64_t unlz4_blocks(Worker *w, const uint8_t *in, int64_t n, uint8_t *ou
     if (n < 12)
         return -1;
     int64_t nbytes = big64(in), block = big32(in + 8), at = 12, done = 0;
-    if (nbytes > room || (block == 0 && nbytes))
+    if (nbytes > room || block == 0 || block > MAX_LZ4_NBYTES)
         return -1;
     while (done < nbytes) {
         int64_t due = nbytes - done < block ? nbytes - done : block;
@@ -410,6 +422,8 @@ static int64_t unlzf(const uint8_t *in, int64_t n, uint8_t *out, int64_t room)
 {
     const uint8_t *const end = in + n;
     uint8_t *to = out, *const limit = out + room;
+    if (n == 0)
+        return -1;
     while (in < end) {
         int64_t length, control = *in++;
         if (control < 32) {
@@ -493,7 +507,7 @@ static int64_t fletcher32(const uint8_t *in, int64_t n)
 
 /* ---- Bytes and bits put back in order ------------------------------------------------------ */
 
-#if defined(__SSE2__)
+#if defined(SSE2)
 /* Interleaves 16 bytes of each of `e` planes: in every round, the first and the second half. */
 #define INTERLEAVE(e, rounds)                                                                     \
     static int64_t interleave_##e(const uint8_t *in, int64_t count, uint8_t *out)                 \
@@ -529,7 +543,7 @@ static void interleave(const uint8_t *in, int64_t count, int64_t element, uint8_
         memcpy(out, in, (size_t)count);
         return;
     }
-#if defined(__SSE2__)
+#if defined(SSE2)
     if (element == 2)
         i = interleave_2(in, count, out);
     else if (element == 4)
@@ -956,11 +970,13 @@ static int read_chunk(Call *call, int64_t number, int64_t cross, const Runs *run
     }
     int64_t offset = d->begin, stored = d->chunk_nbytes;
     uint32_t mask = 0;
+    if (d->begin < 0 && d->chunk_offset == NULL)
+        return 0;
     if (d->begin < 0) {
         offset = d->chunk_offset[number], stored = d->chunk_stored[number];
         mask = d->chunk_mask[number];
     }
-    if (offset < 0 || stored < 0)
+    if (offset < 0 || stored < 0 || offset > INT64_MAX - stored)
         return 0;
     const uint8_t *in = stored <= call->available && offset <= call->available - stored
                             ? call->file->map + offset
@@ -968,7 +984,8 @@ static int read_chunk(Call *call, int64_t number, int64_t cross, const Runs *run
     if (in == NULL && (call->file->io == IO_MAP || call->available > 0 || d->begin >= 0))
         return 0; /* the file is too short, or can only be mapped */
     int raw = is_raw(d, mask);
-    int is_whole = d->rows_are_whole && runs->count == 1 && runs->length[0] == d->chunk_samples;
+    int is_whole = d->rows_are_whole && runs->count == 1 && runs->length[0] == d->chunk_samples &&
+                   d->chunk_samples * d->row_nbytes == d->chunk_nbytes;
     uint8_t *whole = is_whole ? call->batch + runs->position[0] * d->row_nbytes : NULL;
     if (raw && stored != d->chunk_nbytes)
         return 0;
@@ -1010,7 +1027,7 @@ static int ask_for_chunks(const Dataset *d, const File *file, const int64_t *pla
                           const uint8_t *state, int64_t count)
 {
     int64_t step = count / MAX_PROBES + 1, cached = 1;
-    if (d->begin >= 0)
+    if (d->chunk_offset == NULL)
         return 1;
     for (int64_t i = 0; i < count && cached; i += step)
         if (place[i] >= 0 && place[i] < d->num_chunks && state[i] < IN_TARGET)
@@ -1087,6 +1104,51 @@ enum Source { BYTES_1 = 1, BYTES_2 = 2, BYTES_4 = 4, BYTES_8 = 8, UINT8 = 11, UI
                to[i] = (float)from[i * channels + c] + offset;                                    \
            else for (int64_t i = 0; i < count; i++) to[i] = (float)from[i * channels + c];)
 
+enum { SPLIT_POINTS = 1024 };
+
+#if defined(SSSE3)
+/* 16 points of 3 bytes at a time: of each of three vectors, a channel's bytes are shuffled to where
+   they go, and the three put together. */
+SSSE3 static int64_t split3_ssse3(const uint8_t *in, int64_t count, uint8_t *const out[3])
+{
+    int8_t order[3][3][16];
+    __m128i shuffle[3][3];
+    memset(order, -1, sizeof order);
+    for (int c = 0; c < 3; c++)
+        for (int k = 0; k < 16; k++)
+            order[c][(3 * k + c) / 16][k] = (int8_t)((3 * k + c) % 16);
+    for (int c = 0; c < 3; c++)
+        for (int v = 0; v < 3; v++)
+            shuffle[c][v] = _mm_loadu_si128((const __m128i *)(const void *)order[c][v]);
+    int64_t i = 0;
+    for (; i + 16 <= count; i += 16) {
+        const __m128i *from = (const __m128i *)(const void *)(in + 3 * i);
+        __m128i a = _mm_loadu_si128(from), b = _mm_loadu_si128(from + 1),
+                c2 = _mm_loadu_si128(from + 2);
+        for (int c = 0; c < 3; c++) {
+            __m128i plane = _mm_or_si128(_mm_or_si128(_mm_shuffle_epi8(a, shuffle[c][0]),
+                                                      _mm_shuffle_epi8(b, shuffle[c][1])),
+                                         _mm_shuffle_epi8(c2, shuffle[c][2]));
+            _mm_storeu_si128((__m128i *)(void *)(out[c] + i), plane);
+        }
+    }
+    return i;
+}
+#endif
+
+/* Points of 3 bytes to 3 planes. */
+static void split3(const uint8_t *in, int64_t count, uint8_t *const out[3])
+{
+    int64_t i = 0;
+#if defined(SSSE3)
+    if (__builtin_cpu_supports("ssse3"))
+        i = split3_ssse3(in, count, out);
+#endif
+    for (; i < count; i++)
+        for (int c = 0; c < 3; c++)
+            out[c][i] = in[3 * i + c];
+}
+
 /* `count` points of one sample; with the number of channels known, loops turn to vector code. */
 ALWAYS_INLINE void transform_points(const Transform *t, const uint8_t *in, uint8_t *out,
                                     int64_t points, int64_t count, int64_t channels)
@@ -1119,16 +1181,36 @@ ALWAYS_INLINE void transform_points(const Transform *t, const uint8_t *in, uint8
     }
 }
 
+/* Images of 3 channels of bytes, by way of planes that stay in the nearest cache. */
+ALWAYS_INLINE void transform_rgb(const Transform *t, const uint8_t *in, uint8_t *out,
+                                 int64_t points, int64_t count)
+{
+    uint8_t planes[3][SPLIT_POINTS];
+    uint8_t *const to[3] = {planes[0], planes[1], planes[2]};
+    uint8_t *const direct[3] = {out, out + points, out + 2 * points};
+    split3(in, count, t->is_float ? to : direct);
+    for (int c = 0; t->is_float && c < 3; c++) {
+        Transform plane = *t;
+        plane.scale = t->scale ? t->scale + c : NULL;
+        plane.offset = t->offset ? t->offset + c : NULL;
+        transform_points(&plane, planes[c], out + c * points * 4, points, count, 1);
+    }
+}
+
 ALWAYS_INLINE void transform_inline(const Transform *t, const uint8_t *in, uint8_t *out,
                                     int64_t from_size, int64_t to_size)
 {
     int64_t tile = 4096 / (t->channels * from_size) + 64;
+    int is_rgb = t->channels == 3 && from_size == 1;
+    tile = is_rgb ? SPLIT_POINTS : tile;
     for (int64_t s = 0; s < t->samples; s++)
         for (int64_t at = 0; at < t->points; at += tile) {
             int64_t count = t->points - at < tile ? t->points - at : tile;
             const uint8_t *from = in + (s * t->points + at) * t->channels * from_size;
             uint8_t *to = out + (s * t->points * t->channels + at) * to_size;
-            if (t->channels == 1)
+            if (is_rgb)
+                transform_rgb(t, from, to, t->points, count);
+            else if (t->channels == 1)
                 transform_points(t, from, to, t->points, count, 1);
             else if (t->channels == 3)
                 transform_points(t, from, to, t->points, count, 3);
@@ -1155,7 +1237,11 @@ PUBLIC int64_t h5async_transform(const Transform *t, const uint8_t *in, uint8_t 
                         : t->source == FLOAT32 ? 4
                                                : 2;
     int64_t to_size = t->is_float ? 4 : from_size;
-    if (t->samples < 0 || t->points < 1 || t->channels < 1)
+    int is_copy = t->source == BYTES_1 || t->source == BYTES_2 || t->source == BYTES_4 ||
+                  t->source == BYTES_8;
+    if (!is_copy && (t->source < UINT8 || t->source > FLOAT32))
+        return 0;
+    if (is_copy == !!t->is_float || t->samples < 0 || t->points < 1 || t->channels < 1)
         return 0;
 #if defined(AVX2)
     if (HAS_AVX2()) {

@@ -21,7 +21,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -171,8 +171,8 @@ class TransformStruct(Structure):
         ("channels", c_int64),
         ("source", c_int32),
         ("is_float", c_int32),
-        ("scale", POINTER(c_float)),
-        ("offset", POINTER(c_float)),
+        ("scale", c_void_p),
+        ("offset", c_void_p),
     ]
 
 

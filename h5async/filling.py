@@ -32,7 +32,7 @@ from h5async.errors import ConfigError, PostprocessError, postprocess_error
 from h5async.execute import Executor, PlanExecutor, scratch_nbytes
 from h5async.fallback import FallbackExecutor, FallbackReader
 from h5async.layout import DatasetLayout
-from h5async.native import NativeExecutor
+from h5async.native import NativeExecutor, native_transform
 from h5async.parts import MemoryExecutor, PartsExecutor
 from h5async.plan import PlanSlice, ReadPlan, cut, plan_read
 from h5async.sampling import Sampling
@@ -162,6 +162,7 @@ class Filler:
         self.fallback = FallbackReader()
         self._files = LocalFiles(_KEPT_FILES, config.io)
         self._core = load_core()
+        self._apply = [self._transformer(transform) for transform in self._transforms]
         self._executors = [
             self._executor(layout, ChunkCache(_kept_nbytes(layout))) for layout in self._layouts
         ]
@@ -283,13 +284,14 @@ class Filler:
         memory = self._slots[batch.request.slot]
         size = batch.index.size
         works = []
-        for transform, raw, out in zip(self._transforms, memory.raw, memory.out, strict=True):
+        for i, (raw, out) in enumerate(zip(memory.raw, memory.out, strict=True)):
             if raw is out:
                 continue
-            parts = max(1, min(self._threads, size, size * transform.nbytes // _MIN_SHARE_NBYTES))
+            nbytes = size * self._transforms[i].nbytes
+            parts = max(1, min(self._threads, size, nbytes // _MIN_SHARE_NBYTES))
             edges = [size * part // parts for part in range(parts + 1)]
             works += [
-                partial(transform.apply, raw[a:b], out[a:b]) for a, b in itertools.pairwise(edges)
+                partial(self._apply[i], raw[a:b], out[a:b]) for a, b in itertools.pairwise(edges)
             ]
         self._begin(batch, works, self._finish)
 
@@ -326,6 +328,10 @@ class Filler:
                 " worked in place"
             )
         return tuple(np.asarray(array) for array in result)
+
+    def _transformer(self, transform: RowTransform) -> Callable[[NDArray[Any], NDArray[Any]], None]:
+        native = None if self._core is None else native_transform(self._core, transform)
+        return transform.apply if native is None else native
 
     def _executor(self, layout: DatasetLayout, cache: ChunkCache) -> Executor:
         if layout.parts:

@@ -7,7 +7,8 @@ has the words for what is wrong, and the core goes on behind it.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -28,12 +29,15 @@ from h5async.core import (
     DatasetStruct,
     FileStruct,
     RowsStruct,
+    TransformStruct,
     address,
+    transform_source,
 )
 from h5async.execute import PlanExecutor
 from h5async.layout import DatasetLayout
 from h5async.plan import ChunkPlan, Int64s, RowPlan
 from h5async.storage import LocalFiles
+from h5async.transform import RowTransform
 
 _STATES = {
     State.UNKEPT: TO_SCRATCH,
@@ -315,3 +319,42 @@ class _ChunkCall:
                 begin += 1
                 if one:
                     return
+
+
+def native_transform(
+    core: Core, transform: RowTransform
+) -> Callable[[NDArray[Any], NDArray[Any]], None] | None:
+    """Return what does a transform in the core as `RowTransform.apply` does; None: it cannot.
+
+    It can where the last dimension of a sample becomes its first one, as channels of images do,
+    or where no dimension moves; to the same dtype, or to float32.
+    """
+    rank = len(transform.permutation)
+    scaled = [factor for factor in (transform.scale, transform.offset) if factor is not None]
+    source = transform_source(transform.raw_dtype, transform.dtype, bool(scaled))
+    if source is None or not math.prod(transform.row):
+        return None
+    channels = 1
+    if rank > 1 and transform.permutation == (0, rank - 1, *range(1, rank - 1)):
+        channels = transform.raw_row[-1]
+    elif transform.permutation != tuple(range(rank)) or any(f.size > 1 for f in scaled):
+        return None
+    struct = TransformStruct(
+        points=math.prod(transform.row) // channels,
+        channels=channels,
+        source=source,
+        is_float=source > 8,
+    )
+    factors = [
+        None if f is None else np.broadcast_to(f.reshape(-1), channels).astype(np.float32)
+        for f in (transform.scale, transform.offset)
+    ]
+    struct.scale, struct.offset = (None if f is None else address(f) for f in factors)
+
+    def apply(raw: NDArray[Any], out: NDArray[Any]) -> None:
+        assert len(factors) == 2  # the structure points to their memory
+        call = TransformStruct.from_buffer_copy(struct)
+        call.samples = len(raw)
+        core.transform(ctypes.byref(call), address(raw), address(out))
+
+    return apply
