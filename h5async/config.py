@@ -212,7 +212,8 @@ class ReaderConfig(_Frozen):
     w_dim: Int | None = None
     cha_dim: Int | None = None
     batch_size: Annotated[Int, Bound(ge=1)] = 32
-    shuffle: Literal[False, "full"] = False
+    shuffle: Literal[False, "full", "window"] = False
+    window_bytes: Annotated[Int, Bound(ge=1)] = 256 << 20
     seed: Int = 0
     drop_last: Annotated[bool, Bound(strict=True)] = False
     num_threads: Annotated[Int, Bound(ge=0)] | None = None
@@ -274,10 +275,8 @@ class ReaderConfig(_Frozen):
     def _shuffle_mode(cls, value: object) -> object:
         if value is True:
             return "full"
-        if value == "window":
-            raise ValueError('shuffle="window" is not supported yet; use "full" or False')
-        if value is not False and value != "full":
-            raise ValueError('must be False, True or "full"')
+        if value is not False and value not in ("full", "window"):
+            raise ValueError('must be False, True, "full" or "window"')
         return value
 
     @field_validator("workers", mode="before")

@@ -38,6 +38,7 @@ from h5async.plan import PlanSlice, ReadPlan, cut, plan_read
 from h5async.sampling import Sampling
 from h5async.storage import LocalFiles
 from h5async.transform import RowTransform
+from h5async.window import kept_nbytes
 
 _MIN_SHARE_NBYTES = 128 * 1024  # about 10 µs of copying: what it costs to wake a thread
 
@@ -164,7 +165,8 @@ class Filler:
         self._core = load_core()
         self._apply = [self._transformer(transform) for transform in self._transforms]
         self._executors = [
-            self._executor(layout, ChunkCache(_kept_nbytes(layout))) for layout in self._layouts
+            self._executor(layout, ChunkCache(self._kept_nbytes(layout, config)))
+            for layout in self._layouts
         ]
         sizes = [scratch_nbytes(layout) for layout in self._layouts]
         self._scratch_nbytes = tuple(map(max, *sizes, (0, 0, 0)))
@@ -329,6 +331,15 @@ class Filler:
             )
         return tuple(np.asarray(array) for array in result)
 
+    def _kept_nbytes(self, layout: DatasetLayout, config: ReaderConfig) -> int:
+        """Return how much memory to spend on decoded chunks that later batches may need."""
+        whole = sum(source.nbytes for source in layout.leaves() if source.filters)
+        if whole <= _KEPT_WHOLE_NBYTES:
+            return whole
+        if config.shuffle == "window":
+            return kept_nbytes(layout, self._layouts, config.window_bytes)
+        return 0
+
     def _transformer(self, transform: RowTransform) -> Callable[[NDArray[Any], NDArray[Any]], None]:
         native = None if self._core is None else native_transform(self._core, transform)
         return transform.apply if native is None else native
@@ -359,12 +370,6 @@ class Filler:
 
     def _new_scratch(self) -> Scratch:
         return Scratch.allocate(*self._scratch_nbytes)
-
-
-def _kept_nbytes(layout: DatasetLayout) -> int:
-    """Return how much memory to spend on decoded chunks that other batches may need again."""
-    nbytes = sum(source.nbytes for source in layout.leaves() if source.filters)
-    return nbytes if nbytes <= _KEPT_WHOLE_NBYTES else 0
 
 
 def load_function(function: Callable[..., Any] | str | None) -> Callable[..., Any] | None:

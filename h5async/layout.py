@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from h5async.errors import ConfigError, DatasetError
 from h5async.filters import Filter
 
+_UNCHUNKED_UNIT_NBYTES = 1 << 20  # what is worth a read of its own
+
 Storage = Literal["contiguous", "chunked", "compact", "virtual", "external", "files"]
 
 
@@ -279,6 +281,36 @@ class DatasetLayout:
             for part in self.parts
         )
         return held < math.prod(self.shape)
+
+    def unit_bounds(self) -> NDArray[np.int64]:
+        """Return where groups of samples begin that are stored together, in chunks say.
+
+        Returns
+        -------
+        numpy.ndarray
+            int64 (n + 1,), ascending from 0 to `num_samples`; nothing empty between.
+        """
+        size = max(1, _UNCHUNKED_UNIT_NBYTES // max(1, self.row_nbytes))
+        bounds: list[NDArray[np.int64]] = [np.array([0, self.num_samples], np.int64)]
+        if self.chunk_shape:
+            size = self.chunk_shape[self.sample_axis]
+        elif self.part_starts is not None and self.parts:
+            for part in self.parts:
+                first, last = part.source_samples.start, part.source_samples.end
+                inside = part.source.unit_bounds().clip(first, last)
+                bounds.append(inside - first + part.samples.start)
+        if len(bounds) == 1:
+            bounds.append(np.arange(0, self.num_samples, size, dtype=np.int64))
+        return np.unique(np.concatenate(bounds))
+
+    @cached_property
+    def unit_nbytes(self) -> int:
+        """Decoded bytes of what is kept of a unit to give its samples to several batches."""
+        if self.parts:
+            return max(part.source.unit_nbytes for part in self.parts)
+        if not self.filters or (self.rows_are_whole and self.chunk_shape[0] == 1):
+            return 0
+        return self.chunk_nbytes * len(self.cross_section)
 
     def needed_nbytes(self, number: int) -> int:
         """Return how many bytes of chunk `number` there are up to the last within the dataset."""

@@ -28,6 +28,7 @@ from h5async.sampling import Sampling
 from h5async.slots import Assignment, SlotRing
 from h5async.storage import read_ahead
 from h5async.transform import row_transform
+from h5async.window import window_order
 
 
 class Batch(Sequence[Any]):
@@ -122,12 +123,18 @@ class _Engine:
         transforms = {
             name: row_transform(field, self.layouts[name]) for name, field in fields.items()
         }
+        layouts = list(self.layouts.values())
         self.sampling = Sampling(
-            num_samples=next(iter(self.layouts.values())).num_samples,
+            num_samples=layouts[0].num_samples,
             batch_size=config.batch_size,
             shuffle=config.shuffle,
             seed=config.seed,
             drop_last=config.drop_last,
+            window=window_order(
+                layouts, config.window_bytes, config.batch_size, config.prefetch, config.seed
+            )
+            if config.shuffle == "window"
+            else None,
         )
         self.names = tuple(fields)
         self.device = find_device(config.device)

@@ -21,7 +21,7 @@ import functools
 import hashlib
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +32,14 @@ _SORTED_UP_TO = 1024
 _MULTIPLIERS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)  # of splitmix64
 _HALF = np.uint64(32)
 
-Shuffle = Literal[False, "full"]
+Shuffle = Literal[False, "full", "window"]
+
+
+class Order(Protocol):
+    """An order of all samples."""
+
+    def samples(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
+        """Return the samples at positions `start` to `stop` of an epoch, as a new array."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +53,14 @@ class Sampling:
     batch_size
         Samples in a batch.
     shuffle
-        False: file order; ``"full"``: a uniform permutation of all samples.
+        False: file order; ``"full"``: a uniform permutation of all samples; ``"window"``: that
+        of `window`.
     seed
         Any integer; with the epoch it determines the permutation.
     drop_last
         Whether a short last batch is left out.
+    window
+        The order of ``"window"``.
     """
 
     num_samples: int
@@ -58,6 +68,7 @@ class Sampling:
     shuffle: Shuffle = False
     seed: int = 0
     drop_last: bool = False
+    window: Order | None = None
 
     @property
     def num_batches(self) -> int:
@@ -76,6 +87,9 @@ class Sampling:
         stop = min(start + self.batch_size, self.epoch_samples)
         if self.shuffle is False:
             return np.arange(start, stop, dtype=np.int64)
+        if self.shuffle == "window":
+            assert self.window is not None
+            return self.window.samples(epoch, start, stop)
         # Small batches are cut from blocks: a block costs little more than a batch of 32.
         first, last = start // _BLOCK, max(start, stop - 1) // _BLOCK
         key = (self.num_samples, self.seed, epoch)
@@ -106,41 +120,89 @@ def permute(
         int64, as many as `positions`; time and memory are proportional to their number (and
         bounded by a constant where there are fewer than 1,024 samples).
     """
-    keys = _round_keys(seed, epoch)
+    keys = round_keys(seed, epoch)
     if num_samples <= _SORTED_UP_TO:
-        hashes = _hash(_hash(np.arange(num_samples, dtype=np.uint64) + keys[0]) ^ keys[1])
+        hashes = keyed_hash(np.arange(num_samples, dtype=np.uint64), keys[0], keys[1])
         return np.argsort(hashes, kind="stable")[positions]
     a = math.isqrt(num_samples - 1) + 1
     b = -(-num_samples // a)
-    result = _feistel(positions.astype(np.uint64), a, b, keys)
+    result = _feistel(positions.astype(np.uint64), np.uint64(a), np.uint64(b), keys)
     outside = np.flatnonzero(result >= num_samples)
     while outside.size:
-        result[outside] = _feistel(result[outside], a, b, keys)
+        result[outside] = _feistel(result[outside], np.uint64(a), np.uint64(b), keys)
         outside = outside[result[outside] >= num_samples]
     return result.astype(np.int64)
 
 
-def _round_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
+def permute_each(
+    positions: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    names: NDArray[np.int64],
+    keys: NDArray[np.uint64],
+) -> NDArray[np.int64]:
+    """Map each position by a permutation of its own of so many numbers.
+
+    Parameters
+    ----------
+    positions, counts
+        int64 (n,): numbers from 0 to ``count - 1``.
+    names
+        int64 (n,): which permutation; those of one name have one count.
+    keys
+        Of `round_keys`.
+
+    Returns
+    -------
+    numpy.ndarray
+        int64 (n,).
+    """
+    above = counts.astype(np.uint64)
+    a = np.ceil(np.sqrt(counts)).astype(np.uint64)
+    b = (above + a - np.uint64(1)) // a
+    each = keyed_hash(names.astype(np.uint64), keys[0], keys[1]) + keys[:, None]
+    result = _feistel(positions.astype(np.uint64), a, b, each)
+    outside = np.flatnonzero(result >= above)
+    while outside.size:
+        result[outside] = _feistel(result[outside], a[outside], b[outside], each[:, outside])
+        outside = outside[result[outside] >= above[outside]]
+    return result.astype(np.int64)
+
+
+def round_keys(seed: int, epoch: int, purpose: str = "") -> NDArray[np.uint64]:
     """Hash (seed, epoch) to `_ROUNDS` keys, the same on every machine."""
-    digest = hashlib.blake2b(f"h5async {seed} {epoch}".encode(), digest_size=8 * _ROUNDS).digest()
+    name = f"h5async {seed} {epoch} {purpose}".rstrip()
+    digest = hashlib.blake2b(name.encode(), digest_size=8 * _ROUNDS).digest()
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
 
+def keyed_hash(
+    numbers: NDArray[np.uint64], first: np.uint64, second: np.uint64
+) -> NDArray[np.uint64]:
+    """Hash numbers to what looks random; a new array."""
+    return _hash(_hash(numbers + first) ^ second)
+
+
 def _feistel(
-    numbers: NDArray[np.uint64], a: int, b: int, keys: NDArray[np.uint64]
+    numbers: NDArray[np.uint64],
+    a: np.uint64 | NDArray[np.uint64],
+    b: np.uint64 | NDArray[np.uint64],
+    keys: NDArray[np.uint64],
 ) -> NDArray[np.uint64]:
     """Permute numbers below ``a * b``, where `a` and `b` are below 2**32."""
-    right, left = np.divmod(numbers, np.uint64(a))
+    right, left = np.divmod(numbers, a)
     for i in range(0, _ROUNDS, 2):
-        _shift(left, right, np.uint64(a), keys[i])
-        _shift(right, left, np.uint64(b), keys[i + 1])
-    right *= np.uint64(a)
+        _shift(left, right, a, keys[i])
+        _shift(right, left, b, keys[i + 1])
+    right *= a
     right += left
     return right
 
 
 def _shift(
-    half: NDArray[np.uint64], other: NDArray[np.uint64], modulus: np.uint64, key: np.uint64
+    half: NDArray[np.uint64],
+    other: NDArray[np.uint64],
+    modulus: np.uint64 | NDArray[np.uint64],
+    key: np.uint64 | NDArray[np.uint64],
 ) -> None:
     """Add a keyed hash of the other half to `half`, modulo `modulus`."""
     shift = _hash(other + key)
