@@ -15,6 +15,7 @@ from h5async.errors import (
     UnsafeFileError,
 )
 from h5async.reader import AsyncReader, Batch
+from h5async.stats import ReaderStats
 
 try:
     __version__ = version("h5async")
@@ -34,6 +35,7 @@ __all__ = [
     "ReadError",
     "ReaderClosedError",
     "ReaderConfig",
+    "ReaderStats",
     "UnsafeFileError",
     "__version__",
 ]

@@ -984,11 +984,12 @@ static int read_chunk(Call *call, int64_t number, int64_t cross, const Runs *run
     if (in == NULL && (call->file->io == IO_MAP || call->available > 0 || d->begin >= 0))
         return 0; /* the file is too short, or can only be mapped */
     int raw = is_raw(d, mask);
-    int is_whole = d->rows_are_whole && runs->count == 1 && runs->length[0] == d->chunk_samples &&
+    int is_whole = state == TO_SCRATCH && d->rows_are_whole && runs->count == 1 &&
+                   runs->length[0] == d->chunk_samples &&
                    d->chunk_samples * d->row_nbytes == d->chunk_nbytes;
     uint8_t *whole = is_whole ? call->batch + runs->position[0] * d->row_nbytes : NULL;
-    if (raw && stored != d->chunk_nbytes)
-        return 0;
+    if (raw && (stored != d->chunk_nbytes || state == TO_TARGET))
+        return 0; /* what is stored raw is not kept */
     if (raw && in == NULL) {
         if (whole ? !read_fully(call->file, offset, whole, stored)
                   : !read_raw_samples(d, w, call->file, offset, runs))

@@ -10,9 +10,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from inspect import Parameter, signature
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from rich import box
@@ -24,11 +25,14 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
-from h5async import AsyncReader, H5AsyncError, ReaderConfig, __version__
+from h5async import AsyncReader, H5AsyncError, ReaderConfig, ReaderStats, __version__
+from h5async.bench import Trial, alternatives, run_flat_out
+from h5async.core import load_core
 from h5async.cost import read_cost
 from h5async.layout import DatasetLayout
 from h5async.links import Reach
 from h5async.metadata import list_layouts
+from h5async.native import way_of
 
 _REFRESH_SECONDS = 0.1
 _STACKED_COLUMNS = (
@@ -41,6 +45,8 @@ _STACKED_COLUMNS = (
 )
 _RIGHT = frozenset({"decoded", "on disk", "in order", "shuffled"})
 _LEGEND = "in order, shuffled: bytes read from the file for each sample used"
+
+_SHOWN_SHARE = 0.001  # of the time, below which a stage is left out
 
 _COLUMNS = tuple(name for names in _STACKED_COLUMNS for name in names)
 
@@ -171,8 +177,10 @@ def _cells(file: Path, name: str, found: DatasetLayout | H5AsyncError) -> Sequen
 def _way(layout: DatasetLayout) -> str:
     if layout.fallback_reason is not None:
         return f"h5py: {layout.fallback_reason}"
+    ways = {way_of(load_core(), source) for source in layout.leaves()}
+    by = ", by the core" if ways == {"core"} else ", in Python" if "python" in ways else ""
     sources = len({(source.file, source.path) for source in layout.leaves()})
-    return f"direct, from {sources} sources" if sources > 1 else "direct"
+    return f"direct{by}, from {sources} sources" if sources > 1 else f"direct{by}"
 
 
 def _safe(text: object) -> str:
@@ -189,7 +197,8 @@ _FIELD = typer.Option(
     metavar="NAME=PATH",
     help="A field of the batches and its dataset, instead of data and labels. Repeatable.",
 )
-_SHUFFLE = _option("shuffle", "Order of the samples.", metavar="full|none", unset="none")
+_SHUFFLE = _option("shuffle", "Order of the samples.", metavar="full|window|none", unset="none")
+_IO = _option("io", "Whether files are mapped into memory.", metavar="auto|pread|map")
 _DROP_LAST = _option("drop_last", "Leave out an epoch's short last batch.", unset="no")
 _THREADS = _option("num_threads", "Threads; 0: all work in the caller.", unset="usable cores")
 _DEVICE = _option("device", "Where batches go.", metavar="auto|cpu|cuda|cuda:N")
@@ -213,6 +222,7 @@ def read(
     cha_dim: Annotated[int | None, _option("cha_dim", "Dimension of the channels.")] = None,
     batch_size: Annotated[int | None, _option("batch_size", "Samples in a batch.")] = None,
     shuffle: Annotated[str | None, _SHUFFLE] = None,
+    window_bytes: Annotated[int | None, _option("window_bytes", "Memory for the window.")] = None,
     seed: Annotated[int | None, _option("seed", "What the shuffled order depends on.")] = None,
     drop_last: Annotated[bool | None, _DROP_LAST] = None,
     num_threads: Annotated[int | None, _THREADS] = None,
@@ -221,18 +231,81 @@ def read(
     device: Annotated[str | None, _DEVICE] = None,
     postprocess: Annotated[str | None, _POSTPROCESS] = None,
     timeout: Annotated[float | None, _TIMEOUT] = None,
+    io: Annotated[str | None, _IO] = None,
     allow_external: Annotated[list[Path] | None, _ALLOW_EXTERNAL] = None,
     allow_missing: Annotated[bool | None, _ALLOW_MISSING] = None,
 ) -> None:
     """Read FILE in batches, and say how fast that was."""
-    if not hdf5_path and config is None:
-        raise typer.BadParameter("give it, or --config with an hdf5_path", param_hint="FILE")
-    reader_config = ReaderConfig.load(config, **_typed_options(ctx.params))
-    if reader_config.postprocess is not None:
-        sys.path.insert(0, "")  # as `python -m` has it; a script finds no modules next to the user
-    with AsyncReader(reader_config) as reader:
+    with AsyncReader(_reader_config(ctx.params)) as reader:
         tally = _stream(reader, epochs)
         typer.echo(_summary(reader, epochs, tally))
+
+
+def bench(ctx: typer.Context, seconds: float, **_: Any) -> None:
+    """Read FILE as fast as it goes, say where the time goes, and try what may be faster."""
+    config = _reader_config(ctx.params)
+    given = run_flat_out(config, seconds)
+    typer.echo("\n".join(_breakdown(given.stats)))
+    typer.echo(f"\n{_safe(given.stats)}\n")
+    typer.echo(_speed_line("as given", given, given))
+    for changed in alternatives(config):
+        trial = run_flat_out(config, seconds, **changed)
+        options = ", ".join(f"{name}={value!r}" for name, value in changed.items())
+        typer.echo(_speed_line(options, trial, given))
+
+
+def _with_options_of_read(function: Any, **others: Any) -> Any:
+    """Let a command take what `read` takes, but `epochs`, and others."""
+    taken = signature(read)
+    options = {name: p for name, p in taken.parameters.items() if name != "epochs"}
+    for name, annotation in others.items():
+        options[name] = Parameter(name, Parameter.KEYWORD_ONLY, default=2.0, annotation=annotation)
+    hints = get_type_hints(read, include_extras=True)
+    parameters = [
+        p.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints.get(name, p.annotation))
+        for name, p in options.items()
+    ]
+    function.__signature__ = taken.replace(parameters=parameters)
+    function.__annotations__ = {p.name: p.annotation for p in parameters}
+    return function
+
+
+_SECONDS = Annotated[float, typer.Option(min=0.0, help="How long to read.")]
+
+
+app.command(name="bench")(_with_options_of_read(bench, seconds=_SECONDS))
+
+
+def _breakdown(stats: ReaderStats) -> list[str]:
+    """Say where the threads' time went: a line for each stage that took some."""
+    total = stats.busy_seconds + stats.gil_wait_seconds or 1.0
+    times = {**stats.stage_seconds, "GIL": stats.gil_wait_seconds}
+    ways = ", ".join(f"{name}: {way}" for name, way in stats.ways.items())
+    return [
+        f"read by    {ways}",
+        f"decoded    {decimal(stats.nbytes)} of {decimal(stats.read_nbytes)} in the file,"
+        f" {stats.samples:,} samples, {stats.decoded_chunks:,} chunks",
+        *(
+            f"{stage:<11}{seconds:8.3f} s of threads {seconds / total:6.1%}"
+            for stage, seconds in times.items()
+            if seconds / total >= _SHOWN_SHARE
+        ),
+    ]
+
+
+def _speed_line(name: str, trial: Trial, given: Trial) -> str:
+    ratio = trial.speed / given.speed if given.speed else 0.0
+    return f"{name:<24}{trial.speed:8.3g} GB/s {ratio:7.2f}x"
+
+
+def _reader_config(typed: Mapping[str, Any]) -> ReaderConfig:
+    """Return the configuration of a command's options."""
+    if not typed["hdf5_path"] and typed["config"] is None:
+        raise typer.BadParameter("give it, or --config with an hdf5_path", param_hint="FILE")
+    config = ReaderConfig.load(typed["config"], **_typed_options(typed))
+    if config.postprocess is not None:
+        sys.path.insert(0, "")  # as `python -m` has it; a script finds no modules next to the user
+    return config
 
 
 def _typed_options(typed: Mapping[str, Any]) -> dict[str, Any]:
@@ -343,5 +416,6 @@ def _summary(reader: AsyncReader, epochs: int, tally: _Tally) -> str:
         ("device", reader.device),
         ("speed", tally.speed),
         ("waited", f"{waited} ({share:.1%}; this loop does nothing else)"),
+        ("limit", str(reader.stats())),
     ]
     return "\n".join(f"{name:<9}{_safe(text)}" for name, text in lines)

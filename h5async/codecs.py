@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +25,7 @@ from h5async.filters import (
     pass_on,
     verify_fletcher32,
 )
+from h5async.stats import ThreadCounts
 
 
 @dataclass
@@ -39,12 +40,21 @@ class Scratch:
         For a chunk, or its needed parts, that does not go to a batch as a whole.
     between
         Three buffers: two for what lies between the filters of a pipeline, one for a decoder.
+    counts
+        What the thread that uses it has done in Python; see `total`.
     """
 
     encoded: Bytes
     raw_chunk: Bytes
     between: tuple[Bytes, Bytes, Bytes]
+    counts: ThreadCounts = field(default_factory=ThreadCounts)
     _worker: CoreWorker | None = None
+
+    def total(self) -> ThreadCounts:
+        """Return what was done in Python and by the compiled core."""
+        if self._worker is None:
+            return self.counts
+        return self.counts.plus(self._worker.counts())
 
     def worker(self, core: Core) -> CoreWorker:
         """Return what this thread needs to call the compiled core; made when first asked for."""

@@ -43,6 +43,7 @@ from h5async.filters import (
     decoder,
     pass_on,
 )
+from h5async.stats import ThreadCounts
 
 _ABI = 1
 MAX_FILTERS, MAX_RANK = 32, 32  # what HDF5 has at most
@@ -284,6 +285,18 @@ class CoreWorker:
         self.struct = struct
         self.gil_wait_ns = 0
         weakref.finalize(self, free, ctypes.byref(struct))
+
+    def counts(self) -> ThreadCounts:
+        """Return what was done so far."""
+        struct = self.struct
+        return ThreadCounts(
+            struct.read_ns,
+            struct.decode_ns,
+            struct.place_ns,
+            self.gil_wait_ns,
+            struct.read_nbytes,
+            struct.decoded_chunks,
+        )
 
     def note_return(self) -> None:
         """Note, right after a call, how long it took to get the GIL back."""

@@ -1,4 +1,4 @@
-"""A layout enters; how many stored bytes are read for each sample used leaves, by order."""
+"""A layout enters; what reading it costs leaves: stored bytes for each sample, and by which way."""
 
 from __future__ import annotations
 
@@ -45,6 +45,14 @@ def read_cost(layout: DatasetLayout) -> ReadCost:
     if not layout.filters and layout.sample_axis == 0:
         return ReadCost(in_order, in_order)  # samples are read alone
     return ReadCost(in_order, _touched_nbytes(layout) / count)
+
+
+def direct_share(layout: DatasetLayout) -> float:
+    """Return what share of a dataset's samples is read without h5py."""
+    if not layout.parts:
+        return float(layout.fallback_reason is None)
+    held = sum(part.samples.size for part in layout.parts)
+    return sum(direct_share(p.source) * p.samples.size for p in layout.parts) / max(1, held)
 
 
 def _touched_nbytes(layout: DatasetLayout) -> float:

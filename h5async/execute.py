@@ -102,7 +102,9 @@ class PlanExecutor:
         """Read items `start` to `stop` of a plan; see `Executor`."""
         with self._files.using(self._layout.file, self._layout.file_id) as file:
             if isinstance(plan, RowPlan):
-                self._read_rows(file, plan, start, stop, raw)
+                with scratch.counts.timed("read_ns"):
+                    self._read_rows(file, plan, start, stop, raw)
+                scratch.counts.read_nbytes += (stop - start) * plan.row_nbytes
             else:
                 self._read_chunks(file, plan, start, stop, raw, scratch)
 
@@ -245,9 +247,12 @@ class PlanExecutor:
         flat = raw.reshape(-1).view(np.uint8)
         out = _pieces(flat, begin, np.full(begin.shape, layout.chunk_nbytes))
         try:
-            self._pipeline.decode_many(encoded, mask, out, scratch)
+            with scratch.counts.timed("decode_ns"):
+                self._pipeline.decode_many(encoded, mask, out, scratch)
         except (ValueError, RuntimeError):
             return False
+        scratch.counts.read_nbytes += int(chunks.nbytes[place].sum())
+        scratch.counts.decoded_chunks += stop - start
         return True
 
     def _read_chunk(
@@ -270,16 +275,21 @@ class PlanExecutor:
             self._scatter(self._mapped_dataset(file), runs, region, raw)
             return
         whole = self._filled_whole(raw, runs)
+        scratch.counts.read_nbytes += int(chunks.nbytes[place])
         if self._pipeline.is_raw(int(chunks.filter_mask[place])):
-            chunk = self._raw_chunk(file, place, runs, whole, scratch)
-            if whole is None:
-                self._scatter(chunk, runs, region, raw)
+            with scratch.counts.timed("read_ns"):
+                chunk = self._raw_chunk(file, place, runs, whole, scratch)
+                if whole is None:
+                    self._scatter(chunk, runs, region, raw)
         elif whole is not None:
             self._decode(file, mapped, place, scratch, whole)
         else:
             decode = partial(self._decode, file, mapped, place, scratch)
             key, room = self.chunk_key(place), scratch.raw_chunk[: self._layout.chunk_nbytes]
-            with self._cache.decoded(key, room, decode) as decoded:
+            with (
+                self._cache.decoded(key, room, decode) as decoded,
+                scratch.counts.timed("place_ns"),
+            ):
                 self._scatter(self._as_chunk(decoded), runs, region, raw)
 
     def _scatter(
@@ -316,9 +326,17 @@ class PlanExecutor:
         offset, nbytes = int(chunks.offset[place]), int(chunks.nbytes[place])
         if mapped is None:
             encoded = scratch.encoded[:nbytes]
-            file.read_into(offset, [encoded.data])
+            with scratch.counts.timed("read_ns"):
+                file.read_into(offset, [encoded.data])
         else:
             encoded = mapped[offset : offset + nbytes]
+        scratch.counts.decoded_chunks += 1
+        with scratch.counts.timed("decode_ns"):
+            self._decode_exactly(encoded, place, scratch, out)
+
+    def _decode_exactly(self, encoded: Bytes, place: int, scratch: Scratch, out: Bytes) -> None:
+        chunks = self._layout.chunks
+        assert chunks is not None
         mask = int(chunks.filter_mask[place])
         try:
             self._pipeline.decode(encoded, mask, out, scratch)

@@ -220,7 +220,8 @@ class FallbackExecutor:
         self, plan: SamplesPlan, start: int, stop: int, raw: NDArray[Any], scratch: Scratch
     ) -> None:
         """Read the one item of a plan, all samples, into the batch `raw`."""
-        self._reader.read(self._layout, plan, raw, self._checks)
+        with scratch.counts.timed("read_ns"):
+            self._reader.read(self._layout, plan, raw, self._checks)
 
 
 def _spans(layout: DatasetLayout, sample: Int64s) -> Iterator[tuple[int, int, Int64s]]:

@@ -10,10 +10,12 @@ as possible; whoever finishes the last share of a phase begins the next one, and
 
 from __future__ import annotations
 
+import functools
 import heapq
 import importlib
 import itertools
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,10 +34,11 @@ from h5async.errors import ConfigError, PostprocessError, postprocess_error
 from h5async.execute import Executor, PlanExecutor, scratch_nbytes
 from h5async.fallback import FallbackExecutor, FallbackReader
 from h5async.layout import DatasetLayout
-from h5async.native import NativeExecutor, native_transform
+from h5async.native import NativeExecutor, native_transform, way_of
 from h5async.parts import MemoryExecutor, PartsExecutor
 from h5async.plan import PlanSlice, ReadPlan, cut, plan_read
 from h5async.sampling import Sampling
+from h5async.stats import StageTimes, ThreadCounts
 from h5async.storage import LocalFiles
 from h5async.transform import RowTransform
 from h5async.window import kept_nbytes
@@ -160,6 +163,7 @@ class Filler:
         self._lock = threading.RLock()
         self._closed = False
         self._threads = config.thread_count
+        self.times = StageTimes()
         self.fallback = FallbackReader()
         self._files = LocalFiles(_KEPT_FILES, config.io)
         self._core = load_core()
@@ -170,6 +174,7 @@ class Filler:
         ]
         sizes = [scratch_nbytes(layout) for layout in self._layouts]
         self._scratch_nbytes = tuple(map(max, *sizes, (0, 0, 0)))
+        self._scratches: list[Scratch] = []
         self._scratch = deque(self._new_scratch() for _ in range(max(1, self._threads)))
         try:
             for layout in self._layouts:
@@ -196,6 +201,19 @@ class Filler:
             _, _, work = heapq.heappop(self._heap)
         work()
         return True
+
+    @property
+    def counts(self) -> ThreadCounts:
+        """What all threads have done so far."""
+        return functools.reduce(ThreadCounts.plus, (s.total() for s in list(self._scratches)))
+
+    @property
+    def ways(self) -> list[str]:
+        """How each field is read, in field order; see `ReaderStats.ways`."""
+        return [
+            " and ".join(sorted({way_of(self._core, leaf) for leaf in layout.leaves()}))
+            for layout in self._layouts
+        ]
 
     def close(self) -> None:
         """Drop what was not begun, wait for what was, close the files. Idempotent."""
@@ -227,10 +245,12 @@ class Filler:
         request = batch.request
         try:
             self._before_fill(request.slot)
+            begin = time.perf_counter_ns()
             batch.index = self._sampling.batch(request.epoch, request.number)
             batch.plans = [plan_read(layout, batch.index) for layout in self._layouts]
             # One for each thread: a share more costs more, in turns of the GIL, than it evens out.
             shares = list(cut(batch.plans, max(1, self._threads), _MIN_SHARE_NBYTES))
+            self.times.add("plan", begin)
         except BaseException as error:
             batch.error = error
             shares = []
@@ -293,17 +313,25 @@ class Filler:
             parts = max(1, min(self._threads, size, nbytes // _MIN_SHARE_NBYTES))
             edges = [size * part // parts for part in range(parts + 1)]
             works += [
-                partial(self._apply[i], raw[a:b], out[a:b]) for a, b in itertools.pairwise(edges)
+                partial(self._transform, i, raw[a:b], out[a:b])
+                for a, b in itertools.pairwise(edges)
             ]
         self._begin(batch, works, self._finish)
+
+    def _transform(self, field: int, raw: NDArray[Any], out: NDArray[Any]) -> None:
+        begin = time.perf_counter_ns()
+        self._apply[field](raw, out)
+        self.times.add("transform", begin)
 
     def _finish(self, batch: _Fill) -> None:
         arrays = tuple(out[: batch.index.size] for out in self._slots[batch.request.slot].out)
         if self._postprocess is not None and batch.error is None:
+            begin = time.perf_counter_ns()
             try:
                 arrays = self._postprocessed(arrays, batch.request)
             except BaseException as error:
                 batch.error = error
+            self.times.add("postprocess", begin)
         if not self._closed:
             self._on_done(batch.request, FillOutcome(batch.index, arrays, batch.error))
 
@@ -347,12 +375,14 @@ class Filler:
     def _executor(self, layout: DatasetLayout, cache: ChunkCache) -> Executor:
         if layout.parts:
             return PartsExecutor(layout, lambda source: self._executor(source, cache))
-        if layout.fallback_reason is not None:
-            return FallbackExecutor(layout, self.fallback)
-        if layout.values is not None:
-            return MemoryExecutor(layout)
-        if self._core is not None and NativeExecutor.can_take(self._core, layout):
-            return NativeExecutor(self._core, layout, self._files, cache)
+        match way_of(self._core, layout):
+            case "h5py":
+                return FallbackExecutor(layout, self.fallback)
+            case "memory":
+                return MemoryExecutor(layout)
+            case "core":
+                assert self._core is not None
+                return NativeExecutor(self._core, layout, self._files, cache)
         return PlanExecutor(layout, self._files, cache)
 
     def _open_ahead(self, layout: DatasetLayout) -> None:
@@ -369,7 +399,9 @@ class Filler:
         self.fallback.close()
 
     def _new_scratch(self) -> Scratch:
-        return Scratch.allocate(*self._scratch_nbytes)
+        scratch = Scratch.allocate(*self._scratch_nbytes)
+        self._scratches.append(scratch)
+        return scratch
 
 
 def load_function(function: Callable[..., Any] | str | None) -> Callable[..., Any] | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,15 +47,26 @@ _STATES = {
 }
 
 
+def way_of(core: Core | None, layout: DatasetLayout) -> Literal["core", "python", "h5py", "memory"]:
+    """Tell who executes plans for a dataset without parts."""
+    if layout.fallback_reason is not None:
+        return "h5py"
+    if layout.values is not None:
+        return "memory"
+    if core is None or len(layout.shape) > MAX_RANK or core.filters(layout.filters) is None:
+        return "python"
+    return "core"
+
+
 class NativeExecutor:
     """Executes plans for what lies in one file. Safe to use from many threads.
 
     Parameters
     ----------
     core
-        The compiled core, which `can_take` the layout.
+        The compiled core.
     layout
-        Of a dataset that is read the direct way.
+        Of a dataset that it can take: `way_of` says so.
     files
         Opens the file; closed by whoever made it.
     cache
@@ -81,11 +92,6 @@ class NativeExecutor:
         self._keeps = bool(layout.filters) and not (
             layout.rows_are_whole and layout.chunk_shape[0] == 1
         )
-
-    @staticmethod
-    def can_take(core: Core, layout: DatasetLayout) -> bool:
-        """Tell whether the core can decode all chunks of a dataset."""
-        return len(layout.shape) <= MAX_RANK and core.filters(layout.filters) is not None
 
     def execute(
         self, plan: RowPlan | ChunkPlan, start: int, stop: int, raw: NDArray[Any], scratch: Scratch

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
+from h5async.cost import direct_share
 from h5async.device import find_device
 from h5async.errors import ConfigError, DatasetError
 from h5async.filling import THREAD_NAME, Filler, FillOutcome, FillRequest
@@ -26,6 +28,7 @@ from h5async.links import Reach
 from h5async.metadata import read_layouts
 from h5async.sampling import Sampling
 from h5async.slots import Assignment, SlotRing
+from h5async.stats import ReaderStats, Waits
 from h5async.storage import read_ahead
 from h5async.transform import row_transform
 from h5async.window import window_order
@@ -159,6 +162,8 @@ class _Engine:
             on_done=self._on_done,
         )
         self.has_threads = config.thread_count > 0
+        self.waits = Waits()
+        self.delivered_samples = 0
 
     def position(self, serial: int) -> tuple[int, int]:
         """Return epoch and number of a batch."""
@@ -170,6 +175,7 @@ class _Engine:
 
     def next(self, timeout_seconds: float | None) -> tuple[int, _Filled]:
         """End the life of the batch in use, wait for the next one, and put it in use."""
+        begin = time.perf_counter()
         slots, in_use = self.slots, self.ring.in_use
         if slots and in_use is not None:
             slots[in_use].release()
@@ -180,6 +186,8 @@ class _Engine:
         serial, slot, filled = self.ring.take(timeout_seconds)
         if filled.error is None:
             self.slots[slot].acquire()
+            self.delivered_samples += filled.outcome.index.size
+        self.waits.note(begin, time.perf_counter())
         return serial, filled
 
     def close(self) -> None:
@@ -188,14 +196,44 @@ class _Engine:
             self.device.close()
             self.slots = []
 
+    def stats(self, num_threads: int) -> ReaderStats:
+        layouts, filler, waits = self.layouts, self.filler, self.waits
+        counts, stages = filler.counts, filler.times.seconds()
+        stages["read"] += counts.read_ns / 1e9
+        stages["decode"] += counts.decode_ns / 1e9
+        stages["place"] += counts.place_ns / 1e9
+        row_nbytes = sum(layout.row_nbytes for layout in layouts.values())
+        direct = sum(layout.row_nbytes * direct_share(layout) for layout in layouts.values())
+        names = [f.label for y in layouts.values() for leaf in y.leaves() for f in leaf.filters]
+        return ReaderStats(
+            batches=waits.count,
+            samples=self.delivered_samples,
+            nbytes=self.delivered_samples * row_nbytes,
+            elapsed_seconds=waits.elapsed_seconds,
+            wait_seconds=waits.seconds,
+            wait_p50_seconds=waits.percentile(50),
+            wait_p99_seconds=waits.percentile(99),
+            stage_seconds=stages,
+            gil_wait_seconds=counts.gil_wait_ns / 1e9,
+            read_nbytes=counts.read_nbytes,
+            decoded_chunks=counts.decoded_chunks,
+            fallback_reads=filler.fallback.reads,
+            direct_share=direct / row_nbytes if row_nbytes else 1.0,
+            ways=dict(zip(self.names, filler.ways, strict=True)),
+            num_threads=num_threads,
+            filters=tuple(dict.fromkeys(names)),
+        )
+
     def _on_done(self, request: FillRequest, outcome: FillOutcome) -> None:
         arrays: tuple[Any, ...] = ()
         error = outcome.error
         if error is None:
+            begin = time.perf_counter_ns()
             try:
                 arrays = self.slots[request.slot].upload(outcome.arrays, outcome.index.size)
             except BaseException as raised:
                 error = raised
+            self.filler.times.add("upload", begin)
         self.begin(self.ring.filled(request.slot, request.serial, _Filled(outcome, arrays, error)))
 
 
@@ -273,6 +311,10 @@ class AsyncReader:
     def fallback_reads(self) -> int:
         """Reads that went through h5py so far, one for each batch of each field that needs it."""
         return self._engine.filler.fallback.reads
+
+    def stats(self) -> ReaderStats:
+        """Return what was done so far, and how long it took; ``str()`` of it says what to do."""
+        return self._engine.stats(self._config.thread_count)
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""

@@ -216,6 +216,10 @@ class OneChunk:
             assert self.batch.is_fresh()
         return self.batch.inside.tobytes() if done else None
 
+    def ways(self, mask):
+        """Return the ways by which a chunk can be had: none that is stored raw is kept."""
+        return WAYS[:2] if self.pipeline.is_raw(mask) else WAYS
+
     def decode_by_twin(self, encoded, mask=0):
         out = np.empty(self.batch.inside.size, np.uint8)
         scratch = Scratch(np.empty(0, np.uint8), np.empty(0, np.uint8), self.scratch)
@@ -267,7 +271,7 @@ def test_chunks_that_hdf5_encoded(core, any_file, pipeline):
             for values in contents(element, count):
                 encoded, mask = encoder.encode(values)
                 chunk = chunk or OneChunk(core, any_file, encoder.filters, values.size)
-                for way in WAYS:
+                for way in chunk.ways(mask):
                     assert chunk.decode(encoded, mask, way) == values.tobytes()
                 if pipeline not in TWIN_REFUSES_SOME:
                     assert chunk.decode_by_twin(encoded, mask) == values.tobytes()
@@ -287,8 +291,7 @@ def test_a_masked_filter_is_skipped(core, any_file, pipeline):
         encoded, given_up = HDF5Encoder([pipeline[bit] for bit in kept], 4).encode(values)
         given_up = sum(1 << bit for i, bit in enumerate(kept) if given_up >> i & 1)
         for bits in (mask | given_up, mask | given_up | beyond):
-            is_raw = chunk.pipeline.is_raw(bits)
-            for way in WAYS[: 2 if is_raw else 3]:  # nobody keeps what is stored raw
+            for way in chunk.ways(bits):
                 assert chunk.decode(encoded, bits, way) == values.tobytes()
             for wrong in (encoded[:-1], np.append(encoded, encoded[:1])):
                 assert chunk.decode(wrong, bits) == chunk.decode_by_twin(wrong, bits)
@@ -420,6 +423,7 @@ def test_nothing_stored(core, any_file, nbytes):
             assert chunk.decode(bytes(12), 0, way) is None or nbytes == 12
         raw = (1 << len(pipeline)) - 1
         assert chunk.decode(b"", raw) is None
+        assert chunk.decode(bytes(nbytes), raw, "target") is None
 
 
 # --- damaged chunks --------------------------------------------------------------------------------
@@ -489,9 +493,7 @@ def test_of_a_damaged_chunk_the_core_makes_what_the_twin_makes(core, any_file, p
         for change in data.draw(st.lists(damages(len(encoded)), min_size=1, max_size=3)):
             encoded = change(encoded)
         mask ^= data.draw(st.sampled_from([0, 0, 0, 0, 1, 2, 1 << 31]), label="mask")
-        way = data.draw(st.sampled_from(WAYS), label="way")
-        if way == "target" and chunk.pipeline.is_raw(mask):
-            way = "scratch"
+        way = data.draw(st.sampled_from(chunk.ways(mask)), label="way")
         found = chunk.decode(encoded, mask, way)
         if found is not None:
             assert found == chunk.decode_by_twin(encoded, mask)
