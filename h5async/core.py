@@ -21,7 +21,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator
-from ctypes import POINTER, Structure, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_int32, c_int64, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +198,7 @@ class Core:
         The shared library.
     missing
         Codec libraries that were not found; what needs them is decoded in Python.
-    read_rows, read_chunks, transform
+    read_rows, read_chunks, transform, permute, permute_each
         Its functions. They drop the GIL, and may be called from many threads, each with a worker
         of its own.
 
@@ -227,6 +227,8 @@ class Core:
             c_int64,
         )  # fmt: skip
         self.transform = _function(library, "h5async_transform", 1, c_void_p, c_void_p)
+        self.permute = _function(library, "h5async_permute", 1, c_int64, *[c_uint64] * 3, c_void_p)
+        self.permute_each = _function(library, "h5async_permute_each", 1, c_int64, *[c_void_p] * 5)
         self._free = _function(library, "h5async_free", 1)
 
     def filters(self, filters: tuple[Filter, ...]) -> Any | None:

@@ -21,10 +21,12 @@ import functools
 import hashlib
 import math
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from h5async.core import address, load_core
 
 _ROUNDS = 6
 _BLOCK = 1024
@@ -90,6 +92,8 @@ class Sampling:
         if self.shuffle == "window":
             assert self.window is not None
             return self.window.samples(epoch, start, stop)
+        if self.batch_size >= _BLOCK:
+            return permute(np.arange(start, stop), self.num_samples, self.seed, epoch)
         # Small batches are cut from blocks: a block costs little more than a batch of 32.
         first, last = start // _BLOCK, max(start, stop - 1) // _BLOCK
         key = (self.num_samples, self.seed, epoch)
@@ -126,7 +130,12 @@ def permute(
         return np.argsort(hashes, kind="stable")[positions]
     a = math.isqrt(num_samples - 1) + 1
     b = -(-num_samples // a)
-    result = _feistel(positions.astype(np.uint64), np.uint64(a), np.uint64(b), keys)
+    result = positions.astype(np.uint64)
+    core = load_core()
+    if core is not None:
+        core.permute(address(result), result.size, num_samples, a, b, address(keys))
+        return result.view(np.int64)
+    result = _feistel(result, np.uint64(a), np.uint64(b), keys)
     outside = np.flatnonzero(result >= num_samples)
     while outside.size:
         result[outside] = _feistel(result[outside], np.uint64(a), np.uint64(b), keys)
@@ -137,7 +146,7 @@ def permute(
 def permute_each(
     positions: NDArray[np.int64],
     counts: NDArray[np.int64],
-    names: NDArray[np.int64],
+    names: NDArray[Any],
     keys: NDArray[np.uint64],
 ) -> NDArray[np.int64]:
     """Map each position by a permutation of its own of so many numbers.
@@ -159,8 +168,14 @@ def permute_each(
     above = counts.astype(np.uint64)
     a = np.ceil(np.sqrt(counts)).astype(np.uint64)
     b = (above + a - np.uint64(1)) // a
-    each = keyed_hash(names.astype(np.uint64), keys[0], keys[1]) + keys[:, None]
-    result = _feistel(positions.astype(np.uint64), a, b, each)
+    result, names = positions.astype(np.uint64), names.astype(np.uint64)
+    core = load_core()
+    if core is not None:
+        arrays = (above, a, b, names, keys)
+        core.permute_each(address(result), result.size, *map(address, arrays))
+        return result.view(np.int64)
+    each = keyed_hash(names, keys[0], keys[1]) + keys[:, None]
+    result = _feistel(result, a, b, each)
     outside = np.flatnonzero(result >= above)
     while outside.size:
         result[outside] = _feistel(result[outside], a[outside], b[outside], each[:, outside])

@@ -114,7 +114,7 @@ class WindowOrder:
         serial = np.arange(rounds[0] * size, rounds[0] * size + unit.size, dtype=np.uint64)
         mixed = (keyed_hash(serial, keys[0], keys[1]) >> np.uint64(1)).astype(np.int64)
         mixed[~is_there.ravel()] = np.iinfo(np.int64).max
-        order = np.argsort(mixed.reshape(-1, group), axis=1, kind="stable")
+        order = np.argsort(mixed.reshape(-1, group), axis=1)
         order += np.arange(0, unit.size, group)[:, None]
         order = order[is_there.ravel()[order]]
         unit, slot = unit.ravel()[order], slot.ravel()[order]
