@@ -50,10 +50,10 @@
 #define PUBLIC __attribute__((visibility("default")))
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 
-enum { ABI = 1 };
+enum { ABI = 2 };
 enum { MAX_FILTERS = 32, MAX_RANK = 33, MAX_IOVEC = 1024, MAX_PROBES = 16 };
 enum { ADVISED_NBYTES = 128 * 1024 }; /* Linux cuts longer requests to its window, often this */
-enum { TILE_ELEMENTS = 64, TILE_NBYTES = 16 * 1024 };
+enum { TILE_ELEMENTS = 8, TILE_NBYTES = 16 * 1024 };
 enum { MAX_LZ4_NBYTES = 0x7E000000 }; /* LZ4_MAX_INPUT_SIZE */
 
 enum Kind { DEFLATE = 1, SHUFFLE, FLETCHER32, LZF, ZSTD, LZ4, BLOSC, BITSHUFFLE,
@@ -94,15 +94,15 @@ typedef struct {
     int64_t block;         /* BITSHUFFLE: elements of a block, 0: the default */
 } Filter;
 
-/* Of a dataset. `rank` counts all dimensions but that of the samples; a chunk's cross-section is
-   the pieces that make up one sample, `num_cross` of them. */
+/* Of a dataset. `rank` counts all dimensions but that of the samples; its cross-section is the
+   pieces that make up one sample, `num_cross` of them. */
 typedef struct {
     const Filter *filters;
     const int64_t *chunk_offset, *chunk_stored;
     const uint32_t *chunk_mask;
     const int64_t *chunk_strides, *row_strides; /* [rank], bytes */
     const int64_t *extents;                     /* [num_cross][rank] */
-    const int64_t *row_begin;                   /* [num_cross], bytes */
+    const int64_t *row_begin, *piece_begin;     /* [num_cross], bytes: in a row, in a chunk */
     const uint8_t *fill;                        /* [itemsize] */
     int64_t num_filters, num_chunks, num_cross, rank;
     int64_t chunk_nbytes, chunk_samples, sample_stride, itemsize, row_nbytes;
@@ -766,15 +766,17 @@ typedef struct {
    `rank` dimensions, the last one fastest. */
 typedef struct {
     Dim dims[MAX_RANK];
-    int64_t rank, unit, begin;
+    int64_t rank, unit, begin, from; /* begin: in a row; from: in a chunk */
 } Piece;
 
 static int piece_of(const Dataset *d, int64_t cross, Piece *piece)
 {
     const int64_t *extents = d->extents + cross * d->rank;
-    int64_t from_end = d->itemsize + (d->chunk_samples - 1) * d->sample_stride;
+    int64_t from_end = d->itemsize + d->piece_begin[cross] +
+                       (d->chunk_samples - 1) * d->sample_stride;
     int64_t to_end = d->itemsize + d->row_begin[cross];
-    piece->rank = 0, piece->unit = d->itemsize, piece->begin = d->row_begin[cross];
+    piece->rank = 0, piece->unit = d->itemsize;
+    piece->begin = d->row_begin[cross], piece->from = d->piece_begin[cross];
     for (int64_t a = 0; a < d->rank; a++) {
         Dim dim = {extents[a], d->chunk_strides[a], d->row_strides[a]};
         if (dim.extent < 1)
@@ -797,7 +799,7 @@ static int piece_of(const Dataset *d, int64_t cross, Piece *piece)
             piece->rank--;
         }
     }
-    return from_end <= d->chunk_nbytes && to_end <= d->row_nbytes && piece->begin >= 0;
+    return from_end <= d->chunk_nbytes && to_end <= d->row_nbytes && piece->begin >= 0 && piece->from >= 0;
 }
 
 #define COPY_ELEMENTS(type)                                                                       \
@@ -826,6 +828,63 @@ static void copy_elements(const uint8_t *from, int64_t from_stride, uint8_t *to,
             memcpy(to + i * to_stride, from + i * from_stride, (size_t)unit);
 }
 
+/* A square of elements, 16 bytes wide, with rows and columns exchanged: interleaving, as above. */
+#if defined(SSE2)
+#define TRANSPOSE(bytes, side, low, high)                                                         \
+    static void transpose_##bytes(const uint8_t *from, int64_t from_stride, uint8_t *to,           \
+                                  int64_t to_stride)                                              \
+    {                                                                                             \
+        __m128i a[side], b[side];                                                                 \
+        for (int p = 0; p < side; p++)                                                            \
+            a[p] = _mm_loadu_si128((const __m128i *)(const void *)(from + p * from_stride));      \
+        for (int round = 1; round < side; round *= 2) {                                           \
+            for (int p = 0; p < side / 2; p++) {                                                  \
+                b[2 * p] = low(a[p], a[p + side / 2]);                                            \
+                b[2 * p + 1] = high(a[p], a[p + side / 2]);                                       \
+            }                                                                                     \
+            memcpy(a, b, sizeof a);                                                               \
+        }                                                                                         \
+        for (int p = 0; p < side; p++)                                                            \
+            _mm_storeu_si128((__m128i *)(void *)(to + p * to_stride), a[p]);                      \
+    }
+TRANSPOSE(1, 16, _mm_unpacklo_epi8, _mm_unpackhi_epi8)
+TRANSPOSE(2, 8, _mm_unpacklo_epi16, _mm_unpackhi_epi16)
+TRANSPOSE(4, 4, _mm_unpacklo_epi32, _mm_unpackhi_epi32)
+TRANSPOSE(8, 2, _mm_unpacklo_epi64, _mm_unpackhi_epi64)
+#endif
+
+/* Samples that are neighbours, element by element, in squares; returns how many samples it did. */
+static int64_t copy_squares(const uint8_t *from, int64_t from_stride, int64_t samples, uint8_t *to,
+                            int64_t to_stride, int64_t count, int64_t unit)
+{
+    int64_t done = 0;
+#if defined(SSE2)
+    int64_t side = 16 / unit;
+    for (; done + side <= samples; done += side) {
+        const uint8_t *source = from + done * unit;
+        uint8_t *target = to + done * to_stride;
+        int64_t i = 0;
+        for (; i + side <= count; i += side) {
+            const uint8_t *square = source + i * from_stride;
+            if (unit == 1)
+                transpose_1(square, from_stride, target + i * unit, to_stride);
+            else if (unit == 2)
+                transpose_2(square, from_stride, target + i * unit, to_stride);
+            else if (unit == 4)
+                transpose_4(square, from_stride, target + i * unit, to_stride);
+            else
+                transpose_8(square, from_stride, target + i * unit, to_stride);
+        }
+        for (int64_t k = 0; k < side && i < count; k++)
+            copy_elements(source + i * from_stride + k * unit, from_stride,
+                          target + i * unit + k * to_stride, unit, count - i, unit);
+    }
+#else
+    (void)from, (void)from_stride, (void)samples, (void)to, (void)to_stride, (void)count, (void)unit;
+#endif
+    return done;
+}
+
 typedef struct {
     const int64_t *local, *position, *length;
     int64_t count;
@@ -838,7 +897,12 @@ static void place_strided(const Dataset *d, const Piece *p, const Runs *runs, co
     Dim inner = p->dims[p->rank - 1];
     int64_t tile = TILE_NBYTES / (inner.from_stride + 1);
     int64_t index[MAX_RANK] = {0};
-    tile = tile < TILE_ELEMENTS ? TILE_ELEMENTS : tile;
+    int are_squares = (p->unit == 1 || p->unit == 2 || p->unit == 4 || p->unit == 8) &&
+                      d->sample_stride == p->unit && inner.to_stride == p->unit &&
+                      runs->length[0] >= 16 / p->unit;
+    /* Far apart, elements had better be few: their lines often share one place in the cache. */
+    int64_t least = are_squares ? 2 * TILE_ELEMENTS : TILE_ELEMENTS;
+    tile = tile < least ? least : tile;
     for (;;) {
         int64_t from = 0, to = p->begin;
         for (int64_t a = 0; a < p->rank - 1; a++) {
@@ -847,14 +911,19 @@ static void place_strided(const Dataset *d, const Piece *p, const Runs *runs, co
         }
         for (int64_t at = 0; at < inner.extent; at += tile) {
             int64_t count = inner.extent - at < tile ? inner.extent - at : tile;
-            for (int64_t r = 0; r < runs->count; r++)
-                for (int64_t k = 0; k < runs->length[r]; k++)
-                    copy_elements(
-                        chunk + from + at * inner.from_stride +
-                            (runs->local[r] + k) * d->sample_stride,
-                        inner.from_stride,
-                        batch + to + at * inner.to_stride + (runs->position[r] + k) * d->row_nbytes,
-                        inner.to_stride, count, p->unit);
+            for (int64_t r = 0; r < runs->count; r++) {
+                const uint8_t *source = chunk + from + at * inner.from_stride +
+                                        runs->local[r] * d->sample_stride;
+                uint8_t *target = batch + to + at * inner.to_stride +
+                                  runs->position[r] * d->row_nbytes;
+                int64_t k = 0;
+                if (are_squares)
+                    k = copy_squares(source, inner.from_stride, runs->length[r], target,
+                                     d->row_nbytes, count, p->unit);
+                for (; k < runs->length[r]; k++)
+                    copy_elements(source + k * d->sample_stride, inner.from_stride,
+                                  target + k * d->row_nbytes, inner.to_stride, count, p->unit);
+            }
         }
         int64_t a = p->rank - 2;
         while (a >= 0 && ++index[a] == p->dims[a].extent)
@@ -867,6 +936,7 @@ static void place_strided(const Dataset *d, const Piece *p, const Runs *runs, co
 static void place(const Dataset *d, const Piece *p, const Runs *runs, const uint8_t *chunk,
                   uint8_t *batch)
 {
+    chunk += p->from;
     if (p->rank) {
         place_strided(d, p, runs, chunk, batch);
         return;

@@ -45,7 +45,7 @@ from h5async.filters import (
 )
 from h5async.stats import ThreadCounts
 
-_ABI = 1
+_ABI = 2
 MAX_FILTERS, MAX_RANK = 32, 32  # what HDF5 has at most
 
 TO_SCRATCH, TO_TARGET, IN_TARGET, SKIPPED = range(4)  # what to do with a chunk; see _core.c
@@ -116,6 +116,7 @@ class DatasetStruct(Structure):
         ("row_strides", c_void_p),
         ("extents", c_void_p),
         ("row_begin", c_void_p),
+        ("piece_begin", c_void_p),
         ("fill", c_void_p),
         ("num_filters", c_int64),
         ("num_chunks", c_int64),

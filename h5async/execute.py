@@ -94,7 +94,7 @@ class PlanExecutor:
         # What is copied in one go within a chunk: all that follows the sample dimension.
         self._piece_nbytes = layout.dtype.itemsize * math.prod(self._piece_shape[axis + 1 :])
         self._is_table = layout.storage == "contiguous" and layout.rows_are_whole
-        self._regions = _regions(layout, rest) if layout.chunk_shape else [()]
+        self._regions = _regions(layout, rest)
 
     def execute(
         self, plan: RowPlan | ChunkPlan, start: int, stop: int, raw: NDArray[Any], scratch: Scratch
@@ -272,7 +272,9 @@ class PlanExecutor:
             return
         chunks = self._layout.chunks
         if chunks is None:
-            self._scatter(self._mapped_dataset(file), runs, region, raw)
+            axis = self._layout.sample_axis
+            inside = (*region[:axis], slice(None), *region[axis:])
+            self._scatter(self._mapped_dataset(file)[inside], runs, region, raw)
             return
         whole = self._filled_whole(raw, runs)
         scratch.counts.read_nbytes += int(chunks.nbytes[place])
@@ -400,10 +402,10 @@ class PlanExecutor:
 
 
 def _regions(layout: DatasetLayout, rest: list[int]) -> list[tuple[slice, ...]]:
-    """Return where in a row each chunk of the cross-section goes, cut off at the row's end."""
+    """Return where in a row each piece of the cross-section goes, cut off at the row's end."""
     return [
         tuple(
-            slice(int(corner[a]), min(int(corner[a]) + layout.chunk_shape[a], layout.shape[a]))
+            slice(int(corner[a]), min(int(corner[a]) + layout.piece_shape[a], layout.shape[a]))
             for a in rest
         )
         for corner in layout.cross_section

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from h5async.errors import ConfigError, DatasetError
 from h5async.filters import Filter
 
+_SLICES = 32  # of a contiguous dataset: shares that threads can take
 _UNCHUNKED_UNIT_NBYTES = 1 << 20  # what is worth a read of its own
 
 Storage = Literal["contiguous", "chunked", "compact", "virtual", "external", "files"]
@@ -237,10 +238,27 @@ class DatasetLayout:
 
     @cached_property
     def cross_section(self) -> NDArray[np.int64]:
-        """(m, rank) corners of the m chunks that hold the pieces of one sample, at sample 0."""
-        extents = [1 if a == self.sample_axis else n for a, n in enumerate(self.grid)]
+        """(m, rank) corners of the m pieces that make up one sample, at sample 0."""
+        grid = grid_of(self.shape, self.piece_shape)
+        extents = [1 if a == self.sample_axis else n for a, n in enumerate(grid)]
         cells = np.indices(extents).reshape(len(extents), -1).T
-        return np.ascontiguousarray(cells * np.asarray(self.chunk_shape), dtype=np.int64)
+        return np.ascontiguousarray(cells * np.asarray(self.piece_shape), dtype=np.int64)
+
+    @cached_property
+    def piece_shape(self) -> tuple[int, ...]:
+        """Dimensions of what is read as a piece of work: a chunk.
+
+        Of a contiguous dataset, all samples, and a slice of the rows' longest dimension: the bytes
+        of one sample are spread over the whole of it, so it had better be gone through once.
+        """
+        if self.chunk_shape:
+            return self.chunk_shape
+        rest = [a for a in range(len(self.shape)) if a != self.sample_axis]
+        longest = max(rest, key=lambda a: self.shape[a], default=None)
+        pieces = [max(1, n) for n in self.shape]
+        if longest is not None:
+            pieces[longest] = max(1, -(-self.shape[longest] // _SLICES))
+        return tuple(pieces)
 
     @cached_property
     def cross_numbers(self) -> tuple[int, NDArray[np.int64]]:

@@ -230,9 +230,8 @@ class NativeExecutor:
         strides = np.cumprod((item, *shape[:0:-1]), dtype=np.int64)[::-1]
         row_shape = [layout.shape[a] for a in rest]
         row_strides = np.cumprod((item, *row_shape[:0:-1]), dtype=np.int64)[::-1][: len(rest)]
-        corners = layout.cross_section if layout.chunk_shape else np.zeros((1, len(shape)), int)
-        begin = corners[:, rest]
-        extents = np.minimum(np.array(shape)[rest], np.array(row_shape) - begin)
+        begin = layout.cross_section[:, rest]
+        extents = np.minimum(np.array(layout.piece_shape)[rest], np.array(row_shape) - begin)
         dataset.filters = self._core.filters(layout.filters)
         dataset.num_filters = len(layout.filters)
         if chunks is not None:
@@ -241,11 +240,12 @@ class NativeExecutor:
             dataset.chunk_mask = self._keep(chunks.filter_mask, np.uint32)
         dataset.num_chunks = 1 if chunks is None else chunks.offset.size
         dataset.begin = layout.offset if chunks is None else -1
-        dataset.rank, dataset.num_cross = len(rest), len(corners)
+        dataset.rank, dataset.num_cross = len(rest), len(begin)
         dataset.chunk_strides = self._keep(strides[rest])
         dataset.row_strides = self._keep(row_strides)
         dataset.extents = self._keep(extents)
         dataset.row_begin = self._keep(begin @ row_strides)
+        dataset.piece_begin = self._keep((begin @ strides[rest]) * (not layout.chunk_shape))
         dataset.chunk_nbytes = int(np.prod(shape, dtype=np.int64)) * item
         dataset.chunk_samples, dataset.sample_stride = shape[axis], int(strides[axis])
         dataset.itemsize, dataset.row_nbytes = item, layout.row_nbytes

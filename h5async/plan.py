@@ -22,7 +22,6 @@ from h5async.layout import DatasetLayout, Part
 Int64s = NDArray[np.int64]
 Rows = int | Int64s  # rows of a batch: the first of neighbours, or all of them, int64
 
-_COLUMN_GROUPS = 32  # shares into which samples that are columns of one array can be cut
 _STAGE_NBYTES = 1 << 20  # rows that are read at once where only pieces of them are wanted
 
 
@@ -255,16 +254,15 @@ def _plan_rows_of_chunks(layout: DatasetLayout, sample: Int64s, rows: Rows) -> R
 
 
 def _plan_contiguous_columns(layout: DatasetLayout, sample: Int64s, rows: Rows) -> ChunkPlan:
-    """Take the whole dataset as one chunk, whose samples lie in pieces; share out the samples."""
+    """Take the whole dataset as one chunk, whose samples lie in pieces; share out the rows."""
     order = np.argsort(sample, kind="stable")
-    groups = min(sample.size, _COLUMN_GROUPS)
-    number = np.arange(sample.size) * groups // sample.size
-    runs = _Runs.of(number, sample[order], rows_at(rows, order))
+    runs = _Runs.of(np.zeros(sample.size, np.int64), sample[order], rows_at(rows, order))
+    slices = len(layout.cross_section)
     return ChunkPlan(
-        place=np.full(groups, -1 if layout.offset < 0 else 0, np.int64),
-        cross=np.zeros(groups, np.int32),
-        group=np.arange(groups, dtype=np.int32),
-        chunk_nbytes=sample.size * layout.row_nbytes // groups,
+        place=np.full(slices, -1 if layout.offset < 0 else 0, np.int64),
+        cross=np.arange(slices, dtype=np.int32),
+        group=np.zeros(slices, np.int32),
+        chunk_nbytes=sample.size * layout.row_nbytes // slices,
         **runs._asdict(),
     )
 

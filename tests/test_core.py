@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import importlib
 import itertools
 import os
 import shutil
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import h5py
@@ -65,7 +67,7 @@ from h5async.filters import (
 )
 from h5async.filters import decoder as twin_of
 from h5async.metadata import read_layouts
-from h5async.native import NativeExecutor
+from h5async.native import NativeExecutor, way_of
 from h5async.plan import plan_read
 from h5async.storage import LocalFiles
 from h5async.transform import RowTransform
@@ -142,7 +144,7 @@ def int64s(*values):
     return np.array(values, np.int64)
 
 
-# --- one chunk, decoded ----------------------------------------------------------------------------
+# --- one chunk, decoded --------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
@@ -176,15 +178,21 @@ class OneChunk:
             pytest.skip(f"no library was found for {', '.join(sorted(core.missing))}")
         assert structs is not None, "the core takes this pipeline"
         self.file = FileStruct(descriptor, IO_MODES["map"], None, 0)
-        self.table = int64s(0), int64s(0), np.zeros(1, np.uint32)
-        self.shape = int64s(1), int64s(1), int64s(nbytes), int64s(0)
-        self.fill = np.zeros(1, np.uint8)
+        self.zero, self.stored, self.mask = int64s(0), int64s(0), np.zeros(1, np.uint32)
+        self.ones, self.extent, self.fill = int64s(1), int64s(nbytes), np.zeros(1, np.uint8)
         self.dataset = DatasetStruct(
-            structs,
-            *map(address, self.table),
-            *map(address, self.shape),
-            address(self.fill),
-            len(filters), 1, 1, 1, nbytes, 1, nbytes, 1, nbytes, 1, -1,
+            filters=structs,
+            chunk_offset=address(self.zero),
+            chunk_stored=address(self.stored),
+            chunk_mask=address(self.mask),
+            chunk_strides=address(self.ones),
+            row_strides=address(self.ones),
+            extents=address(self.extent),
+            row_begin=address(self.zero),
+            piece_begin=address(self.zero),
+            fill=address(self.fill),
+            num_filters=len(filters), num_chunks=1, num_cross=1, rank=1, chunk_nbytes=nbytes,
+            chunk_samples=1, sample_stride=nbytes, itemsize=1, row_nbytes=nbytes, begin=-1,
         )  # fmt: skip
         self.numbers = int64s(0), np.zeros(1, np.int32), np.zeros(1, np.int32)
         self.runs = int64s(0, 1), int64s(0), int64s(0), int64s(1)
@@ -194,7 +202,7 @@ class OneChunk:
         """Return what the core makes of a chunk, None if nothing; nothing else is written."""
         stored = exactly(encoded)
         self.file.map, self.file.map_nbytes = address(stored), stored.size
-        self.table[1][0], self.table[2][0] = stored.size, mask
+        self.stored[0], self.mask[0] = stored.size, mask
         self.dataset.rows_are_whole = way == "whole"
         state = np.array([TO_TARGET if way == "target" else TO_SCRATCH], np.uint8)
         target = int64s(address(self.target.inside) if way == "target" else 0)
@@ -229,9 +237,27 @@ class OneChunk:
             return None
         return out.tobytes()
 
+    def is_as_by_twin(self, found, encoded, mask=0):
+        """Tell whether the core found nothing, or just what the twin finds."""
+        if found is None:
+            return True
+        expected = self.decode_by_twin(encoded, mask)
+        # Behind another compressor, the twin does not know where the last block of lz4 ends: one
+        # that is stored as it is it takes for compressed, and what follows for another block.
+        is_lz4_behind = any(entry.number == LZ4 for entry in self.filters[1:])
+        return found == expected or (expected is None and is_lz4_behind)
 
+
+BLOSC = ["blosc-lz4-0", "blosc-lz4-2", "blosc-zstd-2"]  # and all of its codecs, with shuffle
+SINGLE = [
+    name
+    for name in ALL
+    if not name.startswith(("bzip2", "blosc"))
+    or name in BLOSC
+    or name[:6] + name[-2:] == "blosc--1"
+]
 PIPELINES = [
-    *((name,) for name in ALL if not name.startswith(("bzip2", "blosc2"))),
+    *((name,) for name in SINGLE),
     ("shuffle", "deflate"),
     ("shuffle", "lzf"),
     ("shuffle", "fletcher32", "lzf"),
@@ -250,12 +276,9 @@ PIPELINES = [
     ("fletcher32", "blosc-lz4-1"),
 ]
 ELEMENTS = [1, 2, 3, 4, 5, 7, 8, 12, 16]
-COUNTS = [1, 7, 8, 19, 333]
+COUNTS = [1, 19, 333]
 # As many as make several blocks of bitshuffle (8 KiB each), and a last one that is not full.
 LARGE_NBYTES = 20_000
-# The twin takes a last block of lz4 that is stored as it is for a compressed one, where it does
-# not know the length; HDF5, and the core, do not.
-TWIN_REFUSES_SOME = {("deflate", "lz4-blocks-of-256")}
 
 
 def ids(value):
@@ -266,15 +289,15 @@ def ids(value):
 def test_chunks_that_hdf5_encoded(core, any_file, pipeline):
     for element in ELEMENTS:
         encoder = HDF5Encoder(pipeline, element)
-        for count in (*COUNTS, LARGE_NBYTES // element + 5):
+        large = [LARGE_NBYTES // element + 5] if element in (1, 3, 8) else []
+        for count in (*COUNTS, *large):
             chunk = None
-            for values in contents(element, count):
+            for values in itertools.islice(contents(element, count), count > 333, None):
                 encoded, mask = encoder.encode(values)
                 chunk = chunk or OneChunk(core, any_file, encoder.filters, values.size)
                 for way in chunk.ways(mask):
                     assert chunk.decode(encoded, mask, way) == values.tobytes()
-                if pipeline not in TWIN_REFUSES_SOME:
-                    assert chunk.decode_by_twin(encoded, mask) == values.tobytes()
+                assert chunk.is_as_by_twin(values.tobytes(), encoded, mask)
 
 
 @pytest.mark.parametrize(
@@ -294,7 +317,7 @@ def test_a_masked_filter_is_skipped(core, any_file, pipeline):
             for way in chunk.ways(bits):
                 assert chunk.decode(encoded, bits, way) == values.tobytes()
             for wrong in (encoded[:-1], np.append(encoded, encoded[:1])):
-                assert chunk.decode(wrong, bits) == chunk.decode_by_twin(wrong, bits)
+                assert chunk.is_as_by_twin(chunk.decode(wrong, bits), wrong, bits)
 
 
 def test_filters_that_do_nothing(core, any_file):
@@ -426,20 +449,16 @@ def test_nothing_stored(core, any_file, nbytes):
         assert chunk.decode(bytes(nbytes), raw, "target") is None
 
 
-# --- damaged chunks --------------------------------------------------------------------------------
+# --- damaged chunks ------------------------------------------------------------------------------
 
 TO_DAMAGE = [
-    *((name,) for name in ALL if not name.startswith(("bzip2", "blosc"))),
-    ("blosc-blosclz-0",),
-    ("blosc-lz4-1",),
-    ("blosc-zlib-1",),
-    ("blosc-zstd-2",),
+    *((name,) for name in SINGLE),
     ("shuffle", "deflate"),
     ("shuffle", "fletcher32", "lzf"),
     ("fletcher32", "zstd"),
     ("lzf", "fletcher32"),
     ("lzf", "lzf"),
-    ("zstd", "bitshuffle"),
+    ("bitshuffle", "zstd"),
     ("zstd", "blosc-lz4-1"),
 ]
 NUMBERS = [0, 1, 2, 3, 4, 7, 8, 12, 15, 16, 255, 2**15, 2**24]
@@ -454,35 +473,33 @@ def encoded_chunk(pipeline, element, count, kind):
     return encoder.filters, encoded.tobytes(), mask, values.tobytes()
 
 
-@st.composite
-def damages(draw, nbytes):
-    """Return a change to some bytes: a function of them."""
-    at = draw(st.one_of(st.integers(0, min(40, nbytes)), st.integers(0, nbytes)))
-    match draw(st.sampled_from(["flip", "set", "number", "cut", "remove", "insert", "extend"])):
-        case "flip":
-            bit = draw(st.integers(0, 7))
-            return lambda b: b[:at] + bytes(x ^ 1 << bit for x in b[at : at + 1]) + b[at + 1 :]
-        case "set":
-            value = draw(st.binary(min_size=1, max_size=4))
-            return lambda b: b[:at] + value + b[at + len(value) :]
-        case "number":
-            width, order = draw(st.sampled_from([4, 8])), draw(st.sampled_from(["big", "little"]))
-            near = [nbytes + by for by in range(-17, 5) if nbytes + by >= 0]
-            number = draw(st.sampled_from([*NUMBERS, *near])) % 256**width
-            return lambda b: b[:at] + number.to_bytes(width, order) + b[at + width :]
-        case "cut":
-            return lambda b: b[:at]
-        case "remove":
-            return lambda b: b[:at] + b[at + draw(st.integers(1, 9)) :]
-        case "insert":
-            value = draw(st.binary(min_size=1, max_size=9))
-            return lambda b: b[:at] + value + b[at:]
-    return lambda b: b + draw(st.binary(min_size=1, max_size=40))
+def damaged(choose, encoded, due):
+    """Return some bytes after one to three changes; ``choose(n)`` gives a number below n."""
+    for _ in range(1 + choose(3)):
+        size = len(encoded)
+        at = choose(min(41, size + 1)) if choose(2) else choose(size + 1)
+        some_bytes = bytes(choose(256) for _ in range(1 + choose(9)))
+        width, order = (4, 8)[choose(2)], ("big", "little")[choose(2)]
+        near = [size, due][choose(2)] - 20 + choose(25)
+        number = [*NUMBERS, *[max(0, near)] * 10][choose(len(NUMBERS) + 10)] % 256**width
+        encoded = (
+            encoded[:at]
+            + bytes(x ^ 1 << choose(8) for x in encoded[at : at + 1])
+            + encoded[at + 1 :],
+            encoded[:at] + some_bytes[:1] + encoded[at + 1 :],
+            encoded[:at] + some_bytes + encoded[at + len(some_bytes) :],
+            encoded[:at] + number.to_bytes(width, order) + encoded[at + width :],
+            encoded[:at],
+            encoded[:at] + encoded[at + len(some_bytes) :],
+            encoded[:at] + some_bytes + encoded[at:],
+            encoded + some_bytes,
+        )[choose(8)]
+    return encoded
 
 
 @pytest.mark.parametrize("pipeline", TO_DAMAGE, ids=ids)
 def test_of_a_damaged_chunk_the_core_makes_what_the_twin_makes(core, any_file, pipeline):
-    @some(0.5)
+    @some(0.03)
     @given(st.data())
     def check(data):
         element = data.draw(st.sampled_from([1, 2, 3, 4, 8, 16]), label="element")
@@ -490,15 +507,37 @@ def test_of_a_damaged_chunk_the_core_makes_what_the_twin_makes(core, any_file, p
         kind = data.draw(st.integers(0, 3), label="kind")
         filters, encoded, mask, values = encoded_chunk(pipeline, element, count, kind)
         chunk = OneChunk(core, any_file, filters, len(values))
-        for change in data.draw(st.lists(damages(len(encoded)), min_size=1, max_size=3)):
-            encoded = change(encoded)
+        encoded = damaged(lambda n: data.draw(st.integers(0, n - 1)), encoded, len(values))
         mask ^= data.draw(st.sampled_from([0, 0, 0, 0, 1, 2, 1 << 31]), label="mask")
         way = data.draw(st.sampled_from(chunk.ways(mask)), label="way")
-        found = chunk.decode(encoded, mask, way)
-        if found is not None:
-            assert found == chunk.decode_by_twin(encoded, mask)
+        assert chunk.is_as_by_twin(chunk.decode(encoded, mask, way), encoded, mask)
 
     check()
+
+
+@pytest.mark.parametrize("pipeline", TO_DAMAGE, ids=ids)
+def test_of_many_damaged_chunks_too(core, any_file, pipeline):
+    random = Random(SEED)
+    taken = 0
+    for element, count, kind in itertools.product((1, 3, 4), (19, 400), (0, 2)):
+        filters, encoded, mask, values = encoded_chunk(pipeline, element, count, kind)
+        chunk = OneChunk(core, any_file, filters, len(values))
+        for _ in range(60):
+            changed = damaged(random.randrange, encoded, len(values))
+            found = chunk.decode(changed, mask, random.choice(chunk.ways(mask)))
+            assert chunk.is_as_by_twin(found, changed, mask)
+            taken += found is not None
+    assert taken or "fletcher32" in pipeline
+
+
+@pytest.mark.parametrize("pipeline", TO_DAMAGE, ids=ids)
+def test_cut_chunks_are_refused(core, any_file, pipeline):
+    for kind in (0, 2):
+        filters, encoded, mask, values = encoded_chunk(pipeline, 4, 83, kind)
+        chunk = OneChunk(core, any_file, filters, len(values))
+        for nbytes in {*range(60), *range(0, len(encoded), 7), len(encoded) - 1}:
+            if nbytes < len(encoded):
+                assert chunk.decode(encoded[:nbytes], mask) is None
 
 
 @pytest.mark.parametrize("pipeline", TO_DAMAGE, ids=ids)
@@ -506,16 +545,15 @@ def test_noise_is_refused_or_what_the_twin_makes_of_it(core, any_file, pipeline)
     rng = np.random.default_rng(SEED)
     filters, _, _, values = encoded_chunk(pipeline, 4, 83, 2)
     chunk = OneChunk(core, any_file, filters, len(values))
-    for _ in range(500):
+    for _ in range(200):
         noise = rng.integers(0, rng.choice([4, 256]), rng.integers(0, 500), np.uint8)
-        found = chunk.decode(noise)
-        assert found is None or found == chunk.decode_by_twin(noise)
+        assert chunk.is_as_by_twin(chunk.decode(noise), noise)
 
 
 def test_streams_of_lzf_made_of_random_steps(core, any_file):
     """Matches of all distances and lengths, overlapping ones too, up to the last byte."""
     rng = np.random.default_rng(SEED)
-    for _ in range(1500):
+    for _ in range(500):
         values, encoded = bytearray(), bytearray()
         for _ in range(rng.integers(1, 12)):
             if not values or rng.integers(2):
@@ -555,15 +593,13 @@ def test_hostile_headers(core, any_file):
     ):
         encoded = big(nbytes, 8) + big(block, 4) + big(length, 4) + bytes(range(24))
         for chunk in (lz4, shuffled, frames):
-            found = chunk.decode(encoded)
-            assert found is None or found == chunk.decode_by_twin(encoded)
-    blosc = OneChunk(core, any_file, encoded_chunk(("blosc-lz4-1",), 4, 83, 1)[0], 332)
-    whole = encoded_chunk(("blosc-lz4-1",), 4, 83, 1)[1]
-    assert blosc.decode(whole) is not None
+            assert chunk.is_as_by_twin(chunk.decode(encoded), encoded)
+    filters, whole, mask, values = encoded_chunk(("blosc-lz4-1",), 4, 83, 0)
+    blosc = OneChunk(core, any_file, filters, len(values))
+    assert blosc.decode(whole, mask) == values
     for at, number in itertools.product((4, 8, 12), (*NUMBERS, 331, 332, 333, len(whole) - 1)):
         encoded = whole[:at] + (number % 2**32).to_bytes(4, "little") + whole[at + 4 :]
-        found = blosc.decode(encoded)
-        assert found is None or found == blosc.decode_by_twin(encoded)
+        assert blosc.is_as_by_twin(blosc.decode(encoded), encoded)
 
 
 def test_a_bomb_is_not_inflated(core, any_file):
@@ -573,7 +609,7 @@ def test_a_bomb_is_not_inflated(core, any_file):
         assert OneChunk(core, any_file, filters, 512).decode(bomb, mask) is None
 
 
-# --- rows as they lie in the file ------------------------------------------------------------------
+# --- rows as they lie in the file ----------------------------------------------------------------
 
 
 class RowFile:
@@ -657,7 +693,7 @@ def test_rows(row_file, io):
                 found.append(size - nbytes if kind == "last" else draw(st.integers(0, size // 2)))
         return found
 
-    @some(0.5)
+    @some(0.12)
     @given(st.data())
     def check(data):
         nbytes = data.draw(st.sampled_from(ROW_NBYTES), label="row_nbytes")
@@ -686,7 +722,7 @@ def test_rows(row_file, io):
 def test_rows_stop_where_the_file_ends(row_file, io):
     size = row_file.content.size
 
-    @some(0.25)
+    @some(0.15)
     @given(st.data())
     def check(data):
         nbytes = data.draw(st.sampled_from([1, 3, 100, 4096, 100_000]))
@@ -733,7 +769,12 @@ def test_thousands_of_adjacent_rows(row_file, io, is_cached):
     for nbytes, count in ((1, 5000), (3, 3000), (100, 2500), (1000, 1025), (1600, 2048)):
         for begin in (0, 11):
             offset = begin + nbytes * np.arange(count)
-            for position in (None, np.arange(count), np.arange(count)[::-1], rng.permutation(count)):
+            for position in (
+                None,
+                np.arange(count),
+                np.arange(count)[::-1],
+                rng.permutation(count),
+            ):
                 if not is_cached:
                     row_file.forget()
                 done, batch = row_file.read(io, offset, nbytes, position=position)
@@ -754,7 +795,9 @@ def test_positions_out_of_range_stop_the_rows(row_file, io):
             for row in range(4):
                 is_done = row in position[:at]
                 expected = row_file.row(100 * position.index(row), 100) if is_done else None
-                assert (batch[row].tobytes() == expected) if is_done else (batch[row] == FRESH).all()
+                assert (
+                    (batch[row].tobytes() == expected) if is_done else (batch[row] == FRESH).all()
+                )
     done, batch = row_file.read(io, range(0, 1000, 100), 100, num_rows=4)
     assert done == 4
     assert row_file.read(io, [0, 1], 100, num_rows=0)[0] == 0
@@ -776,7 +819,7 @@ def test_rows_through_a_reader(core, tmp_path, no_python):
         assert_reads_like_h5py(path, "holes", batch_size=11, io=io)
 
 
-# --- pieces of chunks, put in place ----------------------------------------------------------------
+# --- pieces of chunks, put in place --------------------------------------------------------------
 
 DTYPES = ["u1", "<i2", ">u2", "V3", "<f4", "<u8", ">f8", "<c8", "<c16", "V16", "S5"]
 OPTIONS = [
@@ -803,7 +846,9 @@ class Recipe:
     def write(self, path):
         rng = np.random.default_rng(SEED)
         dtype = np.dtype(self.dtype)
-        fill = {} if dtype.kind == "V" else {"fillvalue": np.frombuffer(b"abcdefgh" * 2, dtype, 1)[0]}
+        fill = (
+            {} if dtype.kind == "V" else {"fillvalue": np.frombuffer(b"abcdefgh" * 2, dtype, 1)[0]}
+        )
         with h5py.File(path, "w") as file:
             dataset = file.create_dataset(
                 "data", self.shape, dtype, chunks=self.chunks, **fill, **self.options
@@ -825,9 +870,7 @@ def recipes(draw):
     shape = tuple(draw(st.lists(st.integers(1, longest), min_size=rank, max_size=rank)))
     chunks, options = None, {}
     if draw(st.sampled_from([True, True, True, True, False])):
-        chunks = tuple(
-            draw(st.one_of(st.just(extent), st.integers(1, extent))) for extent in shape
-        )
+        chunks = tuple(draw(st.one_of(st.just(extent), st.integers(1, extent))) for extent in shape)
         options = draw(st.sampled_from(OPTIONS))
     everything = tuple(slice(0, extent) for extent in shape)
     some_of_it = st.tuples(
@@ -840,13 +883,39 @@ def recipes(draw):
     return Recipe(shape, chunks, draw(st.sampled_from(DTYPES)), options, written)
 
 
+def assert_reads_directly(core, path, num_dim, sample, io="auto", *, kept_nbytes=0, cuts=()):
+    """Execute a plan for some samples in slices, twice, and compare with what h5py reads."""
+    expected = truth(path, num_dim=num_dim)[sample]
+    layout = read_layouts(path, {"data": Field("data", num_dim)})["data"]
+    assert way_of(core, layout) == "core"
+    raw = Guarded(expected.nbytes)
+    batch = np.ndarray(expected.shape, layout.raw_dtype, raw.inside.data)
+    files = LocalFiles(2, io)
+    try:
+        executor = NativeExecutor(core, layout, files, ChunkCache(kept_nbytes))
+        plan = plan_read(layout, int64s(*sample))
+        edges = [0, *sorted(min(cut, plan.num_items) for cut in cuts), plan.num_items]
+        scratch = Scratch.allocate(*scratch_nbytes(layout))
+        for _ in range(2):  # the second time out of what was kept
+            raw.renew()
+            for start, stop in itertools.pairwise(edges):
+                if start < stop:
+                    executor.execute(plan, start, stop, batch, scratch)
+            assert_same_bits(batch.astype(expected.dtype), expected)
+            assert raw.is_intact()
+    finally:
+        files.close()
+
+
 @pytest.mark.parametrize("io", IO)
 def test_pieces_of_chunks_come_to_their_places(core, no_python, io):
-    @some(0.5)
+    @some(0.12)
     @given(st.data())
     def check(data):
         recipe = data.draw(recipes(), label="dataset")
         num_dim = data.draw(st.integers(0, len(recipe.shape) - 1), label="num_dim")
+        if recipe.chunks is None and num_dim and io == "pread":
+            return  # only a map will do
         extent = recipe.shape[num_dim]
         sample = data.draw(
             st.one_of(
@@ -856,55 +925,61 @@ def test_pieces_of_chunks_come_to_their_places(core, no_python, io):
             ),
             label="sample",
         )
+        kept_nbytes = data.draw(st.sampled_from([0, 1 << 20]))
+        cuts = data.draw(st.lists(st.integers(0, 30), max_size=3))
         with tempfile.TemporaryDirectory(prefix="h5async") as directory:
             path = Path(directory, "data.h5")
             recipe.write(path)
-            expected = truth(path, num_dim=num_dim)[sample]
-            layout = read_layouts(path, {"data": Field("data", num_dim)})["data"]
-            assert layout.fallback_reason is None
-            if layout.storage == "contiguous" and not layout.rows_are_whole and io == "pread":
-                return  # only a map will do
-            assert NativeExecutor.can_take(core, layout)
-            raw = Guarded(expected.nbytes)
-            batch = raw.inside.view(np.dtype((np.void, layout.dtype.itemsize)))
-            batch = np.ndarray(expected.shape, layout.raw_dtype, batch.data)
-            files = LocalFiles(2, io)
-            try:
-                budget = data.draw(st.sampled_from([0, 1 << 20]), label="cache")
-                executor = NativeExecutor(core, layout, files, ChunkCache(budget))
-                plan = plan_read(layout, int64s(*sample))
-                edges = data.draw(st.lists(st.integers(0, plan.num_items), max_size=3))
-                edges = [0, *sorted(edges), plan.num_items]
-                scratch = Scratch.allocate(*scratch_nbytes(layout))
-                for _ in range(2):  # the second time out of the cache
-                    raw.renew()
-                    for start, stop in itertools.pairwise(edges):
-                        if start < stop:
-                            executor.execute(plan, start, stop, batch, scratch)
-                    found = batch.astype(expected.dtype, copy=False)
-                    assert_same_bits(np.ascontiguousarray(found), expected)
-                    assert raw.is_intact()
-            finally:
-                files.close()
+            assert_reads_directly(
+                core, path, num_dim, sample, io, kept_nbytes=kept_nbytes, cuts=cuts
+            )
 
     check()
 
 
-@pytest.mark.parametrize("num_threads", [0, 3])
+@pytest.mark.parametrize("dtype", ["u1", ">u2", "V3", "<f4", "<u8", "<c16"])
+@pytest.mark.parametrize(
+    ("shape", "chunks"),
+    [
+        ((37, 70), None),
+        ((37, 70), (37, 70)),
+        ((37, 70), (20, 33)),
+        ((300, 20), (300, 20)),
+        ((3, 19, 45), None),
+        ((3, 19, 45), (2, 19, 40)),
+        ((5, 37, 3, 2), (5, 37, 3, 2)),
+    ],
+)
+def test_samples_along_every_dimension(core, tmp_path, no_python, shape, chunks, dtype):
+    path = tmp_path / "data.h5"
+    options = {"compression": "lzf"} if chunks else {}
+    everything = tuple(slice(0, extent) for extent in shape)
+    Recipe(shape, chunks, dtype, options, [everything]).write(path)
+    for num_dim, extent in enumerate(shape):
+        in_order = list(range(extent))
+        for sample in (
+            in_order,
+            in_order[1:],
+            in_order[-1 : extent // 2 : -1] + in_order[: extent // 2],
+            [n for n in in_order if n % 18],
+        ):
+            assert_reads_directly(core, path, num_dim, sample or [0])
+
+
 @pytest.mark.parametrize("io", IO)
-def test_chunks_through_a_reader(core, tmp_path, no_python, io, num_threads):
+def test_chunks_through_a_reader(core, tmp_path, no_python, io):
     rng = np.random.default_rng(SEED)
     path = tmp_path / "chunks.h5"
     values = rng.integers(0, 50, (37, 11, 13)).astype("<i4")
     with h5py.File(path, "w") as file:
-        for i, options in enumerate(OPTIONS):
-            for chunks in ((1, 11, 13), (5, 11, 13), (37, 11, 13), (4, 3, 5)):
+        for i, options in enumerate(OPTIONS[1:]):
+            for chunks in ((1, 11, 13), (5, 11, 13), (4, 3, 5)):
                 file.create_dataset(f"{i}-{chunks[0]}", data=values, chunks=chunks, **options)
     with h5py.File(path) as file:
         names = list(file)
     for name in names:
-        assert_reads_like_h5py(path, name, batch_size=8, io=io, num_threads=num_threads)
-        assert_reads_like_h5py(path, name, num_dim=2, batch_size=5, io=io, num_threads=num_threads)
+        assert_reads_like_h5py(path, name, batch_size=8, io=io, num_threads=3)
+    assert_reads_like_h5py(path, names[-1], num_dim=2, batch_size=5, io=io)
 
 
 def test_what_the_core_refuses_is_left_to_python(core, tmp_path):
@@ -926,7 +1001,7 @@ def test_what_the_core_refuses_is_left_to_python(core, tmp_path):
             next(batches)
 
 
-# --- plans and datasets that do not hold together --------------------------------------------------
+# --- plans and datasets that do not hold together ------------------------------------------------
 
 
 class SmallDataset:
@@ -943,6 +1018,7 @@ class SmallDataset:
             "row_strides": int64s(1),
             "extents": int64s(3, 3),
             "row_begin": int64s(0, 3),
+            "piece_begin": int64s(0, 0),
             "fill": np.full(16, 9, np.uint8),
             "place": int64s(0, 1, 2, 3),
             "cross": np.array([0, 1, 0, 1], np.int32),
@@ -1016,7 +1092,7 @@ BAD_NUMBERS = [
     *(("cross", bad, 2) for bad in (-1, 2, 2**31 - 1, -(2**31))),
     *(("group", bad, 2) for bad in (-1, 2, 2**31 - 1, -(2**31))),
     *(("place", bad, 2) for bad in (4, HUGE)),
-    *(("run_start", bad, 1) for bad in (2, 3, HUGE)),
+    *(("run_start", bad, 1) for bad in (-1, 0, 3, HUGE)),
     *(("run_start", bad, 2) for bad in (0, 1, 3, HUGE, -1)),
     *(("run_local", bad, 1) for bad in (-1, 1, 4, HUGE, -HUGE)),
     *(("run_position", bad, 1) for bad in (-1, 5, 8, HUGE, -HUGE - 1)),
@@ -1073,18 +1149,38 @@ def test_a_structure_that_contradicts_itself(core, any_file, name, bad):
 
 @pytest.mark.parametrize(
     ("name", "bad", "at"),
-    [("extents", 0, 0), ("extents", 4, 0), ("extents", -3, 0)]
-    + [("row_begin", -1, 0), ("row_begin", 4, 0), ("row_strides", 3, 0), ("chunk_strides", 4, 0)],
+    [
+        *(("extents", bad, 0) for bad in (0, 4, -3)),
+        *(("row_begin", bad, 0) for bad in (-1, 4)),
+        *(("piece_begin", bad, 0) for bad in (-1, 1, 12)),
+        ("row_strides", 3, 0),
+        ("chunk_strides", 4, 0),
+    ],
 )
 def test_pieces_that_reach_beyond(core, any_file, name, bad, at):
     for place in (0, -1):
         small = SmallDataset(core, any_file)
         small.put(name, bad, at)
         small.put("place", place, 0)
-        if place < 0 and name == "chunk_strides":
-            continue
+        if place < 0 and name in ("chunk_strides", "piece_begin"):
+            continue  # where it lies in a chunk is of no account
         assert small.read() == 0
         assert small.batch.is_fresh()
+
+
+def test_pieces_that_begin_within_a_chunk(core, any_file):
+    """So it is with an array that is no chunk: all pieces of a sample lie in it."""
+    small = SmallDataset(core, any_file)
+    small.dataset.sample_stride = 6
+    small.dataset.chunk_samples, small.dataset.chunk_nbytes = 8, 48
+    small.dataset.begin, small.dataset.num_chunks = 0, 1
+    small.arrays["piece_begin"][1] = 3
+    small.arrays["place"][:] = 0
+    small.arrays["run_local"][1] = 4
+    assert small.read() == 4
+    assert small.batch.inside.tobytes() == small.chunks.tobytes()
+    small.arrays["piece_begin"][1] = 4
+    assert small.read() == 1
 
 
 def test_bounds_that_are_no_slice_of_the_plan(core, any_file):
@@ -1176,7 +1272,7 @@ def test_memory_that_is_kept(core, any_file):
         assert (small.batch.inside.reshape(8, 6)[4:] == FRESH).all()
 
 
-# --- rows as delivered -----------------------------------------------------------------------------
+# --- rows as delivered ---------------------------------------------------------------------------
 
 
 class Images:
@@ -1216,8 +1312,12 @@ class Images:
 
 
 SPECIAL = np.array(
-    [0, 0x80000000, 0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC12345, 0x7F800001, 0x7F812345]
-    + [1, 0x80000001, 0x007FFFFF, 0x00800000, 0x7F7FFFFF, 0xFF7FFFFF, 0x3F800000, 0x3F800001],
+    [
+        *(0, 0x80000000, 0x7F800000, 0xFF800000),  # zeros, infinities
+        *(0x7FC00000, 0xFFC12345, 0x7F800001, 0x7F812345),  # NaN, quiet and signalling
+        *(1, 0x80000001, 0x007FFFFF, 0x00800000),  # denormals, and the smallest beside them
+        *(0x7F7FFFFF, 0xFF7FFFFF, 0x3F800000, 0x3F800001),  # the largest, 1 and the next
+    ],
     np.uint32,
 ).view(np.float32)
 CHANNELS = [1, 2, 3, 4, 5, 17]
@@ -1233,7 +1333,9 @@ def raw_values(rng, dtype, shape):
     return values.reshape(shape)
 
 
-@pytest.mark.parametrize("dtype", ["u1", "i1", "u2", "i2", "f2", "u4", "i4", "f4", "u8", "f8", "c8"])
+@pytest.mark.parametrize(
+    "dtype", ["u1", "i1", "u2", "i2", "f2", "u4", "i4", "f4", "u8", "f8", "c8"]
+)
 @pytest.mark.parametrize("channels", CHANNELS)
 def test_channels_come_first(core, dtype, channels):
     rng = np.random.default_rng(SEED)
@@ -1280,10 +1382,18 @@ def test_transforms_that_are_none(core):
     rng = np.random.default_rng(SEED)
     values = rng.integers(0, 256, 1000, np.uint8)
     out = Guarded(1000, shift=0)
-    cases = [(2, 3, 4, source, is_float) for source in (-1, 0, 3, 5, 9, 10, 15) for is_float in (0, 1)]
+    cases = [
+        (2, 3, 4, source, is_float) for source in (-1, 0, 3, 5, 9, 10, 15) for is_float in (0, 1)
+    ]
     cases += [(2, 3, 4, source, 1) for source in (1, 2, 4, 8)]  # a copy that were to be floats
     cases += [(2, 3, 4, source, 0) for source in (11, 12, 13, 14)]  # a cast to what it is
-    cases += [(-1, 3, 4, 1, 0), (2, 0, 4, 1, 0), (2, -3, 4, 1, 0), (2, 3, 0, 1, 0), (2, 3, -1, 1, 0)]
+    cases += [
+        (-1, 3, 4, 1, 0),
+        (2, 0, 4, 1, 0),
+        (2, -3, 4, 1, 0),
+        (2, 3, 0, 1, 0),
+        (2, 3, -1, 1, 0),
+    ]
     for case in cases:
         struct = TransformStruct(*case)
         assert core.transform(ctypes.byref(struct), address(values), address(out.inside)) == 0
@@ -1307,7 +1417,7 @@ def test_which_transforms_the_core_knows():
         assert transform_source(np.dtype(raw), np.dtype(delivered), is_scaled) is None
 
 
-# --- loading ---------------------------------------------------------------------------------------
+# --- loading -------------------------------------------------------------------------------------
 
 
 def run_python(code, **environment):
@@ -1355,7 +1465,7 @@ def test_a_build_that_is_none_is_an_error(core, tmp_path):
         assert "OSError" in err
         assert path.name in err
     with pytest.raises(OSError, match="is not h5async's core"):
-        Core(Path(sys.modules["imagecodecs._imcd"].__file__))
+        Core(Path(importlib.import_module("imagecodecs._lz4").__file__))
 
 
 def test_a_build_of_another_version_is_an_error(core, monkeypatch):

@@ -1176,13 +1176,13 @@ h5async.filling.Filler._read = read
 field = "data"
 """,
     "shares are handed out": """
-import concurrent.futures.thread as pool
+import heapq
 h5async.filling._MIN_SHARE_NBYTES = 1
-inner = pool._WorkItem
-def work_item(*arguments):
+inner = heapq.heappush
+def push(*arguments):
     collect()
     return inner(*arguments)
-pool._WorkItem = work_item
+heapq.heappush = push
 field = "data"
 """,
     "a batch is ready": """

@@ -535,6 +535,7 @@ def test_a_long_chunk_is_no_error_to_hdf5(tmp_path):
     assert np.array_equal(truth(path), numbers(12, COLUMNS, dtype="i8"))
 
 
+@pytest.mark.usefixtures("python_way")
 def test_fletcher32_unguarded(tmp_path, monkeypatch):
     path = tmp_path / "a.h5"
     chunk_that_was_replaced(path, with_a_flipped_byte(3, **FLETCHER), **FLETCHER)
