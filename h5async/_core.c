@@ -1379,6 +1379,8 @@ PUBLIC int64_t h5async_permute(uint64_t *numbers, int64_t n, uint64_t count, uin
                                const uint64_t *keys)
 {
     int64_t i = 0;
+    if (a == 0 || b == 0 || count == 0)
+        return 0;
     for (; i + LANES <= n; i += LANES) { /* several at a time: one alone waits for its products */
         uint64_t x[LANES];
         for (int j = 0; j < LANES; j++)
@@ -1402,6 +1404,8 @@ PUBLIC int64_t h5async_permute_each(uint64_t *numbers, int64_t n, const uint64_t
 {
     for (int64_t i = 0; i < n; i++) {
         uint64_t own[ROUNDS];
+        if (a[i] == 0 || b[i] == 0 || count[i] == 0)
+            return i;
         uint64_t name = hash64(hash64(names[i] + keys[0]) ^ keys[1]);
         for (int k = 0; k < ROUNDS; k++)
             own[k] = name + keys[k];

@@ -7,6 +7,7 @@ elements at the end are stored as they are (bshuf_h5filter.c of the bitshuffle p
 
 from __future__ import annotations
 
+import operator
 import struct
 from functools import partial
 
@@ -87,7 +88,8 @@ def _decode_bitshuffle(
     if position + leftover > encoded.size:
         raise ValueError("bitshuffle: the blocks were cut short")
     body = shuffled[: nbytes - leftover]
-    if is_lz4 and not leftover and block_nbytes not in lengths:
+    sizes = np.diff(edges).tolist()
+    if is_lz4 and not leftover and all(map(operator.ne, lengths, sizes)):
         # The framing of the lz4 filter, but for blocks that it would take for stored ones.
         require_length("bitshuffle", len(imagecodecs.lz4h5_decode(encoded, out=body)), body.size)
     elif is_lz4:

@@ -213,20 +213,23 @@ class Core:
         self.path = path
         library = ctypes.CDLL(str(path))
         try:
-            abi = library.h5async_abi
-            abi.restype = c_int64
-            found = abi()
+            found = _function(library, "h5async_abi", 0)()
+            if found != _ABI * 100000 + sum(map(ctypes.sizeof, _STRUCTURES)):
+                raise OSError(f"{path} is of another version; install h5async again")
+            self._find_functions(library)
         except AttributeError as error:
             raise OSError(f"{path} is not h5async's core") from error
-        if found != _ABI * 100000 + sum(map(ctypes.sizeof, _STRUCTURES)):
-            raise OSError(f"{path} is of another version; install h5async again")
         self._libraries = _Libraries()
         self.missing = self._find_codecs()
+
+    def _find_functions(self, library: Any) -> None:
         self.read_rows = _function(library, "h5async_read_rows", 3)
         self.read_chunks = _function(
-            library, "h5async_read_chunks", 4, c_int64, c_int64, c_void_p, c_void_p, c_void_p,
-            c_int64,
-        )  # fmt: skip
+            library,
+            "h5async_read_chunks",
+            4,
+            *(c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int64),
+        )
         self.transform = _function(library, "h5async_transform", 1, c_void_p, c_void_p)
         self.permute = _function(library, "h5async_permute", 1, c_int64, *[c_uint64] * 3, c_void_p)
         self.permute_each = _function(library, "h5async_permute_each", 1, c_int64, *[c_void_p] * 5)

@@ -262,7 +262,7 @@ def _plan_contiguous_columns(layout: DatasetLayout, sample: Int64s, rows: Rows) 
         place=np.full(slices, -1 if layout.offset < 0 else 0, np.int64),
         cross=np.arange(slices, dtype=np.int32),
         group=np.zeros(slices, np.int32),
-        chunk_nbytes=sample.size * layout.row_nbytes // slices,
+        chunk_nbytes=sample.size * layout.row_nbytes // max(1, slices),
         **runs._asdict(),
     )
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import struct
 
 import h5py
+import imagecodecs
 import numpy as np
 import pytest
 from conftest import require_extra
@@ -25,6 +27,7 @@ from h5async.filters import (
     ZSTD,
     Filter,
     can_decode,
+    decoder,
 )
 
 require_extra("hdf5plugin")
@@ -410,3 +413,20 @@ def test_szip(dtype, options, pixels_per_block):
                 Decoder(filters, values.nbytes - dtype.itemsize).decode(encoded, mask)
             with pytest.raises((ValueError, RuntimeError)):
                 Decoder(filters, values.nbytes + dtype.itemsize).decode(encoded, mask)
+
+
+def test_a_last_lz4_block_of_bitshuffle_that_lz4_did_not_shrink() -> None:
+    """16 bytes that compress to 16: the lz4 filter would take them for stored ones."""
+    tail = np.array([7] * 5 + [41, 3, 250, 77, 19, 133, 68, 201, 90, 12, 55], np.uint8)
+    found = imagecodecs.lz4_encode(tail.tobytes(), header=False)
+    assert len(found) == tail.size
+    body = np.arange(32, dtype=np.uint8)
+    first = imagecodecs.lz4_encode(body.tobytes(), header=False)
+    blocks = b"".join(struct.pack(">I", len(block)) + block for block in (first, found))
+    encoded = np.frombuffer(struct.pack(">QI", 48, 32) + blocks, np.uint8)
+    decode = decoder(Filter(32008, (0, 4, 1, 32, 2), "bitshuffle"))
+    assert decode is not None
+    shuffled = np.concatenate([body, tail])
+    expected = imagecodecs.bitshuffle_decode(shuffled.data, itemsize=1, blocksize=32)
+    result = decode(encoded, np.empty(48, np.uint8), np.empty(4096, np.uint8))
+    assert result.tobytes() == bytes(expected)
