@@ -7,12 +7,13 @@ see `time_rounds`.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import platform
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -172,3 +173,58 @@ def save(result: dict[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(result, indent=1)
     path.write_text(re.sub(r"\[[^][{}]*\]", lambda found: " ".join(found[0].split()), text) + "\n")
+
+
+def h5py_runs(data: h5py.Dataset, orders: np.ndarray, shuffle: bool) -> dict[str, Run]:
+    """Return h5py's ways, by what they say."""
+    batch = np.ones((BATCH, *ROW), np.uint8)
+
+    def slices(order: np.ndarray) -> None:
+        batch[...] = data[order[0] : order[0] + BATCH]
+
+    def direct(order: np.ndarray) -> None:
+        data.read_direct(batch, np.s_[order[0] : order[0] + BATCH])
+
+    def rows(order: np.ndarray) -> None:
+        for j, i in enumerate(order.tolist()):
+            batch[j] = data[i]
+
+    def repeat(read: Callable[[np.ndarray], None]) -> Run:
+        endless = itertools.cycle(orders)
+
+        def run(batches: int) -> tuple[np.ndarray, np.ndarray]:
+            for order in itertools.islice(endless, batches):
+                read(order)
+            return order, batch
+
+        return run
+
+    if shuffle:
+        return {"batch[j] = ds[i]": repeat(rows)}
+    return {"batch[...] = ds[a:b]": repeat(slices), "read_direct": repeat(direct)}
+
+
+def row_offsets(data: h5py.Dataset) -> np.ndarray:
+    """Return the address of each row of an uncompressed dataset."""
+    rows = np.arange(len(data))
+    if data.chunks is None:
+        return data.id.get_offset() + rows * ROW_NBYTES
+    chunk_rows = data.chunks[0]
+    chunks = np.zeros(-(-len(data) // chunk_rows), np.int64)
+
+    def note(chunk: Any) -> None:
+        chunks[chunk.chunk_offset[0] // chunk_rows] = chunk.byte_offset
+
+    data.id.chunk_iter(note)
+    return chunks[rows // chunk_rows] + rows % chunk_rows * ROW_NBYTES
+
+
+def verify(runs: Iterable[Run], truth: np.ndarray, counts: Iterable[int]) -> int:
+    """Check every value of the last batch of some runs; return how many samples that were."""
+    seen = np.zeros(len(truth), bool)
+    for run, count in itertools.product(runs, counts):
+        index, values = run(count)
+        seen[index] = True
+        if not np.array_equal(values, truth[index]):
+            raise AssertionError("a batch is not what h5py reads")
+    return int(seen.sum())

@@ -43,14 +43,15 @@ from bench_common import (
     Run,
     await_quiet,
     batches_in,
+    h5py_runs,
     machine,
     make_images,
     reader_run,
     save,
     time_rounds,
+    verify,
     versions,
 )
-from bench_read import h5py_runs, verify
 from rich import box
 from rich.console import Console
 from rich.table import Table

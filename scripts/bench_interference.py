@@ -70,11 +70,11 @@ from bench_common import (
     cpu_seconds,
     machine,
     make_images,
+    row_offsets,
     save,
     versions,
 )
 from bench_filters import CASES, Case, Stored, write_file
-from bench_read import row_offsets
 from rich import box
 from rich.console import Console
 from rich.table import Table

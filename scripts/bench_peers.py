@@ -68,15 +68,16 @@ from bench_common import (
     batches_in,
     cpu_seconds,
     fastest,
+    h5py_runs,
     machine,
     make_images,
     reader_run,
     save,
     seconds,
     time_round,
+    verify,
     versions,
 )
-from bench_read import h5py_runs, verify
 from rich import box
 from rich.console import Console
 from rich.table import Table
