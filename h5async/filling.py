@@ -43,7 +43,7 @@ from h5async.storage import LocalFiles
 from h5async.transform import RowTransform
 from h5async.window import kept_nbytes
 
-_MIN_SHARE_NBYTES = 128 * 1024  # about 10 µs of copying: what it costs to wake a thread
+_MIN_SHARE_NBYTES = 256 * 1024  # about 25 µs of copying: what it costs to wake a thread
 
 # Of those that nobody reads from; each takes two descriptors, of which a process has 1,024 or so.
 _KEPT_FILES = 32

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +26,9 @@ _MAX_LINKS = 32  # that one path may lead through; HDF5 stops at 16
 
 class MissingError(DatasetError):
     """A link leads to a file that does not exist."""
+
+
+_METADATA_NBYTES = 256 * 1024  # that HDF5 keeps of a file that is indexed
 
 
 @dataclass(frozen=True)
@@ -166,7 +170,7 @@ def locate(file: h5py.File, path: str, reach: Reach, files: contextlib.ExitStack
             target = reach.find(link.filename, holder, "HDF5_EXT_PREFIX", where)
             if target is None:
                 raise MissingError(f"{where} leads to {link.filename}, which does not exist")
-            file = files.enter_context(open_hdf5(target))
+            file = files.enter_context(open_index(target))
             group, done = file["/"], []
         elif not isinstance(link, h5py.SoftLink):
             raise KeyError(path)
@@ -178,6 +182,24 @@ def locate(file: h5py.File, path: str, reach: Reach, files: contextlib.ExitStack
 
 def _components(path: str) -> list[str]:
     return [name for name in path.split("/") if name not in ("", ".")]
+
+
+@contextlib.contextmanager
+def open_index(path: Path) -> Iterator[h5py.File]:
+    """Open a file as `open_hdf5` does, for its metadata, which are gone through once.
+
+    HDF5 would keep up to 32 MB of them, though nobody asks again.
+    """
+    with open_hdf5(path) as file:
+        before, cache = file.id.get_mdc_config(), file.id.get_mdc_config()
+        cache.set_initial_size = True
+        cache.initial_size = cache.max_size = _METADATA_NBYTES
+        cache.min_size = min(cache.min_size, _METADATA_NBYTES)
+        file.id.set_mdc_config(cache)
+        try:
+            yield file
+        finally:  # the caller may have the file open too, and share its settings
+            file.id.set_mdc_config(before)
 
 
 def open_hdf5(path: Path) -> h5py.File:

@@ -31,7 +31,7 @@ from h5async.elements import Element, element_of
 from h5async.errors import DatasetError, H5AsyncError, ReadError, UnsafeFileError
 from h5async.filters import Filter, can_decode
 from h5async.layout import ChunkTable, DatasetLayout, Part, Slab, Storage, normal_axis
-from h5async.links import BESIDE, MissingError, Reach, locate, open_hdf5
+from h5async.links import BESIDE, MissingError, Reach, locate, open_index
 from h5async.storage import file_id, may_map
 from h5async.virtual import mapped_files, virtual_parts
 
@@ -55,7 +55,7 @@ def read_layouts(
     ConfigError
         If a field's ``num_dim`` is no dimension of its dataset.
     """
-    with open_hdf5(path) as file:
+    with open_index(path) as file:
         return {
             name: _layout_at(file, field.path, field.num_dim, reach)
             for name, field in fields.items()
@@ -66,7 +66,7 @@ def list_layouts(
     path: Path, reach: Reach = BESIDE
 ) -> Iterator[tuple[str, DatasetLayout | H5AsyncError]]:
     """Yield each dataset of a file, in the order of names, with its layout or why it has none."""
-    with open_hdf5(path) as file:
+    with open_index(path) as file:
         for name in sorted({*_datasets(file), *_linked(file, reach)}):
             try:
                 yield name, _layout_at(file, name, 0, reach)
@@ -365,7 +365,7 @@ class _Indexer:
             return None
         with contextlib.ExitStack() as files:
             is_here = file_name == "."
-            file = self._file if is_here else files.enter_context(open_hdf5(path))
+            file = self._file if is_here else files.enter_context(open_index(path))
             try:
                 place = locate(file, dataset_name, self._reach, files)
                 node = place.file[place.path]

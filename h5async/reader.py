@@ -133,9 +133,7 @@ class _Engine:
             shuffle=config.shuffle,
             seed=config.seed,
             drop_last=config.drop_last,
-            window=window_order(
-                layouts, config.window_bytes, config.batch_size, config.prefetch, config.seed
-            )
+            window=window_order(layouts, config.window_bytes, config.seed)
             if config.shuffle == "window"
             else None,
         )

@@ -7,8 +7,8 @@ each slot `s`, of the unit that came up ``s * window // size`` rounds before. Th
 convolutional interleaver of G. D. Forney ("Burst-Correcting Codes for the Classic Bursty Channel",
 IEEE Trans. Commun. Technol. 19, 1971): every sample has a place of its own, one unit comes up and
 one is done with in each round, so that no more than `window` are needed at a time and the work is
-the same throughout, but at the ends of an epoch. Last, the samples of a few rounds, about a
-batch, are shuffled among themselves.
+the same throughout, but at the ends of an epoch. Last, the samples of a few rounds are shuffled
+among themselves.
 
 The order is part of what users rely on to repeat a run: changing it is a breaking change.
 """
@@ -28,6 +28,8 @@ from h5async.sampling import keyed_hash, permute, permute_each, round_keys
 Int64s = NDArray[np.int64]
 
 _BLOCK_SAMPLES = 1024  # computed at a time: costs little more than fewer
+_GROUP_SAMPLES = 128  # shuffled among themselves, or else one round
+_WINDOW_SHARE = 2 / 3  # of what fits in memory; the rest is for what batches in flight bring in
 
 
 @dataclass(frozen=True)
@@ -55,13 +57,11 @@ class WindowOrder:
         int64 (n + 1,), ascending from 0: unit i is samples ``bounds[i]`` to ``bounds[i + 1]``.
     window
         Units that are mixed with each other; 1: one after the other.
-    batch_size
-        Samples in a batch.
     seed
         Any integer.
     """
 
-    def __init__(self, bounds: Int64s, window: int, batch_size: int, seed: int) -> None:
+    def __init__(self, bounds: Int64s, window: int, seed: int) -> None:
         self._bounds = bounds
         self._counts = np.diff(bounds)
         self._num_units = self._counts.size
@@ -70,7 +70,7 @@ class WindowOrder:
         self.window = window
         self._seed = seed
         self._delay = np.arange(size) * window // size
-        self._group_rounds = max(1, batch_size // size)  # are shuffled among themselves
+        self._group_rounds = max(1, _GROUP_SAMPLES // size)
         groups = -(-_BLOCK_SAMPLES // (size * self._group_rounds))
         self._block_rounds = groups * self._group_rounds
         self._table = functools.lru_cache(maxsize=2)(self._new_table)
@@ -121,26 +121,21 @@ class WindowOrder:
         return self._bounds[unit] + permute_each(slot, self._counts[unit], unit, keys)
 
 
-def window_order(
-    layouts: Sequence[DatasetLayout], window_nbytes: int, batch_size: int, prefetch: int, seed: int
-) -> WindowOrder:
+def window_order(layouts: Sequence[DatasetLayout], window_nbytes: int, seed: int) -> WindowOrder:
     """Return the order of `shuffle="window"` for the fields of a reader.
 
     The field whose units are the largest decides what a unit is. The window holds as many units
-    as fit, decoded, beside those that the batches in flight bring in, but at most half of all.
+    as fit, decoded, with room for others, but at most half of all.
     """
     leader = max(layouts, key=lambda layout: (layout.unit_nbytes, layout.row_nbytes))
     bounds = leader.unit_bounds()
     counts = np.diff(bounds)
-    size = int(counts.max(initial=1))
     unit_nbytes = sum(layout.unit_nbytes for layout in layouts)
     if not unit_nbytes:  # nothing is kept: what is read from is near each other
-        unit_nbytes = size * sum(layout.row_nbytes for layout in layouts)
-    in_flight = (prefetch + 1) * -(-batch_size // size) + 1
-    # A unit is used once in `window / size` rounds, and others come up meanwhile.
-    fitting = (window_nbytes // max(1, unit_nbytes) - in_flight) * size // (size + 1)
+        unit_nbytes = int(counts.max(initial=1)) * sum(layout.row_nbytes for layout in layouts)
+    fitting = int(_WINDOW_SHARE * window_nbytes / max(1, unit_nbytes))
     window = max(2, min(fitting, -(-counts.size // 2)))
-    return WindowOrder(bounds, window, batch_size, seed)
+    return WindowOrder(bounds, window, seed)
 
 
 def kept_nbytes(layout: DatasetLayout, layouts: Sequence[DatasetLayout], window_nbytes: int) -> int:
