@@ -1,0 +1,169 @@
+/* Bytes and bits that a filter had put in another order go back to where they belong. */
+
+#if defined(SSE2)
+/* Interleaves 16 bytes of each of `e` planes: in every round, the first and the second half. */
+#define INTERLEAVE(e, rounds)                                                                     \
+    static int64_t interleave_##e(const uint8_t *in, int64_t count, uint8_t *out)                 \
+    {                                                                                             \
+        int64_t i = 0;                                                                            \
+        for (; i + 16 <= count; i += 16) {                                                        \
+            __m128i a[e], b[e];                                                                   \
+            for (int p = 0; p < e; p++)                                                           \
+                a[p] = _mm_loadu_si128((const __m128i *)(in + p * count + i));                    \
+            for (int round = 0; round < rounds; round++) {                                        \
+                for (int p = 0; p < e / 2; p++) {                                                 \
+                    b[2 * p] = _mm_unpacklo_epi8(a[p], a[p + e / 2]);                             \
+                    b[2 * p + 1] = _mm_unpackhi_epi8(a[p], a[p + e / 2]);                         \
+                }                                                                                 \
+                memcpy(a, b, sizeof a);                                                           \
+            }                                                                                     \
+            for (int p = 0; p < e; p++)                                                           \
+                _mm_storeu_si128((__m128i *)(out + i * e + 16 * p), a[p]);                        \
+        }                                                                                         \
+        return i;                                                                                 \
+    }
+INTERLEAVE(2, 1)
+INTERLEAVE(4, 2)
+INTERLEAVE(8, 3)
+INTERLEAVE(16, 4)
+#endif
+
+/* Planes of `count` bytes, one for each byte of an element, become `count` elements. */
+static void interleave(const uint8_t *in, int64_t count, int64_t element, uint8_t *out)
+{
+    int64_t i = 0;
+    if (element == 1) {
+        memcpy(out, in, (size_t)count);
+        return;
+    }
+#if defined(SSE2)
+    if (element == 2)
+        i = interleave_2(in, count, out);
+    else if (element == 4)
+        i = interleave_4(in, count, out);
+    else if (element == 8)
+        i = interleave_8(in, count, out);
+    else if (element == 16)
+        i = interleave_16(in, count, out);
+#endif
+    for (int64_t end; i < count; i = end) {
+        end = i + 256 < count ? i + 256 : count;
+        for (int64_t p = 0; p < element; p++)
+            for (int64_t k = i; k < end; k++)
+                out[k * element + p] = in[p * count + k];
+    }
+}
+
+static int64_t unshuffle(const uint8_t *in, int64_t n, int64_t element, uint8_t *out, int64_t room)
+{
+    if (n > room)
+        return -1;
+    int64_t count = n / element, body = count * element;
+    interleave(in, count, element, out);
+    memcpy(out + body, in + body, (size_t)(n - body));
+    return n;
+}
+
+/* Each 64 bits are a square of 8 x 8 bits, which is transposed (Warren, Hacker's Delight, 7-3). */
+ALWAYS_INLINE void transpose_bits_inline(uint8_t *data, int64_t squares)
+{
+    for (int64_t i = 0; i < squares; i++) {
+        uint64_t x, t;
+        memcpy(&x, data + 8 * i, 8);
+        t = (x ^ (x >> 7)) & 0x00AA00AA00AA00AAu;
+        x = x ^ t ^ (t << 7);
+        t = (x ^ (x >> 14)) & 0x0000CCCC0000CCCCu;
+        x = x ^ t ^ (t << 14);
+        t = (x ^ (x >> 28)) & 0x00000000F0F0F0F0u;
+        x = x ^ t ^ (t << 28);
+        memcpy(data + 8 * i, &x, 8);
+    }
+}
+
+#if defined(AVX2)
+AVX2 static void transpose_bits_avx2(uint8_t *data, int64_t squares)
+{
+    transpose_bits_inline(data, squares);
+}
+#endif
+
+static void transpose_bits(uint8_t *data, int64_t squares)
+{
+#if defined(AVX2)
+    if (HAS_AVX2()) {
+        transpose_bits_avx2(data, squares);
+        return;
+    }
+#endif
+    transpose_bits_inline(data, squares);
+}
+
+/* One block of a multiple of 8 elements: 8 rows of bits for each byte of an element. */
+static void unbitshuffle_block(const uint8_t *in, int64_t count, int64_t element, uint8_t *planes,
+                               uint8_t *out)
+{
+    uint8_t *to = element == 1 ? out : planes;
+    for (int64_t p = 0; p < element; p++) {
+        interleave(in + p * count, count / 8, 8, to + p * count);
+        transpose_bits(to + p * count, count / 8);
+    }
+    if (element > 1)
+        interleave(planes, count, element, out);
+}
+
+static int64_t default_block(int64_t element)
+{
+    int64_t block = 8192 / element / 8 * 8;
+    return block > 128 ? block : 128;
+}
+
+static int64_t unbitshuffle(Worker *w, const uint8_t *in, int64_t n, const Filter *f, uint8_t *out,
+                            int64_t room)
+{
+    int64_t element = f->element, block = f->block ? f->block : default_block(element);
+    if (n > room || n % element || block % 8 || block > w->between_nbytes / element)
+        return -1;
+    int64_t count = n / element, whole = count / 8 * 8;
+    for (int64_t at = 0; at < whole; at += block) {
+        int64_t size = whole - at < block ? whole - at : block;
+        unbitshuffle_block(in + at * element, size, element, w->between[2], out + at * element);
+    }
+    memcpy(out + whole * element, in + whole * element, (size_t)((count - whole) * element));
+    return n;
+}
+
+/* A header, then blocks, each compressed after its bits were transposed, behind its length. */
+static int64_t unbitshuffle_blocks(Worker *w, const uint8_t *in, int64_t n, const Filter *f,
+                                   uint8_t *out, int64_t room)
+{
+    int64_t element = f->element;
+    if (n < 12)
+        return -1;
+    int64_t nbytes = big64(in), block = big32(in + 8), at = 12;
+    if (nbytes > room || nbytes % element || block == 0 || block % (8 * element) ||
+        block > w->between_nbytes / 2)
+        return -1;
+    int64_t body = nbytes / (8 * element) * (8 * element);
+    uint8_t *shuffled = w->between[2], *planes = w->between[2] + block;
+    for (int64_t done = 0; done < body; done += block) {
+        int64_t due = body - done < block ? body - done : block, count;
+        if (n - at < 4)
+            return -1;
+        int64_t length = big32(in + at);
+        at += 4;
+        if (length > n - at)
+            return -1;
+        if (f->kind == BITSHUFFLE_LZ4)
+            count = unlz4(w, in + at, length, shuffled, due);
+        else
+            count = unzstd(w, in + at, length, shuffled, due);
+        if (count != due)
+            return -1;
+        unbitshuffle_block(shuffled, due / element, element, planes, out + done);
+        at += length;
+    }
+    if (nbytes - body > n - at)
+        return -1;
+    memcpy(out + body, in + at, (size_t)(nbytes - body));
+    return nbytes;
+}

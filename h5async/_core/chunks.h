@@ -1,0 +1,154 @@
+/* Chunks of a plan are read, decoded and put in place. */
+
+/* Of a chunk that no filter was applied to, read the samples that are wanted into the scratch. */
+static int read_raw_samples(const Dataset *d, Worker *w, const File *file, int64_t offset,
+                            const Runs *runs)
+{
+    int64_t stride = d->sample_stride;
+    if (d->chunk_nbytes > w->chunk_nbytes)
+        return 0;
+    if (stride * d->chunk_samples != d->chunk_nbytes)
+        return read_fully(file, offset, w->chunk, d->chunk_nbytes);
+    for (int64_t r = 0; r < runs->count; r++)
+        if (!read_fully(file, offset + runs->local[r] * stride, w->chunk + runs->local[r] * stride,
+                        runs->length[r] * stride))
+            return 0;
+    return 1;
+}
+
+typedef struct {
+    const Dataset *d;
+    Worker *w;
+    const File *file;
+    int64_t available; /* bytes that may be read out of the map */
+    uint8_t *batch;
+    int64_t last_ns;
+} Call;
+
+static void count_time(Call *call, int64_t *counter)
+{
+    int64_t t = now_ns();
+    *counter += t - call->last_ns;
+    call->last_ns = t;
+}
+
+static int read_chunk(Call *call, int64_t number, int64_t cross, const Runs *runs, int state,
+                      uint8_t *target)
+{
+    const Dataset *d = call->d;
+    Worker *w = call->w;
+    Piece piece;
+    if (cross < 0 || cross >= d->num_cross || number >= d->num_chunks || !piece_of(d, cross, &piece))
+        return 0;
+    if (number < 0) {
+        place_fill(d, &piece, runs, call->batch);
+        return 1;
+    }
+    if (state == IN_TARGET) {
+        place(d, &piece, runs, target, call->batch);
+        count_time(call, &w->place_ns);
+        return 1;
+    }
+    int64_t offset = d->begin, stored = d->chunk_nbytes;
+    uint32_t mask = 0;
+    if (d->begin < 0 && d->chunk_offset == NULL)
+        return 0;
+    if (d->begin < 0) {
+        offset = d->chunk_offset[number], stored = d->chunk_stored[number];
+        mask = d->chunk_mask[number];
+    }
+    if (offset < 0 || stored < 0 || offset > INT64_MAX - stored)
+        return 0;
+    const uint8_t *in = stored <= call->available && offset <= call->available - stored
+                            ? call->file->map + offset
+                            : NULL;
+    if (in == NULL && (call->file->io == IO_MAP || call->available > 0 || d->begin >= 0))
+        return 0; /* the file is too short, or can only be mapped */
+    int raw = is_raw(d, mask);
+    int is_whole = state == TO_SCRATCH && d->rows_are_whole && runs->count == 1 &&
+                   runs->length[0] == d->chunk_samples &&
+                   d->chunk_samples * d->row_nbytes == d->chunk_nbytes;
+    uint8_t *whole = is_whole ? call->batch + runs->position[0] * d->row_nbytes : NULL;
+    if (raw && (stored != d->chunk_nbytes || state == TO_TARGET))
+        return 0; /* what is stored raw is not kept */
+    if (raw && in == NULL) {
+        if (whole ? !read_fully(call->file, offset, whole, stored)
+                  : !read_raw_samples(d, w, call->file, offset, runs))
+            return 0;
+        in = w->chunk;
+        count_time(call, &w->read_ns);
+    } else if (in == NULL) {
+        if (stored > w->encoded_nbytes || !read_fully(call->file, offset, w->encoded, stored))
+            return 0;
+        in = w->encoded;
+        count_time(call, &w->read_ns);
+    } else if (raw && whole) {
+        memcpy(whole, in, (size_t)stored);
+        count_time(call, &w->read_ns);
+    }
+    w->read_nbytes += stored;
+    if (!raw) {
+        uint8_t *out = whole ? whole : state == TO_TARGET ? target : w->chunk;
+        if (out == w->chunk && d->chunk_nbytes > w->chunk_nbytes)
+            return 0;
+        if (!decode(d, w, in, stored, mask, out))
+            return 0;
+        in = out;
+        w->decoded_chunks++;
+        count_time(call, &w->decode_ns);
+    }
+    if (!whole) {
+        place(d, &piece, runs, in, call->batch);
+        count_time(call, raw ? &w->read_ns : &w->place_ns);
+    }
+    return 1;
+}
+
+/* Whether all seems to lie in the page cache; if not, ask for all of it. */
+static int ask_for_chunks(const Dataset *d, const File *file, const int64_t *place,
+                          const uint8_t *state, int64_t count)
+{
+    int64_t step = count / MAX_PROBES + 1, cached = 1;
+    if (d->chunk_offset == NULL)
+        return 1;
+    for (int64_t i = 0; i < count && cached; i += step)
+        if (place[i] >= 0 && place[i] < d->num_chunks && state[i] < IN_TARGET)
+            cached = is_cached(file, d->chunk_offset[place[i]]);
+    for (int64_t i = 0; i < count && !cached; i++)
+        if (place[i] >= 0 && place[i] < d->num_chunks && state[i] < IN_TARGET)
+            ask_for(file, d->chunk_offset[place[i]], d->chunk_stored[place[i]]);
+    return (int)cached;
+}
+
+/* Items `start` to `stop` of a plan. `state` and `target`, for each of them: whether a chunk that
+   is not a whole piece of the batch is decoded to scratch or to memory that is kept (target), lies
+   decoded there, or is left out. */
+PUBLIC int64_t h5async_read_chunks(const Dataset *d, const File *file, Worker *w,
+                                   const ChunkPlan *plan, int64_t start, int64_t stop,
+                                   const uint8_t *state, uint8_t *const *target, uint8_t *batch,
+                                   int64_t batch_rows)
+{
+    int64_t done = 0;
+    Call call = {d, w, file, 0, batch, now_ns()};
+    if (start < 0 || stop > plan->num_items || stop <= start || d->num_filters > MAX_FILTERS ||
+        d->rank < 0 || d->rank >= MAX_RANK || d->itemsize < 1 || d->chunk_samples < 1 ||
+        batch_rows < 0)
+        return 0;
+    int is_mapped = ask_for_chunks(d, file, plan->place + start, state, stop - start);
+    if (is_mapped || file->io == IO_MAP)
+        call.available = mappable_nbytes(file);
+    for (; done < stop - start; done++) {
+        int64_t i = start + done;
+        Runs runs;
+        if (state[done] == SKIPPED)
+            continue;
+        if (state[done] != TO_SCRATCH && target[done] == NULL)
+            break;
+        if (!runs_of(d, plan, plan->group[i], batch_rows, &runs))
+            break;
+        if (!read_chunk(&call, plan->place[i], plan->cross[i], &runs, state[done], target[done]))
+            break;
+    }
+    w->returned_ns = now_ns();
+    return done;
+}

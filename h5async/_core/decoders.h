@@ -1,0 +1,175 @@
+/* Encoded bytes enter; how many bytes they gave leaves, -1 where they are not as they should be. */
+
+static int64_t inflate(Worker *w, const uint8_t *in, int64_t n, uint8_t *out, int64_t room)
+{
+    size_t count = 0;
+    const Libraries *l = w->libraries;
+    if (l->zlib_decompress == NULL || (w->deflate == NULL && !(w->deflate = l->deflate_new())))
+        return -1;
+    if (l->zlib_decompress(w->deflate, in, (size_t)n, out, (size_t)room, &count) != 0)
+        return -1;
+    return (int64_t)count;
+}
+
+static int64_t unzstd(Worker *w, const uint8_t *in, int64_t n, uint8_t *out, int64_t room)
+{
+    const Libraries *l = w->libraries;
+    if (l->zstd_decompress == NULL || (w->zstd == NULL && !(w->zstd = l->zstd_new())))
+        return -1;
+    size_t count = l->zstd_decompress(w->zstd, out, (size_t)room, in, (size_t)n);
+    return l->zstd_is_error(count) ? -1 : (int64_t)count;
+}
+
+static int64_t unlz4(Worker *w, const uint8_t *in, int64_t n, uint8_t *out, int64_t room)
+{
+    if (w->libraries->lz4_decompress == NULL || n > INT32_MAX)
+        return -1;
+    if (room > INT32_MAX)
+        room = INT32_MAX;
+    return w->libraries->lz4_decompress((const char *)in, (char *)out, (int)n, (int)room);
+}
+
+static uint32_t little32(const uint8_t *in)
+{
+    uint32_t value;
+    memcpy(&value, in, 4);
+    return value;
+}
+
+static int64_t big32(const uint8_t *in)
+{
+    return (int64_t)__builtin_bswap32(little32(in));
+}
+
+static int64_t big64(const uint8_t *in)
+{
+    uint64_t value;
+    memcpy(&value, in, 8);
+    value = __builtin_bswap64(value);
+    return value > INT64_MAX ? INT64_MAX : (int64_t)value;
+}
+
+static int64_t unblosc(Worker *w, const uint8_t *in, int64_t n, uint8_t *out, int64_t room)
+{
+    if (w->libraries->blosc_decompress == NULL || n < 16)
+        return -1;
+    int64_t nbytes = little32(in + 4), stored = little32(in + 12);
+    if (stored > n || nbytes > room || nbytes > INT32_MAX)
+        return -1;
+    if (nbytes == 0)
+        return 0;
+    return w->libraries->blosc_decompress(in, out, (size_t)room, 1) == nbytes ? nbytes : -1;
+}
+
+static int64_t unlz4_blocks(Worker *w, const uint8_t *in, int64_t n, uint8_t *out, int64_t room)
+{
+    if (n < 12)
+        return -1;
+    int64_t nbytes = big64(in), block = big32(in + 8), at = 12, done = 0;
+    if (nbytes > room || block == 0 || block > MAX_LZ4_NBYTES)
+        return -1;
+    while (done < nbytes) {
+        int64_t due = nbytes - done < block ? nbytes - done : block;
+        if (n - at < 4)
+            return -1;
+        int64_t length = big32(in + at);
+        at += 4;
+        if (length > n - at)
+            return -1;
+        if (length == due)
+            memcpy(out + done, in + at, (size_t)due);
+        else if (unlz4(w, in + at, length, out + done, due) != due)
+            return -1;
+        at += length;
+        done += due;
+    }
+    return done;
+}
+
+/* Copies by whole 8 bytes, which may write up to 7 bytes too many, where there is room. */
+static int64_t unlzf(const uint8_t *in, int64_t n, uint8_t *out, int64_t room)
+{
+    const uint8_t *const end = in + n;
+    uint8_t *to = out, *const limit = out + room;
+    if (n == 0)
+        return -1;
+    while (in < end) {
+        int64_t length, control = *in++;
+        if (control < 32) {
+            length = control + 1;
+            if (length > end - in || length > limit - to)
+                return -1;
+            if (end - in >= 32 && limit - to >= 32)
+                memcpy(to, in, 32);
+            else
+                memcpy(to, in, (size_t)length);
+            in += length, to += length;
+            continue;
+        }
+        length = control >> 5;
+        if (length == 7) {
+            if (in == end)
+                return -1;
+            length += *in++;
+        }
+        length += 2;
+        if (in == end)
+            return -1;
+        int64_t back = ((control & 31) << 8) + *in++ + 1;
+        if (back > to - out || length > limit - to)
+            return -1;
+        const uint8_t *from = to - back;
+        uint8_t *const stop = to + length;
+        if (back >= 8 && limit - stop >= 8) {
+            for (; to < stop; to += 8, from += 8)
+                memcpy(to, from, 8);
+            to = stop;
+        } else if (back == 1) {
+            memset(to, *from, (size_t)length);
+            to = stop;
+        } else {
+            while (to < stop)
+                *to++ = *from++;
+        }
+    }
+    return to - out;
+}
+
+/* Whether the last 4 bytes are the checksum of the others: sums modulo 65535 of big-endian words,
+   in which zero stands for no other multiple; each half may lie in either byte order. */
+static int64_t fletcher32(const uint8_t *in, int64_t n)
+{
+    uint64_t sum1 = 0, sum2 = 0;
+    if (n < 4)
+        return -1;
+    n -= 4;
+    int64_t words = n / 2, at = 0;
+    while (at < words) {
+        int64_t block = words - at < 256 ? words - at : 256;
+        uint32_t plain = 0, weighted = 0; /* 65535 * 256 * 257 / 2 fits 32 bits */
+        for (int64_t i = 0; i < block; i++) {
+            uint16_t word;
+            memcpy(&word, in + 2 * (at + i), 2);
+            uint32_t value = (uint16_t)(word << 8 | word >> 8);
+            plain += value;
+            weighted += value * (uint32_t)(block - i);
+        }
+        sum2 += (uint64_t)block * sum1 + weighted;
+        sum1 += plain;
+        sum1 = (sum1 & 0xffff) + (sum1 >> 16);
+        sum2 = (sum2 & 0xffff) + (sum2 >> 16);
+        at += block;
+    }
+    if (n & 1) {
+        sum1 += (uint64_t)in[n - 1] << 8;
+        sum2 += sum1;
+    }
+    for (int i = 0; i < 4; i++) {
+        sum1 = (sum1 & 0xffff) + (sum1 >> 16);
+        sum2 = (sum2 & 0xffff) + (sum2 >> 16);
+    }
+    uint32_t computed = (uint32_t)(sum2 << 16 | sum1);
+    uint32_t swapped = (computed & 0x00ff00ff) << 8 | (computed >> 8 & 0x00ff00ff);
+    uint32_t stored = little32(in + n);
+    return stored == computed || stored == swapped ? n : -1;
+}

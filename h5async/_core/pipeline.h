@@ -1,0 +1,82 @@
+/* A chunk's stored bytes enter; the decoded chunk leaves, of exactly its length. */
+
+static int64_t undo(Worker *w, const Filter *f, const uint8_t *in, int64_t n, uint8_t *out,
+                    int64_t room)
+{
+    switch (f->kind) {
+    case DEFLATE:
+        return inflate(w, in, n, out, room);
+    case SHUFFLE:
+        return unshuffle(in, n, f->element, out, room);
+    case LZF:
+        return unlzf(in, n, out, room);
+    case ZSTD:
+        return unzstd(w, in, n, out, room);
+    case LZ4:
+        return unlz4_blocks(w, in, n, out, room);
+    case BLOSC:
+        return unblosc(w, in, n, out, room);
+    case BITSHUFFLE:
+        return unbitshuffle(w, in, n, f, out, room);
+    case BITSHUFFLE_LZ4:
+    case BITSHUFFLE_ZSTD:
+        return unbitshuffle_blocks(w, in, n, f, out, room);
+    default:
+        return -1;
+    }
+}
+
+static int is_skipped(uint32_t mask, int64_t filter)
+{
+    return filter < 32 && (mask >> filter & 1);
+}
+
+static int is_raw(const Dataset *d, uint32_t mask)
+{
+    for (int64_t i = 0; i < d->num_filters; i++)
+        if (!is_skipped(mask, i))
+            return 0;
+    return 1;
+}
+
+/* Bring a chunk to exactly `chunk_nbytes` bytes at `out`. */
+static int decode(const Dataset *d, Worker *w, const uint8_t *in, int64_t n, uint32_t mask,
+                  uint8_t *out)
+{
+    int64_t due[MAX_FILTERS], nbytes = d->chunk_nbytes, first = -1;
+    for (int64_t i = 0; i < d->num_filters; i++) {
+        if (is_skipped(mask, i))
+            continue;
+        int32_t kind = d->filters[i].kind;
+        first = first < 0 ? i : first;
+        due[i] = nbytes;
+        if (kind == FLETCHER32)
+            nbytes = nbytes < 0 ? -1 : nbytes + 4;
+        else if (kind != SHUFFLE && kind != BITSHUFFLE && kind != NOTHING)
+            nbytes = -1;
+    }
+    int now = 0;
+    for (int64_t i = d->num_filters - 1; i >= 0 && first >= 0; i--) {
+        const Filter *f = &d->filters[i];
+        if (is_skipped(mask, i))
+            continue;
+        if (f->kind == FLETCHER32) {
+            n = fletcher32(in, n);
+        } else if (f->kind != NOTHING) {
+            uint8_t *to = i == first ? out : w->between[now];
+            int64_t room = due[i] < 0 ? w->between_nbytes : due[i];
+            if (i != first && room > w->between_nbytes)
+                return 0;
+            n = undo(w, f, in, n, to, room);
+            in = to;
+            now = 1 - now;
+        }
+        if (n < 0 || (due[i] >= 0 && n != due[i]))
+            return 0;
+    }
+    if (n != d->chunk_nbytes)
+        return 0;
+    if (in != out)
+        memcpy(out, in, (size_t)n);
+    return 1;
+}

@@ -1,0 +1,232 @@
+/* Samples of a decoded chunk go to their rows of the batch. */
+
+typedef struct {
+    int64_t extent, from_stride, to_stride;
+} Dim;
+
+/* A piece of a sample, for every sample of a chunk: `unit` bytes in one piece, repeated along
+   `rank` dimensions, the last one fastest. */
+typedef struct {
+    Dim dims[MAX_RANK];
+    int64_t rank, unit, begin, from; /* begin: in a row; from: in a chunk */
+} Piece;
+
+static int piece_of(const Dataset *d, int64_t cross, Piece *piece)
+{
+    const int64_t *extents = d->extents + cross * d->rank;
+    int64_t from_end = d->itemsize + d->piece_begin[cross] +
+                       (d->chunk_samples - 1) * d->sample_stride;
+    int64_t to_end = d->itemsize + d->row_begin[cross];
+    piece->rank = 0, piece->unit = d->itemsize;
+    piece->begin = d->row_begin[cross], piece->from = d->piece_begin[cross];
+    for (int64_t a = 0; a < d->rank; a++) {
+        Dim dim = {extents[a], d->chunk_strides[a], d->row_strides[a]};
+        if (dim.extent < 1)
+            return 0;
+        from_end += (dim.extent - 1) * dim.from_stride;
+        to_end += (dim.extent - 1) * dim.to_stride;
+        Dim *outer = piece->rank ? &piece->dims[piece->rank - 1] : NULL;
+        if (dim.extent == 1)
+            continue;
+        if (outer && outer->from_stride == dim.extent * dim.from_stride &&
+            outer->to_stride == dim.extent * dim.to_stride)
+            *outer = (Dim){outer->extent * dim.extent, dim.from_stride, dim.to_stride};
+        else
+            piece->dims[piece->rank++] = dim;
+    }
+    if (piece->rank) {
+        const Dim *inner = &piece->dims[piece->rank - 1];
+        if (inner->from_stride == piece->unit && inner->to_stride == piece->unit) {
+            piece->unit *= inner->extent;
+            piece->rank--;
+        }
+    }
+    return from_end <= d->chunk_nbytes && to_end <= d->row_nbytes && piece->begin >= 0 && piece->from >= 0;
+}
+
+#define COPY_ELEMENTS(type)                                                                       \
+    for (int64_t i = 0; i < count; i++) {                                                         \
+        type value;                                                                               \
+        memcpy(&value, from + i * from_stride, sizeof value);                                     \
+        memcpy(to + i * to_stride, &value, sizeof value);                                         \
+    }
+
+static void copy_elements(const uint8_t *from, int64_t from_stride, uint8_t *to, int64_t to_stride,
+                          int64_t count, int64_t unit)
+{
+    if (unit == 1 && to_stride == 1)
+        for (int64_t i = 0; i < count; i++)
+            to[i] = from[i * from_stride];
+    else if (unit == 1)
+        COPY_ELEMENTS(uint8_t)
+    else if (unit == 2)
+        COPY_ELEMENTS(uint16_t)
+    else if (unit == 4)
+        COPY_ELEMENTS(uint32_t)
+    else if (unit == 8)
+        COPY_ELEMENTS(uint64_t)
+    else
+        for (int64_t i = 0; i < count; i++)
+            memcpy(to + i * to_stride, from + i * from_stride, (size_t)unit);
+}
+
+/* A square of elements, 16 bytes wide, with rows and columns exchanged: interleaving, as above. */
+#if defined(SSE2)
+#define TRANSPOSE(bytes, side, low, high)                                                         \
+    static void transpose_##bytes(const uint8_t *from, int64_t from_stride, uint8_t *to,           \
+                                  int64_t to_stride)                                              \
+    {                                                                                             \
+        __m128i a[side], b[side];                                                                 \
+        for (int p = 0; p < side; p++)                                                            \
+            a[p] = _mm_loadu_si128((const __m128i *)(const void *)(from + p * from_stride));      \
+        for (int round = 1; round < side; round *= 2) {                                           \
+            for (int p = 0; p < side / 2; p++) {                                                  \
+                b[2 * p] = low(a[p], a[p + side / 2]);                                            \
+                b[2 * p + 1] = high(a[p], a[p + side / 2]);                                       \
+            }                                                                                     \
+            memcpy(a, b, sizeof a);                                                               \
+        }                                                                                         \
+        for (int p = 0; p < side; p++)                                                            \
+            _mm_storeu_si128((__m128i *)(void *)(to + p * to_stride), a[p]);                      \
+    }
+TRANSPOSE(1, 16, _mm_unpacklo_epi8, _mm_unpackhi_epi8)
+TRANSPOSE(2, 8, _mm_unpacklo_epi16, _mm_unpackhi_epi16)
+TRANSPOSE(4, 4, _mm_unpacklo_epi32, _mm_unpackhi_epi32)
+TRANSPOSE(8, 2, _mm_unpacklo_epi64, _mm_unpackhi_epi64)
+#endif
+
+/* Samples that are neighbours, element by element, in squares; returns how many samples it did. */
+static int64_t copy_squares(const uint8_t *from, int64_t from_stride, int64_t samples, uint8_t *to,
+                            int64_t to_stride, int64_t count, int64_t unit)
+{
+    int64_t done = 0;
+#if defined(SSE2)
+    int64_t side = 16 / unit;
+    for (; done + side <= samples; done += side) {
+        const uint8_t *source = from + done * unit;
+        uint8_t *target = to + done * to_stride;
+        int64_t i = 0;
+        for (; i + side <= count; i += side) {
+            const uint8_t *square = source + i * from_stride;
+            if (unit == 1)
+                transpose_1(square, from_stride, target + i * unit, to_stride);
+            else if (unit == 2)
+                transpose_2(square, from_stride, target + i * unit, to_stride);
+            else if (unit == 4)
+                transpose_4(square, from_stride, target + i * unit, to_stride);
+            else
+                transpose_8(square, from_stride, target + i * unit, to_stride);
+        }
+        for (int64_t k = 0; k < side && i < count; k++)
+            copy_elements(source + i * from_stride + k * unit, from_stride,
+                          target + i * unit + k * to_stride, unit, count - i, unit);
+    }
+#else
+    (void)from, (void)from_stride, (void)samples, (void)to, (void)to_stride, (void)count, (void)unit;
+#endif
+    return done;
+}
+
+typedef struct {
+    const int64_t *local, *position, *length;
+    int64_t count;
+} Runs;
+
+/* One element and its neighbours of all samples, tile by tile: a tile's lines stay in the cache. */
+static void place_strided(const Dataset *d, const Piece *p, const Runs *runs, const uint8_t *chunk,
+                          uint8_t *batch)
+{
+    Dim inner = p->dims[p->rank - 1];
+    int64_t tile = TILE_NBYTES / (inner.from_stride + 1);
+    int64_t index[MAX_RANK] = {0};
+    int are_squares = (p->unit == 1 || p->unit == 2 || p->unit == 4 || p->unit == 8) &&
+                      d->sample_stride == p->unit && inner.to_stride == p->unit &&
+                      runs->length[0] >= 16 / p->unit;
+    /* Far apart, elements had better be few: their lines often share one place in the cache. */
+    int64_t least = are_squares ? 2 * TILE_ELEMENTS : TILE_ELEMENTS;
+    tile = tile < least ? least : tile;
+    for (;;) {
+        int64_t from = 0, to = p->begin;
+        for (int64_t a = 0; a < p->rank - 1; a++) {
+            from += index[a] * p->dims[a].from_stride;
+            to += index[a] * p->dims[a].to_stride;
+        }
+        for (int64_t at = 0; at < inner.extent; at += tile) {
+            int64_t count = inner.extent - at < tile ? inner.extent - at : tile;
+            for (int64_t r = 0; r < runs->count; r++) {
+                const uint8_t *source = chunk + from + at * inner.from_stride +
+                                        runs->local[r] * d->sample_stride;
+                uint8_t *target = batch + to + at * inner.to_stride +
+                                  runs->position[r] * d->row_nbytes;
+                int64_t k = 0;
+                if (are_squares)
+                    k = copy_squares(source, inner.from_stride, runs->length[r], target,
+                                     d->row_nbytes, count, p->unit);
+                for (; k < runs->length[r]; k++)
+                    copy_elements(source + k * d->sample_stride, inner.from_stride,
+                                  target + k * d->row_nbytes, inner.to_stride, count, p->unit);
+            }
+        }
+        int64_t a = p->rank - 2;
+        while (a >= 0 && ++index[a] == p->dims[a].extent)
+            index[a--] = 0;
+        if (a < 0)
+            return;
+    }
+}
+
+static void place(const Dataset *d, const Piece *p, const Runs *runs, const uint8_t *chunk,
+                  uint8_t *batch)
+{
+    chunk += p->from;
+    if (p->rank) {
+        place_strided(d, p, runs, chunk, batch);
+        return;
+    }
+    int in_one = p->unit == d->row_nbytes && p->unit == d->sample_stride;
+    for (int64_t r = 0; r < runs->count; r++) {
+        const uint8_t *from = chunk + runs->local[r] * d->sample_stride;
+        uint8_t *to = batch + runs->position[r] * d->row_nbytes + p->begin;
+        int64_t times = in_one ? 1 : runs->length[r];
+        int64_t nbytes = in_one ? p->unit * runs->length[r] : p->unit;
+        for (int64_t k = 0; k < times; k++)
+            memcpy(to + k * d->row_nbytes, from + k * d->sample_stride, (size_t)nbytes);
+    }
+}
+
+static void place_fill(const Dataset *d, const Piece *p, const Runs *runs, uint8_t *batch)
+{
+    int64_t index[MAX_RANK] = {0};
+    for (;;) {
+        int64_t to = p->begin;
+        for (int64_t a = 0; a < p->rank; a++)
+            to += index[a] * p->dims[a].to_stride;
+        for (int64_t r = 0; r < runs->count; r++)
+            for (int64_t k = 0; k < runs->length[r]; k++)
+                fill_elements(d->fill, d->itemsize,
+                              batch + to + (runs->position[r] + k) * d->row_nbytes, p->unit);
+        int64_t a = p->rank - 1;
+        while (a >= 0 && ++index[a] == p->dims[a].extent)
+            index[a--] = 0;
+        if (a < 0)
+            return;
+    }
+}
+
+static int runs_of(const Dataset *d, const ChunkPlan *plan, int64_t group, int64_t batch_rows,
+                   Runs *runs)
+{
+    if (group < 0 || group >= plan->num_groups)
+        return 0;
+    int64_t first = plan->run_start[group], last = plan->run_start[group + 1];
+    if (first < 0 || last <= first || last > plan->num_runs)
+        return 0;
+    *runs = (Runs){plan->run_local + first, plan->run_position + first, plan->run_length + first,
+                   last - first};
+    for (int64_t r = 0; r < runs->count; r++)
+        if (runs->length[r] < 1 || runs->local[r] < 0 || runs->position[r] < 0 ||
+            runs->local[r] > d->chunk_samples - runs->length[r] ||
+            runs->position[r] > batch_rows - runs->length[r])
+            return 0;
+    return 1;
+}
