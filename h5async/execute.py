@@ -132,7 +132,8 @@ class PlanExecutor:
         try:
             last = int(offset.max())
             mapped = None
-            if nbytes < _MAP_BELOW_NBYTES or (self._is_table and file.is_cached(last)):
+            pays = nbytes < _MAP_BELOW_NBYTES or (self._is_table and file.is_cached(last))
+            if pays or file.io == "map":
                 mapped = file.mapped(last + nbytes)
             if mapped is None:
                 position, offset = _in_file_order(offset)

@@ -85,6 +85,9 @@ class LocalFile:
             If the file ends too early, or the system reports an error; the message names the
             file and the byte.
         """
+        if self.io == "map":
+            self._copy(offset, buffers)
+            return
         while buffers:
             try:
                 count = os.preadv(self.descriptor, buffers[:_IOV_MAX], offset)
@@ -171,6 +174,13 @@ class LocalFile:
             with contextlib.suppress(BufferError):  # the traceback of an error may hold an array
                 self._map.close()
             self._map = None
+
+    def _copy(self, offset: int, buffers: list[memoryview]) -> None:
+        mapped = self.mapped(offset + sum(buffer.nbytes for buffer in buffers))
+        assert mapped is not None
+        for buffer in buffers:
+            np.copyto(np.frombuffer(buffer, np.uint8), mapped[offset : offset + buffer.nbytes])
+            offset += buffer.nbytes
 
     def _too_short(self, offset: int) -> ReadError:
         size = os.fstat(self.descriptor).st_size
