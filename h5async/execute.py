@@ -278,8 +278,8 @@ class PlanExecutor:
             self._scatter(self._mapped_dataset(file)[inside], runs, region, raw)
             return
         whole = self._filled_whole(raw, runs)
-        scratch.counts.read_nbytes += int(chunks.nbytes[place])
         if self._pipeline.is_raw(int(chunks.filter_mask[place])):
+            scratch.counts.read_nbytes += int(chunks.nbytes[place])
             with scratch.counts.timed("read_ns"):
                 chunk = self._raw_chunk(file, place, runs, whole, scratch)
                 if whole is None:
@@ -334,6 +334,7 @@ class PlanExecutor:
         else:
             encoded = mapped[offset : offset + nbytes]
         scratch.counts.decoded_chunks += 1
+        scratch.counts.read_nbytes += nbytes
         with scratch.counts.timed("decode_ns"):
             self._decode_exactly(encoded, place, scratch, out)
 

@@ -14,6 +14,7 @@ import functools
 import heapq
 import importlib
 import itertools
+import math
 import queue
 import threading
 import time
@@ -375,7 +376,8 @@ class Filler:
 
     def _kept_nbytes(self, layout: DatasetLayout, config: ReaderConfig) -> int:
         """Return how much memory to spend on decoded chunks that later batches may need."""
-        whole = sum(source.nbytes for source in layout.leaves() if source.filters)
+        encoded = [source for source in layout.leaves() if source.filters]
+        whole = sum(math.prod(source.grid) * source.chunk_nbytes for source in encoded)
         if whole <= _KEPT_WHOLE_NBYTES:
             return whole
         if config.shuffle == "window":

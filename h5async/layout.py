@@ -300,22 +300,28 @@ class DatasetLayout:
         )
         return held < math.prod(self.shape)
 
-    def unit_bounds(self) -> NDArray[np.int64]:
+    def unit_bounds(self, row_nbytes: int = 0) -> NDArray[np.int64]:
         """Return where groups of samples begin that are stored together, in chunks say.
+
+        Parameters
+        ----------
+        row_nbytes
+            Bytes that are delivered of a sample, if other than those of a row here.
 
         Returns
         -------
         numpy.ndarray
             int64 (n + 1,), ascending from 0 to `num_samples`; nothing empty between.
         """
-        size = max(1, _UNCHUNKED_UNIT_NBYTES // max(1, self.row_nbytes))
+        row_nbytes = row_nbytes or self.row_nbytes
+        size = max(1, _UNCHUNKED_UNIT_NBYTES // max(1, row_nbytes))
         bounds: list[NDArray[np.int64]] = [np.array([0, self.num_samples], np.int64)]
         if self.chunk_shape:
             size = self.chunk_shape[self.sample_axis]
         elif self.part_starts is not None and self.parts:
             for part in self.parts:
                 first, last = part.source_samples.start, part.source_samples.end
-                inside = part.source.unit_bounds().clip(first, last)
+                inside = part.source.unit_bounds(row_nbytes).clip(first, last)
                 bounds.append(inside - first + part.samples.start)
         if len(bounds) == 1:
             bounds.append(np.arange(0, self.num_samples, size, dtype=np.int64))

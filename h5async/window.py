@@ -28,8 +28,8 @@ from h5async.sampling import keyed_hash, permute, permute_each, round_keys
 Int64s = NDArray[np.int64]
 
 _BLOCK_SAMPLES = 1024  # computed at a time: costs little more than fewer
-_GROUP_SAMPLES = 128  # shuffled among themselves, or else one round
-_WINDOW_SHARE = 2 / 3  # of what fits in memory; the rest is for what batches in flight bring in
+_GROUP_SAMPLES = 128  # shuffled among themselves, or else one round, or what a small window allows
+_IN_FLIGHT_SHARE = 1 / 4  # of the memory: for what batches on their way bring in
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class WindowOrder:
         self.window = window
         self._seed = seed
         self._delay = np.arange(size) * window // size
-        self._group_rounds = max(1, _GROUP_SAMPLES // size)
+        self._group_rounds = max(1, min(_GROUP_SAMPLES // size, window // 4))
         groups = -(-_BLOCK_SAMPLES // (size * self._group_rounds))
         self._block_rounds = groups * self._group_rounds
         self._table = functools.lru_cache(maxsize=2)(self._new_table)
@@ -131,10 +131,13 @@ def window_order(layouts: Sequence[DatasetLayout], window_nbytes: int, seed: int
     bounds = leader.unit_bounds()
     counts = np.diff(bounds)
     unit_nbytes = sum(layout.unit_nbytes for layout in layouts)
+    size = int(counts.max(initial=1))
     if not unit_nbytes:  # nothing is kept: what is read from is near each other
-        unit_nbytes = int(counts.max(initial=1)) * sum(layout.row_nbytes for layout in layouts)
-    fitting = int(_WINDOW_SHARE * window_nbytes / max(1, unit_nbytes))
-    window = max(2, min(fitting, -(-counts.size // 2)))
+        unit_nbytes = size * sum(layout.row_nbytes for layout in layouts)
+    fitting = (1 - _IN_FLIGHT_SHARE) * window_nbytes / max(1, unit_nbytes) - 2
+    # A unit's samples come `window / size` rounds apart, and others come up meanwhile; so they do
+    # in a group of rounds, a quarter of the window at most.
+    window = max(2, min(int(fitting / (1 + 1 / size + 1 / 4)), -(-counts.size // 2)))
     return WindowOrder(bounds, window, seed)
 
 

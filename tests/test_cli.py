@@ -15,7 +15,10 @@ import pytest
 from typer.testing import CliRunner
 
 from h5async import ReaderConfig, cli
+from h5async.core import load_core
+from h5async.stats import STAGES
 
+BY_US = "direct, by the core" if load_core() else "direct, in Python"
 SCRIPTS = sysconfig.get_path("scripts")
 COLUMNS = [
     "dataset",
@@ -192,7 +195,7 @@ def test_inspect_fills_every_column(quirks):
         "100.0 kB",
         "800 bytes",
         "800 bytes",
-        "direct",
+        BY_US,
     ]
     assert list(rows["train/packed"].values()) == [
         "train/packed",
@@ -205,7 +208,7 @@ def test_inspect_fills_every_column(quirks):
         "400 bytes",
         f"{round(packed_nbytes / 50)} bytes",
         f"{round(shuffled_nbytes / 50)} bytes",
-        "direct",
+        BY_US,
     ]
 
 
@@ -224,12 +227,35 @@ def test_inspect_says_what_h5py_reads_and_why(quirks, name, storage, reason):
 
 
 @pytest.mark.parametrize(
-    ("name", "storage"),
-    [("odd", "chunked"), ("compact", "compact"), ("virtual", "virtual")],
+    ("name", "storage", "way"),
+    [
+        ("odd", "chunked", "direct, in Python"),  # scaleoffset is beyond the core
+        ("compact", "compact", "direct"),  # its values came with the metadata
+        ("virtual", "virtual", BY_US),
+    ],
 )
-def test_inspect_says_what_is_read_directly(quirks, name, storage):
+def test_inspect_says_what_is_read_directly_and_by_whom(quirks, name, storage, way):
     row = table_rows(succeed("inspect", quirks).stdout)[name]
-    assert (row["layout"], row["read"]) == (storage, "direct")
+    assert (row["layout"], row["read"]) == (storage, way)
+
+
+def test_inspect_says_in_python_where_a_source_is_beyond_the_core(tmp_path):
+    path = tmp_path / "mixed.h5"
+    with h5py.File(path, "w") as file:
+        sources = h5py.VirtualLayout((6,), np.int64)
+        for number, options in enumerate([{}, {"chunks": (3,), "scaleoffset": 0}]):
+            file.create_dataset(f"part{number}", data=np.arange(3), **options)
+            sources[3 * number : 3 * number + 3] = h5py.VirtualSource(file[f"part{number}"])
+        file.create_virtual_dataset("data", sources)
+    rows = table_rows(succeed("inspect", path).stdout)
+    assert rows["data"]["read"] == "direct, in Python, from 2 sources"
+    assert rows["part0"]["read"] == BY_US
+    assert rows["part1"]["read"] == "direct, in Python"
+
+
+def test_without_the_core_all_is_read_in_python(train):
+    shown = run_script("h5async inspect train.h5", train.parent, H5ASYNC_CORE="0").stdout
+    assert {row["read"] for row in table_rows(shown).values()} == {"direct, in Python"}
 
 
 def test_inspect_says_what_comes_from_several_sources(tmp_path):
@@ -241,8 +267,8 @@ def test_inspect_says_what_comes_from_several_sources(tmp_path):
             sources[3 * number : 3 * number + 3] = h5py.VirtualSource(file[f"part{number}"])
         file.create_virtual_dataset("data", sources)
     rows = table_rows(succeed("inspect", path).stdout)
-    assert rows["data"]["read"] == "direct, from 2 sources"
-    assert rows["part0"]["read"] == "direct"
+    assert rows["data"]["read"] == f"{BY_US}, from 2 sources"
+    assert rows["part0"]["read"] == BY_US
 
 
 def test_inspect_reads_other_files_where_it_is_allowed(quirks):
@@ -251,12 +277,12 @@ def test_inspect_reads_other_files_where_it_is_allowed(quirks):
     assert table_rows(found)["external"]["read"].startswith("refused: ")
     allowed += ["--allow-external", quirks.parent / "allowed"]
     row = table_rows(succeed("inspect", quirks, *allowed).stdout)["external"]
-    assert (row["layout"], row["on disk"], row["read"]) == ("external", "20 bytes", "direct")
+    assert (row["layout"], row["on disk"], row["read"]) == ("external", "20 bytes", BY_US)
 
 
 def test_inspect_takes_what_is_missing_for_the_fill_value_where_it_is_allowed(quirks):
     row = table_rows(succeed("inspect", quirks, "--allow-missing").stdout)["missing"]
-    assert (row["layout"], row["in order"], row["read"]) == ("virtual", "0 bytes", "direct")
+    assert (row["layout"], row["in order"], row["read"]) == ("virtual", "0 bytes", BY_US)
 
 
 @pytest.mark.parametrize(
@@ -303,7 +329,7 @@ def test_inspect_cuts_nothing_in_a_pipe(tmp_path):
     with h5py.File(tmp_path / "long.h5", "w") as file:
         file[name] = np.zeros(3)
     rows = table_rows(succeed("inspect", tmp_path / "long.h5", COLUMNS="40").stdout)
-    assert rows[name]["read"] == "direct"
+    assert rows[name]["read"] == BY_US
 
 
 def texts_of_columns(lines):
@@ -387,7 +413,7 @@ def test_read_says_what_it_read(train):
     found = summary(result)
     assert result.stderr == ""
     assert found["file"] == str(train)
-    assert found["fields"] == {"data": '"data" (direct)', "labels": '"labels" (direct)'}
+    assert found["fields"] == {"data": f'"data" ({BY_US})', "labels": f'"labels" ({BY_US})'}
     assert found["epochs"] == "1"
     assert found["batches"] == "4"
     assert found["samples"] == "100"
@@ -399,6 +425,12 @@ def test_read_says_what_it_read(train):
     ).groups()
     assert float(seconds) <= float(total)
     assert 0 < float(percent) <= 100
+    assert re.match(r"(not )?data-bound: waited [\d.]+ % of the time; ", found["limit"])
+
+
+def test_read_has_nothing_to_tell_of_one_batch(train):
+    found = summary(succeed("read", train, "--batch-size", 100))
+    assert found["limit"] == "nothing to tell yet: fewer than two batches were delivered"
 
 
 def test_read_counts_all_epochs(train):
@@ -435,7 +467,7 @@ def test_read_several_files(train):
     found = summary(succeed("read", train, more, "--batch-size", 30))
     assert (found["batches"], found["samples"]) == ("5", "150")
     assert found["file"] == f"2 files, {train} to {more}"
-    assert found["fields"]["data"] == '"data" (direct, from 2 sources)'
+    assert found["fields"]["data"] == f'"data" ({BY_US}, from 2 sources)'
     found = summary(succeed("read", train.parent / "train*.h5"))
     assert found["samples"] == "150"
     assert "no file matches" in refuse("read", train.parent / "test*.h5")
@@ -476,6 +508,8 @@ OPTIONS = {  # what is typed -> what the reader is given
     "--shuffle full": {"shuffle": "full"},
     "--shuffle window": {"shuffle": "window"},
     "--shuffle none": {"shuffle": False},
+    "--window-bytes 1000": {"window_bytes": 1000},
+    "--io map": {"io": "map"},
     "--seed 0": {"seed": 0},
     "--drop-last": {"drop_last": True},
     "--no-drop-last": {"drop_last": False},
@@ -585,6 +619,8 @@ def test_configurations_that_cannot_be_used(train):
         ("--num-threads -1", "num_threads"),
         ("--prefetch 0", "prefetch"),
         ("--shuffle sometimes", "shuffle"),
+        ("--window-bytes 0", "window_bytes"),
+        ("--io sideways", "io"),
         ("--workers people", "workers"),
         ("--device tpu", "device"),
         ("--postprocess f", "postprocess"),
@@ -619,6 +655,106 @@ def test_values_that_are_usage_errors(train, typed, message):
 def test_no_file_at_all_is_a_usage_error():
     assert "FILE" in refuse("read", exit_code=2)
     assert "FILE" in refuse("inspect", exit_code=2)
+
+
+# --- bench ---------------------------------------------------------------------------------------
+
+
+def bench_lines(text):
+    """Return what bench printed: who reads, the stages, the sentence, and the speeds of trials."""
+    (breakdown, sentence, speeds) = (part.splitlines() for part in text.split("\n\n"))
+    assert breakdown[0].startswith("read by    ")
+    assert re.fullmatch(
+        r"decoded    \S+ \w+ of \S+ \w+ in the file, [\d,]+ samples, [\d,]+ chunks", breakdown[1]
+    )
+    stages = []
+    for line in breakdown[2:]:
+        stage, share = re.fullmatch(r"(\w+) +\d+\.\d{3} s of threads +(\d+\.\d)%", line).groups()
+        assert 0 < float(share) <= 100
+        stages.append(stage)
+    assert stages
+    assert set(stages) <= {*STAGES, "GIL"}
+    assert len(sentence) == 1
+    trials = [re.fullmatch(r"(.+?) +(\S+) GB/s +(\d+\.\d\d)x", line).groups() for line in speeds]
+    assert all(float(speed) >= 0 for _, speed, _ in trials)
+    return breakdown[0].removeprefix("read by    "), sentence[0], {t[0]: t[2] for t in trials}
+
+
+def test_bench_says_where_the_time_goes_and_tries_what_may_be_faster(train):
+    result = succeed("bench", train, "--seconds", 0.05, "--num-threads", 2, "--device", "cpu")
+    assert result.stderr == ""
+    ways, sentence, trials = bench_lines(result.stdout)
+    way = "core" if load_core() else "python"
+    assert ways == f"data: {way}, labels: {way}"
+    assert re.match(r"(not )?data-bound: waited [\d.]+ % of the time; ", sentence)
+    threads = sorted({1, 4, os.cpu_count()} - {2})
+    assert list(trials) == [
+        "as given",
+        "shuffle='window'",
+        "shuffle='full'",
+        *(f"num_threads={count}" for count in threads),
+    ]
+    assert trials["as given"] == "1.00"
+
+
+@pytest.mark.parametrize(
+    ("shuffle", "others"),
+    [
+        ("none", {"'window'", "'full'"}),
+        ("full", {"False", "'window'"}),
+        ("window", {"False", "'full'"}),
+    ],
+)
+def test_bench_tries_the_other_orders(train, shuffle, others):
+    result = succeed("bench", train, "--seconds", 0, "--shuffle", shuffle, "--num-threads", 1)
+    trials = bench_lines(result.stdout)[2]
+    assert {name[8:] for name in trials if name.startswith("shuffle=")} == others
+    assert "num_threads=1" not in trials
+
+
+def test_bench_takes_the_options_of_read(train, quirks):
+    (train.parent / "c.toml").write_text('hdf5_path = "train.h5"\nlabels_field = ""\n')
+    for typed in (
+        [quirks, "--field", "x=compact", "--field", "y=overlap", "--batch-size", 2],
+        ["--config", train.parent / "c.toml", "--batch-size", 10, "--io", "pread"],
+        [train, train, "--no-labels", "--batch-size", 10, "--window-bytes", 100],
+    ):
+        bench_lines(succeed("bench", *typed, "--seconds", 0, "--num-threads", 1).stdout)
+    typed = ["--field", "x=compact", "--field", "y=overlap", "--batch-size", 2]
+    result = succeed("bench", quirks, *typed, "--seconds", 0, "--num-threads", 1)
+    assert bench_lines(result.stdout)[0] == "x: memory, y: h5py"
+    helped = [set(re.findall(r"--[a-z-]+", succeed(c, "--help").stdout)) for c in ("read", "bench")]
+    assert helped[0] - helped[1] == {"--epochs"}
+    assert helped[1] - helped[0] == {"--seconds"}
+
+
+def test_bench_needs_no_full_batch(train):
+    result = succeed("bench", train, "--seconds", 0, "--drop-last", "--batch-size", 1000)
+    assert "nothing to tell yet" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("typed", "message", "exit_code"),
+    [
+        ("--batch-size 0", "batch_size", 1),
+        ("--io sideways", "io", 1),
+        ("--data-field nope", '"nope"', 1),
+        ("--seconds -1", "--seconds", 2),
+        ("--seconds some", "--seconds", 2),
+        ("--epochs 2", "--epochs", 2),
+        ("--no-labels --labels-field labels", "not both", 2),
+    ],
+)
+def test_bench_reports_errors_as_read_does(train, typed, message, exit_code):
+    assert message in refuse("bench", train, *typed.split(), exit_code=exit_code)
+
+
+def test_bench_of_files_that_cannot_be_opened(tmp_path):
+    assert "there is no such file" in refuse("bench", tmp_path / "missing.h5")
+    assert "FILE" in refuse("bench", exit_code=2)
+    result = run_script("h5async bench missing.h5", tmp_path)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == "error: cannot open missing.h5: there is no such file\n"
 
 
 # --- read: what goes wrong -----------------------------------------------------------------------

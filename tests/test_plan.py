@@ -95,7 +95,7 @@ def carried_out(of: DatasetLayout, plan: ChunkPlan, count: int) -> np.ndarray:
             assert plan.place[item] == place_of(of, number)
             extent = of.chunk_shape
         else:
-            corner, extent = np.zeros(len(of.shape), int), of.shape
+            corner, extent = of.cross_section[plan.cross[item]], of.piece_shape
             assert plan.place[item] == (-1 if of.offset < 0 else 0)
         region = tuple(slice(corner[a], corner[a] + extent[a]) for a in rest)
         first = corner[of.sample_axis]
@@ -126,6 +126,9 @@ def check_form(of: DatasetLayout, plan: ChunkPlan) -> None:
         allocated = plan.place[plan.place >= 0]
         assert np.unique(allocated).size == allocated.size
         assert plan.item_nbytes == of.chunk_nbytes
+    else:
+        assert groups == 1
+        assert plan.cross.tolist() == list(range(len(of.cross_section)))
     for group in range(groups):
         runs = slice(plan.run_start[group], plan.run_start[group + 1])
         local, position = plan.run_local[runs], plan.run_position[runs]
@@ -245,14 +248,28 @@ def test_pieces_of_a_sample_in_several_chunks() -> None:
     assert plan.run_position.tolist() == [1, 0]
 
 
-def test_columns_of_a_contiguous_dataset_are_shared_out() -> None:
-    plan = plan_read(layout((3, 100), axis=1), np.arange(100)[::-1].copy())
+@pytest.mark.parametrize(
+    ("shape", "axis", "piece_shape", "count"),
+    [
+        ((3, 100), 1, (1, 100), 3),
+        ((100, 3), 1, (4, 3), 25),
+        ((5, 7, 320), 1, (5, 7, 10), 32),
+        ((320, 7, 5), 2, (10, 7, 5), 32),
+        ((1, 9), 1, (1, 9), 1),
+    ],
+)
+def test_columns_of_a_contiguous_dataset_are_shared_out(
+    shape: tuple[int, ...], axis: int, piece_shape: tuple[int, ...], count: int
+) -> None:
+    """Each share has all samples of a batch, and a slice of the rows' longest dimension."""
+    of = layout(shape, axis=axis)
+    plan = plan_read(of, np.arange(of.num_samples)[::-1].copy())
     assert isinstance(plan, ChunkPlan)
-    assert 1 < plan.num_items <= 100
-    assert plan.place.tolist() == [0] * plan.num_items
-    sizes = np.add.reduceat(plan.run_length, plan.run_start[:-1])
-    assert sizes.max() - sizes.min() <= 1
-    assert plan.num_items * plan.item_nbytes <= 1200
+    assert of.piece_shape == piece_shape
+    assert plan.num_items == len(of.cross_section) == count
+    assert plan.place.tolist() == [0] * count
+    nbytes = of.num_samples * of.row_nbytes
+    assert nbytes - plan.num_items < plan.num_items * plan.item_nbytes <= nbytes
 
 
 def test_what_only_h5py_may_read_is_one_item() -> None:

@@ -33,8 +33,10 @@ from h5async import (
     PostprocessError,
     ReaderClosedError,
     ReaderConfig,
+    ReadError,
 )
 from h5async.filling import Filler
+from h5async.storage import LocalFile, can_map, file_id
 
 DEADLOCK_SECONDS = 30
 NUM_SAMPLES = 23
@@ -1244,3 +1246,162 @@ def test_auto_without_cupy_is_the_cpu(train: Path) -> None:
     with AsyncReader(hdf5_path=train, device="auto") as reader:
         assert reader.device == "cpu"
         assert isinstance(reader.get_next_batch().data, np.ndarray)
+
+
+# --- how files are read -----------------------------------------------------------------------
+
+IO_MODES = ("auto", "pread", "map")
+SMALL_ROWS = (60, 16)  # 64 bytes each: they are copied out of a map, where there is one
+
+
+@pytest.fixture
+def kinds(tmp_path: Path) -> Path:
+    """Datasets of int32, each stored in another way; "columns" counts samples last."""
+    path = tmp_path / "kinds.h5"
+    values = np.random.default_rng(0).integers(1, 999, SMALL_ROWS).astype("i4")
+    large = np.random.default_rng(1).integers(1, 999, (60, 20_000)).astype("i4")
+    with h5py.File(path, "w") as file:
+        file["rows"] = values
+        file["large rows"] = large
+        file.create_dataset("raw chunks", data=values, chunks=(7, 16))
+        file.create_dataset("gzip", data=values, chunks=(7, 16), compression="gzip")
+        file.create_dataset("scaleoffset", data=values, chunks=(7, 16), scaleoffset=0)
+        file["columns"] = values.T
+    return path
+
+
+def kind_options(name: str) -> dict[str, Any]:
+    return {
+        "data_field": name,
+        "labels_field": None,
+        "num_dim": 1 if name == "columns" else 0,
+        "batch_size": 9,
+        "device": "cpu",
+    }
+
+
+KINDS = ("rows", "large rows", "raw chunks", "gzip", "scaleoffset", "columns")
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("io", IO_MODES)
+def test_every_io_mode_gives_what_h5py_gives(
+    kinds: Path, io: str, name: str, num_threads: int
+) -> None:
+    options = {**kind_options(name), "num_threads": num_threads, "io": io}
+    expected = truth(kinds, name, options["num_dim"])
+    for shuffle in (False, "full", "window"):
+        with AsyncReader(hdf5_path=kinds, shuffle=shuffle, **options) as reader:
+            assert reader.config.io == io
+            poison(reader)
+            for _ in range(2):
+                assert_epoch_is(reader, expected, in_order=not shuffle)
+            through_h5py = name == "columns" and io == "pread"
+            assert (reader.fallback_reads > 0) == through_h5py
+            assert (reader.layouts["data"].fallback_reason is not None) == through_h5py
+            files = list(reader._engine.filler._files._files.values())
+            assert len(files) == (not through_h5py)
+            for file in files:
+                assert file.io == io
+                assert (file.map_nbytes == 0) == (io == "pread" or not can_map(str(kinds)))
+
+
+def test_columns_are_read_by_mapping_and_a_reason_says_so(kinds: Path) -> None:
+    with AsyncReader(hdf5_path=kinds, io="pread", **kind_options("columns")) as reader:
+        reason = reader.layouts["data"].fallback_reason
+    assert reason is not None
+    assert 'io="map"' in reason
+
+
+@pytest.mark.parametrize(("io", "is_mapped"), [("auto", False), ("pread", False), ("map", True)])
+def test_only_map_maps_where_the_file_system_is_not_known(
+    kinds: Path, monkeypatch: pytest.MonkeyPatch, io: str, is_mapped: bool
+) -> None:
+    monkeypatch.setattr("h5async.storage.can_map", lambda path: False)
+    size = kinds.stat().st_size
+    for name in KINDS:
+        options = {**kind_options(name), "io": io, "num_threads": 0}
+        with AsyncReader(hdf5_path=kinds, shuffle="full", **options) as reader:
+            expected = truth(kinds, name, options["num_dim"])
+            assert_epoch_is(reader, expected, in_order=False)
+            for file in reader._engine.filler._files._files.values():
+                assert file.map_nbytes == (size if is_mapped else 0)
+            assert (reader.fallback_reads == 0) == (is_mapped or name != "columns")
+
+
+@pytest.mark.parametrize("io", IO_MODES)
+def test_a_file_as_it_is_opened(tmp_path: Path, io: Any) -> None:
+    path = tmp_path / "bytes"
+    path.write_bytes(b"h5async" * 1000)
+    with path.open("rb") as file:
+        expected = file_id(file.fileno())
+    opened = LocalFile(str(path), expected, io)
+    try:
+        is_mapped = io == "map" or (io == "auto" and can_map(str(path)))
+        assert opened.map_nbytes == (7000 if is_mapped else 0)
+        assert bool(opened.map_address) == is_mapped
+        mapped = opened.mapped(7000)
+        assert (mapped is not None) == is_mapped
+        if mapped is not None:
+            assert mapped.tobytes() == path.read_bytes()
+            with pytest.raises(ReadError, match="cut short"):
+                opened.mapped(7001)
+        del mapped
+        if io != "auto":
+            assert opened.is_cached(0) == is_mapped
+        found = bytearray(7)
+        opened.read_into(7, [memoryview(found)])
+        assert found == b"h5async"
+    finally:
+        opened.close()
+    opened.close()
+
+
+def test_what_cannot_be_mapped_is_an_error_only_where_that_was_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "empty"  # of no bytes, there is no map
+    path.touch()
+    with path.open("rb") as file:
+        expected = file_id(file.fileno())
+    for io in ("auto", "pread"):
+        opened = LocalFile(str(path), expected, io)
+        assert (opened.map_nbytes, opened.mapped(0)) == (0, None)
+        opened.close()
+    with pytest.raises(
+        ReadError, match=r'cannot be mapped into memory: .*; read it with io="pread"'
+    ):
+        LocalFile(str(path), expected, "map")
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("io", IO_MODES)
+def test_a_file_cut_short_after_it_was_opened_is_an_error(kinds: Path, io: str, name: str) -> None:
+    """Never a crash, and no batch is wrong; in a process of its own, which a map could end."""
+    source = f"""
+import os, shutil
+import h5py
+import numpy as np
+from h5async import AsyncReader, ReadError
+name, num_dim = {name!r}, {int(name == "columns")}
+with h5py.File({str(kinds)!r}) as file:
+    expected = np.moveaxis(file[name][...], num_dim, 0)
+options = dict(data_field=name, labels_field=None, num_dim=num_dim, batch_size=9, prefetch=1,
+               device="cpu", shuffle="full", io={io!r})
+for num_threads in (0, 2):
+    path = shutil.copy({str(kinds)!r}, {str(kinds)!r} + str(num_threads))
+    with AsyncReader(hdf5_path=path, num_threads=num_threads, **options) as reader:
+        batch = reader.get_next_batch()
+        assert np.array_equal(batch.data, expected[batch.index])
+        os.truncate(path, 2048)
+        errors = 0
+        for _ in range(2 * len(reader)):
+            try:
+                batch = reader.get_next_batch()
+            except ReadError as error:
+                assert path in str(error), error
+                errors += 1
+            else:
+                assert np.array_equal(batch.data, expected[batch.index]), "a batch is wrong"
+        assert errors, "nothing was noticed"
+"""
+    run_script(source, kinds)

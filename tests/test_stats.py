@@ -1,0 +1,431 @@
+"""What a reader says of itself: counts that are exact, times that are there, and sentences."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from h5async import AsyncReader, Field, ReadError, ReaderStats
+from h5async.core import load_core
+from h5async.stats import STAGES, StageTimes, ThreadCounts, Waits
+
+BY_US = "core" if load_core() else "python"
+GZIP = {"compression": "gzip", "compression_opts": 1}
+
+
+# --- counts and times ------------------------------------------------------------------------
+
+
+def test_counts_of_threads_are_summed_up() -> None:
+    one, other = ThreadCounts(1, 2, 3, 4, 5, 6), ThreadCounts(10, 20, 30, 40, 50, 60)
+    assert one.plus(other) == ThreadCounts(11, 22, 33, 44, 55, 66)
+    assert one == ThreadCounts(1, 2, 3, 4, 5, 6), "what is added to is not changed"
+    assert one.plus(ThreadCounts()) == one
+    names = [field.name for field in dataclasses.fields(ThreadCounts)]
+    assert names[:4] == ["read_ns", "decode_ns", "place_ns", "gil_wait_ns"]
+    assert names[4:] == ["read_nbytes", "decoded_chunks"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_block_is_timed_even_if_it_fails(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    clock = iter([100, 107, 1000, 1003])
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: next(clock))
+    counts = ThreadCounts()
+    for _ in range(2):
+        try:
+            with counts.timed("decode_ns"):
+                assert not fails
+        except AssertionError:
+            assert fails
+    assert counts == ThreadCounts(decode_ns=10)
+
+
+def test_times_of_stages_are_summed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = StageTimes()
+    assert times.seconds() == dict.fromkeys(STAGES, 0.0)
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: 5_000_000_000)
+    times.add("plan", 4_000_000_000)
+    times.add("plan", 4_500_000_000)
+    times.add("upload", 4_750_000_000)
+    assert times.seconds() == {**dict.fromkeys(STAGES, 0.0), "plan": 1.5, "upload": 0.25}
+    with pytest.raises(KeyError):
+        times.add("sleep", 0)
+
+
+def test_waits() -> None:
+    waits = Waits()
+    assert (waits.count, waits.seconds, waits.elapsed_seconds) == (0, 0.0, 0.0)
+    assert waits.percentile(50) == waits.percentile(99) == 0.0
+    waits.note(10.0, 13.0)  # start-up, which nobody counts
+    assert (waits.count, waits.seconds, waits.elapsed_seconds) == (1, 0.0, 0.0)
+    assert waits.percentile(99) == 0.0
+    for number in range(1, 101):
+        waits.note(20.0 + number, 20.0 + number + number / 1000)
+    assert waits.count == 101
+    assert waits.seconds == pytest.approx(5.05)
+    assert waits.elapsed_seconds == pytest.approx(120.1 - 13.0)
+    assert waits.percentile(50) == pytest.approx(0.0505)
+    assert waits.percentile(99) == pytest.approx(0.09901)
+    assert waits.percentile(0) == pytest.approx(0.001)
+    assert waits.percentile(100) == pytest.approx(0.1)
+
+
+def test_percentiles_are_those_of_the_last_waits() -> None:
+    waits = Waits()
+    waits.note(0.0, 0.0)
+    for number in range(1000):
+        waits.note(number, number + 0.5)
+    for number in range(4096):
+        waits.note(1000.0 + number, 1000.0 + number + 0.25)
+    assert waits.percentile(100) == 0.25
+    assert waits.count == 5097
+    assert waits.seconds == pytest.approx(500 + 1024)
+
+
+# --- the sentence ----------------------------------------------------------------------------
+
+
+def told(**given: Any) -> str:
+    """What is said of 11 batches of 1 GB in 10 s, for which two threads worked."""
+    stages = {**dict.fromkeys(STAGES, 0.0), **given.pop("stages", {"read": 4.0, "decode": 7.0})}
+    values: dict[str, Any] = {
+        "batches": 11,
+        "samples": 1100,
+        "nbytes": 11_000_000_000,
+        "elapsed_seconds": 10.0,
+        "wait_seconds": 5.0,
+        "wait_p50_seconds": 0.5,
+        "wait_p99_seconds": 0.6,
+        "gil_wait_seconds": 0.0,
+        "read_nbytes": 5_000_000_000,
+        "decoded_chunks": 1100,
+        "fallback_reads": 0,
+        "direct_share": 1.0,
+        "ways": {"data": "core"},
+        "num_threads": 2,
+        "filters": ("shuffle", "deflate"),
+    }
+    return str(ReaderStats(stage_seconds=stages, **{**values, **given}))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"batches": 0, "elapsed_seconds": 0.0, "wait_seconds": 0.0},
+        {"batches": 1, "elapsed_seconds": 0.0, "wait_seconds": 0.0},
+        {"stages": {}},
+    ],
+)
+def test_nothing_to_tell_yet(given: dict[str, Any]) -> None:
+    assert told(**given) == "nothing to tell yet: fewer than two batches were delivered"
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (  # a batch takes 1 s of threads; the loop takes one a second: 2 threads could give two
+            {"wait_seconds": 0.0},
+            "not data-bound: waited 0.0 % of the time; the reader could give 2.0x what the loop"
+            " takes",
+        ),
+        (
+            {"wait_seconds": 0.19, "stages": {"decode": 1.1}},
+            "not data-bound: waited 1.9 % of the time; the reader could give 20.0x what the loop"
+            " takes",
+        ),
+        (
+            {"wait_seconds": 0.19, "stages": {"decode": 1.1}, "num_threads": 0},
+            "not data-bound: waited 1.9 % of the time; the reader could give 10.0x what the loop"
+            " takes",
+        ),
+        (  # not even if threads wait for the GIL
+            {"wait_seconds": 0.1, "gil_wait_seconds": 100.0},
+            "not data-bound: waited 1.0 % of the time; the reader could give 2.0x what the loop"
+            " takes",
+        ),
+        (
+            {},
+            "data-bound: waited 50 % of the time; the limit is shuffle+deflate decoding, 3.1 GB/s"
+            " on 2 threads",
+        ),
+        (
+            {"wait_seconds": 0.25, "num_threads": 1, "filters": ("zstd",)},
+            "data-bound: waited 2.5 % of the time; the limit is zstd decoding, 1.6 GB/s on 1"
+            " thread",
+        ),
+        (
+            {"wait_seconds": 9.96, "num_threads": 0},
+            "data-bound: waited 100 % of the time; the limit is shuffle+deflate decoding, 1.6 GB/s"
+            " on 1 thread",
+        ),
+        (
+            {"stages": {"read": 8.0, "decode": 7.0}},
+            "data-bound: waited 50 % of the time; the limit is reading, 2.8 GB/s on 2 threads",
+        ),
+        (
+            {"stages": {"read": 22.0}, "direct_share": 0.0, "fallback_reads": 11, "filters": ()},
+            "data-bound: waited 50 % of the time; the limit is reading through h5py, 1 GB/s on 2"
+            " threads",
+        ),
+        (  # decoding is not what h5py is seen to do
+            {"direct_share": 0.5},
+            "data-bound: waited 50 % of the time; the limit is shuffle+deflate decoding, 3.1 GB/s"
+            " on 2 threads",
+        ),
+        *(
+            (
+                {"stages": {stage: 11.0, "read": 1.0}},
+                f"data-bound: waited 50 % of the time; the limit is {work}, 2 GB/s on 2 threads",
+            )
+            for stage, work in {
+                "plan": "planning",
+                "place": "copying samples out of chunks",
+                "transform": "permuting, casting and scaling",
+                "postprocess": "postprocess",
+                "upload": "uploading",
+            }.items()
+        ),
+        (
+            {"gil_wait_seconds": 11.0},
+            "data-bound: waited 50 % of the time; the reader's threads spent 50 % of their time"
+            " waiting for the GIL: the loop holds it; call less Python in it, or larger batches",
+        ),
+        (  # a quarter is not too much
+            {"gil_wait_seconds": 11.0 / 3},
+            "data-bound: waited 50 % of the time; the limit is shuffle+deflate decoding, 3.1 GB/s"
+            " on 2 threads",
+        ),
+        (  # nor does the loop hold it, where the threads are busy with their work
+            {"gil_wait_seconds": 22.0, "stages": {"decode": 22.0}},
+            "data-bound: waited 50 % of the time; the limit is shuffle+deflate decoding, 1 GB/s"
+            " on 2 threads",
+        ),
+    ],
+)
+def test_sentences(given: dict[str, Any], sentence: str) -> None:
+    assert told(**given) == sentence
+
+
+# --- of a reader -----------------------------------------------------------------------------
+
+
+def values_of(*shape: int, dtype: str = "i4") -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 100, shape).astype(dtype)
+
+
+def write_reduced_precision(path: Path, rows: int) -> None:
+    """Add "data", which only h5py may read."""
+    kind = h5py.h5t.STD_I32LE.copy()
+    kind.set_precision(20)
+    with h5py.File(path, "a") as file:
+        space = h5py.h5s.create_simple((rows,))
+        h5py.Dataset(h5py.h5d.create(file.id, b"data", kind, space))[...] = values_of(rows)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """240 samples: `data`, in 15 chunks, with `labels`, contiguous."""
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file.create_dataset("data", data=values_of(240, 10), chunks=(16, 10), **GZIP)
+        file["labels"] = values_of(240, dtype="i8")
+    return tmp_path / "f.h5"
+
+
+def open_reader(path: Any, **options: Any) -> AsyncReader:
+    return AsyncReader(hdf5_path=path, **{"batch_size": 16, "device": "cpu", **options})
+
+
+def read_exactly_an_epoch(reader: AsyncReader) -> None:
+    """Read an epoch, and nothing of the one that follows."""
+    for _ in range(len(reader)):
+        reader.fetch_data()
+    for _ in range(len(reader)):
+        reader.get_next_batch()
+
+
+def stored_nbytes(path: Path, *names: str) -> int:
+    with h5py.File(path) as file:
+        return sum(file[name].id.get_storage_size() for name in names)
+
+
+@pytest.mark.parametrize("num_threads", [0, 1, 3])
+@pytest.mark.parametrize("batch_size", [16, 48, 240])
+def test_an_epoch_in_order_reads_each_byte_once(
+    path: Path, batch_size: int, num_threads: int
+) -> None:
+    with open_reader(path, batch_size=batch_size, num_threads=num_threads) as reader:
+        for epoch in range(1, 3):
+            read_exactly_an_epoch(reader)
+            stats = reader.stats()
+            assert stats.batches == epoch * len(reader)
+            assert stats.samples == epoch * 240
+            assert stats.nbytes == epoch * reader.nbytes == epoch * 240 * 48
+            assert stats.read_nbytes == epoch * stored_nbytes(path, "data", "labels")
+            assert stats.decoded_chunks == epoch * 15
+        assert stats.fallback_reads == 0
+        assert stats.direct_share == 1.0
+        assert stats.ways == {"data": BY_US, "labels": BY_US}
+        assert stats.filters == ("deflate",)
+        assert stats.num_threads == num_threads
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_what_is_kept_is_not_read_again(path: Path, num_threads: int) -> None:
+    """So small a dataset is decoded once, whatever the order."""
+    options = {"shuffle": "full", "batch_size": 10, "labels_field": None}
+    with open_reader(path, num_threads=num_threads, **options) as reader:
+        for _ in range(3):
+            read_exactly_an_epoch(reader)
+        assert reader.stats().decoded_chunks == 15
+        assert reader.stats().read_nbytes == stored_nbytes(path, "data")
+        assert reader.stats().samples == 720
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_a_padded_last_chunk_is_kept_too(tmp_path: Path, num_threads: int) -> None:
+    path = tmp_path / "f.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("data", data=values_of(241, 10), chunks=(16, 10), **GZIP)
+    options = {"shuffle": "full", "batch_size": 10, "labels_field": None}
+    with open_reader(path, num_threads=num_threads, **options) as reader:
+        for _ in range(3):
+            read_exactly_an_epoch(reader)
+        assert reader.stats().decoded_chunks == 16
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_shuffled_rows_of_raw_chunks_are_read_alone(tmp_path: Path, num_threads: int) -> None:
+    path = tmp_path / "f.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("data", data=values_of(100, 7), chunks=(16, 7))
+        file["labels"] = values_of(100)
+    with open_reader(path, shuffle="full", num_threads=num_threads) as reader:
+        read_exactly_an_epoch(reader)
+        stats = reader.stats()
+        assert (stats.read_nbytes, stats.decoded_chunks) == (100 * 32, 0)
+        assert stats.filters == ()
+
+
+def test_times(path: Path) -> None:
+    field = Field("data", dtype="f4", scale=2.0)
+    options = {"fields": {"x": field}, "num_threads": 0, "postprocess": lambda x: x + 1}
+    with open_reader(path, **options) as reader:
+        read_exactly_an_epoch(reader)
+        stats = reader.stats()
+    assert tuple(stats.stage_seconds) == STAGES
+    for stage in ("plan", "decode", "transform", "postprocess", "upload"):
+        assert stats.stage_seconds[stage] > 0, stage
+    assert stats.busy_seconds == pytest.approx(sum(stats.stage_seconds.values()))
+    assert 0 < stats.wait_p50_seconds <= stats.wait_p99_seconds <= stats.wait_seconds
+    assert stats.wait_seconds <= stats.elapsed_seconds
+    assert 0 < stats.waited_share <= 1
+    assert stats.gil_wait_seconds >= 0
+    assert str(stats).startswith("data-bound: waited ")
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_before_the_first_batch_and_after_the_end(path: Path, num_threads: int) -> None:
+    reader = open_reader(path, num_threads=num_threads)
+    before = reader.stats()
+    assert (before.batches, before.samples, before.nbytes) == (0, 0, 0)
+    assert before.elapsed_seconds == before.wait_seconds == before.wait_p99_seconds == 0.0
+    assert before.ways == {"data": BY_US, "labels": BY_US}
+    assert str(before) == "nothing to tell yet: fewer than two batches were delivered"
+    assert (before.waited_share, before.headroom) == (0.0, 1.0)
+    reader.get_next_batch()
+    assert str(reader.stats()).startswith("nothing to tell yet")
+    reader.close()
+    read_all = open_reader(path, num_threads=num_threads)
+    read_exactly_an_epoch(read_all)
+    last = read_all.stats()
+    read_all.close()
+    read_all.close()
+    assert read_all.stats() == last
+    assert str(read_all.stats()) == str(last)
+    assert (last.batches, last.samples, last.decoded_chunks) == (15, 240, 15)
+
+
+def test_what_failed_is_not_delivered(path: Path) -> None:
+    with h5py.File(path) as file:
+        chunk = file["data"].id.get_chunk_info(2)
+    with path.open("r+b") as file:
+        file.seek(chunk.byte_offset)
+        file.write(b"\xff" * chunk.size)
+    with open_reader(path, num_threads=0) as reader:
+        for number in range(15):
+            if number == 2:
+                with pytest.raises(ReadError):
+                    reader.get_next_batch()
+            else:
+                reader.get_next_batch()
+        assert reader.stats().samples == 240 - 16
+        assert reader.stats().nbytes == (240 - 16) * 48
+
+
+# --- ways ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_each_way(tmp_path: Path, num_threads: int) -> None:
+    path = tmp_path / "f.h5"
+    with h5py.File(path, "w") as file:
+        file["plain"] = values_of(40, 3)
+        file.create_dataset("packed", data=values_of(40, 3), chunks=(8, 3), scaleoffset=0)
+        plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        plist.set_layout(h5py.h5d.COMPACT)
+        space = h5py.h5s.create_simple((40,))
+        h5py.h5d.create(file.id, b"compact", h5py.h5t.STD_I32LE, space, plist)
+    write_reduced_precision(path, 40)
+    fields = {"a": "plain", "b": "packed", "c": "compact", "d": "data"}
+    with open_reader(path, fields=fields, num_threads=num_threads, batch_size=8) as reader:
+        read_exactly_an_epoch(reader)
+        stats = reader.stats()
+        assert stats.ways == {"a": BY_US, "b": "python", "c": "memory", "d": "h5py"}
+        assert stats.direct_share == pytest.approx(28 / 32)
+        assert stats.fallback_reads == reader.fallback_reads == 5
+        assert stats.decoded_chunks == 5
+        assert stats.filters == ("scaleoffset",)
+
+
+def test_several_ways_of_several_files(tmp_path: Path) -> None:
+    write_reduced_precision(tmp_path / "a.h5", 30)
+    with h5py.File(tmp_path / "b.h5", "w") as file:
+        file.create_dataset("data", data=values_of(90), chunks=(8,), **GZIP)
+    with open_reader([tmp_path / "a.h5", tmp_path / "b.h5"], labels_field=None) as reader:
+        read_exactly_an_epoch(reader)
+        stats = reader.stats()
+        assert stats.ways == {"data": " and ".join(sorted({BY_US, "h5py"}))}
+        assert stats.direct_share == 0.75
+        assert stats.fallback_reads == 2
+
+
+def test_sources_of_a_virtual_dataset_have_ways(tmp_path: Path) -> None:
+    path = tmp_path / "f.h5"
+    with h5py.File(path, "w") as file:
+        sources = h5py.VirtualLayout((60,), np.int32)
+        for number, storage in enumerate([GZIP, {"scaleoffset": 0}]):
+            name = f"part{number}"
+            file.create_dataset(name, data=values_of(30), chunks=(10,), **storage)
+            sources[30 * number : 30 * number + 30] = h5py.VirtualSource(file[name])
+        file.create_virtual_dataset("data", sources)
+    with open_reader(path, labels_field=None, batch_size=10) as reader:
+        read_exactly_an_epoch(reader)
+        stats = reader.stats()
+        assert stats.ways == {"data": " and ".join(sorted({BY_US, "python"}))}
+        assert (stats.decoded_chunks, stats.direct_share) == (6, 1.0)
+        assert set(stats.filters) == {"deflate", "scaleoffset"}
+
+
+def test_of_no_samples_at_all(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file["data"] = np.zeros((0, 3))
+    with open_reader(tmp_path / "f.h5", labels_field=None) as reader:
+        assert list(reader) == []
+        assert reader.stats().batches == 0
+        assert "nothing to tell yet" in str(reader.stats())
