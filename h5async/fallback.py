@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -47,6 +48,7 @@ class FallbackReader:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._files: OrderedDict[str, h5py.File] = OrderedDict()  # the latest use comes last
+        self._nbytes: dict[str, int] = {}
         self.reads = 0
 
     def open(self, layout: DatasetLayout) -> None:
@@ -84,6 +86,7 @@ class FallbackReader:
         sample = plan.sample
         with self._lock:
             try:
+                self._require_length(layout)
                 for check in checks:
                     if check.layout is layout:
                         check.run(self._file(layout)[layout.path], sample)
@@ -113,6 +116,12 @@ class FallbackReader:
                 file.close()
             self._files.clear()
 
+    def _require_length(self, layout: DatasetLayout) -> None:
+        """HDF5 gives what its buffers hold for what was cut off a file."""
+        now = os.fstat(self._file(layout).id.get_vfd_handle()).st_size
+        if now < self._nbytes[layout.file]:
+            raise ValueError(f"the file was cut short after it had been opened, to {now} bytes")
+
     def _file(self, layout: DatasetLayout) -> h5py.File:
         file = self._files.get(layout.file)
         if file is None:
@@ -123,6 +132,7 @@ class FallbackReader:
             if len(self._files) >= _KEPT_FILES:
                 self._files.popitem(last=False)[1].close()
             self._files[layout.file] = file
+            self._nbytes[layout.file] = os.fstat(file.id.get_vfd_handle()).st_size
         self._files.move_to_end(layout.file)
         return file
 

@@ -451,7 +451,8 @@ def _close(engine: _Engine) -> None:
     # The garbage collector found the reader in one of our workers, which may hold any lock, and
     # cannot wait for itself.
     with contextlib.suppress(RuntimeError):  # the interpreter ends, and everything with it
-        threading.Thread(target=engine.close, name=f"{THREAD_NAME}-close").start()
+        # Not a daemon, as the worker is: it would be cut off at the interpreter's end.
+        threading.Thread(target=engine.close, name=f"{THREAD_NAME}-close", daemon=False).start()
 
 
 def _read_all_layouts(config: ReaderConfig) -> dict[str, DatasetLayout]:
