@@ -20,7 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -100,16 +100,21 @@ class FillOutcome:
     error: BaseException | None = None
 
 
-@dataclass(eq=False)
+_NO_SAMPLES = np.zeros(0, np.int64)
+
+
 class _Fill:
     """One batch on its way."""
 
-    request: FillRequest
-    index: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    plans: list[ReadPlan] = field(default_factory=list)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    shares_left: int = 0
-    error: BaseException | None = None
+    __slots__ = ("error", "index", "lock", "plans", "request", "shares_left")
+
+    def __init__(self, request: FillRequest) -> None:  # made in the thread of the caller: be brief
+        self.request = request
+        self.index: NDArray[np.int64] = _NO_SAMPLES
+        self.plans: list[ReadPlan] = []
+        self.lock = threading.Lock()
+        self.shares_left = 0
+        self.error: BaseException | None = None
 
 
 class Filler:

@@ -137,6 +137,7 @@ class _Engine:
             if config.shuffle == "window"
             else None,
         )
+        self.num_batches = self.sampling.num_batches
         self.names = tuple(fields)
         self.device = find_device(config.device)
         rows = min(config.batch_size, max(1, self.sampling.num_samples))
@@ -165,7 +166,7 @@ class _Engine:
 
     def position(self, serial: int) -> tuple[int, int]:
         """Return epoch and number of a batch."""
-        return divmod(serial, self.sampling.num_batches)
+        return divmod(serial, self.num_batches)
 
     def begin(self, assignments: list[Assignment]) -> None:
         for slot, serial in assignments:
@@ -316,7 +317,7 @@ class AsyncReader:
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""
-        return self._engine.sampling.num_batches
+        return self._engine.num_batches
 
     def fetch_data(self) -> bool:
         """Ask for the next batch in order. Never blocks, and may be called any number of times.
@@ -419,11 +420,11 @@ class AsyncReader:
         )
 
     def _is_last(self, serial: int) -> bool:
-        return (serial + 1) % len(self) == 0
+        return (serial + 1) % self._engine.num_batches == 0
 
     def _check_not_empty(self) -> None:
         self._engine.ring.check_open()
-        if not len(self):
+        if not self._engine.num_batches:
             raise DatasetError(
                 f"{self._config.hdf5_path}: an epoch has no batch: {self.num_samples} samples,"
                 f" batch_size={self._config.batch_size}, drop_last={self._config.drop_last}"
