@@ -45,7 +45,7 @@ from h5async.filters import (
 )
 from h5async.stats import ThreadCounts
 
-_ABI = 2
+_ABI = 3
 MAX_FILTERS, MAX_RANK = 32, 32  # what HDF5 has at most
 
 TO_SCRATCH, TO_TARGET, IN_TARGET, SKIPPED = range(4)  # what to do with a chunk; see _core.c
@@ -199,7 +199,7 @@ class Core:
         The shared library.
     missing
         Codec libraries that were not found; what needs them is decoded in Python.
-    read_rows, read_chunks, transform, permute, permute_each
+    read_rows, read_chunks, transform, transform_rows, permute, permute_each
         Its functions. They drop the GIL, and may be called from many threads, each with a worker
         of its own.
 
@@ -231,6 +231,7 @@ class Core:
             *(c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int64),
         )
         self.transform = _function(library, "h5async_transform", 1, c_void_p, c_void_p)
+        self.transform_rows = _function(library, "h5async_transform_rows", 5)
         self.permute = _function(library, "h5async_permute", 1, c_int64, *[c_uint64] * 3, c_void_p)
         self.permute_each = _function(library, "h5async_permute_each", 1, c_int64, *[c_void_p] * 5)
         self._free = _function(library, "h5async_free", 1)

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,9 +35,9 @@ from h5async.errors import ConfigError, PostprocessError, postprocess_error
 from h5async.execute import Executor, PlanExecutor, scratch_nbytes
 from h5async.fallback import FallbackExecutor, FallbackReader
 from h5async.layout import DatasetLayout
-from h5async.native import NativeExecutor, native_transform, way_of
+from h5async.native import NativeExecutor, NativeTransform, native_transform, way_of
 from h5async.parts import MemoryExecutor, PartsExecutor
-from h5async.plan import PlanSlice, ReadPlan, cut, plan_read
+from h5async.plan import PlanSlice, ReadPlan, RowPlan, cut, plan_read
 from h5async.sampling import Sampling
 from h5async.stats import StageTimes, ThreadCounts
 from h5async.storage import LocalFiles
@@ -317,17 +317,29 @@ class Filler:
             scratch = self._new_scratch()
         try:
             for number, start, stop in share:
-                plan, raw = batch.plans[number], memory.raw[number]
-                self._executors[number].execute(plan, start, stop, raw, scratch)
+                plan, raw, out = batch.plans[number], memory.raw[number], memory.out[number]
+                executor, transform = self._executors[number], self._apply[number]
+                begin = start
+                if self._transforms_at_once(plan, number):
+                    assert isinstance(executor, NativeExecutor)
+                    assert isinstance(transform, NativeTransform)
+                    begin = executor.transform_rows(plan, start, stop, transform, out, scratch)
+                if begin < stop:
+                    executor.execute(plan, begin, stop, raw, scratch)
+                    if self._transforms_at_once(plan, number):
+                        self._transform(number, raw[begin:stop], out[begin:stop])
         finally:
             self._scratch.append(scratch)
 
     def _begin_transform(self, batch: _Fill) -> None:
+        if batch.error is not None:
+            self._finish(batch)
+            return
         memory = self._slots[batch.request.slot]
         size = batch.index.size
         works = []
         for i, (raw, out) in enumerate(zip(memory.raw, memory.out, strict=True)):
-            if raw is out:
+            if raw is out or self._transforms_at_once(batch.plans[i], i):
                 continue
             nbytes = size * self._transforms[i].nbytes
             parts = max(1, min(self._threads, size, nbytes // _MIN_SHARE_NBYTES))
@@ -337,6 +349,15 @@ class Filler:
                 for a, b in itertools.pairwise(edges)
             ]
         self._begin(batch, works, self._finish)
+
+    def _transforms_at_once(self, plan: ReadPlan, field: int) -> TypeGuard[RowPlan]:
+        """Tell whether rows are transformed as they are read: where the core copies them only."""
+        return (
+            isinstance(plan, RowPlan)
+            and isinstance(self._executors[field], NativeExecutor)
+            and isinstance(self._apply[field], NativeTransform)
+            and self._slots[0].raw[field] is not self._slots[0].out[field]
+        )
 
     def _transform(self, field: int, raw: NDArray[Any], out: NDArray[Any]) -> None:
         begin = time.perf_counter_ns()

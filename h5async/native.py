@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -36,7 +36,7 @@ from h5async.core import (
 from h5async.execute import PlanExecutor
 from h5async.layout import DatasetLayout
 from h5async.plan import ChunkPlan, Int64s, RowPlan
-from h5async.storage import LocalFiles
+from h5async.storage import LocalFile, LocalFiles
 from h5async.transform import RowTransform
 
 _STATES = {
@@ -99,9 +99,7 @@ class NativeExecutor:
         """Read items `start` to `stop` of a plan; see `Executor`."""
         worker = scratch.worker(self._core)
         with self._files.using(self._layout.file, self._layout.file_id) as file:
-            struct = FileStruct(
-                file.descriptor, IO_MODES[file.io], file.map_address or None, file.map_nbytes
-            )
+            struct = _file_struct(file)
             if isinstance(plan, RowPlan):
                 done = self._read_rows(struct, worker, plan, start, stop, raw)
                 while done < stop:
@@ -109,6 +107,35 @@ class NativeExecutor:
                     done = self._read_rows(struct, worker, plan, done + 1, stop, raw)
             else:
                 self._read_chunks(struct, worker, plan, start, stop, raw, scratch)
+
+    def transform_rows(
+        self,
+        plan: RowPlan,
+        start: int,
+        stop: int,
+        transform: NativeTransform,
+        out: NDArray[Any],
+        scratch: Scratch,
+    ) -> int:
+        """Bring rows that the page cache holds, transformed, to `out`, without a copy between.
+
+        Returns
+        -------
+        int
+            The number of the first row that was not done.
+        """
+        worker, offset = scratch.worker(self._core), plan.offset[start:stop]
+        rows = RowsStruct(offset=address(offset), num_items=offset.size, row_nbytes=plan.row_nbytes)
+        with self._files.using(self._layout.file, self._layout.file_id) as file:
+            done = self._core.transform_rows(
+                ctypes.byref(_file_struct(file)),
+                ctypes.byref(worker.struct),
+                ctypes.byref(rows),
+                ctypes.byref(transform.struct),
+                address(out[start:stop]),
+            )
+        worker.note_return()
+        return start + int(done)
 
     def _read_rows(
         self,
@@ -258,6 +285,10 @@ class NativeExecutor:
         return address(array)
 
 
+def _file_struct(file: LocalFile) -> FileStruct:
+    return FileStruct(file.descriptor, IO_MODES[file.io], file.map_address or None, file.map_nbytes)
+
+
 class _ChunkCall:
     """Calls of the core for one plan, in one thread."""
 
@@ -327,10 +358,35 @@ class _ChunkCall:
                     return
 
 
-def native_transform(
-    core: Core, transform: RowTransform
-) -> Callable[[NDArray[Any], NDArray[Any]], None] | None:
-    """Return what does a transform in the core as `RowTransform.apply` does; None: it cannot.
+class NativeTransform:
+    """Does in the core what `RowTransform.apply` does. Safe to use from many threads.
+
+    Parameters
+    ----------
+    core
+        The compiled core.
+    struct
+        As the core takes it, but for the number of samples.
+    factors
+        float32: scale and offset, to which the structure points.
+    """
+
+    def __init__(
+        self, core: Core, struct: TransformStruct, factors: list[NDArray[np.float32] | None]
+    ) -> None:
+        self._core = core
+        self._factors = factors
+        self.struct = struct
+
+    def __call__(self, raw: NDArray[Any], out: NDArray[Any]) -> None:
+        """Fill `out` from `raw`."""
+        call = TransformStruct.from_buffer_copy(self.struct)
+        call.samples = len(raw)
+        self._core.transform(ctypes.byref(call), address(raw), address(out))
+
+
+def native_transform(core: Core, transform: RowTransform) -> NativeTransform | None:
+    """Return what does a transform in the core, or None where it cannot.
 
     It can where the last dimension of a sample becomes its first one, as channels of images do,
     or where no dimension moves; to the same dtype, or to float32.
@@ -356,11 +412,4 @@ def native_transform(
         for f in (transform.scale, transform.offset)
     ]
     struct.scale, struct.offset = (None if f is None else address(f) for f in factors)
-
-    def apply(raw: NDArray[Any], out: NDArray[Any]) -> None:
-        assert len(factors) == 2  # the structure points to their memory
-        call = TransformStruct.from_buffer_copy(struct)
-        call.samples = len(raw)
-        core.transform(ctypes.byref(call), address(raw), address(out))
-
-    return apply
+    return NativeTransform(core, struct, factors)

@@ -1527,3 +1527,69 @@ def test_workers_come_and_go(core, any_file):
     filters, encoded, mask, values = encoded_chunk(("deflate",), 4, 83, 1)
     for _ in range(200):
         assert OneChunk(core, any_file, filters, len(values)).decode(encoded, mask) == values
+
+
+# --- rows that are transformed as they are read -----------------------------------------------
+
+
+@pytest.mark.parametrize("io", ["auto", "map", "pread"])
+@pytest.mark.parametrize("dtype", ["u1", "u2", "<f4", "<f8", ">i2"])
+@pytest.mark.parametrize("is_scaled", [False, True])
+@pytest.mark.parametrize("chunks", [None, (1, 9, 7, 3), (4, 9, 7, 3)])
+def test_rows_that_are_transformed_as_they_are_read(tmp_path, core, io, dtype, is_scaled, chunks):
+    """Some chunks were never written, and rows lie at odd addresses behind a user block."""
+    path = tmp_path / "f.h5"
+    rng = np.random.default_rng(0)
+    values = rng.integers(0, 200, (41, 9, 7, 3)).astype(dtype)
+    with h5py.File(path, "w") as file:
+        file["odd"] = np.zeros(3, "u1")
+        data = file.create_dataset("data", values.shape, dtype, chunks=chunks, fillvalue=5)
+        data[:20] = values[:20]
+    stored = truth(path)
+    expected = stored.transpose(0, 3, 1, 2)
+    options = {"axes": (0, 3, 1, 2)}
+    if is_scaled:
+        options |= {"scale": (0.5, 0.25, 3.0), "offset": (1.0, -2.0, 0.125), "dtype": "f4"}
+        factor, summand = (
+            np.array(options[name], "f4").reshape(3, 1, 1) for name in ("scale", "offset")
+        )
+        expected = expected.astype("f4") * factor + summand
+    field = Field("data", **options)
+    for num_threads in (0, 2):
+        reader = AsyncReader(
+            hdf5_path=path,
+            fields={"x": field},
+            batch_size=7,
+            shuffle="full",
+            num_threads=num_threads,
+            io=io,
+            device="cpu",
+        )
+        with reader:
+            for batch in reader:
+                assert_same_bits(batch.x, expected[batch.index].astype(batch.x.dtype))
+
+
+def test_rows_that_are_transformed_from_a_map_are_not_copied_before(tmp_path, core, monkeypatch):
+    path = tmp_path / "f.h5"
+    values = np.random.default_rng(0).integers(0, 200, (20, 8, 8, 3), np.uint8)
+    with h5py.File(path, "w") as file:
+        file["data"] = values
+    monkeypatch.setattr(NativeExecutor, "execute", None)
+    options = {"h_dim": 1, "w_dim": 2, "cha_dim": 3, "labels_field": None, "io": "map"}
+    with AsyncReader(hdf5_path=path, batch_size=6, num_threads=0, **options) as reader:
+        for batch in reader:
+            assert_same_bits(batch.data, values[batch.index].transpose(0, 3, 1, 2))
+
+
+def test_a_file_that_was_cut_short_before_rows_are_transformed(tmp_path, core):
+    path = tmp_path / "f.h5"
+    values = np.ones((64, 64, 64, 3), np.uint8)
+    with h5py.File(path, "w") as file:
+        file["data"] = values
+    options = {"h_dim": 1, "w_dim": 2, "cha_dim": 3, "labels_field": None, "num_threads": 0}
+    with AsyncReader(hdf5_path=path, batch_size=16, **options) as reader:
+        assert reader.get_next_batch().data.all()
+        os.truncate(path, path.stat().st_size // 2)
+        with pytest.raises(OSError, match="ends at byte"):
+            list(reader)

@@ -180,3 +180,32 @@ PUBLIC int64_t h5async_transform(const Transform *t, const uint8_t *in, uint8_t 
     transform_inline(t, in, out, from_size, to_size);
     return 1;
 }
+
+/* The same for rows that the page cache holds, out of the map and straight to `out`; it stops where
+   one cannot be had so. Neither `position` nor `rows` of `r` is looked at. */
+PUBLIC int64_t h5async_transform_rows(const File *file, Worker *worker, const Rows *r,
+                                      const Transform *t, uint8_t *out)
+{
+    int64_t begin = now_ns(), done = 0, available = mappable_nbytes(file);
+    int64_t unit = t->source <= BYTES_8 ? t->source
+                   : t->source == UINT8 ? 1
+                   : t->source == FLOAT32 ? 4
+                                          : 2;
+    int64_t elements = t->points > 0 && t->channels > 0 ? t->points * t->channels : 0;
+    Transform one = *t;
+    one.samples = 1;
+    int is_fit = unit > 0 && elements > 0 && r->row_nbytes == elements * unit;
+    if (is_fit && available > 0 && (file->io == IO_MAP || rows_are_cached(file, r)))
+        for (; done < r->num_items; done++) {
+            int64_t offset = r->offset[done];
+            if (offset < 0 || offset > available - r->row_nbytes ||
+                (uintptr_t)(file->map + offset) % (uintptr_t)unit ||
+                !h5async_transform(&one, file->map + offset, out))
+                break;
+            out += elements * (t->is_float ? 4 : unit);
+        }
+    worker->returned_ns = now_ns();
+    worker->read_ns += worker->returned_ns - begin;
+    worker->read_nbytes += done * r->row_nbytes;
+    return done;
+}
