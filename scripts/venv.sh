@@ -1,4 +1,5 @@
-# Sourced by the other scripts: makes .venv once, and installs h5async there with an extra ($1).
+# Sourced by the other scripts: makes .venv once, and installs h5async there with an extra ($1), if
+# that was not done since the core or the list of dependencies changed.
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python="${PYTHON:-python3}"
 if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
@@ -7,4 +8,8 @@ if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
     exit 1
 fi
 [ -x .venv/bin/python ] || "$python" -m venv .venv
-.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable ".${1:+[$1]}"
+stamp=".venv/installed-${1:-alone}"
+if [ ! -e "$stamp" ] || [ -n "$(find pyproject.toml h5async/_core.c h5async/_core -newer "$stamp" -print -quit)" ]; then
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check --editable ".${1:+[$1]}"
+    touch "$stamp"
+fi
