@@ -4,6 +4,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from h5async.config import Field, ReaderConfig
 from h5async.errors import (
+    BatchExpiredError,
     BatchTimeoutError,
     ConfigError,
     DatasetError,
@@ -25,6 +26,7 @@ except PackageNotFoundError:  # run from a source tree that was never installed
 __all__ = [
     "AsyncReader",
     "Batch",
+    "BatchExpiredError",
     "BatchTimeoutError",
     "ConfigError",
     "DatasetError",

@@ -222,6 +222,10 @@ class ReaderConfig(_Frozen):
     device: str = "auto"
     postprocess: Callable[..., Any] | str | None = None
     timeout: Annotated[float, Bound(ge=0)] | None = None
+    decode: Literal["auto", "host", "device"] = "auto"
+    cache: Literal["host", "device"] | None = None
+    cache_bytes: Annotated[Int, Bound(ge=0)] | None = None
+    debug_lifetimes: Annotated[bool, Bound(strict=True)] = False
     io: Literal["auto", "pread", "map"] = "auto"
     allow_external: tuple[Path, ...] = ()
     allow_missing: Annotated[bool, Bound(strict=True)] = False
@@ -302,8 +306,23 @@ class ReaderConfig(_Frozen):
             raise ValueError('must be a function or "module:function"')
         return value
 
+    @field_validator("cache", mode="before")
+    @classmethod
+    def _no_cache(cls, value: object) -> object:
+        return value or None  # TOML has no null: "" means no cache there
+
     @model_validator(mode="after")
     def _check(self) -> ReaderConfig:
+        if self.cache == "device" and self.postprocess is not None:
+            raise ValueError(
+                'cache="device" keeps rows on the GPU, and postprocess works on host arrays; use'
+                ' cache="host"'
+            )
+        if self.cache_bytes is not None and self.cache is None:
+            raise ValueError('cache_bytes needs cache="host" or cache="device"')
+        for option in ("cache", "decode"):
+            if getattr(self, option) == "device" and self.device == "cpu":
+                raise ValueError(f'{option}="device" needs a GPU, found device="cpu"')
         if self.fields is not None:
             other = {"data_field", "labels_field", "num_dim", "h_dim", "w_dim", "cha_dim"}
             both = sorted(other & self.model_fields_set)

@@ -3,29 +3,38 @@
 The only importer of CuPy, and it imports it only where a GPU is asked for. The host twin hands
 the arrays on as they are.
 
-How CUDA is kept in order, slot by slot. All uploads run on one stream of our own, the copy
-stream. (1) The copy stream waits for the event that the caller's stream recorded when it handed
-the batch back, so a device array is never overwritten while a kernel of the caller's may read it.
-(2) The caller's stream waits for the event that follows the upload; the host does not. (3) Before
-a host array is refilled, a worker waits for that same event. No other rule is needed, because one
-slot's fills, uploads and uses follow each other in program order.
+How CUDA is kept in order, slot by slot. Uploads run on one stream of our own, the copy stream,
+and kernels on another, the work stream, so that one batch is permuted while the next one is
+uploaded. (1) The copy stream waits for the events that the caller's streams recorded when the batch
+was handed back, and for the slot's last kernel, so nothing on the device is overwritten while a
+kernel may read it. (2) The work stream waits for the upload. (3) The caller's streams wait for what
+comes last of a slot, upload or kernel; the host does not. (4) Before a host array is refilled, a
+worker waits for its upload. No other rule is needed, because one slot's fills, uploads and uses
+follow each other in program order.
+
+The caller's streams are CuPy's current one and, where PyTorch uses the GPU, PyTorch's.
 """
 
 from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import DeviceError
-from h5async.filling import SlotMemory
+from h5async.filling import FillOutcome, SlotMemory
+from h5async.kernels import Kernels
+from h5async.resident import Budget, Residency
 from h5async.transform import RowTransform
 
 _CUPY_TYPES = "?bhilqBHILQefdFD"  # NumPy's one-letter codes
+_CACHE_SHARE = 0.8  # of the device's free memory, where no budget is given
 
 
 class DeviceSlot(Protocol):
@@ -36,14 +45,14 @@ class DeviceSlot(Protocol):
     def wait_writable(self) -> None:
         """Block until the host arrays may be overwritten; in a worker."""
 
-    def upload(self, arrays: tuple[NDArray[Any], ...], size: int) -> tuple[Any, ...]:
-        """Begin to bring a batch of `size` rows to the device; in a worker."""
+    def upload(self, outcome: FillOutcome) -> tuple[Any, ...]:
+        """Begin to bring a filled batch to the device; in a worker."""
 
     def acquire(self) -> None:
-        """Order the caller's current stream behind the upload."""
+        """Order the caller's current streams behind the upload."""
 
     def release(self) -> None:
-        """Note how far the caller's current stream has come: it is done with the batch."""
+        """Note how far the caller's current streams have come: they are done with the batch."""
 
 
 class Device(Protocol):
@@ -55,6 +64,15 @@ class Device(Protocol):
         self, count: int, rows: int, transforms: Mapping[str, RowTransform], postprocess: bool
     ) -> list[DeviceSlot]:
         """Allocate slots of `rows` rows; `postprocess`: it wants delivered arrays on the host."""
+
+    def open_cache(self, num_samples: int, cache_bytes: int | None) -> Residency | Budget:
+        """Make room for the rows of all samples, after `open_slots`, if the budget allows it."""
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Return a context in which this device is the current one."""
+
+    def poison(self, arrays: Iterable[Any]) -> None:
+        """Fill arrays with bytes of 255 (NaN, -1, 255), behind all that the caller does now."""
 
     def close(self) -> None:
         """Wait until the device uses none of the slots' memory any more."""
@@ -107,9 +125,9 @@ class HostSlot:
     def wait_writable(self) -> None:
         """Return at once."""
 
-    def upload(self, arrays: tuple[NDArray[Any], ...], size: int) -> tuple[Any, ...]:
+    def upload(self, outcome: FillOutcome) -> tuple[Any, ...]:
         """Return the arrays themselves."""
-        return arrays
+        return outcome.arrays
 
     def acquire(self) -> None:
         """Do nothing."""
@@ -130,6 +148,30 @@ class HostDevice:
         todo = list(transforms.values())
         on_host = [not transform.is_identity for transform in todo]
         return [HostSlot(_allocate_host(rows, todo, on_host, np.empty)) for _ in range(count)]
+
+    def open_cache(self, num_samples: int, cache_bytes: int | None) -> Residency | Budget:
+        """Refuse: there is no device.
+
+        Raises
+        ------
+        DeviceError
+            In any case.
+        """
+        raise DeviceError(
+            'cache="device" keeps rows on a GPU, and none was found; use cache="host"'
+        )
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Return a context that does nothing."""
+        return nullcontext()
+
+    def poison(self, arrays: Iterable[Any]) -> None:
+        """Fill arrays with bytes of 255."""
+        for array in arrays:
+            if array.dtype.hasobject:
+                array.fill(None)
+            else:
+                array.reshape(-1).view(np.uint8).fill(255)
 
     def close(self) -> None:
         """Do nothing."""
@@ -167,14 +209,11 @@ class CudaDevice:
         self.name = f"cuda:{self._device.id}"
         with self._device:
             self.copy_stream = cupy.cuda.Stream(non_blocking=True)
-        # Without fused multiply-add the results are those of the host, bit for bit.
-        self.scale_kernel = cupy.ElementwiseKernel(
-            "S stored, T scale, T offset",
-            "T delivered",
-            "delivered = T(T(stored) * scale) + offset",
-            "h5async_scale",
-            options=("--fmad=false",),
-        )
+            self.work_stream = cupy.cuda.Stream(non_blocking=True)
+        self.kernels = Kernels(cupy)
+        self.cache: list[Any] = []  # the rows of all samples, one array a field, as uploaded
+        self.residency: Residency | None = None
+        self._row_nbytes: list[int] = []
 
     def open_slots(
         self, count: int, rows: int, transforms: Mapping[str, RowTransform], postprocess: bool
@@ -199,16 +238,65 @@ class CudaDevice:
         ]
         try:
             with self.current():
-                return [CudaSlot(self, rows, todo, on_host) for _ in range(count)]
+                slots = [CudaSlot(self, rows, todo, on_host) for _ in range(count)]
         except (self.cupy.cuda.memory.OutOfMemoryError, MemoryError) as error:
             raise DeviceError(
                 f"{count} slots of {rows} rows do not fit the memory of {self.name} ({error});"
                 " make batch_size or prefetch smaller"
             ) from error
+        self._row_nbytes = [array.nbytes // rows for array in slots[0].memory.out]
+        return list(slots)
 
-    def current(self) -> Any:
+    def open_cache(self, num_samples: int, cache_bytes: int | None) -> Residency | Budget:
+        """Reserve device memory for the rows of all samples, as they are uploaded.
+
+        Returns
+        -------
+        Residency or Budget
+            The budget, where it does not suffice, by `cache_bytes` or by what the GPU has free.
+        """
+        nbytes = num_samples * sum(self._row_nbytes)
+        with self.current():
+            if cache_bytes is None:
+                cache_bytes = int(self.cupy.cuda.runtime.memGetInfo()[0] * _CACHE_SHARE)
+            budget = Budget("device", nbytes, cache_bytes)
+            if not budget.suffices:
+                return budget
+            try:
+                self.cache = [
+                    self.cupy.empty((num_samples, row), np.uint8) for row in self._row_nbytes
+                ]
+            except self.cupy.cuda.memory.OutOfMemoryError:
+                self.cache = []
+                free = int(self.cupy.cuda.runtime.memGetInfo()[0])
+                return Budget("device", nbytes, free)
+            self.cupy.cuda.get_current_stream().synchronize()  # as in `CudaSlot`
+        self.residency = Residency(num_samples, nbytes, "device")
+        return self.residency
+
+    def callers_streams(self) -> list[Any]:
+        """Return the streams on which the caller may use a batch now, this GPU being current."""
+        streams = [self.cupy.cuda.get_current_stream()]
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            pointer = torch.cuda.current_stream(self._device.id).cuda_stream
+            if pointer != streams[0].ptr:
+                streams.append(self.cupy.cuda.ExternalStream(pointer))
+        return streams
+
+    def poison(self, arrays: Iterable[Any]) -> None:
+        """Fill arrays with bytes of 255, on the current stream and behind the caller's others."""
+        with self.current():
+            current, *others = self.callers_streams()
+            for stream in others:
+                current.wait_event(stream.record())
+            for array in arrays:
+                array.reshape(-1).view(np.uint8).fill(255)
+
+    def current(self) -> AbstractContextManager[Any]:
         """Return a context in which this GPU is the current one."""
-        return self.cupy.cuda.Device(self._device.id)
+        device: AbstractContextManager[Any] = self.cupy.cuda.Device(self._device.id)
+        return device
 
     def close(self) -> None:
         """Wait until the GPU uses none of the slots' memory any more."""
@@ -235,11 +323,15 @@ class CudaSlot:
             raw if done or todo.is_identity else cupy.empty((rows, *todo.row), todo.dtype)
             for raw, todo, done in zip(self._raw, transforms, on_host, strict=True)
         ]
-        self._factors = [_factors(cupy, transform) for transform in transforms]
+        self._change = [device.kernels.row_change(transform) for transform in transforms]
+        # Sample numbers, for the cache.
+        self._index = self._empty_pinned((rows,), np.dtype(np.int64))
+        self._index_on_device = cupy.empty(rows, np.int64)
         # What `postprocess` returns may be of any shape; memory for it is made when it comes.
         self._other: list[tuple[Any, Any] | None] = [None] * len(transforms)
         self._uploaded = cupy.cuda.Event(block=True, disable_timing=True)
-        self._released = cupy.cuda.Event(disable_timing=True)
+        self._ready = cupy.cuda.Event(disable_timing=True)
+        self._released = [cupy.cuda.Event(disable_timing=True)]
         # The memory pool hands memory out in the order of the current stream; see that what it
         # held before is done with.
         cupy.cuda.get_current_stream().synchronize()
@@ -254,49 +346,69 @@ class CudaSlot:
         with self._device.current():
             self._uploaded.synchronize()
 
-    def upload(self, arrays: tuple[NDArray[Any], ...], size: int) -> tuple[Any, ...]:
-        """Upload, and permute, cast and scale in one kernel, on the copy stream.
+    def upload(self, outcome: FillOutcome) -> tuple[Any, ...]:
+        """Upload on the copy stream; permute, cast and scale in one kernel on the work stream.
 
         Returns
         -------
         tuple of cupy.ndarray
             Views of the device slot, to be used after `acquire`.
         """
-        device = self._device
-        stream = device.copy_stream
-        with device.current(), stream:
-            stream.wait_event(self._released)
-            delivered = []
-            for i, array in enumerate(arrays):
-                if _is_same(array, self.memory.out[i][:size]):
-                    raw = self._raw[i][:size]
-                    raw.set(array, stream=stream)
-                    delivered.append(self._transformed(i, raw, size))
-                else:
-                    delivered.append(self._upload_other(i, array))
+        device, size = self._device, outcome.index.size
+        with device.current(), device.copy_stream as stream:
+            stream.wait_event(self._ready)
+            for released in self._released:
+                stream.wait_event(released)
+            if device.cache:
+                self._index[:size] = outcome.index
+                self._index_on_device[:size].set(self._index[:size], stream=stream)
+            uploaded = [
+                None if outcome.is_resident else self._upload(i, array, size)
+                for i, array in enumerate(outcome.arrays)
+            ]
             self._uploaded.record(stream)
-        return tuple(delivered)
+        with device.current(), device.work_stream as stream:
+            stream.wait_event(self._uploaded)
+            delivered = tuple(
+                self._transformed(i, outcome) if other is None else other
+                for i, other in enumerate(uploaded)
+            )
+            self._ready.record(stream)
+        return delivered
 
     def acquire(self) -> None:
-        """Make the caller's current stream wait for the upload."""
+        """Make the caller's current streams wait for the batch."""
         with self._device.current():
-            self._device.cupy.cuda.get_current_stream().wait_event(self._uploaded)
+            for stream in self._device.callers_streams():
+                stream.wait_event(self._ready)
 
     def release(self) -> None:
-        """Record the caller's current stream: the next upload will wait for it."""
+        """Record the caller's current streams: the next upload will wait for them."""
         with self._device.current():
-            self._released.record(self._device.cupy.cuda.get_current_stream())
+            streams = self._device.callers_streams()
+            while len(self._released) < len(streams):
+                self._released.append(self._device.cupy.cuda.Event(disable_timing=True))
+            for event, stream in zip(self._released, streams, strict=False):
+                event.record(stream)
 
-    def _transformed(self, i: int, raw: Any, size: int) -> Any:
-        out = self._delivered[i]
-        if out is self._raw[i]:
-            return raw
-        permuted = raw.transpose(self._transforms[i].permutation)
-        factors = self._factors[i]
-        if factors is None:
-            self._device.cupy.copyto(out[:size], permuted, casting="unsafe")
-        else:
-            self._device.scale_kernel(permuted, *factors, out[:size])
+    def _upload(self, i: int, array: NDArray[Any], size: int) -> Any:
+        """Upload a field to its raw array; what is none of the slot's goes elsewhere."""
+        if not _is_same(array, self.memory.out[i][:size]):
+            return self._upload_other(i, array)
+        self._raw[i][:size].set(array, stream=self._device.copy_stream)
+        return None
+
+    def _transformed(self, i: int, outcome: FillOutcome) -> Any:
+        device, size = self._device, outcome.index.size
+        raw, out = self._raw[i], self._delivered[i]
+        if device.cache:
+            index = self._index_on_device[:size]
+            if outcome.is_resident:
+                device.kernels.gather(device.cache[i], index, raw[:size])
+            else:
+                device.kernels.scatter(raw[:size], index, device.cache[i])
+        if out is not raw:
+            self._change[i](raw[:size], out[:size])
         return out[:size]
 
     def _upload_other(self, i: int, array: NDArray[Any]) -> Any:
@@ -324,15 +436,6 @@ def _import_cupy() -> Any:
             f"CuPy is not installed ({error}); install it with: pip install 'h5async[cuda13]', or"
             " 'h5async[cuda12]' for a driver of CUDA 12. To read without a GPU: device=\"cpu\""
         ) from error
-
-
-def _factors(cupy: Any, transform: RowTransform) -> tuple[Any, Any] | None:
-    """Return scale and offset on the device, None where there is neither; -0.0 adds nothing."""
-    if transform.scale is None and transform.offset is None:
-        return None
-    scale = transform.scale if transform.scale is not None else np.ones((), transform.dtype)
-    offset = transform.offset if transform.offset is not None else -np.zeros((), transform.dtype)
-    return cupy.asarray(scale), cupy.asarray(offset)
 
 
 def _gpu_can(transform: RowTransform) -> bool:

@@ -10,6 +10,7 @@
     ├── DeviceError (RuntimeError)         no GPU, no CuPy, or a dtype that the GPU lacks
     ├── ReaderClosedError (RuntimeError)   the reader was used after ``close()``
     ├── BatchTimeoutError (TimeoutError)   no batch within the time allowed
+    ├── BatchExpiredError (RuntimeError)   a batch was used after its life, with debug_lifetimes
     └── PostprocessError                   the caller's own function raised; also of the raised type
 """
 
@@ -48,6 +49,10 @@ class ReaderClosedError(H5AsyncError, RuntimeError):
 
 class BatchTimeoutError(H5AsyncError, TimeoutError):
     """The batch was not ready within the time allowed; it can still be asked for."""
+
+
+class BatchExpiredError(H5AsyncError, RuntimeError):
+    """A batch was used after the next one had been asked for; see ``debug_lifetimes``."""
 
 
 class PostprocessError(H5AsyncError):

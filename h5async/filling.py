@@ -3,9 +3,9 @@
 The filler knows nothing of the reader. It is made from the configuration, the layouts and the
 memory of the slots, is driven by small picklable requests, and answers each with an outcome.
 
-A batch goes through phases: plan, read, transform, postprocess. The work of a phase is cut into
-shares that all threads take from one heap, oldest batch first, so that a batch is ready as early
-as possible; whoever finishes the last share of a phase begins the next one, and nobody waits.
+A batch goes through phases: plan, read, keep, transform, postprocess. The work of a phase is cut
+into shares that all threads take from one heap, oldest batch first, so that a batch is ready as
+early as possible; whoever finishes the last share of a phase begins the next one, and nobody waits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeGuard, cast
@@ -37,7 +37,8 @@ from h5async.fallback import FallbackExecutor, FallbackReader
 from h5async.layout import DatasetLayout
 from h5async.native import NativeExecutor, NativeTransform, native_transform, way_of
 from h5async.parts import MemoryExecutor, PartsExecutor
-from h5async.plan import PlanSlice, ReadPlan, RowPlan, cut, plan_read
+from h5async.plan import GatherPlan, PlanSlice, ReadPlan, RowPlan, cut, plan_read
+from h5async.resident import HostCache, Residency
 from h5async.sampling import Sampling
 from h5async.stats import StageTimes, ThreadCounts
 from h5async.storage import LocalFiles
@@ -93,11 +94,14 @@ class FillOutcome:
         returned.
     error
         What went wrong, if anything; the arrays then hold nothing of use.
+    is_resident
+        Nothing was read, because the device has the rows.
     """
 
     index: NDArray[np.int64]
     arrays: tuple[NDArray[Any], ...]
     error: BaseException | None = None
+    is_resident: bool = False
 
 
 _NO_SAMPLES = np.zeros(0, np.int64)
@@ -106,12 +110,13 @@ _NO_SAMPLES = np.zeros(0, np.int64)
 class _Fill:
     """One batch on its way."""
 
-    __slots__ = ("error", "index", "lock", "plans", "request", "shares_left")
+    __slots__ = ("error", "index", "is_resident", "lock", "plans", "request", "shares_left")
 
     def __init__(self, request: FillRequest) -> None:  # made in the thread of the caller: be brief
         self.request = request
         self.index: NDArray[np.int64] = _NO_SAMPLES
-        self.plans: list[ReadPlan] = []
+        self.plans: Sequence[ReadPlan] = []
+        self.is_resident = False
         self.lock = threading.Lock()
         self.shares_left = 0
         self.error: BaseException | None = None
@@ -133,6 +138,9 @@ class Filler:
     before_fill
         Called in a worker with the slot's number before anything is written to it; may block
         until the slot's memory may be overwritten.
+    cache
+        Which samples need not be read again: the filler keeps their rows in a `HostCache`, and
+        leaves any other to the device.
     on_done
         Called in a worker with a request and its outcome, once for each request, unless the
         filler is closed before. Must not raise.
@@ -153,6 +161,7 @@ class Filler:
         transforms: Mapping[str, RowTransform],
         slots: Sequence[SlotMemory],
         *,
+        cache: Residency | None = None,
         before_fill: Callable[[int], None],
         on_done: Callable[[FillRequest, FillOutcome], None],
     ) -> None:
@@ -160,6 +169,8 @@ class Filler:
         self._layouts = list(layouts.values())
         self._transforms = list(transforms.values())
         self._slots = slots
+        self._resident = cache
+        self._cache = cache if isinstance(cache, HostCache) else None
         self._before_fill = before_fill
         self._on_done = on_done
         self._postprocess = load_function(config.postprocess)
@@ -267,7 +278,7 @@ class Filler:
             self._before_fill(request.slot)
             begin = time.perf_counter_ns()
             batch.index = self._sampling.batch(request.epoch, request.number)
-            batch.plans = [plan_read(layout, batch.index) for layout in self._layouts]
+            batch.plans = self._plans(batch)
             # One for each thread: a share more costs more, in turns of the GIL, than it evens out.
             shares = list(cut(batch.plans, max(1, self._threads), _MIN_SHARE_NBYTES))
             self.times.add("plan", begin)
@@ -277,8 +288,16 @@ class Filler:
         self._begin(
             batch,
             [partial(self._read, batch, share) for share in shares],
-            self._begin_transform,
+            self._begin_keep,
         )
+
+    def _plans(self, batch: _Fill) -> Sequence[ReadPlan]:
+        if self._resident is None or not self._resident.has(batch.index):
+            return [plan_read(layout, batch.index) for layout in self._layouts]
+        if self._cache is not None:
+            return self._cache.plans(batch.index)
+        batch.is_resident = True
+        return []
 
     def _begin(
         self,
@@ -318,6 +337,11 @@ class Filler:
         try:
             for number, start, stop in share:
                 plan, raw, out = batch.plans[number], memory.raw[number], memory.out[number]
+                if isinstance(plan, GatherPlan):
+                    assert self._cache is not None
+                    with scratch.counts.timed("read_ns"):
+                        self._cache.gather(number, plan, start, stop, raw)
+                    continue
                 executor, transform = self._executors[number], self._apply[number]
                 begin = start
                 if self._transforms_at_once(plan, number):
@@ -331,29 +355,47 @@ class Filler:
         finally:
             self._scratch.append(scratch)
 
+    def _begin_keep(self, batch: _Fill) -> None:
+        cache, index = self._cache, batch.index
+        if cache is None or batch.error is not None or isinstance(batch.plans[0], GatherPlan):
+            self._begin_transform(batch)
+            return
+        raws = self._slots[batch.request.slot].raw
+        works = [
+            partial(cache.keep, i, index[a:b], raws[i][a:b])
+            for i, transform in enumerate(self._transforms)
+            for a, b in self._row_shares(index.size, transform.raw_nbytes)
+        ]
+        self._begin(batch, works, self._note_kept)
+
+    def _note_kept(self, batch: _Fill) -> None:
+        if batch.error is None and self._cache is not None:
+            self._cache.add(batch.index)
+        self._begin_transform(batch)
+
     def _begin_transform(self, batch: _Fill) -> None:
-        if batch.error is not None:
+        if batch.error is not None or batch.is_resident:
             self._finish(batch)
             return
         memory = self._slots[batch.request.slot]
-        size = batch.index.size
-        works = []
-        for i, (raw, out) in enumerate(zip(memory.raw, memory.out, strict=True)):
-            if raw is out or self._transforms_at_once(batch.plans[i], i):
-                continue
-            nbytes = size * self._transforms[i].nbytes
-            parts = max(1, min(self._threads, size, nbytes // _MIN_SHARE_NBYTES))
-            edges = [size * part // parts for part in range(parts + 1)]
-            works += [
-                partial(self._transform, i, raw[a:b], out[a:b])
-                for a, b in itertools.pairwise(edges)
-            ]
+        works = [
+            partial(self._transform, i, raw[a:b], out[a:b])
+            for i, (raw, out) in enumerate(zip(memory.raw, memory.out, strict=True))
+            if raw is not out and not self._transforms_at_once(batch.plans[i], i)
+            for a, b in self._row_shares(batch.index.size, self._transforms[i].nbytes)
+        ]
         self._begin(batch, works, self._finish)
+
+    def _row_shares(self, size: int, row_nbytes: int) -> Iterator[tuple[int, int]]:
+        """Cut the rows of a batch into shares that are worth handing to a thread."""
+        parts = max(1, min(self._threads, size, size * row_nbytes // _MIN_SHARE_NBYTES))
+        return itertools.pairwise(size * part // parts for part in range(parts + 1))
 
     def _transforms_at_once(self, plan: ReadPlan, field: int) -> TypeGuard[RowPlan]:
         """Tell whether rows are transformed as they are read: where the core copies them only."""
         return (
             isinstance(plan, RowPlan)
+            and self._cache is None  # which wants them as they are
             and isinstance(self._executors[field], NativeExecutor)
             and isinstance(self._apply[field], NativeTransform)
             and self._slots[0].raw[field] is not self._slots[0].out[field]
@@ -374,7 +416,9 @@ class Filler:
                 batch.error = error
             self.times.add("postprocess", begin)
         if not self._closed:
-            self._on_done(batch.request, FillOutcome(batch.index, arrays, batch.error))
+            self._on_done(
+                batch.request, FillOutcome(batch.index, arrays, batch.error, batch.is_resident)
+            )
 
     def _postprocessed(
         self, arrays: tuple[NDArray[Any], ...], request: FillRequest

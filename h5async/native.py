@@ -391,15 +391,10 @@ def native_transform(core: Core, transform: RowTransform) -> NativeTransform | N
     It can where the last dimension of a sample becomes its first one, as channels of images do,
     or where no dimension moves; to the same dtype, or to float32.
     """
-    rank = len(transform.permutation)
-    scaled = [factor for factor in (transform.scale, transform.offset) if factor is not None]
-    source = transform_source(transform.raw_dtype, transform.dtype, bool(scaled))
-    if source is None or not math.prod(transform.row):
-        return None
-    channels = 1
-    if rank > 1 and transform.permutation == (0, rank - 1, *range(1, rank - 1)):
-        channels = transform.raw_row[-1]
-    elif transform.permutation != tuple(range(rank)) or any(f.size > 1 for f in scaled):
+    channels = transform.channels
+    is_scaled = transform.scale is not None or transform.offset is not None
+    source = transform_source(transform.raw_dtype, transform.dtype, is_scaled)
+    if source is None or channels is None or not math.prod(transform.row):
         return None
     struct = TransformStruct(
         points=math.prod(transform.row) // channels,

@@ -4,8 +4,8 @@ Two forms of plan cover what lies in one file. Where every sample lies in one pi
 a `RowPlan` is one file offset a sample. Else a `ChunkPlan` lists each chunk that the batch touches
 once, and, shared by all chunks that hold pieces of the same samples, the runs of neighbouring
 samples that go from a chunk to the batch. A `SamplesPlan` leaves the how to h5py, or to memory. A
-`PartsPlan` is made of plans for the sources of a dataset. All can be executed in slices, by
-anyone: `execute.py` does it in Python.
+`PartsPlan` is made of plans for the sources of a dataset. A `GatherPlan` needs no file at all. All
+can be executed in slices, by anyone: `execute.py` does it in Python.
 """
 
 from __future__ import annotations
@@ -130,6 +130,32 @@ class SamplesPlan:
         return self.sample.size * self.row_nbytes
 
 
+@dataclass(frozen=True, slots=True)
+class GatherPlan:
+    """Samples whose rows a cache holds.
+
+    Attributes
+    ----------
+    sample
+        int64 (n,): sample numbers; they go to the first n rows of the batch.
+    row_nbytes
+        Bytes of each.
+    """
+
+    sample: Int64s
+    row_nbytes: int
+
+    @property
+    def num_items(self) -> int:
+        """Rows to copy."""
+        return self.sample.size
+
+    @property
+    def item_nbytes(self) -> int:
+        """Bytes of an item: what it costs."""
+        return self.row_nbytes
+
+
 class PartRead(NamedTuple):
     """What one source of a dataset gives to a batch.
 
@@ -185,7 +211,7 @@ class PartsPlan:
         return 1 if self.is_filled_first else self.first_item[-1]
 
 
-ReadPlan = RowPlan | ChunkPlan | SamplesPlan | PartsPlan
+ReadPlan = RowPlan | ChunkPlan | SamplesPlan | PartsPlan | GatherPlan
 
 
 class PlanSlice(NamedTuple):

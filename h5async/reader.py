@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,11 +21,12 @@ from numpy.typing import NDArray
 from h5async.config import ReaderConfig
 from h5async.cost import direct_share
 from h5async.device import find_device
-from h5async.errors import ConfigError, DatasetError
+from h5async.errors import BatchExpiredError, ConfigError, DatasetError
 from h5async.filling import THREAD_NAME, Filler, FillOutcome, FillRequest
 from h5async.layout import DatasetLayout, join_layouts
 from h5async.links import Reach
 from h5async.metadata import read_layouts
+from h5async.resident import Budget, Residency, open_host_cache
 from h5async.sampling import Sampling
 from h5async.slots import Assignment, SlotRing
 from h5async.stats import ReaderStats, Waits
@@ -66,7 +67,7 @@ class Batch(Sequence[Any]):
         number: int,
         last: bool,
     ) -> None:
-        self._arrays = dict(arrays)
+        self._arrays: dict[str, Any] = dict(arrays)
         self.index = index
         self.epoch = epoch
         self.number = number
@@ -96,8 +97,11 @@ class Batch(Sequence[Any]):
 
     def __repr__(self) -> str:
         """Describe the batch in a line."""
+        where = f"Batch {self.number} of epoch {self.epoch}"
+        if isinstance(self._arrays, _ExpiredArrays):
+            return f"<{where}, expired>"
         fields = ", ".join(f"{name}={a.shape} {a.dtype}" for name, a in self._arrays.items())
-        return f"<Batch {self.number} of epoch {self.epoch}: {fields}>"
+        return f"<{where}: {fields}>"
 
     def keys(self) -> list[str]:
         """Return the names of the fields, in order."""
@@ -107,6 +111,22 @@ class Batch(Sequence[Any]):
         """Return a batch with memory of its own (on a GPU: copied on the current stream)."""
         arrays = {name: array.copy() for name, array in self._arrays.items()}
         return Batch(arrays, self.index, self.epoch, self.number, self.last)
+
+
+class _ExpiredArrays(dict[str, Any]):
+    """The arrays of a batch whose life is over: only their names are left."""
+
+    def __init__(self, batch: Batch) -> None:
+        super().__init__(dict.fromkeys(batch.keys()))
+        self._what = f"batch {batch.number} of epoch {batch.epoch}"
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise BatchExpiredError(
+            f"{self._what} was used after the next one had been asked for: its arrays hold other"
+            " samples by then; use it before, or keep batch.copy()"
+        )
+
+    __getitem__ = values = items = _refuse
 
 
 class _Filled(NamedTuple):
@@ -137,10 +157,11 @@ class _Engine:
             if config.shuffle == "window"
             else None,
         )
+        self.num_samples = self.sampling.num_samples
         self.num_batches = self.sampling.num_batches
         self.names = tuple(fields)
         self.device = find_device(config.device)
-        rows = min(config.batch_size, max(1, self.sampling.num_samples))
+        rows = min(config.batch_size, max(1, self.num_samples))
         try:
             self.slots = self.device.open_slots(
                 config.prefetch, rows, transforms, config.postprocess is not None
@@ -150,6 +171,12 @@ class _Engine:
                 f"{config.prefetch} batches of {rows} samples do not fit in memory ({error});"
                 " make batch_size or prefetch smaller"
             ) from error
+        self.cache: Residency | Budget | None = None
+        if config.cache == "device":
+            self.cache = self.device.open_cache(self.num_samples, config.cache_bytes)
+        elif config.cache == "host":
+            row_nbytes = [transform.raw_nbytes for transform in transforms.values()]
+            self.cache = open_host_cache(self.num_samples, row_nbytes, config.cache_bytes)
         self.ring: SlotRing[_Filled] = SlotRing(config.prefetch)
         self.filler = Filler(
             config,
@@ -157,6 +184,7 @@ class _Engine:
             self.layouts,
             transforms,
             [slot.memory for slot in self.slots],
+            cache=self.cache if isinstance(self.cache, Residency) else None,
             before_fill=lambda slot: self.slots[slot].wait_writable(),
             on_done=self._on_done,
         )
@@ -221,6 +249,7 @@ class _Engine:
             ways=dict(zip(self.names, filler.ways, strict=True)),
             num_threads=num_threads,
             filters=tuple(dict.fromkeys(names)),
+            cache=str(self.cache or "none"),
         )
 
     def _on_done(self, request: FillRequest, outcome: FillOutcome) -> None:
@@ -229,7 +258,7 @@ class _Engine:
         if error is None:
             begin = time.perf_counter_ns()
             try:
-                arrays = self.slots[request.slot].upload(outcome.arrays, outcome.index.size)
+                arrays = self.slots[request.slot].upload(outcome)
             except BaseException as raised:
                 error = raised
             self.filler.times.add("upload", begin)
@@ -279,6 +308,7 @@ class AsyncReader:
         self._config = ReaderConfig.load(config, **options)
         self._engine = _Engine(self._config)
         self._close = weakref.finalize(self, _close, self._engine)
+        self._held: Batch | None = None  # with debug_lifetimes: the batch that the caller holds
 
     @property
     def config(self) -> ReaderConfig:
@@ -298,7 +328,7 @@ class AsyncReader:
     @property
     def num_samples(self) -> int:
         """Samples in the dataset."""
-        return self._engine.sampling.num_samples
+        return self._engine.num_samples
 
     @property
     def nbytes(self) -> int:
@@ -365,6 +395,8 @@ class AsyncReader:
             If an epoch has no batch at all.
         """
         self._check_not_empty()
+        if self._held is not None:
+            self._expire(self._held)
         seconds = self._config.timeout if timeout is None else timeout
         serial, filled = self._engine.next(seconds)
         if filled.error is not None:
@@ -374,7 +406,11 @@ class AsyncReader:
                 del filled  # the traceback holds this frame, and would keep the reader alive
         arrays = dict(zip(self._engine.names, filled.arrays, strict=True))
         epoch, number = self._engine.position(serial)
-        return Batch(arrays, filled.outcome.index, epoch, number, self._is_last(serial))
+        batch = Batch(arrays, filled.outcome.index, epoch, number, self._is_last(serial))
+        if self._config.debug_lifetimes:
+            with self._engine.device.current():
+                batch = self._held = batch.copy()
+        return batch
 
     def __iter__(self) -> Iterator[Batch]:
         """Begin an epoch: the next one that nothing was taken from yet.
@@ -418,6 +454,12 @@ class AsyncReader:
             f"<AsyncReader {self._config.hdf5_path}: {', '.join(self._engine.names)},"
             f" {self.num_samples} samples, {len(self)} batches an epoch, {self.device}{state}>"
         )
+
+    def _expire(self, batch: Batch) -> None:
+        """Show uses of a batch after its life: its fields raise, its arrays hold poison."""
+        self._held = None
+        self._engine.device.poison(batch)
+        batch._arrays = _ExpiredArrays(batch)
 
     def _is_last(self, serial: int) -> bool:
         return (serial + 1) % self._engine.num_batches == 0

@@ -131,6 +131,8 @@ class ReaderStats:
         Share of the bytes of a sample that are read without h5py.
     ways
         By field: ``"core"``, ``"python"``, ``"h5py"``, ``"memory"``, or several for several files.
+    cache
+        Where rows are kept for later epochs, and how many; or why they are not.
     num_threads
         Threads of the pool; 0: the consumer's.
     filters
@@ -153,6 +155,7 @@ class ReaderStats:
     ways: Mapping[str, str]
     num_threads: int
     filters: Sequence[str] = field(default=())
+    cache: str = "none"
 
     @property
     def waited_share(self) -> float:

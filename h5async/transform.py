@@ -64,6 +64,20 @@ class RowTransform:
         """Bytes of one delivered row."""
         return math.prod(self.row) * self.dtype.itemsize
 
+    @property
+    def channels(self) -> int | None:
+        """Channels, where they come last in a raw row and first in a delivered one.
+
+        1 where no dimension moves, and one factor serves all; None in any other case.
+        """
+        rank = len(self.permutation)
+        if rank > 1 and self.permutation == (0, rank - 1, *range(1, rank - 1)):
+            return self.raw_row[-1]
+        factors = [factor for factor in (self.scale, self.offset) if factor is not None]
+        if self.permutation != tuple(range(rank)) or any(f.size > 1 for f in factors):
+            return None
+        return 1
+
     def apply(self, raw: NDArray[Any], out: NDArray[Any]) -> None:
         """Fill `out` from `raw` on the host, with no memory of their size taken.
 

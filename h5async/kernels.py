@@ -1,0 +1,138 @@
+"""Arrays on the device enter; arrays on the device leave: moved, permuted, cast, scaled.
+
+CUDA kernels, compiled by CuPy when first used, and launched on the current stream. CuPy comes in
+as a parameter: `device.py` imports it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.transform import RowTransform
+
+# Of one sample; beyond, neighbouring threads read too far apart.
+_MAX_PLANES = 16
+
+# A thread takes one point of one sample, and all its channels: it reads neighbouring bytes, and
+# neighbouring threads write neighbouring values of each plane.
+_PLANES = """
+const long long sample = i / points, at = i - sample * points;
+for (int c = 0; c < channels; ++c)
+    delivered[(sample * channels + c) * points + at] = {value};
+"""
+_STORED = "T(stored[i * channels + c])"
+
+_THREADS = 256  # of a block
+_MAX_BLOCKS = 64  # of one row
+_MAX_GRID_Y = 65535
+
+# Without fused multiply-add the results are those of the host, bit for bit.
+_EXACT = ("--fmad=false",)
+
+
+class Kernels:
+    """The kernels of one GPU. Safe to use from many threads."""
+
+    def __init__(self, cupy: Any) -> None:
+        self._cupy = cupy
+        source = Path(__file__).with_name("_kernels.cu").read_text()
+        self._module = cupy.RawModule(code=source, options=("--std=c++17",))
+        self._functions: dict[str, Any] = {}
+        self._move = cupy.ElementwiseKernel(
+            "raw S stored, int64 points, int32 channels",
+            "raw T delivered",
+            _PLANES.format(value=_STORED),
+            "h5async_planes",
+            options=_EXACT,
+        )
+        self._move_scaled = cupy.ElementwiseKernel(
+            "raw S stored, int64 points, int32 channels, raw T scale, raw T offset",
+            "raw T delivered",
+            _PLANES.format(value=f"T({_STORED} * scale[c]) + offset[c]"),
+            "h5async_planes_scaled",
+            options=_EXACT,
+        )
+        self._scale = cupy.ElementwiseKernel(
+            "S stored, T scale, T offset",
+            "T delivered",
+            "delivered = T(T(stored) * scale) + offset",
+            "h5async_scale",
+            options=_EXACT,
+        )
+
+    def row_change(self, transform: RowTransform) -> Callable[[Any, Any], None]:
+        """Return what does a transform on the device, in one kernel.
+
+        Returns
+        -------
+        callable
+            ``change(raw, out)`` fills (n, *row) from (n, *raw_row), both C-contiguous; the bits
+            are those of `RowTransform.apply`.
+        """
+        channels = transform.channels
+        is_scaled = transform.scale is not None or transform.offset is not None
+        factors = _factors(transform) if is_scaled else ()
+        if not channels or channels > _MAX_PLANES or not _is_plain(transform):
+            on_device = tuple(map(self._cupy.asarray, factors))
+            return partial(self._change, transform.permutation, on_device)
+        each = [np.broadcast_to(factor.reshape(-1), channels).copy() for factor in factors]
+        return partial(self._change_planes, channels, tuple(map(self._cupy.asarray, each)))
+
+    def gather(self, rows: Any, index: Any, out: Any) -> None:
+        """Copy rows number `index` of (samples, row bytes), uint8, to all rows of `out`."""
+        self._copy_rows(rows, index, out, out_is_indexed=False)
+
+    def scatter(self, rows: Any, index: Any, out: Any) -> None:
+        """Copy all of some rows to rows number `index` of (samples, row bytes), uint8."""
+        self._copy_rows(rows, index, out, out_is_indexed=True)
+
+    def _copy_rows(self, rows: Any, index: Any, out: Any, *, out_is_indexed: bool) -> None:
+        count, row_nbytes = index.size, (rows.nbytes // len(rows) if len(rows) else 0)
+        if not count * row_nbytes:
+            return
+        grid = min(_MAX_BLOCKS, -(-row_nbytes // (16 * _THREADS))), min(count, _MAX_GRID_Y)
+        arguments = rows, out, index, np.int64(count), np.int64(row_nbytes)
+        function = self._function("h5async_copy_rows")
+        function(grid, (_THREADS,), (*arguments, np.int32(out_is_indexed)))
+
+    def _function(self, name: str) -> Any:
+        function = self._functions.get(name)
+        if function is None:
+            function = self._functions[name] = self._module.get_function(name)
+        return function
+
+    def _change(
+        self, permutation: tuple[int, ...], factors: tuple[Any, ...], raw: Any, out: Any
+    ) -> None:
+        permuted = raw.transpose(permutation)
+        if factors:
+            self._scale(permuted, *factors, out)
+        else:
+            self._cupy.copyto(out, permuted, casting="unsafe")
+
+    def _change_planes(self, channels: int, factors: tuple[Any, ...], raw: Any, out: Any) -> None:
+        points = out.size // (channels * len(out))
+        if points:
+            kernel = self._move_scaled if factors else self._move
+            kernel(raw, points, channels, *factors, out, size=len(out) * points)
+
+
+def _factors(transform: RowTransform) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return scale and offset; -0.0 adds nothing."""
+    scale = transform.scale if transform.scale is not None else np.ones((), transform.dtype)
+    offset = transform.offset if transform.offset is not None else -np.zeros((), transform.dtype)
+    return scale, offset
+
+
+def _is_plain(transform: RowTransform) -> bool:
+    """Tell whether C casts the stored type to the delivered one as CuPy and NumPy do."""
+    return all(
+        dtype.kind in "iuf" and dtype != np.float16
+        for dtype in (transform.raw_dtype, transform.dtype)
+    )

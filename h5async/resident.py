@@ -1,0 +1,134 @@
+"""Rows that were read enter; they leave again for later epochs, out of memory.
+
+Where a dataset fits a budget (`cache="host"` or `"device"`), the rows of each batch are kept, as
+read, when it first comes by. A batch of which every sample was kept is gathered, not read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.plan import GatherPlan, Int64s
+
+_HOST_SHARE = 0.5  # of the machine's memory, where no budget is given
+
+
+class Residency:
+    """Which samples are in memory. Safe to use from many threads: samples come, and none goes."""
+
+    def __init__(self, num_samples: int, nbytes: int, where: str) -> None:
+        self._is_kept = np.zeros(num_samples, np.bool_)
+        self._nbytes = nbytes
+        self._where = where
+
+    def has(self, index: Int64s) -> bool:
+        """Tell whether all of some samples are there."""
+        return bool(self._is_kept[index].all())
+
+    def add(self, index: Int64s) -> None:
+        """Note samples whose rows, of all fields, are there now."""
+        self._is_kept[index] = True
+
+    def __str__(self) -> str:
+        """Say how much is kept."""
+        share = 100 * np.count_nonzero(self._is_kept) / max(1, self._is_kept.size)
+        return f"{self._where}, {share:.0f} % of the samples, {_gb(self._nbytes)} for all"
+
+
+class Budget(NamedTuple):
+    """What a cache would take, and what it may.
+
+    Attributes
+    ----------
+    where
+        ``"host"`` or ``"device"``.
+    nbytes
+        Bytes of the rows of all samples and fields.
+    limit_nbytes
+        What they may take: the option ``cache_bytes``, or a share of the memory that is there.
+    """
+
+    where: str
+    nbytes: int
+    limit_nbytes: int
+
+    @property
+    def suffices(self) -> bool:
+        """Whether all rows fit."""
+        return self.nbytes <= self.limit_nbytes
+
+    def __str__(self) -> str:
+        """Say why nothing is kept."""
+        return (
+            f"none: {_gb(self.nbytes)} do not fit into {_gb(self.limit_nbytes)} on the"
+            f" {self.where}; see cache_bytes"
+        )
+
+
+class HostCache(Residency):
+    """The rows of all samples, in the memory of this machine. Safe to use from many threads.
+
+    Parameters
+    ----------
+    num_samples
+        In the dataset.
+    row_nbytes
+        Bytes of a row of each field, as read.
+    """
+
+    def __init__(self, num_samples: int, row_nbytes: Sequence[int]) -> None:
+        super().__init__(num_samples, num_samples * sum(row_nbytes), "host")
+        self._rows = [np.empty((num_samples, nbytes), np.uint8) for nbytes in row_nbytes]
+
+    def plans(self, index: Int64s) -> list[GatherPlan]:
+        """Return how each field of a batch comes out of memory; all its samples are there."""
+        return [GatherPlan(index, rows.shape[1]) for rows in self._rows]
+
+    def keep(self, field: int, index: Int64s, raw: NDArray[Any]) -> None:
+        """Keep rows of one field; whoever has kept all of a batch calls `add`."""
+        rows = self._rows[field]
+        rows[index] = _as_bytes(raw, rows.shape[1])
+
+    def gather(
+        self, field: int, plan: GatherPlan, start: int, stop: int, raw: NDArray[Any]
+    ) -> None:
+        """Bring items `start` to `stop` of a plan to a batch of shape (batch, *raw_row)."""
+        out = _as_bytes(raw[start:stop], plan.row_nbytes)
+        np.take(self._rows[field], plan.sample[start:stop], axis=0, out=out, mode="clip")
+
+
+def open_host_cache(
+    num_samples: int, row_nbytes: Sequence[int], cache_bytes: int | None
+) -> HostCache | Budget:
+    """Reserve memory for the rows of all samples; pages that are never touched cost nothing.
+
+    Parameters
+    ----------
+    num_samples, row_nbytes
+        As in `HostCache`.
+    cache_bytes
+        What they may take; None: half of the machine's memory.
+
+    Returns
+    -------
+    HostCache or Budget
+        The budget, where it does not suffice.
+    """
+    if cache_bytes is None:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        cache_bytes = int(memory * _HOST_SHARE)
+    budget = Budget("host", num_samples * sum(row_nbytes), cache_bytes)
+    return HostCache(num_samples, row_nbytes) if budget.suffices else budget
+
+
+def _as_bytes(raw: NDArray[Any], row_nbytes: int) -> NDArray[np.uint8]:
+    return raw.reshape(-1).view(np.uint8).reshape(len(raw), row_nbytes)
+
+
+def _gb(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2g} GB" if nbytes < 1e12 else f"{nbytes / 1e12:.3g} TB"
