@@ -80,6 +80,17 @@ extern "C" __global__ void __launch_bounds__(1024) h5async_copy(
         copy_piece(from + source[p], to + target[p], nbytes[p], first_of_grid(), stride_of_grid());
 }
 
+/* Rows of `row_nbytes` (y) come from rows number index[r], or, where `scatters`, go there. */
+extern "C" __global__ void __launch_bounds__(1024) h5async_copy_rows(
+    const unsigned char *__restrict__ from, unsigned char *__restrict__ to, const int64 *index,
+    int64 count, int64 row_nbytes, int scatters)
+{
+    for (int64 r = blockIdx.y; r < count; r += gridDim.y)
+        copy_piece(from + (scatters ? r : index[r]) * row_nbytes,
+                   to + (scatters ? index[r] : r) * row_nbytes, row_nbytes, first_of_grid(),
+                   stride_of_grid());
+}
+
 /* Planes of bytes become elements, a word of each at a time. */
 template <typename Word>
 static __device__ void unshuffle_words(const byte *__restrict__ from, byte *__restrict__ to,

@@ -374,6 +374,8 @@ class CudaSlot:
                 for i, other in enumerate(uploaded)
             )
             self._ready.record(stream)
+        if device.residency is not None:
+            device.residency.add(outcome.index)
         return delivered
 
     def acquire(self) -> None:

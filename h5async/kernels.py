@@ -97,9 +97,10 @@ class Kernels:
         if not count * row_nbytes:
             return
         grid = min(_MAX_BLOCKS, -(-row_nbytes // (16 * _THREADS))), min(count, _MAX_GRID_Y)
-        arguments = rows, out, index, np.int64(count), np.int64(row_nbytes)
-        function = self._function("h5async_copy_rows")
-        function(grid, (_THREADS,), (*arguments, np.int32(out_is_indexed)))
+        arrays = rows.view(np.uint8), out.view(np.uint8), index
+        sizes = np.int64(count), np.int64(row_nbytes)
+        kernel = self._function("h5async_copy_rows")
+        kernel(grid, (_THREADS,), (*arrays, *sizes, np.int32(out_is_indexed)))
 
     def _function(self, name: str) -> Any:
         function = self._functions.get(name)

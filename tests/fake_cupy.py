@@ -8,12 +8,41 @@ done, not when it is asked for. So a missing event shows as a wrong value in som
 
 from __future__ import annotations
 
+import functools
+import itertools
 import random
 import threading
 import types
 from collections import deque
 
+import cuda_on_cpu
 import numpy as np
+
+C_TYPES = {
+    **{"b": "signed char", "h": "short", "i": "int", "l": "long long", "q": "long long"},
+    **{"B": "unsigned char", "H": "unsigned short", "I": "unsigned int"},
+    **{"L": "unsigned long long", "Q": "unsigned long long", "f": "float", "d": "double"},
+}
+
+
+@functools.cache
+def compile_elementwise(in_params, out_params, operation, name, types):
+    """Compile the body of an ElementwiseKernel, all arrays of which are raw, for some types."""
+    params, casts = [], ""
+    for words in map(str.split, f"{in_params}, {out_params}".split(", ")):
+        if words[0] == "raw":
+            params.append(f"unsigned char *{words[2]}_bytes")
+            casts += f"{words[1]} *{words[2]} = ({words[1]} *){words[2]}_bytes; "
+        else:
+            params.append(f"{ {'int32': 'int', 'int64': 'long long'}[words[0]] } {words[1]}")
+    typedefs = "".join(f"typedef {C_TYPES[code]} {letter};" for letter, code in types)
+    source = f"""{typedefs}
+    extern "C" __global__ void {name}({", ".join(params)}, long long n)
+    {{
+        {casts}long long begin = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+        for (long long i = begin; i < n; i += (long long)gridDim.x * blockDim.x) {{ {operation} }}
+    }}"""
+    return cuda_on_cpu.load_kernels(source).get_function(name)
 
 
 class Simulation:
@@ -49,9 +78,13 @@ def make(seed):
     """Return a module-like object to be put in place of `cupy`, and its simulation."""
     simulation = Simulation(seed)
 
+    pointers = itertools.count(0, 64)  # CUDA's default stream is number 0
+
     class Stream:
         def __init__(self, non_blocking=False):
             self.non_blocking = non_blocking
+            self.ptr = next(pointers)
+            streams[self.ptr] = self
 
         def __enter__(self):
             streams = getattr(simulation.local, "streams", [default])
@@ -65,9 +98,15 @@ def make(seed):
             ticket = event.recorded
             simulation.put(self, lambda: None, lambda: event.done >= ticket)
 
+        def record(self, event=None):
+            event = event or Event()
+            event.record(self)
+            return event
+
         def synchronize(self):
             simulation.run_until(lambda: not simulation.queues.get(self))
 
+    streams = {}
     default = Stream()
 
     def current():
@@ -77,7 +116,8 @@ def make(seed):
         def __init__(self, block=False, disable_timing=False):
             self.recorded = self.done = 0
 
-        def record(self, stream):
+        def record(self, stream=None):
+            stream = stream or current()
             with simulation.lock:
                 self.recorded += 1
                 ticket = self.recorded
@@ -95,6 +135,9 @@ def make(seed):
         def set(self, array, stream):
             assert (array.shape, array.dtype) == (self.shape, self.dtype)
             simulation.put(stream, lambda: np.copyto(self.view(np.ndarray), array))
+
+        def fill(self, value):
+            simulation.put(current(), lambda: self.view(np.ndarray).fill(value))
 
         def get(self):
             simulation.run_all()
@@ -114,14 +157,44 @@ def make(seed):
     class ElementwiseKernel:
         def __init__(self, in_params, out_params, operation, name, options):
             assert options == ("--fmad=false",)
+            self.text = in_params, out_params, operation, name
 
-        def __call__(self, stored, scale, offset, out):
+        def __call__(self, *args, size=None):
+            if size is not None:
+                self.run_raw(args, size)
+                return
+            stored, scale, offset, out = args
+
             def run():
                 np.copyto(out, stored, casting="unsafe")
                 np.multiply(out, scale, out=out)
                 np.add(out, offset, out=out)
 
             simulation.put(current(), run)
+
+        def run_raw(self, args, size):
+            names = f"{self.text[0]}, {self.text[1]}".split(", ")
+            types, passed = {}, []
+            for words, arg in zip(map(str.split, names), args, strict=True):
+                if words[0] == "raw":
+                    assert arg.flags.c_contiguous
+                    assert types.setdefault(words[1], arg.dtype.char) == arg.dtype.char
+                    arg = arg.reshape(-1).view(np.uint8)
+                else:
+                    arg = np.dtype(words[0]).type(arg)
+                passed.append(arg)
+            kernel = compile_elementwise(*self.text, tuple(types.items()))
+            simulation.put(current(), lambda: kernel((3,), (32,), (*passed, np.int64(size))))
+
+    class RawModule:
+        def __init__(self, code, options):
+            self.code = code
+
+        def get_function(self, name):
+            kernel = cuda_on_cpu.load_kernels(self.code).get_function(name)
+            return lambda grid, block, args: simulation.put(
+                current(), lambda: kernel(grid, block, args)
+            )
 
     class Device:
         def __init__(self, number=None):
@@ -137,10 +210,12 @@ def make(seed):
         getDeviceCount=lambda: 1,
         CUDARuntimeError=type("CUDARuntimeError", (RuntimeError,), {}),
         deviceSynchronize=simulation.run_all,
+        memGetInfo=lambda: (1 << 30, 1 << 32),
     )
     cuda = types.SimpleNamespace(
         Device=Device,
         Event=Event,
+        ExternalStream=streams.__getitem__,
         Stream=Stream,
         alloc_pinned_memory=bytearray,
         get_current_stream=current,
@@ -149,6 +224,7 @@ def make(seed):
     )
     module = types.SimpleNamespace(
         ElementwiseKernel=ElementwiseKernel,
+        RawModule=RawModule,
         __version__="0 (a stand-in)",
         asarray=lambda array: np.array(array).view(ndarray),
         copyto=copyto,

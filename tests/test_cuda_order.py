@@ -6,13 +6,16 @@ GPU does with the same code is in test_gpu.py.
 
 from __future__ import annotations
 
+import sys
+import types
+
 import fake_cupy
 import h5py
 import numpy as np
 import pytest
 
 import h5async.device
-from h5async import AsyncReader, DeviceError, Field
+from h5async import AsyncReader, BatchExpiredError, DeviceError, Field
 
 N, BATCH = 24, 4
 
@@ -33,11 +36,11 @@ def use_gpu(monkeypatch, seed):
     return cupy, simulation
 
 
-def late_copies(cupy, reader, streams=1):
+def late_copies(cupy, reader, streams=1, epochs=2):
     """Copy each batch on a stream that does its work only when it must."""
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(streams)]
     kept = []
-    for turn in range(2 * len(reader)):
+    for turn in range(epochs * len(reader)):
         with streams[turn % len(streams)] as stream:
             reader.fetch_data()
             batch = reader.get_next_batch()
@@ -138,3 +141,138 @@ def test_a_dtype_that_cupy_lacks(images, monkeypatch):
         file["text"] = np.array([b"one", b"two"])
     with pytest.raises(DeviceError, match=r'field "data": dtype \|S3'):
         AsyncReader(hdf5_path=images, data_field="text", labels_field=None, device="cuda")
+
+
+CASTS = [
+    ("u1", None, None, None),
+    ("u1", "f4", 1 / 255, -0.5),
+    ("u1", "f8", None, (1.0, 2.0, 3.0)),
+    ("i2", "f4", (0.5, 2.0, 3.25), None),
+    ("i8", "f4", None, None),
+    ("f8", "f4", 0.1, 0.2),
+    ("f4", "i4", None, None),
+    ("f4", None, 3.0, None),
+    ("f4", "f2", None, None),
+    ("?", "f4", 2.0, 1.0),
+    ("c8", None, None, None),
+    (">u2", "f4", 0.5, None),
+]
+
+
+@pytest.mark.parametrize(("kind", "dtype", "scale", "offset"), CASTS)
+@pytest.mark.parametrize("axes", [None, (0, 3, 1, 2), (0, 2, 1, 3)])
+def test_kernels_give_what_the_host_gives(tmp_path, monkeypatch, kind, dtype, scale, offset, axes):
+    """The kernels' own source, compiled for the CPU; but not those of which only CuPy has types."""
+    if isinstance(scale or offset, tuple) and axes != (0, 3, 1, 2):
+        pytest.skip("the second delivered axis is not the channels'")
+    use_gpu(monkeypatch, seed=5)
+    path = tmp_path / "cast.h5"
+    values = np.random.default_rng(5).normal(0, 100, (N, 6, 5, 3)).astype(kind)
+    with h5py.File(path, "w") as file:
+        file["x"] = values
+    options = {
+        "hdf5_path": path,
+        "batch_size": 7,
+        "fields": {"x": Field("x", axes=axes, dtype=dtype, scale=scale, offset=offset)},
+    }
+    with (
+        AsyncReader(device="cuda", **options) as reader,
+        AsyncReader(device="cpu", **options) as host,
+    ):
+        for ours, theirs in zip(reader, host, strict=True):
+            assert ours.x.dtype == theirs.x.dtype
+            assert ours.x.get().tobytes() == theirs.x.tobytes()
+
+
+@pytest.mark.parametrize("prefetch", [1, 2])
+@pytest.mark.parametrize("num_threads", [0, 3])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_device_cache_gives_the_same_batches(
+    images, monkeypatch, prefetch, num_threads, drop_last
+):
+    fields = {"data": Field("data", axes=(0, 3, 1, 2), scale=0.5), "labels": "labels"}
+    options = {"batch_size": 5, "prefetch": prefetch, "num_threads": num_threads}
+    for seed in range(10):
+        cupy, simulation = use_gpu(monkeypatch, seed)
+        with AsyncReader(
+            hdf5_path=images,
+            fields=fields,
+            device="cuda",
+            cache="device",
+            shuffle="full",
+            drop_last=drop_last,
+            **options,
+        ) as reader:
+            kept = late_copies(cupy, reader, epochs=3)
+            simulation.run_all()
+            if not drop_last:
+                read = reader.stats().read_nbytes
+                assert "100 % of the samples" in reader.stats().cache
+                kept += late_copies(cupy, reader)
+                assert reader.stats().read_nbytes == read
+            assert all_right(images, simulation, kept)
+
+
+def test_a_device_cache_that_does_not_fit(images, monkeypatch):
+    cupy, _ = use_gpu(monkeypatch, seed=0)
+    options = {"hdf5_path": images, "batch_size": BATCH, "device": "cuda", "cache": "device"}
+    with AsyncReader(cache_bytes=N * (60 + 8) - 1, **options) as reader:
+        late_copies(cupy, reader)
+        assert reader.stats().cache.startswith("none: 1.6e-06 GB do not fit")
+    with AsyncReader(cache_bytes=N * (60 + 8), **options) as reader:
+        assert reader.stats().cache.startswith("device, 0 %")
+    cupy.cuda.runtime.memGetInfo = lambda: (2000, 1 << 40)
+    with AsyncReader(**options) as reader:
+        assert reader.stats().cache.startswith("none: ")
+
+
+def use_torch(monkeypatch, stream):
+    """Pretend that PyTorch uses the GPU, on a stream of its own."""
+    of_torch = types.SimpleNamespace(cuda_stream=stream.ptr)
+    cuda = types.SimpleNamespace(is_initialized=lambda: True, current_stream=lambda _: of_torch)
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
+
+
+@pytest.mark.parametrize("sees_torch", [True, False])
+def test_a_batch_is_used_on_the_stream_of_torch(images, monkeypatch, sees_torch):
+    results = []
+    for seed in range(20):
+        cupy, simulation = use_gpu(monkeypatch, seed)
+        stream = cupy.cuda.Stream(non_blocking=True)
+        if sees_torch:
+            use_torch(monkeypatch, stream)
+        kept = []
+        with AsyncReader(hdf5_path=images, batch_size=BATCH, device="cuda", prefetch=1) as reader:
+            for _ in range(8):
+                batch = reader.get_next_batch()
+                with stream:  # as PyTorch would: CuPy's current stream is another one
+                    kept.append((batch.index, batch.data.copy(), batch.labels.copy()))
+            simulation.run_all()
+        with h5py.File(images) as file:
+            data = file["data"][...]
+        results.append(all(np.array_equal(got, data[index]) for index, got, _ in kept))
+    assert all(results) == sees_torch
+
+
+def test_batches_held_too_long_are_poisoned(images, monkeypatch):
+    cupy, _ = use_gpu(monkeypatch, seed=7)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    use_torch(monkeypatch, stream)
+    with (
+        AsyncReader(
+            hdf5_path=images, batch_size=BATCH, device="cuda", debug_lifetimes=True
+        ) as reader,
+        h5py.File(images) as file,
+    ):
+        values = file["data"][...]
+        for _ in range(5):
+            batch = reader.get_next_batch()
+            data = batch.data
+            stream.wait_event(cupy.cuda.get_current_stream().record())  # as DLPack does
+            with stream:
+                used_in_time = data.copy()
+            reader.get_next_batch()
+            with pytest.raises(BatchExpiredError):
+                batch.data  # noqa: B018
+            assert (data.get() == 255).all()
+            assert np.array_equal(used_in_time.get(), values[batch.index])
