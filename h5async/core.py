@@ -48,7 +48,6 @@ from h5async.stats import ThreadCounts
 _ABI = 3
 MAX_FILTERS, MAX_RANK = 32, 32  # what HDF5 has at most
 
-TO_SCRATCH, TO_TARGET, IN_TARGET, SKIPPED = range(4)  # what to do with a chunk; see _core.c
 IO_MODES = {"auto": 0, "pread": 1, "map": 2}
 
 _KINDS = {DEFLATE: 1, SHUFFLE: 2, FLETCHER32: 3, LZF: 4, ZSTD: 5, LZ4: 6, BLOSC: 7}

@@ -17,12 +17,8 @@ from numpy.typing import NDArray
 from h5async.chunkcache import ChunkCache, State
 from h5async.codecs import Scratch
 from h5async.core import (
-    IN_TARGET,
     IO_MODES,
     MAX_RANK,
-    SKIPPED,
-    TO_SCRATCH,
-    TO_TARGET,
     ChunkPlanStruct,
     Core,
     CoreWorker,
@@ -38,13 +34,6 @@ from h5async.layout import DatasetLayout
 from h5async.plan import ChunkPlan, Int64s, RowPlan
 from h5async.storage import LocalFile, LocalFiles
 from h5async.transform import RowTransform
-
-_STATES = {
-    State.UNKEPT: TO_SCRATCH,
-    State.CLAIMED: TO_TARGET,
-    State.READY: IN_TARGET,
-    State.BUSY: SKIPPED,
-}
 
 
 def way_of(core: Core | None, layout: DatasetLayout) -> Literal["core", "python", "h5py", "memory"]:
@@ -205,7 +194,7 @@ class NativeExecutor:
         plan, nbytes = call.plan, self._layout.chunk_nbytes
         keys = [self._python.chunk_key(place) for place in plan.place[start + kept].tolist()]
         with self._cache.claimed(keys, nbytes) as claims:
-            state[kept] = [_STATES[s] for s in claims.states]
+            state[kept] = claims.states
             target[kept] = [0 if data is None else address(data) for data in claims.buffers]
             failures = list(call.run(start, stop, state, target, one=True))
             # What a failure left undone is not claimed any longer.
@@ -217,7 +206,7 @@ class NativeExecutor:
                 self.execute(plan, failed + 1, stop, call.raw, scratch)
                 stop = failed
         # Others were about to decode these; nobody waits while holding a claim.
-        for i in np.flatnonzero(state[: stop - start] == SKIPPED).tolist():
+        for i in np.flatnonzero(state[: stop - start] == State.BUSY).tolist():
             self._read_busy(call, start + i, scratch)
 
     def _read_busy(self, call: _ChunkCall, item: int, scratch: Scratch) -> None:
@@ -225,7 +214,7 @@ class NativeExecutor:
         key = self._python.chunk_key(int(call.plan.place[item]))
         with self._cache.claimed([key], self._layout.chunk_nbytes, wait=True) as claims:
             data = claims.buffers[0]
-            state = np.array([_STATES[claims.states[0]]], np.uint8)
+            state = np.array(claims.states, np.uint8)
             target = np.array([0 if data is None else address(data)], np.int64)
             failures = list(call.run(item, item + 1, state, target, one=True))
             claims.num_filled = 0 if failures else 1

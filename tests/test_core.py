@@ -12,6 +12,7 @@ import functools
 import importlib
 import itertools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -32,14 +33,10 @@ from test_codecs import ALL, MAY_GIVE_UP, HDF5Encoder, contents
 
 from h5async import AsyncReader, Field
 from h5async import core as core_module
-from h5async.chunkcache import ChunkCache
+from h5async.chunkcache import ChunkCache, State
 from h5async.codecs import FilterPipeline, Scratch
 from h5async.core import (
-    IN_TARGET,
     IO_MODES,
-    SKIPPED,
-    TO_SCRATCH,
-    TO_TARGET,
     ChunkPlanStruct,
     Core,
     DatasetStruct,
@@ -204,7 +201,7 @@ class OneChunk:
         self.file.map, self.file.map_nbytes = address(stored), stored.size
         self.stored[0], self.mask[0] = stored.size, mask
         self.dataset.rows_are_whole = way == "whole"
-        state = np.array([TO_TARGET if way == "target" else TO_SCRATCH], np.uint8)
+        state = np.array([State.CLAIMED if way == "target" else State.UNKEPT], np.uint8)
         target = int64s(address(self.target.inside) if way == "target" else 0)
         for memory in (self.batch, self.target, self.chunk):
             memory.renew()
@@ -1237,6 +1234,26 @@ def test_a_dataset_that_was_never_allocated(core, any_file):
         assert (small.batch.inside.reshape(8, 6)[:4, :3] == 9).all()
 
 
+def enum_in_c(name):
+    """Return the names and numbers of an enumeration of the core's source."""
+    source = Path(core_module.__file__).with_name("_core").joinpath("common.h").read_text()
+    (body,) = re.findall(rf"enum {name} {{(.*?)}}", source, re.DOTALL)
+    numbers, last = {}, -1
+    for entry in re.split(r"\s*,\s*", body.strip()):
+        key, _, number = entry.partition(" = ")
+        last = numbers[key] = int(number) if number else last + 1
+    return numbers
+
+
+def test_what_to_do_with_a_chunk_has_the_same_numbers_in_python_and_in_c():
+    assert enum_in_c("State") == {
+        "TO_SCRATCH": State.UNKEPT,
+        "TO_TARGET": State.CLAIMED,
+        "IN_TARGET": State.READY,
+        "SKIPPED": State.BUSY,
+    }
+
+
 def test_memory_that_is_kept(core, any_file):
     filters, encoded, mask, values = encoded_chunk(("deflate",), 1, 12, 3)
     small = SmallDataset(core, any_file)
@@ -1253,7 +1270,7 @@ def test_memory_that_is_kept(core, any_file):
     other.inside[...] = range(100, 112)
     piece = np.frombuffer(values, np.uint8).reshape(4, 3)
 
-    small.state[:] = SKIPPED, TO_TARGET, IN_TARGET, TO_SCRATCH
+    small.state[:] = State.BUSY, State.CLAIMED, State.READY, State.UNKEPT
     small.target[:] = 0, address(kept.inside), address(other.inside), 0
     assert small.read() == 4
     batch = small.batch.inside.reshape(8, 6)
@@ -1266,8 +1283,8 @@ def test_memory_that_is_kept(core, any_file):
     assert kept.is_intact()
     assert other.is_intact()
 
-    for state in (TO_TARGET, IN_TARGET):
-        small.state[:], small.target[:] = (TO_SCRATCH, TO_SCRATCH, state, TO_SCRATCH), 0
+    for state in (State.CLAIMED, State.READY):
+        small.state[:], small.target[:] = (State.UNKEPT, State.UNKEPT, state, State.UNKEPT), 0
         assert small.read() == 2
         assert (small.batch.inside.reshape(8, 6)[4:] == FRESH).all()
 
