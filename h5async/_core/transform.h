@@ -9,6 +9,14 @@ typedef struct {
 enum Source { BYTES_1 = 1, BYTES_2 = 2, BYTES_4 = 4, BYTES_8 = 8, UINT8 = 11, UINT16 = 12,
               INT16 = 13, FLOAT32 = 14 };
 
+/* Of an element as it is read. */
+static int64_t source_nbytes(const Transform *t)
+{
+    if (t->source <= BYTES_8)
+        return t->source;
+    return t->source == UINT8 ? 1 : t->source == FLOAT32 ? 4 : 2;
+}
+
 #define PLANES(type, body)                                                                        \
     {                                                                                             \
         const type *restrict from = (const type *)(const void *)in;                               \
@@ -160,10 +168,7 @@ AVX2 static void transform_avx2(const Transform *t, const uint8_t *in, uint8_t *
 /* Bring (samples, points, channels) to (samples, channels, points); 0: not of a known kind. */
 PUBLIC int64_t h5async_transform(const Transform *t, const uint8_t *in, uint8_t *out)
 {
-    int64_t from_size = t->source <= BYTES_8 ? t->source
-                        : t->source == UINT8 ? 1
-                        : t->source == FLOAT32 ? 4
-                                               : 2;
+    int64_t from_size = source_nbytes(t);
     int64_t to_size = t->is_float ? 4 : from_size;
     int is_copy = t->source == BYTES_1 || t->source == BYTES_2 || t->source == BYTES_4 ||
                   t->source == BYTES_8;
@@ -187,10 +192,7 @@ PUBLIC int64_t h5async_transform_rows(const File *file, Worker *worker, const Ro
                                       const Transform *t, uint8_t *out)
 {
     int64_t begin = now_ns(), done = 0, available = mappable_nbytes(file);
-    int64_t unit = t->source <= BYTES_8 ? t->source
-                   : t->source == UINT8 ? 1
-                   : t->source == FLOAT32 ? 4
-                                          : 2;
+    int64_t unit = source_nbytes(t);
     int64_t elements = t->points > 0 && t->channels > 0 ? t->points * t->channels : 0;
     Transform one = *t;
     one.samples = 1;
