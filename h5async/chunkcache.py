@@ -144,9 +144,8 @@ class ChunkCache:
                 claims.states[i] = State.READY
                 claims.buffers[i] = entry.data
         most = max(_LEAST_KEPT, self._budget_nbytes // max(1, nbytes))
-        for i in absent[
-            -most:
-        ]:  # the last ones: in order, they are what the next batch goes on with
+        # The last ones: in order, they are what the next batch goes on with.
+        for i in absent[-most:]:
             data = self._buffer(nbytes)
             if data is None:
                 break
