@@ -16,6 +16,7 @@
 
 #include "_core/common.h"
 #include "_core/file.h"
+#include "_core/pieces.h"
 #include "_core/rows.h"
 #include "_core/decoders.h"
 #include "_core/bits.h"

@@ -194,10 +194,11 @@ PUBLIC int64_t h5async_transform_rows(const File *file, Worker *worker, const Ro
     int64_t begin = now_ns(), done = 0, available = mappable_nbytes(file);
     int64_t unit = source_nbytes(t);
     int64_t elements = t->points > 0 && t->channels > 0 ? t->points * t->channels : 0;
+    Pieces pieces = pieces_of_rows(r, r->num_items);
     Transform one = *t;
     one.samples = 1;
     int is_fit = unit > 0 && elements > 0 && r->row_nbytes == elements * unit;
-    if (is_fit && available > 0 && (file->io == IO_MAP || rows_are_cached(file, r)))
+    if (is_fit && available > 0 && (file->io == IO_MAP || pieces_are_cached(file, &pieces)))
         for (; done < r->num_items; done++) {
             int64_t offset = r->offset[done];
             if (offset < 0 || offset > available - r->row_nbytes ||

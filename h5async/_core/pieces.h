@@ -1,0 +1,150 @@
+/* Pieces of a file go to memory as they are: out of the map, or by reads. */
+
+typedef struct {
+    const int64_t *offset;   /* below 0: not in the file, but filled */
+    const int64_t *nbytes;   /* NULL: `unit` each */
+    const int64_t *position; /* where they go, in units; NULL: in order */
+    int64_t count, unit;
+    uint8_t *base;
+    const uint8_t *fill;
+    int64_t itemsize;
+} Pieces;
+
+static uint8_t *place_of_piece(const Pieces *p, int64_t i)
+{
+    return p->base + (p->position ? p->position[i] : i) * p->unit;
+}
+
+static int64_t nbytes_of_piece(const Pieces *p, int64_t i)
+{
+    return p->nbytes ? p->nbytes[i] : p->unit;
+}
+
+static void fill_piece(const Pieces *p, int64_t i)
+{
+    fill_elements(p->fill, p->itemsize, place_of_piece(p, i), nbytes_of_piece(p, i));
+}
+
+static int pieces_are_cached(const File *file, const Pieces *p)
+{
+    int64_t step = p->count / MAX_PROBES + 1;
+    for (int64_t i = 0; i < p->count; i += step) {
+        int64_t nbytes = nbytes_of_piece(p, i);
+        if (p->offset[i] >= 0 && (p->offset[i] > INT64_MAX - nbytes ||
+                                  !is_cached(file, p->offset[i] + nbytes - 1)))
+            return 0;
+    }
+    return 1;
+}
+
+static int64_t copy_pieces(const File *file, const Pieces *p, int64_t available)
+{
+    for (int64_t i = 0; i < p->count; i++) {
+        int64_t offset = p->offset[i], nbytes = nbytes_of_piece(p, i);
+        if (nbytes < 4096 && i + 8 < p->count && p->offset[i + 8] >= 0 &&
+            p->offset[i + 8] < available)
+            __builtin_prefetch(file->map + p->offset[i + 8]);
+        if (offset < 0)
+            fill_piece(p, i);
+        else if (offset > available - nbytes)
+            return i;
+        else
+            memcpy(place_of_piece(p, i), file->map + offset, (size_t)nbytes);
+    }
+    return p->count;
+}
+
+/* The end of the pieces from `begin` on that follow each other in the file. */
+static int64_t end_of_run(const Pieces *p, int64_t begin)
+{
+    int64_t end = begin + 1;
+    while (end < p->count && end - begin < MAX_IOVEC &&
+           p->offset[end] >= nbytes_of_piece(p, end - 1) &&
+           p->offset[end] - nbytes_of_piece(p, end - 1) == p->offset[end - 1])
+        end++;
+    return end;
+}
+
+/* Of a run: it lies in the file, so this does not overflow. */
+static int64_t nbytes_of_run(const Pieces *p, int64_t begin, int64_t end)
+{
+    return p->offset[end - 1] - p->offset[begin] + nbytes_of_piece(p, end - 1);
+}
+
+static int read_run(const File *file, const Pieces *p, int64_t begin, int64_t end, int flags)
+{
+    struct iovec parts[MAX_IOVEC];
+    int count = 0;
+    for (int64_t i = begin; i < end; i++) {
+        uint8_t *to = place_of_piece(p, i);
+        size_t nbytes = (size_t)nbytes_of_piece(p, i);
+        if (count && (uint8_t *)parts[count - 1].iov_base + parts[count - 1].iov_len == to)
+            parts[count - 1].iov_len += nbytes;
+        else
+            parts[count++] = (struct iovec){to, nbytes};
+    }
+#ifdef RWF_NOWAIT
+    ssize_t got = preadv2(file->fd, parts, count, p->offset[begin], flags);
+#else
+    (void)flags;
+    ssize_t got = preadv(file->fd, parts, count, p->offset[begin]);
+#endif
+    return got == nbytes_of_run(p, begin, end);
+}
+
+static int read_run_slowly(const File *file, const Pieces *p, int64_t begin, int64_t end)
+{
+    for (int64_t i = begin; i < end; i++)
+        if (!read_fully(file, p->offset[i], place_of_piece(p, i), nbytes_of_piece(p, i)))
+            return 0;
+    return 1;
+}
+
+/* What the page cache holds is read at once. The rest is asked for, all of it, before the first
+   read that waits: so as many reads are in flight as the disk takes. */
+static int64_t pread_pieces(const File *file, const Pieces *p)
+{
+    uint8_t *is_late = calloc((size_t)p->count + 1, 1);
+    int64_t done = 0, end, late = 0;
+    if (is_late == NULL)
+        return 0;
+    for (int64_t i = 0; i < p->count; i = end) {
+        end = i + 1;
+        if (p->offset[i] < 0) {
+            fill_piece(p, i);
+            continue;
+        }
+        end = end_of_run(p, i);
+#ifdef RWF_NOWAIT
+        if (read_run(file, p, i, end, RWF_NOWAIT))
+            continue;
+        ask_for(file, p->offset[i], nbytes_of_run(p, i, end));
+        is_late[i] = 1, late = 1;
+#else
+        if (!read_run(file, p, i, end, 0) && !read_run_slowly(file, p, i, end)) {
+            free(is_late);
+            return i;
+        }
+#endif
+    }
+    done = p->count;
+    for (int64_t i = 0; late && i < p->count; i++) {
+        if (!is_late[i])
+            continue;
+        end = end_of_run(p, i);
+        if (!read_run(file, p, i, end, 0) && !read_run_slowly(file, p, i, end)) {
+            done = i;
+            break;
+        }
+    }
+    free(is_late);
+    return done;
+}
+
+/* Returns how many were read before the first that could not be. */
+static int64_t read_pieces(const File *file, const Pieces *p)
+{
+    int64_t available = mappable_nbytes(file);
+    int is_mapped = available > 0 && (file->io == IO_MAP || pieces_are_cached(file, p));
+    return is_mapped ? copy_pieces(file, p, available) : pread_pieces(file, p);
+}
