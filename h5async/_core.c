@@ -25,6 +25,7 @@
 #include "_core/chunks.h"
 #include "_core/transform.h"
 #include "_core/permute.h"
+#include "_core/frames.h"
 
 PUBLIC void h5async_free(Worker *w)
 {
@@ -40,5 +41,5 @@ PUBLIC int64_t h5async_abi(void)
 {
     return ABI * 100000 + (int64_t)(sizeof(Libraries) + sizeof(Worker) + sizeof(File) +
                                     sizeof(Filter) + sizeof(Dataset) + sizeof(ChunkPlan) +
-                                    sizeof(Rows) + sizeof(Transform));
+                                    sizeof(Rows) + sizeof(Transform) + sizeof(Frames));
 }

@@ -22,6 +22,11 @@ def bitshuffle_codec(parameters: tuple[int, ...]) -> int:
     return parameters[4] if len(parameters) > 4 else 0
 
 
+def default_block(element: int) -> int:
+    """Return of how many elements a block is where the filter's client data does not say."""
+    return max(128, 8192 // element // 8 * 8)
+
+
 def bitshuffle_decoder(parameters: tuple[int, ...]) -> Decode | None:
     """Return what undoes the filter with this client data, or None where HDF5 has to."""
     if len(parameters) < 3 or parameters[2] == 0:

@@ -45,14 +45,14 @@ from h5async.filters import (
 )
 from h5async.stats import ThreadCounts
 
-_ABI = 3
+_ABI = 4
 MAX_FILTERS, MAX_RANK = 32, 32  # what HDF5 has at most
 
 IO_MODES = {"auto": 0, "pread": 1, "map": 2}
 
-_KINDS = {DEFLATE: 1, SHUFFLE: 2, FLETCHER32: 3, LZF: 4, ZSTD: 5, LZ4: 6, BLOSC: 7}
+KINDS = {DEFLATE: 1, SHUFFLE: 2, FLETCHER32: 3, LZF: 4, ZSTD: 5, LZ4: 6, BLOSC: 7}
 _BITSHUFFLE_KINDS = {0: 8, 2: 9, 3: 10}  # by the codec of its blocks
-_NOTHING = 11
+NOTHING = 11
 
 # Functions by library, in the order of the structure in _core.c.
 _FUNCTIONS = {
@@ -177,6 +177,61 @@ class TransformStruct(Structure):
     ]
 
 
+class FramesStruct(Structure):
+    """Stored chunks, and the blocks into which they are cut; see `Core.cut_frames`.
+
+    The caller sets all but the last two, and owns the arrays: int64 but for `source_nbytes` and
+    `target_nbytes` (uint64) and `adler` (uint32).
+
+    Attributes
+    ----------
+    base, base_nbytes
+        Memory in which the stored chunks lie.
+    position, nbytes
+        (`count`,): where in it, and how long.
+    kind, element, block_nbytes, has_checksum
+        How a chunk is framed: a `FrameFormat`.
+    due_nbytes
+        Of a chunk, with the frame undone.
+    pitch
+        Chunk k goes to byte k * `pitch` of the output; at least `due_nbytes`.
+    source, source_nbytes, target, target_nbytes
+        (`max_tasks`,): of each block, where it lies, from `base` on, and where it goes.
+    copy_source, copy_target, copy_nbytes
+        (`max_copies`,): the same of bytes that are not compressed.
+    adler
+        (`count`,): DEFLATE: the Adler-32 that a decoded chunk has to have; else None.
+    num_tasks, num_copies
+        How many there are, all of chunks that were cut.
+    """
+
+    _fields_ = [
+        ("base", c_void_p),
+        ("position", c_void_p),
+        ("nbytes", c_void_p),
+        ("base_nbytes", c_int64),
+        ("count", c_int64),
+        ("kind", c_int32),
+        ("has_checksum", c_int32),
+        ("element", c_int64),
+        ("block_nbytes", c_int64),
+        ("due_nbytes", c_int64),
+        ("pitch", c_int64),
+        ("source", c_void_p),
+        ("source_nbytes", c_void_p),
+        ("target", c_void_p),
+        ("target_nbytes", c_void_p),
+        ("copy_source", c_void_p),
+        ("copy_target", c_void_p),
+        ("copy_nbytes", c_void_p),
+        ("adler", c_void_p),
+        ("max_tasks", c_int64),
+        ("max_copies", c_int64),
+        ("num_tasks", c_int64),
+        ("num_copies", c_int64),
+    ]
+
+
 _STRUCTURES = (
     _Libraries,
     _Worker,
@@ -186,6 +241,7 @@ _STRUCTURES = (
     ChunkPlanStruct,
     RowsStruct,
     TransformStruct,
+    FramesStruct,
 )
 
 
@@ -201,6 +257,15 @@ class Core:
     read_rows, read_chunks, transform, transform_rows, permute, permute_each
         Its functions. They drop the GIL, and may be called from many threads, each with a worker
         of its own.
+    read_stored
+        ``read_stored(file, worker, offset, nbytes, target, count, base, base_nbytes)`` reads
+        ``nbytes[i]`` bytes at ``offset[i]`` of the file to ``base + target[i]`` (int64 arrays),
+        and returns how many of them it read before the first that could not be.
+    cut_frames
+        ``cut_frames(frames)``, of a `FramesStruct`, cuts stored chunks into blocks that can be
+        decoded each by itself, and returns how many chunks it cut. It stops before the first in
+        which anything is odd, or for which there is no room. It decodes nothing, so damage within
+        a block is the decoder's to find.
 
     Raises
     ------
@@ -233,13 +298,15 @@ class Core:
         self.transform_rows = _function(library, "h5async_transform_rows", 5)
         self.permute = _function(library, "h5async_permute", 1, c_int64, *[c_uint64] * 3, c_void_p)
         self.permute_each = _function(library, "h5async_permute_each", 1, c_int64, *[c_void_p] * 5)
+        self.read_stored = _function(library, "h5async_read_stored", 5, c_int64, c_void_p, c_int64)
+        self.cut_frames = _function(library, "h5async_cut_frames", 1)
         self._free = _function(library, "h5async_free", 1)
 
     def filters(self, filters: tuple[Filter, ...]) -> Any | None:
         """Return a pipeline as the core takes it, or None where it cannot."""
         if len(filters) > MAX_FILTERS:
             return None
-        structs = [struct for entry in filters if (struct := _filter_struct(entry)) is not None]
+        structs = [struct for entry in filters if (struct := filter_struct(entry)) is not None]
         if len(structs) < len(filters):
             return None
         if any(_LIBRARY_OF_KIND.get(struct.kind) in self.missing for struct in structs):
@@ -337,21 +404,21 @@ def _function(library: Any, name: str, pointers: int, *others: Any) -> Any:
     return function
 
 
-def _filter_struct(entry: Filter) -> _Filter | None:
+def filter_struct(entry: Filter) -> _Filter | None:
     """Return a filter as the core takes it; None: the core, or this library, cannot decode it."""
     decode = decoder(entry)
     if decode is None:
         return None
     if decode is pass_on:
-        return _Filter(_NOTHING, 0, 0)
+        return _Filter(NOTHING, 0, 0)
     if entry.number == SHUFFLE:
-        return _Filter(_KINDS[SHUFFLE], entry.parameters[0], 0) if _fits(entry, 0) else None
+        return _Filter(KINDS[SHUFFLE], entry.parameters[0], 0) if _fits(entry, 0) else None
     if entry.number == BITSHUFFLE:
         kind = _BITSHUFFLE_KINDS.get(bitshuffle_codec(entry.parameters))
         if kind is None or bitshuffle_decoder(entry.parameters) is None or not _fits(entry, 2):
             return None
         return _Filter(kind, entry.parameters[2], (*entry.parameters, 0)[3])
-    kind = _KINDS.get(entry.number)
+    kind = KINDS.get(entry.number)
     return None if kind is None else _Filter(kind, 0, 0)
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from h5async import AsyncReader
+from h5async.core import Core, load_core
 
 POISON = 0xA5  # what a buffer holds before anything was read into it
 
@@ -61,6 +62,18 @@ def require_extra(name: str) -> Any:
     if os.environ.get("H5ASYNC_REQUIRE_EXTRAS") == "1":
         return importlib.import_module(name)
     return pytest.importorskip(name)
+
+
+@pytest.fixture(scope="session")
+def core() -> Core:
+    """Return the compiled core; without it skip, or with H5ASYNC_REQUIRE_EXTRAS=1 fail."""
+    found = load_core()
+    if found is not None:
+        return found
+    reason = "needs the compiled core: install h5async where a C compiler is, without H5ASYNC_CORE"
+    if os.environ.get("H5ASYNC_REQUIRE_EXTRAS") == "1":
+        pytest.fail(f"H5ASYNC_REQUIRE_EXTRAS=1, but this test {reason}", pytrace=False)
+    pytest.skip(reason)
 
 
 # --- leaks ---------------------------------------------------------------------------------------

@@ -33,10 +33,13 @@ from test_codecs import ALL, MAY_GIVE_UP, HDF5Encoder, contents
 
 from h5async import AsyncReader, Field
 from h5async import core as core_module
+from h5async import filters as filters_module
 from h5async.chunkcache import ChunkCache, State
 from h5async.codecs import FilterPipeline, Scratch
 from h5async.core import (
     IO_MODES,
+    KINDS,
+    NOTHING,
     ChunkPlanStruct,
     Core,
     DatasetStruct,
@@ -44,6 +47,7 @@ from h5async.core import (
     RowsStruct,
     TransformStruct,
     address,
+    filter_struct,
     load_core,
     transform_source,
 )
@@ -86,17 +90,6 @@ def some(share):
             hypothesis.HealthCheck.too_slow,
         ],
     )
-
-
-@pytest.fixture(scope="session")
-def core():
-    found = load_core()
-    if found is not None:
-        return found
-    reason = "needs the compiled core: install h5async where a C compiler is, without H5ASYNC_CORE"
-    if os.environ.get("H5ASYNC_REQUIRE_EXTRAS") == "1":
-        pytest.fail(f"H5ASYNC_REQUIRE_EXTRAS=1, but this test {reason}", pytrace=False)
-    pytest.skip(reason)
 
 
 @pytest.fixture
@@ -1252,6 +1245,16 @@ def test_what_to_do_with_a_chunk_has_the_same_numbers_in_python_and_in_c():
         "IN_TARGET": State.READY,
         "SKIPPED": State.BUSY,
     }
+
+
+def test_kinds_of_filters_have_the_same_numbers_in_python_and_in_c():
+    kinds = enum_in_c("Kind")
+    names = {"DEFLATE": DEFLATE, "SHUFFLE": SHUFFLE, "LZF": LZF, "ZSTD": ZSTD, "LZ4": LZ4}
+    names |= {"BLOSC": filters_module.BLOSC, "FLETCHER32": FLETCHER32}
+    assert {name: kinds[name] for name in names} == {name: KINDS[n] for name, n in names.items()}
+    for codec, name in ((0, "BITSHUFFLE"), (2, "BITSHUFFLE_LZ4"), (3, "BITSHUFFLE_ZSTD")):
+        assert filter_struct(Filter(BITSHUFFLE, (0, 4, 4, 0, codec), "")).kind == kinds[name]
+    assert kinds["NOTHING"] == NOTHING
 
 
 def test_memory_that_is_kept(core, any_file):

@@ -30,8 +30,8 @@ static int pieces_are_cached(const File *file, const Pieces *p)
     int64_t step = p->count / MAX_PROBES + 1;
     for (int64_t i = 0; i < p->count; i += step) {
         int64_t nbytes = nbytes_of_piece(p, i);
-        if (p->offset[i] >= 0 && (p->offset[i] > INT64_MAX - nbytes ||
-                                  !is_cached(file, p->offset[i] + nbytes - 1)))
+        if (p->offset[i] >= 0 && nbytes > 0 &&
+            (p->offset[i] > INT64_MAX - nbytes || !is_cached(file, p->offset[i] + nbytes - 1)))
             return 0;
     }
     return 1;

@@ -1,0 +1,207 @@
+/* Stored chunks are read as they are; their frames are cut into blocks, each compressed by itself.
+
+   So a GPU is given them: it decodes all blocks of a batch at once. Lengths, headers and checksums
+   of what is stored are held against what is due here, but no block is decoded. What is cut is
+   never more than the decoders of the host take; what is odd in any way is left to them. */
+
+typedef struct {
+    const uint8_t *base;
+    const int64_t *position, *nbytes; /* [count]: where stored chunks lie, from `base` on */
+    int64_t base_nbytes, count;
+    int32_t kind, has_checksum;        /* kind NOTHING: no codec; a Fletcher-32 is at the end */
+    int64_t element, block_nbytes;     /* BITSHUFFLE_*: bytes of an element, of a block */
+    int64_t due_nbytes, pitch;         /* of a chunk decoded; chunk k goes to k * pitch */
+    int64_t *source;                   /* [max_tasks]: a block, from `base` on */
+    uint64_t *source_nbytes;
+    int64_t *target;                   /* [max_tasks]: where it goes */
+    uint64_t *target_nbytes;
+    int64_t *copy_source, *copy_target, *copy_nbytes; /* [max_copies]: what is not compressed */
+    uint32_t *adler;                   /* [count], DEFLATE: of the decoded chunk */
+    int64_t max_tasks, max_copies, num_tasks, num_copies;
+} Frames;
+
+enum { ZSTD_BLOCK_NBYTES = 128 * 1024, ZSTD_MAX_WINDOW_LOG = 27 };
+static const uint32_t ZSTD_FRAME = 0xFD2FB528u;
+
+static int add_task(Frames *f, int64_t source, int64_t nbytes, int64_t target, int64_t due)
+{
+    if (f->num_tasks >= f->max_tasks)
+        return 0;
+    f->source[f->num_tasks] = source, f->source_nbytes[f->num_tasks] = (uint64_t)nbytes;
+    f->target[f->num_tasks] = target, f->target_nbytes[f->num_tasks] = (uint64_t)due;
+    f->num_tasks++;
+    return 1;
+}
+
+static int add_copy(Frames *f, int64_t source, int64_t target, int64_t nbytes)
+{
+    if (f->num_copies >= f->max_copies)
+        return 0;
+    f->copy_source[f->num_copies] = source, f->copy_target[f->num_copies] = target;
+    f->copy_nbytes[f->num_copies++] = nbytes;
+    return 1;
+}
+
+/* Whether bytes are the header of a zlib frame without a dictionary, a stream, and its checksum
+   (RFC 1950). Where the stream ends only its decoder sees. */
+static int is_zlib_frame(const uint8_t *in, int64_t n)
+{
+    return n > 6 && (in[0] & 15) == 8 && in[0] >> 4 <= 7 && !(in[1] & 0x20) &&
+           (in[0] << 8 | in[1]) % 31 == 0;
+}
+
+/* Whether bytes are one frame of zstd, no more, that may hold `due` bytes (RFC 8878). Its blocks
+   are walked over. Frames with a dictionary, or with a checksum, which not every decoder looks at,
+   are odd here. */
+static int is_zstd_frame(const uint8_t *in, int64_t n, int64_t due)
+{
+    if (n < 9 || little32(in) != ZSTD_FRAME || in[4] & 0x1F)
+        return 0;
+    int is_single = in[4] >> 5 & 1, flag = in[4] >> 6;
+    int64_t width = flag ? 1 << flag : is_single, at = 5, window = due;
+    if (!is_single) {
+        if ((in[at] >> 3) + 10 > ZSTD_MAX_WINDOW_LOG)
+            return 0;
+        window = (int64_t)1 << ((in[at] >> 3) + 10);
+        window += window / 8 * (in[at] & 7);
+        at++;
+    }
+    if (width > n - at)
+        return 0;
+    uint64_t content = width == 2 ? 256 : 0;
+    for (int64_t i = 0; i < width; i++)
+        content += (uint64_t)in[at + i] << (8 * i);
+    if (width > 0 && content != (uint64_t)due)
+        return 0;
+    at += width;
+    int64_t most = window < ZSTD_BLOCK_NBYTES ? window : ZSTD_BLOCK_NBYTES;
+    for (int is_last = 0; !is_last;) {
+        if (n - at < 3)
+            return 0;
+        int header = in[at] | in[at + 1] << 8 | in[at + 2] << 16, type = header >> 1 & 3;
+        int64_t size = header >> 3, stored = type == 1 ? 1 : size; /* 1: a byte, repeated */
+        is_last = header & 1;
+        at += 3;
+        if (type == 3 || size > most || stored > n - at)
+            return 0;
+        at += stored;
+    }
+    return at == n;
+}
+
+/* One of the blocks that follow each other behind their lengths. */
+static int cut_block(Frames *f, int64_t at, int64_t n, int64_t target, int64_t due)
+{
+    switch (f->kind) {
+    case LZ4: /* as long as it decodes to: stored as it is; never longer, then */
+        if (n == due)
+            return add_copy(f, at, target, due);
+        return n > 0 && n < due && add_task(f, at, n, target, due);
+    case BITSHUFFLE_LZ4: /* compressed in any case, even where that makes it longer */
+        return n > 0 && n <= due + due / 255 + 16 && add_task(f, at, n, target, due);
+    default:
+        return is_zstd_frame(f->base + at, n, due) && add_task(f, at, n, target, due);
+    }
+}
+
+/* The framing that the filters lz4 and bitshuffle share. The latter leaves up to 7 elements, which
+   make no whole square of bits, at the end as they are. */
+static int cut_blocks(Frames *f, int64_t at, int64_t n, int64_t target)
+{
+    int64_t end = at + n, square = f->kind == LZ4 ? 1 : 8 * f->element;
+    if (n < 12)
+        return 0;
+    int64_t nbytes = big64(f->base + at), block = big32(f->base + at + 8);
+    if (nbytes != f->due_nbytes || block < 1 || block > MAX_LZ4_NBYTES || block % square ||
+        (f->kind != LZ4 && block != f->block_nbytes))
+        return 0;
+    int64_t body = nbytes / square * square;
+    at += 12;
+    for (int64_t done = 0; done < body; done += block) {
+        int64_t due = body - done < block ? body - done : block;
+        if (end - at < 4)
+            return 0;
+        int64_t length = big32(f->base + at);
+        at += 4;
+        if (length > end - at || !cut_block(f, at, length, target + done, due))
+            return 0;
+        at += length;
+    }
+    return end - at == nbytes - body &&
+           (nbytes == body || add_copy(f, at, target + body, nbytes - body));
+}
+
+static int cut_chunk(Frames *f, int64_t k)
+{
+    int64_t at = f->position[k], n = f->nbytes[k], due = f->due_nbytes, target = k * f->pitch;
+    if (at < 0 || n < 0 || n > f->base_nbytes || at > f->base_nbytes - n)
+        return 0;
+    const uint8_t *in = f->base + at;
+    if (f->has_checksum && (n = fletcher32(in, n)) < 0)
+        return 0;
+    switch (f->kind) {
+    case NOTHING:
+        return n == due && add_copy(f, at, target, n);
+    case DEFLATE:
+        if (!is_zlib_frame(in, n))
+            return 0;
+        f->adler[k] = (uint32_t)big32(in + n - 4);
+        return add_task(f, at + 2, n - 6, target, due);
+    case ZSTD:
+        return is_zstd_frame(in, n, due) && add_task(f, at, n, target, due);
+    default:
+        return cut_blocks(f, at, n, target);
+    }
+}
+
+static int can_cut(const Frames *f)
+{
+    int is_shuffled = f->kind == BITSHUFFLE_LZ4 || f->kind == BITSHUFFLE_ZSTD;
+    if (f->kind != NOTHING && f->kind != DEFLATE && f->kind != ZSTD && f->kind != LZ4 &&
+        !is_shuffled)
+        return 0;
+    if (is_shuffled && (f->element < 1 || f->element > INT32_MAX || f->block_nbytes < 1))
+        return 0;
+    return f->base_nbytes >= 0 && f->due_nbytes > 0 && f->pitch >= f->due_nbytes &&
+           f->count > 0 && f->count <= INT64_MAX / f->pitch;
+}
+
+/* Returns how many chunks were cut without a doubt. The first with anything odd, or with no room
+   for it, stops it, and what it had added is taken back. */
+PUBLIC int64_t h5async_cut_frames(Frames *f)
+{
+    int64_t done = 0;
+    f->num_tasks = f->num_copies = 0;
+    if (!can_cut(f))
+        return 0;
+    for (; done < f->count; done++) {
+        int64_t num_tasks = f->num_tasks, num_copies = f->num_copies;
+        if (!cut_chunk(f, done)) {
+            f->num_tasks = num_tasks, f->num_copies = num_copies;
+            break;
+        }
+    }
+    return done;
+}
+
+/* Reads `nbytes[i]` bytes at `offset[i]` of the file to `base + target[i]`, as long as that can be
+   done, and returns how often it was. */
+PUBLIC int64_t h5async_read_stored(const File *file, Worker *worker, const int64_t *offset,
+                                   const int64_t *nbytes, const int64_t *target, int64_t count,
+                                   uint8_t *base, int64_t base_nbytes)
+{
+    int64_t begin = now_ns(), done = 0, valid = 0;
+    while (valid < count && nbytes[valid] >= 0 && nbytes[valid] <= base_nbytes &&
+           target[valid] >= 0 && target[valid] <= base_nbytes - nbytes[valid] &&
+           offset[valid] >= 0 && offset[valid] <= INT64_MAX - nbytes[valid])
+        valid++;
+    Pieces pieces = {.offset = offset, .nbytes = nbytes, .position = target, .count = valid,
+                     .unit = 1, .base = base};
+    if (valid > 0)
+        done = read_pieces(file, &pieces);
+    for (int64_t i = 0; i < done; i++)
+        worker->read_nbytes += nbytes[i];
+    worker->returned_ns = now_ns();
+    worker->read_ns += worker->returned_ns - begin;
+    return done;
+}
