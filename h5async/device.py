@@ -274,22 +274,25 @@ class CudaDevice:
         self.residency = Residency(num_samples, nbytes, "device")
         return self.residency
 
-    def callers_streams(self) -> list[Any]:
+    def callers_streams(self) -> list[int]:
         """Return the streams on which the caller may use a batch now, this GPU being current."""
-        streams = [self.cupy.cuda.get_current_stream()]
+        streams = [int(self.cupy.cuda.get_current_stream().ptr)]
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
-            pointer = torch.cuda.current_stream(self._device.id).cuda_stream
-            if pointer != streams[0].ptr:
-                streams.append(self.cupy.cuda.ExternalStream(pointer))
+            of_torch = int(torch.cuda.current_stream(self._device.id).cuda_stream)
+            if of_torch != streams[0]:
+                streams.append(of_torch)
         return streams
 
     def poison(self, arrays: Iterable[Any]) -> None:
         """Fill arrays with bytes of 255, on the current stream and behind the caller's others."""
         with self.current():
+            runtime = self.cupy.cuda.runtime
             current, *others = self.callers_streams()
             for stream in others:
-                current.wait_event(stream.record())
+                event = self.cupy.cuda.Event(disable_timing=True)
+                runtime.eventRecord(event.ptr, stream)
+                runtime.streamWaitEvent(current, event.ptr)
             for array in arrays:
                 array.reshape(-1).view(np.uint8).fill(255)
 
@@ -382,16 +385,17 @@ class CudaSlot:
         """Make the caller's current streams wait for the batch."""
         with self._device.current():
             for stream in self._device.callers_streams():
-                stream.wait_event(self._ready)
+                self._device.cupy.cuda.runtime.streamWaitEvent(stream, self._ready.ptr)
 
     def release(self) -> None:
         """Record the caller's current streams: the next upload will wait for them."""
+        cuda = self._device.cupy.cuda
         with self._device.current():
             streams = self._device.callers_streams()
             while len(self._released) < len(streams):
-                self._released.append(self._device.cupy.cuda.Event(disable_timing=True))
+                self._released.append(cuda.Event(disable_timing=True))
             for event, stream in zip(self._released, streams, strict=False):
-                event.record(stream)
+                cuda.runtime.eventRecord(event.ptr, stream)
 
     def _upload(self, i: int, array: NDArray[Any], size: int) -> Any:
         """Upload a field to its raw array; what is none of the slot's goes elsewhere."""

@@ -42,7 +42,7 @@ class Kernels:
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
         source = Path(__file__).with_name("_kernels.cu").read_text()
-        self._module = cupy.RawModule(code=source, options=("--std=c++17",))
+        self._module = cupy.RawModule(code=source, options=("-std=c++17",))
         self._functions: dict[str, Any] = {}
         self._move = cupy.ElementwiseKernel(
             "raw S stored, int64 points, int32 channels",

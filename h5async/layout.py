@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,6 +105,35 @@ class Slab:
         """Return the indices of some ordinals."""
         block, inside = np.divmod(ordinal, self.block)
         return self.start + block * self.stride + inside
+
+
+class PieceGeometry(NamedTuple):
+    """How the pieces of a sample lie in chunks and in rows; all in bytes but `extents`.
+
+    Attributes
+    ----------
+    chunk_strides, row_strides
+        int64 (rank - 1,): of all dimensions but that of the samples.
+    extents
+        int64 (pieces, rank - 1): elements of each piece of the cross-section, cut off at the
+        row's end.
+    row_begin, piece_begin
+        int64 (pieces,): first byte of each piece in a row, and in a chunk (a contiguous dataset
+        is its own only chunk).
+    chunk_samples, sample_stride
+        Samples in a chunk, and how far apart they are.
+    chunk_nbytes
+        Of a whole chunk.
+    """
+
+    chunk_strides: NDArray[np.int64]
+    row_strides: NDArray[np.int64]
+    extents: NDArray[np.int64]
+    row_begin: NDArray[np.int64]
+    piece_begin: NDArray[np.int64]
+    chunk_samples: int
+    sample_stride: int
+    chunk_nbytes: int
 
 
 @dataclass(frozen=True)
@@ -276,6 +305,27 @@ class DatasetLayout:
         if self.sample_axis != 0:
             return False
         return not self.chunk_shape or self.chunk_shape[1:] == self.shape[1:]
+
+    @property
+    def geometry(self) -> PieceGeometry:
+        """How the pieces of a sample lie in chunks and in rows, for who copies them by bytes."""
+        axis, item = self.sample_axis, self.dtype.itemsize
+        shape = self.chunk_shape or self.shape
+        rest = [a for a in range(len(shape)) if a != axis]
+        strides = np.cumprod((item, *shape[:0:-1]), dtype=np.int64)[::-1]
+        row_shape = [self.shape[a] for a in rest]
+        row_strides = np.cumprod((item, *row_shape[:0:-1]), dtype=np.int64)[::-1][: len(rest)]
+        begin = self.cross_section[:, rest]
+        return PieceGeometry(
+            chunk_strides=strides[rest],
+            row_strides=row_strides,
+            extents=np.minimum(np.array(self.piece_shape)[rest], np.array(row_shape) - begin),
+            row_begin=begin @ row_strides,
+            piece_begin=(begin @ strides[rest]) * (not self.chunk_shape),
+            chunk_samples=shape[axis],
+            sample_stride=int(strides[axis]),
+            chunk_nbytes=math.prod(shape) * item,
+        )
 
     @cached_property
     def part_starts(self) -> NDArray[np.int64] | None:

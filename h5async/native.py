@@ -239,15 +239,7 @@ class NativeExecutor:
     def _describe(self) -> None:
         """Set up what the core has to know of a dataset."""
         layout, dataset, chunks = self._layout, self._dataset, self._layout.chunks
-        axis = layout.sample_axis
-        shape = layout.chunk_shape or layout.shape
-        rest = [a for a in range(len(shape)) if a != axis]
-        item = layout.dtype.itemsize
-        strides = np.cumprod((item, *shape[:0:-1]), dtype=np.int64)[::-1]
-        row_shape = [layout.shape[a] for a in rest]
-        row_strides = np.cumprod((item, *row_shape[:0:-1]), dtype=np.int64)[::-1][: len(rest)]
-        begin = layout.cross_section[:, rest]
-        extents = np.minimum(np.array(layout.piece_shape)[rest], np.array(row_shape) - begin)
+        geometry = layout.geometry
         dataset.filters = self._core.filters(layout.filters)
         dataset.num_filters = len(layout.filters)
         if chunks is not None:
@@ -256,15 +248,16 @@ class NativeExecutor:
             dataset.chunk_mask = self._keep(chunks.filter_mask, np.uint32)
         dataset.num_chunks = 1 if chunks is None else chunks.offset.size
         dataset.begin = layout.offset if chunks is None else -1
-        dataset.rank, dataset.num_cross = len(rest), len(begin)
-        dataset.chunk_strides = self._keep(strides[rest])
-        dataset.row_strides = self._keep(row_strides)
-        dataset.extents = self._keep(extents)
-        dataset.row_begin = self._keep(begin @ row_strides)
-        dataset.piece_begin = self._keep((begin @ strides[rest]) * (not layout.chunk_shape))
-        dataset.chunk_nbytes = int(np.prod(shape, dtype=np.int64)) * item
-        dataset.chunk_samples, dataset.sample_stride = shape[axis], int(strides[axis])
-        dataset.itemsize, dataset.row_nbytes = item, layout.row_nbytes
+        dataset.num_cross, dataset.rank = geometry.extents.shape
+        dataset.chunk_strides = self._keep(geometry.chunk_strides)
+        dataset.row_strides = self._keep(geometry.row_strides)
+        dataset.extents = self._keep(geometry.extents)
+        dataset.row_begin = self._keep(geometry.row_begin)
+        dataset.piece_begin = self._keep(geometry.piece_begin)
+        dataset.chunk_nbytes = geometry.chunk_nbytes
+        dataset.chunk_samples = geometry.chunk_samples
+        dataset.sample_stride = geometry.sample_stride
+        dataset.itemsize, dataset.row_nbytes = layout.dtype.itemsize, layout.row_nbytes
         dataset.rows_are_whole = bool(layout.chunk_shape) and layout.rows_are_whole
         dataset.fill = address(self._fill)
 

@@ -13,6 +13,7 @@ import itertools
 import random
 import threading
 import types
+import weakref
 from collections import deque
 
 import cuda_on_cpu
@@ -106,7 +107,7 @@ def make(seed):
         def synchronize(self):
             simulation.run_until(lambda: not simulation.queues.get(self))
 
-    streams = {}
+    streams, events = {}, weakref.WeakValueDictionary()
     default = Stream()
 
     def current():
@@ -115,6 +116,8 @@ def make(seed):
     class Event:
         def __init__(self, block=False, disable_timing=False):
             self.recorded = self.done = 0
+            self.ptr = next(pointers)
+            events[self.ptr] = self
 
         def record(self, stream=None):
             stream = stream or current()
@@ -210,12 +213,13 @@ def make(seed):
         getDeviceCount=lambda: 1,
         CUDARuntimeError=type("CUDARuntimeError", (RuntimeError,), {}),
         deviceSynchronize=simulation.run_all,
+        eventRecord=lambda event, stream: events[event].record(streams[stream]),
+        streamWaitEvent=lambda stream, event: streams[stream].wait_event(events[event]),
         memGetInfo=lambda: (1 << 30, 1 << 32),
     )
     cuda = types.SimpleNamespace(
         Device=Device,
         Event=Event,
-        ExternalStream=streams.__getitem__,
         Stream=Stream,
         alloc_pinned_memory=bytearray,
         get_current_stream=current,
