@@ -62,8 +62,6 @@ static __device__ void copy_piece(const byte *__restrict__ from, byte *__restric
             }
         }
     }
-    if (head > nbytes)
-        head = nbytes;
     int64 rest = nbytes - count * width;
     for (int64 i = thread; i < rest; i += threads) {
         int64 at = i < head ? i : i + count * width;

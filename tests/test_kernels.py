@@ -255,6 +255,15 @@ def test_bitunshuffle_of_aligned_chunks(kernels, block, element, launch):
     np.testing.assert_array_equal(found, [bitunshuffled(c, element, block) for c in chunks])
 
 
+@pytest.mark.parametrize("element", [65, 128, 1024])
+def test_bitunshuffle_of_large_elements_takes_their_default_block(kernels, element):
+    chunk = random_bytes(element, 300 * element)
+    bitunshuffle = kernels.get_function("h5async_bitunshuffle")
+    parameters = np.int32(element), np.int64(0)
+    found = run_on_chunks(bitunshuffle, LAUNCHES[1], [chunk], chunk.size, (0, 0), *parameters)
+    np.testing.assert_array_equal(found, [bitunshuffled(chunk, element, 0)])
+
+
 # --- place ---------------------------------------------------------------------------------------
 
 
@@ -389,6 +398,20 @@ def test_place_is_numpys_slicing(kernels, geometry, groups, gap, offset, launch,
     assert rows.is_untouched_beside()
 
 
+def test_place_of_pieces_that_are_no_multiple_of_what_all_else_is(kernels):
+    geometry = Geometry((5, 3, 4), (4, 7), 0, 1)
+    begin, extents = geometry.corners
+    assert (begin[3].tolist(), extents[3].tolist()) == ([3, 4], [1, 3])
+    offset = -(3 * 7 + 4) % 4  # of the rows, so that the piece begins at a multiple of 4
+    tasks = [Task(0, 3, 1, 0, 3)]
+    chunks = random_bytes(6, geometry.chunk_nbytes)
+    rows = Writable(3 * 28, offset)
+    expected = np.full(rows.bytes.size, CANARY, np.uint8)
+    placed(geometry, tasks, chunks, 0, expected)
+    run_place(kernels, LAUNCHES[1], geometry, tasks, chunks, 0, rows.bytes)
+    np.testing.assert_array_equal(rows.bytes, expected)
+
+
 def test_place_leaves_out_empty_tasks_and_pieces(kernels):
     geometry = Geometry((4, 3), (3,), 0, 4)
     rows = Writable(4 * 12)
@@ -517,9 +540,10 @@ def test_adler32_is_zlibs(kernels, nbytes, count, gap, offset, launch, seed, is_
     assert adler_of(sums, nbytes) == due
 
 
-def test_adler32_does_not_overflow_in_one_thread(kernels):
-    """All of a piece that is so long that its sum does not fit 62 bits."""
-    data = np.full(200_000_003, 255, np.uint8)
+def test_adler32_does_not_overflow_over_gigabytes(kernels):
+    """One thread, with more to sum up than fits 64 bits."""
+    data = np.zeros(1_500_000_003, np.uint8)  # pages that nobody writes to take no memory
+    data[:60_000_000] = 255
     sums = sums_of(kernels, LAUNCHES[0], data, 0, data.size, 1)
     assert adler_of(sums, data.size) == [zlib.adler32(data)]
 
