@@ -296,11 +296,6 @@ extern "C" __global__ void __launch_bounds__(1024) h5async_place(
         byte *to = rows + position[t] * row_nbytes + row_begin[cross[t]];
         int64 unit = itemsize, samples = length[t];
         int dims = rank;
-        bool is_empty = samples < 1;
-        for (int d = 0; d < rank; d++)
-            is_empty |= extent[d] < 1;
-        if (is_empty)
-            continue;
         /* The last dimensions are one piece where they lie without gaps on both sides. */
         for (; dims > 0; dims--) {
             int64 n = extent[dims - 1];
