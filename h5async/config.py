@@ -318,6 +318,9 @@ class ReaderConfig(_Frozen):
                 'cache="device" keeps rows on the GPU, and postprocess works on host arrays; use'
                 ' cache="host"'
             )
+        if self.decode == "device" and (self.postprocess is not None or self.cache == "host"):
+            who = "postprocess" if self.postprocess is not None else 'cache="host"'
+            raise ValueError(f'decode="device" leaves no rows on the host for {who}')
         if self.cache_bytes is not None and self.cache is None:
             raise ValueError('cache_bytes needs cache="host" or cache="device"')
         for option in ("cache", "decode"):

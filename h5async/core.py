@@ -51,7 +51,7 @@ MAX_FILTERS, MAX_RANK = 32, 32  # what HDF5 has at most
 IO_MODES = {"auto": 0, "pread": 1, "map": 2}
 
 KINDS = {DEFLATE: 1, SHUFFLE: 2, FLETCHER32: 3, LZF: 4, ZSTD: 5, LZ4: 6, BLOSC: 7}
-_BITSHUFFLE_KINDS = {0: 8, 2: 9, 3: 10}  # by the codec of its blocks
+BITSHUFFLE_KINDS = {0: 8, 2: 9, 3: 10}  # by the codec of its blocks
 NOTHING = 11
 
 # Functions by library, in the order of the structure in _core.c.
@@ -414,7 +414,7 @@ def filter_struct(entry: Filter) -> _Filter | None:
     if entry.number == SHUFFLE:
         return _Filter(KINDS[SHUFFLE], entry.parameters[0], 0) if _fits(entry, 0) else None
     if entry.number == BITSHUFFLE:
-        kind = _BITSHUFFLE_KINDS.get(bitshuffle_codec(entry.parameters))
+        kind = BITSHUFFLE_KINDS.get(bitshuffle_codec(entry.parameters))
         if kind is None or bitshuffle_decoder(entry.parameters) is None or not _fits(entry, 2):
             return None
         return _Filter(kind, entry.parameters[2], (*entry.parameters, 0)[3])

@@ -20,6 +20,7 @@ from __future__ import annotations
 import importlib
 import math
 import sys
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -27,10 +28,14 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.core import load_core
+from h5async.devicedecode import NotDecoded, Staging, StoredDecoder
 from h5async.errors import DeviceError
 from h5async.filling import FillOutcome, SlotMemory
 from h5async.kernels import Kernels
+from h5async.nvcomp import load_nvcomp
 from h5async.resident import Budget, Residency
+from h5async.stored import StoredFormat
 from h5async.transform import RowTransform
 
 _CUPY_TYPES = "?bhilqBHILQefdFD"  # NumPy's one-letter codes
@@ -46,7 +51,16 @@ class DeviceSlot(Protocol):
         """Block until the host arrays may be overwritten; in a worker."""
 
     def upload(self, outcome: FillOutcome) -> tuple[Any, ...]:
-        """Begin to bring a filled batch to the device; in a worker."""
+        """Begin to bring a filled batch to the device; in a worker.
+
+        Raises
+        ------
+        NotDecoded
+            If the host has to decode its chunks; they were waited for.
+        """
+
+    def transfer_seconds(self) -> float:
+        """Wait for the last upload; return what the slower of link and kernels took for it."""
 
     def acquire(self) -> None:
         """Order the caller's current streams behind the upload."""
@@ -61,9 +75,26 @@ class Device(Protocol):
     name: str
 
     def open_slots(
-        self, count: int, rows: int, transforms: Mapping[str, RowTransform], postprocess: bool
+        self,
+        count: int,
+        rows: int,
+        transforms: Mapping[str, RowTransform],
+        postprocess: bool,
+        stored_formats: Sequence[StoredFormat | None],
     ) -> list[DeviceSlot]:
-        """Allocate slots of `rows` rows; `postprocess`: it wants delivered arrays on the host."""
+        """Allocate slots of `rows` rows.
+
+        Parameters
+        ----------
+        count, rows
+            Slots, and samples in each.
+        transforms
+            By field.
+        postprocess
+            Whether it wants delivered arrays on the host.
+        stored_formats
+            How chunks of each field are decoded on the device, where they are.
+        """
 
     def open_cache(self, num_samples: int, cache_bytes: int | None) -> Residency | Budget:
         """Make room for the rows of all samples, after `open_slots`, if the budget allows it."""
@@ -113,7 +144,7 @@ def _allocate_host(
         else:
             raw.append(empty((rows, *transform.raw_row), transform.raw_dtype))
         out.append(raw[-1] if delivered is None else delivered)
-    return SlotMemory(tuple(raw), tuple(out))
+    return SlotMemory(tuple(raw), tuple(out), (None,) * len(raw))
 
 
 class HostSlot:
@@ -129,6 +160,10 @@ class HostSlot:
         """Return the arrays themselves."""
         return outcome.arrays
 
+    def transfer_seconds(self) -> float:
+        """Return 0: nothing is transferred."""
+        return 0.0
+
     def acquire(self) -> None:
         """Do nothing."""
 
@@ -142,7 +177,12 @@ class HostDevice:
     name = "cpu"
 
     def open_slots(
-        self, count: int, rows: int, transforms: Mapping[str, RowTransform], postprocess: bool
+        self,
+        count: int,
+        rows: int,
+        transforms: Mapping[str, RowTransform],
+        postprocess: bool,
+        stored_formats: Sequence[StoredFormat | None],
     ) -> list[DeviceSlot]:
         """Allocate slots of `rows` rows; all transforming is the filler's."""
         todo = list(transforms.values())
@@ -213,10 +253,19 @@ class CudaDevice:
         self.kernels = Kernels(cupy)
         self.cache: list[Any] = []  # the rows of all samples, one array a field, as uploaded
         self.residency: Residency | None = None
+        self.decoders: dict[int, StoredDecoder] = {}  # by field
+        # Decoders work in memory of their own, in the order of the work stream: what puts one
+        # batch's work there must not be mixed with what puts another's.
+        self.decoding = threading.Lock()
         self._row_nbytes: list[int] = []
 
     def open_slots(
-        self, count: int, rows: int, transforms: Mapping[str, RowTransform], postprocess: bool
+        self,
+        count: int,
+        rows: int,
+        transforms: Mapping[str, RowTransform],
+        postprocess: bool,
+        stored_formats: Sequence[StoredFormat | None],
     ) -> list[DeviceSlot]:
         """Allocate pinned host slots and device slots of `rows` rows.
 
@@ -233,11 +282,12 @@ class CudaDevice:
                 )
         todo = list(transforms.values())
         on_host = [
-            not transform.is_identity and (postprocess or not _gpu_can(transform))
+            not transform.is_identity and (postprocess or not gpu_can(transform))
             for transform in todo
         ]
         try:
             with self.current():
+                self._open_decoders(stored_formats)
                 slots = [CudaSlot(self, rows, todo, on_host) for _ in range(count)]
         except (self.cupy.cuda.memory.OutOfMemoryError, MemoryError) as error:
             raise DeviceError(
@@ -246,6 +296,14 @@ class CudaDevice:
             ) from error
         self._row_nbytes = [array.nbytes // rows for array in slots[0].memory.out]
         return list(slots)
+
+    def _open_decoders(self, stored_formats: Sequence[StoredFormat | None]) -> None:
+        core = load_core()
+        for field, form in enumerate(stored_formats):
+            if form is not None and core is not None:
+                self.decoders[field] = StoredDecoder(
+                    self.cupy, self.kernels, load_nvcomp(), core, form
+                )
 
     def open_cache(self, num_samples: int, cache_bytes: int | None) -> Residency | Budget:
         """Reserve device memory for the rows of all samples, as they are uploaded.
@@ -320,7 +378,16 @@ class CudaSlot:
         cupy = device.cupy
         self._device = device
         self._transforms = transforms
-        self.memory = _allocate_host(rows, transforms, on_host, self._empty_pinned)
+        self._staging = {
+            field: Staging(cupy, decoder.form, self._empty_pinned)
+            for field, decoder in device.decoders.items()
+        }
+        self.memory = _allocate_host(rows, transforms, on_host, self._empty_pinned)._replace(
+            stored=tuple(
+                self._staging[field].stored if field in self._staging else None
+                for field in range(len(transforms))
+            )
+        )
         self._raw = [cupy.empty(array.shape, array.dtype) for array in self.memory.out]
         self._delivered = [
             raw if done or todo.is_identity else cupy.empty((rows, *todo.row), todo.dtype)
@@ -334,15 +401,19 @@ class CudaSlot:
         self._other: list[tuple[Any, Any] | None] = [None] * len(transforms)
         self._uploaded = cupy.cuda.Event(block=True, disable_timing=True)
         self._ready = cupy.cuda.Event(disable_timing=True)
+        self._done = cupy.cuda.Event(block=True)
+        self._begun = [cupy.cuda.Event(), cupy.cuda.Event()]  # the upload, and the kernels
+        self._sent = cupy.cuda.Event()
         self._released = [cupy.cuda.Event(disable_timing=True)]
         # The memory pool hands memory out in the order of the current stream; see that what it
         # held before is done with.
         cupy.cuda.get_current_stream().synchronize()
 
     def _empty_pinned(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-        cupy = self._device.cupy
-        memory = cupy.cuda.alloc_pinned_memory(max(1, math.prod(shape) * dtype.itemsize))
-        return np.ndarray(shape, dtype, memory)
+        # Not from CuPy's pool, which takes the next power of two.
+        cuda = self._device.cupy.cuda
+        memory = cuda.PinnedMemory(max(1, math.prod(shape) * dtype.itemsize))
+        return np.ndarray(shape, dtype, cuda.PinnedMemoryPointer(memory, 0))
 
     def wait_writable(self) -> None:
         """Block until the last upload out of the host arrays is done."""
@@ -357,29 +428,72 @@ class CudaSlot:
         tuple of cupy.ndarray
             Views of the device slot, to be used after `acquire`.
         """
-        device, size = self._device, outcome.index.size
-        with device.current(), device.copy_stream as stream:
-            stream.wait_event(self._ready)
-            for released in self._released:
-                stream.wait_event(released)
-            if device.cache:
-                self._index[:size] = outcome.index
-                self._index_on_device[:size].set(self._index[:size], stream=stream)
-            uploaded = [
-                None if outcome.is_resident else self._upload(i, array, size)
-                for i, array in enumerate(outcome.arrays)
-            ]
-            self._uploaded.record(stream)
-        with device.current(), device.work_stream as stream:
-            stream.wait_event(self._uploaded)
-            delivered = tuple(
-                self._transformed(i, outcome) if other is None else other
-                for i, other in enumerate(uploaded)
-            )
-            self._ready.record(stream)
+        device = self._device
+        with device.current():
+            with device.copy_stream as stream:
+                for event in (self._ready, *self._released):
+                    stream.wait_event(event)
+                self._begun[0].record(stream)
+                for i, plan in enumerate(outcome.stored):
+                    if plan is not None:
+                        device.decoders[i].upload(plan, self._staging[i], stream)
+                others = self._upload_rows(outcome, stream)
+                self._sent.record(stream)
+                self._uploaded.record(stream)
+            with device.work_stream as stream:
+                stream.wait_event(self._uploaded)
+                self._begun[1].record(stream)
+                self._decode(outcome, stream)
+                delivered = tuple(
+                    self._transformed(i, outcome) if other is None else other
+                    for i, other in enumerate(others)
+                )
+                self._ready.record(stream)
+                self._done.record(stream)
+            if any(plan is not None for plan in outcome.stored):
+                self._check_decoded(outcome)
         if device.residency is not None:
             device.residency.add(outcome.index)
         return delivered
+
+    def transfer_seconds(self) -> float:
+        """Wait for the last upload; return what the slower of link and kernels took for it."""
+        elapsed = self._device.cupy.cuda.get_elapsed_time
+        with self._device.current():
+            self._done.synchronize()
+            sent = float(elapsed(self._begun[0], self._sent))
+            done = float(elapsed(self._begun[1], self._done))
+        return max(sent, done) / 1e3
+
+    def _upload_rows(self, outcome: FillOutcome, stream: Any) -> list[Any]:
+        """Upload rows, and return arrays of what is none of the slot's, for which there is more."""
+        size = outcome.index.size
+        if self._device.cache:
+            self._index[:size] = outcome.index
+            self._index_on_device[:size].set(self._index[:size], stream=stream)
+        others: list[Any] = [None] * len(self._raw)
+        for i, array in enumerate(() if outcome.is_resident else outcome.arrays):
+            if outcome.stored and outcome.stored[i] is not None:
+                continue
+            if _is_same(array, self.memory.out[i][:size]):
+                self._raw[i][:size].set(array, stream=stream)
+            else:
+                others[i] = self._upload_other(i, array)
+        return others
+
+    def _decode(self, outcome: FillOutcome, stream: Any) -> None:
+        """Put the decoding of chunks on the work stream."""
+        for i, plan in enumerate(outcome.stored):
+            if plan is not None:
+                rows = self._raw[i].view(np.uint8)
+                with self._device.decoding:
+                    self._device.decoders[i].decode(self._staging[i], rows, stream)
+
+    def _check_decoded(self, outcome: FillOutcome) -> None:
+        self._done.synchronize()
+        for i, plan in enumerate(outcome.stored):
+            if plan is not None and self._staging[i].is_bad[0]:
+                raise NotDecoded("a block, or its checksum, is not what it should be")
 
     def acquire(self) -> None:
         """Make the caller's current streams wait for the batch."""
@@ -396,13 +510,6 @@ class CudaSlot:
                 self._released.append(cuda.Event(disable_timing=True))
             for event, stream in zip(self._released, streams, strict=False):
                 cuda.runtime.eventRecord(event.ptr, stream)
-
-    def _upload(self, i: int, array: NDArray[Any], size: int) -> Any:
-        """Upload a field to its raw array; what is none of the slot's goes elsewhere."""
-        if not _is_same(array, self.memory.out[i][:size]):
-            return self._upload_other(i, array)
-        self._raw[i][:size].set(array, stream=self._device.copy_stream)
-        return None
 
     def _transformed(self, i: int, outcome: FillOutcome) -> Any:
         device, size = self._device, outcome.index.size
@@ -444,7 +551,7 @@ def _import_cupy() -> Any:
         ) from error
 
 
-def _gpu_can(transform: RowTransform) -> bool:
+def gpu_can(transform: RowTransform) -> bool:
     """Tell whether the GPU gives the very bits of the host.
 
     It has no foreign byte order, and rounds twice on the way to float16 from what float32 does

@@ -35,13 +35,20 @@ from h5async.errors import ConfigError, PostprocessError, postprocess_error
 from h5async.execute import Executor, PlanExecutor, scratch_nbytes
 from h5async.fallback import FallbackExecutor, FallbackReader
 from h5async.layout import DatasetLayout
-from h5async.native import NativeExecutor, NativeTransform, native_transform, way_of
+from h5async.native import (
+    NativeExecutor,
+    NativeTransform,
+    StoredReader,
+    native_transform,
+    way_of,
+)
 from h5async.parts import MemoryExecutor, PartsExecutor
 from h5async.plan import GatherPlan, PlanSlice, ReadPlan, RowPlan, cut, plan_read
 from h5async.resident import HostCache, Residency
 from h5async.sampling import Sampling
 from h5async.stats import StageTimes, ThreadCounts
 from h5async.storage import LocalFiles
+from h5async.stored import StoredFormat, StoredPlan, plan_stored
 from h5async.transform import RowTransform
 from h5async.window import kept_nbytes
 
@@ -66,19 +73,26 @@ class SlotMemory(NamedTuple):
     out
         (batch, *row): rows as delivered; the very array of `raw` where the filler has nothing
         to transform.
+    stored
+        uint8: chunks as they are stored, for the device to decode; None where it cannot.
     """
 
     raw: tuple[NDArray[Any], ...]
     out: tuple[NDArray[Any], ...]
+    stored: tuple[NDArray[np.uint8] | None, ...]
 
 
 class FillRequest(NamedTuple):
-    """Fill a slot with a batch; `serial` orders requests by urgency."""
+    """Fill a slot with a batch; `serial` orders requests by urgency.
+
+    `on_device`: leave decoding to the device where it can.
+    """
 
     slot: int
     serial: int
     epoch: int
     number: int
+    on_device: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +110,18 @@ class FillOutcome:
         What went wrong, if anything; the arrays then hold nothing of use.
     is_resident
         Nothing was read, because the device has the rows.
+    stored
+        By field: which chunks were read as they are stored; None where rows were.
+    busy_seconds
+        What threads spent on it, summed up.
     """
 
     index: NDArray[np.int64]
     arrays: tuple[NDArray[Any], ...]
     error: BaseException | None = None
     is_resident: bool = False
+    stored: tuple[StoredPlan | None, ...] = ()
+    busy_seconds: float = 0.0
 
 
 _NO_SAMPLES = np.zeros(0, np.int64)
@@ -110,12 +130,22 @@ _NO_SAMPLES = np.zeros(0, np.int64)
 class _Fill:
     """One batch on its way."""
 
-    __slots__ = ("error", "index", "is_resident", "lock", "plans", "request", "shares_left")
+    __slots__ = (
+        "busy_ns",
+        "error",
+        "index",
+        "is_resident",
+        "lock",
+        "plans",
+        "request",
+        "shares_left",
+    )
 
     def __init__(self, request: FillRequest) -> None:  # made in the thread of the caller: be brief
         self.request = request
         self.index: NDArray[np.int64] = _NO_SAMPLES
-        self.plans: Sequence[ReadPlan] = []
+        self.plans: Sequence[ReadPlan | StoredPlan] = []
+        self.busy_ns = 0
         self.is_resident = False
         self.lock = threading.Lock()
         self.shares_left = 0
@@ -141,6 +171,8 @@ class Filler:
     cache
         Which samples need not be read again: the filler keeps their rows in a `HostCache`, and
         leaves any other to the device.
+    stored_formats
+        By field: how the device decodes chunks, for requests that ask for it.
     on_done
         Called in a worker with a request and its outcome, once for each request, unless the
         filler is closed before. Must not raise.
@@ -162,6 +194,7 @@ class Filler:
         slots: Sequence[SlotMemory],
         *,
         cache: Residency | None = None,
+        stored_formats: Sequence[StoredFormat | None] = (),
         before_fill: Callable[[int], None],
         on_done: Callable[[FillRequest, FillOutcome], None],
     ) -> None:
@@ -189,6 +222,12 @@ class Filler:
             self._executor(layout, ChunkCache(self._kept_nbytes(layout, config)))
             for layout in self._layouts
         ]
+        self._stored_formats = stored_formats
+        self._stored_readers = {
+            field: StoredReader(self._core, layout, self._files)
+            for field, (layout, form) in enumerate(zip(self._layouts, stored_formats, strict=False))
+            if form is not None and self._core is not None
+        }
         sizes = [scratch_nbytes(layout) for layout in self._layouts]
         self._scratch_nbytes = tuple(map(max, *sizes, (0, 0, 0)))
         self._scratches: list[Scratch] = []
@@ -282,6 +321,7 @@ class Filler:
             # One for each thread: a share more costs more, in turns of the GIL, than it evens out.
             shares = list(cut(batch.plans, max(1, self._threads), _MIN_SHARE_NBYTES))
             self.times.add("plan", begin)
+            batch.busy_ns = time.perf_counter_ns() - begin
         except BaseException as error:
             batch.error = error
             shares = []
@@ -291,13 +331,22 @@ class Filler:
             self._begin_keep,
         )
 
-    def _plans(self, batch: _Fill) -> Sequence[ReadPlan]:
+    def _plans(self, batch: _Fill) -> Sequence[ReadPlan | StoredPlan]:
         if self._resident is None or not self._resident.has(batch.index):
-            return [plan_read(layout, batch.index) for layout in self._layouts]
+            return [self._plan_field(field, batch) for field in range(len(self._layouts))]
         if self._cache is not None:
             return self._cache.plans(batch.index)
         batch.is_resident = True
         return []
+
+    def _plan_field(self, field: int, batch: _Fill) -> ReadPlan | StoredPlan:
+        layout = self._layouts[field]
+        plan = plan_read(layout, batch.index)
+        if batch.request.on_device and field in self._stored_readers:
+            form = self._stored_formats[field]
+            assert form is not None
+            return plan_stored(layout, form, plan) or plan
+        return plan
 
     def _begin(
         self,
@@ -312,12 +361,14 @@ class Filler:
         batch.shares_left = len(works)
 
         def run(work: Callable[[], None]) -> None:
+            begin = time.perf_counter_ns()
             try:
                 if batch.error is None and not self._closed:
                     work()
             except BaseException as error:
                 batch.error = error
             with batch.lock:
+                batch.busy_ns += time.perf_counter_ns() - begin
                 batch.shares_left -= 1
                 was_last = batch.shares_left == 0
             if was_last:
@@ -341,6 +392,11 @@ class Filler:
                     assert self._cache is not None
                     with scratch.counts.timed("read_ns"):
                         self._cache.gather(number, plan, start, stop, raw)
+                    continue
+                if isinstance(plan, StoredPlan):
+                    stored = memory.stored[number]
+                    assert stored is not None
+                    self._stored_readers[number].execute(plan, start, stop, stored, scratch)
                     continue
                 executor, transform = self._executors[number], self._apply[number]
                 begin = start
@@ -391,7 +447,7 @@ class Filler:
         parts = max(1, min(self._threads, size, size * row_nbytes // _MIN_SHARE_NBYTES))
         return itertools.pairwise(size * part // parts for part in range(parts + 1))
 
-    def _transforms_at_once(self, plan: ReadPlan, field: int) -> TypeGuard[RowPlan]:
+    def _transforms_at_once(self, plan: ReadPlan | StoredPlan, field: int) -> TypeGuard[RowPlan]:
         """Tell whether rows are transformed as they are read: where the core copies them only."""
         return (
             isinstance(plan, RowPlan)
@@ -416,8 +472,17 @@ class Filler:
                 batch.error = error
             self.times.add("postprocess", begin)
         if not self._closed:
+            stored = tuple(p if isinstance(p, StoredPlan) else None for p in batch.plans)
             self._on_done(
-                batch.request, FillOutcome(batch.index, arrays, batch.error, batch.is_resident)
+                batch.request,
+                FillOutcome(
+                    batch.index,
+                    arrays,
+                    batch.error,
+                    batch.is_resident,
+                    stored,
+                    batch.busy_ns / 1e9,
+                ),
             )
 
     def _postprocessed(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from h5async.bitshuffle import default_block
-from h5async.core import KINDS, NOTHING, filter_struct
+from h5async.core import BITSHUFFLE_KINDS, KINDS, NOTHING, filter_struct
 from h5async.filters import (
     BITSHUFFLE,
     DEFLATE,
@@ -22,6 +22,14 @@ from h5async.filters import (
     keeps_length,
     pass_on,
 )
+
+_CODECS = {
+    KINDS[DEFLATE]: "deflate",
+    KINDS[ZSTD]: "zstd",
+    KINDS[LZ4]: "lz4",
+    BITSHUFFLE_KINDS[2]: "lz4",
+    BITSHUFFLE_KINDS[3]: "zstd",
+}
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,11 @@ class FrameFormat:
     has_checksum: bool = False
     element: int = 0
     block_nbytes: int = 0
+
+    @property
+    def codec(self) -> str | None:
+        """Name of the codec of a block: ``"deflate"`` (raw), ``"zstd"``, ``"lz4"``, or None."""
+        return _CODECS.get(self.kind)
 
     def most_tasks(self, chunk_nbytes: int) -> int | None:
         """Return how many compressed blocks a chunk has at most.

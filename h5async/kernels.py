@@ -1,4 +1,4 @@
-"""Arrays on the device enter; arrays on the device leave: moved, permuted, cast, scaled.
+"""Arrays on the device enter; arrays on the device leave: moved, unshuffled, permuted, scaled.
 
 CUDA kernels, compiled by CuPy when first used, and launched on the current stream. CuPy comes in
 as a parameter: `device.py` imports it.
@@ -6,7 +6,7 @@ as a parameter: `device.py` imports it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ for (int c = 0; c < channels; ++c)
 _STORED = "T(stored[i * channels + c])"
 
 _THREADS = 256  # of a block
-_MAX_BLOCKS = 64  # of one row
+_MAX_BLOCKS = 64  # of one piece
+_PIECE_NBYTES = 64 * 1024  # what pieces of unlike sizes are taken for
 _MAX_GRID_Y = 65535
 
 # Without fused multiply-add the results are those of the host, bit for bit.
@@ -92,15 +93,82 @@ class Kernels:
         """Copy all of some rows to rows number `index` of (samples, row bytes), uint8."""
         self._copy_rows(rows, index, out, out_is_indexed=True)
 
+    def copy(self, base: Any, out: Any, source: Any, target: Any, nbytes: Any) -> None:
+        """Copy pieces of `base` to `out`, both uint8: int64 arrays say from where to where."""
+        count = source.size
+        arrays = base, out, source, target, nbytes
+        self._launch("h5async_copy", _PIECE_NBYTES, count, *arrays, np.int64(count))
+
+    def unshuffle(
+        self, shuffled: Any, out: Any, pitch: int, nbytes: int, count: int, itemsize: int
+    ) -> None:
+        """Undo the shuffling of bytes of `count` chunks of `nbytes`, that lie `pitch` apart."""
+        sizes = np.int64(pitch), np.int64(nbytes), np.int64(count), np.int32(itemsize)
+        self._launch("h5async_unshuffle", nbytes, count, shuffled, out, *sizes)
+
+    def bitunshuffle(
+        self,
+        shuffled: Any,
+        out: Any,
+        pitch: int,
+        nbytes: int,
+        count: int,
+        itemsize: int,
+        block: int,
+    ) -> None:
+        """Undo the shuffling of bits within blocks of `block` elements; else as `unshuffle`."""
+        sizes = np.int64(pitch), np.int64(nbytes), np.int64(count), np.int32(itemsize)
+        self._launch("h5async_bitunshuffle", nbytes, count, shuffled, out, *sizes, np.int64(block))
+
+    def place(
+        self, chunks: Any, rows: Any, runs: Sequence[Any], pieces: Sequence[Any], *sizes: Any
+    ) -> None:
+        """Copy runs of samples out of decoded chunks to rows of a batch, both uint8.
+
+        Parameters
+        ----------
+        chunks, rows
+            Decoded chunks, and the batch.
+        runs
+            int64 arrays: item, cross, local, position and length, as in `StoredPlan`.
+        pieces
+            int64 arrays: extents, row_begin, chunk_strides, row_strides, as in `PieceGeometry`.
+        *sizes
+            Rank, pitch, sample_stride, row_nbytes and itemsize, as the kernel takes them.
+        """
+        count = runs[0].size
+        arrays = (*runs, np.int64(count), *pieces)
+        self._launch("h5async_place", _PIECE_NBYTES, count, chunks, rows, *arrays, *sizes)
+
+    def adler32(self, data: Any, pitch: int, nbytes: int, count: int, sums: Any) -> None:
+        """Add up what the Adler-32 of `count` chunks is made of, in uint64 (count, 2) of zeros."""
+        sizes = np.int64(pitch), np.int64(nbytes), np.int64(count)
+        self._launch("h5async_adler32", nbytes, count, data, *sizes, sums)
+
+    def verify(
+        self, states: Any, actual: Any, due: Any, sums: Any, adler: Any, nbytes: int, bad: Any
+    ) -> None:
+        """Set `bad`, int32, to 1 if a block failed, or is not of its size, or a chunk's checksum.
+
+        `sums` and `adler` may be None: there are no checksums.
+        """
+        tasks, chunks = np.int64(states.size), np.int64(0 if adler is None else adler.size)
+        arguments = states, actual, due, tasks, sums, adler, chunks, np.int64(nbytes), bad
+        grid = min(_MAX_BLOCKS, -(-max(int(tasks), int(chunks)) // _THREADS)), 1
+        self._function("h5async_verify")(grid, (_THREADS,), arguments)
+
     def _copy_rows(self, rows: Any, index: Any, out: Any, *, out_is_indexed: bool) -> None:
         count, row_nbytes = index.size, (rows.nbytes // len(rows) if len(rows) else 0)
-        if not count * row_nbytes:
-            return
-        grid = min(_MAX_BLOCKS, -(-row_nbytes // (16 * _THREADS))), min(count, _MAX_GRID_Y)
-        arrays = rows.view(np.uint8), out.view(np.uint8), index
-        sizes = np.int64(count), np.int64(row_nbytes)
-        kernel = self._function("h5async_copy_rows")
-        kernel(grid, (_THREADS,), (*arrays, *sizes, np.int32(out_is_indexed)))
+        if row_nbytes:
+            arrays = rows.view(np.uint8), out.view(np.uint8), index
+            sizes = np.int64(count), np.int64(row_nbytes), np.int32(out_is_indexed)
+            self._launch("h5async_copy_rows", row_nbytes, count, *arrays, *sizes)
+
+    def _launch(self, name: str, nbytes: int, count: int, *arguments: Any) -> None:
+        """Launch a kernel on `count` pieces of some `nbytes` each."""
+        if count:
+            blocks = max(1, min(_MAX_BLOCKS, -(-nbytes // (16 * _THREADS))))
+            self._function(name)((blocks, min(count, _MAX_GRID_Y)), (_THREADS,), arguments)
 
     def _function(self, name: str) -> Any:
         function = self._functions.get(name)

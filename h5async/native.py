@@ -29,10 +29,12 @@ from h5async.core import (
     address,
     transform_source,
 )
+from h5async.errors import ReadError
 from h5async.execute import PlanExecutor
 from h5async.layout import DatasetLayout
 from h5async.plan import ChunkPlan, Int64s, RowPlan
 from h5async.storage import LocalFile, LocalFiles
+from h5async.stored import StoredPlan
 from h5async.transform import RowTransform
 
 
@@ -269,6 +271,64 @@ class NativeExecutor:
 
 def _file_struct(file: LocalFile) -> FileStruct:
     return FileStruct(file.descriptor, IO_MODES[file.io], file.map_address or None, file.map_nbytes)
+
+
+class StoredReader:
+    """Reads chunks as they are stored. Safe to use from many threads.
+
+    Parameters
+    ----------
+    core
+        The compiled core.
+    layout
+        Of a dataset that has a `StoredFormat`.
+    files
+        Opens the files; closed by whoever made it.
+    """
+
+    def __init__(self, core: Core, layout: DatasetLayout, files: LocalFiles) -> None:
+        self._core = core
+        self._leaves = list(layout.leaves())
+        self._files = files
+
+    def execute(
+        self, plan: StoredPlan, start: int, stop: int, stored: NDArray[np.uint8], scratch: Scratch
+    ) -> None:
+        """Read items `start` to `stop` of a plan to their places in `stored`.
+
+        Raises
+        ------
+        ReadError
+            If one cannot be read.
+        """
+        worker = scratch.worker(self._core)
+        for leaf, begin, end in zip(
+            plan.leaf, plan.leaf_start[:-1], plan.leaf_start[1:], strict=True
+        ):
+            here = slice(max(start, begin), min(stop, end))
+            count = here.stop - here.start
+            if count <= 0:
+                continue
+            source = self._leaves[leaf]
+            offset, nbytes = plan.offset[here], plan.nbytes[here]
+            with self._files.using(source.file, source.file_id) as file:
+                struct = _file_struct(file)
+                done = self._core.read_stored(
+                    ctypes.byref(struct),
+                    ctypes.byref(worker.struct),
+                    address(offset),
+                    address(nbytes),
+                    address(plan.position[here]),
+                    count,
+                    address(stored),
+                    stored.nbytes,
+                )
+            worker.note_return()
+            if done < count:
+                raise ReadError(
+                    f'{source.file}: dataset "{source.path}": {nbytes[done]} bytes at byte'
+                    f" {offset[done]} cannot be read"
+                )
 
 
 class _ChunkCall:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -428,7 +428,19 @@ class _Runs(NamedTuple):
         )
 
 
-def cut(plans: Sequence[ReadPlan], parts: int, min_part_nbytes: int) -> Iterator[list[PlanSlice]]:
+class Plan(Protocol):
+    """What a plan of any kind tells of its work: how many items, and what each costs."""
+
+    @property
+    def num_items(self) -> int:
+        """Pieces of work that do not depend on each other."""
+
+    @property
+    def item_nbytes(self) -> int:
+        """Bytes of an item: what it costs."""
+
+
+def cut(plans: Sequence[Plan], parts: int, min_part_nbytes: int) -> Iterator[list[PlanSlice]]:
     """Cut the work of a batch into shares of about equal cost.
 
     The items of all plans are laid end to end, each as long as its bytes, and cut at equal

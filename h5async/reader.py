@@ -7,6 +7,7 @@ dropped unclosed can be collected, and its engine closed.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -20,8 +21,9 @@ from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
 from h5async.cost import direct_share
-from h5async.device import find_device
-from h5async.errors import BatchExpiredError, ConfigError, DatasetError
+from h5async.device import find_device, gpu_can
+from h5async.devicedecode import NotDecoded, find_formats
+from h5async.errors import BatchExpiredError, ConfigError, DatasetError, DeviceError
 from h5async.filling import THREAD_NAME, Filler, FillOutcome, FillRequest
 from h5async.layout import DatasetLayout, join_layouts
 from h5async.links import Reach
@@ -31,7 +33,9 @@ from h5async.sampling import Sampling
 from h5async.slots import Assignment, SlotRing
 from h5async.stats import ReaderStats, Waits
 from h5async.storage import read_ahead
-from h5async.transform import row_transform
+from h5async.stored import StoredFormat
+from h5async.transform import RowTransform, row_transform
+from h5async.trial import Trial
 from h5async.window import window_order
 
 
@@ -162,9 +166,12 @@ class _Engine:
         self.names = tuple(fields)
         self.device = find_device(config.device)
         rows = min(config.batch_size, max(1, self.num_samples))
+        formats, obstacle = self._find_formats(config, transforms, rows)
+        self.trial = Trial(config.decode, obstacle)
+        self.device_chunks = 0  # that were decoded there
         try:
             self.slots = self.device.open_slots(
-                config.prefetch, rows, transforms, config.postprocess is not None
+                config.prefetch, rows, transforms, config.postprocess is not None, formats
             )
         except MemoryError as error:
             raise ConfigError(
@@ -185,10 +192,12 @@ class _Engine:
             transforms,
             [slot.memory for slot in self.slots],
             cache=self.cache if isinstance(self.cache, Residency) else None,
+            stored_formats=formats,
             before_fill=lambda slot: self.slots[slot].wait_writable(),
             on_done=self._on_done,
         )
         self.has_threads = config.thread_count > 0
+        self.num_threads = max(1, config.thread_count)
         self.waits = Waits()
         self.delivered_samples = 0
 
@@ -198,7 +207,8 @@ class _Engine:
 
     def begin(self, assignments: list[Assignment]) -> None:
         for slot, serial in assignments:
-            self.filler.fill(FillRequest(slot, serial, *self.position(serial)))
+            on_device = self.trial.next_turn()
+            self.filler.fill(FillRequest(slot, serial, *self.position(serial), on_device))
 
     def next(self, timeout_seconds: float | None) -> tuple[int, _Filled]:
         """End the life of the batch in use, wait for the next one, and put it in use."""
@@ -243,14 +253,25 @@ class _Engine:
             stage_seconds=stages,
             gil_wait_seconds=counts.gil_wait_ns / 1e9,
             read_nbytes=counts.read_nbytes,
-            decoded_chunks=counts.decoded_chunks,
+            decoded_chunks=counts.decoded_chunks + self.device_chunks,
             fallback_reads=filler.fallback.reads,
             direct_share=direct / row_nbytes if row_nbytes else 1.0,
             ways=dict(zip(self.names, filler.ways, strict=True)),
             num_threads=num_threads,
             filters=tuple(dict.fromkeys(names)),
             cache=str(self.cache or "none"),
+            decode=self.trial.sentence,
         )
+
+    def _find_formats(
+        self, config: ReaderConfig, transforms: Mapping[str, RowTransform], rows: int
+    ) -> tuple[list[StoredFormat | None], str | None]:
+        if self.device.name == "cpu":
+            if config.decode == "device":
+                raise DeviceError('decode="device" needs a GPU, and none was found')
+            return [None] * len(transforms), "there is no GPU"
+        on_host = [n for n, t in transforms.items() if not (t.is_identity or gpu_can(t))]
+        return find_formats(config, self.layouts, rows, on_host)
 
     def _on_done(self, request: FillRequest, outcome: FillOutcome) -> None:
         arrays: tuple[Any, ...] = ()
@@ -259,10 +280,23 @@ class _Engine:
             begin = time.perf_counter_ns()
             try:
                 arrays = self.slots[request.slot].upload(outcome)
+                self._note_turn(request, outcome)
             except BaseException as raised:
                 error = raised
             self.filler.times.add("upload", begin)
+        if isinstance(error, NotDecoded) or (error is not None and any(outcome.stored)):
+            # The host decodes what the device cannot, and has the words for what is wrong.
+            self.trial.note(True, math.inf)
+            self.filler.fill(request._replace(on_device=False))
+            return
         self.begin(self.ring.filled(request.slot, request.serial, _Filled(outcome, arrays, error)))
+
+    def _note_turn(self, request: FillRequest, outcome: FillOutcome) -> None:
+        self.device_chunks += sum(plan.num_items for plan in outcome.stored if plan is not None)
+        if self.trial.is_running and not outcome.is_resident:
+            filling = outcome.busy_seconds / self.num_threads
+            transfer = self.slots[request.slot].transfer_seconds()
+            self.trial.note(request.on_device, max(filling, transfer))
 
 
 class AsyncReader:

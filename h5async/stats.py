@@ -133,6 +133,8 @@ class ReaderStats:
         By field: ``"core"``, ``"python"``, ``"h5py"``, ``"memory"``, or several for several files.
     cache
         Where rows are kept for later epochs, and how many; or why they are not.
+    decode
+        Where chunks are decoded, ``"host"`` or ``"device"``, and why.
     num_threads
         Threads of the pool; 0: the consumer's.
     filters
@@ -156,6 +158,7 @@ class ReaderStats:
     num_threads: int
     filters: Sequence[str] = field(default=())
     cache: str = "none"
+    decode: str = "host"
 
     @property
     def waited_share(self) -> float:

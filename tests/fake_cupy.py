@@ -8,6 +8,7 @@ done, not when it is asked for. So a missing event shows as a wrong value in som
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 import random
@@ -135,6 +136,10 @@ def make(seed):
             simulation.run_until(lambda: self.done >= ticket)
 
     class ndarray(np.ndarray):
+        @property
+        def data(self):
+            return types.SimpleNamespace(ptr=self.ctypes.data)
+
         def set(self, array, stream):
             assert (array.shape, array.dtype) == (self.shape, self.dtype)
             simulation.put(stream, lambda: np.copyto(self.view(np.ndarray), array))
@@ -209,19 +214,27 @@ def make(seed):
         def __exit__(self, *_):
             pass
 
+    def memcpy_async(target, source, nbytes, kind, stream):
+        assert kind == 2
+        simulation.put(streams[stream], lambda: ctypes.memmove(target, source, nbytes))
+
     runtime = types.SimpleNamespace(
         getDeviceCount=lambda: 1,
         CUDARuntimeError=type("CUDARuntimeError", (RuntimeError,), {}),
         deviceSynchronize=simulation.run_all,
         eventRecord=lambda event, stream: events[event].record(streams[stream]),
         streamWaitEvent=lambda stream, event: streams[stream].wait_event(events[event]),
+        memcpyAsync=memcpy_async,
+        memcpyDeviceToHost=2,
         memGetInfo=lambda: (1 << 30, 1 << 32),
     )
     cuda = types.SimpleNamespace(
         Device=Device,
         Event=Event,
         Stream=Stream,
-        alloc_pinned_memory=bytearray,
+        PinnedMemory=bytearray,
+        PinnedMemoryPointer=lambda memory, offset: memory,
+        get_elapsed_time=lambda begin, end: 1.0,
         get_current_stream=current,
         memory=types.SimpleNamespace(OutOfMemoryError=type("OutOfMemory", (MemoryError,), {})),
         runtime=runtime,

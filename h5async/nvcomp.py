@@ -1,0 +1,166 @@
+"""Compressed blocks on a GPU enter; their contents leave, there: by nvCOMP's batched decoders.
+
+nvCOMP is called through its C interface (its low-level, batched API, nvCOMP 5 and 6), which takes
+all blocks of a batch in one call and puts the work on a stream. It checks little of what it
+decodes: whoever calls it compares sizes, states and checksums afterwards, and NVIDIA promises
+nothing for bytes that are damaged.
+
+Source: the headers of the package nvidia-libnvcomp, `nvcomp/deflate.h` and its kin.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+from pathlib import Path
+
+_MAJOR_VERSIONS = (5, 6)
+_BACKEND_CUDA = 2  # the decompression engine of newer GPUs does not notice damage
+
+_NAMES = {"deflate": "Deflate", "zstd": "Zstd", "lz4": "LZ4"}
+FORMATS = tuple(_NAMES)
+
+
+class _Options(ctypes.Structure):
+    """What all decoders take: the backend, and bytes that have to be 0."""
+
+    _fields_ = (("backend", ctypes.c_int), ("reserved", ctypes.c_char * 60))
+
+
+class _Properties(ctypes.Structure):
+    _fields_ = (("version", ctypes.c_uint32), ("cudart_version", ctypes.c_uint32))
+
+
+class NvcompError(Exception):
+    """nvCOMP is not there, or refused a call; the message says which."""
+
+
+class Nvcomp:
+    """The library. Safe to use from many threads.
+
+    Parameters
+    ----------
+    path
+        Of ``libnvcomp.so``.
+
+    Raises
+    ------
+    NvcompError
+        If it cannot be loaded, or is of a version with another interface.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._library = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise NvcompError(f"nvCOMP cannot be loaded: {error}") from error
+        properties = _Properties()
+        self._check(self._library.nvcompGetProperties(ctypes.byref(properties)), "nvCOMP")
+        major, minor = properties.version // 1000, properties.version % 1000 // 100
+        self.version = f"{major}.{minor}.{properties.version % 100}"
+        if major not in _MAJOR_VERSIONS:
+            raise NvcompError(f"nvCOMP {self.version} is installed; versions 5 and 6 are known")
+        self._wants_stream = major >= 6
+        self._options = _Options(_BACKEND_CUDA, b"")
+
+    def temp_nbytes(self, form: str, count: int, largest_nbytes: int, total_nbytes: int) -> int:
+        """Return how much device memory `decompress` needs to work with.
+
+        Parameters
+        ----------
+        form
+            One of `FORMATS`.
+        count, largest_nbytes, total_nbytes
+            Blocks, and what they decode to: the largest, and all together.
+        """
+        name = f"nvcompBatched{_NAMES[form]}DecompressGetTempSize"
+        function = getattr(self._library, name if self._wants_stream else f"{name}Async")
+        found = ctypes.c_size_t()
+        arguments = [
+            ctypes.c_size_t(count),
+            ctypes.c_size_t(largest_nbytes),
+            self._options,
+            ctypes.byref(found),
+            ctypes.c_size_t(total_nbytes),
+        ]
+        if self._wants_stream:
+            arguments.append(ctypes.c_void_p(None))
+        self._check(function(*arguments), name)
+        return found.value
+
+    def decompress(
+        self,
+        form: str,
+        count: int,
+        sources: int,
+        source_nbytes: int,
+        targets: int,
+        target_nbytes: int,
+        actual_nbytes: int,
+        states: int,
+        temp: int,
+        temp_nbytes: int,
+        stream: int,
+    ) -> None:
+        """Put the decoding of some blocks on a stream.
+
+        Parameters
+        ----------
+        form
+            One of `FORMATS`: raw deflate, a zstd frame, an LZ4 block.
+        count
+            Blocks.
+        sources, source_nbytes, targets, target_nbytes
+            Device addresses of arrays of `count` addresses or sizes, 64 bits each. Deflate: a
+            source lies at a multiple of 4.
+        actual_nbytes, states
+            Device addresses of arrays to be filled: sizes (64 bits), and states (32; 0: well).
+        temp, temp_nbytes
+            Device memory, as `temp_nbytes` says.
+        stream
+            A ``cudaStream_t``.
+
+        Raises
+        ------
+        NvcompError
+            If the call is refused; what is wrong with a block is told in `states`.
+        """
+        name = f"nvcompBatched{_NAMES[form]}DecompressAsync"
+        status = getattr(self._library, name)(
+            ctypes.c_void_p(sources),
+            ctypes.c_void_p(source_nbytes),
+            ctypes.c_void_p(target_nbytes),
+            ctypes.c_void_p(actual_nbytes),
+            ctypes.c_size_t(count),
+            ctypes.c_void_p(temp),
+            ctypes.c_size_t(temp_nbytes),
+            ctypes.c_void_p(targets),
+            self._options,
+            ctypes.c_void_p(states),
+            ctypes.c_void_p(stream),
+        )
+        self._check(status, name)
+
+    @staticmethod
+    def _check(status: int, name: str) -> None:
+        if status:
+            raise NvcompError(f"{name} failed: nvcompStatus_t {status}")
+
+
+@functools.cache
+def load_nvcomp() -> Nvcomp:
+    """Load the library that the package nvidia-libnvcomp brings.
+
+    Raises
+    ------
+    NvcompError
+        If there is none.
+    """
+    spec = None
+    if importlib.util.find_spec("nvidia") is not None:
+        spec = importlib.util.find_spec("nvidia.libnvcomp")
+    for folder in [] if spec is None else spec.submodule_search_locations or []:
+        for path in sorted(Path(folder).glob("lib*/libnvcomp.so*")):
+            return Nvcomp(path)
+    raise NvcompError("nvCOMP is not installed")

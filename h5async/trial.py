@@ -1,0 +1,79 @@
+"""What batches cost on the host and on the GPU enters; where chunks are decoded leaves.
+
+With `decode="auto"` the first batches are decoded in turns, here and there, until each way was
+measured often enough. What counts is the stage that holds the pipeline up: the threads together,
+the link, or the kernels.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from typing import Literal
+
+_TURNS = 4  # of each way; the first is warm-up, and left out
+_MARGIN = 0.9  # the GPU, which has other work, must be faster by so much
+
+
+class Trial:
+    """Decides where chunks are decoded. Safe to use from many threads.
+
+    Parameters
+    ----------
+    decode
+        The option: ``"auto"``, ``"host"`` or ``"device"``.
+    obstacle
+        Why the GPU cannot decode, if it cannot.
+    """
+
+    def __init__(self, decode: Literal["auto", "host", "device"], obstacle: str | None) -> None:
+        self._lock = threading.Lock()
+        self._turns = {False: 0, True: 0}
+        self._seconds: dict[bool, list[float]] = {False: [], True: []}
+        self._on_device: bool | None = None
+        self.sentence = ""
+        if obstacle is not None:
+            self._decide(False, f"host: {obstacle}")
+        elif decode != "auto":
+            self._decide(decode == "device", f'{decode}: decode="{decode}"')
+        else:
+            self.sentence = "not decided yet: both are being measured"
+
+    @property
+    def is_running(self) -> bool:
+        """Whether times are still wanted."""
+        return self._on_device is None
+
+    def next_turn(self) -> bool:
+        """Tell whether the next batch is decoded on the device."""
+        with self._lock:
+            if self._on_device is not None:
+                return self._on_device
+            turn = self._turns[True] < self._turns[False]
+            self._turns[turn] += 1
+            return turn
+
+    def note(self, on_device: bool, seconds: float) -> None:
+        """Note what the slowest stage took for a batch, in seconds."""
+        with self._lock:
+            self._seconds[on_device].append(seconds)
+            if self._on_device is None and all(
+                len(seconds) >= _TURNS for seconds in self._seconds.values()
+            ):
+                host, device = (statistics.median(self._seconds[way][1:]) for way in (False, True))
+                where = device < _MARGIN * host
+                self._decide(
+                    where,
+                    f"{'device' if where else 'host'}: a batch takes {1e3 * device:.2g} ms on the"
+                    f" device, {1e3 * host:.2g} ms on the host",
+                )
+
+    def give_up(self, reason: str) -> None:
+        """Decode on the host from now on: the device failed."""
+        with self._lock:
+            if self._on_device is None:
+                self._decide(False, f"host: {reason}")
+
+    def _decide(self, on_device: bool, sentence: str) -> None:
+        self._on_device = on_device
+        self.sentence = sentence
