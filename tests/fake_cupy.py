@@ -238,6 +238,7 @@ def make(seed):
         get_current_stream=current,
         memory=types.SimpleNamespace(OutOfMemoryError=type("OutOfMemory", (MemoryError,), {})),
         runtime=runtime,
+        streams=streams,
     )
     module = types.SimpleNamespace(
         ElementwiseKernel=ElementwiseKernel,

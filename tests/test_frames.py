@@ -170,9 +170,9 @@ class Cut:
             )
         )
         self.adler = numbers("adler", self.done, np.uint32)
-        self.is_in_bounds()
+        self.assert_in_bounds()
 
-    def is_in_bounds(self):
+    def assert_in_bounds(self):
         """Assert that each byte due is written by one task or copy, and that they stay inside."""
         spans = [*self.tasks, *((source, n, target, n) for source, target, n in self.copies)]
         for source, nbytes, _, due in spans:

@@ -8,15 +8,15 @@ typedef struct {
     const uint8_t *base;
     const int64_t *position, *nbytes; /* [count]: where stored chunks lie, from `base` on */
     int64_t base_nbytes, count;
-    int32_t kind, has_checksum;        /* kind NOTHING: no codec; a Fletcher-32 is at the end */
-    int64_t element, block_nbytes;     /* BITSHUFFLE_*: bytes of an element, of a block */
-    int64_t due_nbytes, pitch;         /* of a chunk decoded; chunk k goes to k * pitch */
-    int64_t *source;                   /* [max_tasks]: a block, from `base` on */
+    int32_t kind, has_checksum;       /* NOTHING: no codec; a Fletcher-32 may come last */
+    int64_t element, block_nbytes;    /* BITSHUFFLE_*: bytes of an element, of a block */
+    int64_t due_nbytes, pitch;        /* of a chunk decoded; chunk k goes to k * pitch */
+    int64_t *source;                  /* [max_tasks]: where blocks lie, from `base` on */
     uint64_t *source_nbytes;
-    int64_t *target;                   /* [max_tasks]: where it goes */
+    int64_t *target;                  /* where they go */
     uint64_t *target_nbytes;
     int64_t *copy_source, *copy_target, *copy_nbytes; /* [max_copies]: what is not compressed */
-    uint32_t *adler;                   /* [count], DEFLATE: of the decoded chunk */
+    uint32_t *adler;                  /* [count], DEFLATE: of the decoded chunk */
     int64_t max_tasks, max_copies, num_tasks, num_copies;
 } Frames;
 
