@@ -6,7 +6,9 @@ see `time_rounds`.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import datetime
 import itertools
 import json
 import os
@@ -107,15 +109,19 @@ def time_round(runs: dict[str, Run], batches: dict[str, int]) -> Round:
 
 
 def time_rounds(
-    runs: dict[str, Run], batches: dict[str, int], repeats: int, deadline: float
+    runs: dict[str, Run],
+    batches: dict[str, int],
+    repeats: int,
+    deadline: float,
+    turns: Callable[[dict[str, Run], dict[str, int]], Round] = time_round,
 ) -> list[Round]:
-    """Return so many rounds, quiet ones as far as they were had before the deadline."""
+    """Return so many rounds by `turns`, quiet ones as far as they were had before the deadline."""
     rounds: list[Round] = []
     while len(rounds) < repeats or (
         sum(r.others <= QUIET for r in rounds) < repeats and time.monotonic() < deadline
     ):
         await_quiet(deadline)
-        rounds.append(time_round(runs, batches))
+        rounds.append(turns(runs, batches))
     return sorted(rounds, key=lambda r: r.others > QUIET and r.others)[:repeats]
 
 
@@ -166,6 +172,32 @@ def versions() -> dict[str, str]:
         "hdf5": h5py.version.hdf5_version,
         "imagecodecs": imagecodecs.__version__,
     }
+
+
+def header() -> dict[str, Any]:
+    """Return what every bench's results begin with."""
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    return {"date": today, "machine": machine(), "versions": versions()}
+
+
+def parse_case_options(about: str, rows: int, plural: str, case: str) -> argparse.Namespace:
+    """Parse the options of a bench of several files: of `rows` images, of which each is a case."""
+    parser = argparse.ArgumentParser(description=about.partition("\n")[0])
+    add = parser.add_argument
+    add("--rows", type=int, default=rows, help="images a file, 150 kB each")
+    add("--repeats", type=int, default=7, help="rounds")
+    add("--seconds", type=float, default=0.5, help="that each way takes in a round, about")
+    add("--only", nargs="*", help=f"names of {plural}; default: all")
+    add("--patience", type=float, default=0, help=f"seconds a {case} to wait for a quiet machine")
+    add("--quick", action="store_true", help="few and small rounds: no figures to quote")
+    add("--out", type=Path, help="folder for the results; default: scripts/results, or none")
+    options = parser.parse_args()
+    if options.quick:
+        options.rows, options.repeats, options.seconds = 2 * BATCH, 2, 0.05
+    elif options.out is None and not options.only:
+        options.out = RESULTS
+    options.rows = max(2, options.rows // BATCH) * BATCH
+    return options
 
 
 def save(result: dict[str, Any], path: Path) -> None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import bz2
 import contextlib
-import datetime
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -37,20 +36,19 @@ from bench_common import (
     BATCH,
     BATCH_NBYTES,
     CORES,
-    RESULTS,
     ROW,
     ROW_NBYTES,
     Run,
     await_quiet,
     batches_in,
     h5py_runs,
-    machine,
+    header,
     make_images,
+    parse_case_options,
     reader_run,
     save,
     time_rounds,
     verify,
-    versions,
 )
 from rich import box
 from rich.console import Console
@@ -302,32 +300,12 @@ def all_cases(options: argparse.Namespace, console: Console) -> Iterator[dict[st
             path.unlink()
 
 
-def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    add = parser.add_argument
-    add("--rows", type=int, default=1024, help="images a file, 150 kB each")
-    add("--repeats", type=int, default=7, help="rounds")
-    add("--seconds", type=float, default=0.5, help="that each way takes in a round, about")
-    add("--only", nargs="*", help="names of filters; default: all")
-    add("--patience", type=float, default=0, help="seconds a filter to wait for a quiet machine")
-    add("--quick", action="store_true", help="few and small rounds: no figures to quote")
-    add("--out", type=Path, help="folder for the results; default: scripts/results, or none")
-    options = parser.parse_args()
-    if options.quick:
-        options.rows, options.repeats, options.seconds = 2 * BATCH, 2, 0.05
-    elif options.out is None and not options.only:
-        options.out = RESULTS
-    options.rows = max(2, options.rows // BATCH) * BATCH
-    return options
-
-
 def main() -> None:
-    options = parse_options()
+    options = parse_case_options(__doc__, 1024, "filters", "filter")
     console = Console(width=max(100, Console().width))
-    result: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "machine": machine(),
-        "versions": versions() | {"hdf5plugin": hdf5plugin.version},
+    result = header()
+    result["versions"] |= {"hdf5plugin": hdf5plugin.version}
+    result |= {
         "rows": options.rows,
         "row_nbytes": ROW_NBYTES,
         "batch_size": BATCH,

@@ -41,7 +41,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import importlib.metadata
 import importlib.util
 import itertools
@@ -68,11 +67,10 @@ from bench_common import (
     ROW_NBYTES,
     await_quiet,
     cpu_seconds,
-    machine,
+    header,
     make_images,
     row_offsets,
     save,
-    versions,
 )
 from bench_filters import CASES, Case, Stored, write_file
 from rich import box
@@ -660,10 +658,9 @@ def main() -> None:
     console = Console(width=max(100, Console().width))
     leave_torch_out(options, console)
     packages = [x for x in ("hdf5plugin", "torch") if importlib.util.find_spec(x)]
-    result: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "machine": machine(),
-        "versions": versions() | {x: importlib.metadata.version(x) for x in packages},
+    result = header()
+    result["versions"] |= {x: importlib.metadata.version(x) for x in packages}
+    result |= {
         "rows": options.rows,
         "row_nbytes": ROW_NBYTES,
         "batch_size": BATCH,

@@ -28,13 +28,12 @@ had more than 5 % of the CPUs are then repeated.
 from __future__ import annotations
 
 import argparse
-import datetime
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from bench_cases import WORKLOADS, Bench
-from bench_common import RESULTS, machine, save, versions
+from bench_common import RESULTS, header, save
 from bench_ways import optional
 from rich import box
 from rich.console import Console
@@ -133,11 +132,8 @@ def parse_options() -> argparse.Namespace:
 def main() -> None:
     options = parse_options()
     console = Console(width=max(130, Console().width))
-    result: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "machine": machine(),
-        "versions": versions() | other_versions(),
-    }
+    result = header()
+    result["versions"] |= other_versions()
     with tempfile.TemporaryDirectory(prefix="bench_limits-") as folder:
         bench = Bench(options, Path(folder), console)
         for name, workload in WORKLOADS.items():

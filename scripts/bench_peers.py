@@ -36,7 +36,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import importlib.metadata
 import importlib.util
 import itertools
@@ -58,8 +57,6 @@ import numpy as np
 from bench_common import (
     BATCH,
     BATCH_NBYTES,
-    QUIET,
-    RESULTS,
     ROW,
     ROW_NBYTES,
     Round,
@@ -69,14 +66,15 @@ from bench_common import (
     cpu_seconds,
     fastest,
     h5py_runs,
-    machine,
+    header,
     make_images,
+    parse_case_options,
     reader_run,
     save,
     seconds,
     time_round,
+    time_rounds,
     verify,
-    versions,
 )
 from rich import box
 from rich.console import Console
@@ -451,19 +449,6 @@ def time_turns(runs: dict[str, Run], batches: dict[str, int]) -> Round:
     return turns._replace(others=max(0.0, turns.others - workers / max(everything, 1.0)))
 
 
-def time_rounds(
-    runs: dict[str, Run], batches: dict[str, int], repeats: int, deadline: float
-) -> list[Round]:
-    """Return so many rounds, quiet ones as far as they were had before the deadline."""
-    rounds: list[Round] = []
-    while len(rounds) < repeats or (
-        sum(r.others <= QUIET for r in rounds) < repeats and time.monotonic() < deadline
-    ):
-        await_quiet(deadline)
-        rounds.append(time_turns(runs, batches))
-    return sorted(rounds, key=lambda r: r.others > QUIET and r.others)[:repeats]
-
-
 def batches_about(run: Run, duration: float) -> int:
     """Return how many batches take about so many seconds, one at least."""
     return 1 if seconds(run, 1) > duration / 2 else batches_in(run, duration)
@@ -491,7 +476,7 @@ def bench(
         forms = {way: fastest(runs, options.seconds / 4) for way, runs in opened.forms.items()}
         used |= {way: opened.forms[way][form] for way, form in forms.items()}
         batches = {way: batches_about(run, options.seconds) for way, run in used.items()}
-        rounds = time_rounds(used, batches, options.repeats, deadline)
+        rounds = time_rounds(used, batches, options.repeats, deadline, time_turns)
     if multiprocessing.active_children():
         raise AssertionError("worker processes are left")
     speeds = {way: median(r.speed[way] for r in rounds) for way in used} | opened.slow
@@ -607,37 +592,16 @@ def all_cases(
             path.unlink()
 
 
-def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    add = parser.add_argument
-    add("--rows", type=int, default=4096, help="images a file, 150 kB each")
-    add("--repeats", type=int, default=7, help="rounds")
-    add("--seconds", type=float, default=0.5, help="that each way takes in a round, about")
-    add("--only", nargs="*", help="names of files; default: all")
-    add("--patience", type=float, default=0, help="seconds a file and order to wait for quiet")
-    add("--quick", action="store_true", help="few and small rounds: no figures to quote")
-    add("--out", type=Path, help="folder for the results; default: scripts/results, or none")
-    options = parser.parse_args()
-    if options.quick:
-        options.rows, options.repeats, options.seconds = 2 * BATCH, 2, 0.05
-    elif options.out is None and not options.only:
-        options.out = RESULTS
-    options.rows = max(2, options.rows // BATCH) * BATCH
-    return options
-
-
 def main() -> None:
-    options = parse_options()
+    options = parse_case_options(__doc__, 4096, "files", "file and order")
     console = Console(width=max(120, Console().width))
     peers = installed(console)
     multiprocessing.set_forkserver_preload(["torch", "h5async", "hdf5plugin", "rich.table"])
     packages = {peer.package for peer in peers} - {"h5py"}
-    result: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "machine": machine(),
-        "versions": versions()
-        | {"hdf5plugin": hdf5plugin.version}
-        | {package: importlib.metadata.version(package) for package in sorted(packages)},
+    result = header()
+    result["versions"] |= {"hdf5plugin": hdf5plugin.version}
+    result["versions"] |= {name: importlib.metadata.version(name) for name in sorted(packages)}
+    result |= {
         "rows": options.rows,
         "row_nbytes": ROW_NBYTES,
         "batch_size": BATCH,
