@@ -133,32 +133,20 @@ class Bench:
 
 
 def figure(
-    section: str,
     name: str,
     value: float | None,
     unit: str,
     ratio: float | None = None,
     goal: float | None = None,
+    note: str = "",
     *,
     at_most: bool = False,
-    note: str = "",
     **more: Any,
 ) -> Row:
     """Return a row of the results: a value, and its ratio to what it is measured against."""
-    is_met = None
-    if ratio is not None and goal is not None:
-        is_met = ratio <= goal if at_most else ratio >= goal
-    return {
-        "section": section,
-        "name": name,
-        "value": value and float(f"{value:.4g}"),
-        "unit": unit,
-        "ratio": ratio and round(ratio, 4),
-        "goal": goal,
-        "at_most": at_most,
-        "is_met": is_met,
-        "note": note,
-    } | more
+    value, ratio = (x and float(f"{x:.4g}") for x in (value, ratio))
+    judged = {"ratio": ratio, "goal": goal, "at_most": at_most}
+    return {"name": name, "value": value, "unit": unit, **judged, "note": note, **more}
 
 
 def step(bench: Bench) -> Iterator[Row]:
@@ -171,14 +159,13 @@ def step(bench: Bench) -> Iterator[Row]:
                 said = loop.decode
             worst = max(points, key=lambda point: point["ratio"])
             yield figure(
-                "step",
                 f"{codec or 'contiguous'}, {delivered}, prefetch {prefetch}",
                 points[0]["load_ms"],
                 "ms without compute",
                 worst["ratio"],
                 STEP_GOAL,
+                f"worst: T = {worst['compute_ms'] / worst['load_ms']:.2f} x load",
                 at_most=True,
-                note=f"worst: T = {worst['compute_ms'] / worst['load_ms']:.2f} x load",
                 prefetch=prefetch,
                 file=codec or "contiguous",
                 delivered=delivered,
@@ -206,7 +193,7 @@ def sweep(bench: Bench, loop: Loop, factors: tuple[float, ...]) -> list[dict[str
 
 
 def upload(bench: Bench) -> Iterator[Row]:
-    yield figure("upload", "plain copy", bench.link_speed, "GB/s")
+    yield figure("plain copy", bench.link_speed, "GB/s")
     stored, size, nbytes = bench.images(), bench.options.batch, bench.batch_nbytes
     plain = bench.link(nbytes)
     reads = {
@@ -222,7 +209,7 @@ def upload(bench: Bench) -> Iterator[Row]:
             loop.check()
         goal = UPLOAD_GOAL if "cache" in options else None
         ratio, note = times["plain"] / times["reader"], f"batches of {size}, prefetch 4"
-        yield figure("upload", name, nbytes / 1e9 / times["reader"], "GB/s", ratio, goal, note=note)
+        yield figure(name, nbytes / 1e9 / times["reader"], "GB/s", ratio, goal, note)
     yield from slot_alone(bench)
 
 
@@ -249,28 +236,25 @@ def slot_alone(bench: Bench) -> Iterator[Row]:
         )
         for name in FIELDS:
             yield figure(
-                "upload",
                 f"slot alone, {name}",
                 nbytes / 1e9 / times[name],
                 "GB/s",
                 times["plain"] / times[name],
                 UPLOAD_GOAL if name == "as stored" else None,
-                note="bytes as stored",
+                "bytes as stored",
             )
         yield figure(
-            "upload",
             "permute, cast and scale",
             (times["float32 NCHW"] - times["as stored"]) * 1e6,
             "us more a batch",
             times["float32 NCHW"] / times["as stored"],
             TRANSFORM_GOAL,
+            "upload with, by upload without",
             at_most=True,
-            note="upload with, by upload without",
         )
         slot = slots["float32 NCHW"][0]
         taken = gpu.timed(lambda: slot._transformed(0, slot._raw[0][:size], size), 50)
         yield figure(
-            "upload",
             "their kernel",
             taken * 1e6,
             "us a batch",
@@ -289,13 +273,12 @@ def decode(bench: Bench) -> Iterator[Row]:
             speeds, said, why = decode_speeds(bench, stored)
         on_device = speeds.get("device")
         yield figure(
-            "decode",
             f"{codec}, {dtype}, {stored.ratio:.2f}",
             on_device,
             "GB/s",
             on_device and on_device / bench.link_speed,
             DECODE_GOAL,
-            note=why or f"{on_device / speeds['host']:.2f} of host",
+            why or f"{on_device / speeds['host']:.2f} of host",
             codec=codec,
             dtype=dtype,
             compress_ratio=round(stored.ratio, 3),
@@ -346,13 +329,12 @@ def cache(bench: Bench) -> Iterator[Row]:
         moved = read + written if kept == "device" else read
         limit = bench.copy_speed if kept == "device" else bench.link_speed
         yield figure(
-            "cache",
             f"cache={kept}, {delivered}, batches of {size}",
             moved / 1e9 / taken,
             "GB/s",
             moved / 1e9 / taken / limit,
             CACHE_GOAL if kept == "device" else None,
-            note=f"{taken * 1e6:.0f} us a batch; limit {limit:.3g} GB/s",
+            f"{taken * 1e6:.0f} us a batch; limit {limit:.3g} GB/s",
             cache=kept,
             delivered=delivered,
             batch_size=size,
@@ -390,7 +372,6 @@ def memory(bench: Bench) -> Iterator[Row]:
             for where, taken, due in (("device", on_device, row), ("pinned", on_host, 1)):
                 slots = prefetch * bench.batch_nbytes * due
                 yield figure(
-                    "memory",
                     f"{where}, {delivered}, prefetch {prefetch}",
                     taken / 1e6,
                     "MB",
@@ -404,21 +385,27 @@ def memory(bench: Bench) -> Iterator[Row]:
 SECTIONS = {"step": step, "upload": upload, "decode": decode, "cache": cache, "memory": memory}
 
 
-def table(rows: list[Row]) -> Table:
+def table(sections: dict[str, Any]) -> Table:
     grid = Table(title="medians, and ratios of medians", box=box.SIMPLE_HEAD)
     for name in ("section", "what"):
         grid.add_column(name, no_wrap=True)
     for name in ("measured", "", "ratio"):
         grid.add_column(name, justify="right", no_wrap=True)
     grid.add_column("note")
-    for row in rows:
-        judged = "-" if row["ratio"] is None else f"{row['ratio']:.3g}"
-        if row["is_met"] is not None:
-            sign = ("≤" if row["is_met"] else ">") if row["at_most"] else "<≥"[row["is_met"]]
-            judged = f"[{'green' if row['is_met'] else 'red'}]{judged} {sign} {row['goal']:g}[/]"
-        value = "-" if row["value"] is None else f"{row['value']:.3g}"
-        grid.add_row(row["section"], row["name"], value, row["unit"], judged, row["note"])
+    for section, found in sections.items():
+        for row in found["rows"]:
+            value = "-" if row["value"] is None else f"{row['value']:.3g}"
+            grid.add_row(section, row["name"], value, row["unit"], judged(row), row["note"])
     return grid
+
+
+def judged(row: Row) -> str:
+    ratio, goal = row["ratio"], row["goal"]
+    if ratio is None or goal is None:
+        return "-" if ratio is None else f"{ratio:.3g}"
+    is_met = ratio <= goal if row["at_most"] else ratio >= goal
+    sign = ("≤" if is_met else ">") if row["at_most"] else ("≥" if is_met else "<")
+    return f"[{'green' if is_met else 'red'}]{ratio:.3g} {sign} {goal:g}[/]"
 
 
 def decode_table(rows: list[Row]) -> Table:
@@ -476,7 +463,7 @@ def draw_step(ax: Any, rows: list[Row]) -> None:
     ax.minorticks_off()
     ax.set_xlabel("T, compute a step, by load, a step without compute")
     ax.set_ylabel("time of a step / max(T, load)")
-    ax.legend(fontsize=7, frameon=False)
+    ax.legend(fontsize=6, frameon=False, ncols=2)
 
 
 def draw_bars(ax: Any, rows: list[Row]) -> None:
@@ -506,6 +493,7 @@ def draw_decode(ax: Any, rows: list[Row]) -> None:
     link = rows[0]["link_gb_per_s"]
     ax.axhline(link, color="#d62728", lw=1.5, label=f"plain copy, {link:.3g} GB/s")
     ax.set_yscale("log")
+    ax.yaxis.set_major_formatter("{x:g}")
     ax.set_xticks(range(len(codecs)), codecs)
     ax.set_ylabel("decoded GB/s")
     ax.set_xlabel("a dot for each dtype and compression ratio; larger: compresses better")
@@ -526,9 +514,11 @@ def draw_cache(ax: Any, rows: list[Row]) -> None:
         if limits:
             color = "#d62728" if label == "goal" else "black"
             ax.axhline(part * limits[0], color=color, lw=1.2, ls="-" if part < 1 else "--")
-            ax.annotate(label, (0.01, part * limits[0]), xycoords=("axes fraction", "data"), size=7)
+            place = ax.get_yaxis_transform()
+            ax.text(0.99, part * limits[0], label, transform=place, size=7, ha="right", va="bottom")
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
+    ax.yaxis.set_major_formatter("{x:g}")
     sizes = sorted({row["batch_size"] for row in rows})
     ax.set_xticks(sizes, [str(size) for size in sizes])
     ax.set_xlabel("samples a batch")
@@ -619,7 +609,7 @@ def main() -> None:
         for name in options.only:
             sections[name] = {}
             measure(bench, name, sections[name], keep)
-    console.print(table([row for section in sections.values() for row in section["rows"]]))
+    console.print(table(sections))
     if rows := sections.get("decode", {}).get("rows"):
         console.print(decode_table(rows))
     for name, section in sections.items():
