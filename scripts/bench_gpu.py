@@ -61,6 +61,7 @@ from rich.table import Table
 
 from h5async import AsyncReader, DeviceError
 from h5async.device import find_device
+from h5async.filling import FillOutcome
 
 STEP_GOAL, UPLOAD_GOAL, TRANSFORM_GOAL, DECODE_GOAL, CACHE_GOAL = 1.03, 0.95, 1.10, 1.0, 0.5
 FACTORS = (0.1, 0.25, 0.5, 0.75, 0.9, 1, 1.1, 1.25, 1.5, 2, 4)  # of `load`, that compute takes
@@ -218,11 +219,13 @@ def slot_alone(bench: Bench) -> Iterator[Row]:
     gpu, stored, nbytes = bench.gpu, bench.images(), bench.batch_nbytes
     size, count = bench.options.batch, max(4, round(bench.options.seconds * 40e9 / nbytes))
 
+    index = np.arange(size)
+
     def uploads(slots: list[Any]) -> float:
         gpu.synchronize()
         begin = time.perf_counter()
         for slot in itertools.islice(itertools.cycle(slots), count):
-            slot.upload(slot.memory.out, size)
+            slot.upload(FillOutcome(index, slot.memory.out))
         gpu.synchronize()
         return (time.perf_counter() - begin) / count
 
@@ -253,7 +256,8 @@ def slot_alone(bench: Bench) -> Iterator[Row]:
             at_most=True,
         )
         slot = slots["float32 NCHW"][0]
-        taken = gpu.timed(lambda: slot._transformed(0, slot._raw[0][:size], size), 50)
+        outcome = FillOutcome(index, slot.memory.out)
+        taken = gpu.timed(lambda: slot._transformed(0, outcome), 50)
         yield figure(
             "their kernel",
             taken * 1e6,
@@ -324,7 +328,7 @@ def cache(bench: Bench) -> Iterator[Row]:
                 for _ in loop.reader:
                     pass
             taken = bench.turns({"cached": loop.way(bench.options.seconds)})["cached"]
-            written = loop.check().data.nbytes
+            written, said = loop.check().data.nbytes, loop.reader.stats().cache
         read = size * ROW_NBYTES
         moved = read + written if kept == "device" else read
         limit = bench.copy_speed if kept == "device" else bench.link_speed
@@ -338,6 +342,7 @@ def cache(bench: Bench) -> Iterator[Row]:
             cache=kept,
             delivered=delivered,
             batch_size=size,
+            said=said,
             seconds_a_batch=float(f"{taken:.4g}"),
             limit_gb_per_s=float(f"{limit:.4g}"),
         )
