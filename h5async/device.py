@@ -397,6 +397,7 @@ class CudaSlot:
         # Sample numbers, for the cache.
         self._index = self._empty_pinned((rows,), np.dtype(np.int64))
         self._index_on_device = cupy.empty(rows, np.int64)
+        self._every = cupy.asarray(np.arange(rows, dtype=np.int64))
         # What `postprocess` returns may be of any shape; memory for it is made when it comes.
         self._other: list[tuple[Any, Any] | None] = [None] * len(transforms)
         self._uploaded = cupy.cuda.Event(block=True, disable_timing=True)
@@ -513,16 +514,17 @@ class CudaSlot:
 
     def _transformed(self, i: int, outcome: FillOutcome) -> Any:
         device, size = self._device, outcome.index.size
-        raw, out = self._raw[i], self._delivered[i]
-        if device.cache:
-            index = self._index_on_device[:size]
-            if outcome.is_resident:
-                device.kernels.gather(device.cache[i], index, raw[:size])
-            else:
-                device.kernels.scatter(raw[:size], index, device.cache[i])
-        if out is not raw:
-            self._change[i](raw[:size], out[:size])
-        return out[:size]
+        raw, out = self._raw[i][:size], self._delivered[i][:size]
+        index, rows = self._every[:size], raw
+        if device.cache and not outcome.is_resident:
+            device.kernels.scatter(raw, self._index_on_device[:size], device.cache[i])
+        elif device.cache and self._change[i].gathers and self._delivered[i] is not self._raw[i]:
+            index, rows = self._index_on_device[:size], device.cache[i].view(raw.dtype)
+        elif device.cache:
+            device.kernels.gather(device.cache[i], self._index_on_device[:size], raw)
+        if self._delivered[i] is not self._raw[i]:
+            self._change[i].change(rows, index, out)
+        return out
 
     def _upload_other(self, i: int, array: NDArray[Any]) -> Any:
         """Upload an array that `postprocess` made, through pinned memory of its size."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,12 +21,14 @@ _MAX_PLANES = 16
 
 # A thread takes one point of one sample, and all its channels: it reads neighbouring bytes, and
 # neighbouring threads write neighbouring values of each plane.
+_PLANES_PARAMETERS = "raw S stored, raw int64 index, int64 points, int32 channels"
 _PLANES = """
 const long long sample = i / points, at = i - sample * points;
+const long long begin = (index[sample] * points + at) * channels;
 for (int c = 0; c < channels; ++c)
     delivered[(sample * channels + c) * points + at] = {value};
 """
-_STORED = "T(stored[i * channels + c])"
+_STORED = "T(stored[begin + c])"
 
 _THREADS = 256  # of a block
 _MAX_BLOCKS = 64  # of one piece
@@ -35,6 +37,22 @@ _MAX_GRID_Y = 65535
 
 # Without fused multiply-add the results are those of the host, bit for bit.
 _EXACT = ("--fmad=false",)
+
+
+class RowChange(NamedTuple):
+    """What does a transform on the device; the bits are those of `RowTransform.apply`.
+
+    Attributes
+    ----------
+    change
+        ``change(raw, index, out)`` fills (n, *row) from (n, *raw_row), both C-contiguous;
+        `index`, int64 (n,), is 0 to n - 1.
+    gathers
+        Whether `raw` may have other rows, of which those of the numbers `index` are taken.
+    """
+
+    change: Callable[[Any, Any, Any], None]
+    gathers: bool
 
 
 class Kernels:
@@ -46,14 +64,14 @@ class Kernels:
         self._module = cupy.RawModule(code=source, options=("-std=c++17",))
         self._functions: dict[str, Any] = {}
         self._move = cupy.ElementwiseKernel(
-            "raw S stored, int64 points, int32 channels",
+            _PLANES_PARAMETERS,
             "raw T delivered",
             _PLANES.format(value=_STORED),
             "h5async_planes",
             options=_EXACT,
         )
         self._move_scaled = cupy.ElementwiseKernel(
-            "raw S stored, int64 points, int32 channels, raw T scale, raw T offset",
+            f"{_PLANES_PARAMETERS}, raw T scale, raw T offset",
             "raw T delivered",
             _PLANES.format(value=f"T({_STORED} * scale[c]) + offset[c]"),
             "h5async_planes_scaled",
@@ -67,23 +85,17 @@ class Kernels:
             options=_EXACT,
         )
 
-    def row_change(self, transform: RowTransform) -> Callable[[Any, Any], None]:
-        """Return what does a transform on the device, in one kernel.
-
-        Returns
-        -------
-        callable
-            ``change(raw, out)`` fills (n, *row) from (n, *raw_row), both C-contiguous; the bits
-            are those of `RowTransform.apply`.
-        """
+    def row_change(self, transform: RowTransform) -> RowChange:
+        """Return what does a transform on the device, in one kernel."""
         channels = transform.channels
         is_scaled = transform.scale is not None or transform.offset is not None
         factors = _factors(transform) if is_scaled else ()
         if not channels or channels > _MAX_PLANES or not _is_plain(transform):
             on_device = tuple(map(self._cupy.asarray, factors))
-            return partial(self._change, transform.permutation, on_device)
+            return RowChange(partial(self._change, transform.permutation, on_device), False)
         each = [np.broadcast_to(factor.reshape(-1), channels).copy() for factor in factors]
-        return partial(self._change_planes, channels, tuple(map(self._cupy.asarray, each)))
+        on_device = tuple(map(self._cupy.asarray, each))
+        return RowChange(partial(self._change_planes, channels, on_device), True)
 
     def gather(self, rows: Any, index: Any, out: Any) -> None:
         """Copy rows number `index` of (samples, row bytes), uint8, to all rows of `out`."""
@@ -177,7 +189,7 @@ class Kernels:
         return function
 
     def _change(
-        self, permutation: tuple[int, ...], factors: tuple[Any, ...], raw: Any, out: Any
+        self, permutation: tuple[int, ...], factors: tuple[Any, ...], raw: Any, _: Any, out: Any
     ) -> None:
         permuted = raw.transpose(permutation)
         if factors:
@@ -185,11 +197,14 @@ class Kernels:
         else:
             self._cupy.copyto(out, permuted, casting="unsafe")
 
-    def _change_planes(self, channels: int, factors: tuple[Any, ...], raw: Any, out: Any) -> None:
+    def _change_planes(
+        self, channels: int, factors: tuple[Any, ...], raw: Any, index: Any, out: Any
+    ) -> None:
         points = out.size // (channels * len(out))
         if points:
             kernel = self._move_scaled if factors else self._move
-            kernel(raw, points, channels, *factors, out, size=len(out) * points)
+            arguments = raw.reshape(-1), index, points, channels, *factors, out.reshape(-1)
+            kernel(*arguments, size=len(out) * points)
 
 
 def _factors(transform: RowTransform) -> tuple[NDArray[Any], NDArray[Any]]:

@@ -18,8 +18,8 @@ given. The first batch of each reader is checked against what was written.
 - cache: readers of which every row is cached. Bytes that a batch has to move, stored ones read and
   delivered ones written, by bytes that a device-to-device copy of 1 GB reads and writes; with
   cache="host" the stored bytes, by the plain copy's.
-- memory: what an open reader took of the device (by the driver) and of pinned memory (by CuPy's
-  requests to it), by slots x batch bytes: stored in pinned memory; stored, and delivered if they
+- memory: what an open reader took of the device (by the driver) and of pinned memory (by h5async's
+  requests for it), by slots x batch bytes: stored in pinned memory; stored, and delivered if they
   differ, on the device.
 """
 
@@ -57,6 +57,7 @@ from bench_gpu_ways import (
 )
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from h5async import AsyncReader, DeviceError
@@ -314,6 +315,7 @@ def decode_speeds(bench: Bench, stored: Stored) -> tuple[dict[str, float], dict[
         for loop in loops.values():
             loop.check()
     with bench.loop(stored, decode="auto") as loop:
+        loop.way(bench.options.seconds)()
         said["auto"] = loop.decode
     return speeds, said, why
 
@@ -350,10 +352,11 @@ def cache(bench: Bench) -> Iterator[Row]:
 
 def memory(bench: Bench) -> Iterator[Row]:
     cupy, asked = bench.gpu.cupy, [0]
+    pinned = cupy.cuda.PinnedMemory
 
-    def pinned(nbytes: int) -> Any:
+    def counted(nbytes: int) -> Any:
         asked[0] += nbytes
-        return cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(nbytes), 0)
+        return pinned(nbytes)
 
     def device_nbytes() -> int:
         gc.collect()
@@ -367,7 +370,7 @@ def memory(bench: Bench) -> Iterator[Row]:
         pass  # kernels are loaded
     try:
         for delivered, prefetch in cases:
-            cupy.cuda.set_pinned_memory_allocator(cupy.cuda.PinnedMemoryPool(pinned).malloc)
+            cupy.cuda.PinnedMemory = counted
             asked[0], before = 0, device_nbytes()
             with bench.loop(stored, delivered, prefetch=prefetch) as loop:
                 loop.seconds(4)
@@ -384,7 +387,7 @@ def memory(bench: Bench) -> Iterator[Row]:
                     note=f"slots x batch: {slots / 1e6:.4g} MB",
                 )
     finally:
-        cupy.cuda.set_pinned_memory_allocator(cupy.get_default_pinned_memory_pool().malloc)
+        cupy.cuda.PinnedMemory = pinned
 
 
 SECTIONS = {"step": step, "upload": upload, "decode": decode, "cache": cache, "memory": memory}
@@ -400,7 +403,7 @@ def table(sections: dict[str, Any]) -> Table:
     for section, found in sections.items():
         for row in found["rows"]:
             value = "-" if row["value"] is None else f"{row['value']:.3g}"
-            grid.add_row(section, row["name"], value, row["unit"], judged(row), row["note"])
+            grid.add_row(section, row["name"], value, row["unit"], judged(row), escape(row["note"]))
     return grid
 
 
@@ -423,7 +426,7 @@ def decode_table(rows: list[Row]) -> Table:
     for row in rows:
         speeds = row["gb_per_s"] | {"link": row["link_gb_per_s"]}
         shown = (f"{speeds[way]:.3g}" if way in speeds else "-" for way in (*ways, "link"))
-        grid.add_row(row["name"], *shown, row["decode"]["auto"])
+        grid.add_row(row["name"], *shown, escape(row["decode"]["auto"]))
     return grid
 
 

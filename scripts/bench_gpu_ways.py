@@ -304,4 +304,4 @@ class Loop:
     @property
     def decode(self) -> str:
         """What the reader says of where chunks are decoded."""
-        return str(self.reader.stats().decode.get("data"))
+        return self.reader.stats().decode

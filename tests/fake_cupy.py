@@ -32,7 +32,9 @@ def compile_elementwise(in_params, out_params, operation, name, types):
     """Compile the body of an ElementwiseKernel, all arrays of which are raw, for some types."""
     params, casts = [], ""
     for words in map(str.split, f"{in_params}, {out_params}".split(", ")):
-        if words[0] == "raw":
+        if words[:2] == ["raw", "int64"]:
+            params.append(f"const long long *{words[2]}")
+        elif words[0] == "raw":
             params.append(f"unsigned char *{words[2]}_bytes")
             casts += f"{words[1]} *{words[2]} = ({words[1]} *){words[2]}_bytes; "
         else:
@@ -184,7 +186,9 @@ def make(seed):
             names = f"{self.text[0]}, {self.text[1]}".split(", ")
             types, passed = {}, []
             for words, arg in zip(map(str.split, names), args, strict=True):
-                if words[0] == "raw":
+                if words[0] == "raw" and words[1] == "int64":
+                    assert arg.dtype == np.int64
+                elif words[0] == "raw":
                     assert arg.flags.c_contiguous
                     assert types.setdefault(words[1], arg.dtype.char) == arg.dtype.char
                     arg = arg.reshape(-1).view(np.uint8)
