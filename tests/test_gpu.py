@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import math
+import operator
+import struct
+import subprocess
+import sys
+import weakref
+import zlib
 
 import h5py
+import imagecodecs
 import numpy as np
 import pytest
+from conftest import require_extra
 
 import h5async.device
-from h5async import AsyncReader, DeviceError, Field
+from h5async import AsyncReader, BatchExpiredError, DeviceError, Field
 
 pytestmark = pytest.mark.gpu
 
@@ -296,17 +306,306 @@ def test_a_worker_error_comes_out_and_the_next_batch_follows(cupy, images):
         assert np.array_equal(batch.labels.get(), np.arange(2 * BATCH, 3 * BATCH))
 
 
-def test_close_gives_pinned_and_device_memory_back(cupy, images):
+def test_close_gives_pinned_and_device_memory_back(cupy, images, monkeypatch):
+    alive = weakref.WeakSet()
+
+    class Counted(cupy.cuda.PinnedMemory):
+        def __init__(self, nbytes):
+            super().__init__(nbytes)
+            alive.add(self)
+
+    monkeypatch.setattr(cupy.cuda, "PinnedMemory", Counted)
     gc.collect()
-    device_pool, pinned_pool = cupy.get_default_memory_pool(), cupy.get_default_pinned_memory_pool()
-    device_pool.free_all_blocks()
-    used, free = device_pool.used_bytes(), pinned_pool.n_free_blocks()
+    pool = cupy.get_default_memory_pool()
+    pool.free_all_blocks()
+    used = pool.used_bytes()
     for _ in range(3):
         with AsyncReader(hdf5_path=images, batch_size=BATCH, device="cuda") as reader:
             for _batch in reader:
-                pass
+                assert alive
             del _batch
         del reader
         gc.collect()
-        assert device_pool.used_bytes() == used
-    assert pinned_pool.n_free_blocks() >= free
+        assert pool.used_bytes() == used
+        assert not alive
+
+
+@pytest.mark.parametrize("prefetch", [1, 2, 4])
+@pytest.mark.parametrize("delivered", [Field("data"), Field("data", axes=(0, 3, 1, 2), scale=2.0)])
+def test_a_device_cache_gives_the_same_batches(cupy, spin, images, prefetch, delivered):
+    fields = {"data": delivered, "labels": "labels"}
+    options = {"hdf5_path": images, "batch_size": 7, "fields": fields, "shuffle": "full"}
+    with (
+        AsyncReader(device="cuda", cache="device", prefetch=prefetch, **options) as reader,
+        AsyncReader(device="cpu", **options) as host,
+    ):
+        poison(reader)
+        kept = late_copies(reader, spin, epochs=4)
+        assert "100 %" in reader.stats().cache
+        read = reader.stats().read_nbytes
+        kept += late_copies(reader, spin, epochs=1)
+        assert reader.stats().read_nbytes == read
+        want = [batch.copy() for _ in range(5) for batch in host]
+    for (index, data, labels), batch in zip(kept, want, strict=True):
+        assert np.array_equal(index, batch.index)
+        assert data.get().tobytes() == batch.data.tobytes()
+        assert labels.get().tobytes() == batch.labels.tobytes()
+
+
+def test_batches_held_too_long_are_poisoned(cupy, spin, images):
+    with AsyncReader(
+        hdf5_path=images, batch_size=BATCH, device="cuda", debug_lifetimes=True
+    ) as reader:
+        for _ in range(8):
+            batch = reader.get_next_batch()
+            held = batch.data
+            spin()
+            used_in_time = held.copy()
+            reader.get_next_batch()
+            assert (held.get() == 255).all()
+            assert np.array_equal(used_in_time.get(), expected(images, batch.index)[0])
+            with pytest.raises(BatchExpiredError):
+                batch.data  # noqa: B018
+
+
+# --- decoding on the GPU -------------------------------------------------------------------------
+
+
+def write_chunk(made, corner, data, shuffle, codec):
+    """Write a chunk with filters that need not be installed here."""
+    raw = data.tobytes()
+    size = data.dtype.itemsize
+    if codec in ("bitshuffle", "bitshuffle-lz4", "bitshuffle-zstd"):
+        block, header = 2048 // size // 8 * 8, b""
+        if codec != "bitshuffle":
+            header = struct.pack(">QI", len(raw), block * size)
+        whole = len(raw) // (8 * size) * (8 * size)
+        parts = []
+        for begin in range(0, whole, block * size):
+            part = np.frombuffer(raw[begin : min(whole, begin + block * size)], data.dtype)
+            bits = imagecodecs.bitshuffle_encode(part, itemsize=size, blocksize=part.size)
+            bits = np.asarray(bits).tobytes()
+            if codec == "bitshuffle-lz4":
+                bits = imagecodecs.lz4_encode(bits)
+            elif codec == "bitshuffle-zstd":
+                bits = imagecodecs.zstd_encode(bits)
+            parts.append(bits if codec == "bitshuffle" else struct.pack(">I", len(bits)) + bits)
+        made.id.write_direct_chunk(corner, header + b"".join(parts) + raw[whole:])
+        return
+    if shuffle:
+        raw = np.frombuffer(raw, np.uint8).reshape(-1, size).T.tobytes()
+    if codec == "deflate":
+        raw = zlib.compress(raw)
+    elif codec == "zstd":
+        raw = imagecodecs.zstd_encode(raw)
+    elif codec == "lz4":
+        block = 1000
+        parts = [raw[i : i + block] for i in range(0, len(raw), block)]
+        packed = [imagecodecs.lz4_encode(part) for part in parts]
+        packed = [b if len(b) < len(p) else p for b, p in zip(packed, parts, strict=True)]
+        raw = struct.pack(">QI", len(raw), block) + b"".join(
+            struct.pack(">I", len(p)) + p for p in packed
+        )
+    made.id.write_direct_chunk(corner, raw)
+
+
+def write_encoded(path, dtype, shape, chunks, codec, shuffle=False):
+    """Write a dataset, half of whose values are noise; return what it holds."""
+    rng = np.random.default_rng(3)
+    flat = np.arange(math.prod(shape)) // 5
+    flat += rng.integers(0, 99, flat.size) * (np.arange(flat.size) % 64 < 32)
+    data = (flat % 127).astype(dtype).reshape(shape)
+    size = data.dtype.itemsize
+    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    plist.set_chunk(chunks)
+    if shuffle:
+        plist.set_shuffle()
+    match codec:
+        case "deflate":
+            plist.set_deflate(4)
+        case "zstd":
+            plist.set_filter(32015, h5py.h5z.FLAG_OPTIONAL, (3,))
+        case "lz4":
+            plist.set_filter(32004, h5py.h5z.FLAG_OPTIONAL, (1000,))
+        case _:
+            number = {"bitshuffle": 0, "bitshuffle-lz4": 2, "bitshuffle-zstd": 3}[codec]
+            values = (2048 // size // 8 * 8, number)
+            if not h5py.h5z.filter_avail(32008):  # else it puts these before, itself
+                values = (0, 5, size, *values)
+            plist.set_filter(32008, h5py.h5z.FLAG_OPTIONAL, values)
+    with h5py.File(path, "w") as file:
+        space = h5py.h5s.create_simple(shape)
+        kind = h5py.h5t.py_create(data.dtype, logical=True)
+        made = h5py.Dataset(h5py.h5d.create(file.id, b"data", kind, space, plist))
+        for corner in itertools.product(*map(range, (0,) * len(shape), shape, chunks)):
+            whole = np.zeros(chunks, dtype)
+            inside = data[tuple(map(slice, corner, map(operator.add, corner, chunks)))]
+            whole[tuple(map(slice, inside.shape))] = inside
+            write_chunk(made, corner, whole, shuffle, codec)
+    return data
+
+
+CODECS = [
+    *itertools.product(("deflate", "zstd", "lz4"), (False, True)),
+    *((codec, False) for codec in ("bitshuffle", "bitshuffle-lz4", "bitshuffle-zstd")),
+]
+SHAPES = [
+    ((50, 30, 40), (1, 30, 40), 0),
+    ((50, 30, 40), (8, 30, 40), 0),
+    ((50, 33, 41), (8, 10, 16), 0),
+    ((12, 50, 31), (5, 8, 31), 1),
+    ((50, 7), (16, 7), 0),
+]
+
+
+@pytest.fixture
+def nvcomp():
+    return require_extra("nvidia.libnvcomp")
+
+
+@pytest.mark.parametrize(("codec", "shuffle"), CODECS)
+@pytest.mark.parametrize(("shape", "chunks", "axis"), SHAPES)
+@pytest.mark.parametrize("dtype", ["u1", "<i2", "<f4", "<f8"])
+def test_the_gpu_decodes_what_the_host_decodes(
+    cupy, spin, nvcomp, tmp_path, codec, shuffle, shape, chunks, axis, dtype
+):
+    path = tmp_path / "data.h5"
+    data = np.moveaxis(write_encoded(path, dtype, shape, chunks, codec, shuffle), axis, 0)
+    for order, prefetch in ((False, 2), ("full", 1)):
+        with AsyncReader(
+            hdf5_path=path,
+            num_dim=axis,
+            labels_field=None,
+            batch_size=9,
+            shuffle=order,
+            prefetch=prefetch,
+            device="cuda",
+            decode="device",
+        ) as reader:
+            poison(reader)
+            kept = []
+            for batch in itertools.chain(reader, reader):
+                spin()
+                kept.append((batch.index, batch.data.copy()))
+            for index, got in kept:
+                assert got.get().tobytes() == np.ascontiguousarray(data[index]).tobytes()
+            assert reader._engine.device_chunks > 0
+
+
+@pytest.mark.parametrize("codec", ["deflate", "zstd", "lz4"])
+def test_auto_decides_and_batches_stay_right(cupy, nvcomp, tmp_path, codec):
+    path = tmp_path / "data.h5"
+    data = write_encoded(path, "<f4", (400, 64, 64), (4, 64, 64), codec)
+    with AsyncReader(
+        hdf5_path=path, labels_field=None, batch_size=16, shuffle="full", device="cuda"
+    ) as reader:
+        for batch in reader:
+            assert np.array_equal(batch.data.get(), data[batch.index])
+        assert "ms on the device" in reader.stats().decode
+
+
+DAMAGED = """
+import sys
+from h5async import AsyncReader, DeviceError, ReadError
+path = sys.argv[1]
+options = {"hdf5_path": path, "labels_field": None, "batch_size": 4}
+with AsyncReader(device="cuda", decode="device", **options) as reader:
+    print(reader.get_next_batch().data.get().tobytes().hex()[:8])
+    try:
+        batch = reader.get_next_batch()
+    except (ReadError, DeviceError) as error:
+        print(type(error).__name__, error)
+    else:
+        print("values", batch.data.get().tobytes().hex())
+"""
+
+
+@pytest.mark.parametrize("codec", ["deflate", "zstd", "lz4", "bitshuffle-lz4"])
+@pytest.mark.parametrize("where", [0.01, 0.3, 0.6, 0.9, 0.999])
+def test_a_damaged_chunk_is_an_error(cupy, nvcomp, tmp_path, codec, where):
+    """In a process of its own: nvCOMP promises nothing for damaged bytes."""
+    path = tmp_path / "data.h5"
+    data = write_encoded(path, "u1", (8, 64, 64), (4, 64, 64), codec)
+    with h5py.File(path) as file:
+        info = file["data"].id.get_chunk_info(1)
+    at, raw = info.byte_offset + int(info.size * where), bytearray(path.read_bytes())
+    raw[at] ^= 0x5A
+    path.write_bytes(raw)
+    done = subprocess.run(
+        [sys.executable, "-c", DAMAGED, path], capture_output=True, text=True, timeout=100
+    )
+    first, second = done.stdout.splitlines()
+    assert first == data[:4].tobytes().hex()[:8]
+    if second.startswith("values"):  # without a checksum the host may see nothing either
+        assert codec != "deflate"
+        with AsyncReader(hdf5_path=path, labels_field=None, batch_size=4, device="cpu") as host:
+            host.get_next_batch()
+            assert second.split()[1] == host.get_next_batch().data.tobytes().hex()
+    else:
+        assert "samples 4 to 7" in second
+
+
+# --- other libraries -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_side_stream", [False, True])
+def test_torch_takes_batches_without_a_copy_on_its_stream(cupy, images, on_side_stream):
+    torch = require_extra("torch")
+    stream = torch.cuda.Stream() if on_side_stream else torch.cuda.default_stream()
+    kept = []
+    with (
+        AsyncReader(
+            hdf5_path=images, batch_size=BATCH, device="cuda", prefetch=1, shuffle="full"
+        ) as reader,
+        torch.cuda.stream(stream),
+    ):
+        poison(reader)
+        for _ in range(2):
+            for batch in reader:
+                data, labels = (torch.from_dlpack(array) for array in batch)
+                assert data.data_ptr() == batch.data.data.ptr
+                torch.cuda._sleep(SPIN_CYCLES)
+                kept.append((batch.index, data.clone(), labels.clone()))
+        stream.synchronize()
+    for index, data, labels in kept:
+        want = expected(images, index)
+        assert np.array_equal(data.cpu().numpy(), want[0])
+        assert np.array_equal(labels.cpu().numpy(), want[1])
+
+
+def test_without_a_look_at_torchs_stream_that_goes_wrong(cupy, images, monkeypatch):
+    torch = require_extra("torch")
+    monkeypatch.setattr(
+        h5async.device.CudaDevice,
+        "callers_streams",
+        lambda self: [int(cupy.cuda.get_current_stream().ptr)],
+    )
+    stream, kept = torch.cuda.Stream(), []
+    with (
+        AsyncReader(hdf5_path=images, batch_size=BATCH, device="cuda", prefetch=1) as reader,
+        torch.cuda.stream(stream),
+    ):
+        for batch in reader:
+            data = torch.from_dlpack(batch.data)
+            torch.cuda._sleep(SPIN_CYCLES)
+            kept.append((batch.index, data.clone()))
+        stream.synchronize()
+    assert not all(
+        np.array_equal(data.cpu().numpy(), expected(images, index)[0]) for index, data in kept
+    )
+
+
+def test_jax_takes_batches_without_a_copy(cupy, images):
+    jax = require_extra("jax")
+    add = jax.jit(lambda x: x.astype("float32") + 1)
+    with AsyncReader(
+        hdf5_path=images, batch_size=BATCH, device="cuda", prefetch=1, shuffle="full"
+    ) as reader:
+        poison(reader)
+        for _ in range(2):
+            for batch in reader:
+                data = jax.dlpack.from_dlpack(batch.data)
+                assert data.unsafe_buffer_pointer() == batch.data.data.ptr
+                got = jax.block_until_ready(add(data))
+                want = expected(images, batch.index)[0].astype("f4") + 1
+                assert np.array_equal(np.asarray(got), want)
