@@ -686,13 +686,13 @@ def test_sanitizers_find_nothing(tmp_path):
     """The tests above once more, in another process, with each read and write checked."""
     compiler = shutil.which("g++")
     if compiler is None:
-        missing("g++")
+        pytest.skip("needs g++")
     named = subprocess.run(
         [compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
     )
     library = named.stdout.strip()
     if not os.path.isabs(library):  # the bare name where it is not installed
-        missing("g++ with libasan")
+        pytest.skip("needs g++ with libasan")
     options = f"detect_leaks=0:quarantine_size_mb=16:log_path={tmp_path}/report"
     # Python itself is not built with the sanitizer, so its run-time library is loaded first.
     environment = {
