@@ -1,4 +1,4 @@
-"""nvCOMP's interface, as far as it can be called without a GPU; `fake_nvcomp` stands in elsewhere."""
+"""nvCOMP's interface, as far as it works without a GPU; elsewhere `fake_nvcomp` stands in."""
 
 from __future__ import annotations
 

@@ -1,0 +1,56 @@
+"""Other libraries take batches by DLPack, without a copy; the examples that show it, run."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from conftest import require_extra
+
+from h5async import AsyncReader
+
+EXAMPLES = Path(__file__).parents[1] / "scripts" / "examples"
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "data.h5"
+    with h5py.File(path, "w") as file:
+        file["data"] = np.random.default_rng(1).normal(size=(20, 3, 4)).astype("f4")
+        file["labels"] = np.arange(20)
+    return path
+
+
+def example(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_torch_takes_batches_without_a_copy(path):
+    torch = require_extra("torch")
+    with AsyncReader(hdf5_path=path, batch_size=6, shuffle="full", device="cpu") as reader:
+        for batch in reader:
+            data, labels = map(torch.from_dlpack, batch)
+            assert data.data_ptr() == batch.data.ctypes.data
+            assert np.array_equal(data.numpy(), batch.data)
+            assert np.array_equal(labels.numpy(), batch.index)
+
+
+def test_jax_takes_batches(path):
+    jax = require_extra("jax")
+    with AsyncReader(hdf5_path=path, batch_size=6, shuffle="full", device="cpu") as reader:
+        for batch in reader:
+            data = jax.dlpack.from_dlpack(batch.data)
+            assert np.array_equal(np.asarray(jax.block_until_ready(data + 1)), batch.data + 1)
+
+
+@pytest.mark.parametrize("name", ["torch_dlpack", "jax_dlpack"])
+def test_the_examples_learn(name, capsys):
+    require_extra(name.partition("_")[0])
+    assert example(name).main(epochs=10) > 0.9
+    assert "accuracy" in capsys.readouterr().out
