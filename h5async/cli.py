@@ -203,6 +203,10 @@ _DROP_LAST = _option("drop_last", "Leave out an epoch's short last batch.", unse
 _THREADS = _option("num_threads", "Threads; 0: all work in the caller.", unset="usable cores")
 _DEVICE = _option("device", "Where batches go.", metavar="auto|cpu|cuda|cuda:N")
 _POSTPROCESS = _option("postprocess", "Called on every batch.", metavar="MODULE:FUNCTION")
+_DECODE = _option("decode", "Where chunks are decoded for a GPU.", metavar="auto|host|device")
+_CACHE = _option("cache", "Keep all rows for later epochs.", metavar="host|device", unset="no")
+_CACHE_BYTES = _option("cache_bytes", "What the cache may take.", unset="a share of the memory")
+_LIFETIMES = _option("debug_lifetimes", "Catch batches that are used too late.", unset="no")
 _TIMEOUT = _option("timeout", "Seconds to wait for a batch.", unset="no limit")
 
 
@@ -231,6 +235,10 @@ def read(
     device: Annotated[str | None, _DEVICE] = None,
     postprocess: Annotated[str | None, _POSTPROCESS] = None,
     timeout: Annotated[float | None, _TIMEOUT] = None,
+    decode: Annotated[str | None, _DECODE] = None,
+    cache: Annotated[str | None, _CACHE] = None,
+    cache_bytes: Annotated[int | None, _CACHE_BYTES] = None,
+    debug_lifetimes: Annotated[bool | None, _LIFETIMES] = None,
     io: Annotated[str | None, _IO] = None,
     allow_external: Annotated[list[Path] | None, _ALLOW_EXTERNAL] = None,
     allow_missing: Annotated[bool | None, _ALLOW_MISSING] = None,

@@ -17,11 +17,13 @@ The caller's streams are CuPy's current one and, where PyTorch uses the GPU, PyT
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import itertools
 import math
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -359,9 +361,26 @@ class CudaDevice:
         device: AbstractContextManager[Any] = self.cupy.cuda.Device(self._device.id)
         return device
 
+    @contextlib.contextmanager
+    def failing(self, what: str) -> Iterator[None]:
+        """Turn CUDA's errors into a `DeviceError` that says what failed."""
+        cuda = self.cupy.cuda
+        try:
+            yield
+        except (
+            cuda.runtime.CUDARuntimeError,
+            cuda.driver.CUDADriverError,
+            cuda.memory.OutOfMemoryError,
+        ) as error:
+            raise DeviceError(
+                f"{self.name}: {what} ({error}); after a fault of the GPU this process has to be"
+                ' started again, perhaps with decode="host"'
+            ) from error
+
     def close(self) -> None:
         """Wait until the GPU uses none of the slots' memory any more."""
-        with self.current():
+        # After a fault there is nothing left to wait for, and whoever met it was told.
+        with self.current(), contextlib.suppress(self.cupy.cuda.runtime.CUDARuntimeError):
             self.cupy.cuda.runtime.deviceSynchronize()
 
 
@@ -382,13 +401,29 @@ class CudaSlot:
             field: Staging(cupy, decoder.form, self._empty_pinned)
             for field, decoder in device.decoders.items()
         }
-        self.memory = _allocate_host(rows, transforms, on_host, self._empty_pinned)._replace(
+        # What is uploaded of all fields lies in one piece, on both sides, to be sent in one go.
+        sizes = [
+            rows * (transform.nbytes if done else transform.raw_nbytes)
+            for transform, done in zip(transforms, on_host, strict=True)
+        ]
+        begins = list(itertools.accumulate((_aligned(size) for size in sizes), initial=0))
+        self._host_block = self._empty_pinned((begins[-1],), np.dtype(np.uint8))
+        self._device_block = cupy.empty(begins[-1], np.uint8)
+        room = iter(begins)
+
+        def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+            return np.ndarray(shape, dtype, self._host_block, offset=next(room))
+
+        self.memory = _allocate_host(rows, transforms, on_host, empty)._replace(
             stored=tuple(
                 self._staging[field].stored if field in self._staging else None
                 for field in range(len(transforms))
             )
         )
-        self._raw = [cupy.empty(array.shape, array.dtype) for array in self.memory.out]
+        self._raw = [
+            self._device_block[begin : begin + size].view(array.dtype).reshape(array.shape)
+            for begin, size, array in zip(begins[:-1], sizes, self.memory.out, strict=True)
+        ]
         self._delivered = [
             raw if done or todo.is_identity else cupy.empty((rows, *todo.row), todo.dtype)
             for raw, todo, done in zip(self._raw, transforms, on_host, strict=True)
@@ -418,7 +453,7 @@ class CudaSlot:
 
     def wait_writable(self) -> None:
         """Block until the last upload out of the host arrays is done."""
-        with self._device.current():
+        with self._device.current(), self._device.failing("an upload failed"):
             self._uploaded.synchronize()
 
     def upload(self, outcome: FillOutcome) -> tuple[Any, ...]:
@@ -428,9 +463,16 @@ class CudaSlot:
         -------
         tuple of cupy.ndarray
             Views of the device slot, to be used after `acquire`.
+
+        Raises
+        ------
+        NotDecoded
+            If the host has to decode chunks of this batch.
+        DeviceError
+            If the GPU fails.
         """
         device = self._device
-        with device.current():
+        with device.current(), device.failing("a batch could not be uploaded"):
             with device.copy_stream as stream:
                 for event in (self._ready, *self._released):
                     stream.wait_event(event)
@@ -473,13 +515,21 @@ class CudaSlot:
             self._index[:size] = outcome.index
             self._index_on_device[:size].set(self._index[:size], stream=stream)
         others: list[Any] = [None] * len(self._raw)
-        for i, array in enumerate(() if outcome.is_resident else outcome.arrays):
+        if outcome.is_resident:
+            return others
+        mine = []
+        for i, array in enumerate(outcome.arrays):
             if outcome.stored and outcome.stored[i] is not None:
                 continue
             if _is_same(array, self.memory.out[i][:size]):
-                self._raw[i][:size].set(array, stream=stream)
+                mine.append(i)
             else:
                 others[i] = self._upload_other(i, array)
+        if len(mine) == len(self._raw) and size == len(self._raw[0]):
+            self._device_block.set(self._host_block, stream=stream)
+            return others
+        for i in mine:
+            self._raw[i][:size].set(outcome.arrays[i], stream=stream)
         return others
 
     def _decode(self, outcome: FillOutcome, stream: Any) -> None:
@@ -541,6 +591,11 @@ class CudaSlot:
         np.copyto(pinned, array)
         on_device.set(pinned, stream=self._device.copy_stream)
         return on_device
+
+
+def _aligned(nbytes: int) -> int:
+    """Return the next multiple of what CuPy aligns arrays to."""
+    return -(-nbytes // 512) * 512
 
 
 def _import_cupy() -> Any:

@@ -7,7 +7,6 @@ dropped unclosed can be collected, and its engine closed.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import threading
 import time
@@ -35,7 +34,7 @@ from h5async.stats import ReaderStats, Waits
 from h5async.storage import read_ahead
 from h5async.stored import StoredFormat
 from h5async.transform import RowTransform, row_transform
-from h5async.trial import Trial
+from h5async.trial import DecodeTrial
 from h5async.window import window_order
 
 
@@ -167,7 +166,7 @@ class _Engine:
         self.device = find_device(config.device)
         rows = min(config.batch_size, max(1, self.num_samples))
         formats, obstacle = self._find_formats(config, transforms, rows)
-        self.trial = Trial(config.decode, obstacle)
+        self.trial = DecodeTrial(config.decode, obstacle)
         self.device_chunks = 0  # that were decoded there
         try:
             self.slots = self.device.open_slots(
@@ -286,14 +285,16 @@ class _Engine:
             self.filler.times.add("upload", begin)
         if isinstance(error, NotDecoded) or (error is not None and any(outcome.stored)):
             # The host decodes what the device cannot, and has the words for what is wrong.
-            self.trial.note(True, math.inf)
+            self.trial.note_fallback()
             self.filler.fill(request._replace(on_device=False))
             return
         self.begin(self.ring.filled(request.slot, request.serial, _Filled(outcome, arrays, error)))
 
     def _note_turn(self, request: FillRequest, outcome: FillOutcome) -> None:
         self.device_chunks += sum(plan.num_items for plan in outcome.stored if plan is not None)
-        if self.trial.is_running and not outcome.is_resident:
+        if request.on_device and not (outcome.is_resident or any(outcome.stored)):
+            self.trial.note_fallback()
+        elif self.trial.is_running and not outcome.is_resident:
             filling = outcome.busy_seconds / self.num_threads
             transfer = self.slots[request.slot].transfer_seconds()
             self.trial.note(request.on_device, max(filling, transfer))

@@ -7,6 +7,7 @@ the link, or the kernels.
 
 from __future__ import annotations
 
+import math
 import statistics
 import threading
 from typing import Literal
@@ -15,7 +16,7 @@ _TURNS = 4  # of each way; the first is warm-up, and left out
 _MARGIN = 0.9  # the GPU, which has other work, must be faster by so much
 
 
-class Trial:
+class DecodeTrial:
     """Decides where chunks are decoded. Safe to use from many threads.
 
     Parameters
@@ -31,13 +32,21 @@ class Trial:
         self._turns = {False: 0, True: 0}
         self._seconds: dict[bool, list[float]] = {False: [], True: []}
         self._on_device: bool | None = None
-        self.sentence = ""
+        self._reason = ""
+        self._fallbacks = 0
         if obstacle is not None:
             self._decide(False, f"host: {obstacle}")
         elif decode != "auto":
             self._decide(decode == "device", f'{decode}: decode="{decode}"')
         else:
-            self.sentence = "not decided yet: both are being measured"
+            self._reason = "not decided yet: both are being measured"
+
+    @property
+    def sentence(self) -> str:
+        """Where chunks are decoded, and why."""
+        if not self._fallbacks:
+            return self._reason
+        return f"{self._reason}; {self._fallbacks} batches meant for it were left to the host"
 
     @property
     def is_running(self) -> bool:
@@ -56,10 +65,10 @@ class Trial:
     def note(self, on_device: bool, seconds: float) -> None:
         """Note what the slowest stage took for a batch, in seconds."""
         with self._lock:
+            if self._on_device is not None:
+                return
             self._seconds[on_device].append(seconds)
-            if self._on_device is None and all(
-                len(seconds) >= _TURNS for seconds in self._seconds.values()
-            ):
+            if min(map(len, self._seconds.values())) >= _TURNS:
                 host, device = (statistics.median(self._seconds[way][1:]) for way in (False, True))
                 where = device < _MARGIN * host
                 self._decide(
@@ -68,12 +77,12 @@ class Trial:
                     f" device, {1e3 * host:.2g} ms on the host",
                 )
 
-    def give_up(self, reason: str) -> None:
-        """Decode on the host from now on: the device failed."""
+    def note_fallback(self) -> None:
+        """Note a batch that the device was to decode, and the host has to."""
         with self._lock:
-            if self._on_device is None:
-                self._decide(False, f"host: {reason}")
+            self._fallbacks += 1
+        self.note(True, math.inf)
 
     def _decide(self, on_device: bool, sentence: str) -> None:
         self._on_device = on_device
-        self.sentence = sentence
+        self._reason = sentence

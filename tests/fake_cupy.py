@@ -234,6 +234,7 @@ def make(seed):
     )
     cuda = types.SimpleNamespace(
         Device=Device,
+        driver=types.SimpleNamespace(CUDADriverError=type("CUDADriverError", (RuntimeError,), {})),
         Event=Event,
         Stream=Stream,
         PinnedMemory=bytearray,

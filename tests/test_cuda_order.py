@@ -282,3 +282,40 @@ def test_batches_held_too_long_are_poisoned(images, monkeypatch):
                 batch.data  # noqa: B018
             assert (data.get() == 255).all()
             assert np.array_equal(used_in_time.get(), values[batch.index])
+
+
+def test_a_fault_of_the_gpu_is_a_device_error_and_the_reader_can_be_closed(images, monkeypatch):
+    cupy, _ = use_gpu(monkeypatch, seed=0)
+
+    def fault(*_):
+        raise cupy.cuda.runtime.CUDARuntimeError("cudaErrorIllegalAddress")
+
+    with AsyncReader(hdf5_path=images, batch_size=BATCH, device="cuda", prefetch=1) as reader:
+        reader.get_next_batch()
+        monkeypatch.setattr(reader._engine.device.work_stream, "wait_event", fault)
+        with pytest.raises(DeviceError, match=r"could not be uploaded \(cudaErrorIllegalAddress"):
+            reader.get_next_batch()
+        cupy.cuda.runtime.deviceSynchronize = fault
+    assert reader.stats().batches == 2
+
+
+def test_all_fields_of_a_whole_batch_are_uploaded_at_once(images, monkeypatch):
+    cupy, simulation = use_gpu(monkeypatch, seed=0)
+    sizes = []
+    put = cupy.ndarray.set
+
+    def note(array, host, stream):
+        sizes.append(array.nbytes)
+        put(array, host, stream)
+
+    monkeypatch.setattr(cupy.ndarray, "set", note)
+    with AsyncReader(hdf5_path=images, batch_size=10, device="cuda", prefetch=1) as reader:
+        kept = [(b.index, b.data.copy(), b.labels.copy()) for b in reader]
+        simulation.run_all()
+    assert [s for s in sizes if s > 80][:2] == [1024 + 512, 1024 + 512]  # 600 and 80 bytes
+    assert sizes[2:4] == [4 * 60, 4 * 8]  # the last batch is short
+    with h5py.File(images) as file:
+        data = file["data"][...]
+    for index, got, labels in kept:
+        assert np.array_equal(got, data[index])
+        assert np.array_equal(labels, index)

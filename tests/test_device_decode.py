@@ -21,7 +21,7 @@ from h5async import AsyncReader, ConfigError, DeviceError, Field, ReadError
 from h5async.core import load_core
 from h5async.nvcomp import NvcompError
 from h5async.stored import StoredFormat, stored_format
-from h5async.trial import Trial
+from h5async.trial import DecodeTrial
 
 hdf5plugin = require_extra("hdf5plugin")
 pytestmark = pytest.mark.skipif(load_core() is None, reason="the compiled core reads the chunks")
@@ -312,14 +312,14 @@ def test_with_a_device_cache(tmp_path, monkeypatch):
 @pytest.mark.parametrize("device_is_fast", [True, False])
 def test_auto_keeps_what_is_faster(tmp_path, monkeypatch, device_is_fast):
     cupy, simulation, nvcomp = use_gpu(monkeypatch, seed=6)
-    note, noted = Trial.note, []
+    note, noted = DecodeTrial.note, []
 
     def note_as_told(trial, on_device, seconds):
         noted.append(on_device)
         assert 0 < seconds < 60
         note(trial, on_device, 1.0 if on_device == device_is_fast else 2.0)
 
-    monkeypatch.setattr(Trial, "note", note_as_told)
+    monkeypatch.setattr(DecodeTrial, "note", note_as_told)
     path = tmp_path / "data.h5"
     data = values((400, 40), "u1")
     with h5py.File(path, "w") as file:
@@ -339,7 +339,7 @@ def test_auto_keeps_what_is_faster(tmp_path, monkeypatch, device_is_fast):
 
 
 def test_a_trial():
-    trial = Trial("auto", None)
+    trial = DecodeTrial("auto", None)
     turns = []
     while trial.is_running:
         turns.append(trial.next_turn())
@@ -353,7 +353,7 @@ def test_a_trial():
 
 def test_a_trial_that_ends_on_the_host():
     for seconds in (0.95, math.inf):
-        trial = Trial("auto", None)
+        trial = DecodeTrial("auto", None)
         for _ in range(4):
             trial.note(True, seconds)
             trial.note(False, 1.0)
