@@ -64,6 +64,9 @@ class DeviceSlot(Protocol):
     def transfer_seconds(self) -> float:
         """Wait for the last upload; return what the slower of link and kernels took for it."""
 
+    def drop_staging(self) -> None:
+        """Give the memory back that is only for chunks to be decoded on the device."""
+
     def acquire(self) -> None:
         """Order the caller's current streams behind the upload."""
 
@@ -74,7 +77,13 @@ class DeviceSlot(Protocol):
 class Device(Protocol):
     """Where batches are delivered."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """``"cpu"`` or ``"cuda:N"``."""
+
+    @property
+    def free_nbytes(self) -> int:
+        """Bytes of device memory that are free now."""
 
     def open_slots(
         self,
@@ -101,8 +110,14 @@ class Device(Protocol):
     def open_cache(self, num_samples: int, cache_bytes: int | None) -> Residency | Budget:
         """Make room for the rows of all samples, after `open_slots`, if the budget allows it."""
 
+    def drop_decoders(self, slots: Iterable[DeviceSlot]) -> None:
+        """Give the memory back that is only for decoding here, which is not done any more."""
+
     def current(self) -> AbstractContextManager[Any]:
         """Return a context in which this device is the current one."""
+
+    def share(self) -> None:
+        """Order the caller's other streams behind what its current one was given."""
 
     def poison(self, arrays: Iterable[Any]) -> None:
         """Fill arrays with bytes of 255 (NaN, -1, 255), behind all that the caller does now."""
@@ -166,6 +181,9 @@ class HostSlot:
         """Return 0: nothing is transferred."""
         return 0.0
 
+    def drop_staging(self) -> None:
+        """Do nothing."""
+
     def acquire(self) -> None:
         """Do nothing."""
 
@@ -177,6 +195,7 @@ class HostDevice:
     """Batches are NumPy arrays in the slots themselves."""
 
     name = "cpu"
+    free_nbytes = 0  # of device memory
 
     def open_slots(
         self,
@@ -203,9 +222,15 @@ class HostDevice:
             'cache="device" keeps rows on a GPU, and none was found; use cache="host"'
         )
 
+    def drop_decoders(self, slots: Iterable[DeviceSlot]) -> None:
+        """Do nothing."""
+
     def current(self) -> AbstractContextManager[Any]:
         """Return a context that does nothing."""
         return nullcontext()
+
+    def share(self) -> None:
+        """Do nothing."""
 
     def poison(self, arrays: Iterable[Any]) -> None:
         """Fill arrays with bytes of 255."""
@@ -249,7 +274,7 @@ class CudaDevice:
             )
         self._device = cupy.cuda.Device(number if number >= 0 else None)
         self.name = f"cuda:{self._device.id}"
-        with self._device:
+        with self._device, self.failing("no stream can be made"):
             self.copy_stream = cupy.cuda.Stream(non_blocking=True)
             self.work_stream = cupy.cuda.Stream(non_blocking=True)
         self.kernels = Kernels(cupy)
@@ -287,25 +312,54 @@ class CudaDevice:
             not transform.is_identity and (postprocess or not gpu_can(transform))
             for transform in todo
         ]
+        cuda = self.cupy.cuda
+        core = load_core()
         try:
             with self.current():
-                self._open_decoders(stored_formats)
+                for field, form in enumerate(stored_formats):
+                    if form is not None and core is not None:
+                        decoder = StoredDecoder(self.cupy, self.kernels, load_nvcomp(), core, form)
+                        self.decoders[field] = decoder
                 slots = [CudaSlot(self, rows, todo, on_host) for _ in range(count)]
-        except (self.cupy.cuda.memory.OutOfMemoryError, MemoryError) as error:
+        except (
+            cuda.memory.OutOfMemoryError,
+            cuda.runtime.CUDARuntimeError,
+            MemoryError,
+        ) as error:
             raise DeviceError(
                 f"{count} slots of {rows} rows do not fit the memory of {self.name} ({error});"
                 " make batch_size or prefetch smaller"
             ) from error
+        self._compile(slots[0])
         self._row_nbytes = [array.nbytes // rows for array in slots[0].memory.out]
         return list(slots)
 
-    def _open_decoders(self, stored_formats: Sequence[StoredFormat | None]) -> None:
-        core = load_core()
-        for field, form in enumerate(stored_formats):
-            if form is not None and core is not None:
-                self.decoders[field] = StoredDecoder(
-                    self.cupy, self.kernels, load_nvcomp(), core, form
-                )
+    def _compile(self, slot: CudaSlot) -> None:
+        """Compile the kernels now: what goes wrong with that is no matter of a batch."""
+        try:
+            with self.current():
+                slot.warm_up()
+                self.kernels.load()
+        except Exception as error:
+            raise DeviceError(
+                f"CuPy {self.cupy.__version__} cannot compile for {self.name} ({error}); it needs"
+                " NVRTC and the headers of CUDA: pip install 'cupy-cuda13x[ctk]', or"
+                " 'cupy-cuda12x[ctk]' for a driver of CUDA 12"
+            ) from error
+
+    def drop_decoders(self, slots: Iterable[DeviceSlot]) -> None:
+        """Give the memory back that is only for decoding here, which is not done any more."""
+        self.decoders = {}
+        for slot in slots:
+            slot.drop_staging()
+        with self.current():
+            self.cupy.get_default_memory_pool().free_all_blocks()
+
+    @property
+    def free_nbytes(self) -> int:
+        """Bytes of the GPU's memory that are free now."""
+        with self.current():
+            return int(self.cupy.cuda.runtime.memGetInfo()[0])
 
     def open_cache(self, num_samples: int, cache_bytes: int | None) -> Residency | Budget:
         """Reserve device memory for the rows of all samples, as they are uploaded.
@@ -318,7 +372,7 @@ class CudaDevice:
         nbytes = num_samples * sum(self._row_nbytes)
         with self.current():
             if cache_bytes is None:
-                cache_bytes = int(self.cupy.cuda.runtime.memGetInfo()[0] * _CACHE_SHARE)
+                cache_bytes = int(self.free_nbytes * _CACHE_SHARE)
             budget = Budget("device", nbytes, cache_bytes)
             if not budget.suffices:
                 return budget
@@ -328,8 +382,7 @@ class CudaDevice:
                 ]
             except self.cupy.cuda.memory.OutOfMemoryError:
                 self.cache = []
-                free = int(self.cupy.cuda.runtime.memGetInfo()[0])
-                return Budget("device", nbytes, free)
+                return Budget("device", nbytes, self.free_nbytes)
             self.cupy.cuda.get_current_stream().synchronize()  # as in `CudaSlot`
         self.residency = Residency(num_samples, nbytes, "device")
         return self.residency
@@ -344,15 +397,24 @@ class CudaDevice:
                 streams.append(of_torch)
         return streams
 
+    def share(self) -> None:
+        """Order the caller's other streams behind what its current one was given."""
+        with self.current():
+            current, *others = self.callers_streams()
+            for stream in others:
+                self._order(current, stream)
+
+    def _order(self, first: int, then: int) -> None:
+        event = self.cupy.cuda.Event(disable_timing=True)
+        self.cupy.cuda.runtime.eventRecord(event.ptr, first)
+        self.cupy.cuda.runtime.streamWaitEvent(then, event.ptr)
+
     def poison(self, arrays: Iterable[Any]) -> None:
         """Fill arrays with bytes of 255, on the current stream and behind the caller's others."""
         with self.current():
-            runtime = self.cupy.cuda.runtime
             current, *others = self.callers_streams()
             for stream in others:
-                event = self.cupy.cuda.Event(disable_timing=True)
-                runtime.eventRecord(event.ptr, stream)
-                runtime.streamWaitEvent(current, event.ptr)
+                self._order(stream, current)
             for array in arrays:
                 array.reshape(-1).view(np.uint8).fill(255)
 
@@ -382,6 +444,8 @@ class CudaDevice:
         # After a fault there is nothing left to wait for, and whoever met it was told.
         with self.current(), contextlib.suppress(self.cupy.cuda.runtime.CUDARuntimeError):
             self.cupy.cuda.runtime.deviceSynchronize()
+        self.cache = []
+        self.decoders = {}
 
 
 class CudaSlot:
@@ -437,6 +501,7 @@ class CudaSlot:
         self._other: list[tuple[Any, Any] | None] = [None] * len(transforms)
         self._uploaded = cupy.cuda.Event(block=True, disable_timing=True)
         self._ready = cupy.cuda.Event(disable_timing=True)
+        self._decoded = cupy.cuda.Event(block=True, disable_timing=True)
         self._done = cupy.cuda.Event(block=True)
         self._begun = [cupy.cuda.Event(), cupy.cuda.Event()]  # the upload, and the kernels
         self._sent = cupy.cuda.Event()
@@ -450,6 +515,13 @@ class CudaSlot:
         cuda = self._device.cupy.cuda
         memory = cuda.PinnedMemory(max(1, math.prod(shape) * dtype.itemsize))
         return np.ndarray(shape, dtype, cuda.PinnedMemoryPointer(memory, 0))
+
+    def warm_up(self) -> None:
+        """Run each kernel of a transform once, on the current stream, and wait for it."""
+        for raw, delivered, change in zip(self._raw, self._delivered, self._change, strict=True):
+            if delivered is not raw:
+                change.change(raw[:1], self._every[:1], delivered[:1])
+        self._device.cupy.cuda.get_current_stream().synchronize()
 
     def wait_writable(self) -> None:
         """Block until the last upload out of the host arrays is done."""
@@ -486,15 +558,15 @@ class CudaSlot:
             with device.work_stream as stream:
                 stream.wait_event(self._uploaded)
                 self._begun[1].record(stream)
-                self._decode(outcome, stream)
-                delivered = tuple(
-                    self._transformed(i, outcome) if other is None else other
-                    for i, other in enumerate(others)
-                )
-                self._ready.record(stream)
-                self._done.record(stream)
-            if any(plan is not None for plan in outcome.stored):
-                self._check_decoded(outcome)
+                try:
+                    self._decode(outcome, stream)
+                    delivered = tuple(
+                        self._transformed(i, outcome) if other is None else other
+                        for i, other in enumerate(others)
+                    )
+                finally:  # whatever was put on the stream, the next upload waits for it
+                    self._ready.record(stream)
+                    self._done.record(stream)
         if device.residency is not None:
             device.residency.add(outcome.index)
         return delivered
@@ -533,18 +605,20 @@ class CudaSlot:
         return others
 
     def _decode(self, outcome: FillOutcome, stream: Any) -> None:
-        """Put the decoding of chunks on the work stream."""
-        for i, plan in enumerate(outcome.stored):
-            if plan is not None:
-                rows = self._raw[i].view(np.uint8)
-                with self._device.decoding:
-                    self._device.decoders[i].decode(self._staging[i], rows, stream)
+        """Decode chunks on the work stream; wait, and see that they are what they should be.
 
-    def _check_decoded(self, outcome: FillOutcome) -> None:
-        self._done.synchronize()
-        for i, plan in enumerate(outcome.stored):
-            if plan is not None and self._staging[i].is_bad[0]:
-                raise NotDecoded("a block, or its checksum, is not what it should be")
+        No cache is given anything before.
+        """
+        fields = [i for i, plan in enumerate(outcome.stored) if plan is not None]
+        for i in fields:
+            rows = self._raw[i].view(np.uint8)
+            with self._device.decoding:
+                self._device.decoders[i].decode(self._staging[i], rows, stream)
+        if fields:
+            self._decoded.record(stream)
+            self._decoded.synchronize()
+        if any(self._staging[i].is_bad[0] for i in fields):
+            raise NotDecoded("a block, or its checksum, is not what it should be")
 
     def acquire(self) -> None:
         """Make the caller's current streams wait for the batch."""
@@ -561,6 +635,11 @@ class CudaSlot:
                 self._released.append(cuda.Event(disable_timing=True))
             for event, stream in zip(self._released, streams, strict=False):
                 cuda.runtime.eventRecord(event.ptr, stream)
+
+    def drop_staging(self) -> None:
+        """Give the memory back that is only for chunks to be decoded on the device."""
+        self._staging = {}
+        self.memory = self.memory._replace(stored=(None,) * len(self._raw))
 
     def _transformed(self, i: int, outcome: FillOutcome) -> Any:
         device, size = self._device, outcome.index.size
@@ -611,12 +690,17 @@ def _import_cupy() -> Any:
 def gpu_can(transform: RowTransform) -> bool:
     """Tell whether the GPU gives the very bits of the host.
 
-    It has no foreign byte order, and rounds twice on the way to float16 from what float32 does
-    not hold exactly.
+    It has no foreign byte order, casts what an integer does not hold to other integers, rounds
+    twice on the way to float16 from what float32 does not hold exactly, and what it makes of
+    complex numbers was not looked into.
     """
-    raw = transform.raw_dtype
-    to_half = transform.dtype == np.float16
-    return raw.isnative and (not to_half or raw.itemsize <= 2 or raw == np.float32)
+    raw, dtype = transform.raw_dtype, transform.dtype
+    if raw == dtype or (raw == np.uint8 and dtype == np.bool_):
+        return raw.isnative
+    if dtype == np.float16:
+        return raw.isnative and raw.kind != "c" and (raw.itemsize <= 2 or raw == np.float32)
+    kinds = "biuf" if dtype.kind == "f" else "biu"
+    return raw.isnative and dtype.kind != "c" and raw.kind in kinds
 
 
 def _is_same(array: NDArray[Any], own: NDArray[Any]) -> bool:

@@ -9,6 +9,7 @@ the host decodes that batch again, and has the words for what is wrong with it.
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -24,6 +25,9 @@ from h5async.nvcomp import Nvcomp, NvcompError, load_nvcomp
 from h5async.stored import StoredFormat, StoredPlan, stored_format
 
 EmptyPinned = Callable[[tuple[int, ...], np.dtype[Any]], NDArray[Any]]
+
+
+_MEMORY_SHARE = 0.5  # of the GPU's free memory, for decoding
 
 
 class NotDecoded(Exception):
@@ -107,10 +111,7 @@ class StoredDecoder:
                 geometry.row_strides,
             )
         ]
-        nbytes = 0
-        if self._codec is not None:
-            largest = form.frame.block_nbytes or geometry.chunk_nbytes
-            nbytes = nvcomp.temp_nbytes(self._codec, form.max_tasks, largest, total)
+        nbytes = _temp_nbytes(form, nvcomp)
         self._temp = cupy.empty(max(1, nbytes), np.uint8)
 
     def upload(self, plan: StoredPlan, staging: Staging, stream: Any) -> None:
@@ -163,6 +164,9 @@ class StoredDecoder:
         decoded, tasks = self._chunks[0], source.size
         states, actual = self._states[:tasks], self._actual[:tasks]
         self._is_bad.fill(0)
+        # Nothing that an earlier batch left may pass for a result of this one.
+        states.fill(-1)
+        actual.fill(0)
         if tasks and self._codec is not None:
             self._nvcomp.decompress(
                 self._codec,
@@ -245,6 +249,7 @@ def find_formats(
     layouts: Mapping[str, DatasetLayout],
     rows: int,
     on_host: Collection[str],
+    free_nbytes: int,
 ) -> tuple[list[StoredFormat | None], str | None]:
     """Find out which fields' chunks a GPU decodes.
 
@@ -258,6 +263,8 @@ def find_formats(
         Samples in a batch.
     on_host
         Fields that are transformed on the host.
+    free_nbytes
+        Of the GPU's memory.
 
     Returns
     -------
@@ -280,7 +287,7 @@ def find_formats(
     if not encoded:
         return nothing, "nothing is compressed"
     try:
-        load_nvcomp()
+        nvcomp = load_nvcomp()
     except NvcompError as error:
         if config.decode == "device":
             raise DeviceError(
@@ -297,12 +304,35 @@ def find_formats(
         if name in on_host:
             found = "its rows are transformed on the host"
         if isinstance(found, StoredFormat):
-            formats[i] = found
-        else:
-            reasons.append(f'field "{name}": {found}')
+            needed = _device_nbytes(found, nvcomp, config.prefetch)
+            if needed <= free_nbytes * _MEMORY_SHARE:
+                free_nbytes -= needed
+                formats[i] = found
+                continue
+            found = f"it takes {needed / 1e9:.2g} GB of {free_nbytes / 1e9:.2g} GB that are free"
+        reasons.append(f'field "{name}": {found}')
     if config.decode == "device" and reasons:
         raise DeviceError(
             f'decode="device" is not possible for {"; ".join(reasons)}; decode="auto" or "host"'
             " reads it"
         )
     return formats, None if any(formats) else "; ".join(reasons)
+
+
+def _temp_nbytes(form: StoredFormat, nvcomp: Nvcomp) -> int:
+    """Return what nvCOMP needs to work with."""
+    if form.frame.codec is None:
+        return 0
+    largest = form.frame.block_nbytes or form.geometry.chunk_nbytes
+    total = form.max_chunks * form.pitch
+    return nvcomp.temp_nbytes(form.frame.codec, form.max_tasks, largest, total)
+
+
+def _device_nbytes(form: StoredFormat, nvcomp: Nvcomp, slots: int) -> int:
+    """Return what decoding takes of the GPU's memory; more than there is where nvCOMP refuses."""
+    try:
+        temp = _temp_nbytes(form, nvcomp)
+    except NvcompError:
+        return sys.maxsize
+    decoded = form.max_chunks * form.pitch * (1 + bool(form.unshuffles))
+    return decoded + temp + slots * (form.stored_nbytes + 80 * form.max_tasks)

@@ -271,6 +271,11 @@ class Filler:
             for layout in self._layouts
         ]
 
+    def drop_stored(self, slots: Sequence[SlotMemory]) -> None:
+        """Take slots without memory for stored chunks; no request is left that may need it."""
+        self._stored_readers = {}
+        self._slots = slots
+
     def close(self) -> None:
         """Drop what was not begun, wait for what was, close the files. Idempotent."""
         with self._lock:

@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
 
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
 from h5async.cost import direct_share
-from h5async.device import find_device, gpu_can
+from h5async.device import Device, find_device, gpu_can
 from h5async.devicedecode import NotDecoded, find_formats
 from h5async.errors import BatchExpiredError, ConfigError, DatasetError, DeviceError
 from h5async.filling import THREAD_NAME, Filler, FillOutcome, FillRequest
@@ -58,7 +59,7 @@ class Batch(Sequence[Any]):
         Samples in it; the last of an epoch may be short.
     """
 
-    __slots__ = ("_arrays", "epoch", "index", "last", "number", "size")
+    __slots__ = ("_arrays", "_device", "epoch", "index", "last", "number", "size")
 
     index: NDArray[np.int64]  # type: ignore[assignment]  # (a sequence's method of that name)
 
@@ -69,7 +70,9 @@ class Batch(Sequence[Any]):
         epoch: int,
         number: int,
         last: bool,
+        device: Device | None = None,
     ) -> None:
+        self._device = device
         self._arrays: dict[str, Any] = dict(arrays)
         self.index = index
         self.epoch = epoch
@@ -112,8 +115,9 @@ class Batch(Sequence[Any]):
 
     def copy(self) -> Batch:
         """Return a batch with memory of its own (on a GPU: copied on the current stream)."""
-        arrays = {name: array.copy() for name, array in self._arrays.items()}
-        return Batch(arrays, self.index, self.epoch, self.number, self.last)
+        with nullcontext() if self._device is None else self._device.current():
+            arrays = {name: array.copy() for name, array in self._arrays.items()}
+        return Batch(arrays, self.index, self.epoch, self.number, self.last, self._device)
 
 
 class _ExpiredArrays(dict[str, Any]):
@@ -166,8 +170,10 @@ class _Engine:
         self.device = find_device(config.device)
         rows = min(config.batch_size, max(1, self.num_samples))
         formats, obstacle = self._find_formats(config, transforms, rows)
+        self.formats, self.dropping = formats, threading.Lock()
         self.trial = DecodeTrial(config.decode, obstacle)
         self.device_chunks = 0  # that were decoded there
+        self.device_turns: set[int] = set()  # batches on their way that may be decoded there
         try:
             self.slots = self.device.open_slots(
                 config.prefetch, rows, transforms, config.postprocess is not None, formats
@@ -207,6 +213,8 @@ class _Engine:
     def begin(self, assignments: list[Assignment]) -> None:
         for slot, serial in assignments:
             on_device = self.trial.next_turn()
+            if on_device:
+                self.device_turns.add(serial)
             self.filler.fill(FillRequest(slot, serial, *self.position(serial), on_device))
 
     def next(self, timeout_seconds: float | None) -> tuple[int, _Filled]:
@@ -270,7 +278,7 @@ class _Engine:
                 raise DeviceError('decode="device" needs a GPU, and none was found')
             return [None] * len(transforms), "there is no GPU"
         on_host = [n for n, t in transforms.items() if not (t.is_identity or gpu_can(t))]
-        return find_formats(config, self.layouts, rows, on_host)
+        return find_formats(config, self.layouts, rows, on_host, self.device.free_nbytes)
 
     def _on_done(self, request: FillRequest, outcome: FillOutcome) -> None:
         arrays: tuple[Any, ...] = ()
@@ -288,7 +296,18 @@ class _Engine:
             self.trial.note_fallback()
             self.filler.fill(request._replace(on_device=False))
             return
+        self._end_turn(request)
         self.begin(self.ring.filled(request.slot, request.serial, _Filled(outcome, arrays, error)))
+
+    def _end_turn(self, request: FillRequest) -> None:
+        """Give the memory back that decoding on the device takes, once it has lost the trial."""
+        self.device_turns.discard(request.serial)
+        if self.trial.has_lost and not self.device_turns and any(self.formats):
+            with self.dropping:
+                if any(self.formats):
+                    self.formats = []
+                    self.device.drop_decoders(self.slots)
+                    self.filler.drop_stored([slot.memory for slot in self.slots])
 
     def _note_turn(self, request: FillRequest, outcome: FillOutcome) -> None:
         self.device_chunks += sum(plan.num_items for plan in outcome.stored if plan is not None)
@@ -441,10 +460,11 @@ class AsyncReader:
                 del filled  # the traceback holds this frame, and would keep the reader alive
         arrays = dict(zip(self._engine.names, filled.arrays, strict=True))
         epoch, number = self._engine.position(serial)
-        batch = Batch(arrays, filled.outcome.index, epoch, number, self._is_last(serial))
+        index, device = filled.outcome.index, self._engine.device
+        batch = Batch(arrays, index, epoch, number, self._is_last(serial), device)
         if self._config.debug_lifetimes:
-            with self._engine.device.current():
-                batch = self._held = batch.copy()
+            batch = self._held = batch.copy()
+            device.share()
         return batch
 
     def __iter__(self) -> Iterator[Batch]:

@@ -49,6 +49,11 @@ class DecodeTrial:
         return f"{self._reason}; {self._fallbacks} batches meant for it were left to the host"
 
     @property
+    def has_lost(self) -> bool:
+        """Whether the host decodes all batches from now on."""
+        return self._on_device is False
+
+    @property
     def is_running(self) -> bool:
         """Whether times are still wanted."""
         return self._on_device is None

@@ -28,7 +28,7 @@ C_TYPES = {
 
 
 @functools.cache
-def compile_elementwise(in_params, out_params, operation, name, types):
+def compile_elementwise(in_params, out_params, operation, name, preamble, types):
     """Compile the body of an ElementwiseKernel, all arrays of which are raw, for some types."""
     params, casts = [], ""
     for words in map(str.split, f"{in_params}, {out_params}".split(", ")):
@@ -40,7 +40,7 @@ def compile_elementwise(in_params, out_params, operation, name, types):
         else:
             params.append(f"{ {'int32': 'int', 'int64': 'long long'}[words[0]] } {words[1]}")
     typedefs = "".join(f"typedef {C_TYPES[code]} {letter};" for letter, code in types)
-    source = f"""{typedefs}
+    source = f"""{typedefs}{preamble}
     extern "C" __global__ void {name}({", ".join(params)}, long long n)
     {{
         {casts}long long begin = (long long)blockIdx.x * blockDim.x + threadIdx.x;
@@ -165,20 +165,21 @@ def make(seed):
         simulation.put(current(), lambda: np.copyto(out, source, casting=casting))
 
     class ElementwiseKernel:
-        def __init__(self, in_params, out_params, operation, name, options):
+        def __init__(self, in_params, out_params, operation, name, options, preamble):
             assert options == ("--fmad=false",)
-            self.text = in_params, out_params, operation, name
+            self.text = in_params, out_params, operation, name, preamble
 
         def __call__(self, *args, size=None):
             if size is not None:
                 self.run_raw(args, size)
                 return
-            stored, scale, offset, out = args
+            stored, *factors, out = args
 
             def run():
-                np.copyto(out, stored, casting="unsafe")
-                np.multiply(out, scale, out=out)
-                np.add(out, offset, out=out)
+                with np.errstate(all="ignore"):  # as a GPU has it
+                    np.copyto(out, stored, casting="unsafe")
+                    for factor, do in zip(factors, (np.multiply, np.add), strict=False):
+                        do(out, factor, out=out)
 
             simulation.put(current(), run)
 
@@ -249,6 +250,7 @@ def make(seed):
         ElementwiseKernel=ElementwiseKernel,
         RawModule=RawModule,
         __version__="0 (a stand-in)",
+        get_default_memory_pool=lambda: types.SimpleNamespace(free_all_blocks=lambda: None),
         asarray=lambda array: np.array(array).view(ndarray),
         copyto=copyto,
         cuda=cuda,

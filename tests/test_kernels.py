@@ -27,6 +27,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from h5async import Field
+from h5async import kernels as kernels_module
 from h5async.bitshuffle import bitshuffle_decoder
 from h5async.layout import DatasetLayout
 from h5async.metadata import read_layouts
@@ -730,8 +731,8 @@ def nvrtc_libraries():
     return sorted(found)
 
 
-def compile_with_nvrtc(path, source, architecture):
-    """Return NVRTC's result, 0 if it compiled, and what it had to say."""
+def compile_with_nvrtc(path, source, architecture, *flags):
+    """Return NVRTC's result, 0 if it compiled, what it had to say, and the PTX."""
     for builtins in path.parent.glob("libnvrtc-builtins.so*"):  # it does not look beside itself
         ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
     nvrtc = ctypes.CDLL(str(path))
@@ -739,13 +740,16 @@ def compile_with_nvrtc(path, source, architecture):
     by_name = (ctypes.byref(program), source.encode(), b"_kernels.cu", 0, None, None)
     assert nvrtc.nvrtcCreateProgram(*by_name) == 0
     try:
-        options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17"]
+        options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17", *flags]
         array = (ctypes.c_char_p * len(options))(*options)
         result = nvrtc.nvrtcCompileProgram(program, len(options), array)
         assert nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(nbytes)) == 0
         log = ctypes.create_string_buffer(nbytes.value)
         assert nvrtc.nvrtcGetProgramLog(program, log) == 0
-        return result, log.value.decode().strip()
+        assert nvrtc.nvrtcGetPTXSize(program, ctypes.byref(nbytes)) == 0
+        ptx = ctypes.create_string_buffer(nbytes.value)
+        assert nvrtc.nvrtcGetPTX(program, ptx) == 0
+        return result, log.value.decode().strip(), ptx.value.decode()
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
@@ -755,12 +759,37 @@ def test_nvrtc_compiles_the_kernels(architecture):
     if not nvrtc_libraries():
         missing("nvidia-cuda-nvrtc or nvidia-cuda-nvrtc-cu12")
     for library in nvrtc_libraries():
-        assert compile_with_nvrtc(library, SOURCE.read_text(), architecture) == (0, "")
+        assert compile_with_nvrtc(library, SOURCE.read_text(), architecture)[:2] == (0, "")
+
+
+@pytest.mark.parametrize("delivered", ["float", "double"])
+@pytest.mark.parametrize("stored", ["unsigned char", "long long", "float", "double"])
+def test_nvrtc_keeps_the_smallest_numbers_and_rounds_twice(stored, delivered):
+    """CuPy compiles all for -ftz=true; and a multiplication joined to an addition rounds once."""
+    if not nvrtc_libraries():
+        missing("nvidia-cuda-nvrtc or nvidia-cuda-nvrtc-cu12")
+    source = f"""typedef {stored} S;
+    typedef {delivered} T;
+    {kernels_module._EXACT}
+    extern "C" __global__ void scale(const S *stored, T scale, T offset, T *delivered)
+    {{
+        int i = threadIdx.x;
+        delivered[i] = {kernels_module._scaled("h5async_to<T>(stored[i])", "scale", "offset")};
+    }}"""
+    flags = (*(option.encode() for option in kernels_module._OPTIONS), b"-ftz=true")
+    for library in nvrtc_libraries():
+        result, log, ptx = compile_with_nvrtc(library, source, "compute_90", *flags)
+        assert (result, log) == (0, "")
+        width = 32 if delivered == "float" else 64
+        assert f"mul.rn.f{width}" in ptx or f"mul.f{width}" in ptx
+        assert f"add.rn.f{width}" in ptx or f"add.f{width}" in ptx
+        assert ".ftz" not in ptx
+        assert "fma" not in ptx
 
 
 def test_nvrtc_tells_of_an_error():
     if not nvrtc_libraries():
         missing("nvidia-cuda-nvrtc or nvidia-cuda-nvrtc-cu12")
-    result, log = compile_with_nvrtc(nvrtc_libraries()[0], "int f() { return g(); }", "sm_90")
+    result, log, _ = compile_with_nvrtc(nvrtc_libraries()[0], "int f() { return g(); }", "sm_90")
     assert result != 0
     assert "g" in log
