@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import fake_cupy
 import fake_nvcomp
@@ -473,3 +474,109 @@ def test_a_file_cut_short_after_opening(tmp_path, monkeypatch):
             raw.truncate(100)
         with pytest.raises(ReadError):
             reader.get_next_batch()
+
+
+def flip_last_bit(data):
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+def test_what_was_decoded_wrong_gets_into_no_cache(tmp_path, monkeypatch):
+    """Every block is decoded wrong, and the host decodes it again; epochs overlap in the slots."""
+    path, data = tmp_path / "data.h5", np.arange(12 * 8, dtype="u1").reshape(12, 8)
+    with h5py.File(path, "w") as file:
+        file.create_dataset("data", data=data, chunks=(2, 8), compression="gzip")
+    for seed in range(8):
+        cupy, _, _ = use_gpu(monkeypatch, seed, flip_last_bit)
+        wait = cupy.cuda.Event.synchronize
+
+        def slow(event, wait=wait):
+            wait(event)
+            time.sleep(0.002)  # whoever looks meanwhile must find nothing wrong
+
+        monkeypatch.setattr(cupy.cuda.Event, "synchronize", slow)
+        with AsyncReader(
+            hdf5_path=path,
+            labels_field=None,
+            batch_size=4,
+            shuffle="full",
+            seed=seed,
+            device="cuda",
+            decode="device",
+            cache="device",
+            prefetch=4,
+            num_threads=4,
+        ) as reader:
+            for _ in range(4):
+                for batch in reader:
+                    assert np.array_equal(batch.data.get(), data[batch.index])
+            assert "left to the host" in reader.stats().decode
+
+
+def test_a_refused_call_is_no_reason_to_overtake_what_was_put_on_the_stream(tmp_path, monkeypatch):
+    path, data = tmp_path / "data.h5", np.arange(32 * 8, dtype="u1").reshape(32, 8)
+    with h5py.File(path, "w") as file:
+        file.create_dataset("data", data=data, chunks=(2, 8), compression="gzip")
+        file.create_dataset("labels", data=data[:, :1].copy(), chunks=(2, 1), compression="gzip")
+    for seed in range(10):
+        cupy, simulation, nvcomp = use_gpu(monkeypatch, seed, flip_last_bit)
+        decompress = nvcomp.decompress
+
+        def refuse_second(*args, nvcomp=nvcomp, decompress=decompress, **named):
+            decompress(*args, **named)
+            if nvcomp.calls % 2 == 0:
+                raise NvcompError("refused")
+
+        nvcomp.decompress = refuse_second
+        with AsyncReader(
+            hdf5_path=path, batch_size=4, device="cuda", decode="device", num_threads=0
+        ) as reader:
+            for index, got in late_copies(cupy, simulation, reader, epochs=1):
+                assert np.array_equal(got, data[index])
+
+
+def test_memory_for_decoding_is_given_back_when_the_host_won(tmp_path, monkeypatch):
+    cupy, simulation, _ = use_gpu(monkeypatch, seed=1)
+    note = DecodeTrial.note
+    monkeypatch.setattr(
+        DecodeTrial, "note", lambda trial, device, _: note(trial, device, 2.0 if device else 1.0)
+    )
+    path = tmp_path / "data.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("data", data=values((200, 40), "u1"), chunks=(4, 40), compression=1)
+    for num_threads in (0, 3):
+        with AsyncReader(
+            hdf5_path=path,
+            labels_field=None,
+            batch_size=4,
+            device="cuda",
+            num_threads=num_threads,
+            prefetch=3,
+        ) as reader:
+            device, slots = reader._engine.device, reader._engine.slots
+            assert device.decoders
+            assert all(slot.memory.stored[0] is not None for slot in slots)
+            check(path, late_copies(cupy, simulation, reader, epochs=2))
+            assert reader.stats().decode.startswith("host: a batch takes")
+            assert not device.decoders
+            assert not any(slot._staging for slot in slots)
+            assert all(slot.memory.stored == (None,) for slot in slots)
+
+
+def test_decoding_that_does_not_fit_the_gpu_is_the_hosts(tmp_path, monkeypatch):
+    cupy, _, nvcomp = use_gpu(monkeypatch, seed=1)
+    path = tmp_path / "data.h5"
+    make(path, compression="gzip")
+    options = {"hdf5_path": path, "labels_field": None, "device": "cuda"}
+    cupy.cuda.runtime.memGetInfo = lambda: (1000, 2000)
+    with AsyncReader(**options) as reader:
+        assert "GB that are free" in reader.stats().decode
+    with pytest.raises(DeviceError, match="GB that are free"):
+        AsyncReader(decode="device", **options)
+
+    def refuse(*_):
+        raise NvcompError("chunks of that size")
+
+    cupy.cuda.runtime.memGetInfo = lambda: (1 << 40, 1 << 40)
+    nvcomp.temp_nbytes = refuse
+    with AsyncReader(**options) as reader:
+        assert reader.stats().decode.startswith("host: ")

@@ -47,7 +47,7 @@ def images(tmp_path):
     rng = np.random.default_rng(7)
     path = tmp_path / "images.h5"
     with h5py.File(path, "w") as file:
-        file["data"] = rng.integers(0, 256, (N, 16, 24, 3), dtype=np.uint8)
+        file["data"] = rng.integers(0, 256, (N, 96, 96, 3), dtype=np.uint8)
         file["labels"] = np.arange(N)
     return path
 
@@ -59,6 +59,7 @@ def poison(reader):
             array.reshape(-1).view(np.uint8)[...] = POISON
         for array in (*slot._raw, *slot._delivered):
             array.reshape(-1).view(np.uint8)[...] = POISON
+    reader._engine.device.cupy.cuda.runtime.deviceSynchronize()  # uploads wait for nothing of it
 
 
 def late_copies(reader, spin, epochs=2):
@@ -143,12 +144,12 @@ def test_these_tests_see_a_missing_guard(cupy, spin, images, guard, monkeypatch)
     monkeypatch.setattr(h5async.device.CudaSlot, guard, lambda self: None)
     stream = cupy.cuda.Stream(non_blocking=True)
     with AsyncReader(hdf5_path=images, batch_size=BATCH, prefetch=1, device="cuda") as reader:
+        poison(reader)
         if guard == "acquire":
             # Hold the copy stream back instead, so that the caller's stream comes first.
             with reader._engine.device.copy_stream:
                 spin()
         with stream:
-            poison(reader)
             kept = late_copies(reader, (lambda: None) if guard == "acquire" else spin)
             stream.synchronize()
         cupy.cuda.runtime.deviceSynchronize()
@@ -197,6 +198,9 @@ CASTS = [
     ("f4", "c8", None, None),
     ("i4", "?", None, None),
     ("u2", "i8", None, None),
+    ("f4", "u1", None, None),
+    ("f8", "i4", None, None),
+    ("i8", "f8", 1e-300, None),
 ]
 
 
@@ -221,6 +225,31 @@ def test_permute_cast_and_scale_give_the_bits_of_the_host(
         for ours, theirs in zip(reader, host, strict=True):
             assert ours.x.dtype == theirs.x.dtype == np.dtype(dtype)
             assert ours.x.get().tobytes() == theirs.x.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "scale"), [("f4", "f4", 0.5), ("f8", "f4", None), ("f4", "f8", None)]
+)
+@pytest.mark.parametrize("axes", [(0, 1), (0, 2, 1)])
+def test_the_smallest_numbers_are_those_of_the_host(cupy, tmp_path, kind, dtype, scale, axes):
+    """CuPy compiles all kernels so that they are taken for 0."""
+    path = tmp_path / "small.h5"
+    values = np.ldexp(1.5, np.arange(-149, -120)).astype(kind)
+    shape = (8, 29) if len(axes) == 2 else (8, 29, 20)
+    with h5py.File(path, "w") as file:
+        file["x"] = np.broadcast_to(values if len(axes) == 2 else values[:, None], shape)
+    options = {
+        "hdf5_path": path,
+        "fields": {"x": Field("x", axes=axes, dtype=dtype, scale=scale)},
+        "batch_size": 8,
+    }
+    with (
+        AsyncReader(device="cuda", **options) as reader,
+        AsyncReader(device="cpu", **options) as host,
+    ):
+        want = host.get_next_batch().x
+        assert (np.count_nonzero(want) > 20) or len(axes) == 3
+        assert reader.get_next_batch().x.get().tobytes() == want.tobytes()
 
 
 def test_postprocess_in_place_or_not_and_of_changing_shape(cupy, images):
@@ -254,7 +283,7 @@ def test_postprocess_gets_what_a_cpu_batch_would_hold(cupy, images):
         batch = reader.get_next_batch()
         want = expected(images, batch.index)[0].transpose(0, 3, 1, 2)
         assert np.array_equal(batch.data.get(), want)
-    assert seen == [(np.ndarray, (N, 3, 16, 24), True)]
+    assert seen == [(np.ndarray, (N, 3, 96, 96), True)]
 
 
 def test_what_cupy_lacks_is_refused_at_the_start(cupy, tmp_path):
