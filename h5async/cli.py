@@ -206,6 +206,7 @@ _POSTPROCESS = _option("postprocess", "Called on every batch.", metavar="MODULE:
 _DECODE = _option("decode", "Where chunks are decoded for a GPU.", metavar="auto|host|device")
 _CACHE = _option("cache", "Keep all rows for later epochs.", metavar="host|device", unset="no")
 _CACHE_BYTES = _option("cache_bytes", "What the cache may take.", unset="a share of the memory")
+_WORLD_SIZE = _option("world_size", "Processes that share the work.", unset="the launcher's")
 _LIFETIMES = _option("debug_lifetimes", "Catch batches that are used too late.", unset="no")
 _TIMEOUT = _option("timeout", "Seconds to wait for a batch.", unset="no limit")
 
@@ -239,6 +240,8 @@ def read(
     cache: Annotated[str | None, _CACHE] = None,
     cache_bytes: Annotated[int | None, _CACHE_BYTES] = None,
     debug_lifetimes: Annotated[bool | None, _LIFETIMES] = None,
+    rank: Annotated[int | None, _option("rank", "Which of them.", unset="the launcher's")] = None,
+    world_size: Annotated[int | None, _WORLD_SIZE] = None,
     io: Annotated[str | None, _IO] = None,
     allow_external: Annotated[list[Path] | None, _ALLOW_EXTERNAL] = None,
     allow_missing: Annotated[bool | None, _ALLOW_MISSING] = None,

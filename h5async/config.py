@@ -226,6 +226,8 @@ class ReaderConfig(_Frozen):
     cache: Literal["host", "device"] | None = None
     cache_bytes: Annotated[Int, Bound(ge=0)] | None = None
     debug_lifetimes: Annotated[bool, Bound(strict=True)] = False
+    rank: Annotated[Int, Bound(ge=0)] | None = None
+    world_size: Annotated[Int, Bound(ge=1)] | None = None
     io: Literal["auto", "pread", "map"] = "auto"
     allow_external: tuple[Path, ...] = ()
     allow_missing: Annotated[bool, Bound(strict=True)] = False
@@ -323,6 +325,13 @@ class ReaderConfig(_Frozen):
             raise ValueError(f'decode="device" leaves no rows on the host for {who}')
         if self.cache_bytes is not None and self.cache is None:
             raise ValueError('cache_bytes needs cache="host" or cache="device"')
+        if (self.rank is None) != (self.world_size is None):
+            raise ValueError(
+                "give rank and world_size together, or neither: then they are what the launcher"
+                " of this process says"
+            )
+        if self.rank is not None and self.world_size is not None and self.rank >= self.world_size:
+            raise ValueError(f"rank must be below world_size={self.world_size}, found {self.rank}")
         for option in ("cache", "decode"):
             if getattr(self, option) == "device" and self.device == "cpu":
                 raise ValueError(f'{option}="device" needs a GPU, found device="cpu"')

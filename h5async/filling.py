@@ -85,13 +85,15 @@ class SlotMemory(NamedTuple):
 class FillRequest(NamedTuple):
     """Fill a slot with a batch; `serial` orders requests by urgency.
 
-    `on_device`: leave decoding to the device where it can.
+    `start` is the position in the epoch's order at which the batch's step begins; `on_device`:
+    leave decoding to the device where it can.
     """
 
     slot: int
     serial: int
     epoch: int
     number: int
+    start: int
     on_device: bool = False
 
 
@@ -198,7 +200,7 @@ class Filler:
         before_fill: Callable[[int], None],
         on_done: Callable[[FillRequest, FillOutcome], None],
     ) -> None:
-        self._sampling = sampling
+        self.sampling = sampling  # may be replaced; the samples of a request are of the newest
         self._layouts = list(layouts.values())
         self._transforms = list(transforms.values())
         self._slots = slots
@@ -321,7 +323,7 @@ class Filler:
         try:
             self._before_fill(request.slot)
             begin = time.perf_counter_ns()
-            batch.index = self._sampling.batch(request.epoch, request.number)
+            batch.index = self.sampling.batch_at(request.epoch, request.start)
             batch.plans = self._plans(batch)
             # One for each thread: a share more costs more, in turns of the GIL, than it evens out.
             shares = list(cut(batch.plans, max(1, self._threads), _MIN_SHARE_NBYTES))

@@ -13,8 +13,9 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,13 +24,23 @@ from h5async.config import ReaderConfig
 from h5async.cost import direct_share
 from h5async.device import Device, find_device, gpu_can
 from h5async.devicedecode import NotDecoded, find_formats
-from h5async.errors import BatchExpiredError, ConfigError, DatasetError, DeviceError
+from h5async.errors import (
+    BatchExpiredError,
+    ConfigError,
+    DatasetError,
+    DeviceError,
+    ReaderClosedError,
+    ReadError,
+)
 from h5async.filling import THREAD_NAME, Filler, FillOutcome, FillRequest
+from h5async.fingerprint import fingerprint
 from h5async.layout import DatasetLayout, join_layouts
 from h5async.links import Reach
 from h5async.metadata import read_layouts
+from h5async.ranks import Rank, find_rank
 from h5async.resident import Budget, Residency, open_host_cache
-from h5async.sampling import Sampling
+from h5async.sampling import Order, Sampling
+from h5async.schedule import Schedule
 from h5async.slots import Assignment, SlotRing
 from h5async.stats import ReaderStats, Waits
 from h5async.storage import read_ahead
@@ -37,6 +48,19 @@ from h5async.stored import StoredFormat
 from h5async.transform import RowTransform, row_transform
 from h5async.trial import DecodeTrial
 from h5async.window import window_order
+
+_STATE_VERSION = 1
+
+_forks = 0  # between the first process and this one, since this module was imported
+
+
+def _note_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_fork)
 
 
 class Batch(Sequence[Any]):
@@ -149,21 +173,29 @@ class _Engine:
 
     def __init__(self, config: ReaderConfig) -> None:
         fields = config.batch_fields
+        self.config = config
+        self.forks = _forks
         self.layouts = _read_all_layouts(config)
         transforms = {
             name: row_transform(field, self.layouts[name]) for name, field in fields.items()
         }
-        layouts = list(self.layouts.values())
+        self.rank = find_rank()
+        if config.rank is not None and config.world_size is not None:
+            self.rank = Rank(config.rank, config.world_size)
+        own = config.batch_size, self.rank.world_size
         self.sampling = Sampling(
-            num_samples=layouts[0].num_samples,
+            num_samples=next(iter(self.layouts.values())).num_samples,
             batch_size=config.batch_size,
             shuffle=config.shuffle,
             seed=config.seed,
             drop_last=config.drop_last,
-            window=window_order(layouts, config.window_bytes, config.seed)
-            if config.shuffle == "window"
-            else None,
+            window=self._window_order(*own) if config.shuffle == "window" else None,
+            rank=self.rank.rank,
+            world_size=self.rank.world_size,
         )
+        self.schedule = Schedule(self.sampling)
+        self.origin = 0, own  # with what batch and world size which epoch was begun
+        self.fingerprint: str | None = None
         self.num_samples = self.sampling.num_samples
         self.num_batches = self.sampling.num_batches
         self.names = tuple(fields)
@@ -206,16 +238,96 @@ class _Engine:
         self.waits = Waits()
         self.delivered_samples = 0
 
-    def position(self, serial: int) -> tuple[int, int]:
-        """Return epoch and number of a batch."""
-        return divmod(serial, self.num_batches)
+    def check_open(self) -> None:
+        """Raise `ReaderClosedError` if the reader is closed, or its threads are not here."""
+        if self.forks != _forks:
+            raise ReaderClosedError(
+                "the reader was made before this process was forked, and its threads are not here;"
+                " make a reader in each process, after the fork, or start processes by spawn"
+            )
+        self.ring.check_open()
 
     def begin(self, assignments: list[Assignment]) -> None:
         for slot, serial in assignments:
             on_device = self.trial.next_turn()
             if on_device:
                 self.device_turns.add(serial)
-            self.filler.fill(FillRequest(slot, serial, *self.position(serial), on_device))
+            position = self.schedule.position(serial)
+            self.filler.fill(FillRequest(slot, serial, *position, on_device))
+
+    def jump(self, epoch: int, start: int, origin: tuple[int, int] | None = None) -> None:
+        """Go on with another batch; what was asked for is dropped.
+
+        `origin`: batch and world size that the epoch was begun with, if others than now.
+        """
+        serial = self.ring.restart()
+        own = self.config.batch_size, self.rank.world_size
+        resumed = None
+        if self.config.shuffle == "window" and start and origin is not None and origin != own:
+            resumed = epoch, self._window_order(*origin)
+        self.origin = epoch, origin or own
+        self.sampling = replace(self.sampling, resumed=resumed)
+        self.filler.sampling = self.sampling
+        self.schedule = Schedule.beginning(self.sampling, serial, epoch, start)
+
+    def state(self) -> dict[str, Any]:
+        """Return where the reader is: what the caller had, not what is on its way."""
+        epoch, _, start = self.schedule.position(self.ring.next_serial)
+        batch_size, world_size = self.config.batch_size, self.rank.world_size
+        if self.origin[0] == epoch and start:
+            batch_size, world_size = self.origin[1]
+        return {
+            "version": _STATE_VERSION,
+            "epoch": epoch,
+            "position": start,
+            "batch_size": batch_size,
+            "world_size": world_size,
+            **self._data(),
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state was saved."""
+        if state.get("version") != _STATE_VERSION:
+            raise ConfigError(
+                f"the state is of version {state.get('version')}; this h5async knows"
+                f" {_STATE_VERSION}"
+            )
+        for name, value in self._data().items():
+            if state.get(name) == value:
+                continue
+            if name == "fingerprint":
+                raise ReadError(
+                    f"{self.config.hdf5_path}: a file has changed since the state was saved: its"
+                    " size, shapes, dtypes or chunks are others; begin anew, without the state"
+                )
+            raise ConfigError(
+                f"the state was saved with {name}={state.get(name)!r}, and this reader has"
+                f" {value!r}; make it with the same, or begin anew, without the state"
+            )
+        numbers = [state.get(n) for n in ("epoch", "position", "batch_size", "world_size")]
+        if not all(isinstance(n, int) and n >= 0 for n in numbers) or not all(numbers[2:]):
+            raise ConfigError(f"the state holds no valid position: {dict(state)!r}")
+        epoch, start, batch_size, world_size = cast("list[int]", numbers)
+        self.jump(epoch, min(start, self.num_samples), (batch_size, world_size))
+
+    def _data(self) -> dict[str, Any]:
+        """Return what an order of samples depends on."""
+        config = self.config
+        if self.fingerprint is None:
+            self.fingerprint = fingerprint(self.layouts.values())
+        found = {
+            "seed": config.seed,
+            "shuffle": config.shuffle,
+            "num_samples": self.num_samples,
+            "fingerprint": self.fingerprint,
+        }
+        if config.shuffle == "window":
+            found["window_bytes"] = config.window_bytes
+        return found
+
+    def _window_order(self, batch_size: int, world_size: int) -> Order:
+        config, layouts = self.config, list(self.layouts.values())
+        return window_order(layouts, config.window_bytes, config.seed, batch_size, world_size)
 
     def next(self, timeout_seconds: float | None) -> tuple[int, _Filled]:
         """End the life of the batch in use, wait for the next one, and put it in use."""
@@ -424,7 +536,7 @@ class AsyncReader:
         self._check_not_empty()
         serial, assignments = self._engine.ring.ask()
         self._engine.begin(assignments)
-        return self._is_last(serial)
+        return self._engine.schedule.is_last(serial)
 
     def get_next_batch(self, timeout: float | None = None) -> Batch:
         """Return the oldest batch asked for, and end the life of the one returned before.
@@ -459,9 +571,9 @@ class AsyncReader:
             finally:
                 del filled  # the traceback holds this frame, and would keep the reader alive
         arrays = dict(zip(self._engine.names, filled.arrays, strict=True))
-        epoch, number = self._engine.position(serial)
-        index, device = filled.outcome.index, self._engine.device
-        batch = Batch(arrays, index, epoch, number, self._is_last(serial), device)
+        index, device, schedule = filled.outcome.index, self._engine.device, self._engine.schedule
+        epoch, number, _ = schedule.position(serial)
+        batch = Batch(arrays, index, epoch, number, schedule.is_last(serial), device)
         if self._config.debug_lifetimes:
             batch = self._held = batch.copy()
             device.share()
@@ -474,13 +586,81 @@ class AsyncReader:
         of the following epoch are read before this one ends.
         """
         engine = self._engine
-        batches = len(self)
-        epoch = 0
-        engine.ring.check_open()
-        if batches:
-            epoch = -(-engine.ring.next_serial // batches)
-            engine.begin(engine.ring.skip_to(epoch * batches, read_ahead=engine.has_threads))
-        return _Epoch(self, epoch)
+        engine.check_open()
+        if not len(self):
+            return _Epoch(self, 0)
+        first = engine.schedule.epoch_begin(engine.ring.next_serial)
+        stop = engine.schedule.epoch_begin(first + 1)
+        engine.begin(engine.ring.skip_to(first, read_ahead=engine.has_threads))
+        return _Epoch(self, stop)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go on with the beginning of an epoch; what was asked for of others is dropped.
+
+        Nothing is dropped where it is the epoch that comes next anyway.
+
+        Parameters
+        ----------
+        epoch
+            From 0.
+
+        Raises
+        ------
+        ConfigError
+            If it is negative.
+        ReaderClosedError
+            If the reader is closed.
+        """
+        if epoch < 0:
+            raise ConfigError(f"there is no epoch {epoch}; the first is 0")
+        self._check_not_empty()
+        engine = self._engine
+        if engine.schedule.position(engine.ring.next_serial)[::2] != (epoch, 0):
+            engine.jump(epoch, 0)
+
+    def reset(self) -> None:
+        """Go back to the first batch of epoch 0, as a new reader."""
+        self.set_epoch(0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the reader is, to go on from there later: see `load_state_dict`.
+
+        What counts is what `get_next_batch` returned, not what is on its way. Small, whatever
+        the dataset, and made of what JSON has. All ranks have the same.
+
+        Raises
+        ------
+        ReadError
+            If a file is gone.
+        """
+        self._check_not_empty()
+        return self._engine.state()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on exactly where a state was saved; what was asked for is dropped.
+
+        The next batch is the one that would have come then, with any number of threads, slots or
+        device. With another `batch_size` or `world_size` the rest of the epoch is dealt anew: what
+        the ranks had had together until then does not come again, and nothing is left out. (What
+        counts is whole steps of all ranks: save the state of all at the same step.) Of an epoch
+        that is gone on with, a ``for`` loop gives the rest.
+
+        Parameters
+        ----------
+        state
+            What `state_dict` returned.
+
+        Raises
+        ------
+        ConfigError
+            If it was saved with another seed, shuffle or window, or is none.
+        ReadError
+            If a file has changed since.
+        ReaderClosedError
+            If the reader is closed.
+        """
+        self._check_not_empty()
+        self._engine.load(state)
 
     def close(self) -> None:
         """Stop the threads, close the files and free the slots' memory. Idempotent.
@@ -502,6 +682,22 @@ class AsyncReader:
         """Close the reader."""
         self.close()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let a reader that was not begun be sent to another process, where it is opened anew.
+
+        Raises
+        ------
+        ConfigError
+            If a batch was asked for already.
+        """
+        self._check_not_empty()
+        if self._engine.ring.has_begun:
+            raise ConfigError(
+                "a reader that has begun cannot be pickled; pickle it before, or send its config"
+                " and its state_dict()"
+            )
+        return _reopen, (self._config, self.state_dict())
+
     def __repr__(self) -> str:
         """Describe the reader in a line."""
         state = "" if self._close.alive else ", closed"
@@ -516,11 +712,8 @@ class AsyncReader:
         self._engine.device.poison(batch)
         batch._arrays = _ExpiredArrays(batch)
 
-    def _is_last(self, serial: int) -> bool:
-        return (serial + 1) % self._engine.num_batches == 0
-
     def _check_not_empty(self) -> None:
-        self._engine.ring.check_open()
+        self._engine.check_open()
         if not self._engine.num_batches:
             raise DatasetError(
                 f"{self._config.hdf5_path}: an epoch has no batch: {self.num_samples} samples,"
@@ -528,21 +721,32 @@ class AsyncReader:
             )
 
 
+def _reopen(config: ReaderConfig, state: Mapping[str, Any]) -> AsyncReader:
+    """Make a reader that was pickled."""
+    reader = AsyncReader(config)
+    reader.load_state_dict(state)
+    return reader
+
+
 class _Epoch(Iterator[Batch]):
     """The rest of one epoch; ends where another loop has taken the reader on."""
 
-    def __init__(self, reader: AsyncReader, epoch: int) -> None:
+    def __init__(self, reader: AsyncReader, stop: int) -> None:
         self._reader = reader
-        self._stop = (epoch + 1) * len(reader)
+        self._schedule = reader._engine.schedule
+        self._stop = stop
 
     def __next__(self) -> Batch:
-        if self._reader._engine.ring.next_serial >= self._stop:
+        engine = self._reader._engine
+        if engine.schedule is not self._schedule or engine.ring.next_serial >= self._stop:
             raise StopIteration
         return self._reader.get_next_batch()
 
 
 def _close(engine: _Engine) -> None:
     """Close an engine: because its reader was closed or dropped, or the interpreter ends."""
+    if engine.forks != _forks:  # threads that held its locks are not here, and never let go
+        return
     if not threading.current_thread().name.startswith(THREAD_NAME):
         engine.close()
         return

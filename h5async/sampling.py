@@ -46,7 +46,12 @@ class Order(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The order of an epoch's samples, and its division into batches.
+    """The order of an epoch's samples, and how they are dealt to batches and ranks.
+
+    All ranks have the same order. At each step the next ``batch_size * world_size`` samples of it
+    are dealt, a run of `batch_size` to each rank; what is left at the end is dealt as evenly as it
+    goes, and a rank for which nothing is left repeats a sample. So every rank has as many batches,
+    and what all of them have had is at any time a beginning of the order.
 
     Parameters
     ----------
@@ -60,9 +65,14 @@ class Sampling:
     seed
         Any integer; with the epoch it determines the permutation.
     drop_last
-        Whether a short last batch is left out.
+        Whether short last batches are left out.
     window
         The order of ``"window"``.
+    rank, world_size
+        Whose batches these are, of how many.
+    resumed
+        An epoch that has another order of ``"window"`` than the others, and that order: it was
+        begun with another `batch_size` or `world_size`, on which the order depends.
     """
 
     num_samples: int
@@ -71,34 +81,66 @@ class Sampling:
     seed: int = 0
     drop_last: bool = False
     window: Order | None = None
+    rank: int = 0
+    world_size: int = 1
+    resumed: tuple[int, Order] | None = None
+
+    @property
+    def step_samples(self) -> int:
+        """Samples that are dealt to all ranks at a time."""
+        return self.batch_size * self.world_size
 
     @property
     def num_batches(self) -> int:
         """Batches in an epoch."""
-        full, rest = divmod(self.num_samples, self.batch_size)
+        return self.batches_from(0)
+
+    def batches_from(self, start: int) -> int:
+        """Return how many batches there are from a position of the epoch's order on."""
+        full, rest = divmod(max(0, self.num_samples - start), self.step_samples)
         return full + (rest > 0 and not self.drop_last)
 
     @property
     def epoch_samples(self) -> int:
-        """Samples in an epoch: all, less those of a dropped last batch."""
-        return min(self.num_samples, self.num_batches * self.batch_size)
+        """Samples in an epoch, of all ranks: all, less those of dropped last batches."""
+        return min(self.num_samples, self.num_batches * self.step_samples)
 
     def batch(self, epoch: int, number: int) -> NDArray[np.int64]:
         """Return the sample numbers of batch `number` of `epoch`, in order, as a new array."""
-        start = number * self.batch_size
-        stop = min(start + self.batch_size, self.epoch_samples)
+        return self.batch_at(epoch, number * self.step_samples)
+
+    def batch_at(self, epoch: int, start: int) -> NDArray[np.int64]:
+        """Return those of this rank's batch of the step that begins at a position of the order."""
+        rank, size = self.rank, self.batch_size
+        left = self.num_samples - start
+        if left >= self.step_samples:
+            return self.samples(epoch, start + rank * size, start + (rank + 1) * size)
+        begin, end = dealt(left, rank, self.world_size)
+        if begin == end:
+            begin, end = rank % left, rank % left + 1
+        return self.samples(epoch, start + begin, start + end)
+
+    def samples(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
+        """Return the sample numbers at some positions of an epoch's order, as a new array."""
         if self.shuffle is False:
             return np.arange(start, stop, dtype=np.int64)
         if self.shuffle == "window":
             assert self.window is not None
+            if self.resumed is not None and self.resumed[0] == epoch:
+                return self.resumed[1].samples(epoch, start, stop)
             return self.window.samples(epoch, start, stop)
-        if self.batch_size >= _BLOCK:
+        if stop - start >= _BLOCK:
             return permute(np.arange(start, stop), self.num_samples, self.seed, epoch)
         # Small batches are cut from blocks: a block costs little more than a batch of 32.
         first, last = start // _BLOCK, max(start, stop - 1) // _BLOCK
         key = (self.num_samples, self.seed, epoch)
         blocks = [_permuted_block(*key, number) for number in range(first, last + 1)]
         return np.concatenate(blocks)[start - first * _BLOCK : stop - first * _BLOCK]
+
+
+def dealt(count: int, rank: int, world_size: int) -> tuple[int, int]:
+    """Return begin and end of what a rank gets of `count` things, dealt as evenly as it goes."""
+    return count * rank // world_size, count * (rank + 1) // world_size
 
 
 @functools.lru_cache(maxsize=8)

@@ -102,6 +102,23 @@ class SlotRing(Generic[Result]):
                     self._free.append(entry.slot)
             return self._assign()
 
+    def restart(self) -> int:
+        """Drop all batches that were asked for, and stop reading ahead.
+
+        Returns
+        -------
+        int
+            Serial of the batch that will be delivered next; nothing was assigned to it yet.
+        """
+        with self._changed:  # it is reentrant
+            self.skip_to(max(self._asked, self._assigned), read_ahead=False)
+            return self._delivered
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether any batch was asked for."""
+        return self._asked > 0 or self._assigned > 0
+
     def begin_next(self) -> list[Assignment]:
         """Take the slot in use back, and see that at least one batch is asked for."""
         with self._changed:

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.layout import DatasetLayout
-from h5async.sampling import keyed_hash, permute, permute_each, round_keys
+from h5async.sampling import dealt, keyed_hash, permute, permute_each, round_keys
 
 Int64s = NDArray[np.int64]
 
@@ -40,11 +40,18 @@ class _Table:
     ----------
     unit
         (n,): units in the order in which they come up.
+    skip, count
+        int64 (n,): how many samples of each belong to the piece before, and to this one.
+    are_equal
+        Whether all counts are those of the largest unit.
     begin
         int64 (blocks + 1,): first position of each block.
     """
 
     unit: Int64s
+    skip: Int64s
+    count: Int64s
+    are_equal: bool
     begin: Int64s
 
 
@@ -59,14 +66,19 @@ class WindowOrder:
         Units that are mixed with each other; 1: one after the other.
     seed
         Any integer.
+    piece, pieces
+        The units, in the order in which they come up, are cut into `pieces` of as many samples,
+        and this is the order of one of them: so a unit belongs to one piece, but for those that
+        are cut.
     """
 
-    def __init__(self, bounds: Int64s, window: int, seed: int) -> None:
+    def __init__(
+        self, bounds: Int64s, window: int, seed: int, piece: int = 0, pieces: int = 1
+    ) -> None:
         self._bounds = bounds
         self._counts = np.diff(bounds)
-        self._num_units = self._counts.size
         self._size = size = int(self._counts.max(initial=1))
-        self._are_equal = bool((self._counts == size).all())
+        self._piece, self._pieces = piece, pieces
         self.window = window
         self._seed = seed
         self._delay = np.arange(size) * window // size
@@ -78,6 +90,8 @@ class WindowOrder:
 
     def samples(self, epoch: int, start: int, stop: int) -> Int64s:
         """Return the samples at positions `start` to `stop` of an epoch, as a new array."""
+        if start >= stop:
+            return np.zeros(0, np.int64)
         begin = self._table(epoch).begin
         first = int(np.searchsorted(begin, start, side="right")) - 1
         last = int(np.searchsorted(begin, stop, side="left"))
@@ -86,17 +100,35 @@ class WindowOrder:
         return np.concatenate(blocks)[start - offset : stop - offset]
 
     def _new_table(self, epoch: int) -> _Table:
-        count = self._num_units
-        unit = permute(np.arange(count), count, self._seed, epoch)
+        unit, skip, counts = self._units(epoch)
+        count = unit.size
         rounds = np.arange(count + int(self._delay[-1]))
         size = np.searchsorted(self._delay, rounds, side="right")
         size -= np.searchsorted(self._delay, rounds - count, side="right")
-        for position in np.flatnonzero(self._counts[unit] < self._size).tolist():
-            missing = self._delay[self._counts[unit[position]] :]
+        shorter = np.flatnonzero(counts < self._size)
+        for position in shorter.tolist():
+            missing = self._delay[counts[position] :]
             size -= np.bincount(position + missing, minlength=size.size)
         begin = np.append(0, np.cumsum(size))[:: self._block_rounds]
-        total = int(self._bounds[-1])
-        return _Table(unit, begin if begin[-1] == total else np.append(begin, total))
+        total = int(counts.sum())
+        begin = begin if begin[-1] == total else np.append(begin, total)
+        return _Table(unit, skip, counts, not shorter.size, begin)
+
+    def _units(self, epoch: int) -> tuple[Int64s, Int64s, Int64s]:
+        """Return the units of this piece, in the order in which they come up."""
+        count = self._counts.size
+        unit = permute(np.arange(count), count, self._seed, epoch)
+        counts = self._counts[unit]
+        skip = np.zeros_like(counts)
+        if self._pieces == 1:
+            return unit, skip, counts
+        ends = np.cumsum(counts)
+        begin, end = dealt(int(self._bounds[-1]), self._piece, self._pieces)
+        first = int(np.searchsorted(ends, begin, side="right"))
+        behind = int(np.searchsorted(ends, end, side="left")) + 1 if end > begin else first
+        unit, ends = unit[first:behind], ends[first:behind]
+        skip = np.maximum(begin - (ends - counts[first:behind]), 0)
+        return unit, skip, np.minimum(ends, end) - np.maximum(ends - self._counts[unit], begin)
 
     def _new_block(self, epoch: int, number: int) -> Int64s:
         """Return the samples of a block of rounds, in order; not to be changed."""
@@ -104,11 +136,13 @@ class WindowOrder:
         keys = round_keys(self._seed, epoch, "window")
         rounds = np.arange(number * self._block_rounds, (number + 1) * self._block_rounds)
         place = rounds[:, None] - self._delay
-        is_there = (place >= 0) & (place < self._num_units)
-        unit = table.unit[np.where(is_there, place, 0)]
+        is_there = (place >= 0) & (place < table.unit.size)
+        place = np.where(is_there, place, 0)
+        unit = table.unit[place]
         slot = np.broadcast_to(np.arange(size), unit.shape)
-        if not self._are_equal:
-            is_there &= slot < self._counts[unit]
+        if not table.are_equal:
+            is_there &= slot < table.count[place]
+            slot = slot + table.skip[place]
         # Sorted by hash within each group, with those that are not there at its end.
         group = self._group_rounds * size
         serial = np.arange(rounds[0] * size, rounds[0] * size + unit.size, dtype=np.uint64)
@@ -118,14 +152,66 @@ class WindowOrder:
         order += np.arange(0, unit.size, group)[:, None]
         order = order[is_there.ravel()[order]]
         unit, slot = unit.ravel()[order], slot.ravel()[order]
-        return self._bounds[unit] + permute_each(slot, self._counts[unit], unit, keys)
+        first: Int64s = self._bounds[unit]
+        return first + permute_each(slot, self._counts[unit], unit, keys)
 
 
-def window_order(layouts: Sequence[DatasetLayout], window_nbytes: int, seed: int) -> WindowOrder:
+class DealtOrder:
+    """The order of ``shuffle="window"`` of several ranks. Safe to use from many threads.
+
+    Each rank has a piece of the units, in an order of its own. At each step every rank gets the
+    next `batch_size` samples of its piece: the runs of all ranks, one after the other, step after
+    step, are this order. What is left of the pieces at the end follows, in the order of ranks.
+
+    Parameters
+    ----------
+    pieces
+        One order for each rank.
+    num_samples, batch_size
+        Samples in all pieces; in a run.
+    """
+
+    def __init__(self, pieces: Sequence[WindowOrder], num_samples: int, batch_size: int) -> None:
+        self._pieces = pieces
+        self._num_samples = num_samples
+        self._batch_size = batch_size
+        self.window = pieces[0].window
+
+    def samples(self, epoch: int, start: int, stop: int) -> Int64s:
+        """Return the samples at positions `start` to `stop` of an epoch, as a new array."""
+        found = [np.zeros(0, np.int64)]
+        while start < stop:
+            rank, begin, count = self._run(start)
+            count = min(count, stop - start)
+            found.append(self._pieces[rank].samples(epoch, begin, begin + count))
+            start += count
+        return np.concatenate(found)
+
+    def _run(self, position: int) -> tuple[int, int, int]:
+        """Return whose run a position lies in, where in that rank's piece, and what follows."""
+        size, ranks = self._batch_size, len(self._pieces)
+        steps, left = divmod(self._num_samples, size * ranks)
+        step, inside = divmod(position, size * ranks)
+        if step < steps:
+            rank, inside = divmod(inside, size)
+            return rank, step * size + inside, size - inside
+        rank = max(r for r in range(ranks) if dealt(left, r, ranks)[0] <= inside)
+        begin, end = dealt(left, rank, ranks)
+        return rank, steps * size + inside - begin, end - inside
+
+
+def window_order(
+    layouts: Sequence[DatasetLayout],
+    window_nbytes: int,
+    seed: int,
+    batch_size: int = 1,
+    world_size: int = 1,
+) -> WindowOrder | DealtOrder:
     """Return the order of `shuffle="window"` for the fields of a reader.
 
     The field whose units are the largest decides what a unit is. The window holds as many units
-    as fit, decoded, with room for others, but at most half of all.
+    as fit, decoded, with room for others, but at most half of all (of a rank's). With several
+    ranks the order depends on `batch_size`.
     """
     leader = max(layouts, key=lambda layout: (layout.unit_nbytes, layout.row_nbytes))
     bounds = leader.unit_bounds()
@@ -137,8 +223,12 @@ def window_order(layouts: Sequence[DatasetLayout], window_nbytes: int, seed: int
     fitting = (1 - _IN_FLIGHT_SHARE) * window_nbytes / max(1, unit_nbytes) - 2
     # A unit's samples come `window / size` rounds apart, and others come up meanwhile; so they do
     # in a group of rounds, a quarter of the window at most.
-    window = max(2, min(int(fitting / (1 + 1 / size + 1 / 4)), -(-counts.size // 2)))
-    return WindowOrder(bounds, window, seed)
+    most = -(-counts.size // (2 * world_size))
+    window = max(2, min(int(fitting / (1 + 1 / size + 1 / 4)), most))
+    if world_size == 1:
+        return WindowOrder(bounds, window, seed)
+    pieces = [WindowOrder(bounds, window, seed, rank, world_size) for rank in range(world_size)]
+    return DealtOrder(pieces, int(bounds[-1]), batch_size)
 
 
 def kept_nbytes(layout: DatasetLayout, layouts: Sequence[DatasetLayout], window_nbytes: int) -> int:

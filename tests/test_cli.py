@@ -523,6 +523,7 @@ OPTIONS = {  # what is typed -> what the reader is given
     "--cache host": {"cache": "host"},
     "--cache-bytes 5": {"cache_bytes": 5},
     "--debug-lifetimes": {"debug_lifetimes": True},
+    "--rank 1 --world-size 2": {"rank": 1, "world_size": 2},
     "--allow-external a --allow-external b/c": {"allow_external": [Path("a"), Path("b/c")]},
     "--allow-missing": {"allow_missing": True},
     "--epochs 2": {},

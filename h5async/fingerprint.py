@@ -1,0 +1,60 @@
+"""Layouts enter; a short text leaves that changes when a file does.
+
+A saved state is only good for the data that it was saved with. What is hashed is what was found
+when a file was indexed, and its size: not the values themselves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from h5async.errors import ReadError
+from h5async.layout import DatasetLayout
+
+
+def fingerprint(layouts: Iterable[DatasetLayout]) -> str:
+    """Hash shapes, dtypes, filters, and where all chunks lie, to 32 hexadecimal digits.
+
+    Names of files count for nothing: they may be moved.
+
+    Raises
+    ------
+    ReadError
+        If a file is gone.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for layout in layouts:
+        _add_dataset(digest, layout)
+        for part in layout.parts:
+            _add(digest, part.samples, part.source_samples, part.region, part.source_region)
+            _add(digest, part.member)
+            _add_dataset(digest, part.source)
+        for leaf in layout.leaves():
+            _add_dataset(digest, leaf)
+    return digest.hexdigest()
+
+
+def _add_dataset(digest: Any, layout: DatasetLayout) -> None:
+    try:
+        size = os.stat(layout.file).st_size
+    except OSError as error:
+        raise ReadError(f"{layout.file}: cannot be looked at ({error.strerror})") from error
+    _add(digest, size, layout.path, layout.shape, layout.dtype.descr, layout.sample_axis)
+    _add(digest, layout.storage, layout.offset, layout.chunk_shape, layout.member)
+    _add(digest, [(entry.number, entry.parameters) for entry in layout.filters])
+    chunks = layout.chunks
+    if chunks is not None:
+        for array in (chunks.index, chunks.offset, chunks.nbytes, chunks.filter_mask):
+            if array is not None:
+                digest.update(np.ascontiguousarray(array).data)
+    if layout.values is not None:
+        digest.update(np.ascontiguousarray(layout.values).tobytes())
+
+
+def _add(digest: Any, *values: object) -> None:
+    digest.update(repr(values).encode())
