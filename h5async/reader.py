@@ -262,10 +262,12 @@ class _Engine:
         """
         serial = self.ring.restart()
         own = self.config.batch_size, self.rank.world_size
+        if origin is None or not start:
+            origin = own
         resumed = None
-        if self.config.shuffle == "window" and start and origin is not None and origin != own:
+        if self.config.shuffle == "window" and origin != own:
             resumed = epoch, self._window_order(*origin)
-        self.origin = epoch, origin or own
+        self.origin = epoch, origin
         self.sampling = replace(self.sampling, resumed=resumed)
         self.filler.sampling = self.sampling
         self.schedule = Schedule.beginning(self.sampling, serial, epoch, start)
