@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 
+import h5py
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from h5async import AsyncReader, ConfigError
+from h5async.ranks import find_rank
 from h5async.sampling import Sampling, dealt
 from h5async.window import DealtOrder, WindowOrder
 
@@ -127,3 +130,103 @@ def test_ranks_share_the_order_of_one(shuffle):
     for number in range(5):
         halves = [rank.batch(1, number) for rank in two]
         assert np.array_equal(np.concatenate(halves), one.batch(1, number))
+
+
+# --- who this process is -------------------------------------------------------------------------
+
+LAUNCHED = [
+    ({}, (0, 1)),
+    ({"RANK": "2", "WORLD_SIZE": "3"}, (2, 3)),
+    ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}, (1, 4)),
+    ({"PMI_RANK": "0", "PMI_SIZE": "2"}, (0, 2)),
+    ({"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "8"}, (5, 8)),
+    ({"JAX_PROCESS_ID": "1", "JAX_NUM_PROCESSES": "2"}, (1, 2)),
+    ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, (0, 1)),  # a batch script, that srun did not run
+    # torchrun within srun: what is nearer to the process counts
+    ({"RANK": "1", "WORLD_SIZE": "2", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, (1, 2)),
+]
+
+
+@pytest.mark.parametrize(("environment", "expected"), LAUNCHED)
+def test_the_launcher_says_who_this_is(environment, expected):
+    assert find_rank(environment) == expected
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"RANK": "2"}, "RANK is set in the environment and WORLD_SIZE is not"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set in the environment and RANK is not"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "are no rank among so many"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x and WORLD_SIZE=2"),
+        ({"PMI_RANK": "-1", "PMI_SIZE": "2"}, "MPICH sets"),
+    ],
+)
+def test_an_environment_that_makes_no_sense_is_refused(environment, message):
+    with pytest.raises(ConfigError, match=message):
+        find_rank(environment)
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "data.h5"
+    with h5py.File(path, "w") as file:
+        file["data"] = np.arange(23.0)
+    return path
+
+
+def test_options_win_over_the_environment(path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    options = {"hdf5_path": path, "labels_field": None, "batch_size": 4, "device": "cpu"}
+    with AsyncReader(**options) as reader:
+        assert len(reader) == 3
+        assert [b.index.tolist() for b in reader] == [
+            [4, 5, 6, 7],
+            [12, 13, 14, 15],
+            [19, 20, 21, 22],
+        ]
+    with AsyncReader(rank=0, world_size=1, **options) as reader:
+        assert len(reader) == 6
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 0}, "rank and world_size together"),
+        ({"world_size": 2}, "rank and world_size together"),
+        ({"rank": 2, "world_size": 2}, "rank must be below world_size=2, found 2"),
+        ({"rank": -1, "world_size": 2}, "rank"),
+        ({"rank": 0, "world_size": 0}, "world_size"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(path, options, message):
+    with pytest.raises(ConfigError, match=message):
+        AsyncReader(hdf5_path=path, labels_field=None, **options)
+
+
+def test_a_chunk_is_decoded_by_one_rank_but_for_the_edges(tmp_path):
+    path = tmp_path / "chunks.h5"
+    data = np.random.default_rng(0).integers(0, 9, (64 * 16, 2000), dtype=np.uint8)
+    with h5py.File(path, "w") as file:
+        file.create_dataset("data", data=data, chunks=(16, 2000), compression="gzip")
+    decoded, index = [], []
+    for rank in range(3):
+        with AsyncReader(
+            hdf5_path=path,
+            labels_field=None,
+            batch_size=10,
+            shuffle="window",
+            window_bytes=8 * 16 * 2000,
+            device="cpu",
+            prefetch=1,
+            num_threads=1,
+            rank=rank,
+            world_size=3,
+        ) as reader:
+            for batch in reader:
+                assert np.array_equal(batch.data, data[batch.index])
+                index.append(batch.index)
+            decoded.append(reader.stats().decoded_chunks)
+    assert np.array_equal(np.unique(np.concatenate(index)), np.arange(1024))
+    assert sum(decoded) <= 64 + 2 + 6  # and what is on its way of the next epoch
