@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from conftest import assert_same_bits, open_descriptors, our_threads, poison
 
-import h5async.reader
+import h5async.engine
 from h5async import (
     AsyncReader,
     BatchTimeoutError,
@@ -275,14 +275,14 @@ def test_replaced_file_is_not_mixed_with_the_one_that_was_opened(
 
 def test_file_that_is_replaced_while_it_is_being_opened(path, monkeypatch):
     plain_file(path)
-    find_device = h5async.reader.find_device
+    find_device = h5async.engine.find_device
 
     def replace_first(name):
         shutil.copy(path, f"{path}.new")
         os.replace(f"{path}.new", path)
         return find_device(name)
 
-    monkeypatch.setattr("h5async.reader.find_device", replace_first)
+    monkeypatch.setattr("h5async.engine.find_device", replace_first)
     assert "was replaced while it was being opened" in error_of(ReadError, path=path)
 
 

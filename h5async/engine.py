@@ -1,0 +1,386 @@
+"""Options enter; filled batches leave: `Engine` wires layouts, order, filler, slots and device.
+
+It does not know the reader that the caller holds, so that a reader which is dropped unclosed can be
+collected, and its engine closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+
+from h5async.config import ReaderConfig
+from h5async.cost import direct_share
+from h5async.device import find_device, gpu_can
+from h5async.devicedecode import NotDecoded, find_formats
+from h5async.errors import (
+    ConfigError,
+    DatasetError,
+    DeviceError,
+    ReaderClosedError,
+    ReadError,
+)
+from h5async.filling import THREAD_NAME, Filler, FillOutcome, FillRequest
+from h5async.fingerprint import fingerprint
+from h5async.layout import DatasetLayout, join_layouts
+from h5async.links import Reach
+from h5async.metadata import read_layouts
+from h5async.ranks import Rank, find_rank
+from h5async.resident import Budget, Residency, open_host_cache
+from h5async.sampling import Order, Sampling
+from h5async.schedule import Schedule
+from h5async.slots import Assignment, SlotRing
+from h5async.stats import ReaderStats, Waits
+from h5async.storage import read_ahead
+from h5async.stored import StoredFormat
+from h5async.transform import RowTransform, row_transform
+from h5async.trial import DecodeTrial
+from h5async.window import window_order
+
+_STATE_VERSION = 1
+
+_forks = 0  # between the first process and this one, since this module was imported
+
+
+def _note_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_fork)
+
+
+class Filled(NamedTuple):
+    """A batch as the consumer takes it from its slot."""
+
+    outcome: FillOutcome
+    arrays: tuple[Any, ...]
+    error: BaseException | None
+
+
+class Engine:
+    """Everything of a reader but its facade.
+
+    Parameters
+    ----------
+    config
+        The options.
+
+    Raises
+    ------
+    H5AsyncError
+        As `AsyncReader` says.
+    """
+
+    def __init__(self, config: ReaderConfig) -> None:
+        fields = config.batch_fields
+        self.config = config
+        self.forks = _forks
+        self.layouts = _read_all_layouts(config)
+        transforms = {
+            name: row_transform(field, self.layouts[name]) for name, field in fields.items()
+        }
+        self.rank = find_rank()
+        if config.rank is not None and config.world_size is not None:
+            self.rank = Rank(config.rank, config.world_size)
+        own = config.batch_size, self.rank.world_size
+        self.sampling = Sampling(
+            num_samples=next(iter(self.layouts.values())).num_samples,
+            batch_size=config.batch_size,
+            shuffle=config.shuffle,
+            seed=config.seed,
+            drop_last=config.drop_last,
+            window=self._window_order(*own) if config.shuffle == "window" else None,
+            rank=self.rank.rank,
+            world_size=self.rank.world_size,
+        )
+        self.schedule = Schedule(self.sampling)
+        self.origin = 0, own  # with what batch and world size which epoch was begun
+        self.fingerprint: str | None = None
+        self.num_samples = self.sampling.num_samples
+        self.num_batches = self.sampling.num_batches
+        self.names = tuple(fields)
+        self.device = find_device(config.device)
+        rows = min(config.batch_size, max(1, self.num_samples))
+        formats, obstacle = self._find_formats(config, transforms, rows)
+        self.formats, self.dropping = formats, threading.Lock()
+        self.trial = DecodeTrial(config.decode, obstacle)
+        self.device_chunks = 0  # that were decoded there
+        self.device_turns: set[int] = set()  # batches on their way that may be decoded there
+        try:
+            self.slots = self.device.open_slots(
+                config.prefetch, rows, transforms, config.postprocess is not None, formats
+            )
+        except MemoryError as error:
+            raise ConfigError(
+                f"{config.prefetch} batches of {rows} samples do not fit in memory ({error});"
+                " make batch_size or prefetch smaller"
+            ) from error
+        self.cache: Residency | Budget | None = None
+        if config.cache == "device":
+            self.cache = self.device.open_cache(self.num_samples, config.cache_bytes)
+        elif config.cache == "host":
+            row_nbytes = [transform.raw_nbytes for transform in transforms.values()]
+            self.cache = open_host_cache(self.num_samples, row_nbytes, config.cache_bytes)
+        self.ring: SlotRing[Filled] = SlotRing(config.prefetch)
+        self.filler = Filler(
+            config,
+            self.sampling,
+            self.layouts,
+            transforms,
+            [slot.memory for slot in self.slots],
+            cache=self.cache if isinstance(self.cache, Residency) else None,
+            stored_formats=formats,
+            before_fill=lambda slot: self.slots[slot].wait_writable(),
+            on_done=self._on_done,
+        )
+        self.has_threads = config.thread_count > 0
+        self.num_threads = max(1, config.thread_count)
+        self.waits = Waits()
+        self.delivered_samples = 0
+
+    def check_open(self) -> None:
+        """Raise `ReaderClosedError` if the reader is closed, or its threads are not here."""
+        if self.forks != _forks:
+            raise ReaderClosedError(
+                "the reader was made before this process was forked, and its threads are not here;"
+                " make a reader in each process, after the fork, or start processes by spawn"
+            )
+        self.ring.check_open()
+
+    def begin(self, assignments: list[Assignment]) -> None:
+        """Have slots filled."""
+        for slot, serial in assignments:
+            on_device = self.trial.next_turn()
+            if on_device:
+                self.device_turns.add(serial)
+            position = self.schedule.position(serial)
+            self.filler.fill(FillRequest(slot, serial, *position, on_device))
+
+    def jump(self, epoch: int, start: int, origin: tuple[int, int] | None = None) -> None:
+        """Go on with another batch; what was asked for is dropped.
+
+        `origin`: batch and world size that the epoch was begun with, if others than now.
+        """
+        serial = self.ring.restart()
+        own = self.config.batch_size, self.rank.world_size
+        if origin is None or not start:
+            origin = own
+        resumed = None
+        if self.config.shuffle == "window" and origin != own:
+            resumed = epoch, self._window_order(*origin)
+        self.origin = epoch, origin
+        self.sampling = replace(self.sampling, resumed=resumed)
+        self.filler.sampling = self.sampling
+        self.schedule = Schedule.beginning(self.sampling, serial, epoch, start)
+
+    def state(self) -> dict[str, Any]:
+        """Return where the reader is: what the caller had, not what is on its way."""
+        epoch, _, start = self.schedule.position(self.ring.next_serial)
+        batch_size, world_size = self.config.batch_size, self.rank.world_size
+        if self.origin[0] == epoch and start:
+            batch_size, world_size = self.origin[1]
+        return {
+            "version": _STATE_VERSION,
+            "epoch": epoch,
+            "position": start,
+            "batch_size": batch_size,
+            "world_size": world_size,
+            **self._data(),
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state was saved."""
+        if state.get("version") != _STATE_VERSION:
+            raise ConfigError(
+                f"the state is of version {state.get('version')}; this h5async knows"
+                f" {_STATE_VERSION}"
+            )
+        for name, value in self._data().items():
+            if state.get(name) == value:
+                continue
+            if name == "fingerprint":
+                raise ReadError(
+                    f"{self.config.hdf5_path}: a file has changed since the state was saved: its"
+                    " size, shapes, dtypes or chunks are others; begin anew, without the state"
+                )
+            raise ConfigError(
+                f"the state was saved with {name}={state.get(name)!r}, and this reader has"
+                f" {value!r}; make it with the same, or begin anew, without the state"
+            )
+        numbers = [state.get(n) for n in ("epoch", "position", "batch_size", "world_size")]
+        if not all(isinstance(n, int) and n >= 0 for n in numbers) or not all(numbers[2:]):
+            raise ConfigError(f"the state holds no valid position: {dict(state)!r}")
+        epoch, start, batch_size, world_size = cast("list[int]", numbers)
+        self.jump(epoch, min(start, self.num_samples), (batch_size, world_size))
+
+    def _data(self) -> dict[str, Any]:
+        """Return what an order of samples depends on."""
+        config = self.config
+        if self.fingerprint is None:
+            self.fingerprint = fingerprint(self.layouts.values())
+        found = {
+            "seed": config.seed,
+            "shuffle": config.shuffle,
+            "num_samples": self.num_samples,
+            "fingerprint": self.fingerprint,
+        }
+        if config.shuffle == "window":
+            found["window_bytes"] = config.window_bytes
+        return found
+
+    def _window_order(self, batch_size: int, world_size: int) -> Order:
+        config, layouts = self.config, list(self.layouts.values())
+        return window_order(layouts, config.window_bytes, config.seed, batch_size, world_size)
+
+    def next(self, timeout_seconds: float | None) -> tuple[int, Filled]:
+        """End the life of the batch in use, wait for the next one, and put it in use."""
+        begin = time.perf_counter()
+        slots, in_use = self.slots, self.ring.in_use
+        if slots and in_use is not None:
+            slots[in_use].release()
+        self.begin(self.ring.begin_next())
+        if not self.has_threads:
+            while not self.ring.is_ready() and self.filler.run_next():
+                pass
+        serial, slot, filled = self.ring.take(timeout_seconds)
+        if filled.error is None:
+            self.slots[slot].acquire()
+            self.delivered_samples += filled.outcome.index.size
+        self.waits.note(begin, time.perf_counter())
+        return serial, filled
+
+    def close(self) -> None:
+        """Stop the threads, close the files and free the slots' memory. Idempotent."""
+        if self.ring.close():
+            self.filler.close()
+            self.device.close()
+            self.slots = []
+
+    def stats(self, num_threads: int) -> ReaderStats:
+        """Return what was done so far."""
+        layouts, filler, waits = self.layouts, self.filler, self.waits
+        counts, stages = filler.counts, filler.times.seconds()
+        stages["read"] += counts.read_ns / 1e9
+        stages["decode"] += counts.decode_ns / 1e9
+        stages["place"] += counts.place_ns / 1e9
+        row_nbytes = sum(layout.row_nbytes for layout in layouts.values())
+        direct = sum(layout.row_nbytes * direct_share(layout) for layout in layouts.values())
+        names = [f.label for y in layouts.values() for leaf in y.leaves() for f in leaf.filters]
+        return ReaderStats(
+            batches=waits.count,
+            samples=self.delivered_samples,
+            nbytes=self.delivered_samples * row_nbytes,
+            elapsed_seconds=waits.elapsed_seconds,
+            wait_seconds=waits.seconds,
+            wait_p50_seconds=waits.percentile(50),
+            wait_p99_seconds=waits.percentile(99),
+            stage_seconds=stages,
+            gil_wait_seconds=counts.gil_wait_ns / 1e9,
+            read_nbytes=counts.read_nbytes,
+            decoded_chunks=counts.decoded_chunks + self.device_chunks,
+            fallback_reads=filler.fallback.reads,
+            direct_share=direct / row_nbytes if row_nbytes else 1.0,
+            ways=dict(zip(self.names, filler.ways, strict=True)),
+            num_threads=num_threads,
+            filters=tuple(dict.fromkeys(names)),
+            cache=str(self.cache or "none"),
+            decode=self.trial.sentence,
+        )
+
+    def _find_formats(
+        self, config: ReaderConfig, transforms: Mapping[str, RowTransform], rows: int
+    ) -> tuple[list[StoredFormat | None], str | None]:
+        if self.device.name == "cpu":
+            if config.decode == "device":
+                raise DeviceError('decode="device" needs a GPU, and none was found')
+            return [None] * len(transforms), "there is no GPU"
+        on_host = [n for n, t in transforms.items() if not (t.is_identity or gpu_can(t))]
+        return find_formats(config, self.layouts, rows, on_host, self.device.free_nbytes)
+
+    def _on_done(self, request: FillRequest, outcome: FillOutcome) -> None:
+        arrays: tuple[Any, ...] = ()
+        error = outcome.error
+        if error is None:
+            begin = time.perf_counter_ns()
+            try:
+                arrays = self.slots[request.slot].upload(outcome)
+                self._note_turn(request, outcome)
+            except BaseException as raised:
+                error = raised
+            self.filler.times.add("upload", begin)
+        if isinstance(error, NotDecoded) or (error is not None and any(outcome.stored)):
+            # The host decodes what the device cannot, and has the words for what is wrong.
+            self.trial.note_fallback()
+            self.filler.fill(request._replace(on_device=False))
+            return
+        self._end_turn(request)
+        self.begin(self.ring.filled(request.slot, request.serial, Filled(outcome, arrays, error)))
+
+    def _end_turn(self, request: FillRequest) -> None:
+        """Give the memory back that decoding on the device takes, once it has lost the trial."""
+        self.device_turns.discard(request.serial)
+        if self.trial.has_lost and not self.device_turns and any(self.formats):
+            with self.dropping:
+                if any(self.formats):
+                    self.formats = []
+                    self.device.drop_decoders(self.slots)
+                    self.filler.drop_stored([slot.memory for slot in self.slots])
+
+    def _note_turn(self, request: FillRequest, outcome: FillOutcome) -> None:
+        self.device_chunks += sum(plan.num_items for plan in outcome.stored if plan is not None)
+        if request.on_device and not (outcome.is_resident or any(outcome.stored)):
+            self.trial.note_fallback()
+        elif self.trial.is_running and not outcome.is_resident:
+            filling = outcome.busy_seconds / self.num_threads
+            transfer = self.slots[request.slot].transfer_seconds()
+            self.trial.note(request.on_device, max(filling, transfer))
+
+
+def _read_all_layouts(config: ReaderConfig) -> dict[str, DatasetLayout]:
+    """Index the files one by one; the system reads the beginning of the first one meanwhile."""
+    reach = Reach(config.allow_external, config.allow_missing, config.io)
+    fields, files = config.batch_fields, config.files
+    found: dict[str, list[DatasetLayout]] = {name: [] for name in fields}
+    for path in files:
+        layouts = read_layouts(path, fields, reach)
+        _check_lengths(layouts)
+        for name, layout in layouts.items():
+            found[name].append(layout)
+        if path is files[0] and len(files) > 1:
+            samples = config.batch_size * config.prefetch
+            read_ahead(path, samples * sum(layout.row_nbytes for layout in layouts.values()))
+    return {name: join_layouts(several) for name, several in found.items()}
+
+
+def _check_lengths(layouts: Mapping[str, DatasetLayout]) -> None:
+    items = list(layouts.items())
+    name, first = items[0]
+    for other_name, other in items[1:]:
+        if other.num_samples != first.num_samples:
+            raise DatasetError(
+                f'{first.file}: dataset "{first.path}" ({name}) has {first.num_samples} samples'
+                f' along dimension {first.sample_axis}, but "{other.path}" ({other_name}) has'
+                f" {other.num_samples} along dimension {other.sample_axis}; all fields of a batch"
+                " need as many"
+            )
+
+
+def close_engine(engine: Engine) -> None:
+    """Close an engine: because its reader was closed or dropped, or the interpreter ends."""
+    if engine.forks != _forks:  # threads that held its locks are not here, and never let go
+        return
+    if not threading.current_thread().name.startswith(THREAD_NAME):
+        engine.close()
+        return
+    # The garbage collector found the reader in one of our workers, which may hold any lock, and
+    # cannot wait for itself.
+    with contextlib.suppress(RuntimeError):  # the interpreter ends, and everything with it
+        # Not a daemon, as the worker is: it would be cut off at the interpreter's end.
+        threading.Thread(target=engine.close, name=f"{THREAD_NAME}-close", daemon=False).start()
