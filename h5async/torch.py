@@ -1,0 +1,216 @@
+"""Batches of an `AsyncReader` enter; an epoch of PyTorch tensors leaves, over the same memory.
+
+Imports torch, so ``import h5async`` does not import this.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from h5async.config import ReaderConfig
+from h5async.errors import ConfigError, DatasetError, ReaderClosedError
+from h5async.reader import AsyncReader, Batch
+
+_WRITE = "write DataLoader(dataset, batch_size=None)"
+
+
+class H5Dataset(IterableDataset):
+    """An iterable dataset of whole batches, for a loop, a DataLoader or a Lightning Trainer.
+
+    Each iteration is one epoch, the next one each time, and gives a dict of tensors by the name
+    of their field. **The tensors live until the next turn of the loop**, as a batch does: they are
+    the reader's own buffers, not copies; what has to last longer is cloned. (With the option
+    ``debug_lifetimes``, tensors that are kept too long hold NaN, -1 or 255.)
+
+    The reader's threads do what a DataLoader's worker processes are for. So where a DataLoader is
+    wanted, it is ``DataLoader(dataset, batch_size=None)``: the batches are made already, and
+    `num_workers` stays 0.
+
+    Files are opened by the first use of anything but `close`, and can be sent to other processes
+    before and after: the other one opens them anew, and goes on where this one is. Among several
+    processes each has its share of every epoch, and all have as many batches: which one this is,
+    the options `rank` and `world_size` say, or ``torch.distributed`` where a process group is
+    there by then, or the launcher's environment.
+
+    Parameters
+    ----------
+    config
+        As for `AsyncReader`; or an `AsyncReader`, which stays its maker's to close.
+    as_tuple
+        Give tuples in field order in place of dicts. (A DataLoader makes lists of them.)
+    **options
+        As for `AsyncReader`.
+
+    Raises
+    ------
+    ConfigError
+        If an option is unknown; or when iterated in a worker process, or by a DataLoader that
+        would collate batches.
+    DatasetError
+        When opened: if PyTorch has no dtype for a field; or as `AsyncReader` raises.
+
+    Examples
+    --------
+    >>> dataset = H5Dataset(hdf5_path="train.h5", batch_size=256, shuffle="full")
+    >>> for epoch in range(90):
+    ...     for batch in dataset:
+    ...         step(batch["data"], batch["labels"])
+    """
+
+    def __init__(
+        self,
+        config: AsyncReader
+        | ReaderConfig
+        | Mapping[str, Any]
+        | str
+        | os.PathLike[str]
+        | None = None,
+        /,
+        *,
+        as_tuple: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self._as_tuple = as_tuple
+        self._reader: AsyncReader | None = None
+        self._state: Mapping[str, Any] | None = None  # to go on from, once opened
+        self._is_closed = False
+        self._is_ours = not isinstance(config, AsyncReader)
+        if isinstance(config, AsyncReader):
+            if options:
+                raise ConfigError(f"{next(iter(options))!r} was given with a reader; make it so")
+            self._config = config.config
+            _check_dtypes(config)
+            self._reader = config
+        else:
+            self._config = ReaderConfig.load(config, **options)
+
+    @property
+    def reader(self) -> AsyncReader:
+        """The reader below; opened here, if nothing did so before."""
+        _check_process()
+        if self._is_closed:
+            raise ReaderClosedError("the dataset is closed")
+        if self._reader is None:
+            self._reader = _open(self._config, self._state)
+            self._state = None
+        return self._reader
+
+    def __len__(self) -> int:
+        """Return the number of batches in an epoch; all processes have as many."""
+        return len(self.reader)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begin the next epoch; after `load_state_dict`, the rest of the one it was saved in."""
+        # A DataLoader that collates would hold batches past their life, and give wrong values.
+        # That it does nobody but what calls here on its behalf knows.
+        caller = sys._getframe(1).f_locals.get("self")
+        if getattr(caller, "auto_collation", None) is True:
+            raise ConfigError(
+                "the DataLoader has a batch_size, and the dataset gives whole batches; give it"
+                f" to the dataset, and {_WRITE}"
+            )
+        return map(self._tensors, self.reader)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go on with the beginning of an epoch, as `AsyncReader.set_epoch`.
+
+        A loop needs it not: each iteration is the next epoch. After `load_state_dict` it would
+        leave the rest of the epoch out that is to be gone on with.
+        """
+        self.reader.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the dataset is, as `AsyncReader.state_dict`."""
+        return self.reader.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on exactly where a state was saved, as `AsyncReader.load_state_dict`."""
+        self.reader.load_state_dict(state)
+
+    def close(self) -> None:
+        """Close the reader, unless it was given. Idempotent."""
+        self._is_closed = True
+        if self._reader is not None and self._is_ours:
+            self._reader.close()
+
+    def __enter__(self) -> H5Dataset:
+        """Return the dataset itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close the dataset."""
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Send options and place to another process, and no reader."""
+        state = self._state if self._reader is None else self._reader.state_dict()
+        return {**self.__dict__, "_reader": None, "_state": state, "_is_ours": True}
+
+    def __repr__(self) -> str:
+        """Describe the dataset in a line."""
+        return f"<H5Dataset {self._config.hdf5_path if self._reader is None else self._reader}>"
+
+    def _tensors(self, batch: Batch) -> dict[str, Any] | tuple[Any, ...]:
+        tensors = {name: _tensor(batch[name], name) for name in batch.keys()}
+        return tuple(tensors.values()) if self._as_tuple else tensors
+
+
+def _check_process() -> None:
+    if get_worker_info() is not None:
+        raise ConfigError(
+            "H5Dataset was used in a worker process of a DataLoader; it needs none, as its own"
+            " threads read and decode ahead, without the GIL and without a copy between processes;"
+            f" {_WRITE}, without num_workers, and for more threads give the dataset num_threads"
+        )
+
+
+def _open(config: ReaderConfig, state: Mapping[str, Any] | None) -> AsyncReader:
+    group = torch.distributed
+    # Not every launcher sets all variables that the reader looks for: Lightning's own does not.
+    if config.rank is None and group.is_available() and group.is_initialized():
+        place = {"rank": group.get_rank(), "world_size": group.get_world_size()}
+        config = ReaderConfig.load(config, **place)
+    reader = AsyncReader(config)
+    try:
+        _check_dtypes(reader)
+        if state is not None:
+            reader.load_state_dict(state)
+    except BaseException:
+        reader.close()
+        raise
+    return reader
+
+
+def _check_dtypes(reader: AsyncReader) -> None:
+    """Let what PyTorch cannot take be an error now, and not in the first batch."""
+    if reader.config.postprocess is not None:
+        return  # only it knows
+    for name, field in reader.config.batch_fields.items():
+        layout = reader.layouts[name]
+        dtype = field.delivered_dtype or layout.dtype.newbyteorder("=")
+        _tensor(np.empty(0, dtype), name, f'{layout.file}: dataset "{layout.path}", ')
+
+
+def _tensor(array: Any, name: str, where: str = "") -> Any:
+    """Return a tensor over the memory of an array, NumPy's or CuPy's."""
+    try:
+        return torch.from_dlpack(array)
+    except (BufferError, TypeError) as error:
+        raise DatasetError(
+            f"{where}field {name!r}: PyTorch has no dtype for {array.dtype}; choose other fields"
+            " (a path may end in one member of a compound), or cast by Field(..., dtype=...)"
+        ) from error
