@@ -1,0 +1,56 @@
+"""Train a small network with a Lightning Trainer, whose checkpoints know where the data was.
+
+The dataset is the Trainer's dataloader: Lightning saves its state in each checkpoint, also in the
+middle of an epoch, and ``trainer.fit(..., ckpt_path=...)`` goes on with the batches that were left.
+With several devices each process reads its share.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+
+from h5async import Field
+from h5async.torch import H5Dataset
+
+FILE = Path(__file__).parents[2] / "sample_data" / "digits.h5"
+FIELDS = {"data": Field("data", dtype="float32", scale=1 / 16), "labels": "labels"}
+
+
+class Digits(lightning.LightningModule):
+    """A network of one hidden layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = torch.nn.Sequential(
+            torch.nn.Flatten(), torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10)
+        )
+
+    def training_step(self, batch: dict[str, Any], _: int) -> Any:
+        """Return the loss of a batch."""
+        scores = self.model(batch["data"])
+        right = (scores.argmax(1) == batch["labels"]).float().mean()
+        self.log("accuracy", right, on_step=False, on_epoch=True, batch_size=len(scores))
+        return torch.nn.functional.cross_entropy(scores, batch["labels"])
+
+    def configure_optimizers(self) -> Any:
+        """Return the optimizer."""
+        return torch.optim.Adam(self.parameters(), lr=3e-3)
+
+
+def main(epochs: int = 10, **options: Any) -> float:
+    torch.manual_seed(0)
+    options = {"logger": False, "enable_checkpointing": False, **options}
+    trainer = lightning.Trainer(max_epochs=epochs, **options)
+    with H5Dataset(hdf5_path=FILE, fields=FIELDS, batch_size=64, shuffle="full") as dataset:
+        trainer.fit(Digits(), dataset)
+    accuracy = trainer.callback_metrics["accuracy"].item()
+    print(f"Lightning: accuracy {accuracy:.2f} in the last of {epochs} epochs")
+    return accuracy
+
+
+if __name__ == "__main__":
+    main()
