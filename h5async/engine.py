@@ -86,9 +86,10 @@ class Engine:
         transforms = {
             name: row_transform(field, self.layouts[name]) for name, field in fields.items()
         }
-        self.rank = find_rank()
         if config.rank is not None and config.world_size is not None:
             self.rank = Rank(config.rank, config.world_size)
+        else:
+            self.rank = find_rank()
         own = config.batch_size, self.rank.world_size
         self.sampling = Sampling(
             num_samples=next(iter(self.layouts.values())).num_samples,

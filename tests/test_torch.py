@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 import h5py
@@ -144,7 +145,7 @@ def test_a_tensor_that_is_kept_too_long_shows(path):
 def test_set_epoch_and_a_loop_that_is_left(path):
     with make(path, shuffle="full") as dataset:
         epochs = [labels_of(dataset) for _ in range(3)]
-        assert sorted(sum(epochs[2], [])) == list(range(N))
+        assert sorted(chain(*epochs[2])) == list(range(N))
         dataset.set_epoch(1)
         assert labels_of(dataset) == epochs[1]
         dataset.set_epoch(0)
@@ -168,7 +169,8 @@ def test_a_saved_state_goes_on_with_the_rest_of_the_epoch(path, taken):
         assert labels_of(DataLoader(dataset, batch_size=None)) == following
 
 
-@pytest.mark.parametrize("taken", [1, 6, 11])
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("taken", [0, 1, 6, 11])
 def test_a_stateful_dataloader_saves_and_loads_it(path, taken):
     loader_of = require_extra("torchdata.stateful_dataloader").StatefulDataLoader
     with make(path, shuffle="full") as dataset:
@@ -182,7 +184,8 @@ def test_a_stateful_dataloader_saves_and_loads_it(path, taken):
     with make(path, shuffle="full") as dataset:
         loader = loader_of(dataset, batch_size=None)
         loader.load_state_dict(state)
-        assert labels_of(loader) == rest
+        if rest:  # else the state was that of the next epoch already
+            assert labels_of(loader) == rest
         assert labels_of(loader) == following
 
 
@@ -261,7 +264,7 @@ def test_what_a_postprocess_makes_is_checked_batch_by_batch(path):
         assert next(iter(dataset))["data"].tolist() == [1] * 10
     with (
         make(path, postprocess=lambda data, labels: (labels.astype("S3"), labels)) as dataset,
-        pytest.raises(DatasetError, match="field 'data': PyTorch has no dtype for |S3"),
+        pytest.raises(DatasetError, match=r"field 'data': PyTorch has no dtype for .S3"),
     ):
         next(iter(dataset))
 
@@ -370,7 +373,7 @@ def test_ddp_under_torchrun_takes_as_many_steps_everywhere(path, tmp_path):
     epochs = [[found[epoch] for found, _ in ranks] for epoch in range(4)]
     assert [{len(batches) for batches in epoch} for epoch in epochs] == [{5}, {5}, {3}, {3}]
     for epoch in epochs:
-        seen = sorted(sum((batch for batches in epoch for batch in batches), []))
+        seen = sorted(chain(*chain(*epoch)))
         if len(epoch[0]) == 5:
             assert seen == list(range(N))
         else:
@@ -432,7 +435,7 @@ def test_lightning_goes_on_in_the_middle_of_an_epoch(path, tmp_path, through):
 
     def fit(**options):
         callback = lightning.pytorch.callbacks.ModelCheckpoint(
-            tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1
+            tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1
         )
         trainer = lightning.Trainer(max_epochs=3, callbacks=callback, **QUIET)
         model = Model()
@@ -443,5 +446,6 @@ def test_lightning_goes_on_in_the_middle_of_an_epoch(path, tmp_path, through):
 
     whole = fit()
     assert len(whole) == 33
-    assert sorted(sum(whole[11:22], [])) == list(range(N))
-    assert fit(ckpt_path=tmp_path / "step=16.ckpt") == whole[16:]
+    assert sorted(chain(*whole[11:22])) == list(range(N))
+    for step in (2, 16, 22):
+        assert fit(ckpt_path=tmp_path / f"step={step}.ckpt") == whole[step:]
