@@ -34,11 +34,13 @@ class H5Dataset(IterableDataset):
     wanted, it is ``DataLoader(dataset, batch_size=None)``: the batches are made already, and
     `num_workers` stays 0.
 
-    Files are opened by the first use of anything but `close`, and can be sent to other processes
-    before and after: the other one opens them anew, and goes on where this one is. Among several
-    processes each has its share of every epoch, and all have as many batches: which one this is,
-    the options `rank` and `world_size` say, or ``torch.distributed`` where a process group is
-    there by then, or the launcher's environment.
+    Files are opened by the first use of anything but `close`. It can be pickled, before and after:
+    the copy opens them anew, and goes on where this one is.
+
+    Of several processes each has its share of every epoch, and all have as many batches. Which one
+    this is, the options `rank` and `world_size` say; else ``torch.distributed``, if there is a
+    process group when the files are opened; else the launcher's environment. The state is the same
+    in all.
 
     Parameters
     ----------
@@ -110,8 +112,8 @@ class H5Dataset(IterableDataset):
 
     def __iter__(self) -> Iterator[Any]:
         """Begin the next epoch; after `load_state_dict`, the rest of the one it was saved in."""
-        # A DataLoader that collates would hold batches past their life, and give wrong values.
-        # That it does nobody but what calls here on its behalf knows.
+        # A DataLoader that collates holds batches past their life, and would give wrong values;
+        # whether it does, only its fetcher knows, which calls this.
         caller = sys._getframe(1).f_locals.get("self")
         if getattr(caller, "auto_collation", None) is True:
             raise ConfigError(
@@ -123,8 +125,8 @@ class H5Dataset(IterableDataset):
     def set_epoch(self, epoch: int) -> None:
         """Go on with the beginning of an epoch, as `AsyncReader.set_epoch`.
 
-        A loop needs it not: each iteration is the next epoch. After `load_state_dict` it would
-        leave the rest of the epoch out that is to be gone on with.
+        No loop needs it: each iteration is the next epoch. After `load_state_dict` leave it out:
+        it would begin the epoch anew that is to be gone on with.
         """
         self.reader.set_epoch(epoch)
 
@@ -201,7 +203,9 @@ def _check_dtypes(reader: AsyncReader) -> None:
         return  # only it knows
     for name, field in reader.config.batch_fields.items():
         layout = reader.layouts[name]
-        dtype = field.delivered_dtype or layout.dtype.newbyteorder("=")
+        dtype = field.delivered_dtype
+        if dtype is None:
+            dtype = layout.dtype.newbyteorder("=")
         _tensor(np.empty(0, dtype), name, f'{layout.file}: dataset "{layout.path}", ')
 
 
@@ -212,5 +216,5 @@ def _tensor(array: Any, name: str, where: str = "") -> Any:
     except (BufferError, TypeError) as error:
         raise DatasetError(
             f"{where}field {name!r}: PyTorch has no dtype for {array.dtype}; choose other fields"
-            " (a path may end in one member of a compound), or cast by Field(..., dtype=...)"
+            " (a path may end in one member of a compound), or cast numbers by Field's dtype"
         ) from error

@@ -33,7 +33,9 @@ class Digits(lightning.LightningModule):
         """Return the loss of a batch."""
         scores = self.model(batch["data"])
         right = (scores.argmax(1) == batch["labels"]).float().mean()
-        self.log("accuracy", right, on_step=False, on_epoch=True, batch_size=len(scores))
+        self.log(
+            "accuracy", right, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(scores)
+        )
         return torch.nn.functional.cross_entropy(scores, batch["labels"])
 
     def configure_optimizers(self) -> Any:
@@ -48,7 +50,8 @@ def main(epochs: int = 10, **options: Any) -> float:
     with H5Dataset(hdf5_path=FILE, fields=FIELDS, batch_size=64, shuffle="full") as dataset:
         trainer.fit(Digits(), dataset)
     accuracy = trainer.callback_metrics["accuracy"].item()
-    print(f"Lightning: accuracy {accuracy:.2f} in the last of {epochs} epochs")
+    if trainer.is_global_zero:
+        print(f"Lightning: accuracy {accuracy:.2f} in the last of {epochs} epochs")
     return accuracy
 
 
