@@ -9,6 +9,7 @@ import h5py
 import numpy as np
 import pytest
 from conftest import require_extra
+from rich.progress import track
 
 from h5async import AsyncReader
 
@@ -47,6 +48,17 @@ def test_jax_takes_batches(path):
         for batch in reader:
             data = jax.dlpack.from_dlpack(batch.data)
             assert np.array_equal(np.asarray(jax.block_until_ready(data + 1)), batch.data + 1)
+
+
+def test_progress_bars_know_the_total(path, capsys):
+    tqdm = require_extra("tqdm")
+    with AsyncReader(hdf5_path=path, batch_size=6, device="cpu") as reader:
+        bar = tqdm.tqdm(reader)
+        assert bar.total == len(reader) == 4
+        assert sum(1 for _ in bar) == 4
+        assert "4/4" in capsys.readouterr().err
+        assert sum(1 for _ in track(reader, "epoch")) == 4
+        assert "100%" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["torch_dlpack", "jax_dlpack"])
