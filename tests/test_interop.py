@@ -61,8 +61,9 @@ def test_progress_bars_know_the_total(path, capsys):
         assert "100%" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["torch_dlpack", "jax_dlpack"])
-def test_the_examples_learn(name, capsys):
+@pytest.mark.parametrize("name", ["torch_dlpack", "jax_dlpack", "keras_digits"])
+def test_the_examples_learn(name, capsys, monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", "torch")  # else Keras looks for TensorFlow
     require_extra(name.partition("_")[0])
     assert example(name).main(epochs=10) > 0.9
     assert "accuracy" in capsys.readouterr().out

