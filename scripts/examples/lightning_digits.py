@@ -43,10 +43,23 @@ class Digits(lightning.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=3e-3)
 
 
+class WatchData(lightning.Callback):
+    """Say after each epoch if training waits for data; a logger, TensorBoard's say, is told too."""
+
+    def on_train_epoch_end(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule
+    ) -> None:
+        """Log the share of its time that the loop waited, and print what to do about it."""
+        stats = trainer.train_dataloader.reader.stats()
+        pl_module.log("waited_for_data", stats.waited_share)
+        if trainer.is_global_zero:
+            print(f"epoch {trainer.current_epoch}: {stats}")
+
+
 def main(epochs: int = 10, **options: Any) -> float:
     torch.manual_seed(0)
     options = {"logger": False, "enable_checkpointing": False, **options}
-    trainer = lightning.Trainer(max_epochs=epochs, **options)
+    trainer = lightning.Trainer(max_epochs=epochs, callbacks=[WatchData()], **options)
     with H5Dataset(hdf5_path=FILE, fields=FIELDS, batch_size=64, shuffle="full") as dataset:
         trainer.fit(Digits(), dataset)
     accuracy = trainer.callback_metrics["accuracy"].item()
