@@ -347,7 +347,7 @@ def test_a_spawned_process_gets_a_reader(path):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*fork.*")  # of Python, and of JAX where it was imported
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_forked_child_gets_an_error_and_no_hang(path, begun):
     with open_reader(path, prefetch=3) as reader:

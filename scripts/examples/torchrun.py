@@ -56,6 +56,7 @@ def main(epochs: int = 10) -> float:
     if int(os.environ.get("RANK", 0)) == 0:
         print(f"{world_size} processes: accuracy {accuracy:.2f} in the last of {epochs} epochs")
     if world_size > 1:
+        distributed.barrier()  # nobody ends while another one may still talk to it
         distributed.destroy_process_group()
     return accuracy
 
