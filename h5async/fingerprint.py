@@ -30,16 +30,11 @@ def fingerprint(layouts: Iterable[DatasetLayout]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for layout in layouts:
         _add_dataset(digest, layout)
-        for part in layout.parts:
-            _add(digest, part.samples, part.source_samples, part.region, part.source_region)
-            _add(digest, part.member)
-            _add_dataset(digest, part.source)
-        for leaf in layout.leaves():
-            _add_dataset(digest, leaf)
     return digest.hexdigest()
 
 
 def _add_dataset(digest: Any, layout: DatasetLayout) -> None:
+    """Hash a dataset, and those that hold its parts."""
     try:
         size = os.stat(layout.file).st_size
     except OSError as error:
@@ -54,6 +49,10 @@ def _add_dataset(digest: Any, layout: DatasetLayout) -> None:
                 digest.update(np.ascontiguousarray(array).data)
     if layout.values is not None:
         digest.update(np.ascontiguousarray(layout.values).tobytes())
+    for part in layout.parts:
+        _add(digest, part.samples, part.source_samples, part.region, part.source_region)
+        _add(digest, part.member)
+        _add_dataset(digest, part.source)
 
 
 def _add(digest: Any, *values: object) -> None:
