@@ -15,6 +15,7 @@ The order is part of what users rely on to repeat a run: changing it is a breaki
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -78,13 +79,22 @@ class WindowOrder:
         self._bounds = bounds
         self._counts = np.diff(bounds)
         self._size = size = int(self._counts.max(initial=1))
-        self._piece, self._pieces = piece, pieces
         self.window = window
         self._seed = seed
         self._delay = np.arange(size) * window // size
         self._group_rounds = max(1, min(_GROUP_SAMPLES // size, window // 4))
         groups = -(-_BLOCK_SAMPLES // (size * self._group_rounds))
         self._block_rounds = groups * self._group_rounds
+        self._take_piece(piece, pieces)
+
+    def piece(self, piece: int, pieces: int) -> WindowOrder:
+        """Return the order of one piece; it shares all that does not depend on the piece."""
+        other = copy.copy(self)
+        other._take_piece(piece, pieces)
+        return other
+
+    def _take_piece(self, piece: int, pieces: int) -> None:
+        self._piece, self._pieces = piece, pieces
         self._table = functools.lru_cache(maxsize=2)(self._new_table)
         self._block = functools.lru_cache(maxsize=4)(self._new_block)
 
@@ -225,9 +235,10 @@ def window_order(
     # in a group of rounds, a quarter of the window at most.
     most = -(-counts.size // (2 * world_size))
     window = max(2, min(int(fitting / (1 + 1 / size + 1 / 4)), most))
+    whole = WindowOrder(bounds, window, seed)
     if world_size == 1:
-        return WindowOrder(bounds, window, seed)
-    pieces = [WindowOrder(bounds, window, seed, rank, world_size) for rank in range(world_size)]
+        return whole
+    pieces = [whole.piece(rank, world_size) for rank in range(world_size)]
     return DealtOrder(pieces, int(bounds[-1]), batch_size)
 
 

@@ -128,6 +128,15 @@ def test_one_rank_has_the_order_that_it_always_had():
     assert np.array_equal(alone.samples(2, 0, 19), dealt_to_one.samples(2, 0, 19))
 
 
+def test_pieces_of_one_order_are_those_that_are_made_alone():
+    bounds = np.append(0, np.cumsum([5, 5, 3, 5, 1, 4, 4]))
+    whole = WindowOrder(bounds, 3, 7)
+    for rank, (begin, end) in enumerate(dealt(27, r, 3) for r in range(3)):
+        alone = WindowOrder(bounds, 3, 7, rank, 3).samples(2, 0, end - begin)
+        assert np.array_equal(whole.piece(rank, 3).samples(2, 0, end - begin), alone)
+    assert np.array_equal(whole.samples(2, 0, 27), WindowOrder(bounds, 3, 7).samples(2, 0, 27))
+
+
 @pytest.mark.parametrize("shuffle", [False, "full"])
 def test_ranks_share_the_order_of_one(shuffle):
     """In order, and shuffled: the batches of two ranks are the halves of those of one."""
