@@ -309,7 +309,7 @@ class CudaDevice:
                 )
         todo = list(transforms.values())
         on_host = [
-            not transform.is_identity and (postprocess or not gpu_can(transform))
+            needs_host(transform) or (postprocess and not transform.is_identity)
             for transform in todo
         ]
         cuda = self.cupy.cuda
@@ -460,7 +460,6 @@ class CudaSlot:
     ) -> None:
         cupy = device.cupy
         self._device = device
-        self._transforms = transforms
         self._staging = {
             field: Staging(cupy, decoder.form, self._empty_pinned)
             for field, decoder in device.decoders.items()
@@ -687,7 +686,12 @@ def _import_cupy() -> Any:
         ) from error
 
 
-def gpu_can(transform: RowTransform) -> bool:
+def needs_host(transform: RowTransform) -> bool:
+    """Tell whether rows have to be transformed on the host, to be delivered on a GPU."""
+    return not (transform.is_identity or _gpu_can(transform))
+
+
+def _gpu_can(transform: RowTransform) -> bool:
     """Tell whether the GPU gives the very bits of the host.
 
     It has no foreign byte order, casts what an integer does not hold to other integers, rounds

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 
 from h5async.config import ReaderConfig
 from h5async.cost import direct_share
-from h5async.device import find_device, gpu_can
+from h5async.device import find_device, needs_host
 from h5async.devicedecode import NotDecoded, find_formats
 from h5async.errors import (
     ConfigError,
@@ -302,7 +302,7 @@ class Engine:
             if config.decode == "device":
                 raise DeviceError('decode="device" needs a GPU, and none was found')
             return [None] * len(transforms), "there is no GPU"
-        on_host = [n for n, t in transforms.items() if not (t.is_identity or gpu_can(t))]
+        on_host = [name for name, transform in transforms.items() if needs_host(transform)]
         return find_formats(config, self.layouts, rows, on_host, self.device.free_nbytes)
 
     def _on_done(self, request: FillRequest, outcome: FillOutcome) -> None:
