@@ -207,6 +207,7 @@ _DECODE = _option("decode", "Where chunks are decoded for a GPU.", metavar="auto
 _CACHE = _option("cache", "Keep all rows for later epochs.", metavar="host|device", unset="no")
 _CACHE_BYTES = _option("cache_bytes", "What the cache may take.", unset="a share of the memory")
 _WORLD_SIZE = _option("world_size", "Processes that share the work.", unset="the launcher's")
+_PIN = _option("pin_memory", "Keep batches on the host, pinned (PyTorch).", unset="no")
 _LIFETIMES = _option("debug_lifetimes", "Catch batches that are used too late.", unset="no")
 _TIMEOUT = _option("timeout", "Seconds to wait for a batch.", unset="no limit")
 
@@ -234,6 +235,7 @@ def read(
     workers: Annotated[str | None, _option("workers", "Where the threads live.")] = None,
     prefetch: Annotated[int | None, _option("prefetch", "Preallocated batches.")] = None,
     device: Annotated[str | None, _DEVICE] = None,
+    pin_memory: Annotated[bool | None, _PIN] = None,
     postprocess: Annotated[str | None, _POSTPROCESS] = None,
     timeout: Annotated[float | None, _TIMEOUT] = None,
     decode: Annotated[str | None, _DECODE] = None,

@@ -220,6 +220,7 @@ class ReaderConfig(_Frozen):
     workers: Literal["thread"] = "thread"
     prefetch: Annotated[Int, Bound(ge=1)] = 2
     device: str = "auto"
+    pin_memory: Annotated[bool, Bound(strict=True)] = False
     postprocess: Callable[..., Any] | str | None = None
     timeout: Annotated[float, Bound(ge=0)] | None = None
     decode: Literal["auto", "host", "device"] = "auto"
@@ -332,6 +333,14 @@ class ReaderConfig(_Frozen):
             )
         if self.rank is not None and self.world_size is not None and self.rank >= self.world_size:
             raise ValueError(f"rank must be below world_size={self.world_size}, found {self.rank}")
+        if self.pin_memory:
+            for option in ("cache", "decode", "device"):
+                value = getattr(self, option)
+                if value == "device" or str(value).startswith("cuda"):
+                    raise ValueError(
+                        f"pin_memory leaves batches on the host, found {option}={value!r}; choose"
+                        " one of the two"
+                    )
         for option in ("cache", "decode"):
             if getattr(self, option) == "device" and self.device == "cpu":
                 raise ValueError(f'{option}="device" needs a GPU, found device="cpu"')

@@ -36,6 +36,7 @@ from h5async.errors import DeviceError
 from h5async.filling import FillOutcome, SlotMemory
 from h5async.kernels import Kernels
 from h5async.nvcomp import load_nvcomp
+from h5async.pinned import Pinning
 from h5async.resident import Budget, Residency
 from h5async.stored import StoredFormat
 from h5async.transform import RowTransform
@@ -126,21 +127,23 @@ class Device(Protocol):
         """Wait until the device uses none of the slots' memory any more."""
 
 
-def find_device(name: str) -> Device:
+def find_device(name: str, pin_memory: bool = False) -> Device:
     """Return the device of an option ``device``.
 
     Parameters
     ----------
     name
         ``"cpu"``, ``"cuda"``, ``"cuda:N"``, or ``"auto"``: CUDA where CuPy and a GPU are there.
+    pin_memory
+        Batches stay on the host, in pinned memory.
 
     Raises
     ------
     DeviceError
-        If CuPy or the GPU is missing; the message says which, and what to do.
+        If CuPy, PyTorch or the GPU is missing; the message says which, and what to do.
     """
-    if name == "cpu":
-        return HostDevice()
+    if name == "cpu" or pin_memory:
+        return HostDevice(Pinning() if pin_memory else None)
     try:
         return CudaDevice(int(name.partition(":")[2] or -1) if name != "auto" else -1)
     except DeviceError:
@@ -165,13 +168,17 @@ def _allocate_host(
 
 
 class HostSlot:
-    """A slot in plain memory: nothing is copied and nothing has to wait."""
+    """A slot in host memory: nothing is copied, and who refills pinned memory waits for copies."""
 
-    def __init__(self, memory: SlotMemory) -> None:
+    def __init__(self, memory: SlotMemory, pinning: Pinning | None) -> None:
         self.memory = memory
+        self._pinning = pinning
+        self._copies: Sequence[Any] = ()  # events: what the caller did with the last batch
 
     def wait_writable(self) -> None:
-        """Return at once."""
+        """Block until no copy on the caller's streams reads the memory any more."""
+        for event in self._copies:
+            event.synchronize()
 
     def upload(self, outcome: FillOutcome) -> tuple[Any, ...]:
         """Return the arrays themselves."""
@@ -188,14 +195,25 @@ class HostSlot:
         """Do nothing."""
 
     def release(self) -> None:
-        """Do nothing."""
+        """Note how far the caller's streams have come, where the memory is pinned."""
+        if self._pinning is not None:
+            self._copies = self._pinning.record()
 
 
 class HostDevice:
-    """Batches are NumPy arrays in the slots themselves."""
+    """Batches are NumPy arrays in the slots themselves.
+
+    Parameters
+    ----------
+    pinning
+        Pins their memory, if given.
+    """
 
     name = "cpu"
     free_nbytes = 0  # of device memory
+
+    def __init__(self, pinning: Pinning | None = None) -> None:
+        self._pinning = pinning
 
     def open_slots(
         self,
@@ -208,7 +226,11 @@ class HostDevice:
         """Allocate slots of `rows` rows; all transforming is the filler's."""
         todo = list(transforms.values())
         on_host = [not transform.is_identity for transform in todo]
-        return [HostSlot(_allocate_host(rows, todo, on_host, np.empty)) for _ in range(count)]
+        empty = np.empty if self._pinning is None else self._pinning.empty
+        return [
+            HostSlot(_allocate_host(rows, todo, on_host, empty), self._pinning)
+            for _ in range(count)
+        ]
 
     def open_cache(self, num_samples: int, cache_bytes: int | None) -> Residency | Budget:
         """Refuse: there is no device.

@@ -107,7 +107,7 @@ class Engine:
         self.num_samples = self.sampling.num_samples
         self.num_batches = self.sampling.num_batches
         self.names = tuple(fields)
-        self.device = find_device(config.device)
+        self.device = find_device(config.device, config.pin_memory)
         rows = min(config.batch_size, max(1, self.num_samples))
         formats, obstacle = self._find_formats(config, transforms, rows)
         self.formats, self.dropping = formats, threading.Lock()

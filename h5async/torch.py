@@ -28,7 +28,9 @@ class H5Dataset(IterableDataset):
     Each iteration is one epoch, the next one each time, and gives a dict of tensors by the name
     of their field. **The tensors live until the next turn of the loop**, as a batch does: they are
     the reader's own buffers, not copies; what has to last longer is cloned. (With the option
-    ``debug_lifetimes``, tensors that are kept too long hold NaN, -1 or 255.)
+    ``debug_lifetimes``, tensors that are kept too long hold NaN, -1 or 255.) The same holds with
+    ``pin_memory``: a copy to a GPU that still goes on by then is waited for, if it was made on the
+    stream that is PyTorch's current one when the next batch is asked for.
 
     The reader's threads do what a DataLoader's worker processes are for. So where a DataLoader is
     wanted, it is ``DataLoader(dataset, batch_size=None)``: the batches are made already, and

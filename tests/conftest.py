@@ -23,6 +23,7 @@ from h5async.core import Core, load_core
 POISON = 0xA5  # what a buffer holds before anything was read into it
 
 hypothesis.settings.register_profile("default", deadline=None, max_examples=400, derandomize=True)
+hypothesis.settings.register_profile("quick", deadline=None, max_examples=100, derandomize=True)
 hypothesis.settings.register_profile(
     "thorough",
     deadline=None,

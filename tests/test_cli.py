@@ -517,6 +517,7 @@ OPTIONS = {  # what is typed -> what the reader is given
     "--workers process": {"workers": "process"},
     "--prefetch 3": {"prefetch": 3},
     "--device cuda:1": {"device": "cuda:1"},
+    "--pin-memory": {"pin_memory": True},
     "--postprocess m.n:f": {"postprocess": "m.n:f"},
     "--timeout 1.5": {"timeout": 1.5},
     "--decode host": {"decode": "host"},

@@ -624,6 +624,30 @@ def test_without_a_look_at_torchs_stream_that_goes_wrong(cupy, images, monkeypat
     )
 
 
+def test_torch_copies_pinned_batches_while_the_program_goes_on(images):
+    torch = require_extra("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("PyTorch is built without CUDA")
+    kept = []
+    with AsyncReader(
+        hdf5_path=images, batch_size=BATCH, pin_memory=True, prefetch=1, shuffle="full"
+    ) as reader:
+        assert reader.device == "cpu"
+        for _ in range(2):
+            for batch in reader:
+                data, labels = (torch.from_dlpack(array) for array in batch)
+                assert data.is_pinned()
+                assert labels.is_pinned()
+                torch.cuda._sleep(SPIN_CYCLES)  # the copies come late
+                copies = [tensor.to("cuda", non_blocking=True) for tensor in (data, labels)]
+                kept.append((batch.index, *copies))
+        torch.cuda.synchronize()
+    for index, data, labels in kept:
+        want = expected(images, index)
+        assert np.array_equal(data.cpu().numpy(), want[0])
+        assert np.array_equal(labels.cpu().numpy(), want[1])
+
+
 def test_jax_takes_batches_without_a_copy(cupy, images):
     jax = require_extra("jax")
     add = jax.jit(lambda x: x.astype("float32") + 1)

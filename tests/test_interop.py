@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from pathlib import Path
 
@@ -67,3 +68,22 @@ def test_the_examples_learn(name, capsys, monkeypatch):
     require_extra(name.partition("_")[0])
     assert example(name).main(epochs=10) > 0.9
     assert "accuracy" in capsys.readouterr().out
+
+
+def test_the_numpy_example_learns(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["numpy_digits", "--device", "cpu"])
+    assert example("numpy_digits").main() == 0
+    assert "held-out accuracy" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of TensorBoard itself
+def test_the_cnn_example_learns_and_tells_tensorboard(capsys, tmp_path):
+    require_extra("torch")
+    require_extra("tensorboard")
+    assert example("torch_cnn").main(logdir=str(tmp_path)) > 0.9
+    assert "epoch 1: " in capsys.readouterr().out
+    events = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+    told = events.EventAccumulator(str(tmp_path))
+    told.Reload()
+    assert [event.step for event in told.Scalars("data/waited_share")] == [0, 1]
+    assert "data/read_seconds" in told.Tags()["scalars"]

@@ -846,6 +846,39 @@ def test_threads_share_the_work_of_one_batch(
     assert len(set(threads)) == 2
 
 
+@pytest.mark.parametrize("threads", [(None, None), (None, 1), (8, 2), (None, None, None)])
+def test_readers_alive_at_once_share_the_cores(tmp_path: Path, threads: tuple[int | None]) -> None:
+    """Readers of the same work get on about equally fast, whatever threads each has."""
+    path = tmp_path / "busy.h5"
+    values = np.random.default_rng(1).integers(0, 16, (2048, 64, 64), dtype=np.uint8)
+    with h5py.File(path, "w") as file:
+        file.create_dataset("data", data=values, chunks=(16, 64, 64), compression="gzip")
+    counts, done = [0] * len(threads), threading.Event()
+    readers = [
+        AsyncReader(hdf5_path=path, labels_field=None, batch_size=64, num_threads=n, shuffle="full")
+        for n in threads
+    ]
+
+    def consume(mine: int) -> None:
+        while not done.is_set():
+            for batch in readers[mine]:
+                assert np.array_equal(batch.data, values[batch.index])
+                counts[mine] += 1
+                if counts[mine] == 200:
+                    done.set()
+                if done.is_set():
+                    break
+
+    consumers = [threading.Thread(target=consume, args=(i,)) for i in range(len(threads))]
+    for consumer in consumers:
+        consumer.start()
+    for consumer in consumers:
+        consumer.join()
+    for reader in readers:
+        reader.close()
+    assert min(counts) >= 50, counts
+
+
 # --- errors of workers ------------------------------------------------------------------------
 
 

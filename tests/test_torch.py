@@ -389,6 +389,68 @@ def test_ddp_under_torchrun_takes_as_many_steps_everywhere(path, tmp_path):
             assert sorted(set(seen)) == list(range(N))
 
 
+RAY = """
+import json, sys
+from pathlib import Path
+
+import ray
+import torch
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer, prepare_model
+
+from h5async import Field
+from h5async.torch import H5Dataset
+
+def train(options):
+    path, out = options["path"], Path(options["out"])
+    context = ray.train.get_context()
+    model = prepare_model(torch.nn.Linear(60, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    fields = {"data": Field("data", scale=1 / 255), "labels": "labels"}
+    found = []
+    with H5Dataset(hdf5_path=path, fields=fields, batch_size=7, shuffle="full",
+                   device="cpu", num_threads=1) as dataset:
+        for batch in dataset:
+            loss = model(batch["data"].flatten(1)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(batch["labels"].tolist())
+    weights = [p.tolist() for p in model.parameters()]
+    (out / f"{context.get_world_rank()}.json").write_text(json.dumps([found, weights]))
+    ray.train.report({"batches": len(found)})
+
+path, out = sys.argv[1:]
+ray.init(num_cpus=3, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False)
+config = {"path": path, "out": out}
+run_config = RunConfig(storage_path=out)
+TorchTrainer(
+    train, train_loop_config=config, scaling_config=ScalingConfig(num_workers=3),
+    run_config=run_config,
+).fit()
+"""
+
+
+@pytest.mark.timeout(300)
+def test_ray_train_takes_as_many_steps_everywhere(path, tmp_path):
+    require_extra("ray.train.torch")
+    script = tmp_path / "train.py"
+    script.write_text(RAY)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, script, path, tmp_path],
+        env={**environment, "RAY_USAGE_STATS_ENABLED": "0"},
+        timeout=240,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
+    assert ranks[0][1] == ranks[1][1] == ranks[2][1], "the weights are not the same"
+    assert {len(found) for found, _ in ranks} == {5}
+    assert sorted(chain(*chain(*(found for found, _ in ranks)))) == list(range(N))
+
+
 # --- the examples, and Lightning -----------------------------------------------------------------
 
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from h5async import AsyncReader
 
-DIGITS = Path(__file__).resolve().parent.parent / "sample_data" / "digits.h5"
+DIGITS = Path(__file__).parents[2] / "sample_data" / "digits.h5"
 REQUIRED_ACCURACY = 0.95
 LEARNING_RATE = 3e-3
 FILTERS, WINDOW, IMAGE, CLASSES = 32, 3, 8, 10
