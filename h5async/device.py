@@ -301,7 +301,6 @@ class CudaDevice:
             self.work_stream = cupy.cuda.Stream(non_blocking=True)
         self.kernels = Kernels(cupy)
         self.cache: list[Any] = []  # the rows of all samples, one array a field, as uploaded
-        self.residency: Residency | None = None
         self.decoders: dict[int, StoredDecoder] = {}  # by field
         # Decoders work in memory of their own, in the order of the work stream: what puts one
         # batch's work there must not be mixed with what puts another's.
@@ -406,8 +405,7 @@ class CudaDevice:
                 self.cache = []
                 return Budget("device", nbytes, self.free_nbytes)
             self.cupy.cuda.get_current_stream().synchronize()  # as in `CudaSlot`
-        self.residency = Residency(num_samples, nbytes, "device")
-        return self.residency
+        return Residency(num_samples, nbytes, "device")
 
     def callers_streams(self) -> list[int]:
         """Return the streams on which the caller may use a batch now, this GPU being current."""
@@ -588,8 +586,6 @@ class CudaSlot:
                 finally:  # whatever was put on the stream, the next upload waits for it
                     self._ready.record(stream)
                     self._done.record(stream)
-        if device.residency is not None:
-            device.residency.add(outcome.index)
         return delivered
 
     def transfer_seconds(self) -> float:

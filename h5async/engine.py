@@ -16,27 +16,18 @@ from typing import Any, NamedTuple, cast
 
 from h5async.config import ReaderConfig
 from h5async.cost import direct_share
+from h5async.dataset import open_dataset
 from h5async.device import find_device, needs_host
 from h5async.devicedecode import NotDecoded, find_formats
-from h5async.errors import (
-    ConfigError,
-    DatasetError,
-    DeviceError,
-    ReaderClosedError,
-    ReadError,
-)
+from h5async.errors import ConfigError, DeviceError, ReaderClosedError, ReadError
 from h5async.filling import THREAD_NAME, Filler, FillOutcome, FillRequest
 from h5async.fingerprint import fingerprint
-from h5async.layout import DatasetLayout, join_layouts
-from h5async.links import Reach
-from h5async.metadata import read_layouts
 from h5async.ranks import Rank, find_rank
-from h5async.resident import Budget, Residency, open_host_cache
+from h5async.resident import Budget, Residency
 from h5async.sampling import Order, Sampling
 from h5async.schedule import Schedule
 from h5async.slots import Assignment, SlotRing
-from h5async.stats import ReaderStats, Waits
-from h5async.storage import read_ahead
+from h5async.stats import ReaderStats, StageTimes, Waits
 from h5async.stored import StoredFormat
 from h5async.transform import RowTransform, row_transform
 from h5async.trial import DecodeTrial
@@ -82,7 +73,7 @@ class Engine:
         fields = config.batch_fields
         self.config = config
         self.forks = _forks
-        self.layouts = _read_all_layouts(config)
+        self.layouts = open_dataset(config)
         transforms = {
             name: row_transform(field, self.layouts[name]) for name, field in fields.items()
         }
@@ -123,12 +114,9 @@ class Engine:
                 f"{config.prefetch} batches of {rows} samples do not fit in memory ({error});"
                 " make batch_size or prefetch smaller"
             ) from error
-        self.cache: Residency | Budget | None = None
+        self.cache: Residency | Budget | None = None  # on the device
         if config.cache == "device":
             self.cache = self.device.open_cache(self.num_samples, config.cache_bytes)
-        elif config.cache == "host":
-            row_nbytes = [transform.raw_nbytes for transform in transforms.values()]
-            self.cache = open_host_cache(self.num_samples, row_nbytes, config.cache_bytes)
         self.ring: SlotRing[Filled] = SlotRing(config.prefetch)
         self.filler = Filler(
             config,
@@ -136,7 +124,7 @@ class Engine:
             self.layouts,
             transforms,
             [slot.memory for slot in self.slots],
-            cache=self.cache if isinstance(self.cache, Residency) else None,
+            device_cache=self.cache if isinstance(self.cache, Residency) else None,
             stored_formats=formats,
             before_fill=lambda slot: self.slots[slot].wait_writable(),
             on_done=self._on_done,
@@ -144,6 +132,7 @@ class Engine:
         self.has_threads = config.thread_count > 0
         self.num_threads = max(1, config.thread_count)
         self.waits = Waits()
+        self.upload_times = StageTimes()
         self.delivered_samples = 0
 
     def check_open(self) -> None:
@@ -266,8 +255,9 @@ class Engine:
 
     def stats(self, num_threads: int) -> ReaderStats:
         """Return what was done so far."""
-        layouts, filler, waits = self.layouts, self.filler, self.waits
-        counts, stages = filler.counts, filler.times.seconds()
+        layouts, waits, done = self.layouts, self.waits, self.filler.stats()
+        counts, stages = done.counts, dict(done.stage_seconds)
+        stages["upload"] += self.upload_times.seconds()["upload"]
         stages["read"] += counts.read_ns / 1e9
         stages["decode"] += counts.decode_ns / 1e9
         stages["place"] += counts.place_ns / 1e9
@@ -286,12 +276,12 @@ class Engine:
             gil_wait_seconds=counts.gil_wait_ns / 1e9,
             read_nbytes=counts.read_nbytes,
             decoded_chunks=counts.decoded_chunks + self.device_chunks,
-            fallback_reads=filler.fallback.reads,
+            fallback_reads=done.fallback_reads,
             direct_share=direct / row_nbytes if row_nbytes else 1.0,
-            ways=dict(zip(self.names, filler.ways, strict=True)),
+            ways=dict(zip(self.names, self.filler.ways, strict=True)),
             num_threads=num_threads,
             filters=tuple(dict.fromkeys(names)),
-            cache=str(self.cache or "none"),
+            cache=done.cache if self.cache is None else str(self.cache),
             decode=self.trial.sentence,
         )
 
@@ -312,10 +302,12 @@ class Engine:
             begin = time.perf_counter_ns()
             try:
                 arrays = self.slots[request.slot].upload(outcome)
+                if isinstance(self.cache, Residency):
+                    self.filler.note_uploaded(request.slot, outcome.index)
                 self._note_turn(request, outcome)
             except BaseException as raised:
                 error = raised
-            self.filler.times.add("upload", begin)
+            self.upload_times.add("upload", begin)
         if isinstance(error, NotDecoded) or (error is not None and any(outcome.stored)):
             # The host decodes what the device cannot, and has the words for what is wrong.
             self.trial.note_fallback()
@@ -342,35 +334,6 @@ class Engine:
             filling = outcome.busy_seconds / self.num_threads
             transfer = self.slots[request.slot].transfer_seconds()
             self.trial.note(request.on_device, max(filling, transfer))
-
-
-def _read_all_layouts(config: ReaderConfig) -> dict[str, DatasetLayout]:
-    """Index the files one by one; the system reads the beginning of the first one meanwhile."""
-    reach = Reach(config.allow_external, config.allow_missing, config.io)
-    fields, files = config.batch_fields, config.files
-    found: dict[str, list[DatasetLayout]] = {name: [] for name in fields}
-    for path in files:
-        layouts = read_layouts(path, fields, reach)
-        _check_lengths(layouts)
-        for name, layout in layouts.items():
-            found[name].append(layout)
-        if path is files[0] and len(files) > 1:
-            samples = config.batch_size * config.prefetch
-            read_ahead(path, samples * sum(layout.row_nbytes for layout in layouts.values()))
-    return {name: join_layouts(several) for name, several in found.items()}
-
-
-def _check_lengths(layouts: Mapping[str, DatasetLayout]) -> None:
-    items = list(layouts.items())
-    name, first = items[0]
-    for other_name, other in items[1:]:
-        if other.num_samples != first.num_samples:
-            raise DatasetError(
-                f'{first.file}: dataset "{first.path}" ({name}) has {first.num_samples} samples'
-                f' along dimension {first.sample_axis}, but "{other.path}" ({other_name}) has'
-                f" {other.num_samples} along dimension {other.sample_axis}; all fields of a batch"
-                " need as many"
-            )
 
 
 def close_engine(engine: Engine) -> None:

@@ -44,7 +44,7 @@ from h5async.native import (
 )
 from h5async.parts import MemoryExecutor, PartsExecutor
 from h5async.plan import GatherPlan, PlanSlice, ReadPlan, RowPlan, cut, plan_read
-from h5async.resident import HostCache, Residency
+from h5async.resident import Budget, HostCache, Residency, open_host_cache
 from h5async.sampling import Sampling
 from h5async.stats import StageTimes, ThreadCounts
 from h5async.storage import LocalFiles
@@ -154,6 +154,27 @@ class _Fill:
         self.error: BaseException | None = None
 
 
+class FillerStats(NamedTuple):
+    """What a filler has done so far.
+
+    Attributes
+    ----------
+    stage_seconds
+        By stage, but for what `counts` has.
+    counts
+        Of all threads.
+    fallback_reads
+        Reads that went through h5py.
+    cache
+        What is kept in memory, or why not.
+    """
+
+    stage_seconds: Mapping[str, float]
+    counts: ThreadCounts
+    fallback_reads: int
+    cache: str
+
+
 class Filler:
     """Fills slots in a thread pool, or, without threads, in whoever calls `run_next`.
 
@@ -170,9 +191,8 @@ class Filler:
     before_fill
         Called in a worker with the slot's number before anything is written to it; may block
         until the slot's memory may be overwritten.
-    cache
-        Which samples need not be read again: the filler keeps their rows in a `HostCache`, and
-        leaves any other to the device.
+    device_cache
+        Which samples the device has and need not be read again, if it keeps them.
     stored_formats
         By field: how the device decodes chunks, for requests that ask for it.
     on_done
@@ -195,7 +215,7 @@ class Filler:
         transforms: Mapping[str, RowTransform],
         slots: Sequence[SlotMemory],
         *,
-        cache: Residency | None = None,
+        device_cache: Residency | None = None,
         stored_formats: Sequence[StoredFormat | None] = (),
         before_fill: Callable[[int], None],
         on_done: Callable[[FillRequest, FillOutcome], None],
@@ -204,8 +224,11 @@ class Filler:
         self._layouts = list(layouts.values())
         self._transforms = list(transforms.values())
         self._slots = slots
-        self._resident = cache
-        self._cache = cache if isinstance(cache, HostCache) else None
+        self._resident = device_cache
+        self._cache: HostCache | None = None
+        self._cache_budget: Budget | None = None
+        if config.cache == "host":
+            self._open_cache(config.cache_bytes)
         self._before_fill = before_fill
         self._on_done = on_done
         self._postprocess = load_function(config.postprocess)
@@ -215,8 +238,8 @@ class Filler:
         self._lock = threading.RLock()
         self._closed = False
         self._threads = config.thread_count
-        self.times = StageTimes()
-        self.fallback = FallbackReader()
+        self._times = StageTimes()
+        self._fallback = FallbackReader()
         self._files = LocalFiles(_KEPT_FILES, config.io)
         self._core = load_core()
         self._apply = [self._transformer(transform) for transform in self._transforms]
@@ -260,10 +283,19 @@ class Filler:
         work()
         return True
 
-    @property
-    def counts(self) -> ThreadCounts:
-        """What all threads have done so far."""
-        return functools.reduce(ThreadCounts.plus, (s.total() for s in list(self._scratches)))
+    def stats(self) -> FillerStats:
+        """Return what all threads have done so far."""
+        return FillerStats(
+            self._times.seconds(),
+            functools.reduce(ThreadCounts.plus, (s.total() for s in list(self._scratches))),
+            self._fallback.reads,
+            str(self._cache or self._cache_budget or "none"),
+        )
+
+    def note_uploaded(self, slot: int, index: NDArray[np.int64]) -> None:
+        """Note that the device cache has the samples of the batch in a slot."""
+        assert self._resident is not None
+        self._resident.add(index)
 
     @property
     def ways(self) -> list[str]:
@@ -327,7 +359,7 @@ class Filler:
             batch.plans = self._plans(batch)
             # One for each thread: a share more costs more, in turns of the GIL, than it evens out.
             shares = list(cut(batch.plans, max(1, self._threads), _MIN_SHARE_NBYTES))
-            self.times.add("plan", begin)
+            self._times.add("plan", begin)
             batch.busy_ns = time.perf_counter_ns() - begin
         except BaseException as error:
             batch.error = error
@@ -467,7 +499,7 @@ class Filler:
     def _transform(self, field: int, raw: NDArray[Any], out: NDArray[Any]) -> None:
         begin = time.perf_counter_ns()
         self._apply[field](raw, out)
-        self.times.add("transform", begin)
+        self._times.add("transform", begin)
 
     def _finish(self, batch: _Fill) -> None:
         arrays = tuple(out[: batch.index.size] for out in self._slots[batch.request.slot].out)
@@ -477,7 +509,7 @@ class Filler:
                 arrays = self._postprocessed(arrays, batch.request)
             except BaseException as error:
                 batch.error = error
-            self.times.add("postprocess", begin)
+            self._times.add("postprocess", begin)
         if not self._closed:
             stored = tuple(p if isinstance(p, StoredPlan) else None for p in batch.plans)
             self._on_done(
@@ -535,7 +567,7 @@ class Filler:
             return PartsExecutor(layout, lambda source: self._executor(source, cache))
         match way_of(self._core, layout):
             case "h5py":
-                return FallbackExecutor(layout, self.fallback)
+                return FallbackExecutor(layout, self._fallback)
             case "memory":
                 return MemoryExecutor(layout)
             case "core":
@@ -547,14 +579,22 @@ class Filler:
         """Open the first files of a dataset, so that they are those that were indexed."""
         for source in itertools.islice(layout.leaves(), _KEPT_FILES):
             if source.fallback_reason is not None:
-                self.fallback.open(source)
+                self._fallback.open(source)
             elif source.values is None:
                 with self._files.using(source.file, source.file_id):
                     pass
 
     def _close_files(self) -> None:
         self._files.close()
-        self.fallback.close()
+        self._fallback.close()
+
+    def _open_cache(self, cache_bytes: int | None) -> None:
+        row_nbytes = [transform.raw_nbytes for transform in self._transforms]
+        found = open_host_cache(self.sampling.num_samples, row_nbytes, cache_bytes)
+        if isinstance(found, Budget):
+            self._cache_budget = found
+        else:
+            self._resident = self._cache = found
 
     def _new_scratch(self) -> Scratch:
         scratch = Scratch.allocate(*self._scratch_nbytes)

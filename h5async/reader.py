@@ -195,7 +195,7 @@ class AsyncReader:
     @property
     def fallback_reads(self) -> int:
         """Reads that went through h5py so far, one for each batch of each field that needs it."""
-        return self._engine.filler.fallback.reads
+        return self._engine.filler.stats().fallback_reads
 
     def stats(self) -> ReaderStats:
         """Return what was done so far, and how long it took; ``str()`` of it says what to do."""

@@ -277,10 +277,10 @@ def test_file_that_is_replaced_while_it_is_being_opened(path, monkeypatch):
     plain_file(path)
     find_device = h5async.engine.find_device
 
-    def replace_first(name):
+    def replace_first(*name):
         shutil.copy(path, f"{path}.new")
         os.replace(f"{path}.new", path)
-        return find_device(name)
+        return find_device(*name)
 
     monkeypatch.setattr("h5async.engine.find_device", replace_first)
     assert "was replaced while it was being opened" in error_of(ReadError, path=path)

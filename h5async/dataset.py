@@ -1,0 +1,52 @@
+"""Options enter; the layout of each field leaves, over all files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from h5async.config import ReaderConfig
+from h5async.errors import DatasetError
+from h5async.layout import DatasetLayout, join_layouts
+from h5async.links import Reach
+from h5async.metadata import read_layouts
+from h5async.storage import read_ahead
+
+
+def open_dataset(config: ReaderConfig) -> dict[str, DatasetLayout]:
+    """Index the files one by one; the system reads the beginning of the first one meanwhile.
+
+    Returns
+    -------
+    dict
+        By field name, in field order.
+
+    Raises
+    ------
+    H5AsyncError
+        As `AsyncReader` says.
+    """
+    reach = Reach(config.allow_external, config.allow_missing, config.io)
+    fields, files = config.batch_fields, config.files
+    found: dict[str, list[DatasetLayout]] = {name: [] for name in fields}
+    for path in files:
+        layouts = read_layouts(path, fields, reach)
+        _check_lengths(layouts)
+        for name, layout in layouts.items():
+            found[name].append(layout)
+        if path is files[0] and len(files) > 1:
+            samples = config.batch_size * config.prefetch
+            read_ahead(path, samples * sum(layout.row_nbytes for layout in layouts.values()))
+    return {name: join_layouts(several) for name, several in found.items()}
+
+
+def _check_lengths(layouts: Mapping[str, DatasetLayout]) -> None:
+    items = list(layouts.items())
+    name, first = items[0]
+    for other_name, other in items[1:]:
+        if other.num_samples != first.num_samples:
+            raise DatasetError(
+                f'{first.file}: dataset "{first.path}" ({name}) has {first.num_samples} samples'
+                f' along dimension {first.sample_axis}, but "{other.path}" ({other_name}) has'
+                f" {other.num_samples} along dimension {other.sample_axis}; all fields of a batch"
+                " need as many"
+            )
