@@ -1,4 +1,4 @@
-"""Options enter; the layout of each field leaves, over all files."""
+"""Options enter; the layout of each field leaves, over all files, and the order of samples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from h5async.errors import DatasetError
 from h5async.layout import DatasetLayout, join_layouts
 from h5async.links import Reach
 from h5async.metadata import read_layouts
+from h5async.ranks import Rank
+from h5async.sampling import Order, Sampling
 from h5async.storage import read_ahead
+from h5async.window import window_order
 
 
 def open_dataset(config: ReaderConfig) -> dict[str, DatasetLayout]:
@@ -37,6 +40,43 @@ def open_dataset(config: ReaderConfig) -> dict[str, DatasetLayout]:
             samples = config.batch_size * config.prefetch
             read_ahead(path, samples * sum(layout.row_nbytes for layout in layouts.values()))
     return {name: join_layouts(several) for name, several in found.items()}
+
+
+def sampling_of(
+    config: ReaderConfig,
+    layouts: Mapping[str, DatasetLayout],
+    rank: Rank,
+    resumed: tuple[int, int, int] | None = None,
+) -> Sampling:
+    """Return the order of samples, and how it is dealt.
+
+    Parameters
+    ----------
+    config, layouts
+        What it depends on.
+    rank
+        Whose batches these are, of how many.
+    resumed
+        An epoch that was begun with another batch and world size, and these.
+    """
+    several = list(layouts.values())
+
+    def window(batch_size: int, world_size: int) -> Order:
+        return window_order(several, config.window_bytes, config.seed, batch_size, world_size)
+
+    own = config.batch_size, rank.world_size
+    is_window = config.shuffle == "window"
+    return Sampling(
+        num_samples=several[0].num_samples,
+        batch_size=config.batch_size,
+        shuffle=config.shuffle,
+        seed=config.seed,
+        drop_last=config.drop_last,
+        window=window(*own) if is_window else None,
+        rank=rank.rank,
+        world_size=rank.world_size,
+        resumed=(resumed[0], window(*resumed[1:])) if resumed and is_window else None,
+    )
 
 
 def _check_lengths(layouts: Mapping[str, DatasetLayout]) -> None:

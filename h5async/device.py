@@ -23,7 +23,8 @@ import itertools
 import math
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -38,10 +39,12 @@ from h5async.kernels import Kernels
 from h5async.nvcomp import load_nvcomp
 from h5async.pinned import Pinning
 from h5async.resident import Budget, Residency
+from h5async.shared import SharedMemory, page_memory
 from h5async.stored import StoredFormat
 from h5async.transform import RowTransform
 
 _CUPY_TYPES = "?bhilqBHILQefdFD"  # NumPy's one-letter codes
+_BYTE = np.dtype(np.uint8)
 _CACHE_SHARE = 0.8  # of the device's free memory, where no budget is given
 
 
@@ -93,6 +96,7 @@ class Device(Protocol):
         transforms: Mapping[str, RowTransform],
         postprocess: bool,
         stored_formats: Sequence[StoredFormat | None],
+        shared: SharedMemory | None = None,
     ) -> list[DeviceSlot]:
         """Allocate slots of `rows` rows.
 
@@ -106,6 +110,8 @@ class Device(Protocol):
             Whether it wants delivered arrays on the host.
         stored_formats
             How chunks of each field are decoded on the device, where they are.
+        shared
+            Where a helper process fills the slots: the memory that it has too.
         """
 
     def open_cache(self, num_samples: int, cache_bytes: int | None) -> Residency | Budget:
@@ -152,19 +158,39 @@ def find_device(name: str, pin_memory: bool = False) -> Device:
         raise
 
 
-def _allocate_host(
-    rows: int, transforms: Sequence[RowTransform], on_host: Sequence[bool], empty: Any
-) -> SlotMemory:
+def _host_slot(
+    rows: int,
+    transforms: Sequence[RowTransform],
+    on_host: Sequence[bool],
+    empty: Callable[[int], NDArray[np.uint8]],
+) -> tuple[SlotMemory, NDArray[np.uint8], list[int]]:
+    """Lay a slot's delivered rows, or raw ones that need no work on the host, out in one block.
+
+    Returns
+    -------
+    memory, block, begins
+        The slot's arrays; the block, made by `empty`; and where each field begins in it.
+    """
+    sizes = [
+        rows * (transform.nbytes if done else transform.raw_nbytes)
+        for transform, done in zip(transforms, on_host, strict=True)
+    ]
+    *begins, total = itertools.accumulate((_aligned(size) for size in sizes), initial=0)
+    block = empty(total)
     raw, out = [], []
-    for transform, transformed in zip(transforms, on_host, strict=True):
-        delivered = None
-        if transformed:
-            delivered = empty((rows, *transform.row), transform.dtype)
-            raw.append(np.empty((rows, *transform.raw_row), transform.raw_dtype))
+    for transform, done, begin in zip(transforms, on_host, begins, strict=True):
+        shape, dtype = (rows, *transform.raw_row), transform.raw_dtype
+        if done:
+            raw.append(np.empty(shape, dtype))
+            out.append(np.ndarray((rows, *transform.row), transform.dtype, block, begin))
         else:
-            raw.append(empty((rows, *transform.raw_row), transform.raw_dtype))
-        out.append(raw[-1] if delivered is None else delivered)
-    return SlotMemory(tuple(raw), tuple(out), (None,) * len(raw))
+            raw.append(np.ndarray(shape, dtype, block, begin))
+            out.append(raw[-1])
+    return SlotMemory(tuple(raw), tuple(out), (None,) * len(raw)), block, begins
+
+
+def _plain_memory(nbytes: int) -> NDArray[np.uint8]:
+    return np.empty(nbytes, np.uint8)
 
 
 class HostSlot:
@@ -222,15 +248,23 @@ class HostDevice:
         transforms: Mapping[str, RowTransform],
         postprocess: bool,
         stored_formats: Sequence[StoredFormat | None],
+        shared: SharedMemory | None = None,
     ) -> list[DeviceSlot]:
         """Allocate slots of `rows` rows; all transforming is the filler's."""
         todo = list(transforms.values())
         on_host = [not transform.is_identity for transform in todo]
-        empty = np.empty if self._pinning is None else self._pinning.empty
-        return [
-            HostSlot(_allocate_host(rows, todo, on_host, empty), self._pinning)
-            for _ in range(count)
-        ]
+        slots: list[DeviceSlot] = []
+        for _ in range(count):
+            memory, block, _ = _host_slot(rows, todo, on_host, self._empty(shared))
+            if self._pinning is not None and block.nbytes:
+                self._pinning.pin(block)
+            slots.append(HostSlot(memory, self._pinning))
+        return slots
+
+    def _empty(self, shared: SharedMemory | None) -> Callable[[int], NDArray[np.uint8]]:
+        if shared is not None:
+            return shared.empty
+        return _plain_memory if self._pinning is None else page_memory
 
     def open_cache(self, num_samples: int, cache_bytes: int | None) -> Residency | Budget:
         """Refuse: there is no device.
@@ -314,6 +348,7 @@ class CudaDevice:
         transforms: Mapping[str, RowTransform],
         postprocess: bool,
         stored_formats: Sequence[StoredFormat | None],
+        shared: SharedMemory | None = None,
     ) -> list[DeviceSlot]:
         """Allocate pinned host slots and device slots of `rows` rows.
 
@@ -341,7 +376,7 @@ class CudaDevice:
                     if form is not None and core is not None:
                         decoder = StoredDecoder(self.cupy, self.kernels, load_nvcomp(), core, form)
                         self.decoders[field] = decoder
-                slots = [CudaSlot(self, rows, todo, on_host) for _ in range(count)]
+                slots = [CudaSlot(self, rows, todo, on_host, shared) for _ in range(count)]
         except (
             cuda.memory.OutOfMemoryError,
             cuda.runtime.CUDARuntimeError,
@@ -477,35 +512,29 @@ class CudaSlot:
         rows: int,
         transforms: Sequence[RowTransform],
         on_host: Sequence[bool],
+        shared: SharedMemory | None,
     ) -> None:
         cupy = device.cupy
         self._device = device
+        self._shared = shared
         self._staging = {
-            field: Staging(cupy, decoder.form, self._empty_pinned)
+            field: Staging(cupy, decoder.form, self._empty_filled)
             for field, decoder in device.decoders.items()
         }
         # What is uploaded of all fields lies in one piece, on both sides, to be sent in one go.
-        sizes = [
-            rows * (transform.nbytes if done else transform.raw_nbytes)
-            for transform, done in zip(transforms, on_host, strict=True)
-        ]
-        begins = list(itertools.accumulate((_aligned(size) for size in sizes), initial=0))
-        self._host_block = self._empty_pinned((begins[-1],), np.dtype(np.uint8))
-        self._device_block = cupy.empty(begins[-1], np.uint8)
-        room = iter(begins)
-
-        def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-            return np.ndarray(shape, dtype, self._host_block, offset=next(room))
-
-        self.memory = _allocate_host(rows, transforms, on_host, empty)._replace(
+        memory, self._host_block, begins = _host_slot(
+            rows, transforms, on_host, lambda nbytes: self._empty_filled((nbytes,), _BYTE)
+        )
+        self._device_block = cupy.empty(self._host_block.nbytes, np.uint8)
+        self.memory = memory._replace(
             stored=tuple(
                 self._staging[field].stored if field in self._staging else None
                 for field in range(len(transforms))
             )
         )
         self._raw = [
-            self._device_block[begin : begin + size].view(array.dtype).reshape(array.shape)
-            for begin, size, array in zip(begins[:-1], sizes, self.memory.out, strict=True)
+            self._device_block[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
+            for begin, array in zip(begins, self.memory.out, strict=True)
         ]
         self._delivered = [
             raw if done or todo.is_identity else cupy.empty((rows, *todo.row), todo.dtype)
@@ -528,6 +557,17 @@ class CudaSlot:
         # The memory pool hands memory out in the order of the current stream; see that what it
         # held before is done with.
         cupy.cuda.get_current_stream().synchronize()
+
+    def _empty_filled(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+        """Return pinned memory that whoever fills the slot has too."""
+        if self._shared is None:
+            return self._empty_pinned(shape, dtype)
+        memory = self._shared.empty(math.prod(shape) * dtype.itemsize)
+        if memory.nbytes:
+            runtime = self._device.cupy.cuda.runtime
+            runtime.hostRegister(memory.ctypes.data, memory.nbytes, 0)
+            weakref.finalize(memory.base, _unregister, runtime, memory.ctypes.data).atexit = False
+        return memory.view(dtype).reshape(shape)
 
     def _empty_pinned(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
         # Not from CuPy's pool, which takes the next power of two.
@@ -687,6 +727,11 @@ class CudaSlot:
         np.copyto(pinned, array)
         on_device.set(pinned, stream=self._device.copy_stream)
         return on_device
+
+
+def _unregister(runtime: Any, address: int) -> None:
+    with contextlib.suppress(runtime.CUDARuntimeError):  # after a fault nothing can be undone
+        runtime.hostUnregister(address)
 
 
 def _aligned(nbytes: int) -> int:

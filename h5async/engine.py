@@ -11,12 +11,11 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 from h5async.config import ReaderConfig
 from h5async.cost import direct_share
-from h5async.dataset import open_dataset
+from h5async.dataset import open_dataset, sampling_of
 from h5async.device import find_device, needs_host
 from h5async.devicedecode import NotDecoded, find_formats
 from h5async.errors import ConfigError, DeviceError, ReaderClosedError, ReadError
@@ -24,14 +23,12 @@ from h5async.filling import THREAD_NAME, Filler, FillOutcome, FillRequest
 from h5async.fingerprint import fingerprint
 from h5async.ranks import Rank, find_rank
 from h5async.resident import Budget, Residency
-from h5async.sampling import Order, Sampling
 from h5async.schedule import Schedule
 from h5async.slots import Assignment, SlotRing
 from h5async.stats import ReaderStats, StageTimes, Waits
 from h5async.stored import StoredFormat
 from h5async.transform import RowTransform, row_transform
 from h5async.trial import DecodeTrial
-from h5async.window import window_order
 
 _STATE_VERSION = 1
 
@@ -81,19 +78,10 @@ class Engine:
             self.rank = Rank(config.rank, config.world_size)
         else:
             self.rank = find_rank()
-        own = config.batch_size, self.rank.world_size
-        self.sampling = Sampling(
-            num_samples=next(iter(self.layouts.values())).num_samples,
-            batch_size=config.batch_size,
-            shuffle=config.shuffle,
-            seed=config.seed,
-            drop_last=config.drop_last,
-            window=self._window_order(*own) if config.shuffle == "window" else None,
-            rank=self.rank.rank,
-            world_size=self.rank.world_size,
-        )
+        self.sampling = sampling_of(config, self.layouts, self.rank)
         self.schedule = Schedule(self.sampling)
-        self.origin = 0, own  # with what batch and world size which epoch was begun
+        # With what batch and world size which epoch was begun.
+        self.origin = 0, (config.batch_size, self.rank.world_size)
         self.fingerprint: str | None = None
         self.num_samples = self.sampling.num_samples
         self.num_batches = self.sampling.num_batches
@@ -162,12 +150,10 @@ class Engine:
         own = self.config.batch_size, self.rank.world_size
         if origin is None or not start:
             origin = own
-        resumed = None
-        if self.config.shuffle == "window" and origin != own:
-            resumed = epoch, self._window_order(*origin)
+        resumed = None if origin == own else (epoch, *origin)
         self.origin = epoch, origin
-        self.sampling = replace(self.sampling, resumed=resumed)
-        self.filler.sampling = self.sampling
+        self.sampling = sampling_of(self.config, self.layouts, self.rank, resumed)
+        self.filler.reorder(self.sampling, resumed)
         self.schedule = Schedule.beginning(self.sampling, serial, epoch, start)
 
     def state(self) -> dict[str, Any]:
@@ -224,10 +210,6 @@ class Engine:
         if config.shuffle == "window":
             found["window_bytes"] = config.window_bytes
         return found
-
-    def _window_order(self, batch_size: int, world_size: int) -> Order:
-        config, layouts = self.config, list(self.layouts.values())
-        return window_order(layouts, config.window_bytes, config.seed, batch_size, world_size)
 
     def next(self, timeout_seconds: float | None) -> tuple[int, Filled]:
         """End the life of the batch in use, wait for the next one, and put it in use."""

@@ -220,7 +220,7 @@ class Filler:
         before_fill: Callable[[int], None],
         on_done: Callable[[FillRequest, FillOutcome], None],
     ) -> None:
-        self.sampling = sampling  # may be replaced; the samples of a request are of the newest
+        self._sampling = sampling
         self._layouts = list(layouts.values())
         self._transforms = list(transforms.values())
         self._slots = slots
@@ -268,6 +268,13 @@ class Filler:
         self._tickets: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._pool: list[threading.Thread] = []
         self._start_threads()
+
+    def reorder(self, sampling: Sampling, resumed: tuple[int, int, int] | None) -> None:
+        """Let requests, also those on their way, have the samples of another order.
+
+        `resumed`: what `sampling_of` made it with.
+        """
+        self._sampling = sampling
 
     def fill(self, request: FillRequest) -> None:
         """Ask for a slot to be filled. Never blocks. Safe to call from any thread."""
@@ -355,7 +362,7 @@ class Filler:
         try:
             self._before_fill(request.slot)
             begin = time.perf_counter_ns()
-            batch.index = self.sampling.batch_at(request.epoch, request.start)
+            batch.index = self._sampling.batch_at(request.epoch, request.start)
             batch.plans = self._plans(batch)
             # One for each thread: a share more costs more, in turns of the GIL, than it evens out.
             shares = list(cut(batch.plans, max(1, self._threads), _MIN_SHARE_NBYTES))
@@ -590,7 +597,7 @@ class Filler:
 
     def _open_cache(self, cache_bytes: int | None) -> None:
         row_nbytes = [transform.raw_nbytes for transform in self._transforms]
-        found = open_host_cache(self.sampling.num_samples, row_nbytes, cache_bytes)
+        found = open_host_cache(self._sampling.num_samples, row_nbytes, cache_bytes)
         if isinstance(found, Budget):
             self._cache_budget = found
         else:

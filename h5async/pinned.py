@@ -1,7 +1,7 @@
-"""Sizes enter; arrays in pinned memory leave, by PyTorch: for batches that stay on the host.
+"""Memory enters, and is pinned by PyTorch: for batches that stay on the host.
 
-A copy of such an array to a GPU (``tensor.to("cuda", non_blocking=True)``) goes on while the
-program does, and reads the array meanwhile. So whoever fills it again waits for it: for all that
+A copy out of it to a GPU (``tensor.to("cuda", non_blocking=True)``) goes on while the
+program does, and reads it meanwhile. So whoever fills it again waits for it: for all that
 PyTorch's current streams were given before the batch was handed back. This is the only importer
 of PyTorch beside `h5async.torch`, and imports it only where pinned memory is asked for.
 """
@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import math
-import mmap
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -42,26 +40,28 @@ class Pinning:
         if not self._torch.cuda.is_available():
             raise DeviceError(f"PyTorch {self._torch.__version__} finds no GPU; {hint}")
 
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-        """Return an uninitialised array in pinned memory of its own.
+    def pin(self, memory: NDArray[np.uint8]) -> None:
+        """Pin memory, until the last array over it is gone.
+
+        Parameters
+        ----------
+        memory
+            Of whole pages, as `page_memory` returns it.
 
         Raises
         ------
         DeviceError
-            If the memory cannot be pinned.
+            If it cannot be pinned.
         """
-        block = mmap.mmap(-1, max(1, math.prod(shape) * dtype.itemsize))
-        array: NDArray[Any] = np.ndarray(shape, dtype, block)
         cudart = self._torch.cuda.cudart()
-        error = cudart.cudaHostRegister(array.ctypes.data, len(block), _PORTABLE)
+        error = cudart.cudaHostRegister(memory.ctypes.data, memory.nbytes, _PORTABLE)
         if int(error):
             raise DeviceError(
-                f"{len(block)} bytes could not be pinned ({cudart.cudaGetErrorString(error)});"
+                f"{memory.nbytes} bytes could not be pinned ({cudart.cudaGetErrorString(error)});"
                 " make batch_size or prefetch smaller, or do without pin_memory"
             )
-        # Views keep the block alive. What is still on its way when the last one goes is waited for.
-        weakref.finalize(block, _unpin, self, array.ctypes.data).atexit = False
-        return array
+        # What is still on its way when the last array goes is waited for.
+        weakref.finalize(memory.base, _unpin, self, memory.ctypes.data).atexit = False
 
     def record(self) -> Sequence[Any]:
         """Return events that are done when all is that the caller's streams were given."""

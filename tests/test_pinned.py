@@ -148,7 +148,7 @@ def test_a_slot_is_not_refilled_before_the_copy_is_done(path, cuda):
 
 def test_memory_is_unpinned_when_its_last_array_goes(path, cuda):
     reader = AsyncReader(**options(path))
-    assert len(cuda.registered) == 4  # two slots of two fields
+    assert len(cuda.registered) == 2  # slots
     batch = reader.get_next_batch()
     cuda.copy_later(batch.data, target := np.zeros_like(batch.data))
     expected = batch.data.copy()

@@ -1,0 +1,125 @@
+"""Sizes enter; memory that two processes share leaves, and places in it that can be sent.
+
+Shared memory is one anonymous file, mapped piece by piece. Both processes have its descriptor; it
+has no name in the file system, and is gone with the last process that has it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import os
+import tempfile
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Place(NamedTuple):
+    """An array in shared memory.
+
+    Attributes
+    ----------
+    offset
+        Bytes from the beginning of the memory.
+    shape, dtype
+        Of the array, which is C-contiguous.
+    """
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def page_memory(nbytes: int) -> NDArray[np.uint8]:
+    """Return memory of whole pages, of this process alone; its base is the map."""
+    block = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    _ask_for_huge_pages(block)
+    return np.ndarray((nbytes,), np.uint8, block)
+
+
+def _ask_for_huge_pages(block: mmap.mmap) -> None:
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            block.madvise(mmap.MADV_HUGEPAGE)
+
+
+class _Piece(NamedTuple):
+    address: int
+    offset: int
+    nbytes: int
+
+
+class SharedMemory:
+    """Memory that a helper process has too. One process at a time may call `empty`.
+
+    Parameters
+    ----------
+    fd
+        Of memory that another process made; None: make new memory.
+    """
+
+    def __init__(self, fd: int | None = None) -> None:
+        if fd is None:
+            fd = _new_file()
+        self.fd = fd
+        self._pieces: list[_Piece] = []
+
+    def empty(self, nbytes: int) -> NDArray[np.uint8]:
+        """Return new memory, which holds zeros; its pages are taken when they are written to.
+
+        Raises
+        ------
+        MemoryError
+            If the system refuses.
+        """
+        # The other process may have taken some.
+        begin = -(-os.fstat(self.fd).st_size // mmap.ALLOCATIONGRANULARITY)
+        offset = begin * mmap.ALLOCATIONGRANULARITY
+        try:
+            os.ftruncate(self.fd, offset + max(1, nbytes))
+            return self._map(offset, nbytes)
+        except (OSError, OverflowError, ValueError) as error:
+            raise MemoryError(f"{nbytes} bytes of shared memory: {error}") from error
+
+    def array(self, place: Place) -> NDArray[Any]:
+        """Return the array at a place that the other process sent."""
+        begin = place.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        memory = self._map(begin, place.offset - begin + place.nbytes)
+        return np.ndarray(place.shape, place.dtype, memory, place.offset - begin)
+
+    def place(self, array: NDArray[Any]) -> Place | None:
+        """Return where an array lies; None for one that is not of this memory."""
+        address = array.ctypes.data
+        for piece in self._pieces:
+            if piece.address <= address and address + array.nbytes <= piece.address + piece.nbytes:
+                offset = piece.offset + address - piece.address
+                return Place(offset, array.shape, array.dtype)
+        return None
+
+    def close(self) -> None:
+        """Let go of the descriptor; arrays stay as they are. Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def _map(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
+        block = mmap.mmap(self.fd, max(1, nbytes), offset=offset)
+        _ask_for_huge_pages(block)
+        memory = np.ndarray((nbytes,), np.uint8, block)
+        self._pieces.append(_Piece(memory.ctypes.data, offset, nbytes))
+        return memory
+
+
+def _new_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("h5async")
+    with tempfile.TemporaryFile() as file:  # it has no name any more
+        return os.dup(file.fileno())
