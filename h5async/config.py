@@ -217,7 +217,7 @@ class ReaderConfig(_Frozen):
     seed: Int = 0
     drop_last: Annotated[bool, Bound(strict=True)] = False
     num_threads: Annotated[Int, Bound(ge=0)] | None = None
-    workers: Literal["thread"] = "thread"
+    workers: Literal["thread", "process"] = "thread"
     prefetch: Annotated[Int, Bound(ge=1)] = 2
     device: str = "auto"
     pin_memory: Annotated[bool, Bound(strict=True)] = False
@@ -284,13 +284,6 @@ class ReaderConfig(_Frozen):
             return "full"
         if value is not False and value not in ("full", "window"):
             raise ValueError('must be False, True, "full" or "window"')
-        return value
-
-    @field_validator("workers", mode="before")
-    @classmethod
-    def _workers_mode(cls, value: object) -> object:
-        if value == "process":
-            raise ValueError('workers="process" is not supported yet; use "thread"')
         return value
 
     @field_validator("device", mode="after")

@@ -21,6 +21,8 @@ from h5async.devicedecode import NotDecoded, find_formats
 from h5async.errors import ConfigError, DeviceError, ReaderClosedError, ReadError
 from h5async.filling import THREAD_NAME, Filler, FillOutcome, FillRequest
 from h5async.fingerprint import fingerprint
+from h5async.helper import HelperFiller
+from h5async.layout import DatasetLayout
 from h5async.ranks import Rank, find_rank
 from h5async.resident import Budget, Residency
 from h5async.schedule import Schedule
@@ -67,10 +69,21 @@ class Engine:
     """
 
     def __init__(self, config: ReaderConfig) -> None:
-        fields = config.batch_fields
         self.config = config
         self.forks = _forks
-        self.layouts = open_dataset(config)
+        if config.workers == "thread":
+            self._open(open_dataset(config), None)
+            return
+        helper = HelperFiller(config)
+        try:
+            self._open(helper.layouts, helper)
+        except BaseException:
+            helper.close()
+            raise
+
+    def _open(self, layouts: Mapping[str, DatasetLayout], helper: HelperFiller | None) -> None:
+        config, fields = self.config, self.config.batch_fields
+        self.layouts = layouts
         transforms = {
             name: row_transform(field, self.layouts[name]) for name, field in fields.items()
         }
@@ -95,7 +108,12 @@ class Engine:
         self.device_turns: set[int] = set()  # batches on their way that may be decoded there
         try:
             self.slots = self.device.open_slots(
-                config.prefetch, rows, transforms, config.postprocess is not None, formats
+                config.prefetch,
+                rows,
+                transforms,
+                config.postprocess is not None,
+                formats,
+                None if helper is None else helper.shared,
             )
         except MemoryError as error:
             raise ConfigError(
@@ -106,17 +124,31 @@ class Engine:
         if config.cache == "device":
             self.cache = self.device.open_cache(self.num_samples, config.cache_bytes)
         self.ring: SlotRing[Filled] = SlotRing(config.prefetch)
-        self.filler = Filler(
-            config,
-            self.sampling,
-            self.layouts,
-            transforms,
-            [slot.memory for slot in self.slots],
-            device_cache=self.cache if isinstance(self.cache, Residency) else None,
-            stored_formats=formats,
-            before_fill=lambda slot: self.slots[slot].wait_writable(),
-            on_done=self._on_done,
-        )
+        memory = [slot.memory for slot in self.slots]
+        device_cache = self.cache if isinstance(self.cache, Residency) else None
+        self.filler: Filler | HelperFiller
+        if helper is None:
+            self.filler = Filler(
+                config,
+                self.sampling,
+                self.layouts,
+                transforms,
+                memory,
+                device_cache=device_cache,
+                stored_formats=formats,
+                before_fill=self._wait_writable,
+                on_done=self._on_done,
+            )
+        else:
+            self.filler = helper
+            helper.start(
+                self.rank,
+                memory,
+                device_cache=device_cache,
+                stored_formats=formats,
+                before_fill=self._wait_writable if self.device.reads_slots else None,
+                on_done=self._on_done,
+            )
         self.has_threads = config.thread_count > 0
         self.num_threads = max(1, config.thread_count)
         self.waits = Waits()
@@ -263,6 +295,7 @@ class Engine:
             ways=dict(zip(self.names, self.filler.ways, strict=True)),
             num_threads=num_threads,
             filters=tuple(dict.fromkeys(names)),
+            workers=self.config.workers,
             cache=done.cache if self.cache is None else str(self.cache),
             decode=self.trial.sentence,
         )
@@ -276,6 +309,9 @@ class Engine:
             return [None] * len(transforms), "there is no GPU"
         on_host = [name for name, transform in transforms.items() if needs_host(transform)]
         return find_formats(config, self.layouts, rows, on_host, self.device.free_nbytes)
+
+    def _wait_writable(self, slot: int) -> None:
+        self.slots[slot].wait_writable()
 
     def _on_done(self, request: FillRequest, outcome: FillOutcome) -> None:
         arrays: tuple[Any, ...] = ()

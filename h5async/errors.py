@@ -59,6 +59,10 @@ class PostprocessError(H5AsyncError):
     """The caller's `postprocess` raised or returned something unusable."""
 
 
+def _reduce_mixed(error: PostprocessError) -> tuple[object, ...]:
+    return postprocess_error, (error.args[0], error.__cause__), error.__dict__
+
+
 def postprocess_error(message: str, cause: Exception) -> PostprocessError:
     """Make an error that is a `PostprocessError` and also of the type of `cause`.
 
@@ -81,7 +85,9 @@ def postprocess_error(message: str, cause: Exception) -> PostprocessError:
     if not issubclass(kind, H5AsyncError | StopIteration):  # the latter would end a for loop
         try:
             both: type[PostprocessError] = type(
-                "PostprocessError", (PostprocessError, kind), {"__module__": __name__}
+                "PostprocessError",
+                (PostprocessError, kind),
+                {"__module__": __name__, "__reduce__": _reduce_mixed},
             )
             mixed = both.__new__(both)
             mixed.__dict__.update(cause.__dict__)

@@ -44,7 +44,7 @@ class Order(Protocol):
         """Return the samples at positions `start` to `stop` of an epoch, as a new array."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Sampling:
     """The order of an epoch's samples, and how they are dealt to batches and ranks.
 
@@ -85,12 +85,12 @@ class Sampling:
     world_size: int = 1
     resumed: tuple[int, Order] | None = None
 
-    @property
+    @functools.cached_property  # these are asked for with every batch
     def step_samples(self) -> int:
         """Samples that are dealt to all ranks at a time."""
         return self.batch_size * self.world_size
 
-    @property
+    @functools.cached_property
     def num_batches(self) -> int:
         """Batches in an epoch."""
         return self.batches_from(0)

@@ -6,6 +6,7 @@ state was saved, say. The first epoch may be the rest of one.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -45,6 +46,11 @@ class Schedule:
     epoch: int = 0
     start: int = 0
 
+    @functools.cached_property
+    def _first(self) -> int:
+        """Batches in the first epoch, or the rest of it."""
+        return self.sampling.batches_from(self.start)
+
     @classmethod
     def beginning(cls, sampling: Sampling, serial: int, epoch: int, start: int) -> Schedule:
         """Make a schedule; where no batch is left of the epoch, it begins with the next one."""
@@ -54,7 +60,7 @@ class Schedule:
 
     def position(self, serial: int) -> Position:
         """Return which batch has a serial number."""
-        step, first = self.sampling.step_samples, self.sampling.batches_from(self.start)
+        step, first = self.sampling.step_samples, self._first
         passed = serial - self.serial
         if passed < first:
             start = self.start + passed * step
@@ -71,6 +77,5 @@ class Schedule:
         passed = serial - self.serial
         if passed <= 0:
             return self.serial
-        first = self.sampling.batches_from(self.start)
-        epochs = -(-max(0, passed - first) // self.sampling.num_batches)
-        return self.serial + first + epochs * self.sampling.num_batches
+        epochs = -(-max(0, passed - self._first) // self.sampling.num_batches)
+        return self.serial + self._first + epochs * self.sampling.num_batches

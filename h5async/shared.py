@@ -85,18 +85,20 @@ class SharedMemory:
         offset = begin * mmap.ALLOCATIONGRANULARITY
         try:
             os.ftruncate(self.fd, offset + max(1, nbytes))
-            return self._map(offset, nbytes)
+            memory = _map(self.fd, offset, nbytes)
         except (OSError, OverflowError, ValueError) as error:
             raise MemoryError(f"{nbytes} bytes of shared memory: {error}") from error
+        self._pieces.append(_Piece(memory.ctypes.data, offset, nbytes))
+        return memory
 
     def array(self, place: Place) -> NDArray[Any]:
         """Return the array at a place that the other process sent."""
         begin = place.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-        memory = self._map(begin, place.offset - begin + place.nbytes)
+        memory = _map(self.fd, begin, place.offset - begin + place.nbytes)
         return np.ndarray(place.shape, place.dtype, memory, place.offset - begin)
 
     def place(self, array: NDArray[Any]) -> Place | None:
-        """Return where an array lies; None for one that is not of this memory."""
+        """Return where an array lies; None where it is not of what `empty` gave."""
         address = array.ctypes.data
         for piece in self._pieces:
             if piece.address <= address and address + array.nbytes <= piece.address + piece.nbytes:
@@ -110,12 +112,11 @@ class SharedMemory:
             os.close(self.fd)
             self.fd = -1
 
-    def _map(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
-        block = mmap.mmap(self.fd, max(1, nbytes), offset=offset)
-        _ask_for_huge_pages(block)
-        memory = np.ndarray((nbytes,), np.uint8, block)
-        self._pieces.append(_Piece(memory.ctypes.data, offset, nbytes))
-        return memory
+
+def _map(fd: int, offset: int, nbytes: int) -> NDArray[np.uint8]:
+    block = mmap.mmap(fd, max(1, nbytes), offset=offset)
+    _ask_for_huge_pages(block)
+    return np.ndarray((nbytes,), np.uint8, block)
 
 
 def _new_file() -> int:

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -44,7 +44,14 @@ class ThreadCounts:
 
     def plus(self, other: ThreadCounts) -> ThreadCounts:
         """Return the sums of all counts."""
-        return ThreadCounts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return ThreadCounts(
+            self.read_ns + other.read_ns,
+            self.decode_ns + other.decode_ns,
+            self.place_ns + other.place_ns,
+            self.gil_wait_ns + other.gil_wait_ns,
+            self.read_nbytes + other.read_nbytes,
+            self.decoded_chunks + other.decoded_chunks,
+        )
 
     @contextmanager
     def timed(self, counter: str) -> Iterator[None]:
@@ -139,6 +146,8 @@ class ReaderStats:
         Threads of the pool; 0: the consumer's.
     filters
         Names of the filters that are undone, of all fields.
+    workers
+        ``"thread"`` or ``"process"``: whose GIL is meant.
     """
 
     batches: int
@@ -157,6 +166,7 @@ class ReaderStats:
     ways: Mapping[str, str]
     num_threads: int
     filters: Sequence[str] = field(default=())
+    workers: str = "thread"
     cache: str = "none"
     decode: str = "host"
 
@@ -192,7 +202,7 @@ class ReaderStats:
         if self.waited_share < _DATA_BOUND:
             return f"not data-bound: {waited}; the reader could give {self._headroom()}"
         starved = self.gil_wait_seconds / (self.gil_wait_seconds + self.busy_seconds)
-        if starved > _STARVED and self.headroom > 1:
+        if starved > _STARVED and self.headroom > 1 and self.workers == "thread":
             return (
                 f"data-bound: {waited}; the reader's threads spent {100 * starved:.0f} % of their"
                 " time waiting for the GIL: the loop holds it; call less Python in it, or larger"

@@ -1,0 +1,518 @@
+"""The filler's twin in the reader's process: requests enter, and a helper process fills the slots.
+
+`HelperFiller` is called as a `Filler` is. The helper process runs one, over memory that both have
+(`helper_main.py`). A crash there, in a C library, say, costs a batch, and no more: the next request
+gets a new helper.
+
+One thread starts the helper, and takes its answers. The system ends the helper with this thread,
+so also with the process, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.config import ReaderConfig
+from h5async.errors import ConfigError, ReaderClosedError, ReadError
+from h5async.filling import THREAD_NAME, FillerStats, FillOutcome, FillRequest, SlotMemory
+from h5async.fingerprint import fingerprint
+from h5async.layout import DatasetLayout
+from h5async.messages import (
+    Answer,
+    DropStored,
+    Failed,
+    NoteUploaded,
+    Opened,
+    Opening,
+    Reorder,
+    SlotPlaces,
+    Started,
+    Starting,
+    dump,
+    dump_opening,
+    load,
+    received,
+)
+from h5async.ranks import Rank
+from h5async.resident import Residency
+from h5async.sampling import Sampling
+from h5async.shared import Place, SharedMemory
+from h5async.stats import STAGES, ThreadCounts
+from h5async.stored import StoredFormat
+
+_PATIENCE_SECONDS = 2.0  # for a helper that was told to end
+
+_NOTHING_DONE = FillerStats(dict.fromkeys(STAGES, 0.0), ThreadCounts(), 0, "none")
+
+
+class HelperDied(ReadError):
+    """The helper process came to its end before it had answered."""
+
+
+class HelperFiller:
+    """Fills slots in the threads of one helper process. Safe to call from many threads.
+
+    Making it starts the helper, which opens the dataset; `start` has it fill slots.
+
+    Parameters
+    ----------
+    config
+        The options.
+
+    Attributes
+    ----------
+    layouts
+        By field name, in field order.
+    shared
+        Memory that the helper has too, for the slots.
+    ways
+        How each field is read, in field order, once started.
+
+    Raises
+    ------
+    H5AsyncError
+        As `AsyncReader` says; `ReadError` if the helper process dies of the files.
+    ConfigError
+        If `postprocess` cannot be sent.
+    """
+
+    def __init__(self, config: ReaderConfig) -> None:
+        self._config = config
+        try:
+            self._opening = dump_opening(Opening(config))
+        except Exception as error:
+            raise ConfigError(
+                f"postprocess cannot be sent to a helper process ({error}); give it as"
+                ' "module:function", or read with workers="thread"'
+            ) from error
+        self.layouts: Mapping[str, DatasetLayout] = {}
+        self.shared = SharedMemory()
+        self.ways: list[str] = []
+        # Reentrant: a reader collected in here by the garbage collector is closed in here.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._closed = False
+        self._starting: Starting | None = None
+        self._process: _Process | None = None
+        self._is_ready = False  # to take requests
+        self._outstanding: dict[int, FillRequest] = {}  # by slot
+        self._slots: Sequence[SlotMemory] = ()
+        self._index: list[NDArray[np.int64]] = []
+        self._others: dict[tuple[int, int], tuple[int, NDArray[np.uint8]]] = {}
+        self._device_cache: Residency | None = None
+        self._before_fill: Callable[[int], None] | None = None
+        self._on_done: Callable[[FillRequest, FillOutcome], None] = _nobody
+        self._stats = self._former_stats = _NOTHING_DONE
+        self._steps: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[FillRequest | None] = queue.SimpleQueue()
+        self._threads = [self._new_thread(self._run, "helper")]
+        self._await_step()
+
+    def start(
+        self,
+        rank: Rank,
+        slots: Sequence[SlotMemory],
+        *,
+        device_cache: Residency | None,
+        stored_formats: Sequence[StoredFormat | None],
+        before_fill: Callable[[int], None] | None,
+        on_done: Callable[[FillRequest, FillOutcome], None],
+    ) -> None:
+        """Have slots filled from now on; parameters are those of `Filler`.
+
+        Parameters
+        ----------
+        rank
+            Whose batches these are.
+        slots
+            Arrays in `shared`; raw ones of their own where the filler transforms them.
+        before_fill
+            None: slots can be written to at once.
+        device_cache, stored_formats, on_done
+            As of `Filler`. `on_done` is called in a thread of this object.
+
+        Raises
+        ------
+        H5AsyncError
+            As `Filler` says.
+        """
+        rows = len(slots[0].out[0])
+        index = self.shared.empty(len(slots) * rows * 8).view(np.int64).reshape(len(slots), rows)
+        self._index = list(index)
+        self._slots, self._before_fill, self._on_done = slots, before_fill, on_done
+        self._device_cache = device_cache
+        places = [self._places(*of_slot) for of_slot in zip(slots, index, strict=True)]
+        has_cache = device_cache is not None
+        with self._changed:
+            self._starting = Starting(rank, None, places, list(stored_formats), has_cache)
+            self._changed.notify_all()
+        self._await_step()
+        if before_fill is not None:
+            self._threads.append(self._new_thread(self._send_when_writable, "send"))
+
+    def fill(self, request: FillRequest) -> None:
+        """Ask for a slot to be filled. Never blocks."""
+        with self._changed:
+            if self._closed:
+                return
+            self._outstanding[request.slot] = request
+            self._changed.notify_all()
+            if self._before_fill is None:
+                self._send(request)
+                return
+        self._waiting.put(request)
+
+    def run_next(self) -> bool:
+        """Return False: there is never any work for the calling thread."""
+        return False
+
+    def reorder(self, sampling: Sampling, resumed: tuple[int, int, int] | None) -> None:
+        """Let requests have the samples of another order, as `Filler.reorder`."""
+        with self._lock:
+            if self._starting is not None:
+                self._starting = self._starting._replace(resumed=resumed)
+            self._note(Reorder(resumed))
+
+    def note_uploaded(self, slot: int, index: NDArray[np.int64]) -> None:
+        """Note that the device cache has the samples of the batch in a slot."""
+        assert self._device_cache is not None
+        self._device_cache.add(index)
+        self._note(NoteUploaded(slot))
+
+    def drop_stored(self, slots: Sequence[SlotMemory]) -> None:
+        """Take slots without memory for stored chunks, as `Filler.drop_stored`."""
+        with self._lock:
+            assert self._starting is not None
+            self._slots = slots
+            without = [
+                places._replace(stored=(None,) * len(places.stored))
+                for places in self._starting.slots
+            ]
+            none: list[StoredFormat | None] = [None] * len(self._starting.stored_formats)
+            self._starting = self._starting._replace(slots=without, stored_formats=none)
+            self._note(DropStored())
+
+    def stats(self) -> FillerStats:
+        """Return what all helpers have done so far."""
+        now, before = self._stats, self._former_stats
+        return FillerStats(
+            {stage: now.stage_seconds[stage] + before.stage_seconds[stage] for stage in STAGES},
+            now.counts.plus(before.counts),
+            now.fallback_reads + before.fallback_reads,
+            now.cache,
+        )
+
+    def close(self) -> None:
+        """End the helper, and drop all requests. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._outstanding.clear()
+            self._changed.notify_all()
+            if self._process is not None:
+                self._process.hang_up()
+        self._waiting.put(None)
+        for thread in self._threads:
+            thread.join()
+        self.shared.close()
+        self._slots, self._index, self._others = (), [], {}
+
+    def _new_thread(self, target: Callable[[], None], name: str) -> threading.Thread:
+        thread = threading.Thread(target=target, name=f"{THREAD_NAME}-{name}", daemon=True)
+        thread.start()
+        return thread
+
+    def _await_step(self) -> None:
+        """Wait for the helper to open or to start; close where it failed."""
+        try:
+            error = self._steps.get()
+        except BaseException:  # the user has lost patience
+            self.close()
+            raise
+        if error is not None:
+            self.close()
+            raise error
+
+    def _places(self, slot: SlotMemory, index: NDArray[np.int64]) -> SlotPlaces:
+        place = self.shared.place
+        out = [place(array) for array in slot.out]
+        of_index = place(index)
+        assert of_index is not None
+        return SlotPlaces(
+            tuple(place(array) for array in slot.raw),
+            tuple(found for found in out if found is not None),
+            tuple(None if array is None else place(array) for array in slot.stored),
+            of_index,
+        )
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def _send_when_writable(self) -> None:
+        """Send requests in order, each when its slot may be written to; in a thread of its own."""
+        assert self._before_fill is not None
+        while (request := self._waiting.get()) is not None:
+            try:
+                self._before_fill(request.slot)
+            except BaseException as error:
+                self._fail(request, error)
+            else:
+                self._send(request)
+
+    def _send(self, request: FillRequest) -> None:
+        with self._lock:
+            process = self._process
+            if not self._is_ready or self._outstanding.get(request.slot) != request:
+                return  # sent when there is a helper; or answered, by a helper's end
+            if process is not None and request not in process.sent:
+                process.sent.add(request)
+                process.send(tuple(request))  # pickled ten times as fast
+
+    def _note(self, message: Any) -> None:
+        with self._lock:
+            if self._is_ready and self._process is not None:
+                self._process.send(message)
+
+    # --- answers ----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        """Keep a helper alive, and take its answers; in a thread of its own."""
+        # Processes that are started here inherit it: Ctrl-C is the reader's to deal with.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        while True:
+            try:
+                self._serve()
+            except BaseException as raised:
+                error = raised
+            finally:
+                with self._lock:
+                    self._process, self._is_ready = None, False
+                    self._former_stats = self.stats()
+                    self._stats = _NOTHING_DONE._replace(cache=self._stats.cache)
+            if self._closed:
+                return
+            if not self.ways:  # whoever makes the reader is told
+                self._steps.put(error)
+                return
+            victim = self._oldest_request()
+            if victim is None:
+                return
+            if isinstance(error, HelperDied):
+                error = HelperDied(
+                    f"{error} while batch {victim.number} of epoch {victim.epoch} was being"
+                    " filled; the next call goes on, with a new helper"
+                )
+            self._fail(victim, error)
+
+    def _serve(self) -> None:
+        """Start a helper, and take its answers until the reader is closed.
+
+        Raises
+        ------
+        HelperDied
+            If the helper dies; also when closed.
+        BaseException
+            What the helper could not do.
+        """
+        with _Process(self.shared.fd, str(self._config.hdf5_path)) as process:
+            with self._lock:
+                self._process = process
+                if self._closed:
+                    return
+            process.send_bytes(self._opening)
+            opened = self._step(process)
+            assert isinstance(opened, Opened)
+            if self.layouts:
+                _check_same(self.layouts, opened.layouts)
+            else:
+                self.layouts = opened.layouts
+                self._steps.put(None)
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._starting is not None)
+                starting = self._starting
+            if starting is None:
+                return
+            process.send(starting)
+            started = self._step(process)
+            assert isinstance(started, Started)
+            with self._lock:
+                if self._starting is not starting and self._starting is not None:
+                    process.send(Reorder(self._starting.resumed))
+                self._is_ready = True
+                waiting = sorted(self._outstanding.values(), key=lambda request: request.serial)
+            if not self.ways:
+                self.ways = started.ways
+                self._steps.put(None)
+            for request in waiting:
+                if self._before_fill is None:
+                    self._send(request)
+                else:
+                    self._waiting.put(request)
+            while True:
+                answer = process.receive()
+                assert isinstance(answer, Answer)
+                self._take(answer, process)
+
+    def _step(self, process: _Process) -> Any:
+        message = process.receive()
+        if isinstance(message, Failed):
+            raise received(message.error)
+        return message
+
+    def _take(self, answer: Answer, process: _Process) -> None:
+        request, size = FillRequest(*answer.request), answer.size
+        with self._lock:
+            process.sent.discard(request)
+            self._stats = answer.stats
+            if self._outstanding.get(request.slot) != request:
+                return
+            del self._outstanding[request.slot]
+        index = self._index[request.slot][:size].copy()
+        arrays: tuple[NDArray[Any], ...] = ()
+        error = received(answer.error) if answer.error else None
+        if error is None:
+            arrays = tuple(
+                out[:size] if place is None else self._other(request.slot, field, place)
+                for field, (out, place) in enumerate(
+                    zip(self._slots[request.slot].out, answer.others, strict=True)
+                )
+            )
+        self._on_done(
+            request,
+            FillOutcome(
+                index, arrays, error, answer.is_resident, answer.stored, answer.busy_seconds
+            ),
+        )
+
+    def _other(self, slot: int, field: int, place: Place) -> NDArray[Any]:
+        """Return an array that `postprocess` made; it lies at one offset until it grows."""
+        offset, memory = self._others.get((slot, field), (-1, None))
+        if memory is None or offset != place.offset or memory.nbytes < place.nbytes:
+            every = Place(place.offset, (place.nbytes,), np.dtype(np.uint8))
+            memory = self.shared.array(every)
+            self._others[slot, field] = place.offset, memory
+        return np.ndarray(place.shape, place.dtype, memory)
+
+    def _oldest_request(self) -> FillRequest | None:
+        """Wait for a request, if there is none; return None when closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._outstanding)
+            return min(self._outstanding.values(), key=lambda r: r.serial, default=None)
+
+    def _fail(self, request: FillRequest, error: BaseException) -> None:
+        with self._lock:
+            if self._outstanding.get(request.slot) != request:
+                return
+            del self._outstanding[request.slot]
+        self._on_done(request, FillOutcome(np.zeros(0, np.int64), (), error))
+
+
+class _Process:
+    """A helper process. `send` is called under a lock of the caller; `receive` by one thread."""
+
+    def __init__(self, memory_fd: int, what: str) -> None:
+        self._what = what
+        self.sent: set[FillRequest] = set()
+        ours, theirs = socket.socketpair()
+        numbers = theirs.fileno(), memory_fd, os.getpid()
+        code = (
+            f"import sys; sys.path[:] = {sys.path!r}; from h5async.helper_main import main;"
+            f" main{numbers}"
+        )
+        with theirs:
+            try:
+                self._popen = subprocess.Popen(
+                    [sys.executable, "-c", code],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=numbers[:2],
+                )
+            except OSError as error:
+                ours.close()
+                raise ReadError(
+                    f"{what}: no helper process can be started ({sys.executable}: {error});"
+                    ' read with workers="thread"'
+                ) from error
+        self._socket = ours
+        self._channel = Connection(os.dup(ours.fileno()))
+        self._poll = select.poll()
+        self._poll.register(self._channel.fileno(), select.POLLIN)
+        # Children of the helper may have the channel too: its end says nothing then.
+        self._pid_fd = -1
+        if hasattr(os, "pidfd_open"):
+            with contextlib.suppress(OSError):
+                self._pid_fd = os.pidfd_open(self._popen.pid)
+                self._poll.register(self._pid_fd, select.POLLIN)
+
+    def send(self, message: Any) -> None:
+        self.send_bytes(dump(message))
+
+    def send_bytes(self, data: bytes) -> None:
+        with contextlib.suppress(OSError):  # who receives will notice
+            self._channel.send_bytes(data)
+
+    def receive(self) -> Any:
+        """Return the next message; raise `HelperDied` if there will be none."""
+        ready = dict(self._poll.poll())
+        if self._channel.fileno() in ready:
+            with contextlib.suppress(EOFError, OSError):
+                return load(self._channel.recv_bytes())
+        raise HelperDied(f"{self._what}: the helper process {self._end()}")
+
+    def hang_up(self) -> None:
+        """Tell the helper, and whoever is in `receive`, that this is the end."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def __enter__(self) -> _Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.hang_up()
+        self._end()
+        self._channel.close()
+        self._socket.close()
+        if self._pid_fd >= 0:
+            os.close(self._pid_fd)
+
+    def _end(self) -> str:
+        """Wait for the process; say how it ended."""
+        try:
+            status = self._popen.wait(_PATIENCE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            status = self._popen.wait()
+        if status >= 0:
+            return f"ended with status {status}"
+        try:
+            name = signal.Signals(-status).name
+        except ValueError:
+            name = "unknown"
+        hint = ", perhaps by the system, for want of memory" if -status == signal.SIGKILL else ""
+        return f"was killed by signal {-status} ({name}{hint})"
+
+
+def _check_same(before: Mapping[str, DatasetLayout], now: Mapping[str, DatasetLayout]) -> None:
+    """See that a new helper found the files that the first one did."""
+    was, found = list(before.values()), list(now.values())
+    ids = [[(leaf.file, leaf.file_id) for y in ys for leaf in y.leaves()] for ys in (was, found)]
+    if ids[0] != ids[1] or fingerprint(was) != fingerprint(found):
+        raise ReadError(
+            f"{was[0].file}: the helper process died, and a new one finds a file that has changed;"
+            " open it again"
+        )
+
+
+def _nobody(request: FillRequest, outcome: FillOutcome) -> None:
+    raise ReaderClosedError("nothing was started")

@@ -1,0 +1,231 @@
+"""Requests enter by a socket; filled slots leave, in shared memory: the helper process.
+
+It runs `Filler` as the reader would, and ends with the reader's process, however that ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.dataset import open_dataset, sampling_of
+from h5async.errors import PostprocessError
+from h5async.filling import Filler, FillOutcome, FillRequest, SlotMemory
+from h5async.messages import (
+    Answer,
+    DropStored,
+    Failed,
+    NoteUploaded,
+    Opened,
+    Opening,
+    Reorder,
+    SlotPlaces,
+    Started,
+    Starting,
+    dump,
+    load,
+    portable,
+)
+from h5async.resident import Residency
+from h5async.shared import Place, SharedMemory
+from h5async.transform import row_transform
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(channel_fd: int, memory_fd: int, parent: int) -> None:
+    """Serve one reader until it closes the channel, or ends.
+
+    Parameters
+    ----------
+    channel_fd
+        One end of a socket pair.
+    memory_fd
+        Of the shared memory.
+    parent
+        Process number of the reader's process.
+    """
+    _end_with(parent)
+    faulthandler.enable()  # a crash in a C library says where
+    channel = _Channel(channel_fd)
+    try:
+        _Helper(channel, SharedMemory(memory_fd)).serve()
+    except EOFError:  # the reader is closed, or gone
+        pass
+    sys.stdout.flush()
+    os._exit(0)  # threads may be in the middle of something that nobody waits for any more
+
+
+class _Channel:
+    """Messages of the reader. `send` is safe to call from many threads."""
+
+    def __init__(self, fd: int) -> None:
+        self._connection = Connection(fd)
+        self._lock = threading.Lock()
+
+    def receive(self) -> Any:
+        try:
+            return load(self._connection.recv_bytes())
+        except OSError as error:
+            raise EOFError from error
+
+    def send(self, message: Any) -> None:
+        data = dump(message)
+        try:
+            with self._lock:
+                self._connection.send_bytes(data)
+        except OSError:  # there is nobody left to work for
+            os._exit(0)
+
+
+class _Helper:
+    def __init__(self, channel: _Channel, memory: SharedMemory) -> None:
+        self._channel = channel
+        self._memory = memory
+        self._index: list[NDArray[np.int64]] = []  # by slot: sample numbers of its batch
+        self._sizes: list[int] = []
+        # By slot and field: memory for what `postprocess` makes.
+        self._others: dict[tuple[int, int], NDArray[np.uint8]] = {}
+        self._slots: list[SlotMemory] = []
+
+    def serve(self) -> None:
+        opening = self._channel.receive()
+        assert isinstance(opening, Opening)
+        config = opening.config
+        try:
+            layouts = open_dataset(config)
+        except BaseException as error:
+            self._channel.send(Failed(portable(error)))
+            return
+        self._channel.send(Opened(layouts))
+        starting = self._channel.receive()
+        assert isinstance(starting, Starting)
+        try:
+            fields = config.batch_fields
+            transforms = {name: row_transform(fields[name], y) for name, y in layouts.items()}
+            sampling = sampling_of(config, layouts, starting.rank, starting.resumed)
+            raws = [((t.raw_row), t.raw_dtype) for t in transforms.values()]
+            self._slots = [self._slot(places, raws) for places in starting.slots]
+            self._sizes = [0] * len(self._slots)
+            num_samples = sampling.num_samples
+            self._filler = Filler(
+                config,
+                sampling,
+                layouts,
+                transforms,
+                self._slots,
+                device_cache=(
+                    Residency(num_samples, 0, "device") if starting.has_device_cache else None
+                ),
+                stored_formats=starting.stored_formats,
+                before_fill=lambda slot: None,
+                on_done=self._answer,
+            )
+        except BaseException as error:
+            self._channel.send(Failed(portable(error)))
+            return
+        self._channel.send(Started(self._filler.ways))
+        while True:
+            message = self._channel.receive()
+            if type(message) is tuple:
+                self._filler.fill(FillRequest(*message))
+                while not config.thread_count and self._filler.run_next():
+                    pass
+            elif isinstance(message, Reorder):
+                order = sampling_of(config, layouts, starting.rank, message.resumed)
+                self._filler.reorder(order, message.resumed)
+            elif isinstance(message, NoteUploaded):
+                slot = message.slot
+                self._filler.note_uploaded(slot, self._index[slot][: self._sizes[slot]].copy())
+            else:
+                assert isinstance(message, DropStored)
+                self._slots = [
+                    slot._replace(stored=(None,) * len(slot.stored)) for slot in self._slots
+                ]
+                self._filler.drop_stored(self._slots)
+
+    def _slot(
+        self, places: SlotPlaces, raws: list[tuple[tuple[int, ...], np.dtype[Any]]]
+    ) -> SlotMemory:
+        out = tuple(self._memory.array(place) for place in places.out)
+        raw = tuple(
+            delivered if place == own else np.empty((len(delivered), *row), dtype)
+            for place, own, delivered, (row, dtype) in zip(
+                places.raw, places.out, out, raws, strict=True
+            )
+        )
+        stored = tuple(p if p is None else self._memory.array(p) for p in places.stored)
+        self._index.append(self._memory.array(places.numbers))
+        return SlotMemory(raw, out, stored)
+
+    def _answer(self, request: FillRequest, outcome: FillOutcome) -> None:
+        """Send what became of a request; in a thread of the filler, which nothing must end."""
+        error: tuple[bytes, ...] = ()
+        if outcome.error is not None:
+            error = portable(outcome.error)
+        others: tuple[Place | None, ...] = ()
+        if not error:
+            try:
+                size = self._sizes[request.slot] = outcome.index.size
+                self._index[request.slot][:size] = outcome.index
+                others = tuple(
+                    self._other(request.slot, field, array)
+                    for field, array in enumerate(outcome.arrays)
+                )
+            except BaseException as raised:
+                error = portable(raised)
+        answer = Answer(
+            tuple(request),
+            outcome.index.size,
+            others,
+            error,
+            outcome.is_resident,
+            outcome.stored,
+            outcome.busy_seconds,
+            self._filler.stats(),
+        )
+        try:
+            self._channel.send(answer)
+        except BaseException as raised:  # it cannot be pickled
+            self._channel.send(answer._replace(others=(), stored=(), error=portable(raised)))
+
+    def _other(self, slot: int, field: int, array: NDArray[Any]) -> Place | None:
+        """Return where an array lies that `postprocess` made; it is copied there."""
+        own = self._slots[slot].out[field]
+        address = array.ctypes.data
+        if address == own.ctypes.data and array.dtype == own.dtype:
+            if array.shape == (len(array), *own.shape[1:]) and array.flags.c_contiguous:
+                return None
+        if array.dtype.hasobject:
+            raise PostprocessError(
+                f"postprocess returned dtype {array.dtype}: Python objects cannot lie in memory"
+                " that processes share; return numbers or fixed-size strings, or read with"
+                ' workers="thread"'
+            )
+        room = self._others.get((slot, field))
+        if room is None or room.nbytes < array.nbytes:
+            twice = 0 if room is None else 2 * room.nbytes
+            room = self._others[slot, field] = self._memory.empty(max(array.nbytes, twice))
+        target: NDArray[Any] = np.ndarray(array.shape, array.dtype, room)
+        np.copyto(target, array)
+        return self._memory.place(target)
+
+
+def _end_with(parent: int) -> None:
+    """See that this process ends when the thread of the reader that started it does.
+
+    (Where that cannot be asked for, it ends when the channel does.)
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it was too late
+            os._exit(0)
