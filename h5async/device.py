@@ -89,10 +89,6 @@ class Device(Protocol):
     def free_nbytes(self) -> int:
         """Bytes of device memory that are free now."""
 
-    @property
-    def reads_slots(self) -> bool:
-        """Whether a slot's host memory may be read after its batch was handed back."""
-
     def open_slots(
         self,
         count: int,
@@ -245,11 +241,6 @@ class HostDevice:
     def __init__(self, pinning: Pinning | None = None) -> None:
         self._pinning = pinning
 
-    @property
-    def reads_slots(self) -> bool:
-        """Whether copies are made out of a slot, which a refill has to wait for."""
-        return self._pinning is not None
-
     def open_slots(
         self,
         count: int,
@@ -322,8 +313,6 @@ class CudaDevice:
     DeviceError
         If CuPy or the GPU is missing.
     """
-
-    reads_slots = True  # uploads
 
     def __init__(self, number: int = -1) -> None:
         self.cupy = cupy = _import_cupy()

@@ -26,7 +26,7 @@ from h5async.layout import DatasetLayout
 from h5async.ranks import Rank, find_rank
 from h5async.resident import Budget, Residency
 from h5async.schedule import Schedule
-from h5async.slots import Assignment, SlotRing
+from h5async.slots import SlotRing
 from h5async.stats import ReaderStats, StageTimes, Waits
 from h5async.stored import StoredFormat
 from h5async.transform import RowTransform, row_transform
@@ -136,6 +136,7 @@ class Engine:
                 memory,
                 device_cache=device_cache,
                 stored_formats=formats,
+                next_requests=self._next_requests,
                 before_fill=self._wait_writable,
                 on_done=self._on_done,
             )
@@ -146,7 +147,8 @@ class Engine:
                 memory,
                 device_cache=device_cache,
                 stored_formats=formats,
-                before_fill=self._wait_writable if self.device.reads_slots else None,
+                next_requests=self._next_requests,
+                before_fill=self._wait_writable,
                 on_done=self._on_done,
             )
         self.has_threads = config.thread_count > 0
@@ -164,14 +166,36 @@ class Engine:
             )
         self.ring.check_open()
 
-    def begin(self, assignments: list[Assignment]) -> None:
-        """Have slots filled."""
-        for slot, serial in assignments:
+    def fetch(self) -> bool:
+        """Ask for a batch more; tell whether it is the last of its epoch."""
+        serial = self.ring.ask()
+        self._begin()
+        return self.schedule.is_last(serial)
+
+    def begin_epoch(self) -> int:
+        """Go to the next epoch of which nothing was taken yet; return where it ends."""
+        first = self.schedule.epoch_begin(self.ring.next_serial)
+        stop = self.schedule.epoch_begin(first + 1)
+        self.ring.skip_to(first, read_ahead=self.has_threads)
+        self._begin()
+        return stop
+
+    def _begin(self) -> None:
+        """Have free slots filled, as far as batches were asked for."""
+        if self.ring.can_assign():
+            self.filler.kick()
+
+    def _next_requests(self) -> list[FillRequest]:
+        """Return what slots are to be filled with now; in a worker."""
+        requests, schedule = [], self.schedule
+        for slot, serial in self.ring.assign():
             on_device = self.trial.next_turn()
             if on_device:
                 self.device_turns.add(serial)
-            position = self.schedule.position(serial)
-            self.filler.fill(FillRequest(slot, serial, *position, on_device))
+            # One from before a jump was dropped meanwhile.
+            position = schedule.position(max(serial, schedule.serial))
+            requests.append(FillRequest(slot, serial, *position, on_device))
+        return requests
 
     def jump(self, epoch: int, start: int, origin: tuple[int, int] | None = None) -> None:
         """Go on with another batch; what was asked for is dropped.
@@ -244,21 +268,36 @@ class Engine:
         return found
 
     def next(self, timeout_seconds: float | None) -> tuple[int, Filled]:
-        """End the life of the batch in use, wait for the next one, and put it in use."""
+        """End the life of the batch in use, and wait for the next one; `take` puts it in use."""
         begin = time.perf_counter()
-        slots, in_use = self.slots, self.ring.in_use
+        ring, slots, in_use = self.ring, self.slots, self.ring.in_use
         if slots and in_use is not None:
             slots[in_use].release()
-        self.begin(self.ring.begin_next())
+        ring.hand_back()
+        self._begin()
         if not self.has_threads:
-            while not self.ring.is_ready() and self.filler.run_next():
-                pass
-        serial, slot, filled = self.ring.take(timeout_seconds)
+            self._fill_here()
+        serial, slot, filled = ring.wait(timeout_seconds)
         if filled.error is None:
-            self.slots[slot].acquire()
-            self.delivered_samples += filled.outcome.index.size
+            slots[slot].acquire()
         self.waits.note(begin, time.perf_counter())
         return serial, filled
+
+    def take(self, serial: int, filled: Filled) -> None:
+        """Put the batch that was waited for in use, or be done with its error."""
+        # The error will have a traceback, with the reader in it, which nothing must hold.
+        self.ring.take(serial, forget=filled.error is not None)
+        self.delivered_samples += filled.outcome.index.size
+
+    def _fill_here(self) -> None:
+        """Fill the next batch in the thread of the caller."""
+        try:
+            while not self.ring.is_ready() and self.filler.run_next():
+                pass
+        except BaseException:  # Ctrl-C: the next call begins the batch anew
+            if self.filler.abandon():
+                self.ring.unassign()
+            raise
 
     def close(self) -> None:
         """Stop the threads, close the files and free the slots' memory. Idempotent."""
@@ -332,7 +371,8 @@ class Engine:
             self.filler.fill(request._replace(on_device=False))
             return
         self._end_turn(request)
-        self.begin(self.ring.filled(request.slot, request.serial, Filled(outcome, arrays, error)))
+        self.ring.filled(request.serial, Filled(outcome, arrays, error))
+        self._begin()
 
     def _end_turn(self, request: FillRequest) -> None:
         """Give the memory back that decoding on the device takes, once it has lost the trial."""

@@ -188,6 +188,8 @@ class Filler:
         By field name, in field order.
     slots
         Memory of each slot.
+    next_requests
+        Called in a worker, after `kick`: what is to be filled now.
     before_fill
         Called in a worker with the slot's number before anything is written to it; may block
         until the slot's memory may be overwritten.
@@ -217,6 +219,7 @@ class Filler:
         *,
         device_cache: Residency | None = None,
         stored_formats: Sequence[StoredFormat | None] = (),
+        next_requests: Callable[[], Sequence[FillRequest]],
         before_fill: Callable[[int], None],
         on_done: Callable[[FillRequest, FillOutcome], None],
     ) -> None:
@@ -229,6 +232,7 @@ class Filler:
         self._cache_budget: Budget | None = None
         if config.cache == "host":
             self._open_cache(config.cache_bytes)
+        self._next_requests = next_requests
         self._before_fill = before_fill
         self._on_done = on_done
         self._postprocess = load_function(config.postprocess)
@@ -243,10 +247,8 @@ class Filler:
         self._files = LocalFiles(_KEPT_FILES, config.io)
         self._core = load_core()
         self._apply = [self._transformer(transform) for transform in self._transforms]
-        self._executors = [
-            self._executor(layout, ChunkCache(self._kept_nbytes(layout, config)))
-            for layout in self._layouts
-        ]
+        self._kept_nbytes = [self._find_kept_nbytes(layout, config) for layout in self._layouts]
+        self._executors = self._new_executors()
         self._stored_formats = stored_formats
         self._stored_readers = {
             field: StoredReader(self._core, layout, self._files)
@@ -276,18 +278,42 @@ class Filler:
         """
         self._sampling = sampling
 
+    def kick(self) -> None:
+        """Have a worker ask for requests. Never blocks, and may be called once too often."""
+        if self._threads:
+            self._tickets.put(True)
+
     def fill(self, request: FillRequest) -> None:
-        """Ask for a slot to be filled. Never blocks. Safe to call from any thread."""
-        batch = _Fill(request)
-        self._enqueue(batch, [partial(self._plan, batch)])
+        """Fill a slot. Never blocks. Safe to call from any thread."""
+        self._enqueue(request.serial, [self._first_work(request)])
 
     def run_next(self) -> bool:
         """Do the most urgent share of work in the calling thread; False where there is none."""
-        with self._lock:
-            if not self._heap:
+        work = self._pop()
+        if work is None:
+            requests = self._next_requests()
+            if not requests:
                 return False
-            _, _, work = heapq.heappop(self._heap)
+            works = [(request.serial, self._first_work(request)) for request in requests]
+            work = works[0][1]
+            for serial, other in works[1:]:
+                self._enqueue(serial, [other])
         work()
+        return True
+
+    def abandon(self) -> bool:
+        """Forget all that was begun, after an exception in `run_next`, if it runs nowhere else.
+
+        Returns
+        -------
+        bool
+            Whether it was forgotten.
+        """
+        if self._threads:
+            return False
+        self._heap.clear()
+        # What was interrupted there may have left a chunk that is claimed, and never comes.
+        self._executors = self._new_executors()
         return True
 
     def stats(self) -> FillerStats:
@@ -331,12 +357,19 @@ class Filler:
         self._executors = []
         self._slots = ()  # the caller may still hold a batch; nothing else keeps its memory
 
-    def _enqueue(self, batch: _Fill, works: Sequence[Callable[[], None]]) -> None:
+    def _first_work(self, request: FillRequest) -> Callable[[], None]:
+        return partial(self._plan, _Fill(request))
+
+    def _pop(self) -> Callable[[], None] | None:
+        with self._lock:
+            return heapq.heappop(self._heap)[2] if self._heap else None
+
+    def _enqueue(self, serial: int, works: Sequence[Callable[[], None]]) -> None:
         with self._lock:
             if self._closed:
                 return
             for work in works:
-                heapq.heappush(self._heap, (batch.request.serial, next(self._order), work))
+                heapq.heappush(self._heap, (serial, next(self._order), work))
         for _ in works if self._threads else ():
             self._tickets.put(True)
 
@@ -369,7 +402,7 @@ class Filler:
             self._times.add("plan", begin)
             batch.busy_ns = time.perf_counter_ns() - begin
         except BaseException as error:
-            batch.error = error
+            self._note_error(batch, error)
             shares = []
         self._begin(
             batch,
@@ -412,7 +445,7 @@ class Filler:
                 if batch.error is None and not self._closed:
                     work()
             except BaseException as error:
-                batch.error = error
+                self._note_error(batch, error)
             with batch.lock:
                 batch.busy_ns += time.perf_counter_ns() - begin
                 batch.shares_left -= 1
@@ -423,7 +456,7 @@ class Filler:
         if len(works) == 1:
             run(works[0])
         else:
-            self._enqueue(batch, [partial(run, work) for work in works])
+            self._enqueue(batch.request.serial, [partial(run, work) for work in works])
 
     def _read(self, batch: _Fill, share: list[PlanSlice]) -> None:
         memory = self._slots[batch.request.slot]
@@ -515,7 +548,7 @@ class Filler:
             try:
                 arrays = self._postprocessed(arrays, batch.request)
             except BaseException as error:
-                batch.error = error
+                self._note_error(batch, error)
             self._times.add("postprocess", begin)
         if not self._closed:
             stored = tuple(p if isinstance(p, StoredPlan) else None for p in batch.plans)
@@ -530,6 +563,11 @@ class Filler:
                     batch.busy_ns / 1e9,
                 ),
             )
+
+    def _note_error(self, batch: _Fill, error: BaseException) -> None:
+        if isinstance(error, KeyboardInterrupt) and not self._threads:
+            raise error  # this is the thread of the caller, whom it concerns
+        batch.error = error
 
     def _postprocessed(
         self, arrays: tuple[NDArray[Any], ...], request: FillRequest
@@ -555,7 +593,13 @@ class Filler:
             )
         return tuple(np.asarray(array) for array in result)
 
-    def _kept_nbytes(self, layout: DatasetLayout, config: ReaderConfig) -> int:
+    def _new_executors(self) -> list[Executor]:
+        return [
+            self._executor(layout, ChunkCache(nbytes))
+            for layout, nbytes in zip(self._layouts, self._kept_nbytes, strict=True)
+        ]
+
+    def _find_kept_nbytes(self, layout: DatasetLayout, config: ReaderConfig) -> int:
         """Return how much memory to spend on decoded chunks that later batches may need."""
         encoded = [source for source in layout.leaves() if source.filters]
         whole = sum(math.prod(source.grid) * source.chunk_nbytes for source in encoded)

@@ -114,11 +114,13 @@ class HelperFiller:
         self._index: list[NDArray[np.int64]] = []
         self._others: dict[tuple[int, int], tuple[int, NDArray[np.uint8]]] = {}
         self._device_cache: Residency | None = None
-        self._before_fill: Callable[[int], None] | None = None
+        self._next_requests: Callable[[], Sequence[FillRequest]] = list
+        self._before_fill: Callable[[int], None] = _nobody
         self._on_done: Callable[[FillRequest, FillOutcome], None] = _nobody
         self._stats = self._former_stats = _NOTHING_DONE
         self._steps: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        self._waiting: queue.SimpleQueue[FillRequest | None] = queue.SimpleQueue()
+        # A request, or True: ask for requests; None: the end.
+        self._tickets: queue.SimpleQueue[FillRequest | bool | None] = queue.SimpleQueue()
         self._threads = [self._new_thread(self._run, "helper")]
         self._await_step()
 
@@ -129,7 +131,8 @@ class HelperFiller:
         *,
         device_cache: Residency | None,
         stored_formats: Sequence[StoredFormat | None],
-        before_fill: Callable[[int], None] | None,
+        next_requests: Callable[[], Sequence[FillRequest]],
+        before_fill: Callable[[int], None],
         on_done: Callable[[FillRequest, FillOutcome], None],
     ) -> None:
         """Have slots filled from now on; parameters are those of `Filler`.
@@ -140,10 +143,8 @@ class HelperFiller:
             Whose batches these are.
         slots
             Arrays in `shared`; raw ones of their own where the filler transforms them.
-        before_fill
-            None: slots can be written to at once.
-        device_cache, stored_formats, on_done
-            As of `Filler`. `on_done` is called in a thread of this object.
+        device_cache, stored_formats, next_requests, before_fill, on_done
+            As of `Filler`. Functions are called in threads of this object.
 
         Raises
         ------
@@ -153,7 +154,8 @@ class HelperFiller:
         rows = len(slots[0].out[0])
         index = self.shared.empty(len(slots) * rows * 8).view(np.int64).reshape(len(slots), rows)
         self._index = list(index)
-        self._slots, self._before_fill, self._on_done = slots, before_fill, on_done
+        self._next_requests, self._before_fill, self._on_done = next_requests, before_fill, on_done
+        self._slots = slots
         self._device_cache = device_cache
         places = [self._places(*of_slot) for of_slot in zip(slots, index, strict=True)]
         has_cache = device_cache is not None
@@ -161,23 +163,22 @@ class HelperFiller:
             self._starting = Starting(rank, None, places, list(stored_formats), has_cache)
             self._changed.notify_all()
         self._await_step()
-        if before_fill is not None:
-            self._threads.append(self._new_thread(self._send_when_writable, "send"))
+        self._threads.append(self._new_thread(self._send_requests, "send"))
+
+    def kick(self) -> None:
+        """Have requests asked for. Never blocks, and may be called once too often."""
+        self._tickets.put(True)
 
     def fill(self, request: FillRequest) -> None:
-        """Ask for a slot to be filled. Never blocks."""
-        with self._changed:
-            if self._closed:
-                return
-            self._outstanding[request.slot] = request
-            self._changed.notify_all()
-            if self._before_fill is None:
-                self._send(request)
-                return
-        self._waiting.put(request)
+        """Fill a slot. Never blocks."""
+        self._tickets.put(request)
 
     def run_next(self) -> bool:
         """Return False: there is never any work for the calling thread."""
+        return False
+
+    def abandon(self) -> bool:
+        """Return False: an exception in the calling thread is none of the helper's."""
         return False
 
     def reorder(self, sampling: Sampling, resumed: tuple[int, int, int] | None) -> None:
@@ -224,7 +225,7 @@ class HelperFiller:
             self._changed.notify_all()
             if self._process is not None:
                 self._process.hang_up()
-        self._waiting.put(None)
+        self._tickets.put(None)
         for thread in self._threads:
             thread.join()
         self.shared.close()
@@ -260,16 +261,22 @@ class HelperFiller:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def _send_when_writable(self) -> None:
-        """Send requests in order, each when its slot may be written to; in a thread of its own."""
-        assert self._before_fill is not None
-        while (request := self._waiting.get()) is not None:
-            try:
-                self._before_fill(request.slot)
-            except BaseException as error:
-                self._fail(request, error)
-            else:
-                self._send(request)
+    def _send_requests(self) -> None:
+        """Send each request when its slot may be written to; in a thread of its own."""
+        while (ticket := self._tickets.get()) is not None:
+            for request in self._next_requests() if ticket is True else (ticket,):
+                assert isinstance(request, FillRequest)
+                try:
+                    self._before_fill(request.slot)
+                except BaseException as error:
+                    self._on_done(request, FillOutcome(np.zeros(0, np.int64), (), error))
+                    continue
+                with self._changed:
+                    if self._closed:
+                        return
+                    self._outstanding[request.slot] = request
+                    self._changed.notify_all()
+                    self._send(request)
 
     def _send(self, request: FillRequest) -> None:
         with self._lock:
@@ -356,10 +363,7 @@ class HelperFiller:
                 self.ways = started.ways
                 self._steps.put(None)
             for request in waiting:
-                if self._before_fill is None:
-                    self._send(request)
-                else:
-                    self._waiting.put(request)
+                self._send(request)
             while True:
                 answer = process.receive()
                 assert isinstance(answer, Answer)
@@ -514,5 +518,5 @@ def _check_same(before: Mapping[str, DatasetLayout], now: Mapping[str, DatasetLa
         )
 
 
-def _nobody(request: FillRequest, outcome: FillOutcome) -> None:
+def _nobody(*_: object) -> None:
     raise ReaderClosedError("nothing was started")

@@ -127,6 +127,7 @@ class _Helper:
                     Residency(num_samples, 0, "device") if starting.has_device_cache else None
                 ),
                 stored_formats=starting.stored_formats,
+                next_requests=list,
                 before_fill=lambda slot: None,
                 on_done=self._answer,
             )

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
 from h5async.device import Device
-from h5async.engine import Engine, close_engine
+from h5async.engine import Engine, Filled, close_engine
 from h5async.errors import (
     BatchExpiredError,
     ConfigError,
@@ -224,9 +224,7 @@ class AsyncReader:
             If an epoch has no batch at all.
         """
         self._check_not_empty()
-        serial, assignments = self._engine.ring.ask()
-        self._engine.begin(assignments)
-        return self._engine.schedule.is_last(serial)
+        return self._engine.fetch()
 
     def get_next_batch(self, timeout: float | None = None) -> Batch:
         """Return the oldest batch asked for, and end the life of the one returned before.
@@ -254,12 +252,23 @@ class AsyncReader:
         if self._held is not None:
             self._expire(self._held)
         seconds = self._config.timeout if timeout is None else timeout
-        serial, filled = self._engine.next(seconds)
-        if filled.error is not None:
+        engine = self._engine
+        serial, filled = engine.next(seconds)
+        try:
+            batch = self._batch(serial, filled) if filled.error is None else None
+            engine.take(serial, filled)
+        except BaseException:  # Ctrl-C: the next call gives this batch
+            engine.ring.put_back(serial, filled)
+            raise
+        if batch is None:
             try:
+                assert filled.error is not None
                 raise filled.error
             finally:
                 del filled  # the traceback holds this frame, and would keep the reader alive
+        return batch
+
+    def _batch(self, serial: int, filled: Filled) -> Batch:
         arrays = dict(zip(self._engine.names, filled.arrays, strict=True))
         index, device, schedule = filled.outcome.index, self._engine.device, self._engine.schedule
         epoch, number, _ = schedule.position(serial)
@@ -279,10 +288,7 @@ class AsyncReader:
         engine.check_open()
         if not len(self):
             return _Epoch(self, 0)
-        first = engine.schedule.epoch_begin(engine.ring.next_serial)
-        stop = engine.schedule.epoch_begin(first + 1)
-        engine.begin(engine.ring.skip_to(first, read_ahead=engine.has_threads))
-        return _Epoch(self, stop)
+        return _Epoch(self, engine.begin_epoch())
 
     def set_epoch(self, epoch: int) -> None:
         """Go on with the beginning of an epoch; what was asked for of others is dropped.

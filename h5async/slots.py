@@ -3,12 +3,16 @@
 A slot goes free -> filling -> ready -> in use -> free. `SlotRing` decides which batch a free slot
 is filled with next, and knows nothing of files, threads or GPUs: whoever calls it does the work
 that it names, outside its lock. Batches have serial numbers that go on through all epochs.
+
+What the consumer wants is one value, and each of its calls changes that at once, in one assignment.
+So an exception that comes out of nowhere (Ctrl-C) finds the call done or not done, and never half
+of it; and a call may be made again. Slots are given out by `assign`, which workers call.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
+import time
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
@@ -24,22 +28,38 @@ class Assignment(NamedTuple):
     serial: int
 
 
+class _Consumer(NamedTuple):
+    """What the consumer wants.
+
+    Attributes
+    ----------
+    next
+        Serial of the batch that is delivered next.
+    asked
+        Batches below this serial were asked for.
+    held
+        The batch that the consumer holds, if any.
+    reads_ahead
+        Whether batches that nobody asked for are filled too.
+    """
+
+    next: int = 0
+    asked: int = 0
+    held: int | None = None
+    reads_ahead: bool = False
+
+
 @dataclass(eq=False)
 class _Entry(Generic[Result]):
-    """A slot that is being filled, or is ready, for a batch that nobody has taken yet."""
+    """A slot that has an owner."""
 
     slot: int
-    serial: int
     result: Result | None = None
     is_ready: bool = False
-    is_dropped: bool = False
 
 
 class SlotRing(Generic[Result]):
-    """The states of all slots. Safe to use from many threads.
-
-    Methods that free a slot, or ask for a batch, return assignments: the caller must see to it
-    that each is carried out and answered by `filled`.
+    """The states of all slots. Safe to use from many threads; one of them is the consumer.
 
     Parameters
     ----------
@@ -48,59 +68,52 @@ class SlotRing(Generic[Result]):
     """
 
     def __init__(self, num_slots: int) -> None:
-        # A condition's default lock is reentrant: a reader may be collected, and closed, by the
-        # garbage collector while one of its own threads is in here.
-        self._changed = threading.Condition()
-        self._free = deque(range(num_slots))
-        self._entries: deque[_Entry[Result]] = deque()  # by serial: what was not dropped or taken
-        self._filling: dict[int, _Entry[Result]] = {}  # by slot
-        self._in_use: int | None = None
-        self._delivered = 0  # serial of the batch that is delivered next
-        self._asked = 0  # batches below this serial were asked for
-        self._assigned = 0  # batches below this serial were given a slot, or were skipped
-        self._reads_ahead = False
+        # Reentrant: a reader may be collected, and closed, by the garbage collector while one of
+        # its own threads is in here.
+        self._lock = threading.RLock()
+        self._num_slots = num_slots
+        self._consumer = _Consumer()
+        # By serial, ascending. An entry goes when it is ready and nobody needs it any more.
+        self._entries: dict[int, _Entry[Result]] = {}
+        # Released to wake the consumer. (An exception in the middle of Condition.wait would leave
+        # the condition broken.)
+        self._waiter: threading.Lock | None = None
         self._closed = False
+
+    # --- the consumer's calls ---------------------------------------------------------------------
 
     @property
     def next_serial(self) -> int:
         """Serial of the batch that will be delivered next."""
-        return self._delivered
+        return self._consumer.next
 
     @property
     def in_use(self) -> int | None:
         """The slot whose batch the consumer holds."""
-        return self._in_use
+        held = self._consumer.held
+        entry = None if held is None else self._entries.get(held)
+        return None if entry is None else entry.slot
 
-    def ask(self) -> tuple[int, list[Assignment]]:
-        """Ask for one batch more. Never blocks.
+    @property
+    def has_begun(self) -> bool:
+        """Whether any batch was asked for."""
+        return self._consumer.asked > 0 or bool(self._entries)
 
-        Returns
-        -------
-        serial, assignments
-            The batch that was asked for, and the work that this makes possible.
-        """
-        with self._changed:
+    def ask(self) -> int:
+        """Ask for one batch more; return its serial. Never blocks."""
+        with self._lock:
             self.check_open()
-            serial = self._asked
-            self._asked += 1
-            return serial, self._assign()
+            consumer = self._consumer
+            self._consumer = consumer._replace(asked=consumer.asked + 1)
+            return consumer.asked
 
-    def skip_to(self, serial: int, *, read_ahead: bool) -> list[Assignment]:
+    def skip_to(self, serial: int, *, read_ahead: bool) -> None:
         """Drop all batches before `serial`; `read_ahead`: keep free slots filling from now on."""
-        with self._changed:
+        with self._lock:
             self.check_open()
-            self._reads_ahead = read_ahead
-            self._delivered = max(self._delivered, serial)
-            self._asked = max(self._asked, self._delivered)
-            self._assigned = max(self._assigned, self._delivered)
-            for entry in list(self._entries):
-                if entry.serial >= self._delivered:
-                    break
-                self._entries.popleft()
-                entry.is_dropped = True  # one that is still being filled is freed when it is done
-                if entry.is_ready:
-                    self._free.append(entry.slot)
-            return self._assign()
+            held, following = self._consumer.held, max(self._consumer.next, serial)
+            asked = max(self._consumer.asked, following)
+            self._consumer = _Consumer(following, asked, held, read_ahead)
 
     def restart(self) -> int:
         """Drop all batches that were asked for, and stop reading ahead.
@@ -108,34 +121,27 @@ class SlotRing(Generic[Result]):
         Returns
         -------
         int
-            Serial of the batch that will be delivered next; nothing was assigned to it yet.
+            Serial of the batch that will be delivered next; no slot was given to it yet.
         """
-        with self._changed:  # it is reentrant
-            self.skip_to(max(self._asked, self._assigned), read_ahead=False)
-            return self._delivered
+        with self._lock:
+            serial = max(self._consumer.asked, self._next_to_assign())
+            self.skip_to(serial, read_ahead=False)
+            return serial
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether any batch was asked for."""
-        return self._asked > 0 or self._assigned > 0
-
-    def begin_next(self) -> list[Assignment]:
-        """Take the slot in use back, and see that at least one batch is asked for."""
-        with self._changed:
+    def hand_back(self) -> None:
+        """Give the slot in use back, and see that at least one batch is asked for."""
+        with self._lock:
             self.check_open()
-            if self._in_use is not None:
-                self._free.append(self._in_use)
-                self._in_use = None
-            self._asked = max(self._asked, self._delivered + 1)
-            return self._assign()
+            following, asked, _, reads_ahead = self._consumer
+            self._consumer = _Consumer(following, max(asked, following + 1), None, reads_ahead)
 
     def is_ready(self) -> bool:
         """Tell whether the next batch can be taken without waiting."""
-        with self._changed:
-            return bool(self._entries) and self._entries[0].is_ready
+        entry = self._entries.get(self._consumer.next)
+        return entry is not None and entry.is_ready
 
-    def take(self, timeout_seconds: float | None) -> tuple[int, int, Result]:
-        """Wait for the next batch; its slot is in use then.
+    def wait(self, timeout_seconds: float | None) -> tuple[int, int, Result]:
+        """Wait for the next batch. It is not taken by that, and can be waited for again.
 
         Returns
         -------
@@ -145,58 +151,121 @@ class SlotRing(Generic[Result]):
         Raises
         ------
         BatchTimeoutError
-            If it was not ready in time. It is still the next one.
+            If it was not ready in time.
         ReaderClosedError
             If the ring is closed, before or meanwhile.
         """
-        with self._changed:
-            done = self._changed.wait_for(
-                lambda: self._closed or self.is_ready(), timeout=timeout_seconds
-            )
-            self.check_open()
-            if not done:
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        while True:
+            with self._lock:
+                self.check_open()
+                serial = self._consumer.next
+                entry = self._entries.get(serial)
+                if entry is not None and entry.result is not None:
+                    return serial, entry.slot, entry.result
+                waiter = threading.Lock()
+                waiter.acquire()
+                self._waiter = waiter
+            left = -1.0
+            if deadline is not None:
+                left = min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
+            if not waiter.acquire(timeout=left):
                 raise BatchTimeoutError(
-                    f"batch {self._delivered} was not ready within {timeout_seconds} s; call"
+                    f"batch {serial} was not ready within {timeout_seconds} s; call"
                     " get_next_batch() again to go on waiting for it"
                 )
-            entry = self._entries.popleft()
-            self._in_use = entry.slot
-            self._delivered = entry.serial + 1
-            assert entry.result is not None
-            return entry.serial, entry.slot, entry.result
 
-    def filled(self, slot: int, serial: int, result: Result) -> list[Assignment]:
+    def take(self, serial: int, *, forget: bool = False) -> None:
+        """Put the batch that was waited for in use; `forget`: keep no reference to its result."""
+        with self._lock:
+            if forget and serial in self._entries:
+                self._entries[serial].result = None
+            self._consumer = self._consumer._replace(next=serial + 1, held=serial)
+
+    def put_back(self, serial: int, result: Result) -> None:
+        """Undo `take`, whether or not it was done: the batch is the next one again."""
+        with self._lock:
+            if serial in self._entries:
+                self._entries[serial].result = result
+            self._consumer = self._consumer._replace(next=serial, held=None)
+
+    # --- the workers' calls -----------------------------------------------------------------------
+
+    def can_assign(self) -> bool:
+        """Tell whether there is a free slot, and a batch to fill it with."""
+        with self._lock:
+            return (
+                not self._closed
+                and (self._consumer.reads_ahead or self._next_to_assign() < self._consumer.asked)
+                and len(self._entries) - len(self._done_with()) < self._num_slots
+            )
+
+    def assign(self) -> list[Assignment]:
+        """Give free slots to the next batches in line.
+
+        The caller must see to it that each is carried out, and answered by `filled`.
+        """
+        assignments: list[Assignment] = []
+        with self._lock:
+            if self._closed:
+                return assignments
+            for serial in self._done_with():
+                del self._entries[serial]
+            used = {entry.slot for entry in self._entries.values()}
+            serial = self._next_to_assign()
+            for slot in range(self._num_slots):
+                if not (self._consumer.reads_ahead or serial < self._consumer.asked):
+                    break
+                if slot not in used:
+                    self._entries[serial] = _Entry(slot)
+                    assignments.append(Assignment(slot, serial))
+                    serial += 1
+            return assignments
+
+    def filled(self, serial: int, result: Result) -> None:
         """Say that an assignment was carried out, well or ill. Never blocks."""
-        with self._changed:
-            entry = self._filling.pop(slot)
-            assert entry.serial == serial
+        with self._lock:
+            entry = self._entries.get(serial)
+            if entry is None:  # it is closed
+                return
             entry.result = result
             entry.is_ready = True
-            if entry.is_dropped:
-                self._free.append(slot)
-            self._changed.notify_all()
-            return [] if self._closed else self._assign()
+            if serial == self._consumer.next:
+                self._wake()
+
+    def unassign(self) -> None:
+        """Take assignments back that nobody carries out any more."""
+        with self._lock:
+            for serial in [s for s, entry in self._entries.items() if not entry.is_ready]:
+                del self._entries[serial]
 
     def close(self) -> bool:
         """Wake everyone who waits, and refuse all further calls; False where it was closed."""
-        with self._changed:
+        with self._lock:
             was_open = not self._closed
             self._closed = True
-            self._changed.notify_all()
+            self._entries.clear()
+            self._wake()
             return was_open
-
-    def _assign(self) -> list[Assignment]:
-        """Give free slots to the next batches in line. An entry is never given twice."""
-        assignments = []
-        while self._free and (self._reads_ahead or self._assigned < self._asked):
-            entry: _Entry[Result] = _Entry(self._free.popleft(), self._assigned)
-            self._assigned += 1
-            self._entries.append(entry)
-            self._filling[entry.slot] = entry
-            assignments.append(Assignment(entry.slot, entry.serial))
-        return assignments
 
     def check_open(self) -> None:
         """Raise `ReaderClosedError` if the ring is closed."""
         if self._closed:
             raise ReaderClosedError("the reader is closed; make a new one")
+
+    def _next_to_assign(self) -> int:
+        return max(next(reversed(self._entries), -1) + 1, self._consumer.next)
+
+    def _done_with(self) -> list[int]:
+        """Return batches that were delivered, or dropped: their slots are free."""
+        following, held = self._consumer.next, self._consumer.held
+        return [
+            serial
+            for serial, entry in self._entries.items()
+            if serial < following and serial != held and entry.is_ready
+        ]
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None:
+            waiter.release()

@@ -453,7 +453,6 @@ def test_a_filter_that_nobody_has(path):
         ({"io": ""}, "io: "),
         ({"io": None}, "io: "),
         ({"io": True}, "io: "),
-        ({"workers": "process"}, 'workers="process" is not supported yet'),
         ({"num_dim": 2}, 'dataset "data": there is no dimension 2'),
         ({"h_dim": 1, "w_dim": 2}, "there is no dimension 2"),
         ({"postprocess": "no_such_module:f"}, "cannot import 'no_such_module:f'"),

@@ -6,6 +6,7 @@ loop stops. A copy of the batch in hand is compared with it just before its life
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -127,11 +128,10 @@ class ReaderMachine(RuleBasedStateMachine):
         assert self.reader is not None
         ring = self.reader._engine.ring
         if self.num_threads and not self.closed:
-            with ring._changed:
-                assert ring._changed.wait_for(
-                    lambda: all(entry.is_ready for entry in ring._filling.values()),
-                    DEADLOCK_SECONDS,
-                )
+            deadline = time.monotonic() + DEADLOCK_SECONDS
+            while ring.can_assign() or not all(e.is_ready for e in [*ring._entries.values()]):
+                assert time.monotonic() < deadline
+                time.sleep(0.0002)
 
     def check_held(self) -> None:
         if self.held is not None:

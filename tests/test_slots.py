@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -25,99 +26,176 @@ DEADLOCK_SECONDS = 20
 # --- as a table ----------------------------------------------------------------------------------
 
 
+def take(ring: SlotRing[Any], timeout: float | None = 0) -> tuple[int, int, Any]:
+    taken = ring.wait(timeout)
+    ring.take(taken[0])
+    return taken
+
+
 def test_a_slot_goes_round() -> None:
     ring: SlotRing[str] = SlotRing(1)
-    assert ring.ask() == (0, [Assignment(0, 0)])
+    assert not ring.has_begun
+    assert not ring.can_assign()
+    assert ring.ask() == 0
+    assert ring.has_begun
+    assert ring.can_assign()
+    assert ring.assign() == [Assignment(0, 0)]
+    assert not ring.can_assign()
     assert not ring.is_ready()
-    assert ring.filled(0, 0, "a") == []
+    ring.filled(0, "a")
+    assert ring.assign() == []
     assert ring.is_ready()
-    assert ring.begin_next() == []
-    assert ring.take(0) == (0, 0, "a")
+    ring.hand_back()
+    assert ring.assign() == []
+    assert take(ring) == (0, 0, "a")
     assert ring.in_use == 0
     assert ring.next_serial == 1
     assert not ring.is_ready()
-    assert ring.begin_next() == [Assignment(0, 1)]
+    ring.hand_back()
     assert ring.in_use is None
+    assert ring.assign() == [Assignment(0, 1)]
 
 
 def test_requests_beyond_the_slots_wait_in_line() -> None:
     ring: SlotRing[str] = SlotRing(2)
-    asked = [ring.ask() for _ in range(5)]
-    assert [serial for serial, _ in asked] == [0, 1, 2, 3, 4]
-    assert [len(assignments) for _, assignments in asked] == [1, 1, 0, 0, 0]
-    assert ring.filled(1, 1, "b") == []
-    assert ring.filled(0, 0, "a") == []
-    assert ring.begin_next() == []
-    assert ring.take(0) == (0, 0, "a")
-    assert ring.begin_next() == [Assignment(0, 2)]
-    assert ring.take(0) == (1, 1, "b")
+    assert [ring.ask() for _ in range(5)] == [0, 1, 2, 3, 4]
+    assert ring.assign() == [Assignment(0, 0), Assignment(1, 1)]
+    ring.filled(1, "b")
+    ring.filled(0, "a")
+    assert take(ring) == (0, 0, "a")
+    assert ring.assign() == []
+    ring.hand_back()
+    assert ring.assign() == [Assignment(0, 2)]
+    assert take(ring) == (1, 1, "b")
 
 
 def test_batches_are_taken_in_order_however_they_were_filled() -> None:
     ring: SlotRing[int] = SlotRing(3)
-    work = [assignment for _ in range(3) for assignment in ring.ask()[1]]
-    for slot, serial in reversed(work):
+    for _ in range(3):
+        ring.ask()
+    for _, serial in reversed(ring.assign()):
         assert not ring.is_ready()
-        ring.filled(slot, serial, serial * 10)
+        ring.filled(serial, serial * 10)
     for serial in range(3):
-        ring.begin_next()
-        assert ring.take(0)[::2] == (serial, serial * 10)
+        ring.hand_back()
+        assert take(ring)[::2] == (serial, serial * 10)
 
 
 def test_a_dropped_batch_that_is_ready_frees_its_slot_at_once() -> None:
     ring: SlotRing[str] = SlotRing(1)
     ring.ask()
     ring.ask()
-    ring.filled(0, 0, "a")
-    assert ring.skip_to(1, read_ahead=False) == [Assignment(0, 1)]
+    ring.assign()
+    ring.filled(0, "a")
+    ring.skip_to(1, read_ahead=False)
+    assert ring.assign() == [Assignment(0, 1)]
 
 
 def test_a_dropped_batch_that_is_being_filled_frees_its_slot_when_that_is_done() -> None:
     ring: SlotRing[str] = SlotRing(1)
     ring.ask()
     ring.ask()
-    assert ring.skip_to(1, read_ahead=False) == []
-    assert ring.filled(0, 0, "late") == [Assignment(0, 1)]
-    ring.filled(0, 1, "b")
-    assert ring.take(0) == (1, 0, "b")
+    ring.assign()
+    ring.skip_to(1, read_ahead=False)
+    assert ring.assign() == []
+    ring.filled(0, "late")
+    assert ring.assign() == [Assignment(0, 1)]
+    ring.filled(1, "b")
+    assert take(ring) == (1, 0, "b")
 
 
 def test_the_batch_in_use_survives_a_skip() -> None:
     ring: SlotRing[str] = SlotRing(1)
     ring.ask()
-    ring.filled(0, 0, "a")
-    ring.take(0)
+    ring.assign()
+    ring.filled(0, "a")
+    take(ring)
     ring.ask()
-    assert ring.skip_to(10, read_ahead=True) == []
+    ring.skip_to(10, read_ahead=True)
+    assert ring.assign() == []
     assert ring.in_use == 0
-    assert ring.begin_next() == [Assignment(0, 10)]
+    ring.hand_back()
+    assert ring.assign() == [Assignment(0, 10)]
 
 
 def test_reading_ahead_fills_all_free_slots() -> None:
     ring: SlotRing[str] = SlotRing(3)
-    assert ring.skip_to(0, read_ahead=True) == [Assignment(slot, slot) for slot in range(3)]
-    assert ring.ask() == (0, []), "what is read ahead was not asked for"
-    assert ring.skip_to(0, read_ahead=False) == []
+    ring.skip_to(0, read_ahead=True)
+    assert ring.assign() == [Assignment(slot, slot) for slot in range(3)]
+    assert ring.ask() == 0, "what is read ahead was not asked for"
+    ring.skip_to(0, read_ahead=False)
+    assert ring.assign() == []
 
 
 def test_a_skip_backwards_changes_nothing() -> None:
     ring: SlotRing[str] = SlotRing(1)
     ring.ask()
-    ring.filled(0, 0, "a")
-    ring.take(0)
-    assert ring.skip_to(0, read_ahead=False) == []
+    ring.assign()
+    ring.filled(0, "a")
+    take(ring)
+    ring.skip_to(0, read_ahead=False)
+    assert ring.assign() == []
     assert ring.next_serial == 1
 
 
 def test_a_timeout_leaves_the_batch_the_next_one() -> None:
     ring: SlotRing[str] = SlotRing(1)
-    ring.begin_next()
-    for seconds in (0, 0.001, -1):
+    ring.hand_back()
+    assert ring.assign() == [Assignment(0, 0)]
+    for seconds in (0, 0.001, -1, 0.0):
         with pytest.raises(BatchTimeoutError, match="batch 0 was not ready"):
-            ring.take(seconds)
-        assert ring.begin_next() == [], "it was asked for once"
-    ring.filled(0, 0, "a")
-    assert ring.take(0) == (0, 0, "a")
+            ring.wait(seconds)
+        ring.hand_back()
+        assert ring.assign() == [], "it was asked for once"
+    ring.filled(0, "a")
+    assert take(ring, 1e300) == (0, 0, "a")
+
+
+def test_a_batch_that_was_put_back_is_the_next_one_again() -> None:
+    ring: SlotRing[str] = SlotRing(2)
+    ring.ask()
+    ring.ask()
+    ring.assign()
+    ring.filled(0, "a")
+    ring.put_back(0, "a")
+    assert ring.wait(0) == (0, 0, "a")
+    for forget in (False, True):
+        ring.take(0, forget=forget)
+        assert ring.next_serial == 1
+        ring.put_back(0, "a")
+        assert ring.in_use is None
+        assert ring.assign() == []
+        assert ring.wait(0) == (0, 0, "a")
+    assert take(ring) == (0, 0, "a")
+
+
+def test_work_that_nobody_does_is_assigned_again() -> None:
+    ring: SlotRing[str] = SlotRing(2)
+    ring.ask()
+    ring.ask()
+    ring.assign()
+    ring.filled(0, "a")
+    ring.unassign()
+    assert ring.assign() == [Assignment(1, 1)]
+    ring.unassign()
+    assert take(ring) == (0, 0, "a")
+    assert ring.assign() == [Assignment(1, 1)]
+
+
+def test_an_error_that_was_raised_is_not_kept() -> None:
+    class Error(Exception):
+        pass
+
+    ring: SlotRing[Exception] = SlotRing(1)
+    ring.ask()
+    ring.assign()
+    error = Error()
+    ring.filled(0, error)
+    ring.wait(0)
+    ring.take(0, forget=True)
+    gone = weakref.ref(error)
+    del error
+    assert gone() is None
 
 
 # --- the state machine ---------------------------------------------------------------------------
@@ -137,8 +215,11 @@ class RingMachine(RuleBasedStateMachine):
         self.delivered = self.asked = self.assigned = 0
         self.reads_ahead = False
 
-    def accept(self, assignments: list[Assignment]) -> None:
+    def accept(self) -> None:
         """Each slot given was free, serials go on without a gap, and no work is left lying."""
+        can_assign = self.ring.can_assign()
+        assignments = self.ring.assign()
+        assert bool(assignments) == can_assign
         for slot, serial in assignments:
             assert self.state[slot] == ("free", -1), "two writers, or one and a reader"
             assert serial == self.assigned
@@ -164,22 +245,23 @@ class RingMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.closed)
     @rule()
     def ask(self) -> None:
-        serial, assignments = self.ring.ask()
-        assert serial == self.asked
+        assert self.ring.ask() == self.asked
         self.asked += 1
-        self.accept(assignments)
+
+    @rule()
+    def assign(self) -> None:
+        self.accept()
 
     @precondition(lambda self: not self.closed)
     @rule()
-    def begin_next(self) -> None:
-        assignments = self.ring.begin_next()
+    def hand_back(self) -> None:
+        self.ring.hand_back()
         if (slot := self.in_use()) is not None:
             self.state[slot] = ("free", -1)
         self.asked = max(self.asked, self.delivered + 1)
-        self.accept(assignments)
 
     def may_take(self) -> bool:
-        """`begin_next` comes before `take`: nothing is held, and a batch is asked for."""
+        """`hand_back` comes before `take`: nothing is held, and a batch is asked for."""
         return not self.closed and self.in_use() is None and self.delivered < self.asked
 
     @precondition(may_take)
@@ -188,29 +270,37 @@ class RingMachine(RuleBasedStateMachine):
         expected = self.next_slot()
         if expected is None:
             with pytest.raises(BatchTimeoutError):
-                self.ring.take(0)
+                self.ring.wait(0)
             return
-        serial, slot, result = self.ring.take(0)
+        serial, slot, result = take(self.ring)
         assert (serial, slot) == (self.delivered, expected)
         assert result == ("result", serial)
         self.state[slot] = ("in use", serial)
         self.delivered += 1
+
+    @precondition(lambda self: not self.closed and self.in_use() is not None)
+    @rule()
+    def put_back(self) -> None:
+        slot = self.in_use()
+        assert slot is not None
+        serial = self.state[slot][1]
+        if serial == self.delivered - 1:  # as right after `take`
+            self.ring.put_back(serial, ("result", serial))
+            self.state[slot] = ("ready", serial)
+            self.delivered = serial
 
     @precondition(lambda self: self.slots("filling", "dropped"))
     @rule(data=st.data())
     def filled(self, data: st.DataObject) -> None:
         slot = data.draw(st.sampled_from(self.slots("filling", "dropped")))
         kind, serial = self.state[slot]
-        assignments = self.ring.filled(slot, serial, ("result", serial))
+        self.ring.filled(serial, ("result", serial))
         self.state[slot] = ("free", -1) if kind == "dropped" else ("ready", serial)
-        if self.closed:
-            assert assignments == []
-        self.accept(assignments)
 
     @precondition(lambda self: not self.closed)
     @rule(ahead=st.integers(-3, 7), read_ahead=st.booleans())
     def skip_to(self, ahead: int, read_ahead: bool) -> None:
-        assignments = self.ring.skip_to(max(0, self.delivered + ahead), read_ahead=read_ahead)
+        self.ring.skip_to(max(0, self.delivered + ahead), read_ahead=read_ahead)
         self.delivered = max(self.delivered, self.delivered + ahead)
         self.asked = max(self.asked, self.delivered)
         self.assigned = max(self.assigned, self.delivered)
@@ -220,7 +310,6 @@ class RingMachine(RuleBasedStateMachine):
                 self.state[slot] = ("free", -1)
             elif kind == "filling" and serial < self.delivered:
                 self.state[slot] = ("dropped", serial)
-        self.accept(assignments)
 
     @rule(often=st.integers(0, 19))
     def close(self, often: int) -> None:
@@ -234,9 +323,9 @@ class RingMachine(RuleBasedStateMachine):
     def all_is_refused_once_closed(self) -> None:
         calls: list[Callable[[], Any]] = [
             self.ring.ask,
-            self.ring.begin_next,
-            lambda: self.ring.take(0),
-            lambda: self.ring.take(None),
+            self.ring.hand_back,
+            lambda: self.ring.wait(0),
+            lambda: self.ring.wait(None),
             lambda: self.ring.skip_to(99, read_ahead=True),
         ]
         for call in calls:
@@ -246,6 +335,10 @@ class RingMachine(RuleBasedStateMachine):
     @invariant()
     def the_ring_says_what_the_model_says(self) -> None:
         assert self.ring.next_serial == self.delivered
+        if self.closed:
+            assert not self.ring.can_assign()
+            assert self.ring.assign() == []
+            return
         assert self.ring.in_use == self.in_use()
         assert self.ring.is_ready() == (self.next_slot() is not None)
 
@@ -262,20 +355,12 @@ class RingMachine(RuleBasedStateMachine):
         while self.delivered < self.asked:
             for slot in self.slots("filling", "dropped"):
                 kind, serial = self.state[slot]
-                assignments = self.ring.filled(slot, serial, ("result", serial))
+                self.ring.filled(serial, ("result", serial))
                 self.state[slot] = ("free", -1) if kind == "dropped" else ("ready", serial)
-                self.note(assignments)
-            freed = self.in_use()
-            self.note(self.ring.begin_next(), freed)
+            self.hand_back()
+            self.accept()
             if self.next_slot() is not None:
                 self.take()
-
-    def note(self, assignments: list[Assignment], freed: int | None = None) -> None:
-        if freed is not None:
-            self.state[freed] = ("free", -1)
-        for slot, serial in assignments:
-            assert self.state[slot] == ("free", -1)
-            self.state[slot] = ("filling", serial)
 
 
 TestRing = RingMachine.TestCase
@@ -312,16 +397,17 @@ def test_take_waits_until_its_batch_is_filled() -> None:
     ring: SlotRing[str] = SlotRing(2)
     ring.ask()
     ring.ask()
-    result = in_thread(lambda: ring.take(None))
-    ring.filled(1, 1, "b")
-    ring.filled(0, 0, "a")
+    ring.assign()
+    result = in_thread(lambda: take(ring, None))
+    ring.filled(1, "b")
+    ring.filled(0, "a")
     assert result() == (0, 0, "a")
 
 
 def test_close_wakes_whoever_waits() -> None:
     ring: SlotRing[str] = SlotRing(1)
     ring.ask()
-    result = in_thread(lambda: ring.take(None))
+    result = in_thread(lambda: ring.wait(None))
     assert ring.close()
     with pytest.raises(ReaderClosedError):
         result()
@@ -357,14 +443,16 @@ def test_many_threads_fill_while_one_takes(slots: int) -> None:
             memory[slot] = serial
             writers[slot] -= 1
             count += 1
-            add(ring.filled(slot, serial, serial))
+            ring.filled(serial, serial)
+            add(ring.assign())
 
     results = [in_thread(fill) for _ in range(workers)]
     for _ in range(batches):
-        add(ring.ask()[1])
+        ring.ask()
     for expected in range(batches):
-        add(ring.begin_next())
-        serial, slot, result = ring.take(DEADLOCK_SECONDS)
+        ring.hand_back()
+        add(ring.assign())
+        serial, slot, result = take(ring, DEADLOCK_SECONDS)
         assert serial == result == memory[slot] == expected
     add([Assignment(-1, -1)] * workers)
     assert sum(result() for result in results) == batches
