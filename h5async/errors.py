@@ -14,6 +14,8 @@
     └── PostprocessError                   the caller's own function raised; also of the raised type
 """
 
+from collections.abc import Mapping
+
 
 class H5AsyncError(Exception):
     """Base of every error that h5async raises on purpose."""
@@ -59,10 +61,6 @@ class PostprocessError(H5AsyncError):
     """The caller's `postprocess` raised or returned something unusable."""
 
 
-def _reduce_mixed(error: PostprocessError) -> tuple[object, ...]:
-    return postprocess_error, (error.args[0], error.__cause__), error.__dict__
-
-
 def postprocess_error(message: str, cause: Exception) -> PostprocessError:
     """Make an error that is a `PostprocessError` and also of the type of `cause`.
 
@@ -80,20 +78,29 @@ def postprocess_error(message: str, cause: Exception) -> PostprocessError:
     PostprocessError
         To be raised; a plain `PostprocessError` where the type of `cause` cannot be mixed in.
     """
-    kind = type(cause)
-    error = PostprocessError(message)
-    if not issubclass(kind, H5AsyncError | StopIteration):  # the latter would end a for loop
-        try:
-            both: type[PostprocessError] = type(
-                "PostprocessError",
-                (PostprocessError, kind),
-                {"__module__": __name__, "__reduce__": _reduce_mixed},
-            )
-            mixed = both.__new__(both)
-            mixed.__dict__.update(cause.__dict__)
-            mixed.args = (message,)
-            error = mixed
-        except TypeError:  # a layout conflict, or a __new__ that wants arguments
-            pass
+    error = _mixed(message, type(cause), cause.__dict__)
     error.__cause__ = cause
     return error
+
+
+def _mixed(
+    message: str, kind: type[Exception], attributes: Mapping[str, object]
+) -> PostprocessError:
+    error = PostprocessError(message)
+    if issubclass(kind, H5AsyncError | StopIteration):  # the latter would end a for loop
+        return error
+    try:
+        both: type[PostprocessError] = type(
+            "PostprocessError",
+            (PostprocessError, kind),
+            {
+                "__module__": __name__,
+                "__reduce__": lambda self: (_mixed, (self.args[0], kind, self.__dict__)),
+            },
+        )
+        mixed = both.__new__(both)
+    except TypeError:  # a layout conflict, or a __new__ that wants arguments
+        return error
+    mixed.__dict__.update(attributes)
+    mixed.args = (message,)
+    return mixed

@@ -311,6 +311,8 @@ class HelperFiller:
             if self._closed:
                 return
             if not self.ways:  # whoever makes the reader is told
+                if isinstance(error, HelperDied):
+                    error = HelperDied(f"{error} while the files were opened")
                 self._steps.put(error)
                 return
             victim = self._oldest_request()
@@ -431,14 +433,10 @@ class _Process:
         self.sent: set[FillRequest] = set()
         ours, theirs = socket.socketpair()
         numbers = theirs.fileno(), memory_fd, os.getpid()
-        code = (
-            f"import sys; sys.path[:] = {sys.path!r}; from h5async.helper_main import main;"
-            f" main{numbers}"
-        )
         with theirs:
             try:
                 self._popen = subprocess.Popen(
-                    [sys.executable, "-c", code],
+                    [sys.executable, "-c", _code(*numbers)],
                     stdin=subprocess.DEVNULL,
                     pass_fds=numbers[:2],
                 )
@@ -505,6 +503,14 @@ class _Process:
             name = "unknown"
         hint = ", perhaps by the system, for want of memory" if -status == signal.SIGKILL else ""
         return f"was killed by signal {-status} ({name}{hint})"
+
+
+def _code(channel_fd: int, memory_fd: int, parent: int) -> str:
+    """Return what a helper process runs; it finds modules where this process does."""
+    return (
+        f"import sys; sys.path[:] = {sys.path!r}; from h5async.helper_main import main;"
+        f" main({channel_fd}, {memory_fd}, {parent})"
+    )
 
 
 def _check_same(before: Mapping[str, DatasetLayout], now: Mapping[str, DatasetLayout]) -> None:

@@ -144,6 +144,22 @@ def load(data: bytes) -> Any:
     return pickle.loads(data)
 
 
+class _Parts(NamedTuple):
+    kind: type[BaseException]
+    args: tuple[Any, ...]
+    attributes: dict[str, Any]
+
+
+def _load_error(data: bytes) -> BaseException:
+    found: BaseException | _Parts = pickle.loads(data)
+    if isinstance(found, BaseException):
+        return found
+    error = found.kind.__new__(found.kind, *found.args)
+    error.args = found.args
+    error.__dict__.update(found.attributes)
+    return error
+
+
 def portable(error: BaseException) -> tuple[bytes, ...]:
     """Return an error, and what caused it, to be sent: pickled alone it would lose that.
 
@@ -163,20 +179,22 @@ def portable(error: BaseException) -> tuple[bytes, ...]:
 
 def received(sent: tuple[bytes, ...]) -> BaseException:
     """Return an error that was sent, with its causes."""
-    links: list[BaseException] = [pickle.loads(link) for link in sent]
+    links = [_load_error(link) for link in sent]
     for link, cause in itertools.pairwise(links):
         link.__cause__ = cause
     return links[0]
 
 
 def _dump_error(error: BaseException) -> bytes:
-    try:
-        data = bytes(cloudpickle.dumps(error))
-        copy = pickle.loads(data)
-        if isinstance(copy, BaseException) and str(copy) == str(error):
-            return data
-    except Exception:  # whatever its own code does, there is something to send
-        pass
+    # Not every exception can be made of its `args`, as pickle makes it.
+    for sent in (error, _Parts(type(error), error.args, error.__dict__)):
+        try:
+            data = bytes(cloudpickle.dumps(sent))
+            copy = _load_error(data)
+            if isinstance(copy, BaseException) and str(copy) == str(error):
+                return data
+        except Exception:  # whatever its own code does, there is something to send
+            continue
     known = next((kind for kind in type(error).__mro__ if kind in _KNOWN), None)
     message = str(error) if known else f"{type(error).__name__}: {error}"
     return pickle.dumps((known or H5AsyncError)(message))

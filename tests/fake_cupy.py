@@ -223,7 +223,9 @@ def make(seed):
         assert kind == 2
         simulation.put(streams[stream], lambda: ctypes.memmove(target, source, nbytes))
 
+    registered: dict[int, int] = {}
     runtime = types.SimpleNamespace(
+        registered=registered,
         getDeviceCount=lambda: 1,
         CUDARuntimeError=type("CUDARuntimeError", (RuntimeError,), {}),
         deviceSynchronize=simulation.run_all,
@@ -232,6 +234,8 @@ def make(seed):
         memcpyAsync=memcpy_async,
         memcpyDeviceToHost=2,
         memGetInfo=lambda: (1 << 30, 1 << 32),
+        hostRegister=lambda address, nbytes, flags: registered.update({address: nbytes}),
+        hostUnregister=lambda address: registered.pop(address),
     )
     cuda = types.SimpleNamespace(
         Device=Device,
