@@ -298,32 +298,44 @@ class HelperFiller:
         """Keep a helper alive, and take its answers; in a thread of its own."""
         # Processes that are started here inherit it: Ctrl-C is the reader's to deal with.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        while True:
-            try:
-                self._serve()
-            except BaseException as raised:
-                error = raised
-            finally:
-                with self._lock:
-                    self._process, self._is_ready = None, False
-                    self._former_stats = self.stats()
-                    self._stats = _NOTHING_DONE._replace(cache=self._stats.cache)
-            if self._closed:
-                return
-            if not self.ways:  # whoever makes the reader is told
-                if isinstance(error, HelperDied):
-                    error = HelperDied(f"{error} while the files were opened")
-                self._steps.put(error)
-                return
-            victim = self._oldest_request()
-            if victim is None:
-                return
+        while self._go_on(self._serve_once()):
+            pass
+
+    def _serve_once(self) -> BaseException | None:
+        """Have one helper work until it ends; return why, or None where the reader was closed."""
+        try:
+            self._serve()
+            return None
+        except BaseException as error:
+            return None if self._closed else error
+        finally:
+            with self._lock:
+                self._process, self._is_ready = None, False
+                self._former_stats = self.stats()
+                self._stats = _NOTHING_DONE._replace(cache=self._stats.cache)
+
+    def _go_on(self, error: BaseException | None) -> bool:
+        """Tell those who wait for a helper of its end; return whether there is to be another.
+
+        Nothing in this thread keeps the error: its traceback will have the reader in it.
+        """
+        if error is None:
+            return False
+        if not self.ways:  # whoever makes the reader is told
             if isinstance(error, HelperDied):
-                error = HelperDied(
-                    f"{error} while batch {victim.number} of epoch {victim.epoch} was being"
-                    " filled; the next call goes on, with a new helper"
-                )
-            self._fail(victim, error)
+                error = HelperDied(f"{error} while the files were opened")
+            self._steps.put(error)
+            return False
+        victim = self._oldest_request()
+        if victim is None:
+            return False
+        if isinstance(error, HelperDied):
+            error = HelperDied(
+                f"{error} while batch {victim.number} of epoch {victim.epoch} was being"
+                " filled; the next call goes on, with a new helper"
+            )
+        self._fail(victim, error)
+        return True
 
     def _serve(self) -> None:
         """Start a helper, and take its answers until the reader is closed.
