@@ -20,7 +20,9 @@ from h5async.filters import Filter
 from h5async.layout import ChunkTable, grid_of
 
 _DONT_FILTER_PARTIAL_CHUNKS = 2  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS of H5Dpublic.h
-_EXTENSIBLE_ARRAY = 4  # H5D_CHUNK_IDX_EARRAY of H5Dpublic.h
+_B_TREE_V1, _EXTENSIBLE_ARRAY = 0, 4  # H5D_CHUNK_IDX_BTREE, _EARRAY of H5Dpublic.h
+_SUPERBLOCK_NBYTES = 48  # at least
+_LOOKUPS = 256
 _ALL_FILTERS = 0xFFFFFFFF
 _BLOCK_CHUNKS = 1 << 13
 
@@ -135,7 +137,49 @@ def read_chunk_table(
             raise
         raise ReadError(f"{where}: its chunk index cannot be read ({error})") from error
     table.add(records)
-    return table.sorted()
+    found = table.sorted()
+    _require_agreement(dataset, found, table.is_ascending, where)
+    return found
+
+
+def _require_agreement(
+    dataset: h5py.Dataset, table: ChunkTable, is_ascending: bool, where: str
+) -> None:
+    """Refuse a version 1 B-tree that contradicts itself: it has no checksum.
+
+    Its chunks come in the order of their keys, and HDF5 finds each by its key: all of few chunks,
+    and some of many, are looked up.
+
+    Raises
+    ------
+    ReadError
+        If they do not, or it does not.
+    """
+    try:
+        if _ask_hdf5("H5Dget_chunk_index_type", ctypes.c_int, dataset.id) != _B_TREE_V1:
+            return
+    except NotDirectError:
+        return
+    if not is_ascending:
+        raise ReadError(f"{where}: the keys of its chunk index are not in order; it is damaged")
+    grid = grid_of(dataset.shape, dataset.chunks)
+    step = -(-table.offset.size // _LOOKUPS) or 1
+    for item in range(0, table.offset.size, step):
+        at = item if table.index is None else int(table.index[item])
+        corner = tuple(
+            int(place) * extent
+            for place, extent in zip(np.unravel_index(at, grid), dataset.chunks, strict=True)
+        )
+        try:
+            found = dataset.id.get_chunk_info_by_coord(corner)
+            is_same = found.byte_offset == table.offset[item] and found.size == table.nbytes[item]
+        except (OSError, RuntimeError, ValueError, TypeError):
+            is_same = False
+        if not is_same:
+            raise ReadError(
+                f"{where}, chunk {corner}: its chunk index lists it, and does not find it; the file"
+                " is damaged"
+            )
 
 
 class _Table:
@@ -152,6 +196,7 @@ class _Table:
         self._has_raw_edges = has_raw_edges
         nbytes = math.prod(dataset.chunks) * dataset.id.get_type().get_size()
         self._due = None if filters else nbytes
+        self.is_ascending = True  # as HDF5 reported the chunks
         self._count = 0
         self._index, self._offset, self._nbytes = (np.empty(0, np.int64) for _ in range(3))
         self._mask = np.empty(0, np.uint32)
@@ -179,13 +224,28 @@ class _Table:
         """Return the table in the order of the grid."""
         self._resize(self._count)
         index, offset, nbytes, mask = self._index, self._offset, self._nbytes, self._mask
+        self._check_apart(offset, nbytes)
         if not (index[1:] > index[:-1]).all():
+            self.is_ascending = False
             order = np.argsort(index, kind="stable")
             index, offset, nbytes, mask = index[order], offset[order], nbytes[order], mask[order]
         if (index[1:] == index[:-1]).any():
             raise NotDirectError("HDF5 reports a chunk twice")
         complete = index.size == math.prod(self._grid)
         return ChunkTable(None if complete else index, offset, nbytes, mask)
+
+    def _check_apart(self, offset: NDArray[np.int64], nbytes: NDArray[np.int64]) -> None:
+        """Refuse chunks that lie in each other, or where the file begins."""
+        if not (offset[1:] >= offset[:-1] + nbytes[:-1]).all():
+            order = np.argsort(offset, kind="stable")
+            offset, nbytes = offset[order], nbytes[order]
+        bad = np.flatnonzero(offset[1:] < offset[:-1] + nbytes[:-1])
+        if bad.size or (offset.size and offset[0] < _SUPERBLOCK_NBYTES):
+            at = offset[bad[0] + 1] if bad.size else offset[0]
+            what = "another one" if bad.size else "the file's superblock"
+            raise ReadError(
+                f"{self._where}: a chunk at byte {at} lies in {what}; the file is damaged"
+            )
 
     def _resize(self, count: int) -> None:
         """Make room in place: a copy of all would double the memory for a moment."""

@@ -213,7 +213,7 @@ class Workload:
         return reader
 
     def is_resumed_epoch(self, reader: AsyncReader) -> bool:
-        """Tell whether a loop goes on with the rest of an epoch in whose middle a state was loaded."""
+        """Tell whether a loop goes on with the rest of an epoch, which a state was saved in."""
         schedule, serial = reader._engine.schedule, reader._engine.ring.next_serial
         return schedule.epoch_begin(serial) == serial and self.due[1] > 0
 
