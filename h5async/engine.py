@@ -6,10 +6,11 @@ collected, and its engine closed.
 
 from __future__ import annotations
 
-import contextlib
+import atexit
 import os
 import threading
 import time
+import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
@@ -33,6 +34,7 @@ from h5async.transform import RowTransform, row_transform
 from h5async.trial import DecodeTrial
 
 _STATE_VERSION = 1
+_MOMENT_SECONDS = 0.5
 
 _forks = 0  # between the first process and this one, since this module was imported
 
@@ -44,6 +46,16 @@ def _note_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_note_fork)
+
+
+# Those whose threads are at work when the interpreter ends.
+_open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for engine in list(_open_engines):
+        engine.close()
 
 
 class Filled(NamedTuple):
@@ -78,7 +90,8 @@ class Engine:
         try:
             self._open(helper.layouts, helper)
         except BaseException:
-            helper.close()
+            helper.stop(lambda: None)
+            helper.join()
             raise
 
     def _open(self, layouts: Mapping[str, DatasetLayout], helper: HelperFiller | None) -> None:
@@ -156,6 +169,7 @@ class Engine:
         self.waits = Waits()
         self.upload_times = StageTimes()
         self.delivered_samples = 0
+        _open_engines.add(self)
 
     def check_open(self) -> None:
         """Raise `ReaderClosedError` if the reader is closed, or its threads are not here."""
@@ -299,12 +313,29 @@ class Engine:
                 self.ring.unassign()
             raise
 
-    def close(self) -> None:
-        """Stop the threads, close the files and free the slots' memory. Idempotent."""
+    def close(self, patience_seconds: float | None = None) -> None:
+        """Stop the threads, close the files and free the slots' memory. Idempotent.
+
+        Waits for it, `patience_seconds` at most; not in a thread of our own.
+        """
+        if self.forks != _forks:  # there are no threads here, and locks that they held are not free
+            return
         if self.ring.close():
-            self.filler.close()
-            self.device.close()
-            self.slots = []
+            self.filler.stop(self._release)
+        if not threading.current_thread().name.startswith(THREAD_NAME):
+            self.filler.join(patience_seconds)
+
+    def drop(self) -> None:
+        """Close, because the reader was collected: in any thread, which may hold any lock.
+
+        A worker may wait for that lock (h5py's, say). So there is no waiting for workers here but
+        for a moment, in which they have ended nearly always.
+        """
+        self.close(_MOMENT_SECONDS)
+
+    def _release(self) -> None:
+        self.device.close()
+        self.slots = []
 
     def stats(self, num_threads: int) -> ReaderStats:
         """Return what was done so far."""
@@ -392,17 +423,3 @@ class Engine:
             filling = outcome.busy_seconds / self.num_threads
             transfer = self.slots[request.slot].transfer_seconds()
             self.trial.note(request.on_device, max(filling, transfer))
-
-
-def close_engine(engine: Engine) -> None:
-    """Close an engine: because its reader was closed or dropped, or the interpreter ends."""
-    if engine.forks != _forks:  # threads that held its locks are not here, and never let go
-        return
-    if not threading.current_thread().name.startswith(THREAD_NAME):
-        engine.close()
-        return
-    # The garbage collector found the reader in one of our workers, which may hold any lock, and
-    # cannot wait for itself.
-    with contextlib.suppress(RuntimeError):  # the interpreter ends, and everything with it
-        # Not a daemon, as the worker is: it would be cut off at the interpreter's end.
-        threading.Thread(target=engine.close, name=f"{THREAD_NAME}-close", daemon=False).start()

@@ -241,7 +241,8 @@ class Filler:
         # Reentrant: a reader collected in here by the garbage collector is closed in here.
         self._lock = threading.RLock()
         self._closed = False
-        self._threads = config.thread_count
+        self._then: Callable[[], None] = _nothing
+        self._threads = self._working = config.thread_count
         self._times = StageTimes()
         self._fallback = FallbackReader()
         self._files = LocalFiles(_KEPT_FILES, config.io)
@@ -343,19 +344,25 @@ class Filler:
         self._stored_readers = {}
         self._slots = slots
 
-    def close(self) -> None:
-        """Drop what was not begun, wait for what was, close the files. Idempotent."""
+    def stop(self, then: Callable[[], None]) -> None:
+        """Drop what was not begun; when what was is done, close the files and call `then`.
+
+        Never waits: it is called by the garbage collector, in any thread, which may hold a lock
+        that a worker waits for. Only the first call counts.
+        """
         with self._lock:
-            self._closed = True
+            if self._closed:
+                return
+            self._closed, self._then = True, then
             self._heap.clear()
+        if not self._working:
+            self._end()
         for _ in self._pool:
             self._tickets.put(False)
-        for thread in self._pool:
-            thread.join()
-        self._close_files()
-        self._scratch.clear()
-        self._executors = []
-        self._slots = ()  # the caller may still hold a batch; nothing else keeps its memory
+
+    def join(self, patience_seconds: float | None = None) -> None:
+        """Wait until all is done that `stop` asked for; not in a worker."""
+        join_all(self._pool, patience_seconds)
 
     def _first_work(self, request: FillRequest) -> Callable[[], None]:
         return partial(self._plan, _Fill(request))
@@ -382,13 +389,27 @@ class Filler:
             try:
                 thread.start()
             except RuntimeError:
-                self.close()
+                self._working = len(self._pool)
+                self.stop(_nothing)
+                self.join()
                 raise
             self._pool.append(thread)
 
     def _work(self) -> None:
         while self._tickets.get():
             self.run_next()
+        with self._lock:
+            self._working -= 1
+            is_last = not self._working
+        if is_last:
+            self._end()
+
+    def _end(self) -> None:
+        self._close_files()
+        self._scratch.clear()
+        self._executors = []
+        self._slots = ()  # the caller may still hold a batch; nothing else keeps its memory
+        self._then()
 
     def _plan(self, batch: _Fill) -> None:
         request = batch.request
@@ -651,6 +672,18 @@ class Filler:
         scratch = Scratch.allocate(*self._scratch_nbytes)
         self._scratches.append(scratch)
         return scratch
+
+
+def _nothing() -> None:
+    pass
+
+
+def join_all(threads: Sequence[threading.Thread], patience_seconds: float | None) -> None:
+    """Wait for threads to end, so many seconds at most; None: as long as it takes."""
+    end = math.inf if patience_seconds is None else time.monotonic() + patience_seconds
+    for thread in threads:
+        left = end - time.monotonic()
+        thread.join(None if left == math.inf else max(0.0, left))
 
 
 def load_function(function: Callable[..., Any] | str | None) -> Callable[..., Any] | None:

@@ -27,8 +27,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
-from h5async.errors import ConfigError, ReaderClosedError, ReadError
-from h5async.filling import THREAD_NAME, FillerStats, FillOutcome, FillRequest, SlotMemory
+from h5async.errors import ConfigError, ReadError
+from h5async.filling import (
+    THREAD_NAME,
+    FillerStats,
+    FillOutcome,
+    FillRequest,
+    SlotMemory,
+    join_all,
+)
 from h5async.fingerprint import fingerprint
 from h5async.layout import DatasetLayout
 from h5async.messages import (
@@ -106,6 +113,8 @@ class HelperFiller:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._closed = False
+        self._then: Callable[[], None] = _nobody
+        self._working = 0  # threads
         self._starting: Starting | None = None
         self._process: _Process | None = None
         self._is_ready = False  # to take requests
@@ -217,22 +226,44 @@ class HelperFiller:
             now.cache,
         )
 
-    def close(self) -> None:
-        """End the helper, and drop all requests. Idempotent."""
+    def stop(self, then: Callable[[], None]) -> None:
+        """Drop all requests, end the helper, then call `then`. Never waits, as `Filler.stop`."""
         with self._changed:
-            self._closed = True
+            if self._closed:
+                return
+            self._closed, self._then = True, then
             self._outstanding.clear()
             self._changed.notify_all()
             if self._process is not None:
                 self._process.hang_up()
         self._tickets.put(None)
-        for thread in self._threads:
-            thread.join()
-        self.shared.close()
-        self._slots, self._index, self._others = (), [], {}
+
+    def join(self, patience_seconds: float | None = None) -> None:
+        """Wait until all is done that `stop` asked for; not in a thread of this object."""
+        join_all(self._threads, patience_seconds)
+
+    def _close(self) -> None:
+        self.stop(_nobody)
+        self.join()
+
+    def _in_thread(self, target: Callable[[], None]) -> None:
+        try:
+            target()
+        finally:
+            with self._lock:
+                self._working -= 1
+                is_last = self._closed and not self._working
+            if is_last:
+                self.shared.close()
+                self._slots, self._index, self._others = (), [], {}
+                self._then()
 
     def _new_thread(self, target: Callable[[], None], name: str) -> threading.Thread:
-        thread = threading.Thread(target=target, name=f"{THREAD_NAME}-{name}", daemon=True)
+        thread = threading.Thread(
+            target=self._in_thread, args=(target,), name=f"{THREAD_NAME}-{name}", daemon=True
+        )
+        with self._lock:
+            self._working += 1
         thread.start()
         return thread
 
@@ -241,10 +272,10 @@ class HelperFiller:
         try:
             error = self._steps.get()
         except BaseException:  # the user has lost patience
-            self.close()
+            self._close()
             raise
         if error is not None:
-            self.close()
+            self._close()
             raise error
 
     def _places(self, slot: SlotMemory, index: NDArray[np.int64]) -> SlotPlaces:
@@ -537,4 +568,4 @@ def _check_same(before: Mapping[str, DatasetLayout], now: Mapping[str, DatasetLa
 
 
 def _nobody(*_: object) -> None:
-    raise ReaderClosedError("nothing was started")
+    pass

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
 from h5async.device import Device
-from h5async.engine import Engine, Filled, close_engine
+from h5async.engine import Engine, Filled
 from h5async.errors import (
     BatchExpiredError,
     ConfigError,
@@ -163,7 +163,8 @@ class AsyncReader:
     ) -> None:
         self._config = ReaderConfig.load(config, **options)
         self._engine = Engine(self._config)
-        self._close = weakref.finalize(self, close_engine, self._engine)
+        self._dropped = weakref.finalize(self, self._engine.drop)
+        self._dropped.atexit = False
         self._held: Batch | None = None  # with debug_lifetimes: the batch that the caller holds
 
     @property
@@ -363,7 +364,7 @@ class AsyncReader:
 
         Arrays of a batch that is still held stay valid.
         """
-        self._close()
+        self._engine.close()
 
     def __enter__(self) -> AsyncReader:
         """Return the reader itself."""
@@ -396,7 +397,7 @@ class AsyncReader:
 
     def __repr__(self) -> str:
         """Describe the reader in a line."""
-        state = "" if self._close.alive else ", closed"
+        state = ", closed" if self._engine.ring.is_closed else ""
         return (
             f"<AsyncReader {self._config.hdf5_path}: {', '.join(self._engine.names)},"
             f" {self.num_samples} samples, {len(self)} batches an epoch, {self.device}{state}>"

@@ -248,6 +248,11 @@ class SlotRing(Generic[Result]):
             self._wake()
             return was_open
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the ring was closed."""
+        return self._closed
+
     def check_open(self) -> None:
         """Raise `ReaderClosedError` if the ring is closed."""
         if self._closed:

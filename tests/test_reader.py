@@ -1085,6 +1085,37 @@ def test_a_reader_that_is_dropped_unclosed_leaves_nothing(
             left.close()
 
 
+def test_a_reader_collected_while_a_lock_is_held_that_its_worker_waits_for(tmp_path: Path) -> None:
+    """The collector runs anywhere; here where this thread is in h5py, as a worker wants to be."""
+    path, terminated = tmp_path / "texts.h5", h5py.h5t.C_S1.copy()
+    terminated.set_size(8)
+    with h5py.File(path, "w") as file:  # strings that only h5py reads
+        space = h5py.h5s.create_simple((NUM_SAMPLES,))
+        texts = h5py.Dataset(h5py.h5d.create(file.id, b"data", terminated, space))
+        texts[...] = np.array([b"text"] * NUM_SAMPLES)
+    reader = AsyncReader(hdf5_path=path, labels_field=None, num_threads=2)
+    gone, fallback = weakref.ref(reader), reader._engine.filler._fallback
+    waits = threading.Event()
+    inner = fallback.read
+
+    def read(*arguments: Any) -> None:
+        waits.set()
+        inner(*arguments)
+
+    fallback.read = read
+    reader.itself = reader  # type: ignore[attr-defined]
+    threads = our_threads()
+    with h5py._objects.phil:
+        reader.fetch_data()
+        assert waits.wait(DEADLOCK_SECONDS)
+        del reader
+        gc.collect()
+        assert gone() is None
+    for thread in threads:
+        thread.join(DEADLOCK_SECONDS)
+        assert not thread.is_alive()
+
+
 # --- the end of the process -------------------------------------------------------------------
 
 
