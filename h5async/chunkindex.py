@@ -20,7 +20,8 @@ from h5async.filters import Filter
 from h5async.layout import ChunkTable, grid_of
 
 _DONT_FILTER_PARTIAL_CHUNKS = 2  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS of H5Dpublic.h
-_B_TREE_V1, _EXTENSIBLE_ARRAY = 0, 4  # H5D_CHUNK_IDX_BTREE, _EARRAY of H5Dpublic.h
+_B_TREE_V1, _IMPLICIT, _FIXED_ARRAY, _EXTENSIBLE_ARRAY = 0, 2, 3, 4  # of H5Dpublic.h
+_MANY_CHUNKS = 1 << 24
 _SUPERBLOCK_NBYTES = 48  # at least
 _LOOKUPS = 256
 _ALL_FILTERS = 0xFFFFFFFF
@@ -45,11 +46,7 @@ def require_true_coordinates(dataset: h5py.Dataset) -> None:
     unlimited = [axis for axis, extent in enumerate(dataset.maxshape) if extent is None]
     if len(unlimited) != 1 or unlimited == [0]:
         return
-    try:
-        kind = _ask_hdf5("H5Dget_chunk_index_type", ctypes.c_int, dataset.id)
-    except NotDirectError:
-        kind = _EXTENSIBLE_ARRAY
-    if kind == _EXTENSIBLE_ARRAY:
+    if _index_kind(dataset) in (_EXTENSIBLE_ARRAY, -1):
         raise NotDirectError(f"only dimension {unlimited[0]} is unlimited: HDF5 misreports chunks")
 
 
@@ -114,6 +111,7 @@ def read_chunk_table(
     NotDirectError
         If HDF5 reports what cannot be.
     """
+    _require_room(dataset, where)
     table = _Table(dataset, filters, has_raw_edges, where)
     records: list[int] = []
     append = records.extend
@@ -142,6 +140,33 @@ def read_chunk_table(
     return found
 
 
+def _require_room(dataset: h5py.Dataset, where: str) -> None:
+    """Refuse more chunks than the file has room to list: HDF5 would go through all of them.
+
+    Raises
+    ------
+    ReadError
+        If there are.
+    """
+    count = math.prod(grid_of(dataset.shape, dataset.chunks))
+    kind = _index_kind(dataset) if count > _MANY_CHUNKS else _B_TREE_V1
+    each = {_IMPLICIT: math.prod(dataset.chunks), _FIXED_ARRAY: 8}.get(kind, 0)
+    end = os.fstat(dataset.file.id.get_vfd_handle()).st_size
+    if count * each > end:
+        raise ReadError(
+            f"{where}: a shape of {dataset.shape} makes {count} chunks, more than a file of {end}"
+            " bytes can hold; the file is damaged"
+        )
+
+
+def _index_kind(dataset: h5py.Dataset) -> int:
+    """Return the kind of chunk index; -1 where HDF5 does not say."""
+    try:
+        return _ask_hdf5("H5Dget_chunk_index_type", ctypes.c_int, dataset.id)
+    except NotDirectError:
+        return -1
+
+
 def _require_agreement(
     dataset: h5py.Dataset, table: ChunkTable, is_ascending: bool, where: str
 ) -> None:
@@ -155,10 +180,7 @@ def _require_agreement(
     ReadError
         If they do not, or it does not.
     """
-    try:
-        if _ask_hdf5("H5Dget_chunk_index_type", ctypes.c_int, dataset.id) != _B_TREE_V1:
-            return
-    except NotDirectError:
+    if _index_kind(dataset) != _B_TREE_V1:
         return
     if not is_ascending:
         raise ReadError(f"{where}: the keys of its chunk index are not in order; it is damaged")
