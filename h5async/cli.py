@@ -208,6 +208,7 @@ _CACHE = _option("cache", "Keep all rows for later epochs.", metavar="host|devic
 _CACHE_BYTES = _option("cache_bytes", "What the cache may take.", unset="a share of the memory")
 _WORLD_SIZE = _option("world_size", "Processes that share the work.", unset="the launcher's")
 _PIN = _option("pin_memory", "Keep batches on the host, pinned (PyTorch).", unset="no")
+_MAX_BYTES = _option("max_batch_bytes", "What all slots may take.", unset="half of what is free")
 _LIFETIMES = _option("debug_lifetimes", "Catch batches that are used too late.", unset="no")
 _TIMEOUT = _option("timeout", "Seconds to wait for a batch.", unset="no limit")
 
@@ -238,6 +239,7 @@ def read(
     pin_memory: Annotated[bool | None, _PIN] = None,
     postprocess: Annotated[str | None, _POSTPROCESS] = None,
     timeout: Annotated[float | None, _TIMEOUT] = None,
+    max_batch_bytes: Annotated[int | None, _MAX_BYTES] = None,
     decode: Annotated[str | None, _DECODE] = None,
     cache: Annotated[str | None, _CACHE] = None,
     cache_bytes: Annotated[int | None, _CACHE_BYTES] = None,

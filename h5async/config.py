@@ -223,6 +223,7 @@ class ReaderConfig(_Frozen):
     pin_memory: Annotated[bool, Bound(strict=True)] = False
     postprocess: Callable[..., Any] | str | None = None
     timeout: Annotated[float, Bound(ge=0)] | None = None
+    max_batch_bytes: Annotated[Int, Bound(ge=1)] | None = None
     decode: Literal["auto", "host", "device"] = "auto"
     cache: Literal["host", "device"] | None = None
     cache_bytes: Annotated[Int, Bound(ge=0)] | None = None

@@ -17,13 +17,14 @@ from typing import Any, NamedTuple, cast
 from h5async.config import ReaderConfig
 from h5async.cost import direct_share
 from h5async.dataset import open_dataset, sampling_of
-from h5async.device import find_device, needs_host
+from h5async.device import Device, DeviceSlot, HostDevice, find_device, needs_host
 from h5async.devicedecode import NotDecoded, find_formats
 from h5async.errors import ConfigError, DeviceError, ReaderClosedError, ReadError
 from h5async.filling import THREAD_NAME, Filler, FillOutcome, FillRequest
 from h5async.fingerprint import fingerprint
 from h5async.helper import HelperFiller
 from h5async.layout import DatasetLayout
+from h5async.limits import check_memory
 from h5async.ranks import Rank, find_rank
 from h5async.resident import Budget, Residency
 from h5async.schedule import Schedule
@@ -83,16 +84,25 @@ class Engine:
     def __init__(self, config: ReaderConfig) -> None:
         self.config = config
         self.forks = _forks
-        if config.workers == "thread":
-            self._open(open_dataset(config), None)
-            return
-        helper = HelperFiller(config)
-        try:
+        self.ring: SlotRing[Filled] = SlotRing(config.prefetch)
+        self.filler: Filler | HelperFiller | None = None
+        self.slots: list[DeviceSlot] = []
+        self.device: Device = HostDevice()
+
+    def open(self) -> None:
+        """Open the dataset, and start the threads. `close` ends what an exception left half done.
+
+        Raises
+        ------
+        H5AsyncError
+            As `AsyncReader` says.
+        """
+        if self.config.workers == "thread":
+            self._open(open_dataset(self.config), None)
+        else:
+            helper = self.filler = HelperFiller(self.config)
+            helper.open()
             self._open(helper.layouts, helper)
-        except BaseException:
-            helper.stop(lambda: None)
-            helper.join()
-            raise
 
     def _open(self, layouts: Mapping[str, DatasetLayout], helper: HelperFiller | None) -> None:
         config, fields = self.config, self.config.batch_fields
@@ -114,6 +124,7 @@ class Engine:
         self.names = tuple(fields)
         self.device = find_device(config.device, config.pin_memory)
         rows = min(config.batch_size, max(1, self.num_samples))
+        check_memory(config, self.layouts, transforms, rows)
         formats, obstacle = self._find_formats(config, transforms, rows)
         self.formats, self.dropping = formats, threading.Lock()
         self.trial = DecodeTrial(config.decode, obstacle)
@@ -136,12 +147,10 @@ class Engine:
         self.cache: Residency | Budget | None = None  # on the device
         if config.cache == "device":
             self.cache = self.device.open_cache(self.num_samples, config.cache_bytes)
-        self.ring: SlotRing[Filled] = SlotRing(config.prefetch)
         memory = [slot.memory for slot in self.slots]
         device_cache = self.cache if isinstance(self.cache, Residency) else None
-        self.filler: Filler | HelperFiller
         if helper is None:
-            self.filler = Filler(
+            filler = self.filler = Filler(
                 config,
                 self.sampling,
                 self.layouts,
@@ -153,8 +162,8 @@ class Engine:
                 before_fill=self._wait_writable,
                 on_done=self._on_done,
             )
+            filler.start()
         else:
-            self.filler = helper
             helper.start(
                 self.rank,
                 memory,
@@ -170,6 +179,11 @@ class Engine:
         self.upload_times = StageTimes()
         self.delivered_samples = 0
         _open_engines.add(self)
+
+    @property
+    def _filler(self) -> Filler | HelperFiller:
+        assert self.filler is not None, "the engine is not open"
+        return self.filler
 
     def check_open(self) -> None:
         """Raise `ReaderClosedError` if the reader is closed, or its threads are not here."""
@@ -197,7 +211,7 @@ class Engine:
     def _begin(self) -> None:
         """Have free slots filled, as far as batches were asked for."""
         if self.ring.can_assign():
-            self.filler.kick()
+            self._filler.kick()
 
     def _next_requests(self) -> list[FillRequest]:
         """Return what slots are to be filled with now; in a worker."""
@@ -223,7 +237,7 @@ class Engine:
         resumed = None if origin == own else (epoch, *origin)
         self.origin = epoch, origin
         self.sampling = sampling_of(self.config, self.layouts, self.rank, resumed)
-        self.filler.reorder(self.sampling, resumed)
+        self._filler.reorder(self.sampling, resumed)
         self.schedule = Schedule.beginning(self.sampling, serial, epoch, start)
 
     def state(self) -> dict[str, Any]:
@@ -306,10 +320,10 @@ class Engine:
     def _fill_here(self) -> None:
         """Fill the next batch in the thread of the caller."""
         try:
-            while not self.ring.is_ready() and self.filler.run_next():
+            while not self.ring.is_ready() and self._filler.run_next():
                 pass
         except BaseException:  # Ctrl-C: the next call begins the batch anew
-            if self.filler.abandon():
+            if self._filler.abandon():
                 self.ring.unassign()
             raise
 
@@ -320,8 +334,10 @@ class Engine:
         """
         if self.forks != _forks:  # there are no threads here, and locks that they held are not free
             return
-        if self.ring.close():
-            self.filler.stop(self._release)
+        self.ring.close()
+        if self.filler is None:
+            return
+        self.filler.stop(self._release)
         if not threading.current_thread().name.startswith(THREAD_NAME):
             self.filler.join(patience_seconds)
 
@@ -337,9 +353,14 @@ class Engine:
         self.device.close()
         self.slots = []
 
+    @property
+    def fallback_reads(self) -> int:
+        """Reads that went through h5py so far."""
+        return self._filler.stats().fallback_reads
+
     def stats(self, num_threads: int) -> ReaderStats:
         """Return what was done so far."""
-        layouts, waits, done = self.layouts, self.waits, self.filler.stats()
+        layouts, waits, done = self.layouts, self.waits, self._filler.stats()
         counts, stages = done.counts, dict(done.stage_seconds)
         stages["upload"] += self.upload_times.seconds()["upload"]
         stages["read"] += counts.read_ns / 1e9
@@ -362,7 +383,7 @@ class Engine:
             decoded_chunks=counts.decoded_chunks + self.device_chunks,
             fallback_reads=done.fallback_reads,
             direct_share=direct / row_nbytes if row_nbytes else 1.0,
-            ways=dict(zip(self.names, self.filler.ways, strict=True)),
+            ways=dict(zip(self.names, self._filler.ways, strict=True)),
             num_threads=num_threads,
             filters=tuple(dict.fromkeys(names)),
             workers=self.config.workers,
@@ -391,15 +412,17 @@ class Engine:
             try:
                 arrays = self.slots[request.slot].upload(outcome)
                 if isinstance(self.cache, Residency):
-                    self.filler.note_uploaded(request.slot, outcome.index)
+                    self._filler.note_uploaded(request.slot, outcome.index)
                 self._note_turn(request, outcome)
             except BaseException as raised:
+                if isinstance(raised, KeyboardInterrupt) and not self.has_threads:
+                    raise  # this is the thread of the caller, whom it concerns
                 error = raised
             self.upload_times.add("upload", begin)
         if isinstance(error, NotDecoded) or (error is not None and any(outcome.stored)):
             # The host decodes what the device cannot, and has the words for what is wrong.
             self.trial.note_fallback()
-            self.filler.fill(request._replace(on_device=False))
+            self._filler.fill(request._replace(on_device=False))
             return
         self._end_turn(request)
         self.ring.filled(request.serial, Filled(outcome, arrays, error))
@@ -413,7 +436,7 @@ class Engine:
                 if any(self.formats):
                     self.formats = []
                     self.device.drop_decoders(self.slots)
-                    self.filler.drop_stored([slot.memory for slot in self.slots])
+                    self._filler.drop_stored([slot.memory for slot in self.slots])
 
     def _note_turn(self, request: FillRequest, outcome: FillOutcome) -> None:
         self.device_chunks += sum(plan.num_items for plan in outcome.stored if plan is not None)

@@ -203,8 +203,6 @@ class Filler:
 
     Raises
     ------
-    ReadError
-        If the file cannot be opened.
     ConfigError
         If a ``"module:function"`` cannot be imported.
     """
@@ -242,7 +240,9 @@ class Filler:
         self._lock = threading.RLock()
         self._closed = False
         self._then: Callable[[], None] = _nothing
-        self._threads = self._working = config.thread_count
+        self._threads = config.thread_count
+        self._working = 0  # threads
+        self._has_ended = False
         self._times = StageTimes()
         self._fallback = FallbackReader()
         self._files = LocalFiles(_KEPT_FILES, config.io)
@@ -260,17 +260,26 @@ class Filler:
         self._scratch_nbytes = tuple(map(max, *sizes, (0, 0, 0)))
         self._scratches: list[Scratch] = []
         self._scratch = deque(self._new_scratch() for _ in range(max(1, self._threads)))
-        try:
-            for layout in self._layouts:
-                self._open_ahead(layout)
-        except BaseException:
-            self._close_files()
-            raise
         # A ticket is a piece of work on the heap or, False, the end. A ThreadPoolExecutor
         # would do, and cost the thread of the caller 15 us more for each batch.
         self._tickets: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._pool: list[threading.Thread] = []
-        self._start_threads()
+
+    def start(self) -> None:
+        """Open files, and start the threads. `stop` ends what an exception left half done.
+
+        Raises
+        ------
+        ReadError
+            If a file cannot be opened.
+        """
+        for layout in self._layouts:
+            self._open_ahead(layout)
+        # Daemons: else the interpreter would wait for them before the reader could close them.
+        for number in range(self._threads):
+            name = f"{THREAD_NAME}-fill_{number}"
+            self._pool.append(threading.Thread(target=self._work, name=name, daemon=True))
+            self._pool[-1].start()
 
     def reorder(self, sampling: Sampling, resumed: tuple[int, int, int] | None) -> None:
         """Let requests, also those on their way, have the samples of another order.
@@ -355,10 +364,11 @@ class Filler:
                 return
             self._closed, self._then = True, then
             self._heap.clear()
-        if not self._working:
-            self._end()
+            is_idle = not self._working
         for _ in self._pool:
             self._tickets.put(False)
+        if is_idle:
+            self._end()
 
     def join(self, patience_seconds: float | None = None) -> None:
         """Wait until all is done that `stop` asked for; not in a worker."""
@@ -380,22 +390,9 @@ class Filler:
         for _ in works if self._threads else ():
             self._tickets.put(True)
 
-    def _start_threads(self) -> None:
-        # Daemons: else the interpreter would wait for them before the reader could close them.
-        for number in range(self._threads):
-            thread = threading.Thread(
-                target=self._work, name=f"{THREAD_NAME}-fill_{number}", daemon=True
-            )
-            try:
-                thread.start()
-            except RuntimeError:
-                self._working = len(self._pool)
-                self.stop(_nothing)
-                self.join()
-                raise
-            self._pool.append(thread)
-
     def _work(self) -> None:
+        with self._lock:
+            self._working += 1
         while self._tickets.get():
             self.run_next()
         with self._lock:
@@ -405,6 +402,10 @@ class Filler:
             self._end()
 
     def _end(self) -> None:
+        with self._lock:  # a thread may have been so slow to begin that all had ended
+            if self._has_ended:
+                return
+            self._has_ended = True
         self._close_files()
         self._scratch.clear()
         self._executors = []
@@ -682,6 +683,8 @@ def join_all(threads: Sequence[threading.Thread], patience_seconds: float | None
     """Wait for threads to end, so many seconds at most; None: as long as it takes."""
     end = math.inf if patience_seconds is None else time.monotonic() + patience_seconds
     for thread in threads:
+        if thread.ident is None:  # it was never started
+            continue
         left = end - time.monotonic()
         thread.join(None if left == math.inf else max(0.0, left))
 

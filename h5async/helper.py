@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
-from h5async.errors import ConfigError, ReadError
+from h5async.errors import BatchTimeoutError, ConfigError, ReadError
 from h5async.filling import (
     THREAD_NAME,
     FillerStats,
@@ -73,7 +73,7 @@ class HelperDied(ReadError):
 class HelperFiller:
     """Fills slots in the threads of one helper process. Safe to call from many threads.
 
-    Making it starts the helper, which opens the dataset; `start` has it fill slots.
+    `open` starts the helper, which opens the dataset; `start` has it fill slots.
 
     Parameters
     ----------
@@ -91,8 +91,6 @@ class HelperFiller:
 
     Raises
     ------
-    H5AsyncError
-        As `AsyncReader` says; `ReadError` if the helper process dies of the files.
     ConfigError
         If `postprocess` cannot be sent.
     """
@@ -115,6 +113,7 @@ class HelperFiller:
         self._closed = False
         self._then: Callable[[], None] = _nobody
         self._working = 0  # threads
+        self._has_ended = False
         self._starting: Starting | None = None
         self._process: _Process | None = None
         self._is_ready = False  # to take requests
@@ -130,7 +129,19 @@ class HelperFiller:
         self._steps: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         # A request, or True: ask for requests; None: the end.
         self._tickets: queue.SimpleQueue[FillRequest | bool | None] = queue.SimpleQueue()
-        self._threads = [self._new_thread(self._run, "helper")]
+        self._threads: list[threading.Thread] = []
+
+    def open(self) -> None:
+        """Start a helper, which opens the dataset; sets `layouts`.
+
+        Raises
+        ------
+        H5AsyncError
+            As `AsyncReader` says; `ReadError` if the helper process dies of the files.
+        BatchTimeoutError
+            If that takes longer than the option ``timeout``.
+        """
+        self._start_thread(self._run, "helper")
         self._await_step()
 
     def start(
@@ -172,7 +183,7 @@ class HelperFiller:
             self._starting = Starting(rank, None, places, list(stored_formats), has_cache)
             self._changed.notify_all()
         self._await_step()
-        self._threads.append(self._new_thread(self._send_requests, "send"))
+        self._start_thread(self._send_requests, "send")
 
     def kick(self) -> None:
         """Have requests asked for. Never blocks, and may be called once too often."""
@@ -236,46 +247,54 @@ class HelperFiller:
             self._changed.notify_all()
             if self._process is not None:
                 self._process.hang_up()
+            is_idle = not self._working
         self._tickets.put(None)
+        if is_idle:
+            self._end()
 
     def join(self, patience_seconds: float | None = None) -> None:
         """Wait until all is done that `stop` asked for; not in a thread of this object."""
         join_all(self._threads, patience_seconds)
 
-    def _close(self) -> None:
-        self.stop(_nobody)
-        self.join()
+    def _start_thread(self, target: Callable[[], None], name: str) -> None:
+        name = f"{THREAD_NAME}-{name}"
+        self._threads.append(
+            threading.Thread(target=self._in_thread, args=(target,), name=name, daemon=True)
+        )
+        self._threads[-1].start()
 
     def _in_thread(self, target: Callable[[], None]) -> None:
+        with self._lock:
+            self._working += 1
         try:
-            target()
+            if not self._closed:
+                target()
         finally:
             with self._lock:
                 self._working -= 1
                 is_last = self._closed and not self._working
             if is_last:
-                self.shared.close()
-                self._slots, self._index, self._others = (), [], {}
-                self._then()
+                self._end()
 
-    def _new_thread(self, target: Callable[[], None], name: str) -> threading.Thread:
-        thread = threading.Thread(
-            target=self._in_thread, args=(target,), name=f"{THREAD_NAME}-{name}", daemon=True
-        )
+    def _end(self) -> None:
         with self._lock:
-            self._working += 1
-        thread.start()
-        return thread
+            if self._has_ended:
+                return
+            self._has_ended = True
+        self.shared.close()
+        self._slots, self._index, self._others = (), [], {}
+        self._then()
 
     def _await_step(self) -> None:
-        """Wait for the helper to open or to start; close where it failed."""
+        """Wait for the helper to open or to start."""
         try:
-            error = self._steps.get()
-        except BaseException:  # the user has lost patience
-            self._close()
-            raise
+            error = self._steps.get(timeout=self._config.timeout)
+        except queue.Empty:
+            raise BatchTimeoutError(
+                f"{self._config.hdf5_path}: the helper process did not open it within"
+                f" {self._config.timeout} s; set a longer timeout, or do not trust the file"
+            ) from None
         if error is not None:
-            self._close()
             raise error
 
     def _places(self, slot: SlotMemory, index: NDArray[np.int64]) -> SlotPlaces:

@@ -131,6 +131,7 @@ class _Helper:
                 before_fill=lambda slot: None,
                 on_done=self._answer,
             )
+            self._filler.start()
         except BaseException as error:
             self._channel.send(Failed(portable(error)))
             return

@@ -165,6 +165,11 @@ class AsyncReader:
         self._engine = Engine(self._config)
         self._dropped = weakref.finalize(self, self._engine.drop)
         self._dropped.atexit = False
+        try:
+            self._engine.open()
+        except BaseException:
+            self._engine.close()
+            raise
         self._held: Batch | None = None  # with debug_lifetimes: the batch that the caller holds
 
     @property
@@ -196,7 +201,7 @@ class AsyncReader:
     @property
     def fallback_reads(self) -> int:
         """Reads that went through h5py so far, one for each batch of each field that needs it."""
-        return self._engine.filler.stats().fallback_reads
+        return self._engine.fallback_reads
 
     def stats(self) -> ReaderStats:
         """Return what was done so far, and how long it took; ``str()`` of it says what to do."""

@@ -520,6 +520,7 @@ OPTIONS = {  # what is typed -> what the reader is given
     "--pin-memory": {"pin_memory": True},
     "--postprocess m.n:f": {"postprocess": "m.n:f"},
     "--timeout 1.5": {"timeout": 1.5},
+    "--max-batch-bytes 9": {"max_batch_bytes": 9},
     "--decode host": {"decode": "host"},
     "--cache host": {"cache": "host"},
     "--cache-bytes 5": {"cache_bytes": 5},

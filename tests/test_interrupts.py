@@ -1,0 +1,148 @@
+"""Ctrl-C at any instruction of the consumer: raised once; no batch is lost, nothing hangs."""
+
+from __future__ import annotations
+
+import dis
+import random
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+import h5async
+from h5async import AsyncReader
+
+N = 200
+PACKAGE = str(Path(h5async.__file__).parent)
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "data.h5"
+    with h5py.File(path, "w") as file:
+        data = np.random.default_rng(1).integers(0, 99, (N, 5, 5), "u1")
+        file.create_dataset("data", data=data, chunks=(8, 5, 5), compression="gzip")
+        file["labels"] = np.arange(N)
+    return path
+
+
+class Interrupter:
+    """Raises KeyboardInterrupt at the n-th place of h5async's where a signal can come.
+
+    CPython looks for signals after calls, where a function begins, and where a loop turns.
+    """
+
+    def __init__(self, place):
+        self.left = place
+        self.where = ""
+        self.before = {}
+
+    def trace(self, frame, event, argument):
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        frame.f_trace_opcodes = True
+        frame.f_trace_lines = False
+        if event == "opcode":
+            before = self.before.get(frame)
+            self.before[frame] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+            if before is None or before.startswith(("CALL", "RESUME", "JUMP_BACKWARD")):
+                self.left -= 1
+            if self.left == 0:
+                self.left = -1
+                self.where = f"{frame.f_code.co_qualname}:{frame.f_lineno}"
+                raise KeyboardInterrupt
+        elif event == "return":
+            self.before.pop(frame, None)
+        return self.trace
+
+    def run(self, function):
+        """Call a function; return its result, or None where it was interrupted."""
+        sys.settrace(self.trace)
+        try:
+            return function()
+        except KeyboardInterrupt:
+            return None
+        finally:
+            sys.settrace(None)
+
+
+@pytest.mark.parametrize("workers", ["thread", "process"])
+@pytest.mark.parametrize("num_threads", [0, 1, 3])
+@pytest.mark.parametrize("shuffle", [False, "full"])
+def test_no_batch_is_lost(path, workers, num_threads, shuffle):
+    rng = random.Random(f"{workers} {num_threads} {shuffle}")
+    interrupted, due = [], 0
+    places = 120 if num_threads or workers == "process" else 1500  # in a call
+    with AsyncReader(
+        hdf5_path=path,
+        batch_size=8,
+        shuffle=shuffle,
+        num_threads=num_threads,
+        workers=workers,
+        device="cpu",
+        timeout=60,
+    ) as reader:
+        for _ in range(400):
+            interrupter = Interrupter(rng.randrange(1, places))
+            call = rng.choice([reader.get_next_batch, reader.get_next_batch, reader.fetch_data])
+            batch = interrupter.run(call)
+            if interrupter.where:
+                interrupted.append(interrupter.where)
+            elif call == reader.get_next_batch:
+                assert batch.epoch * len(reader) + batch.number == due, interrupted[-1]
+                assert np.array_equal(batch.labels, batch.index)
+                due += 1
+        batch = reader.get_next_batch()
+        assert batch.epoch * len(reader) + batch.number == due
+    assert len(set(interrupted)) > 30
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_loops_and_jumps_can_be_interrupted(path, num_threads):
+    rng = random.Random(num_threads)
+    with AsyncReader(
+        hdf5_path=path, batch_size=8, shuffle="full", num_threads=num_threads, timeout=60
+    ) as reader:
+
+        def loop():
+            for number, batch in enumerate(reader):
+                assert np.array_equal(batch.labels, batch.index)
+                if number == 3:
+                    break
+            return True
+
+        def jump():
+            reader.set_epoch(rng.randrange(5))
+            return True
+
+        def resume():
+            reader.load_state_dict(reader.state_dict())
+            return True
+
+        for _ in range(300):
+            Interrupter(rng.randrange(1, 400 if num_threads else 8000)).run(
+                rng.choice([loop, jump, resume])
+            )
+        reader.set_epoch(7)
+        seen = [batch.index for batch in reader]
+        assert np.array_equal(np.sort(np.concatenate(seen)), np.arange(N))
+    with AsyncReader(hdf5_path=path, batch_size=8, shuffle="full", num_threads=0) as other:
+        other.set_epoch(7)
+        assert [batch.index.tolist() for batch in other] == [index.tolist() for index in seen]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_making_a_reader_can_be_interrupted(path):
+    """The fixture of all tests sees that no thread and no open file is left."""
+    rng = random.Random(3)
+    made = 0
+    for _ in range(150):
+        reader = Interrupter(rng.randrange(1, 3000)).run(
+            lambda: AsyncReader(hdf5_path=path, num_threads=2)
+        )
+        if reader is not None:
+            made += 1
+            reader.close()
+    assert made < 150
