@@ -65,17 +65,17 @@ def edges_are_raw(dataset: h5py.Dataset) -> bool:
     return bool(options & _DONT_FILTER_PARTIAL_CHUNKS)
 
 
-def chunk_is_written(dataset: h5py.Dataset, corner: tuple[int, ...]) -> bool:
-    """Tell whether a chunk was ever written; False also where HDF5 does not say.
+def stored_nbytes(dataset: h5py.Dataset, corner: tuple[int, ...]) -> int:
+    """Return the stored size of a chunk, as HDF5 finds it by its key; 0 where it was never written.
 
-    Of a chunk that was not, h5py's own `read_direct_chunk` takes memory for whatever length its
-    memory happened to hold.
+    0 also where HDF5 does not say. Of a chunk that was never written, h5py's own
+    `read_direct_chunk` takes memory for whatever length its memory happened to hold.
     """
     offset = (ctypes.c_uint64 * len(corner))(*corner)
     try:
-        return _ask_hdf5("H5Dget_chunk_storage_size", ctypes.c_uint64, dataset.id, offset) > 0
+        return _ask_hdf5("H5Dget_chunk_storage_size", ctypes.c_uint64, dataset.id, offset)
     except NotDirectError:
-        return False
+        return 0
 
 
 def _ask_hdf5(
@@ -192,12 +192,8 @@ def _require_agreement(
             int(place) * extent
             for place, extent in zip(np.unravel_index(at, grid), dataset.chunks, strict=True)
         )
-        try:
-            found = dataset.id.get_chunk_info_by_coord(corner)
-            is_same = found.byte_offset == table.offset[item] and found.size == table.nbytes[item]
-        except (OSError, RuntimeError, ValueError, TypeError):
-            is_same = False
-        if not is_same:
+        # (`get_chunk_info_by_coord` goes through all chunks, and would find it.)
+        if stored_nbytes(dataset, corner) != table.nbytes[item]:
             raise ReadError(
                 f"{where}, chunk {corner}: its chunk index lists it, and does not find it; the file"
                 " is damaged"

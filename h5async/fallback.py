@@ -23,7 +23,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.chunkindex import chunk_is_written
+from h5async.chunkindex import stored_nbytes
 from h5async.codecs import FilterPipeline, Scratch
 from h5async.decoding import Bytes
 from h5async.errors import ReadError
@@ -204,7 +204,7 @@ class ChunkCheck:
         is_partial = any(end > n for end, n in zip(ends, self._shape, strict=True))
         if is_partial and self.layout.has_raw_edges:
             return
-        if not chunk_is_written(dataset, corner):
+        if not stored_nbytes(dataset, corner):
             return
         mask, encoded = dataset.id.read_direct_chunk(corner)
         itemsize = self.layout.stored_itemsize

@@ -1,0 +1,200 @@
+"""Files that were made to do harm: they reach outside, declare too much, or contradict themselves.
+
+CVE-2026-1669 was external storage and external links, CVE-2026-12480 virtual datasets, which let a
+file of weights read any other file; CVE-2026-9335 belongs to the same family. CVE-2026-0897 and
+CVE-2026-12570 were shapes that take all memory.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+
+import h5py
+import numpy as np
+import pytest
+
+import h5async.limits
+from h5async import AsyncReader, ConfigError, H5AsyncError, ReadError, UnsafeFileError
+
+ROWS = 40
+
+
+@pytest.fixture
+def secret(tmp_path):
+    """A file that is none of the reader's business, and the folder of one that is hostile."""
+    (tmp_path / "secrets").mkdir()
+    path = tmp_path / "secrets" / "secret.h5"
+    with h5py.File(path, "w") as file:
+        file["data"] = np.arange(ROWS)
+    (tmp_path / "secrets" / "key").write_bytes(b"password" * ROWS)
+    (tmp_path / "upload").mkdir()
+    return path
+
+
+def refused(path, kind=UnsafeFileError, **options):
+    for workers in ("thread", "process"):
+        with pytest.raises(kind) as caught:
+            AsyncReader(
+                hdf5_path=path, labels_field=None, device="cpu", workers=workers, **options
+            ).close()
+    return str(caught.value)
+
+
+def hostile(secret, name):
+    return secret.parents[1] / "upload" / f"{name}.h5"
+
+
+@pytest.mark.parametrize("target", ["absolute", "dots"])
+def test_cve_2026_1669_external_storage(secret, target):
+    path = hostile(secret, "weights")
+    name = str(secret.parent / "key") if target == "absolute" else "../secrets/key"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("data", (ROWS,), "S8", external=[(name, 0, h5py.h5f.UNLIMITED)])
+    assert "external" in refused(path)
+    assert "key" in refused(path, allow_external=[path.parent])
+
+
+@pytest.mark.parametrize("via", ["data", "soft link", "group", "chain"])
+def test_cve_2026_1669_external_links(secret, via):
+    path = hostile(secret, "links")
+    with h5py.File(path, "w") as file:
+        outside = h5py.ExternalLink("../secrets/secret.h5", "/data")
+        if via == "data":
+            file["data"] = outside
+        elif via == "soft link":
+            file["x"], file["data"] = outside, h5py.SoftLink("/x")
+        elif via == "group":
+            file["group"] = h5py.ExternalLink("../secrets/secret.h5", "/")
+            file["data"] = h5py.SoftLink("/group/data")
+        else:
+            with h5py.File(hostile(secret, "second"), "w") as second:
+                second["data"] = outside
+            file["data"] = h5py.ExternalLink("second.h5", "/data")
+    assert "allow_external" in refused(path)
+
+
+@pytest.mark.parametrize("how", ["absolute", "dots", "symbolic link", "nested"])
+def test_cve_2026_12480_virtual_datasets(secret, how):
+    path = hostile(secret, "virtual")
+    name = {"absolute": str(secret), "dots": "../secrets/secret.h5"}.get(how, "inner.h5")
+    if how == "symbolic link":
+        os.symlink(secret, hostile(secret, "inner"))
+    if how == "nested":
+        layout = h5py.VirtualLayout((ROWS,), "i8")
+        layout[:] = h5py.VirtualSource("../secrets/secret.h5", "data", (ROWS,))
+        with h5py.File(hostile(secret, "inner"), "w") as file:
+            file.create_virtual_dataset("data", layout)
+    layout = h5py.VirtualLayout((ROWS,), "i8")
+    layout[:] = h5py.VirtualSource(name, "data", (ROWS,))
+    with h5py.File(path, "w") as file:
+        file.create_virtual_dataset("data", layout)
+    assert "secret.h5" in refused(path)
+
+
+def test_cve_2026_9335_one_behind_the_other(secret):
+    """A soft link, to an external link, to a virtual dataset, of external storage."""
+    upload = secret.parents[1] / "upload"
+    with h5py.File(upload / "c.h5", "w") as file:
+        key = [(str(secret.parent / "key"), 0, h5py.h5f.UNLIMITED)]
+        file.create_dataset("data", (ROWS,), "i8", external=key)
+    layout = h5py.VirtualLayout((ROWS,), "i8")
+    layout[:] = h5py.VirtualSource("c.h5", "data", (ROWS,))
+    with h5py.File(upload / "b.h5", "w") as file:
+        file.create_virtual_dataset("data", layout)
+    with h5py.File(upload / "a.h5", "w") as file:
+        file["far"], file["data"] = h5py.ExternalLink("b.h5", "data"), h5py.SoftLink("far")
+    assert "external" in refused(upload / "a.h5")
+
+
+# --- bombs ---------------------------------------------------------------------------------------
+
+
+def test_cve_2026_0897_rows_that_take_all_memory(tmp_path):
+    path = tmp_path / "bomb.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("data", (4, 1 << 40), "u1", chunks=(1, 1 << 20), compression="gzip")
+    assert path.stat().st_size < 10_000
+    text = refused(path, ConfigError)
+    for part in (str(path), '"data"', "do not fit in memory", "half of the", "max_batch_bytes"):
+        assert part in text
+
+
+def test_cve_2026_12570_a_chunk_that_takes_all_memory(tmp_path, monkeypatch):
+    path = tmp_path / "bomb.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("data", (1 << 20, 64), "u1", chunks=(1 << 20, 64), compression="gzip")
+    text = refused(path, ConfigError, max_batch_bytes=1 << 20)
+    assert "a chunk of shape (1048576, 64) decodes to 67,108,864 bytes, of 1,048,576" in text
+    monkeypatch.setattr(h5async.limits, "free_memory_nbytes", lambda: 1 << 21)
+    assert "half of the 2,097,152 that are free" in refused(path, ConfigError)
+
+
+def test_the_limit_is_for_all_slots(tmp_path):
+    path = tmp_path / "data.h5"
+    with h5py.File(path, "w") as file:
+        file["data"] = np.zeros((ROWS, 100), "u1")
+    options = {"hdf5_path": path, "labels_field": None, "batch_size": 10, "prefetch": 3}
+    AsyncReader(**options, max_batch_bytes=3000).close()
+    with pytest.raises(ConfigError, match=r"take 3,000 bytes .* they may take 2,999"):
+        AsyncReader(**options, max_batch_bytes=2999)
+    assert 0 < h5async.limits.free_memory_nbytes() < 1 << 50
+
+
+@pytest.mark.parametrize("libver", ["earliest", "latest"])
+def test_more_chunks_than_the_file_can_list(tmp_path, libver):
+    path = tmp_path / "bomb.h5"
+    with h5py.File(path, "w", libver=libver) as file:
+        file.create_dataset("data", (1 << 36, 1), "u1", chunks=(1, 1))
+    if libver == "latest":  # a fixed array, which HDF5 would go through
+        assert "68719476736 chunks, more than a file of" in refused(path, ReadError)
+    else:
+        with AsyncReader(hdf5_path=path, labels_field=None, device="cpu") as reader:
+            assert not reader.get_next_batch().data.any()
+
+
+# --- an index that contradicts itself ------------------------------------------------------------
+
+
+def chunked(path):
+    """A version 1 B-tree of one node; return where its keys and children lie."""
+    with h5py.File(path, "w", libver="earliest") as file:
+        file.create_dataset("data", data=np.arange(ROWS * 4).reshape(ROWS, 4), chunks=(10, 4))
+    content = path.read_bytes()
+    at = content.find(b"TREE\x01")
+    assert at > 0
+    return at + 24, 8 + 3 * 8  # the first key, and a key's bytes; a child's address has 8
+
+
+def put(path, at, data):
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(data)
+
+
+def test_a_chunk_that_the_index_lists_and_does_not_find(tmp_path):
+    path = tmp_path / "data.h5"
+    begin, key = chunked(path)
+    put(path, begin + 4 * (key + 8) + 8, bytes(8))  # the key behind the last chunk
+    assert "its chunk index lists it, and does not find it" in refused(path, ReadError)
+
+
+def test_keys_that_are_not_in_order(tmp_path):
+    path = tmp_path / "data.h5"
+    begin, key = chunked(path)
+    content = path.read_bytes()
+    first, second = begin + 8, begin + key + 8 + 8
+    put(path, first, content[second : second + 8])
+    put(path, second, content[first : first + 8])
+    with pytest.raises(H5AsyncError):
+        AsyncReader(hdf5_path=path, labels_field=None, device="cpu")
+
+
+@pytest.mark.parametrize(("address", "what"), [(None, "another one"), (8, "the file's superblock")])
+def test_chunks_that_lie_in_each_other(tmp_path, address, what):
+    path = tmp_path / "data.h5"
+    begin, key = chunked(path)
+    content = path.read_bytes()
+    first = struct.unpack_from("<Q", content, begin + key)[0]
+    put(path, begin + 2 * key + 8, struct.pack("<Q", first + 16 if address is None else address))
+    assert f"lies in {what}" in refused(path, ReadError)
