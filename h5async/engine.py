@@ -36,6 +36,7 @@ from h5async.trial import DecodeTrial
 
 _STATE_VERSION = 1
 _MOMENT_SECONDS = 0.5
+_MOST_RANKS = 1 << 20  # a saved state is not to be trusted with more
 
 _forks = 0  # between the first process and this one, since this module was imported
 
@@ -275,7 +276,11 @@ class Engine:
                 f" {value!r}; make it with the same, or begin anew, without the state"
             )
         numbers = [state.get(n) for n in ("epoch", "position", "batch_size", "world_size")]
-        if not all(isinstance(n, int) and n >= 0 for n in numbers) or not all(numbers[2:]):
+        if (
+            not all(isinstance(n, int) and n >= 0 for n in numbers)
+            or not all(numbers[2:])
+            or cast("int", numbers[3]) > _MOST_RANKS
+        ):
             raise ConfigError(f"the state holds no valid position: {dict(state)!r}")
         epoch, start, batch_size, world_size = cast("list[int]", numbers)
         self.jump(epoch, min(start, self.num_samples), (batch_size, world_size))

@@ -218,10 +218,16 @@ def open_hdf5(path: Path) -> h5py.File:
         try:
             return h5py.File(path, "r")
         except OSError as error:
-            if "file locking flag" not in str(error):
+            # The caller has it open without locking, and HDF5 wants all to agree; or a writer
+            # lets others read meanwhile (SWMR).
+            if "file locking flag" in str(error):
+                return h5py.File(path, "r", locking=False)
+            if "already open for write" not in str(error):
                 raise
-            # The caller has it open without locking, and HDF5 wants all to agree.
-            return h5py.File(path, "r", locking=False)
+            try:
+                return h5py.File(path, "r", swmr=True)
+            except OSError:
+                raise error from None
     except H5AsyncError:
         raise
     except (OSError, RuntimeError, ValueError) as error:

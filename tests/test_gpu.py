@@ -624,6 +624,33 @@ def test_without_a_look_at_torchs_stream_that_goes_wrong(cupy, images, monkeypat
     )
 
 
+@pytest.mark.parametrize("prefetch", [1, 3])
+@pytest.mark.parametrize("cache", [None, "device"])
+def test_a_helper_process_fills_pinned_slots(cupy, spin, images, prefetch, cache):
+    kept = []
+    with AsyncReader(
+        hdf5_path=images,
+        batch_size=BATCH,
+        device="cuda",
+        workers="process",
+        prefetch=prefetch,
+        cache=cache,
+        shuffle="full",
+    ) as reader:
+        for slot in reader._engine.slots:
+            address = slot._host_block.ctypes.data
+            attributes = cupy.cuda.runtime.pointerGetAttributes(address)
+            assert attributes.type == cupy.cuda.runtime.memoryTypeHost  # it is registered
+        for _ in range(3):
+            for batch in reader:
+                spin()
+                kept.append((batch.index, batch.data.copy(), batch.labels.copy()))
+    for index, data, labels in kept:
+        want = expected(images, index)
+        assert np.array_equal(cupy.asnumpy(data), want[0])
+        assert np.array_equal(cupy.asnumpy(labels), want[1])
+
+
 def test_torch_copies_pinned_batches_while_the_program_goes_on(images):
     torch = require_extra("torch")
     if not torch.cuda.is_available():
