@@ -36,6 +36,7 @@ from h5async.trial import DecodeTrial
 
 _STATE_VERSION = 1
 _MOMENT_SECONDS = 0.5
+_EXIT_SECONDS = 10.0  # for work that was begun when the interpreter ends
 _MOST_RANKS = 1 << 20  # a saved state is not to be trusted with more
 
 _forks = 0  # between the first process and this one, since this module was imported
@@ -57,7 +58,7 @@ _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 @atexit.register
 def _close_all() -> None:
     for engine in list(_open_engines):
-        engine.close()
+        engine.close(_EXIT_SECONDS)
 
 
 class Filled(NamedTuple):

@@ -367,9 +367,10 @@ class AsyncReader:
     def close(self) -> None:
         """Stop the threads, close the files and free the slots' memory. Idempotent.
 
-        Arrays of a batch that is still held stay valid.
+        Waits for work that was begun (a `postprocess`, say), the option `timeout` at most: what
+        goes on then ends when that is done. Arrays of a batch that is still held stay valid.
         """
-        self._engine.close()
+        self._engine.close(self._config.timeout)
 
     def __enter__(self) -> AsyncReader:
         """Return the reader itself."""

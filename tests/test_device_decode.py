@@ -339,6 +339,37 @@ def test_auto_keeps_what_is_faster(tmp_path, monkeypatch, device_is_fast):
         assert noted.count(False) >= 4
 
 
+@pytest.mark.parametrize("decode", ["device", "auto"])
+@pytest.mark.parametrize("num_threads", [0, 2])
+@pytest.mark.parametrize("cache", [None, "device"])
+def test_a_helper_process_reads_what_the_gpu_decodes(
+    tmp_path, monkeypatch, decode, num_threads, cache
+):
+    path = tmp_path / "data.h5"
+    with h5py.File(path, "w") as file:
+        data = values((4 * N, 6, 5), "u1")
+        file.create_dataset("data", data=data, chunks=(4, 6, 5), compression="gzip", shuffle=True)
+    cupy, simulation, nvcomp = use_gpu(monkeypatch, seed=2)
+    with AsyncReader(
+        hdf5_path=path,
+        labels_field=None,
+        batch_size=8,
+        shuffle="full",
+        device="cuda",
+        decode=decode,
+        workers="process",
+        num_threads=num_threads,
+        prefetch=3,
+        cache=cache,
+        timeout=60,
+    ) as reader:
+        kept = late_copies(cupy, simulation, reader, epochs=3)
+        assert reader.stats().decode.startswith("device" if decode == "device" else ("host", "de"))
+        assert reader.stats().decoded_chunks > 0
+    check(path, kept)
+    assert nvcomp.calls > 0
+
+
 def test_a_trial():
     trial = DecodeTrial("auto", None)
     turns = []

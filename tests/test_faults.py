@@ -15,11 +15,12 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from conftest import our_threads
 
 import h5async.device
 import h5async.filling
 import h5async.storage
-from h5async import AsyncReader, Field, ReadError
+from h5async import AsyncReader, BatchTimeoutError, Field, ReadError
 
 N = 120
 
@@ -180,6 +181,34 @@ def test_a_worker_that_raises_in_any_stage(path, monkeypatch, stage, num_threads
         assert errors == 1
         assert len(got) == 2 * len(reader) - 1
         assert got == sorted(got)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_postprocess_that_hangs(path, num_threads):
+    """It cannot be ended; but nobody has to wait for it."""
+    go_on = threading.Event()
+    before = len(os.listdir("/proc/self/fd"))
+
+    def hang(data, labels):
+        if labels[0] == 8:
+            go_on.wait()
+
+    begin = time.monotonic()
+    with AsyncReader(
+        hdf5_path=path, batch_size=8, num_threads=num_threads, postprocess=hang, timeout=0.3
+    ) as reader:
+        assert reader.get_next_batch(timeout=60).number == 0
+        for _ in range(2):
+            with pytest.raises(BatchTimeoutError):
+                reader.get_next_batch()
+    assert time.monotonic() - begin < 30
+    threads = our_threads()
+    assert threads
+    go_on.set()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 # --- neighbours ----------------------------------------------------------------------------------
