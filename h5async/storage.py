@@ -65,7 +65,9 @@ class LocalFile:
         self.map_address = self.map_nbytes = 0
         self._map: mmap.mmap | None = None
         try:
-            self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            # A file object: where Ctrl-C strikes before anyone has it, it is closed all the same.
+            self._file = open(path, "rb", buffering=0)
+            self.descriptor = self._file.fileno()
         except OSError as error:
             raise ReadError(f"cannot open {path}: {error.strerror}") from error
         if file_id(self.descriptor) != expected:
@@ -167,9 +169,8 @@ class LocalFile:
 
     def close(self) -> None:
         """Close the descriptor and the map. Idempotent."""
-        descriptor, self.descriptor = self.descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+        self.descriptor = -1
+        self._file.close()
         if self._map is not None:
             with contextlib.suppress(BufferError):  # the traceback of an error may hold an array
                 self._map.close()
