@@ -553,6 +553,9 @@ def _has_fill_value(plist: h5py.h5p.PropDCID) -> bool:
 
 
 def _is_filled(plist: h5py.h5p.PropDCID) -> bool:
+    known = h5py.h5d.FILL_TIME_ALLOC, h5py.h5d.FILL_TIME_IFSET, h5py.h5d.FILL_TIME_NEVER
+    if plist.get_fill_time() not in known:
+        raise NotDirectError(f"a fill time of {plist.get_fill_time()}, which HDF5 does not know")
     return bool(plist.get_fill_time() != h5py.h5d.FILL_TIME_NEVER)
 
 

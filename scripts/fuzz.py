@@ -33,6 +33,7 @@ import json
 import os
 import pickle
 import random
+import re
 import resource
 import select
 import signal
@@ -255,7 +256,7 @@ class Child:
         _, status = os.waitpid(self._pid, 0)
         self.close()
         frames = [x.strip() for x in self._stacks.read_text().splitlines() if "File" in x]
-        top = frames[0] if frames else "?"
+        top = re.sub(r'".*/((?:h5py|numpy|h5async|scripts)/)', r'"\1', frames[0]) if frames else "?"
         what = "hang" if not ready else "crash"
         end = signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else status
         return what, f"{end} in {top}"
@@ -328,7 +329,7 @@ def sort_out(
 
 def is_in_h5py(text: str) -> bool:
     """Tell whether a call of h5py's was on top; some are made of C, and have no frame."""
-    callers = ("/h5py/", "metadata.py", "chunkindex.py", "links.py", "virtual.py", "fallback.py")
+    callers = ("h5py/", "metadata.py", "chunkindex.py", "links.py", "virtual.py", "fallback.py")
     return any(caller in text for caller in callers)
 
 
