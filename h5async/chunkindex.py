@@ -111,7 +111,7 @@ def read_chunk_table(
     NotDirectError
         If HDF5 reports what cannot be.
     """
-    _require_room(dataset, where)
+    _require_room(dataset)
     table = _Table(dataset, filters, has_raw_edges, where)
     records: list[int] = []
     append = records.extend
@@ -140,23 +140,22 @@ def read_chunk_table(
     return found
 
 
-def _require_room(dataset: h5py.Dataset, where: str) -> None:
-    """Refuse more chunks than the file has room to list: HDF5 would go through all of them.
+def _require_room(dataset: h5py.Dataset) -> None:
+    """Leave more chunks than the file has room to list to h5py: HDF5 would go through all here.
+
+    (It may be that none was ever written.)
 
     Raises
     ------
-    ReadError
+    NotDirectError
         If there are.
     """
     count = math.prod(grid_of(dataset.shape, dataset.chunks))
     kind = _index_kind(dataset) if count > _MANY_CHUNKS else _B_TREE_V1
-    each = {_IMPLICIT: math.prod(dataset.chunks), _FIXED_ARRAY: 8}.get(kind, 0)
+    each = {_IMPLICIT: math.prod(dataset.chunks), _FIXED_ARRAY: 4}.get(kind, 0)
     end = os.fstat(dataset.file.id.get_vfd_handle()).st_size
     if count * each > end:
-        raise ReadError(
-            f"{where}: a shape of {dataset.shape} makes {count} chunks, more than a file of {end}"
-            " bytes can hold; the file is damaged"
-        )
+        raise NotDirectError(f"{count} chunks, more than a file of {end} bytes can list")
 
 
 def _index_kind(dataset: h5py.Dataset) -> int:

@@ -217,8 +217,10 @@ class Engine:
 
     def _next_requests(self) -> list[FillRequest]:
         """Return what slots are to be filled with now; in a worker."""
-        requests, schedule = [], self.schedule
-        for slot, serial in self.ring.assign():
+        # In this order: a jump sets the schedule before anything of it can be assigned.
+        requests, assignments = [], self.ring.assign()
+        schedule = self.schedule
+        for slot, serial in assignments:
             on_device = self.trial.next_turn()
             if on_device:
                 self.device_turns.add(serial)

@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -106,6 +106,7 @@ class HelperFiller:
             ) from error
         self.layouts: Mapping[str, DatasetLayout] = {}
         self.shared = SharedMemory()
+        self._folder = os.getcwd()  # that relative paths are meant from, by later helpers too
         self.ways: list[str] = []
         # Reentrant: a reader collected in here by the garbage collector is closed in here.
         self._lock = threading.RLock()
@@ -180,7 +181,7 @@ class HelperFiller:
         places = [self._places(*of_slot) for of_slot in zip(slots, index, strict=True)]
         has_cache = device_cache is not None
         with self._changed:
-            self._starting = Starting(rank, None, places, list(stored_formats), has_cache)
+            self._starting = Starting(rank, None, places, list(stored_formats), has_cache, {})
             self._changed.notify_all()
         self._await_step()
         self._start_thread(self._send_requests, "send")
@@ -360,7 +361,6 @@ class HelperFiller:
             return None if self._closed else error
         finally:
             with self._lock:
-                self._process, self._is_ready = None, False
                 self._former_stats = self.stats()
                 self._stats = _NOTHING_DONE._replace(cache=self._stats.cache)
 
@@ -397,7 +397,10 @@ class HelperFiller:
         BaseException
             What the helper could not do.
         """
-        with _Process(self.shared.fd, str(self._config.hdf5_path)) as process:
+        with (
+            _Process(self.shared.fd, str(self._config.hdf5_path), self._folder) as process,
+            self._registered(),
+        ):
             with self._lock:
                 self._process = process
                 if self._closed:
@@ -415,7 +418,12 @@ class HelperFiller:
                 starting = self._starting
             if starting is None:
                 return
-            process.send(starting)
+            byte = np.dtype(np.uint8)
+            others = {
+                at: Place(offset, (memory.nbytes,), byte)
+                for at, (offset, memory) in self._others.items()
+            }
+            process.send(starting._replace(others=others))
             started = self._step(process)
             assert isinstance(started, Started)
             with self._lock:
@@ -432,6 +440,15 @@ class HelperFiller:
                 answer = process.receive()
                 assert isinstance(answer, Answer)
                 self._take(answer, process)
+
+    @contextlib.contextmanager
+    def _registered(self) -> Iterator[None]:
+        """See that nobody sends to a process any more before it is closed."""
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._process, self._is_ready = None, False
 
     def _step(self, process: _Process) -> Any:
         message = process.receive()
@@ -450,13 +467,16 @@ class HelperFiller:
         index = self._index[request.slot][:size].copy()
         arrays: tuple[NDArray[Any], ...] = ()
         error = received(answer.error) if answer.error else None
-        if error is None:
-            arrays = tuple(
-                out[:size] if place is None else self._other(request.slot, field, place)
-                for field, (out, place) in enumerate(
-                    zip(self._slots[request.slot].out, answer.others, strict=True)
+        try:
+            if error is None:
+                arrays = tuple(
+                    out[:size] if place is None else self._other(request.slot, field, place)
+                    for field, (out, place) in enumerate(
+                        zip(self._slots[request.slot].out, answer.others, strict=True)
+                    )
                 )
-            )
+        except BaseException as raised:
+            error = raised
         self._on_done(
             request,
             FillOutcome(
@@ -490,7 +510,7 @@ class HelperFiller:
 class _Process:
     """A helper process. `send` is called under a lock of the caller; `receive` by one thread."""
 
-    def __init__(self, memory_fd: int, what: str) -> None:
+    def __init__(self, memory_fd: int, what: str, folder: str) -> None:
         self._what = what
         self.sent: set[FillRequest] = set()
         ours, theirs = socket.socketpair()
@@ -501,6 +521,7 @@ class _Process:
                     [sys.executable, "-c", _code(*numbers)],
                     stdin=subprocess.DEVNULL,
                     pass_fds=numbers[:2],
+                    cwd=folder,
                 )
             except OSError as error:
                 ours.close()

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.dataset import open_dataset, sampling_of
-from h5async.errors import PostprocessError
+from h5async.errors import H5AsyncError, PostprocessError
 from h5async.filling import Filler, FillOutcome, FillRequest, SlotMemory
 from h5async.messages import (
     Answer,
@@ -115,6 +115,7 @@ class _Helper:
             sampling = sampling_of(config, layouts, starting.rank, starting.resumed)
             raws = [((t.raw_row), t.raw_dtype) for t in transforms.values()]
             self._slots = [self._slot(places, raws) for places in starting.slots]
+            self._others = {at: self._memory.adopt(room) for at, room in starting.others.items()}
             self._sizes = [0] * len(self._slots)
             num_samples = sampling.num_samples
             self._filler = Filler(
@@ -173,7 +174,10 @@ class _Helper:
         """Send what became of a request; in a thread of the filler, which nothing must end."""
         error: tuple[bytes, ...] = ()
         if outcome.error is not None:
-            error = portable(outcome.error)
+            try:
+                error = portable(outcome.error)
+            except BaseException:
+                error = portable(H5AsyncError(f"{type(outcome.error).__name__} was raised"))
         others: tuple[Place | None, ...] = ()
         if not error:
             try:

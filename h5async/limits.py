@@ -29,6 +29,10 @@ def free_memory_nbytes() -> int:
     try:
         group = Path("/sys/fs/cgroup")
         left = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+        for line in (group / "memory.stat").read_text().splitlines():
+            name, count = line.split()
+            if name in ("active_file", "inactive_file"):  # the page cache, which makes way
+                left += int(count)
         found = min(found, max(0, left))
     except (OSError, ValueError):  # there is no group, or no limit ("max")
         pass

@@ -7,6 +7,7 @@ nobody answers. Arrays are left where they are, in memory that both have.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import pickle
 import traceback
@@ -64,6 +65,7 @@ class Starting(NamedTuple):
     slots: list[SlotPlaces]
     stored_formats: list[StoredFormat | None]
     has_device_cache: bool
+    others: dict[tuple[int, int], Place]  # what an earlier helper took for `postprocess`
 
 
 class Started(NamedTuple):
@@ -172,14 +174,19 @@ def portable(error: BaseException) -> tuple[bytes, ...]:
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
     for link in links:
         lines = "".join(traceback.format_tb(link.__traceback__)).rstrip()
-        if lines:
+        with contextlib.suppress(Exception):  # an exception may refuse to be changed
             link.add_note(f"in the helper process:\n{lines}")
     return tuple(_dump_error(link) for link in links)
 
 
 def received(sent: tuple[bytes, ...]) -> BaseException:
     """Return an error that was sent, with its causes."""
-    links = [_load_error(link) for link in sent]
+    links: list[BaseException] = []
+    for data in sent:
+        try:
+            links.append(_load_error(data))
+        except Exception as error:  # its type is not known here, say
+            links.append(H5AsyncError(f"an error of the helper process cannot be read ({error})"))
     for link, cause in itertools.pairwise(links):
         link.__cause__ = cause
     return links[0]
@@ -196,5 +203,8 @@ def _dump_error(error: BaseException) -> bytes:
         except Exception:  # whatever its own code does, there is something to send
             continue
     known = next((kind for kind in type(error).__mro__ if kind in _KNOWN), None)
-    message = str(error) if known else f"{type(error).__name__}: {error}"
+    try:
+        message = str(error) if known else f"{type(error).__name__}: {error}"
+    except Exception:
+        message = type(error).__name__
     return pickle.dumps((known or H5AsyncError)(message))

@@ -11,6 +11,7 @@ import math
 import mmap
 import os
 import tempfile
+import threading
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,7 +59,9 @@ class _Piece(NamedTuple):
 
 
 class SharedMemory:
-    """Memory that a helper process has too. One process at a time may call `empty`.
+    """Memory that a helper process has too. Safe to use from many threads.
+
+    One process at a time may call `empty`.
 
     Parameters
     ----------
@@ -70,7 +73,9 @@ class SharedMemory:
         if fd is None:
             fd = _new_file()
         self.fd = fd
+        self._lock = threading.Lock()
         self._pieces: list[_Piece] = []
+        self._whole: NDArray[np.uint8] | None = None  # each map takes a descriptor
 
     def empty(self, nbytes: int) -> NDArray[np.uint8]:
         """Return new memory, which holds zeros; its pages are taken when they are written to.
@@ -80,27 +85,45 @@ class SharedMemory:
         MemoryError
             If the system refuses.
         """
-        # The other process may have taken some.
-        begin = -(-os.fstat(self.fd).st_size // mmap.ALLOCATIONGRANULARITY)
-        offset = begin * mmap.ALLOCATIONGRANULARITY
-        try:
-            os.ftruncate(self.fd, offset + max(1, nbytes))
-            memory = _map(self.fd, offset, nbytes)
-        except (OSError, OverflowError, ValueError) as error:
-            raise MemoryError(f"{nbytes} bytes of shared memory: {error}") from error
-        self._pieces.append(_Piece(memory.ctypes.data, offset, nbytes))
-        return memory
+        with self._lock:
+            # The other process may have taken some.
+            begin = -(-os.fstat(self.fd).st_size // mmap.ALLOCATIONGRANULARITY)
+            offset = begin * mmap.ALLOCATIONGRANULARITY
+            try:
+                os.ftruncate(self.fd, offset + max(1, nbytes))
+                memory = _map(self.fd, offset, nbytes)
+            except (OSError, OverflowError, ValueError) as error:
+                raise MemoryError(f"{nbytes} bytes of shared memory: {error}") from error
+            self._pieces.append(_Piece(memory.ctypes.data, offset, nbytes))
+            return memory
 
     def array(self, place: Place) -> NDArray[Any]:
-        """Return the array at a place that the other process sent."""
-        begin = place.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-        memory = _map(self.fd, begin, place.offset - begin + place.nbytes)
-        return np.ndarray(place.shape, place.dtype, memory, place.offset - begin)
+        """Return the array at a place that the other process sent.
+
+        Raises
+        ------
+        MemoryError
+            If it cannot be mapped.
+        """
+        with self._lock:
+            if self._whole is None or self._whole.nbytes < place.offset + place.nbytes:
+                try:
+                    self._whole = _map(self.fd, 0, os.fstat(self.fd).st_size)
+                except (OSError, ValueError) as error:
+                    raise MemoryError(f"shared memory cannot be mapped: {error}") from error
+            return np.ndarray(place.shape, place.dtype, self._whole, place.offset)
+
+    def adopt(self, place: Place) -> NDArray[Any]:
+        """Return the array at a place, as if `empty` had made it here."""
+        array = self.array(place)
+        with self._lock:
+            self._pieces.append(_Piece(array.ctypes.data, place.offset, place.nbytes))
+        return array
 
     def place(self, array: NDArray[Any]) -> Place | None:
         """Return where an array lies; None where it is not of what `empty` gave."""
         address = array.ctypes.data
-        for piece in self._pieces:
+        for piece in list(self._pieces):
             if piece.address <= address and address + array.nbytes <= piece.address + piece.nbytes:
                 offset = piece.offset + address - piece.address
                 return Place(offset, array.shape, array.dtype)

@@ -183,6 +183,30 @@ def test_a_worker_that_raises_in_any_stage(path, monkeypatch, stage, num_threads
         assert got == sorted(got)
 
 
+def test_a_worker_that_is_late_after_a_jump(path):
+    """It asks what to do with the old order in mind, and gets what is of the new one."""
+    with AsyncReader(hdf5_path=path, batch_size=8, num_threads=1, timeout=60) as reader:
+        reader.get_next_batch()
+        reader.get_next_batch()
+        ring = reader._engine.ring
+        inner, is_in, go_on = ring.assign, threading.Event(), threading.Event()
+
+        def assign():
+            is_in.set()
+            go_on.wait(60)
+            return inner()
+
+        ring.assign = assign
+        reader.fetch_data()
+        assert is_in.wait(60)
+        reader.set_epoch(7)
+        reader.fetch_data()
+        go_on.set()
+        batch = reader.get_next_batch()
+        assert (batch.epoch, batch.number) == (7, 0)
+        assert batch.labels.tolist() == batch.index.tolist() == list(range(8))
+
+
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_a_postprocess_that_hangs(path, num_threads):
     """It cannot be ended; but nobody has to wait for it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import gc
 import json
@@ -426,6 +427,67 @@ def test_a_timeout(path):
             reader.get_next_batch()
     reader.close()
     assert not is_alive(pid)
+
+
+def widened(data, labels):
+    return data.astype("f8"), labels.astype("f4")
+
+
+def test_many_threads_take_memory_for_what_postprocess_makes(tmp_path):
+    path = tmp_path / "many.h5"
+    with h5py.File(path, "w") as file:
+        file["data"] = np.arange(3000 * 40).reshape(3000, 40)
+        file["labels"] = np.arange(3000)
+    with make(path, postprocess=widened, num_threads=8, prefetch=16, shuffle="full") as reader:
+        for _ in range(2):
+            for batch in reader:
+                assert np.array_equal(batch.labels, batch.index)
+                assert np.array_equal(batch.data, batch.index[:, None] * 40 + np.arange(40))
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    number: int
+
+
+def raises_frozen(data, labels):
+    raise Frozen(3)
+
+
+def test_an_error_that_refuses_notes(path):
+    with make(path, postprocess=raises_frozen) as reader:
+        for _ in range(3):
+            with pytest.raises(PostprocessError, match="Frozen"):
+                reader.get_next_batch()
+
+
+def test_a_new_helper_finds_relative_paths(path, monkeypatch):
+    monkeypatch.chdir(path.parent)
+    with make(path.name, prefetch=1) as reader:
+        reader.get_next_batch()
+        monkeypatch.chdir("/")
+        os.kill(pid_of(reader), signal.SIGKILL)
+        with pytest.raises(ReadError, match="SIGKILL"):
+            reader.get_next_batch()
+        assert reader.get_next_batch().number == 2
+
+
+def test_restarts_and_many_fields_take_no_more(path):
+    fields = {f"f{i}": "data" for i in range(10)}
+
+    def halves(*arrays):
+        return tuple(array / 2 for array in arrays)
+
+    with make(path, fields=fields, prefetch=8, postprocess=halves) as reader:
+        sizes = []
+        for _ in range(3):
+            for _ in range(len(reader)):
+                with contextlib.suppress(ReadError):
+                    reader.get_next_batch()
+            sizes.append(os.fstat(reader._engine.filler.shared.fd).st_size)
+            assert len(os.listdir(f"/proc/{pid_of(reader)}/fd")) < 110
+            os.kill(pid_of(reader), signal.SIGKILL)
+        assert sizes[2] <= sizes[1] * 1.2
 
 
 # --- a helper that dies --------------------------------------------------------------------------

@@ -146,11 +146,11 @@ def test_more_chunks_than_the_file_can_list(tmp_path, libver):
     path = tmp_path / "bomb.h5"
     with h5py.File(path, "w", libver=libver) as file:
         file.create_dataset("data", (1 << 36, 1), "u1", chunks=(1, 1))
-    if libver == "latest":  # a fixed array, which HDF5 would go through
-        assert "68719476736 chunks, more than a file of" in refused(path, ReadError)
-    else:
-        with AsyncReader(hdf5_path=path, labels_field=None, device="cpu") as reader:
-            assert not reader.get_next_batch().data.any()
+    with AsyncReader(hdf5_path=path, labels_field=None, device="cpu") as reader:
+        if libver == "latest":  # a fixed array, which HDF5 would go through
+            reason = reader.layouts["data"].fallback_reason
+            assert reason.startswith("68719476736 chunks, more than a file of")
+        assert not reader.get_next_batch().data.any()
 
 
 # --- an index that contradicts itself ------------------------------------------------------------
