@@ -61,6 +61,7 @@ from h5async.shared import Place, SharedMemory
 from h5async.stats import STAGES, ThreadCounts
 from h5async.stored import StoredFormat
 
+_OPENING_SECONDS = 60.0  # at least, where there is a timeout
 _PATIENCE_SECONDS = 2.0  # for a helper that was told to end
 
 _NOTHING_DONE = FillerStats(dict.fromkeys(STAGES, 0.0), ThreadCounts(), 0, "none")
@@ -140,7 +141,7 @@ class HelperFiller:
         H5AsyncError
             As `AsyncReader` says; `ReadError` if the helper process dies of the files.
         BatchTimeoutError
-            If that takes longer than the option ``timeout``.
+            If that takes longer than the option ``timeout``, and than a minute.
         """
         self._start_thread(self._run, "helper")
         self._await_step()
@@ -288,12 +289,15 @@ class HelperFiller:
 
     def _await_step(self) -> None:
         """Wait for the helper to open or to start."""
+        limit = self._config.timeout
+        if limit is not None:
+            limit = max(limit, _OPENING_SECONDS)
         try:
-            error = self._steps.get(timeout=self._config.timeout)
+            error = self._steps.get(timeout=limit)
         except queue.Empty:
             raise BatchTimeoutError(
-                f"{self._config.hdf5_path}: the helper process did not open it within"
-                f" {self._config.timeout} s; set a longer timeout, or do not trust the file"
+                f"{self._config.hdf5_path}: the helper process did not open it within {limit} s;"
+                " set a longer timeout, or do not trust the file"
             ) from None
         if error is not None:
             raise error

@@ -490,6 +490,13 @@ def test_restarts_and_many_fields_take_no_more(path):
         assert sizes[2] <= sizes[1] * 1.2
 
 
+def test_a_parser_that_never_ends(path, monkeypatch):
+    at_start(monkeypatch, "import h5py, time; h5py.File = lambda *a, **k: time.sleep(1e6)")
+    monkeypatch.setattr(h5async.helper, "_OPENING_SECONDS", 0.1)
+    with pytest.raises(BatchTimeoutError, match=r"did not open it within 2\.0 s"):
+        make(path, timeout=2)
+
+
 # --- a helper that dies --------------------------------------------------------------------------
 
 
