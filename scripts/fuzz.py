@@ -428,7 +428,7 @@ def main() -> int:
     if kept:
         (options.out / "fuzz").mkdir(parents=True, exist_ok=True)
     for name, number, outcome, _, _, packed in kept:
-        where = f"{outcome} {name} {number}".replace("/", "_").replace(" ", "_")
+        where = re.sub(r"[^\w.-]", "_", f"{outcome} {name} {number}")
         (options.out / "fuzz" / f"{where}.h5.gz").write_bytes(bytes.fromhex(packed))
     result = {
         **header(),
