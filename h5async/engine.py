@@ -323,7 +323,8 @@ class Engine:
         """Put the batch that was waited for in use, or be done with its error."""
         # The error will have a traceback, with the reader in it, which nothing must hold.
         self.ring.take(serial, forget=filled.error is not None)
-        self.delivered_samples += filled.outcome.index.size
+        if filled.error is None:
+            self.delivered_samples += filled.outcome.index.size
 
     def _fill_here(self) -> None:
         """Fill the next batch in the thread of the caller."""
