@@ -122,7 +122,8 @@ class HelperFiller:
         self._outstanding: dict[int, FillRequest] = {}  # by slot
         self._slots: Sequence[SlotMemory] = ()
         self._index: list[NDArray[np.int64]] = []
-        self._others: dict[tuple[int, int], tuple[int, NDArray[np.uint8]]] = {}
+        # By slot and field: memory for what `postprocess` makes.
+        self._others: dict[tuple[int, int], Place] = {}
         self._device_cache: Residency | None = None
         self._next_requests: Callable[[], Sequence[FillRequest]] = list
         self._before_fill: Callable[[int], None] = _nobody
@@ -422,12 +423,7 @@ class HelperFiller:
                 starting = self._starting
             if starting is None:
                 return
-            byte = np.dtype(np.uint8)
-            others = {
-                at: Place(offset, (memory.nbytes,), byte)
-                for at, (offset, memory) in self._others.items()
-            }
-            process.send(starting._replace(others=others))
+            process.send(starting._replace(others=dict(self._others)))
             started = self._step(process)
             assert isinstance(started, Started)
             with self._lock:
@@ -490,12 +486,11 @@ class HelperFiller:
 
     def _other(self, slot: int, field: int, place: Place) -> NDArray[Any]:
         """Return an array that `postprocess` made; it lies at one offset until it grows."""
-        offset, memory = self._others.get((slot, field), (-1, None))
-        if memory is None or offset != place.offset or memory.nbytes < place.nbytes:
-            every = Place(place.offset, (place.nbytes,), np.dtype(np.uint8))
-            memory = self.shared.array(every)
-            self._others[slot, field] = place.offset, memory
-        return np.ndarray(place.shape, place.dtype, memory)
+        known = self._others.get((slot, field))
+        if known is None or known.offset != place.offset or known.nbytes < place.nbytes:
+            everything = Place(place.offset, (place.nbytes,), np.dtype(np.uint8))
+            self._others[slot, field] = everything
+        return self.shared.array(place)
 
     def _oldest_request(self) -> FillRequest | None:
         """Wait for a request, if there is none; return None when closed."""

@@ -155,6 +155,9 @@ class _Helper:
                     slot._replace(stored=(None,) * len(slot.stored)) for slot in self._slots
                 ]
                 self._filler.drop_stored(self._slots)
+                for place in [place for slot in starting.slots for place in slot.stored]:
+                    if place is not None:
+                        self._memory.discard(place)
 
     def _slot(
         self, places: SlotPlaces, raws: list[tuple[tuple[int, ...], np.dtype[Any]]]

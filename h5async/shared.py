@@ -1,7 +1,8 @@
 """Sizes enter; memory that two processes share leaves, and places in it that can be sent.
 
-Shared memory is one anonymous file, mapped piece by piece. Both processes have its descriptor; it
-has no name in the file system, and is gone with the last process that has it.
+Shared memory is one anonymous file. Both processes have its descriptor; it has no name in the file
+system, and is gone with the last process that has it. Who makes a piece maps that piece, and who is
+told of places maps the whole file once, and again when it has grown beyond that.
 """
 
 from __future__ import annotations
@@ -119,6 +120,19 @@ class SharedMemory:
         with self._lock:
             self._pieces.append(_Piece(array.ctypes.data, place.offset, place.nbytes))
         return array
+
+    def discard(self, place: Place) -> None:
+        """Give the pages of all that one call of `empty` gave back to the system.
+
+        Whoever reads there finds zeros then. Where the system cannot, nothing happens.
+        """
+        if place.nbytes == 0 or not hasattr(mmap, "MADV_REMOVE"):
+            return
+        block: Any = self.array(place)
+        while not isinstance(block, mmap.mmap):
+            block = block.base
+        with contextlib.suppress(OSError):
+            block.madvise(mmap.MADV_REMOVE, place.offset, place.nbytes)
 
     def place(self, array: NDArray[Any]) -> Place | None:
         """Return where an array lies; None where it is not of what `empty` gave."""

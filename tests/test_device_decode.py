@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import math
+import mmap
+import os
 import time
 
 import fake_cupy
@@ -311,7 +313,8 @@ def test_with_a_device_cache(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("device_is_fast", [True, False])
-def test_auto_keeps_what_is_faster(tmp_path, monkeypatch, device_is_fast):
+@pytest.mark.parametrize("workers", ["thread", "process"])
+def test_auto_keeps_what_is_faster(tmp_path, monkeypatch, device_is_fast, workers):
     cupy, simulation, nvcomp = use_gpu(monkeypatch, seed=6)
     note, noted = DecodeTrial.note, []
 
@@ -326,7 +329,12 @@ def test_auto_keeps_what_is_faster(tmp_path, monkeypatch, device_is_fast):
     with h5py.File(path, "w") as file:
         file.create_dataset("data", data=data, chunks=(4, 40), compression="gzip")
     with AsyncReader(
-        hdf5_path=path, labels_field=None, batch_size=16, device="cuda", num_threads=2
+        hdf5_path=path,
+        labels_field=None,
+        batch_size=16,
+        device="cuda",
+        num_threads=2,
+        workers=workers,
     ) as reader:
         kept = late_copies(cupy, simulation, reader, epochs=1)
         chosen = "device: a batch takes 1e+03" if device_is_fast else "host: a batch takes 2e+03"
@@ -337,6 +345,10 @@ def test_auto_keeps_what_is_faster(tmp_path, monkeypatch, device_is_fast):
         assert (nvcomp.calls > calls) == device_is_fast
         assert noted.count(True) >= 4
         assert noted.count(False) >= 4
+        if workers == "process" and not device_is_fast:
+            pieces = reader._engine.filler.shared._pieces  # smaller than a page, as they are
+            used = 512 * os.fstat(reader._engine.filler.shared.fd).st_blocks
+            assert used <= (len(pieces) - len(reader._engine.slots)) * mmap.PAGESIZE
 
 
 @pytest.mark.parametrize("decode", ["device", "auto"])

@@ -704,10 +704,11 @@ def test_descriptors_and_memory_stay_as_they_are(path):
         for _ in reader:
             pass
         before = descriptors()
-        for _ in range(5):
+        for _ in range(10):
             for _ in reader:
                 pass
-        assert descriptors() == before
+            # A slot's arrays may hold the map from before the memory last grew.
+            assert descriptors() <= before + len(reader._engine.slots)
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "exit", "_exit"])
@@ -830,9 +831,14 @@ def test_both_see_what_is_shared():
     assert (ours.array(theirs.place(more)) == 3).all()
     assert first[2, 3] == 7
     assert ours.empty(0).size == 0
+    used = os.fstat(ours.fd).st_blocks
+    theirs.discard(ours.place(first))
+    assert os.fstat(ours.fd).st_blocks < used
+    assert (first == 0).all()
+    assert (more == 3).all()
     ours.close()
     ours.close()
-    assert other[1, 3] == 7
+    assert other[1, 3] == 0
     theirs.close()
     with pytest.raises(MemoryError, match="bytes of shared memory"):
         SharedMemory().empty(1 << 62)
