@@ -280,12 +280,13 @@ class _Table:
                 f"{self._where}, chunk {at}: {nbytes[bad[0]]} bytes at byte {offset[bad[0]]} do not"
                 f" lie in the file, which has {end} bytes; it was cut short or is damaged"
             )
-        bad = np.flatnonzero(nbytes != self._due) if self._due is not None else bad
+        due = self._due
+        bad = np.flatnonzero(nbytes == 0 if due is None else nbytes != due)
         if bad.size:
             at = tuple(corners[bad[0]].tolist())
             raise ReadError(
-                f"{self._where}, chunk {at}: {nbytes[bad[0]]} bytes are stored, {self._due} are"
-                " due; the file is damaged"
+                f"{self._where}, chunk {at}: {nbytes[bad[0]]} bytes are stored,"
+                f" {'some' if due is None else due} are due; the file is damaged"
             )
         if ((corners % self._chunk != 0) | (corners < 0) | (corners >= self._shape)).any():
             raise NotDirectError("HDF5 reports chunks outside the dataset")

@@ -33,6 +33,7 @@ from h5async.packed import (
     decode_scaleoffset,
     does_nothing_nbit,
     does_nothing_scaleoffset,
+    stated_nbytes,
 )
 from h5async.szip import szip_decoder
 
@@ -87,6 +88,11 @@ def keeps_length(entry: Filter) -> bool:
     if entry.number == BITSHUFFLE:
         return bitshuffle_codec(entry.parameters) == 0
     return entry.number == SHUFFLE or decoder(entry) is pass_on
+
+
+def stated_chunk_nbytes(entry: Filter) -> int | None:
+    """Return how many bytes a decoded chunk has by a filter's client data; None: not said."""
+    return stated_nbytes(entry.parameters) if entry.number in (NBIT, SCALEOFFSET) else None
 
 
 def decoder(entry: Filter) -> Decode | None:

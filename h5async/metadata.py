@@ -29,7 +29,7 @@ from h5async.chunkindex import (
 from h5async.config import Field
 from h5async.elements import Element, element_of
 from h5async.errors import DatasetError, H5AsyncError, ReadError, UnsafeFileError
-from h5async.filters import Filter, can_decode
+from h5async.filters import Filter, can_decode, stated_chunk_nbytes
 from h5async.layout import ChunkTable, DatasetLayout, Part, Slab, Storage, normal_axis
 from h5async.links import BESIDE, MissingError, Reach, locate, open_index
 from h5async.storage import file_id, may_map
@@ -231,6 +231,7 @@ class _Indexer:
                 return replace(layout, values=values)
             _require_filters(filters, where)
             if storage == "chunked" and filters:
+                _require_lengths(filters, math.prod(dataset.chunks) * layout.stored_itemsize, where)
                 layout = replace(layout, has_raw_edges=edges_are_raw(dataset))
             self._require_direct(layout, element)
             if member:
@@ -238,6 +239,7 @@ class _Indexer:
             layout = replace(layout, fill=_fill_value(plist, base, extra))
             return self._direct(layout, dataset, plist, where)
         except NotDirectError as error:
+            self._require_sound(layout, dataset, where)
             nbytes = dataset.id.get_storage_size()
             return replace(layout, fallback_reason=str(error), stored_nbytes=nbytes)
 
@@ -257,6 +259,16 @@ class _Indexer:
                 "columns of a contiguous dataset are read by mapping, which needs a local file"
                 ' system, or io="map"'
             )
+
+    def _require_sound(self, layout: DatasetLayout, dataset: h5py.Dataset, where: str) -> None:
+        """Check the addresses of what h5py is to read: HDF5 itself believes most of them."""
+        if self._file.id.get_intent() & h5py.h5f.ACC_RDWR:
+            return  # what was not written yet may have no place in the file
+        with contextlib.suppress(NotDirectError):
+            if layout.storage == "chunked":
+                read_chunk_table(dataset, layout.filters, layout.has_raw_edges, where)
+            elif layout.storage == "contiguous":
+                _contiguous_offset(dataset, where)
 
     def _direct(
         self, layout: DatasetLayout, dataset: h5py.Dataset, plist: h5py.h5p.PropDCID, where: str
@@ -515,6 +527,17 @@ def _require_filters(filters: tuple[Filter, ...], where: str) -> None:
             raise DatasetError(
                 f"{where} is compressed with filter {entry.number} ({entry.label}), which is not"
                 f" available; {remedy}"
+            )
+
+
+def _require_lengths(filters: tuple[Filter, ...], chunk_nbytes: int, where: str) -> None:
+    """Refuse filters that give other lengths; HDF5 delivers what its memory held before."""
+    for entry in filters if chunk_nbytes else ():
+        stated = stated_chunk_nbytes(entry)
+        if stated not in (None, chunk_nbytes):
+            raise ReadError(
+                f"{where}: its chunks have {chunk_nbytes} bytes, and by the parameters of its"
+                f" filter {entry.label} {stated}: its metadata are damaged"
             )
 
 

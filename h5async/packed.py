@@ -82,6 +82,11 @@ def does_nothing_nbit(parameters: tuple[int, ...]) -> bool:
     return len(parameters) > 1 and parameters[0] == len(parameters) and parameters[1] != 0
 
 
+def stated_nbytes(parameters: tuple[int, ...]) -> int | None:
+    """Return how many bytes a chunk has by the client data of either filter; None: not said."""
+    return parameters[2] * parameters[4] if len(parameters) > 4 else None
+
+
 def decode_scaleoffset(parameters: tuple[int, ...], encoded: Bytes, out: Bytes) -> Bytes:
     """Undo the scale-offset filter.
 

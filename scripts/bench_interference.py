@@ -16,6 +16,7 @@ what the bare decoder gives.
 Ways:
 
 - core: AsyncReader.
+- helper: the same in a helper process, workers="process".
 - python: AsyncReader with H5ASYNC_CORE=0, which switches its compiled core off.
 - h5py threads: two threads that fill preallocated batches by `batch[j] = ds[i]`, two batches ahead.
 - DataLoader: that of PyTorch, with one worker process, which does the same in `__getitems__`, into
@@ -91,6 +92,7 @@ DATA = {
 DEMANDS = {"2,000/s": 2000.0, "5,000/s": 5000.0, "flat out": None}
 COLORS = {
     "core": "#1f77b4",
+    "helper": "#9467bd",
     "python": "#9ecae1",
     "h5py threads": "#ff7f0e",
     "DataLoader": "#2ca02c",
@@ -380,6 +382,7 @@ def open_way(
             shuffle="full",
             device="cpu",
             prefetch=options.prefetch,
+            workers="process" if options.way == "helper" else "thread",
             **threads,
         )
     )
@@ -547,9 +550,9 @@ def draw(ax: Any, cases: list[dict[str, Any]], rows: list[tuple[str, str]], figu
     ways = list(dict.fromkeys(case["way"] for case in cases))
     for case in cases:
         way = case["way"]
-        y = rows.index((case["demand"], case["data"])) + 0.19 * (ways.index(way) - len(ways) / 2)
+        y = rows.index((case["demand"], case["data"])) + 0.16 * (ways.index(way) - len(ways) / 2)
         if case[figure] is not None:
-            ax.plot(case[figure], y + 0.095, "o", ms=4.5, color=COLORS[way], label=way)
+            ax.plot(case[figure], y + 0.08, "o", ms=4.5, color=COLORS[way], label=way)
     for y in range(1, len(rows), 2):
         ax.axhspan(y - 0.5, y + 0.5, color="black", alpha=0.05, lw=0)
     ax.set_yticks(range(len(rows)), [f"{demand}, {name}" for demand, name in rows])
@@ -575,7 +578,7 @@ def plot(cases: list[dict[str, Any]], path: Path) -> None:
     figure, grid = plt.subplots(
         len(loops),
         len(panels),
-        figsize=(11, 1.2 + len(loops) * max(1.4, 0.3 + 0.26 * len(rows))),
+        figsize=(11, 1.2 + len(loops) * max(1.4, 0.3 + 0.3 * len(rows))),
         sharex="col",
         sharey=True,
         squeeze=False,
@@ -597,7 +600,7 @@ def plot(cases: list[dict[str, Any]], path: Path) -> None:
     handles = {x: h for hs, xs in found for h, x in zip(hs, xs, strict=True)}
     names = [x for x in (*COLORS, "target of core") if x in handles]
     figure.legend(
-        [handles[x] for x in names], names, loc="outside lower center", ncols=5, frameon=False
+        [handles[x] for x in names], names, loc="outside lower center", ncols=6, frameon=False
     )
     figure.suptitle("A training loop and its reader: shuffled images of 150 kB, batches of 128")
     figure.savefig(path, dpi=120)

@@ -364,12 +364,10 @@ def work(quirks: list[Quirk], each: int, seed: int, folder: Path, out: Path) -> 
             rng = random.Random(zlib.crc32(f"{quirk.name} {seed} {number}".encode()))
             mutant, what = mutate(content, raw, rng)
             path.write_bytes(mutant)
-            more = {"io": rng.choice(["auto", "pread"]), "shuffle": rng.choice([False, False])}
-            every = {**options, **more}
+            every = {**options, "io": rng.choice(["auto", "pread"])}
             outcome, text = sort_out(path, quirk, original, every, ours, theirs)
-            if (
-                outcome.startswith(KEPT) and outcome != "hang in h5py"
-            ):  # what came before may have left its mark on a process
+            if outcome.startswith(KEPT) and outcome != "hang in h5py":
+                # What came before may have left its mark on a process.
                 ours.close()
                 theirs.close()
                 outcome, text = sort_out(path, quirk, original, every, ours, theirs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import struct
@@ -392,7 +393,7 @@ def test_blosc2_arrays_of_several_dimensions(shape, dtype):
 @pytest.mark.parametrize("options", [4, 32], ids=["entropy", "nearest-neighbour"])
 @pytest.mark.parametrize("pixels_per_block", [8, 10, 16, 32])
 def test_szip(dtype, options, pixels_per_block):
-    dtype = np.dtype(dtype)
+    rng, dtype = np.random.default_rng(SEED), np.dtype(dtype)
     for shape in ((32,), (100,), (257,), (4, 100), (3, 5, 129), (2, 5000)):
         for raw in contents(dtype.itemsize, math.prod(shape)):
             values = raw.view(dtype).reshape(shape)
@@ -409,6 +410,11 @@ def test_szip(dtype, options, pixels_per_block):
                 except (ValueError, RuntimeError):
                     continue
                 assert decoded == values.tobytes()  # only padding was cut off
+            for _ in range(20):
+                damaged = encoded.copy()
+                damaged[rng.integers(encoded.size, size=3)] = rng.integers(256, size=3)
+                with contextlib.suppress(ValueError, RuntimeError):
+                    assert len(decoder.decode(damaged, mask)) == values.nbytes
             with pytest.raises((ValueError, RuntimeError)):
                 Decoder(filters, values.nbytes - dtype.itemsize).decode(encoded, mask)
             with pytest.raises((ValueError, RuntimeError)):

@@ -198,3 +198,58 @@ def test_chunks_that_lie_in_each_other(tmp_path, address, what):
     first = struct.unpack_from("<Q", content, begin + key)[0]
     put(path, begin + 2 * key + 8, struct.pack("<Q", first + 16 if address is None else address))
     assert f"lies in {what}" in refused(path, ReadError)
+
+
+# --- what HDF5 answers with whatever its memory held --------------------------------------------
+
+
+def shown(path):
+    """What h5py itself delivers, to see that the file is one that it does not refuse."""
+    with h5py.File(path) as file:
+        return file["data"][...]
+
+
+@pytest.mark.parametrize("itemsize", [0, 4])
+def test_parameters_that_state_another_length(tmp_path, itemsize):
+    path = tmp_path / "data.h5"
+    with h5py.File(path, "w", libver="earliest") as file:
+        data = np.arange(ROWS * 4, dtype="u8").reshape(ROWS, 4)
+        file.create_dataset("data", data=data, chunks=(10, 4), scaleoffset=0)
+        parameters = file["data"].id.get_create_plist().get_filter(0)[2]
+    assert parameters[2:5] == (40, 0, 8)  # elements, class, bytes of each
+    packed = struct.pack("<20I", *parameters)
+    content = path.read_bytes()
+    assert content.count(packed) == 1
+    put(path, content.find(packed) + 16, struct.pack("<I", itemsize))
+    if not itemsize:
+        assert shown(path).shape == (ROWS, 4)
+    expected = (
+        f"chunks have 320 bytes, and by the parameters of its filter scaleoffset {itemsize * 40}"
+    )
+    assert expected in refused(path, ReadError)
+
+
+@pytest.mark.parametrize("damage", ["no bytes", "another address"])
+def test_chunks_that_only_hdf5_reads_are_looked_at_too(tmp_path, damage):
+    """HDF5 does not ask whether n-bit has the bytes that it unpacks."""
+    path = tmp_path / "data.h5"
+    of_12_bits = h5py.h5t.STD_U16LE.copy()
+    of_12_bits.set_precision(12)
+    with h5py.File(path, "w", libver="earliest") as file:
+        plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        plist.set_chunk((8, 1000))
+        plist.set_filter(h5py.h5z.FILTER_NBIT, 0)
+        space = h5py.h5s.create_simple((ROWS, 1000))
+        dataset = h5py.Dataset(h5py.h5d.create(file.id, b"data", of_12_bits, space, plist))
+        dataset[...] = np.arange(ROWS * 1000).reshape(ROWS, 1000) % 4096
+    options = {"hdf5_path": path, "labels_field": None, "device": "cpu"}
+    with AsyncReader(**options) as reader:
+        assert "stored type differs" in reader.layouts["data"].fallback_reason
+    begin = path.read_bytes().find(b"TREE\x01") + 24
+    if damage == "no bytes":
+        put(path, begin, bytes(4))
+        assert shown(path).shape == (ROWS, 1000)
+        assert "0 bytes are stored, some are due" in refused(path, ReadError)
+    else:
+        put(path, begin + 8 + 3 * 8 + 6, b"\1")
+        assert "do not lie in the file" in refused(path, ReadError)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import gc
 import random
 import sys
 from pathlib import Path
@@ -59,6 +60,7 @@ class Interrupter:
 
     def run(self, function):
         """Call a function; return its result, or None where it was interrupted."""
+        gc.disable()  # it may close other readers, of earlier tests
         sys.settrace(self.trace)
         try:
             return function()
@@ -66,6 +68,7 @@ class Interrupter:
             return None
         finally:
             sys.settrace(None)
+            gc.enable()
 
 
 @pytest.mark.parametrize("workers", ["thread", "process"])
