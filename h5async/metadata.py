@@ -262,8 +262,8 @@ class _Indexer:
 
     def _require_sound(self, layout: DatasetLayout, dataset: h5py.Dataset, where: str) -> None:
         """Check the addresses of what h5py is to read: HDF5 itself believes most of them."""
-        if self._file.id.get_intent() & h5py.h5f.ACC_RDWR:
-            return  # what was not written yet may have no place in the file
+        if self._file.id.get_intent() & h5py.h5f.ACC_RDWR or not layout.stored_itemsize:
+            return  # what was not written yet may have no place in the file; sizes are not known
         with contextlib.suppress(NotDirectError):
             if layout.storage == "chunked":
                 read_chunk_table(dataset, layout.filters, layout.has_raw_edges, where)

@@ -471,7 +471,7 @@ def test_options_that_do_not_fit(path, options, message):
     [
         ([], "hdf5_path: the list of files is empty"),
         ((), "hdf5_path: the list of files is empty"),
-        ({"a.h5", "b.h5"}, "hdf5_path"),
+        ({"a.h5"}, "hdf5_path"),
         ({"a.h5": "b.h5"}, "hdf5_path"),
         (["a.h5", 3], "hdf5_path"),
         (None, "hdf5_path"),
