@@ -65,6 +65,33 @@ def edges_are_raw(dataset: h5py.Dataset) -> bool:
     return bool(options & _DONT_FILTER_PARTIAL_CHUNKS)
 
 
+def fill_nbytes(plist: h5py.h5p.PropDCID) -> int | None:
+    """Return how many bytes a fill value has; None where HDF5 does not say.
+
+    It does so only where it encodes all properties: behind the name of this one come two bytes,
+    and the size in eight (H5P__dcrt_fill_value_enc of H5Pdcpl.c).
+    """
+    try:
+        encode = ctypes.CDLL(h5py.h5p.__file__).H5Pencode2
+    except (AttributeError, OSError):
+        return None
+    encode.argtypes = (
+        ctypes.c_int64,
+        ctypes.c_void_p,
+        ctypes.POINTER(ctypes.c_size_t),
+        ctypes.c_int64,
+    )
+    size = ctypes.c_size_t(0)
+    with h5py._objects.phil:
+        if encode(plist.id, None, ctypes.byref(size), 0) < 0:
+            return None
+        encoded = ctypes.create_string_buffer(size.value)
+        if encode(plist.id, encoded, ctypes.byref(size), 0) < 0:
+            return None
+    _, name, value = encoded.raw.rpartition(b"fill_value\0")
+    return int.from_bytes(value[2:10], "little", signed=True) if name else None
+
+
 def stored_nbytes(dataset: h5py.Dataset, corner: tuple[int, ...]) -> int:
     """Return the stored size of a chunk, as HDF5 finds it by its key; 0 where it was never written.
 

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from h5async.chunkindex import (
     NotDirectError,
     edges_are_raw,
+    fill_nbytes,
     read_chunk_table,
     require_true_coordinates,
 )
@@ -230,6 +231,7 @@ class _Indexer:
                 values = values.reshape(layout.shape).view(layout.raw_dtype)
                 return replace(layout, values=values)
             _require_filters(filters, where)
+            _require_fill(plist, layout.stored_itemsize, where)
             if storage == "chunked" and filters:
                 _require_lengths(filters, math.prod(dataset.chunks) * layout.stored_itemsize, where)
                 layout = replace(layout, has_raw_edges=edges_are_raw(dataset))
@@ -539,6 +541,16 @@ def _require_lengths(filters: tuple[Filter, ...], chunk_nbytes: int, where: str)
                 f"{where}: its chunks have {chunk_nbytes} bytes, and by the parameters of its"
                 f" filter {entry.label} {stated}: its metadata are damaged"
             )
+
+
+def _require_fill(plist: h5py.h5p.PropDCID, itemsize: int, where: str) -> None:
+    """Refuse a fill value of another size; HDF5 fills with what lies behind it in its memory."""
+    nbytes = fill_nbytes(plist) if itemsize and _has_fill_value(plist) else None
+    if nbytes not in (None, itemsize):
+        raise ReadError(
+            f"{where}: its fill value has {nbytes} bytes, and its elements have {itemsize}: its"
+            " metadata are damaged"
+        )
 
 
 def _fill_value(

@@ -8,8 +8,10 @@ if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
     exit 1
 fi
 [ -x .venv/bin/python ] || "$python" -m venv .venv
-stamp=".venv/installed-${1:-alone}"
+extra="${1:-}"
+[ ! -e .venv/installed-dev ] || extra=dev # which has all that the others have
+stamp=".venv/installed-${extra:-alone}"
 if [ ! -e "$stamp" ] || [ -n "$(find pyproject.toml h5async/_core.c h5async/_core -newer "$stamp" -print -quit)" ]; then
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check --editable ".${1:+[$1]}"
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check --editable ".${extra:+[$extra]}"
     touch "$stamp"
 fi

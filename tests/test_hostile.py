@@ -253,3 +253,21 @@ def test_chunks_that_only_hdf5_reads_are_looked_at_too(tmp_path, damage):
     else:
         put(path, begin + 8 + 3 * 8 + 6, b"\1")
         assert "do not lie in the file" in refused(path, ReadError)
+
+
+@pytest.mark.parametrize("options", [{}, {"chunks": (10, 3)}])
+def test_a_fill_value_of_another_size(tmp_path, options):
+    """HDF5 fills with what lies behind it in memory."""
+    path = tmp_path / "data.h5"
+    with h5py.File(path, "w", libver="earliest") as file:
+        data = file.create_dataset("data", (ROWS, 3), "<i4", fillvalue=0x12345678, **options)
+        if options:
+            data[:10] = 5
+    at = path.read_bytes().find(struct.pack("<Ii", 4, 0x12345678))
+    assert at > 0
+    with AsyncReader(hdf5_path=path, labels_field=None, batch_size=ROWS, device="cpu") as reader:
+        assert reader.layouts["data"].fallback_reason is None
+        assert reader.get_next_batch().data[-1].tolist() == [0x12345678] * 3
+    put(path, at, struct.pack("<I", 1))
+    assert shown(path).shape == (ROWS, 3)
+    assert "its fill value has 1 bytes, and its elements have 4" in refused(path, ReadError)
