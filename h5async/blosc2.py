@@ -18,6 +18,9 @@ from h5async.decoding import Bytes, filled, require_length, working_memory
 
 _FRAME_OFFSET_NBYTES = 8
 _FRAME_HEADER = struct.Struct(">2x8sxixQx4sxqxqxixixi")
+# Of README_CHUNK_FORMAT.rst: the header's longer form, its flags, and the first special value that
+# is none: "uninitialized", behind "none", "zeros", "NaNs" and "one value".
+_EXTENDED_NBYTES, _IS_EXTENDED, _UNINITIALIZED = 32, 0b101, 4
 
 
 class _Frame(NamedTuple):
@@ -66,14 +69,19 @@ def _decode_blosc2_chunk(frame: _Frame, body: Bytes, out: Bytes) -> None:
     """Decode the frame's one chunk; chunks of one repeated value lie in the table of offsets."""
     if frame.stored_nbytes == 0 and out.size:
         offset = np.empty(_FRAME_OFFSET_NBYTES, np.uint8)
-        require_length(
-            "blosc2", len(imagecodecs.blosc2_decode(body, numthreads=1, out=offset)), offset.size
-        )
+        _decode_all(body, offset)
         if offset[7] != 0x81:  # all zeros, as BLOSC2_SPECIAL_ZERO
             raise ValueError("blosc2: the chunk repeats a value in a way that is not known here")
         out[...] = 0
         return
-    decoded = imagecodecs.blosc2_decode(body[: frame.stored_nbytes], numthreads=1, out=out)
+    _decode_all(body[: frame.stored_nbytes], out)
+
+
+def _decode_all(chunk: Bytes, out: Bytes) -> None:
+    if chunk.size >= _EXTENDED_NBYTES and chunk[2] & _IS_EXTENDED == _IS_EXTENDED:
+        if chunk[31] >> 4 & 7 >= _UNINITIALIZED:  # `out` would be left as it is
+            raise ValueError("blosc2: the chunk is marked as one that has no values")
+    decoded = imagecodecs.blosc2_decode(chunk, numthreads=1, out=out)
     require_length("blosc2", len(decoded), out.size)
 
 

@@ -34,7 +34,7 @@ from h5async.filters import Filter, can_decode, stated_chunk_nbytes
 from h5async.layout import ChunkTable, DatasetLayout, Part, Slab, Storage, normal_axis
 from h5async.links import BESIDE, MissingError, Reach, locate, open_index
 from h5async.storage import file_id, may_map
-from h5async.virtual import mapped_files, virtual_parts
+from h5async.virtual import mapped_files, source_series, virtual_parts
 
 _LISTED_DATASETS = 20
 _MAX_NESTED = 8  # virtual datasets of virtual datasets
@@ -123,21 +123,23 @@ def _layout_at(file: h5py.File, path: str, num_dim: int, reach: Reach) -> Datase
             missing = missing or "doesn't exist" in str(error)
             detail = "" if missing else f" that can be opened ({error})"
             raise DatasetError(
-                f'{file.filename}: there is no dataset "{path}"{detail}; {_what_is_there(file)}'
+                f'{file.filename}: there is no dataset "{path}"{detail};'
+                f" {_what_is_there(file, reach)}"
             ) from error
         if not isinstance(node, h5py.Dataset):
             kind = "group" if isinstance(node, h5py.Group) else "named type"
             raise DatasetError(
-                f'{file.filename}: "{path}" is a {kind}, not a dataset; {_what_is_there(file)}'
+                f'{file.filename}: "{path}" is a {kind}, not a dataset;'
+                f" {_what_is_there(file, reach)}"
             )
         indexer = _Indexer(place.file, reach, 0)
         return indexer.layout(place.path, node, place.rest, num_dim)
 
 
-def _what_is_there(file: h5py.File) -> str:
+def _what_is_there(file: h5py.File, reach: Reach) -> str:
     """List the datasets of a file, and a command that would read the largest of them."""
     datasets = _datasets(file)
-    shapes = {name: dataset.shape or () for name, dataset in datasets.items()}
+    shapes = {name: _shown_shape(file, dataset, reach) for name, dataset in datasets.items()}
     if not shapes:
         return "the file holds no datasets"
     shown = [f'"{name}" {shape}' for name, shape in shapes.items()][:_LISTED_DATASETS]
@@ -156,11 +158,25 @@ def _what_is_there(file: h5py.File) -> str:
     return f"the file holds {listed}; try: {shlex.join(command)}"
 
 
+def _shown_shape(file: h5py.File, dataset: h5py.Dataset, reach: Reach) -> tuple[int, ...]:
+    plist = dataset.id.get_create_plist()
+    if plist.get_layout() == h5py.h5d.VIRTUAL:
+        try:
+            _Indexer(file, reach, 0).find_sources(plist, {}, "")
+        except H5AsyncError:
+            return ()  # HDF5 would look at them all the same
+    return dataset.shape or ()
+
+
 def _has_fixed_size(dataset: h5py.Dataset) -> bool:
     try:
         return not dataset.dtype.hasobject
     except Exception:  # h5py has no one type for what it cannot express
         return False
+
+
+# By names of file and dataset, and the axis of the samples; None: it is missing, and may be.
+Sources = dict[tuple[tuple[str, str], int], DatasetLayout | None]
 
 
 class _Indexer:
@@ -186,6 +202,11 @@ class _Indexer:
     def _layout(
         self, name: str, dataset: h5py.Dataset, member: tuple[str, ...], num_dim: int, where: str
     ) -> DatasetLayout:
+        plist = dataset.id.get_create_plist()
+        storage = _storage(plist)
+        sources: Sources = {}
+        if storage == "virtual":
+            self.find_sources(plist, sources, where)
         element = element_of(dataset, member, where)
         if dataset.shape is None:
             raise DatasetError(f"{where} is empty (a null dataspace): it holds no samples")
@@ -200,8 +221,6 @@ class _Indexer:
                 " has no fixed size; store them with a fixed-size type"
             )
         base, extra = element.dtype.base, element.dtype.shape
-        plist = dataset.id.get_create_plist()
-        storage = _storage(plist)
         filters = _filters(plist)
         layout = DatasetLayout(
             file=str(self._path),
@@ -223,7 +242,7 @@ class _Indexer:
         )
         try:
             if storage == "virtual":
-                return self._virtual(layout, plist, where)
+                return self._virtual(layout, plist, sources, where)
             if storage == "external":
                 return self._external(layout, plist, element, where)
             if storage == "compact":
@@ -324,21 +343,33 @@ class _Indexer:
         part = Part(source, samples, samples, member=label)
         return replace(layout, parts=(part,) if layout.num_samples else ())
 
-    def _virtual(
-        self, layout: DatasetLayout, plist: h5py.h5p.PropDCID, where: str
-    ) -> DatasetLayout:
+    def find_sources(self, plist: h5py.h5p.PropDCID, found: Sources, where: str) -> None:
+        """Find the sources of a virtual dataset, before HDF5 does.
+
+        It opens those of unlimited mappings to tell the shape. What it may be let loose on must be
+        permitted, there, and free of loops, in which it would never end.
+        """
         if self._depth >= _MAX_NESTED:
             raise DatasetError(f"{where}: virtual datasets are nested more than {_MAX_NESTED} deep")
-        found: dict[tuple[str, str, int], DatasetLayout | None] = {}
+        for is_numbered, names in source_series(plist):
+            for key in names:
+                if (key, 0) in found:
+                    continue
+                source = self._source(*key, 0, where, may_be_missing=is_numbered)
+                if source is not None or not is_numbered:
+                    found[key, 0] = source
+                if source is None:
+                    break
 
+    def _virtual(
+        self, layout: DatasetLayout, plist: h5py.h5p.PropDCID, found: Sources, where: str
+    ) -> DatasetLayout:
         def find(file_name: str, dataset_name: str, axis: int) -> DatasetLayout | None:
-            key = file_name, dataset_name, axis
+            key = (file_name, dataset_name), axis
             if key not in found:
                 found[key] = self._source(file_name, dataset_name, axis, where)
             return found[key]
 
-        # All sources are looked at first: what HDF5 may be let loose on must be permitted, there,
-        # and free of loops, in which it would never end.
         sources = [find(*names, 0) for names in dict.fromkeys(mapped_files(plist, layout.shape))]
         there = tuple(source for source in sources if source is not None)
         stored = sum({(s.file, s.path): s.stored_nbytes for s in there}.values())
@@ -359,12 +390,14 @@ class _Indexer:
         reason = next((reason for reason in reasons if reason is not None), None)
         return replace(layout, parts=parts, fallback_reason=reason)
 
-    def _source_path(self, file_name: str, dataset_name: str, where: str) -> Path | None:
+    def _source_path(
+        self, file_name: str, dataset_name: str, where: str, may_be_missing: bool
+    ) -> Path | None:
         """Return the file of a virtual dataset's source, None where it is missing and may be."""
         if file_name == ".":
             return self._path
         found = self._reach.find(file_name, self._path, "HDF5_VDS_PREFIX", where)
-        if found is None and not self._reach.missing_is_fill:
+        if found is None and not may_be_missing:
             raise DatasetError(
                 f'{where}: its source "{dataset_name}" lies in {file_name}, which is missing; bring'
                 " it back, or let what is missing have the fill value: allow_missing=True"
@@ -372,9 +405,16 @@ class _Indexer:
         return found
 
     def _source(
-        self, file_name: str, dataset_name: str, axis: int, where: str
+        self,
+        file_name: str,
+        dataset_name: str,
+        axis: int,
+        where: str,
+        *,
+        may_be_missing: bool = False,
     ) -> DatasetLayout | None:
-        path = self._source_path(file_name, dataset_name, where)
+        may_be_missing = may_be_missing or self._reach.missing_is_fill
+        path = self._source_path(file_name, dataset_name, where, may_be_missing)
         if path is None:
             return None
         with contextlib.ExitStack() as files:
@@ -386,7 +426,7 @@ class _Indexer:
             except KeyError as error:
                 if isinstance(error, H5AsyncError) and not isinstance(error, MissingError):
                     raise
-                if self._reach.missing_is_fill:
+                if may_be_missing:
                     return None
                 raise DatasetError(
                     f'{where}: its source "{dataset_name}" is missing in {path}; bring it back, or'

@@ -7,6 +7,7 @@ hyperslabs of equal extents, but for dimensions of extent 1; other datasets are 
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -73,6 +74,27 @@ def mapped_files(plist: h5py.h5p.PropDCID, shape: tuple[int, ...]) -> Iterator[t
         yield mapping.file, mapping.dataset
 
 
+def source_series(
+    plist: h5py.h5p.PropDCID,
+) -> Iterator[tuple[bool, Iterator[tuple[str, str]]]]:
+    """Yield, for each mapping, whether its sources are numbered, and their files and datasets.
+
+    Numbered ones ("%b") come one after the other without an end: HDF5 goes on until one is missing,
+    whenever the shape is asked for. So this does not ask for it.
+    """
+    for mapping in range(plist.get_virtual_count()):
+        file, dataset = plist.get_virtual_filename(mapping), plist.get_virtual_dsetname(mapping)
+        try:
+            virtual = _hyperslab(plist.get_virtual_vspace(mapping)) or []
+        except NotDirectError:
+            yield False, iter([(file, dataset)])
+            continue
+        if any(slab.count == _UNLIMITED for slab in virtual) and _is_numbered(file, dataset):
+            yield True, ((_name(file, n), _name(dataset, n)) for n in itertools.count())
+        else:
+            yield False, iter([(_name(file, None), _name(dataset, None))])
+
+
 def virtual_parts(
     plist: h5py.h5p.PropDCID, whole: DatasetLayout, source: FindSource
 ) -> tuple[Part, ...]:
@@ -133,7 +155,7 @@ def _numbered(
     if len(virtual) != len(shape):
         raise NotDirectError("a mapping of another rank")
     axis = next((a for a, slab in enumerate(virtual) if slab.count == _UNLIMITED), None)
-    if axis is None or not any(re.search(r"(?<!%)(%%)*%b", name) for name in (file, dataset)):
+    if axis is None or not _is_numbered(file, dataset):
         slabs = [slab.within(extent) for slab, extent in zip(virtual, shape, strict=True)]
         yield _Mapping(_name(file, None), _name(dataset, None), slabs, source)
         return
@@ -146,6 +168,10 @@ def _numbered(
         rest = zip(virtual[axis + 1 :], shape[axis + 1 :], strict=True)
         slabs += [slab.within(n) for slab, n in rest]
         yield _Mapping(_name(file, number), _name(dataset, number), slabs, source)
+
+
+def _is_numbered(*names: str) -> bool:
+    return any(re.search(r"(?<!%)(%%)*%b", name) for name in names)
 
 
 def _name(pattern: str, number: int | None) -> str:

@@ -189,13 +189,22 @@ class Decoder:
         self.guards = [self.out, *self.between]
 
     def decode(self, encoded, mask=0):
-        """Return the decoded bytes; whatever happens, assert that nothing else was written."""
+        """Return the decoded bytes; whatever happens, assert that nothing else was written.
+
+        Also that all of them were: what memory held before must not come through.
+        """
+        decoded = self._decode(encoded, mask, CANARY)
+        assert self._decode(encoded, mask, 255 - CANARY) == decoded, "memory came through"
+        return decoded
+
+    def _decode(self, encoded, mask, before):
         stored = Guarded(encoded.size)
         stored.inside[...] = encoded
         scratch = Scratch(
             stored.inside, np.empty(0, np.uint8), tuple(guard.inside for guard in self.between)
         )
-        self.out.inside[...] = CANARY
+        for guard in self.guards:
+            guard.inside[...] = before
         decoded = None
         try:
             self.pipeline.decode(stored.inside, mask, self.out.inside, scratch)
@@ -387,6 +396,22 @@ def test_blosc2_arrays_of_several_dimensions(shape, dtype):
                 if 0 <= nbytes < encoded.size:
                     with pytest.raises((ValueError, RuntimeError)):
                         Decoder(filters, values.nbytes).decode(encoded[:nbytes], mask)
+
+
+@pytest.mark.parametrize("shuffle", [0, 1, 2])
+def test_a_blosc2_chunk_that_has_no_values(shuffle):
+    """The library gives it the right length, and writes nothing."""
+    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    plist.set_filter(BLOSC2, h5py.h5z.FLAG_MANDATORY, (0, 0, 0, 0, 5, shuffle, 1))
+    values = np.random.default_rng(SEED).integers(0, 9, 4000, np.uint8)
+    filters, encoded, mask = stored_chunk(values, plist)
+    chunk = int.from_bytes(encoded[11:15].tobytes(), "big")  # behind the frame's header
+    damaged = encoded.copy()
+    damaged[chunk + 2] &= 0xFF - 2  # not stored as it is
+    damaged[chunk + 12 : chunk + 16] = (32, 0, 0, 0)  # the header alone
+    damaged[chunk + 31] = 4 << 4  # uninitialized
+    with pytest.raises(ValueError, match="has no values"):
+        Decoder(filters, values.nbytes).decode(damaged, mask)
 
 
 @pytest.mark.parametrize("dtype", ["u1", "u2", "u4", "u8", ">u2", ">u4", "f4", "f8"])

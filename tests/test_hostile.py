@@ -15,7 +15,14 @@ import numpy as np
 import pytest
 
 import h5async.limits
-from h5async import AsyncReader, ConfigError, H5AsyncError, ReadError, UnsafeFileError
+from h5async import (
+    AsyncReader,
+    ConfigError,
+    DatasetError,
+    H5AsyncError,
+    ReadError,
+    UnsafeFileError,
+)
 
 ROWS = 40
 
@@ -271,3 +278,52 @@ def test_a_fill_value_of_another_size(tmp_path, options):
     put(path, at, struct.pack("<I", 1))
     assert shown(path).shape == (ROWS, 3)
     assert "its fill value has 1 bytes, and its elements have 4" in refused(path, ReadError)
+
+
+# --- what HDF5 opens to tell a shape ------------------------------------------------------------
+
+
+def unlimited(path, source):
+    """A virtual dataset that grows with its source, or by numbered sources of ten rows."""
+    forever = (h5py.h5s.UNLIMITED,)
+    virtual = h5py.h5s.create_simple((10,), forever)
+    if "%b" in source:
+        virtual.select_hyperslab((0,), forever, (10,), (10,))
+        mapped = h5py.h5s.create_simple((10,))
+    else:
+        virtual.select_hyperslab((0,), (1,), None, forever)
+        mapped = h5py.h5s.create_simple((10,), forever)
+        mapped.select_hyperslab((0,), (1,), None, forever)
+    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    plist.set_virtual(virtual, source.encode(), b"data", mapped)
+    with h5py.File(path, "w") as file:
+        whole = h5py.h5s.create_simple((10,), forever)
+        h5py.h5d.create(file.id, b"data", h5py.h5t.STD_I64LE, whole, plist)
+        file["other"] = np.arange(5)
+
+
+@pytest.mark.parametrize("field", ["data", "other", "nosuch"])
+@pytest.mark.parametrize("source", ["outside", "numbered", "pipe", "device"])
+def test_sources_are_looked_at_before_hdf5_opens_them(secret, source, field):
+    with h5py.File(secret, "a") as file:
+        del file["data"]
+        file.create_dataset("data", data=np.arange(77), maxshape=(None,), chunks=(7,))
+    path = hostile(secret, "grows")
+    name = {"outside": str(secret), "device": "/dev/zero"}.get(source, source)
+    if source == "pipe":
+        os.mkfifo(path.with_name("pipe"))
+    if source == "numbered":
+        name = "part%b.h5"
+        with h5py.File(path.with_name("part0.h5"), "w") as file:
+            file["data"] = np.arange(10)
+        path.with_name("part1.h5").symlink_to(secret)
+    unlimited(path, name)
+    options = {"hdf5_path": path, "data_field": field, "labels_field": None, "device": "cpu"}
+    if field == "other":
+        with AsyncReader(**options) as reader:
+            assert reader.num_samples == 5
+        return
+    expected = {"data": (UnsafeFileError, ReadError), "nosuch": DatasetError}[field]
+    with pytest.raises(expected) as caught:
+        AsyncReader(**options)
+    assert "77" not in str(caught.value)
