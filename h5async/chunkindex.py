@@ -32,6 +32,10 @@ class NotDirectError(Exception):
     """Something was found that only h5py may read; the message is the reason."""
 
 
+class TooManyChunksError(NotDirectError):
+    """HDF5 would go through more chunks than the file has room to list."""
+
+
 def require_true_coordinates(dataset: h5py.Dataset) -> None:
     """Refuse an index whose chunks HDF5 misplaces.
 
@@ -136,7 +140,7 @@ def read_chunk_table(
     ReadError
         If the index is damaged, or points outside the file.
     NotDirectError
-        If HDF5 reports what cannot be.
+        If HDF5 reports what cannot be; all else was checked then.
     """
     _require_room(dataset)
     table = _Table(dataset, filters, has_raw_edges, where)
@@ -164,6 +168,8 @@ def read_chunk_table(
     table.add(records)
     found = table.sorted()
     _require_agreement(dataset, found, table.is_ascending, where)
+    if table.obstacle is not None:
+        raise NotDirectError(table.obstacle)
     return found
 
 
@@ -174,15 +180,15 @@ def _require_room(dataset: h5py.Dataset) -> None:
 
     Raises
     ------
-    NotDirectError
+    TooManyChunksError
         If there are.
     """
     count = math.prod(grid_of(dataset.shape, dataset.chunks))
     kind = _index_kind(dataset) if count > _MANY_CHUNKS else _B_TREE_V1
-    each = {_IMPLICIT: math.prod(dataset.chunks), _FIXED_ARRAY: 4}.get(kind, 0)
+    each = {_IMPLICIT: math.prod(dataset.chunks), _FIXED_ARRAY: 4, _EXTENSIBLE_ARRAY: 4}
     end = os.fstat(dataset.file.id.get_vfd_handle()).st_size
-    if count * each > end:
-        raise NotDirectError(f"{count} chunks, more than a file of {end} bytes can list")
+    if count * each.get(kind, 0) > end:
+        raise TooManyChunksError(f"{count} chunks, more than a file of {end} bytes can list")
 
 
 def _index_kind(dataset: h5py.Dataset) -> int:
@@ -238,9 +244,10 @@ class _Table:
         self._grid = grid_of(dataset.shape, dataset.chunks)
         self._end = os.fstat(dataset.file.id.get_vfd_handle()).st_size
         self._has_raw_edges = has_raw_edges
-        nbytes = math.prod(dataset.chunks) * dataset.id.get_type().get_size()
-        self._due = None if filters else nbytes
+        self._nbytes_of_all = math.prod(dataset.chunks) * dataset.id.get_type().get_size()
+        self._has_filters = bool(filters)
         self.is_ascending = True  # as HDF5 reported the chunks
+        self.obstacle: str | None = None  # to reading by this table
         self._count = 0
         self._index, self._offset, self._nbytes = (np.empty(0, np.int64) for _ in range(3))
         self._mask = np.empty(0, np.uint32)
@@ -250,12 +257,16 @@ class _Table:
         rank = self._shape.size
         table = np.array(records, np.int64).reshape(-1, rank + 3)
         corners, offset, nbytes = table[:, :rank], table[:, rank], table[:, rank + 1]
-        self._check(corners, offset, nbytes)
         mask = table[:, rank + 2].astype(np.uint32)
+        is_raw = np.full(len(table), not self._has_filters)
         if self._has_raw_edges:
             # Such chunks are stored raw while their mask says that they were filtered.
-            is_partial = (corners + self._chunk > self._shape).any(axis=1)
-            mask[is_partial] = _ALL_FILTERS
+            is_raw |= (corners + self._chunk > self._shape).any(axis=1)
+            mask[is_raw] = _ALL_FILTERS
+        self._check(corners, offset, nbytes, is_raw)
+        if ((corners % self._chunk != 0) | (corners < 0) | (corners >= self._shape)).any():
+            self.obstacle = "HDF5 reports chunks outside the dataset"
+            corners = np.clip(corners, 0, self._shape - 1)
         index = np.ravel_multi_index(tuple((corners // self._chunk).T), self._grid)
         where = slice(self._count, self._count + len(table))
         self._count = where.stop
@@ -274,7 +285,7 @@ class _Table:
             order = np.argsort(index, kind="stable")
             index, offset, nbytes, mask = index[order], offset[order], nbytes[order], mask[order]
         if (index[1:] == index[:-1]).any():
-            raise NotDirectError("HDF5 reports a chunk twice")
+            self.obstacle = self.obstacle or "HDF5 reports a chunk twice"
         complete = index.size == math.prod(self._grid)
         return ChunkTable(None if complete else index, offset, nbytes, mask)
 
@@ -297,7 +308,11 @@ class _Table:
             column.resize(count, refcheck=False)
 
     def _check(
-        self, corners: NDArray[np.int64], offset: NDArray[np.int64], nbytes: NDArray[np.int64]
+        self,
+        corners: NDArray[np.int64],
+        offset: NDArray[np.int64],
+        nbytes: NDArray[np.int64],
+        is_raw: NDArray[np.bool_],
     ) -> None:
         end = self._end
         bad = np.flatnonzero((offset < 0) | (nbytes < 0) | (nbytes > end) | (offset > end - nbytes))
@@ -307,13 +322,11 @@ class _Table:
                 f"{self._where}, chunk {at}: {nbytes[bad[0]]} bytes at byte {offset[bad[0]]} do not"
                 f" lie in the file, which has {end} bytes; it was cut short or is damaged"
             )
-        due = self._due
-        bad = np.flatnonzero(nbytes == 0 if due is None else nbytes != due)
+        due = self._nbytes_of_all
+        bad = np.flatnonzero(np.where(is_raw, nbytes != due, nbytes == 0))
         if bad.size:
             at = tuple(corners[bad[0]].tolist())
             raise ReadError(
                 f"{self._where}, chunk {at}: {nbytes[bad[0]]} bytes are stored,"
-                f" {'some' if due is None else due} are due; the file is damaged"
+                f" {due if is_raw[bad[0]] else 'some'} are due; the file is damaged"
             )
-        if ((corners % self._chunk != 0) | (corners < 0) | (corners >= self._shape)).any():
-            raise NotDirectError("HDF5 reports chunks outside the dataset")

@@ -76,6 +76,11 @@ class Scratch:
         )
 
 
+def encoded_room(chunk_nbytes: int) -> int:
+    """Return what an encoded chunk may take: two compressors in a row grow a little."""
+    return chunk_nbytes + chunk_nbytes // 8 + 65536
+
+
 class _Step(NamedTuple):
     """Undo one filter.
 
@@ -107,8 +112,8 @@ class FilterPipeline:
 
     @property
     def between_nbytes(self) -> int:
-        """Bytes that any intermediate result may take (two compressors in a row grow a little)."""
-        return self._chunk_nbytes + self._chunk_nbytes // 8 + 65536 if self._filters else 0
+        """Bytes that any intermediate result may take."""
+        return encoded_room(self._chunk_nbytes) if self._filters else 0
 
     def is_raw(self, filter_mask: int) -> bool:
         """Tell whether a chunk with this mask is stored as it is."""

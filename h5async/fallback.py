@@ -24,16 +24,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.chunkindex import stored_nbytes
-from h5async.codecs import FilterPipeline, Scratch
+from h5async.codecs import FilterPipeline, Scratch, encoded_room
 from h5async.decoding import Bytes
 from h5async.errors import ReadError
-from h5async.filters import can_decode
+from h5async.filters import can_decode, encoded_nbytes, has_known_length, stated_length
 from h5async.layout import DatasetLayout, needed_nbytes
 from h5async.links import open_hdf5
 from h5async.plan import Int64s, SamplesPlan, rows_at
 from h5async.storage import file_id, replaced
 
 _KEPT_FILES = 32
+_SPAN_NBYTES = 4 << 20  # may be read for samples of one chunk, however few of its bytes are wanted
 
 
 class FallbackReader:
@@ -143,8 +144,8 @@ class ChunkCheck:
     Parameters
     ----------
     layout
-        Of a chunked dataset with filters that can all be decoded here: the one that is read, or
-        a source of it.
+        Of a chunked dataset with filters of which the last one to be undone can be checked: the
+        one that is read, or a source of it.
     """
 
     def __init__(self, layout: DatasetLayout) -> None:
@@ -153,7 +154,12 @@ class ChunkCheck:
         self._shape, self._chunk = layout.shape[:rank], layout.chunk_shape[:rank]
         self._grid = layout.grid[:rank]
         self._nbytes = math.prod(self._chunk) * layout.stored_itemsize
-        self._pipeline = FilterPipeline(layout.filters, self._nbytes)
+        filters = layout.filters
+        # How many filters are HDF5's to undo, in the end; the rest is undone here.
+        self._left = next(
+            (k for k in range(len(filters), 0, -1) if not can_decode(filters[k - 1])), 0
+        )
+        self._pipeline = FilterPipeline(filters[self._left :], self._nbytes)
         self._is_checked = np.zeros(self._grid[layout.sample_axis], bool)
 
     @property
@@ -164,8 +170,11 @@ class ChunkCheck:
     @classmethod
     def of(cls, layout: DatasetLayout) -> ChunkCheck | None:
         """Return the check for a dataset, or None where there is nothing to be checked."""
-        has_filters = layout.chunk_shape and layout.filters and layout.stored_itemsize
-        return cls(layout) if has_filters and all(map(can_decode, layout.filters)) else None
+        if not (layout.chunk_shape and layout.filters and layout.stored_itemsize):
+            return None
+        check = cls(layout)
+        last = layout.filters[check._left - 1]
+        return check if not check._left or has_known_length(last) else None
 
     def run(self, dataset: h5py.Dataset, sample: Int64s) -> None:
         """Check the chunks that hold some samples, through the open dataset.
@@ -181,7 +190,7 @@ class ChunkCheck:
         if not numbers.size:
             return
         # Taken for as long as chunks are checked: there may be thousands of files with a check.
-        out = np.empty(self._nbytes, np.uint8)
+        out = np.empty(self._nbytes if not self._left else encoded_room(self._nbytes), np.uint8)
         scratch = Scratch.allocate(0, 0, self._pipeline.between_nbytes)
         for number in numbers.tolist():
             cells = [[number] if a == axis else range(n) for a, n in enumerate(self._grid)]
@@ -208,13 +217,20 @@ class ChunkCheck:
             return
         mask, encoded = dataset.id.read_direct_chunk(corner)
         itemsize = self.layout.stored_itemsize
+        least = due = needed_nbytes(self._shape, self._chunk, corner, itemsize)
+        hdf5s = self.layout.filters[: self._left]
+        if hdf5s and mask >> (self._left - 1) & 1:  # the last one of them was not applied
+            if self._left > 1:
+                return
+            hdf5s = ()
+        if hdf5s:
+            least = encoded_nbytes(hdf5s[-1])
         self._pipeline.decode(
-            np.frombuffer(encoded, np.uint8),
-            mask,
-            out,
-            scratch,
-            least_nbytes=needed_nbytes(self._shape, self._chunk, corner, itemsize),
+            np.frombuffer(encoded, np.uint8), mask >> self._left, out, scratch, least_nbytes=least
         )
+        stated = stated_length(hdf5s[-1], out) if hdf5s else None
+        if stated is not None and stated < due:
+            raise ValueError(f"{hdf5s[-1].label} gives {stated} bytes, {due} are due")
 
 
 class FallbackExecutor:
@@ -237,14 +253,17 @@ class FallbackExecutor:
 def _spans(layout: DatasetLayout, sample: Int64s) -> Iterator[tuple[int, int, Int64s]]:
     """Yield (first sample, end, which samples): what one h5py call should read.
 
-    Neighbouring samples, and samples of one chunk, are read together: HDF5 forgets a decoded
-    chunk that is larger than its cache.
+    Neighbouring samples are read together, and samples of one chunk, unless far more would be read
+    than is wanted: HDF5 forgets a decoded chunk that is larger than its cache.
     """
     order = np.argsort(sample, kind="stable")
     ordered = sample[order]
     apart = np.diff(ordered) > 1
     if layout.chunk_shape:
-        chunk = ordered // layout.chunk_shape[layout.sample_axis]
-        apart &= chunk[1:] != chunk[:-1]
+        chunk, inside = np.divmod(ordered, layout.chunk_shape[layout.sample_axis])
+        decoded_nbytes = layout.chunk_nbytes if layout.filters else 0
+        nbytes = max(_SPAN_NBYTES, 2 * sample.size * layout.row_nbytes, decoded_nbytes)
+        block = inside // max(1, nbytes // max(1, layout.row_nbytes))
+        apart &= (np.diff(chunk) != 0) | (np.diff(block) != 0)
     for part in np.split(order, np.flatnonzero(apart) + 1):
         yield int(sample[part[0]]), int(sample[part[-1]]) + 1, part

@@ -33,6 +33,7 @@ from h5async.packed import (
     decode_scaleoffset,
     does_nothing_nbit,
     does_nothing_scaleoffset,
+    packed_nbit_nbytes,
     stated_nbytes,
 )
 from h5async.szip import szip_decoder
@@ -63,6 +64,7 @@ FILTER_NAMES = {
 }
 
 CHECKSUM_NBYTES = 4
+_SZIP_LENGTH_NBYTES = 4
 
 
 class Filter(NamedTuple):
@@ -93,6 +95,29 @@ def keeps_length(entry: Filter) -> bool:
 def stated_chunk_nbytes(entry: Filter) -> int | None:
     """Return how many bytes a decoded chunk has by a filter's client data; None: not said."""
     return stated_nbytes(entry.parameters) if entry.number in (NBIT, SCALEOFFSET) else None
+
+
+def has_known_length(entry: Filter) -> bool:
+    """Tell whether lengths can be checked of a filter, though only HDF5 undoes it."""
+    return entry.number in (SZIP, NBIT)
+
+
+def encoded_nbytes(entry: Filter) -> int:
+    """Return how many bytes HDF5 takes, at least, to undo a filter, whether they are there or not.
+
+    Raises
+    ------
+    ValueError
+        If its parameters are damaged.
+    """
+    return _SZIP_LENGTH_NBYTES if entry.number == SZIP else packed_nbit_nbytes(entry.parameters)
+
+
+def stated_length(entry: Filter, encoded: Bytes) -> int | None:
+    """Return how many bytes an encoded chunk says that it decodes to; None: it does not say."""
+    if entry.number != SZIP:
+        return None
+    return int.from_bytes(encoded[:_SZIP_LENGTH_NBYTES].tobytes(), "little")
 
 
 def decoder(entry: Filter) -> Decode | None:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from h5async.chunkindex import (
     NotDirectError,
+    TooManyChunksError,
     edges_are_raw,
     fill_nbytes,
     read_chunk_table,
@@ -260,8 +261,7 @@ class _Indexer:
             layout = replace(layout, fill=_fill_value(plist, base, extra))
             return self._direct(layout, dataset, plist, where)
         except NotDirectError as error:
-            self._require_sound(layout, dataset, where)
-            nbytes = dataset.id.get_storage_size()
+            nbytes = self._stored_nbytes(layout, dataset, where)
             return replace(layout, fallback_reason=str(error), stored_nbytes=nbytes)
 
     def _require_direct(self, layout: DatasetLayout, element: Element) -> None:
@@ -281,15 +281,25 @@ class _Indexer:
                 ' system, or io="map"'
             )
 
-    def _require_sound(self, layout: DatasetLayout, dataset: h5py.Dataset, where: str) -> None:
-        """Check the addresses of what h5py is to read: HDF5 itself believes most of them."""
-        if self._file.id.get_intent() & h5py.h5f.ACC_RDWR or not layout.stored_itemsize:
-            return  # what was not written yet may have no place in the file; sizes are not known
-        with contextlib.suppress(NotDirectError):
-            if layout.storage == "chunked":
-                read_chunk_table(dataset, layout.filters, layout.has_raw_edges, where)
-            elif layout.storage == "contiguous":
+    def _stored_nbytes(self, layout: DatasetLayout, dataset: h5py.Dataset, where: str) -> int:
+        """Return how many bytes are stored of what h5py is to read; 0: nobody knows.
+
+        The addresses of all are checked: HDF5 itself believes most of them.
+        """
+        # What was not written yet may have no place in the file, and some sizes are not known.
+        is_writer = self._file.id.get_intent() & h5py.h5f.ACC_RDWR
+        is_checked = layout.stored_itemsize and not is_writer
+        try:
+            if is_checked and layout.storage == "contiguous":
                 _contiguous_offset(dataset, where)
+            elif is_checked and layout.storage == "chunked":
+                table = read_chunk_table(dataset, layout.filters, layout.has_raw_edges, where)
+                return int(table.nbytes.sum())
+        except TooManyChunksError:
+            return 0
+        except NotDirectError:
+            pass
+        return int(dataset.id.get_storage_size())
 
     def _direct(
         self, layout: DatasetLayout, dataset: h5py.Dataset, plist: h5py.h5p.PropDCID, where: str

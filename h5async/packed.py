@@ -31,7 +31,7 @@ _FLOAT_D_SCALING, _INTEGER = 0, 2
 _INTEGER_CLASS, _FLOAT_CLASS = 0, 1
 _HEADER_NBYTES = 21
 
-_NBIT_ATOMIC = 1
+_NBIT_ATOMIC, _NBIT_ARRAY, _NBIT_COMPOUND, _NBIT_UNCHANGED = range(1, 5)  # of H5Znbit.c
 _NBIT_ATOMIC_PARAMETERS = 8
 
 _BLOCK_NBYTES = 1 << 18  # so that a block stays in the processor's cache between the calls on it
@@ -85,6 +85,41 @@ def does_nothing_nbit(parameters: tuple[int, ...]) -> bool:
 def stated_nbytes(parameters: tuple[int, ...]) -> int | None:
     """Return how many bytes a chunk has by the client data of either filter; None: not said."""
     return parameters[2] * parameters[4] if len(parameters) > 4 else None
+
+
+def packed_nbit_nbytes(parameters: tuple[int, ...]) -> int:
+    """Return how many bytes a chunk has while n-bit is applied, for client data of any class.
+
+    Raises
+    ------
+    ValueError
+        If the parameters are damaged.
+    """
+    try:
+        if parameters[1]:
+            return parameters[2] * parameters[4]
+        return _packed_nbytes(parameters[2], _packed_bits(parameters, 3)[0])
+    except (IndexError, ValueError, ZeroDivisionError, RecursionError) as error:
+        raise ValueError(f"nbit: its parameters are damaged ({error})") from error
+
+
+def _packed_bits(parameters: tuple[int, ...], at: int) -> tuple[int, int]:
+    """Return the packed bits of an element, and where its parameters end."""
+    kind, nbytes = parameters[at], parameters[at + 1]
+    if kind == _NBIT_ATOMIC:  # size, order, precision, offset
+        return parameters[at + 3], at + 5
+    if kind == _NBIT_ARRAY:  # size, then the element
+        bits, end = _packed_bits(parameters, at + 2)
+        return nbytes // parameters[at + 3] * bits, end
+    if kind == _NBIT_COMPOUND:  # size, members, then offset and element of each
+        total, end = 0, at + 3
+        for _ in range(parameters[at + 2]):
+            bits, end = _packed_bits(parameters, end + 1)
+            total += bits
+        return total, end
+    if kind == _NBIT_UNCHANGED:
+        return 8 * nbytes, at + 2
+    raise ValueError(f"a class {kind}")
 
 
 def decode_scaleoffset(parameters: tuple[int, ...], encoded: Bytes, out: Bytes) -> Bytes:

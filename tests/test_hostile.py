@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import struct
+import zlib
 
 import h5py
 import numpy as np
@@ -148,15 +149,20 @@ def test_the_limit_is_for_all_slots(tmp_path):
     assert 0 < h5async.limits.free_memory_nbytes() < 1 << 50
 
 
-@pytest.mark.parametrize("libver", ["earliest", "latest"])
-def test_more_chunks_than_the_file_can_list(tmp_path, libver):
+@pytest.mark.parametrize(
+    ("libver", "grows"), [("earliest", False), ("latest", False), ("latest", True)]
+)
+def test_more_chunks_than_the_file_can_list(tmp_path, libver, grows):
     path = tmp_path / "bomb.h5"
     with h5py.File(path, "w", libver=libver) as file:
-        file.create_dataset("data", (1 << 36, 1), "u1", chunks=(1, 1))
-    with AsyncReader(hdf5_path=path, labels_field=None, device="cpu") as reader:
-        if libver == "latest":  # a fixed array, which HDF5 would go through
+        maxshape = (None, 1) if grows else None
+        data = file.create_dataset("data", (1 << 31, 1), "u1", maxshape=maxshape, chunks=(1, 1))
+        if grows:
+            data[-1] = 1
+    with AsyncReader(hdf5_path=path, labels_field=None, device="cpu", batch_size=2) as reader:
+        if libver == "latest":  # an array, fixed or extensible, which HDF5 would go through
             reason = reader.layouts["data"].fallback_reason
-            assert reason.startswith("68719476736 chunks, more than a file of")
+            assert reason.startswith("2147483648 chunks, more than a file of")
         assert not reader.get_next_batch().data.any()
 
 
@@ -327,3 +333,58 @@ def test_sources_are_looked_at_before_hdf5_opens_them(secret, source, field):
     with pytest.raises(expected) as caught:
         AsyncReader(**options)
     assert "77" not in str(caught.value)
+
+
+def only_hdf5_reads(path, kind):
+    """Write a chunk of eight rows that h5async cannot decode; return what is stored of it."""
+    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    plist.set_chunk((8, 512))
+    stored = h5py.h5t.STD_U16LE
+    if kind.startswith("szip"):
+        plist.set_szip(h5py.h5z.SZIP_NN_OPTION_MASK, 4)
+    else:
+        plist.set_filter(h5py.h5z.FILTER_NBIT, 0)
+        number = h5py.h5t.STD_U16LE.copy()
+        number.set_precision(12)
+        stored = h5py.h5t.create(h5py.h5t.COMPOUND, 10)
+        stored.insert(b"a", 0, number)
+        stored.insert(b"b", 2, h5py.h5t.array_create(number, (3,)))
+        stored.insert(b"c", 8, h5py.h5t.STD_U16LE)
+    if kind.endswith("deflate"):
+        plist.set_deflate(4)
+    with h5py.File(path, "w") as file:
+        space = h5py.h5s.create_simple((8, 512))
+        dataset = h5py.Dataset(h5py.h5d.create(file.id, b"data", stored, space, plist))
+        values = np.arange(8 * 512).reshape(8, 512) % 7
+        if dataset.dtype.fields:
+            whole = np.zeros((8, 512), dataset.dtype)
+            whole["a"] = whole["c"] = values
+            values = whole
+        dataset[...] = values
+        return dataset.id.read_direct_chunk((0, 0))[1]
+
+
+@pytest.mark.parametrize("workers", ["thread", "process"])
+@pytest.mark.parametrize("kind", ["szip", "nbit", "szip, deflate", "nbit, deflate"])
+def test_chunks_that_only_hdf5_decodes_have_their_length(tmp_path, kind, workers):
+    path = tmp_path / "data.h5"
+    encoded = only_hdf5_reads(path, kind)
+    options = {"hdf5_path": path, "labels_field": None, "device": "cpu", "workers": workers}
+    with AsyncReader(**options, batch_size=8) as reader:
+        assert reader.layouts["data"].fallback_reason
+        assert np.array_equal(reader.get_next_batch().data, shown(path))
+    if kind.endswith("deflate"):
+        encoded = zlib.decompress(encoded)
+    if kind.startswith("szip"):
+        assert int.from_bytes(encoded[:4], "little") == 8 * 512 * 2
+        short = (16).to_bytes(4, "little") + encoded[4:]
+    else:
+        assert len(encoded) in (8 * 512 * 8, 8 * 512 * 8 + 1)  # 64 bits each
+        short = bytes(8 * 512 * 8 - 1)
+    with h5py.File(path, "a") as file:
+        short = zlib.compress(short) if kind.endswith("deflate") else short
+        file["data"].id.write_direct_chunk((0, 0), short, 0)
+    assert shown(path).shape == (8, 512)
+    with AsyncReader(**options, batch_size=8) as reader:
+        with pytest.raises(ReadError, match=r"szip gives 16 bytes|bytes are stored, \d+ are due"):
+            reader.get_next_batch()
