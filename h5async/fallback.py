@@ -102,6 +102,8 @@ class FallbackReader:
                     for name in layout.member[1:]:
                         block = block[name]
                     block = np.moveaxis(block, len(where), 0)
+                    if raw.dtype.fields and raw.dtype == block.dtype:  # padding, too
+                        raw, block = (array.view(f"V{array.itemsize}") for array in (raw, block))
                     raw[rows_at(plan.rows, chosen)] = block[sample[chosen] - first]
             except Exception as error:
                 raise ReadError(

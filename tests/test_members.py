@@ -10,9 +10,10 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from conftest import assert_epoch_is, assert_reads_like_h5py, assert_same_bits, poison
+from conftest import POISON, assert_epoch_is, assert_reads_like_h5py, assert_same_bits, poison
 from h5py import h5d, h5p, h5s, h5t
 
+import h5async.device
 from h5async import AsyncReader, DatasetError, Field, ReadError, filling, plan
 
 COLOUR = h5py.enum_dtype({"red": 0, "green": 300}, "<i2")
@@ -622,3 +623,23 @@ def test_members_over_several_files(tmp_path):
                 poison(reader)
                 assert_epoch_is(reader, expected, in_order=not shuffle)
                 assert reader.fallback_reads == 0
+
+
+def test_padding_of_a_table_that_h5py_reads_is_not_what_memory_held(tmp_path, monkeypatch):
+    number = h5py.h5t.STD_I32LE.copy()
+    number.set_precision(17)
+    table = h5py.h5t.create(h5py.h5t.COMPOUND, 64)
+    table.insert(b"a", 0, h5py.h5t.STD_I32LE)
+    table.insert(b"b", 60, number)
+    path = tmp_path / "f.h5"
+    with h5py.File(path, "w") as file:
+        space = h5py.h5s.create_simple((20,))
+        data = h5py.Dataset(h5py.h5d.create(file.id, b"data", table, space))
+        data[...] = np.zeros(20, data.dtype)
+    monkeypatch.setattr(
+        h5async.device, "_plain_memory", lambda nbytes: np.full(nbytes, POISON, "u1")
+    )
+    with AsyncReader(hdf5_path=path, labels_field=None, batch_size=7, device="cpu") as reader:
+        assert reader.layouts["data"].fallback_reason
+        for batch in reader:
+            assert not batch.data.view("u1").any()
