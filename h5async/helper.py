@@ -1,15 +1,18 @@
 """The filler's twin in the reader's process: requests enter, and a helper process fills the slots.
 
 `HelperFiller` is called as a `Filler` is. The helper process runs one, over memory that both have
-(`helper_main.py`). A crash there, in a C library, say, costs a batch, and no more: the next request
-gets a new helper.
+(`helper_main.py`). A crash there, in a C library, say, costs the oldest batch on its way, and the
+batch that is at fault where that is another: the next request gets a new helper.
 
 One thread starts the helper, and takes its answers. The system ends the helper with this thread,
-so also with the process, however that ends.
+so also with the process, however that ends. Another thread sends: messages are posted under a lock,
+in their order, and sent without it, so that nobody but that thread ever waits for the helper to
+receive.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import queue
@@ -57,7 +60,7 @@ from h5async.messages import (
 from h5async.ranks import Rank
 from h5async.resident import Residency
 from h5async.sampling import Sampling
-from h5async.shared import Place, SharedMemory
+from h5async.shared import Place, SharedMemory, duplicate
 from h5async.stats import STAGES, ThreadCounts
 from h5async.stored import StoredFormat
 
@@ -94,6 +97,8 @@ class HelperFiller:
     ------
     ConfigError
         If `postprocess` cannot be sent.
+    ReadError
+        If the system has no descriptor left for shared memory.
     """
 
     def __init__(self, config: ReaderConfig) -> None:
@@ -106,8 +111,17 @@ class HelperFiller:
                 ' "module:function", or read with workers="thread"'
             ) from error
         self.layouts: Mapping[str, DatasetLayout] = {}
-        self.shared = SharedMemory()
-        self._folder = os.getcwd()  # that relative paths are meant from, by later helpers too
+        try:
+            self.shared = SharedMemory()
+        except OSError as error:
+            raise ReadError(
+                f"{config.hdf5_path}: no memory can be shared with a helper process ({error});"
+                ' read with workers="thread"'
+            ) from error
+        # That relative paths are meant from, by later helpers too; None: it was removed.
+        self._folder: str | None = None
+        with contextlib.suppress(OSError):
+            self._folder = os.getcwd()
         self.ways: list[str] = []
         # Reentrant: a reader collected in here by the garbage collector is closed in here.
         self._lock = threading.RLock()
@@ -118,8 +132,11 @@ class HelperFiller:
         self._has_ended = False
         self._starting: Starting | None = None
         self._process: _Process | None = None
-        self._is_ready = False  # to take requests
+        self._is_ready = False  # messages may be posted to it
         self._outstanding: dict[int, FillRequest] = {}  # by slot
+        # On their way when a helper died. The next one gets them one at a time, oldest first: that
+        # which it dies of is the oldest then, and only that fails.
+        self._suspects: collections.deque[FillRequest] = collections.deque()
         self._slots: Sequence[SlotMemory] = ()
         self._index: list[NDArray[np.int64]] = []
         # By slot and field: memory for what `postprocess` makes.
@@ -130,7 +147,7 @@ class HelperFiller:
         self._on_done: Callable[[FillRequest, FillOutcome], None] = _nobody
         self._stats = self._former_stats = _NOTHING_DONE
         self._steps: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        # A request, or True: ask for requests; None: the end.
+        # A request, or True: ask for requests; False: send what was posted; None: the end.
         self._tickets: queue.SimpleQueue[FillRequest | bool | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
@@ -185,8 +202,8 @@ class HelperFiller:
         with self._changed:
             self._starting = Starting(rank, None, places, list(stored_formats), has_cache, {})
             self._changed.notify_all()
+        self._start_thread(self._send_all, "send")
         self._await_step()
-        self._start_thread(self._send_requests, "send")
 
     def kick(self) -> None:
         """Have requests asked for. Never blocks, and may be called once too often."""
@@ -317,11 +334,14 @@ class HelperFiller:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def _send_requests(self) -> None:
-        """Send each request when its slot may be written to; in a thread of its own."""
+    def _send_all(self) -> None:
+        """Send each request when its slot may be written to, and notes; in a thread of its own."""
         while (ticket := self._tickets.get()) is not None:
-            for request in self._next_requests() if ticket is True else (ticket,):
-                assert isinstance(request, FillRequest)
+            if isinstance(ticket, bool):
+                requests = self._next_requests() if ticket else ()
+            else:
+                requests = (ticket,)
+            for request in requests:
                 try:
                     self._before_fill(request.slot)
                 except BaseException as error:
@@ -332,21 +352,29 @@ class HelperFiller:
                         return
                     self._outstanding[request.slot] = request
                     self._changed.notify_all()
-                    self._send(request)
+                    self._post(tuple(request))  # pickled ten times as fast
+                self._flush()
+            self._flush()
 
-    def _send(self, request: FillRequest) -> None:
-        with self._lock:
-            process = self._process
-            if not self._is_ready or self._outstanding.get(request.slot) != request:
-                return  # sent when there is a helper; or answered, by a helper's end
-            if process is not None and request not in process.sent:
-                process.sent.add(request)
-                process.send(tuple(request))  # pickled ten times as fast
-
-    def _note(self, message: Any) -> None:
+    def _post(self, message: Any) -> None:
+        """Have a message sent to the helper that is there; a new one is told all when it starts."""
         with self._lock:
             if self._is_ready and self._process is not None:
-                self._process.send(message)
+                self._process.post(message)
+
+    def _post_suspect(self) -> None:
+        if self._suspects:
+            self._note(tuple(self._suspects[0]))
+
+    def _note(self, message: Any) -> None:
+        self._post(message)
+        self._tickets.put(False)
+
+    def _flush(self) -> None:
+        with self._lock:
+            process = self._process
+        if process is not None:
+            process.flush()
 
     # --- answers ----------------------------------------------------------------------------------
 
@@ -420,30 +448,28 @@ class HelperFiller:
                 self._steps.put(None)
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self._starting is not None)
-                starting = self._starting
-            if starting is None:
-                return
-            process.send(starting._replace(others=dict(self._others)))
+                if self._starting is None:
+                    return
+                # Whatever is noted from here on is posted behind this.
+                process.post(self._starting._replace(others=dict(self._others)))
+                waiting = sorted(self._outstanding.values(), key=lambda request: request.serial)
+                self._suspects = collections.deque(waiting)
+                self._is_ready = True
+                self._post_suspect()
+            self._tickets.put(False)  # the thread that sends is not this one, which must receive
             started = self._step(process)
             assert isinstance(started, Started)
-            with self._lock:
-                if self._starting is not starting and self._starting is not None:
-                    process.send(Reorder(self._starting.resumed))
-                self._is_ready = True
-                waiting = sorted(self._outstanding.values(), key=lambda request: request.serial)
             if not self.ways:
                 self.ways = started.ways
                 self._steps.put(None)
-            for request in waiting:
-                self._send(request)
             while True:
                 answer = process.receive()
                 assert isinstance(answer, Answer)
-                self._take(answer, process)
+                self._take(answer)
 
     @contextlib.contextmanager
     def _registered(self) -> Iterator[None]:
-        """See that nobody sends to a process any more before it is closed."""
+        """See that nothing is posted to a process any more before it is closed."""
         try:
             yield
         finally:
@@ -456,14 +482,16 @@ class HelperFiller:
             raise received(message.error)
         return message
 
-    def _take(self, answer: Answer, process: _Process) -> None:
+    def _take(self, answer: Answer) -> None:
         request, size = FillRequest(*answer.request), answer.size
         with self._lock:
-            process.sent.discard(request)
             self._stats = answer.stats
             if self._outstanding.get(request.slot) != request:
                 return
             del self._outstanding[request.slot]
+            if self._suspects and self._suspects[0] == request:
+                self._suspects.popleft()
+                self._post_suspect()
         index = self._index[request.slot][:size].copy()
         arrays: tuple[NDArray[Any], ...] = ()
         error = received(answer.error) if answer.error else None
@@ -507,43 +535,66 @@ class HelperFiller:
 
 
 class _Process:
-    """A helper process. `send` is called under a lock of the caller; `receive` by one thread."""
+    """A helper process. `post` is called under a lock of the caller; `receive` by one thread.
 
-    def __init__(self, memory_fd: int, what: str, folder: str) -> None:
+    Raises
+    ------
+    ReadError
+        If it cannot be started.
+    """
+
+    def __init__(self, memory_fd: int, what: str, folder: str | None) -> None:
         self._what = what
-        self.sent: set[FillRequest] = set()
-        ours, theirs = socket.socketpair()
-        numbers = theirs.fileno(), memory_fd, os.getpid()
-        with theirs:
+        self._outbox: collections.deque[Any] = collections.deque()
+        self._sending = threading.Lock()  # the channel is not closed, and its number used again
+        with contextlib.ExitStack() as stack:
             try:
-                self._popen = subprocess.Popen(
-                    [sys.executable, "-c", _code(*numbers)],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=numbers[:2],
-                    cwd=folder,
-                )
+                self._open(stack, memory_fd, folder)
             except OSError as error:
-                ours.close()
                 raise ReadError(
                     f"{what}: no helper process can be started ({sys.executable}: {error});"
                     ' read with workers="thread"'
                 ) from error
-        self._socket = ours
-        self._channel = Connection(os.dup(ours.fileno()))
+            self._resources = stack.pop_all()
+
+    def _open(self, stack: contextlib.ExitStack, memory_fd: int, folder: str | None) -> None:
+        self._socket, theirs = socket.socketpair()
+        stack.enter_context(self._socket)
+        with theirs:
+            self._channel = Connection(os.dup(self._socket.fileno()))
+            stack.callback(self._close_channel)
+            channel_fd = duplicate(theirs.fileno())
+        try:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-c", _code(channel_fd, memory_fd, os.getpid())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(channel_fd, memory_fd),
+                cwd=folder,
+            )
+        finally:
+            os.close(channel_fd)
+        stack.callback(self._end)
+        stack.callback(self.hang_up)
         self._poll = select.poll()
         self._poll.register(self._channel.fileno(), select.POLLIN)
         # Children of the helper may have the channel too: its end says nothing then.
-        self._pid_fd = -1
         if hasattr(os, "pidfd_open"):
             with contextlib.suppress(OSError):
-                self._pid_fd = os.pidfd_open(self._popen.pid)
-                self._poll.register(self._pid_fd, select.POLLIN)
+                pid_fd = os.pidfd_open(self._popen.pid)
+                stack.callback(os.close, pid_fd)
+                self._poll.register(pid_fd, select.POLLIN)
 
-    def send(self, message: Any) -> None:
-        self.send_bytes(dump(message))
+    def post(self, message: Any) -> None:
+        """Have the next `flush` send a message. Never blocks."""
+        self._outbox.append(message)
+
+    def flush(self) -> None:
+        """Send what was posted, by one thread; blocks until the helper receives it, or ends."""
+        while self._outbox:
+            self.send_bytes(dump(self._outbox.popleft()))
 
     def send_bytes(self, data: bytes) -> None:
-        with contextlib.suppress(OSError):  # who receives will notice
+        with self._sending, contextlib.suppress(OSError):  # who receives will notice
             self._channel.send_bytes(data)
 
     def receive(self) -> Any:
@@ -563,12 +614,11 @@ class _Process:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.hang_up()
-        self._end()
-        self._channel.close()
-        self._socket.close()
-        if self._pid_fd >= 0:
-            os.close(self._pid_fd)
+        self._resources.close()
+
+    def _close_channel(self) -> None:
+        with self._sending:
+            self._channel.close()
 
     def _end(self) -> str:
         """Wait for the process; say how it ended."""

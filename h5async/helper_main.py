@@ -55,13 +55,15 @@ def main(channel_fd: int, memory_fd: int, parent: int) -> None:
         Process number of the reader's process.
     """
     _end_with(parent)
-    faulthandler.enable()  # a crash in a C library says where
+    if sys.stderr is not None:  # a reader's process may be without
+        faulthandler.enable()  # a crash in a C library says where
     channel = _Channel(channel_fd)
     try:
         _Helper(channel, SharedMemory(memory_fd)).serve()
     except EOFError:  # the reader is closed, or gone
         pass
-    sys.stdout.flush()
+    if sys.stdout is not None:
+        sys.stdout.flush()
     os._exit(0)  # threads may be in the middle of something that nobody waits for any more
 
 
@@ -101,6 +103,8 @@ class _Helper:
         opening = self._channel.receive()
         assert isinstance(opening, Opening)
         config = opening.config
+        # This thread does nothing but receive, or the reader might wait for it to.
+        config = config.model_copy(update={"num_threads": max(1, config.thread_count)})
         try:
             layouts = open_dataset(config)
         except BaseException as error:
@@ -141,8 +145,6 @@ class _Helper:
             message = self._channel.receive()
             if type(message) is tuple:
                 self._filler.fill(FillRequest(*message))
-                while not config.thread_count and self._filler.run_next():
-                    pass
             elif isinstance(message, Reorder):
                 order = sampling_of(config, layouts, starting.rank, message.resumed)
                 self._filler.reorder(order, message.resumed)

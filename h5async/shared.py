@@ -8,12 +8,13 @@ told of places maps the whole file once, and again when it has grown beyond that
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import math
 import mmap
 import os
 import tempfile
 import threading
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -156,8 +157,20 @@ def _map(fd: int, offset: int, nbytes: int) -> NDArray[np.uint8]:
     return np.ndarray((nbytes,), np.uint8, block)
 
 
+def duplicate(fd: int) -> int:
+    """Return another descriptor of the same file, which a child can be given under its number.
+
+    (0, 1 and 2 are the standard streams there, also where they are not here.)
+    """
+    return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+
+
 def _new_file() -> int:
+    with _unnamed_file() as file:
+        return duplicate(file.fileno())
+
+
+def _unnamed_file() -> IO[bytes]:
     if hasattr(os, "memfd_create"):
-        return os.memfd_create("h5async")
-    with tempfile.TemporaryFile() as file:  # it has no name any more
-        return os.dup(file.fileno())
+        return open(os.memfd_create("h5async"), "r+b", buffering=0)
+    return tempfile.TemporaryFile()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import errno
 import functools
 import gc
 import json
@@ -37,6 +38,7 @@ from h5async import (
     ReadError,
     UnsafeFileError,
 )
+from h5async.messages import DropStored, Reorder, Started, Starting
 from h5async.shared import SharedMemory
 
 N = 53
@@ -472,6 +474,21 @@ def test_a_new_helper_finds_relative_paths(path, monkeypatch):
         assert reader.get_next_batch().number == 2
 
 
+def test_a_folder_that_was_removed(path, tmp_path, monkeypatch):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    with make(path, prefetch=1) as reader:
+        assert reader.get_next_batch().number == 0
+        os.kill(pid_of(reader), signal.SIGKILL)
+        with pytest.raises(ReadError, match="SIGKILL"):
+            reader.get_next_batch()
+        assert reader.get_next_batch().number == 2
+    with pytest.raises(ReadError, match=r"data\.h5"):
+        make("data.h5")
+
+
 def test_restarts_and_many_fields_take_no_more(path):
     fields = {f"f{i}": "data" for i in range(10)}
 
@@ -536,6 +553,29 @@ def test_a_crash_costs_its_batch(path, function, num_threads, prefetch):
     # With one thread at work, the oldest batch on its way is the one it works at.
     assert ["batch 2 of epoch 0" in failed[0], "batch 2 of epoch 1" in failed[1]] == [True, True]
     assert len(failed) == 2
+
+
+def test_a_crash_costs_no_more_than_the_oldest_batch_and_its_own(path, tmp_path):
+    def crashes_at_three(data, labels):
+        number = int(labels[0]) // 8
+        (tmp_path / f"{os.getpid()}-{number}").touch()
+        is_first = len({file.name.split("-")[0] for file in tmp_path.iterdir()}) == 1
+        while is_first and len(list(tmp_path.iterdir())) < 4:  # all are at work
+            time.sleep(0.005)
+        if number == 3:
+            os._exit(7)
+        time.sleep(1e6 if is_first else 0.3)
+
+    with make(path, num_threads=4, prefetch=4, postprocess=crashes_at_three) as reader:
+        for _ in range(4):
+            reader.fetch_data()
+        outcomes = []
+        for _ in range(6):
+            try:
+                outcomes.append(reader.get_next_batch().number)
+            except ReadError as error:
+                outcomes.append(re.search(r"status 7 while (batch \d+) of", str(error))[1])
+    assert outcomes == ["batch 0", 1, 2, "batch 3", 4, 5]
 
 
 def test_a_helper_that_is_killed_while_nothing_is_on_its_way(path):
@@ -619,6 +659,40 @@ def test_a_helper_that_cannot_be_started(path, monkeypatch):
         make(path)
 
 
+@pytest.mark.parametrize("name", ["os.memfd_create", "socket.socketpair", "os.dup", "select.poll"])
+def test_descriptors_that_run_out_leave_nothing(path, monkeypatch, name):
+    def fails(*arguments):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    before = os.listdir("/proc/self/fd")
+    monkeypatch.setattr(name, fails)
+    with pytest.raises(ReadError, match=r'data.h5: no .*Too many open files.*workers="thread"'):
+        make(path)
+    assert not children()
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
+def test_standard_streams_that_are_closed(path, tmp_path, closed):
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import os, signal, sys\n"
+        "from h5async import AsyncReader, ReadError\n"
+        "found = open(sys.argv[2], 'w')\n"
+        "for fd in map(int, sys.argv[3:]): os.close(fd)\n"
+        "with AsyncReader(hdf5_path=sys.argv[1], workers='process', batch_size=8, prefetch=1,\n"
+        "                 device='cpu', timeout=30) as reader:\n"
+        "    print(reader.get_next_batch().labels.tolist(), file=found)\n"
+        "    os.kill(reader._engine.filler._process._popen.pid, signal.SIGKILL)\n"
+        "    try: reader.get_next_batch()\n"
+        "    except ReadError: pass\n"
+        "    print(reader.get_next_batch().number, file=found, flush=True)\n"
+        "os._exit(0)\n"  # at its end the interpreter would flush what is closed
+    )
+    run(script, path, tmp_path / "found", *closed)
+    assert (tmp_path / "found").read_text() == f"{list(range(8))}\n2\n"
+
+
 def test_where_no_new_helper_can_be_started_every_batch_says_so(path, monkeypatch):
     with make(path, prefetch=1) as reader:
         reader.get_next_batch()
@@ -654,6 +728,109 @@ def test_a_new_helper_reads_no_other_file(path, tmp_path, how):
         for _ in range(2):
             with pytest.raises(ReadError, match=r"copy.h5: the helper process died, .* changed"):
                 reader.get_next_batch()
+
+
+# --- messages ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_more_requests_than_the_channel_holds(path, tmp_path, num_threads):
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import sys\n"
+        "from h5async import AsyncReader\n"
+        "n = 2000\n"
+        "with AsyncReader(hdf5_path=sys.argv[1], workers='process', fields={'labels': 'labels'},\n"
+        "                 batch_size=1, prefetch=n, num_threads=int(sys.argv[2]), device='cpu',\n"
+        "                 timeout=50) as reader:\n"
+        "    for _ in range(n):\n"
+        "        reader.fetch_data()\n"
+        "    for i in range(n):\n"
+        "        batch = reader.get_next_batch()\n"
+        "        assert batch.labels.tolist() == [i % reader.num_samples]\n"
+    )
+    run(script, path, num_threads)
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_nobody_waits_for_a_helper_that_does_not_receive(path, tmp_path, num_threads):
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import ctypes, sys, threading\n"
+        "from h5async import AsyncReader, BatchTimeoutError\n"
+        "def hangs(data, labels): ctypes.PyDLL(None).sleep(1000)\n"  # it keeps the GIL
+        "reader = AsyncReader(hdf5_path=sys.argv[1], workers='process', postprocess=hangs,\n"
+        "                     batch_size=8, num_threads=int(sys.argv[2]), device='cpu')\n"
+        "try: reader.get_next_batch(timeout=1)\n"
+        "except BatchTimeoutError: pass\n"
+        "for turn in range(5000):\n"
+        "    reader.set_epoch(turn)\n"
+        "reader.close()\n"
+        "assert not [t.name for t in threading.enumerate() if t.name.startswith('h5async')]\n"
+    )
+    run(script, path, num_threads)
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_a_helper_receives_while_a_fill_hangs(path, tmp_path, monkeypatch, num_threads):
+    notes = recorded(monkeypatch)
+
+    def hangs(data, labels):
+        time.sleep(1e6)
+
+    with make(path, postprocess=hangs, num_threads=num_threads) as reader:
+        reader.fetch_data()
+        wait_until(lambda: any(type(note) is tuple for note in notes))
+        for turn in range(2000):
+            reader.set_epoch(turn + 1)
+        wait_until(lambda: sum(isinstance(note, Reorder) for note in notes) == 2000)
+
+
+def recorded(monkeypatch):
+    """Messages to helpers, when all of each was sent."""
+    found, inner = [], h5async.helper._Process.send_bytes
+
+    def send_bytes(process, data):
+        inner(process, data)
+        found.append(pickle.loads(data))
+
+    monkeypatch.setattr(h5async.helper._Process, "send_bytes", send_bytes)
+    return found
+
+
+def test_a_new_helper_is_told_what_was_noted_while_it_started(path, monkeypatch):
+    """All is told once, in order: an order of samples before the requests that follow it."""
+    options = {"shuffle": "full", "prefetch": 2}
+    with make(path, batch_size=5, **options) as other:
+        other.get_next_batch()
+        state = other.state_dict()
+        expected = other.get_next_batch().index.tolist()
+    messages, inner = recorded(monkeypatch), h5async.helper._Process.receive
+    starts, noted = [], threading.Event()
+
+    def receive(process):
+        message = inner(process)
+        if isinstance(message, Started):
+            starts.append(len(messages))
+            if len(starts) == 2:
+                reader._engine.filler.drop_stored([slot.memory for slot in reader._engine.slots])
+                reader.load_state_dict(state)
+                noted.set()
+        return message
+
+    monkeypatch.setattr(h5async.helper._Process, "receive", receive)
+    with make(path, **options) as reader:
+        reader.get_next_batch()
+        os.kill(pid_of(reader), signal.SIGKILL)
+        with pytest.raises(ReadError, match="SIGKILL"):
+            reader.get_next_batch()
+        assert noted.wait(DEADLOCK_SECONDS)
+        assert reader.get_next_batch().index.tolist()[:5] == expected
+        reader.get_next_batch()
+    told = messages[max(i for i, m in enumerate(messages) if isinstance(m, Starting)) + 1 :]
+    assert [type(message) for message in told[:3]] == [DropStored, Reorder, tuple]
+    requests = told[2:]
+    assert len(set(requests)) == len(requests) >= 2
 
 
 # --- the end -------------------------------------------------------------------------------------
