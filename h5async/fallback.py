@@ -77,7 +77,7 @@ class FallbackReader:
         raw
             (batch, *raw_row): the batch, samples first, of the dataset's dtype (bool as uint8).
         checks
-            Run before anything is read.
+            Run before anything is read. Those of sources, which are checked whole, are taken away.
 
         Raises
         ------
@@ -88,12 +88,12 @@ class FallbackReader:
         with self._lock:
             try:
                 self._require_length(layout)
-                for check in checks:
-                    if check.layout is layout:
-                        check.run(self._file(layout)[layout.path], sample)
-                    elif not check.is_done:
-                        everything = np.arange(check.layout.num_samples)
-                        check.run(self._file(check.layout)[check.layout.path], everything)
+                for check in list(checks):
+                    source = check.layout
+                    needed = sample if source is layout else _written(source)
+                    check.run(self._file(source)[source.path], needed)
+                    if source is not layout:
+                        checks.remove(check)
                 dataset = self._file(layout)[layout.path]
                 values = dataset.fields(layout.member[0]) if layout.member else dataset
                 for first, last, chosen in _spans(layout, sample):
@@ -102,9 +102,10 @@ class FallbackReader:
                     for name in layout.member[1:]:
                         block = block[name]
                     block = np.moveaxis(block, len(where), 0)
+                    out = raw
                     if raw.dtype.fields and raw.dtype == block.dtype:  # padding, too
-                        raw, block = (array.view(f"V{array.itemsize}") for array in (raw, block))
-                    raw[rows_at(plan.rows, chosen)] = block[sample[chosen] - first]
+                        out, block = (array.view(f"V{array.itemsize}") for array in (raw, block))
+                    out[rows_at(plan.rows, chosen)] = block[sample[chosen] - first]
             except Exception as error:
                 raise ReadError(
                     f'{layout.file}: dataset "{layout.path}", samples {sample.min()} to'
@@ -163,11 +164,6 @@ class ChunkCheck:
         )
         self._pipeline = FilterPipeline(filters[self._left :], self._nbytes)
         self._is_checked = np.zeros(self._grid[layout.sample_axis], bool)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all chunks were checked."""
-        return bool(self._is_checked.all())
 
     @classmethod
     def of(cls, layout: DatasetLayout) -> ChunkCheck | None:
@@ -250,6 +246,16 @@ class FallbackExecutor:
         """Read the one item of a plan, all samples, into the batch `raw`."""
         with scratch.counts.timed("read_ns"):
             self._reader.read(self._layout, plan, raw, self._checks)
+
+
+def _written(layout: DatasetLayout) -> Int64s:
+    """Return one sample of each row of chunks with any that is in the file, if that is known."""
+    axis, chunks = layout.sample_axis, layout.chunks
+    if chunks is None or chunks.index is None:
+        number = np.arange(layout.grid[axis])
+    else:
+        number = np.unique(chunks.index // math.prod(layout.grid[axis + 1 :]) % layout.grid[axis])
+    return number * layout.chunk_shape[axis]
 
 
 def _spans(layout: DatasetLayout, sample: Int64s) -> Iterator[tuple[int, int, Int64s]]:

@@ -265,6 +265,12 @@ class DatasetLayout:
         """Number of chunks along each dimension."""
         return grid_of(self.shape, self.chunk_shape)
 
+    @property
+    def num_pieces(self) -> int:
+        """How many pieces make up one sample: the length of `cross_section`."""
+        grid = grid_of(self.shape, self.piece_shape)
+        return math.prod(n for a, n in enumerate(grid) if a != self.sample_axis)
+
     @cached_property
     def cross_section(self) -> NDArray[np.int64]:
         """(m, rank) corners of the m pieces that make up one sample, at sample 0."""
@@ -384,7 +390,7 @@ class DatasetLayout:
             return max(part.source.unit_nbytes for part in self.parts)
         if not self.filters or (self.rows_are_whole and self.chunk_shape[0] == 1):
             return 0
-        return self.chunk_nbytes * len(self.cross_section)
+        return self.chunk_nbytes * self.num_pieces
 
     def needed_nbytes(self, number: int) -> int:
         """Return how many bytes of chunk `number` there are up to the last within the dataset."""

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
-from numpy.typing import NDArray
 
 from h5async.chunkindex import NotDirectError
 from h5async.layout import DatasetLayout, Part, Slab
@@ -26,6 +25,7 @@ FindSource = Callable[[str, str, int], DatasetLayout | None]
 _UNLIMITED = h5py.h5s.UNLIMITED
 _MAX_REGIONS = 256
 _MAX_NUMBERED = 100_000
+_MAX_BLOCKS = 1 << 20  # HDF5 takes half a minute and more to open 40,000
 
 
 class _Mapping(NamedTuple):
@@ -308,27 +308,27 @@ def _require_disjoint(whole: DatasetLayout, parts: list[Part]) -> None:
         by_region.setdefault(key, []).append(part)
     if len(by_region) > _MAX_REGIONS:
         raise NotDirectError("a virtual dataset with very many regions")
-    groups = list(by_region.values())
-    for i, group in enumerate(groups):
-        samples = _held_samples(whole, group)
-        for other in groups[:i]:
-            if _overlap(group[0].region, other[0].region, whole.row_shape) and (
-                samples[_held_samples(whole, other)].any()
-            ):
-                raise NotDirectError("a virtual dataset whose mappings overlap")
-
-
-def _held_samples(whole: DatasetLayout, parts: list[Part]) -> NDArray[np.bool_]:
-    """Return which samples have a piece in one of some parts, which must not share any."""
-    held = np.zeros(whole.num_samples, bool)
-    for part in parts:
-        where: slice | NDArray[np.int64] | None = part.samples.as_slice()
-        if where is None:
-            where = part.samples.at(np.arange(part.samples.size))
-        if held[where].any():
+    groups = [[part.samples for part in group] for group in by_region.values()]
+    regions = [group[0].region for group in by_region.values()]
+    for i, (samples, region) in enumerate(zip(groups, regions, strict=True)):
+        shared = _have_common(samples)
+        for other, other_region in zip(groups[:i], regions, strict=False):
+            if _overlap(region, other_region, whole.row_shape):
+                shared = shared or _have_common([*samples, *other])
+        if shared:
             raise NotDirectError("a virtual dataset whose mappings overlap")
-        held[where] = True
-    return held
+
+
+def _have_common(slabs: list[Slab]) -> bool:
+    """Tell whether two of some selections share an index; takes memory for blocks, not indices."""
+    slabs = [Slab.run(s.start, s.end) if s.is_run else s for s in slabs if s.size]
+    if sum(slab.count for slab in slabs) > _MAX_BLOCKS:
+        raise NotDirectError("a virtual dataset with mappings of very many blocks")
+    starts = [slab.start + np.arange(slab.count) * slab.stride for slab in slabs]
+    start = np.concatenate([np.zeros(0, np.int64), *starts])
+    order = np.argsort(start)
+    end = start + np.repeat([s.block for s in slabs], [s.count for s in slabs])
+    return bool((end[order][:-1] > start[order][1:]).any())
 
 
 def _overlap(
@@ -337,9 +337,12 @@ def _overlap(
     """Tell whether two regions of a row share an element; None is all of it."""
     if one is None or other is None:
         return True
-    for a, b, extent in zip(one, other, shape, strict=True):
-        is_ours = np.zeros(extent, bool)
-        is_ours[a] = True
-        if not is_ours[b].any():
-            return False
-    return True
+    return all(
+        _have_common([_slab(a, extent), _slab(b, extent)])
+        for a, b, extent in zip(one, other, shape, strict=True)
+    )
+
+
+def _slab(piece: slice, extent: int) -> Slab:
+    selected = range(extent)[piece]
+    return Slab(selected.start, selected.step, len(selected), 1)
