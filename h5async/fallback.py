@@ -163,7 +163,7 @@ class ChunkCheck:
             (k for k in range(len(filters), 0, -1) if not can_decode(filters[k - 1])), 0
         )
         self._pipeline = FilterPipeline(filters[self._left :], self._nbytes)
-        self._is_checked = np.zeros(self._grid[layout.sample_axis], bool)
+        self._checked: set[int] = set()  # numbers along the samples' dimension
 
     @classmethod
     def of(cls, layout: DatasetLayout) -> ChunkCheck | None:
@@ -183,14 +183,13 @@ class ChunkCheck:
             If a chunk is damaged; the message names it.
         """
         axis = self.layout.sample_axis
-        numbers = np.unique(sample // self._chunk[axis])
-        numbers = numbers[~self._is_checked[numbers]]
-        if not numbers.size:
+        numbers = set(np.unique(sample // self._chunk[axis]).tolist()) - self._checked
+        if not numbers:
             return
         # Taken for as long as chunks are checked: there may be thousands of files with a check.
         out = np.empty(self._nbytes if not self._left else encoded_room(self._nbytes), np.uint8)
         scratch = Scratch.allocate(0, 0, self._pipeline.between_nbytes)
-        for number in numbers.tolist():
+        for number in sorted(numbers):
             cells = [[number] if a == axis else range(n) for a, n in enumerate(self._grid)]
             for cell in itertools.product(*cells):
                 corner = tuple(c * size for c, size in zip(cell, self._chunk, strict=True))
@@ -202,7 +201,7 @@ class ChunkCheck:
                         f"{at}: {error}; the file is damaged there: restore it, or leave"
                         " these samples out"
                     ) from error
-            self._is_checked[number] = True
+            self._checked.add(number)
 
     def _check(
         self, dataset: h5py.Dataset, corner: tuple[int, ...], out: Bytes, scratch: Scratch

@@ -226,7 +226,11 @@ def by_h5async(path: Path, name: str, axis: int, options: dict[str, Any]) -> str
 
 def by_h5py(path: Path, name: str, axis: int, options: dict[str, Any]) -> str:
     with h5py.File(path) as file:
-        return digest(np.moveaxis(file[name][...], axis, 0))
+        try:
+            return digest(np.moveaxis(file[name][...], axis, 0))
+        except Exception:
+            file.visititems(lambda *_: None)  # as h5async does, to say what is there
+            raise
 
 
 class Child:
