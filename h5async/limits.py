@@ -20,7 +20,7 @@ from h5async.transform import RowTransform
 _SHARE = 0.5  # of the memory that is free, where no limit is given
 # Measured: what is kept for each piece of a sample, for each of its dimensions, and what a plan
 # takes for each piece of a batch.
-_PIECE_NBYTES, _PIECE_AXIS_NBYTES, _PLANNED_NBYTES = 64, 80, 32
+_PIECE_NBYTES, _PIECE_AXIS_NBYTES, _PLANNED_NBYTES = 128, 80, 32
 _LEAST_NBYTES = 1 << 20  # what a list of chunks may take in any case
 
 
