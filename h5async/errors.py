@@ -7,11 +7,14 @@
     ├── DatasetError (KeyError)            a dataset is missing or cannot make batches
     ├── ReadError (OSError)                bytes could not be read or decoded
     ├── UnsafeFileError (PermissionError)  a file reaches outside itself
+    ├── OutOfMemoryError (MemoryError)     the system gave no memory, or would not have enough
     ├── DeviceError (RuntimeError)         no GPU, no CuPy, or a dtype that the GPU lacks
     ├── ReaderClosedError (RuntimeError)   the reader was used after ``close()``
     ├── BatchTimeoutError (TimeoutError)   no batch within the time allowed
     ├── BatchExpiredError (RuntimeError)   a batch was used after its life, with debug_lifetimes
     └── PostprocessError                   the caller's own function raised; also of the raised type
+
+    FileChangedWarning (UserWarning)       a file was changed under an open reader, which goes on
 """
 
 from collections.abc import Mapping
@@ -41,6 +44,10 @@ class UnsafeFileError(H5AsyncError, PermissionError):
     """A file refers to data outside itself, and that was not permitted."""
 
 
+class OutOfMemoryError(H5AsyncError, MemoryError):
+    """The system refused memory that a reader needs, or has less than it would need."""
+
+
 class DeviceError(H5AsyncError, RuntimeError):
     """The device asked for is not there, or cannot hold the data."""
 
@@ -55,6 +62,10 @@ class BatchTimeoutError(H5AsyncError, TimeoutError):
 
 class BatchExpiredError(H5AsyncError, RuntimeError):
     """A batch was used after the next one had been asked for; see ``debug_lifetimes``."""
+
+
+class FileChangedWarning(UserWarning):
+    """A file was changed while a reader had it open; its chunks still lie where they did."""
 
 
 class PostprocessError(H5AsyncError):
