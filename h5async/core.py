@@ -357,7 +357,8 @@ class CoreWorker:
     def __init__(self, struct: _Worker, free: Any) -> None:
         self.struct = struct
         self.gil_wait_ns = 0
-        weakref.finalize(self, free, ctypes.byref(struct))
+        # Not at exit: a thread may still decode then, and whatever it uses must stay.
+        weakref.finalize(self, free, ctypes.byref(struct)).atexit = False
 
     def counts(self) -> ThreadCounts:
         """Return what was done so far."""

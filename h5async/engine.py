@@ -58,7 +58,7 @@ _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 @atexit.register
 def _close_all() -> None:
     for engine in list(_open_engines):
-        engine.close(_EXIT_SECONDS)
+        engine.close(_EXIT_SECONDS, at_exit=True)
 
 
 class Filled(NamedTuple):
@@ -99,6 +99,7 @@ class Engine:
         H5AsyncError
             As `AsyncReader` says.
         """
+        _open_engines.add(self)
         if self.config.workers == "thread":
             self._open(open_dataset(self.config), None)
         else:
@@ -163,6 +164,7 @@ class Engine:
                 next_requests=self._next_requests,
                 before_fill=self._wait_writable,
                 on_done=self._on_done,
+                on_crash=self.ring.fail,
             )
             filler.start()
         else:
@@ -180,7 +182,6 @@ class Engine:
         self.waits = Waits()
         self.upload_times = StageTimes()
         self.delivered_samples = 0
-        _open_engines.add(self)
 
     @property
     def _filler(self) -> Filler | HelperFiller:
@@ -336,14 +337,15 @@ class Engine:
                 self.ring.unassign()
             raise
 
-    def close(self, patience_seconds: float | None = None) -> None:
+    def close(self, patience_seconds: float | None = None, *, at_exit: bool = False) -> None:
         """Stop the threads, close the files and free the slots' memory. Idempotent.
 
-        Waits for it, `patience_seconds` at most; not in a thread of our own.
+        Waits for it, `patience_seconds` at most; not in a thread of our own. `at_exit`: see
+        `SlotRing.close`.
         """
         if self.forks != _forks:  # there are no threads here, and locks that they held are not free
             return
-        self.ring.close()
+        self.ring.close(at_exit=at_exit)
         if self.filler is None:
             return
         self.filler.stop(self._release)
@@ -416,26 +418,37 @@ class Engine:
     def _on_done(self, request: FillRequest, outcome: FillOutcome) -> None:
         arrays: tuple[Any, ...] = ()
         error = outcome.error
-        if error is None:
-            begin = time.perf_counter_ns()
-            try:
-                arrays = self.slots[request.slot].upload(outcome)
-                if isinstance(self.cache, Residency):
-                    self._filler.note_uploaded(request.slot, outcome.index)
-                self._note_turn(request, outcome)
-            except BaseException as raised:
-                if isinstance(raised, KeyboardInterrupt) and not self.has_threads:
-                    raise  # this is the thread of the caller, whom it concerns
-                error = raised
-            self.upload_times.add("upload", begin)
-        if isinstance(error, NotDecoded) or (error is not None and any(outcome.stored)):
-            # The host decodes what the device cannot, and has the words for what is wrong.
-            self.trial.note_fallback()
-            self._filler.fill(request._replace(on_device=False))
-            return
-        self._end_turn(request)
+        try:
+            if error is None:
+                arrays, error = self._uploaded(request, outcome)
+            if isinstance(error, NotDecoded) or (error is not None and any(outcome.stored)):
+                # The host decodes what the device cannot, and has the words for what is wrong.
+                self.trial.note_fallback()
+                self._filler.fill(request._replace(on_device=False))
+                return
+            self._end_turn(request)
+        except BaseException as raised:  # whatever it is, the consumer must not wait for ever
+            if isinstance(raised, KeyboardInterrupt) and not self.has_threads:
+                raise  # this is the thread of the caller, whom it concerns
+            error = raised
         self.ring.filled(request.serial, Filled(outcome, arrays, error))
         self._begin()
+
+    def _uploaded(
+        self, request: FillRequest, outcome: FillOutcome
+    ) -> tuple[tuple[Any, ...], BaseException | None]:
+        """Return the arrays of a batch where the consumer wants them, or what went wrong."""
+        begin = time.perf_counter_ns()
+        try:
+            arrays = self.slots[request.slot].upload(outcome)
+            if isinstance(self.cache, Residency):
+                self._filler.note_uploaded(request.slot, outcome.index)
+            self._note_turn(request, outcome)
+            return arrays, None
+        except Exception as error:
+            return (), error
+        finally:
+            self.upload_times.add("upload", begin)
 
     def _end_turn(self, request: FillRequest) -> None:
         """Give the memory back that decoding on the device takes, once it has lost the trial."""

@@ -199,7 +199,10 @@ class Filler:
         By field: how the device decodes chunks, for requests that ask for it.
     on_done
         Called in a worker with a request and its outcome, once for each request, unless the
-        filler is closed before. Must not raise.
+        filler is closed before.
+    on_crash
+        Called in a worker with an exception that no batch can have: what `next_requests` or
+        `on_done` raised. The thread goes on.
 
     Raises
     ------
@@ -220,6 +223,7 @@ class Filler:
         next_requests: Callable[[], Sequence[FillRequest]],
         before_fill: Callable[[int], None],
         on_done: Callable[[FillRequest, FillOutcome], None],
+        on_crash: Callable[[BaseException], None],
     ) -> None:
         self._sampling = sampling
         self._layouts = list(layouts.values())
@@ -233,6 +237,7 @@ class Filler:
         self._next_requests = next_requests
         self._before_fill = before_fill
         self._on_done = on_done
+        self._on_crash = on_crash
         self._postprocess = load_function(config.postprocess)
         self._heap: list[tuple[int, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -241,8 +246,10 @@ class Filler:
         self._closed = False
         self._then: Callable[[], None] = _nothing
         self._threads = config.thread_count
-        self._working = 0  # threads
-        self._has_ended = False
+        # Threads that may touch slots, files and scratch: while there is one, nothing is freed.
+        self._workers: set[int] = set()
+        self._is_ending = False
+        self._has_ended = threading.Event()
         self._times = StageTimes()
         self._fallback = FallbackReader()
         self._files = LocalFiles(_KEPT_FILES, config.io)
@@ -259,6 +266,7 @@ class Filler:
         sizes = [scratch_nbytes(layout) for layout in self._layouts]
         self._scratch_nbytes = tuple(map(max, *sizes, (0, 0, 0)))
         self._scratches: list[Scratch] = []
+        self._final_stats: FillerStats | None = None
         self._scratch = deque(self._new_scratch() for _ in range(max(1, self._threads)))
         # A ticket is a piece of work on the heap or, False, the end. A ThreadPoolExecutor
         # would do, and cost the thread of the caller 15 us more for each batch.
@@ -299,6 +307,14 @@ class Filler:
 
     def run_next(self) -> bool:
         """Do the most urgent share of work in the calling thread; False where there is none."""
+        if not self._enter():
+            return False
+        try:
+            return self._run_next()
+        finally:
+            self._leave()
+
+    def _run_next(self) -> bool:
         work = self._pop()
         if work is None:
             requests = self._next_requests()
@@ -321,6 +337,7 @@ class Filler:
         """
         if self._threads:
             return False
+        self._leave()  # where the exception kept `run_next` from it
         self._heap.clear()
         # What was interrupted there may have left a chunk that is claimed, and never comes.
         self._executors = self._new_executors()
@@ -328,6 +345,8 @@ class Filler:
 
     def stats(self) -> FillerStats:
         """Return what all threads have done so far."""
+        if self._final_stats is not None:
+            return self._final_stats
         return FillerStats(
             self._times.seconds(),
             functools.reduce(ThreadCounts.plus, (s.total() for s in list(self._scratches))),
@@ -364,14 +383,20 @@ class Filler:
                 return
             self._closed, self._then = True, then
             self._heap.clear()
-            is_idle = not self._working
+            is_idle = not self._workers
         for _ in self._pool:
             self._tickets.put(False)
         if is_idle:
             self._end()
 
     def join(self, patience_seconds: float | None = None) -> None:
-        """Wait until all is done that `stop` asked for; not in a worker."""
+        """Wait until all is done that `stop` asked for; a worker does not wait for itself."""
+        if threading.get_ident() in self._workers:
+            return
+        begin = time.monotonic()
+        self._has_ended.wait(patience_seconds)
+        if patience_seconds is not None:
+            patience_seconds -= time.monotonic() - begin
         join_all(self._pool, patience_seconds)
 
     def _first_work(self, request: FillRequest) -> Callable[[], None]:
@@ -390,27 +415,49 @@ class Filler:
         for _ in works if self._threads else ():
             self._tickets.put(True)
 
-    def _work(self) -> None:
+    def _enter(self) -> bool:
+        """Count the calling thread as a worker; False where it comes too late to be one."""
         with self._lock:
-            self._working += 1
-        while self._tickets.get():
-            self.run_next()
+            if not self._closed:
+                self._workers.add(threading.get_ident())
+            return not self._closed
+
+    def _leave(self) -> None:
         with self._lock:
-            self._working -= 1
-            is_last = not self._working
+            self._workers.discard(threading.get_ident())
+            is_last = self._closed and not self._workers
         if is_last:
             self._end()
 
+    def _work(self) -> None:
+        if not self._enter():
+            return
+        try:
+            while self._tickets.get():
+                try:
+                    self._run_next()
+                except BaseException as error:
+                    self._on_crash(error)
+        finally:
+            self._leave()
+
     def _end(self) -> None:
-        with self._lock:  # a thread may have been so slow to begin that all had ended
-            if self._has_ended:
+        """Let go of all that only workers use; after the last of them."""
+        with self._lock:
+            if self._is_ending:
                 return
-            self._has_ended = True
-        self._close_files()
-        self._scratch.clear()
-        self._executors = []
-        self._slots = ()  # the caller may still hold a batch; nothing else keeps its memory
-        self._then()
+            self._is_ending = True
+        try:
+            self._close_files()
+            self._final_stats = self.stats()
+            self._scratches.clear()
+            self._scratch.clear()
+            self._executors, self._stored_readers = [], {}
+            self._resident = self._cache = None
+            self._slots = ()  # the caller may still hold a batch; nothing else keeps its memory
+            self._then()
+        finally:
+            self._has_ended.set()
 
     def _plan(self, batch: _Fill) -> None:
         request = batch.request
@@ -457,7 +504,7 @@ class Filler:
     ) -> None:
         """Begin a phase: do all `works`, in any thread, and after the last of them `then`."""
         if not works or batch.error is not None:
-            then(batch)
+            self._go_on(batch, then)
             return
         batch.shares_left = len(works)
 
@@ -473,12 +520,22 @@ class Filler:
                 batch.shares_left -= 1
                 was_last = batch.shares_left == 0
             if was_last:
-                then(batch)
+                self._go_on(batch, then)
 
         if len(works) == 1:
             run(works[0])
         else:
             self._enqueue(batch.request.serial, [partial(run, work) for work in works])
+
+    def _go_on(self, batch: _Fill, then: Callable[[_Fill], None]) -> None:
+        """Begin the next phase; where that fails, the batch does. No share of it is under way."""
+        if then != self._finish:
+            try:
+                then(batch)
+                return
+            except BaseException as error:
+                self._note_error(batch, error)
+        self._finish(batch)
 
     def _read(self, batch: _Fill, share: list[PlanSlice]) -> None:
         memory = self._slots[batch.request.slot]

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -135,6 +136,7 @@ class _Helper:
                 next_requests=list,
                 before_fill=lambda slot: None,
                 on_done=self._answer,
+                on_crash=_give_up,
             )
             self._filler.start()
         except BaseException as error:
@@ -229,6 +231,12 @@ class _Helper:
         target: NDArray[Any] = np.ndarray(array.shape, array.dtype, room)
         np.copyto(target, array)
         return self._memory.place(target)
+
+
+def _give_up(error: BaseException) -> None:
+    """End the process after what no batch can have; the reader starts another one."""
+    traceback.print_exception(error)
+    os._exit(1)
 
 
 def _end_with(parent: int) -> None:

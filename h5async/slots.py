@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
-from h5async.errors import BatchTimeoutError, ReaderClosedError
+from h5async.errors import BatchTimeoutError, H5AsyncError, ReaderClosedError
 
 Result = TypeVar("Result")
 
@@ -78,7 +78,8 @@ class SlotRing(Generic[Result]):
         # Released to wake the consumer. (An exception in the middle of Condition.wait would leave
         # the condition broken.)
         self._waiter: threading.Lock | None = None
-        self._closed = False
+        self._closed = self._at_exit = False
+        self._failure: str | None = None
 
     # --- the consumer's calls ---------------------------------------------------------------------
 
@@ -154,6 +155,8 @@ class SlotRing(Generic[Result]):
             If it was not ready in time.
         ReaderClosedError
             If the ring is closed, before or meanwhile.
+        H5AsyncError
+            If `fail` was called: the batch may never come.
         """
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while True:
@@ -163,6 +166,8 @@ class SlotRing(Generic[Result]):
                 entry = self._entries.get(serial)
                 if entry is not None and entry.result is not None:
                     return serial, entry.slot, entry.result
+                if self._failure is not None:
+                    raise H5AsyncError(self._failure)
                 waiter = threading.Lock()
                 waiter.acquire()
                 self._waiter = waiter
@@ -178,15 +183,17 @@ class SlotRing(Generic[Result]):
     def take(self, serial: int, *, forget: bool = False) -> None:
         """Put the batch that was waited for in use; `forget`: keep no reference to its result."""
         with self._lock:
-            if forget and serial in self._entries:
-                self._entries[serial].result = None
+            entry = self._entries.get(serial)
+            if forget and entry is not None:
+                entry.result = None
             self._consumer = self._consumer._replace(next=serial + 1, held=serial)
 
     def put_back(self, serial: int, result: Result) -> None:
         """Undo `take`, whether or not it was done: the batch is the next one again."""
         with self._lock:
-            if serial in self._entries:
-                self._entries[serial].result = result
+            entry = self._entries.get(serial)
+            if entry is not None:
+                entry.result = result
             self._consumer = self._consumer._replace(next=serial, held=None)
 
     # --- the workers' calls -----------------------------------------------------------------------
@@ -210,7 +217,7 @@ class SlotRing(Generic[Result]):
             if self._closed:
                 return assignments
             for serial in self._done_with():
-                del self._entries[serial]
+                self._entries.pop(serial, None)  # the garbage collector may have closed the ring
             used = {entry.slot for entry in self._entries.values()}
             serial = self._next_to_assign()
             for slot in range(self._num_slots):
@@ -233,18 +240,32 @@ class SlotRing(Generic[Result]):
             if serial == self._consumer.next:
                 self._wake()
 
+    def fail(self, error: BaseException) -> None:
+        """Say that assignments may never be carried out: something broke outside of any batch."""
+        with self._lock:
+            self._failure = self._failure or (
+                f"a worker of the reader broke down ({type(error).__name__}: {error}), and batches"
+                " that it had to fill may never come; close the reader and make a new one"
+            )
+            self._wake()
+
     def unassign(self) -> None:
         """Take assignments back that nobody carries out any more."""
         with self._lock:
             for serial in [s for s, entry in self._entries.items() if not entry.is_ready]:
-                del self._entries[serial]
+                self._entries.pop(serial, None)
 
-    def close(self) -> bool:
-        """Wake everyone who waits, and refuse all further calls; False where it was closed."""
+    def close(self, *, at_exit: bool = False) -> bool:
+        """Wake everyone who waits, and refuse all further calls; False where it was closed.
+
+        `at_exit`: the interpreter ends, which a daemon thread is told by `SystemExit`: it then
+        ends without a traceback that nobody can act on.
+        """
         with self._lock:
             was_open = not self._closed
+            self._at_exit = self._at_exit or at_exit
             self._closed = True
-            self._entries.clear()
+            self._entries = {}  # a new one: this may come in the middle of a loop over the old
             self._wake()
             return was_open
 
@@ -256,6 +277,8 @@ class SlotRing(Generic[Result]):
     def check_open(self) -> None:
         """Raise `ReaderClosedError` if the ring is closed."""
         if self._closed:
+            if self._at_exit and threading.current_thread().daemon:
+                raise SystemExit
             raise ReaderClosedError("the reader is closed; make a new one")
 
     def _next_to_assign(self) -> int:
