@@ -43,15 +43,35 @@ class Claims:
 
     Attributes
     ----------
-    states, buffers
-        One of each for each key; a buffer where the state is CLAIMED or READY.
+    states, entries
+        One of each for each key; an entry where the state is CLAIMED or READY.
+    are_filled
+        To be set when all buffers that were claimed, and not given up, hold their chunks.
     """
 
     def __init__(self, keys: Sequence[Hashable]) -> None:
         self.keys = keys
         self.states = [State.UNKEPT] * len(keys)
-        self.buffers: list[Bytes | None] = [None] * len(keys)
-        self.num_filled = 0  # those that were claimed before this place hold their chunk now
+        self.entries: list[_Entry | None] = [None] * len(keys)
+        self.are_filled = False
+        self._given_up: set[Hashable] = set()
+
+    @property
+    def buffers(self) -> list[Bytes | None]:
+        """One for each key: its memory, where the state is CLAIMED or READY."""
+        return [None if entry is None else entry.data for entry in self.entries]
+
+    def give_up(self, key: Hashable) -> None:
+        """Say that a chunk, if it was claimed at all, was not decoded into its buffer."""
+        self._given_up.add(key)
+
+    def is_filled(self, i: int) -> bool:
+        """Tell whether a buffer that was claimed holds its chunk."""
+        return self.are_filled and self.keys[i] not in self._given_up
+
+    def take(self, i: int, entry: _Entry, state: State) -> None:
+        """Note what the thread uses from now on, until the claims are released."""
+        self.entries[i], self.states[i] = entry, state
 
 
 class ChunkCache:
@@ -61,7 +81,7 @@ class ChunkCache:
     ----------
     budget_nbytes
         Memory for chunks that are kept. Two are in any case; buffers that are in use are never
-        taken away, and where none is free a chunk is not kept.
+        taken away, and where none is free, or no memory to be had, a chunk is not kept.
     """
 
     def __init__(self, budget_nbytes: int) -> None:
@@ -76,7 +96,7 @@ class ChunkCache:
     ) -> Iterator[Claims]:
         """Look up chunks, and claim those that are not there, for use within the context.
 
-        Whoever claims a chunk decodes it: set `num_filled` before the context ends. Nobody waits
+        Whoever claims a chunk decodes it: set `are_filled` before the context ends. Nobody waits
         while holding a claim, so nobody waits for long.
 
         Parameters
@@ -93,7 +113,11 @@ class ChunkCache:
         with self._changed:
             if wait:
                 self._changed.wait_for(lambda: not self._is_busy(keys[0]))
-            self._claim(claims, nbytes)
+            try:
+                self._claim(claims, nbytes)
+            except BaseException:  # others would wait for what was claimed until then
+                self._release(claims)
+                raise
         try:
             yield claims
         finally:
@@ -117,13 +141,20 @@ class ChunkCache:
                 self._publish(claims)
             yield data
 
+    def clear(self) -> None:
+        """Forget all chunks, because their file has changed; who uses some goes on with them."""
+        with self._changed:
+            self._entries.clear()
+            self._nbytes = 0
+            self._changed.notify_all()
+
     def _publish(self, claims: Claims) -> None:
         """Let others use what was claimed and is decoded, before its context ends."""
+        claims.are_filled = True
         with self._changed:
-            for i, state in enumerate(claims.states):
-                if state == State.CLAIMED:
-                    self._entries[claims.keys[i]].state = State.READY
-                    claims.states[i] = State.READY
+            for i, entry in enumerate(claims.entries):
+                if entry is not None and claims.is_filled(i):
+                    entry.state = State.READY
             self._changed.notify_all()
 
     def _is_busy(self, key: Hashable) -> bool:
@@ -139,22 +170,25 @@ class ChunkCache:
             elif entry.state == State.CLAIMED:
                 claims.states[i] = State.BUSY
             else:
+                claims.take(i, entry, State.READY)
                 entry.users += 1
                 self._entries.move_to_end(key)
-                claims.states[i] = State.READY
-                claims.buffers[i] = entry.data
         most = max(_LEAST_KEPT, self._budget_nbytes // max(1, nbytes))
         # The last ones: in order, they are what the next batch goes on with.
         for i in absent[-most:]:
             data = self._buffer(nbytes)
             if data is None:
                 break
-            self._entries[claims.keys[i]] = _Entry(data)
-            claims.states[i] = State.CLAIMED
-            claims.buffers[i] = data
+            entry = _Entry(data)
+            claims.take(i, entry, State.CLAIMED)
+            self._entries[claims.keys[i]] = entry
+            self._nbytes += nbytes
 
     def _buffer(self, nbytes: int) -> Bytes | None:
-        """Return memory: new as far as the budget goes, else of what was unused for longest."""
+        """Return memory: new as far as the budget goes, else of what was unused for longest.
+
+        None: there is none to be had. The caller adds it to what is kept.
+        """
         surplus = self._nbytes + nbytes - max(self._budget_nbytes, _LEAST_KEPT * nbytes)
         unused = []
         for key, entry in self._entries.items():
@@ -169,16 +203,22 @@ class ChunkCache:
         for key in unused:
             data = self._entries.pop(key).data
             self._nbytes -= data.size
-        self._nbytes += nbytes
-        return data if data is not None and data.size == nbytes else np.empty(nbytes, np.uint8)
+        if data is not None and data.size == nbytes:
+            return data
+        try:
+            return np.empty(nbytes, np.uint8)
+        except MemoryError:  # to keep a chunk only saves work
+            return None
 
     def _release(self, claims: Claims) -> None:
-        for i, state in enumerate(claims.states):
-            if state == State.READY:
-                self._entries[claims.keys[i]].users -= 1
-            elif state == State.CLAIMED and i < claims.num_filled:
-                self._entries[claims.keys[i]].state = State.READY
-                self._entries[claims.keys[i]].users -= 1
-            elif state == State.CLAIMED:
+        for i, entry in enumerate(claims.entries):
+            if entry is None:
+                continue
+            entry.users -= 1
+            if entry.state != State.CLAIMED:
+                continue
+            if claims.is_filled(i):
+                entry.state = State.READY
+            elif self._entries.get(claims.keys[i]) is entry:
                 self._nbytes -= self._entries.pop(claims.keys[i]).data.size
         self._changed.notify_all()

@@ -7,6 +7,7 @@ has loaded.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import math
 import os
 from collections.abc import Generator
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from h5async.errors import H5AsyncError, ReadError
 from h5async.filters import Filter
-from h5async.layout import ChunkTable, grid_of
+from h5async.layout import ChunkTable, Indexed, grid_of
 
 _DONT_FILTER_PARTIAL_CHUNKS = 2  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS of H5Dpublic.h
 _B_TREE_V1, _IMPLICIT, _FIXED_ARRAY, _EXTENSIBLE_ARRAY = 0, 2, 3, 4  # of H5Dpublic.h
@@ -75,10 +76,16 @@ def fill_nbytes(plist: h5py.h5p.PropDCID) -> int | None:
     It does so only where it encodes all properties: behind the name of this one come two bytes,
     and the size in eight (H5P__dcrt_fill_value_enc of H5Pdcpl.c).
     """
+    _, name, value = _encoded_properties(plist).rpartition(b"fill_value\0")
+    return int.from_bytes(value[2:10], "little", signed=True) if name else None
+
+
+def _encoded_properties(plist: h5py.h5p.PropDCID) -> bytes:
+    """Return creation properties as HDF5 encodes them (H5Pencode2); b"" where it does not."""
     try:
         encode = ctypes.CDLL(h5py.h5p.__file__).H5Pencode2
     except (AttributeError, OSError):
-        return None
+        return b""
     encode.argtypes = (
         ctypes.c_int64,
         ctypes.c_void_p,
@@ -88,12 +95,25 @@ def fill_nbytes(plist: h5py.h5p.PropDCID) -> int | None:
     size = ctypes.c_size_t(0)
     with h5py._objects.phil:
         if encode(plist.id, None, ctypes.byref(size), 0) < 0:
-            return None
+            return b""
         encoded = ctypes.create_string_buffer(size.value)
         if encode(plist.id, encoded, ctypes.byref(size), 0) < 0:
-            return None
-    _, name, value = encoded.raw.rpartition(b"fill_value\0")
-    return int.from_bytes(value[2:10], "little", signed=True) if name else None
+            return b""
+    return encoded.raw
+
+
+def indexed(dataset: h5py.Dataset) -> Indexed:
+    """Return what tells a dataset from one that lies in its place later.
+
+    What is hashed is what HDF5 encodes of its type and of its creation properties (H5Tencode,
+    H5Pencode2), and compact values, which are read with the index.
+    """
+    plist = dataset.id.get_create_plist()
+    digest = hashlib.blake2b(dataset.id.get_type().encode(), digest_size=16)
+    digest.update(_encoded_properties(plist))
+    if plist.get_layout() == h5py.h5d.COMPACT and not dataset.dtype.hasobject:
+        digest.update(np.asarray(dataset[...]).tobytes())
+    return Indexed(digest.digest(), dataset.shape)
 
 
 def stored_nbytes(dataset: h5py.Dataset, corner: tuple[int, ...]) -> int:

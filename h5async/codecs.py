@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from ctypes import c_int32
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ import numpy as np
 
 from h5async.core import Core, CoreWorker
 from h5async.decoding import Bytes, Decode
+from h5async.errors import ReaderClosedError
 from h5async.filters import (
     CHECKSUM_NBYTES,
     FLETCHER32,
@@ -40,6 +42,8 @@ class Scratch:
         For a chunk, or its needed parts, that does not go to a batch as a whole.
     between
         Three buffers: two for what lies between the filters of a pipeline, one for a decoder.
+    stop
+        Not 0 once the reader is being closed; see `require_open`.
     counts
         What the thread that uses it has done in Python; see `total`.
     """
@@ -47,6 +51,7 @@ class Scratch:
     encoded: Bytes
     raw_chunk: Bytes
     between: tuple[Bytes, Bytes, Bytes]
+    stop: c_int32 = field(default_factory=c_int32)
     counts: ThreadCounts = field(default_factory=ThreadCounts)
     _worker: CoreWorker | None = None
 
@@ -56,14 +61,25 @@ class Scratch:
             return self.counts
         return self.counts.plus(self._worker.counts())
 
+    def require_open(self) -> None:
+        """Raise `ReaderClosedError` once the reader is being closed: nobody wants the rest."""
+        if self.stop.value:
+            raise ReaderClosedError("the reader was closed while a batch was being read")
+
     def worker(self, core: Core) -> CoreWorker:
         """Return what this thread needs to call the compiled core; made when first asked for."""
         if self._worker is None:
-            self._worker = core.new_worker(self.encoded, self.raw_chunk, self.between)
+            self._worker = core.new_worker(self.encoded, self.raw_chunk, self.between, self.stop)
         return self._worker
 
     @classmethod
-    def allocate(cls, encoded_nbytes: int, chunk_nbytes: int, between_nbytes: int) -> Scratch:
+    def allocate(
+        cls,
+        encoded_nbytes: int,
+        chunk_nbytes: int,
+        between_nbytes: int,
+        stop: c_int32 | None = None,
+    ) -> Scratch:
         """Reserve memory; pages that are never touched cost nothing."""
         return cls(
             np.empty(encoded_nbytes, np.uint8),
@@ -73,6 +89,7 @@ class Scratch:
                 np.empty(between_nbytes, np.uint8),
                 np.empty(between_nbytes, np.uint8),
             ),
+            c_int32() if stop is None else stop,
         )
 
 

@@ -22,6 +22,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from ctypes import POINTER, Structure, c_int32, c_int64, c_uint64, c_void_p
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,9 @@ from h5async.filters import (
     pass_on,
 )
 from h5async.stats import ThreadCounts
+from h5async.storage import IoMode
 
-_ABI = 4
+_ABI = 5
 MAX_FILTERS, MAX_RANK = 32, 32  # what HDF5 has at most
 
 IO_MODES = {"auto": 0, "pread": 1, "map": 2}
@@ -90,13 +92,34 @@ class _Worker(Structure):
         ("read_nbytes", c_int64),
         ("decoded_chunks", c_int64),
         ("returned_ns", c_int64),
+        ("stop", POINTER(c_int32)),
     ]
 
 
 class FileStruct(Structure):
-    """An open file, and its map."""
+    """An open file, its map, and its `FileStamp`; `event` is what a call of the core says of it."""
 
-    _fields_ = [("fd", c_int32), ("io", c_int32), ("map", c_void_p), ("map_nbytes", c_int64)]
+    _fields_ = [
+        ("fd", c_int32),
+        ("io", c_int32),
+        ("map", c_void_p),
+        ("map_nbytes", c_int64),
+        ("device", c_int64),
+        ("inode", c_int64),
+        ("nbytes", c_int64),
+        ("modified_ns", c_int64),
+        ("changed_ns", c_int64),
+        ("event", c_int64),
+    ]
+
+
+class Event(IntEnum):
+    """What kept a call from its work, or makes it worthless."""
+
+    NONE = 0
+    CHANGED = 1  # the file is not what was indexed
+    FAULTED = 2  # a page of the map cannot be had
+    STOPPED = 3  # the reader is being closed
 
 
 class _Filter(Structure):
@@ -232,17 +255,31 @@ class FramesStruct(Structure):
     ]
 
 
-_STRUCTURES = (
-    _Libraries,
-    _Worker,
-    FileStruct,
-    _Filter,
-    DatasetStruct,
-    ChunkPlanStruct,
-    RowsStruct,
-    TransformStruct,
-    FramesStruct,
-)
+class _Member(Structure):
+    _fields_ = [("name", ctypes.c_char_p), ("offset", c_int64), ("nbytes", c_int64)]
+
+
+_STRUCTURES = {
+    "Libraries": _Libraries,
+    "Worker": _Worker,
+    "File": FileStruct,
+    "Filter": _Filter,
+    "Dataset": DatasetStruct,
+    "ChunkPlan": ChunkPlanStruct,
+    "Rows": RowsStruct,
+    "Transform": TransformStruct,
+    "Frames": FramesStruct,
+}
+
+
+def _members() -> dict[str, tuple[int, int]]:
+    """Return offset and size of each member of each structure, as the core should have them."""
+    found = {"ABI": (_ABI, 0)}
+    for name, struct in _STRUCTURES.items():
+        for member, *_ in struct._fields_:
+            place = getattr(struct, member)
+            found[f"{name}.{member}"] = place.offset, place.size
+    return found
 
 
 class Core:
@@ -277,8 +314,7 @@ class Core:
         self.path = path
         library = ctypes.CDLL(str(path))
         try:
-            found = _function(library, "h5async_abi", 0)()
-            if found != _ABI * 100000 + sum(map(ctypes.sizeof, _STRUCTURES)):
+            if _members_of(library) != _members():
                 raise OSError(f"{path} is of another version; install h5async again")
             self._find_functions(library)
         except AttributeError as error:
@@ -314,9 +350,16 @@ class Core:
         return (_Filter * max(1, len(structs)))(*structs)
 
     def new_worker(
-        self, encoded: NDArray[Any], chunk: NDArray[Any], between: tuple[NDArray[Any], ...]
+        self,
+        encoded: NDArray[Any],
+        chunk: NDArray[Any],
+        between: tuple[NDArray[Any], ...],
+        stop: c_int32 | None = None,
     ) -> CoreWorker:
-        """Return what a thread needs to call the core, with its working memory."""
+        """Return what a thread needs to call the core, with its working memory.
+
+        Once `stop` is not 0, calls end as soon as they can, with `Event.STOPPED`.
+        """
         struct = _Worker(
             libraries=ctypes.pointer(self._libraries),
             encoded=address(encoded),
@@ -325,6 +368,7 @@ class Core:
             encoded_nbytes=encoded.nbytes,
             chunk_nbytes=chunk.nbytes,
             between_nbytes=min(array.nbytes for array in between),
+            stop=None if stop is None else ctypes.pointer(stop),
         )
         return CoreWorker(struct, self._free)
 
@@ -382,6 +426,11 @@ def address(array: NDArray[Any]) -> int:
     return array.ctypes.data
 
 
+def mapping_mode(io: IoMode) -> IoMode:
+    """Return how files are read: not mapped by default without the core, which guards maps."""
+    return "pread" if io == "auto" and load_core() is None else io
+
+
 @functools.cache
 def load_core() -> Core | None:
     """Return the compiled core, or None where it is switched off or was not built."""
@@ -396,6 +445,16 @@ def load_core() -> Core | None:
         except OSError:
             continue
     return None
+
+
+def _members_of(library: Any) -> dict[str, tuple[int, int]]:
+    """Return offset and size of each member of each structure, as a core was built with them."""
+    count = _function(library, "h5async_num_members", 0)()
+    members = library.h5async_members
+    members.restype = POINTER(_Member)
+    members.argtypes = []
+    found = members()
+    return {found[i].name.decode(): (found[i].offset, found[i].nbytes) for i in range(count)}
 
 
 def _function(library: Any, name: str, pointers: int, *others: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from h5async.config import ReaderConfig
+from h5async.core import mapping_mode
 from h5async.errors import DatasetError
 from h5async.layout import DatasetLayout, join_layouts
 from h5async.links import Reach
@@ -28,7 +29,7 @@ def open_dataset(config: ReaderConfig) -> dict[str, DatasetLayout]:
     H5AsyncError
         As `AsyncReader` says.
     """
-    reach = Reach(config.allow_external, config.allow_missing, config.io)
+    reach = Reach(config.allow_external, config.allow_missing, mapping_mode(config.io))
     fields, files = config.batch_fields, config.files
     found: dict[str, list[DatasetLayout]] = {name: [] for name in fields}
     for path in files:

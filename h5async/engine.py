@@ -182,6 +182,7 @@ class Engine:
         self.waits = Waits()
         self.upload_times = StageTimes()
         self.delivered_samples = 0
+        self.warned: set[str] = set()
 
     @property
     def _filler(self) -> Filler | HelperFiller:
@@ -319,6 +320,12 @@ class Engine:
             slots[slot].acquire()
         self.waits.note(begin, time.perf_counter())
         return serial, filled
+
+    def take_warnings(self, filled: Filled) -> list[str]:
+        """Return what the caller was not warned of yet, of a batch that was waited for."""
+        new = [text for text in filled.outcome.warnings if text not in self.warned]
+        self.warned.update(new)
+        return new
 
     def take(self, serial: int, filled: Filled) -> None:
         """Put the batch that was waited for in use, or be done with its error."""

@@ -6,11 +6,12 @@ bytes are read into the batch itself, or into the scratch of the thread.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import traceback
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,15 +19,11 @@ from numpy.typing import NDArray
 from h5async.chunkcache import ChunkCache
 from h5async.codecs import FilterPipeline, Scratch
 from h5async.decoding import Bytes
-from h5async.errors import ReadError
+from h5async.errors import H5AsyncError, ReadError
 from h5async.layout import DatasetLayout
 from h5async.plan import ChunkPlan, Int64s, RowPlan
-from h5async.storage import LocalFile, LocalFiles
+from h5async.storage import FileStamp, LocalFile, LocalFiles
 
-# Below this, copying from a memory map beats a system call a row by far (measured: 5 times at
-# 3 kB). Above, it still does where the page cache holds the rows and one call copies them all, but
-# a read brings a row in from a disk in one go, and a map page by page.
-_MAP_BELOW_NBYTES = 64 * 1024
 _GATHER_BLOCK_NBYTES = 64 * 1024  # what NumPy may take for a moment while it gathers small rows
 
 
@@ -100,21 +97,40 @@ class PlanExecutor:
         self, plan: RowPlan | ChunkPlan, start: int, stop: int, raw: NDArray[Any], scratch: Scratch
     ) -> None:
         """Read items `start` to `stop` of a plan; see `Executor`."""
-        with self._files.using(self._layout.file, self._layout.file_id) as file:
-            if isinstance(plan, RowPlan):
-                with scratch.counts.timed("read_ns"):
-                    self._read_rows(file, plan, start, stop, raw)
-                scratch.counts.read_nbytes += (stop - start) * plan.row_nbytes
-            else:
-                self._read_chunks(file, plan, start, stop, raw, scratch)
+        layout = self._layout
+        work = partial(self._execute, plan, start, stop, raw, scratch)
+        self._files.read(layout.file, layout.stamp, work)
+
+    def _execute(
+        self,
+        plan: RowPlan | ChunkPlan,
+        start: int,
+        stop: int,
+        raw: NDArray[Any],
+        scratch: Scratch,
+        file: LocalFile,
+        _stamp: FileStamp,
+    ) -> bool:
+        if isinstance(plan, RowPlan):
+            self.read_rows(file, plan, start, stop, raw, scratch)
+        else:
+            self._read_chunks(file, plan, start, stop, raw, scratch)
+        return False
 
     def chunk_key(self, place: int) -> tuple[int, int]:
         """Return the key of a chunk in the cache."""
         return id(self), place
 
-    def _read_rows(
-        self, file: LocalFile, plan: RowPlan, start: int, stop: int, raw: NDArray[Any]
+    def read_rows(
+        self,
+        file: LocalFile,
+        plan: RowPlan,
+        start: int,
+        stop: int,
+        raw: NDArray[Any],
+        scratch: Scratch,
     ) -> None:
+        """Read rows `start` to `stop` of a plan from the open file."""
         nbytes = plan.row_nbytes
         if nbytes == 0:
             return
@@ -130,20 +146,19 @@ class PlanExecutor:
         if goes_to is None:
             rows = rows[first + start : first + stop]
         try:
-            last = int(offset.max())
-            mapped = None
-            pays = nbytes < _MAP_BELOW_NBYTES or (self._is_table and file.is_cached(last))
-            if pays or file.io == "map":
-                mapped = file.mapped(last + nbytes)
-            if mapped is None:
-                position, offset = _in_file_order(offset)
-                file.read_rows(position if goes_to is None else goes_to[position], offset, rows)
-            else:
-                self._gather(mapped, offset, sample, goes_to, rows)
+            with scratch.counts.timed("read_ns"):
+                mapped = file.mapped(int(offset.max()) + nbytes)
+                if mapped is None:
+                    position, offset = _in_file_order(offset)
+                    goes_to = position if goes_to is None else goes_to[position]
+                    file.read_rows(goes_to, offset, rows, scratch.require_open)
+                else:
+                    self._gather(mapped, offset, sample, goes_to, rows)
         except ReadError as error:
             raise ReadError(
                 f'{error} (dataset "{self._layout.path}", samples {sample.min()} to {sample.max()})'
             ) from error
+        scratch.counts.read_nbytes += (stop - start) * nbytes
 
     def _gather(
         self, mapped: Bytes, offset: Int64s, sample: Int64s, goes_to: Int64s | None, rows: Bytes
@@ -179,7 +194,7 @@ class PlanExecutor:
         try:
             mapped = self._mapped_chunks(file, plan.place[start:stop])
         except ReadError as error:
-            raise self._chunk_error(plan, start, error) from error
+            self._raise_chunk_error(plan, start, error)
         if mapped is not None and self._decode_rows(plan, start, stop, raw, mapped, scratch):
             return
         groups = plan.group[start:stop].tolist()
@@ -193,28 +208,44 @@ class PlanExecutor:
                 strict=True,
             )
         )
-        places, crosses = plan.place[start:stop].tolist(), plan.cross[start:stop].tolist()
-        for i, (place, cross, group) in enumerate(zip(places, crosses, groups, strict=True)):
+        for item, group in enumerate(groups, start):
+            scratch.require_open()
             at = group - groups[0]
             its_runs = runs[bounds[at] - first : bounds[at + 1] - first]
             try:
-                self._read_chunk(file, mapped, place, self._regions[cross], its_runs, raw, scratch)
+                self._read_chunk(file, mapped, plan, item, its_runs, raw, scratch, self._cache)
             except Exception as error:
                 traceback.clear_frames(error.__traceback__)  # they hold the map
                 del mapped
-                raise self._chunk_error(plan, start + i, error) from error
+                self._raise_chunk_error(plan, item, error)
+
+    def read_item(
+        self, file: LocalFile, plan: ChunkPlan, item: int, raw: NDArray[Any], scratch: Scratch
+    ) -> None:
+        """Read one item of a plan from the open file, past the cache of decoded chunks.
+
+        Whoever calls it may hold a claim there, which it would wait for.
+        """
+        group = plan.group[item]
+        of_item = slice(plan.run_start[group], plan.run_start[group + 1])
+        columns = (plan.run_local, plan.run_position, plan.run_length)
+        runs = list(zip(*(column[of_item].tolist() for column in columns), strict=True))
+        scratch.require_open()
+        try:
+            self._read_chunk(file, None, plan, item, runs, raw, scratch, None)
+        except Exception as error:
+            self._raise_chunk_error(plan, item, error)
 
     def _mapped_chunks(self, file: LocalFile, place: Int64s) -> Bytes | None:
-        """Return the file's bytes, if encoded chunks had better be decoded where they lie.
+        """Return the file's bytes, if encoded chunks are to be decoded where they lie.
 
-        That saves a copy, and a turn of the GIL, for each chunk; but where they have to come from
-        a disk, a read brings a chunk in one go, and a map page by page.
+        That saves a copy, and a turn of the GIL, for each chunk.
         """
         chunks = self._layout.chunks
         if chunks is None or not self._layout.filters:
             return None
         place = place[place >= 0]
-        if not place.size or not file.is_cached(int(chunks.offset[place[-1]])):
+        if not place.size:
             return None
         return file.mapped(int((chunks.offset[place] + chunks.nbytes[place]).max()))
 
@@ -260,13 +291,15 @@ class PlanExecutor:
         self,
         file: LocalFile,
         mapped: Bytes | None,
-        place: int,
-        region: tuple[slice, ...],
+        plan: ChunkPlan,
+        item: int,
         runs: list[Run],
         raw: NDArray[Any],
         scratch: Scratch,
+        cache: ChunkCache | None,
     ) -> None:
         """Bring the samples of `runs` from one chunk to their rows of the batch."""
+        place, region = int(plan.place[item]), self._regions[plan.cross[item]]
         if place < 0:
             for _, position, length in runs:
                 raw[(slice(position, position + length), *region)] = self._fill
@@ -288,12 +321,14 @@ class PlanExecutor:
             self._decode(file, mapped, place, scratch, whole)
         else:
             decode = partial(self._decode, file, mapped, place, scratch)
-            key, room = self.chunk_key(place), scratch.raw_chunk[: self._layout.chunk_nbytes]
-            with (
-                self._cache.decoded(key, room, decode) as decoded,
-                scratch.counts.timed("place_ns"),
-            ):
-                self._scatter(self._as_chunk(decoded), runs, region, raw)
+            room = scratch.raw_chunk[: self._layout.chunk_nbytes]
+            with contextlib.ExitStack() as claims:
+                if cache is None:
+                    decode(room)
+                else:
+                    room = claims.enter_context(cache.decoded(self.chunk_key(place), room, decode))
+                with scratch.counts.timed("place_ns"):
+                    self._scatter(self._as_chunk(room), runs, region, raw)
 
     def _scatter(
         self, chunk: NDArray[Any], runs: list[Run], region: tuple[slice, ...], raw: NDArray[Any]
@@ -318,7 +353,8 @@ class PlanExecutor:
     def _mapped_dataset(self, file: LocalFile) -> NDArray[Any]:
         layout = self._layout
         mapped = file.mapped(layout.offset + layout.nbytes)
-        assert mapped is not None, "layout.py sends such datasets to h5py"
+        if mapped is None:
+            raise ReadError(f"{layout.file} cannot be copied out of its memory map")
         return np.ndarray(layout.shape, self._dtype, mapped.data, offset=layout.offset)
 
     def _decode(
@@ -367,10 +403,9 @@ class PlanExecutor:
         if out is not None:
             file.read_into(offset, [out.data])
             return self._as_chunk(out)
-        if self._piece_nbytes < _MAP_BELOW_NBYTES:
-            mapped = file.mapped(offset + nbytes)
-            if mapped is not None:
-                return self._as_chunk(mapped[offset : offset + nbytes])
+        mapped = file.mapped(offset + nbytes)
+        if mapped is not None:
+            return self._as_chunk(mapped[offset : offset + nbytes])
         chunk = scratch.raw_chunk[:nbytes]
         for begin, end in self._needed(runs, nbytes):
             file.read_into(offset + begin, [chunk[begin:end].data])
@@ -386,21 +421,27 @@ class PlanExecutor:
     def _as_chunk(self, chunk: Bytes) -> NDArray[Any]:
         return np.ndarray(self._piece_shape, self._dtype, chunk.data)
 
-    def _chunk_error(self, plan: ChunkPlan, item: int, error: Exception) -> ReadError:
+    def _raise_chunk_error(self, plan: ChunkPlan, item: int, error: Exception) -> NoReturn:
+        """Say which chunk an error is about; damage is what a decoder, or a length, says."""
         layout = self._layout
         where = f'{layout.file}: dataset "{layout.path}"'
+        is_damage = isinstance(error, ValueError | RuntimeError)
+        is_damage = is_damage and not isinstance(error, H5AsyncError | RecursionError)
+        if not is_damage and not isinstance(error, ReadError):
+            raise error
         if layout.chunks is None:
-            return ReadError(f"{where}: {error}")
+            raise ReadError(f"{where}: {error}") from error
         place = plan.place[item]
         axis = layout.sample_axis
         corner = layout.cross_section[plan.cross[item]].copy()
         corner[axis] = plan.group_number[plan.group[item]] * layout.chunk_shape[axis]
         last = min(corner[axis] + layout.chunk_shape[axis], layout.num_samples) - 1
-        return ReadError(
+        remedy = "; the file is damaged there: restore it, or leave these samples out"
+        raise ReadError(
             f"{where}, chunk {tuple(corner.tolist())} (samples {corner[axis]} to {last}),"
-            f" {layout.chunks.nbytes[place]} bytes at byte {layout.chunks.offset[place]}: {error};"
-            " the file is damaged there: restore it, or leave these samples out"
-        )
+            f" {layout.chunks.nbytes[place]} bytes at byte {layout.chunks.offset[place]}: {error}"
+            f"{remedy if is_damage else ''}"
+        ) from error
 
 
 def _regions(layout: DatasetLayout, rest: list[int]) -> list[tuple[slice, ...]]:

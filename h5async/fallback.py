@@ -10,12 +10,13 @@ can be decoded here is decoded here, too, the first time that it is needed.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,34 +24,49 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.changes import FileChanges
 from h5async.chunkindex import stored_nbytes
 from h5async.codecs import FilterPipeline, Scratch, encoded_room
 from h5async.decoding import Bytes
-from h5async.errors import ReadError
+from h5async.errors import ReaderClosedError, ReadError
 from h5async.filters import can_decode, encoded_nbytes, has_known_length, stated_length
 from h5async.layout import DatasetLayout, needed_nbytes
 from h5async.links import open_hdf5
 from h5async.plan import Int64s, SamplesPlan, rows_at
-from h5async.storage import file_id, replaced
+from h5async.storage import FileStamp, changed, replaced
 
 _KEPT_FILES = 32
+_TRIES = 3  # to read while nobody changes a file
+_VARIABLES = "HDF5_EXTFILE_PREFIX", "HDF5_VDS_PREFIX"
 _SPAN_NBYTES = 4 << 20  # may be read for samples of one chunk, however few of its bytes are wanted
 
 
 class FallbackReader:
     """Reads rows of datasets through h5py. Safe to use from many threads.
 
+    Parameters
+    ----------
+    changes
+        Looks at files that were changed since they were indexed.
+
     Attributes
     ----------
     reads
         Batches of one dataset that were read so.
+    lookups
+        How often a file was found changed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, changes: FileChanges) -> None:
+        self._changes = changes
         self._lock = threading.Lock()
         self._files: OrderedDict[str, h5py.File] = OrderedDict()  # the latest use comes last
-        self._nbytes: dict[str, int] = {}
-        self.reads = 0
+        self._stamps: dict[str, FileStamp] = {}  # of files that hold what was indexed
+        self._surroundings = _surroundings()
+        self._folder = b""  # from which names of external files are meant; b"": it was removed
+        with contextlib.suppress(OSError):
+            self._folder = os.fsencode(os.getcwd())
+        self.reads = self.lookups = 0
 
     def open(self, layout: DatasetLayout) -> None:
         """Open the file of a dataset, ahead of its use.
@@ -69,6 +85,7 @@ class FallbackReader:
         plan: SamplesPlan,
         raw: NDArray[Any],
         checks: list[ChunkCheck],
+        require_open: Callable[[], None],
     ) -> None:
         """Fill the rows of a plan.
 
@@ -78,40 +95,34 @@ class FallbackReader:
             (batch, *raw_row): the batch, samples first, of the dataset's dtype (bool as uint8).
         checks
             Run before anything is read. Those of sources, which are checked whole, are taken away.
+        require_open
+            Called between reads; raises where nobody wants the rest.
 
         Raises
         ------
         ReadError
-            If h5py cannot read, or a chunk is damaged; it names file, dataset and samples.
+            If h5py cannot read, a chunk is damaged, or a file has changed; it names file, dataset
+            and samples.
         """
-        sample = plan.sample
         with self._lock:
-            try:
-                self._require_length(layout)
-                for check in list(checks):
-                    source = check.layout
-                    needed = sample if source is layout else _written(source)
-                    check.run(self._file(source)[source.path], needed)
-                    if source is not layout:
-                        checks.remove(check)
-                dataset = self._file(layout)[layout.path]
-                values = dataset.fields(layout.member[0]) if layout.member else dataset
-                for first, last, chosen in _spans(layout, sample):
-                    where = (slice(None),) * layout.sample_axis
-                    block = values[(*where, slice(first, last))]
-                    for name in layout.member[1:]:
-                        block = block[name]
-                    block = np.moveaxis(block, len(where), 0)
-                    out = raw
-                    if raw.dtype.fields and raw.dtype == block.dtype:  # padding, too
-                        out, block = (array.view(f"V{array.itemsize}") for array in (raw, block))
-                    out[rows_at(plan.rows, chosen)] = block[sample[chosen] - first]
-            except Exception as error:
-                raise ReadError(
-                    f'{layout.file}: dataset "{layout.path}", samples {sample.min()} to'
-                    f" {sample.max()}, read through h5py ({layout.fallback_reason}): {error}"
-                ) from error
-            self.reads += 1
+            for _ in range(_TRIES):
+                try:
+                    self._look_anew(layout)
+                    self._read(layout, plan, raw, checks, require_open)
+                except Exception as error:
+                    if isinstance(error, ReaderClosedError):
+                        raise
+                    if self._changed_paths(layout) and not isinstance(error, ReadError):
+                        continue
+                    sample = plan.sample
+                    raise ReadError(
+                        f'{layout.file}: dataset "{layout.path}", samples {sample.min()} to'
+                        f" {sample.max()}, read through h5py ({layout.fallback_reason}): {error}"
+                    ) from error
+                if not self._changed_paths(layout):
+                    self.reads += 1
+                    return
+            raise changed(layout.file, "it, or a source, is written to again and again")
 
     def close(self) -> None:
         """Close the files, after any read under way."""
@@ -120,25 +131,126 @@ class FallbackReader:
                 file.close()
             self._files.clear()
 
-    def _require_length(self, layout: DatasetLayout) -> None:
-        """HDF5 gives what its buffers hold for what was cut off a file."""
-        now = os.fstat(self._file(layout).id.get_vfd_handle()).st_size
-        if now < self._nbytes[layout.file]:
-            raise ValueError(f"the file was cut short after it had been opened, to {now} bytes")
+    def _read(
+        self,
+        layout: DatasetLayout,
+        plan: SamplesPlan,
+        raw: NDArray[Any],
+        checks: list[ChunkCheck],
+        require_open: Callable[[], None],
+    ) -> None:
+        sample = plan.sample
+        for check in list(checks):
+            source = check.layout
+            needed = sample if source is layout else _written(source)
+            check.run(self._file(source)[source.path], needed)
+            if source is not layout:
+                checks.remove(check)
+        dataset = self._dataset(layout)
+        values = dataset.fields(layout.member[0]) if layout.member else dataset
+        for first, last, chosen in _spans(layout, sample):
+            require_open()
+            where = (slice(None),) * layout.sample_axis
+            block = values[(*where, slice(first, last))]
+            for name in layout.member[1:]:
+                block = block[name]
+            block = np.moveaxis(block, len(where), 0)
+            out = raw
+            if raw.dtype.fields and raw.dtype == block.dtype:  # padding, too
+                out, block = (array.view(f"V{array.itemsize}") for array in (raw, block))
+            out[rows_at(plan.rows, chosen)] = block[sample[chosen] - first]
+
+    def _dataset(self, layout: DatasetLayout) -> h5py.Dataset:
+        """Open a dataset so that HDF5 finds the other files that were permitted, and no others."""
+        file = self._file(layout)
+        if (layout.attached or layout.sources) and _surroundings() != self._surroundings:
+            raise ValueError(
+                f"{' or '.join(_VARIABLES)} was changed after the file had been opened, so HDF5"
+                " would look for other files; make a new reader"
+            )
+        if not layout.attached:
+            return file[layout.path]
+        properties = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
+        if not os.environ.get("HDF5_EXTFILE_PREFIX"):
+            properties.set_efile_prefix(self._folder)
+        name = os.fsencode(layout.path)
+        return h5py.Dataset(h5py.h5d.open(file.id, name, properties))
+
+    # --- files that change ------------------------------------------------------------------------
+
+    def _look_anew(self, layout: DatasetLayout) -> None:
+        """See that all files of a dataset hold what was indexed.
+
+        Raises
+        ------
+        ReadError
+            If one does not, or another one lies in its place.
+        """
+        for path, known, now in self._changed_paths(layout):
+            if now.file_id != known.file_id:
+                raise replaced(path)
+            self.lookups += 1
+            file = self._files.pop(path, None)
+            if file is not None:  # HDF5 believes what it has in memory
+                file.close()
+            self._changes.look_at(path, None, known, now)
+            self._stamps[path] = now
+        self._file(layout)
+
+    def _changed_paths(self, layout: DatasetLayout) -> list[tuple[str, FileStamp, FileStamp]]:
+        """Return files that are not as they were: their paths, what they were and are now."""
+        found: list[tuple[str, FileStamp, FileStamp]] = []
+        for path, indexed in layout.attached or [(y.file, y.stamp) for y in layout.origins()]:
+            self._note_change(found, path, indexed, None)
+        self._note_change(found, layout.file, layout.stamp, self._files.get(layout.file))
+        return found
+
+    def _note_change(
+        self,
+        found: list[tuple[str, FileStamp, FileStamp]],
+        path: str,
+        indexed: FileStamp,
+        file: h5py.File | None,
+    ) -> None:
+        known = self._stamps.setdefault(path, indexed)
+        if file is not None and (file.swmr_mode or file.id.get_intent() & h5py.h5f.ACC_RDWR):
+            return  # HDF5 itself knows what is written: to this file, by this process or by SWMR
+        try:
+            now = FileStamp.of(path if file is None else file.id.get_vfd_handle())
+        except OSError as error:
+            raise ReadError(f"{path} cannot be looked at: {error.strerror}") from error
+        if now == known:
+            return
+        is_only_renamed = file is not None and now[:4] == known[:4] and not _lies_at(path, now)
+        if is_only_renamed:  # what h5py has open is as it was
+            self._stamps[path] = now
+        else:
+            found.append((path, known, now))
 
     def _file(self, layout: DatasetLayout) -> h5py.File:
         file = self._files.get(layout.file)
         if file is None:
             file = open_hdf5(Path(layout.file))
-            if file_id(file.id.get_vfd_handle()) != layout.file_id:
+            if FileStamp.of(file.id.get_vfd_handle()).file_id != layout.stamp.file_id:
                 file.close()
                 raise replaced(layout.file)
             if len(self._files) >= _KEPT_FILES:
                 self._files.popitem(last=False)[1].close()
             self._files[layout.file] = file
-            self._nbytes[layout.file] = os.fstat(file.id.get_vfd_handle()).st_size
         self._files.move_to_end(layout.file)
         return file
+
+
+def _surroundings() -> list[str | None]:
+    """Return what HDF5 looks at, besides names in files, to find other files."""
+    return [os.environ.get(name) for name in _VARIABLES]
+
+
+def _lies_at(path: str, stamp: FileStamp) -> bool:
+    try:
+        return FileStamp.of(path).file_id == stamp.file_id
+    except OSError:
+        return False
 
 
 class ChunkCheck:
@@ -236,15 +348,19 @@ class FallbackExecutor:
     def __init__(self, layout: DatasetLayout, reader: FallbackReader) -> None:
         self._layout = layout
         self._reader = reader
-        checks = map(ChunkCheck.of, layout.origins())
-        self._checks = [check for check in checks if check is not None]
+        self._lookups = -1
+        self._checks: list[ChunkCheck] = []
 
     def execute(
         self, plan: SamplesPlan, start: int, stop: int, raw: NDArray[Any], scratch: Scratch
     ) -> None:
         """Read the one item of a plan, all samples, into the batch `raw`."""
+        if self._lookups != self._reader.lookups:  # nothing was checked yet, or of another file
+            self._lookups = self._reader.lookups
+            checks = map(ChunkCheck.of, self._layout.origins())
+            self._checks = [check for check in checks if check is not None]
         with scratch.counts.timed("read_ns"):
-            self._reader.read(self._layout, plan, raw, self._checks)
+            self._reader.read(self._layout, plan, raw, self._checks, scratch.require_open)
 
 
 def _written(layout: DatasetLayout) -> Int64s:

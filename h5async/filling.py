@@ -20,6 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from ctypes import c_int32
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeGuard, cast
@@ -27,10 +28,11 @@ from typing import Any, NamedTuple, TypeGuard, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.changes import FileChanges
 from h5async.chunkcache import ChunkCache
 from h5async.codecs import Scratch
 from h5async.config import ReaderConfig
-from h5async.core import load_core
+from h5async.core import load_core, mapping_mode
 from h5async.errors import ConfigError, PostprocessError, postprocess_error
 from h5async.execute import Executor, PlanExecutor, scratch_nbytes
 from h5async.fallback import FallbackExecutor, FallbackReader
@@ -116,6 +118,8 @@ class FillOutcome:
         By field: which chunks were read as they are stored; None where rows were.
     busy_seconds
         What threads spent on it, summed up.
+    warnings
+        What the consumer is to be warned of, each once.
     """
 
     index: NDArray[np.int64]
@@ -124,6 +128,7 @@ class FillOutcome:
     is_resident: bool = False
     stored: tuple[StoredPlan | None, ...] = ()
     busy_seconds: float = 0.0
+    warnings: tuple[str, ...] = ()
 
 
 _NO_SAMPLES = np.zeros(0, np.int64)
@@ -251,10 +256,17 @@ class Filler:
         self._is_ending = False
         self._has_ended = threading.Event()
         self._times = StageTimes()
-        self._fallback = FallbackReader()
-        self._files = LocalFiles(_KEPT_FILES, config.io)
         self._core = load_core()
+        self._changes = FileChanges(self._layouts, self._forget_chunks)
+        self._fallback = FallbackReader(self._changes)
+        self._files = LocalFiles(
+            _KEPT_FILES,
+            mapping_mode(config.io),
+            python_maps=self._core is None,
+            look_anew=self._changes.look_anew,
+        )
         self._apply = [self._transformer(transform) for transform in self._transforms]
+        self._chunks: list[ChunkCache] = []  # by field
         self._kept_nbytes = [self._find_kept_nbytes(layout, config) for layout in self._layouts]
         self._executors = self._new_executors()
         self._stored_formats = stored_formats
@@ -265,6 +277,7 @@ class Filler:
         }
         sizes = [scratch_nbytes(layout) for layout in self._layouts]
         self._scratch_nbytes = tuple(map(max, *sizes, (0, 0, 0)))
+        self._stop = c_int32()  # not 0: what is under way ends as soon as it can
         self._scratches: list[Scratch] = []
         self._final_stats: FillerStats | None = None
         self._scratch = deque(self._new_scratch() for _ in range(max(1, self._threads)))
@@ -382,6 +395,7 @@ class Filler:
             if self._closed:
                 return
             self._closed, self._then = True, then
+            self._stop.value = 1
             self._heap.clear()
             is_idle = not self._workers
         for _ in self._pool:
@@ -452,7 +466,7 @@ class Filler:
             self._final_stats = self.stats()
             self._scratches.clear()
             self._scratch.clear()
-            self._executors, self._stored_readers = [], {}
+            self._executors, self._stored_readers, self._chunks = [], {}, []
             self._resident = self._cache = None
             self._slots = ()  # the caller may still hold a batch; nothing else keeps its memory
             self._then()
@@ -640,6 +654,7 @@ class Filler:
                     batch.is_resident,
                     stored,
                     batch.busy_ns / 1e9,
+                    self._changes.take_warnings(),
                 ),
             )
 
@@ -673,10 +688,15 @@ class Filler:
         return tuple(np.asarray(array) for array in result)
 
     def _new_executors(self) -> list[Executor]:
+        self._chunks = [ChunkCache(nbytes) for nbytes in self._kept_nbytes]
         return [
-            self._executor(layout, ChunkCache(nbytes))
-            for layout, nbytes in zip(self._layouts, self._kept_nbytes, strict=True)
+            self._executor(layout, chunks)
+            for layout, chunks in zip(self._layouts, self._chunks, strict=True)
         ]
+
+    def _forget_chunks(self) -> None:
+        for chunks in self._chunks:
+            chunks.clear()
 
     def _find_kept_nbytes(self, layout: DatasetLayout, config: ReaderConfig) -> int:
         """Return how much memory to spend on decoded chunks that later batches may need."""
@@ -711,7 +731,7 @@ class Filler:
             if source.fallback_reason is not None:
                 self._fallback.open(source)
             elif source.values is None:
-                with self._files.using(source.file, source.file_id):
+                with self._files.using(source.file, source.stamp):
                     pass
 
     def _close_files(self) -> None:
@@ -727,7 +747,8 @@ class Filler:
             self._resident = self._cache = found
 
     def _new_scratch(self) -> Scratch:
-        scratch = Scratch.allocate(*self._scratch_nbytes)
+        encoded, chunk, between = self._scratch_nbytes
+        scratch = Scratch.allocate(encoded, chunk, between, self._stop)
         self._scratches.append(scratch)
         return scratch
 

@@ -508,7 +508,13 @@ class HelperFiller:
         self._on_done(
             request,
             FillOutcome(
-                index, arrays, error, answer.is_resident, answer.stored, answer.busy_seconds
+                index,
+                arrays,
+                error,
+                answer.is_resident,
+                answer.stored,
+                answer.busy_seconds,
+                answer.warnings,
             ),
         )
 
@@ -648,7 +654,9 @@ def _code(channel_fd: int, memory_fd: int, parent: int) -> str:
 def _check_same(before: Mapping[str, DatasetLayout], now: Mapping[str, DatasetLayout]) -> None:
     """See that a new helper found the files that the first one did."""
     was, found = list(before.values()), list(now.values())
-    ids = [[(leaf.file, leaf.file_id) for y in ys for leaf in y.leaves()] for ys in (was, found)]
+    ids = [
+        [(leaf.file, leaf.stamp.file_id) for y in ys for leaf in y.leaves()] for ys in (was, found)
+    ]
     if ids[0] != ids[1] or fingerprint(was) != fingerprint(found):
         raise ReadError(
             f"{was[0].file}: the helper process died, and a new one finds a file that has changed;"

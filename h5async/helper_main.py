@@ -204,6 +204,7 @@ class _Helper:
             outcome.is_resident,
             outcome.stored,
             outcome.busy_seconds,
+            outcome.warnings,
             self._filler.stats(),
         )
         try:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from h5async.errors import ConfigError, DatasetError
 from h5async.filters import Filter
+from h5async.storage import FileStamp
 
 _SLICES = 32  # of a contiguous dataset: shares that threads can take
 _UNCHUNKED_UNIT_NBYTES = 1 << 20  # what is worth a read of its own
@@ -53,6 +54,21 @@ class ChunkTable:
             return np.full(numbers.shape, -1, np.int64)
         place = np.minimum(np.searchsorted(self.index, numbers), self.index.size - 1)
         return np.where(self.index[place] == numbers, place, -1)
+
+
+class Indexed(NamedTuple):
+    """What a dataset was when it was indexed; see `chunkindex.indexed`.
+
+    Attributes
+    ----------
+    digest
+        16 bytes that depend on its type and creation properties.
+    shape
+        Its extent in the file.
+    """
+
+    digest: bytes
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +186,8 @@ class DatasetLayout:
     ----------
     file, path
         The HDF5 file and the dataset's path in it.
-    file_id
-        Device and inode of the file that was indexed.
+    stamp
+        Of the file when it was indexed.
     shape
         The dataset's dimensions, then those of an array dtype.
     dtype
@@ -201,10 +217,15 @@ class DatasetLayout:
         What is needed to check chunks that h5py reads: bytes of an element as stored (0:
         unknown), how many last dimensions are those of an array type, and whether chunks that
         reach over the dataset's edge are not filtered.
+    attached
+        External, read by h5py: the real paths of the files that hold the values, and their stamps.
+    indexed
+        By which it is seen whether a file that was changed still holds the dataset; None: the
+        file is no HDF5 file, but holds values only.
     """
 
     file: str
-    file_id: tuple[int, int]
+    stamp: FileStamp
     path: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -224,6 +245,8 @@ class DatasetLayout:
     stored_itemsize: int = 0
     has_raw_edges: bool = False
     extra_dims: int = 0
+    attached: tuple[tuple[str, FileStamp], ...] = ()
+    indexed: Indexed | None = None
 
     @property
     def num_samples(self) -> int:
@@ -465,7 +488,7 @@ def join_layouts(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
     reasons = (layout.fallback_reason for layout in layouts)
     return DatasetLayout(
         file=first.file,
-        file_id=first.file_id,
+        stamp=first.stamp,
         path=first.path,
         shape=tuple(shape),
         dtype=first.dtype if same_order else first.dtype.newbyteorder("="),

@@ -9,6 +9,7 @@ gave. Symbolic links are resolved first.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -202,8 +203,10 @@ def open_index(path: Path) -> Iterator[h5py.File]:
             file.id.set_mdc_config(before)
 
 
-def open_hdf5(path: Path) -> h5py.File:
+def open_hdf5(path: Path, *, in_use: bool = False) -> h5py.File:
     """Open a file for reading with h5py, which the caller closes.
+
+    `in_use`: also one that a writer has locked, which may be in the middle of something.
 
     Raises
     ------
@@ -220,7 +223,7 @@ def open_hdf5(path: Path) -> h5py.File:
         except OSError as error:
             # The caller has it open without locking, and HDF5 wants all to agree; or a writer
             # lets others read meanwhile (SWMR).
-            if "file locking flag" in str(error):
+            if "file locking flag" in str(error) or (in_use and error.errno == errno.EAGAIN):
                 return h5py.File(path, "r", locking=False)
             if "already open for write" not in str(error):
                 raise

@@ -103,7 +103,7 @@ class Answer(NamedTuple):
         By field: where an array lies that is none of the slot's; None for the slot's own.
     error
         What went wrong, if anything, by `portable`.
-    is_resident, stored, busy_seconds
+    is_resident, stored, busy_seconds, warnings
         As in `FillOutcome`.
     stats
         What the filler has done so far.
@@ -116,6 +116,7 @@ class Answer(NamedTuple):
     is_resident: bool
     stored: tuple[StoredPlan | None, ...]
     busy_seconds: float
+    warnings: tuple[str, ...]
     stats: FillerStats
 
 

@@ -25,6 +25,7 @@ from h5async.chunkindex import (
     TooManyChunksError,
     edges_are_raw,
     fill_nbytes,
+    indexed,
     read_chunk_table,
     require_true_coordinates,
 )
@@ -34,7 +35,7 @@ from h5async.errors import DatasetError, H5AsyncError, ReadError, UnsafeFileErro
 from h5async.filters import Filter, can_decode, stated_chunk_nbytes
 from h5async.layout import ChunkTable, DatasetLayout, Part, Slab, Storage, normal_axis
 from h5async.links import BESIDE, MissingError, Reach, locate, open_index
-from h5async.storage import file_id, may_map
+from h5async.storage import FileStamp, may_map
 from h5async.virtual import mapped_files, source_series, virtual_parts
 
 _LISTED_DATASETS = 20
@@ -186,6 +187,7 @@ class _Indexer:
     def __init__(self, file: h5py.File, reach: Reach, depth: int) -> None:
         self._file = file
         self._path = Path(file.filename).absolute()  # opened again, from wherever we are then
+        self._stamp = FileStamp.settled(file.id.get_vfd_handle())
         self._reach = reach
         self._depth = depth
 
@@ -225,7 +227,7 @@ class _Indexer:
         filters = _filters(plist)
         layout = DatasetLayout(
             file=str(self._path),
-            file_id=file_id(self._file.id.get_vfd_handle()),
+            stamp=self._stamp,
             path=name,
             shape=(*shape, *extra),
             dtype=_without_metadata(base),
@@ -240,12 +242,14 @@ class _Indexer:
             # Of a type with elements of variable length, HDF5 tells the size in memory.
             stored_itemsize=0 if dataset.dtype.hasobject else dataset.id.get_type().get_size(),
             extra_dims=len(extra),
+            indexed=indexed(dataset),
         )
         try:
             if storage == "virtual":
                 return self._virtual(layout, plist, sources, where)
             if storage == "external":
-                return self._external(layout, plist, element, where)
+                layout, found = self._attached(layout, plist, where)
+                return self._external(layout, plist, element, found)
             if storage == "compact":
                 values = np.asarray(_values(dataset, member))
                 values = values.reshape(layout.shape).view(layout.raw_dtype)
@@ -447,13 +451,25 @@ class _Indexer:
             indexer = _Indexer(place.file, self._reach, self._depth + 1)
             return indexer.layout(place.path, node, (), axis)
 
-    def _external(
-        self, layout: DatasetLayout, plist: h5py.h5p.PropDCID, element: Element, where: str
-    ) -> DatasetLayout:
-        """Return the layout of values in external files, which must be permitted by root."""
-        segments = [plist.get_external(i) for i in range(plist.get_external_count())]
+    def _attached(
+        self, layout: DatasetLayout, plist: h5py.h5p.PropDCID, where: str
+    ) -> tuple[DatasetLayout, list[Path]]:
+        """Return a layout that names its external files, which must be permitted by root."""
+        segments = _segments(plist)
         found = [self._external_path(os.fsdecode(name), where) for name, _, _ in segments]
         self._require_external_bytes(layout, segments, found, where)
+        attached = {str(path): FileStamp.settled(path) for path in found}
+        return replace(layout, attached=tuple(attached.items())), found
+
+    def _external(
+        self,
+        layout: DatasetLayout,
+        plist: h5py.h5p.PropDCID,
+        element: Element,
+        found: Sequence[Path],
+    ) -> DatasetLayout:
+        """Return the layout of values in external files that were found."""
+        segments = _segments(plist)
         self._require_direct(layout, element)
         if layout.member:
             raise NotDirectError("a member of a compound in external files")
@@ -464,11 +480,12 @@ class _Indexer:
             nbytes = min(nbytes, wanted - begin)
             if nbytes <= 0:
                 break
-            status = path.stat()
             source = replace(
                 layout,
                 file=str(path),
-                file_id=(status.st_dev, status.st_ino),
+                stamp=dict(layout.attached)[str(path)],
+                attached=(),
+                indexed=None,
                 storage="contiguous",
                 offset=offset,
             )
@@ -527,6 +544,10 @@ class _Indexer:
         if not path.is_file():
             raise ReadError(f"{where} keeps its values in {path}, which is missing or no file")
         return path
+
+
+def _segments(plist: h5py.h5p.PropDCID) -> list[tuple[bytes, int, int]]:
+    return [plist.get_external(i) for i in range(plist.get_external_count())]
 
 
 def _values(dataset: h5py.Dataset, member: tuple[str, ...]) -> Any:

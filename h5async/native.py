@@ -9,31 +9,32 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.chunkcache import ChunkCache, State
+from h5async.chunkcache import ChunkCache, Claims, State
 from h5async.codecs import Scratch
 from h5async.core import (
     IO_MODES,
     MAX_RANK,
     ChunkPlanStruct,
     Core,
-    CoreWorker,
     DatasetStruct,
+    Event,
     FileStruct,
     RowsStruct,
     TransformStruct,
     address,
     transform_source,
 )
-from h5async.errors import ReadError
+from h5async.errors import ReaderClosedError, ReadError
 from h5async.execute import PlanExecutor
 from h5async.layout import DatasetLayout
 from h5async.plan import ChunkPlan, Int64s, RowPlan
-from h5async.storage import LocalFile, LocalFiles
+from h5async.storage import FileEventError, FileStamp, LocalFile, LocalFiles
 from h5async.stored import StoredPlan
 from h5async.transform import RowTransform
 
@@ -88,16 +89,32 @@ class NativeExecutor:
         self, plan: RowPlan | ChunkPlan, start: int, stop: int, raw: NDArray[Any], scratch: Scratch
     ) -> None:
         """Read items `start` to `stop` of a plan; see `Executor`."""
-        worker = scratch.worker(self._core)
-        with self._files.using(self._layout.file, self._layout.file_id) as file:
-            struct = _file_struct(file)
-            if isinstance(plan, RowPlan):
-                done = self._read_rows(struct, worker, plan, start, stop, raw)
-                while done < stop:
-                    self._python.execute(plan, done, done + 1, raw, scratch)
-                    done = self._read_rows(struct, worker, plan, done + 1, stop, raw)
-            else:
-                self._read_chunks(struct, worker, plan, start, stop, raw, scratch)
+        layout = self._layout
+        work = partial(self._execute, plan, start, stop, raw, scratch)
+        self._files.read(layout.file, layout.stamp, work)
+
+    def _execute(
+        self,
+        plan: RowPlan | ChunkPlan,
+        start: int,
+        stop: int,
+        raw: NDArray[Any],
+        scratch: Scratch,
+        file: LocalFile,
+        stamp: FileStamp,
+    ) -> bool:
+        """Read items from an open file; return whether the core has compared its stamp."""
+        is_left = False  # to Python
+        if isinstance(plan, RowPlan):
+            done = self._read_rows(file, stamp, plan, start, stop, raw, scratch)
+            while done < stop:
+                is_left = True
+                self._python.read_rows(file, plan, done, done + 1, raw, scratch)
+                done = self._read_rows(file, stamp, plan, done + 1, stop, raw, scratch)
+        else:
+            call = _ChunkCall(self._core, self._dataset, file, stamp, plan, raw, scratch)
+            is_left = self._read_chunks(call, start, stop)
+        return not is_left and not file.has_swmr_writer
 
     def transform_rows(
         self,
@@ -115,27 +132,34 @@ class NativeExecutor:
         int
             The number of the first row that was not done.
         """
-        worker, offset = scratch.worker(self._core), plan.offset[start:stop]
+        offset = plan.offset[start:stop]
         rows = RowsStruct(offset=address(offset), num_items=offset.size, row_nbytes=plan.row_nbytes)
-        with self._files.using(self._layout.file, self._layout.file_id) as file:
+        done = 0
+
+        def work(file: LocalFile, stamp: FileStamp) -> bool:
+            nonlocal done
+            call = _Call(self._core, file, stamp, scratch)
             done = self._core.transform_rows(
-                ctypes.byref(_file_struct(file)),
-                ctypes.byref(worker.struct),
+                *call.arguments,
                 ctypes.byref(rows),
                 ctypes.byref(transform.struct),
                 address(out[start:stop]),
             )
-        worker.note_return()
+            call.finish()
+            return not file.has_swmr_writer
+
+        self._files.read(self._layout.file, self._layout.stamp, work)
         return start + int(done)
 
     def _read_rows(
         self,
-        file: FileStruct,
-        worker: CoreWorker,
+        file: LocalFile,
+        stamp: FileStamp,
         plan: RowPlan,
         start: int,
         stop: int,
         raw: NDArray[Any],
+        scratch: Scratch,
     ) -> int:
         """Read rows as far as it goes; return the number of the first that was not read."""
         if start >= stop or plan.row_nbytes == 0:
@@ -156,72 +180,57 @@ class NativeExecutor:
             address(self._fill),
             self._fill.size,
         )
-        done = self._core.read_rows(
-            ctypes.byref(file), ctypes.byref(worker.struct), ctypes.byref(struct)
-        )
-        worker.note_return()
+        call = _Call(self._core, file, stamp, scratch)
+        done = self._core.read_rows(*call.arguments, ctypes.byref(struct))
+        call.finish()
         return start + int(done)
 
-    def _read_chunks(
-        self,
-        file: FileStruct,
-        worker: CoreWorker,
-        plan: ChunkPlan,
-        start: int,
-        stop: int,
-        raw: NDArray[Any],
-        scratch: Scratch,
-    ) -> None:
-        call = _ChunkCall(self._core, self._dataset, file, worker, plan, raw)
+    def _read_chunks(self, call: _ChunkCall, start: int, stop: int) -> bool:
+        """Read chunks of a plan; return whether Python read some."""
         state = np.zeros(stop - start, np.uint8)
         target = np.zeros(stop - start, np.int64)
-        kept = self._partial(plan, start, stop) if self._keeps else np.zeros(0, np.int64)
+        kept = self._partial(call.plan, start, stop) if self._keeps else np.zeros(0, np.int64)
         if not kept.size:
-            for failed in call.run(start, stop, state, target):
-                self._python.execute(plan, failed, failed + 1, raw, scratch)
-            return
-        self._read_kept(call, kept, start, stop, state, target, scratch)
+            return self._run(call, start, stop, state, target, None)
+        # Chunks of which some are kept, or were.
+        keys = [self._python.chunk_key(place) for place in call.plan.place[start + kept].tolist()]
+        with self._cache.claimed(keys, self._layout.chunk_nbytes) as claims:
+            state[kept] = claims.states
+            target[kept] = [0 if data is None else address(data) for data in claims.buffers]
+            is_left = self._run(call, start, stop, state, target, claims)
+        # Others were about to decode these; nobody waits while holding a claim.
+        for i in np.flatnonzero(state == State.BUSY).tolist():
+            is_left |= self._read_busy(call, start + i)
+        return is_left
 
-    def _read_kept(
+    def _run(
         self,
         call: _ChunkCall,
-        kept: Int64s,
         start: int,
         stop: int,
         state: NDArray[np.uint8],
         target: Int64s,
-        scratch: Scratch,
-    ) -> None:
-        """Read chunks of which some are kept, or were."""
-        plan, nbytes = call.plan, self._layout.chunk_nbytes
-        keys = [self._python.chunk_key(place) for place in plan.place[start + kept].tolist()]
-        with self._cache.claimed(keys, nbytes) as claims:
-            state[kept] = claims.states
-            target[kept] = [0 if data is None else address(data) for data in claims.buffers]
-            failures = list(call.run(start, stop, state, target, one=True))
-            # What a failure left undone is not claimed any longer.
-            reached = failures[0] - start if failures else stop - start
-            claims.num_filled = int(np.searchsorted(kept, reached))
-        for failed in failures:
-            self._python.execute(plan, failed, failed + 1, call.raw, scratch)
-            if failed + 1 < stop:
-                self.execute(plan, failed + 1, stop, call.raw, scratch)
-                stop = failed
-        # Others were about to decode these; nobody waits while holding a claim.
-        for i in np.flatnonzero(state[: stop - start] == State.BUSY).tolist():
-            self._read_busy(call, start + i, scratch)
+        claims: Claims | None,
+    ) -> bool:
+        """Have the core read chunks, and Python those that it refuses; tell if there were any."""
+        is_left = False
+        for refused in call.run(start, stop, state, target):
+            is_left = True
+            if claims is not None:
+                claims.give_up(self._python.chunk_key(int(call.plan.place[refused])))
+            self._python.read_item(call.file, call.plan, refused, call.raw, call.scratch)
+        if claims is not None:
+            claims.are_filled = True
+        return is_left
 
-    def _read_busy(self, call: _ChunkCall, item: int, scratch: Scratch) -> None:
+    def _read_busy(self, call: _ChunkCall, item: int) -> bool:
         """Wait until another thread has decoded a chunk, and take from it."""
         key = self._python.chunk_key(int(call.plan.place[item]))
         with self._cache.claimed([key], self._layout.chunk_nbytes, wait=True) as claims:
             data = claims.buffers[0]
             state = np.array(claims.states, np.uint8)
             target = np.array([0 if data is None else address(data)], np.int64)
-            failures = list(call.run(item, item + 1, state, target, one=True))
-            claims.num_filled = 0 if failures else 1
-        for failed in failures:
-            self._python.execute(call.plan, failed, failed + 1, call.raw, scratch)
+            return self._run(call, item, item + 1, state, target, claims)
 
     def _partial(self, plan: ChunkPlan, start: int, stop: int) -> Int64s:
         """Return which of some items take a part of an encoded chunk only."""
@@ -269,8 +278,38 @@ class NativeExecutor:
         return address(array)
 
 
-def _file_struct(file: LocalFile) -> FileStruct:
-    return FileStruct(file.descriptor, IO_MODES[file.io], file.map_address or None, file.map_nbytes)
+class _Call:
+    """Calls of the core for one file, in one thread."""
+
+    def __init__(self, core: Core, file: LocalFile, stamp: FileStamp, scratch: Scratch) -> None:
+        self._struct = FileStruct(
+            file.descriptor,
+            IO_MODES[file.io],
+            file.map_address or None,
+            file.map_nbytes,
+            *stamp,
+        )
+        if file.has_swmr_writer:
+            self._struct.nbytes = -1  # it changes all the time
+        self._worker = scratch.worker(core)
+        self.arguments = ctypes.byref(self._struct), ctypes.byref(self._worker.struct)
+
+    def finish(self) -> None:
+        """Note, right after a call, how it ended.
+
+        Raises
+        ------
+        FileEventError
+            If what was read is worth nothing: the file has changed, or a page is missing.
+        ReaderClosedError
+            If nobody wants it any more.
+        """
+        self._worker.note_return()
+        event = self._struct.event
+        if event == Event.STOPPED:
+            raise ReaderClosedError("the reader was closed while a batch was being read")
+        if event != Event.NONE:
+            raise FileEventError(map_failed=event == Event.FAULTED)
 
 
 class StoredReader:
@@ -301,34 +340,43 @@ class StoredReader:
         ReadError
             If one cannot be read.
         """
-        worker = scratch.worker(self._core)
         for leaf, begin, end in zip(
             plan.leaf, plan.leaf_start[:-1], plan.leaf_start[1:], strict=True
         ):
             here = slice(max(start, begin), min(stop, end))
-            count = here.stop - here.start
-            if count <= 0:
-                continue
-            source = self._leaves[leaf]
-            offset, nbytes = plan.offset[here], plan.nbytes[here]
-            with self._files.using(source.file, source.file_id) as file:
-                struct = _file_struct(file)
-                done = self._core.read_stored(
-                    ctypes.byref(struct),
-                    ctypes.byref(worker.struct),
-                    address(offset),
-                    address(nbytes),
-                    address(plan.position[here]),
-                    count,
-                    address(stored),
-                    stored.nbytes,
-                )
-            worker.note_return()
-            if done < count:
-                raise ReadError(
-                    f'{source.file}: dataset "{source.path}": {nbytes[done]} bytes at byte'
-                    f" {offset[done]} cannot be read"
-                )
+            if here.stop > here.start:
+                source = self._leaves[leaf]
+                work = partial(self._read, plan, source, here, stored, scratch)
+                self._files.read(source.file, source.stamp, work)
+
+    def _read(
+        self,
+        plan: StoredPlan,
+        source: DatasetLayout,
+        here: slice,
+        stored: NDArray[np.uint8],
+        scratch: Scratch,
+        file: LocalFile,
+        stamp: FileStamp,
+    ) -> bool:
+        offset, nbytes, count = plan.offset[here], plan.nbytes[here], here.stop - here.start
+        call = _Call(self._core, file, stamp, scratch)
+        done = self._core.read_stored(
+            *call.arguments,
+            address(offset),
+            address(nbytes),
+            address(plan.position[here]),
+            count,
+            address(stored),
+            stored.nbytes,
+        )
+        call.finish()
+        if done < count:
+            raise ReadError(
+                f'{source.file}: dataset "{source.path}": {nbytes[done]} bytes at byte'
+                f" {offset[done]} cannot be read"
+            )
+        return not file.has_swmr_writer
 
 
 class _ChunkCall:
@@ -338,15 +386,18 @@ class _ChunkCall:
         self,
         core: Core,
         dataset: DatasetStruct,
-        file: FileStruct,
-        worker: CoreWorker,
+        file: LocalFile,
+        stamp: FileStamp,
         plan: ChunkPlan,
         raw: NDArray[Any],
+        scratch: Scratch,
     ) -> None:
+        self.file = file
         self.plan = plan
         self.raw = raw
+        self.scratch = scratch
         self._core = core
-        self._worker = worker
+        self._call = _Call(core, file, stamp, scratch)
         self._struct = ChunkPlanStruct(
             address(plan.place),
             address(plan.cross),
@@ -359,31 +410,23 @@ class _ChunkCall:
             plan.run_start.size - 1,
             plan.run_local.size,
         )
-        self._arguments = [ctypes.byref(s) for s in (dataset, file, worker.struct, self._struct)]
+        self._dataset = ctypes.byref(dataset)
 
-    def run(
-        self,
-        start: int,
-        stop: int,
-        state: NDArray[np.uint8],
-        target: Int64s,
-        *,
-        one: bool = False,
-    ) -> Iterator[int]:
+    def run(self, start: int, stop: int, state: NDArray[np.uint8], target: Int64s) -> Iterator[int]:
         """Bring chunks to the batch, and yield each item that has to be done in another way.
 
         Parameters
         ----------
         state, target
             For each item from `start` on: what to do, and the address of memory for the chunk.
-        one
-            Stop after the first item that fails.
         """
         begin = start
         while begin < stop:
             at = begin - start
             done = self._core.read_chunks(
-                *self._arguments,
+                self._dataset,
+                *self._call.arguments,
+                ctypes.byref(self._struct),
                 begin,
                 stop,
                 address(state) + at,
@@ -391,13 +434,11 @@ class _ChunkCall:
                 address(self.raw),
                 self.raw.shape[0],
             )
-            self._worker.note_return()
+            self._call.finish()
             begin += int(done)
             if begin < stop:
                 yield begin
                 begin += 1
-                if one:
-                    return
 
 
 class NativeTransform:

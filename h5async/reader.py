@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -19,6 +20,7 @@ from h5async.errors import (
     BatchExpiredError,
     ConfigError,
     DatasetError,
+    FileChangedWarning,
 )
 from h5async.layout import DatasetLayout
 from h5async.stats import ReaderStats
@@ -261,6 +263,8 @@ class AsyncReader:
         engine = self._engine
         serial, filled = engine.next(seconds)
         try:
+            for message in engine.take_warnings(filled):
+                warnings.warn(message, FileChangedWarning, stacklevel=2)
             batch = self._batch(serial, filled) if filled.error is None else None
             engine.take(serial, filled)
         except BaseException:  # Ctrl-C: the next call gives this batch

@@ -7,15 +7,16 @@ import itertools
 import mmap
 import os
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.errors import ReadError
+from h5async.errors import H5AsyncError, ReadError
 
 _IOV_MAX = 1024  # POSIX guarantees 16; Linux and macOS take this many buffers a call
 
@@ -31,6 +32,87 @@ _CAN_MAP: dict[int, bool] = {}  # by device number
 
 IoMode = Literal["auto", "pread", "map"]
 
+# Of the clock of file systems; twice that of most kernels where nobody says.
+_TICK_NS = 20_000_000
+if hasattr(time, "CLOCK_REALTIME_COARSE"):
+    _TICK_NS = int(time.clock_getres(time.CLOCK_REALTIME_COARSE) * 1e9)
+_SIGNATURE, _SUPERBLOCK_HEAD_NBYTES = b"\x89HDF\r\n\x1a\n", 12
+_LEAST_READS, _QUICK_SECONDS = 8, 0.01  # between two looks at whether the reader was closed
+_QUIET_NS = 50_000_000  # that a file must have been left alone before it is looked at anew
+_TRIES = 5  # to read a slice of a batch while nobody changes the file
+
+
+class FileStamp(NamedTuple):
+    """What tells a file, and one state of it, from another.
+
+    Attributes
+    ----------
+    device, inode
+        Which file it is.
+    nbytes, modified_ns, changed_ns
+        Its size, and when its content and its status were last changed.
+    """
+
+    device: int
+    inode: int
+    nbytes: int = -1
+    modified_ns: int = 0
+    changed_ns: int = 0
+
+    @property
+    def file_id(self) -> tuple[int, int]:
+        """Device and inode."""
+        return self.device, self.inode
+
+    @classmethod
+    def of(cls, file: int | str | Path) -> FileStamp:
+        """Return that of an open file, by its descriptor, or of what lies at a path now."""
+        status = os.stat(file)
+        return cls(
+            status.st_dev,
+            status.st_ino,
+            status.st_size,
+            status.st_mtime_ns,
+            status.st_ctime_ns,
+        )
+
+    @classmethod
+    def settled(cls, file: int | str | Path, age_ns: int = 0) -> FileStamp:
+        """Return that of a file once a change from now on would show in it.
+
+        File systems take the time from a clock that ticks every few milliseconds (some count whole
+        seconds), and when a write begins: a second change within a tick, and what is left of that
+        write, leave no trace. Where the file was changed that recently, this waits for a tick, or
+        until the change is `age_ns` old.
+
+        Raises
+        ------
+        ReadError
+            If the file is changed in tick after tick.
+        """
+        for _ in range(_TRIES):
+            stamp = cls.of(file)
+            is_whole = stamp.changed_ns % 1_000_000_000 == 0
+            least_ns = max(age_ns, 1_000_000_000 if is_whole else _TICK_NS)
+            left_ns = stamp.changed_ns + least_ns - time.time_ns()
+            if not 0 < left_ns <= least_ns:
+                return stamp
+            time.sleep((left_ns + _TICK_NS) / 1e9)
+        raise ReadError(f"{file} is being written to, again and again; read it when that is done")
+
+
+class FileEventError(Exception):
+    """What was read is worth nothing: the file has changed, or a page of its map is missing."""
+
+    def __init__(self, map_failed: bool = False) -> None:
+        super().__init__()
+        self.map_failed = map_failed
+
+
+# look_anew(file, stamp) returns where a file that is now as `stamp` says still holds what was
+# indexed, and raises `ReadError` where it does not.
+LookAnew = Callable[["LocalFile", FileStamp], None]
+
 
 class LocalFile:
     """A file on this machine, open for reading. Safe to use from many threads.
@@ -42,14 +124,21 @@ class LocalFile:
     path
         The file.
     expected
-        Device and inode of the file that was indexed.
+        Of the file that was indexed.
     io
         ``"auto"``: it is mapped on local file systems; ``"map"``: on any; ``"pread"``: never.
+    python_maps
+        Whether Python, too, may copy out of the map, which nobody guards there: where a page is
+        missing, that ends the process.
 
     Attributes
     ----------
     descriptor
         For reading at any offset.
+    stamp
+        Which state of the file is known to hold what was indexed.
+    has_swmr_writer
+        Whether a writer lets others read meanwhile, so that the file changes all the time.
     map_address, map_nbytes
         Where it is mapped, for the compiled core; 0: not mapped.
 
@@ -59,8 +148,13 @@ class LocalFile:
         If the file cannot be opened, is not the one that was indexed, or cannot be mapped.
     """
 
-    def __init__(self, path: str, expected: tuple[int, int], io: IoMode = "auto") -> None:
+    def __init__(
+        self, path: str, expected: FileStamp, io: IoMode = "auto", *, python_maps: bool = False
+    ) -> None:
         self.path = path
+        self._python_maps = python_maps
+        self.stamp = expected
+        self.looking = threading.Lock()
         self.io: IoMode = io
         self.map_address = self.map_nbytes = 0
         self._map: mmap.mmap | None = None
@@ -70,11 +164,23 @@ class LocalFile:
             self.descriptor = self._file.fileno()
         except OSError as error:
             raise ReadError(f"cannot open {path}: {error.strerror}") from error
-        if file_id(self.descriptor) != expected:
+        if FileStamp.of(self.descriptor).file_id != expected.file_id:
             self.close()
             raise replaced(path)
+        self.has_swmr_writer = has_swmr_writer(self.descriptor)
         if may_map(path, io):
             self._make_map()
+
+    def has_changed(self, since: FileStamp) -> bool:
+        """Tell whether the file is not as it was, or whether someone has found that out."""
+        if self.has_swmr_writer and since is self.stamp and has_swmr_writer(self.descriptor):
+            return False
+        return since is not self.stamp or FileStamp.of(self.descriptor) != since
+
+    def stop_mapping(self) -> None:
+        """Read from now on, which tells why a page cannot be had; who uses the map keeps it."""
+        self.io = "pread"
+        self.map_address = self.map_nbytes = 0
 
     def read_into(self, offset: int, buffers: list[memoryview]) -> None:
         """Fill `buffers`, one after the other, with the bytes from `offset` on.
@@ -87,7 +193,7 @@ class LocalFile:
             If the file ends too early, or the system reports an error; the message names the
             file and the byte.
         """
-        if self.io == "map":
+        if self._python_maps and self.io == "map":
             self._copy(offset, buffers)
             return
         while buffers:
@@ -105,7 +211,11 @@ class LocalFile:
             buffers = _skip(buffers, count)
 
     def read_rows(
-        self, position: NDArray[np.int64], offset: NDArray[np.int64], rows: NDArray[np.uint8]
+        self,
+        position: NDArray[np.int64],
+        offset: NDArray[np.int64],
+        rows: NDArray[np.uint8],
+        require_open: Callable[[], None],
     ) -> None:
         """Fill some rows, those adjacent in the file in one read.
 
@@ -115,6 +225,8 @@ class LocalFile:
             int64 (n,): which rows, and the first byte of each in the file, in ascending order.
         rows
             (m, nbytes), C-contiguous.
+        require_open
+            Called between reads; raises where nobody wants the rest.
 
         Raises
         ------
@@ -127,31 +239,30 @@ class LocalFile:
         places, offsets = position.tolist(), offset.tolist()
         buffers = [flat[place * nbytes : (place + 1) * nbytes] for place in places]
         spans = zip(first, [*first[1:], len(places)], strict=True)
-        runs = [buffers[begin : min(end, begin + _IOV_MAX)] for begin, end in spans]
+        runs = [buffers[begin:end] for begin, end in spans]
         # A thread holds the GIL between its reads, and others wait for it: so with all prepared,
-        # `map` goes from one read to the next without a line of Python.
+        # `map` goes from one read to the next without a line of Python, as long as they are quick.
         starts = [offsets[begin] for begin in first]
+        block, begin = _LEAST_READS, 0
+        while begin < len(starts):
+            require_open()
+            end, started = begin + block, time.monotonic()
+            self._read_runs(runs[begin:end], starts[begin:end], nbytes)
+            is_quick = time.monotonic() - started < _QUICK_SECONDS
+            begin, block = end, 2 * block if is_quick else max(1, block // 2)
+
+    def _read_runs(self, runs: list[list[memoryview]], starts: list[int], row_nbytes: int) -> None:
+        first = [run[:_IOV_MAX] for run in runs]
         try:
-            counts = list(map(os.preadv, itertools.repeat(self.descriptor), runs, starts))
+            counts = list(map(os.preadv, itertools.repeat(self.descriptor), first, starts))
         except OSError:
             counts = []
-        for i, (begin, end) in enumerate(itertools.pairwise([*first, len(places)])):
-            if i >= len(counts) or counts[i] != nbytes * (end - begin):
-                self.read_into(offsets[begin], buffers[begin:end])  # a short or failing read
-
-    def is_cached(self, offset: int) -> bool:
-        """Tell whether a byte can be had without waiting for a disk; False where nobody knows."""
-        if self.io == "map":
-            return True
-        if self._map is None or not hasattr(os, "RWF_NOWAIT"):
-            return False
-        try:
-            return os.preadv(self.descriptor, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
-        except OSError:  # EAGAIN: not in the page cache; EOPNOTSUPP: this file system cannot tell
-            return False
+        for i, (run, start) in enumerate(zip(runs, starts, strict=True)):
+            if i >= len(counts) or counts[i] != row_nbytes * len(run):
+                self.read_into(start, run)  # a short or failing read
 
     def mapped(self, end: int) -> NDArray[np.uint8] | None:
-        """Return the file as an array of bytes, or None where it should be read instead.
+        """Return the file as an array of bytes, for Python; None where it is to be read instead.
 
         Touching a page past the end of a file kills the process, so the size is checked here:
         ask before each use, and keep the array no longer than that.
@@ -161,7 +272,7 @@ class LocalFile:
         ReadError
             If the file now ends before byte `end`.
         """
-        if self._map is None:
+        if self._map is None or not self._python_maps:
             return None
         if len(self._map) < end or os.fstat(self.descriptor).st_size < end:
             raise self._too_short(end)
@@ -213,17 +324,79 @@ class LocalFiles:
         Files that stay open while nobody reads from them; a mapped file takes two descriptors.
     io
         As for `LocalFile`.
+    python_maps
+        As for `LocalFile`.
+    look_anew
+        Called in the thread that finds a file changed; None: such a file is refused.
     """
 
-    def __init__(self, kept: int, io: IoMode = "auto") -> None:
+    def __init__(
+        self,
+        kept: int,
+        io: IoMode = "auto",
+        *,
+        python_maps: bool = False,
+        look_anew: LookAnew | None = None,
+    ) -> None:
         self._io: IoMode = io
+        self._python_maps = python_maps
+        self._look_anew = look_anew or _refuse
         self._lock = threading.Lock()
         self._kept = kept
         self._files: OrderedDict[str, LocalFile] = OrderedDict()  # the latest use comes last
         self._users: dict[str, int] = {}
 
+    def read(
+        self, path: str, expected: FileStamp, work: Callable[[LocalFile, FileStamp], bool]
+    ) -> None:
+        """Have `work` read from a file that stays as it is until it is done.
+
+        Parameters
+        ----------
+        path, expected
+            The file, as it was indexed.
+        work
+            Called with the open file and its stamp, and once more where the file was changed
+            meanwhile but still holds what was indexed. Returns whether it has compared the stamp
+            itself, after all it read; raises `FileEventError` where that did not agree.
+
+        Raises
+        ------
+        ReadError
+            If it cannot be opened, is another file, or another index was found in it.
+        """
+        with self.using(path, expected) as file:
+            for _ in range(_TRIES):
+                stamp = file.stamp
+                try:
+                    if work(file, stamp) or not file.has_changed(stamp):
+                        return
+                except FileEventError as event:
+                    if event.map_failed:
+                        file.stop_mapping()
+                except H5AsyncError:
+                    if not file.has_changed(stamp):
+                        raise
+                self._look(file, stamp)
+        raise changed(path, "it is written to again and again")
+
+    def _look(self, file: LocalFile, stamp: FileStamp) -> None:
+        """See that a file which was changed still holds what was indexed; one thread looks."""
+        with file.looking:
+            if file.stamp is not stamp or FileStamp.of(file.descriptor) == stamp:
+                return
+            try:
+                now = FileStamp.settled(file.descriptor, _QUIET_NS)
+            except ReadError:
+                raise changed(file.path, "it is written to again and again") from None
+            # Of a file that has no name any more, only the status was changed by that.
+            if now[:4] != stamp[:4] or os.fstat(file.descriptor).st_nlink:
+                self._look_anew(file, now)
+            file.has_swmr_writer = has_swmr_writer(file.descriptor)
+            file.stamp = now
+
     @contextlib.contextmanager
-    def using(self, path: str, expected: tuple[int, int]) -> Iterator[LocalFile]:
+    def using(self, path: str, expected: FileStamp) -> Iterator[LocalFile]:
         """Give a file, open until the context ends.
 
         Raises
@@ -255,8 +428,8 @@ class LocalFiles:
         for file in files:
             file.close()
 
-    def _opened(self, path: str, expected: tuple[int, int]) -> LocalFile:
-        file = LocalFile(path, expected, self._io)
+    def _opened(self, path: str, expected: FileStamp) -> LocalFile:
+        file = LocalFile(path, expected, self._io, python_maps=self._python_maps)
         with self._lock:
             first = self._files.setdefault(path, file)  # another thread may have been faster
             self._users[path] = self._users.get(path, 0) + 1
@@ -296,10 +469,35 @@ def read_ahead(path: Path, nbytes: int) -> None:
             os.close(descriptor)
 
 
-def file_id(descriptor: int) -> tuple[int, int]:
-    """Return device and inode of an open file."""
-    status = os.fstat(descriptor)
-    return status.st_dev, status.st_ino
+def _refuse(file: LocalFile, _stamp: FileStamp) -> None:
+    raise changed(file.path, "nobody can tell whether it still holds what was indexed")
+
+
+def changed(path: str, what: str) -> ReadError:
+    """Return the error for a file that was changed under a reader."""
+    return ReadError(
+        f"{path} was changed while it was being read: {what}; make a new reader, which reads it as"
+        " it is now"
+    )
+
+
+def has_swmr_writer(descriptor: int) -> bool:
+    """Tell whether an HDF5 file says that a writer has it open for SWMR.
+
+    So say the file consistency flags of its superblock, version 3 ("Disk Format: Level 0A" of the
+    HDF5 file format specification), which lies at byte 0, 512, 1024, 2048, ...
+    """
+    begin = 0
+    try:
+        nbytes = os.fstat(descriptor).st_size
+        while begin < nbytes:
+            head = os.pread(descriptor, _SUPERBLOCK_HEAD_NBYTES, begin)
+            if head.startswith(_SIGNATURE):
+                return len(head) == _SUPERBLOCK_HEAD_NBYTES and head[8] >= 3 and bool(head[11] & 4)
+            begin = max(512, 2 * begin)
+    except OSError:
+        pass
+    return False
 
 
 def replaced(path: str) -> ReadError:

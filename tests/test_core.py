@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import importlib
 import itertools
+import mmap
 import os
 import re
 import shutil
@@ -167,7 +168,7 @@ class OneChunk:
         if structs is None and core.missing:
             pytest.skip(f"no library was found for {', '.join(sorted(core.missing))}")
         assert structs is not None, "the core takes this pipeline"
-        self.file = FileStruct(descriptor, IO_MODES["map"], None, 0)
+        self.file = FileStruct(descriptor, IO_MODES["map"], None, 0, nbytes=-1)
         self.zero, self.stored, self.mask = int64s(0), int64s(0), np.zeros(1, np.uint32)
         self.ones, self.extent, self.fill = int64s(1), int64s(nbytes), np.zeros(1, np.uint8)
         self.dataset = DatasetStruct(
@@ -634,7 +635,7 @@ class RowFile:
         position = None if position is None else int64s(*position)
         fill = exactly(fill)
         mapped = None if io == "pread" else self.map.ctypes.data
-        file = FileStruct(self.file.fileno(), IO_MODES[io], mapped, self.map.size)
+        file = FileStruct(self.file.fileno(), IO_MODES[io], mapped, self.map.size, nbytes=-1)
         rows = RowsStruct(
             address(offset),
             None if position is None else address(position),
@@ -1024,7 +1025,7 @@ class SmallDataset:
             itemsize=1, row_nbytes=6, begin=-1,
         )  # fmt: skip
         self.plan = ChunkPlanStruct(num_items=4, num_groups=2, num_runs=2)
-        self.file = FileStruct(descriptor, IO_MODES["map"], None, self.chunks.size)
+        self.file = FileStruct(descriptor, IO_MODES["map"], None, self.chunks.size, nbytes=-1)
         self.batch, self.chunk = Guarded(48), Guarded(12)
         self.bounds, self.batch_rows = (0, 4), 8
 
@@ -1492,7 +1493,14 @@ def test_a_build_of_another_version_is_an_error(core, monkeypatch):
     with pytest.raises(OSError, match="another version; install h5async again"):
         Core(core.path)
     monkeypatch.undo()
-    monkeypatch.setattr(core_module, "_STRUCTURES", core_module._STRUCTURES[:-1])
+    names = [name for name, _ in core_module.RowsStruct._fields_]
+
+    class Swapped(ctypes.Structure):  # of the same size, with two members in each other's place
+        _fields_ = core_module.RowsStruct._fields_[1::-1] + core_module.RowsStruct._fields_[2:]
+
+    assert sorted(name for name, _ in Swapped._fields_) == sorted(names)
+    structures = {**core_module._STRUCTURES, "Rows": Swapped}
+    monkeypatch.setattr(core_module, "_STRUCTURES", structures)
     with pytest.raises(OSError, match="another version; install h5async again"):
         Core(core.path)
 
@@ -1612,3 +1620,80 @@ def test_a_file_that_was_cut_short_before_rows_are_transformed(tmp_path, core):
         os.truncate(path, path.stat().st_size // 2)
         with pytest.raises(OSError, match="ends at byte"):
             list(reader)
+
+
+@pytest.mark.parametrize("kind", ["rows", "chunks", "stored"])
+def test_a_page_that_cannot_be_had_ends_the_call_and_not_the_process(core, tmp_path, kind):
+    """The map is of a file that was cut short; the descriptor is of one that was not."""
+    mapped, whole = tmp_path / "mapped", tmp_path / "whole"
+    for path in (mapped, whole):
+        path.write_bytes(bytes(range(256)) * 64)
+    with mapped.open("rb") as file:
+        content = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+    out = np.zeros(16384, np.uint8)
+    empty = np.empty(0, np.uint8)
+    worker = core.new_worker(empty, empty, (empty,) * 3)
+    zero, one, length = int64s(0), int64s(1), int64s(16384)
+    with whole.open("rb") as file:
+        struct = FileStruct(
+            file.fileno(), IO_MODES["map"], address(content), content.size, nbytes=-1
+        )
+        first = ctypes.byref(struct), ctypes.byref(worker.struct)
+
+        def call():
+            if kind == "rows":
+                fill = np.zeros(1, np.uint8)
+                rows = RowsStruct(
+                    address(zero), None, 1, address(out), 1, out.size, address(fill), 1
+                )
+                return core.read_rows(*first, ctypes.byref(rows))
+            if kind == "stored":
+                return core.read_stored(
+                    *first, address(zero), address(length), address(zero), 1, address(out), out.size
+                )
+            dataset = DatasetStruct(
+                chunk_strides=address(zero), row_strides=address(zero), extents=address(one),
+                row_begin=address(zero), piece_begin=address(zero), num_chunks=1, num_cross=1,
+                rank=0, chunk_nbytes=out.size, chunk_samples=1, sample_stride=out.size,
+                itemsize=out.size, row_nbytes=out.size, rows_are_whole=1, begin=0,
+            )  # fmt: skip
+            cross = np.zeros(1, np.int32)
+            runs = int64s(0, 1)
+            plan = ChunkPlanStruct(
+                address(zero), address(cross), address(cross), address(runs), address(zero),
+                address(zero), address(one), 1, 1, 1,
+            )  # fmt: skip
+            state = np.zeros(1, np.uint8)
+            return core.read_chunks(
+                ctypes.byref(dataset), *first, ctypes.byref(plan), 0, 1, address(state),
+                address(zero), address(out), 1,
+            )  # fmt: skip
+
+        assert call() == 1
+        assert (out == content).all()
+        os.truncate(mapped, 0)
+        for _ in range(3):
+            assert (call(), struct.event) == (0, core_module.Event.FAULTED)
+        os.truncate(mapped, 16384)
+        assert call() == 1
+        assert struct.event == core_module.Event.NONE
+        assert not out.any()
+
+
+def test_a_call_ends_when_the_reader_is_closed(core, tmp_path):
+    path = tmp_path / "rows"
+    path.write_bytes(bytes(4096))
+    out, empty = np.ones(4096, np.uint8), np.empty(0, np.uint8)
+    stop = ctypes.c_int32(1)
+    worker = core.new_worker(empty, empty, (empty,) * 3, stop)
+    offset, fill = np.arange(0, 4096, 8), np.zeros(1, np.uint8)
+    rows = RowsStruct(address(offset), None, 512, address(out), 512, 8, address(fill), 1)
+    with path.open("rb") as file:
+        struct = FileStruct(file.fileno(), IO_MODES["pread"], None, 0, nbytes=-1)
+        first = ctypes.byref(struct), ctypes.byref(worker.struct), ctypes.byref(rows)
+        assert core.read_rows(*first) == 0
+        assert struct.event == core_module.Event.STOPPED
+        assert out.all()
+        stop.value = 0
+        assert core.read_rows(*first) == 512
+        assert not out.any()

@@ -88,7 +88,7 @@ class Pieces:
         target = int64s(*target)
         base = Guarded(int(nbytes.sum()) if base_nbytes is None else base_nbytes)
         mapped = None if io == "pread" else self.map.ctypes.data
-        file = FileStruct(self.file.fileno(), IO_MODES[io], mapped, self.map.size)
+        file = FileStruct(self.file.fileno(), IO_MODES[io], mapped, self.map.size, nbytes=-1)
         before = self.worker.counts()
         self.done = self.core.read_stored(
             *map(ctypes.byref, (file, self.worker.struct)),

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from h5async.filters import Filter
 from h5async.layout import ChunkTable, DatasetLayout
 from h5async.plan import ChunkPlan, PlanSlice, ReadPlan, RowPlan, SamplesPlan, cut, plan_read
+from h5async.storage import FileStamp
 
 DEFLATE = (Filter(1, (4,), "deflate"),)
 BASE = 1000  # address of a contiguous dataset
@@ -45,7 +46,7 @@ def layout(
         )
     return DatasetLayout(
         file="f.h5",
-        file_id=(0, 0),
+        stamp=FileStamp(0, 0),
         path="data",
         shape=tuple(shape),
         dtype=np.dtype(np.int32),

@@ -19,10 +19,15 @@ static int read_raw_samples(const Dataset *d, Worker *w, const File *file, int64
 typedef struct {
     const Dataset *d;
     Worker *w;
-    const File *file;
+    File *file;
     int64_t available; /* bytes that may be read out of the map */
     uint8_t *batch;
     int64_t last_ns;
+    const ChunkPlan *plan;
+    int64_t start, stop;
+    const uint8_t *state;
+    uint8_t *const *target;
+    int64_t batch_rows, done;
 } Call;
 
 static void count_time(Call *call, int64_t *counter)
@@ -120,35 +125,47 @@ static int ask_for_chunks(const Dataset *d, const File *file, const int64_t *pla
     return (int)cached;
 }
 
+static void do_chunks(void *data)
+{
+    Call *call = data;
+    const ChunkPlan *plan = call->plan;
+    File *file = call->file;
+    int64_t count = call->stop - call->start;
+    if (ask_for_chunks(call->d, file, plan->place + call->start, call->state, count) ||
+        file->io == IO_MAP)
+        call->available = mappable_nbytes(file);
+    for (; call->done < count && !is_stopped(file, call->w); call->done++) {
+        int64_t i = call->start + call->done;
+        int state = call->state[call->done];
+        uint8_t *target = call->target[call->done];
+        Runs runs;
+        if (state == SKIPPED)
+            continue;
+        if (state != TO_SCRATCH && target == NULL)
+            break;
+        if (!runs_of(call->d, plan, plan->group[i], call->batch_rows, &runs))
+            break;
+        if (!read_chunk(call, plan->place[i], plan->cross[i], &runs, state, target))
+            break;
+    }
+}
+
 /* Items `start` to `stop` of a plan. `state` and `target`, for each of them: whether a chunk that
    is not a whole piece of the batch is decoded to scratch or to memory that is kept (target), lies
    decoded there, or is left out. */
-PUBLIC int64_t h5async_read_chunks(const Dataset *d, const File *file, Worker *w,
-                                   const ChunkPlan *plan, int64_t start, int64_t stop,
-                                   const uint8_t *state, uint8_t *const *target, uint8_t *batch,
-                                   int64_t batch_rows)
+PUBLIC int64_t h5async_read_chunks(const Dataset *d, File *file, Worker *w, const ChunkPlan *plan,
+                                   int64_t start, int64_t stop, const uint8_t *state,
+                                   uint8_t *const *target, uint8_t *batch, int64_t batch_rows)
 {
-    int64_t done = 0;
-    Call call = {d, w, file, 0, batch, now_ns()};
+    Call call = {.d = d, .w = w, .file = file, .batch = batch, .last_ns = now_ns(), .plan = plan,
+                 .start = start, .stop = stop, .state = state, .target = target,
+                 .batch_rows = batch_rows};
     if (start < 0 || stop > plan->num_items || stop <= start || d->num_filters > MAX_FILTERS ||
         d->rank < 0 || d->rank >= MAX_RANK || d->itemsize < 1 || d->chunk_samples < 1 ||
         batch_rows < 0)
         return 0;
-    int is_mapped = ask_for_chunks(d, file, plan->place + start, state, stop - start);
-    if (is_mapped || file->io == IO_MAP)
-        call.available = mappable_nbytes(file);
-    for (; done < stop - start; done++) {
-        int64_t i = start + done;
-        Runs runs;
-        if (state[done] == SKIPPED)
-            continue;
-        if (state[done] != TO_SCRATCH && target[done] == NULL)
-            break;
-        if (!runs_of(d, plan, plan->group[i], batch_rows, &runs))
-            break;
-        if (!read_chunk(&call, plan->place[i], plan->cross[i], &runs, state[done], target[done]))
-            break;
-    }
+    if (!steadily(file, do_chunks, &call))
+        call.done = 0;
     w->returned_ns = now_ns();
-    return done;
+    return call.done;
 }

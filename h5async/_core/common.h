@@ -4,6 +4,12 @@
 #define _FILE_OFFSET_BITS 64
 #include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
+#include <sched.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -36,7 +42,7 @@
 #define PUBLIC __attribute__((visibility("default")))
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 
-enum { ABI = 4 };
+enum { ABI = 5 };
 enum { MAX_FILTERS = 32, MAX_RANK = 33, MAX_IOVEC = 1024, MAX_PROBES = 16 };
 enum { ADVISED_NBYTES = 128 * 1024 }; /* Linux cuts longer requests to its window, often this */
 enum { TILE_ELEMENTS = 8, TILE_NBYTES = 16 * 1024 };
@@ -46,17 +52,20 @@ enum Kind { DEFLATE = 1, SHUFFLE, FLETCHER32, LZF, ZSTD, LZ4, BLOSC, BITSHUFFLE,
             BITSHUFFLE_LZ4, BITSHUFFLE_ZSTD, NOTHING };
 enum State { TO_SCRATCH = 0, TO_TARGET = 1, IN_TARGET = 2, SKIPPED = 3 };
 enum Io { IO_AUTO = 0, IO_PREAD = 1, IO_MAP = 2 };
+/* What kept a call from its work, or makes it worthless: the file is not what was indexed; a page
+   of its map could not be had; the reader is being closed. */
+enum Event { NO_EVENT = 0, CHANGED = 1, FAULTED = 2, STOPPED = 3 };
 
 typedef struct {
-    void *(*deflate_new)(void);
-    void (*deflate_free)(void *);
-    int (*zlib_decompress)(void *, const void *, size_t, void *, size_t, size_t *);
-    void *(*zstd_new)(void);
-    size_t (*zstd_free)(void *);
-    size_t (*zstd_decompress)(void *, void *, size_t, const void *, size_t);
-    unsigned (*zstd_is_error)(size_t);
-    int (*lz4_decompress)(const char *, char *, int, int);
-    int (*blosc_decompress)(const void *, void *, size_t, int);
+    void *(*libdeflate_alloc_decompressor)(void);
+    void (*libdeflate_free_decompressor)(void *);
+    int (*libdeflate_zlib_decompress)(void *, const void *, size_t, void *, size_t, size_t *);
+    void *(*ZSTD_createDCtx)(void);
+    size_t (*ZSTD_freeDCtx)(void *);
+    size_t (*ZSTD_decompressDCtx)(void *, void *, size_t, const void *, size_t);
+    unsigned (*ZSTD_isError)(size_t);
+    int (*LZ4_decompress_safe)(const char *, char *, int, int);
+    int (*blosc_decompress_ctx)(const void *, void *, size_t, int);
 } Libraries;
 
 typedef struct {
@@ -67,12 +76,15 @@ typedef struct {
     int64_t read_ns, decode_ns, place_ns; /* where the time went, summed up */
     int64_t read_nbytes, decoded_chunks;
     int64_t returned_ns;                  /* when the last call came to its end */
+    const volatile int32_t *stop;         /* not 0: end as soon as can be */
 } Worker;
 
 typedef struct {
     int32_t fd, io;
     const uint8_t *map; /* NULL: not mapped */
     int64_t map_nbytes;
+    int64_t device, inode, nbytes, modified_ns, changed_ns; /* as indexed; nbytes -1: not checked */
+    int64_t event;                                          /* out: enum Event */
 } File;
 
 typedef struct {

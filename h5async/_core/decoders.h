@@ -4,9 +4,9 @@ static int64_t inflate(Worker *w, const uint8_t *in, int64_t n, uint8_t *out, in
 {
     size_t count = 0;
     const Libraries *l = w->libraries;
-    if (l->zlib_decompress == NULL || (w->deflate == NULL && !(w->deflate = l->deflate_new())))
+    if (l->libdeflate_zlib_decompress == NULL || (w->deflate == NULL && !(w->deflate = l->libdeflate_alloc_decompressor())))
         return -1;
-    if (l->zlib_decompress(w->deflate, in, (size_t)n, out, (size_t)room, &count) != 0)
+    if (l->libdeflate_zlib_decompress(w->deflate, in, (size_t)n, out, (size_t)room, &count) != 0)
         return -1;
     return (int64_t)count;
 }
@@ -14,19 +14,19 @@ static int64_t inflate(Worker *w, const uint8_t *in, int64_t n, uint8_t *out, in
 static int64_t unzstd(Worker *w, const uint8_t *in, int64_t n, uint8_t *out, int64_t room)
 {
     const Libraries *l = w->libraries;
-    if (l->zstd_decompress == NULL || (w->zstd == NULL && !(w->zstd = l->zstd_new())))
+    if (l->ZSTD_decompressDCtx == NULL || (w->zstd == NULL && !(w->zstd = l->ZSTD_createDCtx())))
         return -1;
-    size_t count = l->zstd_decompress(w->zstd, out, (size_t)room, in, (size_t)n);
-    return l->zstd_is_error(count) ? -1 : (int64_t)count;
+    size_t count = l->ZSTD_decompressDCtx(w->zstd, out, (size_t)room, in, (size_t)n);
+    return l->ZSTD_isError(count) ? -1 : (int64_t)count;
 }
 
 static int64_t unlz4(Worker *w, const uint8_t *in, int64_t n, uint8_t *out, int64_t room)
 {
-    if (w->libraries->lz4_decompress == NULL || n > INT32_MAX)
+    if (w->libraries->LZ4_decompress_safe == NULL || n > INT32_MAX)
         return -1;
     if (room > INT32_MAX)
         room = INT32_MAX;
-    return w->libraries->lz4_decompress((const char *)in, (char *)out, (int)n, (int)room);
+    return w->libraries->LZ4_decompress_safe((const char *)in, (char *)out, (int)n, (int)room);
 }
 
 static uint32_t little32(const uint8_t *in)
@@ -51,14 +51,14 @@ static int64_t big64(const uint8_t *in)
 
 static int64_t unblosc(Worker *w, const uint8_t *in, int64_t n, uint8_t *out, int64_t room)
 {
-    if (w->libraries->blosc_decompress == NULL || n < 16)
+    if (w->libraries->blosc_decompress_ctx == NULL || n < 16)
         return -1;
     int64_t nbytes = little32(in + 4), stored = little32(in + 12);
     if (stored > n || nbytes > room || nbytes > INT32_MAX)
         return -1;
     if (nbytes == 0)
         return 0;
-    return w->libraries->blosc_decompress(in, out, (size_t)room, 1) == nbytes ? nbytes : -1;
+    return w->libraries->blosc_decompress_ctx(in, out, (size_t)room, 1) == nbytes ? nbytes : -1;
 }
 
 static int64_t unlz4_blocks(Worker *w, const uint8_t *in, int64_t n, uint8_t *out, int64_t room)

@@ -1,11 +1,52 @@
 /* Byte ranges of a file: whether they can be had at once, asking for them, reading them. */
 
+#if defined(__APPLE__)
+#define MODIFIED(status) (status).st_mtimespec
+#define STATUS_CHANGED(status) (status).st_ctimespec
+#else
+#define MODIFIED(status) (status).st_mtim
+#define STATUS_CHANGED(status) (status).st_ctim
+#endif
+
+static int64_t in_ns(struct timespec t)
+{
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+/* Whether the file is what was indexed, by its numbers, size and times. */
+static int is_as_indexed(File *file)
+{
+    struct stat status;
+    if (file->nbytes < 0)
+        return 1;
+    if (fstat(file->fd, &status) == 0 && (int64_t)status.st_dev == file->device &&
+        (int64_t)status.st_ino == file->inode && status.st_size == file->nbytes &&
+        in_ns(MODIFIED(status)) == file->modified_ns &&
+        in_ns(STATUS_CHANGED(status)) == file->changed_ns)
+        return 1;
+    file->event = CHANGED;
+    return 0;
+}
+
+/* Call it within `steadily`: the file has the size that it had when it was indexed. */
 static int64_t mappable_nbytes(const File *file)
 {
     struct stat status;
-    if (file->map == NULL || file->io == IO_PREAD || fstat(file->fd, &status) != 0)
+    int64_t nbytes = file->nbytes;
+    if (file->map == NULL || file->io == IO_PREAD)
         return 0;
-    return status.st_size < file->map_nbytes ? status.st_size : file->map_nbytes;
+    if (nbytes < 0)
+        nbytes = fstat(file->fd, &status) == 0 ? status.st_size : 0;
+    return nbytes < file->map_nbytes ? nbytes : file->map_nbytes;
+}
+
+/* Whether the reader is being closed: then nobody wants the rest. */
+static int is_stopped(File *file, const Worker *w)
+{
+    if (w->stop == NULL || *w->stop == 0)
+        return 0;
+    file->event = STOPPED;
+    return 1;
 }
 
 /* Whether one byte can be had without waiting for a disk; not so where the system cannot tell. */

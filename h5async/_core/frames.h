@@ -186,7 +186,7 @@ PUBLIC int64_t h5async_cut_frames(Frames *f)
 
 /* Reads `nbytes[i]` bytes at `offset[i]` of the file to `base + target[i]`, as long as that can be
    done, and returns how often it was. */
-PUBLIC int64_t h5async_read_stored(const File *file, Worker *worker, const int64_t *offset,
+PUBLIC int64_t h5async_read_stored(File *file, Worker *worker, const int64_t *offset,
                                    const int64_t *nbytes, const int64_t *target, int64_t count,
                                    uint8_t *base, int64_t base_nbytes)
 {
@@ -198,7 +198,7 @@ PUBLIC int64_t h5async_read_stored(const File *file, Worker *worker, const int64
     Pieces pieces = {.offset = offset, .nbytes = nbytes, .position = target, .count = valid,
                      .unit = 1, .base = base};
     if (valid > 0)
-        done = read_pieces(file, &pieces);
+        done = read_pieces(file, worker, &pieces);
     for (int64_t i = 0; i < done; i++)
         worker->read_nbytes += nbytes[i];
     worker->returned_ns = now_ns();

@@ -37,13 +37,15 @@ static int pieces_are_cached(const File *file, const Pieces *p)
     return 1;
 }
 
-static int64_t copy_pieces(const File *file, const Pieces *p, int64_t available)
+static int64_t copy_pieces(File *file, const Worker *w, const Pieces *p, int64_t available)
 {
     for (int64_t i = 0; i < p->count; i++) {
         int64_t offset = p->offset[i], nbytes = nbytes_of_piece(p, i);
         if (nbytes < 4096 && i + 8 < p->count && p->offset[i + 8] >= 0 &&
             p->offset[i + 8] < available)
             __builtin_prefetch(file->map + p->offset[i + 8]);
+        if (is_stopped(file, w))
+            return i;
         if (offset < 0)
             fill_piece(p, i);
         else if (offset > available - nbytes)
@@ -102,7 +104,7 @@ static int read_run_slowly(const File *file, const Pieces *p, int64_t begin, int
 
 /* What the page cache holds is read at once. The rest is asked for, all of it, before the first
    read that waits: so as many reads are in flight as the disk takes. */
-static int64_t pread_pieces(const File *file, const Pieces *p)
+static int64_t pread_pieces(File *file, const Worker *w, const Pieces *p)
 {
     uint8_t *is_late = calloc((size_t)p->count + 1, 1);
     int64_t done = 0, end, late = 0;
@@ -115,6 +117,10 @@ static int64_t pread_pieces(const File *file, const Pieces *p)
             continue;
         }
         end = end_of_run(p, i);
+        if (is_stopped(file, w)) {
+            free(is_late);
+            return 0;
+        }
 #ifdef RWF_NOWAIT
         if (read_run(file, p, i, end, RWF_NOWAIT))
             continue;
@@ -132,7 +138,8 @@ static int64_t pread_pieces(const File *file, const Pieces *p)
         if (!is_late[i])
             continue;
         end = end_of_run(p, i);
-        if (!read_run(file, p, i, end, 0) && !read_run_slowly(file, p, i, end)) {
+        if (is_stopped(file, w) ||
+            (!read_run(file, p, i, end, 0) && !read_run_slowly(file, p, i, end))) {
             done = i;
             break;
         }
@@ -141,10 +148,27 @@ static int64_t pread_pieces(const File *file, const Pieces *p)
     return done;
 }
 
-/* Returns how many were read before the first that could not be. */
-static int64_t read_pieces(const File *file, const Pieces *p)
+typedef struct {
+    File *file;
+    const Worker *w;
+    const Pieces *pieces;
+    int64_t done;
+} PiecesCall;
+
+static void do_pieces(void *data)
 {
+    PiecesCall *call = data;
+    File *file = call->file;
+    const Pieces *p = call->pieces;
     int64_t available = mappable_nbytes(file);
     int is_mapped = available > 0 && (file->io == IO_MAP || pieces_are_cached(file, p));
-    return is_mapped ? copy_pieces(file, p, available) : pread_pieces(file, p);
+    call->done = is_mapped ? copy_pieces(file, call->w, p, available)
+                           : pread_pieces(file, call->w, p);
+}
+
+/* Returns how many were read before the first that could not be. */
+static int64_t read_pieces(File *file, const Worker *w, const Pieces *p)
+{
+    PiecesCall call = {file, w, p, 0};
+    return steadily(file, do_pieces, &call) ? call.done : 0;
 }

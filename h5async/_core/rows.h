@@ -26,12 +26,12 @@ static Pieces pieces_of_rows(const Rows *r, int64_t count)
                     .itemsize = r->itemsize};
 }
 
-PUBLIC int64_t h5async_read_rows(const File *file, Worker *worker, const Rows *r)
+PUBLIC int64_t h5async_read_rows(File *file, Worker *worker, const Rows *r)
 {
     int64_t begin = now_ns(), done = 0;
     Pieces pieces = pieces_of_rows(r, valid_rows(r));
     if (r->row_nbytes > 0 && r->itemsize > 0 && pieces.count > 0)
-        done = read_pieces(file, &pieces);
+        done = read_pieces(file, worker, &pieces);
     worker->returned_ns = now_ns();
     worker->read_ns += worker->returned_ns - begin;
     worker->read_nbytes += done * r->row_nbytes;

@@ -186,29 +186,49 @@ PUBLIC int64_t h5async_transform(const Transform *t, const uint8_t *in, uint8_t 
     return 1;
 }
 
-/* The same for rows that the page cache holds, out of the map and straight to `out`; it stops where
-   one cannot be had so. Neither `position` nor `rows` of `r` is looked at. */
-PUBLIC int64_t h5async_transform_rows(const File *file, Worker *worker, const Rows *r,
-                                      const Transform *t, uint8_t *out)
+typedef struct {
+    File *file;
+    const Worker *w;
+    const Rows *rows;
+    Transform one; /* of a single sample */
+    uint8_t *out;
+    int64_t done;
+} TransformCall;
+
+static void do_transform_rows(void *data)
 {
-    int64_t begin = now_ns(), done = 0, available = mappable_nbytes(file);
-    int64_t unit = source_nbytes(t);
+    TransformCall *call = data;
+    const Transform *t = &call->one;
+    const Rows *r = call->rows;
+    const File *file = call->file;
+    int64_t available = mappable_nbytes(file), unit = source_nbytes(t);
     int64_t elements = t->points > 0 && t->channels > 0 ? t->points * t->channels : 0;
     Pieces pieces = pieces_of_rows(r, r->num_items);
-    Transform one = *t;
-    one.samples = 1;
     int is_fit = unit > 0 && elements > 0 && r->row_nbytes == elements * unit;
-    if (is_fit && available > 0 && (file->io == IO_MAP || pieces_are_cached(file, &pieces)))
-        for (; done < r->num_items; done++) {
-            int64_t offset = r->offset[done];
-            if (offset < 0 || offset > available - r->row_nbytes ||
-                (uintptr_t)(file->map + offset) % (uintptr_t)unit ||
-                !h5async_transform(&one, file->map + offset, out))
-                break;
-            out += elements * (t->is_float ? 4 : unit);
-        }
+    if (!is_fit || available <= 0 || (file->io != IO_MAP && !pieces_are_cached(file, &pieces)))
+        return;
+    for (; call->done < r->num_items && !is_stopped(call->file, call->w); call->done++) {
+        int64_t offset = r->offset[call->done];
+        if (offset < 0 || offset > available - r->row_nbytes ||
+            (uintptr_t)(file->map + offset) % (uintptr_t)unit ||
+            !h5async_transform(t, file->map + offset, call->out))
+            break;
+        call->out += elements * (t->is_float ? 4 : unit);
+    }
+}
+
+/* The same for rows that the page cache holds, out of the map and straight to `out`; it stops where
+   one cannot be had so. Neither `position` nor `rows` of `r` is looked at. */
+PUBLIC int64_t h5async_transform_rows(File *file, Worker *worker, const Rows *r,
+                                      const Transform *t, uint8_t *out)
+{
+    int64_t begin = now_ns();
+    TransformCall call = {file, worker, r, *t, out, 0};
+    call.one.samples = 1;
+    if (!steadily(file, do_transform_rows, &call))
+        call.done = 0;
     worker->returned_ns = now_ns();
     worker->read_ns += worker->returned_ns - begin;
-    worker->read_nbytes += done * r->row_nbytes;
-    return done;
+    worker->read_nbytes += call.done * r->row_nbytes;
+    return call.done;
 }

@@ -1,0 +1,139 @@
+/* Work that reads a map enters; whether all of its pages could be had leaves.
+
+   A page of a mapped file that was cut short, or that the disk does not give, ends a process by
+   SIGBUS. While this thread copies out of a map of ours, the signal for an address in that map ends
+   the work instead; any other is passed on to whoever handled the signal before. What is installed
+   after us is put behind us again, as the one that is asked next, before each piece of work. */
+
+#if defined(__GLIBC__)
+/* So that the handler may look at it in any thread: no memory is taken for it at first use. */
+#define IN_STATIC_TLS __attribute__((tls_model("initial-exec")))
+#else
+#define IN_STATIC_TLS
+#endif
+
+typedef struct {
+    const uint8_t *begin, *end;
+    sigjmp_buf back;
+} Guard;
+
+static _Thread_local Guard *volatile guard_here IN_STATIC_TLS;
+static _Thread_local volatile int is_passing_on IN_STATIC_TLS;
+
+enum { MAX_TRIES = 1000 }; /* the flag may have been set where this process was forked from */
+
+static struct sigaction handlers_before[2]; /* one is in use while the other one is written */
+static atomic_int handler_in_use;
+static atomic_flag is_installing = ATOMIC_FLAG_INIT;
+
+static void give_up(int number)
+{
+    struct sigaction standard = {.sa_handler = SIG_DFL};
+    sigaction(number, &standard, NULL);
+}
+
+static void pass_on(int number, siginfo_t *info, void *context)
+{
+    struct sigaction next = handlers_before[atomic_load(&handler_in_use)];
+    int is_sent = info == NULL || info->si_code <= 0; /* by a process: it does not come again */
+    if ((next.sa_flags & SA_SIGINFO) == 0 && next.sa_handler == SIG_IGN && is_sent)
+        return;
+    /* Where that handler raises the signal once more, it comes here again: then that is the end. */
+    if (is_passing_on || ((next.sa_flags & SA_SIGINFO) == 0 &&
+                          (next.sa_handler == SIG_DFL || next.sa_handler == SIG_IGN))) {
+        give_up(number);
+        if (is_sent)
+            raise(number);
+        return; /* a fault is met again, now with the standard action */
+    }
+    is_passing_on = 1;
+    if (next.sa_flags & SA_SIGINFO)
+        next.sa_sigaction(number, info, context);
+    else
+        next.sa_handler(number);
+    is_passing_on = 0;
+}
+
+static void on_bus_error(int number, siginfo_t *info, void *context)
+{
+    Guard *guard = guard_here;
+    if (guard != NULL && info != NULL && info->si_code > 0) {
+        const uint8_t *at = info->si_addr;
+        if (at >= guard->begin && at < guard->end) {
+            guard_here = NULL;
+            siglongjmp(guard->back, 1);
+        }
+    }
+    pass_on(number, info, context);
+}
+
+static int is_installed(struct sigaction *now)
+{
+    return sigaction(SIGBUS, NULL, now) == 0 && (now->sa_flags & SA_SIGINFO) &&
+           now->sa_sigaction == on_bus_error;
+}
+
+/* Be the first who is asked. A thread may have been started with all signals blocked, but then a
+   fault ends the process without asking anybody. */
+static void install_guard(void)
+{
+    static _Thread_local int is_unblocked;
+    struct sigaction now;
+    if (!is_unblocked) {
+        sigset_t one;
+        sigemptyset(&one);
+        sigaddset(&one, SIGBUS);
+        is_unblocked = pthread_sigmask(SIG_UNBLOCK, &one, NULL) == 0;
+    }
+    for (int tries = 0; tries < MAX_TRIES && !is_installed(&now); tries++) {
+        if (atomic_flag_test_and_set(&is_installing)) {
+            sched_yield();
+            continue;
+        }
+        if (!is_installed(&now)) {
+            struct sigaction ours = {.sa_sigaction = on_bus_error,
+                                     .sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK};
+            int other = 1 - atomic_load(&handler_in_use);
+            handlers_before[other] = now;
+            atomic_store(&handler_in_use, other);
+            sigaction(SIGBUS, &ours, NULL);
+        }
+        atomic_flag_clear(&is_installing);
+    }
+}
+
+/* Do `work`, all of it unless a page cannot be had: then return 0. It must hold no lock, and no
+   memory but what its owner can take up again. */
+static __attribute__((noinline)) int guarded(const File *file, void (*work)(void *), void *data)
+{
+    Guard guard = {.begin = file->map, .end = file->map + file->map_nbytes};
+    if (file->map == NULL) {
+        work(data);
+        return 1;
+    }
+    install_guard();
+    if (sigsetjmp(guard.back, 0))
+        return 0;
+    guard_here = &guard;
+    atomic_signal_fence(memory_order_seq_cst);
+    work(data);
+    atomic_signal_fence(memory_order_seq_cst);
+    guard_here = NULL;
+    return 1;
+}
+
+/* Do `work` with a file that is what was indexed, before and after it. Where it is not, or a page
+   cannot be had, `event` says so, and what the work brought is worth nothing. */
+static int steadily(File *file, void (*work)(void *), void *data)
+{
+    file->event = NO_EVENT;
+    if (!is_as_indexed(file))
+        return 0;
+    if (!guarded(file, work, data)) {
+        file->event = FAULTED;
+        return 0;
+    }
+    if (file->event == NO_EVENT)
+        is_as_indexed(file);
+    return 1;
+}
