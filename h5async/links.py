@@ -20,7 +20,7 @@ from typing import NamedTuple
 import h5py
 
 from h5async.errors import DatasetError, H5AsyncError, ReadError, UnsafeFileError
-from h5async.storage import IoMode
+from h5async.storage import FileStamp, IoMode
 
 _MAX_LINKS = 32  # that one path may lead through; HDF5 stops at 16
 
@@ -171,7 +171,7 @@ def locate(file: h5py.File, path: str, reach: Reach, files: contextlib.ExitStack
             target = reach.find(link.filename, holder, "HDF5_EXT_PREFIX", where)
             if target is None:
                 raise MissingError(f"{where} leads to {link.filename}, which does not exist")
-            file = files.enter_context(open_index(target))
+            file = files.enter_context(open_permitted(target, where))
             group, done = file["/"], []
         elif not isinstance(link, h5py.SoftLink):
             raise KeyError(path)
@@ -201,6 +201,39 @@ def open_index(path: Path) -> Iterator[h5py.File]:
             yield file
         finally:  # the caller may have the file open too, and share its settings
             file.id.set_mdc_config(before)
+
+
+@contextlib.contextmanager
+def open_permitted(path: Path, where: str) -> Iterator[h5py.File]:
+    """Open a file that another one refers to, by its real path, as `Reach.permitted` gave it.
+
+    Raises
+    ------
+    UnsafeFileError
+        If the path leads elsewhere by now.
+    ReadError
+        As `open_hdf5` does.
+    """
+    with open_index(path) as file:
+        require_in_place(path, FileStamp.of(file.id.get_vfd_handle()), where)
+        yield file
+
+
+def require_in_place(path: Path, opened: FileStamp, where: str) -> None:
+    """See that a file which was opened lies at a real path: no link was put there meanwhile.
+
+    Raises
+    ------
+    UnsafeFileError
+        If it does not.
+    """
+    try:
+        status = os.stat(path, follow_symlinks=False)
+        if path.resolve() == path and (status.st_dev, status.st_ino) == opened.file_id:
+            return
+    except (OSError, RuntimeError):
+        pass
+    raise UnsafeFileError(f"{where} refers to {path}, which was exchanged while it was opened")
 
 
 def open_hdf5(path: Path, *, in_use: bool = False) -> h5py.File:

@@ -34,7 +34,15 @@ from h5async.elements import Element, element_of
 from h5async.errors import DatasetError, H5AsyncError, ReadError, UnsafeFileError
 from h5async.filters import Filter, can_decode, stated_chunk_nbytes
 from h5async.layout import ChunkTable, DatasetLayout, Part, Slab, Storage, normal_axis
-from h5async.links import BESIDE, MissingError, Reach, locate, open_index
+from h5async.links import (
+    BESIDE,
+    MissingError,
+    Reach,
+    locate,
+    open_index,
+    open_permitted,
+    require_in_place,
+)
 from h5async.storage import FileStamp, may_map
 from h5async.virtual import mapped_files, source_series, virtual_parts
 
@@ -433,7 +441,7 @@ class _Indexer:
             return None
         with contextlib.ExitStack() as files:
             is_here = file_name == "."
-            file = self._file if is_here else files.enter_context(open_index(path))
+            file = self._file if is_here else files.enter_context(open_permitted(path, where))
             try:
                 place = locate(file, dataset_name, self._reach, files)
                 node = place.file[place.path]
@@ -458,7 +466,10 @@ class _Indexer:
         segments = _segments(plist)
         found = [self._external_path(os.fsdecode(name), where) for name, _, _ in segments]
         self._require_external_bytes(layout, segments, found, where)
-        attached = {str(path): FileStamp.settled(path) for path in found}
+        attached = {}
+        for path in found:
+            attached[str(path)] = FileStamp.settled(path)
+            require_in_place(path, attached[str(path)], where)
         return replace(layout, attached=tuple(attached.items())), found
 
     def _external(

@@ -14,7 +14,7 @@ import pytest
 from conftest import assert_reads_like_h5py, assert_same_bits, poison, truth
 from h5py import h5l, h5p
 
-from h5async import AsyncReader, DatasetError, H5AsyncError, ReadError, UnsafeFileError
+from h5async import AsyncReader, DatasetError, H5AsyncError, ReadError, UnsafeFileError, links
 
 VALUES = np.arange(60, dtype="<i4").reshape(10, 6) * 7919
 GZIP = {"chunks": (4, 4), "compression": "gzip"}
@@ -669,3 +669,117 @@ def test_no_samples_in_external_files(here):
         hdf5_path=here / "f.h5", labels_field=None, device="cpu", allow_external=here
     ) as reader:
         assert reader.num_samples == len(reader) == 0
+
+
+# --- what was checked is what is read -------------------------------------------------------------
+
+
+def split_rows(path: Path, names: list[str]) -> None:
+    """Write a dataset of which only h5py can read the rows: they are split between two files."""
+    with h5py.File(path, "w") as file:
+        files = [(name, 0, 60) for name in names]
+        file.create_dataset("data", (15, 4), "i2", external=files)
+
+
+def test_external_files_are_those_of_the_folder_at_opening(tmp_path, monkeypatch):
+    """HDF5 takes relative names from the current folder, each time that it opens a dataset."""
+    ours, others = tmp_path / "ours", tmp_path / "others"
+    for number, folder in enumerate((ours, others)):
+        folder.mkdir()
+        for part in range(2):
+            values = np.arange(30, dtype="i2") + 30 * part + 1000 * number
+            values.tofile(folder / f"{part}.raw")
+    split_rows(ours / "f.h5", ["0.raw", "1.raw"])
+    expected = np.arange(60, dtype="i2").reshape(15, 4)
+    monkeypatch.chdir(ours)
+    for num_threads in (0, 2):
+        with AsyncReader(
+            hdf5_path="f.h5", labels_field=None, batch_size=4, allow_external=".",
+            num_threads=num_threads, device="cpu",
+        ) as reader:  # fmt: skip
+            assert "split" in reader.layouts["data"].fallback_reason
+            for folder in (ours, others, tmp_path, ours):
+                monkeypatch.chdir(folder)
+                for batch in reader:
+                    assert np.array_equal(batch.data, expected[batch.index])
+            monkeypatch.setenv("HDF5_EXTFILE_PREFIX", str(others))
+            found = []
+            with pytest.raises(ReadError, match="HDF5_EXTFILE_PREFIX"):
+                # Some of these were read before.
+                found.extend(reader.get_next_batch().data.max() for _ in range(4))
+            assert all(largest < 1000 for largest in found)
+            monkeypatch.delenv("HDF5_EXTFILE_PREFIX")
+
+
+def test_external_file_that_becomes_a_link_is_refused(tmp_path, monkeypatch):
+    ours, secret = tmp_path / "ours", tmp_path / "secret.raw"
+    ours.mkdir()
+    (np.arange(60, dtype="i2") + 1000).tofile(secret)
+    for part in range(2):
+        (np.arange(30, dtype="i2") + 30 * part).tofile(ours / f"{part}.raw")
+    names = [str(ours / f"{part}.raw") for part in range(2)]
+    split_rows(ours / "f.h5", names)
+    with AsyncReader(
+        hdf5_path=ours / "f.h5", labels_field=None, batch_size=4, allow_external=ours,
+        prefetch=1, device="cpu",
+    ) as reader:  # fmt: skip
+        reader.get_next_batch()
+        (ours / "0.raw").unlink()
+        (ours / "0.raw").symlink_to(secret)
+        for _ in range(6):
+            with pytest.raises(ReadError, match=r"0\.raw was replaced"):
+                reader.get_next_batch()
+
+
+@pytest.mark.parametrize("kind", ["link", "source", "external"])
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_a_path_that_is_exchanged_between_check_and_opening_is_refused(
+    tmp_path, monkeypatch, kind, what
+):
+    ours, secrets = tmp_path / "ours" / "sub", tmp_path / "secrets"
+    for folder in (ours, secrets):
+        folder.mkdir(parents=True)
+        with h5py.File(folder / "o.h5", "w") as file:
+            file["data"] = np.arange(40.0) + 1000 * (folder == secrets)
+        np.arange(40.0).tofile(folder / "o.raw")
+    path = ours.parent / "f.h5"
+    with h5py.File(path, "w") as file:
+        if kind == "link":
+            file["data"] = h5py.ExternalLink("sub/o.h5", "/data")
+        elif kind == "source":
+            layout = h5py.VirtualLayout((40,), "f8")
+            layout[:] = h5py.VirtualSource("sub/o.h5", "data", (40,))
+            file.create_virtual_dataset("data", layout)
+        else:
+            file.create_dataset("data", (40,), "f8", external=[(str(ours / "o.raw"), 0, 320)])
+    permitted = links.Reach.permitted
+    is_file = Path.is_file
+
+    def exchange():
+        if ours.is_symlink() or (ours / "o.h5").is_symlink():
+            return
+        if what == "folder":
+            ours.rename(tmp_path / "before")
+            ours.symlink_to(secrets)
+        else:
+            for name in ("o.h5", "o.raw"):
+                (ours / name).unlink()
+                (ours / name).symlink_to(secrets / name)
+
+    def permit_and_exchange(self, target, holder, where):
+        found = permitted(self, target, holder, where)
+        exchange()
+        return found
+
+    def look_and_exchange(self):
+        found = is_file(self)
+        if self.name == "o.raw":
+            exchange()
+        return found
+
+    monkeypatch.setattr(links.Reach, "permitted", permit_and_exchange)
+    monkeypatch.setattr(Path, "is_file", look_and_exchange)
+    with pytest.raises(UnsafeFileError, match="was exchanged"):
+        AsyncReader(
+            hdf5_path=path, labels_field=None, device="cpu", allow_external=ours.parent
+        )  # fmt: skip
