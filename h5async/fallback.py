@@ -35,7 +35,6 @@ from h5async.links import open_hdf5
 from h5async.plan import Int64s, SamplesPlan, rows_at
 from h5async.storage import FileStamp, changed, replaced
 
-_KEPT_FILES = 32
 _TRIES = 3  # to read while nobody changes a file
 _VARIABLES = "HDF5_EXTFILE_PREFIX", "HDF5_VDS_PREFIX"
 _SPAN_NBYTES = 4 << 20  # may be read for samples of one chunk, however few of its bytes are wanted
@@ -46,6 +45,8 @@ class FallbackReader:
 
     Parameters
     ----------
+    kept
+        Files that stay open while nobody reads from them.
     changes
         Looks at files that were changed since they were indexed.
 
@@ -57,7 +58,8 @@ class FallbackReader:
         How often a file was found changed.
     """
 
-    def __init__(self, changes: FileChanges) -> None:
+    def __init__(self, kept: int, changes: FileChanges) -> None:
+        self._kept = kept
         self._changes = changes
         self._lock = threading.Lock()
         self._files: OrderedDict[str, h5py.File] = OrderedDict()  # the latest use comes last
@@ -234,7 +236,7 @@ class FallbackReader:
             if FileStamp.of(file.id.get_vfd_handle()).file_id != layout.stamp.file_id:
                 file.close()
                 raise replaced(layout.file)
-            if len(self._files) >= _KEPT_FILES:
+            if len(self._files) >= self._kept:
                 self._files.popitem(last=False)[1].close()
             self._files[layout.file] = file
         self._files.move_to_end(layout.file)

@@ -49,15 +49,12 @@ from h5async.plan import GatherPlan, PlanSlice, ReadPlan, RowPlan, cut, plan_rea
 from h5async.resident import Budget, HostCache, Residency, open_host_cache
 from h5async.sampling import Sampling
 from h5async.stats import StageTimes, ThreadCounts
-from h5async.storage import LocalFiles
+from h5async.storage import LocalFiles, affordable_files
 from h5async.stored import StoredFormat, StoredPlan, plan_stored
 from h5async.transform import RowTransform
 from h5async.window import kept_nbytes
 
 _MIN_SHARE_NBYTES = 256 * 1024  # about 25 µs of copying: what it costs to wake a thread
-
-# Of those that nobody reads from; each takes two descriptors, of which a process has 1,024 or so.
-_KEPT_FILES = 32
 
 # A dataset of encoded chunks that decodes to no more (labels, say) is decoded once.
 _KEPT_WHOLE_NBYTES = 64 << 20
@@ -258,9 +255,10 @@ class Filler:
         self._times = StageTimes()
         self._core = load_core()
         self._changes = FileChanges(self._layouts, self._forget_chunks)
-        self._fallback = FallbackReader(self._changes)
+        self._kept_files = affordable_files()
+        self._fallback = FallbackReader(self._kept_files, self._changes)
         self._files = LocalFiles(
-            _KEPT_FILES,
+            self._kept_files,
             mapping_mode(config.io),
             python_maps=self._core is None,
             look_anew=self._changes.look_anew,
@@ -727,7 +725,7 @@ class Filler:
 
     def _open_ahead(self, layout: DatasetLayout) -> None:
         """Open the first files of a dataset, so that they are those that were indexed."""
-        for source in itertools.islice(layout.leaves(), _KEPT_FILES):
+        for source in itertools.islice(layout.leaves(), self._kept_files):
             if source.fallback_reason is not None:
                 self._fallback.open(source)
             elif source.values is None:

@@ -18,6 +18,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 from h5async.errors import BatchTimeoutError, H5AsyncError, ReaderClosedError
 
+_TURNS, _LEAST_TURN_SECONDS = 8, 0.05  # of waiting
+
 Result = TypeVar("Result")
 
 
@@ -158,7 +160,10 @@ class SlotRing(Generic[Result]):
         H5AsyncError
             If `fail` was called: the batch may never come.
         """
-        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        left = timeout_seconds
+        if left is not None:
+            left = max(0.0, min(left, threading.TIMEOUT_MAX))
+        turn = None if left is None else max(left / _TURNS, _LEAST_TURN_SECONDS)
         while True:
             with self._lock:
                 self.check_open()
@@ -171,14 +176,21 @@ class SlotRing(Generic[Result]):
                 waiter = threading.Lock()
                 waiter.acquire()
                 self._waiter = waiter
-            left = -1.0
-            if deadline is not None:
-                left = min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
-            if not waiter.acquire(timeout=left):
-                raise BatchTimeoutError(
-                    f"batch {serial} was not ready within {timeout_seconds} s; call"
-                    " get_next_batch() again to go on waiting for it"
-                )
+            if left is None or turn is None:
+                waiter.acquire()
+                continue
+            # In turns, because the process may have been stopped: what counts is how long this
+            # has waited, not how late it is.
+            begin, turn = time.monotonic(), min(turn, left)
+            if not waiter.acquire(timeout=turn):
+                if left <= turn:
+                    raise BatchTimeoutError(
+                        f"batch {serial} was not ready within {timeout_seconds} s; call"
+                        " get_next_batch() again to go on waiting for it"
+                    )
+                left -= turn
+            else:
+                left = max(0.0, left - (time.monotonic() - begin))
 
     def take(self, serial: int, *, forget: bool = False) -> None:
         """Put the batch that was waited for in use; `forget`: keep no reference to its result."""

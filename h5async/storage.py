@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import mmap
 import os
+import resource
 import threading
 import time
 from collections import OrderedDict
@@ -38,6 +40,7 @@ if hasattr(time, "CLOCK_REALTIME_COARSE"):
     _TICK_NS = int(time.clock_getres(time.CLOCK_REALTIME_COARSE) * 1e9)
 _SIGNATURE, _SUPERBLOCK_HEAD_NBYTES = b"\x89HDF\r\n\x1a\n", 12
 _LEAST_READS, _QUICK_SECONDS = 8, 0.01  # between two looks at whether the reader was closed
+_LEAST_KEPT, _MOST_KEPT = 4, 8192  # files; each map counts against vm.max_map_count, 65,530
 _QUIET_NS = 50_000_000  # that a file must have been left alone before it is looked at anew
 _TRIES = 5  # to read a slice of a batch while nobody changes the file
 
@@ -429,7 +432,17 @@ class LocalFiles:
             file.close()
 
     def _opened(self, path: str, expected: FileStamp) -> LocalFile:
-        file = LocalFile(path, expected, self._io, python_maps=self._python_maps)
+        try:
+            file = LocalFile(path, expected, self._io, python_maps=self._python_maps)
+        except ReadError as error:
+            if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EMFILE:
+                raise
+            with self._lock:
+                self._kept = max(1, len(self._files) // 2)  # others took descriptors meanwhile
+                unused = self._unused()
+            for other in unused:
+                other.close()
+            file = LocalFile(path, expected, self._io, python_maps=self._python_maps)
         with self._lock:
             first = self._files.setdefault(path, file)  # another thread may have been faster
             self._users[path] = self._users.get(path, 0) + 1
@@ -442,7 +455,9 @@ class LocalFiles:
         surplus = len(self._files) - self._kept
         if surplus <= 0:
             return []
-        paths = [path for path in self._files if not self._users[path]][:surplus]
+        paths = list(
+            itertools.islice((path for path in self._files if not self._users[path]), surplus)
+        )
         for path in paths:
             del self._users[path]
         return [self._files.pop(path) for path in paths]
@@ -502,7 +517,26 @@ def has_swmr_writer(descriptor: int) -> bool:
 
 def replaced(path: str) -> ReadError:
     """Return the error for a file that is not the one that was indexed."""
-    return ReadError(f"{path} was replaced while it was being opened; open it again")
+    return ReadError(
+        f"{path} was replaced by another file after it had been indexed, and was not kept open: of"
+        " many files, only as many are as the limit of open files allows (ulimit -n); make a new"
+        " reader, which reads the new file"
+    )
+
+
+def affordable_files() -> int:
+    """Return how many files a reader may keep open: half of the descriptors that are left.
+
+    A mapped file takes two.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY:
+        return _MOST_KEPT
+    try:
+        used = len(os.listdir("/dev/fd"))
+    except OSError:
+        used = 0
+    return min(_MOST_KEPT, max(_LEAST_KEPT, (limit - used) // 4))
 
 
 def may_map(path: str, io: IoMode) -> bool:
