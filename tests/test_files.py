@@ -572,8 +572,9 @@ def test_damaged_chunk_fails_its_batches_alone(tmp_path, num_threads):
 
 @pytest.mark.parametrize("through_h5py", [False, True])
 @pytest.mark.parametrize("what", ["replaced", "removed", "cut"])
-def test_file_that_changed_after_indexing_is_an_error(tmp_path, what, through_h5py):
+def test_file_that_changed_after_indexing_is_an_error(tmp_path, monkeypatch, what, through_h5py):
     """It was not open any more: too many others were opened after it."""
+    monkeypatch.setattr(filling, "affordable_files", lambda: 32)
     if through_h5py:
         paths = write_strings(tmp_path, 150)
     else:
@@ -596,6 +597,25 @@ def test_file_that_changed_after_indexing_is_an_error(tmp_path, what, through_h5
                 (tmp_path / "other").replace(path)
         with pytest.raises(ReadError, match=r"part003\.h5"):
             list(reader)
+
+
+@pytest.mark.parametrize("through_h5py", [False, True])
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_files_that_were_deployed_anew_are_read_as_they_were(tmp_path, num_threads, through_h5py):
+    """By rename, each of a hundred: what is open stays open, as far as descriptors reach."""
+    write = write_strings if through_h5py else lambda folder, n: write_lengths(folder, [2] * n)
+    paths = write(tmp_path, 100)
+    options = {**OPTIONS, "batch_size": 2, "num_threads": num_threads, "shuffle": "full"}
+    with AsyncReader(hdf5_path=paths, **options) as reader:
+        before = {
+            int(i): row.copy() for b in reader for i, row in zip(b.index, b.data, strict=True)
+        }
+        for path in paths:
+            (tmp_path / "other").write_bytes(b"not the same")
+            (tmp_path / "other").replace(path)
+        for batch in reader:
+            for i, row in zip(batch.index, batch.data, strict=True):
+                assert_same_bits(row, before[int(i)])
 
 
 # --- many files, and few descriptors -------------------------------------------------------------
