@@ -266,10 +266,12 @@ def _end_with(parent: int) -> None:
 def _ignore_signals() -> None:
     """Ignore what a whole group of processes is sent; such signals were blocked until now.
 
-    (By a function, not by SIG_IGN: programs that are started here would have that, too.)
+    By a function, not by SIG_IGN, which programs that are started here would have, too. (But what
+    comes for the use of a terminal would come again and again.)
     """
     for number in GROUP_SIGNALS:
-        signal.signal(number, _nothing)
+        is_terminals = number in (signal.SIGTTIN, signal.SIGTTOU)
+        signal.signal(number, signal.SIG_IGN if is_terminals else _nothing)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)
 
 
