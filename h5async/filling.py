@@ -33,7 +33,7 @@ from h5async.chunkcache import ChunkCache
 from h5async.codecs import Scratch
 from h5async.config import ReaderConfig
 from h5async.core import load_core, mapping_mode
-from h5async.errors import ConfigError, PostprocessError, postprocess_error
+from h5async.errors import ConfigError, PostprocessError, ReadError, postprocess_error
 from h5async.execute import Executor, PlanExecutor, scratch_nbytes
 from h5async.fallback import FallbackExecutor, FallbackReader
 from h5async.layout import DatasetLayout
@@ -290,7 +290,7 @@ class Filler:
         Raises
         ------
         ReadError
-            If a file cannot be opened.
+            If a file cannot be opened, or the system gives no more threads.
         """
         for layout in self._layouts:
             self._open_ahead(layout)
@@ -298,7 +298,7 @@ class Filler:
         for number in range(self._threads):
             name = f"{THREAD_NAME}-fill_{number}"
             self._pool.append(threading.Thread(target=self._work, name=name, daemon=True))
-            self._pool[-1].start()
+            start_thread(self._pool[-1], str(self._layouts[0].file))
 
     def reorder(self, sampling: Sampling, resumed: tuple[int, int, int] | None) -> None:
         """Let requests, also those on their way, have the samples of another order.
@@ -755,9 +755,28 @@ def _nothing() -> None:
     pass
 
 
+def start_thread(thread: threading.Thread, what: str) -> None:
+    """Start a thread; `what` it is for is named where that fails.
+
+    Raises
+    ------
+    ReadError
+        If the system gives no more threads.
+    """
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise ReadError(
+            f"{what}: the system gives this process no more threads ({error}); make num_threads"
+            " smaller, or raise what limits them (ulimit -u, pids.max of the control group, memory)"
+        ) from error
+
+
 def join_all(threads: Sequence[threading.Thread], patience_seconds: float | None) -> None:
     """Wait for threads to end, so many seconds at most; None: as long as it takes."""
-    end = math.inf if patience_seconds is None else time.monotonic() + patience_seconds
+    if patience_seconds is None or patience_seconds > threading.TIMEOUT_MAX:
+        patience_seconds = math.inf
+    end = time.monotonic() + patience_seconds
     for thread in threads:
         if thread.ident is None:  # it was never started
             continue

@@ -1,13 +1,18 @@
 """The filler's twin in the reader's process: requests enter, and a helper process fills the slots.
 
 `HelperFiller` is called as a `Filler` is. The helper process runs one, over memory that both have
-(`helper_main.py`). A crash there, in a C library, say, costs the oldest batch on its way, and the
-batch that is at fault where that is another: the next request gets a new helper.
+(`helper_main.py`). Where a helper dies, a new one fills what was on its way, as soon as there is
+such a batch: a kill from outside costs time alone. A batch that helpers die of, in a C library,
+say, fails after so many of them, and no other fails with it: what was on its way with a helper that
+died is given to the next ones one by one.
 
 One thread starts the helper, and takes its answers. The system ends the helper with this thread,
 so also with the process, however that ends. Another thread sends: messages are posted under a lock,
 in their order, and sent without it, so that nobody but that thread ever waits for the helper to
 receive.
+
+Where these threads are none of the system's (gevent and eventlet replace them), waiting for the
+helper stops all others; so it is waited for only while it has something to answer.
 """
 
 from __future__ import annotations
@@ -16,19 +21,18 @@ import collections
 import contextlib
 import os
 import queue
-import select
 import signal
-import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from multiprocessing.connection import Connection
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.channel import channel_of, socket_pair
 from h5async.config import ReaderConfig
 from h5async.errors import BatchTimeoutError, ConfigError, ReadError
 from h5async.filling import (
@@ -38,8 +42,10 @@ from h5async.filling import (
     FillRequest,
     SlotMemory,
     join_all,
+    start_thread,
 )
 from h5async.fingerprint import fingerprint
+from h5async.helper_main import GROUP_SIGNALS
 from h5async.layout import DatasetLayout
 from h5async.messages import (
     Answer,
@@ -64,7 +70,9 @@ from h5async.shared import Place, SharedMemory, duplicate
 from h5async.stats import STAGES, ThreadCounts
 from h5async.stored import StoredFormat
 
+_MOST_DEATHS = 3  # of helpers that had the same batch, or were started for it
 _OPENING_SECONDS = 60.0  # at least, where there is a timeout
+_MARK = "H5ASYNC_HELPER_OF"  # in the environment of a helper: the number of its parent
 _PATIENCE_SECONDS = 2.0  # for a helper that was told to end
 
 _NOTHING_DONE = FillerStats(dict.fromkeys(STAGES, 0.0), ThreadCounts(), 0, "none")
@@ -72,6 +80,23 @@ _NOTHING_DONE = FillerStats(dict.fromkeys(STAGES, 0.0), ThreadCounts(), 0, "none
 
 class HelperDied(ReadError):
     """The helper process came to its end before it had answered."""
+
+
+@dataclass(eq=False, slots=True)
+class _Order:
+    """A request that was not answered yet.
+
+    Attributes
+    ----------
+    deaths
+        Helpers that died while they had it, or were starting to have it.
+    is_sent
+        Whether the helper of now has it.
+    """
+
+    request: FillRequest
+    deaths: int = 0
+    is_sent: bool = False
 
 
 class HelperFiller:
@@ -96,13 +121,14 @@ class HelperFiller:
     Raises
     ------
     ConfigError
-        If `postprocess` cannot be sent.
+        If `postprocess` cannot be sent, or there is no Python interpreter to start.
     ReadError
         If the system has no descriptor left for shared memory.
     """
 
     def __init__(self, config: ReaderConfig) -> None:
         self._config = config
+        check_interpreter()
         try:
             self._opening = dump_opening(Opening(config))
         except Exception as error:
@@ -132,11 +158,11 @@ class HelperFiller:
         self._has_ended = False
         self._starting: Starting | None = None
         self._process: _Process | None = None
-        self._is_ready = False  # messages may be posted to it
-        self._outstanding: dict[int, FillRequest] = {}  # by slot
-        # On their way when a helper died. The next one gets them one at a time, oldest first: that
-        # which it dies of is the oldest then, and only that fails.
-        self._suspects: collections.deque[FillRequest] = collections.deque()
+        self._is_ready = False  # notes may be posted to it
+        self._is_started = False  # requests, too
+        self._is_starting = True
+        self._outstanding: dict[int, _Order] = {}  # by slot
+        self._has_suspects = False  # of having killed a helper, among those outstanding
         self._slots: Sequence[SlotMemory] = ()
         self._index: list[NDArray[np.int64]] = []
         # By slot and field: memory for what `postprocess` makes.
@@ -151,6 +177,9 @@ class HelperFiller:
         self._tickets: queue.SimpleQueue[FillRequest | bool | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
+        self._owner_id = 0  # of the system's thread that opened this
+        self._is_alone = False  # there is no other thread of the system
+
     def open(self) -> None:
         """Start a helper, which opens the dataset; sets `layouts`.
 
@@ -161,6 +190,7 @@ class HelperFiller:
         BatchTimeoutError
             If that takes longer than the option ``timeout``, and than a minute.
         """
+        self._owner_id = threading.get_native_id()
         self._start_thread(self._run, "helper")
         self._await_step()
 
@@ -281,7 +311,7 @@ class HelperFiller:
         self._threads.append(
             threading.Thread(target=self._in_thread, args=(target,), name=name, daemon=True)
         )
-        self._threads[-1].start()
+        start_thread(self._threads[-1], str(self._config.hdf5_path))
 
     def _in_thread(self, target: Callable[[], None]) -> None:
         with self._lock:
@@ -303,13 +333,16 @@ class HelperFiller:
             self._has_ended = True
         self.shared.close()
         self._slots, self._index, self._others = (), [], {}
-        self._then()
+        # What they are bound to has this object.
+        self._next_requests, self._before_fill, self._on_done = list, _nobody, _nobody
+        then, self._then = self._then, _nobody
+        then()
 
     def _await_step(self) -> None:
         """Wait for the helper to open or to start."""
         limit = self._config.timeout
         if limit is not None:
-            limit = max(limit, _OPENING_SECONDS)
+            limit = min(max(limit, _OPENING_SECONDS), threading.TIMEOUT_MAX)
         try:
             error = self._steps.get(timeout=limit)
         except queue.Empty:
@@ -350,9 +383,12 @@ class HelperFiller:
                 with self._changed:
                     if self._closed:
                         return
-                    self._outstanding[request.slot] = request
+                    order = self._outstanding[request.slot] = _Order(request)
                     self._changed.notify_all()
-                    self._post(tuple(request))  # pickled ten times as fast
+                    if self._has_suspects:
+                        self._post_due()
+                    elif self._is_started:
+                        self._post_order(order)
                 self._flush()
             self._flush()
 
@@ -362,9 +398,25 @@ class HelperFiller:
             if self._is_ready and self._process is not None:
                 self._process.post(message)
 
-    def _post_suspect(self) -> None:
-        if self._suspects:
-            self._note(tuple(self._suspects[0]))
+    def _post_order(self, order: _Order) -> None:
+        order.is_sent = True
+        self._post(tuple(order.request))  # pickled ten times as fast
+
+    def _post_due(self) -> None:
+        """Post what the helper may have now: all, or one request while there are suspects."""
+        if not self._is_started:
+            return
+        orders = sorted(self._outstanding.values(), key=lambda order: order.request.serial)
+        suspects = [order for order in orders if order.deaths]
+        self._has_suspects = bool(suspects)
+        if not suspects:
+            due = [order for order in orders if not order.is_sent]
+        else:
+            due = [] if any(order.is_sent for order in orders) else suspects[:1]
+        for order in due:
+            self._post_order(order)
+        if due:
+            self._tickets.put(False)
 
     def _note(self, message: Any) -> None:
         self._post(message)
@@ -380,9 +432,8 @@ class HelperFiller:
 
     def _run(self) -> None:
         """Keep a helper alive, and take its answers; in a thread of its own."""
-        # Processes that are started here inherit it: Ctrl-C is the reader's to deal with.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        while self._go_on(self._serve_once()):
+        self._is_alone = threading.get_native_id() == self._owner_id
+        while self._go_on(self._serve_once()) and self._await_request():
             pass
 
     def _serve_once(self) -> BaseException | None:
@@ -398,7 +449,7 @@ class HelperFiller:
                 self._stats = _NOTHING_DONE._replace(cache=self._stats.cache)
 
     def _go_on(self, error: BaseException | None) -> bool:
-        """Tell those who wait for a helper of its end; return whether there is to be another.
+        """Have batches fail that a helper's end is to cost; return whether there is to be another.
 
         Nothing in this thread keeps the error: its traceback will have the reader in it.
         """
@@ -409,16 +460,27 @@ class HelperFiller:
                 error = HelperDied(f"{error} while the files were opened")
             self._steps.put(error)
             return False
-        victim = self._oldest_request()
-        if victim is None:
-            return False
-        if isinstance(error, HelperDied):
-            error = HelperDied(
-                f"{error} while batch {victim.number} of epoch {victim.epoch} was being"
-                " filled; the next call goes on, with a new helper"
-            )
-        self._fail(victim, error)
+        for request, reason in self._victims(error):
+            self._fail(request, reason)
         return True
+
+    def _victims(self, error: BaseException) -> list[tuple[FillRequest, BaseException]]:
+        """Return requests that fail because a helper came to its end, each with its error."""
+        with self._lock:
+            oldest = sorted(self._outstanding.values(), key=lambda order: order.request.serial)[:1]
+            had = [order for order in self._outstanding.values() if order.is_sent]
+            if self._is_starting:  # it had no request yet, and was started for this one
+                had = oldest
+            for order in had:
+                order.deaths, order.is_sent = order.deaths + 1, False
+            self._has_suspects = self._has_suspects or bool(had)
+        if not isinstance(error, HelperDied):
+            return [(order.request, error) for order in oldest]
+        return [
+            (order.request, _death(error, order, self._is_starting))
+            for order in had
+            if order.deaths >= _MOST_DEATHS
+        ]
 
     def _serve(self) -> None:
         """Start a helper, and take its answers until the reader is closed.
@@ -430,6 +492,7 @@ class HelperFiller:
         BaseException
             What the helper could not do.
         """
+        self._is_starting = True
         with (
             _Process(self.shared.fd, str(self._config.hdf5_path), self._folder) as process,
             self._registered(),
@@ -452,17 +515,22 @@ class HelperFiller:
                     return
                 # Whatever is noted from here on is posted behind this.
                 process.post(self._starting._replace(others=dict(self._others)))
-                waiting = sorted(self._outstanding.values(), key=lambda request: request.serial)
-                self._suspects = collections.deque(waiting)
                 self._is_ready = True
-                self._post_suspect()
-            self._tickets.put(False)  # the thread that sends is not this one, which must receive
+            if self._is_alone:
+                process.flush()
+            else:
+                self._tickets.put(False)  # this thread must receive, and does not send
             started = self._step(process)
             assert isinstance(started, Started)
+            with self._lock:
+                self._is_started, self._is_starting = True, False
+                self._post_due()
             if not self.ways:
                 self.ways = started.ways
                 self._steps.put(None)
-            while True:
+            while not self._is_alone or self._await_request():
+                if self._is_alone:
+                    process.flush()
                 answer = process.receive()
                 assert isinstance(answer, Answer)
                 self._take(answer)
@@ -474,7 +542,7 @@ class HelperFiller:
             yield
         finally:
             with self._lock:
-                self._process, self._is_ready = None, False
+                self._process, self._is_ready, self._is_started = None, False, False
 
     def _step(self, process: _Process) -> Any:
         message = process.receive()
@@ -486,12 +554,10 @@ class HelperFiller:
         request, size = FillRequest(*answer.request), answer.size
         with self._lock:
             self._stats = answer.stats
-            if self._outstanding.get(request.slot) != request:
+            if not self._pop(request):
                 return
-            del self._outstanding[request.slot]
-            if self._suspects and self._suspects[0] == request:
-                self._suspects.popleft()
-                self._post_suspect()
+            if self._has_suspects:
+                self._post_due()
         index = self._index[request.slot][:size].copy()
         arrays: tuple[NDArray[Any], ...] = ()
         error = received(answer.error) if answer.error else None
@@ -526,18 +592,24 @@ class HelperFiller:
             self._others[slot, field] = everything
         return self.shared.array(place)
 
-    def _oldest_request(self) -> FillRequest | None:
-        """Wait for a request, if there is none; return None when closed."""
+    def _await_request(self) -> bool:
+        """Wait for a request, if there is none; return False when closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._outstanding)
-            return min(self._outstanding.values(), key=lambda r: r.serial, default=None)
+            return not self._closed
+
+    def _pop(self, request: FillRequest) -> bool:
+        """Forget a request; return False where it was forgotten before."""
+        with self._lock:
+            order = self._outstanding.get(request.slot)
+            if order is None or order.request != request:
+                return False
+            del self._outstanding[request.slot]
+            return True
 
     def _fail(self, request: FillRequest, error: BaseException) -> None:
-        with self._lock:
-            if self._outstanding.get(request.slot) != request:
-                return
-            del self._outstanding[request.slot]
-        self._on_done(request, FillOutcome(np.zeros(0, np.int64), (), error))
+        if self._pop(request):
+            self._on_done(request, FillOutcome(np.zeros(0, np.int64), (), error))
 
 
 class _Process:
@@ -552,43 +624,37 @@ class _Process:
     def __init__(self, memory_fd: int, what: str, folder: str | None) -> None:
         self._what = what
         self._outbox: collections.deque[Any] = collections.deque()
-        self._sending = threading.Lock()  # the channel is not closed, and its number used again
         with contextlib.ExitStack() as stack:
             try:
                 self._open(stack, memory_fd, folder)
             except OSError as error:
                 raise ReadError(
-                    f"{what}: no helper process can be started ({sys.executable}: {error});"
-                    ' read with workers="thread"'
+                    f"{what}: no helper process can be started ({sys.executable}: {error}); raise"
+                    " what limits processes and descriptors (ulimit -u, ulimit -n), or read with"
+                    ' workers="thread"'
                 ) from error
             self._resources = stack.pop_all()
 
     def _open(self, stack: contextlib.ExitStack, memory_fd: int, folder: str | None) -> None:
-        self._socket, theirs = socket.socketpair()
-        stack.enter_context(self._socket)
-        with theirs:
-            self._channel = Connection(os.dup(self._socket.fileno()))
-            stack.callback(self._close_channel)
-            channel_fd = duplicate(theirs.fileno())
-        try:
+        self._channel, theirs = socket_pair()
+        stack.callback(self._channel.close)
+        with contextlib.closing(theirs):
+            inherited = channel_of(duplicate(theirs.fileno()))
+        with contextlib.closing(inherited), _signals_held_back():
+            code = _code(inherited.fileno(), memory_fd, os.getpid())
             self._popen = subprocess.Popen(
-                [sys.executable, "-c", _code(channel_fd, memory_fd, os.getpid())],
+                [sys.executable, *_interpreter_options(), "-c", code],
                 stdin=subprocess.DEVNULL,
-                pass_fds=(channel_fd, memory_fd),
-                cwd=folder,
+                pass_fds=(inherited.fileno(), memory_fd),
+                cwd=_folder_to_enter(folder),
+                env={**os.environ, _MARK: str(os.getpid())},
+                # Or what is meant for a group would be for it, too. (A session of its own would do
+                # that as well; but Linux shares the processor out by sessions, and where that is
+                # busy a batch took 360 µs instead of 250.)
+                process_group=0,
             )
-        finally:
-            os.close(channel_fd)
         stack.callback(self._end)
         stack.callback(self.hang_up)
-        self._poll = select.poll()
-        self._poll.register(self._channel.fileno(), select.POLLIN)
-        # Children of the helper may have the channel too: its end says nothing then.
-        if hasattr(os, "pidfd_open"):
-            with contextlib.suppress(OSError):
-                pid_fd = os.pidfd_open(self._popen.pid)
-                stack.callback(os.close, pid_fd)
-                self._poll.register(pid_fd, select.POLLIN)
 
     def post(self, message: Any) -> None:
         """Have the next `flush` send a message. Never blocks."""
@@ -600,31 +666,25 @@ class _Process:
             self.send_bytes(dump(self._outbox.popleft()))
 
     def send_bytes(self, data: bytes) -> None:
-        with self._sending, contextlib.suppress(OSError):  # who receives will notice
-            self._channel.send_bytes(data)
+        with contextlib.suppress(OSError):  # who receives will notice
+            self._channel.send(data)
 
     def receive(self) -> Any:
         """Return the next message; raise `HelperDied` if there will be none."""
-        ready = dict(self._poll.poll())
-        if self._channel.fileno() in ready:
-            with contextlib.suppress(EOFError, OSError):
-                return load(self._channel.recv_bytes())
-        raise HelperDied(f"{self._what}: the helper process {self._end()}")
+        try:
+            return load(self._channel.receive())
+        except EOFError:
+            raise HelperDied(f"{self._what}: the helper process {self._end()}") from None
 
     def hang_up(self) -> None:
         """Tell the helper, and whoever is in `receive`, that this is the end."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+        self._channel.hang_up()
 
     def __enter__(self) -> _Process:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._resources.close()
-
-    def _close_channel(self) -> None:
-        with self._sending:
-            self._channel.close()
 
     def _end(self) -> str:
         """Wait for the process; say how it ended."""
@@ -643,11 +703,76 @@ class _Process:
         return f"was killed by signal {-status} ({name}{hint})"
 
 
+def check_interpreter() -> None:
+    """See that there is a Python interpreter to start.
+
+    Raises
+    ------
+    ConfigError
+        If there is none, or what would be started is this program.
+    """
+    what = None
+    if getattr(sys, "frozen", False):
+        what = f"this program is frozen: {sys.executable} is the program itself"
+    elif not sys.executable:
+        what = f"sys.executable is {sys.executable!r}, as in a program that embeds Python"
+    elif os.environ.get(_MARK) == str(os.getppid()):
+        what = f"{sys.executable} was started for one, and it is another program"
+    if what is not None:
+        raise ConfigError(
+            'workers="process" starts a Python interpreter, and there is none that is known to be'
+            f" one ({what}); set sys.executable to a Python interpreter, or read with"
+            ' workers="thread"'
+        )
+
+
+def _interpreter_options() -> list[str]:
+    """Return options by which a new interpreter finds what this one does, and nothing else."""
+    flags = {
+        "-I": sys.flags.isolated,
+        "-E": sys.flags.ignore_environment,
+        "-s": sys.flags.no_user_site,
+        "-S": sys.flags.no_site,
+    }
+    given = [option for option, is_given in flags.items() if is_given]
+    return [*given, "-X", f"utf8={sys.flags.utf8_mode}"]  # or names of files would be others
+
+
 def _code(channel_fd: int, memory_fd: int, parent: int) -> str:
     """Return what a helper process runs; it finds modules where this process does."""
+    path = [entry for entry in sys.path if isinstance(entry, str)]  # others are ignored by imports
     return (
-        f"import sys; sys.path[:] = {sys.path!r}; from h5async.helper_main import main;"
+        f"import sys; sys.path[:] = {path!a}; from h5async.helper_main import main;"
         f" main({channel_fd}, {memory_fd}, {parent})"
+    )
+
+
+def _folder_to_enter(folder: str | None) -> str | None:
+    """Return where a helper must go to be in a folder; None where it is, or cannot be."""
+    with contextlib.suppress(OSError):
+        if os.getcwd() == folder:
+            return None
+    return folder if folder is not None and os.path.isdir(folder) else None
+
+
+@contextlib.contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """Have a process that is started in here begin with signals blocked that it will ignore.
+
+    Of these, Ctrl-C stays blocked there: it is the reader's to deal with.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *GROUP_SIGNALS})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _death(error: HelperDied, order: _Order, was_starting: bool) -> HelperDied:
+    request, when = order.request, "was to be" if was_starting else "was being"
+    return HelperDied(
+        f"{error} while batch {request.number} of epoch {request.epoch} {when} filled, as"
+        f" {order.deaths - 1} helpers before it; the next call goes on, with a new helper"
     )
 
 

@@ -5,6 +5,7 @@ It runs `Filler` as the reader would, and ends with the reader's process, howeve
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import os
@@ -12,12 +13,13 @@ import signal
 import sys
 import threading
 import traceback
-from multiprocessing.connection import Connection
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.channel import Channel, channel_of
 from h5async.dataset import open_dataset, sampling_of
 from h5async.errors import H5AsyncError, PostprocessError
 from h5async.filling import Filler, FillOutcome, FillRequest, SlotMemory
@@ -41,6 +43,24 @@ from h5async.shared import Place, SharedMemory
 from h5async.transform import row_transform
 
 _PR_SET_PDEATHSIG = 1
+_PRINT_SECONDS = 1.0  # the standard streams may be pipes that nobody reads from
+
+# What launchers, schedulers and terminals send to all processes of a group, or of a job: whether
+# it is to end, or what else is to be done, the reader's process decides.
+GROUP_SIGNALS = frozenset(
+    {
+        signal.SIGALRM,
+        signal.SIGHUP,
+        signal.SIGQUIT,
+        signal.SIGTERM,
+        signal.SIGTSTP,
+        signal.SIGTTIN,
+        signal.SIGTTOU,
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+        signal.SIGXCPU,
+    }
+)
 
 
 def main(channel_fd: int, memory_fd: int, parent: int) -> None:
@@ -55,43 +75,43 @@ def main(channel_fd: int, memory_fd: int, parent: int) -> None:
     parent
         Process number of the reader's process.
     """
-    _end_with(parent)
-    if sys.stderr is not None:  # a reader's process may be without
-        faulthandler.enable()  # a crash in a C library says where
-    channel = _Channel(channel_fd)
+    error: BaseException | None = None
     try:
-        _Helper(channel, SharedMemory(memory_fd)).serve()
+        _end_with(parent)
+        for fd in (channel_fd, memory_fd):
+            os.set_inheritable(fd, False)
+        end = channel_of(channel_fd)
+        _ignore_signals()
+        os.register_at_fork(after_in_child=partial(_leave_to_parent, end))
+        if sys.stderr is not None:  # a reader's process may be without
+            faulthandler.enable()  # a crash in a C library says where
+        _Helper(_Messages(end), SharedMemory(memory_fd)).serve()
     except EOFError:  # the reader is closed, or gone
         pass
-    if sys.stdout is not None:
-        sys.stdout.flush()
-    os._exit(0)  # threads may be in the middle of something that nobody waits for any more
+    except BaseException as raised:
+        error = raised
+    _exit(error)
 
 
-class _Channel:
-    """Messages of the reader. `send` is safe to call from many threads."""
+class _Messages:
+    """Messages of the reader, and to it. `send` is safe to call from many threads."""
 
-    def __init__(self, fd: int) -> None:
-        self._connection = Connection(fd)
-        self._lock = threading.Lock()
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
 
     def receive(self) -> Any:
-        try:
-            return load(self._connection.recv_bytes())
-        except OSError as error:
-            raise EOFError from error
+        return load(self._channel.receive())
 
     def send(self, message: Any) -> None:
         data = dump(message)
         try:
-            with self._lock:
-                self._connection.send_bytes(data)
+            self._channel.send(data)
         except OSError:  # there is nobody left to work for
             os._exit(0)
 
 
 class _Helper:
-    def __init__(self, channel: _Channel, memory: SharedMemory) -> None:
+    def __init__(self, channel: _Messages, memory: SharedMemory) -> None:
         self._channel = channel
         self._memory = memory
         self._index: list[NDArray[np.int64]] = []  # by slot: sample numbers of its batch
@@ -120,7 +140,7 @@ class _Helper:
             sampling = sampling_of(config, layouts, starting.rank, starting.resumed)
             raws = [((t.raw_row), t.raw_dtype) for t in transforms.values()]
             self._slots = [self._slot(places, raws) for places in starting.slots]
-            self._others = {at: self._memory.adopt(room) for at, room in starting.others.items()}
+            self._others = {at: self._memory.array(room) for at, room in starting.others.items()}
             self._sizes = [0] * len(self._slots)
             num_samples = sampling.num_samples
             self._filler = Filler(
@@ -249,3 +269,48 @@ def _end_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it was too late
             os._exit(0)
+
+
+def _ignore_signals() -> None:
+    """Ignore what a whole group of processes is sent; such signals were blocked until now.
+
+    By a function, not by SIG_IGN, which programs that are started here would have, too. (But what
+    comes for the use of a terminal would come again and again.)
+    """
+    for number in GROUP_SIGNALS:
+        is_terminals = number in (signal.SIGTTIN, signal.SIGTTOU)
+        signal.signal(number, signal.SIG_IGN if is_terminals else _nothing)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+def _leave_to_parent(channel: Channel) -> None:
+    """Let go, in a forked child of the helper, of what is the helper's."""
+    channel.forget()  # or the reader would not see the helper's end
+    for number in GROUP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _exit(error: BaseException | None) -> None:
+    """End the process at once, but for what is still to be printed.
+
+    Threads may be in the middle of something that nobody waits for any more: the interpreter's own
+    end would come upon them.
+    """
+    printing = threading.Thread(target=_print, args=(error,), daemon=True)
+    with contextlib.suppress(RuntimeError):  # there are no more threads
+        printing.start()
+        printing.join(_PRINT_SECONDS)
+    os._exit(0 if error is None else 1)
+
+
+def _print(error: BaseException | None) -> None:
+    with contextlib.suppress(Exception):  # nobody may read from there any more
+        if error is not None:
+            traceback.print_exception(error)
+    with contextlib.suppress(Exception):
+        if sys.stdout is not None:
+            sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""`workers="process"`: what threads give, from a helper process, whose end costs one batch."""
+"""`workers="process"`: what threads give, from a helper process, whose end costs time alone."""
 
 from __future__ import annotations
 
@@ -469,9 +469,7 @@ def test_a_new_helper_finds_relative_paths(path, monkeypatch):
         reader.get_next_batch()
         monkeypatch.chdir("/")
         os.kill(pid_of(reader), signal.SIGKILL)
-        with pytest.raises(ReadError, match="SIGKILL"):
-            reader.get_next_batch()
-        assert reader.get_next_batch().number == 2
+        assert reader.get_next_batch().number == 1
 
 
 def test_a_folder_that_was_removed(path, tmp_path, monkeypatch):
@@ -482,9 +480,7 @@ def test_a_folder_that_was_removed(path, tmp_path, monkeypatch):
     with make(path, prefetch=1) as reader:
         assert reader.get_next_batch().number == 0
         os.kill(pid_of(reader), signal.SIGKILL)
-        with pytest.raises(ReadError, match="SIGKILL"):
-            reader.get_next_batch()
-        assert reader.get_next_batch().number == 2
+        assert reader.get_next_batch().number == 1
     with pytest.raises(ReadError, match=r"data\.h5"):
         make("data.h5")
 
@@ -555,7 +551,7 @@ def test_a_crash_costs_its_batch(path, function, num_threads, prefetch):
     assert len(failed) == 2
 
 
-def test_a_crash_costs_no_more_than_the_oldest_batch_and_its_own(path, tmp_path):
+def test_a_crash_costs_no_other_batch(path, tmp_path):
     def crashes_at_three(data, labels):
         number = int(labels[0]) // 8
         (tmp_path / f"{os.getpid()}-{number}").touch()
@@ -575,19 +571,16 @@ def test_a_crash_costs_no_more_than_the_oldest_batch_and_its_own(path, tmp_path)
                 outcomes.append(reader.get_next_batch().number)
             except ReadError as error:
                 outcomes.append(re.search(r"status 7 while (batch \d+) of", str(error))[1])
-    assert outcomes == ["batch 0", 1, 2, "batch 3", 4, 5]
+    assert outcomes == [0, 1, 2, "batch 3", 4, 5]
 
 
 def test_a_helper_that_is_killed_while_nothing_is_on_its_way(path):
     with make(path) as reader:
-        for turn in range(3):
-            reader.get_next_batch()
+        for turn in range(6):
+            assert reader.get_next_batch().number == turn
             pid = pid_of(reader)
             os.kill(pid, signal.SIGKILL)
             wait_until(lambda pid=pid: not is_alive(pid))
-            with pytest.raises(ReadError, match=r"SIGKILL.*for want of memory.*goes on") as caught:
-                reader.get_next_batch()
-            assert f"batch {2 * turn + 1} of epoch {(2 * turn + 1) // 7}" in str(caught.value)
         assert reader.get_next_batch().number == 6
         stats = reader.stats()
         assert stats.batches >= 4
@@ -605,29 +598,22 @@ def test_what_was_ready_is_not_lost_when_the_helper_dies(path):
             )
         )
         os.kill(pid_of(reader), signal.SIGKILL)
-        assert [reader.get_next_batch().number for _ in range(4)] == [0, 1, 2, 3]
-        with pytest.raises(ReadError, match="batch 4 of epoch 0"):
-            reader.get_next_batch()
-        assert reader.get_next_batch().number == 5
+        assert [reader.get_next_batch().number for _ in range(6)] == [0, 1, 2, 3, 4, 5]
 
 
-def test_killed_at_random_it_loses_a_batch_a_kill_at_most(path):
+def test_killed_at_random_it_loses_nothing(path):
     rng, kills = np.random.default_rng(5), 0
-    with make(path, shuffle="full", prefetch=3) as reader:
-        lost, got = 0, 0
-        for _ in range(10 * len(reader)):
-            if rng.random() < 0.1:
+    # No batch is on its way in more than two turns of the loop, so at more than two deaths.
+    with make(path, shuffle="full", prefetch=2) as reader:
+        for turn in range(10 * len(reader)):
+            if rng.random() < 0.2:
                 with contextlib.suppress(AttributeError, ProcessLookupError):  # none at the moment
                     os.kill(pid_of(reader), signal.SIGKILL)
                     kills += 1
-            try:
-                batch = reader.get_next_batch()
-                assert np.array_equal(batch.labels, batch.index)
-                got += 1
-            except ReadError:
-                lost += 1
-        assert got + lost == 10 * len(reader)
-        assert 0 < lost <= kills
+            batch = reader.get_next_batch()
+            assert (batch.epoch, batch.number) == divmod(turn, len(reader))
+            assert np.array_equal(batch.labels, batch.index)
+    assert kills
 
 
 def at_start(monkeypatch, code):
@@ -659,7 +645,9 @@ def test_a_helper_that_cannot_be_started(path, monkeypatch):
         make(path)
 
 
-@pytest.mark.parametrize("name", ["os.memfd_create", "socket.socketpair", "os.dup", "select.poll"])
+@pytest.mark.parametrize(
+    "name", ["os.memfd_create", "_socket.socketpair", "fcntl.fcntl", "subprocess._fork_exec"]
+)
 def test_descriptors_that_run_out_leave_nothing(path, monkeypatch, name):
     def fails(*arguments):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -698,9 +686,7 @@ def test_where_no_new_helper_can_be_started_every_batch_says_so(path, monkeypatc
         reader.get_next_batch()
         at_start(monkeypatch, "raise SystemExit(3)")
         os.kill(pid_of(reader), signal.SIGKILL)
-        with pytest.raises(ReadError, match="SIGKILL"):
-            reader.get_next_batch()
-        for number in (2, 3):
+        for number in (1, 2, 3):
             with pytest.raises(ReadError, match=f"status 3.*batch {number} "):
                 reader.get_next_batch()
         monkeypatch.undo()
@@ -723,8 +709,6 @@ def test_a_new_helper_reads_no_other_file(path, tmp_path, how):
             with h5py.File(copy, "a") as file:
                 del file["labels"]
                 file["labels"] = np.arange(N, dtype="f4")
-        with pytest.raises(ReadError, match="SIGKILL"):
-            reader.get_next_batch()
         for _ in range(2):
             with pytest.raises(ReadError, match=r"copy.h5: the helper process died, .* changed"):
                 reader.get_next_batch()
@@ -822,8 +806,7 @@ def test_a_new_helper_is_told_what_was_noted_while_it_started(path, monkeypatch)
     with make(path, **options) as reader:
         reader.get_next_batch()
         os.kill(pid_of(reader), signal.SIGKILL)
-        with pytest.raises(ReadError, match="SIGKILL"):
-            reader.get_next_batch()
+        reader.fetch_data()
         assert noted.wait(DEADLOCK_SECONDS)
         assert reader.get_next_batch().index.tolist()[:5] == expected
         reader.get_next_batch()
@@ -850,7 +833,6 @@ def test_a_reader_that_is_dropped_leaves_nothing(path, use):
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: not is_alive(pid))
         with contextlib.suppress(ReadError):
-            reader.get_next_batch()
             reader.get_next_batch()
     if use == "a cycle":
         reader.itself = reader
@@ -883,8 +865,7 @@ def test_descriptors_and_memory_stay_as_they_are(path):
         for _ in range(10):
             for _ in reader:
                 pass
-            # A slot's arrays may hold the map from before the memory last grew.
-            assert descriptors() <= before + len(reader._engine.slots)
+            assert descriptors() <= before
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "exit", "_exit"])
