@@ -36,7 +36,8 @@ from h5async import (
     ReadError,
 )
 from h5async.filling import Filler
-from h5async.storage import LocalFile, can_map, file_id
+from h5async.mounts import can_map
+from h5async.storage import LocalFile, file_id
 
 DEADLOCK_SECONDS = 30
 NUM_SAMPLES = 23
