@@ -170,6 +170,75 @@ with open(place + b"/ptmx", "rb") as file:
     run(body, os.fsencode(place), plain)
 
 
+FUSE = """
+import ctypes, errno, struct
+
+ATTRIBUTES = struct.Struct("=6Q10I")  # inode, size, blocks, times; nanoseconds, mode, links, ...
+
+def attributes(node, size):
+    mode = 0o40755 if node == 1 else 0o100644
+    return ATTRIBUTES.pack(node, size, 0, 0, 0, 0, 0, 0, 0, mode, 1, 0, 0, 0, 4096, 0)
+
+def serve(device, content):
+    sizes = {1: 0, 2: len(content)}
+    while True:
+        try:
+            request = os.read(device, 1 << 20)
+        except OSError as error:
+            if error.errno == errno.ENODEV:  # it was unmounted
+                return
+            raise
+        _, code, unique, node = struct.unpack_from("=IIQQ", request)
+        body, failure, answer = request[40:], 0, b""
+        if code == 26:  # INIT
+            answer = struct.pack("=4I2H2I36x", 7, 31, 1 << 16, 0, 8, 8, 1 << 16, 1)
+        elif code == 17:  # STATFS
+            answer = struct.pack("=5Q10I", 100, 50, 50, 10, 5, 4096, 255, 4096, *[0] * 7)
+        elif code == 1 and body == b"data.h5\\0":  # LOOKUP
+            answer = struct.pack("=4Q2I", 2, 0, 60, 60, 0, 0) + attributes(2, sizes[2])
+        elif code == 3:  # GETATTR
+            answer = struct.pack("=QII", 60, 0, 0) + attributes(node, sizes[node])
+        elif code == 14:  # OPEN
+            answer = struct.pack("=QII", 1, 0, 0)
+        elif code == 15:  # READ
+            _, offset, size = struct.unpack_from("=QQI", body)
+            answer = content[offset : offset + size]
+        elif code in (2, 42):  # FORGET, which nobody answers
+            continue
+        elif code not in (18, 25):  # RELEASE, FLUSH
+            failure = errno.ENOENT if code == 1 else errno.ENOSYS
+        os.write(device, struct.pack("=IiQ", 16 + len(answer), -failure, unique) + answer)
+
+content = Path(os.fsdecode(plain)).read_bytes()
+device = os.open("/dev/fuse", os.O_RDWR)
+options = f"fd={device},rootmode=40000,user_id=0,group_id=0".encode()
+libc = ctypes.CDLL(None, use_errno=True)
+assert not libc.mount(b"fuse", place, b"fuse", 0, options), os.strerror(ctypes.get_errno())
+if not os.fork():
+    serve(device, content)
+    os._exit(0)
+os.close(device)
+path = place + b"/data.h5"
+try:
+    assert not is_mapped(path)
+    assert is_mapped(path, "map")
+    assert not is_mapped(path, "pread")
+    assert is_mapped(plain) == can_map(os.fsdecode(plain))
+    check_reader(path, np.arange(10.0))
+finally:
+    subprocess.run(["umount", "--lazy", place], check=True)
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="the system has no FUSE")
+@pytest.mark.parametrize("name", ["plain", "größe", "a b"])
+def test_a_file_that_a_program_serves(tmp_path: Path, plain: Path, name: str) -> None:
+    """FUSE: where that program fails, a map is a signal."""
+    place = tmp_path / name
+    place.mkdir()
+    run(FUSE, os.fsencode(place), plain)
+
+
 def test_without_proc(tmp_path: Path, plain: Path) -> None:
     """In a container that mounts none, files are mapped as elsewhere."""
     body = """
