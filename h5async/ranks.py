@@ -135,7 +135,9 @@ def _launchers(environment: Mapping[str, str]) -> list[Source]:
     ]
     if not all(name in environment for name in _STEP):
         return found
-    step = Source(_parse("Slurm", *_STEP, environment), "Slurm", _values(environment, *_STEP), 0)
+    step = Source(
+        _parse("Slurm", *_STEP, environment), "Slurm", _values(environment, *_STEP), _SLURM
+    )
     if "MPI_LOCALRANKID" not in environment:
         # Not MPICH's launcher, but `srun` itself sets these, and they are the step's.
         found = [s for s in found if s.name not in ("MPICH", "PALS") or s.rank != step.rank]
