@@ -7,6 +7,8 @@ collected, and its engine closed.
 from __future__ import annotations
 
 import atexit
+import dataclasses
+import logging
 import os
 import threading
 import time
@@ -25,8 +27,9 @@ from h5async.fingerprint import fingerprint
 from h5async.helper import HelperFiller
 from h5async.layout import DatasetLayout
 from h5async.limits import check_memory
-from h5async.ranks import Rank, find_rank
+from h5async.ranks import Rank, Source, find_source, may_change
 from h5async.resident import Budget, Residency
+from h5async.sampling import Sampling
 from h5async.schedule import Schedule
 from h5async.slots import SlotRing
 from h5async.stats import ReaderStats, StageTimes, Waits
@@ -38,6 +41,8 @@ _STATE_VERSION = 1
 _MOMENT_SECONDS = 0.5
 _EXIT_SECONDS = 10.0  # for work that was begun when the interpreter ends
 _MOST_RANKS = 1 << 20  # a saved state is not to be trusted with more
+
+_log = logging.getLogger("h5async")
 
 _forks = 0  # between the first process and this one, since this module was imported
 
@@ -113,17 +118,16 @@ class Engine:
         transforms = {
             name: row_transform(field, self.layouts[name]) for name, field in fields.items()
         }
-        if config.rank is not None and config.world_size is not None:
-            self.rank = Rank(config.rank, config.world_size)
-        else:
-            self.rank = find_rank()
+        self.rank = self.first_rank = self._expected_rank()
+        self.has_settled = False  # then the rank is known for good
         self.sampling = sampling_of(config, self.layouts, self.rank)
         self.schedule = Schedule(self.sampling)
+        # Where to go on, as `jump` has it.
+        self.place: tuple[int, int, tuple[int, int] | None] = 0, 0, None
         # With what batch and world size which epoch was begun.
         self.origin = 0, (config.batch_size, self.rank.world_size)
         self.fingerprint: str | None = None
         self.num_samples = self.sampling.num_samples
-        self.num_batches = self.sampling.num_batches
         self.names = tuple(fields)
         self.device = find_device(config.device, config.pin_memory)
         rows = min(config.batch_size, max(1, self.num_samples))
@@ -184,6 +188,59 @@ class Engine:
         self.delivered_samples = 0
         self.warned: set[str] = set()
 
+    def _find_source(self) -> Source:
+        """Return which of how many processes this is, as the options or others say now."""
+        rank, world_size = self.config.rank, self.config.world_size
+        if rank is None or world_size is None:
+            return find_source()
+        return Source(Rank(rank, world_size), "the options rank and world_size", "", None)
+
+    def _expected_rank(self) -> Rank:
+        """Return the rank as it seems when the reader is made."""
+        try:
+            return self._find_source().rank
+        except ConfigError:
+            if may_change():
+                return Rank(0, 1)  # a group of processes that is yet to be made will say
+            raise
+
+    def settle(self) -> None:
+        """Find out for good which of how many processes this is.
+
+        With the first batch, and not before: a group of processes is often made after the reader.
+
+        Raises
+        ------
+        ConfigError
+            As `find_source` says.
+        """
+        if self.has_settled:
+            return
+        source = self._find_source()
+        _log.info("rank %d of %d: %s", *source.rank, source)
+        # (Not compared with `rank`: an exception may have left this half done.)
+        if source.rank != self.first_rank:
+            self.rank = source.rank
+            self.jump(*self.place)
+        self.has_settled = True
+
+    @property
+    def num_batches(self) -> int:
+        """Batches in an epoch; before the first batch, as the rank seems to be by now."""
+        return self._sampling_by_now().num_batches
+
+    @property
+    def epoch_samples(self) -> int:
+        """Samples in an epoch of all ranks, likewise."""
+        return self._sampling_by_now().epoch_samples
+
+    def _sampling_by_now(self) -> Sampling:
+        """Return what says how many batches there are, and settle nothing."""
+        if self.has_settled:
+            return self.sampling
+        rank = self._find_source().rank
+        return dataclasses.replace(self.sampling, rank=rank.rank, world_size=rank.world_size)
+
     @property
     def _filler(self) -> Filler | HelperFiller:
         assert self.filler is not None, "the engine is not open"
@@ -237,6 +294,7 @@ class Engine:
         `origin`: batch and world size that the epoch was begun with, if others than now.
         """
         serial = self.ring.restart()
+        self.place = epoch, start, origin
         own = self.config.batch_size, self.rank.world_size
         if origin is None or not start:
             origin = own

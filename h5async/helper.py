@@ -253,10 +253,11 @@ class HelperFiller:
 
     def reorder(self, sampling: Sampling, resumed: tuple[int, int, int] | None) -> None:
         """Let requests have the samples of another order, as `Filler.reorder`."""
+        rank = Rank(sampling.rank, sampling.world_size)
         with self._lock:
             if self._starting is not None:
-                self._starting = self._starting._replace(resumed=resumed)
-            self._note(Reorder(resumed))
+                self._starting = self._starting._replace(rank=rank, resumed=resumed)
+            self._note(Reorder(rank, resumed))
 
     def note_uploaded(self, slot: int, index: NDArray[np.int64]) -> None:
         """Note that the device cache has the samples of the batch in a slot."""

@@ -168,7 +168,7 @@ class _Helper:
             if type(message) is tuple:
                 self._filler.fill(FillRequest(*message))
             elif isinstance(message, Reorder):
-                order = sampling_of(config, layouts, starting.rank, message.resumed)
+                order = sampling_of(config, layouts, message.rank, message.resumed)
                 self._filler.reorder(order, message.resumed)
             elif isinstance(message, NoteUploaded):
                 slot = message.slot

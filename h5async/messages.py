@@ -77,6 +77,7 @@ class Started(NamedTuple):
 class Reorder(NamedTuple):
     """The next requests are of another order; see `sampling_of`."""
 
+    rank: Rank
     resumed: tuple[int, int, int] | None
 
 

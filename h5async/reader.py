@@ -198,7 +198,7 @@ class AsyncReader:
     def nbytes(self) -> int:
         """Decoded bytes of one epoch, all fields together, in the file's dtypes."""
         row = sum(layout.row_nbytes for layout in self._engine.layouts.values())
-        return row * self._engine.sampling.epoch_samples
+        return row * self._engine.epoch_samples
 
     @property
     def fallback_reads(self) -> int:
@@ -210,7 +210,16 @@ class AsyncReader:
         return self._engine.stats(self._config.thread_count)
 
     def __len__(self) -> int:
-        """Return the number of batches in an epoch."""
+        """Return the number of batches in an epoch.
+
+        Where the rank is not an option, it is settled with the first batch; until then this is
+        what it would be now.
+
+        Raises
+        ------
+        ConfigError
+            If the environment tells the rank differently in different places.
+        """
         return self._engine.num_batches
 
     def fetch_data(self) -> bool:
@@ -231,7 +240,7 @@ class AsyncReader:
         DatasetError
             If an epoch has no batch at all.
         """
-        self._check_not_empty()
+        self._settle()
         return self._engine.fetch()
 
     def get_next_batch(self, timeout: float | None = None) -> Batch:
@@ -256,7 +265,7 @@ class AsyncReader:
         DatasetError
             If an epoch has no batch at all.
         """
-        self._check_not_empty()
+        self._settle()
         if self._held is not None:
             self._expire(self._held)
         seconds = self._config.timeout if timeout is None else timeout
@@ -296,7 +305,8 @@ class AsyncReader:
         """
         engine = self._engine
         engine.check_open()
-        if not len(self):
+        engine.settle()
+        if not engine.num_batches:
             return _Epoch(self, 0)
         return _Epoch(self, engine.begin_epoch())
 
@@ -408,9 +418,13 @@ class AsyncReader:
     def __repr__(self) -> str:
         """Describe the reader in a line."""
         state = ", closed" if self._engine.ring.is_closed else ""
+        try:
+            batches = f"{len(self)} batches an epoch"
+        except ConfigError:  # what launchers say does not fit together, and no batch was asked for
+            batches = "rank not known"
         return (
             f"<AsyncReader {self._config.hdf5_path}: {', '.join(self._engine.names)},"
-            f" {self.num_samples} samples, {len(self)} batches an epoch, {self.device}{state}>"
+            f" {self.num_samples} samples, {batches}, {self.device}{state}>"
         )
 
     def _expire(self, batch: Batch) -> None:
@@ -418,6 +432,13 @@ class AsyncReader:
         self._held = None
         self._engine.device.poison(batch)
         batch._arrays = _ExpiredArrays(batch)
+
+    def _settle(self) -> None:
+        """See that there are batches for this rank, which is settled by that."""
+        if not self._engine.has_settled:
+            self._engine.check_open()
+            self._engine.settle()
+        self._check_not_empty()
 
     def _check_not_empty(self) -> None:
         self._engine.check_open()

@@ -13,24 +13,15 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import H5AsyncError, ReadError
+from h5async.mounts import can_map
 
 _IOV_MAX = 1024  # POSIX guarantees 16; Linux and macOS take this many buffers a call
-
-# A map turns an I/O error into a fatal signal, so files are mapped only where their bytes come
-# from this machine's own disks or memory.
-_LOCAL_FILE_SYSTEMS = frozenset(
-    "apfs bcachefs btrfs erofs exfat ext2 ext3 ext4 f2fs hfs iso9660 jfs overlay ramfs rootfs"
-    " squashfs tmpfs ufs vfat xfs zfs".split()
-)
-
-
-_CAN_MAP: dict[int, bool] = {}  # by device number
 
 IoMode = Literal["auto", "pread", "map"]
 
@@ -171,7 +162,7 @@ class LocalFile:
             self.close()
             raise replaced(path)
         self.has_swmr_writer = has_swmr_writer(self.descriptor)
-        if may_map(path, io):
+        if may_map(self.descriptor, io):
             self._make_map()
 
     def has_changed(self, since: FileStamp) -> bool:
@@ -539,34 +530,6 @@ def affordable_files() -> int:
     return min(_MOST_KEPT, max(_LEAST_KEPT, (limit - used) // 4))
 
 
-def may_map(path: str, io: IoMode) -> bool:
-    """Tell whether a file is mapped where that pays."""
-    return io == "map" or (io == "auto" and can_map(path))
-
-
-def can_map(path: str) -> bool:
-    """Tell whether a file lies where mapping it is safe."""
-    try:
-        device = os.stat(path).st_dev
-    except OSError:
-        return False
-    if device not in _CAN_MAP:  # a device has one file system, however many files are opened
-        _CAN_MAP[device] = file_system(Path(path)) in _LOCAL_FILE_SYSTEMS
-    return _CAN_MAP[device]
-
-
-def file_system(path: Path) -> str:
-    """Return the type of the file system that holds `path`, as Linux names it; else ``""``."""
-    try:
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    resolved = str(path.resolve())
-    found: tuple[int, Any] = (-1, "")
-    for line in lines:
-        fields = line.split(" ")
-        mount = fields[4].encode().decode("unicode_escape")
-        inside = resolved == mount or resolved.startswith(mount.rstrip("/") + "/")
-        if inside and len(mount) >= found[0]:
-            found = (len(mount), fields[fields.index("-") + 1])
-    return str(found[1])
+def may_map(file: str | int, io: IoMode) -> bool:
+    """Tell whether a file, by its path or an open descriptor, is mapped where that pays."""
+    return io == "map" or (io == "auto" and can_map(file))

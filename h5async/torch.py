@@ -41,8 +41,8 @@ class H5Dataset(IterableDataset):
 
     Of several processes each has its share of every epoch, and all have as many batches. Which one
     this is, the options `rank` and `world_size` say; else ``torch.distributed``, if there is a
-    process group when the files are opened; else the launcher's environment. The state is the same
-    in all.
+    process group when the first batch is asked for; else the launcher's environment. The state is
+    the same in all.
 
     Parameters
     ----------
@@ -183,11 +183,6 @@ def _check_process() -> None:
 
 
 def _open(config: ReaderConfig, state: Mapping[str, Any] | None) -> AsyncReader:
-    group = torch.distributed
-    # Not every launcher sets all variables that the reader looks for: Lightning's own does not.
-    if config.rank is None and group.is_available() and group.is_initialized():
-        place = {"rank": group.get_rank(), "world_size": group.get_world_size()}
-        config = ReaderConfig.load(config, **place)
     reader = AsyncReader(config)
     try:
         _check_dtypes(reader)

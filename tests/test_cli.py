@@ -557,7 +557,7 @@ def test_exactly_what_was_typed_is_passed_on(loaded, typed):
     assert config is None
     assert Path(options.pop("hdf5_path")) == Path("f.h5")
     if "allow_external" in options:
-        options["allow_external"] = list(options["allow_external"])
+        options["allow_external"] = [Path(folder) for folder in options["allow_external"]]
     assert options == OPTIONS[typed]
 
 

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import types
 
 import h5py
 import numpy as np
@@ -16,7 +17,7 @@ from conftest import require_extra
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h5async import AsyncReader, ConfigError
+from h5async import AsyncReader, ConfigError, DatasetError
 from h5async.ranks import find_rank
 from h5async.sampling import Sampling, dealt
 from h5async.window import DealtOrder, WindowOrder
@@ -149,37 +150,237 @@ def test_ranks_share_the_order_of_one(shuffle):
 
 # --- who this process is -------------------------------------------------------------------------
 
-LAUNCHED = [
-    ({}, (0, 1)),
-    ({"RANK": "2", "WORLD_SIZE": "3"}, (2, 3)),
-    ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}, (1, 4)),
-    ({"PMI_RANK": "0", "PMI_SIZE": "2"}, (0, 2)),
-    ({"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "8"}, (5, 8)),
-    ({"JAX_PROCESS_ID": "1", "JAX_NUM_PROCESSES": "2"}, (1, 2)),
-    ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, (0, 1)),  # a batch script, that srun did not run
-    # torchrun within srun: what is nearer to the process counts
-    ({"RANK": "1", "WORLD_SIZE": "2", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, (1, 2)),
-]
+
+def environment_of(text: str) -> dict[str, str]:
+    """Read ``NAME=value`` separated by spaces; ``SLURM=1/4`` and the like stand for a pair."""
+    pairs = {
+        "SLURM": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+        "OMPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        "MV2": ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+        "PMI": ("PMI_RANK", "PMI_SIZE"),
+        "PALS": ("PALS_RANKID", "PMI_SIZE"),
+        "FLUX": ("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
+        "HOROVOD": ("HOROVOD_RANK", "HOROVOD_SIZE"),
+        "JAX": ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES"),
+        "ENV": ("RANK", "WORLD_SIZE"),
+    }
+    found = {}
+    for word in text.split():
+        name, value = word.split("=")
+        if name in pairs:
+            found.update(zip(pairs[name], value.split("/"), strict=True))
+        else:
+            found[name] = value
+    return found
 
 
-@pytest.mark.parametrize(("environment", "expected"), LAUNCHED)
-def test_the_launcher_says_who_this_is(environment, expected):
-    assert find_rank(environment) == expected
+BATCH = "SLURM_PROCID=0 SLURM_NTASKS=8 SLURM_NPROCS=8 SLURM_LOCALID=0"  # what a batch script has
+SHELL = "SLURM_PTY_PORT=40000 SLURM_PTY_WIN_COL=80 SLURM_STEP_ID=0"  # of `srun --pty`
+TORCHRUN = "LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 GROUP_RANK=0 TORCHELASTIC_RUN_ID=none"
+
+LAUNCHED = {
+    # one launcher
+    "": (0, 1),
+    "ENV=2/3": (2, 3),
+    "OMPI=1/4": (1, 4),
+    "PMI=0/2": (0, 2),
+    "MV2=2/3": (2, 3),
+    "FLUX=1/2": (1, 2),
+    "HOROVOD=1/3": (1, 3),
+    "JAX=1/2": (1, 2),
+    "SLURM=5/8 SLURM_NTASKS=8 SLURM_STEP_ID=0": (5, 8),
+    # nobody shares the work
+    BATCH: (0, 1),
+    "SLURM=0/1 SLURM_STEP_ID=0": (0, 1),
+    f"SLURM=0/4 {SHELL}": (0, 1),
+    "SLURM=0/1 SLURM_PTY_PORT=40000 SLURM_STEP_ID=4294967290": (0, 1),
+    "SLURM=0/4 SLURM_STEP_ID=4294967290": (0, 1),
+    "SLURM=0/4 SLURM_STEP_ID=4294967291": (0, 1),
+    "WORLD_SIZE=1": (0, 1),
+    # the same, told twice or more
+    "OMPI=1/4 ENV=1/4": (1, 4),
+    "SLURM=1/4 PMI=1/4": (1, 4),
+    "PALS=1/4 PMI=1/4": (1, 4),
+    "FLUX=1/4 PMI=1/4": (1, 4),
+    "SLURM=1/4 ENV=1/4 JAX=1/4": (1, 4),
+    "SLURM=1/4 WORLD_SIZE=4": (1, 4),  # sbatch scripts set it for PyTorch
+    "OMPI=1/4 WORLD_SIZE=4": (1, 4),
+    # `srun` gives its numbers to PMI too, and the shell is none of many all the same
+    f"SLURM=0/4 PMI=0/4 {SHELL}": (0, 1),
+    f"SLURM=0/4 PALS=0/4 PMI=0/4 {SHELL}": (0, 1),
+    # MPI in a shell and in a batch script
+    f"SLURM=0/4 OMPI=0/4 {SHELL}": (0, 4),
+    f"SLURM=0/1 PMI=0/1 OMPI=2/4 {SHELL}": (2, 4),
+    f"SLURM=0/4 PMI=0/4 MPI_LOCALRANKID=0 {SHELL}": (0, 4),
+    f"SLURM=0/4 PMI=3/4 MPI_LOCALRANKID=3 {SHELL}": (3, 4),
+    f"{BATCH} OMPI=3/8": (3, 8),
+    f"{BATCH} PMI=3/8": (3, 8),
+    # the daemons of MPI's launchers are tasks of a step, one on each of the other nodes
+    "SLURM=1/2 OMPI=14/15": (14, 15),
+    "SLURM=0/7 OMPI=1/2": (1, 2),
+    "SLURM=1/2 PMI=14/15 MPI_LOCALRANKID=4": (14, 15),
+    # torchrun on each node, started by srun or mpirun
+    f"ENV=5/8 {TORCHRUN} SLURM=1/2": (5, 8),
+    f"ENV=1/2 {TORCHRUN} SLURM=0/1": (1, 2),
+    f"ENV=5/8 {TORCHRUN} OMPI=1/2": (5, 8),
+    f"ENV=5/8 {TORCHRUN} SLURM=1/2 PMI=1/2": (5, 8),
+    f"ENV=1/2 {TORCHRUN} SLURM=3/4": (1, 2),  # on each node a training of its own
+    f"ENV=5/8 {TORCHRUN} {BATCH}": (5, 8),
+    "ENV=5/8 LOCAL_RANK=1 SLURM=1/2": (5, 8),  # another launcher of a node's processes
+    # a shell of `srun --pty`, in which a step was started
+    "SLURM=2/4 SLURM_PTY_PORT=40000 SLURM_STEP_ID=1": (2, 4),
+    # Flux within Slurm
+    "SLURM=1/2 FLUX=5/8 PMI=5/8": (5, 8),
+}
+
+
+@pytest.mark.parametrize("environment", LAUNCHED)
+def test_the_launcher_says_who_this_is(environment):
+    assert find_rank(environment_of(environment)) == LAUNCHED[environment]
+
+
+REFUSED = {
+    "RANK=2": "RANK is set in the environment and WORLD_SIZE is not",
+    "RANK=0": "RANK is set in the environment and WORLD_SIZE is not",
+    "WORLD_SIZE=2": "WORLD_SIZE is set in the environment and RANK is not .found: WORLD_SIZE=2",
+    "OMPI_COMM_WORLD_RANK=1": "OMPI_COMM_WORLD_SIZE is not",
+    "OMPI_COMM_WORLD_SIZE=2": "OMPI_COMM_WORLD_RANK is not",
+    "PMI_RANK=0": "PMI_SIZE is not",
+    "PMI_SIZE=2": "PMI_RANK is not|PALS_RANKID is not",
+    "PALS_RANKID=1": "PALS_RANKID is set in the environment and PMI_SIZE is not",
+    "MV2_COMM_WORLD_RANK=1": "MV2_COMM_WORLD_SIZE is not",
+    "FLUX_TASK_RANK=1": "FLUX_JOB_SIZE is not",
+    "HOROVOD_SIZE=3": "HOROVOD_RANK is not",
+    "JAX_PROCESS_ID=1": "JAX_NUM_PROCESSES is not",
+    "SLURM_PROCID=1 SLURM_NTASKS=4": "SLURM_STEP_NUM_TASKS is not",
+    "SLURM_STEP_NUM_TASKS=4": "SLURM_PROCID is not",
+    "OMPI=1/4 WORLD_SIZE=2": "found: WORLD_SIZE=2; OMPI_COMM_WORLD_RANK=1, .*SIZE=4 .Open MPI",
+    "OMPI=1/4 WORLD_SIZE=1": "RANK is not",
+    "SLURM=1/4 RANK=0": "found: RANK=0; SLURM_PROCID=1, SLURM_STEP_NUM_TASKS=4 .Slurm",
+    "ENV=2/2": "are no rank among so many",
+    "ENV=x/2": "RANK=x and WORLD_SIZE=2",
+    "PMI=-1/2": "MPICH sets",
+    "FLUX=0/0": "FLUX_TASK_RANK=0 and FLUX_JOB_SIZE=0",
+    # a pod with one process, as its operator says, in which MPI starts two
+    "ENV=0/1 OMPI=1/2": "RANK=0, WORLD_SIZE=1 .PyTorch.; OMPI_COMM_WORLD_RANK=1, OMPI_COMM_WOR",
+    "ENV=0/1 LOCAL_RANK=0 OMPI=0/2": "told differently",
+    "ENV=1/4 OMPI=0/2": "told differently",  # four pods with two processes each
+    "ENV=0/1 SLURM=1/4": "RANK=0, WORLD_SIZE=1 .PyTorch.; SLURM_PROCID=1, SLURM_STEP_NUM_TASKS=4",
+    "ENV=0/3 LOCAL_RANK=0 SLURM=1/2": "give the options rank and world_size",
+    "PMI=0/1 SLURM=1/4": "told differently",
+    "OMPI=0/2 PMI=0/3": "told differently",
+    "JAX=0/2 SLURM=1/4": "told differently",
+    f"ENV=0/1 {TORCHRUN} SLURM=1/4": "told differently",
+}
+
+
+@pytest.mark.parametrize("environment", REFUSED)
+def test_an_environment_that_does_not_fit_together_is_refused(environment):
+    with pytest.raises(ConfigError, match=REFUSED[environment]):
+        find_rank(environment_of(environment))
+
+
+TERMINAL = """
+import json, os, pty, subprocess, sys
+SAY = "from h5async.ranks import find_rank; print(*find_rank())"
+SHELL = f"import os, subprocess, sys; os.environ['SLURM_TASK_PID'] = str(os.getpid()); {SAY}"
+NESTED = (
+    "import os; os.environ.update(SLURM_TASK_PID=str(os.getpid()), SLURM_STEP_ID='1'); " + SAY
+)
+run = "subprocess.run([sys.executable, '-c', %r], start_new_session=%r, stdin=subprocess.DEVNULL)"
+script = f"{SHELL}; sys.stdout.flush(); {run % (SAY, False)}; {run % (NESTED, True)}"
+pid, terminal = pty.fork()
+if not pid:
+    os.execv(sys.executable, [sys.executable, "-c", script])
+said = b""
+try:
+    while piece := os.read(terminal, 1000):
+        said += piece
+except OSError:  # how Linux says that the other end was closed
+    pass
+os.waitpid(pid, 0)
+print(json.dumps(said.decode().splitlines()))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Slurm is Linux'")
+def test_a_step_in_a_shell_with_a_terminal():
+    """The shell is alone, with a script that it starts; the first task of a step is not."""
+    environment = {**os.environ, **environment_of(f"SLURM=0/4 {SHELL}")}
+    command = [sys.executable, "-c", TERMINAL]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == ["0 1", "0 1", "0 4"]
+
+
+def module(name, monkeypatch, **functions):
+    """Let the program have imported a module of this name."""
+    made = types.ModuleType(name)
+    made.__dict__.update(functions)
+    monkeypatch.setitem(sys.modules, name, made)
+    return made
+
+
+def group(monkeypatch, rank, world_size):
+    return module(
+        "torch.distributed",
+        monkeypatch,
+        is_initialized=lambda: True,
+        get_rank=lambda: rank,
+        get_world_size=lambda: world_size,
+    )
 
 
 @pytest.mark.parametrize(
-    ("environment", "message"),
-    [
-        ({"RANK": "2"}, "RANK is set in the environment and WORLD_SIZE is not"),
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set in the environment and RANK is not"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "are no rank among so many"),
-        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x and WORLD_SIZE=2"),
-        ({"PMI_RANK": "-1", "PMI_SIZE": "2"}, "MPICH sets"),
-    ],
+    "environment",
+    ["", "ENV=1/4", "ENV=0/1 OMPI=1/2", "SLURM=1/2", "WORLD_SIZE=3", "RANK=0", "OMPI=0/1"],
 )
-def test_an_environment_that_makes_no_sense_is_refused(environment, message):
-    with pytest.raises(ConfigError, match=message):
-        find_rank(environment)
+def test_a_process_group_counts(monkeypatch, environment):
+    group(monkeypatch, 1, 4)
+    assert find_rank(environment_of(environment)) == (1, 4)
+
+
+def test_a_process_group_of_one_where_a_launcher_started_more(monkeypatch):
+    group(monkeypatch, 0, 1)
+    assert find_rank({}) == (0, 1)
+    with pytest.raises(ConfigError, match=r"get_rank\(\)=0, get_world_size\(\)=1 .torch.distri"):
+        find_rank(environment_of("OMPI=1/2"))
+
+
+def test_pytorch_and_jax_disagree(monkeypatch):
+    group(monkeypatch, 1, 4)
+    state = types.SimpleNamespace(client=object(), process_id=1, num_processes=2)
+    module("jax._src.distributed", monkeypatch, global_state=state)
+    with pytest.raises(ConfigError, match=r"torch\.distributed.*jax\.distributed"):
+        find_rank({})
+    state.num_processes = 4
+    assert find_rank({}) == (1, 4)
+
+
+def test_pytorch_that_knows_no_group(monkeypatch):
+    module("torch.distributed", monkeypatch)  # a build without
+    assert find_rank({}) == (0, 1)
+    module("torch.distributed", monkeypatch, is_initialized=lambda: False)
+    assert find_rank({"RANK": "1", "WORLD_SIZE": "2"}) == (1, 2)
+
+
+def test_jax_of_any_version(monkeypatch):
+    """Before 0.6 it does not say whether it was initialised; and other modules have that name."""
+    monkeypatch.delitem(sys.modules, "jax._src.distributed", raising=False)
+    jax = module("jax", monkeypatch)
+    assert find_rank({}) == (0, 1)
+    jax.distributed = types.SimpleNamespace(initialize=lambda: None)
+    assert find_rank({}) == (0, 1)
+    jax.distributed.is_initialized = lambda: False
+    assert find_rank({}) == (0, 1)
+    jax.process_index, jax.process_count = lambda: 1, lambda: 3
+    jax.distributed.is_initialized = lambda: True
+    assert find_rank({}) == (1, 3)
+    state = types.SimpleNamespace(client=None, process_id=0, num_processes=1)
+    module("jax._src.distributed", monkeypatch, global_state=state)
+    assert find_rank({}) == (0, 1)
+    state.client, state.process_id, state.num_processes = object(), 2, 4
+    assert find_rank({}) == (2, 4)
 
 
 @pytest.fixture
@@ -203,6 +404,154 @@ def test_options_win_over_the_environment(path, monkeypatch):
         ]
     with AsyncReader(rank=0, world_size=1, **options) as reader:
         assert len(reader) == 6
+
+
+def reader_of(path, **options):
+    options = {"labels_field": None, "batch_size": 4, "device": "cpu", **options}
+    return AsyncReader(hdf5_path=path, **options)
+
+
+def set_rank(monkeypatch, rank, world_size):
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+
+
+@pytest.mark.parametrize("workers", ["thread", "process"])
+@pytest.mark.parametrize("shuffle", [False, "full", "window"])
+@pytest.mark.parametrize("begin", ["for", "fetch_data", "get_next_batch"])
+def test_the_rank_is_settled_with_the_first_batch(path, monkeypatch, workers, shuffle, begin):
+    """What is asked before does not count, and what is set afterwards does not either."""
+    options = {"workers": workers, "shuffle": shuffle}
+    with reader_of(path, rank=1, world_size=2, **options) as reader:
+        expected = [batch.index.tolist() for batch in reader]
+    with reader_of(path, **options) as reader:
+        assert len(reader) == 6
+        assert "6 batches" in repr(reader)
+        reader.set_epoch(1)
+        reader.reset()
+        assert reader.state_dict()["position"] == 0
+        assert reader.num_samples == 23
+        set_rank(monkeypatch, 0, 4)
+        assert len(reader) == 2
+        set_rank(monkeypatch, 1, 2)  # as a process group that is made only now
+        assert len(reader) == 3
+        if begin == "for":
+            batches = iter(reader)
+            found = [next(batches).index.tolist()]
+        else:
+            if begin == "fetch_data":
+                assert not reader.fetch_data()
+            found = [reader.get_next_batch().index.tolist()]
+        set_rank(monkeypatch, 0, 3)
+        assert len(reader) == 3
+        assert "3 batches" in repr(reader)
+        found += [reader.get_next_batch().index.tolist() for _ in range(2)]
+    assert found == expected
+
+
+@pytest.mark.parametrize("shuffle", ["full", "window"])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("batches", [1, 2])
+def test_a_state_that_is_loaded_before_the_rank_is_known(
+    path, monkeypatch, shuffle, drop_last, batches
+):
+    """The rest of the epoch is dealt to the ranks that there are then."""
+    options = {"shuffle": shuffle, "drop_last": drop_last}
+    with reader_of(path, rank=0, world_size=2, **options) as reader:
+        for _ in range(batches):
+            reader.get_next_batch()
+        state = reader.state_dict()
+    with reader_of(path, rank=1, world_size=3, **options) as reader:
+        reader.load_state_dict(state)
+        expected = [reader.get_next_batch().index.tolist() for _ in range(4)]
+    set_rank(monkeypatch, 0, 5)
+    with reader_of(path, **options) as reader:
+        reader.load_state_dict(state)
+        set_rank(monkeypatch, 1, 3)
+        assert [reader.get_next_batch().index.tolist() for _ in range(4)] == expected
+
+
+def test_nothing_is_left_for_the_ranks_that_there_are_then(path, monkeypatch):
+    with reader_of(path, drop_last=True) as reader:
+        assert len(reader) == 5
+        set_rank(monkeypatch, 0, 6)
+        with pytest.raises(DatasetError, match="an epoch has no batch"):
+            reader.get_next_batch()
+        assert list(reader) == []
+
+
+def test_the_rank_that_was_taken_is_logged(path, monkeypatch, caplog):
+    caplog.set_level("INFO", "h5async")
+    with reader_of(path) as reader:
+        len(reader)
+        assert caplog.messages == []
+        next(iter(reader))
+        next(iter(reader))
+    assert caplog.messages[-1] == "rank 0 of 1: no launcher of several processes was found"
+    set_rank(monkeypatch, 1, 3)
+    with reader_of(path) as reader:
+        next(iter(reader))
+    assert caplog.messages[-1] == "rank 1 of 3: PyTorch (RANK=1, WORLD_SIZE=3)"
+    with reader_of(path, rank=0, world_size=2) as reader:
+        next(iter(reader))
+    assert caplog.messages[2:] == ["rank 0 of 2: the options rank and world_size"]
+
+
+def test_launchers_that_disagree(path, monkeypatch):
+    """Nothing but a process group can help then, or an option."""
+    set_rank(monkeypatch, 0, 1)
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    with reader_of(path, rank=0, world_size=1) as reader:
+        assert len(list(reader)) == 6
+    for name in ("torch", "torch.distributed", "jax", "jax._src.distributed"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(ConfigError, match="OMPI_COMM_WORLD_SIZE=2"):
+        reader_of(path)
+    module("torch", monkeypatch)
+    with reader_of(path) as reader:
+        assert "rank not known" in repr(reader)
+        for use in (len, iter, AsyncReader.get_next_batch, AsyncReader.fetch_data):
+            with pytest.raises(ConfigError, match="OMPI_COMM_WORLD_SIZE=2"):
+                use(reader)
+        group(monkeypatch, 1, 2)
+        assert len(reader) == 3
+        assert next(iter(reader)).index.tolist() == [4, 5, 6, 7]
+
+
+GROUP = """
+import json, sys
+from pathlib import Path
+from torch import distributed
+from h5async import AsyncReader
+
+rank, store, path, workers = int(sys.argv[1]), *sys.argv[2:]
+with AsyncReader(
+    hdf5_path=path, labels_field=None, batch_size=4, device="cpu", workers=workers
+) as reader:
+    before = len(reader)
+    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    index = [batch.index.tolist() for batch in reader]
+    distributed.destroy_process_group()
+    print(json.dumps([before, len(reader), index]))
+"""
+
+
+@pytest.mark.parametrize("workers", ["thread", "process"])
+def test_a_process_group_that_is_made_after_the_reader(path, tmp_path, workers):
+    require_extra("torch")
+    said = [
+        subprocess.Popen(
+            [sys.executable, "-c", GROUP, str(rank), tmp_path / "store", path, workers],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    found = [json.loads(process.communicate(timeout=100)[0]) for process in said]
+    assert [numbers[:2] for numbers in found] == [[6, 3]] * 2
+    index = [sample for _, _, batches in found for batch in batches for sample in batch]
+    assert sorted(index) == list(range(23))
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,8 @@ from h5async import (
 )
 from h5async.core import mapping_mode
 from h5async.filling import Filler
-from h5async.storage import FileStamp, LocalFile, can_map
+from h5async.mounts import can_map
+from h5async.storage import FileStamp, LocalFile
 
 DEADLOCK_SECONDS = 30
 NUM_SAMPLES = 23
