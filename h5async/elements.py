@@ -8,6 +8,7 @@ import h5py
 import numpy as np
 
 from h5async.errors import DatasetError
+from h5async.names import name_bytes, name_text
 
 
 class Element(NamedTuple):
@@ -28,9 +29,28 @@ class Element(NamedTuple):
     offset: int
 
     @property
+    def base(self) -> np.dtype[Any]:
+        """The dtype of a number, where it is an array of them, or an array of arrays."""
+        return _unpacked(self.dtype)[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The dimensions of an array type, those of the outermost one first."""
+        return _unpacked(self.dtype)[1]
+
+    @property
     def is_numpys(self) -> bool:
         """Whether the stored bytes are NumPy's."""
         return _is_stored_as(self.stored, self.dtype)
+
+
+def _unpacked(dtype: np.dtype[Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """Return the base and the dimensions of a dtype; NumPy's own go one level deep."""
+    base, shape = dtype, ()
+    while base.subdtype is not None:
+        shape += base.shape
+        base = base.base
+    return base, shape
 
 
 def _is_stored_as(stored: h5py.h5t.TypeID, dtype: np.dtype[Any]) -> bool:
@@ -77,9 +97,9 @@ def element_of(dataset: h5py.Dataset, member: tuple[str, ...], where: str) -> El
         if not isinstance(stored, h5py.h5t.TypeCompoundID):
             raise DatasetError(f'{where} has no member "{label}": it is no compound type')
         names = [stored.get_member_name(i) for i in range(stored.get_nmembers())]
-        encoded = name.encode()
+        encoded = name_bytes(name)
         if encoded not in names:
-            listed = ", ".join(f'"{n.decode("utf-8", "replace")}"' for n in names)
+            listed = ", ".join(f'"{name_text(n)}"' for n in names)
             raise DatasetError(f'{where} has no member "{label}"; it has {listed}')
         offset += stored.get_member_offset(names.index(encoded))
         stored = stored.get_member_type(names.index(encoded))

@@ -231,8 +231,17 @@ def open_hdf5(path: Path) -> h5py.File:
     except H5AsyncError:
         raise
     except (OSError, RuntimeError, ValueError) as error:
-        if not path.exists():
-            reason = "there is no such file"
-        else:
-            reason = str(error)
-        raise ReadError(f"cannot open {path}: {reason}") from error
+        raise ReadError(f"cannot open {path}: {_reason(path, error)}") from error
+
+
+def _reason(path: Path, error: Exception) -> str:
+    """Say why a file cannot be opened; HDF5 does not say it of one that is not there."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return "there is no such file"
+    except OSError as reason:  # its folder may not be entered, say, or its name is too long
+        return reason.strerror or str(reason)
+    except ValueError:  # a NUL in it
+        return "there is no such file"
+    return str(error)

@@ -221,7 +221,7 @@ class _Indexer:
                 f"{where}: its elements are of variable length or references, so a batch of them"
                 " has no fixed size; store them with a fixed-size type"
             )
-        base, extra = element.dtype.base, element.dtype.shape
+        base, extra = element.base, element.shape
         filters = _filters(plist)
         layout = DatasetLayout(
             file=str(self._path),
