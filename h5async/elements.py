@@ -46,7 +46,7 @@ class Element(NamedTuple):
 
 def _unpacked(dtype: np.dtype[Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:
     """Return the base and the dimensions of a dtype; NumPy's own go one level deep."""
-    base, shape = dtype, ()
+    base, shape = dtype, dtype.shape[:0]
     while base.subdtype is not None:
         shape += base.shape
         base = base.base

@@ -30,6 +30,7 @@ from h5async.errors import ReadError
 from h5async.filters import can_decode, encoded_nbytes, has_known_length, stated_length
 from h5async.layout import DatasetLayout, needed_nbytes
 from h5async.links import open_hdf5
+from h5async.names import name_bytes
 from h5async.plan import Int64s, SamplesPlan, rows_at
 from h5async.storage import file_id, replaced
 
@@ -91,10 +92,10 @@ class FallbackReader:
                 for check in list(checks):
                     source = check.layout
                     needed = sample if source is layout else _written(source)
-                    check.run(self._file(source)[source.path], needed)
+                    check.run(self._file(source)[name_bytes(source.path)], needed)
                     if source is not layout:
                         checks.remove(check)
-                dataset = self._file(layout)[layout.path]
+                dataset = self._file(layout)[name_bytes(layout.path)]
                 values = dataset.fields(layout.member[0]) if layout.member else dataset
                 for first, last, chosen in _spans(layout, sample):
                     where = (slice(None),) * layout.sample_axis

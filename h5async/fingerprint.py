@@ -64,7 +64,9 @@ def _described(dtype: np.dtype[Any]) -> object:
     if dtype.subdtype is not None:
         base, shape = dtype.subdtype
         return _described(base), shape
-    members = [(name, *(dtype.fields or {})[name][:2]) for name in dtype.names or ()]
+    fields = dtype.fields
+    assert fields is not None, "every other dtype has a description"
+    members = [(name, *fields[name][:2]) for name in dtype.names or ()]
     return dtype.itemsize, [(name, at, _described(member)) for name, member, at in members]
 
 

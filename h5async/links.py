@@ -19,6 +19,7 @@ from typing import NamedTuple
 import h5py
 
 from h5async.errors import DatasetError, H5AsyncError, ReadError, UnsafeFileError
+from h5async.names import name_bytes, name_text
 from h5async.storage import IoMode
 
 _MAX_LINKS = 32  # that one path may lead through; HDF5 stops at 16
@@ -150,11 +151,14 @@ def locate(file: h5py.File, path: str, reach: Reach, files: contextlib.ExitStack
     links = 0
     while todo:
         name = todo.pop(0)
-        link = group.get(name, getlink=True)
-        if isinstance(link, h5py.HardLink):
+        at = name_bytes(name)  # h5py takes no other name that is not UTF-8
+        if not group.id.links.exists(at):
+            raise KeyError(path)
+        kind = group.id.links.get_info(at).type
+        if kind == h5py.h5l.TYPE_HARD:
             done.append(name)
             if todo:
-                node = group[name]
+                node = group[at]
                 if isinstance(node, h5py.Dataset):
                     return Located(file, "/".join(done), tuple(todo))
                 if not isinstance(node, h5py.Group):
@@ -165,18 +169,21 @@ def locate(file: h5py.File, path: str, reach: Reach, files: contextlib.ExitStack
         where = f'{file.filename}: link "{"/".join([*done, name])}"'
         if links > _MAX_LINKS:
             raise DatasetError(f"{where}: the path leads through more than {_MAX_LINKS} links")
-        if isinstance(link, h5py.ExternalLink):
+        if kind == h5py.h5l.TYPE_EXTERNAL:
             holder = Path(file.filename)
-            target = reach.find(link.filename, holder, "HDF5_EXT_PREFIX", where)
+            file_name, leads_to = map(name_text, group.id.links.get_val(at))
+            target = reach.find(file_name, holder, "HDF5_EXT_PREFIX", where)
             if target is None:
-                raise MissingError(f"{where} leads to {link.filename}, which does not exist")
+                raise MissingError(f"{where} leads to {file_name}, which does not exist")
             file = files.enter_context(open_index(target))
             group, done = file["/"], []
-        elif not isinstance(link, h5py.SoftLink):
+        elif kind == h5py.h5l.TYPE_SOFT:
+            leads_to = name_text(group.id.links.get_val(at))
+            if leads_to.startswith("/"):
+                group, done = file["/"], []
+        else:
             raise KeyError(path)
-        elif link.path.startswith("/"):
-            group, done = file["/"], []
-        todo = _components(link.path) + todo
+        todo = _components(leads_to) + todo
     return Located(file, "/".join(done) or "/", ())
 
 

@@ -6,6 +6,8 @@ names, so that nothing is lost; but such text cannot be written to a terminal or
 
 from __future__ import annotations
 
+import shlex
+
 
 def name_bytes(name: str) -> bytes:
     """Return a name, or a path, as HDF5 has it.
@@ -29,6 +31,14 @@ def printable(text: str) -> str:
         return text
     shown = (_byte_escape(c) if "\udc80" <= c <= "\udcff" else c for c in text)
     return "".join(shown).encode("utf-8", "backslashreplace").decode()
+
+
+def shell_word(text: str) -> str:
+    """Return text as it is typed in a shell; bytes that are not UTF-8 as bash and zsh have them."""
+    if printable(text) == text:
+        return shlex.quote(text)
+    escaped = text.replace("\\", r"\\").replace("'", r"\'")
+    return f"$'{printable(escaped)}'"
 
 
 def _byte_escape(character: str) -> str:
