@@ -83,6 +83,24 @@ def _is_stored_as(stored: h5py.h5t.TypeID, dtype: np.dtype[Any]) -> bool:
     return False
 
 
+def has_objects(dataset: h5py.Dataset) -> bool:
+    """Tell whether elements, or members of them, are of variable length, or references."""
+    try:
+        return bool(dataset.dtype.hasobject)
+    except UnicodeDecodeError:  # h5py has no dtype for names of members that are not UTF-8
+        return _is_object(dataset.id.get_type())
+
+
+def _is_object(stored: h5py.h5t.TypeID) -> bool:
+    if isinstance(stored, h5py.h5t.TypeCompoundID):
+        return any(_is_object(stored.get_member_type(i)) for i in range(stored.get_nmembers()))
+    if isinstance(stored, h5py.h5t.TypeArrayID):
+        return _is_object(stored.get_super())
+    if isinstance(stored, h5py.h5t.TypeStringID):
+        return bool(stored.is_variable_str())
+    return isinstance(stored, h5py.h5t.TypeVlenID | h5py.h5t.TypeReferenceID)
+
+
 def element_of(dataset: h5py.Dataset, member: tuple[str, ...], where: str) -> Element:
     """Return what an element is; of a compound, its member at the end of the path `member`.
 
@@ -105,5 +123,10 @@ def element_of(dataset: h5py.Dataset, member: tuple[str, ...], where: str) -> El
         stored = stored.get_member_type(names.index(encoded))
     try:
         return Element(stored.dtype if member else dataset.dtype, stored, offset)
+    except UnicodeDecodeError as error:
+        raise DatasetError(
+            f"{where}: it has members with names that are not UTF-8, and h5py has no type for"
+            " these; read each member by itself, as a path behind that of the dataset"
+        ) from error
     except Exception as error:  # h5py has no one type for what it cannot express
         raise DatasetError(f"{where}: its type has no NumPy equivalent ({error})") from error

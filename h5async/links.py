@@ -197,16 +197,22 @@ def open_index(path: Path) -> Iterator[h5py.File]:
 
     HDF5 would keep up to 32 MB of them, though nobody asks again.
     """
-    with open_hdf5(path) as file:
-        before, cache = file.id.get_mdc_config(), file.id.get_mdc_config()
-        cache.set_initial_size = True
-        cache.initial_size = cache.max_size = _METADATA_NBYTES
-        cache.min_size = min(cache.min_size, _METADATA_NBYTES)
-        file.id.set_mdc_config(cache)
-        try:
-            yield file
-        finally:  # the caller may have the file open too, and share its settings
-            file.id.set_mdc_config(before)
+    with open_hdf5(path) as file, metadata_cache(file, _METADATA_NBYTES):
+        yield file
+
+
+@contextlib.contextmanager
+def metadata_cache(file: h5py.File, nbytes: int) -> Iterator[None]:
+    """Have HDF5 keep so many bytes of a file's metadata meanwhile."""
+    before, cache = file.id.get_mdc_config(), file.id.get_mdc_config()
+    cache.set_initial_size = True
+    cache.initial_size = cache.max_size = nbytes
+    cache.min_size = min(cache.min_size, nbytes)
+    file.id.set_mdc_config(cache)
+    try:
+        yield
+    finally:  # the caller may have the file open too, and share its settings
+        file.id.set_mdc_config(before)
 
 
 def open_hdf5(path: Path) -> h5py.File:

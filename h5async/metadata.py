@@ -31,11 +31,11 @@ from h5async.chunkindex import (
     without_filters,
 )
 from h5async.config import Field
-from h5async.elements import Element, element_of
+from h5async.elements import Element, element_of, has_objects
 from h5async.errors import DatasetError, H5AsyncError, ReadError, UnsafeFileError
 from h5async.filters import Filter, can_decode, stated_chunk_nbytes
 from h5async.layout import ChunkTable, DatasetLayout, Part, Slab, Storage, normal_axis
-from h5async.links import BESIDE, MissingError, Reach, locate, open_index
+from h5async.links import BESIDE, MissingError, Reach, locate, metadata_cache, open_index
 from h5async.listing import walk
 from h5async.names import name_bytes, shell_word
 from h5async.storage import file_id, may_map
@@ -43,6 +43,7 @@ from h5async.virtual import mapped_files, source_series, virtual_parts
 
 _LISTED_DATASETS = 20
 _MOST_OBJECTS = 200  # of a file that are looked at to say what is there: 0.05 s
+_LISTING_NBYTES = 32 << 20  # of metadata: the names of a large group are gone through for each
 _MAX_NESTED = 8  # virtual datasets of virtual datasets
 
 
@@ -76,7 +77,7 @@ def list_layouts(
 
     They come group by group, in the order of names.
     """
-    with open_index(path) as file:
+    with open_index(path) as file, metadata_cache(file, _LISTING_NBYTES):
         for name, kind in walk(file):
             if kind == "group" or (kind != "dataset" and not _may_be_dataset(file, name, reach)):
                 continue
@@ -127,9 +128,11 @@ def _what_is_there(file: h5py.File, reach: Reach) -> str:
 
     Not all of a large file is looked at: what is asked for may be misspelt in a file of millions.
     """
-    listed = list(itertools.islice(walk(file, _MOST_OBJECTS + 1), _MOST_OBJECTS + 1))
-    is_cut = len(listed) > _MOST_OBJECTS
-    datasets = _opened(file, [path for path, kind in listed[:_MOST_OBJECTS] if kind == "dataset"])
+    with metadata_cache(file, _LISTING_NBYTES):
+        listed = list(itertools.islice(walk(file, _MOST_OBJECTS + 1), _MOST_OBJECTS + 1))
+        is_cut = len(listed) > _MOST_OBJECTS
+        paths = [path for path, kind in listed[:_MOST_OBJECTS] if kind == "dataset"]
+        datasets = _opened(file, paths)
     shapes = {name: _shown_shape(file, dataset, reach) for name, dataset in datasets.items()}
     looked = f"the first {_MOST_OBJECTS:,} objects of the file"
     if not shapes:
@@ -248,7 +251,7 @@ class _Indexer:
             stored_nbytes=0 if storage == "chunked" else dataset.id.get_storage_size(),
             member=member,
             # Of a type with elements of variable length, HDF5 tells the size in memory.
-            stored_itemsize=0 if dataset.dtype.hasobject else dataset.id.get_type().get_size(),
+            stored_itemsize=0 if has_objects(dataset) else dataset.id.get_type().get_size(),
             extra_dims=len(extra),
         )
         try:
