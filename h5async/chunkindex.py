@@ -143,14 +143,15 @@ def applies_any(dataset: h5py.Dataset, places: Sequence[int], has_raw_edges: boo
     """
     _require_room(dataset)
     wanted = sum(1 << place for place in places)
+    shape, chunk = dataset.shape, dataset.chunks
 
     def applies(info: h5py.h5d.StoreInfo) -> bool | None:
         corner, mask, _offset, _nbytes = info
-        ends = zip(corner, dataset.chunks, dataset.shape, strict=True)
+        ends = zip(corner, chunk, shape, strict=True)
         is_raw = has_raw_edges and any(at + size > extent for at, size, extent in ends)
         return True if wanted & ~mask and not is_raw else None
 
-    return bool(math.prod(dataset.shape) and dataset.id.chunk_iter(applies))
+    return bool(math.prod(shape) and dataset.id.chunk_iter(applies))
 
 
 def without_filters(
@@ -165,6 +166,8 @@ def without_filters(
     places
         Of these filters in the pipeline.
     """
+    if not places:
+        return table, filters
     kept = [place for place in range(len(filters)) if place not in places]
     mask = np.zeros_like(table.filter_mask)
     for bit, place in enumerate(kept):

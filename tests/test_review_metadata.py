@@ -311,6 +311,18 @@ def test_a_chunk_without_filters_of_another_length(path):
         reader_of(path)
 
 
+def test_masks_stay_as_they_are_where_every_filter_is_known(path):
+    """Saved states hold what becomes of them."""
+    with h5py.File(path, "w") as file:
+        dataset = file.create_dataset("data", (8,), "<i4", chunks=(4,), compression="gzip")
+        for number, mask in enumerate([0xFFFFFFFF, 0x101]):
+            dataset.id.write_direct_chunk((4 * number,), bytes(16), filter_mask=mask)
+    with reader_of(path) as reader:
+        layout = reader.layouts["data"]
+        assert layout.chunks.filter_mask.tolist() == [0xFFFFFFFF, 0x101]
+        assert [entry.label for entry in layout.filters] == ["deflate"]
+
+
 def test_edge_chunks_that_were_not_filtered(path):
     """Their mask says that they were."""
     plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
@@ -319,7 +331,7 @@ def test_edge_chunks_that_were_not_filtered(path):
     options = ctypes.c_int64(plist.id), ctypes.c_uint(DONT_FILTER_PARTIAL_CHUNKS)
     assert HDF5.H5Pset_chunk_opts(*options) >= 0
     with h5py.File(path, "w", libver="latest") as file:
-        space = h5py.h5s.create_simple((3,))
+        space = h5py.h5s.create_simple((3,), (h5py.h5s.UNLIMITED,))
         dataset = h5py.h5d.create(file.id, b"data", h5py.h5t.STD_I32LE, space, plist)
         dataset.write_direct_chunk((0,), np.arange(4, dtype="<i4").tobytes())
     assert_reads_like_h5py(path)
