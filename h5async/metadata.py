@@ -284,6 +284,9 @@ class _Indexer:
             )
         if not element.is_numpys:
             raise NotDirectError(f"its stored type differs from NumPy's {element.dtype}")
+        for entry in layout.filters:
+            if _is_hdf5s(entry):
+                raise NotDirectError(f"filter {entry.number} ({entry.label}) is decoded by HDF5")
         is_columns = layout.storage == "contiguous" and layout.sample_axis != 0
         if is_columns and not may_map(layout.file, self._reach.io):
             raise NotDirectError(
@@ -317,7 +320,7 @@ class _Indexer:
         """Find out where the bytes lie."""
         if layout.storage == "chunked":
             require_true_coordinates(dataset)
-            unused = _require_decoders(layout, dataset)
+            unused = _nobodys(layout.filters)  # as was found before
             chunks = read_chunk_table(dataset, layout.filters, layout.has_raw_edges, where)
             chunks, filters = without_filters(chunks, layout.filters, unused)
             if unused and not filters:
@@ -582,7 +585,7 @@ def _filters(plist: h5py.h5p.PropDCID) -> tuple[Filter, ...]:
 def _require_filters(layout: DatasetLayout, dataset: h5py.Dataset, where: str) -> None:
     """Raise `DatasetError` if a chunk was written with a filter that nobody can undo.
 
-    (Neither we nor h5py, with hdf5plugin, if it is there.)
+    (Neither we nor h5py, with hdf5plugin, if it is there.) Other filters of nobody's do not matter.
     """
     if not _nobodys(layout.filters):
         return
@@ -601,28 +604,18 @@ def _require_filters(layout: DatasetLayout, dataset: h5py.Dataset, where: str) -
         )
 
 
+def _is_hdf5s(entry: Filter) -> bool:
+    """Tell whether HDF5 has a filter, and we do not."""
+    return not can_decode(entry) and bool(h5py.h5z.filter_avail(entry.number))
+
+
 def _nobodys(filters: tuple[Filter, ...]) -> list[int]:
     """Return the places of filters that neither we have nor HDF5."""
     return [
         place
         for place, entry in enumerate(filters)
-        if not (can_decode(entry) or h5py.h5z.filter_avail(entry.number))
+        if not can_decode(entry) and not h5py.h5z.filter_avail(entry.number)
     ]
-
-
-def _require_decoders(layout: DatasetLayout, dataset: h5py.Dataset) -> list[int]:
-    """Return the places of filters that we do not have, and that no chunk was written with.
-
-    Raises
-    ------
-    NotDirectError
-        If a chunk was written with any that we do not have.
-    """
-    places = [place for place, entry in enumerate(layout.filters) if not can_decode(entry)]
-    if places and applies_any(dataset, places, layout.has_raw_edges):
-        entry = layout.filters[places[0]]
-        raise NotDirectError(f"filter {entry.number} ({entry.label}) is decoded by HDF5")
-    return places
 
 
 def _require_whole(chunks: ChunkTable, layout: DatasetLayout, where: str) -> None:
