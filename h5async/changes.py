@@ -12,16 +12,15 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
-from numpy.typing import NDArray
 
-from h5async.chunkindex import indexed, read_chunk_table
+from h5async.chunkindex import filters_of, indexed, read_chunk_table, without_filters
 from h5async.errors import H5AsyncError, ReadError
-from h5async.layout import ChunkTable, DatasetLayout
+from h5async.layout import DatasetLayout
 from h5async.links import open_hdf5
+from h5async.names import name_bytes
 from h5async.storage import FileStamp, LocalFile, changed
 
 
@@ -171,7 +170,7 @@ def _require_same(file: h5py.File, layout: DatasetLayout, path: str, may_grow: b
 def _difference(file: h5py.File, layout: DatasetLayout, where: str, may_grow: bool) -> str | None:
     """Return in what a dataset differs from what was indexed, or None."""
     name, known = f'dataset "{layout.path}"', layout.indexed
-    dataset = file.get(layout.path)
+    dataset = file.get(name_bytes(layout.path))
     if known is None or not isinstance(dataset, h5py.Dataset):
         return f"{name} is gone"
     now = indexed(dataset)
@@ -185,9 +184,7 @@ def _difference(file: h5py.File, layout: DatasetLayout, where: str, may_grow: bo
         offset = dataset.id.get_offset()
         is_same = (-1 if offset is None else offset) == layout.offset
     else:
-        is_same = layout.chunks is None or _is_same_table(
-            layout.chunks, read_chunk_table(dataset, layout.filters, layout.has_raw_edges, where)
-        )
+        is_same = layout.chunks is None or _has_same_chunks(dataset, layout, where)
     return None if is_same else f"the values of {name} lie elsewhere"
 
 
@@ -195,14 +192,17 @@ def _has_grown(before: tuple[int, ...], now: tuple[int, ...]) -> bool:
     return len(now) == len(before) and all(n >= b for n, b in zip(now, before, strict=True))
 
 
-def _is_same_table(one: ChunkTable, other: ChunkTable) -> bool:
-    if (one.index is None) != (other.index is None):
+def _has_same_chunks(dataset: h5py.Dataset, layout: DatasetLayout, where: str) -> bool:
+    filters, known = filters_of(dataset.id.get_create_plist()), layout.chunks
+    assert known is not None
+    found = read_chunk_table(dataset, filters, layout.has_raw_edges, where)
+    # Filters that nobody has, and no chunk needed, were left out of the layout.
+    left_out = [place for place, entry in enumerate(filters) if entry not in layout.filters]
+    needed = np.uint32(sum(1 << place for place in left_out))
+    if (found.filter_mask & needed != needed).any():
         return False
-    columns: list[tuple[NDArray[Any], NDArray[Any]]] = [
-        (one.offset, other.offset),
-        (one.nbytes, other.nbytes),
-    ]
-    columns.append((one.filter_mask, other.filter_mask))
-    if one.index is not None and other.index is not None:
-        columns.append((one.index, other.index))
-    return all(np.array_equal(a, b) for a, b in columns)
+    found, _ = without_filters(found, filters, left_out)
+    return all(
+        np.array_equal(getattr(found, column), getattr(known, column))
+        for column in ("index", "offset", "nbytes", "filter_mask")
+    )

@@ -10,7 +10,8 @@ import ctypes
 import hashlib
 import math
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
+from dataclasses import replace
 
 import h5py
 import numpy as np
@@ -148,6 +149,59 @@ def _ask_hdf5(
     if status < 0:
         raise NotDirectError(f"HDF5 does not answer {function}")
     return int(found.value)
+
+
+def filters_of(plist: h5py.h5p.PropDCID) -> tuple[Filter, ...]:
+    """Return the pipeline, in the order of writing."""
+    found = (plist.get_filter(i) for i in range(plist.get_nfilters()))
+    return tuple(
+        Filter(number, tuple(parameters), name.decode("utf-8", "replace").rstrip("\0"))
+        for number, _flags, parameters, name in found
+    )
+
+
+def applies_any(dataset: h5py.Dataset, places: Sequence[int], has_raw_edges: bool) -> bool:
+    """Tell whether a chunk was written with any of the filters at some places of the pipeline.
+
+    Most often the first chunk was, and then no other is looked at.
+
+    Raises
+    ------
+    TooManyChunksError
+        If there are more chunks than the file has room to list.
+    """
+    _require_room(dataset)
+    wanted = sum(1 << place for place in places)
+    shape, chunk = dataset.shape, dataset.chunks
+
+    def applies(info: h5py.h5d.StoreInfo) -> bool | None:
+        corner, mask, _offset, _nbytes = info
+        ends = zip(corner, chunk, shape, strict=True)
+        is_raw = has_raw_edges and any(at + size > extent for at, size, extent in ends)
+        return True if wanted & ~mask and not is_raw else None
+
+    return bool(math.prod(shape) and dataset.id.chunk_iter(applies))
+
+
+def without_filters(
+    table: ChunkTable, filters: tuple[Filter, ...], places: Sequence[int]
+) -> tuple[ChunkTable, tuple[Filter, ...]]:
+    """Return a chunk table, and its filters, without those filters that no chunk was written with.
+
+    Parameters
+    ----------
+    table, filters
+        All there are.
+    places
+        Of these filters in the pipeline.
+    """
+    if not places:
+        return table, filters
+    kept = [place for place in range(len(filters)) if place not in places]
+    mask = np.zeros_like(table.filter_mask)
+    for bit, place in enumerate(kept):
+        mask |= (table.filter_mask >> np.uint32(place) & np.uint32(1)) << np.uint32(bit)
+    return replace(table, filter_mask=mask), tuple(filters[place] for place in kept)
 
 
 def read_chunk_table(

@@ -7,19 +7,23 @@ code 1.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, signature
+from io import TextIOWrapper
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any, get_type_hints
 
 import typer
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.filesize import decimal
-from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -32,9 +36,11 @@ from h5async.cost import read_cost
 from h5async.layout import DatasetLayout
 from h5async.links import Reach
 from h5async.metadata import list_layouts
+from h5async.names import printable
 from h5async.native import way_of
 
 _REFRESH_SECONDS = 0.1
+_BLOCK_SECONDS = 0.5  # for which rows may be held back that could be printed with others
 _STACKED_COLUMNS = (
     ("dataset",),
     ("shape", "dtype"),
@@ -54,13 +60,50 @@ _COLUMNS = tuple(name for names in _STACKED_COLUMNS for name in names)
 class _Group(TyperGroup):
     """The commands, with one way to report what the library refuses."""
 
+    def main(self, *arguments: Any, **options: Any) -> Any:
+        """Run a command; where nobody takes its output, end in peace (a pipe) or with a message."""
+        if isinstance(sys.stdout, TextIOWrapper):  # names may hold what the terminal cannot show
+            sys.stdout.reconfigure(errors="backslashreplace")
+        try:
+            try:
+                return super().main(*arguments, **options)
+            finally:
+                if sys.stdout is not None:
+                    sys.stdout.flush()
+        except OSError as error:
+            reason = _output_error()
+            if reason is None:  # something else failed
+                raise
+            if reason.errno != errno.EPIPE:
+                text = f"the output cannot be written: {reason.strerror}"
+                with contextlib.suppress(OSError):
+                    _print_error(text)
+            raise SystemExit(1) from error
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except H5AsyncError as error:
-            message = "\n".join(map(_safe, str(error).splitlines()))
-            typer.echo(f"{typer.style('error:', fg='red', bold=True)} {message}", err=True)
+            _print_error("\n".join(map(_safe, str(error).splitlines())))
             raise typer.Exit(1) from None
+
+
+def _print_error(message: str) -> None:
+    typer.echo(f"{typer.style('error:', fg='red', bold=True)} {message}", err=True)
+
+
+def _output_error() -> OSError | None:
+    """Return why nothing can be written to standard output, if so; then it takes all in silence."""
+    if sys.stdout is None:
+        return None
+    try:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    except OSError as error:
+        with contextlib.suppress(OSError):  # else the interpreter would try again in its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return error
+    return None
 
 
 app = typer.Typer(
@@ -118,37 +161,79 @@ def inspect(
 ) -> None:
     """List the datasets of FILE, how each is stored and read, and what a sample costs."""
     reach = Reach(tuple(allow_external or ()), allow_missing)
-    rows = [
-        tuple(_safe(cell) for cell in _cells(file, name, found))
-        for name, found in list_layouts(file, reach)
-    ]
-    if not rows:
-        typer.echo(f"{_safe(file)} holds no datasets")
-        return
-    console = Console(highlight=False)
-    table = _table([(column,) for column in _COLUMNS], rows)
-    unlimited = console.options.update(max_width=sys.maxsize)
-    width = Measurement.get(console, unlimited, table).maximum
-    if not console.is_terminal:
-        console.width = width
-    elif width > console.width:
-        table = _table(_STACKED_COLUMNS, rows)
-    with console.capture() as capture:
-        console.print(table)
-    typer.echo("\n".join(line.rstrip() for line in capture.get().splitlines()))
-    typer.echo(f"\n{_LEGEND}")
+    listing = _Listing()
+    for name, found in list_layouts(file, reach):
+        listing.add(tuple(_safe(cell) for cell in _cells(file, name, found)))
+    listing.print()
+    typer.echo(f"\n{_LEGEND}" if listing.has_begun else f"{_safe(file)} holds no datasets")
 
 
-def _table(columns: Sequence[Sequence[str]], rows: Sequence[Sequence[str]]) -> Table:
-    """Lay rows out in columns, each of which has one or more of `_COLUMNS`, one below another."""
-    stacked = max(map(len, columns)) > 1
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), show_lines=stacked)
-    for names in columns:
+class _Listing:
+    """A table that is printed in pieces, as its rows come; columns get only wider.
+
+    Attributes
+    ----------
+    has_begun
+        Whether anything was printed.
+    """
+
+    def __init__(self) -> None:
+        self.has_begun = False
+        self._rows: list[Sequence[str]] = []
+        self._widths = [cell_len(name) for name in _COLUMNS]
+        self._console = Console(highlight=False)
+        self._since = 0.0
+
+    def add(self, row: Sequence[str]) -> None:
+        """Take a row, which may be printed somewhat later, for the sake of even columns."""
+        if not self._rows:
+            self._since = perf_counter()
+        self._rows.append(row)
+        if perf_counter() - self._since > _BLOCK_SECONDS:
+            self.print()
+
+    def print(self) -> None:
+        """Print the rows that were not printed yet."""
+        if not self._rows:
+            return
+        for row in self._rows:
+            self._widths = [max(n, cell_len(c)) for n, c in zip(self._widths, row, strict=True)]
+        console, width = self._console, sum(self._widths) + 2 * (len(_COLUMNS) - 1)
+        if console.is_terminal and width > console.width:
+            with console.capture() as capture:
+                console.print(_stacked(self._rows))
+            typer.echo("\n".join(line.rstrip() for line in capture.get().splitlines()))
+        else:
+            head = () if self.has_begun else (self._line(_COLUMNS), _rule(width))
+            typer.echo("\n".join([*head, *map(self._line, self._rows)]))
+        self.has_begun = True
+        self._rows.clear()
+
+    def _line(self, row: Sequence[str]) -> str:
+        cells = []
+        for name, cell, width in zip(_COLUMNS, row, self._widths, strict=True):
+            space = " " * (width - cell_len(cell))
+            cells.append(space + cell if name in _RIGHT else cell + space)
+        return "  ".join(cells).rstrip()
+
+
+def _rule(width: int) -> str:
+    try:
+        "─".encode(getattr(sys.stdout, "encoding", None) or "ascii")
+    except UnicodeEncodeError:
+        return "-" * width
+    return "─" * width
+
+
+def _stacked(rows: Sequence[Sequence[str]]) -> Table:
+    """Lay rows out for a narrow terminal: columns have several of `_COLUMNS`, one below another."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), show_lines=True)
+    for names in _STACKED_COLUMNS:
         right = not _RIGHT.isdisjoint(names)
         table.add_column("\n".join(names), overflow="fold", justify="right" if right else "left")
     for row in rows:
         cell = dict(zip(_COLUMNS, row, strict=True))
-        stacks = ([cell[name] for name in names if cell[name] != "-"] for names in columns)
+        stacks = ([cell[name] for name in names if cell[name] != "-"] for names in _STACKED_COLUMNS)
         table.add_row(*(Text("\n".join(stack) or "-") for stack in stacks))
     return table
 
@@ -156,7 +241,7 @@ def _table(columns: Sequence[Sequence[str]], rows: Sequence[Sequence[str]]) -> T
 def _cells(file: Path, name: str, found: DatasetLayout | H5AsyncError) -> Sequence[str]:
     """Return the cells of a dataset's row, in the order of `_COLUMNS`."""
     if isinstance(found, H5AsyncError):
-        reason = str(found).removeprefix(f'{file}: dataset "{name}"').lstrip(":, ")
+        reason = str(found).removeprefix(printable(f'{file}: dataset "{name}"')).lstrip(":, ")
         return name, *("-" for _ in _COLUMNS[2:]), f"refused: {reason}"
     cost = read_cost(found)
     return (
@@ -185,7 +270,7 @@ def _way(layout: DatasetLayout) -> str:
 
 def _safe(text: object) -> str:
     """Escape the characters by which a name in a file could steer the terminal."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text))
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in printable(str(text)))
 
 
 _FILES = typer.Argument(

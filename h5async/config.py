@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import difflib
 import glob
+import importlib
+import json
+import numbers
 import operator
 import os
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,19 +24,27 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    PlainSerializer,
+    PlainValidator,
+    SerializerFunctionWrapHandler,
     ValidationError,
     field_validator,
+    model_serializer,
     model_validator,
 )
 from pydantic import Field as Bound
 
 from h5async.errors import ConfigError, ReadError
+from h5async.names import name_bytes, name_text
 
 _RESERVED_FIELD_NAMES = frozenset(
     {"copy", "count", "epoch", "index", "keys", "last", "number", "size"}
 )
 _ANCESTOR_NAMES = {"nthread": "num_threads", "njob": "prefetch", "cuda": "device"}
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+_REPLACED_BY_FIELDS = ("data_field", "labels_field", "num_dim", "h_dim", "w_dim", "cha_dim")
+_MAX_TIMEOUT_SECONDS = 1_000_000_000  # 30 years; ten times as much overflows the system's clocks
+_SHOWN_CHARACTERS = 200  # of a value that does not fit
 
 
 def _integer(value: object) -> object:
@@ -48,31 +59,132 @@ def _dtype(value: object) -> np.dtype[Any] | None:
         return None
     try:
         dtype: np.dtype[Any] = np.dtype(value)  # type: ignore[call-overload]
-    except TypeError as error:
-        raise ValueError(f"not a NumPy dtype: {value!r}") from error
+    except (TypeError, ValueError, SyntaxError) as error:
+        raise ValueError("not a NumPy dtype") from error
     if dtype.kind not in "biufc":
-        raise ValueError(f"not a boolean or numeric dtype: {value!r}")
+        raise ValueError("not a boolean or numeric dtype")
     return dtype.newbyteorder("=")
 
 
-def _file_path(value: object) -> object:
-    if isinstance(value, bytes):
-        value = os.fsdecode(value)
-    if isinstance(value, str | os.PathLike) and not os.fspath(value):
+def _dataset_path(value: object) -> str:
+    """Let a path be any that HDF5 may hold: h5py gives those that are not UTF-8 as bytes."""
+    if not isinstance(value, str | bytes):
+        raise ValueError("input should be a valid string")
+    if not value:
         raise ValueError("the path is empty")
-    return value
+    name = name_text(value)
+    try:
+        name_bytes(name)
+    except UnicodeEncodeError as error:
+        raise ValueError(f"no file can hold this name ({error.reason})") from error
+    return str(name)
+
+
+def _file_path(value: object) -> Path:
+    if not isinstance(value, str | bytes | os.PathLike):
+        raise ValueError("input is not a valid path")
+    if not os.fspath(value):
+        raise ValueError("the path is empty")
+    return Path(os.fsdecode(value))
+
+
+def _file_paths(value: object) -> Path | tuple[Path, ...]:
+    if isinstance(value, set | frozenset):
+        raise ValueError("a set has no order; give a list of files")
+    if isinstance(value, list | tuple):
+        if not value:
+            raise ValueError("the list of files is empty")
+        return tuple(map(_file_path, value))
+    return _file_path(value)
+
+
+def _folders(value: object) -> tuple[Path, ...]:
+    if isinstance(value, str | bytes | os.PathLike):
+        return (_file_path(value),)
+    if isinstance(value, list | tuple | set | frozenset):
+        return tuple(map(_file_path, value))
+    raise ValueError("input should be a folder, or a list of folders")
 
 
 def _numbers(value: object) -> object:
     """Let NumPy arrays and lists of numbers count as tuples."""
-    if isinstance(value, np.ndarray | list | tuple):
+    if not isinstance(value, np.ndarray | list | tuple):
+        return value
+    try:
         return tuple(float(number) for number in np.asarray(value).ravel())
-    return value
+    except (TypeError, OverflowError) as error:
+        raise ValueError(str(error)) from error
+
+
+def _several(value: object) -> object:
+    """Let NumPy arrays and ranges count as tuples."""
+    return tuple(value) if isinstance(value, np.ndarray | range) and np.ndim(value) else value
+
+
+def _seconds(value: object) -> float | None:
+    if value is None:
+        return None
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= _MAX_TIMEOUT_SECONDS:  # type: ignore[operator]
+        raise ValueError(
+            f"must be None, for no limit, or seconds, from 0 to {_MAX_TIMEOUT_SECONDS:,}"
+        )
+    return float(value)  # type: ignore[arg-type]
+
+
+def check_timeout(value: object) -> float | None:
+    """Return the seconds that a caller may be made to wait; None: without a limit.
+
+    Raises
+    ------
+    ConfigError
+        If it is no number of seconds.
+    """
+    try:
+        return _seconds(value)
+    except ValueError as error:
+        raise ConfigError(f"timeout: {error}; found {_shown(value)}") from None
+
+
+def _function_path(value: object) -> object:
+    """Return a function as ``"module:function"``, by which it can be imported.
+
+    Raises
+    ------
+    ConfigError
+        If it cannot.
+    """
+    if value is None or isinstance(value, str):
+        return value
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
+    try:
+        found: Any = importlib.import_module(str(module))
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError):
+        found = None
+    if found is not value or module == "__main__":
+        raise ConfigError(
+            f"postprocess: {_shown(value)} cannot be written down, because no other process could"
+            ' import it; give it as "module:function"'
+        )
+    return f"{module}:{name}"
+
+
+def _plain(value: object) -> object:
+    """Return what JSON has for a value of an option."""
+    return os.fspath(value) if isinstance(value, os.PathLike) else str(value)
 
 
 Int = Annotated[int, BeforeValidator(_integer), Bound(strict=True)]
+Ints = Annotated[tuple[Int, ...], BeforeValidator(_several)]
 Number = Annotated[float | tuple[float, ...], BeforeValidator(_numbers)]
-DType = Annotated[Any, BeforeValidator(_dtype)]
+# (str() of a dtype is its name, of which NumPy makes it again.)
+DType = Annotated[
+    Any, BeforeValidator(_dtype), PlainSerializer(_plain, when_used="json-unless-none")
+]
+# pydantic's own strings and paths must be UTF-8.
+Name = Annotated[str, PlainValidator(_dataset_path)]
 
 
 class _Frozen(BaseModel):
@@ -109,8 +221,22 @@ def _describe(error: ValidationError) -> str:
             lines.append(f"{names[0]} is required")
         else:
             where = ".".join(name for name in names if name.isidentifier())
-            lines.append(f"{where}: {message[0].lower()}{message[1:]}, found {item['input']!r}")
+            line = f"{where}: {message[0].lower()}{message[1:]}"
+            is_told = isinstance(item.get("ctx", {}).get("error"), ConfigError)
+            lines.append(line if is_told else f"{line}, found {_shown(item['input'])}")
     return "; ".join(dict.fromkeys(lines))
+
+
+def _shown(value: object) -> str:
+    """Return how a value is written, cut off where it is long."""
+    try:
+        text = repr(value)
+    except Exception:  # an integer of 5,000 digits, say
+        return f"a value of type {type(value).__name__}"
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+
+
+_REQUIRED: Any = object()
 
 
 class Field(_Frozen):
@@ -141,16 +267,16 @@ class Field(_Frozen):
         If a value does not fit.
     """
 
-    path: Annotated[str, Bound(min_length=1)]
+    path: Name
     num_dim: Int = 0
-    axes: tuple[Int, ...] | None = None
+    axes: Ints | None = None
     dtype: DType = None
     scale: Number | None = None
     offset: Number | None = None
 
     def __init__(
         self,
-        path: str,
+        path: str = _REQUIRED,
         num_dim: int | None = None,
         axes: tuple[int, ...] | None = None,
         dtype: Any = None,
@@ -159,9 +285,10 @@ class Field(_Frozen):
         **unknown: Any,
     ) -> None:
         if num_dim is None:
-            num_dim = axes[0] if axes else 0
+            num_dim = next(iter(axes), 0) if isinstance(axes, Iterable) else 0
+        if path is not _REQUIRED:
+            unknown["path"] = path
         super().__init__(
-            path=path,
             num_dim=num_dim,
             axes=axes,
             dtype=dtype,
@@ -203,10 +330,10 @@ class ReaderConfig(_Frozen):
         If an option is unknown or its value does not fit.
     """
 
-    hdf5_path: Path | tuple[Path, ...]
-    data_field: Annotated[str, Bound(min_length=1)] = "data"
-    labels_field: str | None = "labels"
-    fields: Mapping[str, Field] | None = None
+    hdf5_path: Annotated[Path | tuple[Path, ...], BeforeValidator(_file_paths)]
+    data_field: Name = "data"
+    labels_field: Name | None = "labels"
+    fields: Mapping[Name, Field] | None = None
     num_dim: Int = 0
     h_dim: Int | None = None
     w_dim: Int | None = None
@@ -221,8 +348,10 @@ class ReaderConfig(_Frozen):
     prefetch: Annotated[Int, Bound(ge=1)] = 2
     device: str = "auto"
     pin_memory: Annotated[bool, Bound(strict=True)] = False
-    postprocess: Callable[..., Any] | str | None = None
-    timeout: Annotated[float, Bound(ge=0)] | None = None
+    postprocess: Annotated[
+        Callable[..., Any] | str | None, PlainSerializer(_function_path, when_used="json")
+    ] = None
+    timeout: Annotated[float | None, PlainValidator(_seconds)] = None
     max_batch_bytes: Annotated[Int, Bound(ge=1)] | None = None
     decode: Literal["auto", "host", "device"] = "auto"
     cache: Literal["host", "device"] | None = None
@@ -231,38 +360,26 @@ class ReaderConfig(_Frozen):
     rank: Annotated[Int, Bound(ge=0)] | None = None
     world_size: Annotated[Int, Bound(ge=1)] | None = None
     io: Literal["auto", "pread", "map"] = "auto"
-    allow_external: tuple[Path, ...] = ()
+    allow_external: Annotated[tuple[Path, ...], BeforeValidator(_folders)] = ()
     allow_missing: Annotated[bool, Bound(strict=True)] = False
 
-    @field_validator("hdf5_path", mode="before")
+    @field_validator("labels_field", mode="before")
     @classmethod
-    def _files_or_one(cls, value: object) -> object:
-        if isinstance(value, set | frozenset):
-            raise ValueError("a set has no order; give a list of files")
-        if isinstance(value, list | tuple):
-            if not value:
-                raise ValueError("the list of files is empty")
-            return tuple(_file_path(entry) for entry in value)
-        return _file_path(value)
-
-    @field_validator("allow_external", mode="before")
-    @classmethod
-    def _roots(cls, value: object) -> object:
-        return (value,) if isinstance(value, str | os.PathLike) else value
-
-    @field_validator("labels_field", mode="after")
-    @classmethod
-    def _no_labels(cls, value: str | None) -> str | None:
-        return value or None  # TOML has no null: "" means no labels there
+    def _no_labels(cls, value: object) -> object:
+        return None if value in ("", b"") else value  # TOML has no null: "" means no labels there
 
     @field_validator("fields", mode="before")
     @classmethod
     def _paths_to_fields(cls, value: object) -> object:
         if not isinstance(value, Mapping):
             return value
-        return {
-            name: Field(field) if isinstance(field, str) else field for name, field in value.items()
-        }
+        found = {}
+        for name, field in value.items():
+            try:
+                found[name] = _field(field)
+            except ConfigError as error:
+                raise ConfigError(f"{name}: {error}") from error
+        return found
 
     @field_validator("fields", mode="after")
     @classmethod
@@ -339,8 +456,9 @@ class ReaderConfig(_Frozen):
             if getattr(self, option) == "device" and self.device == "cpu":
                 raise ValueError(f'{option}="device" needs a GPU, found device="cpu"')
         if self.fields is not None:
-            other = {"data_field", "labels_field", "num_dim", "h_dim", "w_dim", "cha_dim"}
-            both = sorted(other & self.model_fields_set)
+            both = sorted(self.model_fields_set.intersection(_REPLACED_BY_FIELDS))
+            if self.labels_field is None and "labels_field" in both:
+                both.remove("labels_field")  # no labels but what `fields` has
             if both:
                 raise ValueError(
                     f"give fields or {both[0]}, not both; a Field has num_dim and axes of its own"
@@ -387,6 +505,41 @@ class ReaderConfig(_Frozen):
             )
         return cls(**{**base, **options})
 
+    @model_serializer(mode="wrap")
+    def _without_what_fields_replace(self, handler: SerializerFunctionWrapHandler) -> Any:
+        """Leave out what cannot be given with `fields`, so that `load` takes what was dumped.
+
+        (``labels_field=None`` can.)
+        """
+        found = handler(self)
+        for name in _REPLACED_BY_FIELDS if self.fields is not None else ():
+            if found.get(name, "") is not None or name != "labels_field":
+                found.pop(name, None)
+        return found
+
+    def model_dump_json(self, *, indent: int | None = None, **options: Any) -> str:
+        """Return the options as JSON; ``ReaderConfig.load(json.loads(text))`` gives them again.
+
+        pydantic's own would not take paths that are not UTF-8.
+
+        Parameters
+        ----------
+        indent
+            Spaces for each level; None: one line.
+        **options
+            As of `model_dump`.
+
+        Raises
+        ------
+        ConfigError
+            If `postprocess` is a function that cannot be imported by a name.
+        """
+        found = self.model_dump(**options)
+        if "postprocess" in found:
+            found["postprocess"] = _function_path(self.postprocess)
+        separators = (",", ":") if indent is None else None
+        return json.dumps(found, indent=indent, separators=separators, default=_plain)
+
     @property
     def batch_fields(self) -> dict[str, Field]:
         """The fields of a batch, by name, in order; `data_field` and its kin resolved."""
@@ -413,7 +566,7 @@ class ReaderConfig(_Frozen):
         several = self.hdf5_path if isinstance(self.hdf5_path, tuple) else (self.hdf5_path,)
         found = []
         for path in several:
-            if not glob.has_magic(str(path)) or path.exists():
+            if not glob.has_magic(str(path)) or os.path.exists(path):
                 found.append(path)
                 continue
             names = sorted(glob.glob(str(path), recursive=True))
@@ -432,12 +585,17 @@ class ReaderConfig(_Frozen):
         return os.cpu_count() or 1
 
 
+def _field(value: object) -> object:
+    if isinstance(value, str | bytes):
+        return Field(value)  # type: ignore[arg-type]  # (bytes are taken, too)
+    if isinstance(value, Mapping):
+        return Field(**{str(name): option for name, option in value.items()})
+    return value
+
+
 def _load_toml(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
-            options = tomllib.load(file)
-    except OSError as error:
-        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+        options = tomllib.loads(_content(path).decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         hint = "; to read an HDF5 file, give hdf5_path=..." if path.suffix in _HDF5_SUFFIXES else ""
         raise ConfigError(f"{path} is not a TOML file: {error}{hint}") from error
@@ -448,6 +606,14 @@ def _load_toml(path: Path) -> dict[str, Any]:
         elif isinstance(value, list):
             options[name] = [str(path.parent / v) if isinstance(v, str) else v for v in value]
     return options
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except (OSError, ValueError) as error:  # the latter of a path with a NUL
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot read the configuration {path}: {reason}") from error
 
 
 _HDF5_SUFFIXES = frozenset({".h5", ".hdf5", ".hdf", ".he5", ".nc", ".mat"})

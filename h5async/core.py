@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.bitshuffle import bitshuffle_codec, bitshuffle_decoder
+from h5async.errors import ConfigError
 from h5async.filters import (
     BITSHUFFLE,
     BLOSC,
@@ -433,12 +434,25 @@ def mapping_mode(io: IoMode) -> IoMode:
 
 @functools.cache
 def load_core() -> Core | None:
-    """Return the compiled core, or None where it is switched off or was not built."""
+    """Return the compiled core, or None where it is switched off or was not built.
+
+    Raises
+    ------
+    ConfigError
+        If the environment names a file that is none.
+    """
     chosen = os.environ.get("H5ASYNC_CORE", "")
     if chosen == "0":
         return None
     if chosen:
-        return Core(Path(chosen))
+        try:
+            return Core(Path(chosen))
+        except OSError as error:
+            raise ConfigError(
+                f"the environment variable H5ASYNC_CORE={chosen} names no core that can be loaded"
+                f" ({error}); unset it to use the core that was installed, or set it to 0 to do"
+                " without"
+            ) from error
     for path in sorted(Path(__file__).parent.glob("_core*.so")):
         try:
             return Core(path)

@@ -8,6 +8,7 @@ import h5py
 import numpy as np
 
 from h5async.errors import DatasetError
+from h5async.names import name_bytes, name_text
 
 
 class Element(NamedTuple):
@@ -28,9 +29,28 @@ class Element(NamedTuple):
     offset: int
 
     @property
+    def base(self) -> np.dtype[Any]:
+        """The dtype of a number, where it is an array of them, or an array of arrays."""
+        return _unpacked(self.dtype)[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The dimensions of an array type, those of the outermost one first."""
+        return _unpacked(self.dtype)[1]
+
+    @property
     def is_numpys(self) -> bool:
         """Whether the stored bytes are NumPy's."""
         return _is_stored_as(self.stored, self.dtype)
+
+
+def _unpacked(dtype: np.dtype[Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """Return the base and the dimensions of a dtype; NumPy's own go one level deep."""
+    base, shape = dtype, dtype.shape[:0]
+    while base.subdtype is not None:
+        shape += base.shape
+        base = base.base
+    return base, shape
 
 
 def _is_stored_as(stored: h5py.h5t.TypeID, dtype: np.dtype[Any]) -> bool:
@@ -63,6 +83,24 @@ def _is_stored_as(stored: h5py.h5t.TypeID, dtype: np.dtype[Any]) -> bool:
     return False
 
 
+def has_objects(dataset: h5py.Dataset) -> bool:
+    """Tell whether elements, or members of them, are of variable length, or references."""
+    try:
+        return bool(dataset.dtype.hasobject)
+    except UnicodeDecodeError:  # h5py has no dtype for names of members that are not UTF-8
+        return _is_object(dataset.id.get_type())
+
+
+def _is_object(stored: h5py.h5t.TypeID) -> bool:
+    if isinstance(stored, h5py.h5t.TypeCompoundID):
+        return any(_is_object(stored.get_member_type(i)) for i in range(stored.get_nmembers()))
+    if isinstance(stored, h5py.h5t.TypeArrayID):
+        return _is_object(stored.get_super())
+    if isinstance(stored, h5py.h5t.TypeStringID):
+        return bool(stored.is_variable_str())
+    return isinstance(stored, h5py.h5t.TypeVlenID | h5py.h5t.TypeReferenceID)
+
+
 def element_of(dataset: h5py.Dataset, member: tuple[str, ...], where: str) -> Element:
     """Return what an element is; of a compound, its member at the end of the path `member`.
 
@@ -77,13 +115,18 @@ def element_of(dataset: h5py.Dataset, member: tuple[str, ...], where: str) -> El
         if not isinstance(stored, h5py.h5t.TypeCompoundID):
             raise DatasetError(f'{where} has no member "{label}": it is no compound type')
         names = [stored.get_member_name(i) for i in range(stored.get_nmembers())]
-        encoded = name.encode()
+        encoded = name_bytes(name)
         if encoded not in names:
-            listed = ", ".join(f'"{n.decode("utf-8", "replace")}"' for n in names)
+            listed = ", ".join(f'"{name_text(n)}"' for n in names)
             raise DatasetError(f'{where} has no member "{label}"; it has {listed}')
         offset += stored.get_member_offset(names.index(encoded))
         stored = stored.get_member_type(names.index(encoded))
     try:
         return Element(stored.dtype if member else dataset.dtype, stored, offset)
+    except UnicodeDecodeError as error:
+        raise DatasetError(
+            f"{where}: it has members with names that are not UTF-8, and h5py has no type for"
+            " these; read each member by itself, as a path behind that of the dataset"
+        ) from error
     except Exception as error:  # h5py has no one type for what it cannot express
         raise DatasetError(f"{where}: its type has no NumPy equivalent ({error})") from error

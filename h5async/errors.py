@@ -19,13 +19,15 @@
 
 from collections.abc import Mapping
 
+from h5async.names import printable
+
 
 class H5AsyncError(Exception):
     """Base of every error that h5async raises on purpose."""
 
     def __str__(self) -> str:
-        """Return the message as it was given (`KeyError` would quote it)."""
-        return str(self.args[0]) if len(self.args) == 1 else super().__str__()
+        """Return the message as it was given (`KeyError` would quote it), as it can be printed."""
+        return printable(str(self.args[0]) if len(self.args) == 1 else super().__str__())
 
 
 class ConfigError(H5AsyncError, ValueError):

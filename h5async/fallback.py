@@ -32,6 +32,7 @@ from h5async.errors import ReaderClosedError, ReadError
 from h5async.filters import can_decode, encoded_nbytes, has_known_length, stated_length
 from h5async.layout import DatasetLayout, needed_nbytes
 from h5async.links import open_hdf5
+from h5async.names import name_bytes
 from h5async.plan import Int64s, SamplesPlan, rows_at
 from h5async.storage import FileStamp, changed, replaced
 
@@ -145,7 +146,7 @@ class FallbackReader:
         for check in list(checks):
             source = check.layout
             needed = sample if source is layout else _written(source)
-            check.run(self._file(source)[source.path], needed)
+            check.run(self._file(source)[name_bytes(source.path)], needed)
             if source is not layout:
                 checks.remove(check)
         dataset = self._dataset(layout)
@@ -171,12 +172,11 @@ class FallbackReader:
                 " would look for other files; make a new reader"
             )
         if not layout.attached:
-            return file[layout.path]
+            return file[name_bytes(layout.path)]
         properties = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
         if not os.environ.get("HDF5_EXTFILE_PREFIX"):
             properties.set_efile_prefix(self._folder)
-        name = os.fsencode(layout.path)
-        return h5py.Dataset(h5py.h5d.open(file.id, name, properties))
+        return h5py.Dataset(h5py.h5d.open(file.id, name_bytes(layout.path), properties))
 
     # --- files that change ------------------------------------------------------------------------
 

@@ -683,7 +683,17 @@ class Filler:
                 f"{where} returned {found}; it must return {len(arrays)} arrays, or None when it"
                 " worked in place"
             )
-        return tuple(np.asarray(array) for array in result)
+        try:
+            made = tuple(np.asarray(array) for array in result)
+        except Exception as error:  # rows of unequal lengths, say
+            raise postprocess_error(f"{where} returned no arrays: {error}", error) from error
+        if len({len(array) for array in made if array.ndim}) > 1:
+            shapes = ", ".join(str(array.shape) for array in made)
+            raise PostprocessError(
+                f"{where} returned arrays of unequal numbers of rows, of shapes {shapes}; a row is"
+                " a sample, so all arrays must have as many"
+            )
+        return made
 
     def _new_executors(self) -> list[Executor]:
         self._chunks = [ChunkCache(nbytes) for nbytes in self._kept_nbytes]

@@ -39,7 +39,7 @@ def _add_dataset(digest: Any, layout: DatasetLayout) -> None:
         size = os.stat(layout.file).st_size
     except OSError as error:
         raise ReadError(f"{layout.file}: cannot be looked at ({error.strerror})") from error
-    _add(digest, size, layout.path, layout.shape, layout.dtype.descr, layout.sample_axis)
+    _add(digest, size, layout.path, layout.shape, _described(layout.dtype), layout.sample_axis)
     _add(digest, layout.storage, layout.offset, layout.chunk_shape, layout.member)
     _add(digest, [(entry.number, entry.parameters) for entry in layout.filters])
     chunks = layout.chunks
@@ -53,6 +53,21 @@ def _add_dataset(digest: Any, layout: DatasetLayout) -> None:
         _add(digest, part.samples, part.source_samples, part.region, part.source_region)
         _add(digest, part.member)
         _add_dataset(digest, part.source)
+
+
+def _described(dtype: np.dtype[Any]) -> object:
+    """Return what tells a dtype from others, in any version of NumPy."""
+    try:
+        return dtype.descr
+    except ValueError:  # members are out of order, or overlap
+        pass
+    if dtype.subdtype is not None:
+        base, shape = dtype.subdtype
+        return _described(base), shape
+    fields = dtype.fields
+    assert fields is not None, "every other dtype has a description"
+    members = [(name, *fields[name][:2]) for name in dtype.names or ()]
+    return dtype.itemsize, [(name, at, _described(member)) for name, member, at in members]
 
 
 def _add(digest: Any, *values: object) -> None:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import h5py
 
 from h5async.errors import DatasetError, H5AsyncError, ReadError, UnsafeFileError
+from h5async.names import name_bytes, name_text
 from h5async.storage import FileStamp, IoMode
 
 _MAX_LINKS = 32  # that one path may lead through; HDF5 stops at 16
@@ -151,11 +152,14 @@ def locate(file: h5py.File, path: str, reach: Reach, files: contextlib.ExitStack
     links = 0
     while todo:
         name = todo.pop(0)
-        link = group.get(name, getlink=True)
-        if isinstance(link, h5py.HardLink):
+        at = name_bytes(name)  # h5py takes no other name that is not UTF-8
+        if not group.id.links.exists(at):
+            raise KeyError(path)
+        kind = group.id.links.get_info(at).type
+        if kind == h5py.h5l.TYPE_HARD:
             done.append(name)
             if todo:
-                node = group[name]
+                node = group[at]
                 if isinstance(node, h5py.Dataset):
                     return Located(file, "/".join(done), tuple(todo))
                 if not isinstance(node, h5py.Group):
@@ -166,18 +170,21 @@ def locate(file: h5py.File, path: str, reach: Reach, files: contextlib.ExitStack
         where = f'{file.filename}: link "{"/".join([*done, name])}"'
         if links > _MAX_LINKS:
             raise DatasetError(f"{where}: the path leads through more than {_MAX_LINKS} links")
-        if isinstance(link, h5py.ExternalLink):
+        if kind == h5py.h5l.TYPE_EXTERNAL:
             holder = Path(file.filename)
-            target = reach.find(link.filename, holder, "HDF5_EXT_PREFIX", where)
+            file_name, leads_to = map(name_text, group.id.links.get_val(at))
+            target = reach.find(file_name, holder, "HDF5_EXT_PREFIX", where)
             if target is None:
-                raise MissingError(f"{where} leads to {link.filename}, which does not exist")
+                raise MissingError(f"{where} leads to {file_name}, which does not exist")
             file = files.enter_context(open_permitted(target, where))
             group, done = file["/"], []
-        elif not isinstance(link, h5py.SoftLink):
+        elif kind == h5py.h5l.TYPE_SOFT:
+            leads_to = name_text(group.id.links.get_val(at))
+            if leads_to.startswith("/"):
+                group, done = file["/"], []
+        else:
             raise KeyError(path)
-        elif link.path.startswith("/"):
-            group, done = file["/"], []
-        todo = _components(link.path) + todo
+        todo = _components(leads_to) + todo
     return Located(file, "/".join(done) or "/", ())
 
 
@@ -191,16 +198,22 @@ def open_index(path: Path) -> Iterator[h5py.File]:
 
     HDF5 would keep up to 32 MB of them, though nobody asks again.
     """
-    with open_hdf5(path) as file:
-        before, cache = file.id.get_mdc_config(), file.id.get_mdc_config()
-        cache.set_initial_size = True
-        cache.initial_size = cache.max_size = _METADATA_NBYTES
-        cache.min_size = min(cache.min_size, _METADATA_NBYTES)
-        file.id.set_mdc_config(cache)
-        try:
-            yield file
-        finally:  # the caller may have the file open too, and share its settings
-            file.id.set_mdc_config(before)
+    with open_hdf5(path) as file, metadata_cache(file, _METADATA_NBYTES):
+        yield file
+
+
+@contextlib.contextmanager
+def metadata_cache(file: h5py.File, nbytes: int) -> Iterator[None]:
+    """Have HDF5 keep so many bytes of a file's metadata meanwhile."""
+    before, cache = file.id.get_mdc_config(), file.id.get_mdc_config()
+    cache.set_initial_size = True
+    cache.initial_size = cache.max_size = nbytes
+    cache.min_size = min(cache.min_size, nbytes)
+    file.id.set_mdc_config(cache)
+    try:
+        yield
+    finally:  # the caller may have the file open too, and share its settings
+        file.id.set_mdc_config(before)
 
 
 @contextlib.contextmanager
@@ -267,8 +280,17 @@ def open_hdf5(path: Path, *, in_use: bool = False) -> h5py.File:
     except H5AsyncError:
         raise
     except (OSError, RuntimeError, ValueError) as error:
-        if not path.exists():
-            reason = "there is no such file"
-        else:
-            reason = str(error)
-        raise ReadError(f"cannot open {path}: {reason}") from error
+        raise ReadError(f"cannot open {path}: {_reason(path, error)}") from error
+
+
+def _reason(path: Path, error: Exception) -> str:
+    """Say why a file cannot be opened; HDF5 does not say it of one that is not there."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return "there is no such file"
+    except OSError as reason:  # its folder may not be entered, say, or its name is too long
+        return reason.strerror or str(reason)
+    except ValueError:  # a NUL in it
+        return "there is no such file"
+    return str(error)

@@ -8,9 +8,9 @@ and `fallback.py` then reads the dataset through h5py.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,14 +23,17 @@ from numpy.typing import NDArray
 from h5async.chunkindex import (
     NotDirectError,
     TooManyChunksError,
+    applies_any,
     edges_are_raw,
     fill_nbytes,
+    filters_of,
     indexed,
     read_chunk_table,
     require_true_coordinates,
+    without_filters,
 )
 from h5async.config import Field
-from h5async.elements import Element, element_of
+from h5async.elements import Element, element_of, has_objects
 from h5async.errors import DatasetError, H5AsyncError, ReadError, UnsafeFileError
 from h5async.filters import Filter, can_decode, stated_chunk_nbytes
 from h5async.layout import ChunkTable, DatasetLayout, Part, Slab, Storage, normal_axis
@@ -39,14 +42,19 @@ from h5async.links import (
     MissingError,
     Reach,
     locate,
+    metadata_cache,
     open_index,
     open_permitted,
     require_in_place,
 )
+from h5async.listing import walk
+from h5async.names import name_bytes, shell_word
 from h5async.storage import FileStamp, may_map
 from h5async.virtual import mapped_files, source_series, virtual_parts
 
 _LISTED_DATASETS = 20
+_MOST_OBJECTS = 200  # of a file that are looked at to say what is there: 0.05 s
+_LISTING_NBYTES = 32 << 20  # of metadata: the names of a large group are gone through for each
 _MAX_NESTED = 8  # virtual datasets of virtual datasets
 
 
@@ -76,48 +84,28 @@ def read_layouts(
 def list_layouts(
     path: Path, reach: Reach = BESIDE
 ) -> Iterator[tuple[str, DatasetLayout | H5AsyncError]]:
-    """Yield each dataset of a file, in the order of names, with its layout or why it has none."""
-    with open_index(path) as file:
-        for name in sorted({*_datasets(file), *_linked(file, reach)}):
+    """Yield each dataset of a file, as it is found, with its layout or why it has none.
+
+    They come group by group, in the order of names.
+    """
+    with open_index(path) as file, metadata_cache(file, _LISTING_NBYTES):
+        for name, kind in walk(file):
+            if kind == "group" or (kind != "dataset" and not _may_be_dataset(file, name, reach)):
+                continue
             try:
                 yield name, _layout_at(file, name, 0, reach)
             except H5AsyncError as error:
                 yield name, error
 
 
-def _datasets(file: h5py.File) -> dict[str, h5py.Dataset]:
-    found: dict[str, h5py.Dataset] = {}
-
-    def visit(name: str | bytes, node: object) -> None:
-        if isinstance(node, h5py.Dataset):
-            found[os.fsdecode(name)] = node  # bytes: a name that is no UTF-8
-
-    with contextlib.suppress(Exception):  # damage ends the listing, and is seen when it is read
-        file.visititems(visit)
-    return found
-
-
-def _linked(file: h5py.File, reach: Reach) -> list[str]:
-    """Return the soft and external links that do not lead to groups."""
-    links: list[str] = []
-
-    def visit(name: str | bytes, link: object) -> None:
-        if not isinstance(link, h5py.HardLink):
-            links.append(os.fsdecode(name))
-
-    with contextlib.suppress(Exception):  # as above
-        file.visititems_links(visit)
-    found = []
-    for name in links:
-        with contextlib.ExitStack() as files:
-            try:
-                place = locate(file, name, reach, files)
-                if not isinstance(place.file[place.path], h5py.Dataset):
-                    continue
-            except Exception:  # a damaged object may raise anything; the listing says what
-                pass
-        found.append(name)
-    return found
+def _may_be_dataset(file: h5py.File, path: str, reach: Reach) -> bool:
+    """Tell whether a name leads to a dataset, or to nothing that can be opened."""
+    with contextlib.ExitStack() as files:
+        try:
+            place = locate(file, path, reach, files)
+            return isinstance(place.file[name_bytes(place.path)], h5py.Dataset)
+        except Exception:  # a damaged object may raise anything; the listing says what
+            return True
 
 
 def _layout_at(file: h5py.File, path: str, num_dim: int, reach: Reach) -> DatasetLayout:
@@ -125,7 +113,7 @@ def _layout_at(file: h5py.File, path: str, num_dim: int, reach: Reach) -> Datase
     with contextlib.ExitStack() as files:
         try:
             place = locate(file, path, reach, files)
-            node = place.file[place.path]
+            node = place.file[name_bytes(place.path)]
         except H5AsyncError:
             raise
         except Exception as error:  # KeyError for most, but a damaged object may raise anything
@@ -147,25 +135,52 @@ def _layout_at(file: h5py.File, path: str, num_dim: int, reach: Reach) -> Datase
 
 
 def _what_is_there(file: h5py.File, reach: Reach) -> str:
-    """List the datasets of a file, and a command that would read the largest of them."""
-    datasets = _datasets(file)
+    """List datasets of a file, and a command that would read the largest of them.
+
+    Not all of a large file is looked at: what is asked for may be misspelt in a file of millions.
+    """
+    with metadata_cache(file, _LISTING_NBYTES):
+        listed = list(itertools.islice(walk(file, _MOST_OBJECTS + 1), _MOST_OBJECTS + 1))
+        is_cut = len(listed) > _MOST_OBJECTS
+        paths = [path for path, kind in listed[:_MOST_OBJECTS] if kind == "dataset"]
+        datasets = _opened(file, paths)
     shapes = {name: _shown_shape(file, dataset, reach) for name, dataset in datasets.items()}
+    looked = f"the first {_MOST_OBJECTS:,} objects of the file"
     if not shapes:
-        return "the file holds no datasets"
+        return f"{looked} are no datasets" if is_cut else "the file holds no datasets"
     shown = [f'"{name}" {shape}' for name, shape in shapes.items()][:_LISTED_DATASETS]
     more = len(shapes) - len(shown)
-    listed = ", ".join(shown) + (f" and {more} more" if more > 0 else "")
+    text = ", ".join(shown) + (f" and {more} more" if more > 0 else "")
+    text = f"{looked} hold {text}; there are others" if is_cut else f"the file holds {text}"
+    command = _read_command(file, shapes, datasets)
+    return f"{text}; try: {command}" if command else text
+
+
+def _opened(file: h5py.File, paths: Sequence[str]) -> dict[str, h5py.Dataset]:
+    found = {}
+    for path in paths:
+        with contextlib.suppress(Exception):  # it is damaged, as is said where it is read
+            found[path] = file[name_bytes(path)]
+    return found
+
+
+def _read_command(
+    file: h5py.File,
+    shapes: Mapping[str, tuple[int, ...]],
+    datasets: Mapping[str, h5py.Dataset],
+) -> str | None:
+    """Return a command that reads the largest of some datasets, if any can be read."""
     readable = {
         name: shape for name, shape in shapes.items() if shape and _has_fixed_size(datasets[name])
     }
     if not readable:
-        return f"the file holds {listed}"
+        return None
     data = max(readable, key=lambda name: math.prod(readable[name]))
     as_long = [n for n in readable if n != data and readable[n][0] == readable[data][0]]
     labels = min(as_long, key=lambda name: math.prod(readable[name]), default=None)
     command = ["h5async", "read", file.filename, "--data-field", data]
     command += ["--labels-field", labels] if labels else ["--no-labels"]
-    return f"the file holds {listed}; try: {shlex.join(command)}"
+    return " ".join(map(shell_word, command))
 
 
 def _shown_shape(file: h5py.File, dataset: h5py.Dataset, reach: Reach) -> tuple[int, ...]:
@@ -231,8 +246,8 @@ class _Indexer:
                 f"{where}: its elements are of variable length or references, so a batch of them"
                 " has no fixed size; store them with a fixed-size type"
             )
-        base, extra = element.dtype.base, element.dtype.shape
-        filters = _filters(plist)
+        base, extra = element.base, element.shape
+        filters = filters_of(plist)
         layout = DatasetLayout(
             file=str(self._path),
             stamp=self._stamp,
@@ -248,7 +263,7 @@ class _Indexer:
             stored_nbytes=0 if storage == "chunked" else dataset.id.get_storage_size(),
             member=member,
             # Of a type with elements of variable length, HDF5 tells the size in memory.
-            stored_itemsize=0 if dataset.dtype.hasobject else dataset.id.get_type().get_size(),
+            stored_itemsize=0 if has_objects(dataset) else dataset.id.get_type().get_size(),
             extra_dims=len(extra),
             indexed=indexed(dataset),
         )
@@ -262,11 +277,11 @@ class _Indexer:
                 values = np.asarray(_values(dataset, member))
                 values = values.reshape(layout.shape).view(layout.raw_dtype)
                 return replace(layout, values=values)
-            _require_filters(filters, where)
             _require_fill(plist, layout.stored_itemsize, where)
             if storage == "chunked" and filters:
                 _require_lengths(filters, math.prod(dataset.chunks) * layout.stored_itemsize, where)
                 layout = replace(layout, has_raw_edges=edges_are_raw(dataset))
+                _require_filters(layout, dataset, where)
             self._require_direct(layout, element)
             if member:
                 return self._member(layout, dataset, plist, element, where)
@@ -284,7 +299,7 @@ class _Indexer:
         if not element.is_numpys:
             raise NotDirectError(f"its stored type differs from NumPy's {element.dtype}")
         for entry in layout.filters:
-            if not can_decode(entry):
+            if _is_hdf5s(entry):
                 raise NotDirectError(f"filter {entry.number} ({entry.label}) is decoded by HDF5")
         is_columns = layout.storage == "contiguous" and layout.sample_axis != 0
         if is_columns and not may_map(layout.file, self._reach.io):
@@ -319,8 +334,13 @@ class _Indexer:
         """Find out where the bytes lie."""
         if layout.storage == "chunked":
             require_true_coordinates(dataset)
+            unused = _nobodys(layout.filters)  # as was found before
             chunks = read_chunk_table(dataset, layout.filters, layout.has_raw_edges, where)
-            layout = replace(layout, chunks=chunks, stored_nbytes=int(chunks.nbytes.sum()))
+            chunks, filters = without_filters(chunks, layout.filters, unused)
+            if unused and not filters:
+                _require_whole(chunks, layout, where)
+            stored_nbytes = int(chunks.nbytes.sum())
+            layout = replace(layout, chunks=chunks, filters=filters, stored_nbytes=stored_nbytes)
         else:
             layout = replace(layout, offset=_contiguous_offset(dataset, where))
         if _has_no_values(plist, layout):
@@ -444,7 +464,7 @@ class _Indexer:
             file = self._file if is_here else files.enter_context(open_permitted(path, where))
             try:
                 place = locate(file, dataset_name, self._reach, files)
-                node = place.file[place.path]
+                node = place.file[name_bytes(place.path)]
             except KeyError as error:
                 if isinstance(error, H5AsyncError) and not isinstance(error, MissingError):
                     raise
@@ -588,30 +608,51 @@ def _storage(plist: h5py.h5p.PropDCID) -> Storage:
     return "chunked" if kind == h5py.h5d.CHUNKED else "contiguous"
 
 
-def _filters(plist: h5py.h5p.PropDCID) -> tuple[Filter, ...]:
-    found = (plist.get_filter(i) for i in range(plist.get_nfilters()))
-    return tuple(
-        Filter(number, tuple(parameters), name.decode("utf-8", "replace").rstrip("\0"))
-        for number, _flags, parameters, name in found
-    )
+def _require_filters(layout: DatasetLayout, dataset: h5py.Dataset, where: str) -> None:
+    """Raise `DatasetError` if a chunk was written with a filter that nobody can undo.
+
+    (Neither we nor h5py, with hdf5plugin, if it is there.) Other filters of nobody's do not matter.
+    """
+    if not _nobodys(layout.filters):
+        return
+    try:
+        import hdf5plugin  # noqa: F401  (registers its filters with HDF5)
+
+        remedy = "hdf5plugin has it neither: let HDF5_PLUGIN_PATH name a folder with its plugin"
+    except ImportError:
+        remedy = "try: pip install hdf5plugin"
+    missing = _nobodys(layout.filters)
+    if missing and applies_any(dataset, missing, layout.has_raw_edges):
+        entry = layout.filters[missing[0]]
+        raise DatasetError(
+            f"{where} is compressed with filter {entry.number} ({entry.label}), which is not"
+            f" available; {remedy}"
+        )
 
 
-def _require_filters(filters: tuple[Filter, ...], where: str) -> None:
-    """Raise `DatasetError` if neither we nor h5py (with hdf5plugin, if there) can decode."""
-    for entry in filters:
-        if can_decode(entry) or h5py.h5z.filter_avail(entry.number):
-            continue
-        try:
-            import hdf5plugin  # noqa: F401  (registers its filters with HDF5)
+def _is_hdf5s(entry: Filter) -> bool:
+    """Tell whether HDF5 has a filter, and we do not."""
+    return not can_decode(entry) and bool(h5py.h5z.filter_avail(entry.number))
 
-            remedy = "hdf5plugin has it neither: let HDF5_PLUGIN_PATH name a folder with its plugin"
-        except ImportError:
-            remedy = "try: pip install hdf5plugin"
-        if not h5py.h5z.filter_avail(entry.number):
-            raise DatasetError(
-                f"{where} is compressed with filter {entry.number} ({entry.label}), which is not"
-                f" available; {remedy}"
-            )
+
+def _nobodys(filters: tuple[Filter, ...]) -> list[int]:
+    """Return the places of filters that neither we have nor HDF5."""
+    return [
+        place
+        for place, entry in enumerate(filters)
+        if not can_decode(entry) and not h5py.h5z.filter_avail(entry.number)
+    ]
+
+
+def _require_whole(chunks: ChunkTable, layout: DatasetLayout, where: str) -> None:
+    """Refuse chunks that are stored raw, and have another length; HDF5 would read past them."""
+    due = math.prod(layout.chunk_shape) * layout.dtype.itemsize
+    bad = np.flatnonzero(chunks.nbytes != due)
+    if bad.size:
+        raise ReadError(
+            f"{where}: a chunk at byte {chunks.offset[bad[0]]} was left as it is by all filters,"
+            f" and has {chunks.nbytes[bad[0]]} bytes instead of {due}; the file is damaged"
+        )
 
 
 def _require_lengths(filters: tuple[Filter, ...], chunk_nbytes: int, where: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import warnings
 import weakref
@@ -13,7 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.config import ReaderConfig
+from h5async.config import ReaderConfig, check_timeout
 from h5async.device import Device
 from h5async.engine import Engine, Filled
 from h5async.errors import (
@@ -256,6 +257,8 @@ class AsyncReader:
 
         Raises
         ------
+        ConfigError
+            If `timeout` is no number of seconds; nothing else happens then.
         BatchTimeoutError
             If the batch is not ready in time; the next call goes on waiting for it.
         ReadError, DeviceError, PostprocessError
@@ -265,10 +268,10 @@ class AsyncReader:
         DatasetError
             If an epoch has no batch at all.
         """
+        seconds = self._config.timeout if timeout is None else check_timeout(timeout)
         self._settle()
         if self._held is not None:
             self._expire(self._held)
-        seconds = self._config.timeout if timeout is None else timeout
         engine = self._engine
         serial, filled = engine.next(seconds)
         try:
@@ -323,10 +326,14 @@ class AsyncReader:
         Raises
         ------
         ConfigError
-            If it is negative.
+            If it is no integer, or negative.
         ReaderClosedError
             If the reader is closed.
         """
+        try:
+            epoch = operator.index(epoch)
+        except TypeError as error:
+            raise ConfigError(f"an epoch is an integer from 0, found {epoch!r}") from error
         if epoch < 0:
             raise ConfigError(f"there is no epoch {epoch}; the first is 0")
         self._check_not_empty()
@@ -376,6 +383,8 @@ class AsyncReader:
             If the reader is closed.
         """
         self._check_not_empty()
+        if not isinstance(state, Mapping):
+            raise ConfigError(f"a state is what state_dict() returned, found {state!r}")
         self._engine.load(state)
 
     def close(self) -> None:

@@ -418,7 +418,8 @@ def test_a_filter_that_nobody_has(path):
     plist.set_filter(511, h5py.h5z.FLAG_OPTIONAL, (1,))
     with h5py.File(path, "w") as file:
         space = h5py.h5s.create_simple(VALUES.shape)
-        h5py.h5d.create(file.id, b"data", h5py.h5t.NATIVE_INT64, space, plist)
+        dataset = h5py.h5d.create(file.id, b"data", h5py.h5t.NATIVE_INT64, space, plist)
+        dataset.write_direct_chunk((0, 0), bytes(8 * 4 * 30))
     text = error_of(DatasetError, path=path, labels_field=None)
     assert 'dataset "data" is compressed with filter 511' in text
 
