@@ -61,7 +61,7 @@ class ChunkCache:
     ----------
     budget_nbytes
         Memory for chunks that are kept. Two are in any case; buffers that are in use are never
-        taken away, and where none is free a chunk is not kept.
+        taken away, and where none is free, or no memory to be had, a chunk is not kept.
     """
 
     def __init__(self, budget_nbytes: int) -> None:
@@ -93,7 +93,11 @@ class ChunkCache:
         with self._changed:
             if wait:
                 self._changed.wait_for(lambda: not self._is_busy(keys[0]))
-            self._claim(claims, nbytes)
+            try:
+                self._claim(claims, nbytes)
+            except BaseException:  # others would wait for what was claimed until then
+                self._release(claims)
+                raise
         try:
             yield claims
         finally:
@@ -140,9 +144,9 @@ class ChunkCache:
                 claims.states[i] = State.BUSY
             else:
                 entry.users += 1
-                self._entries.move_to_end(key)
                 claims.states[i] = State.READY
                 claims.buffers[i] = entry.data
+                self._entries.move_to_end(key)
         most = max(_LEAST_KEPT, self._budget_nbytes // max(1, nbytes))
         # The last ones: in order, they are what the next batch goes on with.
         for i in absent[-most:]:
@@ -150,11 +154,15 @@ class ChunkCache:
             if data is None:
                 break
             self._entries[claims.keys[i]] = _Entry(data)
+            self._nbytes += nbytes
             claims.states[i] = State.CLAIMED
             claims.buffers[i] = data
 
     def _buffer(self, nbytes: int) -> Bytes | None:
-        """Return memory: new as far as the budget goes, else of what was unused for longest."""
+        """Return memory: new as far as the budget goes, else of what was unused for longest.
+
+        None: there is none to be had. The caller adds it to what is kept.
+        """
         surplus = self._nbytes + nbytes - max(self._budget_nbytes, _LEAST_KEPT * nbytes)
         unused = []
         for key, entry in self._entries.items():
@@ -169,8 +177,12 @@ class ChunkCache:
         for key in unused:
             data = self._entries.pop(key).data
             self._nbytes -= data.size
-        self._nbytes += nbytes
-        return data if data is not None and data.size == nbytes else np.empty(nbytes, np.uint8)
+        if data is not None and data.size == nbytes:
+            return data
+        try:
+            return np.empty(nbytes, np.uint8)
+        except MemoryError:  # to keep a chunk only saves work
+            return None
 
     def _release(self, claims: Claims) -> None:
         for i, state in enumerate(claims.states):

@@ -19,12 +19,20 @@ from h5async.cost import direct_share
 from h5async.dataset import open_dataset, sampling_of
 from h5async.device import Device, DeviceSlot, HostDevice, find_device, needs_host
 from h5async.devicedecode import NotDecoded, find_formats
-from h5async.errors import ConfigError, DeviceError, ReaderClosedError, ReadError
-from h5async.filling import THREAD_NAME, Filler, FillOutcome, FillRequest
+from h5async.errors import (
+    ConfigError,
+    DeviceError,
+    ReaderClosedError,
+    ReadError,
+    is_bare_memory_error,
+    out_of_memory,
+    taking_memory,
+)
+from h5async.filling import THREAD_NAME, Filler, FillOutcome, FillRequest, wanted_kept_nbytes
 from h5async.fingerprint import fingerprint
 from h5async.helper import HelperFiller
 from h5async.layout import DatasetLayout
-from h5async.limits import check_memory
+from h5async.limits import MemoryBudget
 from h5async.ranks import Rank, find_rank
 from h5async.resident import Budget, Residency
 from h5async.schedule import Schedule
@@ -37,6 +45,7 @@ from h5async.trial import DecodeTrial
 _STATE_VERSION = 1
 _MOMENT_SECONDS = 0.5
 _EXIT_SECONDS = 10.0  # for work that was begun when the interpreter ends
+_REMEDY = "free some memory, or raise the limit that is set to this process"
 _MOST_RANKS = 1 << 20  # a saved state is not to be trusted with more
 
 _forks = 0  # between the first process and this one, since this module was imported
@@ -99,12 +108,13 @@ class Engine:
         H5AsyncError
             As `AsyncReader` says.
         """
-        if self.config.workers == "thread":
-            self._open(open_dataset(self.config), None)
-        else:
-            helper = self.filler = HelperFiller(self.config)
-            helper.open()
-            self._open(helper.layouts, helper)
+        with taking_memory(f"{self.config.hdf5_path} cannot be opened", _REMEDY):
+            if self.config.workers == "thread":
+                self._open(open_dataset(self.config), None)
+            else:
+                helper = self.filler = HelperFiller(self.config)
+                helper.open()
+                self._open(helper.layouts, helper)
 
     def _open(self, layouts: Mapping[str, DatasetLayout], helper: HelperFiller | None) -> None:
         config, fields = self.config, self.config.batch_fields
@@ -116,23 +126,27 @@ class Engine:
             self.rank = Rank(config.rank, config.world_size)
         else:
             self.rank = find_rank()
+        self.num_samples = next(iter(layouts.values())).num_samples
+        self.device = find_device(config.device, config.pin_memory)
+        rows = min(config.batch_size, max(1, self.num_samples))
+        budget = MemoryBudget(config, layouts, transforms, rows)
+        budget.check()
+        formats, obstacle = self._find_formats(config, transforms, rows)
+        memory_plan = budget.plan(formats, wanted_kept_nbytes(config, layouts))
         self.sampling = sampling_of(config, self.layouts, self.rank)
         self.schedule = Schedule(self.sampling)
         # With what batch and world size which epoch was begun.
         self.origin = 0, (config.batch_size, self.rank.world_size)
         self.fingerprint: str | None = None
-        self.num_samples = self.sampling.num_samples
         self.num_batches = self.sampling.num_batches
         self.names = tuple(fields)
-        self.device = find_device(config.device, config.pin_memory)
-        rows = min(config.batch_size, max(1, self.num_samples))
-        check_memory(config, self.layouts, transforms, rows)
-        formats, obstacle = self._find_formats(config, transforms, rows)
         self.formats, self.dropping = formats, threading.Lock()
         self.trial = DecodeTrial(config.decode, obstacle)
         self.device_chunks = 0  # that were decoded there
         self.device_turns: set[int] = set()  # batches on their way that may be decoded there
-        try:
+        file = next(iter(layouts.values())).file
+        what = f"{file}: {config.prefetch} batches of {rows} samples"
+        with taking_memory(what, "make batch_size or prefetch smaller"):
             self.slots = self.device.open_slots(
                 config.prefetch,
                 rows,
@@ -141,11 +155,6 @@ class Engine:
                 formats,
                 None if helper is None else helper.shared,
             )
-        except MemoryError as error:
-            raise ConfigError(
-                f"{config.prefetch} batches of {rows} samples do not fit in memory ({error});"
-                " make batch_size or prefetch smaller"
-            ) from error
         self.cache: Residency | Budget | None = None  # on the device
         if config.cache == "device":
             self.cache = self.device.open_cache(self.num_samples, config.cache_bytes)
@@ -158,6 +167,7 @@ class Engine:
                 self.layouts,
                 transforms,
                 memory,
+                memory_plan=memory_plan,
                 device_cache=device_cache,
                 stored_formats=formats,
                 next_requests=self._next_requests,
@@ -169,6 +179,7 @@ class Engine:
             helper.start(
                 self.rank,
                 memory,
+                memory_plan=memory_plan,
                 device_cache=device_cache,
                 stored_formats=formats,
                 next_requests=self._next_requests,
@@ -428,6 +439,9 @@ class Engine:
                     raise  # this is the thread of the caller, whom it concerns
                 error = raised
             self.upload_times.add("upload", begin)
+        if is_bare_memory_error(error):  # of a helper process, or of the device
+            batch = f"batch {request.number} of epoch {request.epoch}"
+            error = out_of_memory(f"{self.config.hdf5_path}: {batch}", error)
         if isinstance(error, NotDecoded) or (error is not None and any(outcome.stored)):
             # The host decodes what the device cannot, and has the words for what is wrong.
             self.trial.note_fallback()

@@ -8,6 +8,7 @@
     ├── ReadError (OSError)                bytes could not be read or decoded
     ├── UnsafeFileError (PermissionError)  a file reaches outside itself
     ├── OutOfMemoryError (MemoryError)     the system gave no memory, or would not have enough
+    │   └── BudgetError (also ConfigError)  ... for what the options ask for
     ├── DeviceError (RuntimeError)         no GPU, no CuPy, or a dtype that the GPU lacks
     ├── ReaderClosedError (RuntimeError)   the reader was used after ``close()``
     ├── BatchTimeoutError (TimeoutError)   no batch within the time allowed
@@ -17,7 +18,9 @@
     FileChangedWarning (UserWarning)       a file was changed under an open reader, which goes on
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TypeGuard
 
 
 class H5AsyncError(Exception):
@@ -48,6 +51,10 @@ class OutOfMemoryError(H5AsyncError, MemoryError):
     """The system refused memory that a reader needs, or has less than it would need."""
 
 
+class BudgetError(OutOfMemoryError, ConfigError):
+    """The options ask for more memory than there is, or than ``max_batch_bytes`` permits."""
+
+
 class DeviceError(H5AsyncError, RuntimeError):
     """The device asked for is not there, or cannot hold the data."""
 
@@ -70,6 +77,50 @@ class FileChangedWarning(UserWarning):
 
 class PostprocessError(H5AsyncError):
     """The caller's `postprocess` raised or returned something unusable."""
+
+
+@contextmanager
+def taking_memory(what: str, remedy: str) -> Iterator[None]:
+    """Turn a bare `MemoryError` of the context into an `OutOfMemoryError`.
+
+    Parameters
+    ----------
+    what
+        That needs memory: ``"train.h5: 2 batches of 64 samples"``.
+    remedy
+        What to do about it.
+    """
+    try:
+        yield
+    except MemoryError as error:
+        if not is_bare_memory_error(error):
+            raise
+        raise out_of_memory(what, error, remedy) from error
+
+
+def is_bare_memory_error(error: BaseException | None) -> TypeGuard[MemoryError]:
+    """Tell whether an error is of Python or a library, for memory, and says nothing of a file."""
+    return isinstance(error, MemoryError) and not isinstance(error, H5AsyncError)
+
+
+def out_of_memory(what: str, cause: BaseException, remedy: str = "") -> OutOfMemoryError:
+    """Make the error for memory that the system refused.
+
+    Parameters
+    ----------
+    what, remedy
+        As of `taking_memory`; by default the remedies that there always are.
+    cause
+        What was raised.
+
+    Returns
+    -------
+    OutOfMemoryError
+        To be raised from `cause`.
+    """
+    found = f" ({cause})" if str(cause) else ""
+    remedy = remedy or "make batch_size, prefetch or num_threads smaller, or free some memory"
+    return OutOfMemoryError(f"{what}: the system gives no more memory{found}; {remedy}")
 
 
 def postprocess_error(message: str, cause: Exception) -> PostprocessError:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from h5async.chunkcache import ChunkCache
 from h5async.codecs import FilterPipeline, Scratch
 from h5async.decoding import Bytes
-from h5async.errors import ReadError
+from h5async.errors import OutOfMemoryError, ReadError, out_of_memory
 from h5async.layout import DatasetLayout
 from h5async.plan import ChunkPlan, Int64s, RowPlan
 from h5async.storage import LocalFile, LocalFiles
@@ -318,7 +318,8 @@ class PlanExecutor:
     def _mapped_dataset(self, file: LocalFile) -> NDArray[Any]:
         layout = self._layout
         mapped = file.mapped(layout.offset + layout.nbytes)
-        assert mapped is not None, "layout.py sends such datasets to h5py"
+        if mapped is None:  # it may be: metadata.py sends what may not be mapped to h5py
+            raise MemoryError(f'{layout.file} cannot be mapped; read it with io="pread"')
         return np.ndarray(layout.shape, self._dtype, mapped.data, offset=layout.offset)
 
     def _decode(
@@ -386,9 +387,13 @@ class PlanExecutor:
     def _as_chunk(self, chunk: Bytes) -> NDArray[Any]:
         return np.ndarray(self._piece_shape, self._dtype, chunk.data)
 
-    def _chunk_error(self, plan: ChunkPlan, item: int, error: Exception) -> ReadError:
+    def _chunk_error(
+        self, plan: ChunkPlan, item: int, error: Exception
+    ) -> ReadError | OutOfMemoryError:
         layout = self._layout
         where = f'{layout.file}: dataset "{layout.path}"'
+        if isinstance(error, MemoryError):  # that is no fault of the file
+            return out_of_memory(f"{where}, a chunk of {layout.chunk_nbytes:,} bytes", error)
         if layout.chunks is None:
             return ReadError(f"{where}: {error}")
         place = plan.place[item]

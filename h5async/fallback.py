@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from h5async.chunkindex import stored_nbytes
 from h5async.codecs import FilterPipeline, Scratch, encoded_room
 from h5async.decoding import Bytes
-from h5async.errors import ReadError
+from h5async.errors import ReadError, out_of_memory
 from h5async.filters import can_decode, encoded_nbytes, has_known_length, stated_length
 from h5async.layout import DatasetLayout, needed_nbytes
 from h5async.links import open_hdf5
@@ -106,6 +106,9 @@ class FallbackReader:
                     if raw.dtype.fields and raw.dtype == block.dtype:  # padding, too
                         out, block = (array.view(f"V{array.itemsize}") for array in (raw, block))
                     out[rows_at(plan.rows, chosen)] = block[sample[chosen] - first]
+            except MemoryError as error:
+                what = f'{layout.file}: dataset "{layout.path}", read through h5py'
+                raise out_of_memory(what, error) from error
             except Exception as error:
                 raise ReadError(
                     f'{layout.file}: dataset "{layout.path}", samples {sample.min()} to'
@@ -257,6 +260,12 @@ def _written(layout: DatasetLayout) -> Int64s:
     return number * layout.chunk_shape[axis]
 
 
+def span_nbytes(layout: DatasetLayout, rows: int) -> int:
+    """Return what may be read at once, at most, for so many samples."""
+    decoded_nbytes = layout.chunk_nbytes if layout.filters else 0
+    return max(_SPAN_NBYTES, 2 * rows * layout.row_nbytes, decoded_nbytes)
+
+
 def _spans(layout: DatasetLayout, sample: Int64s) -> Iterator[tuple[int, int, Int64s]]:
     """Yield (first sample, end, which samples): what one h5py call should read.
 
@@ -268,8 +277,7 @@ def _spans(layout: DatasetLayout, sample: Int64s) -> Iterator[tuple[int, int, In
     apart = np.diff(ordered) > 1
     if layout.chunk_shape:
         chunk, inside = np.divmod(ordered, layout.chunk_shape[layout.sample_axis])
-        decoded_nbytes = layout.chunk_nbytes if layout.filters else 0
-        nbytes = max(_SPAN_NBYTES, 2 * sample.size * layout.row_nbytes, decoded_nbytes)
+        nbytes = span_nbytes(layout, sample.size)
         block = inside // max(1, nbytes // max(1, layout.row_nbytes))
         apart &= (np.diff(chunk) != 0) | (np.diff(block) != 0)
     for part in np.split(order, np.flatnonzero(apart) + 1):
