@@ -142,11 +142,11 @@ class MemoryBudget:
     def _too_much(self, shares: list[_Share], needed: int) -> BudgetError:
         listed = ", ".join(f"{what} {nbytes:,}" for what, nbytes, _ in shares if nbytes)
         largest = max(shares, key=lambda share: share.nbytes)
-        first = next(iter(self._layouts.values()))
+        first, limit = next(iter(self._layouts.values())), self._limit_of_all
         return BudgetError(
-            f"{first.file}: a reader of {', '.join(self._layouts)} takes {needed:,} bytes of"
-            f" memory, of which it may take {self._limit_of_all:,} ({self._whose(self._limit_of_all)}):"
-            f" {listed}; {largest.remedy}, or set max_batch_bytes if you trust the file."
+            f"{first.file}: a reader of {', '.join(self._layouts)} takes {needed:,} bytes and does"
+            f" not fit in memory, of which it may take {limit:,} ({self._whose(limit)}): {listed};"
+            f" {largest.remedy}, or set max_batch_bytes if you trust the file."
             f" {_what_is_free()}"
         )
 
@@ -162,10 +162,11 @@ class MemoryBudget:
             yield _Share("copies of batches", 2 * copied, "set debug_lifetimes=False")
         stored = batches * sum(form.stored_nbytes for form in formats if form is not None)
         yield _Share("stored chunks for the GPU", stored, 'set decode="host"')
+        fewer = "make num_threads smaller" if threads > 1 else "store smaller chunks"
         scratch = threads * _touched_scratch_nbytes(layouts)
-        yield _Share(f"scratch of {threads} threads", scratch, "make num_threads smaller")
+        yield _Share(f"scratch of {threads} threads", scratch, fewer)
         staged = threads * max(map(_stage_nbytes, layouts))
-        yield _Share("rows that only pieces are taken of", staged, "make num_threads smaller")
+        yield _Share("rows that only pieces are taken of", staged, fewer)
         kept = sum(_LEAST_KEPT * _kept_chunk_nbytes(layout) for layout in layouts)
         yield _Share("chunks that two batches share", kept, "store smaller chunks")
         read = max(_fallback_nbytes(layout, rows) for layout in layouts)
