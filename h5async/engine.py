@@ -24,7 +24,7 @@ from h5async.errors import (
     DeviceError,
     ReaderClosedError,
     ReadError,
-    is_bare_memory_error,
+    is_lack_of_memory,
     out_of_memory,
     taking_memory,
 )
@@ -439,7 +439,7 @@ class Engine:
                     raise  # this is the thread of the caller, whom it concerns
                 error = raised
             self.upload_times.add("upload", begin)
-        if is_bare_memory_error(error):  # of a helper process, or of the device
+        if is_lack_of_memory(error):  # of a helper process, or of the device
             batch = f"batch {request.number} of epoch {request.epoch}"
             error = out_of_memory(f"{self.config.hdf5_path}: {batch}", error)
         if isinstance(error, NotDecoded) or (error is not None and any(outcome.stored)):

@@ -81,7 +81,7 @@ class PostprocessError(H5AsyncError):
 
 @contextmanager
 def taking_memory(what: str, remedy: str) -> Iterator[None]:
-    """Turn a bare `MemoryError` of the context into an `OutOfMemoryError`.
+    """Turn what says in the context that memory was refused into an `OutOfMemoryError`.
 
     Parameters
     ----------
@@ -92,15 +92,20 @@ def taking_memory(what: str, remedy: str) -> Iterator[None]:
     """
     try:
         yield
-    except MemoryError as error:
-        if not is_bare_memory_error(error):
+    except Exception as error:
+        if not is_lack_of_memory(error):
             raise
         raise out_of_memory(what, error, remedy) from error
 
 
-def is_bare_memory_error(error: BaseException | None) -> TypeGuard[MemoryError]:
+def is_lack_of_memory(error: BaseException | None) -> TypeGuard[Exception]:
     """Tell whether an error is of Python or a library, for memory, and says nothing of a file."""
-    return isinstance(error, MemoryError) and not isinstance(error, H5AsyncError)
+    if isinstance(error, H5AsyncError):
+        return False
+    # Locks of Python have a `RuntimeError` for it, and some functions of NumPy's forget to set any.
+    words = ("can't allocate lock", "returned NULL without setting an exception")
+    is_other = isinstance(error, RuntimeError | SystemError) and str(error).endswith(words)
+    return is_other or isinstance(error, MemoryError)
 
 
 def out_of_memory(what: str, cause: BaseException, remedy: str = "") -> OutOfMemoryError:
@@ -160,7 +165,10 @@ def _mixed(
                 "__reduce__": lambda self: (_mixed, (self.args[0], kind, self.__dict__)),
             },
         )
-        mixed = both.__new__(both)
+        try:
+            mixed = both.__new__(both)
+        except TypeError:  # that of `MemoryError` makes none of our classes
+            mixed = Exception.__new__(both)
     except TypeError:  # a layout conflict, or a __new__ that wants arguments
         return error
     mixed.__dict__.update(attributes)

@@ -199,6 +199,8 @@ class PlanExecutor:
             its_runs = runs[bounds[at] - first : bounds[at + 1] - first]
             try:
                 self._read_chunk(file, mapped, place, self._regions[cross], its_runs, raw, scratch)
+            except OutOfMemoryError:  # which says it all
+                raise
             except Exception as error:
                 traceback.clear_frames(error.__traceback__)  # they hold the map
                 del mapped
@@ -319,7 +321,10 @@ class PlanExecutor:
         layout = self._layout
         mapped = file.mapped(layout.offset + layout.nbytes)
         if mapped is None:  # it may be: metadata.py sends what may not be mapped to h5py
-            raise MemoryError(f'{layout.file} cannot be mapped; read it with io="pread"')
+            raise OutOfMemoryError(
+                f'{layout.file}: dataset "{layout.path}": the file cannot be mapped into memory,'
+                ' which reading columns needs; read it with io="pread"'
+            )
         return np.ndarray(layout.shape, self._dtype, mapped.data, offset=layout.offset)
 
     def _decode(

@@ -35,7 +35,7 @@ from h5async.errors import (
     ConfigError,
     OutOfMemoryError,
     PostprocessError,
-    is_bare_memory_error,
+    is_lack_of_memory,
     out_of_memory,
     postprocess_error,
     taking_memory,
@@ -146,7 +146,6 @@ class _Fill:
         "error",
         "index",
         "is_resident",
-        "lock",
         "plans",
         "request",
         "shares_left",
@@ -158,7 +157,6 @@ class _Fill:
         self.plans: Sequence[ReadPlan | StoredPlan] = []
         self.busy_ns = 0
         self.is_resident = False
-        self.lock = threading.Lock()
         self.shares_left = 0
         self.error: BaseException | None = None
 
@@ -252,6 +250,8 @@ class Filler:
         self._order = itertools.count()
         # Reentrant: a reader collected in here by the garbage collector is closed in here.
         self._lock = threading.RLock()
+        # For all batches, and made once: a lock takes memory, too.
+        self._shares_lock = threading.Lock()
         self._closed = False
         self._then: Callable[[], None] = _nothing
         self._threads = config.thread_count
@@ -485,7 +485,7 @@ class Filler:
                     work()
             except BaseException as error:
                 self._note_error(batch, error)
-            with batch.lock:
+            with self._shares_lock:
                 batch.busy_ns += time.perf_counter_ns() - begin
                 batch.shares_left -= 1
                 was_last = batch.shares_left == 0
@@ -609,11 +609,11 @@ class Filler:
     def _note_error(self, batch: _Fill, error: BaseException) -> None:
         if isinstance(error, KeyboardInterrupt) and not self._threads:
             raise error  # this is the thread of the caller, whom it concerns
-        if is_bare_memory_error(error):
+        if is_lack_of_memory(error):
             error = self._out_of_memory(batch.request, error)
         batch.error = error
 
-    def _out_of_memory(self, request: FillRequest, error: MemoryError) -> OutOfMemoryError:
+    def _out_of_memory(self, request: FillRequest, error: Exception) -> OutOfMemoryError:
         which = f"batch {request.number} of epoch {request.epoch}"
         found = out_of_memory(f"{self._layouts[0].file}: {which} cannot be filled", error)
         found.__cause__ = error
