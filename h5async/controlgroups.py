@@ -102,7 +102,7 @@ def _groups(controller: str, root: Path) -> Iterator[Path]:
 
 
 def _group(controller: str, root: Path) -> str | None:
-    for line in _lines(root / "proc/self/cgroup"):
+    for line in _text(root / "proc/self/cgroup").split("\n"):
         number, controllers, path = [*line.split(":", 2), "", ""][:3]
         if controller in controllers.split(",") and (controller or number == "0"):
             return path or "/"
@@ -112,11 +112,13 @@ def _group(controller: str, root: Path) -> str | None:
 def _mounts(controller: str, root: Path) -> Iterator[_Mount]:
     """Yield the mounts of a hierarchy; of those at one place the last, which hides the others."""
     found = {}
-    for line in _lines(root / "proc/self/mountinfo"):
-        words = line.split(" ")
-        if "-" not in words[6:]:
+    for line in _text(root / "proc/self/mountinfo").split("\n"):
+        if " - cgroup" not in line:
             continue
-        kind, _, options = [*words[words.index("-", 6) + 1 :], "", "", ""][:3]
+        place, _, rest = line.partition(" - ")
+        words, (kind, _, options) = place.split(" "), [*rest.split(" "), "", ""][:3]
+        if len(words) < 5:
+            continue
         is_version_1 = kind == "cgroup" and controller in options.split(",")
         if is_version_1 if controller else kind == "cgroup2":
             folder = _unescaped(words[4])
@@ -129,14 +131,11 @@ def _unescaped(word: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), word)
 
 
-def _lines(path: Path) -> list[str]:
-    return _text(path).split("\n")
-
-
 def _text(path: Path) -> str:
     """Return what a file holds, names as the file system takes them; ``""``: it cannot be read."""
     try:
-        return os.fsdecode(path.read_bytes())
+        with open(path, "rb", buffering=0) as file:
+            return os.fsdecode(file.read() or b"")
     except (OSError, ValueError):
         return ""
 

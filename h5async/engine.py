@@ -93,7 +93,8 @@ class Engine:
     """
 
     def __init__(self, config: ReaderConfig) -> None:
-        self.config = config
+        # How many threads there are is settled here: affinity and quotas may change later.
+        self.config = config.model_copy(update={"num_threads": config.thread_count})
         self.forks = _forks
         self.ring: SlotRing[Filled] = SlotRing(config.prefetch)
         self.filler: Filler | HelperFiller | None = None

@@ -121,11 +121,13 @@ def out_of_memory(what: str, cause: BaseException, remedy: str = "") -> OutOfMem
     Returns
     -------
     OutOfMemoryError
-        To be raised from `cause`.
+        With `cause` as its own.
     """
     found = f" ({cause})" if str(cause) else ""
     remedy = remedy or "make batch_size, prefetch or num_threads smaller, or free some memory"
-    return OutOfMemoryError(f"{what}: the system gives no more memory{found}; {remedy}")
+    error = OutOfMemoryError(f"{what}: the system gives no more memory{found}; {remedy}")
+    error.__cause__ = cause
+    return error
 
 
 def postprocess_error(message: str, cause: Exception) -> PostprocessError:

@@ -615,9 +615,7 @@ class Filler:
 
     def _out_of_memory(self, request: FillRequest, error: Exception) -> OutOfMemoryError:
         which = f"batch {request.number} of epoch {request.epoch}"
-        found = out_of_memory(f"{self._layouts[0].file}: {which} cannot be filled", error)
-        found.__cause__ = error
-        return found
+        return out_of_memory(f"{self._layouts[0].file}: {which} cannot be filled", error)
 
     def _postprocessed(
         self, arrays: tuple[NDArray[Any], ...], request: FillRequest
