@@ -153,15 +153,18 @@ class ChunkCache:
             data = self._buffer(nbytes)
             if data is None:
                 break
-            self._entries[claims.keys[i]] = _Entry(data)
-            self._nbytes += nbytes
+            try:
+                self._entries[claims.keys[i]] = _Entry(data)
+            except BaseException:
+                self._nbytes -= nbytes
+                raise
             claims.states[i] = State.CLAIMED
             claims.buffers[i] = data
 
     def _buffer(self, nbytes: int) -> Bytes | None:
         """Return memory: new as far as the budget goes, else of what was unused for longest.
 
-        None: there is none to be had. The caller adds it to what is kept.
+        None: there is none to be had.
         """
         surplus = self._nbytes + nbytes - max(self._budget_nbytes, _LEAST_KEPT * nbytes)
         unused = []
@@ -177,12 +180,13 @@ class ChunkCache:
         for key in unused:
             data = self._entries.pop(key).data
             self._nbytes -= data.size
-        if data is not None and data.size == nbytes:
-            return data
-        try:
-            return np.empty(nbytes, np.uint8)
-        except MemoryError:  # to keep a chunk only saves work
-            return None
+        if data is None or data.size != nbytes:
+            try:
+                data = np.empty(nbytes, np.uint8)
+            except MemoryError:  # to keep a chunk only saves work
+                return None
+        self._nbytes += nbytes
+        return data
 
     def _release(self, claims: Claims) -> None:
         for i, state in enumerate(claims.states):
