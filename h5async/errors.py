@@ -103,7 +103,11 @@ def is_lack_of_memory(error: BaseException | None) -> TypeGuard[Exception]:
     if isinstance(error, H5AsyncError):
         return False
     # Locks of Python have a `RuntimeError` for it, and some functions of NumPy's forget to set any.
-    words = ("can't allocate lock", "returned NULL without setting an exception")
+    words = (
+        "can't allocate lock",
+        "returned NULL without setting an exception",
+        "error return without exception set",
+    )
     is_other = isinstance(error, RuntimeError | SystemError) and str(error).endswith(words)
     return is_other or isinstance(error, MemoryError)
 
