@@ -95,6 +95,7 @@ class Engine:
     def __init__(self, config: ReaderConfig) -> None:
         # How many threads there are is settled here: affinity and quotas may change later.
         self.config = config.model_copy(update={"num_threads": config.thread_count})
+        self.fewer_threads_do = config.num_threads is None
         self.forks = _forks
         self.ring: SlotRing[Filled] = SlotRing(config.prefetch)
         self.filler: Filler | HelperFiller | None = None
@@ -130,7 +131,9 @@ class Engine:
         self.num_samples = next(iter(layouts.values())).num_samples
         self.device = find_device(config.device, config.pin_memory)
         rows = min(config.batch_size, max(1, self.num_samples))
-        budget = MemoryBudget(config, layouts, transforms, rows)
+        budget = MemoryBudget(
+            config, layouts, transforms, rows, fewer_threads_do=self.fewer_threads_do
+        )
         budget.check()
         formats, obstacle = self._find_formats(config, transforms, rows)
         memory_plan = budget.plan(formats, wanted_kept_nbytes(config, layouts))
@@ -188,7 +191,7 @@ class Engine:
                 on_done=self._on_done,
             )
         self.has_threads = config.thread_count > 0
-        self.num_threads = max(1, config.thread_count)
+        self.num_threads = max(1, min(config.thread_count, memory_plan.most_threads))
         self.waits = Waits()
         self.upload_times = StageTimes()
         self.delivered_samples = 0
@@ -405,7 +408,7 @@ class Engine:
             fallback_reads=done.fallback_reads,
             direct_share=direct / row_nbytes if row_nbytes else 1.0,
             ways=dict(zip(self.names, self._filler.ways, strict=True)),
-            num_threads=num_threads,
+            num_threads=min(num_threads, self.num_threads),
             filters=tuple(dict.fromkeys(names)),
             workers=self.config.workers,
             cache=done.cache if self.cache is None else str(self.cache),

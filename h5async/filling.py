@@ -254,7 +254,7 @@ class Filler:
         self._shares_lock = threading.Lock()
         self._closed = False
         self._then: Callable[[], None] = _nothing
-        self._threads = config.thread_count
+        self._threads = min(config.thread_count, memory_plan.most_threads)
         self._working = 0  # threads
         self._has_ended = False
         self._times = StageTimes()

@@ -12,7 +12,7 @@ chunks, which were read by now and are no longer free; and what `postprocess` ma
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from h5async.config import ReaderConfig
@@ -39,12 +39,15 @@ class MemoryPlan(NamedTuple):
 
     Attributes
     ----------
+    most_threads
+        For whose scratch there is memory; at least 1.
     kept_nbytes
         By field: for decoded chunks that later batches may need.
     left_nbytes
         What is free beside all that: for the rows of all samples, say.
     """
 
+    most_threads: int
     kept_nbytes: tuple[int, ...]
     left_nbytes: int
 
@@ -71,6 +74,8 @@ class MemoryBudget:
         By field name, in field order.
     rows
         Samples in a slot.
+    fewer_threads_do
+        Whether there may be fewer threads than the configuration has.
     """
 
     def __init__(
@@ -79,7 +84,10 @@ class MemoryBudget:
         layouts: Mapping[str, DatasetLayout],
         transforms: Mapping[str, RowTransform],
         rows: int,
+        *,
+        fewer_threads_do: bool = False,
     ) -> None:
+        self._fewer_threads_do = fewer_threads_do
         self._config = config
         self._layouts = layouts
         self._transforms = transforms
@@ -130,14 +138,21 @@ class MemoryBudget:
         BudgetError
             If it does not fit; the message lists the shares.
         """
-        shares = list(self._shares(formats))
-        needed = sum(share.nbytes for share in shares)
+        threads = max(1, self._config.thread_count)
+        shares = list(self._shares(formats, threads))
+        needed = _sum(shares)
+        if needed > self._limit_of_all and self._fewer_threads_do and threads > 1:
+            least = _sum(self._shares(formats, 1))
+            more = (self._limit_of_all - least) * (threads - 1) // max(1, needed - least)
+            threads = 1 + max(0, more)
+            shares = list(self._shares(formats, threads))
+            needed = _sum(shares)
         if needed > self._limit_of_all:
             raise self._too_much(shares, needed)
         room = max(0, min(self._limit_of_all, self._free) - needed)
         total = sum(wanted)
         kept = tuple(wanted if total <= room else [n * room // total for n in wanted])
-        return MemoryPlan(kept, max(0, self._free - needed - sum(kept)))
+        return MemoryPlan(threads, kept, max(0, self._free - needed - sum(kept)))
 
     def _too_much(self, shares: list[_Share], needed: int) -> BudgetError:
         listed = ", ".join(f"{what} {nbytes:,}" for what, nbytes, _ in shares if nbytes)
@@ -150,10 +165,10 @@ class MemoryBudget:
             f" {_what_is_free()}"
         )
 
-    def _shares(self, formats: Sequence[StoredFormat | None]) -> Iterator[_Share]:
-        """Yield what a reader needs."""
+    def _shares(self, formats: Sequence[StoredFormat | None], threads: int) -> Iterator[_Share]:
+        """Yield what a reader needs, with so many threads."""
         config, rows = self._config, self._rows
-        layouts, threads = list(self._layouts.values()), max(1, config.thread_count)
+        layouts = list(self._layouts.values())
         smaller = "make batch_size or prefetch smaller"
         batches = config.prefetch
         yield _Share(f"{batches} batches of {rows} samples", sum(self._slots().values()), smaller)
@@ -164,7 +179,7 @@ class MemoryBudget:
         yield _Share("stored chunks for the GPU", stored, 'set decode="host"')
         fewer = "make num_threads smaller" if threads > 1 else "store smaller chunks"
         scratch = threads * _touched_scratch_nbytes(layouts)
-        yield _Share(f"scratch of {threads} threads", scratch, fewer)
+        yield _Share(f"scratch of {threads} thread{'s' * (threads > 1)}", scratch, fewer)
         staged = threads * max(map(_stage_nbytes, layouts))
         yield _Share("rows that only pieces are taken of", staged, fewer)
         kept = sum(_LEAST_KEPT * _kept_chunk_nbytes(layout) for layout in layouts)
@@ -240,6 +255,10 @@ class MemoryBudget:
                 f" {what} {nbytes:,} bytes, of {limit:,} that it may take ({self._whose(limit)});"
                 f"{remedy} set max_batch_bytes if you trust the file"
             )
+
+
+def _sum(shares: Iterable[_Share]) -> int:
+    return sum(share.nbytes for share in shares)
 
 
 def _what_is_free() -> str:

@@ -325,6 +325,24 @@ def test_the_shares_are_listed_where_they_do_not_fit_together(
     open_reader(gzipped, num_threads=64, max_batch_bytes=64 * MIB).close()
 
 
+@pytest.mark.parametrize("workers", ["thread", "process"])
+def test_there_are_fewer_threads_where_nobody_said_how_many(
+    gzipped: Path, monkeypatch: pytest.MonkeyPatch, workers: str
+) -> None:
+    let_be_free(monkeypatch, 2 * MIB)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+    monkeypatch.setattr(os, "process_cpu_count", lambda: 64, raising=False)
+    expected = truth(gzipped)
+    with open_reader(gzipped, num_threads=None, workers=workers) as reader:
+        for _ in range(3):
+            batch = reader.get_next_batch()
+            assert_same_bits(batch.data, expected[batch.index])
+        assert 1 <= reader.stats().num_threads < 8
+    let_be_free(monkeypatch, 512 * KIB)  # too little for one
+    with pytest.raises(OutOfMemoryError, match="scratch of 1 thread "):
+        open_reader(gzipped, num_threads=None, workers=workers)
+
+
 def test_max_batch_bytes_is_for_each_thing_by_itself(gzipped: Path) -> None:
     """As it always was: what is beside the slots does not count against it."""
     open_reader(gzipped, num_threads=8, max_batch_bytes=64 * KIB).close()
@@ -735,8 +753,9 @@ print("done")
 def test_an_address_space_that_is_full(tmp_path: Path, at: str, num_threads: int) -> None:
     path = tmp_path / "f.h5"
     values = np.random.default_rng(0).integers(0, 4, (512, 64 * KIB), np.uint8)
+    fast: dict[str, Any] = {"compression": "gzip", "compression_opts": 1}
     with h5py.File(path, "w") as file:
-        file.create_dataset("data", data=values, chunks=(16, 64 * KIB), compression="gzip")
+        file.create_dataset("data", data=values, chunks=(16, 64 * KIB), **fast)
     command = [sys.executable, "-c", SCARCE_SCRIPT, str(path), str(num_threads), at]
     # Where threads have heaps of their own, and these are full, NumPy itself crashes.
     environment = {**os.environ, "MALLOC_ARENA_MAX": "1"}
