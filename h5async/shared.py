@@ -147,7 +147,9 @@ class SharedMemory:
     def place(self, array: NDArray[Any]) -> Place | None:
         """Return where an array lies; None where it is not of what `empty` gave."""
         address = array.ctypes.data
-        for piece in list(self._pieces):
+        # The latest first: a piece that nobody has any more is not mapped, and another one may lie
+        # where it was.
+        for piece in reversed(list(self._pieces)):
             if piece.address <= address and address + array.nbytes <= piece.address + piece.nbytes:
                 offset = piece.offset + address - piece.address
                 return Place(offset, array.shape, array.dtype)
