@@ -10,6 +10,7 @@ import difflib
 import glob
 import importlib
 import json
+import math
 import numbers
 import operator
 import os
@@ -34,6 +35,7 @@ from pydantic import (
 )
 from pydantic import Field as Bound
 
+from h5async.controlgroups import cpu_quota
 from h5async.errors import ConfigError, ReadError
 from h5async.names import name_bytes, name_text
 
@@ -577,12 +579,20 @@ class ReaderConfig(_Frozen):
 
     @property
     def thread_count(self) -> int:
-        """Threads of the pool: `num_threads`, or the cores that this process may use."""
+        """Threads of the pool: `num_threads`, or the cores that this process may use.
+
+        These are what its affinity allows, but no more than its control groups have time for.
+        """
         if self.num_threads is not None:
             return self.num_threads
-        if hasattr(os, "sched_getaffinity"):
-            return len(os.sched_getaffinity(0))
-        return os.cpu_count() or 1
+        if hasattr(os, "process_cpu_count"):  # of Python 3.13; the user may have set another
+            cores = os.process_cpu_count() or 1
+        elif hasattr(os, "sched_getaffinity"):
+            cores = len(os.sched_getaffinity(0))
+        else:
+            cores = os.cpu_count() or 1
+        quota = cpu_quota()
+        return cores if quota is None else max(1, min(cores, math.ceil(quota)))
 
 
 def _field(value: object) -> object:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from h5async.config import ReaderConfig
 from h5async.core import mapping_mode
-from h5async.errors import DatasetError
+from h5async.errors import DatasetError, taking_memory
 from h5async.layout import DatasetLayout, join_layouts
 from h5async.links import Reach
 from h5async.metadata import read_layouts
@@ -67,17 +67,18 @@ def sampling_of(
 
     own = config.batch_size, rank.world_size
     is_window = config.shuffle == "window"
-    return Sampling(
-        num_samples=several[0].num_samples,
-        batch_size=config.batch_size,
-        shuffle=config.shuffle,
-        seed=config.seed,
-        drop_last=config.drop_last,
-        window=window(*own) if is_window else None,
-        rank=rank.rank,
-        world_size=rank.world_size,
-        resumed=(resumed[0], window(*resumed[1:])) if resumed and is_window else None,
-    )
+    with taking_memory(f"{several[0].file}: the order of samples", 'use shuffle="full"'):
+        return Sampling(
+            num_samples=several[0].num_samples,
+            batch_size=config.batch_size,
+            shuffle=config.shuffle,
+            seed=config.seed,
+            drop_last=config.drop_last,
+            window=window(*own) if is_window else None,
+            rank=rank.rank,
+            world_size=rank.world_size,
+            resumed=(resumed[0], window(*resumed[1:])) if resumed and is_window else None,
+        )
 
 
 def _check_lengths(layouts: Mapping[str, DatasetLayout]) -> None:

@@ -21,12 +21,20 @@ from h5async.cost import direct_share
 from h5async.dataset import open_dataset, sampling_of
 from h5async.device import Device, DeviceSlot, HostDevice, find_device, needs_host
 from h5async.devicedecode import NotDecoded, find_formats
-from h5async.errors import ConfigError, DeviceError, ReaderClosedError, ReadError
-from h5async.filling import THREAD_NAME, Filler, FillOutcome, FillRequest
+from h5async.errors import (
+    ConfigError,
+    DeviceError,
+    ReaderClosedError,
+    ReadError,
+    is_lack_of_memory,
+    out_of_memory,
+    taking_memory,
+)
+from h5async.filling import THREAD_NAME, Filler, FillOutcome, FillRequest, wanted_kept_nbytes
 from h5async.fingerprint import fingerprint
 from h5async.helper import HelperFiller
 from h5async.layout import DatasetLayout
-from h5async.limits import check_memory
+from h5async.limits import MemoryBudget
 from h5async.ranks import Rank, Source, find_source, may_change
 from h5async.resident import Budget, Residency
 from h5async.sampling import Sampling
@@ -40,6 +48,7 @@ from h5async.trial import DecodeTrial
 _STATE_VERSION = 1
 _MOMENT_SECONDS = 0.5
 _EXIT_SECONDS = 10.0  # for work that was begun when the interpreter ends
+_REMEDY = "free some memory, or raise the limit that is set to this process"
 _MOST_RANKS = 1 << 20  # a saved state is not to be trusted with more
 
 _log = logging.getLogger("h5async")
@@ -89,7 +98,9 @@ class Engine:
     """
 
     def __init__(self, config: ReaderConfig) -> None:
-        self.config = config
+        # How many threads there are is settled here: affinity and quotas may change later.
+        self.config = config.model_copy(update={"num_threads": config.thread_count})
+        self.fewer_threads_do = config.num_threads is None
         self.forks = _forks
         self.ring: SlotRing[Filled] = SlotRing(config.prefetch)
         self.filler: Filler | HelperFiller | None = None
@@ -105,12 +116,13 @@ class Engine:
             As `AsyncReader` says.
         """
         _open_engines.add(self)
-        if self.config.workers == "thread":
-            self._open(open_dataset(self.config), None)
-        else:
-            helper = self.filler = HelperFiller(self.config)
-            helper.open()
-            self._open(helper.layouts, helper)
+        with taking_memory(f"{self.config.hdf5_path} cannot be opened", _REMEDY):
+            if self.config.workers == "thread":
+                self._open(open_dataset(self.config), None)
+            else:
+                helper = self.filler = HelperFiller(self.config)
+                helper.open()
+                self._open(helper.layouts, helper)
 
     def _open(self, layouts: Mapping[str, DatasetLayout], helper: HelperFiller | None) -> None:
         config, fields = self.config, self.config.batch_fields
@@ -120,6 +132,15 @@ class Engine:
         }
         self.rank = self.first_rank = self._expected_rank()
         self.has_settled = False  # then the rank is known for good
+        self.num_samples = next(iter(layouts.values())).num_samples
+        self.device = find_device(config.device, config.pin_memory)
+        rows = min(config.batch_size, max(1, self.num_samples))
+        budget = MemoryBudget(
+            config, layouts, transforms, rows, fewer_threads_do=self.fewer_threads_do
+        )
+        budget.check()
+        formats, obstacle = self._find_formats(config, transforms, rows)
+        memory_plan = budget.plan(formats, wanted_kept_nbytes(config, layouts))
         self.sampling = sampling_of(config, self.layouts, self.rank)
         self.schedule = Schedule(self.sampling)
         # Where to go on, as `jump` has it.
@@ -127,17 +148,14 @@ class Engine:
         # With what batch and world size which epoch was begun.
         self.origin = 0, (config.batch_size, self.rank.world_size)
         self.fingerprint: str | None = None
-        self.num_samples = self.sampling.num_samples
         self.names = tuple(fields)
-        self.device = find_device(config.device, config.pin_memory)
-        rows = min(config.batch_size, max(1, self.num_samples))
-        check_memory(config, self.layouts, transforms, rows)
-        formats, obstacle = self._find_formats(config, transforms, rows)
         self.formats, self.dropping = formats, threading.Lock()
         self.trial = DecodeTrial(config.decode, obstacle)
         self.device_chunks = 0  # that were decoded there
         self.device_turns: set[int] = set()  # batches on their way that may be decoded there
-        try:
+        file = next(iter(layouts.values())).file
+        what = f"{file}: {config.prefetch} batches of {rows} samples"
+        with taking_memory(what, "make batch_size or prefetch smaller"):
             self.slots = self.device.open_slots(
                 config.prefetch,
                 rows,
@@ -146,11 +164,6 @@ class Engine:
                 formats,
                 None if helper is None else helper.shared,
             )
-        except MemoryError as error:
-            raise ConfigError(
-                f"{config.prefetch} batches of {rows} samples do not fit in memory ({error});"
-                " make batch_size or prefetch smaller"
-            ) from error
         self.cache: Residency | Budget | None = None  # on the device
         if config.cache == "device":
             self.cache = self.device.open_cache(self.num_samples, config.cache_bytes)
@@ -163,6 +176,7 @@ class Engine:
                 self.layouts,
                 transforms,
                 memory,
+                memory_plan=memory_plan,
                 device_cache=device_cache,
                 stored_formats=formats,
                 next_requests=self._next_requests,
@@ -175,6 +189,7 @@ class Engine:
             helper.start(
                 self.rank,
                 memory,
+                memory_plan=memory_plan,
                 device_cache=device_cache,
                 stored_formats=formats,
                 next_requests=self._next_requests,
@@ -182,7 +197,7 @@ class Engine:
                 on_done=self._on_done,
             )
         self.has_threads = config.thread_count > 0
-        self.num_threads = max(1, config.thread_count)
+        self.num_threads = max(1, min(config.thread_count, memory_plan.most_threads))
         self.waits = Waits()
         self.upload_times = StageTimes()
         self.delivered_samples = 0
@@ -460,7 +475,7 @@ class Engine:
             fallback_reads=done.fallback_reads,
             direct_share=direct / row_nbytes if row_nbytes else 1.0,
             ways=dict(zip(self.names, self._filler.ways, strict=True)),
-            num_threads=num_threads,
+            num_threads=min(num_threads, self.num_threads),
             filters=tuple(dict.fromkeys(names)),
             workers=self.config.workers,
             cache=done.cache if self.cache is None else str(self.cache),
@@ -496,6 +511,9 @@ class Engine:
             if isinstance(raised, KeyboardInterrupt) and not self.has_threads:
                 raise  # this is the thread of the caller, whom it concerns
             error = raised
+        if is_lack_of_memory(error):  # of a helper process, or of the device
+            batch = f"batch {request.number} of epoch {request.epoch}"
+            error = out_of_memory(f"{self.config.hdf5_path}: {batch}", error)
         self.ring.filled(request.serial, Filled(outcome, arrays, error))
         self._begin()
 

@@ -8,6 +8,7 @@
     ├── ReadError (OSError)                bytes could not be read or decoded
     ├── UnsafeFileError (PermissionError)  a file reaches outside itself
     ├── OutOfMemoryError (MemoryError)     the system gave no memory, or would not have enough
+    │   └── BudgetError (also ConfigError)  ... for what the options ask for
     ├── DeviceError (RuntimeError)         no GPU, no CuPy, or a dtype that the GPU lacks
     ├── ReaderClosedError (RuntimeError)   the reader was used after ``close()``
     ├── BatchTimeoutError (TimeoutError)   no batch within the time allowed
@@ -17,7 +18,9 @@
     FileChangedWarning (UserWarning)       a file was changed under an open reader, which goes on
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TypeGuard
 
 from h5async.names import printable
 
@@ -50,6 +53,10 @@ class OutOfMemoryError(H5AsyncError, MemoryError):
     """The system refused memory that a reader needs, or has less than it would need."""
 
 
+class BudgetError(OutOfMemoryError, ConfigError):
+    """The options ask for more memory than there is, or than ``max_batch_bytes`` permits."""
+
+
 class DeviceError(H5AsyncError, RuntimeError):
     """The device asked for is not there, or cannot hold the data."""
 
@@ -72,6 +79,61 @@ class FileChangedWarning(UserWarning):
 
 class PostprocessError(H5AsyncError):
     """The caller's `postprocess` raised or returned something unusable."""
+
+
+@contextmanager
+def taking_memory(what: str, remedy: str) -> Iterator[None]:
+    """Turn what says in the context that memory was refused into an `OutOfMemoryError`.
+
+    Parameters
+    ----------
+    what
+        That needs memory: ``"train.h5: 2 batches of 64 samples"``.
+    remedy
+        What to do about it.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_lack_of_memory(error):
+            raise
+        raise out_of_memory(what, error, remedy) from error
+
+
+def is_lack_of_memory(error: BaseException | None) -> TypeGuard[Exception]:
+    """Tell whether an error is of Python or a library, for memory, and says nothing of a file."""
+    if isinstance(error, H5AsyncError):
+        return False
+    # Locks of Python have a `RuntimeError` for it, and some functions of NumPy's forget to set any.
+    words = (
+        "can't allocate lock",
+        "returned NULL without setting an exception",
+        "error return without exception set",
+    )
+    is_other = isinstance(error, RuntimeError | SystemError) and str(error).endswith(words)
+    return is_other or isinstance(error, MemoryError)
+
+
+def out_of_memory(what: str, cause: BaseException, remedy: str = "") -> OutOfMemoryError:
+    """Make the error for memory that the system refused.
+
+    Parameters
+    ----------
+    what, remedy
+        As of `taking_memory`; by default the remedies that there always are.
+    cause
+        What was raised.
+
+    Returns
+    -------
+    OutOfMemoryError
+        With `cause` as its own.
+    """
+    found = f" ({cause})" if str(cause) else ""
+    remedy = remedy or "make batch_size, prefetch or num_threads smaller, or free some memory"
+    error = OutOfMemoryError(f"{what}: the system gives no more memory{found}; {remedy}")
+    error.__cause__ = cause
+    return error
 
 
 def postprocess_error(message: str, cause: Exception) -> PostprocessError:
@@ -111,7 +173,10 @@ def _mixed(
                 "__reduce__": lambda self: (_mixed, (self.args[0], kind, self.__dict__)),
             },
         )
-        mixed = both.__new__(both)
+        try:
+            mixed = both.__new__(both)
+        except TypeError:  # that of `MemoryError` makes none of our classes
+            mixed = Exception.__new__(both)
     except TypeError:  # a layout conflict, or a __new__ that wants arguments
         return error
     mixed.__dict__.update(attributes)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from h5async.chunkcache import ChunkCache
 from h5async.codecs import FilterPipeline, Scratch
 from h5async.decoding import Bytes
-from h5async.errors import H5AsyncError, ReadError
+from h5async.errors import H5AsyncError, OutOfMemoryError, ReadError, out_of_memory
 from h5async.layout import DatasetLayout
 from h5async.plan import ChunkPlan, Int64s, RowPlan
 from h5async.storage import FileStamp, LocalFile, LocalFiles
@@ -353,8 +353,11 @@ class PlanExecutor:
     def _mapped_dataset(self, file: LocalFile) -> NDArray[Any]:
         layout = self._layout
         mapped = file.mapped(layout.offset + layout.nbytes)
-        if mapped is None:
-            raise ReadError(f"{layout.file} cannot be copied out of its memory map")
+        if mapped is None:  # it may be: metadata.py sends what may not be mapped to h5py
+            raise OutOfMemoryError(
+                f'{layout.file}: dataset "{layout.path}": the file cannot be mapped into memory,'
+                ' which reading columns needs; read it with io="pread"'
+            )
         return np.ndarray(layout.shape, self._dtype, mapped.data, offset=layout.offset)
 
     def _decode(
@@ -425,6 +428,8 @@ class PlanExecutor:
         """Say which chunk an error is about; damage is what a decoder, or a length, says."""
         layout = self._layout
         where = f'{layout.file}: dataset "{layout.path}"'
+        if isinstance(error, MemoryError) and not isinstance(error, H5AsyncError):
+            raise out_of_memory(f"{where}, a chunk of {layout.chunk_nbytes:,} bytes", error)
         is_damage = isinstance(error, ValueError | RuntimeError)
         is_damage = is_damage and not isinstance(error, H5AsyncError | RecursionError)
         if not is_damage and not isinstance(error, ReadError):

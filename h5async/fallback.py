@@ -28,7 +28,7 @@ from h5async.changes import FileChanges
 from h5async.chunkindex import stored_nbytes
 from h5async.codecs import FilterPipeline, Scratch, encoded_room
 from h5async.decoding import Bytes
-from h5async.errors import ReaderClosedError, ReadError
+from h5async.errors import H5AsyncError, ReaderClosedError, ReadError, out_of_memory
 from h5async.filters import can_decode, encoded_nbytes, has_known_length, stated_length
 from h5async.layout import DatasetLayout, needed_nbytes
 from h5async.links import open_hdf5
@@ -112,9 +112,14 @@ class FallbackReader:
                 try:
                     self._look_anew(layout)
                     self._read(layout, plan, raw, checks, require_open)
-                except Exception as error:
-                    if isinstance(error, ReaderClosedError):
+                except ReaderClosedError:
+                    raise
+                except MemoryError as error:
+                    if isinstance(error, H5AsyncError):
                         raise
+                    what = f'{layout.file}: dataset "{layout.path}", read through h5py'
+                    raise out_of_memory(what, error) from error
+                except Exception as error:
                     if self._changed_paths(layout) and not isinstance(error, ReadError):
                         continue
                     sample = plan.sample
@@ -375,6 +380,12 @@ def _written(layout: DatasetLayout) -> Int64s:
     return number * layout.chunk_shape[axis]
 
 
+def span_nbytes(layout: DatasetLayout, rows: int) -> int:
+    """Return what may be read at once, at most, for so many samples."""
+    decoded_nbytes = layout.chunk_nbytes if layout.filters else 0
+    return max(_SPAN_NBYTES, 2 * rows * layout.row_nbytes, decoded_nbytes)
+
+
 def _spans(layout: DatasetLayout, sample: Int64s) -> Iterator[tuple[int, int, Int64s]]:
     """Yield (first sample, end, which samples): what one h5py call should read.
 
@@ -386,8 +397,7 @@ def _spans(layout: DatasetLayout, sample: Int64s) -> Iterator[tuple[int, int, In
     apart = np.diff(ordered) > 1
     if layout.chunk_shape:
         chunk, inside = np.divmod(ordered, layout.chunk_shape[layout.sample_axis])
-        decoded_nbytes = layout.chunk_nbytes if layout.filters else 0
-        nbytes = max(_SPAN_NBYTES, 2 * sample.size * layout.row_nbytes, decoded_nbytes)
+        nbytes = span_nbytes(layout, sample.size)
         block = inside // max(1, nbytes // max(1, layout.row_nbytes))
         apart &= (np.diff(chunk) != 0) | (np.diff(block) != 0)
     for part in np.split(order, np.flatnonzero(apart) + 1):

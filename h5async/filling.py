@@ -33,10 +33,20 @@ from h5async.chunkcache import ChunkCache
 from h5async.codecs import Scratch
 from h5async.config import ReaderConfig
 from h5async.core import load_core, mapping_mode
-from h5async.errors import ConfigError, PostprocessError, ReadError, postprocess_error
+from h5async.errors import (
+    ConfigError,
+    OutOfMemoryError,
+    PostprocessError,
+    ReadError,
+    is_lack_of_memory,
+    out_of_memory,
+    postprocess_error,
+    taking_memory,
+)
 from h5async.execute import Executor, PlanExecutor, scratch_nbytes
 from h5async.fallback import FallbackExecutor, FallbackReader
 from h5async.layout import DatasetLayout
+from h5async.limits import MemoryPlan
 from h5async.native import (
     NativeExecutor,
     NativeTransform,
@@ -139,7 +149,6 @@ class _Fill:
         "error",
         "index",
         "is_resident",
-        "lock",
         "plans",
         "request",
         "shares_left",
@@ -151,7 +160,6 @@ class _Fill:
         self.plans: Sequence[ReadPlan | StoredPlan] = []
         self.busy_ns = 0
         self.is_resident = False
-        self.lock = threading.Lock()
         self.shares_left = 0
         self.error: BaseException | None = None
 
@@ -190,6 +198,8 @@ class Filler:
         By field name, in field order.
     slots
         Memory of each slot.
+    memory_plan
+        What else may be taken.
     next_requests
         Called in a worker, after `kick`: what is to be filled now.
     before_fill
@@ -210,6 +220,8 @@ class Filler:
     ------
     ConfigError
         If a ``"module:function"`` cannot be imported.
+    OutOfMemoryError
+        If the system refuses memory for the threads.
     """
 
     def __init__(
@@ -220,6 +232,7 @@ class Filler:
         transforms: Mapping[str, RowTransform],
         slots: Sequence[SlotMemory],
         *,
+        memory_plan: MemoryPlan,
         device_cache: Residency | None = None,
         stored_formats: Sequence[StoredFormat | None] = (),
         next_requests: Callable[[], Sequence[FillRequest]],
@@ -235,7 +248,7 @@ class Filler:
         self._cache: HostCache | None = None
         self._cache_budget: Budget | None = None
         if config.cache == "host":
-            self._open_cache(config.cache_bytes)
+            self._open_cache(config.cache_bytes, memory_plan.left_nbytes)
         self._next_requests = next_requests
         self._before_fill = before_fill
         self._on_done = on_done
@@ -245,9 +258,11 @@ class Filler:
         self._order = itertools.count()
         # Reentrant: a reader collected in here by the garbage collector is closed in here.
         self._lock = threading.RLock()
+        # For all batches, and made once: a lock takes memory, too.
+        self._shares_lock = threading.Lock()
         self._closed = False
         self._then: Callable[[], None] = _nothing
-        self._threads = config.thread_count
+        self._threads = min(config.thread_count, memory_plan.most_threads)
         # Threads that may touch slots, files and scratch: while there is one, nothing is freed.
         self._workers: set[int] = set()
         self._is_ending = False
@@ -265,7 +280,7 @@ class Filler:
         )
         self._apply = [self._transformer(transform) for transform in self._transforms]
         self._chunks: list[ChunkCache] = []  # by field
-        self._kept_nbytes = [self._find_kept_nbytes(layout, config) for layout in self._layouts]
+        self._kept_nbytes = memory_plan.kept_nbytes
         self._executors = self._new_executors()
         self._stored_formats = stored_formats
         self._stored_readers = {
@@ -278,7 +293,10 @@ class Filler:
         self._stop = c_int32()  # not 0: what is under way ends as soon as it can
         self._scratches: list[Scratch] = []
         self._final_stats: FillerStats | None = None
-        self._scratch = deque(self._new_scratch() for _ in range(max(1, self._threads)))
+        threads = max(1, self._threads)
+        what = f"{self._layouts[0].file}: scratch of {threads} threads, for chunks to be decoded"
+        with taking_memory(what, "make num_threads smaller, or store smaller chunks"):
+            self._scratch = deque(self._new_scratch() for _ in range(threads))
         # A ticket is a piece of work on the heap or, False, the end. A ThreadPoolExecutor
         # would do, and cost the thread of the caller 15 us more for each batch.
         self._tickets: queue.SimpleQueue[bool] = queue.SimpleQueue()
@@ -527,7 +545,7 @@ class Filler:
                     work()
             except BaseException as error:
                 self._note_error(batch, error)
-            with batch.lock:
+            with self._shares_lock:
                 batch.busy_ns += time.perf_counter_ns() - begin
                 batch.shares_left -= 1
                 was_last = batch.shares_left == 0
@@ -595,8 +613,11 @@ class Filler:
         self._begin(batch, works, self._note_kept)
 
     def _note_kept(self, batch: _Fill) -> None:
-        if batch.error is None and self._cache is not None:
-            self._cache.add(batch.index)
+        try:
+            if batch.error is None and self._cache is not None:
+                self._cache.add(batch.index)
+        except BaseException as error:
+            self._note_error(batch, error)
         self._begin_transform(batch)
 
     def _begin_transform(self, batch: _Fill) -> None:
@@ -659,7 +680,13 @@ class Filler:
     def _note_error(self, batch: _Fill, error: BaseException) -> None:
         if isinstance(error, KeyboardInterrupt) and not self._threads:
             raise error  # this is the thread of the caller, whom it concerns
+        if is_lack_of_memory(error):
+            error = self._out_of_memory(batch.request, error)
         batch.error = error
+
+    def _out_of_memory(self, request: FillRequest, error: Exception) -> OutOfMemoryError:
+        which = f"batch {request.number} of epoch {request.epoch}"
+        return out_of_memory(f"{self._layouts[0].file}: {which} cannot be filled", error)
 
     def _postprocessed(
         self, arrays: tuple[NDArray[Any], ...], request: FillRequest
@@ -706,16 +733,6 @@ class Filler:
         for chunks in self._chunks:
             chunks.clear()
 
-    def _find_kept_nbytes(self, layout: DatasetLayout, config: ReaderConfig) -> int:
-        """Return how much memory to spend on decoded chunks that later batches may need."""
-        encoded = [source for source in layout.leaves() if source.filters]
-        whole = sum(math.prod(source.grid) * source.chunk_nbytes for source in encoded)
-        if whole <= _KEPT_WHOLE_NBYTES:
-            return whole
-        if config.shuffle == "window":
-            return kept_nbytes(layout, self._layouts, config.window_bytes)
-        return 0
-
     def _transformer(self, transform: RowTransform) -> Callable[[NDArray[Any], NDArray[Any]], None]:
         native = None if self._core is None else native_transform(self._core, transform)
         return transform.apply if native is None else native
@@ -746,9 +763,9 @@ class Filler:
         self._files.close()
         self._fallback.close()
 
-    def _open_cache(self, cache_bytes: int | None) -> None:
+    def _open_cache(self, cache_bytes: int | None, free_nbytes: int) -> None:
         row_nbytes = [transform.raw_nbytes for transform in self._transforms]
-        found = open_host_cache(self._sampling.num_samples, row_nbytes, cache_bytes)
+        found = open_host_cache(self._sampling.num_samples, row_nbytes, cache_bytes, free_nbytes)
         if isinstance(found, Budget):
             self._cache_budget = found
         else:
@@ -759,6 +776,19 @@ class Filler:
         scratch = Scratch.allocate(encoded, chunk, between, self._stop)
         self._scratches.append(scratch)
         return scratch
+
+
+def wanted_kept_nbytes(config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> list[int]:
+    """Return, by field, what decoded chunks that later batches may need would better take."""
+    several, wanted = list(layouts.values()), []
+    for layout in several:
+        encoded = [source for source in layout.leaves() if source.filters]
+        nbytes = sum(math.prod(source.grid) * source.chunk_nbytes for source in encoded)
+        if nbytes > _KEPT_WHOLE_NBYTES:
+            is_window = config.shuffle == "window"
+            nbytes = kept_nbytes(layout, several, config.window_bytes) if is_window else 0
+        wanted.append(nbytes)
+    return wanted
 
 
 def _nothing() -> None:

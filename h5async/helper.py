@@ -47,6 +47,7 @@ from h5async.filling import (
 from h5async.fingerprint import fingerprint
 from h5async.helper_main import GROUP_SIGNALS
 from h5async.layout import DatasetLayout
+from h5async.limits import MemoryPlan
 from h5async.messages import (
     Answer,
     DropStored,
@@ -199,6 +200,7 @@ class HelperFiller:
         rank: Rank,
         slots: Sequence[SlotMemory],
         *,
+        memory_plan: MemoryPlan,
         device_cache: Residency | None,
         stored_formats: Sequence[StoredFormat | None],
         next_requests: Callable[[], Sequence[FillRequest]],
@@ -213,7 +215,7 @@ class HelperFiller:
             Whose batches these are.
         slots
             Arrays in `shared`; raw ones of their own where the filler transforms them.
-        device_cache, stored_formats, next_requests, before_fill, on_done
+        memory_plan, device_cache, stored_formats, next_requests, before_fill, on_done
             As of `Filler`. Functions are called in threads of this object.
 
         Raises
@@ -230,7 +232,8 @@ class HelperFiller:
         places = [self._places(*of_slot) for of_slot in zip(slots, index, strict=True)]
         has_cache = device_cache is not None
         with self._changed:
-            self._starting = Starting(rank, None, places, list(stored_formats), has_cache, {})
+            formats = list(stored_formats)
+            self._starting = Starting(rank, None, places, memory_plan, formats, has_cache, {})
             self._changed.notify_all()
         self._start_thread(self._send_all, "send")
         self._await_step()

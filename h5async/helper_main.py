@@ -149,6 +149,7 @@ class _Helper:
                 layouts,
                 transforms,
                 self._slots,
+                memory_plan=starting.memory_plan,
                 device_cache=(
                     Residency(num_samples, 0, "device") if starting.has_device_cache else None
                 ),

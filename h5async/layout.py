@@ -406,6 +406,15 @@ class DatasetLayout:
             bounds.append(np.arange(0, self.num_samples, size, dtype=np.int64))
         return np.unique(np.concatenate(bounds))
 
+    def most_units(self, row_nbytes: int = 0) -> int:
+        """Return how many groups of samples `unit_bounds` finds at most, without making a list."""
+        row_nbytes = row_nbytes or self.row_nbytes
+        if self.chunk_shape:
+            return self.grid[self.sample_axis]
+        if self.part_starts is not None and self.parts:
+            return sum(2 + part.source.most_units(row_nbytes) for part in self.parts)
+        return 1 + self.num_samples // max(1, _UNCHUNKED_UNIT_NBYTES // max(1, row_nbytes))
+
     @cached_property
     def unit_nbytes(self) -> int:
         """Decoded bytes of what is kept of a unit to give its samples to several batches."""

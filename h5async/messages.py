@@ -20,6 +20,7 @@ from h5async.config import ReaderConfig
 from h5async.errors import H5AsyncError
 from h5async.filling import FillerStats
 from h5async.layout import DatasetLayout
+from h5async.limits import MemoryPlan
 from h5async.ranks import Rank
 from h5async.shared import Place
 from h5async.stored import StoredFormat, StoredPlan
@@ -63,6 +64,7 @@ class Starting(NamedTuple):
     rank: Rank
     resumed: tuple[int, int, int] | None
     slots: list[SlotPlaces]
+    memory_plan: MemoryPlan
     stored_formats: list[StoredFormat | None]
     has_device_cache: bool
     others: dict[tuple[int, int], Place]  # what an earlier helper took for `postprocess`

@@ -34,7 +34,13 @@ from h5async.chunkindex import (
 )
 from h5async.config import Field
 from h5async.elements import Element, element_of, has_objects
-from h5async.errors import DatasetError, H5AsyncError, ReadError, UnsafeFileError
+from h5async.errors import (
+    DatasetError,
+    H5AsyncError,
+    ReadError,
+    UnsafeFileError,
+    out_of_memory,
+)
 from h5async.filters import Filter, can_decode, stated_chunk_nbytes
 from h5async.layout import ChunkTable, DatasetLayout, Part, Slab, Storage, normal_axis
 from h5async.links import (
@@ -116,6 +122,8 @@ def _layout_at(file: h5py.File, path: str, num_dim: int, reach: Reach) -> Datase
             node = place.file[name_bytes(place.path)]
         except H5AsyncError:
             raise
+        except MemoryError as error:
+            raise out_of_memory(f'{file.filename}: dataset "{path}"', error) from error
         except Exception as error:  # KeyError for most, but a damaged object may raise anything
             missing = isinstance(error, KeyError) and "Unable" not in str(error)
             missing = missing or "doesn't exist" in str(error)
@@ -222,6 +230,8 @@ class _Indexer:
             return self._layout(name, dataset, tuple(member), num_dim, where)
         except H5AsyncError:
             raise
+        except MemoryError as error:
+            raise out_of_memory(f"{where}, its metadata", error) from error
         except Exception as error:  # damaged metadata may raise anything
             raise ReadError(f"{where}: its metadata cannot be read ({error})") from error
 

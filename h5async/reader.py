@@ -22,6 +22,7 @@ from h5async.errors import (
     ConfigError,
     DatasetError,
     FileChangedWarning,
+    taking_memory,
 )
 from h5async.layout import DatasetLayout
 from h5async.stats import ReaderStats
@@ -104,7 +105,9 @@ class Batch(Sequence[Any]):
     def copy(self) -> Batch:
         """Return a batch with memory of its own (on a GPU: copied on the current stream)."""
         with nullcontext() if self._device is None else self._device.current():
-            arrays = {name: array.copy() for name, array in self._arrays.items()}
+            what = f"a copy of batch {self.number} of epoch {self.epoch}"
+            with taking_memory(what, "keep fewer batches, or make batch_size smaller"):
+                arrays = {name: array.copy() for name, array in self._arrays.items()}
         return Batch(arrays, self.index, self.epoch, self.number, self.last, self._device)
 
 

@@ -6,16 +6,16 @@ read, when it first comes by. A batch of which every sample was kept is gathered
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.freememory import free_memory
 from h5async.plan import GatherPlan, Int64s
 
-_HOST_SHARE = 0.5  # of the machine's memory, where no budget is given
+_HOST_SHARE = 0.5  # of what is free, where no budget is given
 
 
 class Residency:
@@ -51,11 +51,14 @@ class Budget(NamedTuple):
         Bytes of the rows of all samples and fields.
     limit_nbytes
         What they may take: the option ``cache_bytes``, or a share of the memory that is there.
+    whose
+        What sets the limit.
     """
 
     where: str
     nbytes: int
     limit_nbytes: int
+    whose: str = "; see cache_bytes"
 
     @property
     def suffices(self) -> bool:
@@ -66,7 +69,7 @@ class Budget(NamedTuple):
         """Say why nothing is kept."""
         return (
             f"none: {_gb(self.nbytes)} do not fit into {_gb(self.limit_nbytes)} on the"
-            f" {self.where}; see cache_bytes"
+            f" {self.where}{self.whose}"
         )
 
 
@@ -103,27 +106,43 @@ class HostCache(Residency):
 
 
 def open_host_cache(
-    num_samples: int, row_nbytes: Sequence[int], cache_bytes: int | None
+    num_samples: int,
+    row_nbytes: Sequence[int],
+    cache_bytes: int | None,
+    free_nbytes: int | None = None,
 ) -> HostCache | Budget:
-    """Reserve memory for the rows of all samples; pages that are never touched cost nothing.
+    """Reserve memory for the rows of all samples, where there is as much.
+
+    All of it counts, though pages that were never touched cost nothing yet: an epoch touches them.
 
     Parameters
     ----------
     num_samples, row_nbytes
         As in `HostCache`.
     cache_bytes
-        What they may take; None: half of the machine's memory.
+        What they may take; None: half of what is free.
+    free_nbytes
+        What is free beside all that the reader needs; None: what is free now.
 
     Returns
     -------
     HostCache or Budget
         The budget, where it does not suffice.
     """
+    if free_nbytes is None:
+        free_nbytes = free_memory()[0].nbytes
     if cache_bytes is None:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        cache_bytes = int(memory * _HOST_SHARE)
-    budget = Budget("host", num_samples * sum(row_nbytes), cache_bytes)
-    return HostCache(num_samples, row_nbytes) if budget.suffices else budget
+        cache_bytes = int(free_nbytes * _HOST_SHARE)
+    nbytes = num_samples * sum(row_nbytes)
+    budget = Budget("host", nbytes, cache_bytes)
+    if not budget.suffices:
+        return budget
+    if nbytes + num_samples > free_nbytes:  # `Residency` takes a byte for each sample
+        return Budget("host", nbytes, free_nbytes, ", which is what is free")
+    try:
+        return HostCache(num_samples, row_nbytes)
+    except MemoryError:
+        return Budget("host", nbytes, cache_bytes, ": the system does not give as much")
 
 
 def _as_bytes(raw: NDArray[Any], row_nbytes: int) -> NDArray[np.uint8]:

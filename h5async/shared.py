@@ -48,8 +48,17 @@ class Place(NamedTuple):
 
 
 def page_memory(nbytes: int) -> NDArray[np.uint8]:
-    """Return memory of whole pages, of this process alone; its base is the map."""
-    block = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """Return memory of whole pages, of this process alone; its base is the map.
+
+    Raises
+    ------
+    MemoryError
+        If the system refuses.
+    """
+    try:
+        block = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError, ValueError) as error:
+        raise MemoryError(f"{nbytes} bytes of whole pages: {error}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
             block.madvise(mmap.MADV_HUGEPAGE)

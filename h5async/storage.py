@@ -298,14 +298,15 @@ class LocalFile:
     def _make_map(self) -> None:
         try:
             self._map = mmap.mmap(self.descriptor, 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:
+            data = np.frombuffer(self._map, np.uint8)
+        except (OSError, ValueError, MemoryError) as error:
             if self.io == "map":
                 self.close()
                 raise ReadError(
                     f'{self.path} cannot be mapped into memory: {error}; read it with io="pread"'
                 ) from error
+            self._map = None
             return
-        data = np.frombuffer(self._map, np.uint8)
         self.map_address, self.map_nbytes = data.ctypes.data, data.size
 
 
