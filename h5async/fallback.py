@@ -208,7 +208,8 @@ class FallbackReader:
         """Return files that are not as they were: their paths, what they were and are now."""
         found: list[tuple[str, FileStamp, FileStamp]] = []
         for path, indexed in layout.attached or [(y.file, y.stamp) for y in layout.origins()]:
-            self._note_change(found, path, indexed, None)
+            if path != layout.file:
+                self._note_change(found, path, indexed, None)
         self._note_change(found, layout.file, layout.stamp, self._files.get(layout.file))
         return found
 

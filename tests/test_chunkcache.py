@@ -35,7 +35,7 @@ def claim(cache, keys):
                 data[:] = key
             assert (data is None) == (state in (State.UNKEPT, State.BUSY))
             assert data is None or (data == key).all()
-        claims.num_filled = len(keys)
+        claims.are_filled = True
         return claims.states
 
 
@@ -65,7 +65,7 @@ def test_a_buffer_is_used_again():
     cache = ChunkCache(2 * 8)
     with cache.claimed([1, 2], 8) as claims:
         first = {data.ctypes.data for data in claims.buffers}
-        claims.num_filled = 2
+        claims.are_filled = True
     with cache.claimed([3, 4], 8) as claims:
         assert {data.ctypes.data for data in claims.buffers} == first
 
@@ -73,12 +73,12 @@ def test_a_buffer_is_used_again():
 def test_chunks_of_several_sizes_share_one_budget():
     cache = ChunkCache(100)
     with cache.claimed(["large"], 60) as claims:
-        claims.num_filled = 1
+        claims.are_filled = True
     with cache.claimed(["small"], 30) as claims:
-        claims.num_filled = 1
+        claims.are_filled = True
     with cache.claimed(["middle"], 50) as claims:
         assert claims.states == [State.CLAIMED]
-        claims.num_filled = 1
+        claims.are_filled = True
     with cache.claimed(["large"], 60) as claims:
         assert claims.states == [State.CLAIMED]
 
@@ -100,7 +100,7 @@ def test_where_all_buffers_are_in_use_a_chunk_is_not_kept():
             assert chunk is scratch
         for key, data in zip([1, 2], claims.buffers, strict=True):
             data[:] = key
-        claims.num_filled = 2
+        claims.are_filled = True
     assert claim(cache, [1, 2]) == [State.READY] * 2
 
 
@@ -125,8 +125,13 @@ def test_claims_after_a_failure_are_free_again():
     cache = ChunkCache(4 * 8)
     with cache.claimed([1, 2, 3], 8) as claims:
         claims.buffers[0][:] = 1
-        claims.num_filled = 1
+        claims.give_up(2)
+        claims.give_up(3)
+        claims.are_filled = True
     assert claim(cache, [1, 2, 3]) == [State.READY, State.CLAIMED, State.CLAIMED]
+    with cache.claimed([4], 8):
+        pass  # nothing was said of it
+    assert claim(cache, [4]) == [State.CLAIMED]
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -189,3 +194,30 @@ def test_small_batches_in_order_decode_each_large_chunk_about_once(
                 break
     # With threads, the next epoch's first batches may have begun.
     assert len(decoded) <= 10 + 2 * (num_threads > 0)
+
+
+def test_chunks_of_a_file_that_has_changed_are_forgotten_also_those_in_use():
+    cache, decoded = ChunkCache(100), []
+    use(cache, 1, decoded)
+    with cache.claimed([1, 2], 8) as claims:
+        assert claims.states == [State.READY, State.CLAIMED]
+        cache.clear()
+        claims.are_filled = True  # with what was read before
+    for place in (1, 2):
+        use(cache, place, decoded)
+    assert decoded == [1, 1, 2]
+
+
+def test_who_waits_for_a_chunk_of_a_file_that_has_changed_decodes_it_anew():
+    cache, states = ChunkCache(100), []
+
+    def wait_for_it():
+        with cache.claimed([1], 8, wait=True) as claims:
+            states.extend(claims.states)
+
+    with cache.claimed([1], 8):
+        waiter = threading.Thread(target=wait_for_it)
+        waiter.start()
+        cache.clear()
+        waiter.join(60)
+    assert states == [State.CLAIMED]

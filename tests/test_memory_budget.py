@@ -428,11 +428,11 @@ def test_a_chunk_for_which_there_is_no_memory_is_not_kept(monkeypatch: pytest.Mo
     fail_on(monkeypatch, "h5async.chunkcache", {1})
     with cache.claimed([1, 2, 3], 8) as claims:
         assert claims.states == [State.CLAIMED, State.UNKEPT, State.UNKEPT]
-        claims.num_filled = 1
+        claims.are_filled = True
     assert cache._nbytes == 8
     with cache.claimed([1, 2, 3], 8) as claims:
         assert claims.states == [State.READY, State.CLAIMED, State.CLAIMED]
-        claims.num_filled = 3
+        claims.are_filled = True
     assert cache._nbytes == 24
 
 
@@ -451,14 +451,14 @@ def test_a_claim_that_fails_in_the_middle_is_given_back() -> None:
 
     cache, keys = ChunkCache(4 * 8), [Key(n) for n in (1, 2, 3)]
     with cache.claimed(keys[:1], 8) as claims:
-        claims.num_filled = 1
+        claims.are_filled = True
     with pytest.raises(KeyboardInterrupt), cache.claimed(keys, 8):
         pytest.fail("it was claimed")
     assert cache._nbytes == 8
     for key in keys[:2]:
         with cache.claimed([key], 8, wait=True) as claims:
             assert claims.states == [State.READY if key.number == 1 else State.CLAIMED]
-            claims.num_filled = 1
+            claims.are_filled = True
     assert [entry.users for entry in cache._entries.values()] == [0, 0]
 
 

@@ -29,7 +29,6 @@ from h5async import (
     H5AsyncError,
     ReadError,
     UnsafeFileError,
-    execute,
     filling,
     plan,
 )
@@ -395,13 +394,11 @@ def check_reads_like_h5py(
     num_threads: int,
     batch_size: int,
     stage_nbytes: int,
-    map_below: int,
 ) -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(filling, "_MIN_SHARE_NBYTES", 1),
         mock.patch.object(plan, "_STAGE_NBYTES", stage_nbytes),
-        mock.patch.object(execute, "_MAP_BELOW_NBYTES", map_below),
     ):
         path = recipe.write(Path(folder))
         expected = truth(path, "data", num_dim)
@@ -427,7 +424,6 @@ READING = {
     "num_threads": st.sampled_from([0, 2]),
     "batch_size": st.integers(1, 7),
     "stage_nbytes": st.sampled_from([1, 40, 1 << 20]),
-    "map_below": st.sampled_from([0, 64 * 1024]),
 }
 
 

@@ -692,10 +692,9 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             self.most_nbytes = 0
             made.append(self)
 
-        def _buffer(self, nbytes: int) -> Any:
-            data = super()._buffer(nbytes)
+        def _release(self, claims: Any) -> None:
             self.most_nbytes = max(self.most_nbytes, self._nbytes)
-            return data
+            super()._release(claims)
 
     monkeypatch.setattr("h5async.filling.ChunkCache", Recorded)
     return made
