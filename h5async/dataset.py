@@ -10,8 +10,7 @@ from h5async.errors import DatasetError, taking_memory
 from h5async.layout import DatasetLayout, join_layouts
 from h5async.links import Reach
 from h5async.metadata import read_layouts
-from h5async.ranks import Rank
-from h5async.sampling import Order, Sampling
+from h5async.sampling import Order, OrderKey, Sampling
 from h5async.storage import read_ahead
 from h5async.window import window_order
 
@@ -43,42 +42,48 @@ def open_dataset(config: ReaderConfig) -> dict[str, DatasetLayout]:
     return {name: join_layouts(several) for name, several in found.items()}
 
 
-def sampling_of(
-    config: ReaderConfig,
-    layouts: Mapping[str, DatasetLayout],
-    rank: Rank,
-    resumed: tuple[int, int, int] | None = None,
-) -> Sampling:
-    """Return the order of samples, and how it is dealt.
+class Samplings:
+    """Orders of the samples of a dataset, each made once. Safe to use from many threads.
 
     Parameters
     ----------
     config, layouts
-        What it depends on.
-    rank
-        Whose batches these are, of how many.
-    resumed
-        An epoch that was begun with another batch and world size, and these.
+        What they depend on.
     """
-    several = list(layouts.values())
 
-    def window(batch_size: int, world_size: int) -> Order:
-        return window_order(several, config.window_bytes, config.seed, batch_size, world_size)
+    def __init__(self, config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> None:
+        self._config = config
+        self._layouts = list(layouts.values())
+        self._made: dict[OrderKey, Sampling] = {}
 
-    own = config.batch_size, rank.world_size
-    is_window = config.shuffle == "window"
-    with taking_memory(f"{several[0].file}: the order of samples", 'use shuffle="full"'):
+    def at(self, order: OrderKey) -> Sampling:
+        """Return the order of samples, and how it is dealt."""
+        found = self._made.get(order)
+        if found is None:
+            what = f"{self._layouts[0].file}: the order of samples"
+            with taking_memory(what, 'use shuffle="full"'):
+                found = self._new(*order)
+            # The others are those of epochs that are over, nearly always.
+            self._made = {order: found}
+        return found
+
+    def _new(self, rank: int, world_size: int, *resumed: int) -> Sampling:
+        config, is_window = self._config, self._config.shuffle == "window"
         return Sampling(
-            num_samples=several[0].num_samples,
+            num_samples=self._layouts[0].num_samples,
             batch_size=config.batch_size,
             shuffle=config.shuffle,
             seed=config.seed,
             drop_last=config.drop_last,
-            window=window(*own) if is_window else None,
-            rank=rank.rank,
-            world_size=rank.world_size,
-            resumed=(resumed[0], window(*resumed[1:])) if resumed and is_window else None,
+            window=self._window(config.batch_size, world_size) if is_window else None,
+            rank=rank,
+            world_size=world_size,
+            resumed=(resumed[0], self._window(*resumed[1:])) if resumed and is_window else None,
         )
+
+    def _window(self, batch_size: int, world_size: int) -> Order:
+        config = self._config
+        return window_order(self._layouts, config.window_bytes, config.seed, batch_size, world_size)
 
 
 def _check_lengths(layouts: Mapping[str, DatasetLayout]) -> None:

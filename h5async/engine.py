@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 
 from h5async.config import ReaderConfig
 from h5async.cost import direct_share
-from h5async.dataset import open_dataset, sampling_of
+from h5async.dataset import Samplings, open_dataset
 from h5async.device import Device, DeviceSlot, HostDevice, find_device, needs_host
 from h5async.devicedecode import NotDecoded, find_formats
 from h5async.errors import (
@@ -38,7 +38,7 @@ from h5async.limits import MemoryBudget
 from h5async.ranks import Rank, Source, find_source, may_change
 from h5async.resident import Budget, Residency
 from h5async.sampling import Sampling
-from h5async.schedule import Schedule
+from h5async.schedule import Course, Schedule
 from h5async.slots import SlotRing
 from h5async.stats import ReaderStats, StageTimes, Waits
 from h5async.stored import StoredFormat
@@ -130,7 +130,7 @@ class Engine:
         transforms = {
             name: row_transform(field, self.layouts[name]) for name, field in fields.items()
         }
-        self.rank = self.first_rank = self._expected_rank()
+        self.samplings = Samplings(config, layouts)
         self.has_settled = False  # then the rank is known for good
         self.num_samples = next(iter(layouts.values())).num_samples
         self.device = find_device(config.device, config.pin_memory)
@@ -141,12 +141,7 @@ class Engine:
         budget.check()
         formats, obstacle = self._find_formats(config, transforms, rows)
         memory_plan = budget.plan(formats, wanted_kept_nbytes(config, layouts))
-        self.sampling = sampling_of(config, self.layouts, self.rank)
-        self.schedule = Schedule(self.sampling)
-        # Where to go on, as `jump` has it.
-        self.place: tuple[int, int, tuple[int, int] | None] = 0, 0, None
-        # With what batch and world size which epoch was begun.
-        self.origin = 0, (config.batch_size, self.rank.world_size)
+        self._go_to(self._expected_rank(), 0, 0, None)
         self.fingerprint: str | None = None
         self.names = tuple(fields)
         self.formats, self.dropping = formats, threading.Lock()
@@ -172,7 +167,7 @@ class Engine:
         if helper is None:
             filler = self.filler = Filler(
                 config,
-                self.sampling,
+                self.samplings,
                 self.layouts,
                 transforms,
                 memory,
@@ -187,7 +182,6 @@ class Engine:
             filler.start()
         else:
             helper.start(
-                self.rank,
                 memory,
                 memory_plan=memory_plan,
                 device_cache=device_cache,
@@ -195,6 +189,7 @@ class Engine:
                 next_requests=self._next_requests,
                 before_fill=self._wait_writable,
                 on_done=self._on_done,
+                on_crash=self.ring.fail,
             )
         self.has_threads = config.thread_count > 0
         self.num_threads = max(1, min(config.thread_count, memory_plan.most_threads))
@@ -233,11 +228,25 @@ class Engine:
             return
         source = self._find_source()
         _log.info("rank %d of %d: %s", *source.rank, source)
-        # (Not compared with `rank`: an exception may have left this half done.)
-        if source.rank != self.first_rank:
-            self.rank = source.rank
-            self.jump(*self.place)
+        if source.rank != self.course.rank:
+            self._go_to(source.rank, *self.course.place)
         self.has_settled = True
+
+    @property
+    def course(self) -> Course:
+        """Where the reader goes."""
+        course: Course = self.ring.course
+        return course
+
+    @property
+    def schedule(self) -> Schedule:
+        """Which batch has which serial number."""
+        return self.course.schedule
+
+    @property
+    def sampling(self) -> Sampling:
+        """The order of samples, and how it is dealt."""
+        return self.course.schedule.sampling
 
     @property
     def num_batches(self) -> int:
@@ -291,16 +300,15 @@ class Engine:
 
     def _next_requests(self) -> list[FillRequest]:
         """Return what slots are to be filled with now; in a worker."""
-        # In this order: a jump sets the schedule before anything of it can be assigned.
         requests, assignments = [], self.ring.assign()
-        schedule = self.schedule
+        course = self.course  # or a later one: then what was assigned before is dropped
+        schedule = course.schedule
         for slot, serial in assignments:
             on_device = self.trial.next_turn()
             if on_device:
                 self.device_turns.add(serial)
-            # One from before a jump was dropped meanwhile.
             position = schedule.position(max(serial, schedule.serial))
-            requests.append(FillRequest(slot, serial, *position, on_device))
+            requests.append(FillRequest(slot, serial, *position, course.order, on_device))
         return requests
 
     def jump(self, epoch: int, start: int, origin: tuple[int, int] | None = None) -> None:
@@ -308,23 +316,28 @@ class Engine:
 
         `origin`: batch and world size that the epoch was begun with, if others than now.
         """
-        serial = self.ring.restart()
-        self.place = epoch, start, origin
-        own = self.config.batch_size, self.rank.world_size
-        if origin is None or not start:
-            origin = own
-        resumed = None if origin == own else (epoch, *origin)
-        self.origin = epoch, origin
-        self.sampling = sampling_of(self.config, self.layouts, self.rank, resumed)
-        self._filler.reorder(self.sampling, resumed)
-        self.schedule = Schedule.beginning(self.sampling, serial, epoch, start)
+        self._go_to(self.course.rank, epoch, start, origin)
+
+    def _go_to(self, rank: Rank, epoch: int, start: int, origin: tuple[int, int] | None) -> None:
+        """Take another course, at once: an exception in the middle leaves all as it was."""
+        own = self.config.batch_size, rank.world_size
+        begun_with = own if origin is None or not start else origin
+        order = (*rank,) if begun_with == own else (*rank, epoch, *begun_with)
+        sampling = self.samplings.at(order)
+
+        def course_from(serial: int) -> Course:
+            schedule = Schedule.beginning(sampling, serial, epoch, start)
+            return Course(rank, (epoch, start, origin), (epoch, begun_with), order, schedule)
+
+        self.ring.restart(course_from)
 
     def state(self) -> dict[str, Any]:
         """Return where the reader is: what the caller had, not what is on its way."""
         epoch, _, start = self.schedule.position(self.ring.next_serial)
-        batch_size, world_size = self.config.batch_size, self.rank.world_size
-        if self.origin[0] == epoch and start:
-            batch_size, world_size = self.origin[1]
+        course = self.course
+        batch_size, world_size = self.config.batch_size, course.rank.world_size
+        if course.origin[0] == epoch and start:
+            batch_size, world_size = course.origin[1]
         return {
             "version": _STATE_VERSION,
             "epoch": epoch,

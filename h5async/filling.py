@@ -33,6 +33,7 @@ from h5async.chunkcache import ChunkCache
 from h5async.codecs import Scratch
 from h5async.config import ReaderConfig
 from h5async.core import load_core, mapping_mode
+from h5async.dataset import Samplings
 from h5async.errors import (
     ConfigError,
     OutOfMemoryError,
@@ -57,7 +58,7 @@ from h5async.native import (
 from h5async.parts import MemoryExecutor, PartsExecutor
 from h5async.plan import GatherPlan, PlanSlice, ReadPlan, RowPlan, cut, plan_read
 from h5async.resident import Budget, HostCache, Residency, open_host_cache
-from h5async.sampling import Sampling
+from h5async.sampling import OrderKey
 from h5async.stats import StageTimes, ThreadCounts
 from h5async.storage import LocalFiles, affordable_files
 from h5async.stored import StoredFormat, StoredPlan, plan_stored
@@ -94,8 +95,8 @@ class SlotMemory(NamedTuple):
 class FillRequest(NamedTuple):
     """Fill a slot with a batch; `serial` orders requests by urgency.
 
-    `start` is the position in the epoch's order at which the batch's step begins; `on_device`:
-    leave decoding to the device where it can.
+    `start` is the position in the epoch's order at which the batch's step begins; `order` is that
+    order's key; `on_device`: leave decoding to the device where it can.
     """
 
     slot: int
@@ -103,6 +104,7 @@ class FillRequest(NamedTuple):
     epoch: int
     number: int
     start: int
+    order: OrderKey = (0, 1)
     on_device: bool = False
 
 
@@ -192,8 +194,8 @@ class Filler:
     ----------
     config
         Threads, postprocess.
-    sampling
-        Maps a request to sample numbers.
+    samplings
+        The orders of samples that requests are of.
     layouts, transforms
         By field name, in field order.
     slots
@@ -227,7 +229,7 @@ class Filler:
     def __init__(
         self,
         config: ReaderConfig,
-        sampling: Sampling,
+        samplings: Samplings,
         layouts: Mapping[str, DatasetLayout],
         transforms: Mapping[str, RowTransform],
         slots: Sequence[SlotMemory],
@@ -240,7 +242,7 @@ class Filler:
         on_done: Callable[[FillRequest, FillOutcome], None],
         on_crash: Callable[[BaseException], None],
     ) -> None:
-        self._sampling = sampling
+        self._samplings = samplings
         self._layouts = list(layouts.values())
         self._transforms = list(transforms.values())
         self._slots = slots
@@ -317,13 +319,6 @@ class Filler:
             name = f"{THREAD_NAME}-fill_{number}"
             self._pool.append(threading.Thread(target=self._work, name=name, daemon=True))
             start_thread(self._pool[-1], str(self._layouts[0].file))
-
-    def reorder(self, sampling: Sampling, resumed: tuple[int, int, int] | None) -> None:
-        """Let requests, also those on their way, have the samples of another order.
-
-        `resumed`: what `sampling_of` made it with.
-        """
-        self._sampling = sampling
 
     def kick(self) -> None:
         """Have a worker ask for requests. Never blocks, and may be called once too often."""
@@ -494,7 +489,8 @@ class Filler:
         try:
             self._before_fill(request.slot)
             begin = time.perf_counter_ns()
-            batch.index = self._sampling.batch_at(request.epoch, request.start)
+            sampling = self._samplings.at(request.order)
+            batch.index = sampling.batch_at(request.epoch, request.start)
             batch.plans = self._plans(batch)
             # One for each thread: a share more costs more, in turns of the GIL, than it evens out.
             shares = list(cut(batch.plans, max(1, self._threads), _MIN_SHARE_NBYTES))
@@ -765,7 +761,7 @@ class Filler:
 
     def _open_cache(self, cache_bytes: int | None, free_nbytes: int) -> None:
         row_nbytes = [transform.raw_nbytes for transform in self._transforms]
-        found = open_host_cache(self._sampling.num_samples, row_nbytes, cache_bytes, free_nbytes)
+        found = open_host_cache(self._layouts[0].num_samples, row_nbytes, cache_bytes, free_nbytes)
         if isinstance(found, Budget):
             self._cache_budget = found
         else:

@@ -7,25 +7,19 @@ when a file was indexed, and its size: not the values themselves.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from h5async.errors import ReadError
 from h5async.layout import DatasetLayout
 
 
 def fingerprint(layouts: Iterable[DatasetLayout]) -> str:
     """Hash shapes, dtypes, filters, and where all chunks lie, to 32 hexadecimal digits.
 
-    Names of files count for nothing: they may be moved.
-
-    Raises
-    ------
-    ReadError
-        If a file is gone.
+    Names of files count for nothing: they may be moved. Sizes are those when the files were
+    indexed, whatever has become of them since.
     """
     digest = hashlib.blake2b(digest_size=16)
     for layout in layouts:
@@ -35,11 +29,14 @@ def fingerprint(layouts: Iterable[DatasetLayout]) -> str:
 
 def _add_dataset(digest: Any, layout: DatasetLayout) -> None:
     """Hash a dataset, and those that hold its parts."""
-    try:
-        size = os.stat(layout.file).st_size
-    except OSError as error:
-        raise ReadError(f"{layout.file}: cannot be looked at ({error.strerror})") from error
-    _add(digest, size, layout.path, layout.shape, _described(layout.dtype), layout.sample_axis)
+    _add(
+        digest,
+        layout.stamp.nbytes,
+        layout.path,
+        layout.shape,
+        _described(layout.dtype),
+        layout.sample_axis,
+    )
     _add(digest, layout.storage, layout.offset, layout.chunk_shape, layout.member)
     _add(digest, [(entry.number, entry.parameters) for entry in layout.filters])
     chunks = layout.chunks

@@ -55,7 +55,6 @@ from h5async.messages import (
     NoteUploaded,
     Opened,
     Opening,
-    Reorder,
     SlotPlaces,
     Started,
     Starting,
@@ -64,9 +63,7 @@ from h5async.messages import (
     load,
     received,
 )
-from h5async.ranks import Rank
 from h5async.resident import Residency
-from h5async.sampling import Sampling
 from h5async.shared import Place, SharedMemory, duplicate
 from h5async.stats import STAGES, ThreadCounts
 from h5async.stored import StoredFormat
@@ -172,6 +169,7 @@ class HelperFiller:
         self._next_requests: Callable[[], Sequence[FillRequest]] = list
         self._before_fill: Callable[[int], None] = _nobody
         self._on_done: Callable[[FillRequest, FillOutcome], None] = _nobody
+        self._on_crash: Callable[[BaseException], None] = _nobody
         self._stats = self._former_stats = _NOTHING_DONE
         self._steps: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         # A request, or True: ask for requests; False: send what was posted; None: the end.
@@ -197,7 +195,6 @@ class HelperFiller:
 
     def start(
         self,
-        rank: Rank,
         slots: Sequence[SlotMemory],
         *,
         memory_plan: MemoryPlan,
@@ -206,16 +203,15 @@ class HelperFiller:
         next_requests: Callable[[], Sequence[FillRequest]],
         before_fill: Callable[[int], None],
         on_done: Callable[[FillRequest, FillOutcome], None],
+        on_crash: Callable[[BaseException], None],
     ) -> None:
         """Have slots filled from now on; parameters are those of `Filler`.
 
         Parameters
         ----------
-        rank
-            Whose batches these are.
         slots
             Arrays in `shared`; raw ones of their own where the filler transforms them.
-        memory_plan, device_cache, stored_formats, next_requests, before_fill, on_done
+        memory_plan, device_cache, stored_formats, next_requests, before_fill, on_done, on_crash
             As of `Filler`. Functions are called in threads of this object.
 
         Raises
@@ -227,13 +223,14 @@ class HelperFiller:
         index = self.shared.empty(len(slots) * rows * 8).view(np.int64).reshape(len(slots), rows)
         self._index = list(index)
         self._next_requests, self._before_fill, self._on_done = next_requests, before_fill, on_done
+        self._on_crash = on_crash
         self._slots = slots
         self._device_cache = device_cache
         places = [self._places(*of_slot) for of_slot in zip(slots, index, strict=True)]
         has_cache = device_cache is not None
         with self._changed:
             formats = list(stored_formats)
-            self._starting = Starting(rank, None, places, memory_plan, formats, has_cache, {})
+            self._starting = Starting(places, memory_plan, formats, has_cache, {})
             self._changed.notify_all()
         self._start_thread(self._send_all, "send")
         self._await_step()
@@ -253,14 +250,6 @@ class HelperFiller:
     def abandon(self) -> bool:
         """Return False: an exception in the calling thread is none of the helper's."""
         return False
-
-    def reorder(self, sampling: Sampling, resumed: tuple[int, int, int] | None) -> None:
-        """Let requests have the samples of another order, as `Filler.reorder`."""
-        rank = Rank(sampling.rank, sampling.world_size)
-        with self._lock:
-            if self._starting is not None:
-                self._starting = self._starting._replace(rank=rank, resumed=resumed)
-            self._note(Reorder(rank, resumed))
 
     def note_uploaded(self, slot: int, index: NDArray[np.int64]) -> None:
         """Note that the device cache has the samples of the batch in a slot."""
@@ -323,6 +312,8 @@ class HelperFiller:
         try:
             if not self._closed:
                 target()
+        except BaseException as error:
+            self._on_crash(error)
         finally:
             with self._lock:
                 self._working -= 1

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.channel import Channel, channel_of
-from h5async.dataset import open_dataset, sampling_of
+from h5async.dataset import Samplings, open_dataset
 from h5async.errors import H5AsyncError, PostprocessError
 from h5async.filling import Filler, FillOutcome, FillRequest, SlotMemory
 from h5async.messages import (
@@ -30,7 +30,6 @@ from h5async.messages import (
     NoteUploaded,
     Opened,
     Opening,
-    Reorder,
     SlotPlaces,
     Started,
     Starting,
@@ -137,15 +136,14 @@ class _Helper:
         try:
             fields = config.batch_fields
             transforms = {name: row_transform(fields[name], y) for name, y in layouts.items()}
-            sampling = sampling_of(config, layouts, starting.rank, starting.resumed)
             raws = [((t.raw_row), t.raw_dtype) for t in transforms.values()]
             self._slots = [self._slot(places, raws) for places in starting.slots]
             self._others = {at: self._memory.array(room) for at, room in starting.others.items()}
             self._sizes = [0] * len(self._slots)
-            num_samples = sampling.num_samples
+            num_samples = next(iter(layouts.values())).num_samples
             self._filler = Filler(
                 config,
-                sampling,
+                Samplings(config, layouts),
                 layouts,
                 transforms,
                 self._slots,
@@ -168,9 +166,6 @@ class _Helper:
             message = self._channel.receive()
             if type(message) is tuple:
                 self._filler.fill(FillRequest(*message))
-            elif isinstance(message, Reorder):
-                order = sampling_of(config, layouts, message.rank, message.resumed)
-                self._filler.reorder(order, message.resumed)
             elif isinstance(message, NoteUploaded):
                 slot = message.slot
                 self._filler.note_uploaded(slot, self._index[slot][: self._sizes[slot]].copy())

@@ -21,7 +21,6 @@ from h5async.errors import H5AsyncError
 from h5async.filling import FillerStats
 from h5async.layout import DatasetLayout
 from h5async.limits import MemoryPlan
-from h5async.ranks import Rank
 from h5async.shared import Place
 from h5async.stored import StoredFormat, StoredPlan
 
@@ -61,8 +60,6 @@ class SlotPlaces(NamedTuple):
 class Starting(NamedTuple):
     """Start to fill slots."""
 
-    rank: Rank
-    resumed: tuple[int, int, int] | None
     slots: list[SlotPlaces]
     memory_plan: MemoryPlan
     stored_formats: list[StoredFormat | None]
@@ -74,13 +71,6 @@ class Started(NamedTuple):
     """Slots can be filled; and how each field is read."""
 
     ways: list[str]
-
-
-class Reorder(NamedTuple):
-    """The next requests are of another order; see `sampling_of`."""
-
-    rank: Rank
-    resumed: tuple[int, int, int] | None
 
 
 class NoteUploaded(NamedTuple):

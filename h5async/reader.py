@@ -352,12 +352,8 @@ class AsyncReader:
         """Return where the reader is, to go on from there later: see `load_state_dict`.
 
         What counts is what `get_next_batch` returned, not what is on its way. Small, whatever
-        the dataset, and made of what JSON has. All ranks have the same.
-
-        Raises
-        ------
-        ReadError
-            If a file is gone.
+        the dataset, and made of what JSON has. All ranks have the same. What it says of the files
+        is what they were when the reader was made.
         """
         self._check_not_empty()
         return self._engine.state()

@@ -36,6 +36,10 @@ _HALF = np.uint64(32)
 
 Shuffle = Literal[False, "full", "window"]
 
+# By which an order of the same samples is told from others: rank and world size, and, where an
+# epoch was begun with another batch or world size than now, that epoch and these.
+OrderKey = tuple[int, ...]
+
 
 class Order(Protocol):
     """An order of all samples."""

@@ -10,7 +10,8 @@ import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from h5async.sampling import Sampling
+from h5async.ranks import Rank
+from h5async.sampling import OrderKey, Sampling
 
 
 class Position(NamedTuple):
@@ -79,3 +80,28 @@ class Schedule:
             return self.serial
         epochs = -(-max(0, passed - self._first) // self.sampling.num_batches)
         return self.serial + self._first + epochs * self.sampling.num_batches
+
+
+class Course(NamedTuple):
+    """Where a reader goes, as one value: it is changed as a whole, or not at all.
+
+    Attributes
+    ----------
+    rank
+        Whose batches these are, of how many.
+    place
+        Epoch, position, and what the epoch was begun with, where it was said: where to go on when
+        the rank becomes known.
+    origin
+        With what batch and world size which epoch was begun.
+    order
+        Which order of samples that is.
+    schedule
+        Which batch has which serial number.
+    """
+
+    rank: Rank
+    place: tuple[int, int, tuple[int, int] | None]
+    origin: tuple[int, tuple[int, int]]
+    order: OrderKey
+    schedule: Schedule

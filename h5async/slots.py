@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from h5async.errors import BatchTimeoutError, H5AsyncError, ReaderClosedError
 
@@ -43,12 +44,15 @@ class _Consumer(NamedTuple):
         The batch that the consumer holds, if any.
     reads_ahead
         Whether batches that nobody asked for are filled too.
+    course
+        What the serial numbers mean, which is the caller's to say.
     """
 
     next: int = 0
     asked: int = 0
     held: int | None = None
     reads_ahead: bool = False
+    course: Any = None
 
 
 @dataclass(eq=False)
@@ -116,27 +120,37 @@ class SlotRing(Generic[Result]):
             self.check_open()
             held, following = self._consumer.held, max(self._consumer.next, serial)
             asked = max(self._consumer.asked, following)
-            self._consumer = _Consumer(following, asked, held, read_ahead)
+            self._consumer = _Consumer(following, asked, held, read_ahead, self._consumer.course)
 
-    def restart(self) -> int:
-        """Drop all batches that were asked for, and stop reading ahead.
+    @property
+    def course(self) -> Any:
+        """What serial numbers mean; what `restart` was given last."""
+        return self._consumer.course
 
-        Returns
-        -------
-        int
-            Serial of the batch that will be delivered next; no slot was given to it yet.
+    def restart(self, course_from: Callable[[int], Any]) -> None:
+        """Drop all batches that were asked for, stop reading ahead, and take another course.
+
+        All of it at once: an exception in the middle leaves all as it was.
+
+        Parameters
+        ----------
+        course_from
+            Called with the serial of the batch that will be delivered next; no slot was given to
+            it yet. Returns what serial numbers mean from there on.
         """
         with self._lock:
+            self.check_open()
             serial = max(self._consumer.asked, self._next_to_assign())
-            self.skip_to(serial, read_ahead=False)
-            return serial
+            course = course_from(serial)
+            self._consumer = _Consumer(serial, serial, self._consumer.held, False, course)
 
     def hand_back(self) -> None:
         """Give the slot in use back, and see that at least one batch is asked for."""
         with self._lock:
             self.check_open()
-            following, asked, _, reads_ahead = self._consumer
-            self._consumer = _Consumer(following, max(asked, following + 1), None, reads_ahead)
+            consumer = self._consumer
+            asked = max(consumer.asked, consumer.next + 1)
+            self._consumer = consumer._replace(asked=asked, held=None)
 
     def is_ready(self) -> bool:
         """Tell whether the next batch can be taken without waiting."""
