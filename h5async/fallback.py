@@ -34,7 +34,7 @@ from h5async.layout import DatasetLayout, needed_nbytes
 from h5async.links import open_hdf5
 from h5async.names import name_bytes
 from h5async.plan import Int64s, SamplesPlan, rows_at
-from h5async.storage import FileStamp, changed, replaced
+from h5async.storage import FileStamp, changed, lies_at, replaced
 
 _TRIES = 3  # to read while nobody changes a file
 _VARIABLES = "HDF5_EXTFILE_PREFIX", "HDF5_VDS_PREFIX"
@@ -229,7 +229,7 @@ class FallbackReader:
             raise ReadError(f"{path} cannot be looked at: {error.strerror}") from error
         if now == known:
             return
-        is_only_renamed = file is not None and now[:4] == known[:4] and not _lies_at(path, now)
+        is_only_renamed = file is not None and now[:4] == known[:4] and not lies_at(path, now)
         if is_only_renamed:  # what h5py has open is as it was
             self._stamps[path] = now
         else:
@@ -252,13 +252,6 @@ class FallbackReader:
 def _surroundings() -> list[str | None]:
     """Return what HDF5 looks at, besides names in files, to find other files."""
     return [os.environ.get(name) for name in _VARIABLES]
-
-
-def _lies_at(path: str, stamp: FileStamp) -> bool:
-    try:
-        return FileStamp.of(path).file_id == stamp.file_id
-    except OSError:
-        return False
 
 
 class ChunkCheck:

@@ -384,8 +384,8 @@ class LocalFiles:
                 now = FileStamp.settled(file.descriptor, _QUIET_NS)
             except ReadError:
                 raise changed(file.path, "it is written to again and again") from None
-            # Of a file that has no name any more, only the status was changed by that.
-            if now[:4] != stamp[:4] or os.fstat(file.descriptor).st_nlink:
+            # Of a file that has lost its name, the status was changed by that, and nothing else.
+            if now[:4] != stamp[:4] or _has_name(file):
                 self._look_anew(file, now)
             file.has_swmr_writer = has_swmr_writer(file.descriptor)
             file.stamp = now
@@ -486,6 +486,23 @@ def changed(path: str, what: str) -> ReadError:
         f"{path} was changed while it was being read: {what}; make a new reader, which reads it as"
         " it is now"
     )
+
+
+def lies_at(path: str, stamp: FileStamp) -> bool:
+    """Tell whether it is a certain file that lies at a path."""
+    try:
+        return FileStamp.of(path).file_id == stamp.file_id
+    except OSError:
+        return False
+
+
+def _has_name(file: LocalFile) -> bool:
+    """Tell whether a file still lies where it was opened, or where it was moved to."""
+    try:
+        path = os.readlink(f"/proc/self/fd/{file.descriptor}")
+    except OSError:  # not Linux
+        path = file.path
+    return lies_at(path, file.stamp)
 
 
 def has_swmr_writer(descriptor: int) -> bool:

@@ -136,6 +136,29 @@ def test_loops_and_jumps_can_be_interrupted(path, num_threads):
         assert [batch.index.tolist() for batch in other] == [index.tolist() for index in seen]
 
 
+@pytest.mark.parametrize("what", ["set_epoch", "load_state_dict"])
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_a_jump_is_made_or_not_made(path, num_threads, what):
+    """Interrupted anywhere, the reader goes on where it was, or where it was sent."""
+    options = {"batch_size": 8, "shuffle": "full", "num_threads": num_threads, "timeout": 60}
+    with AsyncReader(hdf5_path=path, **options) as reader:
+        reader.set_epoch(3)
+        state, turns = reader.state_dict(), set()
+        for place in range(1, 120):
+            reader.set_epoch(1)
+            for _ in range(2):
+                reader.get_next_batch()
+            reader.fetch_data()
+            interrupter = Interrupter(place)
+            argument = 3 if what == "set_epoch" else state
+            interrupter.run(lambda: getattr(reader, what)(argument))  # noqa: B023
+            batch = reader.get_next_batch()
+            assert (batch.epoch, batch.number) in ((1, 2), (3, 0)), interrupter.where
+            assert np.array_equal(batch.labels, batch.index)
+            turns.add(batch.epoch)
+        assert turns == {1, 3}
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_making_a_reader_can_be_interrupted(path):
     """The fixture of all tests sees that no thread and no open file is left."""

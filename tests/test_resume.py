@@ -373,3 +373,32 @@ def test_a_forked_child_gets_an_error_and_no_hang(path, begun):
             time.sleep(0.01)
         assert os.waitstatus_to_exitcode(done[1]) == 0
         assert reader.get_next_batch().number == 2 * begun
+
+
+@pytest.mark.parametrize("what", ["replaced", "removed"])
+def test_a_state_says_what_the_files_were_when_the_reader_was_made(tmp_path, what):
+    """It goes on reading them, and so must whoever has its state and the same files."""
+    path, kept = tmp_path / "f.h5", tmp_path / "kept.h5"
+    with h5py.File(path, "w") as file:
+        file["data"] = np.arange(40)
+    os.link(path, kept)
+    options = {"labels_field": None, "batch_size": 4, "shuffle": "full", "device": "cpu"}
+    with AsyncReader(hdf5_path=path, **options) as reader:
+        reader.get_next_batch()
+        if what == "replaced":
+            with h5py.File(tmp_path / "other.h5", "w") as file:
+                file["data"] = np.arange(60)
+            (tmp_path / "other.h5").replace(path)
+        else:
+            path.unlink()
+        state = reader.state_dict()
+        expected = [reader.get_next_batch().index.tolist() for _ in range(5)]
+    with AsyncReader(hdf5_path=kept, **options) as reader:
+        reader.load_state_dict(state)
+        assert [reader.get_next_batch().index.tolist() for _ in range(5)] == expected
+    if what == "replaced":
+        with (
+            AsyncReader(hdf5_path=path, **options) as reader,
+            pytest.raises(ConfigError, match="num_samples"),
+        ):
+            reader.load_state_dict(state)
