@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -74,7 +75,7 @@ from h5async.plan import plan_read
 from h5async.storage import LocalFiles
 from h5async.transform import RowTransform
 
-require_extra("hdf5plugin")
+hdf5plugin = require_extra("hdf5plugin")
 
 SEED = 20160704
 GUARD_NBYTES, CANARY, FRESH = 64, 0xC3, 0x5A
@@ -1697,3 +1698,45 @@ def test_a_call_ends_when_the_reader_is_closed(core, tmp_path):
         stop.value = 0
         assert core.read_rows(*first) == 512
         assert not out.any()
+
+
+def test_many_threads_of_many_readers_at_once(tmp_path, core):
+    """Readers share the core and the file; under a thread sanitizer (`scripts/check_core`), too."""
+    path = tmp_path / "f.h5"
+    values = np.random.default_rng(0).integers(0, 50, (240, 24, 20), np.uint16)
+    ways = {
+        "rows": {},
+        "raw": {"chunks": (7, 24, 20)},
+        "tiles": {"chunks": (7, 10, 9)},
+        "gzip": {"chunks": (7, 24, 20), "compression": "gzip", "shuffle": True},
+        "lzf": {"chunks": (7, 24, 20), "compression": "lzf", "fletcher32": True},
+        "zstd": {"chunks": (7, 24, 20), **hdf5plugin.Zstd()},
+        "lz4": {"chunks": (7, 24, 20), **hdf5plugin.LZ4()},
+        "blosc": {"chunks": (7, 24, 20), **hdf5plugin.Blosc()},
+        "bitshuffle": {"chunks": (7, 24, 20), **hdf5plugin.Bitshuffle()},
+    }
+    with h5py.File(path, "w") as file:
+        for name, way in ways.items():
+            file.create_dataset(name, data=values, **way)
+    wrong: list[Any] = []
+
+    def consume(name: str, batch_size: int, shuffle: Any) -> None:
+        options = {"batch_size": batch_size, "shuffle": shuffle, "num_threads": 3}
+        with AsyncReader(
+            hdf5_path=path, data_field=name, labels_field=None, device="cpu", **options
+        ) as reader:
+            for _ in range(2):
+                for batch in reader:
+                    if not np.array_equal(batch.data, values[batch.index]):
+                        wrong.append((name, batch.index))
+
+    for shuffle in (False, "full", "window"):
+        consumers = [
+            threading.Thread(target=consume, args=(name, batch_size, shuffle))
+            for name, batch_size in zip(ways, itertools.cycle((5, 64, 128, 33)), strict=False)
+        ]
+        for consumer in consumers:
+            consumer.start()
+        for consumer in consumers:
+            consumer.join()
+    assert not wrong
