@@ -17,15 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import h5py
-import hdf5plugin
 import numpy as np
 import pytest
+from conftest import require_extra
 
 from h5async import AsyncReader, FileChangedWarning, H5AsyncError, ReadError
 from h5async.core import load_core
 
+hdf5plugin = require_extra("hdf5plugin")
+
 ROWS, ROW = 96, (6, 5)
-CONTIGUOUS: dict[str, Any] = {}
 WAYS: dict[str, dict[str, Any]] = {
     "contiguous": {},
     "raw_chunks": {"chunks": (8, 6, 5)},

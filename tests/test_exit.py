@@ -13,12 +13,13 @@ import threading
 from pathlib import Path
 
 import h5py
-import hdf5plugin
 import numpy as np
 import pytest
-from conftest import open_descriptors
+from conftest import open_descriptors, require_extra
 
 from h5async import AsyncReader, ReaderClosedError
+
+hdf5plugin = require_extra("hdf5plugin")
 
 PIPELINES = {
     "raw": {},
