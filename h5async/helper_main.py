@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from h5async.channel import Channel, channel_of
 from h5async.dataset import Samplings, open_dataset
-from h5async.errors import H5AsyncError, PostprocessError
+from h5async.errors import H5AsyncError, OutOfMemoryError, PostprocessError
 from h5async.filling import Filler, FillOutcome, FillRequest, SlotMemory
 from h5async.messages import (
     Answer,
@@ -210,6 +210,9 @@ class _Helper:
                     self._other(request.slot, field, array)
                     for field, array in enumerate(outcome.arrays)
                 )
+            except OutOfMemoryError as raised:
+                batch = f"batch {request.number} of epoch {request.epoch}"
+                error = portable(OutOfMemoryError(f"{batch}: {raised}"))
             except BaseException as raised:
                 error = portable(raised)
         answer = Answer(

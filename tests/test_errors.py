@@ -282,7 +282,9 @@ def test_file_that_is_replaced_while_it_is_being_opened(path, monkeypatch):
         return find_device(*name)
 
     monkeypatch.setattr("h5async.engine.find_device", replace_first)
-    assert "was replaced while it was being opened" in error_of(ReadError, path=path)
+    assert "was replaced by another file after it had been indexed" in error_of(
+        ReadError, path=path
+    )
 
 
 @pytest.mark.parametrize("num_threads", THREADS)

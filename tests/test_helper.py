@@ -38,7 +38,7 @@ from h5async import (
     ReadError,
     UnsafeFileError,
 )
-from h5async.messages import DropStored, Reorder, Started, Starting
+from h5async.messages import DropStored, NoteUploaded, Started, Starting
 from h5async.shared import SharedMemory
 
 N = 53
@@ -747,8 +747,9 @@ def test_nobody_waits_for_a_helper_that_does_not_receive(path, tmp_path, num_thr
         "                     batch_size=8, num_threads=int(sys.argv[2]), device='cpu')\n"
         "try: reader.get_next_batch(timeout=1)\n"
         "except BatchTimeoutError: pass\n"
+        "from h5async.messages import NoteUploaded\n"
         "for turn in range(5000):\n"
-        "    reader.set_epoch(turn)\n"
+        "    reader._engine.filler._note(NoteUploaded(0))\n"
         "reader.close()\n"
         "assert not [t.name for t in threading.enumerate() if t.name.startswith('h5async')]\n"
     )
@@ -765,9 +766,9 @@ def test_a_helper_receives_while_a_fill_hangs(path, tmp_path, monkeypatch, num_t
     with make(path, postprocess=hangs, num_threads=num_threads) as reader:
         reader.fetch_data()
         wait_until(lambda: any(type(note) is tuple for note in notes))
-        for turn in range(2000):
-            reader.set_epoch(turn + 1)
-        wait_until(lambda: sum(isinstance(note, Reorder) for note in notes) == 2000)
+        for _ in range(2000):
+            reader._engine.filler._note(NoteUploaded(0))
+        wait_until(lambda: sum(isinstance(note, NoteUploaded) for note in notes) == 2000)
 
 
 def recorded(monkeypatch):
@@ -811,8 +812,8 @@ def test_a_new_helper_is_told_what_was_noted_while_it_started(path, monkeypatch)
         assert reader.get_next_batch().index.tolist()[:5] == expected
         reader.get_next_batch()
     told = messages[max(i for i, m in enumerate(messages) if isinstance(m, Starting)) + 1 :]
-    assert [type(message) for message in told[:3]] == [DropStored, Reorder, tuple]
-    requests = told[2:]
+    assert [type(message) for message in told[:2]] == [DropStored, tuple]
+    requests = told[1:]
     assert len(set(requests)) == len(requests) >= 2
 
 

@@ -31,7 +31,6 @@ from h5async.chunkcache import ChunkCache, State
 from h5async.controlgroups import MemoryLeft, cpu_quota, memory_left
 from h5async.freememory import free_memory, local_ranks
 from h5async.resident import Budget, HostCache, open_host_cache
-from h5async.shared import SharedMemory, duplicate
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 NO_LIMIT = 9223372036854771712  # of version 1
@@ -460,26 +459,6 @@ def test_a_claim_that_fails_in_the_middle_is_given_back() -> None:
             assert claims.states == [State.READY if key.number == 1 else State.CLAIMED]
             claims.are_filled = True
     assert [entry.users for entry in cache._entries.values()] == [0, 0]
-
-
-def test_shared_memory_that_lies_where_another_piece_was() -> None:
-    """A helper process tells the reader of the piece that is there now."""
-    memory = SharedMemory()
-    other = SharedMemory(duplicate(memory.fd))
-    try:
-        addresses = set()
-        for number in range(1, 50):
-            piece = memory.empty(4 * KIB)
-            piece[:] = number
-            place = memory.place(piece)
-            assert place is not None
-            assert (other.array(place) == number).all()
-            addresses.add(piece.ctypes.data)
-            del piece  # it is unmapped
-        assert len(addresses) < 49, "the system reuses none, and the test tells nothing"
-    finally:
-        memory.close()
-        other.close()
 
 
 # --- memory that is refused, wherever -------------------------------------------------------------

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from h5async import mounts
-from h5async.storage import LocalFile, file_id
+from h5async.storage import FileStamp, LocalFile
 
 NAMES = {
     "not UTF-8": b"\xff\xfe",
@@ -34,7 +34,7 @@ from pathlib import Path
 import h5py, numpy as np
 from h5async import AsyncReader
 from h5async.mounts import can_map
-from h5async.storage import LocalFile, file_id
+from h5async.storage import FileStamp, LocalFile
 
 place, plain = map(os.fsencode, sys.argv[1:])
 
@@ -42,8 +42,7 @@ def mount(kind, at=place):
     subprocess.run(["mount", "-t", kind, "none", at], check=True)
 
 def is_mapped(path, io="auto"):
-    status = os.stat(path)
-    file = LocalFile(os.fsdecode(path), (status.st_dev, status.st_ino), io)
+    file = LocalFile(os.fsdecode(path), FileStamp.of(path), io)
     try:
         return file.map_nbytes > 0
     finally:
@@ -266,7 +265,7 @@ def test_nothing_is_mapped_where_types_are_not_told(
     mounts._statfs.cache_clear()
     try:
         with open(plain, "rb") as file:
-            expected = file_id(file.fileno())
+            expected = FileStamp.of(file.fileno())
         opened = LocalFile(str(plain), expected)
         assert opened.map_nbytes == 0
         opened.close()

@@ -40,6 +40,7 @@ from h5async.helper import HelperDied
 from h5async.layout import DatasetLayout
 from h5async.listing import walk
 from h5async.names import name_bytes, printable, shell_word
+from h5async.storage import FileStamp
 
 SCRIPT = os.path.join(sysconfig.get_path("scripts"), "h5async")
 SECONDS = 60  # for a subprocess
@@ -124,7 +125,7 @@ def test_members_out_of_order_outlive_a_helper(compounds):
 def layout_of(path, dtype):
     return DatasetLayout(
         file=str(path),
-        file_id=(0, 0),
+        stamp=FileStamp.of(path),
         path="data",
         shape=(10, 3),
         dtype=np.dtype(dtype),
