@@ -377,7 +377,10 @@ class Engine:
         if filled.error is None:
             slots[slot].acquire()
         self.waits.note(begin, time.perf_counter())
-        return serial, filled
+        try:
+            return serial, filled
+        finally:
+            del filled, slots  # an error has this frame, where the batch was filled here
 
     def take_warnings(self, filled: Filled) -> list[str]:
         """Return what the caller was not warned of yet, of a batch that was waited for."""
@@ -497,6 +500,7 @@ class Engine:
                 raise  # this is the thread of the caller, whom it concerns
             error = raised
         self.ring.filled(request.serial, Filled(outcome, arrays, error))
+        del error  # its traceback may have this frame
         self._begin()
 
     def _uploaded(
