@@ -98,7 +98,7 @@ def found_by_collection():
     gc.set_debug(0)
     # Types of arrays that ctypes makes are made once, and found again as long as they last.
     found = [describe(thing) for thing in gc.garbage
-             if isinstance(thing, np.ndarray | types.FrameType | types.MethodType | threading.Thread)
+             if isinstance(thing, np.ndarray | types.FrameType | threading.Thread)
              or type(thing).__module__.startswith("h5async") and not isinstance(thing, type)]
     gc.garbage.clear()
     return found
