@@ -760,6 +760,8 @@ class Filler:
     def _open_ahead(self, layout: DatasetLayout) -> None:
         """Open the first files of a dataset, so that they are those that were indexed."""
         for source in itertools.islice(layout.leaves(), self._kept_files):
+            if self._closed:
+                return
             if source.fallback_reason is not None:
                 self._fallback.open(source)
             elif source.values is None:
