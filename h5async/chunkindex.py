@@ -7,11 +7,13 @@ has loaded.
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import math
 import os
 from collections.abc import Generator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import h5py
 import numpy as np
@@ -84,15 +86,11 @@ def fill_nbytes(plist: h5py.h5p.PropDCID) -> int | None:
 def _encoded_properties(plist: h5py.h5p.PropDCID) -> bytes:
     """Return creation properties as HDF5 encodes them (H5Pencode2); b"" where it does not."""
     try:
-        encode = ctypes.CDLL(h5py.h5p.__file__).H5Pencode2
+        encode = _hdf5_function(
+            "H5Pencode2", ctypes.c_void_p, ctypes.POINTER(ctypes.c_size_t), ctypes.c_int64
+        )
     except (AttributeError, OSError):
         return b""
-    encode.argtypes = (
-        ctypes.c_int64,
-        ctypes.c_void_p,
-        ctypes.POINTER(ctypes.c_size_t),
-        ctypes.c_int64,
-    )
     size = ctypes.c_size_t(0)
     with h5py._objects.phil:
         if encode(plist.id, None, ctypes.byref(size), 0) < 0:
@@ -130,6 +128,14 @@ def stored_nbytes(dataset: h5py.Dataset, corner: tuple[int, ...]) -> int:
         return 0
 
 
+@functools.cache  # a function of ctypes holds itself, so that only a garbage collection frees it
+def _hdf5_function(name: str, *types: Any) -> Any:
+    """Return a function of the HDF5 that h5py calls; it takes an identifier, and these types."""
+    function = ctypes.CDLL(h5py.h5p.__file__)[name]
+    function.argtypes, function.restype = (ctypes.c_int64, *types), ctypes.c_int
+    return function
+
+
 def _ask_hdf5(
     function: str,
     kind: type[ctypes.c_int | ctypes.c_uint | ctypes.c_uint64],
@@ -139,11 +145,9 @@ def _ask_hdf5(
     """Call a function of HDF5 that takes an identifier and arguments, and gives a number."""
     found = kind(0)
     try:
-        call = getattr(ctypes.CDLL(h5py.h5p.__file__), function)
+        call = _hdf5_function(function, *map(type, arguments), ctypes.POINTER(kind))
     except (AttributeError, OSError) as error:
         raise NotDirectError(f"HDF5 does not answer {function}") from error
-    call.argtypes = (ctypes.c_int64, *map(type, arguments), ctypes.POINTER(kind))
-    call.restype = ctypes.c_int
     with h5py._objects.phil:
         status = call(identifier.id, *arguments, ctypes.byref(found))
     if status < 0:

@@ -71,8 +71,12 @@ _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    for engine in list(_open_engines):
-        engine.close(_EXIT_SECONDS, at_exit=True)
+    engines = list(_open_engines)
+    for engine in engines:
+        engine.stop(at_exit=True)
+    end = time.monotonic() + _EXIT_SECONDS
+    for engine in engines:  # all were told before any is waited for
+        engine.join(max(0.0, end - time.monotonic()))
 
 
 class Filled(NamedTuple):
@@ -405,7 +409,10 @@ class Engine:
         if filled.error is None:
             slots[slot].acquire()
         self.waits.note(begin, time.perf_counter())
-        return serial, filled
+        try:
+            return serial, filled
+        finally:
+            del filled, slots  # an error has this frame, where the batch was filled here
 
     def take_warnings(self, filled: Filled) -> list[str]:
         """Return what the caller was not warned of yet, of a batch that was waited for."""
@@ -430,19 +437,26 @@ class Engine:
                 self.ring.unassign()
             raise
 
-    def close(self, patience_seconds: float | None = None, *, at_exit: bool = False) -> None:
+    def close(self, patience_seconds: float | None = None) -> None:
         """Stop the threads, close the files and free the slots' memory. Idempotent.
 
-        Waits for it, `patience_seconds` at most; not in a thread of our own. `at_exit`: see
-        `SlotRing.close`.
+        Waits for it, `patience_seconds` at most; not in a thread of our own.
         """
+        self.stop()
+        self.join(patience_seconds)
+
+    def stop(self, *, at_exit: bool = False) -> None:
+        """Have that done, and wait for nothing. `at_exit`: see `SlotRing.close`."""
         if self.forks != _forks:  # there are no threads here, and locks that they held are not free
             return
         self.ring.close(at_exit=at_exit)
-        if self.filler is None:
-            return
-        self.filler.stop(self._release)
-        if not threading.current_thread().name.startswith(THREAD_NAME):
+        if self.filler is not None:
+            self.filler.stop(self._release)
+
+    def join(self, patience_seconds: float | None) -> None:
+        """Wait until all is done that `stop` asked for; not in a thread of our own."""
+        is_ours = threading.current_thread().name.startswith(THREAD_NAME)
+        if self.forks == _forks and self.filler is not None and not is_ours:
             self.filler.join(patience_seconds)
 
     def drop(self) -> None:
@@ -528,6 +542,7 @@ class Engine:
             batch = f"batch {request.number} of epoch {request.epoch}"
             error = out_of_memory(f"{self.config.hdf5_path}: {batch}", error)
         self.ring.filled(request.serial, Filled(outcome, arrays, error))
+        del error  # its traceback may have this frame
         self._begin()
 
     def _uploaded(

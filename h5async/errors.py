@@ -18,6 +18,7 @@
     FileChangedWarning (UserWarning)       a file was changed under an open reader, which goes on
 """
 
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeGuard
@@ -134,6 +135,21 @@ def out_of_memory(what: str, cause: BaseException, remedy: str = "") -> OutOfMem
     error = OutOfMemoryError(f"{what}: the system gives no more memory{found}; {remedy}")
     error.__cause__ = cause
     return error
+
+
+def forget_frames(error: BaseException) -> None:
+    """Let go of what functions held that an error went through, it and all that led to it.
+
+    Its traceback still tells where it came from; functions that still run keep what they hold.
+    """
+    seen: set[int] = set()
+    todo: list[BaseException | None] = [error]
+    while todo:
+        one = todo.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            todo += one.__cause__, one.__context__
 
 
 def postprocess_error(message: str, cause: Exception) -> PostprocessError:

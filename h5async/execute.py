@@ -411,6 +411,7 @@ class PlanExecutor:
             return self._as_chunk(mapped[offset : offset + nbytes])
         chunk = scratch.raw_chunk[:nbytes]
         for begin, end in self._needed(runs, nbytes):
+            scratch.require_open()
             file.read_into(offset + begin, [chunk[begin:end].data])
         return self._as_chunk(chunk)
 

@@ -108,6 +108,7 @@ class FallbackReader:
             and samples.
         """
         with self._lock:
+            require_open()  # this has waited for others
             for _ in range(_TRIES):
                 try:
                     self._look_anew(layout)
@@ -151,7 +152,7 @@ class FallbackReader:
         for check in list(checks):
             source = check.layout
             needed = sample if source is layout else _written(source)
-            check.run(self._file(source)[name_bytes(source.path)], needed)
+            check.run(self._file(source)[name_bytes(source.path)], needed, require_open)
             if source is not layout:
                 checks.remove(check)
         dataset = self._dataset(layout)
@@ -287,8 +288,13 @@ class ChunkCheck:
         last = layout.filters[check._left - 1]
         return check if not check._left or has_known_length(last) else None
 
-    def run(self, dataset: h5py.Dataset, sample: Int64s) -> None:
+    def run(self, dataset: h5py.Dataset, sample: Int64s, require_open: Callable[[], None]) -> None:
         """Check the chunks that hold some samples, through the open dataset.
+
+        Parameters
+        ----------
+        require_open
+            Called before each chunk; raises where nobody wants the rest.
 
         Raises
         ------
@@ -305,6 +311,7 @@ class ChunkCheck:
         for number in sorted(numbers):
             cells = [[number] if a == axis else range(n) for a, n in enumerate(self._grid)]
             for cell in itertools.product(*cells):
+                require_open()
                 corner = tuple(c * size for c, size in zip(cell, self._chunk, strict=True))
                 try:
                     self._check(dataset, corner, out, scratch)

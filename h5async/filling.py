@@ -39,6 +39,7 @@ from h5async.errors import (
     OutOfMemoryError,
     PostprocessError,
     ReadError,
+    forget_frames,
     is_lack_of_memory,
     out_of_memory,
     postprocess_error,
@@ -271,7 +272,8 @@ class Filler:
         self._has_ended = threading.Event()
         self._times = StageTimes()
         self._core = load_core()
-        self._changes = FileChanges(self._layouts, self._forget_chunks)
+        self._chunks: list[ChunkCache] = []  # by field; always this list
+        self._changes = FileChanges(self._layouts, partial(_forget, self._chunks))
         self._kept_files = affordable_files()
         self._fallback = FallbackReader(self._kept_files, self._changes)
         self._files = LocalFiles(
@@ -281,7 +283,6 @@ class Filler:
             look_anew=self._changes.look_anew,
         )
         self._apply = [self._transformer(transform) for transform in self._transforms]
-        self._chunks: list[ChunkCache] = []  # by field
         self._kept_nbytes = memory_plan.kept_nbytes
         self._executors = self._new_executors()
         self._stored_formats = stored_formats
@@ -477,33 +478,42 @@ class Filler:
             self._final_stats = self.stats()
             self._scratches.clear()
             self._scratch.clear()
-            self._executors, self._stored_readers, self._chunks = [], {}, []
+            self._executors, self._stored_readers = [], {}
+            self._chunks.clear()
             self._resident = self._cache = None
             self._slots = ()  # the caller may still hold a batch; nothing else keeps its memory
-            self._then()
+            then = self._then
+            self._cut_cycles()
+            then()
         finally:
             self._has_ended.set()
 
+    def _cut_cycles(self) -> None:
+        """Let go of functions whose owners hold this object, which nobody would collect."""
+        self._next_requests, self._before_fill = list, _nothing
+        self._on_done, self._on_crash, self._then = _nothing, _nothing, _nothing
+        self._postprocess = None  # the caller's, who may hold the reader there
+
     def _plan(self, batch: _Fill) -> None:
-        request = batch.request
-        try:
-            self._before_fill(request.slot)
-            begin = time.perf_counter_ns()
-            sampling = self._samplings.at(request.order)
-            batch.index = sampling.batch_at(request.epoch, request.start)
-            batch.plans = self._plans(batch)
-            # One for each thread: a share more costs more, in turns of the GIL, than it evens out.
-            shares = list(cut(batch.plans, max(1, self._threads), _MIN_SHARE_NBYTES))
-            self._times.add("plan", begin)
-            batch.busy_ns = time.perf_counter_ns() - begin
-        except BaseException as error:
-            self._note_error(batch, error)
-            shares = []
+        shares: list[list[PlanSlice]] = []
+        self._attempt(batch, partial(self._cut_plans, batch, shares))
         self._begin(
             batch,
             [partial(self._read, batch, share) for share in shares],
             self._begin_keep,
         )
+
+    def _cut_plans(self, batch: _Fill, shares: list[list[PlanSlice]]) -> None:
+        request = batch.request
+        self._before_fill(request.slot)
+        begin = time.perf_counter_ns()
+        sampling = self._samplings.at(request.order)
+        batch.index = sampling.batch_at(request.epoch, request.start)
+        batch.plans = self._plans(batch)
+        # One for each thread: a share more costs more, in turns of the GIL, than it evens out.
+        shares.extend(cut(batch.plans, max(1, self._threads), _MIN_SHARE_NBYTES))
+        self._times.add("plan", begin)
+        batch.busy_ns = time.perf_counter_ns() - begin
 
     def _plans(self, batch: _Fill) -> Sequence[ReadPlan | StoredPlan]:
         if self._resident is None or not self._resident.has(batch.index):
@@ -536,11 +546,8 @@ class Filler:
 
         def run(work: Callable[[], None]) -> None:
             begin = time.perf_counter_ns()
-            try:
-                if batch.error is None and not self._closed:
-                    work()
-            except BaseException as error:
-                self._note_error(batch, error)
+            if batch.error is None and not self._closed:
+                self._attempt(batch, work)
             with self._shares_lock:
                 batch.busy_ns += time.perf_counter_ns() - begin
                 batch.shares_left -= 1
@@ -555,13 +562,23 @@ class Filler:
 
     def _go_on(self, batch: _Fill, then: Callable[[_Fill], None]) -> None:
         """Begin the next phase; where that fails, the batch does. No share of it is under way."""
-        if then != self._finish:
-            try:
-                then(batch)
-                return
-            except BaseException as error:
-                self._note_error(batch, error)
-        self._finish(batch)
+        if then == self._finish or not self._attempt(batch, partial(then, batch)):
+            self._finish(batch)
+
+    def _attempt(self, batch: _Fill, work: Callable[[], None]) -> bool:
+        """Do some of a batch's work; where that fails, the batch does. Return whether it went well.
+
+        What the error keeps of this is where it came from, and no memory: the batch has the error.
+        """
+        error = _raised_by(work)
+        if error is None:
+            return True
+        try:
+            self._note_error(batch, error)
+        finally:
+            forget_frames(error)
+            del error  # it has this frame, where it was raised again
+        return False
 
     def _read(self, batch: _Fill, share: list[PlanSlice]) -> None:
         memory = self._slots[batch.request.slot]
@@ -658,6 +675,12 @@ class Filler:
             except BaseException as error:
                 self._note_error(batch, error)
             self._times.add("postprocess", begin)
+        try:
+            self._deliver(batch, arrays)
+        finally:
+            batch.error = None  # whose frames have the batch
+
+    def _deliver(self, batch: _Fill, arrays: tuple[NDArray[Any], ...]) -> None:
         if not self._closed:
             stored = tuple(p if isinstance(p, StoredPlan) else None for p in batch.plans)
             self._on_done(
@@ -719,15 +742,11 @@ class Filler:
         return made
 
     def _new_executors(self) -> list[Executor]:
-        self._chunks = [ChunkCache(nbytes) for nbytes in self._kept_nbytes]
+        self._chunks[:] = [ChunkCache(nbytes) for nbytes in self._kept_nbytes]
         return [
             self._executor(layout, chunks)
             for layout, chunks in zip(self._layouts, self._chunks, strict=True)
         ]
-
-    def _forget_chunks(self) -> None:
-        for chunks in self._chunks:
-            chunks.clear()
 
     def _transformer(self, transform: RowTransform) -> Callable[[NDArray[Any], NDArray[Any]], None]:
         native = None if self._core is None else native_transform(self._core, transform)
@@ -749,6 +768,8 @@ class Filler:
     def _open_ahead(self, layout: DatasetLayout) -> None:
         """Open the first files of a dataset, so that they are those that were indexed."""
         for source in itertools.islice(layout.leaves(), self._kept_files):
+            if self._closed:
+                return
             if source.fallback_reason is not None:
                 self._fallback.open(source)
             elif source.values is None:
@@ -787,8 +808,22 @@ def wanted_kept_nbytes(config: ReaderConfig, layouts: Mapping[str, DatasetLayout
     return wanted
 
 
-def _nothing() -> None:
+def _raised_by(work: Callable[[], None]) -> BaseException | None:
+    """Do some work; return what it raised."""
+    try:
+        work()
+    except BaseException as error:
+        return error
+    return None
+
+
+def _nothing(*_: object) -> None:
     pass
+
+
+def _forget(caches: Sequence[ChunkCache]) -> None:
+    for chunks in caches:
+        chunks.clear()
 
 
 def start_thread(thread: threading.Thread, what: str) -> None:

@@ -346,7 +346,10 @@ class HelperFiller:
                 " set a longer timeout, or do not trust the file"
             ) from None
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # its traceback has this frame
 
     def _places(self, slot: SlotMemory, index: NDArray[np.int64]) -> SlotPlaces:
         place = self.shared.place
@@ -578,6 +581,7 @@ class HelperFiller:
                 answer.warnings,
             ),
         )
+        del error  # its traceback may have this frame
 
     def _other(self, slot: int, field: int, place: Place) -> NDArray[Any]:
         """Return an array that `postprocess` made; it lies at one offset until it grows."""

@@ -82,6 +82,7 @@ class PartsExecutor:
             if begin >= stop:
                 break
             if max(start, begin) < min(stop, end):
+                scratch.require_open()  # before a file is opened
                 read = plan.reads[number]
                 inside = max(start, begin) - begin, min(stop, end) - begin
                 if read.stage_rows:

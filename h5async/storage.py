@@ -30,7 +30,7 @@ _TICK_NS = 20_000_000
 if hasattr(time, "CLOCK_REALTIME_COARSE"):
     _TICK_NS = int(time.clock_getres(time.CLOCK_REALTIME_COARSE) * 1e9)
 _SIGNATURE, _SUPERBLOCK_HEAD_NBYTES = b"\x89HDF\r\n\x1a\n", 12
-_LEAST_READS, _QUICK_SECONDS = 8, 0.01  # between two looks at whether the reader was closed
+_QUICK_SECONDS = 0.01  # between two looks at whether the reader was closed
 _LEAST_KEPT, _MOST_KEPT = 4, 8192  # files; each map counts against vm.max_map_count, 65,530
 _QUIET_NS = 50_000_000  # that a file must have been left alone before it is looked at anew
 _TRIES = 5  # to read a slice of a batch while nobody changes the file
@@ -237,7 +237,7 @@ class LocalFile:
         # A thread holds the GIL between its reads, and others wait for it: so with all prepared,
         # `map` goes from one read to the next without a line of Python, as long as they are quick.
         starts = [offsets[begin] for begin in first]
-        block, begin = _LEAST_READS, 0
+        block, begin = 1, 0
         while begin < len(starts):
             require_open()
             end, started = begin + block, time.monotonic()

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -95,8 +96,9 @@ class WindowOrder:
 
     def _take_piece(self, piece: int, pieces: int) -> None:
         self._piece, self._pieces = piece, pieces
-        self._table = functools.lru_cache(maxsize=2)(self._new_table)
-        self._block = functools.lru_cache(maxsize=4)(self._new_block)
+        own = weakref.proxy(self)  # or tables would last until a garbage collection
+        self._table = functools.lru_cache(maxsize=2)(functools.partial(WindowOrder._new_table, own))
+        self._block = functools.lru_cache(maxsize=4)(functools.partial(WindowOrder._new_block, own))
 
     def samples(self, epoch: int, start: int, stop: int) -> Int64s:
         """Return the samples at positions `start` to `stop` of an epoch, as a new array."""

@@ -110,16 +110,16 @@ static int read_chunk(Call *call, int64_t number, int64_t cross, const Runs *run
 }
 
 /* Whether all seems to lie in the page cache; if not, ask for all of it. */
-static int ask_for_chunks(const Dataset *d, const File *file, const int64_t *place,
+static int ask_for_chunks(const Dataset *d, File *file, const Worker *w, const int64_t *place,
                           const uint8_t *state, int64_t count)
 {
     int64_t step = count / MAX_PROBES + 1, cached = 1;
     if (d->chunk_offset == NULL)
         return 1;
-    for (int64_t i = 0; i < count && cached; i += step)
+    for (int64_t i = 0; i < count && cached && !is_stopped(file, w); i += step)
         if (place[i] >= 0 && place[i] < d->num_chunks && state[i] < IN_TARGET)
             cached = is_cached(file, d->chunk_offset[place[i]]);
-    for (int64_t i = 0; i < count && !cached; i++)
+    for (int64_t i = 0; i < count && !cached && !is_stopped(file, w); i++)
         if (place[i] >= 0 && place[i] < d->num_chunks && state[i] < IN_TARGET)
             ask_for(file, d->chunk_offset[place[i]], d->chunk_stored[place[i]]);
     return (int)cached;
@@ -131,7 +131,7 @@ static void do_chunks(void *data)
     const ChunkPlan *plan = call->plan;
     File *file = call->file;
     int64_t count = call->stop - call->start;
-    if (ask_for_chunks(call->d, file, plan->place + call->start, call->state, count) ||
+    if (ask_for_chunks(call->d, file, call->w, plan->place + call->start, call->state, count) ||
         file->io == IO_MAP)
         call->available = mappable_nbytes(file);
     for (; call->done < count && !is_stopped(file, call->w); call->done++) {

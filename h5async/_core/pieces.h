@@ -25,11 +25,13 @@ static void fill_piece(const Pieces *p, int64_t i)
     fill_elements(p->fill, p->itemsize, place_of_piece(p, i), nbytes_of_piece(p, i));
 }
 
-static int pieces_are_cached(const File *file, const Pieces *p)
+static int pieces_are_cached(File *file, const Worker *w, const Pieces *p)
 {
     int64_t step = p->count / MAX_PROBES + 1;
     for (int64_t i = 0; i < p->count; i += step) {
         int64_t nbytes = nbytes_of_piece(p, i);
+        if (is_stopped(file, w))
+            return 0;
         if (p->offset[i] >= 0 && nbytes > 0 &&
             (p->offset[i] > INT64_MAX - nbytes || !is_cached(file, p->offset[i] + nbytes - 1)))
             return 0;
@@ -94,10 +96,11 @@ static int read_run(const File *file, const Pieces *p, int64_t begin, int64_t en
     return got == nbytes_of_run(p, begin, end);
 }
 
-static int read_run_slowly(const File *file, const Pieces *p, int64_t begin, int64_t end)
+static int read_run_slowly(File *file, const Worker *w, const Pieces *p, int64_t begin, int64_t end)
 {
     for (int64_t i = begin; i < end; i++)
-        if (!read_fully(file, p->offset[i], place_of_piece(p, i), nbytes_of_piece(p, i)))
+        if (is_stopped(file, w) ||
+            !read_fully(file, p->offset[i], place_of_piece(p, i), nbytes_of_piece(p, i)))
             return 0;
     return 1;
 }
@@ -127,7 +130,7 @@ static int64_t pread_pieces(File *file, const Worker *w, const Pieces *p)
         ask_for(file, p->offset[i], nbytes_of_run(p, i, end));
         is_late[i] = 1, late = 1;
 #else
-        if (!read_run(file, p, i, end, 0) && !read_run_slowly(file, p, i, end)) {
+        if (!read_run(file, p, i, end, 0) && !read_run_slowly(file, w, p, i, end)) {
             free(is_late);
             return i;
         }
@@ -139,7 +142,7 @@ static int64_t pread_pieces(File *file, const Worker *w, const Pieces *p)
             continue;
         end = end_of_run(p, i);
         if (is_stopped(file, w) ||
-            (!read_run(file, p, i, end, 0) && !read_run_slowly(file, p, i, end))) {
+            (!read_run(file, p, i, end, 0) && !read_run_slowly(file, w, p, i, end))) {
             done = i;
             break;
         }
@@ -161,7 +164,7 @@ static void do_pieces(void *data)
     File *file = call->file;
     const Pieces *p = call->pieces;
     int64_t available = mappable_nbytes(file);
-    int is_mapped = available > 0 && (file->io == IO_MAP || pieces_are_cached(file, p));
+    int is_mapped = available > 0 && (file->io == IO_MAP || pieces_are_cached(file, call->w, p));
     call->done = is_mapped ? copy_pieces(file, call->w, p, available)
                            : pread_pieces(file, call->w, p);
 }

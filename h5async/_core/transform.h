@@ -200,12 +200,14 @@ static void do_transform_rows(void *data)
     TransformCall *call = data;
     const Transform *t = &call->one;
     const Rows *r = call->rows;
-    const File *file = call->file;
+    File *file = call->file;
     int64_t available = mappable_nbytes(file), unit = source_nbytes(t);
     int64_t elements = t->points > 0 && t->channels > 0 ? t->points * t->channels : 0;
     Pieces pieces = pieces_of_rows(r, r->num_items);
     int is_fit = unit > 0 && elements > 0 && r->row_nbytes == elements * unit;
-    if (!is_fit || available <= 0 || (file->io != IO_MAP && !pieces_are_cached(file, &pieces)))
+    if (!is_fit || available <= 0)
+        return;
+    if (file->io != IO_MAP && !pieces_are_cached(file, call->w, &pieces))
         return;
     for (; call->done < r->num_items && !is_stopped(call->file, call->w); call->done++) {
         int64_t offset = r->offset[call->done];

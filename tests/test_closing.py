@@ -1,0 +1,256 @@
+"""A closed reader gives everything back at once: no garbage collection is waited for.
+
+Each case is a process of its own, without a garbage collector. What reference counting alone does
+not free is found there by a collection at the end, which saves what it finds.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import hdf5plugin
+import numpy as np
+import pytest
+
+SCRIPT = """
+import contextlib, gc, os, sys, threading, types
+gc.disable()
+import numpy as np
+from h5async import AsyncReader, H5AsyncError
+
+FOLDER = sys.argv[1]
+
+def double(data):
+    return data.astype(np.float32) * 2
+
+def fail(data):
+    raise ZeroDivisionError
+
+def spoilt(data):
+    return np.zeros((2, 2)), np.zeros(3)
+
+KINDS = {
+    "contiguous": dict(data_field="raw", shuffle="full"),
+    "contiguous_pread": dict(data_field="raw", io="pread", num_threads=0),
+    "gzip": dict(data_field="gzip", shuffle="full"),
+    "gzip_alone": dict(data_field="gzip", shuffle="full", num_threads=0),
+    "zstd_pread": dict(data_field="zstd", shuffle="full", io="pread"),
+    "window": dict(data_field="gzip", shuffle="window", window_bytes=400_000),
+    "host_cache": dict(data_field="gzip", cache="host"),
+    "virtual": dict(hdf5_path="virtual.h5", data_field="virtual", shuffle="full"),
+    "h5py": dict(data_field="zfp", shuffle="full"),
+    "many_files": dict(hdf5_path="part*.h5", data_field="raw", shuffle="full"),
+    "transformed": dict(data_field="raw", h_dim=1, w_dim=2, cha_dim=3),
+    "postprocess": dict(data_field="gzip", postprocess=double),
+    "lifetimes": dict(data_field="gzip", debug_lifetimes=True),
+    "damaged": dict(hdf5_path="damaged.h5", data_field="gzip", batch_size=64),
+    "damaged_alone": dict(hdf5_path="damaged.h5", data_field="gzip", num_threads=0, batch_size=64),
+    "postprocess_fails": dict(data_field="raw", postprocess=fail),
+    "postprocess_alone": dict(data_field="raw", postprocess=fail, num_threads=0),
+    "postprocess_wrong": dict(data_field="raw", postprocess=spoilt),
+    "no_time": dict(data_field="gzip", timeout=1e-9),
+    "no_file": dict(hdf5_path="none.h5"),
+    "no_dataset": dict(data_field="none"),
+    "process": dict(data_field="gzip", workers="process"),
+    "process_fails": dict(data_field="gzip", workers="process", postprocess=fail),
+    "process_no_dataset": dict(data_field="none", workers="process"),
+}
+
+def opened(kind):
+    options = dict(hdf5_path="data.h5", labels_field=None, batch_size=32, num_threads=2,
+                   device="cpu")
+    options |= KINDS[kind]
+    options["hdf5_path"] = os.path.join(FOLDER, options["hdf5_path"])
+    return AsyncReader(options)
+
+def use(kind, closes=True):
+    with contextlib.suppress(H5AsyncError):
+        reader = opened(kind)
+        for _ in range(2):
+            for _, batch in zip(range(3), reader):
+                pass
+            with contextlib.suppress(H5AsyncError):
+                reader.fetch_data()
+                reader.get_next_batch()
+        if closes:
+            reader.close()
+
+def join():
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread():
+            thread.join(60)
+
+def state():
+    with open("/proc/self/statm") as statm, open("/proc/self/maps") as maps:
+        nbytes = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return dict(nbytes=nbytes, maps=len(maps.readlines()),
+                    descriptors=len(os.listdir("/proc/self/fd")), threads=threading.active_count())
+
+def describe(thing):
+    return f"{type(thing).__name__}: {str(thing)[:200]}"
+
+def found_by_collection():
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    gc.collect()
+    gc.set_debug(0)
+    # Types of arrays that ctypes makes are made once, and found again as long as they last.
+    found = [describe(thing) for thing in gc.garbage
+             if isinstance(thing, np.ndarray | types.FrameType | threading.Thread)
+             or type(thing).__module__.startswith("h5async") and not isinstance(thing, type)]
+    gc.garbage.clear()
+    return found
+"""
+
+
+def run(folder: Path, body: str, timeout: float = 100, **variables: str) -> str:
+    """Run a script, which must end well and in silence; return what it prints."""
+    command = [sys.executable, "-X", "faulthandler", "-c", SCRIPT + body, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files of every kind, with chunks that hold more samples than a batch takes of them."""
+    folder = tmp_path_factory.mktemp("closing")
+    values = np.random.default_rng(0).integers(0, 50, (256, 32, 32, 3), np.uint8)
+    gzip = {"chunks": (16, 32, 32, 3), "compression": "gzip", "compression_opts": 1}
+    with h5py.File(folder / "data.h5", "w") as file:
+        file["raw"] = values
+        file.create_dataset("gzip", data=values, **gzip)
+        file.create_dataset("zstd", data=values, chunks=(16, 16, 32, 3), **hdf5plugin.Zstd())
+        floats = values[..., 0].astype(np.float32)
+        zfp = hdf5plugin.Zfp(reversible=True)
+        file.create_dataset("zfp", data=floats, chunks=(16, 32, 32), **zfp)
+    with h5py.File(folder / "virtual.h5", "w") as file:
+        layout = h5py.VirtualLayout(values.shape, values.dtype)
+        layout[:128] = h5py.VirtualSource("data.h5", "gzip", values.shape)[:128]
+        layout[128:] = h5py.VirtualSource("data.h5", "raw", values.shape)[128:]
+        file.create_virtual_dataset("virtual", layout)
+    for number in range(8):
+        with h5py.File(folder / f"part{number}.h5", "w") as file:
+            file["raw"] = values[number * 32 : number * 32 + 32]
+    with h5py.File(folder / "damaged.h5", "w") as file:
+        dataset = file.create_dataset("gzip", data=values, **gzip)
+        chunk = dataset.id.get_chunk_info(1)
+    with open(folder / "damaged.h5", "r+b") as file:
+        file.seek(chunk.byte_offset + 10)
+        file.write(b"\xff" * 100)
+    return folder
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_nothing_is_left_to_the_garbage_collector(folder, closes):
+    """Whether a reader was closed or dropped, and whether it met errors."""
+    body = f"""
+for kind in KINDS:
+    use(kind, {closes})
+join()
+gc.collect()
+for kind in KINDS:
+    use(kind, {closes})
+    join()
+    for found in found_by_collection():
+        print(kind, found)
+"""
+    assert run(folder, body) == ""
+
+
+def test_an_error_that_is_kept_keeps_no_memory(folder):
+    """Of what functions held that an error went through, the batch and the scratch say."""
+    body = """
+import weakref
+for kind in "damaged", "damaged_alone":
+    reader, errors = opened(kind), []
+    arrays = [weakref.ref(array) for slot in reader._engine.slots for array in slot.memory.out]
+    arrays += [weakref.ref(scratch.raw_chunk) for scratch in reader._engine.filler._scratches]
+    assert all(array() is not None for array in arrays)
+    for _ in range(2):
+        try:
+            reader.get_next_batch()
+        except H5AsyncError as error:
+            errors.append(error)
+    reader.close()
+    assert "the file is damaged there" in str(errors[0])
+    print([array for array in arrays if array() is not None])
+"""
+    assert run(folder, body) == "[]\n[]\n"
+
+
+def test_a_batch_that_is_held_keeps_its_own_slot_alone(folder):
+    body = """
+import weakref
+for options in {}, {"postprocess": double}, {"workers": "process"}:
+    KINDS["held"] = dict(data_field="gzip", prefetch=4, batch_size=128, **options)
+    reader = opened("held")
+    blocks = []
+    for slot in reader._engine.slots:
+        block = slot.memory.out[0]
+        while isinstance(block.base, np.ndarray):
+            block = block.base
+        blocks.append(weakref.ref(block))
+    del slot, block
+    batch = reader.get_next_batch()
+    reader.close()
+    print(sum(block() is not None for block in blocks))
+    del batch
+    print(sum(block() is not None for block in blocks))
+"""
+    assert run(folder, body).split() == ["1", "0", "0", "0", "1", "0"]
+
+
+def test_close_gives_the_host_cache_back(folder):
+    """As the first batches are decoded, the cache is written to; then half a GB would stay."""
+    body = """
+import h5py
+path = os.path.join(FOLDER, "large.h5")
+with h5py.File(path, "w") as file:
+    file.create_dataset("large", (1 << 13, 1 << 14), "u1", chunks=(64, 1 << 14), compression="gzip")
+KINDS["large"] = dict(hdf5_path="large.h5", data_field="large", cache="host", batch_size=256)
+def read_all():
+    reader = opened("large")
+    for batch in reader:
+        pass
+    held = state()["nbytes"]
+    reader.close()
+    return reader, held
+small = opened("gzip"); small.get_next_batch(); small.close()
+before = state()["nbytes"]
+kept = [read_all() for _ in range(3)]
+assert all(held - before > 120 << 20 for _, held in kept), kept
+print((state()["nbytes"] - before) >> 20)
+"""
+    assert int(run(folder, body)) < 40
+
+
+@pytest.mark.timeout(320)
+@pytest.mark.parametrize("closes", [True, False])
+def test_three_thousand_readers_leave_nothing(folder, closes):
+    body = f"""
+import tracemalloc
+kinds = [kind for kind in KINDS if not kind.startswith("process")]
+def some(rounds):
+    for _ in range(rounds):
+        for kind in kinds:
+            use(kind, {closes})
+    join()
+some(15)
+tracemalloc.start()
+some(1)
+before, traced = state(), tracemalloc.get_traced_memory()[0]
+some(3)
+traced = tracemalloc.get_traced_memory()[0] - traced
+tracemalloc.stop()
+assert traced < 200_000, traced
+some({1500 // 21})  # both cases together: 3,000
+after = state()
+print(*(after[name] - before[name] for name in before))
+"""
+    nbytes, maps, descriptors, threads = map(int, run(folder, body, timeout=300).split())
+    assert nbytes < 12 << 20
+    assert maps < 40
+    assert (descriptors, threads) == (0, 0)
