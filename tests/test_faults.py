@@ -19,6 +19,7 @@ from conftest import our_threads
 
 import h5async.device
 import h5async.filling
+import h5async.sampling
 import h5async.storage
 from h5async import AsyncReader, BatchTimeoutError, Field, FileChangedWarning, ReadError
 
@@ -144,7 +145,7 @@ def once(monkeypatch, owner, name, at):
 
 STAGES = {
     "before": (h5async.device.HostSlot, "wait_writable"),
-    "order": (h5async.filling.Sampling, "batch_at"),
+    "order": (h5async.sampling.Sampling, "batch_at"),
     "plan": (h5async.filling, "plan_read"),
     "cut": (h5async.filling, "cut"),
     "read": (h5async.filling.Filler, "_read"),
