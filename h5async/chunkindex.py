@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Generator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import h5py
 import numpy as np
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from h5async.errors import H5AsyncError, ReadError
 from h5async.filters import Filter
+from h5async.interruptions import suppressing
 from h5async.layout import ChunkTable, Indexed, grid_of
 
 _DONT_FILTER_PARTIAL_CHUNKS = 2  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS of H5Dpublic.h
@@ -83,9 +85,8 @@ def fill_nbytes(plist: h5py.h5p.PropDCID) -> int | None:
 
 def _encoded_properties(plist: h5py.h5p.PropDCID) -> bytes:
     """Return creation properties as HDF5 encodes them (H5Pencode2); b"" where it does not."""
-    try:
-        encode = ctypes.CDLL(h5py.h5p.__file__).H5Pencode2
-    except (AttributeError, OSError):
+    encode = _hdf5_function("H5Pencode2")
+    if encode is None:
         return b""
     encode.argtypes = (
         ctypes.c_int64,
@@ -130,6 +131,13 @@ def stored_nbytes(dataset: h5py.Dataset, corner: tuple[int, ...]) -> int:
         return 0
 
 
+def _hdf5_function(name: str) -> Any:
+    """Return a function of the HDF5 that h5py uses; None where it cannot be found."""
+    with suppressing(AttributeError, OSError):
+        return getattr(ctypes.CDLL(h5py.h5p.__file__), name)
+    return None
+
+
 def _ask_hdf5(
     function: str,
     kind: type[ctypes.c_int | ctypes.c_uint | ctypes.c_uint64],
@@ -138,10 +146,9 @@ def _ask_hdf5(
 ) -> int:
     """Call a function of HDF5 that takes an identifier and arguments, and gives a number."""
     found = kind(0)
-    try:
-        call = getattr(ctypes.CDLL(h5py.h5p.__file__), function)
-    except (AttributeError, OSError) as error:
-        raise NotDirectError(f"HDF5 does not answer {function}") from error
+    call = _hdf5_function(function)
+    if call is None:
+        raise NotDirectError(f"HDF5 does not answer {function}")
     call.argtypes = (ctypes.c_int64, *map(type, arguments), ctypes.POINTER(kind))
     call.restype = ctypes.c_int
     with h5py._objects.phil:

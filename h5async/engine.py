@@ -25,6 +25,7 @@ from h5async.errors import ConfigError, DeviceError, ReaderClosedError, ReadErro
 from h5async.filling import THREAD_NAME, Filler, FillOutcome, FillRequest
 from h5async.fingerprint import fingerprint
 from h5async.helper import HelperFiller
+from h5async.interruptions import interruption, passing
 from h5async.layout import DatasetLayout
 from h5async.limits import check_memory
 from h5async.ranks import Rank, Source, find_source, may_change
@@ -96,6 +97,7 @@ class Engine:
         self.slots: list[DeviceSlot] = []
         self.device: Device = HostDevice()
 
+    @passing()
     def open(self) -> None:
         """Open the dataset, and start the threads. `close` ends what an exception left half done.
 
@@ -304,6 +306,7 @@ class Engine:
         self._filler.reorder(self.sampling, resumed)
         self.schedule = Schedule.beginning(self.sampling, serial, epoch, start)
 
+    @passing()
     def state(self) -> dict[str, Any]:
         """Return where the reader is: what the caller had, not what is on its way."""
         epoch, _, start = self.schedule.position(self.ring.next_serial)
@@ -319,6 +322,7 @@ class Engine:
             **self._data(),
         }
 
+    @passing()
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on where a state was saved."""
         if state.get("version") != _STATE_VERSION:
@@ -392,6 +396,7 @@ class Engine:
         if filled.error is None:
             self.delivered_samples += filled.outcome.index.size
 
+    @passing()
     def _fill_here(self) -> None:
         """Fill the next batch in the thread of the caller."""
         try:
@@ -493,7 +498,7 @@ class Engine:
                 return
             self._end_turn(request)
         except BaseException as raised:  # whatever it is, the consumer must not wait for ever
-            if isinstance(raised, KeyboardInterrupt) and not self.has_threads:
+            if interruption(raised) is not None:
                 raise  # this is the thread of the caller, whom it concerns
             error = raised
         self.ring.filled(request.serial, Filled(outcome, arrays, error))
@@ -511,6 +516,8 @@ class Engine:
             self._note_turn(request, outcome)
             return arrays, None
         except Exception as error:
+            if interruption(error) is not None:
+                raise
             return (), error
         finally:
             self.upload_times.add("upload", begin)

@@ -10,7 +10,6 @@ can be decoded here is decoded here, too, the first time that it is needed.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import os
@@ -30,6 +29,7 @@ from h5async.codecs import FilterPipeline, Scratch, encoded_room
 from h5async.decoding import Bytes
 from h5async.errors import ReaderClosedError, ReadError
 from h5async.filters import can_decode, encoded_nbytes, has_known_length, stated_length
+from h5async.interruptions import interruption, suppressing
 from h5async.layout import DatasetLayout, needed_nbytes
 from h5async.links import open_hdf5
 from h5async.names import name_bytes
@@ -67,7 +67,7 @@ class FallbackReader:
         self._stamps: dict[str, FileStamp] = {}  # of files that hold what was indexed
         self._surroundings = _surroundings()
         self._folder = b""  # from which names of external files are meant; b"": it was removed
-        with contextlib.suppress(OSError):
+        with suppressing(OSError):
             self._folder = os.fsencode(os.getcwd())
         self.reads = self.lookups = 0
 
@@ -113,7 +113,7 @@ class FallbackReader:
                     self._look_anew(layout)
                     self._read(layout, plan, raw, checks, require_open)
                 except Exception as error:
-                    if isinstance(error, ReaderClosedError):
+                    if isinstance(error, ReaderClosedError) or interruption(error) is not None:
                         raise
                     if self._changed_paths(layout) and not isinstance(error, ReadError):
                         continue
@@ -249,10 +249,9 @@ def _surroundings() -> list[str | None]:
 
 
 def _lies_at(path: str, stamp: FileStamp) -> bool:
-    try:
+    with suppressing(OSError):
         return FileStamp.of(path).file_id == stamp.file_id
-    except OSError:
-        return False
+    return False
 
 
 class ChunkCheck:

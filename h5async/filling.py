@@ -36,6 +36,7 @@ from h5async.core import load_core, mapping_mode
 from h5async.errors import ConfigError, PostprocessError, ReadError, postprocess_error
 from h5async.execute import Executor, PlanExecutor, scratch_nbytes
 from h5async.fallback import FallbackExecutor, FallbackReader
+from h5async.interruptions import interruption
 from h5async.layout import DatasetLayout
 from h5async.native import (
     NativeExecutor,
@@ -657,7 +658,7 @@ class Filler:
             )
 
     def _note_error(self, batch: _Fill, error: BaseException) -> None:
-        if isinstance(error, KeyboardInterrupt) and not self._threads:
+        if interruption(error) is not None:
             raise error  # this is the thread of the caller, whom it concerns
         batch.error = error
 

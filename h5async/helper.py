@@ -46,6 +46,7 @@ from h5async.filling import (
 )
 from h5async.fingerprint import fingerprint
 from h5async.helper_main import GROUP_SIGNALS
+from h5async.interruptions import suppressing
 from h5async.layout import DatasetLayout
 from h5async.messages import (
     Answer,
@@ -146,7 +147,7 @@ class HelperFiller:
             ) from error
         # That relative paths are meant from, by later helpers too; None: it was removed.
         self._folder: str | None = None
-        with contextlib.suppress(OSError):
+        with suppressing(OSError):
             self._folder = os.getcwd()
         self.ways: list[str] = []
         # Reentrant: a reader collected in here by the garbage collector is closed in here.

@@ -13,6 +13,7 @@ from pathlib import Path
 from h5async.config import ReaderConfig
 from h5async.errors import ConfigError
 from h5async.execute import scratch_nbytes
+from h5async.interruptions import suppressing
 from h5async.layout import DatasetLayout
 from h5async.plan import is_staged
 from h5async.transform import RowTransform
@@ -27,13 +28,11 @@ _LEAST_NBYTES = 1 << 20  # what a list of chunks may take in any case
 def free_memory_nbytes() -> int:
     """Return the memory that this process can still have, by the system and its control group."""
     found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
+    with suppressing(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 found = int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    try:
+    with suppressing(OSError, ValueError):  # there is no group, or no limit ("max")
         group = Path("/sys/fs/cgroup")
         left = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
         for line in (group / "memory.stat").read_text().splitlines():
@@ -41,8 +40,6 @@ def free_memory_nbytes() -> int:
             if name in ("active_file", "inactive_file"):  # the page cache, which makes way
                 left += int(count)
         found = min(found, max(0, left))
-    except (OSError, ValueError):  # there is no group, or no limit ("max")
-        pass
     return found
 
 

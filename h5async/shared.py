@@ -7,7 +7,6 @@ told of places maps the whole file once, and again when it has grown beyond that
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import fcntl
@@ -24,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import OutOfMemoryError
+from h5async.interruptions import suppressing
 
 
 class Place(NamedTuple):
@@ -51,7 +51,7 @@ def page_memory(nbytes: int) -> NDArray[np.uint8]:
     """Return memory of whole pages, of this process alone; its base is the map."""
     block = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
+        with suppressing(OSError):  # a kernel without them
             block.madvise(mmap.MADV_HUGEPAGE)
     return np.ndarray((nbytes,), np.uint8, block)
 
@@ -153,7 +153,7 @@ class SharedMemory:
             os.ftruncate(self.fd, offset + nbytes)
             return _mapped(self._key, self.fd, offset, nbytes)
         except (OSError, OverflowError) as error:
-            with contextlib.suppress(OSError):  # or the other process could not map the whole
+            with suppressing(OSError):  # or the other process could not map the whole
                 os.ftruncate(self.fd, offset)
             raise _refusal(nbytes, error) from error
 
