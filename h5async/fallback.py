@@ -130,9 +130,9 @@ class FallbackReader:
     def close(self) -> None:
         """Close the files, after any read under way."""
         with self._lock:
-            for file in self._files.values():
+            for path, file in list(self._files.items()):
                 file.close()
-            self._files.clear()
+                del self._files[path]
 
     def _read(
         self,

@@ -388,11 +388,9 @@ class Filler:
         """Drop what was not begun; when what was is done, close the files and call `then`.
 
         Never waits: it is called by the garbage collector, in any thread, which may hold a lock
-        that a worker waits for. Only the first call counts.
+        that a worker waits for. May be called again, and does then what an exception left undone.
         """
         with self._lock:
-            if self._closed:
-                return
             self._closed, self._then = True, then
             self._stop.value = 1
             self._heap.clear()
@@ -469,6 +467,9 @@ class Filler:
             self._resident = self._cache = None
             self._slots = ()  # the caller may still hold a batch; nothing else keeps its memory
             self._then()
+        except BaseException as error:
+            self._is_ending = interruption(error) is None  # else the next `stop` ends it
+            raise
         finally:
             self._has_ended.set()
 

@@ -419,10 +419,9 @@ class LocalFiles:
     def close(self) -> None:
         """Close all files. Idempotent."""
         with self._lock:
-            files = list(self._files.values())
-            self._files.clear()
-        for file in files:
-            file.close()
+            for path, file in list(self._files.items()):
+                file.close()
+                del self._files[path]  # an exception leaves the others for the next call
 
     def _opened(self, path: str, expected: FileStamp) -> LocalFile:
         try:
