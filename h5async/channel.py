@@ -60,10 +60,8 @@ class Channel:
 
     def hang_up(self) -> None:
         """Let both ends find the end of messages, also who waits for one. Never blocks."""
-        try:
+        with suppressing(OSError):  # there may be no other end any more
             self._socket.shutdown(_socket.SHUT_RDWR)
-        except OSError:  # there is no other end any more
-            pass
 
     def close(self) -> None:
         """Close the descriptor; nobody may be in `receive`. Idempotent."""

@@ -290,11 +290,10 @@ class HelperFiller:
         )
 
     def stop(self, then: Callable[[], None]) -> None:
-        """Drop all requests, end the helper, then call `then`. Never waits, as `Filler.stop`."""
+        """Drop all requests, end the helper, then call `then`. As `Filler.stop`."""
         with self._changed:
-            if self._closed:
-                return
-            self._closed, self._then = True, then
+            if not self._has_ended:
+                self._closed, self._then = True, then
             self._outstanding.clear()
             self._changed.notify_all()
             if self._process is not None:

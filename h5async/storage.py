@@ -418,10 +418,9 @@ class LocalFiles:
 
     def close(self) -> None:
         """Close all files. Idempotent."""
-        with self._lock:
-            for path, file in list(self._files.items()):
-                file.close()
-                del self._files[path]  # an exception leaves the others for the next call
+        for path, file in list(self._files.items()):
+            file.close()
+            self._files.pop(path, None)  # an exception leaves the others for the next call
 
     def _opened(self, path: str, expected: FileStamp) -> LocalFile:
         try:

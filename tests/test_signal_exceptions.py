@@ -342,12 +342,15 @@ def test_jumps_and_states(tmp_path, num_threads):
         assert_equal(found, batches_of(reader, 1))
 
 
-@pytest.mark.parametrize("num_threads", [0, 2])
+@pytest.mark.parametrize(
+    ("num_threads", "workers", "step"), [(0, "thread", 3), (2, "thread", 3), (1, "process", 7)]
+)
 @pytest.mark.parametrize("form", [gzip, by_h5py])
-def test_closing(tmp_path, form, num_threads):
+def test_closing(tmp_path, form, num_threads, workers, step):
+    """A second call does what the first one left undone."""
     options, before = form(tmp_path), fds()
-    for place in range(1, 200, 3):
-        reader = reader_of(options, num_threads=num_threads)
+    for place in range(1, 150, step):
+        reader = reader_of(options, num_threads=num_threads, workers=workers)
         reader.get_next_batch()
         Striker(place, TimeoutError("of a handler")).run(reader.close)
         reader.close()
