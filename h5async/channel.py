@@ -10,6 +10,8 @@ import _socket
 import struct
 import threading
 
+from h5async.interruptions import suppressing
+
 _SIZE = struct.Struct("!Q")  # of the message that follows
 _READ_NBYTES = 1 << 16  # of most messages, one call gets all
 # The system would end a process that lets SIGPIPE have its way, when the other end is gone.
