@@ -244,7 +244,7 @@ def test_opening(tmp_path, form):
             else:
                 assert len(list(at)) == len(at)
                 at.close()
-    assert len(places) > 30
+    assert len(places) > 15
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
