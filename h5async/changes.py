@@ -66,10 +66,10 @@ class FileChanges:
         """Do that for a file that lies at a path, or is open; see `require_same_index`."""
         try:
             require_same_index(path, descriptor, self._of(path), may_grow=may_grow)
-        except ReadError:
+        except ReadError as error:
             if now.nbytes >= before.nbytes:
                 raise
-            raise changed(path, f"it was cut short, and ends at byte {now.nbytes} now") from None
+            raise changed(path, f"it was cut short, and ends at byte {now.nbytes} now") from error
         self._forget()
         # A file that was renamed, or linked, has a new time of change, but not of modification.
         if may_grow or before[:4] == now[:4]:
@@ -160,9 +160,9 @@ def _require_same(file: h5py.File, layout: DatasetLayout, path: str, may_grow: b
     try:
         what = _difference(file, layout, where, may_grow)
     except H5AsyncError as error:
-        what = str(error)
+        raise changed(path, str(error)) from error
     except Exception as error:  # damaged metadata may raise anything
-        what = f'dataset "{layout.path}" cannot be looked at ({error})'
+        raise changed(path, f'dataset "{layout.path}" cannot be looked at ({error})') from error
     if what is not None:
         raise changed(path, what)
 

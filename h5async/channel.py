@@ -10,6 +10,8 @@ import _socket
 import struct
 import threading
 
+from h5async.interruptions import suppressing
+
 _SIZE = struct.Struct("!Q")  # of the message that follows
 _READ_NBYTES = 1 << 16  # of most messages, one call gets all
 # The system would end a process that lets SIGPIPE have its way, when the other end is gone.
@@ -60,10 +62,8 @@ class Channel:
 
     def hang_up(self) -> None:
         """Let both ends find the end of messages, also who waits for one. Never blocks."""
-        try:
+        with suppressing(OSError):  # there may be no other end any more
             self._socket.shutdown(_socket.SHUT_RDWR)
-        except OSError:  # there is no other end any more
-            pass
 
     def close(self) -> None:
         """Close the descriptor; nobody may be in `receive`. Idempotent."""

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from h5async.errors import H5AsyncError, ReadError
 from h5async.filters import Filter
+from h5async.interruptions import suppressing
 from h5async.layout import ChunkTable, Indexed, grid_of
 
 _DONT_FILTER_PARTIAL_CHUNKS = 2  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS of H5Dpublic.h
@@ -85,11 +86,10 @@ def fill_nbytes(plist: h5py.h5p.PropDCID) -> int | None:
 
 def _encoded_properties(plist: h5py.h5p.PropDCID) -> bytes:
     """Return creation properties as HDF5 encodes them (H5Pencode2); b"" where it does not."""
-    try:
-        encode = _hdf5_function(
-            "H5Pencode2", ctypes.c_void_p, ctypes.POINTER(ctypes.c_size_t), ctypes.c_int64
-        )
-    except (AttributeError, OSError):
+    encode = _hdf5_function(
+        "H5Pencode2", ctypes.c_void_p, ctypes.POINTER(ctypes.c_size_t), ctypes.c_int64
+    )
+    if encode is None:
         return b""
     size = ctypes.c_size_t(0)
     with h5py._objects.phil:
@@ -130,10 +130,15 @@ def stored_nbytes(dataset: h5py.Dataset, corner: tuple[int, ...]) -> int:
 
 @functools.cache  # a function of ctypes holds itself, so that only a garbage collection frees it
 def _hdf5_function(name: str, *types: Any) -> Any:
-    """Return a function of the HDF5 that h5py calls; it takes an identifier, and these types."""
-    function = ctypes.CDLL(h5py.h5p.__file__)[name]
-    function.argtypes, function.restype = (ctypes.c_int64, *types), ctypes.c_int
-    return function
+    """Return a function of the HDF5 that h5py calls; it takes an identifier, and these types.
+
+    None where it cannot be found.
+    """
+    with suppressing(AttributeError, OSError):
+        function = ctypes.CDLL(h5py.h5p.__file__)[name]
+        function.argtypes, function.restype = (ctypes.c_int64, *types), ctypes.c_int
+        return function
+    return None
 
 
 def _ask_hdf5(
@@ -144,10 +149,9 @@ def _ask_hdf5(
 ) -> int:
     """Call a function of HDF5 that takes an identifier and arguments, and gives a number."""
     found = kind(0)
-    try:
-        call = _hdf5_function(function, *map(type, arguments), ctypes.POINTER(kind))
-    except (AttributeError, OSError) as error:
-        raise NotDirectError(f"HDF5 does not answer {function}") from error
+    call = _hdf5_function(function, *map(type, arguments), ctypes.POINTER(kind))
+    if call is None:
+        raise NotDirectError(f"HDF5 does not answer {function}")
     with h5py._objects.phil:
         status = call(identifier.id, *arguments, ctypes.byref(found))
     if status < 0:

@@ -37,6 +37,7 @@ from pydantic import Field as Bound
 
 from h5async.controlgroups import cpu_quota
 from h5async.errors import ConfigError, ReadError
+from h5async.interruptions import interruption, passing, raise_again, suppressing
 from h5async.names import name_bytes, name_text
 
 _RESERVED_FIELD_NAMES = frozenset(
@@ -134,6 +135,7 @@ def _seconds(value: object) -> float | None:
     return float(value)  # type: ignore[arg-type]
 
 
+@passing()
 def check_timeout(value: object) -> float | None:
     """Return the seconds that a caller may be made to wait; None: without a limit.
 
@@ -145,7 +147,7 @@ def check_timeout(value: object) -> float | None:
     try:
         return _seconds(value)
     except ValueError as error:
-        raise ConfigError(f"timeout: {error}; found {_shown(value)}") from None
+        raise ConfigError(f"timeout: {error}; found {_shown(value)}") from error
 
 
 def _function_path(value: object) -> object:
@@ -200,6 +202,10 @@ class _Frozen(BaseModel):
         try:
             super().__init__(**options)
         except ValidationError as error:
+            for item in error.errors():
+                found = interruption(item.get("ctx", {}).get("error"))
+                if found is not None:
+                    raise_again(found)
             raise ConfigError(_describe(error)) from None
 
 
@@ -231,10 +237,9 @@ def _describe(error: ValidationError) -> str:
 
 def _shown(value: object) -> str:
     """Return how a value is written, cut off where it is long."""
-    try:
+    text = f"a value of type {type(value).__name__}"
+    with suppressing(Exception):  # an integer of 5,000 digits, say
         text = repr(value)
-    except Exception:  # an integer of 5,000 digits, say
-        return f"a value of type {type(value).__name__}"
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
@@ -472,6 +477,7 @@ class ReaderConfig(_Frozen):
         return self
 
     @classmethod
+    @passing()
     def load(
         cls,
         config: ReaderConfig | Mapping[str, Any] | str | os.PathLike[str] | None,

@@ -45,6 +45,7 @@ from h5async.filters import (
     decoder,
     pass_on,
 )
+from h5async.interruptions import suppressing
 from h5async.stats import ThreadCounts
 from h5async.storage import IoMode
 
@@ -454,10 +455,8 @@ def load_core() -> Core | None:
                 " without"
             ) from error
     for path in sorted(Path(__file__).parent.glob("_core*.so")):
-        try:
+        with suppressing(OSError):
             return Core(path)
-        except OSError:
-            continue
     return None
 
 
@@ -503,10 +502,8 @@ def _fits(entry: Filter, parameter: int) -> bool:
 def _codec_libraries(name: str) -> Iterator[Any]:
     """Yield the shared libraries of a codec that are there: imagecodecs', the environment's, ..."""
     for path in _codec_paths(name):
-        try:
+        with suppressing(OSError):
             yield ctypes.CDLL(path)
-        except OSError:
-            continue
 
 
 def _codec_paths(name: str) -> Iterator[str]:

@@ -8,6 +8,7 @@ import h5py
 import numpy as np
 
 from h5async.errors import DatasetError
+from h5async.interruptions import suppressing
 from h5async.names import name_bytes, name_text
 
 
@@ -55,11 +56,11 @@ def _unpacked(dtype: np.dtype[Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:
 
 def _is_stored_as(stored: h5py.h5t.TypeID, dtype: np.dtype[Any]) -> bool:
     """Tell whether the bytes of a stored type are those of a dtype."""
-    try:
-        if stored.equal(h5py.h5t.py_create(dtype, logical=True)):
-            return True
-    except Exception:  # a type that h5py can read but not write
-        return False
+    is_equal = None
+    with suppressing(Exception):  # a type that h5py can read but not write
+        is_equal = bool(stored.equal(h5py.h5t.py_create(dtype, logical=True)))
+    if is_equal is not False:
+        return bool(is_equal)
     if isinstance(stored, h5py.h5t.TypeIntegerID) and stored.get_size() == 1:
         # A byte order means nothing to a byte, but makes types unequal.
         is_whole = stored.get_precision() == 8 and stored.get_offset() == 0

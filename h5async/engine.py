@@ -33,6 +33,7 @@ from h5async.errors import (
 from h5async.filling import THREAD_NAME, Filler, FillOutcome, FillRequest, wanted_kept_nbytes
 from h5async.fingerprint import fingerprint
 from h5async.helper import HelperFiller
+from h5async.interruptions import interruption, passing
 from h5async.layout import DatasetLayout
 from h5async.limits import MemoryBudget
 from h5async.ranks import Rank, Source, find_source, may_change
@@ -111,6 +112,7 @@ class Engine:
         self.slots: list[DeviceSlot] = []
         self.device: Device = HostDevice()
 
+    @passing()
     def open(self) -> None:
         """Open the dataset, and start the threads. `close` ends what an exception left half done.
 
@@ -335,6 +337,7 @@ class Engine:
 
         self.ring.restart(course_from)
 
+    @passing()
     def state(self) -> dict[str, Any]:
         """Return where the reader is: what the caller had, not what is on its way."""
         epoch, _, start = self.schedule.position(self.ring.next_serial)
@@ -351,6 +354,7 @@ class Engine:
             **self._data(),
         }
 
+    @passing()
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on where a state was saved."""
         if state.get("version") != _STATE_VERSION:
@@ -427,6 +431,7 @@ class Engine:
         if filled.error is None:
             self.delivered_samples += filled.outcome.index.size
 
+    @passing()
     def _fill_here(self) -> None:
         """Fill the next batch in the thread of the caller."""
         try:
@@ -535,7 +540,7 @@ class Engine:
                 return
             self._end_turn(request)
         except BaseException as raised:  # whatever it is, the consumer must not wait for ever
-            if isinstance(raised, KeyboardInterrupt) and not self.has_threads:
+            if interruption(raised) is not None:
                 raise  # this is the thread of the caller, whom it concerns
             error = raised
         if is_lack_of_memory(error):  # of a helper process, or of the device
@@ -557,6 +562,8 @@ class Engine:
             self._note_turn(request, outcome)
             return arrays, None
         except Exception as error:
+            if interruption(error) is not None:
+                raise
             return (), error
         finally:
             self.upload_times.add("upload", begin)

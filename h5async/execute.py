@@ -20,6 +20,7 @@ from h5async.chunkcache import ChunkCache
 from h5async.codecs import FilterPipeline, Scratch
 from h5async.decoding import Bytes
 from h5async.errors import H5AsyncError, OutOfMemoryError, ReadError, out_of_memory
+from h5async.interruptions import interruption, suppressing
 from h5async.layout import DatasetLayout
 from h5async.plan import ChunkPlan, Int64s, RowPlan
 from h5async.storage import FileStamp, LocalFile, LocalFiles
@@ -215,6 +216,8 @@ class PlanExecutor:
             try:
                 self._read_chunk(file, mapped, plan, item, its_runs, raw, scratch, self._cache)
             except Exception as error:
+                if interruption(error) is not None:
+                    raise
                 traceback.clear_frames(error.__traceback__)  # they hold the map
                 del mapped
                 self._raise_chunk_error(plan, item, error)
@@ -278,14 +281,12 @@ class PlanExecutor:
         begin = plan.run_position[run] * layout.row_nbytes
         flat = raw.reshape(-1).view(np.uint8)
         out = _pieces(flat, begin, np.full(begin.shape, layout.chunk_nbytes))
-        try:
-            with scratch.counts.timed("decode_ns"):
-                self._pipeline.decode_many(encoded, mask, out, scratch)
-        except (ValueError, RuntimeError):
-            return False
-        scratch.counts.read_nbytes += int(chunks.nbytes[place].sum())
-        scratch.counts.decoded_chunks += stop - start
-        return True
+        with suppressing(ValueError, RuntimeError), scratch.counts.timed("decode_ns"):
+            self._pipeline.decode_many(encoded, mask, out, scratch)
+            scratch.counts.read_nbytes += int(chunks.nbytes[place].sum())
+            scratch.counts.decoded_chunks += stop - start
+            return True
+        return False
 
     def _read_chunk(
         self,
@@ -383,7 +384,9 @@ class PlanExecutor:
         mask = int(chunks.filter_mask[place])
         try:
             self._pipeline.decode(encoded, mask, out, scratch)
-        except ValueError:
+        except ValueError as error:
+            if interruption(error) is not None:
+                raise
             # Some writers leave out what of a chunk lies beyond the dataset's edge.
             number = place if chunks.index is None else int(chunks.index[place])
             needed = self._layout.needed_nbytes(number)

@@ -10,7 +10,6 @@ can be decoded here is decoded here, too, the first time that it is needed.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import os
@@ -30,6 +29,7 @@ from h5async.codecs import FilterPipeline, Scratch, encoded_room
 from h5async.decoding import Bytes
 from h5async.errors import H5AsyncError, ReaderClosedError, ReadError, out_of_memory
 from h5async.filters import can_decode, encoded_nbytes, has_known_length, stated_length
+from h5async.interruptions import interruption, suppressing
 from h5async.layout import DatasetLayout, needed_nbytes
 from h5async.links import open_hdf5
 from h5async.names import name_bytes
@@ -67,7 +67,7 @@ class FallbackReader:
         self._stamps: dict[str, FileStamp] = {}  # of files that hold what was indexed
         self._surroundings = _surroundings()
         self._folder = b""  # from which names of external files are meant; b"": it was removed
-        with contextlib.suppress(OSError):
+        with suppressing(OSError):
             self._folder = os.fsencode(os.getcwd())
         self.reads = self.lookups = 0
 
@@ -116,11 +116,13 @@ class FallbackReader:
                 except ReaderClosedError:
                     raise
                 except MemoryError as error:
-                    if isinstance(error, H5AsyncError):
+                    if isinstance(error, H5AsyncError) or interruption(error) is not None:
                         raise
                     what = f'{layout.file}: dataset "{layout.path}", read through h5py'
                     raise out_of_memory(what, error) from error
                 except Exception as error:
+                    if interruption(error) is not None:
+                        raise
                     if self._changed_paths(layout) and not isinstance(error, ReadError):
                         continue
                     sample = plan.sample
@@ -136,9 +138,9 @@ class FallbackReader:
     def close(self) -> None:
         """Close the files, after any read under way."""
         with self._lock:
-            for file in self._files.values():
+            for path, file in list(self._files.items()):
                 file.close()
-            self._files.clear()
+                del self._files[path]
 
     def _read(
         self,

@@ -47,6 +47,7 @@ from h5async.errors import (
 )
 from h5async.execute import Executor, PlanExecutor, scratch_nbytes
 from h5async.fallback import FallbackExecutor, FallbackReader
+from h5async.interruptions import interruption
 from h5async.layout import DatasetLayout
 from h5async.limits import MemoryPlan
 from h5async.native import (
@@ -401,10 +402,10 @@ class Filler:
         """Drop what was not begun; when what was is done, close the files and call `then`.
 
         Never waits: it is called by the garbage collector, in any thread, which may hold a lock
-        that a worker waits for. Only the first call counts.
+        that a worker waits for. May be called again, and does then what an exception left undone.
         """
         with self._lock:
-            if self._closed:
+            if self._is_ending:
                 return
             self._closed, self._then = True, then
             self._stop.value = 1
@@ -482,9 +483,11 @@ class Filler:
             self._chunks.clear()
             self._resident = self._cache = None
             self._slots = ()  # the caller may still hold a batch; nothing else keeps its memory
-            then = self._then
+            self._then()
             self._cut_cycles()
-            then()
+        except BaseException as error:
+            self._is_ending = interruption(error) is None  # else the next `stop` ends it
+            raise
         finally:
             self._has_ended.set()
 
@@ -697,7 +700,7 @@ class Filler:
             )
 
     def _note_error(self, batch: _Fill, error: BaseException) -> None:
-        if isinstance(error, KeyboardInterrupt) and not self._threads:
+        if interruption(error) is not None:
             raise error  # this is the thread of the caller, whom it concerns
         if is_lack_of_memory(error):
             error = self._out_of_memory(batch.request, error)

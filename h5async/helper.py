@@ -46,6 +46,7 @@ from h5async.filling import (
 )
 from h5async.fingerprint import fingerprint
 from h5async.helper_main import GROUP_SIGNALS
+from h5async.interruptions import suppressing
 from h5async.layout import DatasetLayout
 from h5async.limits import MemoryPlan
 from h5async.messages import (
@@ -144,7 +145,7 @@ class HelperFiller:
             ) from error
         # That relative paths are meant from, by later helpers too; None: it was removed.
         self._folder: str | None = None
-        with contextlib.suppress(OSError):
+        with suppressing(OSError):
             self._folder = os.getcwd()
         self.ways: list[str] = []
         # Reentrant: a reader collected in here by the garbage collector is closed in here.
@@ -281,11 +282,10 @@ class HelperFiller:
         )
 
     def stop(self, then: Callable[[], None]) -> None:
-        """Drop all requests, end the helper, then call `then`. Never waits, as `Filler.stop`."""
+        """Drop all requests, end the helper, then call `then`. As `Filler.stop`."""
         with self._changed:
-            if self._closed:
-                return
-            self._closed, self._then = True, then
+            if not self._has_ended:
+                self._closed, self._then = True, then
             self._outstanding.clear()
             self._changed.notify_all()
             if self._process is not None:

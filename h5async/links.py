@@ -20,6 +20,7 @@ from typing import NamedTuple
 import h5py
 
 from h5async.errors import DatasetError, H5AsyncError, ReadError, UnsafeFileError
+from h5async.interruptions import interruption, suppressing
 from h5async.names import name_bytes, name_text
 from h5async.storage import FileStamp, IoMode
 
@@ -240,12 +241,10 @@ def require_in_place(path: Path, opened: FileStamp, where: str) -> None:
     UnsafeFileError
         If it does not.
     """
-    try:
+    with suppressing(OSError, RuntimeError):
         status = os.stat(path, follow_symlinks=False)
         if path.resolve() == path and (status.st_dev, status.st_ino) == opened.file_id:
             return
-    except (OSError, RuntimeError):
-        pass
     raise UnsafeFileError(f"{where} refers to {path}, which was exchanged while it was opened")
 
 
@@ -273,10 +272,9 @@ def open_hdf5(path: Path, *, in_use: bool = False) -> h5py.File:
                 return h5py.File(path, "r", locking=False)
             if "already open for write" not in str(error):
                 raise
-            try:
+            with suppressing(OSError):
                 return h5py.File(path, "r", swmr=True)
-            except OSError:
-                raise error from None
+            raise
     except H5AsyncError:
         raise
     except (OSError, RuntimeError, ValueError) as error:
@@ -287,10 +285,11 @@ def _reason(path: Path, error: Exception) -> str:
     """Say why a file cannot be opened; HDF5 does not say it of one that is not there."""
     try:
         path.stat()
-    except FileNotFoundError:
-        return "there is no such file"
-    except OSError as reason:  # its folder may not be entered, say, or its name is too long
+    except (OSError, ValueError) as reason:
+        if interruption(reason) is not None:
+            raise
+        if isinstance(reason, FileNotFoundError | ValueError):  # the latter: a NUL in it
+            return "there is no such file"
+        # Its folder may not be entered, say, or its name is too long.
         return reason.strerror or str(reason)
-    except ValueError:  # a NUL in it
-        return "there is no such file"
     return str(error)

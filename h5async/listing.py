@@ -5,12 +5,12 @@ Nothing is opened but groups: HDF5 may look into other files when it opens a vir
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import h5py
 
+from h5async.interruptions import suppressing
 from h5async.names import name_text
 
 _KINDS: dict[int, Literal["dataset", "group"]] = {
@@ -66,10 +66,12 @@ def walk(file: h5py.File, most_names: int | None = None) -> Iterator[Listed]:
         if link != h5py.h5l.TYPE_HARD:
             yield Listed(path, "link")
             continue
-        try:
-            info = h5py.h5o.get_info(group.id, name)
-            node = group[name] if info.type == h5py.h5o.TYPE_GROUP else None
-        except Exception:  # a damaged object may raise anything
+        info = None
+        with suppressing(Exception):  # a damaged object may raise anything
+            found = h5py.h5o.get_info(group.id, name)
+            node = group[name] if found.type == h5py.h5o.TYPE_GROUP else None
+            info = found
+        if info is None:
             yield Listed(path, "other")
             continue
         if _address(info) in seen:
@@ -94,6 +96,6 @@ def _names(group: h5py.Group, most: int | None) -> Iterator[tuple[bytes, int]]:
         found[name] = info.type
         return None
 
-    with contextlib.suppress(Exception):  # damage ends the list
+    with suppressing(Exception):  # damage ends the list
         group.id.links.iterate(note, info=True)
     return iter(found.items())

@@ -42,6 +42,7 @@ from h5async.errors import (
     out_of_memory,
 )
 from h5async.filters import Filter, can_decode, stated_chunk_nbytes
+from h5async.interruptions import interruption, passing, suppressing
 from h5async.layout import ChunkTable, DatasetLayout, Part, Slab, Storage, normal_axis
 from h5async.links import (
     BESIDE,
@@ -94,24 +95,26 @@ def list_layouts(
 
     They come group by group, in the order of names.
     """
-    with open_index(path) as file, metadata_cache(file, _LISTING_NBYTES):
+    with passing(), open_index(path) as file, metadata_cache(file, _LISTING_NBYTES):
         for name, kind in walk(file):
             if kind == "group" or (kind != "dataset" and not _may_be_dataset(file, name, reach)):
                 continue
+            found: DatasetLayout | H5AsyncError
             try:
-                yield name, _layout_at(file, name, 0, reach)
+                with passing():
+                    found = _layout_at(file, name, 0, reach)
             except H5AsyncError as error:
-                yield name, error
+                found = error
+            yield name, found
 
 
 def _may_be_dataset(file: h5py.File, path: str, reach: Reach) -> bool:
     """Tell whether a name leads to a dataset, or to nothing that can be opened."""
     with contextlib.ExitStack() as files:
-        try:
+        with suppressing(Exception):  # a damaged object may raise anything; the listing says what
             place = locate(file, path, reach, files)
             return isinstance(place.file[name_bytes(place.path)], h5py.Dataset)
-        except Exception:  # a damaged object may raise anything; the listing says what
-            return True
+        return True
 
 
 def _layout_at(file: h5py.File, path: str, num_dim: int, reach: Reach) -> DatasetLayout:
@@ -167,7 +170,7 @@ def _what_is_there(file: h5py.File, reach: Reach) -> str:
 def _opened(file: h5py.File, paths: Sequence[str]) -> dict[str, h5py.Dataset]:
     found = {}
     for path in paths:
-        with contextlib.suppress(Exception):  # it is damaged, as is said where it is read
+        with suppressing(Exception):  # it is damaged, as is said where it is read
             found[path] = file[name_bytes(path)]
     return found
 
@@ -194,18 +197,19 @@ def _read_command(
 def _shown_shape(file: h5py.File, dataset: h5py.Dataset, reach: Reach) -> tuple[int, ...]:
     plist = dataset.id.get_create_plist()
     if plist.get_layout() == h5py.h5d.VIRTUAL:
-        try:
+        is_permitted = False
+        with suppressing(H5AsyncError):
             _Indexer(file, reach, 0).find_sources(plist, {}, "")
-        except H5AsyncError:
+            is_permitted = True
+        if not is_permitted:
             return ()  # HDF5 would look at them all the same
     return dataset.shape or ()
 
 
 def _has_fixed_size(dataset: h5py.Dataset) -> bool:
-    try:
+    with suppressing(Exception):  # h5py has no one type for what it cannot express
         return not dataset.dtype.hasobject
-    except Exception:  # h5py has no one type for what it cannot express
-        return False
+    return False
 
 
 # By names of file and dataset, and the axis of the samples; None: it is missing, and may be.
@@ -476,7 +480,8 @@ class _Indexer:
                 place = locate(file, dataset_name, self._reach, files)
                 node = place.file[name_bytes(place.path)]
             except KeyError as error:
-                if isinstance(error, H5AsyncError) and not isinstance(error, MissingError):
+                is_known = isinstance(error, H5AsyncError) and not isinstance(error, MissingError)
+                if is_known or interruption(error) is not None:
                     raise
                 if may_be_missing:
                     return None

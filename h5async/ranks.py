@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from h5async.errors import ConfigError
+from h5async.interruptions import suppressing
 
 
 class Rank(NamedTuple):
@@ -174,9 +175,10 @@ def _is_interactive(environment: Mapping[str, str]) -> bool:
 
 
 def _parent_and_terminal(process: str) -> tuple[str, str]:
-    try:
+    status = b""
+    with suppressing(OSError):
         status = Path("/proc", process, "stat").read_bytes()
-    except OSError:
+    if not status:
         return "", ""
     # After the name, which may hold anything: state, parent, group, session, terminal.
     _, parent, _, _, terminal = status.rpartition(b")")[2].decode().split()[:5]

@@ -7,7 +7,6 @@ told of places maps the whole file once, and again when it has grown beyond that
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import fcntl
@@ -24,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import OutOfMemoryError
+from h5async.interruptions import suppressing
 
 
 class Place(NamedTuple):
@@ -60,7 +60,7 @@ def page_memory(nbytes: int) -> NDArray[np.uint8]:
     except (OSError, OverflowError, ValueError) as error:
         raise MemoryError(f"{nbytes} bytes of whole pages: {error}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
+        with suppressing(OSError):  # a kernel without them
             block.madvise(mmap.MADV_HUGEPAGE)
     return np.ndarray((nbytes,), np.uint8, block)
 
@@ -162,7 +162,7 @@ class SharedMemory:
             os.ftruncate(self.fd, offset + nbytes)
             return _mapped(self._key, self.fd, offset, nbytes)
         except (OSError, OverflowError) as error:
-            with contextlib.suppress(OSError):  # or the other process could not map the whole
+            with suppressing(OSError):  # or the other process could not map the whole
                 os.ftruncate(self.fd, offset)
             raise _refusal(nbytes, error) from error
 

@@ -79,7 +79,8 @@ class StageTimes:
     def seconds(self) -> dict[str, float]:
         """Return the time of each stage, in seconds of threads."""
         with self._lock:
-            return {stage: ns / 1e9 for stage, ns in self._ns.items()}
+            found = dict(self._ns)
+        return {stage: ns / 1e9 for stage, ns in found.items()}
 
 
 class Waits:

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import H5AsyncError, ReadError
+from h5async.interruptions import interruption, suppressing
 from h5async.mounts import can_map
 
 _IOV_MAX = 1024  # POSIX guarantees 16; Linux and macOS take this many buffers a call
@@ -247,10 +248,9 @@ class LocalFile:
 
     def _read_runs(self, runs: list[list[memoryview]], starts: list[int], row_nbytes: int) -> None:
         first = [run[:_IOV_MAX] for run in runs]
-        try:
+        counts: list[int] = []
+        with suppressing(OSError):
             counts = list(map(os.preadv, itertools.repeat(self.descriptor), first, starts))
-        except OSError:
-            counts = []
         for i, (run, start) in enumerate(zip(runs, starts, strict=True)):
             if i >= len(counts) or counts[i] != row_nbytes * len(run):
                 self.read_into(start, run)  # a short or failing read
@@ -305,6 +305,8 @@ class LocalFile:
                 raise ReadError(
                     f'{self.path} cannot be mapped into memory: {error}; read it with io="pread"'
                 ) from error
+            if interruption(error) is not None:
+                raise
             self._map = None
             return
         self.map_address, self.map_nbytes = data.ctypes.data, data.size
@@ -369,8 +371,8 @@ class LocalFiles:
                 except FileEventError as event:
                     if event.map_failed:
                         file.stop_mapping()
-                except H5AsyncError:
-                    if not file.has_changed(stamp):
+                except H5AsyncError as error:
+                    if interruption(error) is not None or not file.has_changed(stamp):
                         raise
                 self._look(file, stamp)
         raise changed(path, "it is written to again and again")
@@ -382,8 +384,8 @@ class LocalFiles:
                 return
             try:
                 now = FileStamp.settled(file.descriptor, _QUIET_NS)
-            except ReadError:
-                raise changed(file.path, "it is written to again and again") from None
+            except ReadError as error:
+                raise changed(file.path, "it is written to again and again") from error
             # Of a file that has lost its name, the status was changed by that, and nothing else.
             if now[:4] != stamp[:4] or _has_name(file):
                 self._look_anew(file, now)
@@ -417,11 +419,9 @@ class LocalFiles:
 
     def close(self) -> None:
         """Close all files. Idempotent."""
-        with self._lock:
-            files = list(self._files.values())
-            self._files.clear()
-        for file in files:
+        for path, file in list(self._files.items()):
             file.close()
+            self._files.pop(path, None)  # an exception leaves the others for the next call
 
     def _opened(self, path: str, expected: FileStamp) -> LocalFile:
         try:
@@ -468,7 +468,7 @@ def read_ahead(path: Path, nbytes: int) -> None:
     """Ask the system to read the first `nbytes` of a file, without waiting for it."""
     if not hasattr(os, "posix_fadvise"):
         return
-    with contextlib.suppress(OSError):  # it is a hint
+    with suppressing(OSError):  # it is a hint
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.posix_fadvise(descriptor, 0, nbytes, os.POSIX_FADV_WILLNEED)
@@ -512,15 +512,13 @@ def has_swmr_writer(descriptor: int) -> bool:
     HDF5 file format specification), which lies at byte 0, 512, 1024, 2048, ...
     """
     begin = 0
-    try:
+    with suppressing(OSError):
         nbytes = os.fstat(descriptor).st_size
         while begin < nbytes:
             head = os.pread(descriptor, _SUPERBLOCK_HEAD_NBYTES, begin)
             if head.startswith(_SIGNATURE):
                 return len(head) == _SUPERBLOCK_HEAD_NBYTES and head[8] >= 3 and bool(head[11] & 4)
             begin = max(512, 2 * begin)
-    except OSError:
-        pass
     return False
 
 
@@ -541,10 +539,9 @@ def affordable_files() -> int:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY:
         return _MOST_KEPT
-    try:
+    used = 0
+    with suppressing(OSError):
         used = len(os.listdir("/dev/fd"))
-    except OSError:
-        used = 0
     return min(_MOST_KEPT, max(_LEAST_KEPT, (limit - used) // 4))
 
 
