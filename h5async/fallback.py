@@ -289,9 +289,7 @@ class ChunkCheck:
         last = layout.filters[check._left - 1]
         return check if not check._left or has_known_length(last) else None
 
-    def run(
-        self, dataset: h5py.Dataset, sample: Int64s, require_open: Callable[[], None]
-    ) -> None:
+    def run(self, dataset: h5py.Dataset, sample: Int64s, require_open: Callable[[], None]) -> None:
         """Check the chunks that hold some samples, through the open dataset.
 
         Parameters

@@ -816,6 +816,11 @@ def start_thread(thread: threading.Thread, what: str) -> None:
     try:
         thread.start()
     except RuntimeError as error:
+        if "shutdown" in str(error):
+            raise ReadError(
+                f"{what}: the interpreter is ending, and starts no more threads; make the reader"
+                " before, or read with num_threads=0"
+            ) from error
         raise ReadError(
             f"{what}: the system gives this process no more threads ({error}); make num_threads"
             " smaller, or raise what limits them (ulimit -u, pids.max of the control group, memory)"
