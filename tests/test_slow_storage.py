@@ -1,7 +1,7 @@
 """`close()` waits for reads that are under way, and no other is begun: workers look in between.
 
-A preloaded library holds reads up at a gate. So nothing plays on time: each thread is in a read when
-the reader is closed, and reads that begin after that are counted.
+A preloaded library holds reads up at a gate. So nothing plays on time: each thread is in a read
+when the reader is closed, and reads that begin after that are counted.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library that makes storage slow; without a compiler skip, or fail where extras are due."""
+    """The library that makes storage slow; without gcc skip, or fail where extras are required."""
     compiler = shutil.which("gcc") if sys.platform == "linux" else None
     if compiler is None:
         if os.environ.get("H5ASYNC_REQUIRE_EXTRAS") == "1":
