@@ -58,6 +58,7 @@ from h5async.native import (
     way_of,
 )
 from h5async.parts import MemoryExecutor, PartsExecutor
+from h5async.patience import Patience
 from h5async.plan import GatherPlan, PlanSlice, ReadPlan, RowPlan, cut, plan_read
 from h5async.resident import Budget, HostCache, Residency, open_host_cache
 from h5async.sampling import OrderKey
@@ -420,11 +421,10 @@ class Filler:
         """Wait until all is done that `stop` asked for; a worker does not wait for itself."""
         if threading.get_ident() in self._workers:
             return
-        begin = time.monotonic()
-        self._has_ended.wait(patience_seconds)
-        if patience_seconds is not None:
-            patience_seconds -= time.monotonic() - begin
-        join_all(self._pool, patience_seconds)
+        patience = Patience(patience_seconds)
+        while not self._has_ended.is_set() and not patience.is_over:
+            patience.wait(self._has_ended.wait)
+        join_all(self._pool, patience)
 
     def _first_work(self, request: FillRequest) -> Callable[[], None]:
         return partial(self._plan, _Fill(request))
@@ -840,22 +840,27 @@ def start_thread(thread: threading.Thread, what: str) -> None:
     try:
         thread.start()
     except RuntimeError as error:
+        if "shutdown" in str(error):
+            raise ReadError(
+                f"{what}: the interpreter is ending, and starts no more threads; make the reader"
+                " before, or read with num_threads=0"
+            ) from error
         raise ReadError(
             f"{what}: the system gives this process no more threads ({error}); make num_threads"
             " smaller, or raise what limits them (ulimit -u, pids.max of the control group, memory)"
         ) from error
 
 
-def join_all(threads: Sequence[threading.Thread], patience_seconds: float | None) -> None:
-    """Wait for threads to end, so many seconds at most; None: as long as it takes."""
-    if patience_seconds is None or patience_seconds > threading.TIMEOUT_MAX:
-        patience_seconds = math.inf
-    end = time.monotonic() + patience_seconds
-    for thread in threads:
-        if thread.ident is None:  # it was never started
-            continue
-        left = end - time.monotonic()
-        thread.join(None if left == math.inf else max(0.0, left))
+def join_all(threads: Sequence[threading.Thread], patience: Patience) -> None:
+    """Wait for threads to end, as long as the patience lasts."""
+    for thread in threads:  # one that was never started is not alive
+        while thread.is_alive() and not patience.is_over:
+            patience.wait(partial(_has_ended, thread))
+
+
+def _has_ended(thread: threading.Thread, seconds: float | None) -> bool:
+    thread.join(seconds)
+    return not thread.is_alive()
 
 
 def load_function(function: Callable[..., Any] | str | None) -> Callable[..., Any] | None:

@@ -27,6 +27,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,7 @@ from h5async.messages import (
     load,
     received,
 )
+from h5async.patience import Patience
 from h5async.resident import Residency
 from h5async.shared import Place, SharedMemory, duplicate
 from h5async.stats import STAGES, ThreadCounts
@@ -297,7 +299,7 @@ class HelperFiller:
 
     def join(self, patience_seconds: float | None = None) -> None:
         """Wait until all is done that `stop` asked for; not in a thread of this object."""
-        join_all(self._threads, patience_seconds)
+        join_all(self._threads, Patience(patience_seconds))
 
     def _start_thread(self, target: Callable[[], None], name: str) -> None:
         name = f"{THREAD_NAME}-{name}"
@@ -338,13 +340,15 @@ class HelperFiller:
         limit = self._config.timeout
         if limit is not None:
             limit = min(max(limit, _OPENING_SECONDS), threading.TIMEOUT_MAX)
-        try:
-            error = self._steps.get(timeout=limit)
-        except queue.Empty:
-            raise BatchTimeoutError(
-                f"{self._config.hdf5_path}: the helper process did not open it within {limit} s;"
-                " set a longer timeout, or do not trust the file"
-            ) from None
+        found: list[BaseException | None] = []
+        patience = Patience(limit)
+        while not patience.wait(partial(_has_come, self._steps, found)):
+            if patience.is_over:
+                raise BatchTimeoutError(
+                    f"{self._config.hdf5_path}: the helper process did not open it within"
+                    f" {limit} s; set a longer timeout, or do not trust the file"
+                )
+        error = found.pop()
         if error is not None:
             try:
                 raise error
@@ -786,6 +790,19 @@ def _check_same(before: Mapping[str, DatasetLayout], now: Mapping[str, DatasetLa
             f"{was[0].file}: the helper process died, and a new one finds a file that has changed;"
             " open it again"
         )
+
+
+def _has_come(
+    steps: queue.SimpleQueue[BaseException | None],
+    found: list[BaseException | None],
+    seconds: float | None,
+) -> bool:
+    """Wait so many seconds for a step, and add it to `found`; return whether there was one."""
+    try:
+        found.append(steps.get(timeout=seconds))
+    except queue.Empty:
+        return False
+    return True
 
 
 def _nobody(*_: object) -> None:

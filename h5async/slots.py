@@ -12,14 +12,13 @@ of it; and a call may be made again. Slots are given out by `assign`, which work
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from h5async.errors import BatchTimeoutError, H5AsyncError, ReaderClosedError
-
-_TURNS, _LEAST_TURN_SECONDS = 8, 0.05  # of waiting
+from h5async.patience import Patience
 
 Result = TypeVar("Result")
 
@@ -174,10 +173,7 @@ class SlotRing(Generic[Result]):
         H5AsyncError
             If `fail` was called: the batch may never come.
         """
-        left = timeout_seconds
-        if left is not None:
-            left = max(0.0, min(left, threading.TIMEOUT_MAX))
-        turn = None if left is None else max(left / _TURNS, _LEAST_TURN_SECONDS)
+        patience = Patience(timeout_seconds)
         while True:
             with self._lock:
                 self.check_open()
@@ -190,21 +186,11 @@ class SlotRing(Generic[Result]):
                 waiter = threading.Lock()
                 waiter.acquire()
                 self._waiter = waiter
-            if left is None or turn is None:
-                waiter.acquire()
-                continue
-            # In turns, because the process may have been stopped: what counts is how long this
-            # has waited, not how late it is.
-            begin, turn = time.monotonic(), min(turn, left)
-            if not waiter.acquire(timeout=turn):
-                if left <= turn:
-                    raise BatchTimeoutError(
-                        f"batch {serial} was not ready within {timeout_seconds} s; call"
-                        " get_next_batch() again to go on waiting for it"
-                    )
-                left -= turn
-            else:
-                left = max(0.0, left - (time.monotonic() - begin))
+            if not patience.wait(partial(_acquired, waiter)) and patience.is_over:
+                raise BatchTimeoutError(
+                    f"batch {serial} was not ready within {timeout_seconds} s; call"
+                    " get_next_batch() again to go on waiting for it"
+                )
 
     def take(self, serial: int, *, forget: bool = False) -> None:
         """Put the batch that was waited for in use; `forget`: keep no reference to its result."""
@@ -323,3 +309,7 @@ class SlotRing(Generic[Result]):
         waiter, self._waiter = self._waiter, None
         if waiter is not None:
             waiter.release()
+
+
+def _acquired(lock: threading.Lock, seconds: float | None) -> bool:
+    return lock.acquire(timeout=-1 if seconds is None else seconds)

@@ -93,6 +93,13 @@ static void wait_at_gate(int fd)
         return next(fd, to, count, offset, flags);                                                \
     }
 
+EXPORT ssize_t read(int fd, void *to, size_t nbytes)
+{
+    NEXT(read);
+    wait_at_gate(fd);
+    return next(fd, to, nbytes);
+}
+
 PREAD(pread, off_t)
 PREAD(pread64, off64_t)
 PREADV(preadv, off_t)

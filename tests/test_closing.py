@@ -6,8 +6,11 @@ not free is found there by a collection at the end, which saves what it finds.
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import h5py
@@ -254,3 +257,50 @@ print(*(after[name] - before[name] for name in before))
     assert nbytes < 12 << 20
     assert maps < 40
     assert (descriptors, threads) == (0, 0)
+
+
+STOPPED = """
+def wait(data, gate=os.path.join(FOLDER, "gate")):
+    open(gate).close()  # until somebody opens it to write
+
+KINDS["waits"] = dict(data_field="raw", num_threads=1, timeout=1.0, workers=KIND, postprocess=wait)
+reader = opened("waits")
+reader.fetch_data()
+
+def go():
+    sys.stdin.readline()  # when the process goes on
+    open(os.path.join(FOLDER, "gate"), "w").close()
+
+threading.Thread(target=go, daemon=True).start()
+print("waits", flush=True)
+"""
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+@pytest.mark.parametrize("what", ["get_next_batch", "close"])
+def test_a_process_that_was_stopped_does_not_run_out_of_time(folder, tmp_path, kind, what):
+    """What counts is how long it has waited: it is stopped for longer than its timeout."""
+    if what == "get_next_batch":
+        body = STOPPED + "print(reader.get_next_batch().number)\nreader.close()\n"
+    else:
+        body = STOPPED + "reader.close()\nprint(reader._engine.slots)\n"
+    os.link(folder / "data.h5", tmp_path / "data.h5")
+    os.mkfifo(tmp_path / "gate")
+    script = SCRIPT + f"KIND = {kind!r}\n" + body
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as program:
+        assert program.stdin is not None
+        assert program.stdout is not None
+        assert program.stdout.readline() == "waits\n"
+        os.kill(program.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, program.pid, os.WSTOPPED)
+        time.sleep(1.5)  # that is what is tested
+        program.stdin.write("\n")
+        program.stdin.flush()
+        os.kill(program.pid, signal.SIGCONT)
+        assert program.stdout.read() == ("0\n" if what == "get_next_batch" else "[]\n")
+        assert program.wait(60) == 0

@@ -244,9 +244,9 @@ def test_only_written_chunks_of_sources_are_checked(
     checked, looked_up = [], []
     run, check_chunk = h5async.fallback.ChunkCheck.run, h5async.fallback.ChunkCheck._check
 
-    def note_run(self: Any, dataset: Any, sample: Any) -> None:
+    def note_run(self: Any, dataset: Any, sample: Any, require_open: Any) -> None:
         checked.append(sample.tolist())
-        run(self, dataset, sample)
+        run(self, dataset, sample, require_open)
 
     def note_chunk(self: Any, dataset: Any, corner: Any, *memory: Any) -> None:
         looked_up.append(corner)
