@@ -16,10 +16,13 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import ContextDecorator
+from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import NoReturn
 
 from h5async.errors import PostprocessError
+
+_PACKAGE = str(Path(__file__).parent)
 
 
 def interruption(error: BaseException | None) -> BaseException | None:
@@ -66,9 +69,10 @@ def _has_interrupted_frame(frame: FrameType) -> bool:
 
     That tells a handler which has put another one in its place before it raised.
     """
-    if frame.f_back is None:
-        return False
     code = frame.f_code
+    # (To look at the variables of a frame keeps what they are; no function of ours is a handler.)
+    if frame.f_back is None or code.co_filename.startswith(_PACKAGE):
+        return False
     names = code.co_varnames[: code.co_argcount]
     values = [frame.f_locals.get(name) for name in names]
     if code.co_flags & inspect.CO_VARARGS:
