@@ -98,10 +98,17 @@ class FileChanges:
         return self._in_file[path]
 
 
+def _cause(error: BaseException) -> BaseException:
+    """Return what an error began with."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
 def _all_of(layouts: Iterable[DatasetLayout]) -> Iterator[DatasetLayout]:
     """Yield layouts, and those of all datasets that hold their values."""
     for layout in layouts:
-        if layout.storage != "files":
+        if layout.storage != "files" and not layout.parts:  # else others hold the values
             yield layout
         yield from _all_of(layout.sources)
         yield from _all_of(part.source for part in layout.parts)

@@ -66,18 +66,24 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_note_fork)
 
 
+_is_exiting = False  # the interpreter
+
 # Those whose threads are at work when the interpreter ends.
 _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 @atexit.register
 def _close_all() -> None:
+    global _is_exiting
+    _is_exiting = True
     engines = list(_open_engines)
     for engine in engines:
         engine.stop(at_exit=True)
     end = time.monotonic() + _EXIT_SECONDS
     for engine in engines:  # all were told before any is waited for
         engine.join(max(0.0, end - time.monotonic()))
+        # A daemon thread that opens files may have h5py's lock, and would take it along.
+        engine.has_opened.wait(max(0.0, end - time.monotonic()))
 
 
 class Filled(NamedTuple):
@@ -109,6 +115,8 @@ class Engine:
         self.forks = _forks
         self.ring: SlotRing[Filled] = SlotRing(config.prefetch)
         self.filler: Filler | HelperFiller | None = None
+        self.has_opened = threading.Event()  # or is not being opened
+        self.has_opened.set()
         self.slots: list[DeviceSlot] = []
         self.device: Device = HostDevice()
 
@@ -121,7 +129,17 @@ class Engine:
         H5AsyncError
             As `AsyncReader` says.
         """
-        _open_engines.add(self)
+        self.has_opened.clear()
+        try:
+            _open_engines.add(self)
+            if _is_exiting and threading.current_thread().daemon:
+                raise SystemExit
+            self._open_dataset()
+            self.ring.check_open()  # at exit, it may have been closed meanwhile
+        finally:
+            self.has_opened.set()
+
+    def _open_dataset(self) -> None:
         with taking_memory(f"{self.config.hdf5_path} cannot be opened", _REMEDY):
             if self.config.workers == "thread":
                 self._open(open_dataset(self.config), None)

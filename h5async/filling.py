@@ -157,6 +157,7 @@ class _Fill:
         "plans",
         "request",
         "shares_left",
+        "turn",
     )
 
     def __init__(self, request: FillRequest) -> None:  # made in the thread of the caller: be brief
@@ -165,6 +166,7 @@ class _Fill:
         self.plans: Sequence[ReadPlan | StoredPlan] = []
         self.busy_ns = 0
         self.is_resident = False
+        self.turn = 0  # of what is resident
         self.shares_left = 0
         self.error: BaseException | None = None
 
@@ -275,7 +277,10 @@ class Filler:
         self._times = StageTimes()
         self._core = load_core()
         self._chunks: list[ChunkCache] = []  # by field; always this list
-        self._changes = FileChanges(self._layouts, partial(_forget, self._chunks))
+        # What a change of a file makes worthless; emptied at the end.
+        self._residencies = [] if self._resident is None else [self._resident]
+        forget = partial(_forget, self._chunks, self._residencies)
+        self._changes = FileChanges(self._layouts, forget)
         self._kept_files = affordable_files()
         self._fallback = FallbackReader(self._kept_files, self._changes)
         self._files = LocalFiles(
@@ -481,6 +486,7 @@ class Filler:
             self._scratch.clear()
             self._executors, self._stored_readers = [], {}
             self._chunks.clear()
+            self._residencies.clear()
             self._resident = self._cache = None
             self._slots = ()  # the caller may still hold a batch; nothing else keeps its memory
             self._then()
@@ -519,6 +525,8 @@ class Filler:
         batch.busy_ns = time.perf_counter_ns() - begin
 
     def _plans(self, batch: _Fill) -> Sequence[ReadPlan | StoredPlan]:
+        if self._resident is not None:
+            batch.turn = self._resident.turn
         if self._resident is None or not self._resident.has(batch.index):
             return [self._plan_field(field, batch) for field in range(len(self._layouts))]
         if self._cache is not None:
@@ -631,7 +639,7 @@ class Filler:
     def _note_kept(self, batch: _Fill) -> None:
         try:
             if batch.error is None and self._cache is not None:
-                self._cache.add(batch.index)
+                self._cache.add(batch.index, batch.turn)
         except BaseException as error:
             self._note_error(batch, error)
         self._begin_transform(batch)
@@ -824,9 +832,11 @@ def _nothing(*_: object) -> None:
     pass
 
 
-def _forget(caches: Sequence[ChunkCache]) -> None:
+def _forget(caches: Sequence[ChunkCache], residencies: Sequence[Residency]) -> None:
     for chunks in caches:
         chunks.clear()
+    for resident in residencies:
+        resident.forget()
 
 
 def start_thread(thread: threading.Thread, what: str) -> None:

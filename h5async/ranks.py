@@ -206,6 +206,13 @@ def _check_complete(environment: Mapping[str, str], sources: list[Source]) -> No
                     f" {there}={value}{others}); set both, or neither, or give the options rank"
                     " and world_size"
                 )
+    local = environment.get("LOCAL_WORLD_SIZE", "1")
+    if not sources and local != "1":
+        raise ConfigError(
+            f"LOCAL_WORLD_SIZE={local} is set in the environment, and neither RANK nor WORLD_SIZE"
+            " is, though a launcher that sets the one sets the others; pass them on, or give the"
+            " options rank and world_size"
+        )
 
 
 def _values(environment: Mapping[str, str], *names: str) -> str:

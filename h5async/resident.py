@@ -19,9 +19,16 @@ _HOST_SHARE = 0.5  # of what is free, where no budget is given
 
 
 class Residency:
-    """Which samples are in memory. Safe to use from many threads: samples come, and none goes."""
+    """Which samples are in memory. Safe to use from many threads: samples come, or all go at once.
+
+    Attributes
+    ----------
+    turn
+        How often all were forgotten.
+    """
 
     def __init__(self, num_samples: int, nbytes: int, where: str) -> None:
+        self.turn = 0
         self._is_kept = np.zeros(num_samples, np.bool_)
         self._nbytes = nbytes
         self._where = where
@@ -30,9 +37,18 @@ class Residency:
         """Tell whether all of some samples are there."""
         return bool(self._is_kept[index].all())
 
-    def add(self, index: Int64s) -> None:
-        """Note samples whose rows, of all fields, are there now."""
-        self._is_kept[index] = True
+    def add(self, index: Int64s, turn: int | None = None) -> None:
+        """Note samples whose rows, of all fields, are there now.
+
+        `turn`: when they were read; what was forgotten meanwhile is not noted.
+        """
+        if turn is None or turn == self.turn:
+            self._is_kept[index] = True
+
+    def forget(self) -> None:
+        """Forget all samples: their file has changed."""
+        self.turn += 1
+        self._is_kept = np.zeros_like(self._is_kept)  # what is noted meanwhile goes with the old
 
     def __str__(self) -> str:
         """Say how much is kept."""

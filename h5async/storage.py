@@ -33,7 +33,6 @@ if hasattr(time, "CLOCK_REALTIME_COARSE"):
 _SIGNATURE, _SUPERBLOCK_HEAD_NBYTES = b"\x89HDF\r\n\x1a\n", 12
 _QUICK_SECONDS = 0.01  # between two looks at whether the reader was closed
 _LEAST_KEPT, _MOST_KEPT = 4, 8192  # files; each map counts against vm.max_map_count, 65,530
-_QUIET_NS = 50_000_000  # that a file must have been left alone before it is looked at anew
 _TRIES = 5  # to read a slice of a batch while nobody changes the file
 
 
@@ -72,28 +71,24 @@ class FileStamp(NamedTuple):
         )
 
     @classmethod
-    def settled(cls, file: int | str | Path, age_ns: int = 0) -> FileStamp:
-        """Return that of a file once a change from now on would show in it.
+    def settled(cls, file: int | str | Path) -> FileStamp:
+        """Return that of a file, where possible once a change from now on would show in it.
 
         File systems take the time from a clock that ticks every few milliseconds (some count whole
         seconds), and when a write begins: a second change within a tick, and what is left of that
-        write, leave no trace. Where the file was changed that recently, this waits for a tick, or
-        until the change is `age_ns` old.
-
-        Raises
-        ------
-        ReadError
-            If the file is changed in tick after tick.
+        write, leave no trace. Where the file was changed that recently, this waits for a tick, and
+        no longer than two: it may be written to all the time.
         """
-        for _ in range(_TRIES):
-            stamp = cls.of(file)
+        stamp = cls.of(file)
+        for _ in range(2):
             is_whole = stamp.changed_ns % 1_000_000_000 == 0
-            least_ns = max(age_ns, 1_000_000_000 if is_whole else _TICK_NS)
-            left_ns = stamp.changed_ns + least_ns - time.time_ns()
-            if not 0 < left_ns <= least_ns:
-                return stamp
-            time.sleep((left_ns + _TICK_NS) / 1e9)
-        raise ReadError(f"{file} is being written to, again and again; read it when that is done")
+            tick_ns = 1_000_000_000 if is_whole else _TICK_NS
+            left_ns = stamp.changed_ns + tick_ns - time.time_ns()
+            if not 0 < left_ns <= tick_ns:
+                break
+            time.sleep((left_ns + _TICK_NS / 2) / 1e9)
+            stamp = cls.of(file)
+        return stamp
 
 
 class FileEventError(Exception):
@@ -362,7 +357,8 @@ class LocalFiles:
         ReadError
             If it cannot be opened, is another file, or another index was found in it.
         """
-        with self.using(path, expected) as file:
+        file = self._take(path, expected)
+        try:
             for _ in range(_TRIES):
                 stamp = file.stamp
                 try:
@@ -375,17 +371,32 @@ class LocalFiles:
                     if interruption(error) is not None or not file.has_changed(stamp):
                         raise
                 self._look(file, stamp)
-        raise changed(path, "it is written to again and again")
+            self._read_beside_a_writer(file, work)
+        finally:
+            self._give_back(path)
+
+    def _read_beside_a_writer(
+        self, file: LocalFile, work: Callable[[LocalFile, FileStamp], bool]
+    ) -> None:
+        """Read from a file that is changed all the time, and look at it after that."""
+        stamp = file.stamp
+        try:
+            work(file, stamp._replace(nbytes=-1))  # which nobody compares
+        except FileEventError as event:
+            raise changed(file.path, "a page of its memory map cannot be read") from event
+        except H5AsyncError as error:
+            self._look(file, stamp)
+            raise changed(file.path, f"it is written to all the time ({error})") from error
+        self._look(file, stamp)
 
     def _look(self, file: LocalFile, stamp: FileStamp) -> None:
         """See that a file which was changed still holds what was indexed; one thread looks."""
         with file.looking:
-            if file.stamp is not stamp or FileStamp.of(file.descriptor) == stamp:
+            now = FileStamp.of(file.descriptor)
+            if file.stamp is not stamp or now == stamp:
                 return
-            try:
-                now = FileStamp.settled(file.descriptor, _QUIET_NS)
-            except ReadError as error:
-                raise changed(file.path, "it is written to again and again") from error
+            if now[:4] != stamp[:4]:
+                now = FileStamp.settled(file.descriptor)
             # Of a file that has lost its name, the status was changed by that, and nothing else.
             if now[:4] != stamp[:4] or _has_name(file):
                 self._look_anew(file, now)
@@ -401,21 +412,27 @@ class LocalFiles:
         ReadError
             If it cannot be opened, or has not the device and inode that are `expected`.
         """
+        file = self._take(path, expected)
+        try:
+            yield file
+        finally:
+            self._give_back(path)
+
+    def _take(self, path: str, expected: FileStamp) -> LocalFile:
         with self._lock:
             file = self._files.get(path)
             if file is not None:
                 self._users[path] += 1
                 self._files.move_to_end(path)
-        if file is None:
-            file = self._opened(path, expected)
-        try:
-            yield file
-        finally:
-            with self._lock:
-                self._users[path] -= 1
-                unused = self._unused()
-            for other in unused:
-                other.close()
+                return file
+        return self._opened(path, expected)
+
+    def _give_back(self, path: str) -> None:
+        with self._lock:
+            self._users[path] -= 1
+            unused = self._unused() if len(self._files) > self._kept else ()
+        for other in unused:
+            other.close()
 
     def close(self) -> None:
         """Close all files. Idempotent."""

@@ -6,6 +6,7 @@ threads and in the thread of the caller.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -198,6 +199,119 @@ def test_a_change_of_the_status_alone_is_no_change(tmp_path, options, way):
     assert not caught
 
 
+def every_kind(folder: Path) -> dict[str, dict[str, Any]]:
+    """Write a dataset of each kind of storage; return the options that read it."""
+    table = np.zeros(ROWS, [("a", "i2"), ("b", "f4", ROW)])
+    table["b"] = values(1)
+    with h5py.File(folder / "f.h5", "w") as file:
+        file["contiguous"] = file["source"] = values(1)
+        file["table"] = table
+        file.create_dataset("chunked_table", data=table, chunks=(8,), compression="gzip")
+        file.create_dataset("gzip", data=values(1), chunks=(8, 6, 5), compression="gzip")
+        file.create_dataset("by_h5py", data=values(1), chunks=(8, 6, 5), scaleoffset=4)
+        plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        plist.set_layout(h5py.h5d.COMPACT)
+        space = h5py.h5s.create_simple((ROWS, *ROW))
+        h5py.h5d.create(file.id, b"compact", h5py.h5t.IEEE_F32LE, space, plist)
+        file["compact"][...] = values(1)
+        layout = h5py.VirtualLayout((ROWS, *ROW), "f4")
+        layout[...] = h5py.VirtualSource(file["source"])
+        file.create_virtual_dataset("virtual", layout)
+        values(1).tofile(folder / "f.raw")
+        external = [(str(folder / "f.raw"), 0, h5py.h5f.UNLIMITED)]
+        file.create_dataset("external", (ROWS, *ROW), "f4", external=external)
+    names = ["contiguous", "gzip", "by_h5py", "compact", "virtual", "external"]
+    fields = {name: name for name in [*names, "table/b", "chunked_table/b"]}
+    return {name: {"fields": {"data": path}} for name, path in fields.items()}
+
+
+@pytest.mark.parametrize("what", ["touched", "an attribute", "linked", "another dataset"])
+def test_a_change_that_leaves_the_values_alone_is_none_to_any_kind_of_field(
+    tmp_path, options, what
+):
+    for name, fields in every_kind(tmp_path).items():
+        path = tmp_path / "f.h5"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FileChangedWarning)
+            with AsyncReader(
+                hdf5_path=path, allow_external=tmp_path, **options, **fields
+            ) as reader:
+                reader.get_next_batch()
+                if what == "touched":
+                    os.utime(path)
+                    os.utime(tmp_path / "f.raw")
+                elif what == "linked":
+                    os.link(path, tmp_path / f"{name.replace('/', '_')}.link")
+                else:
+                    code = "file.attrs['n'] = 1" if what == "an attribute" else "file['x'] = 1"
+                    code = f"with h5py.File(path, 'r+', locking=False) as file: {code}"
+                    in_another_process(code.replace("'x'", f"'x{name}'"), path)
+                for batch in take(reader, len(reader)):
+                    assert np.array_equal(batch.data, values(1)[batch.index]), name
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give up its rights")
+def test_a_file_that_may_not_be_opened_any_more_is_read_on(tmp_path):
+    path = tmp_path / "file.h5"
+    write(path, 1, WAYS["gzip"])
+    tmp_path.chmod(0o755)
+    for parent in tmp_path.parents[:2]:
+        parent.chmod(0o755)
+    code = """
+        import os, sys
+        from h5async import AsyncReader
+        reader = AsyncReader(hdf5_path=sys.argv[1], batch_size=10, device="cpu")
+        reader.get_next_batch()
+        os.chmod(sys.argv[1], 0)
+        os.setuid(65534)
+        for batch in reader:
+            assert (batch.data[:, 0, 0] == batch.index + 1000).all()
+        print("fine")
+    """
+    done = run(code, path)
+    assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
+
+
+def test_a_file_that_is_touched_all_the_time_can_be_read(tmp_path, options):
+    path, is_over, touches = tmp_path / "file.h5", threading.Event(), []
+    write(path, 1, WAYS["gzip"])
+
+    def touch() -> None:
+        while not is_over.is_set():
+            os.utime(path)
+            touches.append(1)
+
+    toucher = threading.Thread(target=touch)
+    with warnings.catch_warnings(), AsyncReader(hdf5_path=path, **options) as reader:
+        warnings.simplefilter("ignore", FileChangedWarning)
+        toucher.start()
+        try:
+            assert all(is_of(batch, 1) for batch in take(reader, 6))
+        finally:
+            is_over.set()
+            toucher.join()
+    assert touches
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_rows_that_are_kept_in_memory_are_forgotten(tmp_path, num_threads):
+    path = tmp_path / "file.h5"
+    write(path, 1, {})
+    with AsyncReader(
+        hdf5_path=path, batch_size=10, cache="host", shuffle="full", device="cpu", prefetch=1,
+        num_threads=num_threads,
+    ) as reader:  # fmt: skip
+        take(reader, len(reader) + 2)
+        with h5py.File(path, "r+") as file:
+            file["data"][...] = values(2)
+            file["labels"][...] += 1000
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FileChangedWarning)
+            found = take(reader, 3 * len(reader))
+    # Until a batch needs the file, all come out of memory; none is of both.
+    assert all(is_of(batch, 1) or is_of(batch, 2) for batch in found)
+
+
 def test_a_warning_that_is_an_error_costs_no_batch(tmp_path, options):
     path = tmp_path / "file.h5"
     write(path, 1, {})
@@ -295,13 +409,13 @@ def test_a_writer_that_does_not_stop_is_an_error_or_none(tmp_path, options):
     write(path, 0, {})
     with h5py.File(path) as file:
         offset = file["data"].id.get_offset()
-    seeds, is_over = iter(range(1, 1 << 30)), threading.Event()
+    seeds, is_over = itertools.count(1), threading.Event()
 
     def rewrite() -> None:
         with path.open("r+b", buffering=0) as file:
             while not is_over.is_set():
                 file.seek(offset)
-                file.write(values(next(seeds)).tobytes())
+                file.write(values(next(seeds) % 1000).tobytes())
 
     writer = threading.Thread(target=rewrite)
     options = {**options, "labels_field": None}
@@ -315,10 +429,10 @@ def test_a_writer_that_does_not_stop_is_an_error_or_none(tmp_path, options):
             writer.join()
         for batch in found:
             if isinstance(batch, ReadError):
-                assert "again and again" in str(batch)
+                assert "written to all the time" in str(batch)
             else:
                 assert ((batch.data[:, 0, 0] - batch.index) % 1000 == 0).all()
-        last = next(seeds) - 1
+        last = (next(seeds) - 1) % 1000
         take(reader, 1)  # which was begun before
         for batch in take(reader, len(reader)):
             assert np.array_equal(batch.data, values(last)[batch.index])
@@ -502,3 +616,74 @@ def test_a_file_that_is_copied_while_it_is_read_is_no_change(tmp_path, options):
     with AsyncReader(hdf5_path=path, **options) as reader:
         shutil.copy(path, tmp_path / "copy.h5")
         assert all(is_of(batch, 1) for batch in take(reader, len(reader)))
+
+
+GUARDS_OF_OTHERS = r"""
+#define _GNU_SOURCE
+#include <setjmp.h>
+#include <signal.h>
+#include <stddef.h>
+#include <unistd.h>
+#include <sys/mman.h>
+
+static sigjmp_buf back;
+
+static void jump(int number) { (void)number; siglongjmp(back, 1); }
+static void say(int number) { (void)number; if (write(1, "once\n", 5) < 0) _exit(9); }
+
+void install(int once)
+{
+    struct sigaction action = {.sa_handler = once ? say : jump,
+                               .sa_flags = once ? (int)SA_RESETHAND : SA_NODEFER};
+    sigaction(SIGBUS, &action, NULL);
+}
+
+void *map(int fd, long nbytes) { return mmap(NULL, (size_t)nbytes, PROT_READ, MAP_SHARED, fd, 0); }
+
+int touch(const volatile char *at)
+{
+    if (sigsetjmp(back, 1))
+        return 1; /* the fault was survived */
+    return at[0];
+}
+"""
+
+
+@needs_guard
+@pytest.mark.parametrize("is_used", [False, True])
+@pytest.mark.parametrize("once", [0, 1])
+def test_guards_of_other_libraries_work_beside_ours(large, tmp_path, once, is_used):
+    """One jumps out of its handler, as ours does, again and again; one wants to be asked once."""
+    compiler = shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("needs a compiler")
+    (tmp_path / "other.c").write_text(GUARDS_OF_OTHERS)
+    library = tmp_path / "other.so"
+    command = [compiler, "-shared", "-fPIC", "-O1", "-o", library, tmp_path / "other.c"]
+    subprocess.run(command, check=True)
+    script = """
+        import ctypes, os, sys
+        from h5async import AsyncReader
+        other = ctypes.CDLL(sys.argv[2])
+        other.map.restype, other.map.argtypes = ctypes.c_void_p, [ctypes.c_int, ctypes.c_long]
+        other.touch.argtypes = [ctypes.c_void_p]
+        once, is_used = int(sys.argv[3]), sys.argv[4] == "True"
+        other.install(once)
+        reader = AsyncReader(hdf5_path=sys.argv[1], data_field="contiguous", labels_field=None,
+                             num_threads=0, device="cpu")
+        with open(sys.argv[2] + ".short", "w+b") as file:
+            file.truncate(8192)
+            own = other.map(file.fileno(), 8192)
+            file.truncate(0)
+        for _ in range(20):
+            if is_used:
+                reader.get_next_batch()
+            assert other.touch(own) == 1
+        reader.close()
+        print("fine")
+    """
+    done = run(script, large, library, once, is_used)
+    if once:
+        assert (done.returncode, done.stdout) == (-7, "once\n"), done.stderr
+    else:
+        assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr

@@ -629,3 +629,9 @@ def test_processes_of_mpiexec_step_together(path):
         assert [[len(index) for _, index in step] for step in epoch] == [[4, 4, 4], [3, 4, 4]]
         found = [sample for step in epoch for _, index in step for sample in index]
         assert sorted(found) == list(range(23))
+
+
+def test_a_launcher_of_which_only_the_local_half_came_through_is_refused():
+    with pytest.raises(ConfigError, match=r"LOCAL_WORLD_SIZE=4 .*neither RANK nor WORLD_SIZE"):
+        find_rank({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"})
+    assert find_rank({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}) == (0, 1)

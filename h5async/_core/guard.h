@@ -18,8 +18,10 @@ typedef struct {
 } Guard;
 
 static _Thread_local Guard *volatile guard_here IN_STATIC_TLS;
-static _Thread_local volatile int is_passing_on IN_STATIC_TLS;
+static _Thread_local char *volatile passing_on IN_STATIC_TLS; /* where the stack was; or NULL */
+static _Thread_local volatile int times_nested IN_STATIC_TLS;
 
+enum { MAX_NESTED = 4 };
 enum { MAX_TRIES = 1000 }; /* the flag may have been set where this process was forked from */
 
 static struct sigaction handlers_before[2]; /* one is in use while the other one is written */
@@ -32,26 +34,42 @@ static void give_up(int number)
     sigaction(number, &standard, NULL);
 }
 
+/* Whether a handler that was passed a signal is at work in this thread, and has caused this one: by
+   raising it again, or by a fault of its own, a few times over. One that was left by a jump is not,
+   and its place on the stack may be used again. */
+static int is_nested(char *here, int is_sent)
+{
+    if (passing_on == NULL || here >= passing_on) {
+        times_nested = 0;
+        return 0;
+    }
+    return is_sent || ++times_nested > MAX_NESTED;
+}
+
 static void pass_on(int number, siginfo_t *info, void *context)
 {
-    struct sigaction next = handlers_before[atomic_load(&handler_in_use)];
+    char here;
+    struct sigaction *known = &handlers_before[atomic_load(&handler_in_use)], next = *known;
     int is_sent = info == NULL || info->si_code <= 0; /* by a process: it does not come again */
-    if ((next.sa_flags & SA_SIGINFO) == 0 && next.sa_handler == SIG_IGN && is_sent)
+    int has_info = (next.sa_flags & SA_SIGINFO) != 0;
+    if (!has_info && next.sa_handler == SIG_IGN && is_sent)
         return;
-    /* Where that handler raises the signal once more, it comes here again: then that is the end. */
-    if (is_passing_on || ((next.sa_flags & SA_SIGINFO) == 0 &&
-                          (next.sa_handler == SIG_DFL || next.sa_handler == SIG_IGN))) {
+    if ((!has_info && (next.sa_handler == SIG_DFL || next.sa_handler == SIG_IGN)) ||
+        is_nested(&here, is_sent)) {
         give_up(number);
         if (is_sent)
             raise(number);
         return; /* a fault is met again, now with the standard action */
     }
-    is_passing_on = 1;
-    if (next.sa_flags & SA_SIGINFO)
+    if (next.sa_flags & (int)SA_RESETHAND)
+        *known = (struct sigaction){.sa_handler = SIG_DFL}; /* it wants to be asked once */
+    char *volatile outer = passing_on;
+    passing_on = &here;
+    if (has_info)
         next.sa_sigaction(number, info, context);
     else
         next.sa_handler(number);
-    is_passing_on = 0;
+    passing_on = outer;
 }
 
 static void on_bus_error(int number, siginfo_t *info, void *context)
@@ -114,6 +132,7 @@ static __attribute__((noinline)) int guarded(const File *file, void (*work)(void
     install_guard();
     if (sigsetjmp(guard.back, 0))
         return 0;
+    passing_on = NULL; /* a handler may have been left by a jump */
     guard_here = &guard;
     atomic_signal_fence(memory_order_seq_cst);
     work(data);
