@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from h5async.interruptions import suppressing
+
 _ROOT = Path("/")
 
 
@@ -133,19 +135,16 @@ def _unescaped(word: str) -> str:
 
 def _text(path: Path) -> str:
     """Return what a file holds, names as the file system takes them; ``""``: it cannot be read."""
-    try:
-        with open(path, "rb", buffering=0) as file:
-            return os.fsdecode(file.read() or b"")
-    except (OSError, ValueError):
-        return ""
+    with suppressing(OSError, ValueError), open(path, "rb", buffering=0) as file:
+        return os.fsdecode(file.read() or b"")
+    return ""
 
 
 def _number(path: Path) -> int | None:
     """Return the number in a file; None where there is none ("max", say)."""
-    try:
+    with suppressing(ValueError):
         return int(_text(path))
-    except ValueError:
-        return None
+    return None
 
 
 def _pairs(text: str) -> Iterator[tuple[str, int]]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from h5async.controlgroups import MemoryLeft, memory_left
+from h5async.interruptions import suppressing
 
 try:
     import resource
@@ -76,12 +77,10 @@ def _slurm_tasks(text: str) -> list[int]:
 
 
 def _of_machine(root: Path) -> MemoryLeft:
-    try:
+    with suppressing(OSError, ValueError, IndexError):
         for line in (root / "proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 return MemoryLeft(int(line.split()[1]) * 1024, "MemAvailable in /proc/meminfo")
-    except (OSError, ValueError, IndexError):
-        pass
     nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return MemoryLeft(nbytes, "the memory of this machine")
 
@@ -103,9 +102,8 @@ def _of_process(root: Path) -> list[MemoryLeft]:
 
 def _used_by_process(root: Path) -> dict[str, int]:
     """Return sizes in bytes, by the names of `/proc/self/status`."""
-    try:
+    text = ""
+    with suppressing(OSError):
         text = (root / "proc/self/status").read_text(errors="replace")
-    except OSError:
-        return {}
     found = re.findall(r"^(Vm\w+):\s*(\d+) kB$", text, re.MULTILINE)
     return {name: int(count) * 1024 for name, count in found}

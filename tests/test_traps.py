@@ -734,8 +734,8 @@ def test_unwritten_chunks_that_h5py_reads(tmp_path, monkeypatch, filters, shape,
     monkeypatch.setattr(
         fallback.ChunkCheck,
         "run",
-        lambda self, dataset, sample: run(
-            self, SimpleNamespace(id=UnluckyDataset(dataset.id)), sample
+        lambda self, dataset, sample, require_open: run(
+            self, SimpleNamespace(id=UnluckyDataset(dataset.id)), sample, require_open
         ),
     )
     check(path, fallback=DIFFERS)
