@@ -475,27 +475,33 @@ class Filler:
 
     def _end(self) -> None:
         """Let go of all that only workers use; after the last of them."""
-        with self._lock:
-            if self._is_ending:
-                return
-            self._is_ending = True
+        is_ours = False
         try:
-            self._close_files()
-            self._final_stats = self.stats()
-            self._scratches.clear()
-            self._scratch.clear()
-            self._executors, self._stored_readers = [], {}
-            self._chunks.clear()
-            self._residencies.clear()
-            self._resident = self._cache = None
-            self._slots = ()  # the caller may still hold a batch; nothing else keeps its memory
-            self._then()
-            self._cut_cycles()
+            with self._lock:
+                if not self._is_ending:
+                    self._is_ending = is_ours = True
+            if is_ours:
+                self._let_go()
         except BaseException as error:
-            self._is_ending = interruption(error) is None  # else the next `stop` ends it
+            if is_ours and interruption(error) is not None:
+                self._is_ending = False  # the next `stop` ends it
             raise
         finally:
-            self._has_ended.set()
+            if is_ours:
+                self._has_ended.set()
+
+    def _let_go(self) -> None:
+        self._close_files()
+        self._final_stats = self.stats()
+        self._scratches.clear()
+        self._scratch.clear()
+        self._executors, self._stored_readers = [], {}
+        self._chunks.clear()
+        self._residencies.clear()
+        self._resident = self._cache = None
+        self._slots = ()  # the caller may still hold a batch; nothing else keeps its memory
+        self._then()
+        self._cut_cycles()
 
     def _cut_cycles(self) -> None:
         """Let go of functions whose owners hold this object, which nobody would collect."""
@@ -585,9 +591,9 @@ class Filler:
         if error is None:
             return True
         try:
-            self._note_error(batch, error)
-        finally:
+            self._note_error(batch, error)  # an interruption passes, with all that it holds
             forget_frames(error)
+        finally:
             del error  # it has this frame, where it was raised again
         return False
 

@@ -175,6 +175,7 @@ class AsyncReader:
             self._engine.open()
         except BaseException:
             self._engine.close()
+            self._dropped.detach()
             raise
         self._held: Batch | None = None  # with debug_lifetimes: the batch that the caller holds
 

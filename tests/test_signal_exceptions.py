@@ -230,6 +230,7 @@ def reader_of(options, **more):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("form", FORMS)
 def test_opening(tmp_path, form):
     options = form(tmp_path)
@@ -266,6 +267,7 @@ def test_a_list_of_datasets(tmp_path, kind):
             assert [name for name, _ in at] == ["group/data", "labels", "soft"]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_name_that_is_not_there(tmp_path, kind):
     """The message, which lists what is there, is not made in an exception's place."""

@@ -197,7 +197,12 @@ def starting(self):
     slow.slow_gate(1)
     start(self)
 h5async.filling.Filler.start = starting
-made = threading.Thread(target=lambda: opened(hdf5_path="part*.h5", data_field="raw"))
+def make():
+    try:
+        opened(hdf5_path="part*.h5", data_field="raw")
+    except h5async.ReaderClosedError:
+        pass
+made = threading.Thread(target=make)
 made.start()
 slow.slow_await(1)
 before = slow.slow_begun()
