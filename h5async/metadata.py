@@ -315,7 +315,7 @@ class _Indexer:
         for entry in layout.filters:
             if _is_hdf5s(entry):
                 raise NotDirectError(f"filter {entry.number} ({entry.label}) is decoded by HDF5")
-        is_columns = layout.storage == "contiguous" and layout.sample_axis != 0
+        is_columns = layout.storage in ("contiguous", "external") and layout.sample_axis != 0
         if is_columns and not may_map(layout.file, self._reach.io):
             raise NotDirectError(
                 "columns of a contiguous dataset are read by mapping, which needs a local file"

@@ -514,6 +514,20 @@ def test_a_mapped_file_that_is_cut_short_is_an_error(large, name, io, num_thread
     assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
 
 
+@pytest.mark.parametrize("num_threads", [0, 2])
+@pytest.mark.parametrize("name", ["contiguous", "chunks", "gzip", "blosc2", "columns"])
+def test_without_the_core_nothing_is_mapped_by_default(large, name, num_threads):
+    script = CUT_SHORT.format(
+        io="auto",
+        num_threads=num_threads,
+        num_dim=int(name == "columns"),
+        before="",
+        after="assert not [line for line in open('/proc/self/maps') if path in line]",
+    )
+    done = run(script, large, name, env={**os.environ, "H5ASYNC_CORE": "0"})
+    assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
+
+
 OTHERS = {
     # name: (before, after): handlers that stand before or behind ours, and are still asked
     "faulthandler_before": ("faulthandler.enable()", ""),

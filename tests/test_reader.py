@@ -35,7 +35,7 @@ from h5async import (
     ReaderConfig,
     ReadError,
 )
-from h5async.core import mapping_mode
+from h5async import core as core_module
 from h5async.filling import Filler
 from h5async.mounts import can_map
 from h5async.storage import FileStamp, LocalFile
@@ -1373,13 +1373,13 @@ def test_every_io_mode_gives_what_h5py_gives(
             files = list(reader._engine.filler._files._files.values())
             assert len(files) == (not through_h5py)
             for file in files:
-                assert file.io == mapping_mode(io)
+                assert file.io == core_module.mapping_mode(io)
                 assert (file.map_nbytes > 0) == is_mapped
 
 
 def can_be_mapped(path: Path, io: str) -> bool:
     """Tell whether a file is mapped: by default, only where the core guards what reads the map."""
-    return io == "map" or (mapping_mode(io) == "auto" and can_map(str(path)))
+    return io == "map" or (core_module.mapping_mode(io) == "auto" and can_map(str(path)))
 
 
 def test_columns_are_read_by_mapping_and_a_reason_says_so(kinds: Path) -> None:
