@@ -260,7 +260,7 @@ def test_a_file_that_may_not_be_opened_any_more_is_read_on(tmp_path):
     code = """
         import os, sys
         from h5async import AsyncReader
-        reader = AsyncReader(hdf5_path=sys.argv[1], batch_size=10, device="cpu")
+        reader = AsyncReader(hdf5_path=sys.argv[1], batch_size=10, num_threads=0, device="cpu")
         reader.get_next_batch()
         os.chmod(sys.argv[1], 0)
         os.setuid(65534)
