@@ -19,6 +19,18 @@ N = 200
 PACKAGE = str(Path(h5async.__file__).parent)
 
 
+# Between `open` and the `with` that closes it a file is nobody's: what strikes there leaves it to the
+# garbage collector, which says so.
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
+
+
+@pytest.fixture(autouse=True)
+def _leftovers_are_collected_here():
+    """Collect what a strike left, lest the warning come in the middle of another test."""
+    yield
+    gc.collect()
+
+
 @pytest.fixture
 def path(tmp_path):
     path = tmp_path / "data.h5"
