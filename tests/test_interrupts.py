@@ -19,8 +19,8 @@ N = 200
 PACKAGE = str(Path(h5async.__file__).parent)
 
 
-# Between `open` and the `with` that closes it a file is nobody's: what strikes there leaves it to the
-# garbage collector, which says so.
+# Between `open` and the `with` that closes it nobody owns a file: what strikes there leaves it to
+# the garbage collector, which warns of it.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 
 

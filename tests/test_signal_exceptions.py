@@ -29,8 +29,8 @@ KINDS = [TimeoutError, OSError, RuntimeError, ValueError, KeyError, ZeroDivision
 NUMBER = signal.SIGUSR1
 
 
-# Between `open` and the `with` that closes it a file is nobody's: what strikes there leaves it to the
-# garbage collector, which says so.
+# Between `open` and the `with` that closes it nobody owns a file: what strikes there leaves it to
+# the garbage collector, which warns of it.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 
 
