@@ -31,13 +31,13 @@ from typer.core import TyperGroup
 
 from h5async import AsyncReader, H5AsyncError, ReaderConfig, ReaderStats, __version__
 from h5async.bench import Trial, alternatives, run_flat_out
-from h5async.core import load_core
-from h5async.cost import read_cost
-from h5async.layout import DatasetLayout
-from h5async.links import Reach
-from h5async.metadata import list_layouts
+from h5async.core.binding import load_core
+from h5async.index.cost import read_cost
+from h5async.index.layout import DatasetLayout
+from h5async.index.links import Reach
+from h5async.index.metadata import list_layouts
 from h5async.names import printable
-from h5async.native import way_of
+from h5async.read.native import way_of
 
 _REFRESH_SECONDS = 0.1
 _BLOCK_SECONDS = 0.5  # for which rows may be held back that could be printed with others

@@ -35,10 +35,10 @@ from pydantic import (
 )
 from pydantic import Field as Bound
 
-from h5async.controlgroups import cpu_quota
 from h5async.errors import ConfigError, ReadError
-from h5async.interruptions import interruption, passing, raise_again, suppressing
 from h5async.names import name_bytes, name_text
+from h5async.system.controlgroups import cpu_quota
+from h5async.system.interruptions import interruption, passing, raise_again, suppressing
 
 _RESERVED_FIELD_NAMES = frozenset(
     {"copy", "count", "epoch", "index", "keys", "last", "number", "size"}

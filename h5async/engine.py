@@ -17,10 +17,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 from h5async.config import ReaderConfig
-from h5async.cost import direct_share
-from h5async.dataset import Samplings, open_dataset
-from h5async.device import Device, DeviceSlot, HostDevice, find_device, needs_host
-from h5async.devicedecode import NotDecoded, find_formats
+from h5async.deliver.device import Device, DeviceSlot, HostDevice, find_device, needs_host
+from h5async.deliver.devicedecode import NotDecoded, find_formats
+from h5async.deliver.slots import SlotRing
+from h5async.deliver.trial import DecodeTrial
 from h5async.errors import (
     ConfigError,
     DeviceError,
@@ -30,21 +30,21 @@ from h5async.errors import (
     out_of_memory,
     taking_memory,
 )
-from h5async.filling import THREAD_NAME, Filler, FillOutcome, FillRequest, wanted_kept_nbytes
-from h5async.fingerprint import fingerprint
-from h5async.helper import HelperFiller
-from h5async.interruptions import interruption, passing
-from h5async.layout import DatasetLayout
-from h5async.limits import MemoryBudget
-from h5async.ranks import Rank, Source, find_source, may_change
-from h5async.resident import Budget, Residency
-from h5async.sampling import Sampling
-from h5async.schedule import Course, Schedule
-from h5async.slots import SlotRing
+from h5async.fill.dataset import Samplings, open_dataset
+from h5async.fill.filling import THREAD_NAME, Filler, FillOutcome, FillRequest, wanted_kept_nbytes
+from h5async.fill.limits import MemoryBudget
+from h5async.fill.resident import Budget, Residency
+from h5async.index.cost import direct_share
+from h5async.index.fingerprint import fingerprint
+from h5async.index.layout import DatasetLayout
+from h5async.order.ranks import Rank, Source, find_source, may_change
+from h5async.order.sampling import Sampling
+from h5async.order.schedule import Course, Schedule
+from h5async.plan.stored import StoredFormat
+from h5async.plan.transform import RowTransform, row_transform
+from h5async.process.helper import HelperFiller
 from h5async.stats import ReaderStats, StageTimes, Waits
-from h5async.stored import StoredFormat
-from h5async.transform import RowTransform, row_transform
-from h5async.trial import DecodeTrial
+from h5async.system.interruptions import interruption, passing
 
 _STATE_VERSION = 1
 _MOMENT_SECONDS = 0.5

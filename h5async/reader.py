@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig, check_timeout
-from h5async.device import Device
+from h5async.deliver.device import Device
 from h5async.engine import Engine, Filled
 from h5async.errors import (
     BatchExpiredError,
@@ -24,7 +24,7 @@ from h5async.errors import (
     FileChangedWarning,
     taking_memory,
 )
-from h5async.layout import DatasetLayout
+from h5async.index.layout import DatasetLayout
 from h5async.stats import ReaderStats
 
 

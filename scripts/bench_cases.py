@@ -554,7 +554,7 @@ def without_core(run: Run) -> Run:
     """Let readers read in Python: a row at a time, so that one read is in flight a thread."""
 
     def run_in_python(count: int) -> ways.Timed:
-        with patch("h5async.filling.load_core", lambda: None):
+        with patch("h5async.fill.filling.load_core", lambda: None):
             return run(count)
 
     return run_in_python

@@ -55,8 +55,8 @@ from rich.console import Console
 from rich.table import Table
 
 from h5async import AsyncReader
-from h5async.codecs import FilterPipeline, Scratch
-from h5async.filters import Filter
+from h5async.codec.filters import Filter
+from h5async.read.codecs import FilterPipeline, Scratch
 
 OF_DECODER = 0.9
 MEMORY_BOUND = 0.25  # of memcpy's speed: a decoder above it is bound by memory, not by itself

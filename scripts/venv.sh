@@ -11,7 +11,7 @@ fi
 extra="${1:-}"
 [ ! -e .venv/installed-dev ] || extra=dev # which has all that the others have
 stamp=".venv/installed-${extra:-alone}"
-if [ ! -e "$stamp" ] || [ -n "$(find pyproject.toml h5async/_core.c h5async/_core -newer "$stamp" -print -quit)" ]; then
+if [ ! -e "$stamp" ] || [ -n "$(find pyproject.toml h5async/core/src -newer "$stamp" -print -quit)" ]; then
     .venv/bin/python -m pip install --quiet --disable-pip-version-check --editable ".${extra:+[$extra]}"
     touch "$stamp"
 fi

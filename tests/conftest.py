@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 
 from h5async import AsyncReader
-from h5async.core import Core, load_core
+from h5async.core.binding import Core, load_core
 
 if load_core() is None:
     # Without the core files are not mapped by default. Here they are, so that both ways of Python's
     # are tested: by maps in this process, and by reads in those that tests start.
-    for module in ("core", "dataset", "filling"):
+    for module in ("core.binding", "fill.dataset", "fill.filling"):
         importlib.import_module(f"h5async.{module}").mapping_mode = lambda io: io  # type: ignore[attr-defined]
 
 POISON = 0xA5  # what a buffer holds before anything was read into it
@@ -241,4 +241,4 @@ def assert_reads_like_h5py(
 @pytest.fixture
 def python_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Execute plans in Python, though the compiled core may be there."""
-    monkeypatch.setattr("h5async.filling.load_core", lambda: None)
+    monkeypatch.setattr("h5async.fill.filling.load_core", lambda: None)

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from h5async import ReaderConfig, cli
-from h5async.core import load_core
+from h5async.core.binding import load_core
 from h5async.stats import STAGES
 
 BY_US = "direct, by the core" if load_core() else "direct, in Python"

@@ -35,10 +35,10 @@ from h5async import (
     ReaderConfig,
     ReadError,
 )
-from h5async import core as core_module
-from h5async.filling import Filler
-from h5async.mounts import can_map
-from h5async.storage import FileStamp, LocalFile
+from h5async.core import binding as core_module
+from h5async.fill.filling import Filler
+from h5async.io.storage import FileStamp, LocalFile
+from h5async.system.mounts import can_map
 
 DEADLOCK_SECONDS = 30
 NUM_SAMPLES = 23
@@ -378,7 +378,7 @@ def test_shuffled_epochs_hold_each_sample_once_and_differ(train: Path, shuffle: 
 def test_batches_are_the_same_for_every_number_of_threads_and_slots(
     wide: Path, monkeypatch: pytest.MonkeyPatch, field: str
 ) -> None:
-    monkeypatch.setattr("h5async.filling._MIN_SHARE_NBYTES", 1)
+    monkeypatch.setattr("h5async.fill.filling._MIN_SHARE_NBYTES", 1)
     num_dim = int(field == "columns")
     axes = (1, 0) if num_dim else (0, 1)
     seen = set()
@@ -1230,25 +1230,25 @@ def test_where_no_thread_can_be_started_nobody_waits_for_one(
 COLLECTED_WHILE = {
     # what runs in a worker when the garbage collector strikes, and how it is patched to strike
     "h5py reads": """
-import h5async.fallback
-inner = h5async.fallback._spans
+import h5async.read.fallback
+inner = h5async.read.fallback._spans
 def spans(*arguments):
     collect()
     return inner(*arguments)
-h5async.fallback._spans = spans
+h5async.read.fallback._spans = spans
 field = "12 bits"
 """,
     "a share is read": """
-inner = h5async.filling.Filler._read
+inner = h5async.fill.filling.Filler._read
 def read(self, *arguments):
     collect()
     return inner(self, *arguments)
-h5async.filling.Filler._read = read
+h5async.fill.filling.Filler._read = read
 field = "data"
 """,
     "shares are handed out": """
 import heapq
-h5async.filling._MIN_SHARE_NBYTES = 1
+h5async.fill.filling._MIN_SHARE_NBYTES = 1
 inner = heapq.heappush
 def push(*arguments):
     collect()
@@ -1257,7 +1257,7 @@ heapq.heappush = push
 field = "data"
 """,
     "a batch is ready": """
-from h5async.slots import SlotRing
+from h5async.deliver.slots import SlotRing
 inner = SlotRing._next_to_assign
 def next_to_assign(self):
     collect()
@@ -1393,7 +1393,7 @@ def test_columns_are_read_by_mapping_and_a_reason_says_so(kinds: Path) -> None:
 def test_only_map_maps_where_the_file_system_is_not_known(
     kinds: Path, monkeypatch: pytest.MonkeyPatch, io: str, is_mapped: bool
 ) -> None:
-    monkeypatch.setattr("h5async.storage.can_map", lambda path: False)
+    monkeypatch.setattr("h5async.io.storage.can_map", lambda path: False)
     size = kinds.stat().st_size
     for name in KINDS:
         options = {**kind_options(name), "io": io, "num_threads": 0}

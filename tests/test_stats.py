@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from h5async import AsyncReader, Field, ReadError, ReaderStats
-from h5async.core import load_core
+from h5async.core.binding import load_core
 from h5async.stats import STAGES, StageTimes, ThreadCounts, Waits
 
 BY_US = "core" if load_core() else "python"

@@ -1,0 +1,1 @@
+"""The compiled core, in C, and how it is found, loaded and called."""

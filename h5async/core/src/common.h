@@ -1,0 +1,123 @@
+/* What all parts share: the structures that binding.py fills in, and the clock. */
+
+#define _GNU_SOURCE
+#define _FILE_OFFSET_BITS 64
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <sched.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/types.h>
+#include <sys/uio.h>
+#include <time.h>
+#include <unistd.h>
+
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "written for little-endian machines; others do without"
+#endif
+
+/* With H5ASYNC_PORTABLE, what other processors and systems do is done here too, for tests. */
+#if defined(H5ASYNC_PORTABLE)
+#undef RWF_NOWAIT
+#undef POSIX_FADV_WILLNEED
+#endif
+#if defined(__SSE2__) && !defined(H5ASYNC_PORTABLE)
+#include <emmintrin.h>
+#define SSE2
+#endif
+#if defined(__x86_64__) && !defined(H5ASYNC_PORTABLE)
+#include <immintrin.h>
+#define AVX2 __attribute__((target("avx2")))
+#define SSSE3 __attribute__((target("ssse3")))
+#define HAS_AVX2() __builtin_cpu_supports("avx2")
+#endif
+
+#define PUBLIC __attribute__((visibility("default")))
+#define ALWAYS_INLINE static inline __attribute__((always_inline))
+
+enum { ABI = 5 };
+enum { MAX_FILTERS = 32, MAX_RANK = 33, MAX_IOVEC = 1024, MAX_PROBES = 16 };
+enum { ADVISED_NBYTES = 128 * 1024 }; /* Linux cuts longer requests to its window, often this */
+enum { TILE_ELEMENTS = 8, TILE_NBYTES = 16 * 1024 };
+enum { MAX_LZ4_NBYTES = 0x7E000000 }; /* LZ4_MAX_INPUT_SIZE */
+
+enum Kind { DEFLATE = 1, SHUFFLE, FLETCHER32, LZF, ZSTD, LZ4, BLOSC, BITSHUFFLE,
+            BITSHUFFLE_LZ4, BITSHUFFLE_ZSTD, NOTHING };
+enum State { TO_SCRATCH = 0, TO_TARGET = 1, IN_TARGET = 2, SKIPPED = 3 };
+enum Io { IO_AUTO = 0, IO_PREAD = 1, IO_MAP = 2 };
+/* What kept a call from its work, or makes it worthless: the file is not what was indexed; a page
+   of its map could not be had; the reader is being closed. */
+enum Event { NO_EVENT = 0, CHANGED = 1, FAULTED = 2, STOPPED = 3 };
+
+typedef struct {
+    void *(*libdeflate_alloc_decompressor)(void);
+    void (*libdeflate_free_decompressor)(void *);
+    int (*libdeflate_zlib_decompress)(void *, const void *, size_t, void *, size_t, size_t *);
+    void *(*ZSTD_createDCtx)(void);
+    size_t (*ZSTD_freeDCtx)(void *);
+    size_t (*ZSTD_decompressDCtx)(void *, void *, size_t, const void *, size_t);
+    unsigned (*ZSTD_isError)(size_t);
+    int (*LZ4_decompress_safe)(const char *, char *, int, int);
+    int (*blosc_decompress_ctx)(const void *, void *, size_t, int);
+} Libraries;
+
+typedef struct {
+    const Libraries *libraries;
+    uint8_t *encoded, *chunk, *between[3];
+    int64_t encoded_nbytes, chunk_nbytes, between_nbytes;
+    void *deflate, *zstd;                 /* made when first needed */
+    int64_t read_ns, decode_ns, place_ns; /* where the time went, summed up */
+    int64_t read_nbytes, decoded_chunks;
+    int64_t returned_ns;                  /* when the last call came to its end */
+    const volatile int32_t *stop;         /* not 0: end as soon as can be */
+} Worker;
+
+typedef struct {
+    int32_t fd, io;
+    const uint8_t *map; /* NULL: not mapped */
+    int64_t map_nbytes;
+    int64_t device, inode, nbytes, modified_ns, changed_ns; /* as indexed; nbytes -1: not checked */
+    int64_t event;                                          /* out: enum Event */
+} File;
+
+typedef struct {
+    int32_t kind, element; /* SHUFFLE, BITSHUFFLE*: bytes of an element */
+    int64_t block;         /* BITSHUFFLE: elements of a block, 0: the default */
+} Filter;
+
+/* Of a dataset. `rank` counts all dimensions but that of the samples; its cross-section is the
+   pieces that make up one sample, `num_cross` of them. */
+typedef struct {
+    const Filter *filters;
+    const int64_t *chunk_offset, *chunk_stored;
+    const uint32_t *chunk_mask;
+    const int64_t *chunk_strides, *row_strides; /* [rank], bytes */
+    const int64_t *extents;                     /* [num_cross][rank] */
+    const int64_t *row_begin, *piece_begin;     /* [num_cross], bytes: in a row, in a chunk */
+    const uint8_t *fill;                        /* [itemsize] */
+    int64_t num_filters, num_chunks, num_cross, rank;
+    int64_t chunk_nbytes, chunk_samples, sample_stride, itemsize, row_nbytes;
+    int64_t rows_are_whole;
+    int64_t begin; /* of a contiguous dataset, which is its own only chunk; else -1 */
+} Dataset;
+
+typedef struct {
+    const int64_t *place;
+    const int32_t *cross, *group;
+    const int64_t *run_start, *run_local, *run_position, *run_length;
+    int64_t num_items, num_groups, num_runs;
+} ChunkPlan;
+
+static int64_t now_ns(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}

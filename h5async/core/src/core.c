@@ -1,0 +1,99 @@
+/* A slice of a read plan enters; rows of a batch leave: read, checked, decoded and put in place.
+
+   It is called by ctypes, which drops the GIL for the call, and knows nothing of Python: no header
+   of Python's is needed to build it, and one build serves every version of it. `binding.py` declares
+   the same structures and says what lies where; `execute.py` is its twin in Python.
+
+   Each function returns how many items it did. It stops before the first that it cannot do (bytes
+   that are missing, damaged or of another length than is due, a bound that does not hold) and
+   leaves the reason to the twin, which does that one item again and has the words for it. So what
+   is refused here need not be an error, but what is taken must be what the twin would give.
+
+   Codecs are called through the public C interfaces of libdeflate, zstd, lz4 and c-blosc, by
+   pointers that are handed over. Formats: HDF5's shuffle and Fletcher-32 (H5Zshuffle.c,
+   H5Zfletcher32.c), LibLZF's stream (h5py's lzf_filter.c), the framing of lz4 (H5Zlz4.c) and of
+   bitshuffle (bshuf_h5filter.c), the header of c-blosc (README_CHUNK_FORMAT.rst). */
+
+#include "common.h"
+#include "file.h"
+#include "guard.h"
+#include "pieces.h"
+#include "rows.h"
+#include "decoders.h"
+#include "bits.h"
+#include "pipeline.h"
+#include "place.h"
+#include "chunks.h"
+#include "transform.h"
+#include "permute.h"
+#include "frames.h"
+
+PUBLIC void h5async_free(Worker *w)
+{
+    if (w->deflate)
+        w->libraries->libdeflate_free_decompressor(w->deflate);
+    if (w->zstd)
+        w->libraries->ZSTD_freeDCtx(w->zstd);
+    w->deflate = w->zstd = NULL;
+}
+
+/* The members of all structures, by which binding.py knows that this build fits it: names that both
+   have, where they lie, and their sizes. */
+typedef struct {
+    const char *name;
+    int64_t offset, nbytes;
+} Member;
+
+#define MEMBER(type, name) {#type "." #name, offsetof(type, name), sizeof(((type *)NULL)->name)}
+static const Member MEMBERS[] = {
+    {"ABI", ABI, 0},
+    MEMBER(Libraries, libdeflate_alloc_decompressor),
+    MEMBER(Libraries, libdeflate_free_decompressor), MEMBER(Libraries, libdeflate_zlib_decompress),
+    MEMBER(Libraries, ZSTD_createDCtx), MEMBER(Libraries, ZSTD_freeDCtx),
+    MEMBER(Libraries, ZSTD_decompressDCtx), MEMBER(Libraries, ZSTD_isError),
+    MEMBER(Libraries, LZ4_decompress_safe), MEMBER(Libraries, blosc_decompress_ctx),
+    MEMBER(Worker, libraries), MEMBER(Worker, encoded), MEMBER(Worker, chunk),
+    MEMBER(Worker, between), MEMBER(Worker, encoded_nbytes), MEMBER(Worker, chunk_nbytes),
+    MEMBER(Worker, between_nbytes), MEMBER(Worker, deflate), MEMBER(Worker, zstd),
+    MEMBER(Worker, read_ns), MEMBER(Worker, decode_ns), MEMBER(Worker, place_ns),
+    MEMBER(Worker, read_nbytes), MEMBER(Worker, decoded_chunks), MEMBER(Worker, returned_ns),
+    MEMBER(Worker, stop),
+    MEMBER(File, fd), MEMBER(File, io), MEMBER(File, map), MEMBER(File, map_nbytes),
+    MEMBER(File, device), MEMBER(File, inode), MEMBER(File, nbytes), MEMBER(File, modified_ns),
+    MEMBER(File, changed_ns), MEMBER(File, event),
+    MEMBER(Filter, kind), MEMBER(Filter, element), MEMBER(Filter, block),
+    MEMBER(Dataset, filters), MEMBER(Dataset, chunk_offset), MEMBER(Dataset, chunk_stored),
+    MEMBER(Dataset, chunk_mask), MEMBER(Dataset, chunk_strides), MEMBER(Dataset, row_strides),
+    MEMBER(Dataset, extents), MEMBER(Dataset, row_begin), MEMBER(Dataset, piece_begin),
+    MEMBER(Dataset, fill), MEMBER(Dataset, num_filters), MEMBER(Dataset, num_chunks),
+    MEMBER(Dataset, num_cross), MEMBER(Dataset, rank), MEMBER(Dataset, chunk_nbytes),
+    MEMBER(Dataset, chunk_samples), MEMBER(Dataset, sample_stride), MEMBER(Dataset, itemsize),
+    MEMBER(Dataset, row_nbytes), MEMBER(Dataset, rows_are_whole), MEMBER(Dataset, begin),
+    MEMBER(ChunkPlan, place), MEMBER(ChunkPlan, cross), MEMBER(ChunkPlan, group),
+    MEMBER(ChunkPlan, run_start), MEMBER(ChunkPlan, run_local), MEMBER(ChunkPlan, run_position),
+    MEMBER(ChunkPlan, run_length), MEMBER(ChunkPlan, num_items), MEMBER(ChunkPlan, num_groups),
+    MEMBER(ChunkPlan, num_runs),
+    MEMBER(Rows, offset), MEMBER(Rows, position), MEMBER(Rows, num_items), MEMBER(Rows, rows),
+    MEMBER(Rows, num_rows), MEMBER(Rows, row_nbytes), MEMBER(Rows, fill), MEMBER(Rows, itemsize),
+    MEMBER(Transform, samples), MEMBER(Transform, points), MEMBER(Transform, channels),
+    MEMBER(Transform, source), MEMBER(Transform, is_float), MEMBER(Transform, scale),
+    MEMBER(Transform, offset),
+    MEMBER(Frames, base), MEMBER(Frames, position), MEMBER(Frames, nbytes),
+    MEMBER(Frames, base_nbytes), MEMBER(Frames, count), MEMBER(Frames, kind),
+    MEMBER(Frames, has_checksum), MEMBER(Frames, element), MEMBER(Frames, block_nbytes),
+    MEMBER(Frames, due_nbytes), MEMBER(Frames, pitch), MEMBER(Frames, source),
+    MEMBER(Frames, source_nbytes), MEMBER(Frames, target), MEMBER(Frames, target_nbytes),
+    MEMBER(Frames, copy_source), MEMBER(Frames, copy_target), MEMBER(Frames, copy_nbytes),
+    MEMBER(Frames, adler), MEMBER(Frames, max_tasks), MEMBER(Frames, max_copies),
+    MEMBER(Frames, num_tasks), MEMBER(Frames, num_copies),
+};
+
+PUBLIC const Member *h5async_members(void)
+{
+    return MEMBERS;
+}
+
+PUBLIC int64_t h5async_num_members(void)
+{
+    return (int64_t)(sizeof MEMBERS / sizeof MEMBERS[0]);
+}

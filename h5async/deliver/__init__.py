@@ -1,0 +1,1 @@
+"""A filled slot enters; the batch that the caller holds leaves, on the host or on a GPU."""

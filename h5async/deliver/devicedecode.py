@@ -1,0 +1,338 @@
+"""Stored chunks in pinned memory enter; rows of a batch leave, on the GPU: decoded there.
+
+The host cuts the chunks' frames into compressed blocks (`core/src/frames.h`), nvCOMP decodes all
+blocks of a batch in one call, and our kernels undo the shuffling, check, and put samples to their
+rows. What the host is in doubt about, or what does not come out as it should, is not decoded here:
+the host decodes that batch again, and has the words for what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.config import ReaderConfig
+from h5async.core.binding import Core, FramesStruct, address, load_core
+from h5async.deliver.kernels import Kernels
+from h5async.deliver.nvcomp import Nvcomp, NvcompError, load_nvcomp
+from h5async.errors import DeviceError
+from h5async.index.layout import DatasetLayout
+from h5async.plan.stored import StoredFormat, StoredPlan, stored_format
+
+EmptyPinned = Callable[[tuple[int, ...], np.dtype[Any]], NDArray[Any]]
+
+
+_MEMORY_SHARE = 0.5  # of the GPU's free memory, for decoding
+
+
+class NotDecoded(Exception):
+    """The host has to decode a batch; the message says why, to whom it may concern."""
+
+
+class Staging:
+    """What one slot needs for the stored chunks of one field, on the host and on the device.
+
+    Parameters
+    ----------
+    cupy
+        The module.
+    form
+        How chunks are decoded.
+    empty_pinned
+        Makes an array in pinned memory.
+    """
+
+    def __init__(self, cupy: Any, form: StoredFormat, empty_pinned: EmptyPinned) -> None:
+        byte, word = np.dtype(np.uint8), np.dtype(np.int64)
+        tasks, chunks = form.max_tasks, form.max_chunks
+        self.stored = empty_pinned((form.stored_nbytes,), byte)
+        self.stored_on_device = cupy.empty(form.stored_nbytes, byte)
+        # Blocks, copies, checksums (two to a word), runs.
+        words = 4 * tasks + 3 * (chunks + tasks) + (chunks + 1) // 2 + 5 * form.max_runs
+        self.lists = empty_pinned((words,), word)
+        self.lists_on_device = cupy.empty(words, word)
+        self.is_bad = empty_pinned((1,), np.dtype(np.int32))
+        self.blocks = np.empty((4, tasks), word)
+        self.copies = np.empty((3, chunks + tasks), word)
+        self.adler = np.empty(chunks, np.uint32)
+        self.views: list[Any] = []  # of `lists_on_device`, for the batch that is on its way
+        self.count = 0
+
+    def pack(self, arrays: Iterable[NDArray[Any]]) -> int:
+        """Lay lists out one behind the other, to be uploaded at once; return how many words."""
+        self.views = []
+        begin = 0
+        for array in arrays:
+            end = begin + array.size
+            self.lists[begin:end] = array
+            self.views.append(self.lists_on_device[begin:end])
+            begin = end
+        return begin
+
+
+class StoredDecoder:
+    """Decodes chunks of one field. Safe to use from many threads, but for `decode`.
+
+    Parameters
+    ----------
+    cupy, kernels, nvcomp, core
+        Who does it.
+    form
+        How it is done.
+    """
+
+    def __init__(
+        self, cupy: Any, kernels: Kernels, nvcomp: Nvcomp, core: Core, form: StoredFormat
+    ) -> None:
+        self._cupy = cupy
+        self._kernels = kernels
+        self._nvcomp = nvcomp
+        self._core = core
+        self.form = form
+        self._codec = form.frame.codec
+        total = form.max_chunks * form.pitch
+        self._chunks = [cupy.empty(total, np.uint8) for _ in range(1 + bool(form.unshuffles))]
+        self._states = cupy.empty(form.max_tasks, np.int32)
+        self._actual = cupy.empty(form.max_tasks, np.uint64)
+        self._sums = cupy.empty((form.max_chunks, 2), np.uint64)
+        self._is_bad = cupy.empty(1, np.int32)
+        geometry = form.geometry
+        self._pieces = [
+            cupy.asarray(np.ascontiguousarray(array))
+            for array in (
+                geometry.extents,
+                geometry.row_begin,
+                geometry.chunk_strides,
+                geometry.row_strides,
+            )
+        ]
+        nbytes = _temp_nbytes(form, nvcomp)
+        self._temp = cupy.empty(max(1, nbytes), np.uint8)
+
+    def upload(self, plan: StoredPlan, staging: Staging, stream: Any) -> None:
+        """Cut the chunks of a batch, and upload them and the lists of their blocks.
+
+        Raises
+        ------
+        NotDecoded
+            If anything about a chunk is odd.
+        """
+        form, frames = self.form, self._cut(plan, staging)
+        tasks, copies = frames.num_tasks, frames.num_copies
+        source, source_nbytes, target, target_nbytes = staging.blocks[:, :tasks]
+        lists = [
+            source + staging.stored_on_device.data.ptr,
+            source_nbytes,
+            target + self._chunks[0].data.ptr,
+            target_nbytes,
+            *staging.copies[:, :copies],
+            *((plan.run_item, plan.run_cross, plan.run_local, plan.run_position, plan.run_length)),
+        ]
+        if form.is_deflate:
+            padded = np.zeros((plan.num_items + 1) // 2 * 2, np.uint32)
+            padded[: plan.num_items] = staging.adler[: plan.num_items]
+            lists.append(padded.view(np.int64))
+        words = staging.pack(lists)
+        staging.count = plan.num_items
+        used = plan.used_nbytes
+        staging.stored_on_device[:used].set(staging.stored[:used], stream=stream)
+        staging.lists_on_device[:words].set(staging.lists[:words], stream=stream)
+
+    def decode(self, staging: Staging, rows: Any, stream: Any) -> None:
+        """Put the decoding of what was uploaded on the current stream, always the same.
+
+        One thread at a time: work of two batches must not be mixed on the stream.
+
+        Parameters
+        ----------
+        staging
+            Of the slot.
+        rows
+            uint8: the rows of the batch, as read.
+        stream
+            The current stream. When it has come this far, ``staging.is_bad`` tells if it failed.
+        """
+        form, geometry, kernels = self.form, self.form.geometry, self._kernels
+        nbytes, pitch, count = geometry.chunk_nbytes, form.pitch, staging.count
+        source, source_nbytes, target, target_nbytes = staging.views[:4]
+        copies, runs = staging.views[4:7], staging.views[7:12]
+        decoded, tasks = self._chunks[0], source.size
+        states, actual = self._states[:tasks], self._actual[:tasks]
+        self._is_bad.fill(0)
+        # Nothing that an earlier batch left may pass for a result of this one.
+        states.fill(-1)
+        actual.fill(0)
+        if tasks and self._codec is not None:
+            self._nvcomp.decompress(
+                self._codec,
+                tasks,
+                sources=source.data.ptr,
+                source_nbytes=source_nbytes.data.ptr,
+                targets=target.data.ptr,
+                target_nbytes=target_nbytes.data.ptr,
+                actual_nbytes=actual.data.ptr,
+                states=states.data.ptr,
+                temp=self._temp.data.ptr,
+                temp_nbytes=self._temp.nbytes,
+                stream=stream.ptr,
+            )
+            sums = adler = None
+            if form.is_deflate:
+                sums, adler = self._sums[:count], staging.views[12].view(np.uint32)[:count]
+                sums.fill(0)
+                kernels.adler32(decoded, pitch, nbytes, count, sums)
+            kernels.verify(states, actual, target_nbytes, sums, adler, nbytes, self._is_bad)
+        kernels.copy(staging.stored_on_device, decoded, *copies)
+        for i, (itemsize, block) in enumerate(form.unshuffles):
+            before, decoded = decoded, self._chunks[(i + 1) % 2]
+            if block:
+                kernels.bitunshuffle(before, decoded, pitch, nbytes, count, itemsize, block)
+            else:
+                kernels.unshuffle(before, decoded, pitch, nbytes, count, itemsize)
+        kernels.place(
+            decoded,
+            rows,
+            runs,
+            self._pieces,
+            np.int32(geometry.chunk_strides.size),
+            np.int64(pitch),
+            np.int64(geometry.sample_stride),
+            np.int64(form.row_nbytes),
+            np.int32(form.itemsize),
+        )
+        self._cupy.cuda.runtime.memcpyAsync(
+            staging.is_bad.ctypes.data,
+            self._is_bad.data.ptr,
+            staging.is_bad.nbytes,
+            self._cupy.cuda.runtime.memcpyDeviceToHost,
+            stream.ptr,
+        )
+
+    def _cut(self, plan: StoredPlan, staging: Staging) -> FramesStruct:
+        form, blocks, copies = self.form, staging.blocks, staging.copies
+        frames = FramesStruct(
+            base=address(staging.stored),
+            position=address(plan.position),
+            nbytes=address(plan.nbytes),
+            base_nbytes=plan.used_nbytes,
+            count=plan.num_items,
+            kind=form.frame.kind,
+            has_checksum=form.frame.has_checksum,
+            element=form.frame.element,
+            block_nbytes=form.frame.block_nbytes,
+            due_nbytes=form.geometry.chunk_nbytes,
+            pitch=form.pitch,
+            source=address(blocks[0]),
+            source_nbytes=address(blocks[1]),
+            target=address(blocks[2]),
+            target_nbytes=address(blocks[3]),
+            copy_source=address(copies[0]),
+            copy_target=address(copies[1]),
+            copy_nbytes=address(copies[2]),
+            adler=address(staging.adler) if form.is_deflate else None,
+            max_tasks=blocks.shape[1],
+            max_copies=copies.shape[1],
+        )
+        done = self._core.cut_frames(ctypes.byref(frames))
+        if done < plan.num_items:
+            raise NotDecoded(f"chunk {done} of the batch")
+        return frames
+
+
+def find_formats(
+    config: ReaderConfig,
+    layouts: Mapping[str, DatasetLayout],
+    rows: int,
+    on_host: Collection[str],
+    free_nbytes: int,
+) -> tuple[list[StoredFormat | None], str | None]:
+    """Find out which fields' chunks a GPU decodes.
+
+    Parameters
+    ----------
+    config
+        Says whether it should.
+    layouts
+        By field name.
+    rows
+        Samples in a batch.
+    on_host
+        Fields that are transformed on the host.
+    free_nbytes
+        Of the GPU's memory.
+
+    Returns
+    -------
+    formats, obstacle
+        For each field how, or None; and why for none of them, if so.
+
+    Raises
+    ------
+    DeviceError
+        If ``decode="device"`` was asked for, and is not possible for some compressed field.
+    """
+    nothing: list[StoredFormat | None] = [None] * len(layouts)
+    if config.decode == "host":
+        return nothing, 'decode="host"'
+    if config.postprocess is not None:
+        return nothing, "postprocess works on host arrays"
+    if config.cache == "host":
+        return nothing, 'cache="host" keeps what the host decoded'
+    encoded = [name for name, layout in layouts.items() if any(y.filters for y in layout.leaves())]
+    if not encoded:
+        return nothing, "nothing is compressed"
+    try:
+        nvcomp = load_nvcomp()
+    except NvcompError as error:
+        if config.decode == "device":
+            raise DeviceError(
+                f"decode=\"device\": {error}; install it with: pip install 'h5async[nvcomp13]', or"
+                " 'h5async[nvcomp12]' for a driver of CUDA 12. To decode on the host:"
+                ' decode="host"'
+            ) from error
+        return nothing, str(error)
+    core, formats, reasons = load_core(), list(nothing), []
+    for i, (name, layout) in enumerate(layouts.items()):
+        if name not in encoded:
+            continue
+        found = stored_format(layout, core, rows, in_order=not config.shuffle)
+        if name in on_host:
+            found = "its rows are transformed on the host"
+        if isinstance(found, StoredFormat):
+            needed = _device_nbytes(found, nvcomp, config.prefetch)
+            if needed <= free_nbytes * _MEMORY_SHARE:
+                free_nbytes -= needed
+                formats[i] = found
+                continue
+            found = f"it takes {needed / 1e9:.2g} GB of {free_nbytes / 1e9:.2g} GB that are free"
+        reasons.append(f'field "{name}": {found}')
+    if config.decode == "device" and reasons:
+        raise DeviceError(
+            f'decode="device" is not possible for {"; ".join(reasons)}; decode="auto" or "host"'
+            " reads it"
+        )
+    return formats, None if any(formats) else "; ".join(reasons)
+
+
+def _temp_nbytes(form: StoredFormat, nvcomp: Nvcomp) -> int:
+    """Return what nvCOMP needs to work with."""
+    if form.frame.codec is None:
+        return 0
+    largest = form.frame.block_nbytes or form.geometry.chunk_nbytes
+    total = form.max_chunks * form.pitch
+    return nvcomp.temp_nbytes(form.frame.codec, form.max_tasks, largest, total)
+
+
+def _device_nbytes(form: StoredFormat, nvcomp: Nvcomp, slots: int) -> int:
+    """Return what decoding takes of the GPU's memory; more than there is where nvCOMP refuses."""
+    try:
+        temp = _temp_nbytes(form, nvcomp)
+    except NvcompError:
+        return sys.maxsize
+    decoded = form.max_chunks * form.pitch * (1 + bool(form.unshuffles))
+    return decoded + temp + slots * (form.stored_nbytes + 80 * form.max_tasks)

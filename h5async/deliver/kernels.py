@@ -1,0 +1,283 @@
+"""Arrays on the device enter; arrays on the device leave: moved, unshuffled, permuted, scaled.
+
+CUDA kernels, compiled by CuPy when first used, and launched on the current stream. CuPy comes in
+as a parameter: `device.py` imports it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.plan.transform import RowTransform
+
+# Of one sample; beyond, neighbouring threads read too far apart.
+_MAX_PLANES = 16
+
+# A thread takes one point of one sample, and all its channels: it reads neighbouring bytes, and
+# neighbouring threads write neighbouring values of each plane.
+_PLANES_PARAMETERS = "raw S stored, raw int64 index, int64 points, int32 channels"
+_PLANES = """
+const long long sample = i / points, at = i - sample * points;
+const long long begin = (index[sample] * points + at) * channels;
+for (int c = 0; c < channels; ++c)
+    delivered[(sample * channels + c) * points + at] = {value};
+"""
+_STORED = "h5async_to<T>(stored[begin + c])"
+
+_THREADS = 256  # of a block
+_MAX_BLOCKS = 64  # of one piece
+_PIECE_NBYTES = 64 * 1024  # what pieces of unlike sizes are taken for
+_MAX_GRID_Y = 65535
+
+# The results are those of the host, bit for bit (but for what of a NaN is no NaN's business): no
+# fused multiply-add, and numbers below the smallest normal one stay what they are, though CuPy
+# compiles all for -ftz=true. There is no PTX where a CPU runs this, in tests.
+_OPTIONS = ("--fmad=false",)
+_EXACT = """
+template <class T, class S>
+static __device__ inline T h5async_to(const S &value) { return T(value); }
+template <class T>
+static __device__ inline T h5async_mul(const T &a, const T &b) { return T(a * b); }
+template <class T>
+static __device__ inline T h5async_add(const T &a, const T &b) { return T(a + b); }
+#ifdef __CUDA_ARCH__
+template <>
+__device__ inline float h5async_to<float, double>(const double &value)
+{
+    float result;
+    asm("cvt.rn.f32.f64 %0, %1;" : "=f"(result) : "d"(value));
+    return result;
+}
+template <>
+__device__ inline double h5async_to<double, float>(const float &value)
+{
+    double result;
+    asm("cvt.f64.f32 %0, %1;" : "=d"(result) : "f"(value));
+    return result;
+}
+template <>
+__device__ inline float h5async_mul<float>(const float &a, const float &b)
+{
+    float result;
+    asm("mul.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+}
+template <>
+__device__ inline float h5async_add<float>(const float &a, const float &b)
+{
+    float result;
+    asm("add.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+}
+#endif
+"""
+
+
+class RowChange(NamedTuple):
+    """What does a transform on the device; the bits are those of `RowTransform.apply`.
+
+    Attributes
+    ----------
+    change
+        ``change(raw, index, out)`` fills (n, *row) from (n, *raw_row), both C-contiguous;
+        `index`, int64 (n,), is 0 to n - 1.
+    gathers
+        Whether `raw` may have other rows, of which those of the numbers `index` are taken.
+    """
+
+    change: Callable[[Any, Any, Any], None]
+    gathers: bool
+
+
+class Kernels:
+    """The kernels of one GPU. Safe to use from many threads."""
+
+    def __init__(self, cupy: Any) -> None:
+        self._cupy = cupy
+        source = Path(__file__).with_name("kernels.cu").read_text()
+        self._module = cupy.RawModule(code=source, options=("-std=c++17",))
+        self._functions: dict[str, Any] = {}
+        self._move = cupy.ElementwiseKernel(
+            _PLANES_PARAMETERS,
+            "raw T delivered",
+            _PLANES.format(value=_STORED),
+            "h5async_planes",
+            options=_OPTIONS,
+            preamble=_EXACT,
+        )
+        self._move_scaled = cupy.ElementwiseKernel(
+            f"{_PLANES_PARAMETERS}, raw T scale, raw T offset",
+            "raw T delivered",
+            _PLANES.format(value=_scaled(_STORED, "scale[c]", "offset[c]")),
+            "h5async_planes_scaled",
+            options=_OPTIONS,
+            preamble=_EXACT,
+        )
+        self._scale = cupy.ElementwiseKernel(
+            "S stored, T scale, T offset",
+            "T delivered",
+            f"delivered = {_scaled('h5async_to<T>(stored)', 'scale', 'offset')}",
+            "h5async_scale",
+            options=_OPTIONS,
+            preamble=_EXACT,
+        )
+        self._cast = cupy.ElementwiseKernel(
+            "S stored",
+            "T delivered",
+            "delivered = h5async_to<T>(stored)",
+            "h5async_cast",
+            options=_OPTIONS,
+            preamble=_EXACT,
+        )
+
+    def row_change(self, transform: RowTransform) -> RowChange:
+        """Return what does a transform on the device, in one kernel."""
+        channels = transform.channels
+        is_scaled = transform.scale is not None or transform.offset is not None
+        factors = _factors(transform) if is_scaled else ()
+        if not channels or channels > _MAX_PLANES or not _is_plain(transform):
+            on_device = tuple(map(self._cupy.asarray, factors))
+            return RowChange(partial(self._change, transform.permutation, on_device), False)
+        each = [np.broadcast_to(factor.reshape(-1), channels).copy() for factor in factors]
+        on_device = tuple(map(self._cupy.asarray, each))
+        return RowChange(partial(self._change_planes, channels, on_device), True)
+
+    def gather(self, rows: Any, index: Any, out: Any) -> None:
+        """Copy rows number `index` of (samples, row bytes), uint8, to all rows of `out`."""
+        self._copy_rows(rows, index, out, out_is_indexed=False)
+
+    def scatter(self, rows: Any, index: Any, out: Any) -> None:
+        """Copy all of some rows to rows number `index` of (samples, row bytes), uint8."""
+        self._copy_rows(rows, index, out, out_is_indexed=True)
+
+    def copy(self, base: Any, out: Any, source: Any, target: Any, nbytes: Any) -> None:
+        """Copy pieces of `base` to `out`, both uint8: int64 arrays say from where to where."""
+        count = source.size
+        arrays = base, out, source, target, nbytes
+        self._launch("h5async_copy", _PIECE_NBYTES, count, *arrays, np.int64(count))
+
+    def unshuffle(
+        self, shuffled: Any, out: Any, pitch: int, nbytes: int, count: int, itemsize: int
+    ) -> None:
+        """Undo the shuffling of bytes of `count` chunks of `nbytes`, that lie `pitch` apart."""
+        sizes = np.int64(pitch), np.int64(nbytes), np.int64(count), np.int32(itemsize)
+        self._launch("h5async_unshuffle", nbytes, count, shuffled, out, *sizes)
+
+    def bitunshuffle(
+        self,
+        shuffled: Any,
+        out: Any,
+        pitch: int,
+        nbytes: int,
+        count: int,
+        itemsize: int,
+        block: int,
+    ) -> None:
+        """Undo the shuffling of bits within blocks of `block` elements; else as `unshuffle`."""
+        sizes = np.int64(pitch), np.int64(nbytes), np.int64(count), np.int32(itemsize)
+        self._launch("h5async_bitunshuffle", nbytes, count, shuffled, out, *sizes, np.int64(block))
+
+    def place(
+        self, chunks: Any, rows: Any, runs: Sequence[Any], pieces: Sequence[Any], *sizes: Any
+    ) -> None:
+        """Copy runs of samples out of decoded chunks to rows of a batch, both uint8.
+
+        Parameters
+        ----------
+        chunks, rows
+            Decoded chunks, and the batch.
+        runs
+            int64 arrays: item, cross, local, position and length, as in `StoredPlan`.
+        pieces
+            int64 arrays: extents, row_begin, chunk_strides, row_strides, as in `PieceGeometry`.
+        *sizes
+            Rank, pitch, sample_stride, row_nbytes and itemsize, as the kernel takes them.
+        """
+        count = runs[0].size
+        arrays = (*runs, np.int64(count), *pieces)
+        self._launch("h5async_place", _PIECE_NBYTES, count, chunks, rows, *arrays, *sizes)
+
+    def adler32(self, data: Any, pitch: int, nbytes: int, count: int, sums: Any) -> None:
+        """Add up what the Adler-32 of `count` chunks is made of, in uint64 (count, 2) of zeros."""
+        sizes = np.int64(pitch), np.int64(nbytes), np.int64(count)
+        self._launch("h5async_adler32", nbytes, count, data, *sizes, sums)
+
+    def verify(
+        self, states: Any, actual: Any, due: Any, sums: Any, adler: Any, nbytes: int, bad: Any
+    ) -> None:
+        """Set `bad`, int32, to 1 if a block failed, or is not of its size, or a chunk's checksum.
+
+        `sums` and `adler` may be None: there are no checksums.
+        """
+        tasks, chunks = np.int64(states.size), np.int64(0 if adler is None else adler.size)
+        arguments = states, actual, due, tasks, sums, adler, chunks, np.int64(nbytes), bad
+        grid = min(_MAX_BLOCKS, -(-max(int(tasks), int(chunks)) // _THREADS)), 1
+        self._function("h5async_verify")(grid, (_THREADS,), arguments)
+
+    def _copy_rows(self, rows: Any, index: Any, out: Any, *, out_is_indexed: bool) -> None:
+        count, row_nbytes = index.size, (rows.nbytes // len(rows) if len(rows) else 0)
+        if row_nbytes:
+            arrays = rows.view(np.uint8), out.view(np.uint8), index
+            sizes = np.int64(count), np.int64(row_nbytes), np.int32(out_is_indexed)
+            self._launch("h5async_copy_rows", row_nbytes, count, *arrays, *sizes)
+
+    def _launch(self, name: str, nbytes: int, count: int, *arguments: Any) -> None:
+        """Launch a kernel on `count` pieces of some `nbytes` each."""
+        if count:
+            blocks = max(1, min(_MAX_BLOCKS, -(-nbytes // (16 * _THREADS))))
+            self._function(name)((blocks, min(count, _MAX_GRID_Y)), (_THREADS,), arguments)
+
+    def load(self) -> None:
+        """Compile what moves bytes now, rather than when it is first used."""
+        self._function("h5async_copy")
+
+    def _function(self, name: str) -> Any:
+        function = self._functions.get(name)
+        if function is None:
+            function = self._functions[name] = self._module.get_function(name)
+        return function
+
+    def _change(
+        self, permutation: tuple[int, ...], factors: tuple[Any, ...], raw: Any, _: Any, out: Any
+    ) -> None:
+        permuted = raw.transpose(permutation)
+        if factors:
+            self._scale(permuted, *factors, out)
+        elif raw.dtype == out.dtype:
+            self._cupy.copyto(out, permuted)
+        else:
+            self._cast(permuted, out)
+
+    def _change_planes(
+        self, channels: int, factors: tuple[Any, ...], raw: Any, index: Any, out: Any
+    ) -> None:
+        points = out.size // (channels * len(out))
+        if points:
+            kernel = self._move_scaled if factors else self._move
+            arguments = raw.reshape(-1), index, points, channels, *factors, out.reshape(-1)
+            kernel(*arguments, size=len(out) * points)
+
+
+def _scaled(stored: str, scale: str, offset: str) -> str:
+    return f"h5async_add<T>(h5async_mul<T>({stored}, {scale}), {offset})"
+
+
+def _factors(transform: RowTransform) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return scale and offset; -0.0 adds nothing."""
+    scale = transform.scale if transform.scale is not None else np.ones((), transform.dtype)
+    offset = transform.offset if transform.offset is not None else -np.zeros((), transform.dtype)
+    return scale, offset
+
+
+def _is_plain(transform: RowTransform) -> bool:
+    """Tell whether C casts the stored type to the delivered one as CuPy and NumPy do."""
+    return all(
+        dtype.kind in "iuf" and dtype != np.float16
+        for dtype in (transform.raw_dtype, transform.dtype)
+    )

@@ -1,0 +1,315 @@
+"""Requests for batches enter, in order; slots leave, each at one time with one owner.
+
+A slot goes free -> filling -> ready -> in use -> free. `SlotRing` decides which batch a free slot
+is filled with next, and knows nothing of files, threads or GPUs: whoever calls it does the work
+that it names, outside its lock. Batches have serial numbers that go on through all epochs.
+
+What the consumer wants is one value, and each of its calls changes that at once, in one assignment.
+So an exception that comes out of nowhere (Ctrl-C) finds the call done or not done, and never half
+of it; and a call may be made again. Slots are given out by `assign`, which workers call.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from h5async.errors import BatchTimeoutError, H5AsyncError, ReaderClosedError
+from h5async.system.patience import Patience
+
+Result = TypeVar("Result")
+
+
+class Assignment(NamedTuple):
+    """Fill this slot with this batch."""
+
+    slot: int
+    serial: int
+
+
+class _Consumer(NamedTuple):
+    """What the consumer wants.
+
+    Attributes
+    ----------
+    next
+        Serial of the batch that is delivered next.
+    asked
+        Batches below this serial were asked for.
+    held
+        The batch that the consumer holds, if any.
+    reads_ahead
+        Whether batches that nobody asked for are filled too.
+    course
+        What the serial numbers mean, which is the caller's to say.
+    """
+
+    next: int = 0
+    asked: int = 0
+    held: int | None = None
+    reads_ahead: bool = False
+    course: Any = None
+
+
+@dataclass(eq=False)
+class _Entry(Generic[Result]):
+    """A slot that has an owner."""
+
+    slot: int
+    result: Result | None = None
+    is_ready: bool = False
+
+
+class SlotRing(Generic[Result]):
+    """The states of all slots. Safe to use from many threads; one of them is the consumer.
+
+    Parameters
+    ----------
+    num_slots
+        Slots in the ring.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        # Reentrant: a reader may be collected, and closed, by the garbage collector while one of
+        # its own threads is in here.
+        self._lock = threading.RLock()
+        self._num_slots = num_slots
+        self._consumer = _Consumer()
+        # By serial, ascending. An entry goes when it is ready and nobody needs it any more.
+        self._entries: dict[int, _Entry[Result]] = {}
+        # Released to wake the consumer. (An exception in the middle of Condition.wait would leave
+        # the condition broken.)
+        self._waiter: threading.Lock | None = None
+        self._closed = self._at_exit = False
+        self._failure: str | None = None
+
+    # --- the consumer's calls ---------------------------------------------------------------------
+
+    @property
+    def next_serial(self) -> int:
+        """Serial of the batch that will be delivered next."""
+        return self._consumer.next
+
+    @property
+    def in_use(self) -> int | None:
+        """The slot whose batch the consumer holds."""
+        held = self._consumer.held
+        entry = None if held is None else self._entries.get(held)
+        return None if entry is None else entry.slot
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether any batch was asked for."""
+        return self._consumer.asked > 0 or bool(self._entries)
+
+    def ask(self) -> int:
+        """Ask for one batch more; return its serial. Never blocks."""
+        with self._lock:
+            self.check_open()
+            consumer = self._consumer
+            self._consumer = consumer._replace(asked=consumer.asked + 1)
+            return consumer.asked
+
+    def skip_to(self, serial: int, *, read_ahead: bool) -> None:
+        """Drop all batches before `serial`; `read_ahead`: keep free slots filling from now on."""
+        with self._lock:
+            self.check_open()
+            held, following = self._consumer.held, max(self._consumer.next, serial)
+            asked = max(self._consumer.asked, following)
+            self._consumer = _Consumer(following, asked, held, read_ahead, self._consumer.course)
+
+    @property
+    def course(self) -> Any:
+        """What serial numbers mean; what `restart` was given last."""
+        return self._consumer.course
+
+    def restart(self, course_from: Callable[[int], Any]) -> None:
+        """Drop all batches that were asked for, stop reading ahead, and take another course.
+
+        All of it at once: an exception in the middle leaves all as it was.
+
+        Parameters
+        ----------
+        course_from
+            Called with the serial of the batch that will be delivered next; no slot was given to
+            it yet. Returns what serial numbers mean from there on.
+        """
+        with self._lock:
+            self.check_open()
+            serial = max(self._consumer.asked, self._next_to_assign())
+            course = course_from(serial)
+            self._consumer = _Consumer(serial, serial, self._consumer.held, False, course)
+
+    def hand_back(self) -> None:
+        """Give the slot in use back, and see that at least one batch is asked for."""
+        with self._lock:
+            self.check_open()
+            consumer = self._consumer
+            asked = max(consumer.asked, consumer.next + 1)
+            self._consumer = consumer._replace(asked=asked, held=None)
+
+    def is_ready(self) -> bool:
+        """Tell whether the next batch can be taken without waiting."""
+        entry = self._entries.get(self._consumer.next)
+        return entry is not None and entry.is_ready
+
+    def wait(self, timeout_seconds: float | None) -> tuple[int, int, Result]:
+        """Wait for the next batch. It is not taken by that, and can be waited for again.
+
+        Returns
+        -------
+        serial, slot, result
+            As given to `filled`.
+
+        Raises
+        ------
+        BatchTimeoutError
+            If it was not ready in time.
+        ReaderClosedError
+            If the ring is closed, before or meanwhile.
+        H5AsyncError
+            If `fail` was called: the batch may never come.
+        """
+        patience = Patience(timeout_seconds)
+        while True:
+            with self._lock:
+                self.check_open()
+                serial = self._consumer.next
+                entry = self._entries.get(serial)
+                if entry is not None and entry.result is not None:
+                    return serial, entry.slot, entry.result
+                if self._failure is not None:
+                    raise H5AsyncError(self._failure)
+                waiter = threading.Lock()
+                waiter.acquire()
+                self._waiter = waiter
+            if not patience.wait(partial(_acquired, waiter)) and patience.is_over:
+                raise BatchTimeoutError(
+                    f"batch {serial} was not ready within {timeout_seconds} s; call"
+                    " get_next_batch() again to go on waiting for it"
+                )
+
+    def take(self, serial: int, *, forget: bool = False) -> None:
+        """Put the batch that was waited for in use; `forget`: keep no reference to its result."""
+        with self._lock:
+            entry = self._entries.get(serial)
+            if forget and entry is not None:
+                entry.result = None
+            self._consumer = self._consumer._replace(next=serial + 1, held=serial)
+
+    def put_back(self, serial: int, result: Result) -> None:
+        """Undo `take`, whether or not it was done: the batch is the next one again."""
+        with self._lock:
+            entry = self._entries.get(serial)
+            if entry is not None:
+                entry.result = result
+            self._consumer = self._consumer._replace(next=serial, held=None)
+
+    # --- the workers' calls -----------------------------------------------------------------------
+
+    def can_assign(self) -> bool:
+        """Tell whether there is a free slot, and a batch to fill it with."""
+        with self._lock:
+            return (
+                not self._closed
+                and (self._consumer.reads_ahead or self._next_to_assign() < self._consumer.asked)
+                and len(self._entries) - len(self._done_with()) < self._num_slots
+            )
+
+    def assign(self) -> list[Assignment]:
+        """Give free slots to the next batches in line.
+
+        The caller must see to it that each is carried out, and answered by `filled`.
+        """
+        assignments: list[Assignment] = []
+        with self._lock:
+            if self._closed:
+                return assignments
+            for serial in self._done_with():
+                self._entries.pop(serial, None)  # the garbage collector may have closed the ring
+            used = {entry.slot for entry in self._entries.values()}
+            serial = self._next_to_assign()
+            for slot in range(self._num_slots):
+                if not (self._consumer.reads_ahead or serial < self._consumer.asked):
+                    break
+                if slot not in used:
+                    self._entries[serial] = _Entry(slot)
+                    assignments.append(Assignment(slot, serial))
+                    serial += 1
+            return assignments
+
+    def filled(self, serial: int, result: Result) -> None:
+        """Say that an assignment was carried out, well or ill. Never blocks."""
+        with self._lock:
+            entry = self._entries.get(serial)
+            if entry is None:  # it is closed
+                return
+            entry.result = result
+            entry.is_ready = True
+            if serial == self._consumer.next:
+                self._wake()
+
+    def fail(self, error: BaseException) -> None:
+        """Say that assignments may never be carried out: something broke outside of any batch."""
+        with self._lock:
+            self._failure = self._failure or (
+                f"a worker of the reader broke down ({type(error).__name__}: {error}), and batches"
+                " that it had to fill may never come; close the reader and make a new one"
+            )
+            self._wake()
+
+    def unassign(self) -> None:
+        """Take assignments back that nobody carries out any more."""
+        with self._lock:
+            for serial in [s for s, entry in self._entries.items() if not entry.is_ready]:
+                self._entries.pop(serial, None)
+
+    def close(self, *, at_exit: bool = False) -> bool:
+        """Wake everyone who waits, and refuse all further calls; False where it was closed.
+
+        `at_exit`: the interpreter ends, which a daemon thread is told by `SystemExit`: it then
+        ends without a traceback that nobody can act on.
+        """
+        with self._lock:
+            was_open = not self._closed
+            self._at_exit = self._at_exit or at_exit
+            self._closed = True
+            self._entries = {}  # a new one: this may come in the middle of a loop over the old
+            self._wake()
+            return was_open
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the ring was closed."""
+        return self._closed
+
+    def check_open(self) -> None:
+        """Raise `ReaderClosedError` if the ring is closed."""
+        if self._closed:
+            if self._at_exit and threading.current_thread().daemon:
+                raise SystemExit
+            raise ReaderClosedError("the reader is closed; make a new one")
+
+    def _next_to_assign(self) -> int:
+        return max(next(reversed(self._entries), -1) + 1, self._consumer.next)
+
+    def _done_with(self) -> list[int]:
+        """Return batches that were delivered, or dropped: their slots are free."""
+        following, held = self._consumer.next, self._consumer.held
+        return [
+            serial
+            for serial, entry in self._entries.items()
+            if serial < following and serial != held and entry.is_ready
+        ]
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None:
+            waiter.release()
+
+
+def _acquired(lock: threading.Lock, seconds: float | None) -> bool:
+    return lock.acquire(timeout=-1 if seconds is None else seconds)

@@ -1,0 +1,1 @@
+"""A request for a batch enters; a filled slot leaves."""

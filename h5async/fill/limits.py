@@ -1,0 +1,349 @@
+"""What a reader would take of the memory enters; what it may take of it leaves, or an error.
+
+A file of a few bytes may declare rows, or chunks, of any size; so all that grows with what a file
+declares, with threads or with slots is added up here, once, before any of it is taken. What a
+reader needs has to fit; what only saves work, as decoded chunks that are kept, gets what is left.
+
+What is counted is what comes to be touched, because pages that never are cost nothing: of a
+thread's three buffers between filters, as many as its filters use. Not counted are the tables of
+chunks, which were read by now and are no longer free; and what `postprocess` makes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from h5async.config import ReaderConfig
+from h5async.errors import BudgetError, ConfigError
+from h5async.index.layout import DatasetLayout
+from h5async.plan.plan import is_staged, stage_rows
+from h5async.plan.stored import StoredFormat
+from h5async.plan.transform import RowTransform
+from h5async.read.execute import scratch_nbytes
+from h5async.read.fallback import span_nbytes
+from h5async.system.freememory import free_memory, local_ranks
+
+_SHARE = 0.5  # of the memory that is free, where no limit is given
+# Measured: what is kept for each piece of a sample, for each of its dimensions, and what a plan
+# takes for each piece of a batch.
+_PIECE_NBYTES, _PIECE_AXIS_NBYTES, _PLANNED_NBYTES = 128, 80, 32
+_UNIT_NBYTES = 128  # measured: what shuffle="window" takes for each unit
+_LEAST_NBYTES = 1 << 20  # what a list of chunks may take in any case
+_LEAST_KEPT = 2  # decoded chunks of a field, as `ChunkCache` has it
+
+
+class MemoryPlan(NamedTuple):
+    """What a reader may take beyond what it needs.
+
+    Attributes
+    ----------
+    most_threads
+        For whose scratch there is memory; at least 1.
+    kept_nbytes
+        By field: for decoded chunks that later batches may need.
+    left_nbytes
+        What is free beside all that: for the rows of all samples, say.
+    """
+
+    most_threads: int
+    kept_nbytes: tuple[int, ...]
+    left_nbytes: int
+
+
+class _Share(NamedTuple):
+    what: str
+    nbytes: int
+    remedy: str
+
+
+def free_memory_nbytes() -> int:
+    """Return the memory that this process can still have, by all limits that are set to it."""
+    return free_memory()[0].nbytes
+
+
+class MemoryBudget:
+    """What a reader with some options may take. Made before it takes anything.
+
+    Parameters
+    ----------
+    config
+        The options.
+    layouts, transforms
+        By field name, in field order.
+    rows
+        Samples in a slot.
+    fewer_threads_do
+        Whether there may be fewer threads than the configuration has.
+    """
+
+    def __init__(
+        self,
+        config: ReaderConfig,
+        layouts: Mapping[str, DatasetLayout],
+        transforms: Mapping[str, RowTransform],
+        rows: int,
+        *,
+        fewer_threads_do: bool = False,
+    ) -> None:
+        self._fewer_threads_do = fewer_threads_do
+        self._config = config
+        self._layouts = layouts
+        self._transforms = transforms
+        self._rows = rows
+        self._free = free_memory_nbytes()
+        half = int(self._free * _SHARE)
+        self._limit = half if config.max_batch_bytes is None else config.max_batch_bytes
+        # The option says what any one thing may take. All together may be more than that: so the
+        # same memory serves a reader with the option as one without.
+        self._limit_of_all = max(half, self._limit)
+
+    def check(self) -> None:
+        """See that no part of what a reader would hold is above ``max_batch_bytes``.
+
+        That is, each for itself: all slots together; any one chunk that is held whole, whoever
+        decodes it; a row of a source of which only pieces are wanted; and the list of a batch's
+        chunks.
+
+        Raises
+        ------
+        ConfigError
+            If one is.
+        """
+        self._check_slots()
+        for layout in self._layouts.values():
+            for stage in _staged(layout):
+                self._check_staged(stage)
+            for leaf in layout.leaves():
+                self._check_pieces(leaf)
+                if leaf.filters or scratch_nbytes(leaf)[1]:
+                    self._check_chunk(leaf)
+                for source in leaf.origins():  # of what h5py reads; HDF5 decodes chunks whole, too
+                    if source.filters:
+                        self._check_chunk(source)
+
+    def plan(self, formats: Sequence[StoredFormat | None], wanted: Sequence[int]) -> MemoryPlan:
+        """See that all that a reader needs fits together; deal out what is left.
+
+        Parameters
+        ----------
+        formats
+            By field: how a GPU decodes its chunks, where it does.
+        wanted
+            By field: bytes of decoded chunks that would better be kept.
+
+        Raises
+        ------
+        BudgetError
+            If it does not fit; the message lists the shares.
+        """
+        threads = max(1, self._config.thread_count)
+        shares = list(self._shares(formats, threads))
+        needed = _sum(shares)
+        if needed > self._limit_of_all and self._fewer_threads_do and threads > 1:
+            least = _sum(self._shares(formats, 1))
+            more = (self._limit_of_all - least) * (threads - 1) // max(1, needed - least)
+            threads = 1 + max(0, more)
+            shares = list(self._shares(formats, threads))
+            needed = _sum(shares)
+        if needed > self._limit_of_all:
+            raise self._too_much(shares, needed)
+        room = max(0, min(self._limit_of_all, self._free) - needed)
+        total = sum(wanted)
+        kept = tuple(wanted if total <= room else [n * room // total for n in wanted])
+        return MemoryPlan(threads, kept, max(0, self._free - needed - sum(kept)))
+
+    def _too_much(self, shares: list[_Share], needed: int) -> BudgetError:
+        listed = ", ".join(f"{what} {nbytes:,}" for what, nbytes, _ in shares if nbytes)
+        largest = max(shares, key=lambda share: share.nbytes)
+        first, limit = next(iter(self._layouts.values())), self._limit_of_all
+        return BudgetError(
+            f"{first.file}: a reader of {', '.join(self._layouts)} takes {needed:,} bytes and does"
+            f" not fit in memory, of which it may take {limit:,} ({self._whose(limit)}): {listed};"
+            f" {largest.remedy}, or set max_batch_bytes if you trust the file."
+            f" {_what_is_free()}"
+        )
+
+    def _shares(self, formats: Sequence[StoredFormat | None], threads: int) -> Iterator[_Share]:
+        """Yield what a reader needs, with so many threads."""
+        config, rows = self._config, self._rows
+        layouts = list(self._layouts.values())
+        smaller = "make batch_size or prefetch smaller"
+        batches = config.prefetch
+        yield _Share(f"{batches} batches of {rows} samples", sum(self._slots().values()), smaller)
+        if config.debug_lifetimes:
+            copied = sum(rows * t.nbytes for t in self._transforms.values())
+            yield _Share("copies of batches", 2 * copied, "set debug_lifetimes=False")
+        stored = batches * sum(form.stored_nbytes for form in formats if form is not None)
+        yield _Share("stored chunks for the GPU", stored, 'set decode="host"')
+        fewer = "make num_threads smaller" if threads > 1 else "store smaller chunks"
+        scratch = threads * _touched_scratch_nbytes(layouts)
+        yield _Share(f"scratch of {threads} thread{'s' * (threads > 1)}", scratch, fewer)
+        staged = threads * max(map(_stage_nbytes, layouts))
+        yield _Share("rows that only pieces are taken of", staged, fewer)
+        kept = sum(_LEAST_KEPT * _kept_chunk_nbytes(layout) for layout in layouts)
+        yield _Share("chunks that two batches share", kept, "store smaller chunks")
+        read = max(_fallback_nbytes(layout, rows) for layout in layouts)
+        yield _Share("what h5py reads at a time", read, "make batch_size smaller")
+        lists = sum(_lists_nbytes(layout, rows, batches) for layout in layouts)
+        yield _Share("lists of chunks", lists, f"{smaller}, or store larger chunks")
+        if config.shuffle == "window":
+            units = max(layout.most_units() for layout in layouts)
+            yield _Share("the order of samples", units * _UNIT_NBYTES, 'use shuffle="full"')
+
+    def _slots(self) -> dict[str, int]:
+        """Return what the slots take, by field: rows as read, and as delivered."""
+        held = self._config.prefetch * self._rows
+        return {
+            name: held * (t.raw_nbytes + (0 if t.is_identity else t.nbytes))
+            for name, t in self._transforms.items()
+        }
+
+    def _whose(self, limit: int) -> str:
+        """Say where a limit comes from."""
+        if limit == self._config.max_batch_bytes:
+            return "max_batch_bytes"
+        by = free_memory()[0].limit
+        return f"max_batch_bytes: half of the {self._free:,} that are free by {by}"
+
+    def _check_slots(self) -> None:
+        needed = self._slots()
+        total, limit = sum(needed.values()), self._limit
+        if total > limit:
+            largest = self._layouts[max(needed, key=lambda name: needed[name])]
+            raise BudgetError(
+                f'{largest.file}: dataset "{largest.path}" of shape {largest.shape}:'
+                f" {self._config.prefetch} batches of {self._rows} samples take {total:,} bytes and"
+                f" do not fit in memory, of which they may take {limit:,} ({self._whose(limit)});"
+                " make batch_size or prefetch smaller, or set max_batch_bytes if you trust the"
+                f" file. {_what_is_free()}"
+            )
+
+    def _check_staged(self, stage: DatasetLayout) -> None:
+        limit = self._limit
+        if stage.row_nbytes > limit:
+            raise ConfigError(
+                f'{stage.file}: dataset "{stage.path}": only pieces of its samples are wanted, but'
+                f" each is read whole, and has {stage.row_nbytes:,} bytes, of {limit:,} that it may"
+                f" take ({self._whose(limit)}); set max_batch_bytes if you trust the file"
+            )
+
+    def _check_pieces(self, layout: DatasetLayout) -> None:
+        """See that what is kept for each piece of a sample, and of a batch, is within the limit."""
+        needed, limit = _lists_nbytes_of_leaf(layout, self._rows, 1), self._limit
+        if needed > max(limit, _LEAST_NBYTES):
+            raise ConfigError(
+                f'{layout.file}: dataset "{layout.path}": a sample of shape {layout.row_shape} lies'
+                f" in {layout.num_pieces:,} chunks of shape {layout.chunk_shape}; a list of those"
+                f" of a batch takes {needed:,} bytes, of {limit:,} that it may take"
+                f" ({self._whose(limit)}); make batch_size smaller, store larger chunks, or set"
+                " max_batch_bytes if you trust the file"
+            )
+
+    def _check_chunk(self, layout: DatasetLayout) -> None:
+        """See that a chunk that must be held whole is within the limit."""
+        nbytes, limit = _stored_chunk_nbytes(layout), self._limit
+        if layout.chunk_shape and nbytes > limit:
+            what, remedy = "decodes to", ""
+            if not layout.filters:
+                what = "is held whole and has"
+            if not layout.filters and layout.sample_axis != 0:
+                remedy = " take its first dimension as that of the samples, or"
+            raise ConfigError(
+                f'{layout.file}: dataset "{layout.path}": a chunk of shape {layout.chunk_shape}'
+                f" {what} {nbytes:,} bytes, of {limit:,} that it may take ({self._whose(limit)});"
+                f"{remedy} set max_batch_bytes if you trust the file"
+            )
+
+
+def _sum(shares: Iterable[_Share]) -> int:
+    return sum(share.nbytes for share in shares)
+
+
+def _what_is_free() -> str:
+    """Say how much is free, by which limits."""
+    found = [left for left in free_memory() if left.nbytes < 1 << 60]  # else nothing is limited
+    text = ", ".join(f"{nbytes:,} bytes by {limit}" for nbytes, limit in found)
+    ranks = local_ranks()
+    shared = f", for each of the {ranks} processes on this node" if ranks > 1 else ""
+    return f"Free are {text}{shared}"
+
+
+def _staged(layout: DatasetLayout) -> Iterator[DatasetLayout]:
+    """Yield the sources of which whole rows are held to take pieces of them."""
+    for part in layout.parts:
+        if is_staged(layout, part):
+            yield part.source
+        yield from _staged(part.source)
+
+
+def _stage_nbytes(layout: DatasetLayout) -> int:
+    """Return what a thread holds of rows to take pieces of them."""
+    return max(
+        (
+            is_staged(layout, part) * stage_rows(part.source) * part.source.row_nbytes
+            + _stage_nbytes(part.source)
+            for part in layout.parts
+        ),
+        default=0,
+    )
+
+
+def _touched_scratch_nbytes(layouts: Sequence[DatasetLayout]) -> int:
+    """Return what a thread comes to use of its scratch, which is as large as any field needs."""
+    sizes = [scratch_nbytes(layout) for layout in layouts]
+    encoded, chunk, between = map(max, *sizes, (0, 0, 0))
+    filters = max(len(leaf.filters) for layout in layouts for leaf in layout.leaves())
+    return int(encoded + chunk + between * min(3, filters))
+
+
+def _kept_chunk_nbytes(layout: DatasetLayout) -> int:
+    return max((y.chunk_nbytes for y in layout.leaves() if y.unit_nbytes), default=0)
+
+
+def _fallback_nbytes(layout: DatasetLayout, rows: int) -> int:
+    """Return what is held for a moment to read through h5py, by one thread at a time."""
+    most = 0
+    for leaf in layout.leaves():
+        if leaf.fallback_reason is None:
+            continue
+        read = min(leaf.nbytes, span_nbytes(leaf, rows))
+        # A chunk that is checked: as stored, decoded, and between its filters.
+        checked = max(
+            (
+                _stored_chunk_nbytes(source) * (2 + min(3, len(source.filters)))
+                for source in leaf.origins()
+                if source.filters
+            ),
+            default=0,
+        )
+        most = max(most, read, checked)
+    return most
+
+
+def _stored_chunk_nbytes(layout: DatasetLayout) -> int:
+    """Return what a chunk decodes to: all members of a compound, say, where HDF5 decodes it."""
+    stored = math.prod(layout.chunk_shape[: len(layout.shape) - layout.extra_dims])
+    return max(layout.chunk_nbytes, stored * layout.stored_itemsize)
+
+
+def _lists_nbytes(layout: DatasetLayout, rows: int, batches: int) -> int:
+    """Return what lists of chunks take: kept for each leaf, and of batches that are on their way.
+
+    A batch has `rows` samples, however many leaves these lie in.
+    """
+    kept = planned = 0
+    for leaf in layout.leaves():
+        of_leaf = _lists_nbytes_of_leaf(leaf, rows, 0)
+        kept += of_leaf
+        planned = max(planned, _lists_nbytes_of_leaf(leaf, rows, batches) - of_leaf)
+    return kept + planned
+
+
+def _lists_nbytes_of_leaf(layout: DatasetLayout, rows: int, batches: int) -> int:
+    if layout.chunks is None:
+        return 0
+    groups = min(rows, layout.grid[layout.sample_axis])
+    kept = _PIECE_NBYTES + len(layout.shape) * _PIECE_AXIS_NBYTES
+    return layout.num_pieces * (kept + batches * groups * _PLANNED_NBYTES)

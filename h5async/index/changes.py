@@ -1,0 +1,217 @@
+"""A file that was changed under a reader enters; an error leaves where its index is another now.
+
+What a reader knows of a dataset is looked at again, in the file that it has open: its type and
+creation properties, its extent, and where its chunks lie. Values that were changed in place are
+no other index.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from h5async.errors import H5AsyncError, ReadError
+from h5async.index.chunkindex import filters_of, indexed, read_chunk_table, without_filters
+from h5async.index.layout import DatasetLayout
+from h5async.index.links import open_hdf5
+from h5async.io.storage import FileStamp, LocalFile, changed
+from h5async.names import name_bytes
+
+
+class FileChanges:
+    """Looks at files that were changed under a reader. Safe to use from many threads.
+
+    Parameters
+    ----------
+    layouts
+        Of all fields.
+    forget
+        Called before a changed file is read again: what is kept of it may be old.
+    """
+
+    def __init__(self, layouts: Sequence[DatasetLayout], forget: Callable[[], None]) -> None:
+        self._layouts = layouts
+        self._forget = forget
+        self._lock = threading.Lock()
+        self._in_file: dict[str, list[DatasetLayout]] = {}
+        self._warned: set[str] = set()
+        self._warnings: list[str] = []
+
+    def look_anew(self, file: LocalFile, now: FileStamp) -> None:
+        """See that an open file, which is other than its stamp says, still holds what was indexed.
+
+        Raises
+        ------
+        ReadError
+            If it does not.
+        """
+        may_grow = file.has_swmr_writer
+        self.look_at(file.path, file.descriptor, file.stamp, now, may_grow=may_grow)
+
+    def look_at(
+        self,
+        path: str,
+        descriptor: int | None,
+        before: FileStamp,
+        now: FileStamp,
+        *,
+        may_grow: bool = False,
+    ) -> None:
+        """Do that for a file that lies at a path, or is open; see `require_same_index`."""
+        try:
+            require_same_index(path, descriptor, self._of(path), may_grow=may_grow)
+        except ReadError as error:
+            if before[:4] == now[:4] and isinstance(_cause(error), PermissionError):
+                return  # its mode was changed, and not its content; what is open can be read
+            if now.nbytes >= before.nbytes:
+                raise
+            raise changed(path, f"it was cut short, and ends at byte {now.nbytes} now") from error
+        self._forget()
+        # A file that was renamed, or linked, has a new time of change, but not of modification.
+        if may_grow or before[:4] == now[:4]:
+            return
+        with self._lock:
+            if path not in self._warned:
+                self._warned.add(path)
+                self._warnings.append(
+                    f"{path} was changed while a reader has it open; its chunks still lie where"
+                    " they did, so the reader goes on, and gives new values from now on"
+                )
+
+    def take_warnings(self) -> tuple[str, ...]:
+        """Return what nobody was warned of yet."""
+        if not self._warnings:
+            return ()
+        with self._lock:
+            warnings, self._warnings = tuple(self._warnings), []
+        return warnings
+
+    def _of(self, path: str) -> list[DatasetLayout]:
+        with self._lock:
+            if not self._in_file:
+                for layout in _all_of(self._layouts):
+                    self._in_file.setdefault(layout.file, []).append(layout)
+        return self._in_file[path]
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Return what an error began with."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _all_of(layouts: Iterable[DatasetLayout]) -> Iterator[DatasetLayout]:
+    """Yield layouts, and those of all datasets that hold their values."""
+    for layout in layouts:
+        if layout.storage != "files" and not layout.parts:  # else others hold the values
+            yield layout
+        yield from _all_of(layout.sources)
+        yield from _all_of(part.source for part in layout.parts)
+
+
+def require_same_index(
+    path: str, descriptor: int | None, layouts: Iterable[DatasetLayout], *, may_grow: bool
+) -> None:
+    """See that a file still holds what was indexed.
+
+    Parameters
+    ----------
+    path, descriptor
+        The file, and a descriptor of it, which is looked at where there is one: another file may
+        lie at the path by now.
+    layouts
+        Of datasets whose values lie in the file.
+    may_grow
+        Whether a writer appends by SWMR: datasets may be longer than they were, and chunks that
+        were written anew lie elsewhere, but the old ones are still there.
+
+    Raises
+    ------
+    ReadError
+        If it does not; the message says in what.
+    """
+    layouts = list(layouts)
+    raw = [layout for layout in layouts if layout.indexed is None]
+    for layout in raw:  # of an external file, which has no index of its own
+        end = layout.offset + layout.nbytes
+        nbytes = FileStamp.of(path if descriptor is None else descriptor).nbytes
+        if nbytes < end:
+            raise changed(path, f"it has {nbytes} bytes, and values lie as far as byte {end}")
+    if len(raw) == len(layouts):
+        return
+    with contextlib.ExitStack() as files:
+        try:
+            file = files.enter_context(open_hdf5(Path(_name(path, descriptor)), in_use=True))
+        except H5AsyncError as error:
+            text = str(error).replace(_name(path, descriptor), path)
+            raise changed(path, f"it cannot be looked at ({text})") from error
+        for layout in layouts:
+            if layout.indexed is not None:
+                _require_same(file, layout, path, may_grow or file.swmr_mode)
+
+
+def _name(path: str, descriptor: int | None) -> str:
+    """Return a name by which an open file is opened again, whatever lies at its path now."""
+    if descriptor is None:
+        return path
+    return f"{'/proc/self' if sys.platform == 'linux' else '/dev'}/fd/{descriptor}"
+
+
+def _require_same(file: h5py.File, layout: DatasetLayout, path: str, may_grow: bool) -> None:
+    where = f'{path}: dataset "{layout.path}"'
+    try:
+        what = _difference(file, layout, where, may_grow)
+    except H5AsyncError as error:
+        raise changed(path, str(error)) from error
+    except Exception as error:  # damaged metadata may raise anything
+        raise changed(path, f'dataset "{layout.path}" cannot be looked at ({error})') from error
+    if what is not None:
+        raise changed(path, what)
+
+
+def _difference(file: h5py.File, layout: DatasetLayout, where: str, may_grow: bool) -> str | None:
+    """Return in what a dataset differs from what was indexed, or None."""
+    name, known = f'dataset "{layout.path}"', layout.indexed
+    dataset = file.get(name_bytes(layout.path))
+    if known is None or not isinstance(dataset, h5py.Dataset):
+        return f"{name} is gone"
+    now = indexed(dataset)
+    if now.digest != known.digest:
+        return f"{name} has another type, chunk shape, filters, fill value, or compact values"
+    if now.shape != known.shape and not (may_grow and _has_grown(known.shape, now.shape)):
+        return f"{name} has shape {now.shape}, and had {known.shape}"
+    if may_grow or layout.fallback_reason is not None:
+        return None
+    if layout.storage == "contiguous":
+        offset = dataset.id.get_offset()
+        is_same = (-1 if offset is None else offset) == layout.offset
+    else:
+        is_same = layout.chunks is None or _has_same_chunks(dataset, layout, where)
+    return None if is_same else f"the values of {name} lie elsewhere"
+
+
+def _has_grown(before: tuple[int, ...], now: tuple[int, ...]) -> bool:
+    return len(now) == len(before) and all(n >= b for n, b in zip(now, before, strict=True))
+
+
+def _has_same_chunks(dataset: h5py.Dataset, layout: DatasetLayout, where: str) -> bool:
+    filters, known = filters_of(dataset.id.get_create_plist()), layout.chunks
+    assert known is not None
+    found = read_chunk_table(dataset, filters, layout.has_raw_edges, where)
+    # Filters that nobody has, and no chunk needed, were left out of the layout.
+    left_out = [place for place, entry in enumerate(filters) if entry not in layout.filters]
+    needed = np.uint32(sum(1 << place for place in left_out))
+    if (found.filter_mask & needed != needed).any():
+        return False
+    found, _ = without_filters(found, filters, left_out)
+    return all(
+        np.array_equal(getattr(found, column), getattr(known, column))
+        for column in ("index", "offset", "nbytes", "filter_mask")
+    )

@@ -1,0 +1,133 @@
+"""An open dataset enters; what its elements are leaves: a dtype, and if its bytes are NumPy's."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import h5py
+import numpy as np
+
+from h5async.errors import DatasetError
+from h5async.names import name_bytes, name_text
+from h5async.system.interruptions import suppressing
+
+
+class Element(NamedTuple):
+    """What an element of a dataset, or a member of it, is.
+
+    Attributes
+    ----------
+    dtype
+        As h5py gives it.
+    stored
+        The type as stored.
+    offset
+        Of a member: its first byte within an element.
+    """
+
+    dtype: np.dtype[Any]
+    stored: h5py.h5t.TypeID
+    offset: int
+
+    @property
+    def base(self) -> np.dtype[Any]:
+        """The dtype of a number, where it is an array of them, or an array of arrays."""
+        return _unpacked(self.dtype)[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The dimensions of an array type, those of the outermost one first."""
+        return _unpacked(self.dtype)[1]
+
+    @property
+    def is_numpys(self) -> bool:
+        """Whether the stored bytes are NumPy's."""
+        return _is_stored_as(self.stored, self.dtype)
+
+
+def _unpacked(dtype: np.dtype[Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """Return the base and the dimensions of a dtype; NumPy's own go one level deep."""
+    base, shape = dtype, dtype.shape[:0]
+    while base.subdtype is not None:
+        shape += base.shape
+        base = base.base
+    return base, shape
+
+
+def _is_stored_as(stored: h5py.h5t.TypeID, dtype: np.dtype[Any]) -> bool:
+    """Tell whether the bytes of a stored type are those of a dtype."""
+    is_equal = None
+    with suppressing(Exception):  # a type that h5py can read but not write
+        is_equal = bool(stored.equal(h5py.h5t.py_create(dtype, logical=True)))
+    if is_equal is not False:
+        return bool(is_equal)
+    if isinstance(stored, h5py.h5t.TypeIntegerID) and stored.get_size() == 1:
+        # A byte order means nothing to a byte, but makes types unequal.
+        is_whole = stored.get_precision() == 8 and stored.get_offset() == 0
+        is_signed = stored.get_sign() != h5py.h5t.SGN_NONE
+        return is_whole and dtype == np.dtype("i1" if is_signed else "u1")
+    if isinstance(stored, h5py.h5t.TypeBitfieldID) and dtype.kind == "u":
+        # h5py gives bitfields as unsigned integers, but would write those as integers.
+        same = getattr(h5py.h5t, f"STD_B{8 * dtype.itemsize}LE", None)
+        return same is not None and dtype.str[0] != ">" and bool(stored.equal(same))
+    if isinstance(stored, h5py.h5t.TypeCompoundID) and dtype.fields is not None:
+        names = dtype.names or ()
+        return (
+            stored.get_size() == dtype.itemsize
+            and stored.get_nmembers() == len(names)
+            and all(
+                stored.get_member_offset(i) == dtype.fields[name][1]
+                and _is_stored_as(stored.get_member_type(i), dtype.fields[name][0])
+                for i, name in enumerate(names)
+            )
+        )
+    return False
+
+
+def has_objects(dataset: h5py.Dataset) -> bool:
+    """Tell whether elements, or members of them, are of variable length, or references."""
+    try:
+        return bool(dataset.dtype.hasobject)
+    except UnicodeDecodeError:  # h5py has no dtype for names of members that are not UTF-8
+        return _is_object(dataset.id.get_type())
+
+
+def _is_object(stored: h5py.h5t.TypeID) -> bool:
+    if isinstance(stored, h5py.h5t.TypeCompoundID):
+        return any(_is_object(stored.get_member_type(i)) for i in range(stored.get_nmembers()))
+    if isinstance(stored, h5py.h5t.TypeArrayID):
+        return _is_object(stored.get_super())
+    if isinstance(stored, h5py.h5t.TypeStringID):
+        return bool(stored.is_variable_str())
+    return isinstance(stored, h5py.h5t.TypeVlenID | h5py.h5t.TypeReferenceID)
+
+
+def element_of(dataset: h5py.Dataset, member: tuple[str, ...], where: str) -> Element:
+    """Return what an element is; of a compound, its member at the end of the path `member`.
+
+    Raises
+    ------
+    DatasetError
+        If there is no such member, or NumPy has no type for it; it begins with `where`.
+    """
+    stored, offset = dataset.id.get_type(), 0
+    for depth, name in enumerate(member):
+        label = "/".join(member[: depth + 1])
+        if not isinstance(stored, h5py.h5t.TypeCompoundID):
+            raise DatasetError(f'{where} has no member "{label}": it is no compound type')
+        names = [stored.get_member_name(i) for i in range(stored.get_nmembers())]
+        encoded = name_bytes(name)
+        if encoded not in names:
+            listed = ", ".join(f'"{name_text(n)}"' for n in names)
+            raise DatasetError(f'{where} has no member "{label}"; it has {listed}')
+        offset += stored.get_member_offset(names.index(encoded))
+        stored = stored.get_member_type(names.index(encoded))
+    try:
+        return Element(stored.dtype if member else dataset.dtype, stored, offset)
+    except UnicodeDecodeError as error:
+        raise DatasetError(
+            f"{where}: it has members with names that are not UTF-8, and h5py has no type for"
+            " these; read each member by itself, as a path behind that of the dataset"
+        ) from error
+    except Exception as error:  # h5py has no one type for what it cannot express
+        raise DatasetError(f"{where}: its type has no NumPy equivalent ({error})") from error

@@ -1,0 +1,71 @@
+"""Layouts enter; a short text leaves that changes when a file does.
+
+A saved state is only good for the data that it was saved with. What is hashed is what was found
+when a file was indexed, and its size: not the values themselves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from h5async.index.layout import DatasetLayout
+
+
+def fingerprint(layouts: Iterable[DatasetLayout]) -> str:
+    """Hash shapes, dtypes, filters, and where all chunks lie, to 32 hexadecimal digits.
+
+    Names of files count for nothing: they may be moved. Sizes are those when the files were
+    indexed, whatever has become of them since.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for layout in layouts:
+        _add_dataset(digest, layout)
+    return digest.hexdigest()
+
+
+def _add_dataset(digest: Any, layout: DatasetLayout) -> None:
+    """Hash a dataset, and those that hold its parts."""
+    _add(
+        digest,
+        layout.stamp.nbytes,
+        layout.path,
+        layout.shape,
+        _described(layout.dtype),
+        layout.sample_axis,
+    )
+    _add(digest, layout.storage, layout.offset, layout.chunk_shape, layout.member)
+    _add(digest, [(entry.number, entry.parameters) for entry in layout.filters])
+    chunks = layout.chunks
+    if chunks is not None:
+        for array in (chunks.index, chunks.offset, chunks.nbytes, chunks.filter_mask):
+            if array is not None:
+                digest.update(np.ascontiguousarray(array).data)
+    if layout.values is not None:
+        digest.update(np.ascontiguousarray(layout.values).tobytes())
+    for part in layout.parts:
+        _add(digest, part.samples, part.source_samples, part.region, part.source_region)
+        _add(digest, part.member)
+        _add_dataset(digest, part.source)
+
+
+def _described(dtype: np.dtype[Any]) -> object:
+    """Return what tells a dtype from others, in any version of NumPy."""
+    try:
+        return dtype.descr
+    except ValueError:  # members are out of order, or overlap
+        pass
+    if dtype.subdtype is not None:
+        base, shape = dtype.subdtype
+        return _described(base), shape
+    fields = dtype.fields
+    assert fields is not None, "every other dtype has a description"
+    members = [(name, *fields[name][:2]) for name in dtype.names or ()]
+    return dtype.itemsize, [(name, at, _described(member)) for name, member, at in members]
+
+
+def _add(digest: Any, *values: object) -> None:
+    digest.update(repr(values).encode())

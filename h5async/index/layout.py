@@ -1,0 +1,522 @@
+"""Where the bytes of a dataset lie and how they are encoded, or why only h5py may read them.
+
+Plain data, made by `metadata.py`; nothing here knows of h5py. A layout either says where bytes
+lie in one file, or which `parts` of the dataset other layouts, its sources, hold: so are several
+files one dataset, a virtual dataset its sources, and one member of a compound a part of its rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.codec.filters import Filter
+from h5async.errors import ConfigError, DatasetError
+from h5async.io.storage import FileStamp
+
+_SLICES = 32  # of a contiguous dataset: shares that threads can take
+_UNCHUNKED_UNIT_NBYTES = 1 << 20  # what is worth a read of its own
+
+Storage = Literal["contiguous", "chunked", "compact", "virtual", "external", "files"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTable:
+    """Where the allocated chunks of a dataset lie: parallel arrays, sorted by `index`.
+
+    Attributes
+    ----------
+    index
+        int64: the chunk's number in the C-ordered grid of chunks; None where all are allocated,
+        so that the number is the place in the arrays.
+    offset, nbytes
+        int64: address in the file, and bytes stored there.
+    filter_mask
+        uint32: bit i set where filter i of the pipeline was not applied.
+    """
+
+    index: NDArray[np.int64] | None
+    offset: NDArray[np.int64]
+    nbytes: NDArray[np.int64]
+    filter_mask: NDArray[np.uint32]
+
+    def find(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the places of chunks `numbers` in the arrays; -1 where one is not allocated."""
+        if self.index is None:
+            return numbers
+        if not self.index.size:
+            return np.full(numbers.shape, -1, np.int64)
+        place = np.minimum(np.searchsorted(self.index, numbers), self.index.size - 1)
+        return np.where(self.index[place] == numbers, place, -1)
+
+
+class Indexed(NamedTuple):
+    """What a dataset was when it was indexed; see `chunkindex.indexed`.
+
+    Attributes
+    ----------
+    digest
+        16 bytes that depend on its type and creation properties.
+    shape
+        Its extent in the file.
+    """
+
+    digest: bytes
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Slab:
+    """A regular selection along one dimension: `count` blocks of `block` indices, `stride` apart.
+
+    HDF5 calls it a hyperslab. The k-th index that it selects has the ordinal k.
+    """
+
+    start: int
+    stride: int
+    count: int
+    block: int
+
+    @classmethod
+    def run(cls, start: int, stop: int) -> Slab:
+        """Return the selection of all indices from `start` to before `stop`."""
+        return cls(start, max(1, stop - start), 1, stop - start)
+
+    @property
+    def size(self) -> int:
+        """How many indices are selected."""
+        return self.count * self.block
+
+    @property
+    def end(self) -> int:
+        """The index behind the last one, 0 where none is selected."""
+        return self.start + (self.count - 1) * self.stride + self.block if self.size else 0
+
+    @property
+    def is_run(self) -> bool:
+        """Whether the indices are neighbours."""
+        return self.count == 1 or self.stride == self.block
+
+    def as_slice(self) -> slice | None:
+        """Return the same as a slice, or None where there is none such."""
+        if self.is_run:
+            return slice(self.start, self.start + self.size)
+        if self.block == 1:
+            return slice(self.start, self.start + (self.count - 1) * self.stride + 1, self.stride)
+        return None
+
+    def ordinal(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return which of the selected indices each index is; -1 where it is none."""
+        block, inside = np.divmod(index - self.start, self.stride)
+        is_selected = (block >= 0) & (block < self.count) & (inside < self.block)
+        return np.where(is_selected, block * self.block + inside, -1)
+
+    def at(self, ordinal: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the indices of some ordinals."""
+        block, inside = np.divmod(ordinal, self.block)
+        return self.start + block * self.stride + inside
+
+
+class PieceGeometry(NamedTuple):
+    """How the pieces of a sample lie in chunks and in rows; all in bytes but `extents`.
+
+    Attributes
+    ----------
+    chunk_strides, row_strides
+        int64 (rank - 1,): of all dimensions but that of the samples.
+    extents
+        int64 (pieces, rank - 1): elements of each piece of the cross-section, cut off at the
+        row's end.
+    row_begin, piece_begin
+        int64 (pieces,): first byte of each piece in a row, and in a chunk (a contiguous dataset
+        is its own only chunk).
+    chunk_samples, sample_stride
+        Samples in a chunk, and how far apart they are.
+    chunk_nbytes
+        Of a whole chunk.
+    """
+
+    chunk_strides: NDArray[np.int64]
+    row_strides: NDArray[np.int64]
+    extents: NDArray[np.int64]
+    row_begin: NDArray[np.int64]
+    piece_begin: NDArray[np.int64]
+    chunk_samples: int
+    sample_stride: int
+    chunk_nbytes: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some samples of a dataset, or pieces of them, that another dataset holds.
+
+    Attributes
+    ----------
+    source
+        Layout of the dataset that holds them.
+    samples, source_samples
+        Which samples of the whole, and which of the source, as many.
+    region, source_region
+        Which piece of a row of the whole, and of a row of the source: a slice for each
+        dimension but that of the samples, of extents that are equal but for those of 1. None:
+        the whole row.
+    member
+        The member of the source's compound type that is delivered.
+    """
+
+    source: DatasetLayout
+    samples: Slab
+    source_samples: Slab
+    region: tuple[slice, ...] | None = None
+    source_region: tuple[slice, ...] | None = None
+    member: str | None = None
+
+
+@dataclass(frozen=True)
+class DatasetLayout:
+    """Where and how the values of one dataset are stored. Picklable; holds no open file.
+
+    Attributes
+    ----------
+    file, path
+        The HDF5 file and the dataset's path in it.
+    stamp
+        Of the file when it was indexed.
+    shape
+        The dataset's dimensions, then those of an array dtype.
+    dtype
+        As h5py gives it, without metadata; in the file's byte order.
+    sample_axis
+        The dimension of `shape` that counts the samples.
+    storage
+        HDF5's layout class, or ``"external"``; ``"files"``: several datasets, one after the other.
+    fallback_reason
+        Why only h5py may read this dataset, or a part of it; None: it is read the direct way.
+    fill
+        0-d array: the value of what was never written.
+    offset
+        Contiguous: address of the first byte; -1: never allocated.
+    chunk_shape, filters, chunks
+        Chunked: dimensions of a chunk (of the rank of `shape`), pipeline in the order of
+        writing, and the chunk table.
+    values
+        Compact: the values themselves, of `shape`.
+    parts
+        What other datasets hold; nothing else here then says where bytes lie.
+    sources
+        Virtual: the datasets that are mapped.
+    member
+        The member of a compound type that h5py is to deliver.
+    stored_itemsize, extra_dims, has_raw_edges
+        What is needed to check chunks that h5py reads: bytes of an element as stored (0:
+        unknown), how many last dimensions are those of an array type, and whether chunks that
+        reach over the dataset's edge are not filtered.
+    attached
+        External, read by h5py: the real paths of the files that hold the values, and their stamps.
+    indexed
+        By which it is seen whether a file that was changed still holds the dataset; None: the
+        file is no HDF5 file, but holds values only.
+    """
+
+    file: str
+    stamp: FileStamp
+    path: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    sample_axis: int
+    storage: Storage
+    fallback_reason: str | None
+    fill: NDArray[Any]
+    offset: int = -1
+    chunk_shape: tuple[int, ...] = ()
+    filters: tuple[Filter, ...] = ()
+    chunks: ChunkTable | None = None
+    stored_nbytes: int = 0
+    values: NDArray[Any] | None = None
+    parts: tuple[Part, ...] = ()
+    sources: tuple[DatasetLayout, ...] = ()
+    member: tuple[str, ...] = ()
+    stored_itemsize: int = 0
+    has_raw_edges: bool = False
+    extra_dims: int = 0
+    attached: tuple[tuple[str, FileStamp], ...] = ()
+    indexed: Indexed | None = None
+
+    @property
+    def num_samples(self) -> int:
+        """Extent of the sample dimension."""
+        return self.shape[self.sample_axis]
+
+    @cached_property
+    def row_shape(self) -> tuple[int, ...]:
+        """Dimensions of one sample."""
+        return self.shape[: self.sample_axis] + self.shape[self.sample_axis + 1 :]
+
+    @cached_property
+    def row_nbytes(self) -> int:
+        """Bytes of one sample."""
+        return self.dtype.itemsize * math.prod(self.row_shape)
+
+    @cached_property
+    def raw_dtype(self) -> np.dtype[Any]:
+        """The dtype of rows as read: a bool is a byte, because any byte but 0 is True to HDF5."""
+        return np.dtype(np.uint8) if self.dtype.kind == "b" else self.dtype
+
+    @property
+    def raw_fill(self) -> NDArray[Any]:
+        """The fill value as `raw_dtype`."""
+        return self.fill.view(self.raw_dtype) if self.dtype.kind == "b" else self.fill
+
+    @property
+    def nbytes(self) -> int:
+        """Decoded bytes of the whole dataset."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @cached_property
+    def chunk_nbytes(self) -> int:
+        """Decoded bytes of a whole chunk."""
+        return math.prod(self.chunk_shape) * self.dtype.itemsize
+
+    @cached_property
+    def grid(self) -> tuple[int, ...]:
+        """Number of chunks along each dimension."""
+        return grid_of(self.shape, self.chunk_shape)
+
+    @property
+    def num_pieces(self) -> int:
+        """How many pieces make up one sample: the length of `cross_section`."""
+        grid = grid_of(self.shape, self.piece_shape)
+        return math.prod(n for a, n in enumerate(grid) if a != self.sample_axis)
+
+    @cached_property
+    def cross_section(self) -> NDArray[np.int64]:
+        """(m, rank) corners of the m pieces that make up one sample, at sample 0."""
+        grid = grid_of(self.shape, self.piece_shape)
+        extents = [1 if a == self.sample_axis else n for a, n in enumerate(grid)]
+        cells = np.indices(extents).reshape(len(extents), -1).T
+        return np.ascontiguousarray(cells * np.asarray(self.piece_shape), dtype=np.int64)
+
+    @cached_property
+    def piece_shape(self) -> tuple[int, ...]:
+        """Dimensions of what is read as a piece of work: a chunk.
+
+        Of a contiguous dataset, all samples, and a slice of the rows' longest dimension: the bytes
+        of one sample are spread over the whole of it, so it had better be gone through once.
+        """
+        if self.chunk_shape:
+            return self.chunk_shape
+        rest = [a for a in range(len(self.shape)) if a != self.sample_axis]
+        longest = max(rest, key=lambda a: self.shape[a], default=None)
+        pieces = [max(1, n) for n in self.shape]
+        if longest is not None:
+            pieces[longest] = max(1, -(-self.shape[longest] // _SLICES))
+        return tuple(pieces)
+
+    @cached_property
+    def cross_numbers(self) -> tuple[int, NDArray[np.int64]]:
+        """How far apart the numbers of chunks are that follow each other along the samples.
+
+        And int64 (m,): the numbers of the chunks of `cross_section`.
+        """
+        strides = np.cumprod((1, *self.grid[:0:-1]), dtype=np.int64)[::-1]
+        cells = self.cross_section // np.asarray(self.chunk_shape)
+        return int(strides[self.sample_axis]), cells @ strides
+
+    @property
+    def rows_are_whole(self) -> bool:
+        """Whether each sample's bytes lie in one piece: sample dimension first, nothing split."""
+        if self.sample_axis != 0:
+            return False
+        return not self.chunk_shape or self.chunk_shape[1:] == self.shape[1:]
+
+    @property
+    def geometry(self) -> PieceGeometry:
+        """How the pieces of a sample lie in chunks and in rows, for who copies them by bytes."""
+        axis, item = self.sample_axis, self.dtype.itemsize
+        shape = self.chunk_shape or self.shape
+        rest = [a for a in range(len(shape)) if a != axis]
+        strides = np.cumprod((item, *shape[:0:-1]), dtype=np.int64)[::-1]
+        row_shape = [self.shape[a] for a in rest]
+        row_strides = np.cumprod((item, *row_shape[:0:-1]), dtype=np.int64)[::-1][: len(rest)]
+        begin = self.cross_section[:, rest]
+        return PieceGeometry(
+            chunk_strides=strides[rest],
+            row_strides=row_strides,
+            extents=np.minimum(np.array(self.piece_shape)[rest], np.array(row_shape) - begin),
+            row_begin=begin @ row_strides,
+            piece_begin=(begin @ strides[rest]) * (not self.chunk_shape),
+            chunk_samples=shape[axis],
+            sample_stride=int(strides[axis]),
+            chunk_nbytes=math.prod(shape) * item,
+        )
+
+    @cached_property
+    def part_starts(self) -> NDArray[np.int64] | None:
+        """Where each part begins, if parts are runs of whole samples in order; else None."""
+        starts = np.array([part.samples.start for part in self.parts], np.int64)
+        stops = starts + np.array([part.samples.size for part in self.parts], np.int64)
+        is_stack = all(part.region is None and part.samples.is_run for part in self.parts)
+        return starts if is_stack and (stops[:-1] <= starts[1:]).all() else None
+
+    @cached_property
+    def has_gaps(self) -> bool:
+        """Whether no part holds some samples, or pieces of them: they have the fill value."""
+        held = sum(
+            part.samples.size
+            * math.prod(
+                len(range(*piece.indices(extent)))
+                for piece, extent in zip(part.region, self.row_shape, strict=True)
+            )
+            if part.region is not None
+            else part.samples.size * math.prod(self.row_shape)
+            for part in self.parts
+        )
+        return held < math.prod(self.shape)
+
+    def unit_bounds(self, row_nbytes: int = 0) -> NDArray[np.int64]:
+        """Return where groups of samples begin that are stored together, in chunks say.
+
+        Parameters
+        ----------
+        row_nbytes
+            Bytes that are delivered of a sample, if other than those of a row here.
+
+        Returns
+        -------
+        numpy.ndarray
+            int64 (n + 1,), ascending from 0 to `num_samples`; nothing empty between.
+        """
+        row_nbytes = row_nbytes or self.row_nbytes
+        size = max(1, _UNCHUNKED_UNIT_NBYTES // max(1, row_nbytes))
+        bounds: list[NDArray[np.int64]] = [np.array([0, self.num_samples], np.int64)]
+        if self.chunk_shape:
+            size = self.chunk_shape[self.sample_axis]
+        elif self.part_starts is not None and self.parts:
+            for part in self.parts:
+                first, last = part.source_samples.start, part.source_samples.end
+                inside = part.source.unit_bounds(row_nbytes).clip(first, last)
+                bounds.append(inside - first + part.samples.start)
+        if len(bounds) == 1:
+            bounds.append(np.arange(0, self.num_samples, size, dtype=np.int64))
+        return np.unique(np.concatenate(bounds))
+
+    def most_units(self, row_nbytes: int = 0) -> int:
+        """Return how many groups of samples `unit_bounds` finds at most, without making a list."""
+        row_nbytes = row_nbytes or self.row_nbytes
+        if self.chunk_shape:
+            return self.grid[self.sample_axis]
+        if self.part_starts is not None and self.parts:
+            return sum(2 + part.source.most_units(row_nbytes) for part in self.parts)
+        return 1 + self.num_samples // max(1, _UNCHUNKED_UNIT_NBYTES // max(1, row_nbytes))
+
+    @cached_property
+    def unit_nbytes(self) -> int:
+        """Decoded bytes of what is kept of a unit to give its samples to several batches."""
+        if self.parts:
+            return max(part.source.unit_nbytes for part in self.parts)
+        if not self.filters or (self.rows_are_whole and self.chunk_shape[0] == 1):
+            return 0
+        return self.chunk_nbytes * self.num_pieces
+
+    def needed_nbytes(self, number: int) -> int:
+        """Return how many bytes of chunk `number` there are up to the last within the dataset."""
+        cell = np.unravel_index(number, self.grid)
+        corner = [int(c) * size for c, size in zip(cell, self.chunk_shape, strict=True)]
+        return needed_nbytes(self.shape, self.chunk_shape, corner, self.dtype.itemsize)
+
+    def leaves(self) -> Iterator[DatasetLayout]:
+        """Yield the layouts that say where bytes lie: itself, or its sources."""
+        if not self.parts:
+            yield self
+        for part in self.parts:
+            yield from part.source.leaves()
+
+    def origins(self) -> Iterator[DatasetLayout]:
+        """Yield the layouts of the datasets that hold the values, whoever reads them."""
+        if not self.sources:
+            yield self
+        for source in self.sources:
+            yield from source.origins()
+
+    def with_one_sample(self) -> DatasetLayout:
+        """Return the same bytes, but of `parts`, with a dimension of 1 put before: one sample."""
+        assert not self.parts
+        return replace(
+            self,
+            shape=(1, *self.shape),
+            chunk_shape=(1, *self.chunk_shape) if self.chunk_shape else (),
+            sample_axis=0,
+            values=None if self.values is None else self.values[np.newaxis],
+        )
+
+
+def needed_nbytes(
+    shape: tuple[int, ...], chunk_shape: tuple[int, ...], corner: Sequence[int], itemsize: int
+) -> int:
+    """Return how many bytes of a chunk there are up to the last one within the dataset."""
+    last = 0
+    for extent, size, begin in zip(shape, chunk_shape, corner, strict=True):
+        last = last * size + min(size, extent - begin) - 1
+    return (last + 1) * itemsize
+
+
+def join_layouts(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
+    """Return the layout of datasets of several files as one, one after the other.
+
+    Raises
+    ------
+    DatasetError
+        If the shapes of their rows or their dtypes differ; it names two files that do.
+    """
+    first = layouts[0]
+    if len(layouts) == 1:
+        return first
+    parts, begin = [], 0
+    for layout in layouts:
+        same_rows = layout.row_shape == first.row_shape and layout.sample_axis == first.sample_axis
+        if not same_rows or layout.dtype.newbyteorder("=") != first.dtype.newbyteorder("="):
+            raise DatasetError(
+                f'dataset "{first.path}" has samples of {first.row_shape} {first.dtype} in'
+                f" {first.file}, but of {layout.row_shape} {layout.dtype} in {layout.file}; several"
+                " files can be read as one where these are equal"
+            )
+        count = layout.num_samples
+        if count:
+            samples = Slab.run(begin, begin + count)
+            parts.append(Part(layout, samples, Slab.run(0, count)))
+        begin += count
+    shape = list(first.shape)
+    shape[first.sample_axis] = begin
+    same_order = all(layout.dtype == first.dtype for layout in layouts)
+    reasons = (layout.fallback_reason for layout in layouts)
+    return DatasetLayout(
+        file=first.file,
+        stamp=first.stamp,
+        path=first.path,
+        shape=tuple(shape),
+        dtype=first.dtype if same_order else first.dtype.newbyteorder("="),
+        sample_axis=first.sample_axis,
+        storage="files",
+        fallback_reason=next((reason for reason in reasons if reason is not None), None),
+        fill=first.fill,
+        stored_nbytes=sum(layout.stored_nbytes for layout in layouts),
+        parts=tuple(parts),
+    )
+
+
+def normal_axis(axis: int, rank: int, where: str) -> int:
+    """Return `axis` counted from the front, or raise `ConfigError` where there is none such."""
+    if not -rank <= axis < rank:
+        raise ConfigError(f"{where}: there is no dimension {axis}; it has {rank}")
+    return axis % rank
+
+
+def grid_of(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the number of chunks along each dimension."""
+    return tuple(-(-extent // chunk) for extent, chunk in zip(shape, chunk_shape, strict=True))

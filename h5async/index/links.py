@@ -1,0 +1,295 @@
+"""A path in a file enters; the file and object that it leads to leave, within what is permitted.
+
+Links are followed here, one by one, before HDF5 gets to see them: it would open any file of the
+machine that a link, a virtual dataset or external storage names. What lies in the directory of
+the file that refers to it, or below, is permitted; all else must lie below a root that the caller
+gave. Symbolic links are resolved first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import h5py
+
+from h5async.errors import DatasetError, H5AsyncError, ReadError, UnsafeFileError
+from h5async.io.storage import FileStamp, IoMode
+from h5async.names import name_bytes, name_text
+from h5async.system.interruptions import interruption, suppressing
+
+_MAX_LINKS = 32  # that one path may lead through; HDF5 stops at 16
+
+
+class MissingError(DatasetError):
+    """A link leads to a file that does not exist."""
+
+
+_METADATA_NBYTES = 256 * 1024  # that HDF5 keeps of a file that is indexed
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Which other files a file may refer to, and how files are read.
+
+    Attributes
+    ----------
+    roots
+        Directories (or files) that may be read, wherever the file lies.
+    missing_is_fill
+        Whether what is missing of a virtual dataset has its fill value; else it is an error.
+    io
+        Whether files may be mapped into memory.
+    """
+
+    roots: tuple[Path, ...] = ()
+    missing_is_fill: bool = False
+    io: IoMode = "auto"
+
+    def find(self, name: str, holder: Path, variable: str, where: str) -> Path | None:
+        """Return the file that `holder` refers to as `name`, or None where there is none.
+
+        Looks where HDF5 would look first: below the directories of the environment variable
+        `variable`, then beside `holder`, as it was opened and, where that is a symbolic link, as
+        it is; an absolute name that does not exist is taken as a name beside `holder`. HDF5 would
+        then look in the current directory, which is nobody's to rely on.
+
+        Raises
+        ------
+        UnsafeFileError
+            If it lies elsewhere, or cannot be a name.
+        ReadError
+            If it is no regular file.
+        """
+        if not name or "\0" in name:
+            raise UnsafeFileError(f"{where} refers to a file with the name {name!r}")
+        prefixes = [
+            prefix.replace("${ORIGIN}", str(holder.parent))
+            for prefix in os.environ.get(variable, "").split(":")
+            if prefix
+        ]
+        candidates = [Path(prefix, name) for prefix in prefixes] + [holder.parent / name]
+        if os.path.isabs(name):
+            candidates.append(holder.parent / os.path.basename(name))
+        else:
+            candidates.append(holder.resolve().parent / name)
+        for candidate in candidates:
+            found = self.permitted(candidate, holder, where)
+            if found.exists():
+                if not stat.S_ISREG(found.stat().st_mode):
+                    raise ReadError(f"{where} refers to {found}, which is not a regular file")
+                return found
+        return None
+
+    def permitted(self, target: Path, holder: Path, where: str) -> Path:
+        """Return the real path of `target`.
+
+        Raises
+        ------
+        UnsafeFileError
+            If `holder` may not refer to it.
+        """
+        try:
+            resolved = target.resolve()
+            beside = (holder.parent.resolve(), holder.resolve().parent)
+            allowed = [*beside, *(root.resolve() for root in self.roots)]
+        except (OSError, RuntimeError, ValueError) as error:  # a loop of symbolic links, or a NUL
+            raise UnsafeFileError(f"{where} refers to {target}: {error}") from error
+        if not any(resolved.is_relative_to(root) for root in allowed):
+            raise UnsafeFileError(
+                f"{where} refers to {resolved}, which is not beside {holder}; if you trust this,"
+                f" allow it: allow_external=[{str(resolved.parent)!r}]"
+            )
+        return resolved
+
+
+BESIDE = Reach()  # nothing but what lies beside the file
+
+
+class Located(NamedTuple):
+    """Where a path led: an object of a file, and what is left of the path behind a dataset."""
+
+    file: h5py.File
+    path: str
+    rest: tuple[str, ...]
+
+
+def locate(file: h5py.File, path: str, reach: Reach, files: contextlib.ExitStack) -> Located:
+    """Follow a path through groups and links.
+
+    Parameters
+    ----------
+    file
+        Open file, in which the path begins.
+    path
+        HDF5 path.
+    reach
+        What external links may lead to.
+    files
+        Takes the files that are opened on the way.
+
+    Raises
+    ------
+    KeyError
+        If there is nothing of that name.
+    UnsafeFileError
+        If an external link leads to a file that is not permitted.
+    MissingError
+        If the path leads to a file that does not exist.
+    DatasetError
+        If it leads through too many links.
+    ReadError
+        If a linked file cannot be opened.
+    """
+    todo = _components(path)
+    group: h5py.Group = file["/"]
+    done: list[str] = []
+    links = 0
+    while todo:
+        name = todo.pop(0)
+        at = name_bytes(name)  # h5py takes no other name that is not UTF-8
+        if not group.id.links.exists(at):
+            raise KeyError(path)
+        kind = group.id.links.get_info(at).type
+        if kind == h5py.h5l.TYPE_HARD:
+            done.append(name)
+            if todo:
+                node = group[at]
+                if isinstance(node, h5py.Dataset):
+                    return Located(file, "/".join(done), tuple(todo))
+                if not isinstance(node, h5py.Group):
+                    raise KeyError(path)
+                group = node
+            continue
+        links += 1
+        where = f'{file.filename}: link "{"/".join([*done, name])}"'
+        if links > _MAX_LINKS:
+            raise DatasetError(f"{where}: the path leads through more than {_MAX_LINKS} links")
+        if kind == h5py.h5l.TYPE_EXTERNAL:
+            holder = Path(file.filename)
+            file_name, leads_to = map(name_text, group.id.links.get_val(at))
+            target = reach.find(file_name, holder, "HDF5_EXT_PREFIX", where)
+            if target is None:
+                raise MissingError(f"{where} leads to {file_name}, which does not exist")
+            file = files.enter_context(open_permitted(target, where))
+            group, done = file["/"], []
+        elif kind == h5py.h5l.TYPE_SOFT:
+            leads_to = name_text(group.id.links.get_val(at))
+            if leads_to.startswith("/"):
+                group, done = file["/"], []
+        else:
+            raise KeyError(path)
+        todo = _components(leads_to) + todo
+    return Located(file, "/".join(done) or "/", ())
+
+
+def _components(path: str) -> list[str]:
+    return [name for name in path.split("/") if name not in ("", ".")]
+
+
+@contextlib.contextmanager
+def open_index(path: Path) -> Iterator[h5py.File]:
+    """Open a file as `open_hdf5` does, for its metadata, which are gone through once.
+
+    HDF5 would keep up to 32 MB of them, though nobody asks again.
+    """
+    with open_hdf5(path) as file, metadata_cache(file, _METADATA_NBYTES):
+        yield file
+
+
+@contextlib.contextmanager
+def metadata_cache(file: h5py.File, nbytes: int) -> Iterator[None]:
+    """Have HDF5 keep so many bytes of a file's metadata meanwhile."""
+    before, cache = file.id.get_mdc_config(), file.id.get_mdc_config()
+    cache.set_initial_size = True
+    cache.initial_size = cache.max_size = nbytes
+    cache.min_size = min(cache.min_size, nbytes)
+    file.id.set_mdc_config(cache)
+    try:
+        yield
+    finally:  # the caller may have the file open too, and share its settings
+        file.id.set_mdc_config(before)
+
+
+@contextlib.contextmanager
+def open_permitted(path: Path, where: str) -> Iterator[h5py.File]:
+    """Open a file that another one refers to, by its real path, as `Reach.permitted` gave it.
+
+    Raises
+    ------
+    UnsafeFileError
+        If the path leads elsewhere by now.
+    ReadError
+        As `open_hdf5` does.
+    """
+    with open_index(path) as file:
+        require_in_place(path, FileStamp.of(file.id.get_vfd_handle()), where)
+        yield file
+
+
+def require_in_place(path: Path, opened: FileStamp, where: str) -> None:
+    """See that a file which was opened lies at a real path: no link was put there meanwhile.
+
+    Raises
+    ------
+    UnsafeFileError
+        If it does not.
+    """
+    with suppressing(OSError, RuntimeError):
+        status = os.stat(path, follow_symlinks=False)
+        if path.resolve() == path and (status.st_dev, status.st_ino) == opened.file_id:
+            return
+    raise UnsafeFileError(f"{where} refers to {path}, which was exchanged while it was opened")
+
+
+def open_hdf5(path: Path, *, in_use: bool = False) -> h5py.File:
+    """Open a file for reading with h5py, which the caller closes.
+
+    `in_use`: also one that a writer has locked, which may be in the middle of something.
+
+    Raises
+    ------
+    ReadError
+        If it cannot be opened; the message says why.
+    """
+    try:
+        if path.is_dir():
+            raise ReadError(f"cannot open {path}: it is a directory")
+        if path.exists() and not path.is_file():  # HDF5 would wait for a pipe
+            raise ReadError(f"cannot open {path}: it is no regular file")
+        try:
+            return h5py.File(path, "r")
+        except OSError as error:
+            # The caller has it open without locking, and HDF5 wants all to agree; or a writer
+            # lets others read meanwhile (SWMR).
+            if "file locking flag" in str(error) or (in_use and error.errno == errno.EAGAIN):
+                return h5py.File(path, "r", locking=False)
+            if "already open for write" not in str(error):
+                raise
+            with suppressing(OSError):
+                return h5py.File(path, "r", swmr=True)
+            raise
+    except H5AsyncError:
+        raise
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ReadError(f"cannot open {path}: {_reason(path, error)}") from error
+
+
+def _reason(path: Path, error: Exception) -> str:
+    """Say why a file cannot be opened; HDF5 does not say it of one that is not there."""
+    try:
+        path.stat()
+    except (OSError, ValueError) as reason:
+        if interruption(reason) is not None:
+            raise
+        if isinstance(reason, FileNotFoundError | ValueError):  # the latter: a NUL in it
+            return "there is no such file"
+        # Its folder may not be entered, say, or its name is too long.
+        return reason.strerror or str(reason)
+    return str(error)

@@ -1,0 +1,1 @@
+"""Settings and a position enter; which samples a batch holds leaves. Pure."""

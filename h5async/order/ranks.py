@@ -1,0 +1,260 @@
+"""The environment enters; which of how many processes this one is leaves.
+
+Each launcher of many processes tells them by variables of its own, and PyTorch and JAX know once
+they were initialised. Nobody may get a part of the data by mistake, so all that is found has to
+fit together:
+
+- Sources that say the same are one.
+- Launchers are nested: `srun` starts `mpirun` or `torchrun` on each node, and their processes are
+  more than Slurm's tasks. There the inner one counts, if it is known to be the inner one (by its
+  place, below) and speaks of several processes.
+- Anything else, and one variable without the other, is an error that tells what was found.
+
+Where nothing is found, a process is alone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from h5async.errors import ConfigError
+from h5async.system.interruptions import suppressing
+
+
+class Rank(NamedTuple):
+    """Number `rank` of `world_size` processes."""
+
+    rank: int
+    world_size: int
+
+
+class Source(NamedTuple):
+    """Who says which process this is.
+
+    Attributes
+    ----------
+    rank
+        What it says.
+    name, found
+        Who it is, and by which variables or functions it says so.
+    place
+        A launcher starts those of higher places, and never those of lower ones. None: it may be
+        anywhere, as with variables that were set by hand or in the description of a pod.
+    """
+
+    rank: Rank
+    name: str
+    found: str
+    place: int | None
+
+    def __str__(self) -> str:
+        """Describe it in a few words."""
+        return f"{self.name} ({self.found})" if self.found else self.name
+
+
+# Places. Slurm starts the daemons of MPI's launchers and of Flux as tasks of a step of its own, so
+# that there its numbers are those of nodes, and of fewer than all.
+_SLURM, _FLUX, _MPI, _LOCAL, _TORCHRUN, _IN_PROCESS = range(6)
+
+_TORCH = "PyTorch", "RANK", "WORLD_SIZE"
+_LAUNCHERS = (
+    ("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", _FLUX),
+    ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", _MPI),
+    ("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", _MPI),
+    ("PALS", "PALS_RANKID", "PMI_SIZE", _MPI),  # it has no variable of its own for the size
+    ("MPICH", "PMI_RANK", "PMI_SIZE", _MPI),  # and Intel MPI
+    ("Horovod", "HOROVOD_RANK", "HOROVOD_SIZE", _MPI),
+    ("JAX", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES", None),
+)
+# In a batch script Slurm sets SLURM_PROCID=0 and SLURM_NTASKS too, though nobody shares the work:
+# only `srun` sets the step's.
+_STEP = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"
+_NOT_BY_SRUN = "4294967290", "4294967291", "4294967292"  # steps: interactive, batch, extern
+
+
+def find_rank(environment: Mapping[str, str] = os.environ) -> Rank:
+    """Return which process this is; see `find_source`."""
+    return find_source(environment).rank
+
+
+def find_source(environment: Mapping[str, str] = os.environ) -> Source:
+    """Return which process this is, and who says so.
+
+    Imports nothing: PyTorch and JAX are asked where the program has imported them.
+
+    Raises
+    ------
+    ConfigError
+        If those who say so disagree, or variables make no sense: one without the other, or no
+        numbers.
+    """
+    in_process = [*_torch(), *_jax()]
+    sources = in_process + _launchers(environment)
+    if not in_process:
+        _check_complete(environment, sources)
+    for source in sorted(sources, key=_order):
+        if all(other.rank == source.rank or _is_inside(source, other) for other in sources):
+            return source
+    if sources:
+        listed = "; ".join(f"{source.found} ({source.name})" for source in sources)
+        raise ConfigError(
+            f"which of how many processes this is, is told differently: {listed}; give the options"
+            " rank and world_size, or unset the variables that do not hold"
+        )
+    return Source(Rank(0, 1), "no launcher of several processes was found", "", None)
+
+
+def may_change() -> bool:
+    """Tell whether PyTorch or JAX, which the program has imported, may yet say who this is."""
+    return "torch" in sys.modules or "jax" in sys.modules
+
+
+def _order(source: Source) -> int:
+    """Sort the innermost first."""
+    return 0 if source.place is None else -source.place
+
+
+def _is_inside(inner: Source, outer: Source) -> bool:
+    """Tell whether each process of one source may have started some of the other's."""
+    if inner.rank.world_size == 1 or inner.place is None:
+        return False
+    if inner.place == _LOCAL and inner.rank.world_size % outer.rank.world_size:
+        return False
+    return inner.place > (_TORCHRUN if outer.place is None else outer.place)
+
+
+def _launchers(environment: Mapping[str, str]) -> list[Source]:
+    launchers = [(*_TORCH, _torch_place(environment)), *_LAUNCHERS]
+    found = [
+        Source(_parse(name, rank, size, environment), name, _values(environment, rank, size), place)
+        for name, rank, size, place in launchers
+        if rank in environment and size in environment
+    ]
+    if not all(name in environment for name in _STEP):
+        return found
+    step = Source(
+        _parse("Slurm", *_STEP, environment), "Slurm", _values(environment, *_STEP), _SLURM
+    )
+    if "MPI_LOCALRANKID" not in environment:
+        # Not MPICH's launcher, but `srun` itself sets these, and they are the step's.
+        found = [s for s in found if s.name not in ("MPICH", "PALS") or s.rank != step.rank]
+    if step.rank.world_size > 1 and not _is_interactive(environment):
+        found.append(step)
+    return found
+
+
+def _torch_place(environment: Mapping[str, str]) -> int | None:
+    """Return the place of who set RANK and WORLD_SIZE."""
+    if "TORCHELASTIC_RUN_ID" in environment:
+        return _TORCHRUN
+    # Launchers that start the processes of a node tell them this, too; those of pods do not.
+    return _LOCAL if "LOCAL_RANK" in environment else None
+
+
+def _is_interactive(environment: Mapping[str, str]) -> bool:
+    """Tell whether this runs in a shell of Slurm's, which is the only one of its tasks.
+
+    `srun --pty` gives its first task alone a terminal, and says so by variables, which the tasks
+    of a step that is started in that shell inherit. Those have no terminal.
+    """
+    if environment.get("SLURM_STEP_ID", environment.get("SLURM_STEPID")) in _NOT_BY_SRUN:
+        return True
+    if "SLURM_PTY_PORT" not in environment or environment["SLURM_PROCID"] != "0":
+        return False
+    task, process = environment.get("SLURM_TASK_PID", ""), str(os.getpid())
+    while process not in ("", "0"):
+        parent, terminal = _parent_and_terminal(process)
+        if process == task:
+            return terminal != "0"
+        process = parent
+    return True
+
+
+def _parent_and_terminal(process: str) -> tuple[str, str]:
+    status = b""
+    with suppressing(OSError):
+        status = Path("/proc", process, "stat").read_bytes()
+    if not status:
+        return "", ""
+    # After the name, which may hold anything: state, parent, group, session, terminal.
+    _, parent, _, _, terminal = status.rpartition(b")")[2].decode().split()[:5]
+    return parent, terminal
+
+
+def _check_complete(environment: Mapping[str, str], sources: list[Source]) -> None:
+    """See that no variable stands alone, unless a launcher says the same."""
+    pairs = [_TORCH[1:], *(launcher[1:3] for launcher in _LAUNCHERS), _STEP]
+    paired = {name for pair in pairs if all(n in environment for n in pair) for name in pair}
+    for rank, size in pairs:
+        for there, missing in ((rank, size), (size, rank)):
+            if there not in environment or there in paired:
+                continue
+            value = environment[there]
+            said = [str(source.rank[there == size]) for source in sources]
+            if there == "SLURM_PROCID":
+                said.append("0")  # as in a batch script
+            elif there == size and not sources:
+                said.append("1")  # then there is one rank only
+            if value not in said:
+                others = "".join(f"; {source.found} ({source.name})" for source in sources)
+                raise ConfigError(
+                    f"{there} is set in the environment and {missing} is not (found:"
+                    f" {there}={value}{others}); set both, or neither, or give the options rank"
+                    " and world_size"
+                )
+    local = environment.get("LOCAL_WORLD_SIZE", "1")
+    if not sources and local != "1":
+        raise ConfigError(
+            f"LOCAL_WORLD_SIZE={local} is set in the environment, and neither RANK nor WORLD_SIZE"
+            " is, though a launcher that sets the one sets the others; pass them on, or give the"
+            " options rank and world_size"
+        )
+
+
+def _values(environment: Mapping[str, str], *names: str) -> str:
+    return ", ".join(f"{name}={environment[name]}" for name in names)
+
+
+def _parse(launcher: str, rank: str, world_size: str, environment: Mapping[str, str]) -> Rank:
+    found = environment[rank], environment[world_size]
+    if not all(text.isdecimal() for text in found) or int(found[0]) >= int(found[1]):
+        raise ConfigError(
+            f"{rank}={found[0]} and {world_size}={found[1]} in the environment, which {launcher}"
+            " sets, are no rank among so many; give the options rank and world_size"
+        )
+    return Rank(int(found[0]), int(found[1]))
+
+
+def _torch() -> list[Source]:
+    """Return what ``torch.distributed`` says, if it was initialised."""
+    group = sys.modules.get("torch.distributed")
+    # A build without it has no such function.
+    is_initialized = getattr(group, "is_initialized", None)
+    if group is None or is_initialized is None or not is_initialized():
+        return []
+    rank = Rank(group.get_rank(), group.get_world_size())
+    found = f"get_rank()={rank.rank}, get_world_size()={rank.world_size}"
+    return [Source(rank, "torch.distributed", found, _IN_PROCESS)]
+
+
+def _jax() -> list[Source]:
+    """Return what ``jax.distributed`` says, if it was initialised."""
+    # JAX itself looks there, in all versions. Its function that tells came with 0.6, and others
+    # that tell the rank start the GPU.
+    state = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
+    if state is not None:
+        if state.client is None:
+            return []
+        rank = Rank(state.process_id, state.num_processes)
+    else:
+        jax = sys.modules.get("jax")
+        is_initialized = getattr(getattr(jax, "distributed", None), "is_initialized", None)
+        if jax is None or is_initialized is None or not is_initialized():
+            return []
+        rank = Rank(jax.process_index(), jax.process_count())
+    found = f"process_index={rank.rank}, process_count={rank.world_size}"
+    return [Source(rank, "jax.distributed", found, _IN_PROCESS)]

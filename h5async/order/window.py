@@ -1,0 +1,250 @@
+"""(Units of samples, window, seed, epoch) enter; the order of an epoch's samples leaves. Pure.
+
+A unit is a group of samples that is read and decoded as a whole: a chunk, or the chunks that hold
+pieces of the same samples. Units come up in random order, and each one's samples, in random order
+too, are spread evenly over the `window` rounds that follow: in round `r` there is one sample in
+each slot `s`, of the unit that came up ``s * window // size`` rounds before. This is the
+convolutional interleaver of G. D. Forney ("Burst-Correcting Codes for the Classic Bursty Channel",
+IEEE Trans. Commun. Technol. 19, 1971): every sample has a place of its own, one unit comes up and
+one is done with in each round, so that no more than `window` are needed at a time and the work is
+the same throughout, but at the ends of an epoch. Last, the samples of a few rounds are shuffled
+among themselves.
+
+The order is part of what users rely on to repeat a run: changing it is a breaking change.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.index.layout import DatasetLayout
+from h5async.order.sampling import dealt, keyed_hash, permute, permute_each, round_keys
+
+Int64s = NDArray[np.int64]
+
+_BLOCK_SAMPLES = 1024  # computed at a time: costs little more than fewer
+_GROUP_SAMPLES = 128  # shuffled among themselves, or else one round, or what a small window allows
+_IN_FLIGHT_SHARE = 1 / 4  # of the memory: for what batches on their way bring in
+
+
+@dataclass(frozen=True)
+class _Table:
+    """What an epoch's order is computed from.
+
+    Attributes
+    ----------
+    unit
+        (n,): units in the order in which they come up.
+    skip, count
+        int64 (n,): how many samples of each belong to the piece before, and to this one.
+    are_equal
+        Whether all counts are those of the largest unit.
+    begin
+        int64 (blocks + 1,): first position of each block.
+    """
+
+    unit: Int64s
+    skip: Int64s
+    count: Int64s
+    are_equal: bool
+    begin: Int64s
+
+
+class WindowOrder:
+    """The order of samples of `shuffle="window"`. Safe to use from many threads.
+
+    Parameters
+    ----------
+    bounds
+        int64 (n + 1,), ascending from 0: unit i is samples ``bounds[i]`` to ``bounds[i + 1]``.
+    window
+        Units that are mixed with each other; 1: one after the other.
+    seed
+        Any integer.
+    piece, pieces
+        The units, in the order in which they come up, are cut into `pieces` of as many samples,
+        and this is the order of one of them: so a unit belongs to one piece, but for those that
+        are cut.
+    """
+
+    def __init__(
+        self, bounds: Int64s, window: int, seed: int, piece: int = 0, pieces: int = 1
+    ) -> None:
+        self._bounds = bounds
+        self._counts = np.diff(bounds)
+        self._size = size = int(self._counts.max(initial=1))
+        self.window = window
+        self._seed = seed
+        self._delay = np.arange(size) * window // size
+        self._group_rounds = max(1, min(_GROUP_SAMPLES // size, window // 4))
+        groups = -(-_BLOCK_SAMPLES // (size * self._group_rounds))
+        self._block_rounds = groups * self._group_rounds
+        self._take_piece(piece, pieces)
+
+    def piece(self, piece: int, pieces: int) -> WindowOrder:
+        """Return the order of one piece; it shares all that does not depend on the piece."""
+        other = copy.copy(self)
+        other._take_piece(piece, pieces)
+        return other
+
+    def _take_piece(self, piece: int, pieces: int) -> None:
+        self._piece, self._pieces = piece, pieces
+        own = weakref.proxy(self)  # or tables would last until a garbage collection
+        self._table = functools.lru_cache(maxsize=2)(functools.partial(WindowOrder._new_table, own))
+        self._block = functools.lru_cache(maxsize=4)(functools.partial(WindowOrder._new_block, own))
+
+    def samples(self, epoch: int, start: int, stop: int) -> Int64s:
+        """Return the samples at positions `start` to `stop` of an epoch, as a new array."""
+        if start >= stop:
+            return np.zeros(0, np.int64)
+        begin = self._table(epoch).begin
+        first = int(np.searchsorted(begin, start, side="right")) - 1
+        last = int(np.searchsorted(begin, stop, side="left"))
+        blocks = [self._block(epoch, number) for number in range(first, last)]
+        offset = int(begin[first])
+        return np.concatenate(blocks)[start - offset : stop - offset]
+
+    def _new_table(self, epoch: int) -> _Table:
+        unit, skip, counts = self._units(epoch)
+        count = unit.size
+        rounds = np.arange(count + int(self._delay[-1]))
+        size = np.searchsorted(self._delay, rounds, side="right")
+        size -= np.searchsorted(self._delay, rounds - count, side="right")
+        shorter = np.flatnonzero(counts < self._size)
+        for position in shorter.tolist():
+            missing = self._delay[counts[position] :]
+            size -= np.bincount(position + missing, minlength=size.size)
+        begin = np.append(0, np.cumsum(size))[:: self._block_rounds]
+        total = int(counts.sum())
+        begin = begin if begin[-1] == total else np.append(begin, total)
+        return _Table(unit, skip, counts, not shorter.size, begin)
+
+    def _units(self, epoch: int) -> tuple[Int64s, Int64s, Int64s]:
+        """Return the units of this piece, in the order in which they come up."""
+        count = self._counts.size
+        unit = permute(np.arange(count), count, self._seed, epoch)
+        counts = self._counts[unit]
+        skip = np.zeros_like(counts)
+        if self._pieces == 1:
+            return unit, skip, counts
+        ends = np.cumsum(counts)
+        begin, end = dealt(int(self._bounds[-1]), self._piece, self._pieces)
+        first = int(np.searchsorted(ends, begin, side="right"))
+        behind = int(np.searchsorted(ends, end, side="left")) + 1 if end > begin else first
+        unit, ends = unit[first:behind], ends[first:behind]
+        skip = np.maximum(begin - (ends - counts[first:behind]), 0)
+        return unit, skip, np.minimum(ends, end) - np.maximum(ends - self._counts[unit], begin)
+
+    def _new_block(self, epoch: int, number: int) -> Int64s:
+        """Return the samples of a block of rounds, in order; not to be changed."""
+        table, size = self._table(epoch), self._size
+        keys = round_keys(self._seed, epoch, "window")
+        rounds = np.arange(number * self._block_rounds, (number + 1) * self._block_rounds)
+        place = rounds[:, None] - self._delay
+        is_there = (place >= 0) & (place < table.unit.size)
+        place = np.where(is_there, place, 0)
+        unit = table.unit[place]
+        slot = np.broadcast_to(np.arange(size), unit.shape)
+        if not table.are_equal:
+            is_there &= slot < table.count[place]
+            slot = slot + table.skip[place]
+        # Sorted by hash within each group, with those that are not there at its end.
+        group = self._group_rounds * size
+        serial = np.arange(rounds[0] * size, rounds[0] * size + unit.size, dtype=np.uint64)
+        mixed = (keyed_hash(serial, keys[0], keys[1]) >> np.uint64(1)).astype(np.int64)
+        mixed[~is_there.ravel()] = np.iinfo(np.int64).max
+        order = np.argsort(mixed.reshape(-1, group), axis=1)
+        order += np.arange(0, unit.size, group)[:, None]
+        order = order[is_there.ravel()[order]]
+        unit, slot = unit.ravel()[order], slot.ravel()[order]
+        first: Int64s = self._bounds[unit]
+        return first + permute_each(slot, self._counts[unit], unit, keys)
+
+
+class DealtOrder:
+    """The order of ``shuffle="window"`` of several ranks. Safe to use from many threads.
+
+    Each rank has a piece of the units, in an order of its own. At each step every rank gets the
+    next `batch_size` samples of its piece: the runs of all ranks, one after the other, step after
+    step, are this order. What is left of the pieces at the end follows, in the order of ranks.
+
+    Parameters
+    ----------
+    pieces
+        One order for each rank.
+    num_samples, batch_size
+        Samples in all pieces; in a run.
+    """
+
+    def __init__(self, pieces: Sequence[WindowOrder], num_samples: int, batch_size: int) -> None:
+        self._pieces = pieces
+        self._num_samples = num_samples
+        self._batch_size = batch_size
+        self.window = pieces[0].window
+
+    def samples(self, epoch: int, start: int, stop: int) -> Int64s:
+        """Return the samples at positions `start` to `stop` of an epoch, as a new array."""
+        found = [np.zeros(0, np.int64)]
+        while start < stop:
+            rank, begin, count = self._run(start)
+            count = min(count, stop - start)
+            found.append(self._pieces[rank].samples(epoch, begin, begin + count))
+            start += count
+        return np.concatenate(found)
+
+    def _run(self, position: int) -> tuple[int, int, int]:
+        """Return whose run a position lies in, where in that rank's piece, and what follows."""
+        size, ranks = self._batch_size, len(self._pieces)
+        steps, left = divmod(self._num_samples, size * ranks)
+        step, inside = divmod(position, size * ranks)
+        if step < steps:
+            rank, inside = divmod(inside, size)
+            return rank, step * size + inside, size - inside
+        rank = max(r for r in range(ranks) if dealt(left, r, ranks)[0] <= inside)
+        begin, end = dealt(left, rank, ranks)
+        return rank, steps * size + inside - begin, end - inside
+
+
+def window_order(
+    layouts: Sequence[DatasetLayout],
+    window_nbytes: int,
+    seed: int,
+    batch_size: int = 1,
+    world_size: int = 1,
+) -> WindowOrder | DealtOrder:
+    """Return the order of `shuffle="window"` for the fields of a reader.
+
+    The field whose units are the largest decides what a unit is. The window holds as many units
+    as fit, decoded, with room for others, but at most half of all (of a rank's). With several
+    ranks the order depends on `batch_size`.
+    """
+    leader = max(layouts, key=lambda layout: (layout.unit_nbytes, layout.row_nbytes))
+    bounds = leader.unit_bounds()
+    counts = np.diff(bounds)
+    unit_nbytes = sum(layout.unit_nbytes for layout in layouts)
+    size = int(counts.max(initial=1))
+    if not unit_nbytes:  # nothing is kept: what is read from is near each other
+        unit_nbytes = size * sum(layout.row_nbytes for layout in layouts)
+    fitting = (1 - _IN_FLIGHT_SHARE) * window_nbytes / max(1, unit_nbytes) - 2
+    # A unit's samples come `window / size` rounds apart, and others come up meanwhile; so they do
+    # in a group of rounds, a quarter of the window at most.
+    most = -(-counts.size // (2 * world_size))
+    window = max(2, min(int(fitting / (1 + 1 / size + 1 / 4)), most))
+    whole = WindowOrder(bounds, window, seed)
+    if world_size == 1:
+        return whole
+    pieces = [whole.piece(rank, world_size) for rank in range(world_size)]
+    return DealtOrder(pieces, int(bounds[-1]), batch_size)
+
+
+def kept_nbytes(layout: DatasetLayout, layouts: Sequence[DatasetLayout], window_nbytes: int) -> int:
+    """Return a field's share of the memory for the window."""
+    total = sum(other.unit_nbytes for other in layouts)
+    return window_nbytes * layout.unit_nbytes // max(1, total)

@@ -1,0 +1,294 @@
+"""Layouts and read plans enter; which stored chunks a GPU is to be given leaves. Pure.
+
+A dataset whose chunks a GPU can decode has a `StoredFormat`. Of a batch, a `StoredPlan` says which
+chunks are read as they are stored, and where the samples in them go; so chunks cross the link
+compressed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from h5async.codec.bitshuffle import default_block
+from h5async.codec.filters import BITSHUFFLE, LZ4, SHUFFLE, Filter, decoder, pass_on
+from h5async.core.binding import MAX_RANK, Core
+from h5async.core.frames import FrameFormat, frame_format
+from h5async.index.layout import DatasetLayout, PieceGeometry
+from h5async.plan.plan import ChunkPlan, Int64s, PartsPlan, ReadPlan, is_staged
+
+_ALIGNMENT = 16  # of stored and decoded chunks
+_DEFLATE_BEGIN = 14  # behind a multiple of it: so the stream, 2 bytes on, is aligned
+_MOST_DECODED_NBYTES = 4 << 30  # of a batch, before samples are taken out
+_MOST_STORED_NBYTES = 1 << 30
+
+
+class Unshuffle(NamedTuple):
+    """A change of the order of bytes or bits, to be undone.
+
+    Attributes
+    ----------
+    itemsize
+        Bytes of an element.
+    block
+        Bits: elements of a block. 0: it is bytes that are shuffled.
+    """
+
+    itemsize: int
+    block: int
+
+
+@dataclass(frozen=True)
+class StoredFormat:
+    """How chunks of a dataset are decoded on a GPU, and what a batch takes at most.
+
+    Attributes
+    ----------
+    frame
+        How stored bytes are framed.
+    unshuffles
+        What is undone after the codec, in this order.
+    geometry
+        How pieces lie in chunks and rows.
+    itemsize, row_nbytes
+        Of an element, and of a row.
+    pitch
+        Bytes between decoded chunks.
+    max_chunks, max_tasks, max_runs
+        In a batch, at most: chunks, compressed blocks, runs of samples.
+    stored_nbytes
+        Bytes that the stored chunks of a batch take at most.
+    """
+
+    frame: FrameFormat
+    unshuffles: tuple[Unshuffle, ...]
+    geometry: PieceGeometry
+    itemsize: int
+    row_nbytes: int
+    pitch: int
+    max_chunks: int
+    max_tasks: int
+    max_runs: int
+    stored_nbytes: int
+
+    @property
+    def is_deflate(self) -> bool:
+        """Whether decoded chunks have an Adler-32 to be checked."""
+        return self.frame.codec == "deflate"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPlan:
+    """Which chunks are read as they are stored, and where the samples in them go.
+
+    Attributes
+    ----------
+    leaf_start
+        Of a dataset of several sources: items ``leaf_start[i]`` to ``leaf_start[i + 1]`` are
+        chunks of leaf ``leaf[i]``.
+    leaf
+        Numbers of leaves.
+    offset, nbytes
+        int64 (n,): where each chunk lies in its file.
+    position
+        int64 (n,): where it goes in the memory for stored chunks.
+    run_item, run_cross, run_local, run_position, run_length
+        int64 (r,): samples that go from a chunk to the batch: the chunk's item, its place in the
+        cross-section, the first sample in the chunk, the first row of the batch, and how many.
+    """
+
+    leaf_start: list[int]
+    leaf: list[int]
+    offset: Int64s
+    nbytes: Int64s
+    position: Int64s
+    run_item: Int64s
+    run_cross: Int64s
+    run_local: Int64s
+    run_position: Int64s
+    run_length: Int64s
+
+    @property
+    def num_items(self) -> int:
+        """Chunks to read."""
+        return self.offset.size
+
+    @property
+    def item_nbytes(self) -> int:
+        """Stored bytes of an item: what it costs."""
+        return int(self.nbytes.sum()) // max(1, self.nbytes.size)
+
+    @property
+    def used_nbytes(self) -> int:
+        """Bytes of the memory for stored chunks that are used."""
+        return int(self.position[-1] + self.nbytes[-1])
+
+
+def stored_format(
+    layout: DatasetLayout, core: Core | None, rows: int, *, in_order: bool
+) -> StoredFormat | str:
+    """Return how a GPU decodes chunks of a dataset, or why it cannot.
+
+    Parameters
+    ----------
+    layout
+        Of the dataset.
+    core
+        The compiled core, which reads stored chunks.
+    rows
+        Samples in a batch.
+    in_order
+        Whether batches hold neighbouring samples.
+    """
+    leaves = list(layout.leaves())
+    first = leaves[0]
+    reason = _reason_against(layout, leaves)
+    frame = frame_format(first.filters)
+    if reason is None and frame is None:
+        reason = f"its filters are {'+'.join(entry.label for entry in first.filters)}"
+    if reason is None and core is None:
+        reason = "the compiled core is missing"
+    if reason is not None:
+        return reason
+    assert frame is not None
+    pieces = len(first.cross_section)
+    samples = first.chunk_shape[first.sample_axis]
+    touched = min(rows, -(-rows // samples) + 2 * len(leaves)) if in_order else rows
+    nbytes = np.concatenate([leaf.chunks.nbytes for leaf in leaves if leaf.chunks is not None])
+    max_chunks = min(touched * pieces, nbytes.size)
+    pitch = -(-first.chunk_nbytes // _ALIGNMENT) * _ALIGNMENT
+    largest = np.partition(nbytes, nbytes.size - max_chunks)[nbytes.size - max_chunks :]
+    stored_nbytes = int(largest.sum()) + 2 * _ALIGNMENT * max_chunks
+    if pitch * max_chunks > _MOST_DECODED_NBYTES or stored_nbytes > _MOST_STORED_NBYTES:
+        return f"a batch may touch {max_chunks} chunks of {first.chunk_nbytes} bytes"
+    return StoredFormat(
+        frame=frame,
+        unshuffles=_unshuffles(first.filters),
+        geometry=first.geometry,
+        itemsize=first.dtype.itemsize,
+        row_nbytes=first.row_nbytes,
+        pitch=pitch,
+        max_chunks=max_chunks,
+        max_tasks=max_chunks * _most_tasks(frame, first),
+        max_runs=rows * pieces,
+        stored_nbytes=stored_nbytes,
+    )
+
+
+def _reason_against(layout: DatasetLayout, leaves: list[DatasetLayout]) -> str | None:
+    first = leaves[0]
+    if any(leaf.fallback_reason is not None for leaf in leaves):
+        return "it is read through h5py"
+    if any(leaf.chunks is None or not leaf.filters for leaf in leaves):
+        return "it is not compressed"
+    if any(not leaf.chunks.offset.size for leaf in leaves if leaf.chunks is not None):
+        return "it has no chunks"
+    if len(first.shape) > MAX_RANK:
+        return f"it has {len(first.shape)} dimensions"
+    for part in layout.parts:
+        if part.source.parts or is_staged(layout, part) or layout.has_gaps:
+            return "it is put together out of pieces of other datasets"
+        source = part.source
+        same = (
+            source.filters == first.filters
+            and source.chunk_shape == first.chunk_shape
+            and source.sample_axis == first.sample_axis
+            and source.row_shape == first.row_shape
+        )
+        if not same:
+            return "its files differ in chunks or filters"
+    return None
+
+
+def _most_tasks(frame: FrameFormat, layout: DatasetLayout) -> int:
+    most = frame.most_tasks(layout.chunk_nbytes)
+    if most is not None:
+        return max(1, most)
+    parameters = next(entry.parameters for entry in layout.filters if entry.number == LZ4)
+    block = parameters[0] if parameters else 0
+    return -(-layout.chunk_nbytes // block) if block else 1
+
+
+def _unshuffles(filters: tuple[Filter, ...]) -> tuple[Unshuffle, ...]:
+    found = []
+    for entry in reversed(filters):
+        if decoder(entry) is pass_on:
+            continue
+        if entry.number == SHUFFLE:
+            found.append(Unshuffle(entry.parameters[0], 0))
+        elif entry.number == BITSHUFFLE:
+            itemsize = entry.parameters[2]
+            block = (*entry.parameters, 0)[3] or default_block(itemsize)
+            found.append(Unshuffle(itemsize, block))
+    return tuple(found)
+
+
+def plan_stored(layout: DatasetLayout, form: StoredFormat, plan: ReadPlan) -> StoredPlan | None:
+    """Plan how the chunks of a read plan are given to a GPU.
+
+    Parameters
+    ----------
+    layout, form
+        Of a dataset that has a `StoredFormat`.
+    plan
+        What `plan_read` made of a batch.
+
+    Returns
+    -------
+    StoredPlan or None
+        None where the host has to decode this batch: some chunks were never written, or some
+        filter was left out for some.
+    """
+    if isinstance(plan, PartsPlan):
+        several = [(read.part, read.plan) for read in plan.reads]
+    else:
+        several = [(0, plan)]
+    leaf_start, leaves, offsets, sizes, runs = [0], [], [], [], []
+    for leaf, of_leaf in several:
+        source = layout.parts[leaf].source if layout.parts else layout
+        chunks = source.chunks
+        assert isinstance(of_leaf, ChunkPlan)
+        assert chunks is not None
+        place = of_leaf.place
+        if (place < 0).any() or chunks.filter_mask[place].any():
+            return None
+        runs.append(_runs(of_leaf, leaf_start[-1]))
+        leaves.append(leaf)
+        leaf_start.append(leaf_start[-1] + place.size)
+        offsets.append(chunks.offset[place])
+        sizes.append(chunks.nbytes[place])
+    nbytes = np.concatenate(sizes)
+    room = -(-nbytes // _ALIGNMENT) * _ALIGNMENT + _ALIGNMENT
+    position = np.cumsum(room) - room + (_DEFLATE_BEGIN if form.is_deflate else 0)
+    item, cross, local, goes_to, length = map(np.concatenate, zip(*runs, strict=True))
+    planned = StoredPlan(
+        leaf_start=leaf_start,
+        leaf=leaves,
+        offset=np.concatenate(offsets),
+        nbytes=nbytes,
+        position=position,
+        run_item=item,
+        run_cross=cross,
+        run_local=local,
+        run_position=goes_to,
+        run_length=length,
+    )
+    fits = planned.num_items <= form.max_chunks and planned.used_nbytes <= form.stored_nbytes
+    return planned if fits and item.size <= form.max_runs else None
+
+
+def _runs(plan: ChunkPlan, first_item: int) -> tuple[Int64s, Int64s, Int64s, Int64s, Int64s]:
+    """List the runs of all chunks: chunks of one group share theirs."""
+    begin = plan.run_start[plan.group]
+    count = plan.run_start[plan.group + 1] - begin
+    item = np.repeat(np.arange(plan.num_items), count)
+    run = np.arange(item.size) + np.repeat(begin - (np.cumsum(count) - count), count)
+    return (
+        item + first_item,
+        plan.cross.astype(np.int64)[item],
+        plan.run_local[run],
+        plan.run_position[run],
+        plan.run_length[run],
+    )

@@ -1,0 +1,146 @@
+"""Rows as they lie in the file enter; rows as they are delivered leave: permuted, cast, scaled.
+
+`RowTransform` says what has to be done; `RowTransform.apply` does it with NumPy on the host, and
+`device.py` does the same in one kernel on the GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.config import Field
+from h5async.errors import ConfigError
+from h5async.index.layout import DatasetLayout, normal_axis
+
+
+@dataclass(frozen=True, slots=True)
+class RowTransform:
+    """How a batch of one field gets from its raw form to its delivered form.
+
+    Attributes
+    ----------
+    raw_row, raw_dtype
+        Shape and dtype of a row as read: the file's order without the sample dimension, in the
+        file's byte order (bools as uint8: any byte but 0 is True).
+    row, dtype
+        Shape and dtype of a row as delivered; the dtype is native.
+    permutation
+        The dimensions of a raw batch (sample first) in the order of delivery.
+    scale, offset
+        A number, an array that broadcasts over a delivered row, or None.
+    """
+
+    raw_row: tuple[int, ...]
+    raw_dtype: np.dtype[Any]
+    row: tuple[int, ...]
+    dtype: np.dtype[Any]
+    permutation: tuple[int, ...]
+    scale: NDArray[Any] | None = None
+    offset: NDArray[Any] | None = None
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether raw rows are delivered as they are."""
+        return (
+            self.raw_dtype == self.dtype
+            and self.raw_row == self.row
+            and self.permutation == tuple(range(len(self.permutation)))
+            and self.scale is None
+            and self.offset is None
+        )
+
+    @property
+    def raw_nbytes(self) -> int:
+        """Bytes of one raw row."""
+        return math.prod(self.raw_row) * self.raw_dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one delivered row."""
+        return math.prod(self.row) * self.dtype.itemsize
+
+    @property
+    def channels(self) -> int | None:
+        """Channels, where they come last in a raw row and first in a delivered one.
+
+        1 where no dimension moves, and one factor serves all; None in any other case.
+        """
+        rank = len(self.permutation)
+        if rank > 1 and self.permutation == (0, rank - 1, *range(1, rank - 1)):
+            return self.raw_row[-1]
+        factors = [factor for factor in (self.scale, self.offset) if factor is not None]
+        if self.permutation != tuple(range(rank)) or any(f.size > 1 for f in factors):
+            return None
+        return 1
+
+    def apply(self, raw: NDArray[Any], out: NDArray[Any]) -> None:
+        """Fill `out` from `raw` on the host, with no memory of their size taken.
+
+        Parameters
+        ----------
+        raw
+            (n, *raw_row) of `raw_dtype`; not changed.
+        out
+            (n, *row) of `dtype`, C-contiguous, apart from `raw`.
+        """
+        with np.errstate(all="ignore"):  # a cast of NaN to an integer is the caller's wish
+            np.copyto(out, raw.transpose(self.permutation), casting="unsafe")
+            if self.scale is not None:
+                np.multiply(out, self.scale, out=out)
+            if self.offset is not None:
+                np.add(out, self.offset, out=out)
+
+
+def row_transform(field: Field, layout: DatasetLayout) -> RowTransform:
+    """Derive the transform of a field from its options and its dataset.
+
+    Raises
+    ------
+    ConfigError
+        If the field's options do not fit the dataset: an axis too many or too few, a scale of
+        another length than the channels, a cast from complex numbers, strings or compounds.
+    """
+    where = f'{layout.file}: dataset "{layout.path}" of shape {layout.shape}'
+    rank = len(layout.shape)
+    rest = [axis for axis in range(rank) if axis != layout.sample_axis]
+    axes = tuple(normal_axis(axis, rank, where) for axis in field.axes or ())
+    if not axes:
+        axes = (layout.sample_axis, *rest)
+    if sorted(axes) != list(range(rank)):
+        raise ConfigError(f"{where}: axes {axes} must name each of its {rank} dimensions once")
+    raw_axes = [layout.sample_axis, *rest]
+    dtype = field.delivered_dtype
+    if dtype is None:
+        dtype = layout.dtype.newbyteorder("=")
+    elif layout.dtype.kind not in "biufc" or (layout.dtype.kind == "c" and dtype.kind != "c"):
+        raise ConfigError(f"{where}: {layout.dtype} cannot be cast to {dtype}; leave dtype out")
+    row = tuple(layout.shape[axis] for axis in axes[1:])
+    return RowTransform(
+        raw_row=tuple(layout.shape[axis] for axis in rest),
+        raw_dtype=np.dtype(np.uint8) if layout.dtype.kind == "b" else layout.dtype,
+        row=row,
+        dtype=dtype,
+        permutation=tuple(raw_axes.index(axis) for axis in axes),
+        scale=_factor(field.scale, row, dtype, where),
+        offset=_factor(field.offset, row, dtype, where),
+    )
+
+
+def _factor(
+    value: float | tuple[float, ...] | None, row: tuple[int, ...], dtype: np.dtype[Any], where: str
+) -> NDArray[Any] | None:
+    if value is None:
+        return None
+    if not isinstance(value, tuple):
+        return np.asarray(value, dtype)
+    if not row or len(value) not in (1, row[0]):
+        raise ConfigError(
+            f"{where}: {len(value)} values of scale or offset for rows of shape {row};"
+            " give one number, or one for each index of the second delivered axis"
+        )
+    return np.asarray(value, dtype).reshape(-1, *(1,) * (len(row) - 1))

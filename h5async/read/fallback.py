@@ -1,0 +1,408 @@
+"""Sample numbers enter; rows leave, read through h5py: for what the direct way must refuse.
+
+HDF5 has one lock for the whole process, so one such read runs at a time, whatever the number of
+threads. A file stays open, with HDF5's shared lock on it, until the reader is closed, or too many
+others were opened after it.
+
+HDF5 answers a chunk that decodes short with whatever its heap held. So each chunk whose filters
+can be decoded here is decoded here, too, the first time that it is needed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.codec.decoding import Bytes
+from h5async.codec.filters import can_decode, encoded_nbytes, has_known_length, stated_length
+from h5async.errors import H5AsyncError, ReaderClosedError, ReadError, out_of_memory
+from h5async.index.changes import FileChanges
+from h5async.index.chunkindex import stored_nbytes
+from h5async.index.layout import DatasetLayout, needed_nbytes
+from h5async.index.links import open_hdf5
+from h5async.io.storage import FileStamp, lies_at, replaced
+from h5async.names import name_bytes
+from h5async.plan.plan import Int64s, SamplesPlan, rows_at
+from h5async.read.codecs import FilterPipeline, Scratch, encoded_room
+from h5async.system.interruptions import interruption, suppressing
+
+_TRIES = 3  # to read while nobody changes a file
+_VARIABLES = "HDF5_EXTFILE_PREFIX", "HDF5_VDS_PREFIX"
+_SPAN_NBYTES = 4 << 20  # may be read for samples of one chunk, however few of its bytes are wanted
+
+
+class FallbackReader:
+    """Reads rows of datasets through h5py. Safe to use from many threads.
+
+    Parameters
+    ----------
+    kept
+        Files that stay open while nobody reads from them.
+    changes
+        Looks at files that were changed since they were indexed.
+
+    Attributes
+    ----------
+    reads
+        Batches of one dataset that were read so.
+    lookups
+        How often a file was found changed.
+    """
+
+    def __init__(self, kept: int, changes: FileChanges) -> None:
+        self._kept = kept
+        self._changes = changes
+        self._lock = threading.Lock()
+        self._files: OrderedDict[str, h5py.File] = OrderedDict()  # the latest use comes last
+        self._stamps: dict[str, FileStamp] = {}  # of files that hold what was indexed
+        self._surroundings = _surroundings()
+        self._folder = b""  # from which names of external files are meant; b"": it was removed
+        with suppressing(OSError):
+            self._folder = os.fsencode(os.getcwd())
+        self.reads = self.lookups = 0
+
+    def open(self, layout: DatasetLayout) -> None:
+        """Open the file of a dataset, ahead of its use.
+
+        Raises
+        ------
+        ReadError
+            If the file cannot be opened, or is not the one that was indexed.
+        """
+        with self._lock:
+            self._file(layout)
+
+    def read(
+        self,
+        layout: DatasetLayout,
+        plan: SamplesPlan,
+        raw: NDArray[Any],
+        checks: list[ChunkCheck],
+        require_open: Callable[[], None],
+    ) -> None:
+        """Fill the rows of a plan.
+
+        Parameters
+        ----------
+        raw
+            (batch, *raw_row): the batch, samples first, of the dataset's dtype (bool as uint8).
+        checks
+            Run before anything is read. Those of sources, which are checked whole, are taken away.
+        require_open
+            Called between reads; raises where nobody wants the rest.
+
+        Raises
+        ------
+        ReadError
+            If h5py cannot read, a chunk is damaged, or a file has changed; it names file, dataset
+            and samples.
+        """
+        with self._lock:
+            require_open()  # this has waited for others
+            for _ in range(_TRIES):
+                try:
+                    self._look_anew(layout)
+                    self._read(layout, plan, raw, checks, require_open)
+                except ReaderClosedError:
+                    raise
+                except MemoryError as error:
+                    if isinstance(error, H5AsyncError) or interruption(error) is not None:
+                        raise
+                    what = f'{layout.file}: dataset "{layout.path}", read through h5py'
+                    raise out_of_memory(what, error) from error
+                except Exception as error:
+                    if interruption(error) is not None:
+                        raise
+                    if self._changed_paths(layout) and not isinstance(error, ReadError):
+                        continue
+                    sample = plan.sample
+                    raise ReadError(
+                        f'{layout.file}: dataset "{layout.path}", samples {sample.min()} to'
+                        f" {sample.max()}, read through h5py ({layout.fallback_reason}): {error}"
+                    ) from error
+                if not self._changed_paths(layout):
+                    self.reads += 1
+                    return
+            self._look_anew(layout)  # it is written to all the time, but holds what was indexed
+            self.reads += 1
+
+    def close(self) -> None:
+        """Close the files, after any read under way."""
+        with self._lock:
+            for path, file in list(self._files.items()):
+                file.close()
+                del self._files[path]
+
+    def _read(
+        self,
+        layout: DatasetLayout,
+        plan: SamplesPlan,
+        raw: NDArray[Any],
+        checks: list[ChunkCheck],
+        require_open: Callable[[], None],
+    ) -> None:
+        sample = plan.sample
+        for check in list(checks):
+            source = check.layout
+            needed = sample if source is layout else _written(source)
+            check.run(self._file(source)[name_bytes(source.path)], needed, require_open)
+            if source is not layout:
+                checks.remove(check)
+        dataset = self._dataset(layout)
+        values = dataset.fields(layout.member[0]) if layout.member else dataset
+        for first, last, chosen in _spans(layout, sample):
+            require_open()
+            where = (slice(None),) * layout.sample_axis
+            block = values[(*where, slice(first, last))]
+            for name in layout.member[1:]:
+                block = block[name]
+            block = np.moveaxis(block, len(where), 0)
+            out = raw
+            if raw.dtype.fields and raw.dtype == block.dtype:  # padding, too
+                out, block = (array.view(f"V{array.itemsize}") for array in (raw, block))
+            out[rows_at(plan.rows, chosen)] = block[sample[chosen] - first]
+
+    def _dataset(self, layout: DatasetLayout) -> h5py.Dataset:
+        """Open a dataset so that HDF5 finds the other files that were permitted, and no others."""
+        file = self._file(layout)
+        if (layout.attached or layout.sources) and _surroundings() != self._surroundings:
+            raise ValueError(
+                f"{' or '.join(_VARIABLES)} was changed after the file had been opened, so HDF5"
+                " would look for other files; make a new reader"
+            )
+        if not layout.attached:
+            return file[name_bytes(layout.path)]
+        properties = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
+        if not os.environ.get("HDF5_EXTFILE_PREFIX"):
+            properties.set_efile_prefix(self._folder)
+        return h5py.Dataset(h5py.h5d.open(file.id, name_bytes(layout.path), properties))
+
+    # --- files that change ------------------------------------------------------------------------
+
+    def _look_anew(self, layout: DatasetLayout) -> None:
+        """See that all files of a dataset hold what was indexed.
+
+        Raises
+        ------
+        ReadError
+            If one does not, or another one lies in its place.
+        """
+        for path, known, now in self._changed_paths(layout):
+            if now.file_id != known.file_id:
+                raise replaced(path)
+            self.lookups += 1
+            file = self._files.pop(path, None)
+            if file is not None:  # HDF5 believes what it has in memory
+                file.close()
+            self._changes.look_at(path, None, known, now)
+            self._stamps[path] = now
+        self._file(layout)
+
+    def _changed_paths(self, layout: DatasetLayout) -> list[tuple[str, FileStamp, FileStamp]]:
+        """Return files that are not as they were: their paths, what they were and are now."""
+        found: list[tuple[str, FileStamp, FileStamp]] = []
+        for path, indexed in layout.attached or [(y.file, y.stamp) for y in layout.origins()]:
+            if path != layout.file:
+                self._note_change(found, path, indexed, None)
+        self._note_change(found, layout.file, layout.stamp, self._files.get(layout.file))
+        return found
+
+    def _note_change(
+        self,
+        found: list[tuple[str, FileStamp, FileStamp]],
+        path: str,
+        indexed: FileStamp,
+        file: h5py.File | None,
+    ) -> None:
+        known = self._stamps.setdefault(path, indexed)
+        if file is not None and (file.swmr_mode or file.id.get_intent() & h5py.h5f.ACC_RDWR):
+            return  # HDF5 itself knows what is written: to this file, by this process or by SWMR
+        try:
+            now = FileStamp.of(path if file is None else file.id.get_vfd_handle())
+        except OSError as error:
+            raise ReadError(f"{path} cannot be looked at: {error.strerror}") from error
+        if now == known:
+            return
+        is_only_renamed = file is not None and now[:4] == known[:4] and not lies_at(path, now)
+        if is_only_renamed:  # what h5py has open is as it was
+            self._stamps[path] = now
+        else:
+            found.append((path, known, now))
+
+    def _file(self, layout: DatasetLayout) -> h5py.File:
+        file = self._files.get(layout.file)
+        if file is None:
+            file = open_hdf5(Path(layout.file))
+            if FileStamp.of(file.id.get_vfd_handle()).file_id != layout.stamp.file_id:
+                file.close()
+                raise replaced(layout.file)
+            if len(self._files) >= self._kept:
+                self._files.popitem(last=False)[1].close()
+            self._files[layout.file] = file
+        self._files.move_to_end(layout.file)
+        return file
+
+
+def _surroundings() -> list[str | None]:
+    """Return what HDF5 looks at, besides names in files, to find other files."""
+    return [os.environ.get(name) for name in _VARIABLES]
+
+
+class ChunkCheck:
+    """Finds chunks that do not decode to their full length, each once.
+
+    Parameters
+    ----------
+    layout
+        Of a chunked dataset with filters of which the last one to be undone can be checked: the
+        one that is read, or a source of it.
+    """
+
+    def __init__(self, layout: DatasetLayout) -> None:
+        self.layout = layout
+        rank = len(layout.chunk_shape) - layout.extra_dims
+        self._shape, self._chunk = layout.shape[:rank], layout.chunk_shape[:rank]
+        self._grid = layout.grid[:rank]
+        self._nbytes = math.prod(self._chunk) * layout.stored_itemsize
+        filters = layout.filters
+        # How many filters are HDF5's to undo, in the end; the rest is undone here.
+        self._left = next(
+            (k for k in range(len(filters), 0, -1) if not can_decode(filters[k - 1])), 0
+        )
+        self._pipeline = FilterPipeline(filters[self._left :], self._nbytes)
+        self._checked: set[int] = set()  # numbers along the samples' dimension
+
+    @classmethod
+    def of(cls, layout: DatasetLayout) -> ChunkCheck | None:
+        """Return the check for a dataset, or None where there is nothing to be checked."""
+        if not (layout.chunk_shape and layout.filters and layout.stored_itemsize):
+            return None
+        check = cls(layout)
+        last = layout.filters[check._left - 1]
+        return check if not check._left or has_known_length(last) else None
+
+    def run(self, dataset: h5py.Dataset, sample: Int64s, require_open: Callable[[], None]) -> None:
+        """Check the chunks that hold some samples, through the open dataset.
+
+        Parameters
+        ----------
+        require_open
+            Called before each chunk; raises where nobody wants the rest.
+
+        Raises
+        ------
+        ValueError
+            If a chunk is damaged; the message names it.
+        """
+        axis = self.layout.sample_axis
+        numbers = set(np.unique(sample // self._chunk[axis]).tolist()) - self._checked
+        if not numbers:
+            return
+        # Taken for as long as chunks are checked: there may be thousands of files with a check.
+        out = np.empty(self._nbytes if not self._left else encoded_room(self._nbytes), np.uint8)
+        scratch = Scratch.allocate(0, 0, self._pipeline.between_nbytes)
+        for number in sorted(numbers):
+            cells = [[number] if a == axis else range(n) for a, n in enumerate(self._grid)]
+            for cell in itertools.product(*cells):
+                require_open()
+                corner = tuple(c * size for c, size in zip(cell, self._chunk, strict=True))
+                try:
+                    self._check(dataset, corner, out, scratch)
+                except (ValueError, RuntimeError, OSError) as error:
+                    at = f'{self.layout.file}: dataset "{self.layout.path}", chunk {corner}'
+                    raise ValueError(
+                        f"{at}: {error}; the file is damaged there: restore it, or leave"
+                        " these samples out"
+                    ) from error
+            self._checked.add(number)
+
+    def _check(
+        self, dataset: h5py.Dataset, corner: tuple[int, ...], out: Bytes, scratch: Scratch
+    ) -> None:
+        ends = (c + size for c, size in zip(corner, self._chunk, strict=True))
+        is_partial = any(end > n for end, n in zip(ends, self._shape, strict=True))
+        if is_partial and self.layout.has_raw_edges:
+            return
+        if not stored_nbytes(dataset, corner):
+            return
+        mask, encoded = dataset.id.read_direct_chunk(corner)
+        itemsize = self.layout.stored_itemsize
+        least = due = needed_nbytes(self._shape, self._chunk, corner, itemsize)
+        hdf5s = self.layout.filters[: self._left]
+        if hdf5s and mask >> (self._left - 1) & 1:  # the last one of them was not applied
+            if self._left > 1:
+                return
+            hdf5s = ()
+        if hdf5s:
+            least = encoded_nbytes(hdf5s[-1])
+        self._pipeline.decode(
+            np.frombuffer(encoded, np.uint8), mask >> self._left, out, scratch, least_nbytes=least
+        )
+        stated = stated_length(hdf5s[-1], out) if hdf5s else None
+        if stated is not None and stated < due:
+            raise ValueError(f"{hdf5s[-1].label} gives {stated} bytes, {due} are due")
+
+
+class FallbackExecutor:
+    """Executes plans for one dataset through a `FallbackReader`."""
+
+    def __init__(self, layout: DatasetLayout, reader: FallbackReader) -> None:
+        self._layout = layout
+        self._reader = reader
+        self._lookups = -1
+        self._checks: list[ChunkCheck] = []
+
+    def execute(
+        self, plan: SamplesPlan, start: int, stop: int, raw: NDArray[Any], scratch: Scratch
+    ) -> None:
+        """Read the one item of a plan, all samples, into the batch `raw`."""
+        if self._lookups != self._reader.lookups:  # nothing was checked yet, or of another file
+            self._lookups = self._reader.lookups
+            checks = map(ChunkCheck.of, self._layout.origins())
+            self._checks = [check for check in checks if check is not None]
+        with scratch.counts.timed("read_ns"):
+            self._reader.read(self._layout, plan, raw, self._checks, scratch.require_open)
+
+
+def _written(layout: DatasetLayout) -> Int64s:
+    """Return one sample of each row of chunks with any that is in the file, if that is known."""
+    axis, chunks = layout.sample_axis, layout.chunks
+    if chunks is None or chunks.index is None:
+        number = np.arange(layout.grid[axis])
+    else:
+        number = np.unique(chunks.index // math.prod(layout.grid[axis + 1 :]) % layout.grid[axis])
+    return number * layout.chunk_shape[axis]
+
+
+def span_nbytes(layout: DatasetLayout, rows: int) -> int:
+    """Return what may be read at once, at most, for so many samples."""
+    decoded_nbytes = layout.chunk_nbytes if layout.filters else 0
+    return max(_SPAN_NBYTES, 2 * rows * layout.row_nbytes, decoded_nbytes)
+
+
+def _spans(layout: DatasetLayout, sample: Int64s) -> Iterator[tuple[int, int, Int64s]]:
+    """Yield (first sample, end, which samples): what one h5py call should read.
+
+    Neighbouring samples are read together, and samples of one chunk, unless far more would be read
+    than is wanted: HDF5 forgets a decoded chunk that is larger than its cache.
+    """
+    order = np.argsort(sample, kind="stable")
+    ordered = sample[order]
+    apart = np.diff(ordered) > 1
+    if layout.chunk_shape:
+        chunk, inside = np.divmod(ordered, layout.chunk_shape[layout.sample_axis])
+        nbytes = span_nbytes(layout, sample.size)
+        block = inside // max(1, nbytes // max(1, layout.row_nbytes))
+        apart &= (np.diff(chunk) != 0) | (np.diff(block) != 0)
+    for part in np.split(order, np.flatnonzero(apart) + 1):
+        yield int(sample[part[0]]), int(sample[part[-1]]) + 1, part

@@ -1,0 +1,1 @@
+"""What the operating system and the interpreter say: limits, free memory, mounts, signals, time."""

@@ -1,0 +1,154 @@
+"""A process's control groups enter; what they leave it of memory and of CPU time leaves.
+
+A process is in one group of each hierarchy of version 1 (memory, cpu, ...) and in one of the
+hierarchy of version 2, and the limits of all groups above these hold for it too. Slurm, systemd and
+Kubernetes set them at several heights. `/proc/self/cgroup` names the groups, and
+`/proc/self/mountinfo` tells where each hierarchy, or the part of it that a container sees, is
+mounted. Everything is read below a `root`, so that tests can make trees of their own; what is not
+there or cannot be read limits nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from h5async.system.interruptions import suppressing
+
+_ROOT = Path("/")
+
+
+class MemoryLeft(NamedTuple):
+    """What a limit leaves.
+
+    Attributes
+    ----------
+    nbytes
+        That can still be had.
+    limit
+        What says so, as the user finds it: a file, say.
+    """
+
+    nbytes: int
+    limit: str
+
+
+class _Mount(NamedTuple):
+    """A hierarchy, or a part of it, in the file system; `root`: the group at the mount point."""
+
+    root: str
+    folder: Path
+
+
+def memory_left(root: Path = _ROOT) -> list[MemoryLeft]:
+    """Return what each limit on the memory of this process's groups leaves, in any order."""
+    found: list[MemoryLeft] = []
+    for folder in _groups("memory", root):
+        found += _left_by(folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+    for folder in _groups("", root):
+        for name in ("memory.max", "memory.high"):  # above "high" a process is slowed to a crawl
+            found += _left_by(folder, name, "memory.current", "")
+    return found
+
+
+def cpu_quota(root: Path = _ROOT) -> float | None:
+    """Return how many cores' time this process's groups may use; None: there is no limit."""
+    quotas = []
+    for folder in _groups("cpu", root):
+        quota = _number(folder / "cpu.cfs_quota_us")
+        quotas.append((quota, _number(folder / "cpu.cfs_period_us")))
+    for folder in _groups("", root):
+        words = _text(folder / "cpu.max").split()  # "max 100000", or "50000 100000"
+        if len(words) == 2 and words[0].isdecimal() and words[1].isdecimal():
+            quotas.append((int(words[0]), int(words[1])))
+    return min((q / period for q, period in quotas if q and q > 0 and period), default=None)
+
+
+def _left_by(folder: Path, limit: str, usage: str, prefix: str) -> Iterator[MemoryLeft]:
+    """Yield what a group's limit leaves; the page cache, which makes way, counts as left."""
+    statistics = dict(_pairs(_text(folder / "memory.stat")))
+    cached = [statistics.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive")]
+    # Version 1 tells here what holds for groups above, also for those that a container cannot see.
+    limits = [_number(folder / limit), statistics.get("hierarchical_memory_limit")]
+    used = _number(folder / usage)
+    least = min((n for n in limits if n is not None), default=None)
+    if least is not None and used is not None:
+        yield MemoryLeft(max(0, least - max(0, used - sum(cached))), str(folder / limit))
+
+
+def _groups(controller: str, root: Path) -> Iterator[Path]:
+    """Yield the folders of this process's group and of those above it, as far as they are seen.
+
+    `controller`: of version 1; ``""``: version 2.
+    """
+    path = _group(controller, root)
+    if path is None:
+        return
+    mounts = list(_mounts(controller, root))
+    is_found = False
+    for mount in mounts:
+        inside = os.path.relpath(path, mount.root)
+        folder = mount.folder / inside
+        # ".." before a name: the group is not below the one that is mounted, or in the namespace.
+        if ".." in (*path.split("/"), *inside.split("/")) or not os.path.isdir(folder):
+            continue
+        is_found = True
+        yield from (folder, *folder.parents[: len(folder.parts) - len(mount.folder.parts)])
+    if not is_found:
+        # A container without a namespace of its own is told its path on the host, and may see no
+        # more than its own group, at the mount point.
+        yield from (mount.folder for mount in mounts)
+
+
+def _group(controller: str, root: Path) -> str | None:
+    for line in _text(root / "proc/self/cgroup").split("\n"):
+        number, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if controller in controllers.split(",") and (controller or number == "0"):
+            return path or "/"
+    return None
+
+
+def _mounts(controller: str, root: Path) -> Iterator[_Mount]:
+    """Yield the mounts of a hierarchy; of those at one place the last, which hides the others."""
+    found = {}
+    for line in _text(root / "proc/self/mountinfo").split("\n"):
+        if " - cgroup" not in line:
+            continue
+        place, _, rest = line.partition(" - ")
+        words, (kind, _, options) = place.split(" "), [*rest.split(" "), "", ""][:3]
+        if len(words) < 5:
+            continue
+        is_version_1 = kind == "cgroup" and controller in options.split(",")
+        if is_version_1 if controller else kind == "cgroup2":
+            folder = _unescaped(words[4])
+            found[folder] = _Mount(_unescaped(words[3]), root / folder.lstrip("/"))
+    yield from found.values()
+
+
+def _unescaped(word: str) -> str:
+    r"""Undo what mountinfo does to spaces and the like: ``\040`` is one."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), word)
+
+
+def _text(path: Path) -> str:
+    """Return what a file holds, names as the file system takes them; ``""``: it cannot be read."""
+    with suppressing(OSError, ValueError), open(path, "rb", buffering=0) as file:
+        return os.fsdecode(file.read() or b"")
+    return ""
+
+
+def _number(path: Path) -> int | None:
+    """Return the number in a file; None where there is none ("max", say)."""
+    with suppressing(ValueError):
+        return int(_text(path))
+    return None
+
+
+def _pairs(text: str) -> Iterator[tuple[str, int]]:
+    for line in text.splitlines():
+        name, _, count = line.partition(" ")
+        if count.isdecimal():
+            yield name, int(count)

@@ -1,0 +1,463 @@
+"""One battery for every filter pipeline; HDF5 itself encodes the chunks, and says what is right."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import struct
+
+import h5py
+import imagecodecs
+import numpy as np
+import pytest
+from conftest import require_extra
+
+from h5async.codec.filters import (
+    BITSHUFFLE,
+    BLOSC,
+    BLOSC2,
+    BZIP2,
+    DEFLATE,
+    FLETCHER32,
+    LZ4,
+    LZF,
+    SHUFFLE,
+    SZIP,
+    ZSTD,
+    Filter,
+    can_decode,
+    decoder,
+)
+from h5async.read.codecs import FilterPipeline, Scratch
+
+require_extra("hdf5plugin")
+
+ELEMENTS = [1, 2, 3, 4, 8, 16]
+# Name -> number, and the client data that HDF5's encoder is given for elements of some size.
+BUILT_IN = {
+    "deflate": (DEFLATE, lambda element: (6,)),
+    "shuffle": (SHUFFLE, lambda element: (element,)),
+    "fletcher32": (FLETCHER32, lambda element: ()),
+    "lzf": (LZF, lambda element: ()),
+}
+REGISTERED = {
+    "zstd": (ZSTD, lambda element: (3,)),
+    "lz4": (LZ4, lambda element: ()),
+    "lz4-blocks-of-256": (LZ4, lambda element: (256,)),
+    "bitshuffle": (BITSHUFFLE, lambda element: (0, 0)),
+    "bitshuffle-blocks-of-16": (BITSHUFFLE, lambda element: (16, 0)),
+    "bitshuffle-lz4": (BITSHUFFLE, lambda element: (0, 2)),
+    "bitshuffle-lz4-blocks-of-32": (BITSHUFFLE, lambda element: (32, 2)),
+    "bitshuffle-zstd": (BITSHUFFLE, lambda element: (0, 3, 3)),
+    "bitshuffle-zstd-blocks-of-64": (BITSHUFFLE, lambda element: (64, 3, 3)),
+    "bzip2": (BZIP2, lambda element: (9,)),
+    **{
+        f"blosc-{name}-{shuffle}": (
+            BLOSC,
+            lambda element, code=code, shuffle=shuffle: (0, 0, 0, 0, 5, shuffle, code),
+        )
+        for code, name in enumerate(("blosclz", "lz4", "lz4hc", "snappy", "zlib", "zstd"))
+        for shuffle in (0, 1, 2)
+    },
+    **{
+        f"blosc2-{name}-{shuffle}": (
+            BLOSC2,
+            lambda element, code=code, shuffle=shuffle: (0, 0, 0, 0, 5, shuffle, code),
+        )
+        for code, name in ((0, "blosclz"), (1, "lz4"), (2, "lz4hc"), (4, "zlib"), (5, "zstd"))
+        for shuffle in (0, 1, 2)
+    },
+}
+MAY_GIVE_UP = {"lzf", *(name for name in REGISTERED if name.startswith("blosc"))}
+ALL = BUILT_IN | REGISTERED
+NUMBERS = {name: ALL[name][0] for name in BUILT_IN}
+SHORT = [*((name,) for name in NUMBERS), *itertools.product(NUMBERS, repeat=2)]
+LONG = [
+    *itertools.product(NUMBERS, repeat=3),
+    *itertools.permutations(NUMBERS),
+    ("shuffle", "deflate", "fletcher32", "deflate"),
+    ("lzf", "deflate", "shuffle", "lzf"),
+    ("fletcher32", "shuffle", "shuffle", "fletcher32"),
+    ("shuffle", "shuffle", "fletcher32", "deflate"),
+]
+TO_TRY = [*itertools.product(SHORT, ELEMENTS), *itertools.product(LONG, (3, 8))]
+TO_DAMAGE = [
+    ("deflate",),
+    ("lzf",),
+    ("shuffle",),
+    ("fletcher32",),
+    ("shuffle", "deflate"),
+    ("shuffle", "lzf"),
+    ("lzf", "deflate"),
+    ("deflate", "lzf", "shuffle"),
+    ("shuffle", "deflate", "fletcher32"),
+    ("fletcher32", "shuffle", "lzf"),
+]
+CHAINS = [
+    *((name,) for name in REGISTERED),
+    *(("shuffle", name) for name in REGISTERED if "blocks" not in name),
+    # (bitshuffle and blosc2 themselves fail, or crash, on lengths that make no whole element)
+    *(("fletcher32", name) for name in ("zstd", "lz4", "bzip2", "blosc-lz4-1")),
+    *((name, "fletcher32") for name in REGISTERED if "-" not in name or name.endswith("lz4-1")),
+    *itertools.product(("zstd", "lz4", "bitshuffle-lz4", "blosc-lz4-1"), ("deflate", "bzip2")),
+    ("bitshuffle", "deflate"),
+    ("shuffle", "lz4", "zstd", "fletcher32"),
+]
+TO_TRY += itertools.product(CHAINS, ELEMENTS)
+TO_DAMAGE += [
+    *((name,) for name in REGISTERED if "-" not in name or name[-1] in "1246"),
+    ("shuffle", "zstd", "fletcher32"),
+]
+GUARD_NBYTES, CANARY = 64, 0xC3
+SEED = 20160704
+
+
+def ids(value):
+    return "-".join(value) if isinstance(value, tuple) else str(value)
+
+
+def contents(element, count):
+    """Chunks of all kinds: empty of information, regular, half regular, pure noise."""
+    rng = np.random.default_rng(SEED)
+    nbytes = element * count
+    yield np.zeros(nbytes, np.uint8)
+    yield np.arange(nbytes, dtype=np.uint8)
+    yield np.where(np.arange(nbytes) % 4, 7, rng.integers(0, 256, nbytes)).astype(np.uint8)
+    yield rng.integers(0, 256, nbytes, np.uint8)
+
+
+class HDF5Encoder:
+    """Encodes chunks through HDF5, with filters appended one by one."""
+
+    def __init__(self, pipeline, element):
+        self.element = element
+        self.dtype = np.dtype(f"V{element}")
+        self.plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        for name in pipeline:
+            self.plist.set_filter(
+                ALL[name][0],
+                h5py.h5z.FLAG_OPTIONAL if name in MAY_GIVE_UP else h5py.h5z.FLAG_MANDATORY,
+                ALL[name][1](element),
+            )
+        self.filters = ()
+
+    def encode(self, values):
+        """Return the stored bytes and the filter mask of a chunk of `values`."""
+        count = values.size // self.element
+        with h5py.File("encoder", "w", driver="core", backing_store=False) as file:
+            plist = self.plist.copy()
+            plist.set_chunk((count,))
+            space = h5py.h5s.create_simple((count,))
+            dataset = h5py.h5d.create(
+                file.id, b"data", h5py.h5t.py_create(self.dtype), space, plist
+            )
+            dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, values.view(self.dtype))
+            file.flush()
+            created = dataset.get_create_plist()
+            self.filters = tuple(
+                Filter(*(created.get_filter(i)[k] for k in (0, 2)), "")
+                for i in range(created.get_nfilters())
+            )
+            mask, encoded = dataset.read_direct_chunk((0,))
+            read_back = np.empty(count, self.dtype)
+            dataset.read(h5py.h5s.ALL, h5py.h5s.ALL, read_back)
+            assert read_back.tobytes() == values.tobytes()
+        return np.frombuffer(encoded, np.uint8), mask
+
+
+class Guarded:
+    """Memory of `nbytes` with canaries on both sides, at an odd address."""
+
+    def __init__(self, nbytes):
+        self.all = np.full(nbytes + 2 * GUARD_NBYTES + 1, CANARY, np.uint8)
+        self.inside = self.all[GUARD_NBYTES + 1 : GUARD_NBYTES + 1 + nbytes]
+
+    def is_intact(self):
+        size = self.inside.size
+        self.inside[...] = CANARY
+        return self.inside.size == size and bool((self.all == CANARY).all())
+
+
+class Decoder:
+    """A pipeline whose every buffer is guarded."""
+
+    def __init__(self, filters, nbytes):
+        self.pipeline = FilterPipeline(filters, nbytes)
+        self.out = Guarded(nbytes)
+        self.between = [Guarded(self.pipeline.between_nbytes) for _ in range(3)]
+        self.guards = [self.out, *self.between]
+
+    def decode(self, encoded, mask=0):
+        """Return the decoded bytes; whatever happens, assert that nothing else was written.
+
+        Also that all of them were: what memory held before must not come through.
+        """
+        decoded = self._decode(encoded, mask, CANARY)
+        assert self._decode(encoded, mask, 255 - CANARY) == decoded, "memory came through"
+        return decoded
+
+    def _decode(self, encoded, mask, before):
+        stored = Guarded(encoded.size)
+        stored.inside[...] = encoded
+        scratch = Scratch(
+            stored.inside, np.empty(0, np.uint8), tuple(guard.inside for guard in self.between)
+        )
+        for guard in self.guards:
+            guard.inside[...] = before
+        decoded = None
+        try:
+            self.pipeline.decode(stored.inside, mask, self.out.inside, scratch)
+            decoded = self.out.inside.tobytes()
+        finally:
+            assert stored.inside.tobytes() == encoded.tobytes(), "the encoded chunk was changed"
+            assert stored.is_intact()
+            assert all(guard.is_intact() for guard in self.guards), "written out of bounds"
+        return decoded
+
+
+@pytest.mark.parametrize(("pipeline", "element"), TO_TRY, ids=ids)
+def test_chunks_that_hdf5_encoded(pipeline, element):
+    encoder = HDF5Encoder(pipeline, element)
+    for count in (1, 5, 333):
+        for values in contents(element, count):
+            encoded, mask = encoder.encode(values)
+            assert all(can_decode(entry) for entry in encoder.filters)
+            assert [entry.number for entry in encoder.filters] == [ALL[p][0] for p in pipeline]
+            decoder = Decoder(encoder.filters, values.size)
+            assert decoder.decode(encoded, mask) == values.tobytes()
+
+
+@pytest.mark.parametrize("pipeline", [*SHORT, *LONG[-28:], *CHAINS], ids=ids)
+def test_a_masked_filter_is_skipped(pipeline):
+    full = HDF5Encoder(pipeline, 4)
+    values = next(itertools.islice(contents(4, 50), 2, None))
+    full.encode(values)
+    for mask in range(1 << len(pipeline)):
+        kept = [bit for bit in range(len(pipeline)) if not mask >> bit & 1]
+        encoded, given_up = HDF5Encoder([pipeline[bit] for bit in kept], 4).encode(values)
+        given_up = sum(1 << bit for i, bit in enumerate(kept) if given_up >> i & 1)
+        decoder = Decoder(full.filters, values.size)
+        beyond = 0xFFFFFFFF << len(pipeline) & 0xFFFFFFFF  # bits of filters that are not there
+        for bits in (mask | given_up, mask | given_up | beyond):
+            assert decoder.decode(encoded, bits) == values.tobytes()
+            assert decoder.pipeline.is_raw(bits) == (mask | given_up == (1 << len(pipeline)) - 1)
+
+
+def test_shuffle_leaves_what_makes_no_whole_element():
+    rng = np.random.default_rng(SEED)
+    for element in ELEMENTS[1:]:
+        for nbytes in range(3 * element + 2):
+            values = rng.integers(0, 256, nbytes, np.uint8)
+            body = nbytes // element * element
+            shuffled = np.concatenate(
+                [values[:body].reshape(-1, element).T.reshape(-1), values[body:]]
+            )
+            decoder = Decoder((Filter(SHUFFLE, (element,), "shuffle"),), nbytes)
+            assert decoder.decode(shuffled) == values.tobytes()
+
+
+@pytest.mark.parametrize("pipeline", [*SHORT, *LONG, *CHAINS], ids=ids)
+def test_a_chunk_of_another_length_is_an_error(pipeline):
+    element, due = 4, 24
+    encoder = HDF5Encoder(pipeline, element)
+    for count in (1, due - 1, due + 1, due * 400):
+        for values in contents(element, count):
+            encoded, mask = encoder.encode(values)
+            with pytest.raises((ValueError, RuntimeError)):
+                Decoder(encoder.filters, element * due).decode(encoded, mask)
+
+
+def test_a_chunk_of_another_length_is_an_error_where_nothing_is_decoded():
+    for filters in ((), (Filter(DEFLATE, (6,), ""), Filter(SHUFFLE, (4,), ""))):
+        for nbytes in (0, 11, 13, 1000):
+            with pytest.raises(ValueError, match="12 are due"):
+                Decoder(filters, 12).decode(np.zeros(nbytes, np.uint8), 0b11)
+
+
+@pytest.mark.parametrize("pipeline", TO_DAMAGE, ids=ids)
+def test_cut_chunks_are_an_error(pipeline):
+    encoder = HDF5Encoder(pipeline, 4)
+    for values in contents(4, 60):
+        encoded, mask = encoder.encode(values)
+        decoder = Decoder(encoder.filters, values.size)
+        for nbytes in range(encoded.size):
+            with pytest.raises((ValueError, RuntimeError)):
+                decoder.decode(encoded[:nbytes], mask)
+
+
+@pytest.mark.parametrize("pipeline", TO_DAMAGE, ids=ids)
+def test_damage_stays_inside_and_has_the_right_length(pipeline):
+    rng = np.random.default_rng(SEED)
+    encoder = HDF5Encoder(pipeline, 4)
+    for values in contents(4, 60):
+        encoded, mask = encoder.encode(values)
+        decoder = Decoder(encoder.filters, values.size)
+        for _ in range(400):
+            damaged = encoded.copy()
+            for _ in range(rng.integers(1, 4)):
+                damaged[rng.integers(damaged.size)] = rng.integers(256)
+            try:
+                decoded = decoder.decode(damaged, mask)
+            except (ValueError, RuntimeError):
+                continue
+            assert len(decoded) == values.size
+
+
+@pytest.mark.parametrize("pipeline", TO_DAMAGE, ids=ids)
+def test_noise_stays_inside_and_has_the_right_length(pipeline):
+    rng = np.random.default_rng(SEED)
+    encoder = HDF5Encoder(pipeline, 4)
+    encoder.encode(np.zeros(240, np.uint8))
+    decoder = Decoder(encoder.filters, 240)
+    for _ in range(1000):
+        noise = rng.integers(0, 256, rng.integers(0, 400), np.uint8)
+        try:
+            decoded = decoder.decode(noise)
+        except (ValueError, RuntimeError):
+            continue
+        assert len(decoded) == 240
+
+
+def test_every_flipped_bit_is_found_by_fletcher32():
+    rng = np.random.default_rng(SEED)
+    encoder = HDF5Encoder(["fletcher32"], 4)
+    values = rng.integers(0, 256, 80, np.uint8)
+    encoded, _ = encoder.encode(values)
+    decoder = Decoder(encoder.filters, values.size)
+    for bit in range(encoded.size * 8):
+        damaged = encoded.copy()
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(ValueError, match="fletcher32"):
+            decoder.decode(damaged)
+
+
+def test_the_checksum_of_hdf5_before_1_6_3_is_taken():
+    rng = np.random.default_rng(SEED)
+    for nbytes in (1, 2, 5, 80):  # an odd last byte is summed in a way of its own
+        values = rng.integers(0, 256, nbytes, np.uint8)
+        encoded, _ = HDF5Encoder(["fletcher32"], 1).encode(values)
+        old = encoded.copy()
+        old[-4:] = old[[-3, -4, -1, -2]]
+        decoder = Decoder((Filter(FLETCHER32, (), ""),), nbytes)
+        assert decoder.decode(encoded) == decoder.decode(old) == values.tobytes()
+
+
+def test_a_bomb_is_not_inflated():
+    bomb, _ = HDF5Encoder(["deflate"], 1).encode(np.zeros(1 << 24, np.uint8))
+    assert bomb.size < 1 << 15
+    with pytest.raises((ValueError, RuntimeError)):
+        Decoder((Filter(DEFLATE, (6,), ""),), 512).decode(bomb)
+
+
+def test_which_filters_are_decoded_here():
+    assert can_decode(Filter(SHUFFLE, (4,), ""))
+    assert not can_decode(Filter(SHUFFLE, (), ""))
+    assert not can_decode(Filter(SHUFFLE, (0,), ""))
+    assert not can_decode(Filter(SZIP, (), "szip"))
+    assert not can_decode(Filter(SZIP, (169, 4, 8, 32), "szip"))
+    assert not can_decode(Filter(32013, (), "zfp"))
+
+
+def stored_chunk(values, plist):
+    """Return the filters, stored bytes and mask of a dataset that is one chunk of `values`."""
+    with h5py.File("encoder", "w", driver="core", backing_store=False) as file:
+        plist.set_chunk(values.shape)
+        space = h5py.h5s.create_simple(values.shape)
+        kind = h5py.h5t.py_create(values.dtype)
+        dataset = h5py.h5d.create(file.id, b"data", kind, space, plist)
+        dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, values)
+        file.flush()
+        mask, encoded = dataset.read_direct_chunk((0,) * values.ndim)
+        created = dataset.get_create_plist()
+        found = [created.get_filter(i) for i in range(created.get_nfilters())]
+        read_back = np.empty(values.shape, values.dtype)
+        dataset.read(h5py.h5s.ALL, h5py.h5s.ALL, read_back)
+        assert read_back.tobytes() == values.tobytes()
+    filters = tuple(Filter(number, parameters, "") for number, _, parameters, _ in found)
+    return filters, np.frombuffer(encoded, np.uint8), mask
+
+
+@pytest.mark.parametrize("dtype", ["u1", "i2", "f4", "f8", "V3", "V16"])
+@pytest.mark.parametrize(
+    "shape", [(7, 5), (1, 300), (300, 1), (100, 300), (3, 4, 5), (1, 64, 64, 3), (5, 33, 9, 2)]
+)
+def test_blosc2_arrays_of_several_dimensions(shape, dtype):
+    dtype = np.dtype(dtype)
+    for shuffle in (1, 2):
+        for raw in contents(dtype.itemsize, math.prod(shape)):
+            values = raw.view(dtype).reshape(shape)
+            plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+            plist.set_filter(BLOSC2, h5py.h5z.FLAG_MANDATORY, (0, 0, 0, 0, 5, shuffle, 1))
+            filters, encoded, mask = stored_chunk(values, plist)
+            assert can_decode(filters[0])
+            assert Decoder(filters, values.nbytes).decode(encoded, mask) == values.tobytes()
+            for nbytes in (*range(0, encoded.size, 1 + encoded.size // 40), encoded.size - 90):
+                if 0 <= nbytes < encoded.size:
+                    with pytest.raises((ValueError, RuntimeError)):
+                        Decoder(filters, values.nbytes).decode(encoded[:nbytes], mask)
+
+
+@pytest.mark.parametrize("shuffle", [0, 1, 2])
+def test_a_blosc2_chunk_that_has_no_values(shuffle):
+    """The library gives it the right length, and writes nothing."""
+    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    plist.set_filter(BLOSC2, h5py.h5z.FLAG_MANDATORY, (0, 0, 0, 0, 5, shuffle, 1))
+    values = np.random.default_rng(SEED).integers(0, 9, 4000, np.uint8)
+    filters, encoded, mask = stored_chunk(values, plist)
+    chunk = int.from_bytes(encoded[11:15].tobytes(), "big")  # behind the frame's header
+    damaged = encoded.copy()
+    damaged[chunk + 2] &= 0xFF - 2  # not stored as it is
+    damaged[chunk + 12 : chunk + 16] = (32, 0, 0, 0)  # the header alone
+    damaged[chunk + 31] = 4 << 4  # uninitialized
+    with pytest.raises(ValueError, match="has no values"):
+        Decoder(filters, values.nbytes).decode(damaged, mask)
+
+
+@pytest.mark.parametrize("dtype", ["u1", "u2", "u4", "u8", ">u2", ">u4", "f4", "f8"])
+@pytest.mark.parametrize("options", [4, 32], ids=["entropy", "nearest-neighbour"])
+@pytest.mark.parametrize("pixels_per_block", [8, 10, 16, 32])
+def test_szip(dtype, options, pixels_per_block):
+    rng, dtype = np.random.default_rng(SEED), np.dtype(dtype)
+    for shape in ((32,), (100,), (257,), (4, 100), (3, 5, 129), (2, 5000)):
+        for raw in contents(dtype.itemsize, math.prod(shape)):
+            values = raw.view(dtype).reshape(shape)
+            plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+            plist.set_szip(options, pixels_per_block)
+            filters, encoded, mask = stored_chunk(values, plist)
+            assert filters[0].number == SZIP
+            assert can_decode(filters[0])
+            decoder = Decoder(filters, values.nbytes)
+            assert decoder.decode(encoded, mask) == values.tobytes()
+            for nbytes in (*range(0, encoded.size, 1 + encoded.size // 20), encoded.size - 1):
+                try:
+                    decoded = decoder.decode(encoded[:nbytes], mask)
+                except (ValueError, RuntimeError):
+                    continue
+                assert decoded == values.tobytes()  # only padding was cut off
+            for _ in range(20):
+                damaged = encoded.copy()
+                damaged[rng.integers(encoded.size, size=3)] = rng.integers(256, size=3)
+                with contextlib.suppress(ValueError, RuntimeError):
+                    assert len(decoder.decode(damaged, mask)) == values.nbytes
+            with pytest.raises((ValueError, RuntimeError)):
+                Decoder(filters, values.nbytes - dtype.itemsize).decode(encoded, mask)
+            with pytest.raises((ValueError, RuntimeError)):
+                Decoder(filters, values.nbytes + dtype.itemsize).decode(encoded, mask)
+
+
+def test_a_last_lz4_block_of_bitshuffle_that_lz4_did_not_shrink() -> None:
+    """16 bytes that compress to 16: the lz4 filter would take them for stored ones."""
+    tail = np.array([7] * 5 + [41, 3, 250, 77, 19, 133, 68, 201, 90, 12, 55], np.uint8)
+    found = imagecodecs.lz4_encode(tail.tobytes(), header=False)
+    assert len(found) == tail.size
+    body = np.arange(32, dtype=np.uint8)
+    first = imagecodecs.lz4_encode(body.tobytes(), header=False)
+    blocks = b"".join(struct.pack(">I", len(block)) + block for block in (first, found))
+    encoded = np.frombuffer(struct.pack(">QI", 48, 32) + blocks, np.uint8)
+    decode = decoder(Filter(32008, (0, 4, 1, 32, 2), "bitshuffle"))
+    assert decode is not None
+    shuffled = np.concatenate([body, tail])
+    expected = imagecodecs.bitshuffle_decode(shuffled.data, itemsize=1, blocksize=32)
+    result = decode(encoded, np.empty(48, np.uint8), np.empty(4096, np.uint8))
+    assert result.tobytes() == bytes(expected)

@@ -1,0 +1,1742 @@
+"""The compiled core against its twin in Python, bit for bit, and with nothing written beside.
+
+Memory that the core writes to has canaries on both sides; what it only reads is exactly as long as
+it says, so that a build with sanitizers (scripts/check_core) tells of a byte that is read beyond.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import importlib
+import itertools
+import mmap
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import h5py
+import hypothesis
+import imagecodecs
+import numpy as np
+import pytest
+from conftest import assert_reads_like_h5py, assert_same_bits, require_extra, truth
+from hypothesis import given
+from hypothesis import strategies as st
+from test_codecs import ALL, MAY_GIVE_UP, HDF5Encoder, contents
+
+from h5async import AsyncReader, Field
+from h5async.codec.filters import (
+    BITSHUFFLE,
+    BLOSC2,
+    BZIP2,
+    DEFLATE,
+    FILTER_NAMES,
+    FLETCHER32,
+    LZ4,
+    LZF,
+    NBIT,
+    SCALEOFFSET,
+    SHUFFLE,
+    Filter,
+    pass_on,
+)
+from h5async.codec.filters import decoder as twin_of
+from h5async.core import binding as core_module
+from h5async.core.binding import (
+    IO_MODES,
+    KINDS,
+    NOTHING,
+    ChunkPlanStruct,
+    Core,
+    DatasetStruct,
+    FileStruct,
+    RowsStruct,
+    TransformStruct,
+    address,
+    filter_struct,
+    load_core,
+    transform_source,
+)
+from h5async.index.metadata import read_layouts
+from h5async.io.storage import LocalFiles
+from h5async.plan.plan import plan_read
+from h5async.plan.transform import RowTransform
+from h5async.read.chunkcache import ChunkCache, State
+from h5async.read.codecs import FilterPipeline, Scratch
+from h5async.read.execute import PlanExecutor, scratch_nbytes
+from h5async.read.native import NativeExecutor, way_of
+
+hdf5plugin = require_extra("hdf5plugin")
+
+SEED = 20160704
+GUARD_NBYTES, CANARY, FRESH = 64, 0xC3, 0x5A
+FILE_NBYTES = 1 << 22
+HUGE = 2**63 - 1
+
+
+def some(share):
+    """Return settings for a share of the examples that the profile asks for."""
+    return hypothesis.settings(
+        max_examples=max(1, int(hypothesis.settings().max_examples * share)),
+        suppress_health_check=[
+            hypothesis.HealthCheck.function_scoped_fixture,
+            hypothesis.HealthCheck.too_slow,
+        ],
+    )
+
+
+@pytest.fixture
+def no_python(monkeypatch):
+    """Fail where a plan is executed in Python."""
+
+    def execute(*_):
+        raise AssertionError("the core left something to Python")
+
+    monkeypatch.setattr(PlanExecutor, "execute", execute)
+
+
+class Guarded:
+    """Memory of `nbytes` with canaries on both sides; `shift` 1: at an odd address."""
+
+    def __init__(self, nbytes, shift=1):
+        self.all = np.full(nbytes + 2 * GUARD_NBYTES + 64, CANARY, np.uint8)
+        begin = -self.all.ctypes.data % 64 + GUARD_NBYTES - 64 * (GUARD_NBYTES > 64) + shift
+        self.inside = self.all[begin : begin + nbytes]
+        self.renew()
+
+    def renew(self):
+        self.inside[...] = FRESH
+
+    def is_fresh(self):
+        return bool((self.inside == FRESH).all())
+
+    def is_intact(self):
+        kept = self.inside.copy()
+        self.inside[...] = CANARY
+        intact = bool((self.all == CANARY).all())
+        self.inside[...] = kept
+        return intact
+
+
+def exactly(data):
+    """Return a copy in memory of its own, of exactly that size."""
+    return np.array(bytearray(data), np.uint8)
+
+
+def int64s(*values):
+    return np.array(values, np.int64)
+
+
+# --- one chunk, decoded --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def any_file():
+    """Return the descriptor of a file that is long enough; its bytes do not matter."""
+    with tempfile.TemporaryFile() as file:
+        file.truncate(FILE_NBYTES)
+        yield file.fileno()
+
+
+WAYS = ("whole", "scratch", "target")
+
+
+class OneChunk:
+    """A dataset of one chunk, which the core decodes out of a "map", and the twin.
+
+    "whole": straight to the batch; "scratch": by way of the scratch; "target": by way of memory
+    that is kept.
+    """
+
+    def __init__(self, core, descriptor, filters, nbytes):
+        self.core = core
+        self.filters = filters
+        self.pipeline = FilterPipeline(filters, nbytes)
+        self.between = self.pipeline.between_nbytes
+        self.batch, self.target, self.chunk = (Guarded(nbytes) for _ in range(3))
+        self.scratch = tuple(np.empty(self.between, np.uint8) for _ in range(3))
+        self.worker = core.new_worker(np.empty(0, np.uint8), self.chunk.inside, self.scratch)
+        structs = core.filters(filters)
+        if structs is None and core.missing:
+            pytest.skip(f"no library was found for {', '.join(sorted(core.missing))}")
+        assert structs is not None, "the core takes this pipeline"
+        self.file = FileStruct(descriptor, IO_MODES["map"], None, 0, nbytes=-1)
+        self.zero, self.stored, self.mask = int64s(0), int64s(0), np.zeros(1, np.uint32)
+        self.ones, self.extent, self.fill = int64s(1), int64s(nbytes), np.zeros(1, np.uint8)
+        self.dataset = DatasetStruct(
+            filters=structs,
+            chunk_offset=address(self.zero),
+            chunk_stored=address(self.stored),
+            chunk_mask=address(self.mask),
+            chunk_strides=address(self.ones),
+            row_strides=address(self.ones),
+            extents=address(self.extent),
+            row_begin=address(self.zero),
+            piece_begin=address(self.zero),
+            fill=address(self.fill),
+            num_filters=len(filters), num_chunks=1, num_cross=1, rank=1, chunk_nbytes=nbytes,
+            chunk_samples=1, sample_stride=nbytes, itemsize=1, row_nbytes=nbytes, begin=-1,
+        )  # fmt: skip
+        self.numbers = int64s(0), np.zeros(1, np.int32), np.zeros(1, np.int32)
+        self.runs = int64s(0, 1), int64s(0), int64s(0), int64s(1)
+        self.plan = ChunkPlanStruct(*map(address, self.numbers + self.runs), 1, 1, 1)
+
+    def decode(self, encoded, mask=0, way="whole"):
+        """Return what the core makes of a chunk, None if nothing; nothing else is written."""
+        stored = exactly(encoded)
+        self.file.map, self.file.map_nbytes = address(stored), stored.size
+        self.stored[0], self.mask[0] = stored.size, mask
+        self.dataset.rows_are_whole = way == "whole"
+        state = np.array([State.CLAIMED if way == "target" else State.UNKEPT], np.uint8)
+        target = int64s(address(self.target.inside) if way == "target" else 0)
+        for memory in (self.batch, self.target, self.chunk):
+            memory.renew()
+        done = self.core.read_chunks(
+            *map(ctypes.byref, (self.dataset, self.file, self.worker.struct, self.plan)),
+            0, 1, address(state), address(target), address(self.batch.inside), 1,
+        )  # fmt: skip
+        assert stored.tobytes() == bytes(encoded), "the encoded chunk was changed"
+        assert self.batch.is_intact(), "written beside the batch"
+        assert self.target.is_intact(), "written beside the target"
+        assert self.chunk.is_intact(), "written beside the scratch"
+        if way == "target" and done:
+            assert self.target.inside.tobytes() == self.batch.inside.tobytes()
+        elif way != "target":
+            assert self.target.is_fresh()
+        if way != "whole" and not done:
+            assert self.batch.is_fresh()
+        return self.batch.inside.tobytes() if done else None
+
+    def ways(self, mask):
+        """Return the ways by which a chunk can be had: none that is stored raw is kept."""
+        return WAYS[:2] if self.pipeline.is_raw(mask) else WAYS
+
+    def decode_by_twin(self, encoded, mask=0):
+        out = np.empty(self.batch.inside.size, np.uint8)
+        scratch = Scratch(np.empty(0, np.uint8), np.empty(0, np.uint8), self.scratch)
+        try:
+            self.pipeline.decode(exactly(encoded), mask, out, scratch)
+        except (ValueError, RuntimeError):
+            return None
+        return out.tobytes()
+
+    def is_as_by_twin(self, found, encoded, mask=0):
+        """Tell whether the core found nothing, or just what the twin finds."""
+        if found is None:
+            return True
+        expected = self.decode_by_twin(encoded, mask)
+        # Behind another compressor, the twin does not know where the last block of lz4 ends: one
+        # that is stored as it is it takes for compressed, and what follows for another block.
+        is_lz4_behind = any(entry.number == LZ4 for entry in self.filters[1:])
+        return found == expected or (expected is None and is_lz4_behind)
+
+
+BLOSC = ["blosc-lz4-0", "blosc-lz4-2", "blosc-zstd-2"]  # and all of its codecs, with shuffle
+SINGLE = [
+    name
+    for name in ALL
+    if not name.startswith(("bzip2", "blosc"))
+    or name in BLOSC
+    or name[:6] + name[-2:] == "blosc--1"
+]
+PIPELINES = [
+    *((name,) for name in SINGLE),
+    ("shuffle", "deflate"),
+    ("shuffle", "lzf"),
+    ("shuffle", "fletcher32", "lzf"),
+    ("fletcher32", "deflate"),
+    ("deflate", "fletcher32"),
+    ("fletcher32", "lzf", "fletcher32"),
+    ("lzf", "deflate"),
+    ("deflate", "deflate"),
+    ("zstd", "lz4"),
+    ("deflate", "lz4-blocks-of-256"),
+    ("shuffle", "lz4", "zstd", "fletcher32"),
+    ("shuffle", "shuffle", "fletcher32", "deflate"),
+    ("bitshuffle", "deflate"),
+    ("bitshuffle-lz4", "fletcher32"),
+    ("bitshuffle-zstd", "zstd"),
+    ("fletcher32", "blosc-lz4-1"),
+]
+ELEMENTS = [1, 2, 3, 4, 5, 7, 8, 12, 16]
+COUNTS = [1, 19, 333]
+# As many as make several blocks of bitshuffle (8 KiB each), and a last one that is not full.
+LARGE_NBYTES = 20_000
+
+
+def ids(value):
+    return "-".join(value) if isinstance(value, tuple) else str(value)
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES, ids=ids)
+def test_chunks_that_hdf5_encoded(core, any_file, pipeline):
+    for element in ELEMENTS:
+        encoder = HDF5Encoder(pipeline, element)
+        large = [LARGE_NBYTES // element + 5] if element in (1, 3, 8) else []
+        for count in (*COUNTS, *large):
+            chunk = None
+            for values in itertools.islice(contents(element, count), count > 333, None):
+                encoded, mask = encoder.encode(values)
+                chunk = chunk or OneChunk(core, any_file, encoder.filters, values.size)
+                for way in chunk.ways(mask):
+                    assert chunk.decode(encoded, mask, way) == values.tobytes()
+                assert chunk.is_as_by_twin(values.tobytes(), encoded, mask)
+
+
+@pytest.mark.parametrize(
+    "pipeline", [p for p in PIPELINES if len(p) > 1 or "-" not in p[0]], ids=ids
+)
+def test_a_masked_filter_is_skipped(core, any_file, pipeline):
+    full = HDF5Encoder(pipeline, 4)
+    values = next(itertools.islice(contents(4, 50), 2, None))
+    full.encode(values)
+    chunk = OneChunk(core, any_file, full.filters, values.size)
+    beyond = 0xFFFFFFFF << len(pipeline) & 0xFFFFFFFF  # bits of filters that are not there
+    for mask in range(1 << len(pipeline)):
+        kept = [bit for bit in range(len(pipeline)) if not mask >> bit & 1]
+        encoded, given_up = HDF5Encoder([pipeline[bit] for bit in kept], 4).encode(values)
+        given_up = sum(1 << bit for i, bit in enumerate(kept) if given_up >> i & 1)
+        for bits in (mask | given_up, mask | given_up | beyond):
+            for way in chunk.ways(bits):
+                assert chunk.decode(encoded, bits, way) == values.tobytes()
+            for wrong in (encoded[:-1], np.append(encoded, encoded[:1])):
+                assert chunk.is_as_by_twin(chunk.decode(wrong, bits), wrong, bits)
+
+
+def test_filters_that_do_nothing(core, any_file):
+    with h5py.File("filters", "w", driver="core", backing_store=False) as file:
+        plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        plist.set_chunk((8,))
+        plist.set_filter(SCALEOFFSET, h5py.h5z.FLAG_OPTIONAL, (2, 32))
+        plist.set_filter(NBIT, h5py.h5z.FLAG_OPTIONAL, ())
+        space = h5py.h5s.create_simple((8,))
+        created = h5py.h5d.create(file.id, b"d", h5py.h5t.NATIVE_INT32, space, plist)
+        created = created.get_create_plist()
+        nothing = [Filter(*(created.get_filter(i)[k] for k in (0, 2)), "") for i in range(2)]
+    assert all(twin_of(entry) is pass_on for entry in nothing)
+    encoder = HDF5Encoder(["shuffle", "fletcher32"], 4)
+    for values in contents(4, 8):
+        encoded, _ = encoder.encode(values)
+        shuffle, checksum = encoder.filters
+        for filters in (
+            (nothing[0], shuffle, checksum),
+            (shuffle, nothing[1], nothing[0], checksum),
+            (shuffle, checksum, *nothing),
+        ):
+            chunk = OneChunk(core, any_file, filters, values.size)
+            for way in WAYS:
+                assert chunk.decode(encoded, 0, way) == values.tobytes()
+            for wrong in (encoded[:-1], encoded[:4], np.append(encoded, encoded[:1])):
+                assert chunk.decode(wrong) is chunk.decode_by_twin(wrong) is None
+        for filters in ((nothing[0],), tuple(nothing)):
+            chunk = OneChunk(core, any_file, filters, values.size)
+            for way in WAYS:
+                assert chunk.decode(values, 0, way) == values.tobytes()
+            assert chunk.decode(values[1:]) is None
+
+
+def test_pipelines_that_the_core_leaves_to_python(core):
+    plain = Filter(SHUFFLE, (4,), "")
+    for entry in (
+        Filter(BZIP2, (9,), ""),
+        Filter(BLOSC2, (), ""),
+        Filter(NBIT, (8, 0, 8, 1, 4, 0, 12, 0), ""),
+        Filter(BITSHUFFLE, (0, 4), ""),
+        Filter(BITSHUFFLE, (0, 4, 0, 0), ""),
+        Filter(BITSHUFFLE, (0, 4, 4, 12), ""),
+        Filter(BITSHUFFLE, (0, 4, 4, 0, 9), ""),
+        Filter(BITSHUFFLE, (0, 4, 2**31, 0, 0), ""),
+        Filter(SHUFFLE, (2**31,), ""),
+        Filter(SHUFFLE, (0,), ""),
+        Filter(SHUFFLE, (), ""),
+        Filter(32013, (), "zfp"),
+    ):
+        assert core.filters((plain, entry)) is None
+    assert core.filters((plain,) * 32) is not None
+    assert core.filters((plain,) * 33) is None
+    assert core.filters(()) is not None
+
+
+def test_as_many_filters_as_hdf5_has_at_most(core, any_file):
+    values = next(itertools.islice(contents(3, 41), 2, None))
+    filters = (Filter(SHUFFLE, (3,), ""), Filter(FLETCHER32, (), "")) * 16
+    encoded = values
+    for entry in filters:
+        if entry.number == SHUFFLE:
+            body = encoded.size // 3 * 3
+            shuffled = encoded[:body].reshape(-1, 3).T.reshape(-1)
+            encoded = np.concatenate([shuffled, encoded[body:]])
+        else:
+            checksum = int(imagecodecs.h5checksum_fletcher32(encoded)).to_bytes(4, "little")
+            encoded = np.append(encoded, exactly(checksum))
+    chunk = OneChunk(core, any_file, filters, values.size)
+    assert chunk.decode(encoded) == chunk.decode_by_twin(encoded) == values.tobytes()
+    chunk.dataset.num_filters = 33
+    assert chunk.decode(encoded) is None
+
+
+def test_fletcher32_of_any_length_and_in_both_orders(core, any_file):
+    rng = np.random.default_rng(SEED)
+    for nbytes in (*range(1, 20), 511, 512, 513, 514, 1023, 1027, 70_001):
+        chunk = OneChunk(core, any_file, (Filter(FLETCHER32, (), ""),), nbytes)
+        for values in (
+            np.zeros(nbytes, np.uint8),
+            np.full(nbytes, 255, np.uint8),  # sums that are a multiple of 65535 but not 0
+            rng.integers(0, 256, nbytes, np.uint8),
+        ):
+            checksum = int(imagecodecs.h5checksum_fletcher32(values)).to_bytes(4, "little")
+            for order in ((0, 1, 2, 3), (1, 0, 3, 2)):
+                stored = exactly(values.tobytes() + bytes(checksum[i] for i in order))
+                assert chunk.decode(stored) == chunk.decode_by_twin(stored) == values.tobytes()
+                stored[rng.integers(stored.size)] ^= 1 << rng.integers(8)
+                assert chunk.decode(stored) is chunk.decode_by_twin(stored) is None
+
+
+def test_shuffle_leaves_what_makes_no_whole_element(core, any_file):
+    rng = np.random.default_rng(SEED)
+    for element in (*ELEMENTS, 300, 2**31 - 1):
+        for nbytes in (*range(1, 40), 16 * 16 + 5, 2050):
+            values = rng.integers(0, 256, nbytes, np.uint8)
+            body = nbytes // element * element
+            shuffled = values[:body].reshape(-1, min(element, max(1, body))).T.reshape(-1)
+            chunk = OneChunk(core, any_file, (Filter(SHUFFLE, (element,), ""),), nbytes)
+            encoded = np.concatenate([shuffled, values[body:]])
+            assert chunk.decode(encoded) == values.tobytes()
+
+
+def test_a_last_block_as_long_compressed_as_it_is(core, any_file):
+    """Blocks of bitshuffle-lz4 are compressed, however long; the lz4 filter has them stored."""
+    rng = np.random.default_rng(SEED)
+    encoder = HDF5Encoder(["bitshuffle-lz4-blocks-of-32"], 1)
+    for _ in range(50):
+        tail = rng.integers(0, 256, 16, np.uint8)
+        tail[:5] = 7  # one match of 4 bytes saves just what it costs
+        tail = imagecodecs.bitshuffle_decode(tail.tobytes(), itemsize=1, blocksize=16)
+        values = np.append(rng.integers(0, 256, 32, np.uint8), exactly(tail))
+        encoded, mask = encoder.encode(values)
+        chunk = OneChunk(core, any_file, encoder.filters, values.size)
+        assert chunk.decode(encoded, mask) == values.tobytes()
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 12])
+def test_nothing_stored(core, any_file, nbytes):
+    for pipeline in PIPELINES:
+        encoder = HDF5Encoder(pipeline, 1)
+        encoder.encode(np.zeros(12, np.uint8))
+        chunk = OneChunk(core, any_file, encoder.filters, nbytes)
+        for way in WAYS:
+            assert chunk.decode(b"", 0, way) is None
+            assert chunk.decode(bytes(12), 0, way) is None or nbytes == 12
+        raw = (1 << len(pipeline)) - 1
+        assert chunk.decode(b"", raw) is None
+        assert chunk.decode(bytes(nbytes), raw, "target") is None
+
+
+# --- damaged chunks ------------------------------------------------------------------------------
+
+TO_DAMAGE = [
+    *((name,) for name in SINGLE),
+    ("shuffle", "deflate"),
+    ("shuffle", "fletcher32", "lzf"),
+    ("fletcher32", "zstd"),
+    ("lzf", "fletcher32"),
+    ("lzf", "lzf"),
+    ("bitshuffle", "zstd"),
+    ("zstd", "blosc-lz4-1"),
+]
+NUMBERS = [0, 1, 2, 3, 4, 7, 8, 12, 15, 16, 255, 2**15, 2**24]
+NUMBERS += [bound + by for bound in (2**31, 2**32, 2**63, 2**64) for by in (-2, -1, 0, 1)]
+
+
+@functools.cache
+def encoded_chunk(pipeline, element, count, kind):
+    encoder = HDF5Encoder(pipeline, element)
+    values = next(itertools.islice(contents(element, count), kind, None))
+    encoded, mask = encoder.encode(values)
+    return encoder.filters, encoded.tobytes(), mask, values.tobytes()
+
+
+def damaged(choose, encoded, due):
+    """Return some bytes after one to three changes; ``choose(n)`` gives a number below n."""
+    for _ in range(1 + choose(3)):
+        size = len(encoded)
+        at = choose(min(41, size + 1)) if choose(2) else choose(size + 1)
+        some_bytes = bytes(choose(256) for _ in range(1 + choose(9)))
+        width, order = (4, 8)[choose(2)], ("big", "little")[choose(2)]
+        near = [size, due][choose(2)] - 20 + choose(25)
+        number = [*NUMBERS, *[max(0, near)] * 10][choose(len(NUMBERS) + 10)] % 256**width
+        encoded = (
+            encoded[:at]
+            + bytes(x ^ 1 << choose(8) for x in encoded[at : at + 1])
+            + encoded[at + 1 :],
+            encoded[:at] + some_bytes[:1] + encoded[at + 1 :],
+            encoded[:at] + some_bytes + encoded[at + len(some_bytes) :],
+            encoded[:at] + number.to_bytes(width, order) + encoded[at + width :],
+            encoded[:at],
+            encoded[:at] + encoded[at + len(some_bytes) :],
+            encoded[:at] + some_bytes + encoded[at:],
+            encoded + some_bytes,
+        )[choose(8)]
+    return encoded
+
+
+@pytest.mark.parametrize("pipeline", TO_DAMAGE, ids=ids)
+def test_of_a_damaged_chunk_the_core_makes_what_the_twin_makes(core, any_file, pipeline):
+    @some(0.03)
+    @given(st.data())
+    def check(data):
+        element = data.draw(st.sampled_from([1, 2, 3, 4, 8, 16]), label="element")
+        count = data.draw(st.sampled_from([1, 8, 19, 83, 400]), label="count")
+        kind = data.draw(st.integers(0, 3), label="kind")
+        filters, encoded, mask, values = encoded_chunk(pipeline, element, count, kind)
+        chunk = OneChunk(core, any_file, filters, len(values))
+        encoded = damaged(lambda n: data.draw(st.integers(0, n - 1)), encoded, len(values))
+        mask ^= data.draw(st.sampled_from([0, 0, 0, 0, 1, 2, 1 << 31]), label="mask")
+        way = data.draw(st.sampled_from(chunk.ways(mask)), label="way")
+        assert chunk.is_as_by_twin(chunk.decode(encoded, mask, way), encoded, mask)
+
+    check()
+
+
+@pytest.mark.parametrize("pipeline", TO_DAMAGE, ids=ids)
+def test_of_many_damaged_chunks_too(core, any_file, pipeline):
+    random = Random(SEED)
+    taken = 0
+    for element, count, kind in itertools.product((1, 3, 4), (19, 400), (0, 2)):
+        filters, encoded, mask, values = encoded_chunk(pipeline, element, count, kind)
+        chunk = OneChunk(core, any_file, filters, len(values))
+        for _ in range(60):
+            changed = damaged(random.randrange, encoded, len(values))
+            found = chunk.decode(changed, mask, random.choice(chunk.ways(mask)))
+            assert chunk.is_as_by_twin(found, changed, mask)
+            taken += found is not None
+    assert taken or "fletcher32" in pipeline
+
+
+@pytest.mark.parametrize("pipeline", TO_DAMAGE, ids=ids)
+def test_cut_chunks_are_refused(core, any_file, pipeline):
+    for kind in (0, 2):
+        filters, encoded, mask, values = encoded_chunk(pipeline, 4, 83, kind)
+        chunk = OneChunk(core, any_file, filters, len(values))
+        for nbytes in {*range(60), *range(0, len(encoded), 7), len(encoded) - 1}:
+            if nbytes < len(encoded):
+                assert chunk.decode(encoded[:nbytes], mask) is None
+
+
+@pytest.mark.parametrize("pipeline", TO_DAMAGE, ids=ids)
+def test_noise_is_refused_or_what_the_twin_makes_of_it(core, any_file, pipeline):
+    rng = np.random.default_rng(SEED)
+    filters, _, _, values = encoded_chunk(pipeline, 4, 83, 2)
+    chunk = OneChunk(core, any_file, filters, len(values))
+    for _ in range(200):
+        noise = rng.integers(0, rng.choice([4, 256]), rng.integers(0, 500), np.uint8)
+        assert chunk.is_as_by_twin(chunk.decode(noise), noise)
+
+
+def test_streams_of_lzf_made_of_random_steps(core, any_file):
+    """Matches of all distances and lengths, overlapping ones too, up to the last byte."""
+    rng = np.random.default_rng(SEED)
+    for _ in range(500):
+        values, encoded = bytearray(), bytearray()
+        for _ in range(rng.integers(1, 12)):
+            if not values or rng.integers(2):
+                literal = rng.integers(0, 256, rng.choice([1, 2, 7, 31, 32]), np.uint8).tobytes()
+                encoded += bytes([len(literal) - 1]) + literal
+                values += literal
+                continue
+            length = int(rng.choice([3, 4, 8, 8, 9, 11, 17, 40, 264]))
+            longest = min(len(values), 8192)
+            back = int(min(longest, rng.choice([1, 2, 3, 7, 8, 9, 15, 16, longest])))
+            high, low = divmod(back - 1, 256)
+            code = length - 2
+            encoded += bytes([code << 5 | high] if code < 7 else [7 << 5 | high, code - 7])
+            encoded.append(low)
+            for _ in range(length):
+                values.append(values[-back])
+        lzf = (Filter(LZF, (), ""),)
+        chunk = OneChunk(core, any_file, lzf, len(values))
+        assert chunk.decode(encoded, way="whole") == bytes(values)
+        assert chunk.decode_by_twin(encoded) == bytes(values)
+        for wrong in (len(values) - 1, len(values) + 1):
+            chunk = OneChunk(core, any_file, lzf, wrong)
+            assert chunk.decode(encoded) is chunk.decode_by_twin(encoded) is None
+
+
+def test_hostile_headers(core, any_file):
+    def big(number, width):
+        return number.to_bytes(width, "big")
+
+    lz4 = OneChunk(core, any_file, (Filter(LZ4, (), ""),), 24)
+    shuffled = OneChunk(core, any_file, (Filter(BITSHUFFLE, (0, 4, 4, 8, 2), ""),), 24)
+    frames = OneChunk(core, any_file, (Filter(BITSHUFFLE, (0, 4, 4, 8, 3), ""),), 24)
+    for nbytes, block, length in itertools.product(
+        (0, 1, 23, 24, 25, 2**31, 2**32 + 24, 2**63 - 1, 2**63, 2**63 + 24, 2**64 - 1),
+        (0, 1, 8, 24, 32, 2**31 - 32, 2**31, 2**31 + 32, 0x7E000000, 0x7E000020, 2**32 - 32),
+        (0, 1, 24, 2**31 - 1, 2**31, 2**32 - 1),
+    ):
+        encoded = big(nbytes, 8) + big(block, 4) + big(length, 4) + bytes(range(24))
+        for chunk in (lz4, shuffled, frames):
+            assert chunk.is_as_by_twin(chunk.decode(encoded), encoded)
+    filters, whole, mask, values = encoded_chunk(("blosc-lz4-1",), 4, 83, 0)
+    blosc = OneChunk(core, any_file, filters, len(values))
+    assert blosc.decode(whole, mask) == values
+    for at, number in itertools.product((4, 8, 12), (*NUMBERS, 331, 332, 333, len(whole) - 1)):
+        encoded = whole[:at] + (number % 2**32).to_bytes(4, "little") + whole[at + 4 :]
+        assert blosc.is_as_by_twin(blosc.decode(encoded), encoded)
+
+
+def test_a_bomb_is_not_inflated(core, any_file):
+    for name in ("deflate", "lzf", "zstd", "lz4", "bitshuffle-lz4", "blosc-lz4-1"):
+        filters, bomb, mask, _ = encoded_chunk((name,), 1, 1 << 18, 0)
+        assert len(bomb) < 1 << 13
+        assert OneChunk(core, any_file, filters, 512).decode(bomb, mask) is None
+
+
+# --- rows as they lie in the file ----------------------------------------------------------------
+
+
+class RowFile:
+    """A file, mapped, and the core's way to read rows of it."""
+
+    def __init__(self, core, path, nbytes=FILE_NBYTES):
+        rng = np.random.default_rng(SEED)
+        self.core = core
+        self.path = path
+        self.content = rng.integers(0, 256, nbytes, np.uint8)
+        self.content.tofile(path)
+        self.map = np.memmap(path, np.uint8, "r")
+        self.file = path.open("rb")
+        empty = np.empty(0, np.uint8)
+        self.worker = core.new_worker(empty, empty, (empty,) * 3)
+
+    def close(self):
+        self.file.close()
+        self.map._mmap.close()
+
+    def forget(self):
+        """Drop the file from the page cache, as far as the system does as it is asked."""
+        if hasattr(os, "posix_fadvise"):
+            os.fsync(self.file.fileno())
+            os.posix_fadvise(self.file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def read(self, io, offset, row_nbytes, *, position=None, num_rows=None, fill=b"\x01"):
+        """Return how many rows were read, and the batch; nothing beside it was written."""
+        offset = int64s(*offset)
+        num_rows = offset.size if num_rows is None else num_rows
+        batch = Guarded(num_rows * row_nbytes)
+        position = None if position is None else int64s(*position)
+        fill = exactly(fill)
+        mapped = None if io == "pread" else self.map.ctypes.data
+        file = FileStruct(self.file.fileno(), IO_MODES[io], mapped, self.map.size, nbytes=-1)
+        rows = RowsStruct(
+            address(offset),
+            None if position is None else address(position),
+            offset.size,
+            address(batch.inside),
+            num_rows,
+            row_nbytes,
+            address(fill),
+            fill.size,
+        )
+        done = self.core.read_rows(*map(ctypes.byref, (file, self.worker.struct, rows)))
+        assert batch.is_intact(), "written beside the batch"
+        return done, batch.inside.reshape(num_rows, row_nbytes)
+
+    def row(self, offset, row_nbytes, fill=b"\x01"):
+        if offset < 0:
+            return fill * (row_nbytes // len(fill))
+        return self.content[offset : offset + row_nbytes].tobytes()
+
+
+@pytest.fixture
+def row_file(core, tmp_path):
+    file = RowFile(core, tmp_path / "rows")
+    yield file
+    file.close()
+
+
+IO = ["auto", "pread", "map"]
+ROW_NBYTES = [1, 2, 3, 7, 8, 100, 3072, 4095, 4096, 5000, 100_000]
+
+
+@pytest.mark.parametrize("io", IO)
+def test_rows(row_file, io):
+    size = row_file.content.size
+
+    @st.composite
+    def offsets(draw, nbytes):
+        found = []
+        for _ in range(draw(st.integers(1, 40))):
+            kind = draw(st.sampled_from(["any", "any", "next", "next", "next", "hole", "last"]))
+            if kind == "next" and found and 0 <= found[-1] <= size - 2 * nbytes:
+                found.append(found[-1] + nbytes)
+            elif kind == "hole":
+                found.append(-1)
+            else:
+                found.append(size - nbytes if kind == "last" else draw(st.integers(0, size // 2)))
+        return found
+
+    @some(0.12)
+    @given(st.data())
+    def check(data):
+        nbytes = data.draw(st.sampled_from(ROW_NBYTES), label="row_nbytes")
+        offset = data.draw(offsets(nbytes), label="offset")
+        item = data.draw(st.sampled_from([n for n in (1, 2, 3, 8, 16) if not nbytes % n]))
+        fill, position = bytes(range(1, item + 1)), None
+        num_rows = len(offset) + data.draw(st.integers(0, 2))
+        if data.draw(st.booleans(), label="positions"):
+            position = data.draw(st.permutations(range(num_rows)))[: len(offset)]
+        if data.draw(st.booleans(), label="forget"):
+            row_file.forget()
+        done, batch = row_file.read(
+            io, offset, nbytes, position=position, num_rows=num_rows, fill=fill
+        )
+        assert done == len(offset)
+        goes_to = range(len(offset)) if position is None else position
+        for at, row in zip(offset, goes_to, strict=True):
+            assert batch[row].tobytes() == row_file.row(at, nbytes, fill)
+        untouched = [row for row in range(num_rows) if row not in goes_to]
+        assert (batch[untouched] == FRESH).all()
+
+    check()
+
+
+@pytest.mark.parametrize("io", IO)
+def test_rows_stop_where_the_file_ends(row_file, io):
+    size = row_file.content.size
+
+    @some(0.15)
+    @given(st.data())
+    def check(data):
+        nbytes = data.draw(st.sampled_from([1, 3, 100, 4096, 100_000]))
+        good = data.draw(st.lists(st.integers(0, size // nbytes - 2), max_size=30))
+        offset = [n * nbytes for n in sorted(good)]
+        beyond = [size - nbytes + 1, size, size + 1, HUGE - nbytes, HUGE - nbytes + 1, HUGE - 1]
+        bad = data.draw(st.sampled_from([*beyond, HUGE]))
+        after = data.draw(st.lists(st.sampled_from([-1, 0, 5, bad, HUGE]), max_size=3))
+        if data.draw(st.booleans()):
+            row_file.forget()
+        done, batch = row_file.read(io, [*offset, bad, *after], nbytes)
+        assert done == len(offset)
+        for row, at in enumerate(offset):
+            assert batch[row].tobytes() == row_file.row(at, nbytes)
+
+    check()
+
+
+@pytest.mark.parametrize("io", IO)
+def test_rows_of_a_file_that_was_cut_short(core, row_file, io):
+    """It was longer when it was mapped: to touch what is gone would kill the process."""
+    nbytes, kept = 1000, 7
+    os.truncate(row_file.path, nbytes * kept + 500)
+    offset = [row * nbytes for row in range(20)]
+    done, batch = row_file.read(io, offset, nbytes)
+    # Rows that lie side by side are one read, and begun anew one by one.
+    while done < kept:
+        more, rest = row_file.read(io, offset[done + 1 :], nbytes)
+        batch[done + 1 :] = rest
+        assert more == 0 or done + 1 + more == kept
+        batch[done] = row_file.content[offset[done] : offset[done] + nbytes]
+        done += 1 + more
+    assert done == kept
+    assert (batch[:kept].reshape(-1) == row_file.content[: kept * nbytes]).all()
+    os.truncate(row_file.path, 0)
+    assert row_file.read(io, offset, nbytes)[0] == 0
+    assert row_file.read(io, [-1, 0], nbytes)[0] == 1
+
+
+@pytest.mark.parametrize("io", IO)
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_thousands_of_adjacent_rows(row_file, io, is_cached):
+    rng = np.random.default_rng(SEED)
+    for nbytes, count in ((1, 5000), (3, 3000), (100, 2500), (1000, 1025), (1600, 2048)):
+        for begin in (0, 11):
+            offset = begin + nbytes * np.arange(count)
+            for position in (
+                None,
+                np.arange(count),
+                np.arange(count)[::-1],
+                rng.permutation(count),
+            ):
+                if not is_cached:
+                    row_file.forget()
+                done, batch = row_file.read(io, offset, nbytes, position=position)
+                assert done == count
+                rows = row_file.content[begin : begin + nbytes * count].reshape(count, nbytes)
+                found = batch if position is None else batch[position]
+                assert np.array_equal(found, rows)
+
+
+@pytest.mark.parametrize("io", IO)
+def test_positions_out_of_range_stop_the_rows(row_file, io):
+    for bad in (-1, 4, 5, HUGE, -HUGE - 1):
+        for at in range(4):
+            position = [3, 1, 2, 0]
+            position[at] = bad
+            done, batch = row_file.read(io, [0, 100, 200, 300], 100, position=position)
+            assert done == at
+            for row in range(4):
+                is_done = row in position[:at]
+                expected = row_file.row(100 * position.index(row), 100) if is_done else None
+                assert (
+                    (batch[row].tobytes() == expected) if is_done else (batch[row] == FRESH).all()
+                )
+    done, batch = row_file.read(io, range(0, 1000, 100), 100, num_rows=4)
+    assert done == 4
+    assert row_file.read(io, [0, 1], 100, num_rows=0)[0] == 0
+    assert row_file.read(io, [], 100, num_rows=3)[0] == 0
+    assert row_file.read(io, [0, 1], 0)[0] == 0
+
+
+def test_rows_through_a_reader(core, tmp_path, no_python):
+    rng = np.random.default_rng(SEED)
+    path = tmp_path / "rows.h5"
+    with h5py.File(path, "w") as file:
+        file["small"] = rng.integers(0, 256, (3000, 5), np.uint8)
+        file["large"] = rng.integers(0, 2**60, (40, 3001))
+        chunked = file.create_dataset("holes", (50, 7), "f8", chunks=(4, 7), fillvalue=2.5)
+        chunked[10:30] = rng.random((20, 7))
+    for io in IO:
+        assert_reads_like_h5py(path, "small", batch_size=2100, io=io)
+        assert_reads_like_h5py(path, "large", batch_size=7, io=io, num_threads=2)
+        assert_reads_like_h5py(path, "holes", batch_size=11, io=io)
+
+
+# --- pieces of chunks, put in place --------------------------------------------------------------
+
+DTYPES = ["u1", "<i2", ">u2", "V3", "<f4", "<u8", ">f8", "<c8", "<c16", "V16", "S5"]
+OPTIONS = [
+    {},
+    {},
+    {"compression": "gzip", "compression_opts": 1},
+    {"compression": "lzf", "shuffle": True},
+    {"shuffle": True, "fletcher32": True},
+    {"compression": ALL["zstd"][0]},
+    {"compression": BITSHUFFLE, "compression_opts": (0, 2)},
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How to make a dataset. Its repr is what a failing example shows."""
+
+    shape: tuple[int, ...]
+    chunks: tuple[int, ...] | None
+    dtype: str
+    options: dict[str, Any]
+    written: list[tuple[slice, ...]]
+
+    def write(self, path):
+        rng = np.random.default_rng(SEED)
+        dtype = np.dtype(self.dtype)
+        fill = (
+            {} if dtype.kind == "V" else {"fillvalue": np.frombuffer(b"abcdefgh" * 2, dtype, 1)[0]}
+        )
+        with h5py.File(path, "w") as file:
+            dataset = file.create_dataset(
+                "data", self.shape, dtype, chunks=self.chunks, **fill, **self.options
+            )
+            for where in self.written:
+                extents = [
+                    len(range(*s.indices(n))) for s, n in zip(where, self.shape, strict=True)
+                ]
+                count = int(np.prod(extents)) * dtype.itemsize
+                if count:
+                    raw = rng.integers(1, 256, count, np.uint8).tobytes()
+                    dataset[where] = np.frombuffer(raw, dtype).reshape(extents)
+
+
+@st.composite
+def recipes(draw):
+    rank = draw(st.integers(1, 4))
+    longest = {1: 60, 2: 20, 3: 9, 4: 6}[rank]
+    shape = tuple(draw(st.lists(st.integers(1, longest), min_size=rank, max_size=rank)))
+    chunks, options = None, {}
+    if draw(st.sampled_from([True, True, True, True, False])):
+        chunks = tuple(draw(st.one_of(st.just(extent), st.integers(1, extent))) for extent in shape)
+        options = draw(st.sampled_from(OPTIONS))
+    everything = tuple(slice(0, extent) for extent in shape)
+    some_of_it = st.tuples(
+        *(
+            st.tuples(st.integers(0, n), st.integers(0, n)).map(lambda e: slice(*sorted(e)))
+            for n in shape
+        )
+    )
+    written = draw(st.one_of(st.just([everything]), st.lists(some_of_it, max_size=2)))
+    return Recipe(shape, chunks, draw(st.sampled_from(DTYPES)), options, written)
+
+
+def assert_reads_directly(core, path, num_dim, sample, io="auto", *, kept_nbytes=0, cuts=()):
+    """Execute a plan for some samples in slices, twice, and compare with what h5py reads."""
+    expected = truth(path, num_dim=num_dim)[sample]
+    layout = read_layouts(path, {"data": Field("data", num_dim)})["data"]
+    assert way_of(core, layout) == "core"
+    raw = Guarded(expected.nbytes)
+    batch = np.ndarray(expected.shape, layout.raw_dtype, raw.inside.data)
+    files = LocalFiles(2, io)
+    try:
+        executor = NativeExecutor(core, layout, files, ChunkCache(kept_nbytes))
+        plan = plan_read(layout, int64s(*sample))
+        edges = [0, *sorted(min(cut, plan.num_items) for cut in cuts), plan.num_items]
+        scratch = Scratch.allocate(*scratch_nbytes(layout))
+        for _ in range(2):  # the second time out of what was kept
+            raw.renew()
+            for start, stop in itertools.pairwise(edges):
+                if start < stop:
+                    executor.execute(plan, start, stop, batch, scratch)
+            assert_same_bits(batch.astype(expected.dtype), expected)
+            assert raw.is_intact()
+    finally:
+        files.close()
+
+
+@pytest.mark.parametrize("io", IO)
+def test_pieces_of_chunks_come_to_their_places(core, no_python, io):
+    @some(0.12)
+    @given(st.data())
+    def check(data):
+        recipe = data.draw(recipes(), label="dataset")
+        num_dim = data.draw(st.integers(0, len(recipe.shape) - 1), label="num_dim")
+        if recipe.chunks is None and num_dim and io == "pread":
+            return  # only a map will do
+        extent = recipe.shape[num_dim]
+        sample = data.draw(
+            st.one_of(
+                st.just(list(range(extent))),
+                st.permutations(range(extent)),
+                st.lists(st.integers(0, extent - 1), min_size=1, max_size=2 * extent),
+            ),
+            label="sample",
+        )
+        kept_nbytes = data.draw(st.sampled_from([0, 1 << 20]))
+        cuts = data.draw(st.lists(st.integers(0, 30), max_size=3))
+        with tempfile.TemporaryDirectory(prefix="h5async") as directory:
+            path = Path(directory, "data.h5")
+            recipe.write(path)
+            assert_reads_directly(
+                core, path, num_dim, sample, io, kept_nbytes=kept_nbytes, cuts=cuts
+            )
+
+    check()
+
+
+@pytest.mark.parametrize("dtype", ["u1", ">u2", "V3", "<f4", "<u8", "<c16"])
+@pytest.mark.parametrize(
+    ("shape", "chunks"),
+    [
+        ((37, 70), None),
+        ((37, 70), (37, 70)),
+        ((37, 70), (20, 33)),
+        ((300, 20), (300, 20)),
+        ((3, 19, 45), None),
+        ((3, 19, 45), (2, 19, 40)),
+        ((5, 37, 3, 2), (5, 37, 3, 2)),
+    ],
+)
+def test_samples_along_every_dimension(core, tmp_path, no_python, shape, chunks, dtype):
+    path = tmp_path / "data.h5"
+    options = {"compression": "lzf"} if chunks else {}
+    everything = tuple(slice(0, extent) for extent in shape)
+    Recipe(shape, chunks, dtype, options, [everything]).write(path)
+    for num_dim, extent in enumerate(shape):
+        in_order = list(range(extent))
+        for sample in (
+            in_order,
+            in_order[1:],
+            in_order[-1 : extent // 2 : -1] + in_order[: extent // 2],
+            [n for n in in_order if n % 18],
+        ):
+            assert_reads_directly(core, path, num_dim, sample or [0])
+
+
+@pytest.mark.parametrize("io", IO)
+def test_chunks_through_a_reader(core, tmp_path, no_python, io):
+    rng = np.random.default_rng(SEED)
+    path = tmp_path / "chunks.h5"
+    values = rng.integers(0, 50, (37, 11, 13)).astype("<i4")
+    with h5py.File(path, "w") as file:
+        for i, options in enumerate(OPTIONS[1:]):
+            for chunks in ((1, 11, 13), (5, 11, 13), (4, 3, 5)):
+                file.create_dataset(f"{i}-{chunks[0]}", data=values, chunks=chunks, **options)
+    with h5py.File(path) as file:
+        names = list(file)
+    for name in names:
+        assert_reads_like_h5py(path, name, batch_size=8, io=io, num_threads=3)
+    assert_reads_like_h5py(path, names[-1], num_dim=2, batch_size=5, io=io)
+
+
+def test_what_the_core_refuses_is_left_to_python(core, tmp_path):
+    """Of a chunk that was cut, Python tells what is wrong; the others are read."""
+    path = tmp_path / "damaged.h5"
+    values = np.arange(400, dtype="<i4").reshape(40, 10)
+    with h5py.File(path, "w") as file:
+        dataset = file.create_dataset("data", data=values, chunks=(4, 10), compression="gzip")
+        _, encoded = dataset.id.read_direct_chunk((8, 0))
+        dataset.id.write_direct_chunk((8, 0), encoded[:-5])
+    with AsyncReader(
+        hdf5_path=path, data_field="data", labels_field=None, batch_size=4, shuffle=False,
+        device="cpu",
+    ) as reader:  # fmt: skip
+        batches = iter(reader)
+        assert_same_bits(np.asarray(next(batches)["data"]), values[:4])
+        assert_same_bits(np.asarray(next(batches)["data"]), values[4:8])
+        with pytest.raises(Exception, match=r"chunk \(8, 0\).*damaged"):
+            next(batches)
+
+
+# --- plans and datasets that do not hold together ------------------------------------------------
+
+
+class SmallDataset:
+    """A raw dataset of (8 samples, 6) bytes in 4 chunks of (4, 3), and a plan for all of it."""
+
+    def __init__(self, core, descriptor):
+        self.core = core
+        self.chunks = np.arange(1, 49, dtype=np.uint8)
+        self.arrays = {
+            "chunk_offset": int64s(0, 12, 24, 36),
+            "chunk_stored": int64s(12, 12, 12, 12),
+            "chunk_mask": np.zeros(4, np.uint32),
+            "chunk_strides": int64s(1),
+            "row_strides": int64s(1),
+            "extents": int64s(3, 3),
+            "row_begin": int64s(0, 3),
+            "piece_begin": int64s(0, 0),
+            "fill": np.full(16, 9, np.uint8),
+            "place": int64s(0, 1, 2, 3),
+            "cross": np.array([0, 1, 0, 1], np.int32),
+            "group": np.array([0, 0, 1, 1], np.int32),
+            "run_start": int64s(0, 1, 2),
+            "run_local": int64s(0, 0),
+            "run_position": int64s(0, 4),
+            "run_length": int64s(4, 4),
+        }
+        self.state, self.target = np.zeros(4, np.uint8), int64s(0, 0, 0, 0)
+        self.dataset = DatasetStruct(
+            num_chunks=4, num_cross=2, rank=1, chunk_nbytes=12, chunk_samples=4, sample_stride=3,
+            itemsize=1, row_nbytes=6, begin=-1,
+        )  # fmt: skip
+        self.plan = ChunkPlanStruct(num_items=4, num_groups=2, num_runs=2)
+        self.file = FileStruct(descriptor, IO_MODES["map"], None, self.chunks.size, nbytes=-1)
+        self.batch, self.chunk = Guarded(48), Guarded(12)
+        self.bounds, self.batch_rows = (0, 4), 8
+
+    def put(self, name, value, at=None):
+        """Set a number of an array, or of one of the structures."""
+        if at is not None:
+            self.arrays[name][at] = value
+            return
+        owner = next(
+            s for s in (self.dataset, self.plan, self.file) if name in dict(type(s)._fields_)
+        )
+        setattr(owner, name, value)
+
+    def read(self):
+        for name, array in self.arrays.items():
+            self.put(name, address(array))
+        if self.file.io == IO_MODES["map"]:
+            self.file.map = address(self.chunks)
+        self.dataset.filters = self.core.filters(())
+        encoded, between = np.empty(12, np.uint8), (np.empty(64, np.uint8),) * 3
+        worker = self.core.new_worker(encoded, self.chunk.inside, between)
+        self.batch.renew()
+        done = self.core.read_chunks(
+            *map(ctypes.byref, (self.dataset, self.file, worker.struct, self.plan)),
+            *self.bounds, address(self.state), address(self.target), address(self.batch.inside),
+            self.batch_rows,
+        )  # fmt: skip
+        assert self.batch.is_intact(), "written beside the batch"
+        assert self.chunk.is_intact(), "written beside the scratch"
+        return done
+
+    def expected(self, done):
+        """Return the batch after `done` chunks, as it should be."""
+        batch = np.full((8, 6), FRESH, np.uint8)
+        for number in range(done):
+            row, column = number // 2 * 4, number % 2 * 3
+            piece = self.chunks[12 * number : 12 * number + 12].reshape(4, 3)
+            batch[row : row + 4, column : column + 3] = piece
+        return batch.tobytes()
+
+
+def test_a_plan_that_holds_together(core, any_file):
+    small = SmallDataset(core, any_file)
+    assert small.read() == 4
+    assert small.batch.inside.tobytes() == small.expected(4)
+    small.bounds = (0, 3)
+    assert small.read() == 3
+    assert small.batch.inside.tobytes() == small.expected(3)
+    small.put("place", -1, 1)
+    assert small.read() == 3
+    assert (small.batch.inside.reshape(8, 6)[:4, 3:] == 9).all()
+
+
+BAD_NUMBERS = [
+    *(("cross", bad, 2) for bad in (-1, 2, 2**31 - 1, -(2**31))),
+    *(("group", bad, 2) for bad in (-1, 2, 2**31 - 1, -(2**31))),
+    *(("place", bad, 2) for bad in (4, HUGE)),
+    *(("run_start", bad, 1) for bad in (-1, 0, 3, HUGE)),
+    *(("run_start", bad, 2) for bad in (0, 1, 3, HUGE, -1)),
+    *(("run_local", bad, 1) for bad in (-1, 1, 4, HUGE, -HUGE)),
+    *(("run_position", bad, 1) for bad in (-1, 5, 8, HUGE, -HUGE - 1)),
+    *(("run_length", bad, 1) for bad in (-1, 0, 5, HUGE, -HUGE - 1)),
+    *(("chunk_offset", bad, 2) for bad in (-1, 37, 48, HUGE, HUGE - 11, -HUGE - 1)),
+    *(("chunk_stored", bad, 2) for bad in (-1, 0, 11, 13, HUGE, -HUGE - 1)),
+]
+
+
+@pytest.mark.parametrize(("name", "bad", "at"), BAD_NUMBERS)
+def test_a_number_out_of_range_stops_before_its_chunk(core, any_file, name, bad, at):
+    for io in ("map", "auto"):
+        small = SmallDataset(core, any_file)
+        small.file.io = IO_MODES[io]
+        small.put(name, bad, at)
+        if io == "auto":  # nothing mapped: bytes come from the file, which holds zeros
+            small.chunks[...] = 0
+            if name == "chunk_offset" and 0 <= bad < FILE_NBYTES:
+                continue
+        done = small.read()
+        assert done == (0 if name == "run_start" and at == 1 else 2)
+        assert small.batch.inside.tobytes() == small.expected(done)
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        ("num_chunks", 0),
+        ("num_cross", 0),
+        ("num_groups", 0),
+        ("num_runs", 0),
+        ("num_items", 3),
+        ("num_filters", 33),
+        ("rank", 33),
+        ("rank", HUGE),
+        ("itemsize", 0),
+        ("itemsize", -1),
+        ("itemsize", 2),  # reaches beyond the chunk's end
+        ("chunk_nbytes", 11),
+        ("chunk_samples", 5),
+        ("sample_stride", 4),
+        ("row_nbytes", 5),
+    ],
+)
+def test_a_structure_that_contradicts_itself(core, any_file, name, bad):
+    small = SmallDataset(core, any_file)
+    if name == "row_nbytes":
+        small.arrays["place"][:2] = small.arrays["place"][1::-1].copy()
+        small.arrays["cross"][:2] = 1, 0
+    small.put(name, bad)
+    assert small.read() == 0
+    assert small.batch.is_fresh()
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "at"),
+    [
+        *(("extents", bad, 0) for bad in (0, 4, -3)),
+        *(("row_begin", bad, 0) for bad in (-1, 4)),
+        *(("piece_begin", bad, 0) for bad in (-1, 1, 12)),
+        ("row_strides", 3, 0),
+        ("chunk_strides", 4, 0),
+    ],
+)
+def test_pieces_that_reach_beyond(core, any_file, name, bad, at):
+    for place in (0, -1):
+        small = SmallDataset(core, any_file)
+        small.put(name, bad, at)
+        small.put("place", place, 0)
+        if place < 0 and name in ("chunk_strides", "piece_begin"):
+            continue  # where it lies in a chunk is of no account
+        assert small.read() == 0
+        assert small.batch.is_fresh()
+
+
+def test_pieces_that_begin_within_a_chunk(core, any_file):
+    """So it is with an array that is no chunk: all pieces of a sample lie in it."""
+    small = SmallDataset(core, any_file)
+    small.dataset.sample_stride = 6
+    small.dataset.chunk_samples, small.dataset.chunk_nbytes = 8, 48
+    small.dataset.begin, small.dataset.num_chunks = 0, 1
+    small.arrays["piece_begin"][1] = 3
+    small.arrays["place"][:] = 0
+    small.arrays["run_local"][1] = 4
+    assert small.read() == 4
+    assert small.batch.inside.tobytes() == small.chunks.tobytes()
+    small.arrays["piece_begin"][1] = 4
+    assert small.read() == 1
+
+
+def test_bounds_that_are_no_slice_of_the_plan(core, any_file):
+    small = SmallDataset(core, any_file)
+    for bounds in ((-1, 4), (0, 5), (2, 2), (3, 1), (0, HUGE), (-HUGE - 1, HUGE), (4, 4)):
+        small.bounds = bounds
+        assert small.read() == 0
+        assert small.batch.is_fresh()
+    small.bounds, small.batch_rows = (0, 4), 7
+    assert small.read() == 2
+    for rows in (0, -1, -HUGE - 1):
+        small.batch_rows = rows
+        assert small.read() == 0
+        assert small.batch.is_fresh()
+
+
+def test_a_whole_chunk_that_is_larger_than_its_rows(core, any_file):
+    """Said to be whole rows of the batch, but they are not as long as the chunk."""
+    for row_nbytes in (2, 4):
+        small = SmallDataset(core, any_file)
+        small.dataset.rows_are_whole = 1
+        small.dataset.row_nbytes = row_nbytes
+        small.arrays["extents"][:] = min(3, row_nbytes)
+        small.arrays["row_begin"][:] = 0
+        small.batch_rows = 8
+        small.read()
+        small.batch = Guarded(4 * row_nbytes)
+        small.batch_rows = 4
+        assert small.read() == 2
+
+
+def test_scratch_that_is_too_small(core, any_file):
+    small = SmallDataset(core, any_file)
+    small.file.io = IO_MODES["auto"]  # nothing is mapped: a chunk has to be read to the scratch
+    small.chunk = Guarded(11)
+    assert small.read() == 0
+    assert small.batch.is_fresh()
+    assert small.chunk.is_fresh()
+
+
+def test_a_dataset_that_was_never_allocated(core, any_file):
+    """It is one chunk, of the number -1; of any other the address is unknown."""
+    small = SmallDataset(core, any_file)
+    for name in ("chunk_offset", "chunk_stored", "chunk_mask"):
+        del small.arrays[name]
+    small.bounds = (0, 1)
+    for io in IO:
+        small.file.io = IO_MODES[io]
+        small.arrays["place"][0] = 0
+        assert small.read() == 0
+        assert small.batch.is_fresh()
+        small.arrays["place"][0] = -1
+        assert small.read() == 1
+        assert (small.batch.inside.reshape(8, 6)[:4, :3] == 9).all()
+
+
+def enum_in_c(name):
+    """Return the names and numbers of an enumeration of the core's source."""
+    source = Path(core_module.__file__).with_name("src").joinpath("common.h").read_text()
+    (body,) = re.findall(rf"enum {name} {{(.*?)}}", source, re.DOTALL)
+    numbers, last = {}, -1
+    for entry in re.split(r"\s*,\s*", body.strip()):
+        key, _, number = entry.partition(" = ")
+        last = numbers[key] = int(number) if number else last + 1
+    return numbers
+
+
+def test_what_to_do_with_a_chunk_has_the_same_numbers_in_python_and_in_c():
+    assert enum_in_c("State") == {
+        "TO_SCRATCH": State.UNKEPT,
+        "TO_TARGET": State.CLAIMED,
+        "IN_TARGET": State.READY,
+        "SKIPPED": State.BUSY,
+    }
+
+
+def test_kinds_of_filters_have_the_same_numbers_in_python_and_in_c():
+    kinds = enum_in_c("Kind")
+    for number, kind in KINDS.items():
+        assert kinds[FILTER_NAMES[number].upper()] == kind
+    for codec, name in ((0, "BITSHUFFLE"), (2, "BITSHUFFLE_LZ4"), (3, "BITSHUFFLE_ZSTD")):
+        assert filter_struct(Filter(BITSHUFFLE, (0, 4, 4, 0, codec), "")).kind == kinds[name]
+    assert kinds["NOTHING"] == NOTHING
+
+
+def test_memory_that_is_kept(core, any_file):
+    filters, encoded, mask, values = encoded_chunk(("deflate",), 1, 12, 3)
+    small = SmallDataset(core, any_file)
+    small.chunks = exactly(encoded)
+    small.file.map_nbytes = len(encoded)
+    small.arrays["chunk_offset"][:], small.arrays["chunk_stored"][:] = 0, len(encoded)
+    small.arrays["chunk_mask"][:] = mask
+    structs = core.filters(filters)
+    small.core = type("", (), {})()
+    small.core.filters = lambda _: structs
+    small.core.new_worker, small.core.read_chunks = core.new_worker, core.read_chunks
+    small.dataset.num_filters = 1
+    kept, other = Guarded(12), Guarded(12)
+    other.inside[...] = range(100, 112)
+    piece = np.frombuffer(values, np.uint8).reshape(4, 3)
+
+    small.state[:] = State.BUSY, State.CLAIMED, State.READY, State.UNKEPT
+    small.target[:] = 0, address(kept.inside), address(other.inside), 0
+    assert small.read() == 4
+    batch = small.batch.inside.reshape(8, 6)
+    assert (batch[:4, :3] == FRESH).all()
+    assert np.array_equal(batch[:4, 3:], piece)
+    assert np.array_equal(batch[4:, :3], np.arange(100, 112).reshape(4, 3))
+    assert np.array_equal(batch[4:, 3:], piece)
+    assert kept.inside.tobytes() == values
+    assert other.inside.tobytes() == bytes(range(100, 112))
+    assert kept.is_intact()
+    assert other.is_intact()
+
+    for state in (State.CLAIMED, State.READY):
+        small.state[:], small.target[:] = (State.UNKEPT, State.UNKEPT, state, State.UNKEPT), 0
+        assert small.read() == 2
+        assert (small.batch.inside.reshape(8, 6)[4:] == FRESH).all()
+
+
+# --- rows as delivered ---------------------------------------------------------------------------
+
+
+class Images:
+    """Samples of (points, channels) that become (channels, points), in the core and in NumPy."""
+
+    def __init__(self, core, raw, delivered, scale, offset):
+        self.core = core
+        self.raw, self.delivered = np.dtype(raw), np.dtype(delivered)
+        self.scale, self.offset = scale, offset
+        is_scaled = scale is not None or offset is not None
+        self.source = transform_source(self.raw, self.delivered, is_scaled)
+        assert self.source is not None
+
+    def apply(self, values):
+        """Return what the core makes of `values`; nothing beside was written."""
+        samples, points, channels = values.shape
+        out = Guarded(values.size * self.delivered.itemsize, shift=0)
+        raw = values.copy()
+        struct = TransformStruct(samples, points, channels, self.source, self.source > 8)
+        factors = [None if f is None else f.copy() for f in (self.scale, self.offset)]
+        struct.scale, struct.offset = (None if f is None else address(f) for f in factors)
+        done = self.core.transform(ctypes.byref(struct), address(raw), address(out.inside))
+        assert done == 1
+        assert out.is_intact(), "written beside the rows"
+        assert raw.tobytes() == values.tobytes(), "the raw rows were changed"
+        return out.inside.view(self.delivered).reshape(samples, channels, points)
+
+    def apply_by_twin(self, values):
+        samples, points, channels = values.shape
+        factors = (None if f is None else f.reshape(-1, 1) for f in (self.scale, self.offset))
+        twin = RowTransform(
+            (points, channels), self.raw, (channels, points), self.delivered, (0, 2, 1), *factors
+        )
+        out = np.empty((samples, channels, points), self.delivered)
+        twin.apply(values, out)
+        return out
+
+
+SPECIAL = np.array(
+    [
+        *(0, 0x80000000, 0x7F800000, 0xFF800000),  # zeros, infinities
+        *(0x7FC00000, 0xFFC12345, 0x7F800001, 0x7F812345),  # NaN, quiet and signalling
+        *(1, 0x80000001, 0x007FFFFF, 0x00800000),  # denormals, and the smallest beside them
+        *(0x7F7FFFFF, 0xFF7FFFFF, 0x3F800000, 0x3F800001),  # the largest, 1 and the next
+    ],
+    np.uint32,
+).view(np.float32)
+CHANNELS = [1, 2, 3, 4, 5, 17]
+POINTS = [1, 2, 7, 15, 16, 17, 33, 64, 65, 341, 1023, 1025, 2500]
+
+
+def raw_values(rng, dtype, shape):
+    count = int(np.prod(shape))
+    values = rng.integers(0, 256, count * np.dtype(dtype).itemsize, np.uint8).view(dtype)
+    if dtype == "f4":
+        values[::3] = rng.choice(SPECIAL, values[::3].size)
+        values[1::3] = rng.normal(size=values[1::3].size)
+    return values.reshape(shape)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["u1", "i1", "u2", "i2", "f2", "u4", "i4", "f4", "u8", "f8", "c8"]
+)
+@pytest.mark.parametrize("channels", CHANNELS)
+def test_channels_come_first(core, dtype, channels):
+    rng = np.random.default_rng(SEED)
+    images = Images(core, dtype, dtype, None, None)
+    for points in POINTS:
+        for samples in (0, 1, 3):
+            values = raw_values(rng, dtype, (samples, points, channels))
+            assert images.apply(values).tobytes() == images.apply_by_twin(values).tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["u1", "u2", "i2", "f4"])
+@pytest.mark.parametrize("channels", CHANNELS)
+@pytest.mark.parametrize("factors", ["", "scale", "offset", "scale offset"])
+def test_channels_come_first_as_floats(core, dtype, channels, factors):
+    if dtype == "f4" and not factors:
+        return  # that is a copy
+    rng = np.random.default_rng(SEED)
+    for special in (False, True):
+        scale = offset = None
+        if "scale" in factors:
+            scale = rng.normal(size=channels).astype(np.float32)
+        if "offset" in factors:
+            offset = rng.normal(size=channels).astype(np.float32)
+        for factor in (scale, offset):
+            if special and factor is not None:
+                factor[...] = rng.choice(SPECIAL, channels)
+        images = Images(core, dtype, "f4", scale, offset)
+        for points in POINTS:
+            values = raw_values(rng, dtype, (2, points, channels))
+            found, expected = images.apply(values), images.apply_by_twin(values)
+            assert np.array_equal(np.isnan(found), np.isnan(expected))
+            is_number = ~np.isnan(expected)
+            assert found[is_number].tobytes() == expected[is_number].tobytes()
+
+
+def test_every_16_bit_number_as_a_float(core):
+    for dtype in ("u2", "i2"):
+        values = np.arange(1 << 16).astype(dtype).reshape(1, -1, 4)
+        images = Images(core, dtype, "f4", np.full(4, 1 / 255, "f4"), np.full(4, -0.1, "f4"))
+        assert images.apply(values).tobytes() == images.apply_by_twin(values).tobytes()
+
+
+def test_transforms_that_are_none(core):
+    rng = np.random.default_rng(SEED)
+    values = rng.integers(0, 256, 1000, np.uint8)
+    out = Guarded(1000, shift=0)
+    cases = [
+        (2, 3, 4, source, is_float) for source in (-1, 0, 3, 5, 9, 10, 15) for is_float in (0, 1)
+    ]
+    cases += [(2, 3, 4, source, 1) for source in (1, 2, 4, 8)]  # a copy that were to be floats
+    cases += [(2, 3, 4, source, 0) for source in (11, 12, 13, 14)]  # a cast to what it is
+    cases += [
+        (-1, 3, 4, 1, 0),
+        (2, 0, 4, 1, 0),
+        (2, -3, 4, 1, 0),
+        (2, 3, 0, 1, 0),
+        (2, 3, -1, 1, 0),
+    ]
+    for case in cases:
+        struct = TransformStruct(*case)
+        assert core.transform(ctypes.byref(struct), address(values), address(out.inside)) == 0
+        assert out.is_fresh()
+        assert out.is_intact()
+
+
+def test_which_transforms_the_core_knows():
+    assert transform_source(np.dtype("u1"), np.dtype("u1"), False) == 1
+    assert transform_source(np.dtype("<f8"), np.dtype("<f8"), False) == 8
+    for raw, delivered, is_scaled in (
+        (">f4", "<f4", False),
+        (">u2", "<f4", True),
+        ("u1", "u1", True),
+        ("u1", "f8", False),
+        ("i4", "f4", False),
+        ("c16", "c16", False),
+        ("V4", "V4", False),
+        ("S8", "S8", False),
+    ):
+        assert transform_source(np.dtype(raw), np.dtype(delivered), is_scaled) is None
+
+
+# --- loading -------------------------------------------------------------------------------------
+
+
+def run_python(code, **environment):
+    """Run some code in another process; return its output."""
+    given = {k: v for k, v in os.environ.items() if k != "H5ASYNC_CORE"} | environment
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=given, capture_output=True, text=True, timeout=60
+    )
+    return done.returncode, done.stdout.strip(), done.stderr
+
+
+PRINT_CORE = "from h5async.core.binding import load_core; c = load_core(); print(c and c.path)"
+
+
+def test_the_core_is_switched_off(core, tmp_path):
+    path = tmp_path / "data.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("data", data=np.arange(60).reshape(20, 3), chunks=(4, 3), shuffle=True)
+    code = f"""
+from h5async import AsyncReader
+from h5async.core.binding import load_core
+assert load_core() is None
+with AsyncReader(hdf5_path={str(path)!r}, data_field="data", labels_field=None, batch_size=20,
+                 shuffle=False, device="cpu") as reader:
+    print(next(iter(reader))["data"].sum())
+"""
+    code, out, err = run_python(code, H5ASYNC_CORE="0")
+    assert (code, out) == (0, str(sum(range(60)))), err
+
+
+def test_another_build_is_named(core, tmp_path):
+    other = tmp_path / "other build.so"
+    shutil.copy(core.path, other)
+    code, out, err = run_python(PRINT_CORE, H5ASYNC_CORE=str(other))
+    assert (code, out) == (0, str(other)), err
+
+
+def test_a_build_that_is_none_is_an_error(core, tmp_path):
+    missing, text = tmp_path / "missing.so", tmp_path / "text.so"
+    text.write_text("no library\n")
+    for path in (missing, text):
+        code, out, err = run_python(PRINT_CORE, H5ASYNC_CORE=str(path))
+        assert code != 0
+        assert not out
+        assert "OSError" in err
+        assert path.name in err
+    with pytest.raises(OSError, match="is not h5async's core"):
+        Core(Path(importlib.import_module("imagecodecs._lz4").__file__))
+
+
+def test_a_build_of_another_version_is_an_error(core, monkeypatch):
+    monkeypatch.setattr(core_module, "_ABI", core_module._ABI + 1)
+    with pytest.raises(OSError, match="another version; install h5async again"):
+        Core(core.path)
+    monkeypatch.undo()
+    names = [name for name, _ in core_module.RowsStruct._fields_]
+
+    class Swapped(ctypes.Structure):  # of the same size, with two members in each other's place
+        _fields_ = core_module.RowsStruct._fields_[1::-1] + core_module.RowsStruct._fields_[2:]
+
+    assert sorted(name for name, _ in Swapped._fields_) == sorted(names)
+    structures = {**core_module._STRUCTURES, "Rows": Swapped}
+    monkeypatch.setattr(core_module, "_STRUCTURES", structures)
+    with pytest.raises(OSError, match="another version; install h5async again"):
+        Core(core.path)
+
+
+def test_without_a_build_it_goes_on_in_python(monkeypatch, tmp_path):
+    monkeypatch.delenv("H5ASYNC_CORE", raising=False)
+    monkeypatch.setattr(core_module, "__file__", str(tmp_path / "binding.py"))
+    assert load_core.__wrapped__() is None
+    (tmp_path / "_core.abi3.so").write_text("cut off while it was built\n")
+    assert load_core.__wrapped__() is None
+
+
+def test_the_first_build_that_fits_is_taken(core, monkeypatch, tmp_path):
+    monkeypatch.delenv("H5ASYNC_CORE", raising=False)
+    monkeypatch.setattr(core_module, "__file__", str(tmp_path / "binding.py"))
+    (tmp_path / "_core.abi3.so").write_text("of another machine\n")
+    shutil.copy(core.path, tmp_path / "_core.cpython.so")
+    found = load_core.__wrapped__()
+    assert found is not None
+    assert found.path == tmp_path / "_core.cpython.so"
+    monkeypatch.setenv("H5ASYNC_CORE", "0")
+    assert load_core.__wrapped__() is None
+
+
+def test_codecs_that_are_not_there_are_left_to_python(core, monkeypatch):
+    monkeypatch.setattr(core_module, "_codec_paths", lambda name: iter(()))
+    bare = Core(core.path)
+    assert bare.missing == {"deflate", "zstd", "lz4", "blosc"}
+    for name, (number, parameters) in ALL.items():
+        if name in ("deflate", "zstd", "lz4", "blosc-lz4-1"):
+            assert bare.filters((Filter(number, parameters(4), ""),)) is None
+    assert bare.filters((Filter(BITSHUFFLE, (0, 4, 4, 0, 2), ""),)) is None
+    assert bare.filters((Filter(BITSHUFFLE, (0, 4, 4, 0, 3), ""),)) is None
+    assert bare.filters((Filter(BITSHUFFLE, (0, 4, 4, 0), ""),)) is not None
+    assert bare.filters((Filter(SHUFFLE, (4,), ""), Filter(LZF, (), ""))) is not None
+    # A pipeline that is handed over in spite of that is refused.
+    values = np.arange(12, dtype=np.uint8)
+    whole = np.frombuffer(imagecodecs.deflate_encode(values.tobytes()), np.uint8)
+    with tempfile.TemporaryFile() as file:
+        file.truncate(FILE_NBYTES)
+        chunk = OneChunk(core, file.fileno(), (Filter(DEFLATE, (6,), ""),), 12)
+        assert chunk.decode(whole) == values.tobytes()
+        empty = np.empty(0, np.uint8)
+        chunk.worker = bare.new_worker(empty, chunk.chunk.inside, chunk.scratch)
+        assert chunk.decode(whole) is None
+
+
+def test_workers_come_and_go(core, any_file):
+    """Contexts are made when first needed, and given back."""
+    assert MAY_GIVE_UP  # HDF5 stores raw what these do not make smaller
+    filters, encoded, mask, values = encoded_chunk(("deflate",), 4, 83, 1)
+    for _ in range(200):
+        assert OneChunk(core, any_file, filters, len(values)).decode(encoded, mask) == values
+
+
+# --- rows that are transformed as they are read -----------------------------------------------
+
+
+@pytest.mark.parametrize("io", ["auto", "map", "pread"])
+@pytest.mark.parametrize("dtype", ["u1", "u2", "<f4", "<f8", ">i2"])
+@pytest.mark.parametrize("is_scaled", [False, True])
+@pytest.mark.parametrize("chunks", [None, (1, 9, 7, 3), (4, 9, 7, 3)])
+def test_rows_that_are_transformed_as_they_are_read(tmp_path, core, io, dtype, is_scaled, chunks):
+    """Some chunks were never written, and rows lie at odd addresses behind a user block."""
+    path = tmp_path / "f.h5"
+    rng = np.random.default_rng(0)
+    values = rng.integers(0, 200, (41, 9, 7, 3)).astype(dtype)
+    with h5py.File(path, "w") as file:
+        file["odd"] = np.zeros(3, "u1")
+        data = file.create_dataset("data", values.shape, dtype, chunks=chunks, fillvalue=5)
+        data[:20] = values[:20]
+    stored = truth(path)
+    expected = stored.transpose(0, 3, 1, 2)
+    options = {"axes": (0, 3, 1, 2)}
+    if is_scaled:
+        options |= {"scale": (0.5, 0.25, 3.0), "offset": (1.0, -2.0, 0.125), "dtype": "f4"}
+        factor, summand = (
+            np.array(options[name], "f4").reshape(3, 1, 1) for name in ("scale", "offset")
+        )
+        expected = expected.astype("f4") * factor + summand
+    field = Field("data", **options)
+    for num_threads in (0, 2):
+        reader = AsyncReader(
+            hdf5_path=path,
+            fields={"x": field},
+            batch_size=7,
+            shuffle="full",
+            num_threads=num_threads,
+            io=io,
+            device="cpu",
+        )
+        with reader:
+            for batch in reader:
+                assert_same_bits(batch.x, expected[batch.index].astype(batch.x.dtype))
+
+
+def test_rows_that_are_transformed_from_a_map_are_not_copied_before(tmp_path, core, monkeypatch):
+    path = tmp_path / "f.h5"
+    values = np.random.default_rng(0).integers(0, 200, (20, 8, 8, 3), np.uint8)
+    with h5py.File(path, "w") as file:
+        file["data"] = values
+    monkeypatch.setattr(NativeExecutor, "execute", None)
+    options = {"h_dim": 1, "w_dim": 2, "cha_dim": 3, "labels_field": None, "io": "map"}
+    with AsyncReader(hdf5_path=path, batch_size=6, num_threads=0, **options) as reader:
+        for batch in reader:
+            assert_same_bits(batch.data, values[batch.index].transpose(0, 3, 1, 2))
+
+
+def test_a_file_that_was_cut_short_before_rows_are_transformed(tmp_path, core):
+    path = tmp_path / "f.h5"
+    values = np.ones((64, 64, 64, 3), np.uint8)
+    with h5py.File(path, "w") as file:
+        file["data"] = values
+    options = {"h_dim": 1, "w_dim": 2, "cha_dim": 3, "labels_field": None, "num_threads": 0}
+    with AsyncReader(hdf5_path=path, batch_size=16, **options) as reader:
+        assert reader.get_next_batch().data.all()
+        os.truncate(path, path.stat().st_size // 2)
+        with pytest.raises(OSError, match="ends at byte"):
+            list(reader)
+
+
+@pytest.mark.parametrize("kind", ["rows", "chunks", "stored"])
+def test_a_page_that_cannot_be_had_ends_the_call_and_not_the_process(core, tmp_path, kind):
+    """The map is of a file that was cut short; the descriptor is of one that was not."""
+    mapped, whole = tmp_path / "mapped", tmp_path / "whole"
+    for path in (mapped, whole):
+        path.write_bytes(bytes(range(256)) * 64)
+    with mapped.open("rb") as file:
+        content = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+    out = np.zeros(16384, np.uint8)
+    empty = np.empty(0, np.uint8)
+    worker = core.new_worker(empty, empty, (empty,) * 3)
+    zero, one, length = int64s(0), int64s(1), int64s(16384)
+    with whole.open("rb") as file:
+        struct = FileStruct(
+            file.fileno(), IO_MODES["map"], address(content), content.size, nbytes=-1
+        )
+        first = ctypes.byref(struct), ctypes.byref(worker.struct)
+
+        def call():
+            if kind == "rows":
+                fill = np.zeros(1, np.uint8)
+                rows = RowsStruct(
+                    address(zero), None, 1, address(out), 1, out.size, address(fill), 1
+                )
+                return core.read_rows(*first, ctypes.byref(rows))
+            if kind == "stored":
+                return core.read_stored(
+                    *first, address(zero), address(length), address(zero), 1, address(out), out.size
+                )
+            dataset = DatasetStruct(
+                chunk_strides=address(zero), row_strides=address(zero), extents=address(one),
+                row_begin=address(zero), piece_begin=address(zero), num_chunks=1, num_cross=1,
+                rank=0, chunk_nbytes=out.size, chunk_samples=1, sample_stride=out.size,
+                itemsize=out.size, row_nbytes=out.size, rows_are_whole=1, begin=0,
+            )  # fmt: skip
+            cross = np.zeros(1, np.int32)
+            runs = int64s(0, 1)
+            plan = ChunkPlanStruct(
+                address(zero), address(cross), address(cross), address(runs), address(zero),
+                address(zero), address(one), 1, 1, 1,
+            )  # fmt: skip
+            state = np.zeros(1, np.uint8)
+            return core.read_chunks(
+                ctypes.byref(dataset), *first, ctypes.byref(plan), 0, 1, address(state),
+                address(zero), address(out), 1,
+            )  # fmt: skip
+
+        assert call() == 1
+        assert (out == content).all()
+        os.truncate(mapped, 0)
+        for _ in range(3):
+            assert (call(), struct.event) == (0, core_module.Event.FAULTED)
+        os.truncate(mapped, 16384)
+        assert call() == 1
+        assert struct.event == core_module.Event.NONE
+        assert not out.any()
+
+
+def test_a_call_ends_when_the_reader_is_closed(core, tmp_path):
+    path = tmp_path / "rows"
+    path.write_bytes(bytes(4096))
+    out, empty = np.ones(4096, np.uint8), np.empty(0, np.uint8)
+    stop = ctypes.c_int32(1)
+    worker = core.new_worker(empty, empty, (empty,) * 3, stop)
+    offset, fill = np.arange(0, 4096, 8), np.zeros(1, np.uint8)
+    rows = RowsStruct(address(offset), None, 512, address(out), 512, 8, address(fill), 1)
+    with path.open("rb") as file:
+        struct = FileStruct(file.fileno(), IO_MODES["pread"], None, 0, nbytes=-1)
+        first = ctypes.byref(struct), ctypes.byref(worker.struct), ctypes.byref(rows)
+        assert core.read_rows(*first) == 0
+        assert struct.event == core_module.Event.STOPPED
+        assert out.all()
+        stop.value = 0
+        assert core.read_rows(*first) == 512
+        assert not out.any()
+
+
+def test_many_threads_of_many_readers_at_once(tmp_path, core):
+    """Readers share the core and the file; under a thread sanitizer (`scripts/check_core`), too."""
+    path = tmp_path / "f.h5"
+    values = np.random.default_rng(0).integers(0, 50, (240, 24, 20), np.uint16)
+    ways = {
+        "rows": {},
+        "raw": {"chunks": (7, 24, 20)},
+        "tiles": {"chunks": (7, 10, 9)},
+        "gzip": {"chunks": (7, 24, 20), "compression": "gzip", "shuffle": True},
+        "lzf": {"chunks": (7, 24, 20), "compression": "lzf", "fletcher32": True},
+        "zstd": {"chunks": (7, 24, 20), **hdf5plugin.Zstd()},
+        "lz4": {"chunks": (7, 24, 20), **hdf5plugin.LZ4()},
+        "blosc": {"chunks": (7, 24, 20), **hdf5plugin.Blosc()},
+        "bitshuffle": {"chunks": (7, 24, 20), **hdf5plugin.Bitshuffle()},
+    }
+    with h5py.File(path, "w") as file:
+        for name, way in ways.items():
+            file.create_dataset(name, data=values, **way)
+    wrong: list[Any] = []
+
+    def consume(name: str, batch_size: int, shuffle: Any) -> None:
+        options = {"batch_size": batch_size, "shuffle": shuffle, "num_threads": 3}
+        with AsyncReader(
+            hdf5_path=path, data_field=name, labels_field=None, device="cpu", **options
+        ) as reader:
+            for _ in range(2):
+                for batch in reader:
+                    if not np.array_equal(batch.data, values[batch.index]):
+                        wrong.append((name, batch.index))
+
+    for shuffle in (False, "full", "window"):
+        consumers = [
+            threading.Thread(target=consume, args=(name, batch_size, shuffle))
+            for name, batch_size in zip(ways, itertools.cycle((5, 64, 128, 33)), strict=False)
+        ]
+        for consumer in consumers:
+            consumer.start()
+        for consumer in consumers:
+            consumer.join()
+    assert not wrong

@@ -1,0 +1,193 @@
+"""`cache="host"`: epochs after the first come out of memory, the same batches in the same order."""
+
+from __future__ import annotations
+
+import h5py
+import numpy as np
+import pytest
+
+from h5async import AsyncReader, ConfigError, DeviceError, Field
+from h5async.fill.resident import Budget, HostCache, open_host_cache
+
+N, BATCH = 50, 8
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "data.h5"
+    rng = np.random.default_rng(1)
+    with h5py.File(path, "w") as file:
+        images = rng.integers(0, 256, (N, 6, 5, 3), dtype=np.uint8)
+        file.create_dataset("data", data=images, chunks=(4, 6, 5, 3), compression="gzip")
+        file["labels"] = np.arange(N, dtype=">i4")
+        file["text"] = np.array([b"%04d" % i for i in range(N)])
+        file.create_dataset("columns", data=rng.normal(size=(7, N)), chunks=(3, 9), shuffle=True)
+        file["flags"] = rng.integers(0, 2, N).astype(bool)
+    return path
+
+
+FIELDS = {
+    "data": Field("data", axes=(0, 3, 1, 2), scale=0.5),
+    "labels": "labels",
+    "text": "text",
+    "columns": Field("columns", num_dim=1),
+    "flags": "flags",
+}
+
+
+def epochs(path, count=3, **options):
+    with AsyncReader(hdf5_path=path, fields=FIELDS, batch_size=BATCH, **options) as reader:
+        batches = [batch.copy() for _ in range(count) for batch in reader]
+        return batches, reader.stats()
+
+
+@pytest.mark.parametrize("num_threads", [0, 1, 3])
+@pytest.mark.parametrize("shuffle", [False, "full", "window"])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_the_same_batches_come(path, num_threads, shuffle, drop_last):
+    options = {"num_threads": num_threads, "shuffle": shuffle, "drop_last": drop_last}
+    kept, stats = epochs(path, cache="host", **options)
+    plain, _ = epochs(path, **options)
+    assert stats.cache.startswith("host, ")
+    for ours, theirs in zip(kept, plain, strict=True):
+        assert np.array_equal(ours.index, theirs.index)
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.dtype == b.dtype
+            assert a.tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize("prefetch", [1, 3])
+def test_later_epochs_read_nothing(path, prefetch):
+    with AsyncReader(
+        hdf5_path=path, batch_size=BATCH, cache="host", shuffle="full", prefetch=prefetch
+    ) as reader:
+        for _ in reader:
+            pass
+        first_epoch = None
+        for number, batch in enumerate(reader):
+            if number == prefetch:  # what was asked for of the second epoch was planned by now
+                first_epoch = reader.stats().read_nbytes
+            index = batch.index
+        assert reader.stats().read_nbytes == first_epoch
+        assert "100 % of the samples" in reader.stats().cache
+        with h5py.File(path) as file:
+            assert np.array_equal(batch.data, file["data"][...][index])
+
+
+def test_a_loop_that_breaks_keeps_what_it_saw(path):
+    with AsyncReader(hdf5_path=path, batch_size=BATCH, cache="host", shuffle="full") as reader:
+        with h5py.File(path) as file:
+            data = file["data"][...]
+        for _ in range(12):
+            for batch in reader:
+                assert np.array_equal(batch.data, data[batch.index])
+                if batch.number == 3:
+                    break
+
+
+def test_a_file_that_goes_away_is_not_missed(path):
+    with AsyncReader(hdf5_path=path, batch_size=N, cache="host", prefetch=1) as reader:
+        want = reader.get_next_batch().copy()
+        path.write_bytes(b"")
+        assert np.array_equal(reader.get_next_batch().data, want.data)
+
+
+def test_a_batch_that_fails_is_not_kept(path):
+    with h5py.File(path, "r+") as file:
+        offset = file["data"].id.get_chunk_info(1).byte_offset
+        assert file["data"].id.get_chunk_info(1).chunk_offset[0] == 4
+    with path.open("r+b") as raw:
+        raw.seek(offset)
+        raw.write(b"\xff" * 8)
+    with AsyncReader(hdf5_path=path, batch_size=4, cache="host") as reader:
+        for _ in range(3):
+            assert reader.get_next_batch().number == 0
+            with pytest.raises(OSError, match="samples 4 to 7"):
+                reader.get_next_batch()
+            for _ in range(len(reader) - 2):
+                reader.get_next_batch()
+
+
+def test_postprocess_gets_the_stored_values_every_epoch(path):
+    def add_one(data, labels):
+        data += 1
+
+    with (
+        AsyncReader(hdf5_path=path, batch_size=BATCH, cache="host", postprocess=add_one) as reader,
+        h5py.File(path) as file,
+    ):
+        data = file["data"][...] + np.uint8(1)
+        for _ in range(3):
+            for batch in reader:
+                assert np.array_equal(batch.data, data[batch.index])
+
+
+def test_what_does_not_fit_is_not_kept(path):
+    with AsyncReader(hdf5_path=path, batch_size=BATCH, cache="host", cache_bytes=4499) as reader:
+        for _ in range(2):
+            for _ in reader:
+                pass
+        assert reader.nbytes == N * 94
+        text = reader.stats().cache
+        assert text.startswith("none: 4.7e-06 GB do not fit into 4.5e-06 GB on the host")
+    with AsyncReader(hdf5_path=path, batch_size=BATCH, cache="host", cache_bytes=4700) as reader:
+        assert reader.stats().cache.startswith("host, 0 %")
+
+
+def test_several_files_are_one_cache(path, tmp_path):
+    second = tmp_path / "second.h5"
+    second.write_bytes(path.read_bytes())
+    with (
+        AsyncReader(
+            hdf5_path=[path, second], batch_size=BATCH, cache="host", shuffle="full"
+        ) as reader,
+        h5py.File(path) as file,
+    ):
+        data = np.concatenate([file["data"][...]] * 2)
+        for _ in range(2):
+            for batch in reader:
+                assert np.array_equal(batch.data, data[batch.index])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cache": "disk"}, "cache"),
+        ({"cache": "device", "device": "cpu"}, 'cache="device" needs a GPU'),
+        ({"decode": "device", "device": "cpu"}, 'decode="device" needs a GPU'),
+        ({"cache_bytes": 5}, 'cache_bytes needs cache="host"'),
+        ({"cache": "host", "cache_bytes": -1}, "cache_bytes"),
+        ({"cache": "device", "postprocess": print}, 'use cache="host"'),
+    ],
+)
+def test_what_makes_no_sense_is_refused(path, options, message):
+    with pytest.raises(ConfigError, match=message):
+        AsyncReader(hdf5_path=path, **options)
+
+
+def test_a_device_cache_needs_a_device(path, monkeypatch):
+    monkeypatch.setattr("h5async.engine.find_device", lambda *_: h5async_host())
+    with pytest.raises(DeviceError, match='use cache="host"'):
+        AsyncReader(hdf5_path=path, cache="device")
+
+
+def h5async_host():
+    from h5async.deliver.device import HostDevice
+
+    return HostDevice()
+
+
+def test_the_default_budget_is_a_share_of_the_memory():
+    assert isinstance(open_host_cache(10, [4, 8], None), HostCache)
+    assert isinstance(open_host_cache(1 << 50, [4], None), Budget)
+    assert "1.13e+03 TB" in str(open_host_cache(1 << 50, [1], None))
+
+
+def test_rows_of_no_bytes():
+    cache = open_host_cache(3, [0], 0)
+    index = np.arange(2)
+    cache.keep(0, index, np.empty((2, 0), "f4"))
+    cache.add(index)
+    assert cache.has(index)
+    assert not cache.has(np.arange(3))
+    cache.gather(0, cache.plans(index)[0], 0, 2, np.empty((2, 0), "f4"))

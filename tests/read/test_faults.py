@@ -1,0 +1,327 @@
+"""Faults of disks, signals, workers, neighbours: the right error once, then the next batch."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from conftest import our_threads
+
+import h5async.deliver.device
+import h5async.fill.filling
+import h5async.io.storage
+import h5async.order.sampling
+from h5async import AsyncReader, BatchTimeoutError, Field, FileChangedWarning, ReadError
+
+N = 120
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "data.h5"
+    rng = np.random.default_rng(1)
+    with h5py.File(path, "w") as file:
+        file["rows"] = rng.integers(0, 99, (N, 700), "u1")
+        data = rng.integers(0, 9, (N, 30, 20), "i4")
+        file.create_dataset("data", data=data, chunks=(7, 30, 20), compression="gzip")
+        file["labels"] = np.arange(N)
+    return path
+
+
+def truth(path, name="data"):
+    with h5py.File(path) as file:
+        return file[name][...]
+
+
+# --- disks ---------------------------------------------------------------------------------------
+
+
+class Disk:
+    """`os`, whose reads are cut short or fail at random."""
+
+    def __init__(self, seed, short, failing):
+        self.random, self.short, self.failing = random.Random(seed), short, failing
+        self.failures = 0
+
+    def __getattr__(self, name):
+        return getattr(os, name)
+
+    def preadv(self, descriptor, buffers, offset, *flags):
+        if not flags and self.random.random() < self.failing:
+            self.failures += 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if not flags and self.random.random() < self.short:
+            first = memoryview(buffers[0]).cast("B")
+            size = self.random.randrange(1, len(first)) if len(first) > 1 else len(first)
+            return os.preadv(descriptor, [first[:size]], offset)
+        return os.preadv(descriptor, buffers, offset, *flags)
+
+
+@pytest.mark.parametrize("num_threads", [0, 3])
+@pytest.mark.parametrize("shuffle", [False, "full"])
+@pytest.mark.parametrize(("short", "failing"), [(0.5, 0), (0, 0.1), (0.3, 0.05)])
+def test_short_and_failing_reads(path, monkeypatch, num_threads, shuffle, short, failing):
+    disk = Disk(7, short, failing)
+    monkeypatch.setattr(h5async.fill.filling, "load_core", lambda: None)  # it reads without Python
+    monkeypatch.setattr(h5async.io.storage, "os", disk)
+    rows, data, errors = truth(path, "rows"), truth(path), []
+    fields = {"rows": "rows", "data": "data", "labels": "labels"}
+    with AsyncReader(
+        hdf5_path=path,
+        fields=fields,
+        batch_size=8,
+        shuffle=shuffle,
+        num_threads=num_threads,
+        io="pread",
+        device="cpu",
+        timeout=60,
+    ) as reader:
+        for due in range(4 * len(reader)):
+            try:
+                batch = reader.get_next_batch()
+            except ReadError as error:
+                errors.append(str(error))
+                continue
+            assert batch.epoch * len(reader) + batch.number == due
+            assert np.array_equal(batch.rows, rows[batch.index])
+            assert np.array_equal(batch.data, data[batch.index])
+            assert np.array_equal(batch.labels, batch.index)
+    assert bool(errors) == bool(failing)
+    assert len(errors) <= disk.failures
+    assert all(str(path) in text and "Input/output error" in text for text in errors)
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_signals_while_it_reads(path, num_threads):
+    """System calls that a signal interrupts are taken up again."""
+    data, calls = truth(path), []
+    before = signal.signal(signal.SIGALRM, lambda *_: calls.append(None))
+    timer = signal.setitimer(signal.ITIMER_REAL, 0.001, 0.0007)
+    try:
+        with AsyncReader(
+            hdf5_path=path, batch_size=8, shuffle="full", num_threads=num_threads, io="pread"
+        ) as reader:
+            until = time.monotonic() + 60
+            while len(calls) < 60 and time.monotonic() < until:
+                for batch in reader:
+                    assert np.array_equal(batch.data, data[batch.index])
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, before)
+    assert len(calls) >= 60
+
+
+# --- workers -------------------------------------------------------------------------------------
+
+
+class Boom(Exception):
+    pass
+
+
+def once(monkeypatch, owner, name, at):
+    """Have a function raise at one of its calls."""
+    inner, calls, lock = getattr(owner, name), [0], threading.Lock()
+
+    def function(*arguments, **options):
+        with lock:
+            calls[0] += 1
+            number = calls[0]
+        if number == at:
+            raise Boom(name)
+        return inner(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, function)
+
+
+STAGES = {
+    "before": (h5async.deliver.device.HostSlot, "wait_writable"),
+    "order": (h5async.order.sampling.Sampling, "batch_at"),
+    "plan": (h5async.fill.filling, "plan_read"),
+    "cut": (h5async.fill.filling, "cut"),
+    "read": (h5async.fill.filling.Filler, "_read"),
+    "transform": (h5async.fill.filling.Filler, "_transform"),
+    "upload": (h5async.deliver.device.HostSlot, "upload"),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("num_threads", [0, 1, 3])
+@pytest.mark.parametrize("prefetch", [1, 3])
+def test_a_worker_that_raises_in_any_stage(path, monkeypatch, stage, num_threads, prefetch):
+    data = truth(path).transpose(0, 2, 1).astype("f4") / 2
+    once(monkeypatch, *STAGES[stage], 5)
+    fields = {"data": Field("data", axes=(0, 2, 1), scale=0.5), "labels": "labels"}
+    got, errors = [], 0
+    with AsyncReader(
+        hdf5_path=path,
+        fields=fields,
+        batch_size=8,
+        num_threads=num_threads,
+        prefetch=prefetch,
+        device="cpu",
+        timeout=60,
+    ) as reader:
+        for _ in range(2 * len(reader)):
+            try:
+                batch = reader.get_next_batch()
+            except Boom:
+                errors += 1
+                continue
+            got.append(batch.epoch * len(reader) + batch.number)
+            assert np.array_equal(batch.data, data[batch.index])
+        assert errors == 1
+        assert len(got) == 2 * len(reader) - 1
+        assert got == sorted(got)
+
+
+def test_a_worker_that_is_late_after_a_jump(path):
+    """It asks what to do with the old order in mind, and gets what is of the new one."""
+    with AsyncReader(hdf5_path=path, batch_size=8, num_threads=1, timeout=60) as reader:
+        reader.get_next_batch()
+        reader.get_next_batch()
+        ring = reader._engine.ring
+        inner, is_in, go_on = ring.assign, threading.Event(), threading.Event()
+
+        def assign():
+            is_in.set()
+            go_on.wait(60)
+            return inner()
+
+        ring.assign = assign
+        reader.fetch_data()
+        assert is_in.wait(60)
+        reader.set_epoch(7)
+        reader.fetch_data()
+        go_on.set()
+        batch = reader.get_next_batch()
+        assert (batch.epoch, batch.number) == (7, 0)
+        assert batch.labels.tolist() == batch.index.tolist() == list(range(8))
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_postprocess_that_hangs(path, num_threads):
+    """It cannot be ended; but nobody has to wait for it."""
+    go_on = threading.Event()
+    before = len(os.listdir("/proc/self/fd"))
+
+    def hang(data, labels):
+        if labels[0] == 8:
+            go_on.wait()
+
+    begin = time.monotonic()
+    with AsyncReader(
+        hdf5_path=path, batch_size=8, num_threads=num_threads, postprocess=hang, timeout=0.3
+    ) as reader:
+        assert reader.get_next_batch(timeout=60).number == 0
+        for _ in range(2):
+            with pytest.raises(BatchTimeoutError):
+                reader.get_next_batch()
+    assert time.monotonic() - begin < 30
+    threads = our_threads()
+    assert threads
+    go_on.set()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+# --- neighbours ----------------------------------------------------------------------------------
+
+
+def test_a_writer_may_open_the_file_meanwhile(path):
+    """No lock is held once the file is indexed."""
+    code = (
+        "import h5py, sys\n"
+        "with h5py.File(sys.argv[1], 'r+') as file:\n"
+        "    file['more'] = [1, 2, 3]\n"
+        "    file['data'].attrs['seen'] = 1\n"
+    )
+    data = truth(path)
+    with AsyncReader(hdf5_path=path, batch_size=8, device="cpu") as reader:
+        reader.get_next_batch()
+        environment = {**os.environ, "HDF5_USE_FILE_LOCKING": "TRUE"}
+        subprocess.run([sys.executable, "-c", code, path], check=True, env=environment, timeout=60)
+        with pytest.warns(FileChangedWarning, match="goes on") as caught:
+            batches = [reader.get_next_batch().copy() for _ in range(2 * len(reader))]
+        assert len(caught) == 1
+        for batch in batches:
+            assert np.array_equal(batch.data, data[batch.index])
+
+
+def test_what_a_writer_appends_is_not_seen(tmp_path):
+    path = tmp_path / "growing.h5"
+    with h5py.File(path, "w", libver="latest") as writer:
+        options = {"maxshape": (None, 5), "chunks": (4, 5), "compression": "gzip"}
+        dataset = writer.create_dataset("data", data=np.arange(100).reshape(20, 5), **options)
+        writer.swmr_mode = True
+        writer.flush()
+        code = (
+            "import sys, numpy as np\n"
+            "from h5async import AsyncReader\n"
+            "with AsyncReader(hdf5_path=sys.argv[1], labels_field=None, batch_size=4,\n"
+            "                 device='cpu', shuffle='full') as reader:\n"
+            "    print(reader.num_samples, flush=True)\n"
+            "    for _ in range(3):\n"
+            "        sys.stdin.readline()\n"
+            "        for batch in reader:\n"
+            "            assert (batch.data == batch.index[:, None] * 5 + np.arange(5)).all()\n"
+            "        print(len(reader), flush=True)\n"
+        )
+        with subprocess.Popen(
+            [sys.executable, "-c", code, path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as other:
+            assert other.stdout.readline() == "20\n"
+            for turn in range(3):
+                rows = 20 + 4 * (turn + 1)
+                dataset.resize(rows, axis=0)
+                dataset[rows - 4 :] = np.arange(rows * 5 - 20, rows * 5).reshape(4, 5)
+                dataset.flush()
+                other.stdin.write("go on\n")
+                other.stdin.flush()
+                assert other.stdout.readline() == "5\n"
+        assert other.returncode == 0
+
+
+def test_ten_readers_in_two_processes_read_one_file(path):
+    code = (
+        "import sys, threading, h5py, numpy as np\n"
+        "from h5async import AsyncReader\n"
+        "with h5py.File(sys.argv[1]) as file: data = file['data'][...]\n"
+        "seen = []\n"
+        "def read(seed):\n"
+        "    with AsyncReader(hdf5_path=sys.argv[1], batch_size=8, shuffle='full', seed=seed,\n"
+        "                     device='cpu', workers='process' if seed == 0 else 'thread') as r:\n"
+        "        for _ in range(3):\n"
+        "            for batch in r:\n"
+        "                assert np.array_equal(batch.data, data[batch.index])\n"
+        "                seen.append(batch.size)\n"
+        "threads = [threading.Thread(target=read, args=(seed,)) for seed in range(5)]\n"
+        "for thread in threads: thread.start()\n"
+        "for thread in threads: thread.join()\n"
+        "print(sum(seen))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, path], stdout=subprocess.PIPE, text=True, env=environment
+        )
+        for _ in range(2)
+    ]
+    for process in processes:
+        out, _ = process.communicate(timeout=120)
+        assert process.returncode == 0
+        assert int(out) == 5 * 3 * N
