@@ -17,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 WHEELS = ROOT / "wheels"
 SITE = ROOT / "build" / "gpu-site"
+FOR_PYTHON = (3, 12)  # what the wheels are packed for
 
 
 def environment() -> dict[str, str]:
@@ -34,7 +35,19 @@ def environment() -> dict[str, str]:
 
 
 def install() -> None:
-    """Install what wheels/ holds, without network."""
+    """Install what wheels/ holds, without network.
+
+    Raises
+    ------
+    SystemExit
+        If the wheels are for another Python.
+    """
+    if sys.version_info[:2] != FOR_PYTHON:
+        wanted, here = (".".join(map(str, v)) for v in (FOR_PYTHON, sys.version_info[:2]))
+        raise SystemExit(
+            f"wheels/ is for Python {wanted}, and this is {here}: name the other one by PYTHON=..."
+            " before the command, or remove wheels/ where this Python has all that is needed"
+        )
     wheels = sorted(WHEELS.glob("*.whl"))
     stamp = SITE / "installed.txt"
     names = "\n".join(f"{wheel.name} {wheel.stat().st_mtime_ns}" for wheel in wheels)

@@ -8,6 +8,7 @@ without network (`carried.py`).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import importlib.metadata
 import os
@@ -67,6 +68,7 @@ def probe(out: Path) -> list[Command]:
 def tests(selection: str) -> Callable[[Path], list[Command]]:
     """Return what runs those `gpu` tests whose names are selected."""
     options = "-m gpu -rfEsx --durations=10 --timeout=180 --color=no -p no:cacheprovider -v"
+    options += " --continue-on-collection-errors"  # other tests may need what is not here
     command = [sys.executable, "-m", "pytest", *options.split(), "-k", selection]
     return lambda out: [command]
 
@@ -200,7 +202,8 @@ class Log:
     def run(self, command: Sequence[str], env: dict[str, str], seconds: float) -> int | None:
         """Run a command; return its exit status, or None where its time was over."""
         self.say(f"$ {' '.join(command)}")
-        process = subprocess.Popen(
+        stopped = threading.Event()
+        with subprocess.Popen(
             command,
             cwd=ROOT,
             env=env,
@@ -209,22 +212,22 @@ class Log:
             text=True,
             errors="replace",
             start_new_session=True,  # so that what it started ends with it
-        )
-        stopped = threading.Event()
+        ) as process:
 
-        def stop() -> None:
-            stopped.set()
-            os.killpg(process.pid, signal.SIGKILL)
+            def stop() -> None:
+                stopped.set()
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
 
-        timer = threading.Timer(seconds, stop)
-        timer.start()
-        try:
-            assert process.stdout is not None
-            for line in process.stdout:
-                self.say(line.rstrip("\n"))
-            status = process.wait()
-        finally:
-            timer.cancel()
+            timer = threading.Timer(seconds, stop)
+            timer.start()
+            try:
+                assert process.stdout is not None
+                for line in process.stdout:
+                    self.say(line.rstrip("\n"))
+                status = process.wait()
+            finally:
+                timer.cancel()
         return None if stopped.is_set() else status
 
 

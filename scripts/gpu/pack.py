@@ -18,9 +18,8 @@ import tomllib
 import zipfile
 from pathlib import Path
 
-from carried import ROOT, WHEELS
+from carried import FOR_PYTHON, ROOT, WHEELS
 
-PYTHON = "3.12"
 TAGS = ("2_28", "2_27", "2_24", "2_17", "2_12", "2_5", "2014", "1")
 PRESENT = ("h5py", "numpy")  # on that machine
 LARGE = ("hdf5plugin",)  # left out: tests that need it skip
@@ -65,7 +64,8 @@ def download(wanted: list[str], folder: Path) -> None:
     platforms = [
         f"--platform=manylinux{'' if tag in ('1', '2014') else '_'}{tag}_x86_64" for tag in TAGS
     ]
-    options = ["--only-binary=:all:", "--implementation=cp", f"--python-version={PYTHON}"]
+    version = ".".join(map(str, FOR_PYTHON))
+    options = ["--only-binary=:all:", "--implementation=cp", f"--python-version={version}"]
     pip = [sys.executable, "-m", "pip", "download", "--quiet", f"--dest={folder}"]
     subprocess.run([*pip, *options, *platforms, *wanted], check=True)
 

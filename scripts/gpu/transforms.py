@@ -83,14 +83,15 @@ def main() -> int:
     named = ((values, field) for values, field in NEGATIVE_ZEROS.values())
     endless = (random_case(chance) for _ in itertools.count())
     with tempfile.TemporaryDirectory() as folder, np.errstate(all="ignore"):
+        path = Path(folder, "x.h5")
         for values, field in itertools.chain(named, endless):
             if time.monotonic() > end:
                 break
             case = f"{values.dtype.str} {values.shape} as {field}"
             try:
-                found = delivered(Path(folder, "x.h5"), values, Field("x", **field))
+                found = delivered(path, values, Field("x", **field))
             except (H5AsyncError, ValueError) as error:  # what one of both refuses
-                refused[f"{type(error).__name__}: {error}"[:80]] += 1
+                refused[f"{type(error).__name__}: {error}".replace(str(path), "")[:80]] += 1
                 continue
             compared += 1
             if (how := difference(found)) is not None:
