@@ -77,5 +77,5 @@ def _join_nvidia() -> None:
     Without this a nvidia/__init__.py among the machine's packages would hide nvCOMP's here.
     """
     if (folder := SITE / "nvidia").is_dir():
-        text = 'from pkgutil import extend_path\n\n__path__ = extend_path(__path__, __name__)\n'
+        text = "from pkgutil import extend_path\n\n__path__ = extend_path(__path__, __name__)\n"
         (folder / "__init__.py").write_text(text)

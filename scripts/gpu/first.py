@@ -164,7 +164,7 @@ STEPS = [
 
 
 def show_steps() -> None:
-    print("Steps, in the order of what is learnt; name those to run, or \"pack\" first.\n")
+    print('Steps, in the order of what is learnt; name those to run, or "pack" first.\n')
     for step in STEPS:
         print(f"{step.name:22}{step.about}")
         files = ", ".join(filter(None, ("log.txt", step.writes)))
@@ -174,8 +174,9 @@ def show_steps() -> None:
 
 def machine(env: dict[str, str]) -> list[str]:
     """Return lines that tell date, machine and versions."""
-    path = [*env["PYTHONPATH"].split(os.pathsep), *sys.path]
-    found = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions(path=path[::-1])}
+    path = [*env["PYTHONPATH"].split(os.pathsep), *sys.path][::-1]  # the first ones win
+    installed = importlib.metadata.distributions(path=path)
+    found = {one.metadata["Name"]: one.version for one in installed}
     lines = [
         f"date: {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",
         f"machine: {platform.platform()}, {os.cpu_count()} CPUs",

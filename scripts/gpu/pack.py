@@ -23,6 +23,7 @@ from carried import FOR_PYTHON, ROOT, WHEELS
 TAGS = ("2_28", "2_27", "2_24", "2_17", "2_12", "2_5", "2014", "1")
 PRESENT = ("h5py", "numpy")  # on that machine
 LARGE = ("hdf5plugin",)  # left out: tests that need it skip
+UNBUILT = ("build", "wheels", "tests", "scripts", "sample_data")  # of the tree
 MAX_NBYTES = 64 << 20  # of the wheels, and of the tree that travels with them
 
 
@@ -104,10 +105,10 @@ def build(folder: Path) -> None:
     """Build h5async's wheel out of a copy of the tree, in which nothing is left behind."""
     with tempfile.TemporaryDirectory() as scratch:
         copy = Path(scratch, "h5async")
-        skip = shutil.ignore_patterns(".*", "build", "*.so", "*.egg-info", "results", "sample_data")
+        skip = shutil.ignore_patterns(".*", "*.so", "*.egg-info", *UNBUILT)
         shutil.copytree(ROOT, copy, ignore=skip)
-        pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", f"--wheel-dir={folder}"]
-        subprocess.run([*pip, str(copy)], check=True)
+        options = ["--quiet", "--no-deps", f"--wheel-dir={folder}"]
+        subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(copy)], check=True)
     for wheel in folder.glob("h5async-*.whl"):
         with zipfile.ZipFile(wheel) as archive:
             if not any(name.endswith(".so") for name in archive.namelist()):

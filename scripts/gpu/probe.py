@@ -115,7 +115,8 @@ cupy.zeros(1)
 cupy.cuda.runtime.deviceSynchronize()
 context = time.perf_counter()
 field = Field("x", axes=(0, 3, 1, 2), scale=1 / 255)
-with AsyncReader(hdf5_path=sys.argv[1], fields={"x": field}, batch_size=64, device="cuda") as reader:
+options = {"hdf5_path": sys.argv[1], "batch_size": 64, "device": "cuda"}
+with AsyncReader(fields={"x": field}, **options) as reader:
     for number in range(3):
         reader.get_next_batch()
         cupy.cuda.runtime.deviceSynchronize()

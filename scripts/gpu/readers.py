@@ -22,6 +22,7 @@ from findings import Findings, parse_options
 from h5async import AsyncReader, DeviceError, Field
 
 ROWS = 90
+NAMES = ("data", "labels", "floats")
 DATA = {
     "as stored": Field("data"),
     "NCHW, scaled": Field("data", axes=(0, 3, 1, 2), scale=0.5),
@@ -136,8 +137,8 @@ def wrong_fields(written: Written, case: Case, kept: list[tuple[Any, ...]]) -> l
     """Return which fields of which batches are not what was written."""
     wrong = []
     for number, (index, *found) in enumerate(kept):
-        pairs = zip(found, expected(written, case, index), ("data", "labels", "floats"), strict=True)
-        for array, right, name in pairs:
+        rights = expected(written, case, index)
+        for name, array, right in zip(NAMES, found, rights, strict=True):
             if array.get().tobytes() != np.ascontiguousarray(right).tobytes():
                 wrong.append(f"batch {number}, {name}")
     return wrong
