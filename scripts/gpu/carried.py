@@ -30,6 +30,7 @@ def environment() -> dict[str, str]:
     return os.environ | {
         "PYTHONPATH": os.pathsep.join([*map(str, paths), *([more] if more else [])]),
         "PYTHONUNBUFFERED": "1",
+        "H5ASYNC_REQUIRE_GPU": "1",  # that a test finds no GPU is a failure here
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # JAX takes three quarters of a GPU otherwise
     }
 

@@ -98,7 +98,7 @@ STEPS = [
         "nvidia-smi; then what no simulation tells: rounding, late unregistering, life after a"
         " fault, what a context costs",
         probe,
-        300,
+        240,
         "probe.json",
     ),
     Step(
@@ -110,15 +110,15 @@ STEPS = [
     Step(
         "transforms",
         "random casts, permutations and scales against the CPU's bits, negative zeros first",
-        script("transforms.py", "--seconds", "200"),
-        300,
+        script("transforms.py", "--seconds", "120"),
+        240,
         "transforms.json",
     ),
     Step(
         "readers",
         "random readers with all options against what was written",
-        script("readers.py", "--seconds", "200"),
-        300,
+        script("readers.py", "--seconds", "120"),
+        240,
         "readers.json",
     ),
     Step(

@@ -145,7 +145,7 @@ def wrong_fields(written: Written, case: Case, kept: list[tuple[Any, ...]]) -> l
 
 
 def main() -> int:
-    options = parse_options(__doc__, seconds=200.0, seed=1)
+    options = parse_options(__doc__, seconds=120.0, seed=1)
     findings = Findings(options.out / "readers.json")
     chance = random.Random(options.seed)
     gpus = cupy.cuda.runtime.getDeviceCount()

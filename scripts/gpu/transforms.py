@@ -74,7 +74,7 @@ def random_case(chance: random.Random) -> tuple[np.ndarray, dict[str, Any]]:
 
 
 def main() -> int:
-    options = parse_options(__doc__, seconds=200.0, seed=1)
+    options = parse_options(__doc__, seconds=120.0, seed=1)
     findings = Findings(options.out / "transforms.json")
     chance = random.Random(options.seed)
     end = time.monotonic() + options.seconds
