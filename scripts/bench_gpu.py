@@ -9,9 +9,8 @@ given. The first batch of each reader is checked against what was written.
   `load`, a step without compute. What is above 1 of it is time that was not hidden.
 - upload: bytes a second to the device, of a plain copy's (cudaMemcpyAsync out of pinned memory on a
   stream of its own). "Slot alone": slots that are uploaded in turn, with nothing filled, timed by
-  events too. "End to
-  end": whole readers, the one with cache="host" after its first epoch. Then what permuting, casting
-  and scaling to (N, C, H, W) float32 adds.
+  events too. "End to end": whole readers, the one with cache="host" after its first epoch. Then
+  what permuting, casting and scaling to (N, C, H, W) float32 adds.
 - decode: decoded bytes a second, of chunks of one row, decoded on the host (all threads, and one)
   and on the device, by the plain copy's: above 1, more than the link could carry undecoded. "cpu"
   is the host's decoders without upload (device="cpu"). The rows are stretches of noise, in a part
