@@ -212,13 +212,16 @@ class Log:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            start_new_session=True,  # so that what it started ends with it
+            process_group=0,  # so that what it started ends with it
         ) as process:
+
+            def kill() -> None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
 
             def stop() -> None:
                 stopped.set()
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                kill()
 
             timer = threading.Timer(seconds, stop)
             timer.start()
@@ -229,6 +232,8 @@ class Log:
                 status = process.wait()
             finally:
                 timer.cancel()
+                if process.poll() is None:  # we were interrupted
+                    kill()
         return None if stopped.is_set() else status
 
 
