@@ -1,4 +1,4 @@
-"""What all tests share: h5py as the truth, poisoned buffers, no leaks, and GPUs only where asked.
+"""What all tests share: h5py as the truth, poisoned buffers, no leaks, and GPUs only by -m gpu.
 
 Test modules import the helpers by name: ``from conftest import assert_reads_like_h5py``.
 """
@@ -42,7 +42,19 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 # --- GPU tests -----------------------------------------------------------------------------------
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide the GPUs, unless tests for them are chosen by ``-m gpu``.
+
+    All others assume the CPU, which device="auto" then means, also in the processes they start.
+    CUDA looks at this variable once a process: so the two kinds of tests never share one.
+    """
+    if "gpu" not in config.getoption("markexpr").replace("not gpu", ""):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def _why_no_gpu() -> str | None:
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return "needs a CUDA GPU; if there is one, choose the tests for it by -m gpu"
     try:
         runtime = importlib.import_module("cupy").cuda.runtime
     except ImportError as error:

@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 
 import h5py
-import hdf5plugin
 import numpy as np
 import pytest
+from conftest import require_extra
 
 SCRIPT = """
 import contextlib, gc, os, sys, threading, types
@@ -119,6 +119,7 @@ def run(folder: Path, body: str, timeout: float = 100, **variables: str) -> str:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Files of every kind, with chunks that hold more samples than a batch takes of them."""
+    hdf5plugin = require_extra("hdf5plugin")
     folder = tmp_path_factory.mktemp("closing")
     values = np.random.default_rng(0).integers(0, 50, (256, 32, 32, 3), np.uint8)
     gzip = {"chunks": (16, 32, 32, 3), "compression": "gzip", "compression_opts": 1}

@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 
 import h5py
-import hdf5plugin
 import numpy as np
 import pytest
+from conftest import require_extra
 
 SCRIPT = """
 import ctypes, gc, os, sys, threading
@@ -88,6 +88,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Files of every kind."""
+    hdf5plugin = require_extra("hdf5plugin")
     folder = tmp_path_factory.mktemp("slow")
     values = np.random.default_rng(0).integers(0, 50, (512, 32, 32, 3), np.uint8)
     chunks = (4, 32, 32, 3)
