@@ -21,7 +21,7 @@ from h5async.errors import H5AsyncError
 from h5async.fill.filling import FillerStats
 from h5async.fill.limits import MemoryPlan
 from h5async.index.layout import DatasetLayout
-from h5async.io.shared import Place
+from h5async.io.shared import ArraySpec
 from h5async.plan.stored import StoredFormat, StoredPlan
 
 _MAX_CAUSES = 8
@@ -40,7 +40,7 @@ class Opened(NamedTuple):
     layouts: dict[str, DatasetLayout]
 
 
-class SlotPlaces(NamedTuple):
+class SlotSpecs(NamedTuple):
     """Where the memory of a slot lies: arrays of `SlotMemory`, and the batch's sample numbers.
 
     Attributes
@@ -51,20 +51,20 @@ class SlotPlaces(NamedTuple):
         int64 (batch,): of samples.
     """
 
-    raw: tuple[Place | None, ...]
-    out: tuple[Place, ...]
-    stored: tuple[Place | None, ...]
-    numbers: Place
+    raw: tuple[ArraySpec | None, ...]
+    out: tuple[ArraySpec, ...]
+    stored: tuple[ArraySpec | None, ...]
+    numbers: ArraySpec
 
 
 class Starting(NamedTuple):
     """Start to fill slots."""
 
-    slots: list[SlotPlaces]
+    slots: list[SlotSpecs]
     memory_plan: MemoryPlan
     stored_formats: list[StoredFormat | None]
     has_device_cache: bool
-    others: dict[tuple[int, int], Place]  # what an earlier helper took for `postprocess`
+    extras: dict[tuple[int, int], ArraySpec]  # memory that earlier helpers took
 
 
 class Started(NamedTuple):
@@ -92,8 +92,8 @@ class Answer(NamedTuple):
         The `FillRequest`, as a plain tuple.
     size
         Samples in the batch.
-    others
-        By field: where an array lies that is none of the slot's; None for the slot's own.
+    extras
+        By field: the array beside the slot that the batch has; None where it has the slot's own.
     error
         What went wrong, if anything, by `portable`.
     is_resident, stored, busy_seconds, warnings
@@ -104,7 +104,7 @@ class Answer(NamedTuple):
 
     request: tuple[Any, ...]
     size: int
-    others: tuple[Place | None, ...]
+    extras: tuple[ArraySpec | None, ...]
     error: tuple[bytes, ...]
     is_resident: bool
     stored: tuple[StoredPlan | None, ...]
