@@ -40,7 +40,7 @@ from h5async.index.layout import DatasetLayout
 from h5async.index.listing import walk
 from h5async.io.storage import FileStamp
 from h5async.names import name_bytes, printable, shell_word
-from h5async.process.helper import HelperDied
+from h5async.process.child import HelperDied
 
 SCRIPT = os.path.join(sysconfig.get_path("scripts"), "h5async")
 SECONDS = 60  # for a subprocess
@@ -114,7 +114,7 @@ def test_members_out_of_order_are_pickled(compounds):
 def test_members_out_of_order_outlive_a_helper(compounds):
     with reader_of(compounds, workers="process", batch_size=10) as reader:
         found = [reader.get_next_batch().copy()]
-        os.kill(reader._engine.filler._process._popen.pid, signal.SIGKILL)
+        os.kill(reader._engine.filler.process._popen.pid, signal.SIGKILL)
         while len(found) < 3:
             with contextlib.suppress(HelperDied):  # may cost a batch
                 found.append(reader.get_next_batch().copy())
