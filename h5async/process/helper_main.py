@@ -21,7 +21,8 @@ from typing import Any
 from h5async.config import ReaderConfig
 from h5async.errors import ConfigError, H5AsyncError, OutOfMemoryError
 from h5async.fill.dataset import Samplings, open_dataset
-from h5async.fill.filling import Filler, FillOutcome, FillRequest
+from h5async.fill.filling import Filler
+from h5async.fill.records import FillOutcome, FillRequest
 from h5async.fill.resident import Residency
 from h5async.index.layout import DatasetLayout
 from h5async.io.shared import ArraySpec, SharedMemory

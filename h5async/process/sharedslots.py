@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import PostprocessError
-from h5async.fill.filling import FillOutcome, SlotMemory
+from h5async.fill.records import FillOutcome, SlotMemory
 from h5async.io.shared import ArraySpec, SharedMemory
 from h5async.process.messages import Answer, SlotSpecs
 

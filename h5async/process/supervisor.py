@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.fill.filling import FillerStats, FillOutcome, FillRequest
+from h5async.fill.records import FillerStats, FillOutcome, FillRequest
 from h5async.index.layout import DatasetLayout
 from h5async.io.shared import SharedMemory
 from h5async.plan.stored import StoredFormat
