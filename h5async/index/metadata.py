@@ -20,7 +20,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.codec.filters import Filter, can_decode, stated_chunk_nbytes
+from h5async.codec.filters import Filter, can_decode
 from h5async.config import Field
 from h5async.errors import (
     DatasetError,
@@ -673,7 +673,7 @@ def _require_whole(chunks: ChunkTable, layout: DatasetLayout, where: str) -> Non
 def _require_lengths(filters: tuple[Filter, ...], chunk_nbytes: int, where: str) -> None:
     """Refuse filters that give other lengths; HDF5 delivers what its memory held before."""
     for entry in filters if chunk_nbytes else ():
-        stated = stated_chunk_nbytes(entry)
+        stated = entry.stated_chunk_nbytes
         if stated not in (None, chunk_nbytes):
             raise ReadError(
                 f"{where}: its chunks have {chunk_nbytes} bytes, and by the parameters of its"

@@ -15,17 +15,16 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.core.binding import (
+from h5async.core.binding import Core, address
+from h5async.core.structures import (
     IO_MODES,
     MAX_RANK,
     ChunkPlanStruct,
-    Core,
     DatasetStruct,
     Event,
     FileStruct,
     RowsStruct,
     TransformStruct,
-    address,
     transform_source,
 )
 from h5async.errors import ReaderClosedError, ReadError

@@ -81,7 +81,7 @@ static const Member MEMBERS[] = {
     MEMBER(Frames, base), MEMBER(Frames, position), MEMBER(Frames, nbytes),
     MEMBER(Frames, base_nbytes), MEMBER(Frames, count), MEMBER(Frames, kind),
     MEMBER(Frames, has_checksum), MEMBER(Frames, element), MEMBER(Frames, block_nbytes),
-    MEMBER(Frames, due_nbytes), MEMBER(Frames, pitch), MEMBER(Frames, source),
+    MEMBER(Frames, expected_nbytes), MEMBER(Frames, pitch), MEMBER(Frames, source),
     MEMBER(Frames, source_nbytes), MEMBER(Frames, target), MEMBER(Frames, target_nbytes),
     MEMBER(Frames, copy_source), MEMBER(Frames, copy_target), MEMBER(Frames, copy_nbytes),
     MEMBER(Frames, adler), MEMBER(Frames, max_tasks), MEMBER(Frames, max_copies),

@@ -69,19 +69,19 @@ static int64_t unlz4_blocks(Worker *w, const uint8_t *in, int64_t n, uint8_t *ou
     if (nbytes > room || block == 0 || block > MAX_LZ4_NBYTES)
         return -1;
     while (done < nbytes) {
-        int64_t due = nbytes - done < block ? nbytes - done : block;
+        int64_t expected = nbytes - done < block ? nbytes - done : block;
         if (n - at < 4)
             return -1;
         int64_t length = big32(in + at);
         at += 4;
         if (length > n - at)
             return -1;
-        if (length == due)
-            memcpy(out + done, in + at, (size_t)due);
-        else if (unlz4(w, in + at, length, out + done, due) != due)
+        if (length == expected)
+            memcpy(out + done, in + at, (size_t)expected);
+        else if (unlz4(w, in + at, length, out + done, expected) != expected)
             return -1;
         at += length;
-        done += due;
+        done += expected;
     }
     return done;
 }

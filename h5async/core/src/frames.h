@@ -1,7 +1,7 @@
 /* Stored chunks are read as they are; their frames are cut into blocks, each compressed by itself.
 
    So a GPU is given them: it decodes all blocks of a batch at once. Lengths, headers and checksums
-   of what is stored are held against what is due here, but no block is decoded. What is cut is
+   of what is stored are held against what is expected here, but no block is decoded. What is cut is
    never more than the decoders of the host take; what is odd in any way is left to them. */
 
 typedef struct {
@@ -10,7 +10,7 @@ typedef struct {
     int64_t base_nbytes, count;
     int32_t kind, has_checksum;       /* NOTHING: no codec; a Fletcher-32 may come last */
     int64_t element, block_nbytes;    /* BITSHUFFLE_*: bytes of an element, of a block */
-    int64_t due_nbytes, pitch;        /* of a chunk decoded; chunk k goes to k * pitch */
+    int64_t expected_nbytes, pitch;        /* of a chunk decoded; chunk k goes to k * pitch */
     int64_t *source;                  /* [max_tasks]: where blocks lie, from `base` on */
     uint64_t *source_nbytes;
     int64_t *target;                  /* where they go */
@@ -23,12 +23,12 @@ typedef struct {
 enum { ZSTD_BLOCK_NBYTES = 128 * 1024, ZSTD_MAX_WINDOW_LOG = 27 };
 static const uint32_t ZSTD_FRAME = 0xFD2FB528u;
 
-static int add_task(Frames *f, int64_t source, int64_t nbytes, int64_t target, int64_t due)
+static int add_task(Frames *f, int64_t source, int64_t nbytes, int64_t target, int64_t expected)
 {
     if (f->num_tasks >= f->max_tasks)
         return 0;
     f->source[f->num_tasks] = source, f->source_nbytes[f->num_tasks] = (uint64_t)nbytes;
-    f->target[f->num_tasks] = target, f->target_nbytes[f->num_tasks] = (uint64_t)due;
+    f->target[f->num_tasks] = target, f->target_nbytes[f->num_tasks] = (uint64_t)expected;
     f->num_tasks++;
     return 1;
 }
@@ -50,15 +50,15 @@ static int is_zlib_frame(const uint8_t *in, int64_t n)
            (in[0] << 8 | in[1]) % 31 == 0;
 }
 
-/* Whether bytes are one frame of zstd, no more, that may hold `due` bytes (RFC 8878). Its blocks
+/* Whether bytes are one frame of zstd, no more, that may hold `expected` bytes (RFC 8878). Its blocks
    are walked over. Frames with a dictionary, or with a checksum, which not every decoder looks at,
    are odd here. */
-static int is_zstd_frame(const uint8_t *in, int64_t n, int64_t due)
+static int is_zstd_frame(const uint8_t *in, int64_t n, int64_t expected)
 {
     if (n < 9 || little32(in) != ZSTD_FRAME || in[4] & 0x1F)
         return 0;
     int is_single = in[4] >> 5 & 1, flag = in[4] >> 6;
-    int64_t width = flag ? 1 << flag : is_single, at = 5, window = due;
+    int64_t width = flag ? 1 << flag : is_single, at = 5, window = expected;
     if (!is_single) {
         if ((in[at] >> 3) + 10 > ZSTD_MAX_WINDOW_LOG)
             return 0;
@@ -71,7 +71,7 @@ static int is_zstd_frame(const uint8_t *in, int64_t n, int64_t due)
     uint64_t content = width == 2 ? 256 : 0;
     for (int64_t i = 0; i < width; i++)
         content += (uint64_t)in[at + i] << (8 * i);
-    if (width > 0 && content != (uint64_t)due)
+    if (width > 0 && content != (uint64_t)expected)
         return 0;
     at += width;
     int64_t most = window < ZSTD_BLOCK_NBYTES ? window : ZSTD_BLOCK_NBYTES;
@@ -90,17 +90,17 @@ static int is_zstd_frame(const uint8_t *in, int64_t n, int64_t due)
 }
 
 /* One of the blocks that follow each other behind their lengths. */
-static int cut_block(Frames *f, int64_t at, int64_t n, int64_t target, int64_t due)
+static int cut_block(Frames *f, int64_t at, int64_t n, int64_t target, int64_t expected)
 {
     switch (f->kind) {
     case LZ4: /* as long as it decodes to: stored as it is; never longer, then */
-        if (n == due)
-            return add_copy(f, at, target, due);
-        return n > 0 && n < due && add_task(f, at, n, target, due);
+        if (n == expected)
+            return add_copy(f, at, target, expected);
+        return n > 0 && n < expected && add_task(f, at, n, target, expected);
     case BITSHUFFLE_LZ4: /* compressed in any case, even where that makes it longer */
-        return n > 0 && n <= due + due / 255 + 16 && add_task(f, at, n, target, due);
+        return n > 0 && n <= expected + expected / 255 + 16 && add_task(f, at, n, target, expected);
     default:
-        return is_zstd_frame(f->base + at, n, due) && add_task(f, at, n, target, due);
+        return is_zstd_frame(f->base + at, n, expected) && add_task(f, at, n, target, expected);
     }
 }
 
@@ -112,18 +112,18 @@ static int cut_blocks(Frames *f, int64_t at, int64_t n, int64_t target)
     if (n < 12)
         return 0;
     int64_t nbytes = big64(f->base + at), block = big32(f->base + at + 8);
-    if (nbytes != f->due_nbytes || block < 1 || block > MAX_LZ4_NBYTES || block % square ||
+    if (nbytes != f->expected_nbytes || block < 1 || block > MAX_LZ4_NBYTES || block % square ||
         (f->kind != LZ4 && block != f->block_nbytes))
         return 0;
     int64_t body = nbytes / square * square;
     at += 12;
     for (int64_t done = 0; done < body; done += block) {
-        int64_t due = body - done < block ? body - done : block;
+        int64_t expected = body - done < block ? body - done : block;
         if (end - at < 4)
             return 0;
         int64_t length = big32(f->base + at);
         at += 4;
-        if (length > end - at || !cut_block(f, at, length, target + done, due))
+        if (length > end - at || !cut_block(f, at, length, target + done, expected))
             return 0;
         at += length;
     }
@@ -133,7 +133,7 @@ static int cut_blocks(Frames *f, int64_t at, int64_t n, int64_t target)
 
 static int cut_chunk(Frames *f, int64_t k)
 {
-    int64_t at = f->position[k], n = f->nbytes[k], due = f->due_nbytes, target = k * f->pitch;
+    int64_t at = f->position[k], n = f->nbytes[k], expected = f->expected_nbytes, target = k * f->pitch;
     if (at < 0 || n < 0 || n > f->base_nbytes || at > f->base_nbytes - n)
         return 0;
     const uint8_t *in = f->base + at;
@@ -141,14 +141,14 @@ static int cut_chunk(Frames *f, int64_t k)
         return 0;
     switch (f->kind) {
     case NOTHING:
-        return n == due && add_copy(f, at, target, n);
+        return n == expected && add_copy(f, at, target, n);
     case DEFLATE:
         if (!is_zlib_frame(in, n))
             return 0;
         f->adler[k] = (uint32_t)big32(in + n - 4);
-        return add_task(f, at + 2, n - 6, target, due);
+        return add_task(f, at + 2, n - 6, target, expected);
     case ZSTD:
-        return is_zstd_frame(in, n, due) && add_task(f, at, n, target, due);
+        return is_zstd_frame(in, n, expected) && add_task(f, at, n, target, expected);
     default:
         return cut_blocks(f, at, n, target);
     }
@@ -162,7 +162,7 @@ static int can_cut(const Frames *f)
         return 0;
     if (is_shuffled && (f->element < 1 || f->element > INT32_MAX || f->block_nbytes < 1))
         return 0;
-    return f->base_nbytes >= 0 && f->due_nbytes > 0 && f->pitch >= f->due_nbytes &&
+    return f->base_nbytes >= 0 && f->expected_nbytes > 0 && f->pitch >= f->expected_nbytes &&
            f->count > 0 && f->count <= INT64_MAX / f->pitch;
 }
 
