@@ -31,7 +31,7 @@ from h5async.core.structures import (
     members,
 )
 from h5async.errors import ConfigError
-from h5async.io.storage import IoMode
+from h5async.io.maps import IoMode
 from h5async.stats import ThreadCounts
 from h5async.system.interruptions import suppressing
 

@@ -46,7 +46,8 @@ from h5async.fill.limits import MemoryPlan
 from h5async.fill.resident import Budget, HostCache, Residency, open_host_cache
 from h5async.index.changes import FileChanges
 from h5async.index.layout import DatasetLayout
-from h5async.io.storage import LocalFiles, affordable_files
+from h5async.io.keptfiles import affordable_files
+from h5async.io.localfiles import LocalFiles
 from h5async.order.sampling import OrderKey
 from h5async.order.window import kept_nbytes
 from h5async.plan.plan import GatherPlan, PlanSlice, ReadPlan, RowPlan, cut, plan_read

@@ -20,7 +20,8 @@ from typing import NamedTuple
 import h5py
 
 from h5async.errors import DatasetError, H5AsyncError, ReadError, UnsafeFileError
-from h5async.io.storage import FileStamp, IoMode
+from h5async.io.maps import IoMode
+from h5async.io.stamps import FileStamp
 from h5async.names import name_bytes, name_text
 from h5async.system.interruptions import interruption, suppressing
 

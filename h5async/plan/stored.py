@@ -16,7 +16,8 @@ from h5async.codec.filters import Filter
 from h5async.core.binding import Core
 from h5async.core.frames import FrameFormat, frame_format
 from h5async.core.structures import MAX_RANK
-from h5async.index.layout import DatasetLayout, PieceGeometry
+from h5async.index.geometry import PieceGeometry
+from h5async.index.layout import DatasetLayout
 from h5async.plan.plan import ChunkPlan, Int64s, PartsPlan, ReadPlan, is_staged
 
 _ALIGNMENT = 16  # of stored and decoded chunks

@@ -19,7 +19,9 @@ from numpy.typing import NDArray
 from h5async.codec.decoding import Bytes
 from h5async.errors import H5AsyncError, OutOfMemoryError, ReadError, out_of_memory
 from h5async.index.layout import DatasetLayout
-from h5async.io.storage import FileStamp, LocalFile, LocalFiles
+from h5async.io.localfile import LocalFile
+from h5async.io.localfiles import LocalFiles
+from h5async.io.stamps import FileStamp
 from h5async.plan.plan import ChunkPlan, Int64s, RowPlan
 from h5async.read.chunkcache import ChunkCache
 from h5async.read.codecs import FilterPipeline, Scratch

@@ -27,10 +27,11 @@ from h5async.codec.decoding import Bytes
 from h5async.codec.filters import can_decode
 from h5async.errors import H5AsyncError, ReaderClosedError, ReadError, out_of_memory
 from h5async.index.changes import FileChanges
-from h5async.index.chunkindex import stored_nbytes
-from h5async.index.layout import DatasetLayout, needed_nbytes
+from h5async.index.chunktable import needed_nbytes
+from h5async.index.hdf5 import stored_nbytes
+from h5async.index.layout import DatasetLayout
 from h5async.index.links import open_hdf5
-from h5async.io.storage import FileStamp, lies_at, replaced
+from h5async.io.stamps import FileStamp, lies_at, replaced
 from h5async.names import name_bytes
 from h5async.plan.plan import Int64s, SamplesPlan, rows_at
 from h5async.read.codecs import FilterPipeline, Scratch, encoded_room

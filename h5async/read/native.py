@@ -29,7 +29,9 @@ from h5async.core.structures import (
 )
 from h5async.errors import ReaderClosedError, ReadError
 from h5async.index.layout import DatasetLayout
-from h5async.io.storage import FileEventError, FileStamp, LocalFile, LocalFiles
+from h5async.io.localfile import LocalFile
+from h5async.io.localfiles import FileEventError, LocalFiles
+from h5async.io.stamps import FileStamp
 from h5async.plan.plan import ChunkPlan, Int64s, RowPlan
 from h5async.plan.stored import StoredPlan
 from h5async.plan.transform import RowTransform

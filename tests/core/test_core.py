@@ -61,7 +61,7 @@ from h5async.core.structures import (
     transform_source,
 )
 from h5async.index.metadata import read_layouts
-from h5async.io.storage import LocalFiles
+from h5async.io.localfiles import LocalFiles
 from h5async.plan.plan import plan_read
 from h5async.plan.transform import RowTransform
 from h5async.read.chunkcache import ChunkCache, State

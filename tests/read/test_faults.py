@@ -19,7 +19,7 @@ from conftest import our_threads
 
 import h5async.deliver.device
 import h5async.fill.filling
-import h5async.io.storage
+import h5async.io.localfile
 import h5async.order.sampling
 from h5async import AsyncReader, BatchTimeoutError, Field, FileChangedWarning, ReadError
 
@@ -73,7 +73,7 @@ class Disk:
 def test_short_and_failing_reads(path, monkeypatch, num_threads, shuffle, short, failing):
     disk = Disk(7, short, failing)
     monkeypatch.setattr(h5async.fill.filling, "load_core", lambda: None)  # it reads without Python
-    monkeypatch.setattr(h5async.io.storage, "os", disk)
+    monkeypatch.setattr(h5async.io.localfile, "os", disk)
     rows, data, errors = truth(path, "rows"), truth(path), []
     fields = {"rows": "rows", "data": "data", "labels": "labels"}
     with AsyncReader(
