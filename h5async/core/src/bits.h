@@ -1,4 +1,4 @@
-/* Bytes and bits that a filter had put in another order go back to where they belong. */
+/* Undoes the filters that change the order of bytes or bits: shuffle and bitshuffle. */
 
 #if defined(SSE2)
 /* Interleaves 16 bytes of each of `e` planes: in every round, the first and the second half. */
@@ -132,7 +132,8 @@ static int64_t unbitshuffle(Worker *w, const uint8_t *in, int64_t n, const Filte
     return n;
 }
 
-/* A header, then blocks, each compressed after its bits were transposed, behind its length. */
+/* The framing: a header, then blocks, each after its length; a block was compressed after its bits
+   had been transposed. */
 static int64_t unbitshuffle_blocks(Worker *w, const uint8_t *in, int64_t n, const Filter *f,
                                    uint8_t *out, int64_t room)
 {

@@ -1,4 +1,5 @@
-/* Encoded bytes enter; how many bytes they gave leaves, -1 where they are not as they should be. */
+/* Undoes single filters. Each function returns how many bytes it decoded, -1 where the
+   encoded bytes are damaged. */
 
 static int64_t inflate(Worker *w, const uint8_t *in, int64_t n, uint8_t *out, int64_t room)
 {
@@ -86,7 +87,7 @@ static int64_t unlz4_blocks(Worker *w, const uint8_t *in, int64_t n, uint8_t *ou
     return done;
 }
 
-/* Copies by whole 8 bytes, which may write up to 7 bytes too many, where there is room. */
+/* Where there is room, copies whole words of 8 bytes, and so up to 7 bytes too many. */
 static int64_t unlzf(const uint8_t *in, int64_t n, uint8_t *out, int64_t room)
 {
     const uint8_t *const end = in + n;
@@ -136,7 +137,7 @@ static int64_t unlzf(const uint8_t *in, int64_t n, uint8_t *out, int64_t room)
 }
 
 /* Whether the last 4 bytes are the checksum of the others: sums modulo 65535 of big-endian words,
-   in which zero stands for no other multiple; each half may lie in either byte order. */
+   in which 65535 is not taken for zero; each half may have either byte order. */
 static int64_t fletcher32(const uint8_t *in, int64_t n)
 {
     uint64_t sum1 = 0, sum2 = 0;

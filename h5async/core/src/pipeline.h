@@ -1,4 +1,4 @@
-/* A chunk's stored bytes enter; the decoded chunk leaves, of exactly its length. */
+/* Decodes a chunk: undoes all its filters, and requires that it has exactly its length. */
 
 static int64_t undo(Worker *w, const Filter *f, const uint8_t *in, int64_t n, uint8_t *out,
                     int64_t room)
@@ -39,7 +39,7 @@ static int is_raw(const Dataset *d, uint32_t mask)
     return 1;
 }
 
-/* Bring a chunk to exactly `chunk_nbytes` bytes at `out`. */
+/* Decode a chunk to exactly `chunk_nbytes` bytes at `out`. */
 static int decode(const Dataset *d, Worker *w, const uint8_t *in, int64_t n, uint32_t mask,
                   uint8_t *out)
 {
