@@ -91,6 +91,9 @@ def _file_path(value: object) -> Path:
     return Path(os.fsdecode(value))
 
 
+MAX_WORLD_SIZE = 2**31 - 1  # MPI, PyTorch and JAX count processes by 32-bit integers
+
+
 def _file_paths(value: object) -> Path | tuple[Path, ...]:
     if isinstance(value, set | frozenset):
         raise ValueError("a set has no order; give a list of files")
@@ -365,7 +368,7 @@ class ReaderConfig(_Frozen):
     cache_bytes: Annotated[Int, Bound(ge=0)] | None = None
     debug_lifetimes: Annotated[bool, Bound(strict=True)] = False
     rank: Annotated[Int, Bound(ge=0)] | None = None
-    world_size: Annotated[Int, Bound(ge=1)] | None = None
+    world_size: Annotated[Int, Bound(ge=1, le=MAX_WORLD_SIZE)] | None = None
     io: Literal["auto", "pread", "map"] = "auto"
     allow_external: Annotated[tuple[Path, ...], BeforeValidator(_folders)] = ()
     allow_missing: Annotated[bool, Bound(strict=True)] = False

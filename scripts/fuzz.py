@@ -333,8 +333,7 @@ def sort_out(
 
 def is_in_h5py(text: str) -> bool:
     """Tell whether a call of h5py's was on top; some are made of C, and have no frame."""
-    callers = ("h5py/", "metadata.py", "chunkindex.py", "links.py", "virtual.py", "fallback.py")
-    return any(caller in text for caller in callers)
+    return any(caller in text for caller in ("h5py/", "h5async/index/", "fallback.py"))
 
 
 # --- many of them --------------------------------------------------------------------------------

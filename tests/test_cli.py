@@ -404,6 +404,7 @@ def test_files_that_cannot_be_opened(tmp_path, command):
     (tmp_path / "text.h5").write_text("no HDF5 [file]")
     assert "there is no such file" in refuse(command, tmp_path / "missing.h5")
     assert "it is a directory" in refuse(command, tmp_path)
+    assert "(an empty path means the current one)" in refuse(command, "")
     assert str(tmp_path / "text.h5") in refuse(command, tmp_path / "text.h5")
 
 

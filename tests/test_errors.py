@@ -28,7 +28,7 @@ from h5async import (
     ReadError,
     UnsafeFileError,
 )
-from h5async.index import chunkindex, metadata
+from h5async.index import chunkindex, datasets
 
 SAMPLES, BATCH = 24, 4
 VALUES = np.arange(SAMPLES * 30, dtype="i8").reshape(SAMPLES, 30)
@@ -164,7 +164,7 @@ class SystemOfShortFiles:
 def test_values_that_lie_behind_the_end_of_the_file(path, how, monkeypatch):
     """HDF5 itself does not notice all of them; the layout is checked."""
     plain_file(path, **how)
-    for module in (metadata, chunkindex):
+    for module in (datasets, chunkindex):
         monkeypatch.setattr(module, "os", SystemOfShortFiles())
     text = error_of(ReadError, OSError, path=path)
     assert f'{path}: dataset "data"' in text

@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
-from h5async.core.binding import Core, FramesStruct, address, load_core
+from h5async.core.binding import Core, address, load_core
+from h5async.core.structures import FramesStruct
 from h5async.deliver.kernels import Kernels
 from h5async.deliver.nvcomp import Nvcomp, NvcompError, load_nvcomp
 from h5async.errors import DeviceError
@@ -225,7 +226,7 @@ class StoredDecoder:
             has_checksum=form.frame.has_checksum,
             element=form.frame.element,
             block_nbytes=form.frame.block_nbytes,
-            due_nbytes=form.geometry.chunk_nbytes,
+            expected_nbytes=form.geometry.chunk_nbytes,
             pitch=form.pitch,
             source=address(blocks[0]),
             source_nbytes=address(blocks[1]),

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from h5async.config import ReaderConfig
 from h5async.core.binding import mapping_mode
 from h5async.errors import DatasetError, taking_memory
-from h5async.index.layout import DatasetLayout, join_layouts
+from h5async.index.joined import join_layouts
+from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
 from h5async.index.metadata import read_layouts
-from h5async.io.storage import read_ahead
+from h5async.io.localfile import read_ahead
 from h5async.order.sampling import Order, OrderKey, Sampling
 from h5async.order.window import window_order
 

@@ -6,14 +6,10 @@ has loaded.
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import hashlib
 import math
 import os
 from collections.abc import Generator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import h5py
 import numpy as np
@@ -21,20 +17,22 @@ from numpy.typing import NDArray
 
 from h5async.codec.filters import Filter
 from h5async.errors import H5AsyncError, ReadError
-from h5async.index.layout import ChunkTable, Indexed, grid_of
-from h5async.system.interruptions import suppressing
+from h5async.index.chunktable import ChunkTable, grid_of
+from h5async.index.hdf5 import (
+    B_TREE_V1,
+    EXTENSIBLE_ARRAY,
+    FIXED_ARRAY,
+    IMPLICIT,
+    index_kind,
+    stored_nbytes,
+)
+from h5async.index.obstacles import NotDirectError
 
-_DONT_FILTER_PARTIAL_CHUNKS = 2  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS of H5Dpublic.h
-_B_TREE_V1, _IMPLICIT, _FIXED_ARRAY, _EXTENSIBLE_ARRAY = 0, 2, 3, 4  # of H5Dpublic.h
 _MANY_CHUNKS = 1 << 24
 _SUPERBLOCK_NBYTES = 48  # at least
 _LOOKUPS = 256
 _ALL_FILTERS = 0xFFFFFFFF
 _BLOCK_CHUNKS = 1 << 13
-
-
-class NotDirectError(Exception):
-    """Something was found that only h5py may read; the message is the reason."""
 
 
 class TooManyChunksError(NotDirectError):
@@ -55,117 +53,8 @@ def require_true_coordinates(dataset: h5py.Dataset) -> None:
     unlimited = [axis for axis, extent in enumerate(dataset.maxshape) if extent is None]
     if len(unlimited) != 1 or unlimited == [0]:
         return
-    if _index_kind(dataset) in (_EXTENSIBLE_ARRAY, -1):
+    if index_kind(dataset) in (EXTENSIBLE_ARRAY, -1):
         raise NotDirectError(f"only dimension {unlimited[0]} is unlimited: HDF5 misreports chunks")
-
-
-def edges_are_raw(dataset: h5py.Dataset) -> bool:
-    """Tell whether chunks that reach over the dataset's edge are not filtered.
-
-    Raises
-    ------
-    NotDirectError
-        If HDF5 does not say so, and it matters.
-    """
-    if all(n % c == 0 for n, c in zip(dataset.shape, dataset.chunks, strict=True)):
-        return False
-    plist = dataset.id.get_create_plist()
-    options = _ask_hdf5("H5Pget_chunk_opts", ctypes.c_uint, plist)
-    return bool(options & _DONT_FILTER_PARTIAL_CHUNKS)
-
-
-def fill_nbytes(plist: h5py.h5p.PropDCID) -> int | None:
-    """Return how many bytes a fill value has; None where HDF5 does not say.
-
-    It does so only where it encodes all properties: behind the name of this one come two bytes,
-    and the size in eight (H5P__dcrt_fill_value_enc of H5Pdcpl.c).
-    """
-    _, name, value = _encoded_properties(plist).rpartition(b"fill_value\0")
-    return int.from_bytes(value[2:10], "little", signed=True) if name else None
-
-
-def _encoded_properties(plist: h5py.h5p.PropDCID) -> bytes:
-    """Return creation properties as HDF5 encodes them (H5Pencode2); b"" where it does not."""
-    encode = _hdf5_function(
-        "H5Pencode2", ctypes.c_void_p, ctypes.POINTER(ctypes.c_size_t), ctypes.c_int64
-    )
-    if encode is None:
-        return b""
-    size = ctypes.c_size_t(0)
-    with h5py._objects.phil:
-        if encode(plist.id, None, ctypes.byref(size), 0) < 0:
-            return b""
-        encoded = ctypes.create_string_buffer(size.value)
-        if encode(plist.id, encoded, ctypes.byref(size), 0) < 0:
-            return b""
-    return encoded.raw
-
-
-def indexed(dataset: h5py.Dataset) -> Indexed:
-    """Return what tells a dataset from one that lies in its place later.
-
-    What is hashed is what HDF5 encodes of its type and of its creation properties (H5Tencode,
-    H5Pencode2), and compact values, which are read with the index.
-    """
-    plist = dataset.id.get_create_plist()
-    digest = hashlib.blake2b(dataset.id.get_type().encode(), digest_size=16)
-    digest.update(_encoded_properties(plist))
-    if plist.get_layout() == h5py.h5d.COMPACT and not dataset.dtype.hasobject:
-        digest.update(np.asarray(dataset[...]).tobytes())
-    return Indexed(digest.digest(), dataset.shape)
-
-
-def stored_nbytes(dataset: h5py.Dataset, corner: tuple[int, ...]) -> int:
-    """Return the stored size of a chunk, as HDF5 finds it by its key; 0 where it was never written.
-
-    0 also where HDF5 does not say. Of a chunk that was never written, h5py's own
-    `read_direct_chunk` takes memory for whatever length its memory happened to hold.
-    """
-    offset = (ctypes.c_uint64 * len(corner))(*corner)
-    try:
-        return _ask_hdf5("H5Dget_chunk_storage_size", ctypes.c_uint64, dataset.id, offset)
-    except NotDirectError:
-        return 0
-
-
-@functools.cache  # a function of ctypes holds itself, so that only a garbage collection frees it
-def _hdf5_function(name: str, *types: Any) -> Any:
-    """Return a function of the HDF5 that h5py calls; it takes an identifier, and these types.
-
-    None where it cannot be found.
-    """
-    with suppressing(AttributeError, OSError):
-        function = ctypes.CDLL(h5py.h5p.__file__)[name]
-        function.argtypes, function.restype = (ctypes.c_int64, *types), ctypes.c_int
-        return function
-    return None
-
-
-def _ask_hdf5(
-    function: str,
-    kind: type[ctypes.c_int | ctypes.c_uint | ctypes.c_uint64],
-    identifier: h5py._objects.ObjectID,
-    *arguments: ctypes.Array[ctypes.c_uint64],
-) -> int:
-    """Call a function of HDF5 that takes an identifier and arguments, and gives a number."""
-    found = kind(0)
-    call = _hdf5_function(function, *map(type, arguments), ctypes.POINTER(kind))
-    if call is None:
-        raise NotDirectError(f"HDF5 does not answer {function}")
-    with h5py._objects.phil:
-        status = call(identifier.id, *arguments, ctypes.byref(found))
-    if status < 0:
-        raise NotDirectError(f"HDF5 does not answer {function}")
-    return int(found.value)
-
-
-def filters_of(plist: h5py.h5p.PropDCID) -> tuple[Filter, ...]:
-    """Return the pipeline, in the order of writing."""
-    found = (plist.get_filter(i) for i in range(plist.get_nfilters()))
-    return tuple(
-        Filter(number, tuple(parameters), name.decode("utf-8", "replace").rstrip("\0"))
-        for number, _flags, parameters, name in found
-    )
 
 
 def applies_any(dataset: h5py.Dataset, places: Sequence[int], has_raw_edges: bool) -> bool:
@@ -266,19 +155,11 @@ def _require_room(dataset: h5py.Dataset) -> None:
         If there are.
     """
     count = math.prod(grid_of(dataset.shape, dataset.chunks))
-    kind = _index_kind(dataset) if count > _MANY_CHUNKS else _B_TREE_V1
-    each = {_IMPLICIT: math.prod(dataset.chunks), _FIXED_ARRAY: 4, _EXTENSIBLE_ARRAY: 4}
+    kind = index_kind(dataset) if count > _MANY_CHUNKS else B_TREE_V1
+    each = {IMPLICIT: math.prod(dataset.chunks), FIXED_ARRAY: 4, EXTENSIBLE_ARRAY: 4}
     end = os.fstat(dataset.file.id.get_vfd_handle()).st_size
     if count * each.get(kind, 0) > end:
         raise TooManyChunksError(f"{count} chunks, more than a file of {end} bytes can list")
-
-
-def _index_kind(dataset: h5py.Dataset) -> int:
-    """Return the kind of chunk index; -1 where HDF5 does not say."""
-    try:
-        return _ask_hdf5("H5Dget_chunk_index_type", ctypes.c_int, dataset.id)
-    except NotDirectError:
-        return -1
 
 
 def _require_agreement(
@@ -294,7 +175,7 @@ def _require_agreement(
     ReadError
         If they do not, or it does not.
     """
-    if _index_kind(dataset) != _B_TREE_V1:
+    if index_kind(dataset) != B_TREE_V1:
         return
     if not is_ascending:
         raise ReadError(f"{where}: the keys of its chunk index are not in order; it is damaged")

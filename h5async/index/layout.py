@@ -8,7 +8,7 @@ files one dataset, a virtual dataset its sources, and one member of a compound a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -17,43 +17,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.codec.filters import Filter
-from h5async.errors import ConfigError, DatasetError
-from h5async.io.storage import FileStamp
+from h5async.errors import ConfigError
+from h5async.index.chunktable import ChunkTable, grid_of, needed_nbytes
+from h5async.index.geometry import PieceGeometry
+from h5async.index.slabs import Slab
+from h5async.io.stamps import FileStamp
 
 _SLICES = 32  # of a contiguous dataset: shares that threads can take
 _UNCHUNKED_UNIT_NBYTES = 1 << 20  # what is worth a read of its own
 
 Storage = Literal["contiguous", "chunked", "compact", "virtual", "external", "files"]
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkTable:
-    """Where the allocated chunks of a dataset lie: parallel arrays, sorted by `index`.
-
-    Attributes
-    ----------
-    index
-        int64: the chunk's number in the C-ordered grid of chunks; None where all are allocated,
-        so that the number is the place in the arrays.
-    offset, nbytes
-        int64: address in the file, and bytes stored there.
-    filter_mask
-        uint32: bit i set where filter i of the pipeline was not applied.
-    """
-
-    index: NDArray[np.int64] | None
-    offset: NDArray[np.int64]
-    nbytes: NDArray[np.int64]
-    filter_mask: NDArray[np.uint32]
-
-    def find(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the places of chunks `numbers` in the arrays; -1 where one is not allocated."""
-        if self.index is None:
-            return numbers
-        if not self.index.size:
-            return np.full(numbers.shape, -1, np.int64)
-        place = np.minimum(np.searchsorted(self.index, numbers), self.index.size - 1)
-        return np.where(self.index[place] == numbers, place, -1)
 
 
 class Indexed(NamedTuple):
@@ -69,87 +42,6 @@ class Indexed(NamedTuple):
 
     digest: bytes
     shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Slab:
-    """A regular selection along one dimension: `count` blocks of `block` indices, `stride` apart.
-
-    HDF5 calls it a hyperslab. The k-th index that it selects has the ordinal k.
-    """
-
-    start: int
-    stride: int
-    count: int
-    block: int
-
-    @classmethod
-    def run(cls, start: int, stop: int) -> Slab:
-        """Return the selection of all indices from `start` to before `stop`."""
-        return cls(start, max(1, stop - start), 1, stop - start)
-
-    @property
-    def size(self) -> int:
-        """How many indices are selected."""
-        return self.count * self.block
-
-    @property
-    def end(self) -> int:
-        """The index behind the last one, 0 where none is selected."""
-        return self.start + (self.count - 1) * self.stride + self.block if self.size else 0
-
-    @property
-    def is_run(self) -> bool:
-        """Whether the indices are neighbours."""
-        return self.count == 1 or self.stride == self.block
-
-    def as_slice(self) -> slice | None:
-        """Return the same as a slice, or None where there is none such."""
-        if self.is_run:
-            return slice(self.start, self.start + self.size)
-        if self.block == 1:
-            return slice(self.start, self.start + (self.count - 1) * self.stride + 1, self.stride)
-        return None
-
-    def ordinal(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return which of the selected indices each index is; -1 where it is none."""
-        block, inside = np.divmod(index - self.start, self.stride)
-        is_selected = (block >= 0) & (block < self.count) & (inside < self.block)
-        return np.where(is_selected, block * self.block + inside, -1)
-
-    def at(self, ordinal: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the indices of some ordinals."""
-        block, inside = np.divmod(ordinal, self.block)
-        return self.start + block * self.stride + inside
-
-
-class PieceGeometry(NamedTuple):
-    """How the pieces of a sample lie in chunks and in rows; all in bytes but `extents`.
-
-    Attributes
-    ----------
-    chunk_strides, row_strides
-        int64 (rank - 1,): of all dimensions but that of the samples.
-    extents
-        int64 (pieces, rank - 1): elements of each piece of the cross-section, cut off at the
-        row's end.
-    row_begin, piece_begin
-        int64 (pieces,): first byte of each piece in a row, and in a chunk (a contiguous dataset
-        is its own only chunk).
-    chunk_samples, sample_stride
-        Samples in a chunk, and how far apart they are.
-    chunk_nbytes
-        Of a whole chunk.
-    """
-
-    chunk_strides: NDArray[np.int64]
-    row_strides: NDArray[np.int64]
-    extents: NDArray[np.int64]
-    row_begin: NDArray[np.int64]
-    piece_begin: NDArray[np.int64]
-    chunk_samples: int
-    sample_stride: int
-    chunk_nbytes: int
 
 
 @dataclass(frozen=True)
@@ -456,67 +348,8 @@ class DatasetLayout:
         )
 
 
-def needed_nbytes(
-    shape: tuple[int, ...], chunk_shape: tuple[int, ...], corner: Sequence[int], itemsize: int
-) -> int:
-    """Return how many bytes of a chunk there are up to the last one within the dataset."""
-    last = 0
-    for extent, size, begin in zip(shape, chunk_shape, corner, strict=True):
-        last = last * size + min(size, extent - begin) - 1
-    return (last + 1) * itemsize
-
-
-def join_layouts(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
-    """Return the layout of datasets of several files as one, one after the other.
-
-    Raises
-    ------
-    DatasetError
-        If the shapes of their rows or their dtypes differ; it names two files that do.
-    """
-    first = layouts[0]
-    if len(layouts) == 1:
-        return first
-    parts, begin = [], 0
-    for layout in layouts:
-        same_rows = layout.row_shape == first.row_shape and layout.sample_axis == first.sample_axis
-        if not same_rows or layout.dtype.newbyteorder("=") != first.dtype.newbyteorder("="):
-            raise DatasetError(
-                f'dataset "{first.path}" has samples of {first.row_shape} {first.dtype} in'
-                f" {first.file}, but of {layout.row_shape} {layout.dtype} in {layout.file}; several"
-                " files can be read as one where these are equal"
-            )
-        count = layout.num_samples
-        if count:
-            samples = Slab.run(begin, begin + count)
-            parts.append(Part(layout, samples, Slab.run(0, count)))
-        begin += count
-    shape = list(first.shape)
-    shape[first.sample_axis] = begin
-    same_order = all(layout.dtype == first.dtype for layout in layouts)
-    reasons = (layout.fallback_reason for layout in layouts)
-    return DatasetLayout(
-        file=first.file,
-        stamp=first.stamp,
-        path=first.path,
-        shape=tuple(shape),
-        dtype=first.dtype if same_order else first.dtype.newbyteorder("="),
-        sample_axis=first.sample_axis,
-        storage="files",
-        fallback_reason=next((reason for reason in reasons if reason is not None), None),
-        fill=first.fill,
-        stored_nbytes=sum(layout.stored_nbytes for layout in layouts),
-        parts=tuple(parts),
-    )
-
-
 def normal_axis(axis: int, rank: int, where: str) -> int:
     """Return `axis` counted from the front, or raise `ConfigError` where there is none such."""
     if not -rank <= axis < rank:
         raise ConfigError(f"{where}: there is no dimension {axis}; it has {rank}")
     return axis % rank
-
-
-def grid_of(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the number of chunks along each dimension."""
-    return tuple(-(-extent // chunk) for extent, chunk in zip(shape, chunk_shape, strict=True))

@@ -20,7 +20,8 @@ from typing import NamedTuple
 import h5py
 
 from h5async.errors import DatasetError, H5AsyncError, ReadError, UnsafeFileError
-from h5async.io.storage import FileStamp, IoMode
+from h5async.io.maps import IoMode
+from h5async.io.stamps import FileStamp
 from h5async.names import name_bytes, name_text
 from h5async.system.interruptions import interruption, suppressing
 
@@ -260,9 +261,10 @@ def open_hdf5(path: Path, *, in_use: bool = False) -> h5py.File:
     """
     try:
         if path.is_dir():
-            raise ReadError(f"cannot open {path}: it is a directory")
+            empty = " (an empty path means the current one)" if path == Path() else ""
+            raise ReadError(f"cannot open {path}: it is a directory{empty}; name a file")
         if path.exists() and not path.is_file():  # HDF5 would wait for a pipe
-            raise ReadError(f"cannot open {path}: it is no regular file")
+            raise ReadError(f"cannot open {path}: it is not a regular file")
         try:
             return h5py.File(path, "r")
         except OSError as error:

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import h5py
 import numpy as np
 
-from h5async.index.chunkindex import NotDirectError
-from h5async.index.layout import DatasetLayout, Part, Slab
+from h5async.index.layout import DatasetLayout, Part
+from h5async.index.obstacles import NotDirectError
+from h5async.index.slabs import Slab
 
 # source(file name, dataset name, its dimension that counts samples) -> layout; None: it is missing
 FindSource = Callable[[str, str, int], DatasetLayout | None]

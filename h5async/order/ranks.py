@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from h5async.config import MAX_WORLD_SIZE
 from h5async.errors import ConfigError
 from h5async.system.interruptions import suppressing
 
@@ -221,10 +222,12 @@ def _values(environment: Mapping[str, str], *names: str) -> str:
 
 def _parse(launcher: str, rank: str, world_size: str, environment: Mapping[str, str]) -> Rank:
     found = environment[rank], environment[world_size]
-    if not all(text.isdecimal() for text in found) or int(found[0]) >= int(found[1]):
+    are_short = all(text.isdecimal() and len(text.lstrip("0")) <= 10 for text in found)
+    if not are_short or not int(found[0]) < int(found[1]) <= MAX_WORLD_SIZE:
         raise ConfigError(
             f"{rank}={found[0]} and {world_size}={found[1]} in the environment, which {launcher}"
-            " sets, are no rank among so many; give the options rank and world_size"
+            f" sets, are not a rank below a world size of at most {MAX_WORLD_SIZE}; give the"
+            " options rank and world_size"
         )
     return Rank(int(found[0]), int(found[1]))
 

@@ -177,17 +177,21 @@ class DealtOrder:
 
     Parameters
     ----------
-    pieces
-        One order for each rank.
+    whole
+        The order of all units, of which each rank gets a piece.
+    ranks
+        How many ranks there are.
     num_samples, batch_size
         Samples in all pieces; in a run.
     """
 
-    def __init__(self, pieces: Sequence[WindowOrder], num_samples: int, batch_size: int) -> None:
-        self._pieces = pieces
+    def __init__(self, whole: WindowOrder, ranks: int, num_samples: int, batch_size: int) -> None:
+        # Made when first needed: most often, one rank asks for its own piece only.
+        self._piece = functools.lru_cache(maxsize=64)(lambda rank: whole.piece(rank, ranks))
+        self._ranks = ranks
         self._num_samples = num_samples
         self._batch_size = batch_size
-        self.window = pieces[0].window
+        self.window = whole.window
 
     def samples(self, epoch: int, start: int, stop: int) -> Int64s:
         """Return the samples at positions `start` to `stop` of an epoch, as a new array."""
@@ -195,19 +199,19 @@ class DealtOrder:
         while start < stop:
             rank, begin, count = self._run(start)
             count = min(count, stop - start)
-            found.append(self._pieces[rank].samples(epoch, begin, begin + count))
+            found.append(self._piece(rank).samples(epoch, begin, begin + count))
             start += count
         return np.concatenate(found)
 
     def _run(self, position: int) -> tuple[int, int, int]:
         """Return whose run a position lies in, where in that rank's piece, and what follows."""
-        size, ranks = self._batch_size, len(self._pieces)
+        size, ranks = self._batch_size, self._ranks
         steps, left = divmod(self._num_samples, size * ranks)
         step, inside = divmod(position, size * ranks)
         if step < steps:
             rank, inside = divmod(inside, size)
             return rank, step * size + inside, size - inside
-        rank = max(r for r in range(ranks) if dealt(left, r, ranks)[0] <= inside)
+        rank = ((inside + 1) * ranks - 1) // left  # the last one whose samples begin by then
         begin, end = dealt(left, rank, ranks)
         return rank, steps * size + inside - begin, end - inside
 
@@ -240,8 +244,7 @@ def window_order(
     whole = WindowOrder(bounds, window, seed)
     if world_size == 1:
         return whole
-    pieces = [whole.piece(rank, world_size) for rank in range(world_size)]
-    return DealtOrder(pieces, int(bounds[-1]), batch_size)
+    return DealtOrder(whole, world_size, int(bounds[-1]), batch_size)
 
 
 def kept_nbytes(layout: DatasetLayout, layouts: Sequence[DatasetLayout], window_nbytes: int) -> int:

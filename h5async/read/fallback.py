@@ -26,7 +26,7 @@ from h5async.errors import H5AsyncError, ReaderClosedError, ReadError, out_of_me
 from h5async.index.changes import FileChanges
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import open_hdf5
-from h5async.io.storage import FileStamp, lies_at, replaced
+from h5async.io.stamps import FileStamp, lies_at, replaced
 from h5async.names import name_bytes
 from h5async.plan.plan import rows_at
 from h5async.plan.records import Int64s, SamplesPlan

@@ -27,7 +27,6 @@ from h5async.codec.filters import (
     ZSTD,
     Filter,
     can_decode,
-    decoder,
 )
 from h5async.read.pipeline import FilterPipeline
 from h5async.read.scratch import Scratch
@@ -272,7 +271,7 @@ def test_a_chunk_of_another_length_is_an_error(pipeline):
 def test_a_chunk_of_another_length_is_an_error_where_nothing_is_decoded():
     for filters in ((), (Filter(DEFLATE, (6,), ""), Filter(SHUFFLE, (4,), ""))):
         for nbytes in (0, 11, 13, 1000):
-            with pytest.raises(ValueError, match="12 are due"):
+            with pytest.raises(ValueError, match=r"12 are due|expected 12 bytes"):
                 Decoder(filters, 12).decode(np.zeros(nbytes, np.uint8), 0b11)
 
 
@@ -456,7 +455,7 @@ def test_a_last_lz4_block_of_bitshuffle_that_lz4_did_not_shrink() -> None:
     first = imagecodecs.lz4_encode(body.tobytes(), header=False)
     blocks = b"".join(struct.pack(">I", len(block)) + block for block in (first, found))
     encoded = np.frombuffer(struct.pack(">QI", 48, 32) + blocks, np.uint8)
-    decode = decoder(Filter(32008, (0, 4, 1, 32, 2), "bitshuffle"))
+    decode = Filter(32008, (0, 4, 1, 32, 2), "bitshuffle").codec.decode
     assert decode is not None
     shuffled = np.concatenate([body, tail])
     expected = imagecodecs.bitshuffle_decode(shuffled.data, itemsize=1, blocksize=32)

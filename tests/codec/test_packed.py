@@ -246,7 +246,7 @@ def test_floats_that_are_no_numbers(dtype, values):
                 assert_decodes(decode_scaleoffset, chunk)
                 continue
             # HDF5 writes a range that is NaN as 64 bits, and cannot read these as 4 bytes.
-            with pytest.raises(ValueError, match="64 bits in a type of 32"):
+            with pytest.raises(ValueError, match="64 bits, in a type of 32"):
                 decode(decode_scaleoffset, chunk.parameters, chunk.encoded, chunk.nbytes)
 
 
@@ -338,7 +338,7 @@ def test_cut_scaleoffset_chunks_are_an_error(dtype):
             needed = needed_nbytes(chunk.encoded, count, np.dtype(dtype).itemsize)
             assert needed <= chunk.encoded.size
             for nbytes in range(needed):
-                with pytest.raises(ValueError, match=f"{nbytes} bytes are stored"):
+                with pytest.raises(ValueError, match=f"got {nbytes}$"):
                     decode(decode_scaleoffset, chunk.parameters, chunk.encoded[:nbytes], 500)
             for nbytes in range(needed, chunk.encoded.size + 1):  # HDF5 stores a byte in vain
                 cut = chunk.encoded[:nbytes]
@@ -352,7 +352,7 @@ def test_scaleoffset_of_all_bits_changes_nothing(dtype):
     assert_decodes(decode_scaleoffset, chunk)
     assert chunk.encoded.tobytes() == chunk.decoded
     for encoded in (chunk.encoded[:-1], chunk.encoded[:0], np.append(chunk.encoded, np.uint8(0))):
-        with pytest.raises(ValueError, match=rf"{encoded.size} bytes are stored"):
+        with pytest.raises(ValueError, match=rf"got {encoded.size}$"):
             decode(decode_scaleoffset, chunk.parameters, encoded, 500)
 
 
@@ -478,7 +478,7 @@ def test_cut_nbit_chunks_are_an_error():
             chunk = Chunk(tid, NBIT, (), 24, values=noise(SEED, 24 * nbytes))
             needed = 24 * precision // 8
             for size in range(needed):
-                with pytest.raises(ValueError, match=f"{size} bytes are stored"):
+                with pytest.raises(ValueError, match=f"got {size}$"):
                     decode(decode_nbit, chunk.parameters, chunk.encoded[:size], 500)
             cut = chunk.encoded[:needed]
             assert decode(decode_nbit, chunk.parameters, cut, 500) == chunk.decoded
@@ -497,7 +497,7 @@ def test_nbit_of_all_bits_changes_nothing(dtype):
     assert_decodes(decode_nbit, chunk)
     assert chunk.encoded.tobytes() == chunk.decoded
     for encoded in (chunk.encoded[:-1], chunk.encoded[:0], np.append(chunk.encoded, np.uint8(0))):
-        with pytest.raises(ValueError, match=rf"{encoded.size} bytes are stored"):
+        with pytest.raises(ValueError, match=rf"got {encoded.size}$"):
             decode(decode_nbit, chunk.parameters, encoded, 500)
 
 
@@ -551,5 +551,5 @@ def test_the_room_may_be_larger_but_not_smaller(number):
     for room in (30, 31, 100):
         assert decode(function, chunk.parameters, chunk.encoded, room) == chunk.decoded
     for room in range(30):
-        with pytest.raises(ValueError, match=rf"30 bytes, there is room for {room}$"):
+        with pytest.raises(ValueError, match=rf"expected at most {room} bytes, got 30$"):
             decode(function, chunk.parameters, chunk.encoded, room)

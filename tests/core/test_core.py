@@ -34,12 +34,12 @@ from hypothesis import strategies as st
 from test_codecs import ALL, MAY_GIVE_UP, HDF5Encoder, contents
 
 from h5async import AsyncReader, Field
+from h5async.codec.entry import CoreKind
 from h5async.codec.filters import (
     BITSHUFFLE,
     BLOSC2,
     BZIP2,
     DEFLATE,
-    FILTER_NAMES,
     FLETCHER32,
     LZ4,
     LZF,
@@ -47,27 +47,21 @@ from h5async.codec.filters import (
     SCALEOFFSET,
     SHUFFLE,
     Filter,
-    pass_on,
 )
-from h5async.codec.filters import decoder as twin_of
 from h5async.core import binding as core_module
-from h5async.core.binding import (
+from h5async.core import libraries, structures
+from h5async.core.binding import Core, address, load_core
+from h5async.core.structures import (
     IO_MODES,
-    KINDS,
-    NOTHING,
     ChunkPlanStruct,
-    Core,
     DatasetStruct,
     FileStruct,
     RowsStruct,
     TransformStruct,
-    address,
-    filter_struct,
-    load_core,
     transform_source,
 )
 from h5async.index.metadata import read_layouts
-from h5async.io.storage import LocalFiles
+from h5async.io.localfiles import LocalFiles
 from h5async.plan.plan import plan_read
 from h5async.plan.transform import RowTransform
 from h5async.read.chunkcache import ChunkCache, State
@@ -324,7 +318,7 @@ def test_filters_that_do_nothing(core, any_file):
         created = h5py.h5d.create(file.id, b"d", h5py.h5t.NATIVE_INT32, space, plist)
         created = created.get_create_plist()
         nothing = [Filter(*(created.get_filter(i)[k] for k in (0, 2)), "") for i in range(2)]
-    assert all(twin_of(entry) is pass_on for entry in nothing)
+    assert all(entry.codec.does_nothing for entry in nothing)
     encoder = HDF5Encoder(["shuffle", "fletcher32"], 4)
     for values in contents(4, 8):
         encoded, _ = encoder.encode(values)
@@ -1253,11 +1247,7 @@ def test_what_to_do_with_a_chunk_has_the_same_numbers_in_python_and_in_c():
 
 def test_kinds_of_filters_have_the_same_numbers_in_python_and_in_c():
     kinds = enum_in_c("Kind")
-    for number, kind in KINDS.items():
-        assert kinds[FILTER_NAMES[number].upper()] == kind
-    for codec, name in ((0, "BITSHUFFLE"), (2, "BITSHUFFLE_LZ4"), (3, "BITSHUFFLE_ZSTD")):
-        assert filter_struct(Filter(BITSHUFFLE, (0, 4, 4, 0, codec), "")).kind == kinds[name]
-    assert kinds["NOTHING"] == NOTHING
+    assert kinds == {kind.name: kind.value for kind in CoreKind}
 
 
 def test_memory_that_is_kept(core, any_file):
@@ -1492,18 +1482,18 @@ def test_a_build_that_is_none_is_an_error(core, tmp_path):
 
 
 def test_a_build_of_another_version_is_an_error(core, monkeypatch):
-    monkeypatch.setattr(core_module, "_ABI", core_module._ABI + 1)
+    monkeypatch.setattr(structures, "ABI", structures.ABI + 1)
     with pytest.raises(OSError, match="another version; install h5async again"):
         Core(core.path)
     monkeypatch.undo()
-    names = [name for name, _ in core_module.RowsStruct._fields_]
+    names = [name for name, _ in RowsStruct._fields_]
 
     class Swapped(ctypes.Structure):  # of the same size, with two members in each other's place
-        _fields_ = core_module.RowsStruct._fields_[1::-1] + core_module.RowsStruct._fields_[2:]
+        _fields_ = RowsStruct._fields_[1::-1] + RowsStruct._fields_[2:]
 
     assert sorted(name for name, _ in Swapped._fields_) == sorted(names)
-    structures = {**core_module._STRUCTURES, "Rows": Swapped}
-    monkeypatch.setattr(core_module, "_STRUCTURES", structures)
+    swapped = {**structures.STRUCTURES, "Rows": Swapped}
+    monkeypatch.setattr(structures, "STRUCTURES", swapped)
     with pytest.raises(OSError, match="another version; install h5async again"):
         Core(core.path)
 
@@ -1529,7 +1519,7 @@ def test_the_first_build_that_fits_is_taken(core, monkeypatch, tmp_path):
 
 
 def test_codecs_that_are_not_there_are_left_to_python(core, monkeypatch):
-    monkeypatch.setattr(core_module, "_codec_paths", lambda name: iter(()))
+    monkeypatch.setattr(libraries, "_codec_paths", lambda name: iter(()))
     bare = Core(core.path)
     assert bare.missing == {"deflate", "zstd", "lz4", "blosc"}
     for name, (number, parameters) in ALL.items():
@@ -1676,10 +1666,10 @@ def test_a_page_that_cannot_be_had_ends_the_call_and_not_the_process(core, tmp_p
         assert (out == content).all()
         os.truncate(mapped, 0)
         for _ in range(3):
-            assert (call(), struct.event) == (0, core_module.Event.FAULTED)
+            assert (call(), struct.event) == (0, structures.Event.FAULTED)
         os.truncate(mapped, 16384)
         assert call() == 1
-        assert struct.event == core_module.Event.NONE
+        assert struct.event == structures.Event.NONE
         assert not out.any()
 
 
@@ -1695,7 +1685,7 @@ def test_a_call_ends_when_the_reader_is_closed(core, tmp_path):
         struct = FileStruct(file.fileno(), IO_MODES["pread"], None, 0, nbytes=-1)
         first = ctypes.byref(struct), ctypes.byref(worker.struct), ctypes.byref(rows)
         assert core.read_rows(*first) == 0
-        assert struct.event == core_module.Event.STOPPED
+        assert struct.event == structures.Event.STOPPED
         assert out.all()
         stop.value = 0
         assert core.read_rows(*first) == 512

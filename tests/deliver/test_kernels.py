@@ -27,7 +27,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from h5async import Field
-from h5async.codec.bitshuffle import bitshuffle_decoder
+from h5async.codec.bitshuffle import bitshuffle_codec
 from h5async.deliver import kernels as kernels_module
 from h5async.index.layout import DatasetLayout
 from h5async.index.metadata import read_layouts
@@ -217,7 +217,7 @@ def test_unshuffle_of_aligned_chunks(kernels, element, launch):
 
 def bitunshuffled(data, element, block):
     """Return what the host makes of bytes; those that make no whole element stay."""
-    decode = bitshuffle_decoder((0, 0, element, block))
+    decode = bitshuffle_codec((0, 0, element, block)).decode
     assert decode is not None
     body = data.size // element * element
     out = np.empty(body, np.uint8)

@@ -14,8 +14,8 @@ from conftest import assert_same_bits, truth
 import h5async.index.virtual
 import h5async.read.fallback
 from h5async import AsyncReader, ConfigError, Field, ReadError
-from h5async.index.chunkindex import NotDirectError
-from h5async.index.layout import Slab
+from h5async.index.obstacles import NotDirectError
+from h5async.index.slabs import Slab
 
 KIB, MIB = 1024, 1024 * 1024
 

@@ -32,13 +32,13 @@ from h5async import (
     ReaderConfig,
     ReadError,
     cli,
-    metadata,
 )
 from h5async.core.binding import load_core
+from h5async.index import contents, metadata
 from h5async.index.fingerprint import fingerprint
 from h5async.index.layout import DatasetLayout
 from h5async.index.listing import walk
-from h5async.io.storage import FileStamp
+from h5async.io.stamps import FileStamp
 from h5async.names import name_bytes, printable, shell_word
 from h5async.process.child import HelperDied
 
@@ -500,7 +500,7 @@ def test_what_is_looked_at_to_say_what_is_there(path, monkeypatch, how):
                 file[f"group{number:04}/set"] = np.zeros(3)
     looked_at = []
     monkeypatch.setattr(
-        metadata, "walk", lambda *given: (looked_at.append(x) or x for x in walk(*given))
+        contents, "walk", lambda *given: (looked_at.append(x) or x for x in walk(*given))
     )
     with pytest.raises(DatasetError) as caught:
         reader_of(path, data_field="misspelt")
@@ -736,7 +736,7 @@ def test_a_core_that_is_none(plain, chosen, workers):
     imported, message = result.stdout.splitlines()
     assert imported == "imported"
     assert f"H5ASYNC_CORE={chosen} names no core that can be loaded" in message
-    assert "set it to 0 to do without" in message
+    assert "set it to 0 to use none" in message
 
 
 def test_a_core_that_is_none_is_told_again(monkeypatch):

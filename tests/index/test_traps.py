@@ -26,7 +26,7 @@ from h5py import h5d, h5p, h5s, h5t, h5z
 
 from h5async import AsyncReader, DatasetError, FileChangedWarning, ReadError, UnsafeFileError
 from h5async.codec import filters
-from h5async.index import chunkindex, metadata, virtual
+from h5async.index import datasets, hdf5, metadata, virtual
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Located, Reach
 from h5async.read import fallback
@@ -76,8 +76,8 @@ def goes_wrong(path, **options):
 @pytest.fixture
 def no_rules(monkeypatch):
     """Take away the rules that send a dataset to h5py for its type, its index and so on."""
-    monkeypatch.setattr(metadata._Indexer, "_require_direct", lambda *_: None)
-    monkeypatch.setattr(metadata, "require_true_coordinates", lambda *_: None)
+    monkeypatch.setattr(datasets.Indexer, "_require_direct", lambda *_: None)
+    monkeypatch.setattr(datasets, "require_true_coordinates", lambda *_: None)
 
 
 def raw_dataset(file, stored_type, values, *, plist=None, maxshape=None):
@@ -101,7 +101,7 @@ def dataset_plist(chunks=None, filters=()):
 
 def no_library(monkeypatch):
     """Let HDF5 answer nothing but what h5py asks it."""
-    monkeypatch.setattr(chunkindex, "_hdf5_function", lambda name, *types: None)
+    monkeypatch.setattr(hdf5, "_hdf5_function", lambda name, *types: None)
 
 
 def encoded_by_hdf5(values, **options):
@@ -240,7 +240,7 @@ def test_filtered_edge_chunks(tmp_path, filters):
 def test_unfiltered_edge_chunks_unguarded(tmp_path, monkeypatch, filters):
     path = tmp_path / "a.h5"
     unfiltered_edge_chunks(path, filters)
-    monkeypatch.setattr(metadata, "edges_are_raw", lambda dataset: False)
+    monkeypatch.setattr(datasets, "edges_are_raw", lambda dataset: False)
     assert goes_wrong(path)
 
 
@@ -316,7 +316,7 @@ def test_what_looks_unallocated_is_read_directly(tmp_path, make, options):
 def test_what_looks_unallocated_unguarded(tmp_path, monkeypatch, make):
     path = tmp_path / "a.h5"
     make(path)
-    monkeypatch.setattr(metadata, "_storage", lambda plist: "contiguous")
+    monkeypatch.setattr(datasets, "_storage", lambda plist: "contiguous")
     assert goes_wrong(path)
 
 
@@ -505,6 +505,16 @@ def test_damaged_chunk(tmp_path, replace, options, message, num_threads):
     assert_only_the_damaged_chunk_fails(path, message, num_threads=num_threads)
 
 
+def decode_by(monkeypatch, decode):
+    """Have all filters undone by another function."""
+    codec_of = filters._codec
+
+    def codec(*given):
+        return dataclasses.replace(codec_of(*given), decode=decode)
+
+    monkeypatch.setattr(filters, "_codec", codec)
+
+
 def test_a_short_chunk_is_no_error_to_hdf5(tmp_path, monkeypatch):
     """It gives what its heap held; without our check of the length we would do the same."""
     path = tmp_path / "a.h5"
@@ -515,7 +525,7 @@ def test_a_short_chunk_is_no_error_to_hdf5(tmp_path, monkeypatch):
         imagecodecs.deflate_decode(encoded, out=out)
         return out
 
-    monkeypatch.setattr(filters, "_inflate", whatever_the_length)
+    decode_by(monkeypatch, whatever_the_length)
     with reader_of(path, batch_size=12) as reader:
         reader.get_next_batch()
 
@@ -530,7 +540,7 @@ def test_a_long_chunk_is_no_error_to_hdf5(tmp_path):
 def test_fletcher32_unguarded(tmp_path, monkeypatch):
     path = tmp_path / "a.h5"
     chunk_that_was_replaced(path, with_a_flipped_byte(3, **FLETCHER), **FLETCHER)
-    monkeypatch.setattr(filters, "verify_fletcher32", lambda encoded, out, spare: encoded[:-4])
+    decode_by(monkeypatch, lambda encoded, out, spare: encoded[:-4])
     with reader_of(path, batch_size=12) as reader:
         found = reader.get_next_batch()["data"]
         assert not np.array_equal(found, numbers(12, COLUMNS, dtype="i8"))
@@ -760,13 +770,13 @@ def test_filter_masks(tmp_path, compression):
 def test_filter_masks_unguarded(tmp_path, monkeypatch):
     path = tmp_path / "a.h5"
     every_filter_mask(path, compression=GZIP)
-    read_chunk_table = metadata.read_chunk_table
+    read_chunk_table = datasets.read_chunk_table
 
     def without_masks(*args):
         table = read_chunk_table(*args)
         return dataclasses.replace(table, filter_mask=np.zeros_like(table.filter_mask))
 
-    monkeypatch.setattr(metadata, "read_chunk_table", without_masks)
+    monkeypatch.setattr(datasets, "read_chunk_table", without_masks)
     assert goes_wrong(path)
 
 
@@ -897,7 +907,7 @@ def test_rows_of_older_batches_leak_unguarded(tmp_path, monkeypatch, how):
 def test_fill_time_never_unguarded(tmp_path, monkeypatch):
     path = tmp_path / "a.h5"
     partly_written(path, **FILLS["never"])
-    monkeypatch.setattr(metadata, "_fill_value", lambda *_: np.asarray(-7, "i4"))
+    monkeypatch.setattr(datasets, "fill_value", lambda *_: np.asarray(-7, "i4"))
     assert goes_wrong(path)
 
 
@@ -1500,7 +1510,7 @@ def many_layouts(path):
 def test_file_system_where_nothing_may_be_mapped(tmp_path, monkeypatch):
     path = tmp_path / "a.h5"
     names = many_layouts(path)
-    monkeypatch.setattr("h5async.io.storage.can_map", lambda path: False)
+    monkeypatch.setattr("h5async.io.maps.can_map", lambda path: False)
     for name, num_dim in itertools.product(names, (0, 1)):
         fallback = "mapping" if (name, num_dim) == ("contiguous", 1) else None
         assert_reads_like_h5py(path, name, num_dim=num_dim, fallback=fallback)
@@ -1509,8 +1519,8 @@ def test_file_system_where_nothing_may_be_mapped(tmp_path, monkeypatch):
 def test_reads_of_a_few_buffers_at_a_time(tmp_path, monkeypatch):
     path = tmp_path / "a.h5"
     names = many_layouts(path)
-    monkeypatch.setattr("h5async.io.storage.can_map", lambda path: False)
-    monkeypatch.setattr("h5async.io.storage._IOV_MAX", 2)
+    monkeypatch.setattr("h5async.io.maps.can_map", lambda path: False)
+    monkeypatch.setattr("h5async.io.localfile._IOV_MAX", 2)
     for name in names:
         assert_reads_like_h5py(path, name, batch_size=9)
 

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from h5async.codec.filters import Filter
-from h5async.index.layout import ChunkTable, DatasetLayout
-from h5async.io.storage import FileStamp
+from h5async.index.chunktable import ChunkTable
+from h5async.index.layout import DatasetLayout
+from h5async.io.stamps import FileStamp
 from h5async.plan.plan import plan_read
 from h5async.plan.records import ChunkPlan, ReadPlan, RowPlan, SamplesPlan
 from h5async.plan.shares import PlanSlice, cut

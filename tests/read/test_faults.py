@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 
+import h5async.io.storage
 import h5py
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ import h5async.deliver.device
 import h5async.fill.filling
 import h5async.fill.phases
 import h5async.fill.reading
-import h5async.io.storage
+import h5async.io.localfile
 import h5async.order.sampling
 from h5async import AsyncReader, BatchTimeoutError, Field, FileChangedWarning, ReadError
 
@@ -75,7 +76,7 @@ class Disk:
 def test_short_and_failing_reads(path, monkeypatch, num_threads, shuffle, short, failing):
     disk = Disk(7, short, failing)
     monkeypatch.setattr(h5async.fill.filling, "load_core", lambda: None)  # it reads without Python
-    monkeypatch.setattr(h5async.io.storage, "os", disk)
+    monkeypatch.setattr(h5async.io.localfile, "os", disk)
     rows, data, errors = truth(path, "rows"), truth(path), []
     fields = {"rows": "rows", "data": "data", "labels": "labels"}
     with AsyncReader(

@@ -1,0 +1,151 @@
+"""Reads from many local files, each kept open, which others may change meanwhile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from h5async.errors import H5AsyncError
+from h5async.io.keptfiles import KeptFiles
+from h5async.io.localfile import LocalFile
+from h5async.io.maps import IoMode
+from h5async.io.stamps import FileStamp, changed, has_swmr_writer, lies_at
+from h5async.system.interruptions import interruption
+
+_TRIES = 5  # to read a slice of a batch while nobody changes the file
+
+
+class FileEventError(Exception):
+    """What was read is worth nothing: the file has changed, or a page of its map is missing."""
+
+    def __init__(self, map_failed: bool = False) -> None:
+        super().__init__()
+        self.map_failed = map_failed
+
+
+# look_anew(file, stamp) returns where a file that is now as `stamp` says still holds what was
+# indexed, and raises `ReadError` where it does not.
+LookAnew = Callable[[LocalFile, FileStamp], None]
+
+
+class LocalFiles:
+    """Files on this machine, opened as they are needed. Safe to use from many threads.
+
+    Parameters
+    ----------
+    kept
+        Files that stay open while nobody reads from them; a mapped file takes two descriptors.
+    io
+        As for `LocalFile`.
+    python_maps
+        As for `LocalFile`.
+    look_anew
+        Called in the thread that finds a file changed; None: such a file is refused.
+    """
+
+    def __init__(
+        self,
+        kept: int,
+        io: IoMode = "auto",
+        *,
+        python_maps: bool = False,
+        look_anew: LookAnew | None = None,
+    ) -> None:
+        self._io: IoMode = io
+        self._python_maps = python_maps
+        self._look_anew = look_anew or _refuse
+        self._files: KeptFiles[LocalFile] = KeptFiles(kept)
+
+    def read(
+        self, path: str, expected: FileStamp, work: Callable[[LocalFile, FileStamp], bool]
+    ) -> None:
+        """Have `work` read from a file that stays as it is until it is done.
+
+        Parameters
+        ----------
+        path, expected
+            The file, as it was indexed.
+        work
+            Called with the open file and its stamp, and once more where the file was changed
+            meanwhile but still holds what was indexed. Returns whether it has compared the stamp
+            itself, after all it read; raises `FileEventError` where that did not agree.
+
+        Raises
+        ------
+        ReadError
+            If it cannot be opened, is another file, or another index was found in it.
+        """
+        with self.using(path, expected) as file:
+            for _ in range(_TRIES):
+                stamp = file.stamp
+                try:
+                    if work(file, stamp) or not file.has_changed(stamp):
+                        return
+                except FileEventError as event:
+                    if event.map_failed:
+                        file.stop_mapping()
+                except H5AsyncError as error:
+                    if interruption(error) is not None or not file.has_changed(stamp):
+                        raise
+                self._look(file, stamp)
+            self._read_beside_a_writer(file, work)
+
+    def _read_beside_a_writer(
+        self, file: LocalFile, work: Callable[[LocalFile, FileStamp], bool]
+    ) -> None:
+        """Read from a file that is changed all the time, and look at it after that."""
+        stamp = file.stamp
+        try:
+            work(file, stamp._replace(nbytes=-1))  # which nobody compares
+        except FileEventError as event:
+            raise changed(file.path, "a page of its memory map cannot be read") from event
+        except H5AsyncError as error:
+            self._look(file, stamp)
+            raise changed(file.path, f"it is written to all the time ({error})") from error
+        self._look(file, stamp)
+
+    def _look(self, file: LocalFile, stamp: FileStamp) -> None:
+        """See that a file which was changed still holds what was indexed; one thread looks."""
+        with file.looking:
+            now = FileStamp.of(file.descriptor)
+            if file.stamp is not stamp or now == stamp:
+                return
+            if now[:4] != stamp[:4]:
+                now = FileStamp.settled(file.descriptor)
+            # Of a file that has lost its name, the status was changed by that, and nothing else.
+            if now[:4] != stamp[:4] or _has_name(file):
+                self._look_anew(file, now)
+            file.has_swmr_writer = has_swmr_writer(file.descriptor)
+            file.stamp = now
+
+    def using(self, path: str, expected: FileStamp) -> AbstractContextManager[LocalFile]:
+        """Give a file, open until the context ends.
+
+        Raises
+        ------
+        ReadError
+            If it cannot be opened, or has not the device and inode that are `expected`.
+        """
+
+        def open_file() -> LocalFile:
+            return LocalFile(path, expected, self._io, python_maps=self._python_maps)
+
+        return self._files.using(path, open_file)
+
+    def close(self) -> None:
+        """Close all files. Idempotent."""
+        self._files.close()
+
+
+def _refuse(file: LocalFile, _stamp: FileStamp) -> None:
+    raise changed(file.path, "nobody can tell whether it still holds what was indexed")
+
+
+def _has_name(file: LocalFile) -> bool:
+    """Tell whether a file still lies where it was opened, or where it was moved to."""
+    try:
+        path = os.readlink(f"/proc/self/fd/{file.descriptor}")
+    except OSError:  # not Linux
+        path = file.path
+    return lies_at(path, file.stamp)
