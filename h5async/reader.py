@@ -203,7 +203,7 @@ class AsyncReader:
     def nbytes(self) -> int:
         """Decoded bytes of one epoch, all fields together, in the file's dtypes."""
         row = sum(layout.row_nbytes for layout in self._engine.layouts.values())
-        return row * self._engine.epoch_samples
+        return row * self._engine.position.epoch_samples
 
     @property
     def fallback_reads(self) -> int:
@@ -225,7 +225,7 @@ class AsyncReader:
         ConfigError
             If the environment tells the rank differently in different places.
         """
-        return self._engine.num_batches
+        return self._engine.position.num_batches
 
     def fetch_data(self) -> bool:
         """Ask for the next batch in order. Never blocks, and may be called any number of times.
@@ -312,8 +312,8 @@ class AsyncReader:
         """
         engine = self._engine
         engine.check_open()
-        engine.settle()
-        if not engine.num_batches:
+        engine.position.settle()
+        if not engine.position.num_batches:
             return _Epoch(self, 0)
         return _Epoch(self, engine.begin_epoch())
 
@@ -343,7 +343,7 @@ class AsyncReader:
         self._check_not_empty()
         engine = self._engine
         if engine.schedule.position(engine.ring.next_serial)[::2] != (epoch, 0):
-            engine.jump(epoch, 0)
+            engine.jump(epoch)
 
     def reset(self) -> None:
         """Go back to the first batch of epoch 0, as a new reader."""
@@ -444,14 +444,14 @@ class AsyncReader:
 
     def _settle(self) -> None:
         """See that there are batches for this rank, which is settled by that."""
-        if not self._engine.has_settled:
+        if not self._engine.position.has_settled:
             self._engine.check_open()
-            self._engine.settle()
+            self._engine.position.settle()
         self._check_not_empty()
 
     def _check_not_empty(self) -> None:
         self._engine.check_open()
-        if not self._engine.num_batches:
+        if not self._engine.position.num_batches:
             raise DatasetError(
                 f"{self._config.hdf5_path}: an epoch has no batch: {self.num_samples} samples,"
                 f" batch_size={self._config.batch_size}, drop_last={self._config.drop_last}"
