@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from h5async import lifetime
 from h5async.checkpoint import Checkpoints
 from h5async.config import ReaderConfig
+from h5async.counts import ReaderCounts
 from h5async.deliver.device import Device, DeviceSlot, HostDevice, find_device, needs_host
 from h5async.deliver.devicedecode import NotDecoded, find_formats
 from h5async.deliver.slots import SlotRing
@@ -29,18 +30,17 @@ from h5async.fill.dataset import Samplings, open_dataset
 from h5async.fill.filling import THREAD_NAME, Filler, FillOutcome, FillRequest, wanted_kept_nbytes
 from h5async.fill.limits import MemoryBudget
 from h5async.fill.resident import Budget, Residency
-from h5async.index.cost import direct_share
 from h5async.index.layout import DatasetLayout
 from h5async.order.schedule import Schedule
 from h5async.plan.stored import StoredFormat
 from h5async.plan.transform import RowTransform, row_transform
 from h5async.position import ReaderPosition
 from h5async.process.helper import HelperFiller
-from h5async.stats import ReaderStats, StageTimes, Waits
+from h5async.stats import ReaderStats
 from h5async.system.interruptions import interruption, passing
 
-_MOMENT_SECONDS = 0.5
-_REMEDY = "free some memory, or raise the limit that is set to this process"
+_MOMENT_SECONDS = 0.5  # in which idle workers have nearly always ended
+_REMEDY = "free some memory, or raise the memory limit of this process"
 
 
 class Filled(NamedTuple):
@@ -52,7 +52,7 @@ class Filled(NamedTuple):
 
 
 class Engine:
-    """Everything of a reader but its facade.
+    """The implementation of a reader, which `AsyncReader` shows to the caller.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ class Engine:
 
     @passing()
     def open(self) -> None:
-        """Open the dataset, and start the threads. `close` ends what an exception left half done.
+        """Open the dataset, and start the threads; after an exception, call `close`.
 
         Raises
         ------
@@ -169,9 +169,7 @@ class Engine:
             )
         self.has_threads = config.thread_count > 0
         self.num_threads = max(1, min(config.thread_count, memory_plan.most_threads))
-        self.waits = Waits()
-        self.upload_times = StageTimes()
-        self.delivered_samples = 0
+        self.counts = ReaderCounts(layouts)
         self.warned: set[str] = set()
 
     @property
@@ -185,7 +183,7 @@ class Engine:
         return self.filler
 
     def check_open(self) -> None:
-        """Raise `ReaderClosedError` if the reader is closed, or its threads are not here."""
+        """Raise `ReaderClosedError` if the reader is closed, or its threads do not exist here."""
         if self._is_forked:
             raise ReaderClosedError(
                 "the reader was made before this process was forked, and its threads do not exist"
@@ -199,13 +197,13 @@ class Engine:
         return self.forks != lifetime.forks()
 
     def fetch(self) -> bool:
-        """Ask for a batch more; tell whether it is the last of its epoch."""
+        """Ask for one more batch; tell whether it is the last of its epoch."""
         serial = self.ring.ask()
         self._begin()
         return self.schedule.is_last(serial)
 
     def begin_epoch(self) -> int:
-        """Go to the next epoch of which nothing was taken yet; return where it ends."""
+        """Go to the next epoch of which no batch was taken; return the serial number of its end."""
         first = self.schedule.epoch_begin(self.ring.next_serial)
         stop = self.schedule.epoch_begin(first + 1)
         self.ring.skip_to(first, read_ahead=self.has_threads)
@@ -213,12 +211,12 @@ class Engine:
         return stop
 
     def _begin(self) -> None:
-        """Have free slots filled, as far as batches were asked for."""
+        """Have free slots filled with the batches that were asked for."""
         if self.ring.can_assign():
             self._filler.kick()
 
     def _next_requests(self) -> list[FillRequest]:
-        """Return what slots are to be filled with now; in a worker."""
+        """Return which slots are to be filled now, and with what; called in a worker."""
         requests, assignments = [], self.ring.assign()
         course = self.position.course  # or a later one: then what was assigned before is dropped
         schedule = course.schedule
@@ -269,24 +267,24 @@ class Engine:
         serial, slot, filled = ring.wait(timeout_seconds)
         if filled.error is None:
             slots[slot].acquire()
-        self.waits.note(begin, time.perf_counter())
+        self.counts.waits.note(begin, time.perf_counter())
         try:
             return serial, filled
         finally:
             del filled, slots  # an error has this frame, where the batch was filled here
 
     def take_warnings(self, filled: Filled) -> list[str]:
-        """Return what the caller was not warned of yet, of a batch that was waited for."""
+        """Return the warnings of a batch that the caller has not seen yet."""
         new = [text for text in filled.outcome.warnings if text not in self.warned]
         self.warned.update(new)
         return new
 
     def take(self, serial: int, filled: Filled) -> None:
-        """Put the batch that was waited for in use, or be done with its error."""
+        """Put the batch that was waited for in use, or forget its error."""
         # The error will have a traceback, with the reader in it, which nothing must hold.
         self.ring.take(serial, forget=filled.error is not None)
         if filled.error is None:
-            self.delivered_samples += filled.outcome.index.size
+            self.counts.samples += filled.outcome.index.size
 
     @passing()
     def _fill_here(self) -> None:
@@ -302,13 +300,13 @@ class Engine:
     def close(self, patience_seconds: float | None = None) -> None:
         """Stop the threads, close the files and free the slots' memory. Idempotent.
 
-        Waits for it, `patience_seconds` at most; not in a thread of our own.
+        Waits for that, `patience_seconds` at most; does not wait in a thread of the pool.
         """
         self.stop()
         self.join(patience_seconds)
 
     def stop(self, *, at_exit: bool = False) -> None:
-        """Have that done, and wait for nothing. `at_exit`: see `SlotRing.close`."""
+        """Begin to close, and wait for nothing. `at_exit`: see `SlotRing.close`."""
         if self._is_forked:  # locks that the threads held stay locked here
             return
         self.ring.close(at_exit=at_exit)
@@ -316,16 +314,15 @@ class Engine:
             self.filler.stop(self._release)
 
     def join(self, patience_seconds: float | None) -> None:
-        """Wait until all is done that `stop` asked for; not in a thread of our own."""
+        """Wait until all is closed, after `stop`; does not wait in a thread of the pool."""
         is_ours = threading.current_thread().name.startswith(THREAD_NAME)
         if not self._is_forked and self.filler is not None and not is_ours:
             self.filler.join(patience_seconds)
 
     def drop(self) -> None:
-        """Close, because the reader was collected: in any thread, which may hold any lock.
+        """Close because the reader was collected, in any thread, which may hold any lock.
 
-        A worker may wait for that lock (h5py's, say). So there is no waiting for workers here but
-        for a moment, in which they have ended nearly always.
+        A worker may need that lock (h5py's, say) to end. So this waits for a moment only.
         """
         self.close(_MOMENT_SECONDS)
 
@@ -339,33 +336,13 @@ class Engine:
         return self._filler.stats().fallback_reads
 
     def stats(self, num_threads: int) -> ReaderStats:
-        """Return what was done so far."""
-        layouts, waits, done = self.layouts, self.waits, self._filler.stats()
-        counts, stages = done.counts, dict(done.stage_seconds)
-        stages["upload"] += self.upload_times.seconds()["upload"]
-        stages["read"] += counts.read_ns / 1e9
-        stages["decode"] += counts.decode_ns / 1e9
-        stages["place"] += counts.place_ns / 1e9
-        row_nbytes = sum(layout.row_nbytes for layout in layouts.values())
-        direct = sum(layout.row_nbytes * direct_share(layout) for layout in layouts.values())
-        names = [f.label for y in layouts.values() for leaf in y.leaves() for f in leaf.filters]
-        return ReaderStats(
-            batches=waits.count,
-            samples=self.delivered_samples,
-            nbytes=self.delivered_samples * row_nbytes,
-            elapsed_seconds=waits.elapsed_seconds,
-            wait_seconds=waits.seconds,
-            wait_p50_seconds=waits.percentile(50),
-            wait_p99_seconds=waits.percentile(99),
-            stage_seconds=stages,
-            gil_wait_seconds=counts.gil_wait_ns / 1e9,
-            read_nbytes=counts.read_nbytes,
-            decoded_chunks=counts.decoded_chunks + self.device_chunks,
-            fallback_reads=done.fallback_reads,
-            direct_share=direct / row_nbytes if row_nbytes else 1.0,
-            ways=dict(zip(self.names, self._filler.ways, strict=True)),
+        """Return what was done so far, by `num_threads` threads at most."""
+        done = self._filler.stats()
+        return self.counts.stats(
+            done,
+            self._filler.ways,
+            device_chunks=self.device_chunks,
             num_threads=min(num_threads, self.num_threads),
-            filters=tuple(dict.fromkeys(names)),
             workers=self.config.workers,
             cache=done.cache if self.cache is None else str(self.cache),
             decode=self.trial.sentence,
@@ -423,7 +400,7 @@ class Engine:
                 raise
             return (), error
         finally:
-            self.upload_times.add("upload", begin)
+            self.counts.upload_times.add("upload", begin)
 
     def _end_turn(self, request: FillRequest) -> None:
         """Give the memory back that decoding on the device takes, once it has lost the trial."""

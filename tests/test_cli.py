@@ -654,7 +654,7 @@ def test_values_that_the_library_refuses(train, typed, message):
         ("--field data", "NAME=PATH"),
         ("--field =data", "NAME=PATH"),
         ("--field data=", "NAME=PATH"),
-        ("--field x=data --field x=labels", "two fields of one name"),
+        ("--field x=data --field x=labels", "two fields have the same name"),
         ("--no-labels --labels-field labels", "not both"),
     ],
 )

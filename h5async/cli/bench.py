@@ -8,7 +8,7 @@ import typer
 from rich.filesize import decimal
 
 from h5async import ReaderStats
-from h5async.bench import Trial, alternatives, run_flat_out
+from h5async.bench import Measurement, alternatives, run_flat_out
 from h5async.cli.options import reader_config, takes_reader
 from h5async.cli.text import safe
 
@@ -26,18 +26,18 @@ def bench(
     typer.echo(f"\n{safe(given.stats)}\n")
     typer.echo(_speed_line("as given", given, given))
     for changed in alternatives(config):
-        trial = run_flat_out(config, seconds, **changed)
+        found = run_flat_out(config, seconds, **changed)
         options = ", ".join(f"{name}={value!r}" for name, value in changed.items())
-        typer.echo(_speed_line(options, trial, given))
+        typer.echo(_speed_line(options, found, given))
 
 
 def _breakdown(stats: ReaderStats) -> list[str]:
     """Say where the threads' time went: a line for each stage that took some."""
     total = stats.busy_seconds + stats.gil_wait_seconds or 1.0
     times = {**stats.stage_seconds, "GIL": stats.gil_wait_seconds}
-    ways = ", ".join(f"{name}: {way}" for name, way in stats.ways.items())
+    methods = ", ".join(f"{name}: {method}" for name, method in stats.ways.items())
     return [
-        f"read by    {ways}",
+        f"read by    {methods}",
         f"decoded    {decimal(stats.nbytes)} of {decimal(stats.read_nbytes)} in the file,"
         f" {stats.samples:,} samples, {stats.decoded_chunks:,} chunks",
         *(
@@ -48,6 +48,6 @@ def _breakdown(stats: ReaderStats) -> list[str]:
     ]
 
 
-def _speed_line(name: str, trial: Trial, given: Trial) -> str:
-    ratio = trial.speed / given.speed if given.speed else 0.0
-    return f"{name:<24}{trial.speed:8.3g} GB/s {ratio:7.2f}x"
+def _speed_line(name: str, found: Measurement, given: Measurement) -> str:
+    ratio = found.speed / given.speed if given.speed else 0.0
+    return f"{name:<24}{found.speed:8.3g} GB/s {ratio:7.2f}x"

@@ -152,7 +152,9 @@ def _typed_options(typed: Mapping[str, Any]) -> dict[str, Any]:
         options["hdf5_path"] = options["hdf5_path"][0]
     if typed["no_labels"]:
         if "labels_field" in options:
-            raise typer.BadParameter("not both", param_hint="--labels-field, --no-labels")
+            raise typer.BadParameter(
+                "give one of them, not both", param_hint="--labels-field, --no-labels"
+            )
         options["labels_field"] = None
     return options
 
@@ -164,5 +166,5 @@ def _pairs(entries: Iterable[str], name: str) -> dict[str, str]:
         raise typer.BadParameter("must be NAME=PATH", param_hint=name)
     found = {key: value for key, _, value in pairs}
     if len(found) < len(pairs):
-        raise typer.BadParameter("two fields of one name", param_hint=name)
+        raise typer.BadParameter("two fields have the same name", param_hint=name)
     return found

@@ -879,10 +879,10 @@ def test_a_function_in_a_configuration_as_json(tmp_path):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda reader: reader.set_epoch("a"), "an epoch is an integer from 0, found 'a'"),
-        (lambda reader: reader.set_epoch(1.5), "an epoch is an integer from 0, found 1.5"),
-        (lambda reader: reader.load_state_dict([1]), "a state is what state_dict"),
-        (lambda reader: reader.load_state_dict(None), "a state is what state_dict"),
+        (lambda reader: reader.set_epoch("a"), "an epoch must be an integer from 0, found 'a'"),
+        (lambda reader: reader.set_epoch(1.5), "an epoch must be an integer from 0, found 1.5"),
+        (lambda reader: reader.load_state_dict([1]), "takes what state_dict"),
+        (lambda reader: reader.load_state_dict(None), "takes what state_dict"),
     ],
 )
 def test_arguments_that_do_not_fit(plain, call, message):
