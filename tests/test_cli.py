@@ -1,4 +1,4 @@
-"""`cli.py`: what people see, and the exit codes that scripts see."""
+"""`cli/`: what people see, and the exit codes that scripts see."""
 
 import importlib.metadata
 import itertools
@@ -43,7 +43,8 @@ def _plain_environment(monkeypatch):
     for name in ("COLUMNS", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "TERM"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "path", sys.path.copy())
-    monkeypatch.setattr(cli, "_BLOCK_SECONDS", math.inf)  # one table, however slow the machine
+    # One table, however slow the machine is.
+    monkeypatch.setattr("h5async.cli.listing.BLOCK_SECONDS", math.inf)
 
 
 def run(*arguments, **environment):
@@ -654,7 +655,7 @@ def test_values_that_the_library_refuses(train, typed, message):
         ("--field data", "NAME=PATH"),
         ("--field =data", "NAME=PATH"),
         ("--field data=", "NAME=PATH"),
-        ("--field x=data --field x=labels", "two fields of one name"),
+        ("--field x=data --field x=labels", "two fields have the same name"),
         ("--no-labels --labels-field labels", "not both"),
     ],
 )
@@ -836,6 +837,6 @@ def test_another_exception_is_not_dressed_up(train, monkeypatch):
     def stream(reader, epochs):
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(cli, "_stream", stream)
+    monkeypatch.setattr("h5async.cli.read.stream", stream)
     result = run("read", train)
     assert isinstance(result.exception, ZeroDivisionError)

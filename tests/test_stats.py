@@ -194,7 +194,8 @@ def test_nothing_to_tell_yet(given: dict[str, Any]) -> None:
         (
             {"gil_wait_seconds": 11.0},
             "data-bound: waited 50 % of the time; the reader's threads spent 50 % of their time"
-            " waiting for the GIL: the loop holds it; call less Python in it, or larger batches",
+            " waiting for the GIL: the loop holds it; call less Python in it, or make batches"
+            " larger",
         ),
         (  # a quarter is not too much
             {"gil_wait_seconds": 11.0 / 3},

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from h5async.config import MAX_WORLD_SIZE
+from h5async.config.reader import MAX_WORLD_SIZE
 from h5async.errors import ConfigError
 from h5async.system.interruptions import suppressing
 

@@ -225,7 +225,7 @@ def test_cpu_quotas_of_version_1(tmp_path: Path) -> None:
 def test_threads_follow_affinity_and_quota(
     monkeypatch: pytest.MonkeyPatch, quota: float | None, threads: int
 ) -> None:
-    monkeypatch.setattr("h5async.config.cpu_quota", lambda: quota)
+    monkeypatch.setattr("h5async.config.cores.cpu_quota", lambda: quota)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2, 4, 6}, raising=False)
     monkeypatch.setattr(os, "process_cpu_count", lambda: 4, raising=False)
     assert ReaderConfig(hdf5_path="a.h5").thread_count == threads

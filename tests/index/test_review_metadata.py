@@ -553,8 +553,8 @@ def test_inspect_shows_what_it_finds_as_it_finds_it(path, monkeypatch):
     """The first rows are there before the last ones are looked at."""
     file_of_many(path, 5)
     printed = []
-    monkeypatch.setattr(cli, "_BLOCK_SECONDS", -1.0)  # nothing is held back
-    monkeypatch.setattr(cli.typer, "echo", lambda text, **_: printed.append(text))
+    monkeypatch.setattr("h5async.cli.listing.BLOCK_SECONDS", -1.0)  # nothing is held back
+    monkeypatch.setattr("typer.echo", lambda text, **_: printed.append(text))
     seen = []
     layout_at = metadata._layout_at
 
@@ -563,7 +563,7 @@ def test_inspect_shows_what_it_finds_as_it_finds_it(path, monkeypatch):
         return layout_at(file, name, *others)
 
     monkeypatch.setattr(metadata, "_layout_at", noted)
-    cli.inspect(path)
+    assert CliRunner().invoke(cli.app, ["inspect", str(path)]).exit_code == 0
     for number, (name, before) in enumerate(seen):
         assert name == f"set{number:05}"
         assert before.count("set0") == number
@@ -577,7 +577,7 @@ def test_columns_of_inspect_get_only_wider(tmp_path, monkeypatch):
         file["a"] = np.zeros(3)
         file["b" * 50] = np.zeros((100, 100, 100), "i1")
         file["c"] = np.zeros(3)
-    monkeypatch.setattr(cli, "_BLOCK_SECONDS", -1.0)
+    monkeypatch.setattr("h5async.cli.listing.BLOCK_SECONDS", -1.0)
     result = CliRunner().invoke(cli.app, ["inspect", str(tmp_path / "file.h5")])
     _, _, a, b, c, *_ = result.stdout.splitlines()
     assert a.split() == ["a", *c.split()[1:]]
@@ -647,7 +647,7 @@ def test_other_errors_of_the_system_are_none_of_the_outputs(monkeypatch):
     def fail():
         raise OSError(12, "another error")
 
-    monkeypatch.setattr(cli.typer, "echo", lambda *_, **__: fail())
+    monkeypatch.setattr("typer.echo", lambda *_, **__: fail())
     result = CliRunner().invoke(cli.app, ["--version"])
     assert isinstance(result.exception, OSError)
     assert "another error" in str(result.exception)
@@ -789,14 +789,14 @@ def test_timeouts(plain, timeout, workers):
         ({"pth": "data"}, "fields: x: unknown option 'pth'; did you mean 'path'?"),
         ({"pth": "data", "path": "data"}, "fields: x: unknown option 'pth'; did you mean 'path'?"),
         ({}, "fields: x: path is required"),
-        ({"path": None}, "fields: x: path: input should be a valid string, found None"),
+        ({"path": None}, "fields: x: path: must be a string, found None"),
         ({"path": ""}, "fields: x: path: the path is empty"),
         ({5: "data"}, "fields: x: unknown option '5'"),
-        ({"path": "data", "axes": 5}, "fields: x: axes: input should be a valid tuple, found 5"),
+        ({"path": "data", "axes": 5}, "fields: x: axes: must be a valid tuple, found 5"),
         ({"path": "data", "scale": [None]}, "fields: x: scale: "),
         ({"path": "data", "scale": [10**400]}, "fields: x: scale: "),
-        ({"path": "data", "dtype": ("f4", -1)}, "fields: x: dtype: not a NumPy dtype"),
-        ({"path": "data", "dtype": "V4"}, "fields: x: dtype: not a boolean or numeric dtype"),
+        ({"path": "data", "dtype": ("f4", -1)}, "fields: x: dtype: must be a NumPy dtype"),
+        ({"path": "data", "dtype": "V4"}, "fields: x: dtype: must be a boolean or numeric dtype"),
         ("", "fields: x: path: the path is empty"),
         (5, "fields.x: "),
         (None, "fields.x: "),
@@ -879,10 +879,10 @@ def test_a_function_in_a_configuration_as_json(tmp_path):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda reader: reader.set_epoch("a"), "an epoch is an integer from 0, found 'a'"),
-        (lambda reader: reader.set_epoch(1.5), "an epoch is an integer from 0, found 1.5"),
-        (lambda reader: reader.load_state_dict([1]), "a state is what state_dict"),
-        (lambda reader: reader.load_state_dict(None), "a state is what state_dict"),
+        (lambda reader: reader.set_epoch("a"), "an epoch must be an integer from 0, found 'a'"),
+        (lambda reader: reader.set_epoch(1.5), "an epoch must be an integer from 0, found 1.5"),
+        (lambda reader: reader.load_state_dict([1]), "takes what state_dict"),
+        (lambda reader: reader.load_state_dict(None), "takes what state_dict"),
     ],
 )
 def test_arguments_that_do_not_fit(plain, call, message):
