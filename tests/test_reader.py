@@ -36,7 +36,7 @@ from h5async import (
     ReadError,
 )
 from h5async.core import binding as core_module
-from h5async.fill.filling import Filler
+from h5async.fill.reading import BatchReader
 from h5async.io.localfile import LocalFile
 from h5async.io.stamps import FileStamp
 from h5async.system.mounts import can_map
@@ -828,15 +828,15 @@ def test_threads_share_the_work_of_one_batch(
     meeting = threading.Barrier(2)
     arrivals = iter(range(10**6))
     threads = []
-    read = Filler._read
+    read = BatchReader.read
 
-    def meet_first(self: Filler, *arguments: Any) -> None:
+    def meet_first(self: BatchReader, *arguments: Any) -> None:
         if next(arrivals) < 2:
             threads.append(threading.current_thread())
             meeting.wait(DEADLOCK_SECONDS)
         read(self, *arguments)
 
-    monkeypatch.setattr(Filler, "_read", meet_first)
+    monkeypatch.setattr(BatchReader, "read", meet_first)
     num_dim = int(field == "columns")
     with AsyncReader(
         hdf5_path=wide,

@@ -1,4 +1,7 @@
-"""Options enter; the layout of each field leaves, over all files, and the order of samples."""
+"""Opens the dataset: indexes its files, and makes the orders of its samples.
+
+Options enter; the layout of each field leaves, over all files, and how samples are dealt.
+"""
 
 from __future__ import annotations
 
@@ -95,6 +98,6 @@ def _check_lengths(layouts: Mapping[str, DatasetLayout]) -> None:
             raise DatasetError(
                 f'{first.file}: dataset "{first.path}" ({name}) has {first.num_samples} samples'
                 f' along dimension {first.sample_axis}, but "{other.path}" ({other_name}) has'
-                f" {other.num_samples} along dimension {other.sample_axis}; all fields of a batch"
-                " need as many"
+                f" {other.num_samples} along dimension {other.sample_axis}; all fields must"
+                " have the same number of samples"
             )

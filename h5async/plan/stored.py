@@ -2,7 +2,8 @@
 
 Layouts and read plans enter. A dataset whose chunks a GPU can decode gets a `StoredFormat`. For a
 batch, a `StoredPlan` leaves: which chunks are read encoded, as they are stored in the file, and
-where the samples in them go; so chunks cross the link to the GPU compressed.
+where the samples in them go; so chunks cross the link to the GPU compressed. ("Stored" in names
+means such chunks: encoded, as the file has them.)
 """
 
 from __future__ import annotations

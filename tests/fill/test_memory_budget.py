@@ -308,7 +308,8 @@ def test_the_shares_are_listed_where_they_do_not_fit_together(
 ) -> None:
     """Each by itself does."""
     let_be_free(monkeypatch, 2 * MIB)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    for name, value in {"LOCAL_WORLD_SIZE": "3", "WORLD_SIZE": "3", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
     open_reader(gzipped, num_threads=2).close()
     with pytest.raises(OutOfMemoryError) as caught:
         open_reader(gzipped, num_threads=64)
