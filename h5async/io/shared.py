@@ -60,9 +60,9 @@ def page_memory(nbytes: int) -> NDArray[np.uint8]:
     try:
         block = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError, ValueError) as error:
-        raise MemoryError(f"the system refuses {nbytes:,} bytes of memory ({error})") from error
+        raise MemoryError(f"{nbytes} bytes of whole pages: {error}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppressing(OSError):  # some kernels have none
+        with suppressing(OSError):  # a kernel without them
             block.madvise(mmap.MADV_HUGEPAGE)
     return np.ndarray((nbytes,), np.uint8, block)
 
@@ -177,9 +177,9 @@ class _Map:
     Attributes
     ----------
     key
-        Identifies the `SharedMemory` that made this map.
+        Of the memory that this is of.
     offset, address
-        Where the map begins in the file, and in this process.
+        Where it begins in the file, and in this process.
     """
 
     def __init__(self, key: object, fd: int, offset: int, nbytes: int) -> None:
@@ -191,8 +191,8 @@ class _Map:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
         self.key, self.offset, self.address = key, offset, address
-        # Not by `__del__`, which would run before the finalizers that unpin these pages. Of an
-        # object's finalizers the first one runs last.
+        # Not by `__del__`, which would come before the finalizers of who pinned these pages. The
+        # first finalizer comes last.
         weakref.finalize(self, libc.munmap, address, nbytes).atexit = False
         if hasattr(mmap, "MADV_HUGEPAGE"):
             libc.madvise(address, nbytes, mmap.MADV_HUGEPAGE)  # some kernels have none

@@ -68,17 +68,16 @@ class Outstanding:
 
     def next_to_send(self) -> list[FillRequest]:
         """Return the requests to send to the helper now, in order; they count as sent."""
-        if not self._takes_requests:
+        if not self._unsent or not self._takes_requests:
             return []
         if not self._suspects:
-            slots = self._unsent
+            slots = sorted(self._unsent, key=self._serial)
         elif len(self._unsent) < len(self._entries):  # the helper has one, which it may die of
             return []
         else:
-            slots = {min(self._suspects, key=self._serial)}
-        requests = [self._entries[slot].request for slot in sorted(slots, key=self._serial)]
-        self._unsent = self._unsent - slots
-        return requests
+            slots = [min(self._suspects, key=self._serial)]
+        self._unsent.difference_update(slots)
+        return [self._entries[slot].request for slot in slots]
 
     # --- what becomes of helpers ------------------------------------------------------------------
 

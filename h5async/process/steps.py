@@ -31,7 +31,7 @@ class Steps:
         Parameters
         ----------
         what
-            What the helper did not do if there is a timeout, for the message: "a.h5: ... open it".
+            For the message, what the helper failed to do, as "a.h5: ... did not open the files".
         timeout_seconds
             The option ``timeout``; a step may take a minute at least.
 

@@ -904,14 +904,15 @@ def test_ctrl_c_is_the_readers(path, tmp_path):
     """A terminal sends it to the helper too."""
     script = tmp_path / "parent.py"
     script.write_text(
-        "import os, signal, sys\n"
+        "import os, signal, sys, time\n"
         "from h5async import AsyncReader\n"
         "reader = AsyncReader(hdf5_path=sys.argv[1], workers='process', batch_size=8)\n"
         "pid = reader._engine.filler.process._popen.pid\n"
         "for turn in range(3):\n"
         "    try:\n"
         "        os.killpg(0, signal.SIGINT)\n"
-        "        reader.get_next_batch()\n"
+        "        reader.fetch_data()\n"
+        "        while True: time.sleep(0.001)\n"  # with other threads about, Python may be late
         "    except KeyboardInterrupt:\n"
         "        pass\n"
         "    assert reader.get_next_batch().number == turn\n"
