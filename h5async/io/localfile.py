@@ -147,7 +147,7 @@ class LocalFile:
         buffers = [flat[at * nbytes : (at + 1) * nbytes] for at in positions]
         spans = zip(first, [*first[1:], len(positions)], strict=True)
         runs = [buffers[begin:end] for begin, end in spans]
-        # Between its reads a thread holds the GIL, for which others wait: everything is prepared, and
+        # Between its reads a thread holds the GIL, for which others wait: so all is prepared, and
         # `map` goes from one read to the next without Python code, as long as reads are quick.
         starts = [offsets[begin] for begin in first]
         block, begin = 1, 0

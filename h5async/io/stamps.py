@@ -112,6 +112,6 @@ def replaced(path: str) -> ReadError:
     """Return the error for a file that is not the one that was indexed."""
     return ReadError(
         f"{path} was replaced by another file after it had been indexed, and was not kept open:"
-        " only as many files are kept open as the limit of open files allows (ulimit -n); make a new"
-        " reader, which reads the new file"
+        " only as many files are as the limit of open files allows (ulimit -n); make a new reader,"
+        " which reads the new file"
     )
