@@ -2,7 +2,7 @@
 
 Each decoder writes into memory that is handed to it, cannot write past its end, drops the GIL for
 the work, and raises `ValueError` (or imagecodecs' `RuntimeError`) where the bytes are damaged as
-far as their format can tell: lengths always, checksums where there are some. `read/codecs.py`
+far as their format can tell: lengths always, checksums where there are some. `read/`
 chains decoders, and checks the final length.
 """
 

@@ -1,8 +1,4 @@
-"""An open dataset enters; its `ChunkTable` leaves: h5py's chunk index, checked and sorted.
-
-What h5py does not wrap of HDF5's index is asked of HDF5 itself, through the library that h5py
-has loaded.
-"""
+"""Reads and validates the chunk index of a dataset, and sorts it to a `ChunkTable`."""
 
 from __future__ import annotations
 
@@ -36,14 +32,14 @@ _BLOCK_CHUNKS = 1 << 13
 
 
 class TooManyChunksError(NotDirectError):
-    """HDF5 would go through more chunks than the file has room to list."""
+    """HDF5 would visit more chunks than the file has room to list."""
 
 
 def require_true_coordinates(dataset: h5py.Dataset) -> None:
-    """Refuse an index whose chunks HDF5 misplaces.
+    """Refuse an index of which HDF5 reports wrong coordinates.
 
-    Where just one dimension is unlimited, and it is not the first, the extensible array is kept
-    in another order of dimensions, and HDF5 forgets to turn the coordinates back.
+    Where just one dimension is unlimited, and it is not the first, the extensible array has another
+    order of dimensions, and HDF5 does not permute the coordinates back.
 
     Raises
     ------
@@ -57,10 +53,10 @@ def require_true_coordinates(dataset: h5py.Dataset) -> None:
         raise NotDirectError(f"only dimension {unlimited[0]} is unlimited: HDF5 misreports chunks")
 
 
-def applies_any(dataset: h5py.Dataset, places: Sequence[int], has_raw_edges: bool) -> bool:
-    """Tell whether a chunk was written with any of the filters at some places of the pipeline.
+def applies_any(dataset: h5py.Dataset, positions: Sequence[int], has_raw_edges: bool) -> bool:
+    """Tell whether a chunk was written with any of the filters at some positions of the pipeline.
 
-    Most often the first chunk was, and then no other is looked at.
+    Most often the first chunk was, and then no other is visited.
 
     Raises
     ------
@@ -68,7 +64,7 @@ def applies_any(dataset: h5py.Dataset, places: Sequence[int], has_raw_edges: boo
         If there are more chunks than the file has room to list.
     """
     _require_room(dataset)
-    wanted = sum(1 << place for place in places)
+    wanted = sum(1 << position for position in positions)
     shape, chunk = dataset.shape, dataset.chunks
 
     def applies(info: h5py.h5d.StoreInfo) -> bool | None:
@@ -81,7 +77,7 @@ def applies_any(dataset: h5py.Dataset, places: Sequence[int], has_raw_edges: boo
 
 
 def without_filters(
-    table: ChunkTable, filters: tuple[Filter, ...], places: Sequence[int]
+    table: ChunkTable, filters: tuple[Filter, ...], positions: Sequence[int]
 ) -> tuple[ChunkTable, tuple[Filter, ...]]:
     """Return a chunk table, and its filters, without those filters that no chunk was written with.
 
@@ -89,16 +85,16 @@ def without_filters(
     ----------
     table, filters
         All there are.
-    places
+    positions
         Of these filters in the pipeline.
     """
-    if not places:
+    if not positions:
         return table, filters
-    kept = [place for place in range(len(filters)) if place not in places]
+    kept = [bit for bit in range(len(filters)) if bit not in positions]
     mask = np.zeros_like(table.filter_mask)
-    for bit, place in enumerate(kept):
-        mask |= (table.filter_mask >> np.uint32(place) & np.uint32(1)) << np.uint32(bit)
-    return replace(table, filter_mask=mask), tuple(filters[place] for place in kept)
+    for bit, before in enumerate(kept):
+        mask |= (table.filter_mask >> np.uint32(before) & np.uint32(1)) << np.uint32(bit)
+    return replace(table, filter_mask=mask), tuple(filters[bit] for bit in kept)
 
 
 def read_chunk_table(
@@ -111,7 +107,7 @@ def read_chunk_table(
     ReadError
         If the index is damaged, or points outside the file.
     NotDirectError
-        If HDF5 reports what cannot be; all else was checked then.
+        If HDF5 reports chunks that cannot exist; everything else was checked then.
     """
     _require_room(dataset)
     table = _Table(dataset, filters, has_raw_edges, where)
@@ -119,7 +115,7 @@ def read_chunk_table(
     append = records.extend
 
     def collect() -> Generator[None, h5py.h5d.StoreInfo, None]:
-        while True:  # a generator is entered in half the time that a function takes
+        while True:  # entering a generator takes half as long as calling a function
             for _ in range(_BLOCK_CHUNKS):
                 corner, mask, offset, nbytes = yield
                 append(corner)
@@ -145,9 +141,9 @@ def read_chunk_table(
 
 
 def _require_room(dataset: h5py.Dataset) -> None:
-    """Leave more chunks than the file has room to list to h5py: HDF5 would go through all here.
+    """Leave a dataset to h5py that has more chunks than the file can list: HDF5 would visit all.
 
-    (It may be that none was ever written.)
+    (None of them may have been written.)
 
     Raises
     ------
@@ -165,15 +161,15 @@ def _require_room(dataset: h5py.Dataset) -> None:
 def _require_agreement(
     dataset: h5py.Dataset, table: ChunkTable, is_ascending: bool, where: str
 ) -> None:
-    """Refuse a version 1 B-tree that contradicts itself: it has no checksum.
+    """Refuse a version 1 B-tree that contradicts itself, since it has no checksum.
 
-    Its chunks come in the order of their keys, and HDF5 finds each by its key: all of few chunks,
-    and some of many, are looked up.
+    Its chunks must come in the order of their keys, and HDF5 must find each chunk by its key: all
+    of few chunks are looked up, and some of many.
 
     Raises
     ------
     ReadError
-        If they do not, or it does not.
+        If one of these does not hold.
     """
     if index_kind(dataset) != B_TREE_V1:
         return
@@ -187,16 +183,16 @@ def _require_agreement(
             int(place) * extent
             for place, extent in zip(np.unravel_index(at, grid), dataset.chunks, strict=True)
         )
-        # (`get_chunk_info_by_coord` goes through all chunks, and would find it.)
+        # (`get_chunk_info_by_coord` visits all chunks, and would find it.)
         if stored_nbytes(dataset, corner) != table.nbytes[item]:
             raise ReadError(
-                f"{where}, chunk {corner}: its chunk index lists it, and does not find it; the file"
-                " is damaged"
+                f"{where}, chunk {corner}: the chunk index lists it, but HDF5 does not find it;"
+                " the file is damaged"
             )
 
 
 class _Table:
-    """Chunks as HDF5 reports them, checked; taken over in blocks, so that memory stays small."""
+    """Chunks as HDF5 reports them, checked; added in blocks, so that memory stays small."""
 
     def __init__(
         self, dataset: h5py.Dataset, filters: tuple[Filter, ...], has_raw_edges: bool, where: str
@@ -210,7 +206,7 @@ class _Table:
         self._nbytes_of_all = math.prod(dataset.chunks) * dataset.id.get_type().get_size()
         self._has_filters = bool(filters)
         self.is_ascending = True  # as HDF5 reported the chunks
-        self.obstacle: str | None = None  # to reading by this table
+        self.obstacle: str | None = None  # why chunks cannot be read by this table
         self._count = 0
         self._index, self._offset, self._nbytes = (np.empty(0, np.int64) for _ in range(3))
         self._mask = np.empty(0, np.uint32)
@@ -253,7 +249,7 @@ class _Table:
         return ChunkTable(None if complete else index, offset, nbytes, mask)
 
     def _check_apart(self, offset: NDArray[np.int64], nbytes: NDArray[np.int64]) -> None:
-        """Refuse chunks that lie in each other, or where the file begins."""
+        """Refuse chunks that overlap each other or the file's superblock."""
         if not (offset[1:] >= offset[:-1] + nbytes[:-1]).all():
             order = np.argsort(offset, kind="stable")
             offset, nbytes = offset[order], nbytes[order]
@@ -262,7 +258,7 @@ class _Table:
             at = offset[bad[0] + 1] if bad.size else offset[0]
             what = "another one" if bad.size else "the file's superblock"
             raise ReadError(
-                f"{self._where}: a chunk at byte {at} lies in {what}; the file is damaged"
+                f"{self._where}: a chunk at byte {at} overlaps {what}; the file is damaged"
             )
 
     def _resize(self, count: int) -> None:
@@ -285,11 +281,12 @@ class _Table:
                 f"{self._where}, chunk {at}: {nbytes[bad[0]]} bytes at byte {offset[bad[0]]} do not"
                 f" lie in the file, which has {end} bytes; it was cut short or is damaged"
             )
-        due = self._nbytes_of_all
-        bad = np.flatnonzero(np.where(is_raw, nbytes != due, nbytes == 0))
+        expected = self._nbytes_of_all
+        bad = np.flatnonzero(np.where(is_raw, nbytes != expected, nbytes == 0))
         if bad.size:
             at = tuple(corners[bad[0]].tolist())
             raise ReadError(
-                f"{self._where}, chunk {at}: {nbytes[bad[0]]} bytes are stored,"
-                f" {due if is_raw[bad[0]] else 'some'} are due; the file is damaged"
+                f"{self._where}, chunk {at}: expected"
+                f" {expected if is_raw[bad[0]] else 'some'} bytes, got {nbytes[bad[0]]}; the file"
+                " is damaged"
             )

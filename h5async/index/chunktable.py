@@ -20,9 +20,9 @@ class ChunkTable:
     ----------
     index
         int64: the chunk's number in the C-ordered grid of chunks; None where all are allocated,
-        so that the number is the place in the arrays.
+        so that the number is the index into the arrays.
     offset, nbytes
-        int64: address in the file, and bytes stored there.
+        int64: address in the file, and stored size.
     filter_mask
         uint32: bit i set where filter i of the pipeline was not applied.
     """
@@ -33,13 +33,13 @@ class ChunkTable:
     filter_mask: NDArray[np.uint32]
 
     def find(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the places of chunks `numbers` in the arrays; -1 where one is not allocated."""
+        """Return the indices of chunks `numbers` in the arrays; -1 where one is not allocated."""
         if self.index is None:
             return numbers
         if not self.index.size:
             return np.full(numbers.shape, -1, np.int64)
-        place = np.minimum(np.searchsorted(self.index, numbers), self.index.size - 1)
-        return np.where(self.index[place] == numbers, place, -1)
+        at = np.minimum(np.searchsorted(self.index, numbers), self.index.size - 1)
+        return np.where(self.index[at] == numbers, at, -1)
 
 
 def grid_of(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> tuple[int, ...]:

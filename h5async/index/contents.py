@@ -16,14 +16,14 @@ from h5async.names import name_bytes, shell_word
 from h5async.system.interruptions import suppressing
 
 _LISTED_DATASETS = 20
-_MOST_OBJECTS = 200  # of a file that are looked at to say what is there: 0.05 s
-LISTING_NBYTES = 32 << 20  # of metadata: the names of a large group are gone through for each
+_MOST_OBJECTS = 200  # of a file that are visited to say what is there: 0.05 s
+LISTING_NBYTES = 32 << 20  # of metadata: the names of a large group are visited for each
 
 
 def what_is_there(file: h5py.File, reach: Reach) -> str:
     """List datasets of a file, and a command that would read the largest of them.
 
-    Not all of a large file is looked at: what is asked for may be misspelt in a file of millions.
+    Of a large file, only the first objects are listed: it may hold millions.
     """
     with metadata_cache(file, LISTING_NBYTES):
         listed = list(itertools.islice(walk(file, _MOST_OBJECTS + 1), _MOST_OBJECTS + 1))
@@ -45,7 +45,7 @@ def what_is_there(file: h5py.File, reach: Reach) -> str:
 def _opened(file: h5py.File, paths: Sequence[str]) -> dict[str, h5py.Dataset]:
     found = {}
     for path in paths:
-        with suppressing(Exception):  # it is damaged, as is said where it is read
+        with suppressing(Exception):  # it is damaged; the error comes where it is read
             found[path] = file[name_bytes(path)]
     return found
 
@@ -77,7 +77,7 @@ def _shown_shape(file: h5py.File, dataset: h5py.Dataset, reach: Reach) -> tuple[
             Indexer(file, reach).sources("").find(plist)
             is_permitted = True
         if not is_permitted:
-            return ()  # HDF5 would look at them all the same
+            return ()  # HDF5 would open them all the same
     return dataset.shape or ()
 
 

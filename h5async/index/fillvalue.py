@@ -15,11 +15,11 @@ from h5async.index.obstacles import NotDirectError
 
 
 def require_fill(plist: h5py.h5p.PropDCID, itemsize: int, where: str) -> None:
-    """Refuse a fill value of another size; HDF5 fills with what lies behind it in its memory."""
+    """Refuse a fill value of another size; HDF5 would fill with what lies after it in memory."""
     nbytes = fill_nbytes(plist) if itemsize and _has_fill_value(plist) else None
     if nbytes not in (None, itemsize):
         raise ReadError(
-            f"{where}: its fill value has {nbytes} bytes, and its elements have {itemsize}: its"
+            f"{where}: its fill value has {nbytes} bytes, but its elements have {itemsize}; its"
             " metadata are damaged"
         )
 
@@ -33,7 +33,7 @@ def fill_value(
 ) -> NDArray[Any]:
     """Return what HDF5 gives for values never written: zeros unless it may use a fill value.
 
-    `whenever`: whatever the fill time; virtual datasets do not mind it.
+    `whenever`: whatever the fill time, which does not matter to virtual datasets.
     """
     fill = np.zeros((), base)
     if _has_fill_value(plist) and (whenever or _is_filled(plist)):
@@ -44,7 +44,7 @@ def fill_value(
 
 
 def member_fill(plist: h5py.h5p.PropDCID, dataset: h5py.Dataset, member: tuple[str, ...]) -> bytes:
-    """Return the bytes of a member's fill value; none: zeros."""
+    """Return the bytes of a member's fill value; b"": zeros."""
     if not (_has_fill_value(plist) and _is_filled(plist)):
         return b""
     values: Any = np.zeros((), dataset.dtype)

@@ -24,16 +24,17 @@ def filters_of(plist: h5py.h5p.PropDCID) -> tuple[Filter, ...]:
 
 
 def require_filters(layout: DatasetLayout, dataset: h5py.Dataset, where: str) -> None:
-    """Raise `DatasetError` if a chunk was written with a filter that nobody can undo.
+    """Raise `DatasetError` if a chunk was written with a filter that is not available.
 
-    (Neither we nor h5py, with hdf5plugin, if it is there.) Other filters of nobody's do not matter.
+    It is available if it is decoded here, or if h5py has it, which gets more from hdf5plugin. Other
+    filters that are not available do not matter.
     """
     if not unavailable(layout.filters):
         return
     try:
         import hdf5plugin  # noqa: F401  (registers its filters with HDF5)
 
-        remedy = "hdf5plugin has it neither: let HDF5_PLUGIN_PATH name a folder with its plugin"
+        remedy = "hdf5plugin does not have it: let HDF5_PLUGIN_PATH name a folder with its plugin"
     except ImportError:
         remedy = "try: pip install hdf5plugin"
     missing = unavailable(layout.filters)
@@ -46,36 +47,36 @@ def require_filters(layout: DatasetLayout, dataset: h5py.Dataset, where: str) ->
 
 
 def is_hdf5s(entry: Filter) -> bool:
-    """Tell whether HDF5 has a filter, and we do not."""
+    """Tell whether HDF5 can undo a filter, and this package cannot."""
     return not can_decode(entry) and bool(h5py.h5z.filter_avail(entry.number))
 
 
 def unavailable(filters: tuple[Filter, ...]) -> list[int]:
-    """Return the places of filters that neither we have nor HDF5."""
+    """Return the positions of filters that neither this package nor HDF5 can undo."""
     return [
-        place
-        for place, entry in enumerate(filters)
+        bit
+        for bit, entry in enumerate(filters)
         if not can_decode(entry) and not h5py.h5z.filter_avail(entry.number)
     ]
 
 
 def require_whole(chunks: ChunkTable, layout: DatasetLayout, where: str) -> None:
-    """Refuse chunks that are stored raw, and have another length; HDF5 would read past them."""
-    due = math.prod(layout.chunk_shape) * layout.dtype.itemsize
-    bad = np.flatnonzero(chunks.nbytes != due)
+    """Refuse unfiltered chunks of another length than a chunk has; HDF5 would read past them."""
+    expected = math.prod(layout.chunk_shape) * layout.dtype.itemsize
+    bad = np.flatnonzero(chunks.nbytes != expected)
     if bad.size:
         raise ReadError(
-            f"{where}: a chunk at byte {chunks.offset[bad[0]]} was left as it is by all filters,"
-            f" and has {chunks.nbytes[bad[0]]} bytes instead of {due}; the file is damaged"
+            f"{where}: no filter was applied to the chunk at byte {chunks.offset[bad[0]]}; expected"
+            f" {expected} bytes, got {chunks.nbytes[bad[0]]}; the file is damaged"
         )
 
 
 def require_lengths(filters: tuple[Filter, ...], chunk_nbytes: int, where: str) -> None:
-    """Refuse filters that give other lengths; HDF5 delivers what its memory held before."""
+    """Refuse client data that state another length; HDF5 would deliver uninitialized memory."""
     for entry in filters if chunk_nbytes else ():
         stated = entry.stated_chunk_nbytes
         if stated not in (None, chunk_nbytes):
             raise ReadError(
-                f"{where}: its chunks have {chunk_nbytes} bytes, and by the parameters of its"
-                f" filter {entry.label} {stated}: its metadata are damaged"
+                f"{where}: its chunks have {chunk_nbytes} bytes, but the client data of its filter"
+                f" {entry.label} say {stated}; its metadata are damaged"
             )

@@ -19,8 +19,8 @@ class PieceGeometry(NamedTuple):
     chunk_strides, row_strides
         int64 (rank - 1,): of all dimensions but that of the samples.
     extents
-        int64 (pieces, rank - 1): elements of each piece of the cross-section, cut off at the
-        row's end.
+        int64 (pieces, rank - 1): elements of each piece of the cross-section, cut off at
+        the row's end.
     row_begin, piece_begin
         int64 (pieces,): first byte of each piece in a row, and in a chunk (a contiguous dataset
         is its own only chunk).

@@ -40,10 +40,10 @@ def edges_are_raw(dataset: h5py.Dataset) -> bool:
 
 
 def stored_nbytes(dataset: h5py.Dataset, corner: tuple[int, ...]) -> int:
-    """Return the stored size of a chunk, as HDF5 finds it by its key; 0 where it was never written.
+    """Return the stored size of a chunk, which HDF5 finds by its key; 0 where it was never written.
 
-    0 also where HDF5 does not say. Of a chunk that was never written, h5py's own
-    `read_direct_chunk` takes memory for whatever length its memory happened to hold.
+    0 also where HDF5 does not say. For a chunk that was never written, h5py's own
+    `read_direct_chunk` allocates whatever length an uninitialized variable holds.
     """
     offset = (ctypes.c_uint64 * len(corner))(*corner)
     try:
@@ -55,8 +55,8 @@ def stored_nbytes(dataset: h5py.Dataset, corner: tuple[int, ...]) -> int:
 def fill_nbytes(plist: h5py.h5p.PropDCID) -> int | None:
     """Return how many bytes a fill value has; None where HDF5 does not say.
 
-    It does so only where it encodes all properties: behind the name of this one come two bytes,
-    and the size in eight (H5P__dcrt_fill_value_enc of H5Pdcpl.c).
+    HDF5 only says so where it encodes all properties: after the name of this one come two bytes,
+    then the size in eight (H5P__dcrt_fill_value_enc of H5Pdcpl.c).
     """
     _, name, value = encoded_properties(plist).rpartition(b"fill_value\0")
     return int.from_bytes(value[2:10], "little", signed=True) if name else None
@@ -79,7 +79,7 @@ def encoded_properties(plist: h5py.h5p.PropDCID) -> bytes:
     return encoded.raw
 
 
-@functools.cache  # a function of ctypes holds itself, so that only a garbage collection frees it
+@functools.cache  # a function of ctypes refers to itself, so only a garbage collection frees it
 def _hdf5_function(name: str, *types: Any) -> Any:
     """Return a function of the HDF5 that h5py calls; it takes an identifier, and these types.
 
@@ -98,7 +98,7 @@ def _ask_hdf5(
     identifier: h5py._objects.ObjectID,
     *arguments: ctypes.Array[ctypes.c_uint64],
 ) -> int:
-    """Call a function of HDF5 that takes an identifier and arguments, and gives a number."""
+    """Call a function of HDF5 that takes an identifier and arguments, and returns a number."""
     found = kind(0)
     call = _hdf5_function(function, *map(type, arguments), ctypes.POINTER(kind))
     if call is None:

@@ -12,9 +12,9 @@ from h5async.index.layout import Indexed
 
 
 def indexed(dataset: h5py.Dataset) -> Indexed:
-    """Return what tells a dataset from one that lies in its place later.
+    """Return what tells a dataset from another one that lies in its place later.
 
-    What is hashed is what HDF5 encodes of its type and of its creation properties (H5Tencode,
+    The digest covers what HDF5 encodes of its type and of its creation properties (H5Tencode,
     H5Pencode2), and compact values, which are read with the index.
     """
     plist = dataset.id.get_create_plist()

@@ -1,8 +1,9 @@
-"""Where the bytes of a dataset lie and how they are encoded, or why only h5py may read them.
+"""Defines `DatasetLayout`: where the bytes of a dataset lie and how they are encoded.
 
-Plain data, made by `metadata.py`; nothing here knows of h5py. A layout either says where bytes
-lie in one file, or which `parts` of the dataset other layouts, its sources, hold: so are several
-files one dataset, a virtual dataset its sources, and one member of a compound a part of its rows.
+Plain data, which `metadata.py` reads; nothing here knows of h5py. A layout either says where the
+bytes lie in one file, or which `parts` of the dataset other layouts, its sources, hold. So several
+files are one dataset, a virtual dataset consists of its sources, and one member of a compound type
+is a part of its rows.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from h5async.index.geometry import PieceGeometry
 from h5async.index.slabs import Slab
 from h5async.io.stamps import FileStamp
 
-_SLICES = 32  # of a contiguous dataset: shares that threads can take
-_UNCHUNKED_UNIT_NBYTES = 1 << 20  # what is worth a read of its own
+_SLICES = 32  # of a contiguous dataset, so that several threads can read it
+_UNCHUNKED_UNIT_NBYTES = 1 << 20  # a read of so many bytes costs little more for each byte
 
 Storage = Literal["contiguous", "chunked", "compact", "virtual", "external", "files"]
 
 
 class Indexed(NamedTuple):
-    """What a dataset was when it was indexed; see `chunkindex.indexed`.
+    """What a dataset was when it was indexed; see `identity.indexed`.
 
     Attributes
     ----------
@@ -53,11 +54,11 @@ class Part:
     source
         Layout of the dataset that holds them.
     samples, source_samples
-        Which samples of the whole, and which of the source, as many.
+        Which samples of the whole dataset, and which of the source; equally many.
     region, source_region
-        Which piece of a row of the whole, and of a row of the source: a slice for each
-        dimension but that of the samples, of extents that are equal but for those of 1. None:
-        the whole row.
+        Which part of a row of the whole dataset, and of a row of the source: a slice for each
+        dimension but that of the samples; extents are equal, except for those of 1. None: the
+        whole row.
     member
         The member of the source's compound type that is delivered.
     """
@@ -83,24 +84,24 @@ class DatasetLayout:
     shape
         The dataset's dimensions, then those of an array dtype.
     dtype
-        As h5py gives it, without metadata; in the file's byte order.
+        As h5py gives it, without metadata, in the file's byte order.
     sample_axis
         The dimension of `shape` that counts the samples.
     storage
         HDF5's layout class, or ``"external"``; ``"files"``: several datasets, one after the other.
     fallback_reason
-        Why only h5py may read this dataset, or a part of it; None: it is read the direct way.
+        Why only h5py may read this dataset, or a part of it; None: it is read directly.
     fill
-        0-d array: the value of what was never written.
+        0-d array: the value of elements that were never written.
     offset
-        Contiguous: address of the first byte; -1: never allocated.
+        Contiguous: address of the first byte; -1: no bytes were allocated.
     chunk_shape, filters, chunks
         Chunked: dimensions of a chunk (of the rank of `shape`), pipeline in the order of
         writing, and the chunk table.
     values
         Compact: the values themselves, of `shape`.
     parts
-        What other datasets hold; nothing else here then says where bytes lie.
+        The parts that other datasets hold; then nothing else here says where bytes lie.
     sources
         Virtual: the datasets that are mapped.
     member
@@ -112,8 +113,8 @@ class DatasetLayout:
     attached
         External, read by h5py: the real paths of the files that hold the values, and their stamps.
     indexed
-        By which it is seen whether a file that was changed still holds the dataset; None: the
-        file is no HDF5 file, but holds values only.
+        Tells whether a file that was changed still holds the dataset; None: the file is not an
+        HDF5 file, and holds values only.
     """
 
     file: str
@@ -196,10 +197,10 @@ class DatasetLayout:
 
     @cached_property
     def piece_shape(self) -> tuple[int, ...]:
-        """Dimensions of what is read as a piece of work: a chunk.
+        """Dimensions of what is read at a time: a chunk.
 
         Of a contiguous dataset, all samples, and a slice of the rows' longest dimension: the bytes
-        of one sample are spread over the whole of it, so it had better be gone through once.
+        of one sample are spread over all of that slice, so it is best read once for all.
         """
         if self.chunk_shape:
             return self.chunk_shape
@@ -212,7 +213,7 @@ class DatasetLayout:
 
     @cached_property
     def cross_numbers(self) -> tuple[int, NDArray[np.int64]]:
-        """How far apart the numbers of chunks are that follow each other along the samples.
+        """The difference between numbers of chunks that follow each other along the samples.
 
         And int64 (m,): the numbers of the chunks of `cross_section`.
         """
@@ -229,7 +230,7 @@ class DatasetLayout:
 
     @property
     def geometry(self) -> PieceGeometry:
-        """How the pieces of a sample lie in chunks and in rows, for who copies them by bytes."""
+        """How the pieces of a sample lie in chunks and in rows, to copy them by bytes."""
         axis, item = self.sample_axis, self.dtype.itemsize
         shape = self.chunk_shape or self.shape
         rest = [a for a in range(len(shape)) if a != axis]
@@ -258,7 +259,7 @@ class DatasetLayout:
 
     @cached_property
     def has_gaps(self) -> bool:
-        """Whether no part holds some samples, or pieces of them: they have the fill value."""
+        """Whether some samples, or pieces of them, lie in no part: those have the fill value."""
         held = sum(
             part.samples.size
             * math.prod(
@@ -272,17 +273,17 @@ class DatasetLayout:
         return held < math.prod(self.shape)
 
     def unit_bounds(self, row_nbytes: int = 0) -> NDArray[np.int64]:
-        """Return where groups of samples begin that are stored together, in chunks say.
+        """Return where groups of samples begin that are stored together, such as in one chunk.
 
         Parameters
         ----------
         row_nbytes
-            Bytes that are delivered of a sample, if other than those of a row here.
+            Bytes that are delivered of a sample; 0: those of a row here.
 
         Returns
         -------
         numpy.ndarray
-            int64 (n + 1,), ascending from 0 to `num_samples`; nothing empty between.
+            int64 (n + 1,), strictly ascending from 0 to `num_samples`.
         """
         row_nbytes = row_nbytes or self.row_nbytes
         size = max(1, _UNCHUNKED_UNIT_NBYTES // max(1, row_nbytes))
@@ -299,7 +300,7 @@ class DatasetLayout:
         return np.unique(np.concatenate(bounds))
 
     def most_units(self, row_nbytes: int = 0) -> int:
-        """Return how many groups of samples `unit_bounds` finds at most, without making a list."""
+        """Return at most how many groups of samples `unit_bounds` finds, without listing them."""
         row_nbytes = row_nbytes or self.row_nbytes
         if self.chunk_shape:
             return self.grid[self.sample_axis]
@@ -309,7 +310,7 @@ class DatasetLayout:
 
     @cached_property
     def unit_nbytes(self) -> int:
-        """Decoded bytes of what is kept of a unit to give its samples to several batches."""
+        """Decoded bytes that are kept of a group of samples to give them to several batches."""
         if self.parts:
             return max(part.source.unit_nbytes for part in self.parts)
         if not self.filters or (self.rows_are_whole and self.chunk_shape[0] == 1):
@@ -337,7 +338,7 @@ class DatasetLayout:
             yield from source.origins()
 
     def with_one_sample(self) -> DatasetLayout:
-        """Return the same bytes, but of `parts`, with a dimension of 1 put before: one sample."""
+        """Return the same bytes (not `parts`) with a first dimension of 1: as one sample."""
         assert not self.parts
         return replace(
             self,
@@ -349,7 +350,7 @@ class DatasetLayout:
 
 
 def normal_axis(axis: int, rank: int, where: str) -> int:
-    """Return `axis` counted from the front, or raise `ConfigError` where there is none such."""
+    """Return `axis` counted from the front, or raise `ConfigError` if there is no such axis."""
     if not -rank <= axis < rank:
-        raise ConfigError(f"{where}: there is no dimension {axis}; it has {rank}")
+        raise ConfigError(f"{where}: there is no dimension {axis}; the dataset has {rank}")
     return axis % rank

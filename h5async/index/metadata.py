@@ -36,7 +36,7 @@ def read_layouts(
     UnsafeFileError
         If a dataset lies in files that `reach` does not permit.
     ConfigError
-        If a field's ``num_dim`` is no dimension of its dataset.
+        If a field's ``num_dim`` is not a dimension of its dataset.
     """
     with open_index(path) as file:
         return {

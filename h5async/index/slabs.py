@@ -32,7 +32,7 @@ class Slab:
 
     @property
     def end(self) -> int:
-        """The index behind the last one, 0 where none is selected."""
+        """The index after the last one, 0 where none is selected."""
         return self.start + (self.count - 1) * self.stride + self.block if self.size else 0
 
     @property
@@ -41,7 +41,7 @@ class Slab:
         return self.count == 1 or self.stride == self.block
 
     def as_slice(self) -> slice | None:
-        """Return the same as a slice, or None where there is none such."""
+        """Return it as a slice, or None where no slice selects the same."""
         if self.is_run:
             return slice(self.start, self.start + self.size)
         if self.block == 1:
@@ -49,7 +49,7 @@ class Slab:
         return None
 
     def ordinal(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return which of the selected indices each index is; -1 where it is none."""
+        """Return which of the selected indices each index is; -1 where it is not selected."""
         block, inside = np.divmod(index - self.start, self.stride)
         is_selected = (block >= 0) & (block < self.count) & (inside < self.block)
         return np.where(is_selected, block * self.block + inside, -1)

@@ -18,7 +18,7 @@ from h5async.io.stamps import FileStamp, has_swmr_writer, replaced
 from h5async.system.interruptions import interruption, suppressing
 
 _IOV_MAX = 1024  # POSIX guarantees 16; Linux and macOS take this many buffers a call
-_QUICK_SECONDS = 0.01  # between two looks at whether the reader was closed
+_QUICK_SECONDS = 0.01  # between two checks whether the reader was closed
 
 
 class LocalFile:
@@ -31,23 +31,23 @@ class LocalFile:
     path
         The file.
     expected
-        Of the file that was indexed.
+        The stamp of the file when it was indexed.
     io
         ``"auto"``: it is mapped on local file systems; ``"map"``: on any; ``"pread"``: never.
     python_maps
-        Whether Python, too, may copy out of the map, which nobody guards there: where a page is
-        missing, that ends the process.
+        Whether Python, too, may copy out of the map. The core guards its own copies; in Python, a
+        page that cannot be read ends the process.
 
     Attributes
     ----------
     descriptor
         For reading at any offset.
     stamp
-        Which state of the file is known to hold what was indexed.
+        The state of the file that is known to hold what was indexed.
     has_swmr_writer
-        Whether a writer lets others read meanwhile, so that the file changes all the time.
+        Whether a writer has the file open for SWMR, so that it changes all the time.
     map_address, map_nbytes
-        Where it is mapped, for the compiled core; 0: not mapped.
+        Where the file is mapped, for the compiled core; 0: it is not mapped.
 
     Raises
     ------
@@ -66,7 +66,7 @@ class LocalFile:
         self.map_address = self.map_nbytes = 0
         self._map: FileMap | None = None
         try:
-            # A file object: where Ctrl-C strikes before anyone has it, it is closed all the same.
+            # A file object, which is closed even where Ctrl-C interrupts before it is kept.
             self._file = open(path, "rb", buffering=0)
             self.descriptor = self._file.fileno()
         except OSError as error:
@@ -79,20 +79,20 @@ class LocalFile:
             self._make_map()
 
     def has_changed(self, since: FileStamp) -> bool:
-        """Tell whether the file is not as it was, or whether someone has found that out."""
+        """Tell whether the file changed since a stamp, or another thread has found that it did."""
         if self.has_swmr_writer and since is self.stamp and has_swmr_writer(self.descriptor):
             return False
         return since is not self.stamp or FileStamp.of(self.descriptor) != since
 
     def stop_mapping(self) -> None:
-        """Read from now on, which tells why a page cannot be had; who uses the map keeps it."""
+        """Use reads from now on, whose errors say why; threads that use the map keep it."""
         self.io = "pread"
         self.map_address = self.map_nbytes = 0
 
     def read_into(self, offset: int, buffers: list[memoryview]) -> None:
         """Fill `buffers`, one after the other, with the bytes from `offset` on.
 
-        The GIL is dropped meanwhile; a read that the system cuts short is taken up again.
+        The GIL is released meanwhile; a read that the system cuts short is continued.
 
         Raises
         ------
@@ -129,7 +129,7 @@ class LocalFile:
         Parameters
         ----------
         position, offset
-            int64 (n,): which rows, and the first byte of each in the file, in ascending order.
+            int64 (n,): indices of `rows`, and the first byte of each in the file, ascending.
         rows
             (m, nbytes), C-contiguous.
         require_open
@@ -143,12 +143,12 @@ class LocalFile:
         nbytes = rows.shape[1]
         flat = rows.reshape(-1).data
         first = np.flatnonzero(np.diff(offset, prepend=-1 - nbytes) != nbytes).tolist()
-        places, offsets = position.tolist(), offset.tolist()
-        buffers = [flat[place * nbytes : (place + 1) * nbytes] for place in places]
-        spans = zip(first, [*first[1:], len(places)], strict=True)
+        positions, offsets = position.tolist(), offset.tolist()
+        buffers = [flat[at * nbytes : (at + 1) * nbytes] for at in positions]
+        spans = zip(first, [*first[1:], len(positions)], strict=True)
         runs = [buffers[begin:end] for begin, end in spans]
-        # A thread holds the GIL between its reads, and others wait for it: so with all prepared,
-        # `map` goes from one read to the next without a line of Python, as long as they are quick.
+        # Between its reads a thread holds the GIL, for which others wait: so all is prepared, and
+        # `map` goes from one read to the next without Python code, as long as reads are quick.
         starts = [offsets[begin] for begin in first]
         block, begin = 1, 0
         while begin < len(starts):
@@ -168,10 +168,10 @@ class LocalFile:
                 self.read_into(start, run)  # a short or failing read
 
     def mapped(self, end: int) -> NDArray[np.uint8] | None:
-        """Return the file as an array of bytes, for Python; None where it is to be read instead.
+        """Return the map as an array of bytes, for Python; None where the file must be read.
 
-        Touching a page past the end of a file kills the process, so the size is checked here:
-        ask before each use, and keep the array no longer than that.
+        Touching a page after the end of a file ends the process, so the size is checked here: call
+        this before each use, and do not keep the array.
 
         Raises
         ------

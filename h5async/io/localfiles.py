@@ -1,4 +1,7 @@
-"""Reads from many local files, each kept open, which others may change meanwhile."""
+"""Reads from local files, of which it keeps as many open as it may.
+
+Other programs may change a file meanwhile: it is read on if it still holds what was indexed.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,15 @@ _TRIES = 5  # to read a slice of a batch while nobody changes the file
 
 
 class FileEventError(Exception):
-    """What was read is worth nothing: the file has changed, or a page of its map is missing."""
+    """What was read is worthless: the file has changed, or a page of its map cannot be read."""
 
     def __init__(self, map_failed: bool = False) -> None:
         super().__init__()
         self.map_failed = map_failed
 
 
-# look_anew(file, stamp) returns where a file that is now as `stamp` says still holds what was
-# indexed, and raises `ReadError` where it does not.
+# look_anew(file, stamp) returns if a file, whose stamp is now `stamp`, still holds what was
+# indexed, and raises `ReadError` if it does not.
 LookAnew = Callable[[LocalFile, FileStamp], None]
 
 
@@ -41,7 +44,7 @@ class LocalFiles:
     python_maps
         As for `LocalFile`.
     look_anew
-        Called in the thread that finds a file changed; None: such a file is refused.
+        Called in the thread that finds a file changed; None: a changed file is refused.
     """
 
     def __init__(
@@ -60,7 +63,7 @@ class LocalFiles:
     def read(
         self, path: str, expected: FileStamp, work: Callable[[LocalFile, FileStamp], bool]
     ) -> None:
-        """Have `work` read from a file that stays as it is until it is done.
+        """Call `work`, which reads from a file, until the file was the same before and after it.
 
         Parameters
         ----------
@@ -94,10 +97,10 @@ class LocalFiles:
     def _read_beside_a_writer(
         self, file: LocalFile, work: Callable[[LocalFile, FileStamp], bool]
     ) -> None:
-        """Read from a file that is changed all the time, and look at it after that."""
+        """Read from a file that is changed all the time, and check it only afterwards."""
         stamp = file.stamp
         try:
-            work(file, stamp._replace(nbytes=-1))  # which nobody compares
+            work(file, stamp._replace(nbytes=-1))  # so that nobody compares it
         except FileEventError as event:
             raise changed(file.path, "a page of its memory map cannot be read") from event
         except H5AsyncError as error:
@@ -106,14 +109,14 @@ class LocalFiles:
         self._look(file, stamp)
 
     def _look(self, file: LocalFile, stamp: FileStamp) -> None:
-        """See that a file which was changed still holds what was indexed; one thread looks."""
+        """Check that a changed file still holds what was indexed; one thread does, others wait."""
         with file.looking:
             now = FileStamp.of(file.descriptor)
             if file.stamp is not stamp or now == stamp:
                 return
             if now[:4] != stamp[:4]:
                 now = FileStamp.settled(file.descriptor)
-            # Of a file that has lost its name, the status was changed by that, and nothing else.
+            # Where a file was removed, that alone has changed its status.
             if now[:4] != stamp[:4] or _has_name(file):
                 self._look_anew(file, now)
             file.has_swmr_writer = has_swmr_writer(file.descriptor)
@@ -139,7 +142,7 @@ class LocalFiles:
 
 
 def _refuse(file: LocalFile, _stamp: FileStamp) -> None:
-    raise changed(file.path, "nobody can tell whether it still holds what was indexed")
+    raise changed(file.path, "whether it still holds what was indexed is unknown")
 
 
 def _has_name(file: LocalFile) -> bool:

@@ -1,4 +1,4 @@
-"""Maps files into memory, where that pays and is safe."""
+"""Maps files into memory, where that is faster than reading them, and safe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ IoMode = Literal["auto", "pread", "map"]
 
 
 def may_map(file: str | int, io: IoMode) -> bool:
-    """Tell whether a file, by its path or an open descriptor, is mapped where that pays."""
+    """Tell whether a file, by its path or an open descriptor, may be mapped."""
     return io == "map" or (io == "auto" and can_map(file))
 
 

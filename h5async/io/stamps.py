@@ -1,6 +1,6 @@
-"""Tells one state of a file from another, and words what has become of a file.
+"""Tells one state of a file from another, and words the errors for a file that was changed.
 
-A file is known by device and inode, and its state by its size and times.
+A file is identified by device and inode, and a state of it by size and times as well.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class FileStamp(NamedTuple):
 
     @classmethod
     def of(cls, file: int | str | Path) -> FileStamp:
-        """Return that of an open file, by its descriptor, or of what lies at a path now."""
+        """Return the stamp of an open file, by its descriptor, or of what lies at a path now."""
         status = os.stat(file)
         return cls(
             status.st_dev,
@@ -56,12 +56,12 @@ class FileStamp(NamedTuple):
 
     @classmethod
     def settled(cls, file: int | str | Path) -> FileStamp:
-        """Return that of a file, where possible once a change from now on would show in it.
+        """Return the stamp of a file, where possible once a change from now on would show in it.
 
-        File systems take the time from a clock that ticks every few milliseconds (some count whole
-        seconds), and when a write begins: a second change within a tick, and what is left of that
+        File systems take the time of a write when it begins, from a clock that ticks every few
+        milliseconds (some count whole seconds): a second change within a tick, and the rest of that
         write, leave no trace. Where the file was changed that recently, this waits for a tick, and
-        no longer than two: it may be written to all the time.
+        for two at most, since the file may be written to all the time.
         """
         stamp = cls.of(file)
         for _ in range(2):
@@ -76,7 +76,7 @@ class FileStamp(NamedTuple):
 
 
 def lies_at(path: str, stamp: FileStamp) -> bool:
-    """Tell whether it is a certain file that lies at a path."""
+    """Tell whether the file of a stamp lies at a path."""
     try:
         return FileStamp.of(path).file_id == stamp.file_id
     except OSError:
@@ -86,7 +86,7 @@ def lies_at(path: str, stamp: FileStamp) -> bool:
 def has_swmr_writer(descriptor: int) -> bool:
     """Tell whether an HDF5 file says that a writer has it open for SWMR.
 
-    So say the file consistency flags of its superblock, version 3 ("Disk Format: Level 0A" of the
+    The file consistency flags of its superblock say so, version 3 ("Disk Format: Level 0A" of the
     HDF5 file format specification), which lies at byte 0, 512, 1024, 2048, ...
     """
     begin = 0
@@ -111,7 +111,7 @@ def changed(path: str, what: str) -> ReadError:
 def replaced(path: str) -> ReadError:
     """Return the error for a file that is not the one that was indexed."""
     return ReadError(
-        f"{path} was replaced by another file after it had been indexed, and was not kept open: of"
-        " many files, only as many are as the limit of open files allows (ulimit -n); make a new"
-        " reader, which reads the new file"
+        f"{path} was replaced by another file after it had been indexed, and was not kept open:"
+        " only as many files are as the limit of open files allows (ulimit -n); make a new reader,"
+        " which reads the new file"
     )

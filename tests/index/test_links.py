@@ -780,7 +780,7 @@ def test_a_path_that_is_exchanged_between_check_and_opening_is_refused(
 
     monkeypatch.setattr(links.Reach, "permitted", permit_and_exchange)
     monkeypatch.setattr(Path, "is_file", look_and_exchange)
-    with pytest.raises(UnsafeFileError, match="was exchanged"):
+    with pytest.raises(UnsafeFileError, match="was replaced while"):
         AsyncReader(
             hdf5_path=path, labels_field=None, device="cpu", allow_external=ours.parent
         )  # fmt: skip

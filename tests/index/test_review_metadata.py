@@ -308,7 +308,7 @@ def test_a_filter_that_one_chunk_was_written_with(path, kind):
 
 def test_a_chunk_without_filters_of_another_length(path):
     file_with_a_filter_of_nobodys(path, [1, 1, 1], cut=4)
-    with pytest.raises(ReadError, match="has 44 bytes instead of 48"):
+    with pytest.raises(ReadError, match="expected 48 bytes, got 44"):
         reader_of(path)
 
 

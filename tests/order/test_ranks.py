@@ -263,14 +263,14 @@ REFUSED = {
     "FLUX=0/0": "FLUX_TASK_RANK=0 and FLUX_JOB_SIZE=0",
     # a pod with one process, as its operator says, in which MPI starts two
     "ENV=0/1 OMPI=1/2": "RANK=0, WORLD_SIZE=1 .PyTorch.; OMPI_COMM_WORLD_RANK=1, OMPI_COMM_WOR",
-    "ENV=0/1 LOCAL_RANK=0 OMPI=0/2": "told differently",
-    "ENV=1/4 OMPI=0/2": "told differently",  # four pods with two processes each
+    "ENV=0/1 LOCAL_RANK=0 OMPI=0/2": "sources disagree",
+    "ENV=1/4 OMPI=0/2": "sources disagree",  # four pods with two processes each
     "ENV=0/1 SLURM=1/4": "RANK=0, WORLD_SIZE=1 .PyTorch.; SLURM_PROCID=1, SLURM_STEP_NUM_TASKS=4",
     "ENV=0/3 LOCAL_RANK=0 SLURM=1/2": "give the options rank and world_size",
-    "PMI=0/1 SLURM=1/4": "told differently",
-    "OMPI=0/2 PMI=0/3": "told differently",
-    "JAX=0/2 SLURM=1/4": "told differently",
-    f"ENV=0/1 {TORCHRUN} SLURM=1/4": "told differently",
+    "PMI=0/1 SLURM=1/4": "sources disagree",
+    "OMPI=0/2 PMI=0/3": "sources disagree",
+    "JAX=0/2 SLURM=1/4": "sources disagree",
+    f"ENV=0/1 {TORCHRUN} SLURM=1/4": "sources disagree",
 }
 
 
