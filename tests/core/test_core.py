@@ -29,9 +29,9 @@ import imagecodecs
 import numpy as np
 import pytest
 from conftest import assert_reads_like_h5py, assert_same_bits, require_extra, truth
+from hdf5_encoder import ALL, MAY_GIVE_UP, HDF5Encoder, contents
 from hypothesis import given
 from hypothesis import strategies as st
-from test_codecs import ALL, MAY_GIVE_UP, HDF5Encoder, contents
 
 from h5async import AsyncReader, Field
 from h5async.codec.filters import (

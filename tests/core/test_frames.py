@@ -18,9 +18,9 @@ import imagecodecs
 import numpy as np
 import pytest
 from conftest import require_extra
+from hdf5_encoder import HDF5Encoder, contents
 from hypothesis import given
 from hypothesis import strategies as st
-from test_codecs import HDF5Encoder, contents
 from test_core import FRESH, HUGE, Guarded, RowFile, damaged, exactly, int64s, some
 
 from h5async import Field

@@ -32,9 +32,9 @@ from h5async import (
     ReaderConfig,
     ReadError,
     cli,
-    metadata,
 )
 from h5async.core.binding import load_core
+from h5async.index import metadata
 from h5async.index.fingerprint import fingerprint
 from h5async.index.layout import DatasetLayout
 from h5async.index.listing import walk

@@ -24,21 +24,12 @@ import pytest
 from conftest import assert_reads_like_h5py, assert_same_bits, poison, truth
 from h5py import h5d, h5p, h5s, h5t, h5z
 
-from h5async import (
-    AsyncReader,
-    DatasetError,
-    FileChangedWarning,
-    ReadError,
-    UnsafeFileError,
-    chunkindex,
-    execute,
-    fallback,
-    filters,
-    metadata,
-    virtual,
-)
+from h5async import AsyncReader, DatasetError, FileChangedWarning, ReadError, UnsafeFileError
+from h5async.codec import filters
+from h5async.index import chunkindex, metadata, virtual
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Located, Reach
+from h5async.read import execute, fallback
 
 HDF5 = ctypes.CDLL(h5py.h5p.__file__)
 DONT_FILTER_PARTIAL_CHUNKS = 2

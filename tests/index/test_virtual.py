@@ -22,16 +22,9 @@ from h5py import h5d, h5p, h5s, h5t
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from h5async import (
-    AsyncReader,
-    DatasetError,
-    Field,
-    H5AsyncError,
-    ReadError,
-    UnsafeFileError,
-    filling,
-    plan,
-)
+from h5async import AsyncReader, DatasetError, Field, H5AsyncError, ReadError, UnsafeFileError
+from h5async.fill import filling
+from h5async.plan import plan
 
 Slabs = tuple[tuple[int, int, int, int], ...]  # start, stride, count, block of each dimension
 

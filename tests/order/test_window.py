@@ -19,7 +19,7 @@ import pytest
 from conftest import assert_epoch_is, assert_same_bits, truth
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_plan import DEFLATE, layout
+from layouts import DEFLATE, layout
 
 from h5async import AsyncReader, ConfigError, DatasetError
 from h5async.order.sampling import Sampling

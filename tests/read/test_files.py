@@ -20,16 +20,9 @@ import pytest
 from conftest import assert_epoch_is, assert_same_bits, open_descriptors, poison, truth
 from h5py import h5d, h5p, h5s, h5t
 
-from h5async import (
-    AsyncReader,
-    ConfigError,
-    DatasetError,
-    Field,
-    ReaderConfig,
-    ReadError,
-    filling,
-    plan,
-)
+from h5async import AsyncReader, ConfigError, DatasetError, Field, ReaderConfig, ReadError
+from h5async.fill import filling
+from h5async.plan import plan
 
 OPTIONS: dict[str, Any] = {"labels_field": None, "device": "cpu", "batch_size": 4}
 
