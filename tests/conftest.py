@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import random
 import threading
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,30 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+# --- a sample of what takes long ----------------------------------------------------------------
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out most cases of tests that are marked with ``sampled(count)``.
+
+    H5ASYNC_TESTS=all runs all of them; a number, other ones than by default.
+    """
+    seed = os.environ.get("H5ASYNC_TESTS", "0")
+    if seed == "all":
+        return
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out = set()
+    for name, found in cases.items():
+        count = found[0].get_closest_marker("sampled").args[0]
+        kept = random.Random(f"{seed} {name}").sample(found, min(count, len(found)))
+        left_out |= set(found) - set(kept)
+    config.hook.pytest_deselected(items=sorted(left_out, key=items.index))
+    items[:] = [item for item in items if item not in left_out]
+
 
 # --- GPU tests -----------------------------------------------------------------------------------
 

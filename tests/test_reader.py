@@ -21,6 +21,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from cases import each
 from conftest import assert_epoch_is, assert_same_bits, our_threads, poison, truth
 
 from h5async import (
@@ -238,8 +239,8 @@ TRANSFORMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("chunks", [None, True])
-@pytest.mark.parametrize("dtype", ["u1", "<i2", ">i4", "f4", ">f8", "?", "f2"])
+@each("chunks", [None, True])
+@each("dtype", ["u1", "<i2", ">i4", "f4", ">f8", "?", "f2"])
 @pytest.mark.parametrize("what", TRANSFORMS)
 def test_fields_are_permuted_cast_and_scaled_as_numpy_does(
     tmp_path: Path, what: str, dtype: str, chunks: Any
@@ -276,8 +277,8 @@ def test_fields_are_permuted_cast_and_scaled_as_numpy_does(
         assert batch.x.dtype.isnative
 
 
-@pytest.mark.parametrize("order", ["NHWC", "NCHW", "HWCN", "CHNW", "WNHC", "NWHC"])
-@pytest.mark.parametrize("negative", [False, True])
+@each("order", ["NHWC", "NCHW", "HWCN", "CHNW", "WNHC", "NWHC"])
+@each("negative", [False, True])
 def test_images_come_as_nchw_whatever_their_order_in_the_file(
     tmp_path: Path, order: str, negative: bool
 ) -> None:
@@ -641,9 +642,7 @@ def test_the_index_lasts(train: Path) -> None:
         assert np.array_equal(np.sort(np.concatenate(indices)), np.arange(NUM_SAMPLES))
 
 
-@pytest.mark.parametrize(
-    "name", ["index", "epoch", "number", "last", "size", "copy", "count", "keys", "data", "x y"]
-)
+@each("name", ["index", "epoch", "number", "last", "size", "copy", "count", "keys", "data", "x y"])
 def test_a_field_is_reached_by_its_name_or_the_name_is_refused(train: Path, name: str) -> None:
     try:
         reader = AsyncReader(hdf5_path=train, fields={name: "labels"})
@@ -940,7 +939,7 @@ def raise_in_with(reader: AsyncReader) -> None:
         raise LookupError
 
 
-@pytest.mark.parametrize("num_threads", [0, 1, 3])
+@each("num_threads", [0, 1, 3])
 @pytest.mark.parametrize(
     "use",
     [use_and_close, close_twice, close_with_fetches_outstanding, close_in_a_loop, raise_in_with],
@@ -1048,7 +1047,7 @@ def leave_in_a_cycle(reader: AsyncReader) -> None:
     reader.fetch_data()
 
 
-@pytest.mark.parametrize("num_threads", [0, 1, 3])
+@each("num_threads", [0, 1, 3])
 @pytest.mark.parametrize(
     "use",
     [
@@ -1352,9 +1351,9 @@ def kind_options(name: str) -> dict[str, Any]:
 KINDS = ("rows", "large rows", "raw chunks", "gzip", "scaleoffset", "columns")
 
 
-@pytest.mark.parametrize("num_threads", [0, 2])
+@each("num_threads", [0, 2])
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("io", IO_MODES)
+@each("io", IO_MODES)
 def test_every_io_mode_gives_what_h5py_gives(
     kinds: Path, io: str, name: str, num_threads: int
 ) -> None:
@@ -1447,7 +1446,7 @@ def test_what_cannot_be_mapped_is_an_error_only_where_that_was_asked_for(tmp_pat
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("io", IO_MODES)
+@each("io", IO_MODES)
 def test_a_file_cut_short_after_it_was_opened_is_an_error(kinds: Path, io: str, name: str) -> None:
     """Never a crash, and no batch is wrong; in a process of its own, which a map could end."""
     source = f"""

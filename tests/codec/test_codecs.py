@@ -11,6 +11,7 @@ import h5py
 import imagecodecs
 import numpy as np
 import pytest
+from cases import each
 from conftest import require_extra
 from hdf5_encoder import ALL, BUILT_IN, REGISTERED, SEED, HDF5Encoder, contents
 
@@ -39,7 +40,6 @@ LONG = [
     ("fletcher32", "shuffle", "shuffle", "fletcher32"),
     ("shuffle", "shuffle", "fletcher32", "deflate"),
 ]
-TO_TRY = [*itertools.product(SHORT, ELEMENTS), *itertools.product(LONG, (3, 8))]
 TO_DAMAGE = [
     ("deflate",),
     ("lzf",),
@@ -62,7 +62,6 @@ CHAINS = [
     ("bitshuffle", "deflate"),
     ("shuffle", "lz4", "zstd", "fletcher32"),
 ]
-TO_TRY += itertools.product(CHAINS, ELEMENTS)
 TO_DAMAGE += [
     *((name,) for name in REGISTERED if "-" not in name or name[-1] in "1246"),
     ("shuffle", "zstd", "fletcher32"),
@@ -124,8 +123,13 @@ class Decoder:
         return decoded
 
 
-@pytest.mark.parametrize(("pipeline", "element"), TO_TRY, ids=ids)
-def test_chunks_that_hdf5_encoded(pipeline, element):
+@pytest.mark.parametrize("pipeline", [*SHORT, *LONG, *CHAINS], ids=ids)
+def test_chunks_that_hdf5_encoded(pipeline):
+    for element in (3, 8) if pipeline in LONG else ELEMENTS:
+        assert_is_decoded(pipeline, element)
+
+
+def assert_is_decoded(pipeline, element):
     encoder = HDF5Encoder(pipeline, element)
     for count in (1, 5, 333):
         for values in contents(element, count):
@@ -165,7 +169,7 @@ def test_shuffle_leaves_what_makes_no_whole_element():
             assert decoder.decode(shuffled) == values.tobytes()
 
 
-@pytest.mark.parametrize("pipeline", [*SHORT, *LONG, *CHAINS], ids=ids)
+@pytest.mark.parametrize("pipeline", [*SHORT, *LONG[-4:], *CHAINS], ids=ids)
 def test_a_chunk_of_another_length_is_an_error(pipeline):
     element, due = 4, 24
     encoder = HDF5Encoder(pipeline, element)
@@ -286,7 +290,7 @@ def stored_chunk(values, plist):
     return filters, np.frombuffer(encoded, np.uint8), mask
 
 
-@pytest.mark.parametrize("dtype", ["u1", "i2", "f4", "f8", "V3", "V16"])
+@each("dtype", ["u1", "i2", "f4", "f8", "V3", "V16"])
 @pytest.mark.parametrize(
     "shape", [(7, 5), (1, 300), (300, 1), (100, 300), (3, 4, 5), (1, 64, 64, 3), (5, 33, 9, 2)]
 )
@@ -323,8 +327,8 @@ def test_a_blosc2_chunk_that_has_no_values(shuffle):
 
 
 @pytest.mark.parametrize("dtype", ["u1", "u2", "u4", "u8", ">u2", ">u4", "f4", "f8"])
-@pytest.mark.parametrize("options", [4, 32], ids=["entropy", "nearest-neighbour"])
-@pytest.mark.parametrize("pixels_per_block", [8, 10, 16, 32])
+@each("options", [4, 32])
+@each("pixels_per_block", [8, 10, 16, 32])
 def test_szip(dtype, options, pixels_per_block):
     rng, dtype = np.random.default_rng(SEED), np.dtype(dtype)
     for shape in ((32,), (100,), (257,), (4, 100), (3, 5, 129), (2, 5000)):

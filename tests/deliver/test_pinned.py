@@ -13,6 +13,7 @@ import types
 import h5py
 import numpy as np
 import pytest
+from cases import each
 
 from h5async import AsyncReader, ConfigError, DeviceError, Field
 from h5async.deliver.pinned import Pinning
@@ -110,8 +111,8 @@ def options(path, **more):
     return {"hdf5_path": path, "fields": fields, "batch_size": 8, "pin_memory": True, **more}
 
 
-@pytest.mark.parametrize("num_threads", [0, 1, 3])
-@pytest.mark.parametrize("prefetch", [1, 2, 3])
+@each("num_threads", [0, 1, 3])
+@each("prefetch", [1, 2, 3])
 def test_late_copies_see_their_batch(path, cuda, num_threads, prefetch):
     with h5py.File(path) as file:
         data = file["data"][...].astype("f4")

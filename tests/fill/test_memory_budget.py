@@ -16,6 +16,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from cases import each
 from conftest import assert_same_bits, truth
 
 import h5async.fill.limits
@@ -134,7 +135,7 @@ def test_memory_of_version_1_beside_version_2(tmp_path: Path) -> None:
         ("/abc", "/.."),  # the host's mount, seen from within the namespace
     ],
 )
-@pytest.mark.parametrize("version", [1, 2])
+@each("version", [1, 2])
 def test_groups_of_containers(tmp_path: Path, path: str, mounted: str, version: int) -> None:
     base = "sys/fs/cgroup/memory" if version == 1 else "sys/fs/cgroup"
     if version == 1:
@@ -235,8 +236,8 @@ def test_threads_follow_affinity_and_quota(
 # --- what this process may have -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("environment", "ranks"),
+@each(
+    "environment, ranks",
     [
         ({}, 1),
         ({"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "64"}, 8),

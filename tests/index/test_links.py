@@ -11,6 +11,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from cases import each
 from conftest import assert_reads_like_h5py, assert_same_bits, poison, truth
 from h5py import h5l, h5p
 
@@ -61,9 +62,9 @@ def external(file: str | Path, path: str = "/data") -> h5py.ExternalLink:
 # --- links within a file -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", [{}, GZIP], ids=["contiguous", "gzip"])
+@each("how", [{}, GZIP])
 @pytest.mark.parametrize("kind", ["hard", "soft", "relative", "external"])
-@pytest.mark.parametrize("place", [0, 1, 2, 3])
+@each("place", [0, 1, 2, 3])
 def test_link_at_each_component(here, place, kind, how):
     """One of a/b/c/data is a link."""
     parts = ["a", "b", "c", "data"]
@@ -266,7 +267,7 @@ WAYS_OUT = [
 
 
 @pytest.mark.parametrize("how", WAYS_OUT)
-@pytest.mark.parametrize("name", ["data", "group/data"])
+@each("name", ["data", "group/data"])
 def test_external_link_outside_is_refused_or_permitted_by_root(here, how, name):
     target = outside(here, how)
     link(here / "f.h5", data=external(target), group=external(target, "/"))
@@ -388,7 +389,7 @@ def test_pipe_as_a_target_does_not_hang(here, name):
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize("allowed", [(), "/"], ids=["refused", "permitted"])
+@each("allowed", [(), "/"])
 @pytest.mark.parametrize("target", ["/dev/zero", "/dev/stdin", "/proc/self/mem", "/dev/tty"])
 def test_device_as_a_target_does_not_hang(here, target, allowed):
     link(here / "f.h5", data=external(target))
@@ -455,8 +456,8 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
-@pytest.mark.parametrize("allowed", ["nothing", "another root"])
+@each("cuts", CUTS.values())
+@each("allowed", ["nothing", "another root"])
 def test_external_storage_is_refused_even_beside_the_file(here, cuts, allowed):
     (here / "root").mkdir()
     write_external(here / "f.h5", *cuts)
@@ -467,9 +468,9 @@ def test_external_storage_is_refused_even_beside_the_file(here, cuts, allowed):
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize("num_threads", [0, 2])
-@pytest.mark.parametrize("num_dim", [0, 1])
-@pytest.mark.parametrize("offset", [0, 1, 100])
+@each("num_threads", [0, 2])
+@each("num_dim", [0, 1])
+@each("offset", [0, 1, 100])
 @pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
 def test_permitted_external_storage_reads_like_h5py(here, cuts, offset, num_dim, num_threads):
     path = write_external(here / "f.h5", *cuts, offset=offset)
@@ -506,8 +507,8 @@ def test_one_segment_that_is_not_permitted_refuses_all(here, cuts):
     assert_same_bits(read_all(path, allow_external=here), VALUES)
 
 
-@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
-@pytest.mark.parametrize("which", [0, -1])
+@each("cuts", CUTS.values())
+@each("which", [0, -1])
 def test_external_file_that_is_too_short_is_an_error_that_names_it(here, cuts, which):
     path = write_external(here / "f.h5", *cuts, offset=4)
     raw = sorted(here.glob("*.raw"))[which]

@@ -13,6 +13,7 @@ import types
 import h5py
 import numpy as np
 import pytest
+from cases import each
 from conftest import require_extra
 from hypothesis import given
 from hypothesis import strategies as st
@@ -234,7 +235,7 @@ LAUNCHED = {
 }
 
 
-@pytest.mark.parametrize("environment", LAUNCHED)
+@each("environment", LAUNCHED)
 def test_the_launcher_says_who_this_is(environment):
     assert find_rank(environment_of(environment)) == LAUNCHED[environment]
 
@@ -274,7 +275,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("environment", REFUSED)
+@each("environment", REFUSED)
 def test_an_environment_that_does_not_fit_together_is_refused(environment):
     with pytest.raises(ConfigError, match=REFUSED[environment]):
         find_rank(environment_of(environment))
@@ -449,9 +450,9 @@ def test_the_rank_is_settled_with_the_first_batch(path, monkeypatch, workers, sh
     assert found == expected
 
 
-@pytest.mark.parametrize("shuffle", ["full", "window"])
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("batches", [1, 2])
+@each("shuffle", ["full", "window"])
+@each("drop_last", [False, True])
+@each("batches", [1, 2])
 def test_a_state_that_is_loaded_before_the_rank_is_known(
     path, monkeypatch, shuffle, drop_last, batches
 ):

@@ -24,6 +24,7 @@ import fake_cupy
 import h5py
 import numpy as np
 import pytest
+from cases import each
 
 import h5async.deliver.device
 import h5async.process.helper
@@ -940,9 +941,9 @@ def test_a_forked_child_has_no_helper(path):
 # --- for a GPU -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_threads", [0, 2])
-@pytest.mark.parametrize("prefetch", [1, 3])
-@pytest.mark.parametrize("cache", [None, "device"])
+@each("num_threads", [0, 2])
+@each("prefetch", [1, 3])
+@each("cache", [None, "device"])
 def test_a_gpu_gets_the_right_batches_in_any_order(path, monkeypatch, num_threads, prefetch, cache):
     with h5py.File(path) as file:
         data = file["data"][...].transpose(0, 3, 1, 2)

@@ -15,6 +15,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from cases import each
 from conftest import our_threads
 
 import h5async.deliver.device
@@ -67,8 +68,8 @@ class Disk:
         return os.preadv(descriptor, buffers, offset, *flags)
 
 
-@pytest.mark.parametrize("num_threads", [0, 3])
-@pytest.mark.parametrize("shuffle", [False, "full"])
+@each("num_threads", [0, 3])
+@each("shuffle", [False, "full"])
 @pytest.mark.parametrize(("short", "failing"), [(0.5, 0), (0, 0.1), (0.3, 0.05)])
 def test_short_and_failing_reads(path, monkeypatch, num_threads, shuffle, short, failing):
     disk = Disk(7, short, failing)
@@ -155,8 +156,8 @@ STAGES = {
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("num_threads", [0, 1, 3])
-@pytest.mark.parametrize("prefetch", [1, 3])
+@each("num_threads", [0, 1, 3])
+@each("prefetch", [1, 3])
 def test_a_worker_that_raises_in_any_stage(path, monkeypatch, stage, num_threads, prefetch):
     data = truth(path).transpose(0, 2, 1).astype("f4") / 2
     once(monkeypatch, *STAGES[stage], 5)

@@ -17,6 +17,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from cases import each
 from conftest import assert_epoch_is, assert_same_bits, open_descriptors, poison, truth
 from h5py import h5d, h5p, h5s, h5t
 
@@ -238,9 +239,7 @@ LENGTHS = {
 }
 
 
-@pytest.mark.parametrize(
-    "how", [{}, {"chunks": (2, 3, 2)}, {"chunks": (3, 2, 1), "compression": "gzip"}], ids=str
-)
+@each("how", [{}, {"chunks": (2, 3, 2)}, {"chunks": (3, 2, 1), "compression": "gzip"}])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def test_files_of_any_length(tmp_path, lengths, how):
     how = {**how, "maxshape": (None, 3, 2)} if how else {}
@@ -257,8 +256,8 @@ def test_nothing_but_empty_files(tmp_path, count):
             reader.get_next_batch()
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 3, 7, 16, 25, 100])
-@pytest.mark.parametrize("drop_last", [False, True])
+@each("batch_size", [1, 2, 3, 7, 16, 25, 100])
+@each("drop_last", [False, True])
 def test_batches_straddle_files(tmp_path, batch_size, drop_last):
     paths = write_lengths(tmp_path, [7, 1, 0, 9, 8])
     expected = joined(paths)
@@ -408,7 +407,7 @@ def write_with(
     return path
 
 
-@pytest.mark.parametrize("names", list(itertools.combinations(WRITERS, 2)), ids=" and ".join)
+@each("names", list(itertools.combinations(WRITERS, 2)))
 def test_two_files_of_any_layouts_with_numbers(tmp_path, names):
     paths = []
     for number, name in enumerate(names):
@@ -465,7 +464,7 @@ STRINGS: dict[str, Callable[[h5py.File, np.ndarray], None]] = {
 }
 
 
-@pytest.mark.parametrize("names", list(itertools.permutations(STRINGS, 2)), ids=" ".join)
+@each("names", list(itertools.permutations(STRINGS, 2)))
 def test_two_files_of_any_layouts_with_strings(tmp_path, names):
     """Null-terminated ones come through h5py, and the others do not."""
     paths = []
@@ -508,7 +507,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
-@pytest.mark.parametrize("place", [0, 1, 2])
+@each("place", [0, 1, 2])
 def test_files_that_differ_are_an_error_that_names_both(tmp_path, other, place):
     paths = [write(tmp_path / f"{n}.h5", numbered(5, 5 * n)) for n in range(3)]
     write(paths[place], other())
