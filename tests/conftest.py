@@ -29,8 +29,13 @@ if load_core() is None:
 
 POISON = 0xA5  # what a buffer holds before anything was read into it
 
-hypothesis.settings.register_profile("default", deadline=None, max_examples=400, derandomize=True)
-hypothesis.settings.register_profile("quick", deadline=None, max_examples=100, derandomize=True)
+# With "all", every case of every test runs, and more random ones; else a sample.
+SAMPLE = os.environ.get("H5ASYNC_TESTS", "0")
+
+for profile, max_examples in ("default", 400 if SAMPLE == "all" else 100), ("quick", 50):
+    hypothesis.settings.register_profile(
+        profile, deadline=None, max_examples=max_examples, derandomize=True
+    )
 hypothesis.settings.register_profile(
     "thorough",
     deadline=None,
@@ -48,8 +53,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     H5ASYNC_TESTS=all runs all of them; a number, other ones than by default.
     """
-    seed = os.environ.get("H5ASYNC_TESTS", "0")
-    if seed == "all":
+    if SAMPLE == "all":
         return
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -58,7 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = set()
     for name, found in cases.items():
         count = found[0].get_closest_marker("sampled").args[0]
-        kept = random.Random(f"{seed} {name}").sample(found, min(count, len(found)))
+        kept = random.Random(f"{SAMPLE} {name}").sample(found, min(count, len(found)))
         left_out |= set(found) - set(kept)
     config.hook.pytest_deselected(items=sorted(left_out, key=items.index))
     items[:] = [item for item in items if item not in left_out]

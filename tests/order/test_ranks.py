@@ -417,6 +417,7 @@ def set_rank(monkeypatch, rank, world_size):
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("workers", ["thread", "process"])
 @pytest.mark.parametrize("shuffle", [False, "full", "window"])
 @pytest.mark.parametrize("begin", ["for", "fetch_data", "get_next_batch"])

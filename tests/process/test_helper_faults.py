@@ -323,6 +323,7 @@ PATCHES = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("patch", PATCHES)
 def test_what_others_have_patched(path, tmp_path, patch, when):
@@ -404,6 +405,7 @@ def test_a_path_of_modules_that_holds_anything(path, monkeypatch):
         assert reader.get_next_batch().number == 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("options", ["-I", "-S", "-E", "-s", "-P", "-O", "-X utf8", "-W error"])
 def test_options_of_the_interpreter(path, tmp_path, options):
     import site
@@ -684,6 +686,7 @@ ENDS = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("how", ENDS)
 def test_scripts_end_as_they_should(path, tmp_path, how):
     code, status = ENDS[how]

@@ -128,6 +128,7 @@ def run(folder: Path, library: Path, body: str, **variables: str) -> list[str]:
     return done.stdout.split()
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("core", ["", "0"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_read_begins_after_close(folder, library, kind, core):

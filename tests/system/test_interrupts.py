@@ -83,6 +83,7 @@ class Interrupter:
             gc.enable()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("workers", ["thread", "process"])
 @pytest.mark.parametrize("num_threads", [0, 1, 3])
 @pytest.mark.parametrize("shuffle", [False, "full"])
