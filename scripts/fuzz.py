@@ -19,8 +19,8 @@ memory; what is not refused is then read by h5py in another one. Outcomes:
                    h5py's calls were on top, or h5py alone does the same
 
 Mutants with the last six are written to ``OUT/fuzz``, if there are any, and listed in
-``OUT/fuzz.json``, by the file they were made of and a number. From these, and the seed, each is made
-again:
+``OUT/fuzz.json``, by the file they were made of and a number. From these, and the seed, each is
+made again, but for bytes that HDF5 leaves as they were in memory:
 
     python scripts/fuzz.py --again fill_value_compound 68
 """
