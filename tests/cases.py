@@ -6,6 +6,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ def each(names: str, values: Iterable[Any]) -> Callable[[Callable[..., None]], C
     """Call a test for each of some values in turn, as `pytest.mark.parametrize` does in many tests.
 
     For what varies the way to one and the same result: orders, threads, dtypes. Each call has a
-    `tmp_path` and a `monkeypatch` of its own, and all other fixtures are shared. A failure names
-    its case, and ends the test. Several of these make the product of their values.
+    `monkeypatch` and a `tmp_path` of its own; all other fixtures are shared, and where one is a
+    path in `tmp_path`, so is that. A failure names its case, and ends the test. Several of these
+    make the product of their values.
     """
     keys = [name.strip() for name in names.split(",")]
     cases = [(value,) if len(keys) == 1 else tuple(value) for value in values]
@@ -46,8 +48,10 @@ def _call(
     test: Callable[..., None], case: dict[str, Any], number: int, fixtures: dict[str, Any]
 ) -> None:
     own = dict(fixtures)
-    if "tmp_path" in own:
-        own["tmp_path"] = own["tmp_path"] / f"case{number}"
+    folder = own.get("tmp_path")
+    others = [value for value in own.values() if isinstance(value, Path)]
+    if folder is not None and not any(folder in other.parents for other in others):
+        own["tmp_path"] = folder / f"case{number}"
         own["tmp_path"].mkdir()
     with pytest.MonkeyPatch.context() as patch:
         if "monkeypatch" in own:

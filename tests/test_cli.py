@@ -556,7 +556,8 @@ def loaded(monkeypatch):
 @each("typed", OPTIONS)
 def test_exactly_what_was_typed_is_passed_on(loaded, typed):
     assert isinstance(run("read", "f.h5", *typed.split()).exception, Stop)
-    [(config, options)] = loaded
+    config, options = loaded.pop()
+    assert not loaded
     assert config is None
     assert Path(options.pop("hdf5_path")) == Path("f.h5")
     if "allow_external" in options:

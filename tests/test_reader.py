@@ -1446,7 +1446,7 @@ def test_what_cannot_be_mapped_is_an_error_only_where_that_was_asked_for(tmp_pat
 
 
 @pytest.mark.parametrize("name", KINDS)
-@each("io", IO_MODES)
+@pytest.mark.parametrize("io", IO_MODES)
 def test_a_file_cut_short_after_it_was_opened_is_an_error(kinds: Path, io: str, name: str) -> None:
     """Never a crash, and no batch is wrong; in a process of its own, which a map could end."""
     source = f"""

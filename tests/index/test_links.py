@@ -267,7 +267,7 @@ WAYS_OUT = [
 
 
 @pytest.mark.parametrize("how", WAYS_OUT)
-@each("name", ["data", "group/data"])
+@pytest.mark.parametrize("name", ["data", "group/data"])
 def test_external_link_outside_is_refused_or_permitted_by_root(here, how, name):
     target = outside(here, how)
     link(here / "f.h5", data=external(target), group=external(target, "/"))
@@ -456,8 +456,8 @@ CUTS = {
 }
 
 
-@each("cuts", CUTS.values())
-@each("allowed", ["nothing", "another root"])
+@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize("allowed", ["nothing", "another root"])
 def test_external_storage_is_refused_even_beside_the_file(here, cuts, allowed):
     (here / "root").mkdir()
     write_external(here / "f.h5", *cuts)
@@ -507,8 +507,8 @@ def test_one_segment_that_is_not_permitted_refuses_all(here, cuts):
     assert_same_bits(read_all(path, allow_external=here), VALUES)
 
 
-@each("cuts", CUTS.values())
-@each("which", [0, -1])
+@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize("which", [0, -1])
 def test_external_file_that_is_too_short_is_an_error_that_names_it(here, cuts, which):
     path = write_external(here / "f.h5", *cuts, offset=4)
     raw = sorted(here.glob("*.raw"))[which]

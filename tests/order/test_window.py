@@ -720,6 +720,7 @@ def test_each_chunk_is_decoded_once_an_epoch(
     path = tmp_path / "f.h5"
     make, num_dim, unit_nbytes = ONCE[name]
     make(path)
+    caches.clear()
     options = {"num_dim": num_dim, "num_threads": num_threads, "batch_size": 6}
     window_bytes = 100 * unit_nbytes  # of 120 units, or 240; the window takes half of them
     with open_window(path, window_bytes=window_bytes, **options) as reader:
