@@ -154,7 +154,7 @@ def _leaks_nothing(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
     if our_threads() - threads or open_descriptors(directory).keys() - descriptors.keys():
         gc.collect()
     for thread in our_threads() - threads:
-        thread.join(timeout=10)
+        thread.join(timeout=60)
         assert not thread.is_alive(), f"the test left the thread {thread.name} behind"
     left = {
         number: target

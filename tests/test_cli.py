@@ -79,7 +79,7 @@ def run_script(command, cwd, **environment):
         env={**os.environ, "PATH": path, **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
     )
 
 

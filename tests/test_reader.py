@@ -41,7 +41,7 @@ from h5async.fill.filling import Filler
 from h5async.io.storage import FileStamp, LocalFile
 from h5async.system.mounts import can_map
 
-DEADLOCK_SECONDS = 30
+DEADLOCK_SECONDS = 200
 NUM_SAMPLES = 23
 
 
@@ -1220,7 +1220,9 @@ def test_where_no_thread_can_be_started_nobody_waits_for_one(
 
     monkeypatch.setattr(threading.Thread, "start", refused)
     try:
-        with AsyncReader(hdf5_path=train, batch_size=5, num_threads=2, timeout=5) as reader:
+        with AsyncReader(
+            hdf5_path=train, batch_size=5, num_threads=2, timeout=DEADLOCK_SECONDS
+        ) as reader:
             assert_epoch_is(reader, truth(train))
     except ReadError as error:
         assert "no more threads" in str(error)  # noqa: PT017 (either way is right)

@@ -1446,7 +1446,7 @@ def run_python(code, **environment):
     """Run some code in another process; return its output."""
     given = {k: v for k, v in os.environ.items() if k != "H5ASYNC_CORE"} | environment
     done = subprocess.run(
-        [sys.executable, "-c", code], env=given, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], env=given, capture_output=True, text=True, timeout=200
     )
     return done.returncode, done.stdout.strip(), done.stderr
 

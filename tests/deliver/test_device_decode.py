@@ -377,7 +377,7 @@ def test_a_helper_process_reads_what_the_gpu_decodes(
         num_threads=num_threads,
         prefetch=3,
         cache=cache,
-        timeout=60,
+        timeout=200,
     ) as reader:
         kept = late_copies(cupy, simulation, reader, epochs=3)
         assert reader.stats().decode.startswith("device" if decode == "device" else ("host", "de"))

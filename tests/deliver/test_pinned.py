@@ -82,7 +82,7 @@ class FakeEvent:
 
     def synchronize(self):
         self.cuda.waiting.set()
-        assert self.cuda.may_run.wait(60)
+        assert self.cuda.may_run.wait(200)
         self.cuda.run(self.todo)
 
 
@@ -132,7 +132,7 @@ def test_late_copies_see_their_batch(path, cuda, num_threads, prefetch):
 
 
 def test_a_slot_is_not_refilled_before_the_copy_is_done(path, cuda):
-    with AsyncReader(**options(path, prefetch=1, num_threads=1, timeout=60)) as reader:
+    with AsyncReader(**options(path, prefetch=1, num_threads=1, timeout=200)) as reader:
         batch = reader.get_next_batch()
         held, values = batch.data, batch.data.copy()
         cuda.copy_later(held, np.zeros_like(held))
@@ -140,10 +140,10 @@ def test_a_slot_is_not_refilled_before_the_copy_is_done(path, cuda):
         cuda.waiting.clear()
         getter = threading.Thread(target=reader.get_next_batch)
         getter.start()
-        assert cuda.waiting.wait(60)
+        assert cuda.waiting.wait(200)
         assert np.array_equal(held, values)
         cuda.may_run.set()
-        getter.join(60)
+        getter.join(200)
         assert not np.array_equal(held, values)
 
 

@@ -544,7 +544,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(script: str, *arguments: Any, **kwargs: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=110, check=False, **kwargs
+        command, capture_output=True, text=True, timeout=200, check=False, **kwargs
     )
 
 

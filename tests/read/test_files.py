@@ -200,7 +200,7 @@ def test_glob_that_finds_nothing_is_an_error_that_names_it(tmp_path, pattern):
         assert pattern in str(caught.value)
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("way", ["alone", "listed", "glob"])
 def test_pipe_among_the_files_does_not_hang(tmp_path, way):
     paths = write_lengths(tmp_path, [5])
@@ -220,7 +220,7 @@ def test_pipe_that_nobody_writes_to_does_not_hang_either(tmp_path):
     os.mkfifo(tmp_path / "pipe.h5")
     code = "import sys, h5async; h5async.AsyncReader(hdf5_path=sys.argv[1], device='cpu')"
     command = [sys.executable, "-c", code, str(tmp_path / "*.h5")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=5)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert "ReadError" in done.stderr
 
 

@@ -127,7 +127,7 @@ def every_codec(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(path: Path, body: str, timeout: float = 90) -> subprocess.CompletedProcess[str]:
+def run(path: Path, body: str, timeout: float = 200) -> subprocess.CompletedProcess[str]:
     script = SCRIPT.format(path=str(path), body=body)
     command = [sys.executable, "-X", "faulthandler", "-c", script]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
@@ -163,7 +163,7 @@ def test_close_waits_for_a_consumer_that_works_itself(every_codec):
 
     def postprocess(data):
         works.set()
-        assert may_go_on.wait(60)
+        assert may_go_on.wait(200)
 
     reader = AsyncReader(
         hdf5_path=every_codec, data_field="raw", labels_field=None, num_threads=0,
@@ -179,15 +179,15 @@ def test_close_waits_for_a_consumer_that_works_itself(every_codec):
     consumer = threading.Thread(target=consume)
     closer = threading.Thread(target=reader.close)
     consumer.start()
-    assert works.wait(60)
+    assert works.wait(200)
     closer.start()
     while not reader._engine.ring.is_closed:
         os.sched_yield()
     assert open_descriptors(every_codec.parent)  # and so it is mapped
     assert closer.is_alive()
     may_go_on.set()
-    consumer.join(60)
-    closer.join(60)
+    consumer.join(200)
+    closer.join(200)
     assert not consumer.is_alive()
     assert not closer.is_alive()
     assert len(errors) == 1
