@@ -776,7 +776,7 @@ def test_timeouts_that_are_none(plain, timeout, num_threads):
     assert text in str(caught.value)
 
 
-@each("timeout", [None, 1e9, 30, np.float32(30), np.int64(30), 1.5])
+@each("timeout", [None, 1e9, 300, np.float32(300), np.int64(300), 250.5])
 @each("workers", ["thread", "process"])
 def test_timeouts(plain, timeout, workers):
     with reader_of(plain, timeout=timeout, workers=workers) as reader:
