@@ -30,7 +30,7 @@ def each(names: str, values: Iterable[Any]) -> Callable[[Callable[..., None]], C
         ]
         inner_test = getattr(test, "_test", test)
 
-        @functools.wraps(inner_test)
+        @functools.wraps(test)
         def all_of_them(**fixtures: Any) -> None:
             for number, case in enumerate(table):
                 _call(inner_test, case, number, fixtures)

@@ -37,3 +37,14 @@ def test_cases_are_the_product_in_order():
 
     collects()
     assert seen == [(1, "x", "y"), (1, "z", "w"), (2, "x", "y"), (2, "z", "w")]
+
+
+def test_marks_between_cases_are_kept():
+    @each("a", [1])
+    @pytest.mark.parametrize("b", [2])
+    @each("c", [3])
+    def is_marked(a, b, c):
+        assert (a, b, c) == (1, 2, 3)
+
+    assert [mark.args for mark in is_marked.pytestmark] == [("b", [2])]
+    is_marked(b=2)
