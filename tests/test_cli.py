@@ -13,6 +13,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from cases import each
 from typer.testing import CliRunner
 
 from h5async import ReaderConfig, cli
@@ -79,7 +80,7 @@ def run_script(command, cwd, **environment):
         env={**os.environ, "PATH": path, **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
     )
 
 
@@ -554,10 +555,11 @@ def loaded(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("typed", OPTIONS)
+@each("typed", OPTIONS)
 def test_exactly_what_was_typed_is_passed_on(loaded, typed):
     assert isinstance(run("read", "f.h5", *typed.split()).exception, Stop)
-    [(config, options)] = loaded
+    config, options = loaded.pop()
+    assert not loaded
     assert config is None
     assert Path(options.pop("hdf5_path")) == Path("f.h5")
     if "allow_external" in options:
@@ -623,8 +625,8 @@ def test_configurations_that_cannot_be_used(train):
     assert "hdf5_path is required" in refuse("read", "--config", directory / "no_path.toml")
 
 
-@pytest.mark.parametrize(
-    ("typed", "message"),
+@each(
+    "typed, message",
     [
         ("--batch-size 0", "batch_size"),
         ("--num-threads -1", "num_threads"),

@@ -7,6 +7,7 @@ import ctypes
 import h5py
 import numpy as np
 import pytest
+from cases import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -233,8 +234,8 @@ def test_floats_that_hdf5_packed(dtype, count, magnitude, base, exponent, fill, 
     assert_decodes(decode_scaleoffset, chunk)
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize(
+@each("dtype", FLOATS)
+@each(
     "values",
     [[1, np.nan, 2], [np.nan, 1, 2], [np.inf, 1, 2], [0, -np.inf, 0], [1e30, -1e30, 0], [-0.0] * 3],
 )
@@ -251,7 +252,7 @@ def test_floats_that_are_no_numbers(dtype, values):
 
 
 @pytest.mark.parametrize("dtype", ["<u1", "<i2", ">i4", "<f4", "<f8", ">u8"])
-@pytest.mark.parametrize("block_nbytes", [64, 512])
+@each("block_nbytes", [64, 512])
 def test_all_widths(monkeypatch, dtype, block_nbytes):
     """Blocks are small, so that numbers of every width go through several of them."""
     monkeypatch.setattr(packed, "_BLOCK_NBYTES", block_nbytes)
@@ -328,7 +329,7 @@ def test_every_power_of_ten(dtype):
             assert abs(exponent) >= most
 
 
-@pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS])
+@each("dtype", [*INTEGERS, *FLOATS])
 def test_cut_scaleoffset_chunks_are_an_error(dtype):
     count = 21
     for spread in (1, 9, 30, 256):
@@ -345,7 +346,7 @@ def test_cut_scaleoffset_chunks_are_an_error(dtype):
                 assert decode(decode_scaleoffset, chunk.parameters, cut, 500) == chunk.decoded
 
 
-@pytest.mark.parametrize("dtype", INTEGERS)
+@each("dtype", INTEGERS)
 def test_scaleoffset_of_all_bits_changes_nothing(dtype):
     nbytes = np.dtype(dtype).itemsize
     chunk = scaled(dtype, 8 * nbytes, 9, values=noise(SEED, 9 * nbytes).view(dtype))
@@ -443,7 +444,7 @@ def test_integers_of_few_bits(nbytes, order, signed, count, place, seed):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("nbytes", [1, 2, 4, 8])
+@each("nbytes", [1, 2, 4, 8])
 def test_all_precisions_and_offsets(order, nbytes):
     places = [(p, o) for p in range(1, 8 * nbytes + 1) for o in range(8 * nbytes - p + 1)]
     for precision, offset in places[:: max(1, len(places) // 150)]:
@@ -484,11 +485,7 @@ def test_cut_nbit_chunks_are_an_error():
             assert decode(decode_nbit, chunk.parameters, cut, 500) == chunk.decoded
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [*INTEGERS, *FLOATS, "<f2", [("a", "<i2"), ("b", ">f8")], ("<i4", (3,))],
-    ids=str,
-)
+@each("dtype", [*INTEGERS, *FLOATS, "<f2", [("a", "<i2"), ("b", ">f8")], ("<i4", (3,))])
 def test_nbit_of_all_bits_changes_nothing(dtype):
     dtype = np.dtype(dtype)
     tid = h5py.h5t.py_create(dtype)

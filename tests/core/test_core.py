@@ -28,10 +28,11 @@ import hypothesis
 import imagecodecs
 import numpy as np
 import pytest
+from cases import each
 from conftest import assert_reads_like_h5py, assert_same_bits, require_extra, truth
+from hdf5_encoder import ALL, MAY_GIVE_UP, HDF5Encoder, contents
 from hypothesis import given
 from hypothesis import strategies as st
-from test_codecs import ALL, MAY_GIVE_UP, HDF5Encoder, contents
 
 from h5async import AsyncReader, Field
 from h5async.codec.entry import CoreKind
@@ -925,7 +926,7 @@ def test_pieces_of_chunks_come_to_their_places(core, no_python, io):
     check()
 
 
-@pytest.mark.parametrize("dtype", ["u1", ">u2", "V3", "<f4", "<u8", "<c16"])
+@each("dtype", ["u1", ">u2", "V3", "<f4", "<u8", "<c16"])
 @pytest.mark.parametrize(
     ("shape", "chunks"),
     [
@@ -1090,7 +1091,7 @@ BAD_NUMBERS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "bad", "at"), BAD_NUMBERS)
+@each("name, bad, at", BAD_NUMBERS)
 def test_a_number_out_of_range_stops_before_its_chunk(core, any_file, name, bad, at):
     for io in ("map", "auto"):
         small = SmallDataset(core, any_file)
@@ -1105,8 +1106,8 @@ def test_a_number_out_of_range_stops_before_its_chunk(core, any_file, name, bad,
         assert small.batch.inside.tobytes() == small.expected(done)
 
 
-@pytest.mark.parametrize(
-    ("name", "bad"),
+@each(
+    "name, bad",
     [
         ("num_chunks", 0),
         ("num_cross", 0),
@@ -1135,8 +1136,8 @@ def test_a_structure_that_contradicts_itself(core, any_file, name, bad):
     assert small.batch.is_fresh()
 
 
-@pytest.mark.parametrize(
-    ("name", "bad", "at"),
+@each(
+    "name, bad, at",
     [
         *(("extents", bad, 0) for bad in (0, 4, -3)),
         *(("row_begin", bad, 0) for bad in (-1, 4)),
@@ -1349,7 +1350,7 @@ def raw_values(rng, dtype, shape):
 @pytest.mark.parametrize(
     "dtype", ["u1", "i1", "u2", "i2", "f2", "u4", "i4", "f4", "u8", "f8", "c8"]
 )
-@pytest.mark.parametrize("channels", CHANNELS)
+@each("channels", CHANNELS)
 def test_channels_come_first(core, dtype, channels):
     rng = np.random.default_rng(SEED)
     images = Images(core, dtype, dtype, None, None)
@@ -1360,8 +1361,8 @@ def test_channels_come_first(core, dtype, channels):
 
 
 @pytest.mark.parametrize("dtype", ["u1", "u2", "i2", "f4"])
-@pytest.mark.parametrize("channels", CHANNELS)
-@pytest.mark.parametrize("factors", ["", "scale", "offset", "scale offset"])
+@each("channels", CHANNELS)
+@each("factors", ["", "scale", "offset", "scale offset"])
 def test_channels_come_first_as_floats(core, dtype, channels, factors):
     if dtype == "f4" and not factors:
         return  # that is a copy
@@ -1437,7 +1438,7 @@ def run_python(code, **environment):
     """Run some code in another process; return its output."""
     given = {k: v for k, v in os.environ.items() if k != "H5ASYNC_CORE"} | environment
     done = subprocess.run(
-        [sys.executable, "-c", code], env=given, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], env=given, capture_output=True, text=True, timeout=200
     )
     return done.returncode, done.stdout.strip(), done.stderr
 
@@ -1553,8 +1554,8 @@ def test_workers_come_and_go(core, any_file):
 
 
 @pytest.mark.parametrize("io", ["auto", "map", "pread"])
-@pytest.mark.parametrize("dtype", ["u1", "u2", "<f4", "<f8", ">i2"])
-@pytest.mark.parametrize("is_scaled", [False, True])
+@each("dtype", ["u1", "u2", "<f4", "<f8", ">i2"])
+@each("is_scaled", [False, True])
 @pytest.mark.parametrize("chunks", [None, (1, 9, 7, 3), (4, 9, 7, 3)])
 def test_rows_that_are_transformed_as_they_are_read(tmp_path, core, io, dtype, is_scaled, chunks):
     """Some chunks were never written, and rows lie at odd addresses behind a user block."""

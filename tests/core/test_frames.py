@@ -17,10 +17,11 @@ import h5py
 import imagecodecs
 import numpy as np
 import pytest
+from cases import each
 from conftest import require_extra
+from hdf5_encoder import HDF5Encoder, contents
 from hypothesis import given
 from hypothesis import strategies as st
-from test_codecs import HDF5Encoder, contents
 from test_core import FRESH, HUGE, Guarded, RowFile, damaged, exactly, int64s, some
 
 from h5async import Field
@@ -310,7 +311,7 @@ def test_blocks_are_cut_as_they_are_meant(core):
     assert (cut.tasks, [n for *_, n in cut.copies]) == ([], [14] * 4)
 
 
-@pytest.mark.parametrize("io", ["auto", "pread", "map"])
+@each("io", ["auto", "pread", "map"])
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=ids)
 def test_chunks_of_a_file(core, tmp_path, io, pipeline):
     path, element, count, num_chunks = tmp_path / "some.h5", 4, 5003, 5
@@ -387,7 +388,7 @@ def test_how_many_blocks_there_are_at_most():
     assert [form.usual_tasks(nbytes) for nbytes in (4, 64, 65, 1000)] == [1, 1, 2, 16]
 
 
-@pytest.mark.parametrize("pipeline", PIPELINES, ids=ids)
+@each("pipeline", PIPELINES)
 def test_no_room_stops_it_and_nothing_is_half_cut(core, pipeline):
     filters, chunks = encoded_chunks(pipeline, 4, 83)
     form, stored = frame_format(filters), [encoded for encoded, _ in chunks]
@@ -403,7 +404,7 @@ def test_no_room_stops_it_and_nothing_is_half_cut(core, pipeline):
         assert (cut.done == len(chunks)) == is_enough
 
 
-@pytest.mark.parametrize("pipeline", SHORT, ids=ids)
+@each("pipeline", SHORT)
 def test_numbers_that_do_not_hold_together(core, pipeline):
     filters, chunks = encoded_chunks(pipeline, 4, 83)
     form, stored = frame_format(filters), [encoded for encoded, _ in chunks]
@@ -429,7 +430,7 @@ def test_numbers_that_do_not_hold_together(core, pipeline):
             assert Cut(core, form, 332, stored, nbytes=(at, bad)).done == at
 
 
-@pytest.mark.parametrize("pipeline", PIPELINES, ids=ids)
+@each("pipeline", PIPELINES)
 def test_of_another_length_than_is_due(core, pipeline):
     filters, chunks = encoded_chunks(pipeline, 4, 83)
     form = frame_format(filters)

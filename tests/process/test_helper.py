@@ -24,6 +24,7 @@ import fake_cupy
 import h5py
 import numpy as np
 import pytest
+from cases import each
 
 import h5async.deliver.device
 import h5async.process.child
@@ -43,7 +44,7 @@ from h5async.io.shared import SharedMemory
 from h5async.process.messages import DropStored, NoteUploaded, Started, Starting
 
 N = 53
-DEADLOCK_SECONDS = 60
+DEADLOCK_SECONDS = 200
 
 
 @pytest.fixture(scope="module")
@@ -424,7 +425,7 @@ def test_a_timeout(path):
 
     reader = make(path, postprocess=hangs, timeout=0.3)
     pid = pid_of(reader)
-    assert reader.get_next_batch(timeout=60).number == 0
+    assert reader.get_next_batch(timeout=200).number == 0
     for _ in range(2):
         with pytest.raises(BatchTimeoutError):
             reader.get_next_batch()
@@ -670,7 +671,7 @@ def test_standard_streams_that_are_closed(path, tmp_path, closed):
         "found = open(sys.argv[2], 'w')\n"
         "for fd in map(int, sys.argv[3:]): os.close(fd)\n"
         "with AsyncReader(hdf5_path=sys.argv[1], workers='process', batch_size=8, prefetch=1,\n"
-        "                 device='cpu', timeout=30) as reader:\n"
+        "                 device='cpu', timeout=120) as reader:\n"
         "    print(reader.get_next_batch().labels.tolist(), file=found)\n"
         "    os.kill(reader._engine.filler.process._popen.pid, signal.SIGKILL)\n"
         "    try: reader.get_next_batch()\n"
@@ -727,7 +728,7 @@ def test_more_requests_than_the_channel_holds(path, tmp_path, num_threads):
         "n = 2000\n"
         "with AsyncReader(hdf5_path=sys.argv[1], workers='process', fields={'labels': 'labels'},\n"
         "                 batch_size=1, prefetch=n, num_threads=int(sys.argv[2]), device='cpu',\n"
-        "                 timeout=50) as reader:\n"
+        "                 timeout=120) as reader:\n"
         "    for _ in range(n):\n"
         "        reader.fetch_data()\n"
         "    for i in range(n):\n"
@@ -942,9 +943,9 @@ def test_a_forked_child_has_no_helper(path):
 # --- for a GPU -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_threads", [0, 2])
-@pytest.mark.parametrize("prefetch", [1, 3])
-@pytest.mark.parametrize("cache", [None, "device"])
+@each("num_threads", [0, 2])
+@each("prefetch", [1, 3])
+@each("cache", [None, "device"])
 def test_a_gpu_gets_the_right_batches_in_any_order(path, monkeypatch, num_threads, prefetch, cache):
     with h5py.File(path) as file:
         data = file["data"][...].transpose(0, 3, 1, 2)

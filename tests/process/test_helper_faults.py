@@ -324,6 +324,7 @@ PATCHES = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("patch", PATCHES)
 def test_what_others_have_patched(path, tmp_path, patch, when):
@@ -405,6 +406,7 @@ def test_a_path_of_modules_that_holds_anything(path, monkeypatch):
         assert reader.get_next_batch().number == 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("options", ["-I", "-S", "-E", "-s", "-P", "-O", "-X utf8", "-W error"])
 def test_options_of_the_interpreter(path, tmp_path, options):
     import site
@@ -500,7 +502,7 @@ def test_more_slots_than_descriptors(path, tmp_path):
         "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))\n"
         "before = len(os.listdir('/proc/self/fd'))\n"
         "with AsyncReader(hdf5_path=sys.argv[1], workers='process', batch_size=2, device='cpu',\n"
-        "                 prefetch=20_000, timeout=100) as reader:\n"
+        "                 prefetch=20_000, timeout=200) as reader:\n"
         "    for turn in range(5):\n"
         "        assert reader.get_next_batch().number == turn\n"
         "    assert len(os.listdir('/proc/self/fd')) < before + 20\n"
@@ -685,6 +687,7 @@ ENDS = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("how", ENDS)
 def test_scripts_end_as_they_should(path, tmp_path, how):
     code, status = ENDS[how]
