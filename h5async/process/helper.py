@@ -81,15 +81,15 @@ class HelperFiller:
         )
         self._lock = self._supervisor.lock
         self._closed = False
-        self._then: Callable[[], None] = _nobody
+        self._then: Callable[[], None] = _nothing
         self._working = 0  # threads
         self._has_ended = False
         self._slots: ReaderSlots | None = None
         self._device_cache: Residency | None = None
         self._next_requests: Callable[[], Sequence[FillRequest]] = list
-        self._before_fill: Callable[[int], None] = _nobody
-        self._on_done: Callable[[FillRequest, FillOutcome], None] = _nobody
-        self._on_crash: Callable[[BaseException], None] = _nobody
+        self._before_fill: Callable[[int], None] = _nothing
+        self._on_done: Callable[[FillRequest, FillOutcome], None] = _nothing
+        self._on_crash: Callable[[BaseException], None] = _nothing
         self._threads: list[threading.Thread] = []
 
     @property
@@ -256,11 +256,11 @@ class HelperFiller:
         self.shared.close()
         self._slots = None
         # These functions are bound to what has this object.
-        self._next_requests, self._before_fill, self._on_done = list, _nobody, _nobody
+        self._next_requests, self._before_fill, self._on_done = list, _nothing, _nothing
         self._supervisor.release()
-        then, self._then = self._then, _nobody
+        then, self._then = self._then, _nothing
         then()
 
 
-def _nobody(*_: object) -> None:
+def _nothing(*_: object) -> None:
     pass

@@ -95,7 +95,7 @@ class Supervisor:
         self._takes_notes = False  # it was sent `Starting`, and messages may be posted behind that
         self._starting: Starting | None = None
         self._slots: ReaderSlots | None = None
-        self._on_done: Callable[[FillRequest, FillOutcome], None] = _nobody
+        self._on_done: Callable[[FillRequest, FillOutcome], None] = _nothing
         self._outstanding = Outstanding()
         self._stats = self._former_stats = _NOTHING_DONE
         self._steps = Steps()
@@ -185,7 +185,7 @@ class Supervisor:
 
     def release(self) -> None:
         """Let go of slots and functions, after `run` has ended."""
-        self._slots, self._on_done = None, _nobody
+        self._slots, self._on_done = None, _nothing
 
     def await_step(self, timeout_seconds: float | None) -> None:
         """Wait until the first helper has opened the files or, called again, has started.
@@ -349,7 +349,7 @@ class Supervisor:
         """
         if error is None:
             return False
-        if not self.ways:  # whoever makes the reader is told
+        if not self.ways:  # the constructor of the reader raises it
             if isinstance(error, HelperDied):
                 step = "started its threads" if self.layouts else "opened the files"
                 error = HelperDied(f"{error} before it had {step}; standard error may say why")
@@ -395,5 +395,5 @@ def _death(error: HelperDied, request: FillRequest, deaths: int, has_started: bo
     )
 
 
-def _nobody(*_: object) -> None:
+def _nothing(*_: object) -> None:
     pass
