@@ -351,9 +351,10 @@ class AsyncReader:
     def _check_not_empty(self) -> None:
         self._engine.check_open()
         if not self._engine.position.num_batches:
+            remedy = "; make batch_size smaller, or drop_last False" if self.num_samples else ""
             raise DatasetError(
                 f"{self._config.hdf5_path}: an epoch has no batch: {self.num_samples} samples,"
-                f" batch_size={self._config.batch_size}, drop_last={self._config.drop_last}"
+                f" batch_size={self._config.batch_size}, drop_last={self._config.drop_last}{remedy}"
             )
 
 

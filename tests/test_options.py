@@ -1,4 +1,4 @@
-"""The options stand once, in `ReaderConfig`: what tells of them elsewhere is made of that."""
+"""Options are described once, in `ReaderConfig`; help, docstrings and pages show the same."""
 
 from __future__ import annotations
 
