@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 )
 
 from h5async.deliver.slots import Assignment, SlotRing
-from h5async.errors import BatchTimeoutError, ReaderClosedError
+from h5async.errors import BatchTimeoutError, H5AsyncError, ReaderClosedError
 
 DEADLOCK_SECONDS = 200
 
@@ -79,6 +79,21 @@ def test_batches_are_taken_in_order_however_they_were_filled() -> None:
     for serial in range(3):
         ring.hand_back()
         assert take(ring)[::2] == (serial, serial * 10)
+
+
+def test_where_workers_broke_down_nobody_waits_for_ever() -> None:
+    ring: SlotRing[str] = SlotRing(2)
+    ring.ask()
+    ring.ask()
+    ring.assign()
+    ring.filled(0, "a")
+    ring.fail(RuntimeError("the first"))
+    ring.fail(RuntimeError("the second"))
+    assert take(ring) == (0, 0, "a")
+    with pytest.raises(H5AsyncError, match=r"broke down \(RuntimeError: the first\)"):
+        ring.wait(DEADLOCK_SECONDS)
+    ring.filled(1, "b")
+    assert take(ring) == (1, 1, "b")
 
 
 def test_a_dropped_batch_that_is_ready_frees_its_slot_at_once() -> None:
