@@ -56,7 +56,7 @@ def direct_share(layout: DatasetLayout) -> float:
 
 
 def _touched_nbytes(layout: DatasetLayout) -> float:
-    """Return the sum, over all samples, of the stored bytes of the chunks with pieces of them."""
+    """Return the sum, over all samples, of the stored sizes of the chunks with pieces of them."""
     chunks, axis = layout.chunks, layout.sample_axis
     assert chunks is not None
     number = np.arange(chunks.offset.size) if chunks.index is None else chunks.index

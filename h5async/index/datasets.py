@@ -189,9 +189,9 @@ class Indexer:
             )
 
     def _stored_nbytes(self, layout: DatasetLayout, dataset: h5py.Dataset, where: str) -> int:
-        """Return how many bytes are stored of what h5py is to read; 0: nobody knows.
+        """Return the stored size of a dataset that h5py is to read; 0: unknown.
 
-        The addresses of all are checked: HDF5 itself believes most of them.
+        All addresses are checked, of which HDF5 itself checks few.
         """
         # What was not written yet may have no address in the file, and some sizes are unknown.
         is_writer = self._file.id.get_intent() & h5py.h5f.ACC_RDWR

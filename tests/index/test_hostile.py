@@ -214,7 +214,7 @@ def test_chunks_that_lie_in_each_other(tmp_path, address, what):
     content = path.read_bytes()
     first = struct.unpack_from("<Q", content, begin + key)[0]
     put(path, begin + 2 * key + 8, struct.pack("<Q", first + 16 if address is None else address))
-    assert f"lies in {what}" in refused(path, ReadError)
+    assert f"overlaps {what}" in refused(path, ReadError)
 
 
 # --- what HDF5 answers with whatever its memory held --------------------------------------------
@@ -287,7 +287,7 @@ def test_a_fill_value_of_another_size(tmp_path, options):
         assert reader.get_next_batch().data[-1].tolist() == [0x12345678] * 3
     put(path, at, struct.pack("<I", 1))
     assert shown(path).shape == (ROWS, 3)
-    assert "its fill value has 1 bytes, and its elements have 4" in refused(path, ReadError)
+    assert "its fill value has 1 bytes, but its elements have 4" in refused(path, ReadError)
 
 
 # --- what HDF5 opens to tell a shape ------------------------------------------------------------
