@@ -12,7 +12,6 @@ import threading
 import time
 from pathlib import Path
 
-import h5async.io.storage
 import h5py
 import numpy as np
 import pytest
