@@ -492,7 +492,8 @@ class Engine:
 
     def _release(self) -> None:
         self.device.close()
-        self.slots = []
+        with self.device.freeing():
+            self.slots = []
 
     @property
     def fallback_reads(self) -> int:

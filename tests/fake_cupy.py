@@ -8,6 +8,7 @@ done, not when it is asked for. So a missing event shows as a wrong value in som
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import itertools
@@ -223,10 +224,28 @@ def make(seed):
         assert kind == 2
         simulation.put(streams[stream], lambda: ctypes.memmove(target, source, nbytes))
 
+    def memset_async(address, value, nbytes, stream):
+        simulation.put(streams[stream], lambda: ctypes.memset(address, value, nbytes))
+
+    pinned: dict[int, ctypes.Array] = {}
+
+    def host_alloc(nbytes, flags):
+        memory = ctypes.create_string_buffer(nbytes + 64)
+        address = -(-ctypes.addressof(memory) // 64) * 64
+        pinned[address] = memory
+        return address
+
     registered: dict[int, int] = {}
     runtime = types.SimpleNamespace(
         registered=registered,
+        pinned=pinned,
+        hostAlloc=host_alloc,
+        freeHost=lambda address: pinned.pop(address),
         getDeviceCount=lambda: 1,
+        getDevice=lambda: 0,
+        setDevice=lambda number: None,
+        errorMemoryAllocation=2,
+        memsetAsync=memset_async,
         CUDARuntimeError=type("CUDARuntimeError", (RuntimeError,), {}),
         deviceSynchronize=simulation.run_all,
         eventRecord=lambda event, stream: events[event].record(streams[stream]),
@@ -239,11 +258,15 @@ def make(seed):
     )
     cuda = types.SimpleNamespace(
         Device=Device,
-        driver=types.SimpleNamespace(CUDADriverError=type("CUDADriverError", (RuntimeError,), {})),
+        driver=types.SimpleNamespace(
+            CUDADriverError=type("CUDADriverError", (RuntimeError,), {}),
+            ctxGetCurrent=lambda: 1,
+            ctxSetCurrent=lambda context: None,
+        ),
         Event=Event,
         Stream=Stream,
-        PinnedMemory=bytearray,
-        PinnedMemoryPointer=lambda memory, offset: memory,
+        PythonFunctionAllocator=lambda allocate, free: types.SimpleNamespace(malloc=None),
+        using_allocator=lambda allocator: contextlib.nullcontext(),
         get_elapsed_time=lambda begin, end: 1.0,
         get_current_stream=current,
         memory=types.SimpleNamespace(OutOfMemoryError=type("OutOfMemory", (MemoryError,), {})),
@@ -254,7 +277,6 @@ def make(seed):
         ElementwiseKernel=ElementwiseKernel,
         RawModule=RawModule,
         __version__="0 (a stand-in)",
-        get_default_memory_pool=lambda: types.SimpleNamespace(free_all_blocks=lambda: None),
         asarray=lambda array: np.array(array).view(ndarray),
         copyto=copyto,
         cuda=cuda,

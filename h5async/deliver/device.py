@@ -1,7 +1,6 @@
 """Filled host arrays enter; arrays on the device leave, ordered on the caller's stream.
 
-The only importer of CuPy, and it imports it only where a GPU is asked for. The host twin hands
-the arrays on as they are.
+The host twin hands the arrays on as they are.
 
 How CUDA is kept in order, slot by slot. Uploads run on one stream of our own, the copy stream,
 and kernels on another, the work stream, so that one batch is permuted while the next one is
@@ -17,14 +16,10 @@ The caller's streams are CuPy's current one and, where PyTorch uses the GPU, PyT
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import itertools
 import math
-import sys
 import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -33,10 +28,11 @@ from numpy.typing import NDArray
 
 from h5async.core.binding import load_core
 from h5async.deliver.devicedecode import NotDecoded, Staging, StoredDecoder
+from h5async.deliver.gpu import Gpu, find_gpu
 from h5async.deliver.kernels import Kernels
 from h5async.deliver.nvcomp import load_nvcomp
 from h5async.deliver.pinned import Pinning
-from h5async.errors import DeviceError
+from h5async.errors import DeviceError, forget_frames
 from h5async.fill.filling import FillOutcome, SlotMemory
 from h5async.fill.resident import Budget, Residency
 from h5async.io.shared import SharedMemory, page_memory
@@ -129,8 +125,11 @@ class Device(Protocol):
     def poison(self, arrays: Iterable[Any]) -> None:
         """Fill arrays with bytes of 255 (NaN, -1, 255), behind all that the caller does now."""
 
+    def freeing(self) -> AbstractContextManager[Any]:
+        """Return a context in which what is on the device may be freed; it raises no error of it."""
+
     def close(self) -> None:
-        """Wait until the device uses none of the slots' memory any more."""
+        """Wait until the device uses none of the slots' memory any more. Raises nothing."""
 
 
 def find_device(name: str, pin_memory: bool = False) -> Device:
@@ -151,7 +150,8 @@ def find_device(name: str, pin_memory: bool = False) -> Device:
     if name == "cpu" or pin_memory:
         return HostDevice(Pinning() if pin_memory else None)
     try:
-        return CudaDevice(int(name.partition(":")[2] or -1) if name != "auto" else -1)
+        number = name.partition(":")[2]
+        return CudaDevice(find_gpu(int(number) if number else None))
     except DeviceError:
         if name == "auto":
             return HostDevice()
@@ -203,8 +203,8 @@ class HostSlot:
 
     def wait_writable(self) -> None:
         """Block until no copy on the caller's streams reads the memory any more."""
-        for event in self._copies:
-            event.synchronize()
+        if self._pinning is not None:
+            self._pinning.wait(self._copies)
 
     def upload(self, outcome: FillOutcome) -> tuple[Any, ...]:
         """Return the arrays themselves."""
@@ -285,6 +285,10 @@ class HostDevice:
         """Return a context that does nothing."""
         return nullcontext()
 
+    def freeing(self) -> AbstractContextManager[Any]:
+        """Return a context that does nothing."""
+        return nullcontext()
+
     def share(self) -> None:
         """Do nothing."""
 
@@ -305,40 +309,31 @@ class CudaDevice:
 
     Parameters
     ----------
-    number
-        The GPU; -1: CuPy's current one.
+    gpu
+        On which they are.
 
     Raises
     ------
     DeviceError
-        If CuPy or the GPU is missing.
+        If the GPU cannot be used.
     """
 
-    def __init__(self, number: int = -1) -> None:
-        self.cupy = cupy = _import_cupy()
-        try:
-            count = cupy.cuda.runtime.getDeviceCount()
-        except cupy.cuda.runtime.CUDARuntimeError as error:
-            raise DeviceError(
-                f"CuPy {cupy.__version__} is installed but finds no usable GPU ({error}); check"
-                ' with: nvidia-smi. To read without one: device="cpu"'
-            ) from error
-        if count == 0 or number >= count:
-            raise DeviceError(
-                f"there is no GPU {max(number, 0)}: CuPy finds {count}; check with: nvidia-smi."
-                ' To read without one: device="cpu"'
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+        self.name = gpu.name
+        cupy = gpu.cupy
+        with gpu.working("no stream can be made"):
+            # The copy stream, and the work stream.
+            self.streams: tuple[Any, ...] = tuple(
+                cupy.cuda.Stream(non_blocking=True) for _ in range(2)
             )
-        self._device = cupy.cuda.Device(number if number >= 0 else None)
-        self.name = f"cuda:{self._device.id}"
-        with self._device, self.failing("no stream can be made"):
-            self.copy_stream = cupy.cuda.Stream(non_blocking=True)
-            self.work_stream = cupy.cuda.Stream(non_blocking=True)
         self.kernels = Kernels(cupy)
         self.cache: list[Any] = []  # the rows of all samples, one array a field, as uploaded
         self.decoders: dict[int, StoredDecoder] = {}  # by field
         # Decoders work in memory of their own, in the order of the work stream: what puts one
         # batch's work there must not be mixed with what puts another's.
         self.decoding = threading.Lock()
+        self._slots: list[CudaSlot] = []
         self._row_nbytes: list[int] = []
 
     def open_slots(
@@ -368,54 +363,51 @@ class CudaDevice:
             needs_host(transform) or (postprocess and not transform.is_identity)
             for transform in todo
         ]
-        cuda = self.cupy.cuda
-        core = load_core()
+        gpu, core = self.gpu, load_core()
         try:
-            with self.current():
+            with gpu.current(), gpu.allocating():
                 for field, form in enumerate(stored_formats):
                     if form is not None and core is not None:
-                        decoder = StoredDecoder(self.cupy, self.kernels, load_nvcomp(), core, form)
+                        decoder = StoredDecoder(gpu.cupy, self.kernels, load_nvcomp(), core, form)
                         self.decoders[field] = decoder
                 slots = [CudaSlot(self, rows, todo, on_host, shared) for _ in range(count)]
-        except (
-            cuda.memory.OutOfMemoryError,
-            cuda.runtime.CUDARuntimeError,
-            MemoryError,
-        ) as error:
+        except (*gpu.errors, MemoryError) as error:
+            with gpu.freeing():
+                forget_frames(error)  # which hold the slots that there were memory for
             raise DeviceError(
                 f"{count} slots of {rows} rows do not fit the memory of {self.name} ({error});"
                 " make batch_size or prefetch smaller"
             ) from error
-        self._compile(slots[0])
         self._row_nbytes = [array.nbytes // rows for array in slots[0].memory.out]
+        self._slots = slots
+        self._compile()
         return list(slots)
 
-    def _compile(self, slot: CudaSlot) -> None:
+    def _compile(self) -> None:
         """Compile the kernels now: what goes wrong with that is no matter of a batch."""
+        gpu = self.gpu
         try:
-            with self.current():
-                slot.warm_up()
+            with gpu.current(), gpu.allocating():
+                self._slots[0].warm_up()
                 self.kernels.load()
         except Exception as error:
             raise DeviceError(
-                f"CuPy {self.cupy.__version__} cannot compile for {self.name} ({error}); it needs"
+                f"CuPy {gpu.cupy.__version__} cannot compile for {self.name} ({error}); it needs"
                 " NVRTC and the headers of CUDA: pip install 'cupy-cuda13x[ctk]', or"
                 " 'cupy-cuda12x[ctk]' for a driver of CUDA 12"
             ) from error
 
     def drop_decoders(self, slots: Iterable[DeviceSlot]) -> None:
         """Give the memory back that is only for decoding here, which is not done any more."""
-        self.decoders = {}
-        for slot in slots:
-            slot.drop_staging()
-        with self.current():
-            self.cupy.get_default_memory_pool().free_all_blocks()
+        with self.gpu.freeing():
+            self.decoders = {}
+            for slot in slots:
+                slot.drop_staging()
 
     @property
     def free_nbytes(self) -> int:
         """Bytes of the GPU's memory that are free now."""
-        with self.current():
-            return int(self.cupy.cuda.runtime.memGetInfo()[0])
+        return self.gpu.free_nbytes
 
     def open_cache(self, num_samples: int, cache_bytes: int | None) -> Residency | Budget:
         """Reserve device memory for the rows of all samples, as they are uploaded.
@@ -425,82 +417,61 @@ class CudaDevice:
         Residency or Budget
             The budget, where it does not suffice, by `cache_bytes` or by what the GPU has free.
         """
-        nbytes = num_samples * sum(self._row_nbytes)
-        with self.current():
-            if cache_bytes is None:
-                cache_bytes = int(self.free_nbytes * _CACHE_SHARE)
-            budget = Budget("device", nbytes, cache_bytes)
-            if not budget.suffices:
-                return budget
+        gpu, nbytes = self.gpu, num_samples * sum(self._row_nbytes)
+        if cache_bytes is None:
+            cache_bytes = int(gpu.free_nbytes * _CACHE_SHARE)
+        budget = Budget("device", nbytes, cache_bytes)
+        if not budget.suffices:
+            return budget
+        with gpu.working("the cache could not be made"), gpu.allocating():
             try:
                 self.cache = [
-                    self.cupy.empty((num_samples, row), np.uint8) for row in self._row_nbytes
+                    gpu.cupy.empty((num_samples, row), np.uint8) for row in self._row_nbytes
                 ]
-            except self.cupy.cuda.memory.OutOfMemoryError:
+            except gpu.errors as error:
+                if not gpu.is_lack_of_memory(error):
+                    raise
                 self.cache = []
                 return Budget("device", nbytes, self.free_nbytes)
-            self.cupy.cuda.get_current_stream().synchronize()  # as in `CudaSlot`
+        self._compile()  # kernels that take rows out of it
         return Residency(num_samples, nbytes, "device")
-
-    def callers_streams(self) -> list[int]:
-        """Return the streams on which the caller may use a batch now, this GPU being current."""
-        streams = [int(self.cupy.cuda.get_current_stream().ptr)]
-        torch = sys.modules.get("torch")
-        if torch is not None and torch.cuda.is_initialized():
-            of_torch = int(torch.cuda.current_stream(self._device.id).cuda_stream)
-            if of_torch != streams[0]:
-                streams.append(of_torch)
-        return streams
 
     def share(self) -> None:
         """Order the caller's other streams behind what its current one was given."""
-        with self.current():
-            current, *others = self.callers_streams()
+        with self.gpu.working("a batch could not be shared between streams"):
+            current, *others = self.gpu.streams()
             for stream in others:
                 self._order(current, stream)
 
     def _order(self, first: int, then: int) -> None:
-        event = self.cupy.cuda.Event(disable_timing=True)
-        self.cupy.cuda.runtime.eventRecord(event.ptr, first)
-        self.cupy.cuda.runtime.streamWaitEvent(then, event.ptr)
+        cuda = self.gpu.cupy.cuda
+        event = cuda.Event(disable_timing=True)
+        cuda.runtime.eventRecord(event.ptr, first)
+        cuda.runtime.streamWaitEvent(then, event.ptr)
 
     def poison(self, arrays: Iterable[Any]) -> None:
         """Fill arrays with bytes of 255, on the current stream and behind the caller's others."""
-        with self.current():
-            current, *others = self.callers_streams()
+        with self.gpu.working("a batch could not be poisoned"):
+            current, *others = self.gpu.streams()
             for stream in others:
                 self._order(stream, current)
             for array in arrays:
                 array.reshape(-1).view(np.uint8).fill(255)
 
     def current(self) -> AbstractContextManager[Any]:
-        """Return a context in which this GPU is the current one."""
-        device: AbstractContextManager[Any] = self.cupy.cuda.Device(self._device.id)
-        return device
+        """Return a context in which this GPU is the current one, and its errors are ours."""
+        return self.gpu.working("arrays could not be copied")
 
-    @contextlib.contextmanager
-    def failing(self, what: str) -> Iterator[None]:
-        """Turn CUDA's errors into a `DeviceError` that says what failed."""
-        cuda = self.cupy.cuda
-        try:
-            yield
-        except (
-            cuda.runtime.CUDARuntimeError,
-            cuda.driver.CUDADriverError,
-            cuda.memory.OutOfMemoryError,
-        ) as error:
-            raise DeviceError(
-                f"{self.name}: {what} ({error}); after a fault of the GPU this process has to be"
-                ' started again, perhaps with decode="host"'
-            ) from error
+    def freeing(self) -> AbstractContextManager[Any]:
+        """Return a context in which what is on this GPU may be freed."""
+        return self.gpu.freeing()
 
     def close(self) -> None:
         """Wait until the GPU uses none of the slots' memory any more."""
-        # After a fault there is nothing left to wait for, and whoever met it was told.
-        with self.current(), contextlib.suppress(self.cupy.cuda.runtime.CUDARuntimeError):
-            self.cupy.cuda.runtime.deviceSynchronize()
-        self.cache = []
-        self.decoders = {}
+        with self.gpu.freeing():
+            self.gpu.cupy.cuda.runtime.deviceSynchronize()
+        with self.gpu.freeing():
+            self.cache, self.decoders, self.streams, self._slots = [], {}, (), []
 
 
 class CudaSlot:
@@ -514,8 +485,9 @@ class CudaSlot:
         on_host: Sequence[bool],
         shared: SharedMemory | None,
     ) -> None:
-        cupy = device.cupy
-        self._device = device
+        gpu, cupy = device.gpu, device.gpu.cupy
+        self._device, self._gpu = device, gpu
+        self._copy_stream, self._work_stream = device.streams
         self._shared = shared
         self._staging = {
             field: Staging(cupy, decoder.form, self._empty_filled)
@@ -564,27 +536,32 @@ class CudaSlot:
             return self._empty_pinned(shape, dtype)
         memory = self._shared.empty(math.prod(shape) * dtype.itemsize)
         if memory.nbytes:
-            runtime = self._device.cupy.cuda.runtime
-            runtime.hostRegister(memory.ctypes.data, memory.nbytes, 0)
-            weakref.finalize(memory.base, _unregister, runtime, memory.ctypes.data).atexit = False
+            self._gpu.pin(memory)
         return memory.view(dtype).reshape(shape)
 
     def _empty_pinned(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-        # Not from CuPy's pool, which takes the next power of two.
-        cuda = self._device.cupy.cuda
-        memory = cuda.PinnedMemory(max(1, math.prod(shape) * dtype.itemsize))
-        return np.ndarray(shape, dtype, cuda.PinnedMemoryPointer(memory, 0))
+        memory = self._gpu.pinned_memory(math.prod(shape) * dtype.itemsize)
+        return memory.view(dtype).reshape(shape)
 
     def warm_up(self) -> None:
-        """Run each kernel of a transform once, on the current stream, and wait for it."""
-        for raw, delivered, change in zip(self._raw, self._delivered, self._change, strict=True):
-            if delivered is not raw:
-                change.change(raw[:1], self._every[:1], delivered[:1])
-        self._device.cupy.cuda.get_current_stream().synchronize()
+        """Run each kernel of a transform, on the current stream, and wait for it.
+
+        CuPy compiles one for a single row, one for more, and, from 2 GiB on, one for larger arrays.
+        """
+        cache = self._device.cache
+        for i, (raw, change) in enumerate(zip(self._raw, self._change, strict=True)):
+            if self._delivered[i] is raw:
+                continue
+            for rows in sorted({1, min(2, len(raw)), len(raw)}):
+                index, out = self._every[:rows], self._delivered[i][:rows]
+                change.change(raw[:rows], index, out)
+                if cache and change.gathers:
+                    change.change(cache[i].view(raw.dtype), index, out)
+        self._gpu.cupy.cuda.get_current_stream().synchronize()
 
     def wait_writable(self) -> None:
         """Block until the last upload out of the host arrays is done."""
-        with self._device.current(), self._device.failing("an upload failed"):
+        with self._gpu.working("an upload failed"):
             self._uploaded.synchronize()
 
     def upload(self, outcome: FillOutcome) -> tuple[Any, ...]:
@@ -603,8 +580,8 @@ class CudaSlot:
             If the GPU fails.
         """
         device = self._device
-        with device.current(), device.failing("a batch could not be uploaded"):
-            with device.copy_stream as stream:
+        with self._gpu.working("a batch could not be uploaded"):
+            with self._copy_stream as stream:
                 for event in (self._ready, *self._released):
                     stream.wait_event(event)
                 self._begun[0].record(stream)
@@ -614,7 +591,7 @@ class CudaSlot:
                 others = self._upload_rows(outcome, stream)
                 self._sent.record(stream)
                 self._uploaded.record(stream)
-            with device.work_stream as stream:
+            with self._work_stream as stream:
                 stream.wait_event(self._uploaded)
                 self._begun[1].record(stream)
                 try:
@@ -630,8 +607,8 @@ class CudaSlot:
 
     def transfer_seconds(self) -> float:
         """Wait for the last upload; return what the slower of link and kernels took for it."""
-        elapsed = self._device.cupy.cuda.get_elapsed_time
-        with self._device.current():
+        elapsed = self._gpu.cupy.cuda.get_elapsed_time
+        with self._gpu.working("an upload failed"):
             self._done.synchronize()
             sent = float(elapsed(self._begun[0], self._sent))
             done = float(elapsed(self._begun[1], self._done))
@@ -679,15 +656,15 @@ class CudaSlot:
 
     def acquire(self) -> None:
         """Make the caller's current streams wait for the batch."""
-        with self._device.current():
-            for stream in self._device.callers_streams():
-                self._device.cupy.cuda.runtime.streamWaitEvent(stream, self._ready.ptr)
+        with self._gpu.working("a batch could not be handed over"):
+            for stream in self._gpu.streams():
+                self._gpu.cupy.cuda.runtime.streamWaitEvent(stream, self._ready.ptr)
 
     def release(self) -> None:
         """Record the caller's current streams: the next upload will wait for them."""
-        cuda = self._device.cupy.cuda
-        with self._device.current():
-            streams = self._device.callers_streams()
+        cuda = self._gpu.cupy.cuda
+        with self._gpu.working("a batch could not be handed back"):
+            streams = self._gpu.streams()
             while len(self._released) < len(streams):
                 self._released.append(cuda.Event(disable_timing=True))
             for event, stream in zip(self._released, streams, strict=False):
@@ -714,39 +691,25 @@ class CudaSlot:
 
     def _upload_other(self, i: int, array: NDArray[Any]) -> Any:
         """Upload an array that `postprocess` made, through pinned memory of its size."""
-        cupy = self._device.cupy
         if array.dtype.char not in _CUPY_TYPES:
             raise DeviceError(f"postprocess returned dtype {array.dtype}, which CuPy lacks")
         array = array.astype(array.dtype.newbyteorder("="), copy=False)
         other = self._other[i]
         if other is None or not _fits(array, other[0]):
             pinned = self._empty_pinned(array.shape, array.dtype)
-            other = self._other[i] = pinned, cupy.empty(array.shape, array.dtype)
+            with self._gpu.allocating():
+                other = pinned, self._gpu.cupy.empty(array.shape, array.dtype)
+            self._other[i] = other
         rows = slice(len(array)) if array.ndim else ...
         pinned, on_device = other[0][rows], other[1][rows]
         np.copyto(pinned, array)
-        on_device.set(pinned, stream=self._device.copy_stream)
+        on_device.set(pinned, stream=self._copy_stream)
         return on_device
-
-
-def _unregister(runtime: Any, address: int) -> None:
-    with contextlib.suppress(runtime.CUDARuntimeError):  # after a fault nothing can be undone
-        runtime.hostUnregister(address)
 
 
 def _aligned(nbytes: int) -> int:
     """Return the next multiple of what CuPy aligns arrays to."""
     return -(-nbytes // 512) * 512
-
-
-def _import_cupy() -> Any:
-    try:
-        return importlib.import_module("cupy")
-    except ImportError as error:
-        raise DeviceError(
-            f"CuPy is not installed ({error}); install it with: pip install 'h5async[cuda13]', or"
-            " 'h5async[cuda12]' for a driver of CUDA 12. To read without a GPU: device=\"cpu\""
-        ) from error
 
 
 def needs_host(transform: RowTransform) -> bool:

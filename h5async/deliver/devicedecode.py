@@ -165,7 +165,9 @@ class StoredDecoder:
         states, actual = self._states[:tasks], self._actual[:tasks]
         self._is_bad.fill(0)
         # Nothing that an earlier batch left may pass for a result of this one.
-        states.fill(-1)
+        # (By CUDA itself: CuPy would compile a kernel for it.)
+        runtime = self._cupy.cuda.runtime
+        runtime.memsetAsync(states.data.ptr, 0xFF, states.nbytes, stream.ptr)
         actual.fill(0)
         if tasks and self._codec is not None:
             self._nvcomp.decompress(
@@ -205,11 +207,11 @@ class StoredDecoder:
             np.int64(form.row_nbytes),
             np.int32(form.itemsize),
         )
-        self._cupy.cuda.runtime.memcpyAsync(
+        runtime.memcpyAsync(
             staging.is_bad.ctypes.data,
             self._is_bad.data.ptr,
             staging.is_bad.nbytes,
-            self._cupy.cuda.runtime.memcpyDeviceToHost,
+            runtime.memcpyDeviceToHost,
             stream.ptr,
         )
 

@@ -142,7 +142,8 @@ class Kernels:
         is_scaled = transform.scale is not None or transform.offset is not None
         factors = _factors(transform) if is_scaled else ()
         if not channels or channels > _MAX_PLANES or not _is_plain(transform):
-            on_device = tuple(map(self._cupy.asarray, factors))
+            # Of one dimension at least: CuPy makes 0.0 of a -0.0 that has none.
+            on_device = tuple(self._cupy.asarray(np.atleast_1d(factor)) for factor in factors)
             return RowChange(partial(self._change, transform.permutation, on_device), False)
         each = [np.broadcast_to(factor.reshape(-1), channels).copy() for factor in factors]
         on_device = tuple(map(self._cupy.asarray, each))

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import h5async.deliver.device
+import h5async.deliver.gpu
 from h5async import AsyncReader, BatchExpiredError, DeviceError, Field
 
 N, BATCH = 24, 4
@@ -32,7 +33,7 @@ def images(tmp_path):
 
 def use_gpu(monkeypatch, seed):
     cupy, simulation = fake_cupy.make(seed)
-    monkeypatch.setattr(h5async.deliver.device, "_import_cupy", lambda: cupy)
+    monkeypatch.setattr(h5async.deliver.gpu, "import_cupy", lambda: cupy)
     return cupy, simulation
 
 
@@ -130,7 +131,7 @@ def test_no_cupy(images, monkeypatch):
     def missing(name):
         raise ModuleNotFoundError(f"No module named {name!r}")
 
-    monkeypatch.setattr(h5async.deliver.device.importlib, "import_module", missing)
+    monkeypatch.setattr(h5async.deliver.gpu.importlib, "import_module", missing)
     with pytest.raises(DeviceError, match=r"CuPy is not installed.*pip install 'h5async\[cuda13\]"):
         AsyncReader(hdf5_path=images, device="cuda")
 
@@ -235,8 +236,11 @@ def test_a_device_cache_that_does_not_fit(images, monkeypatch):
 def use_torch(monkeypatch, stream):
     """Pretend that PyTorch uses the GPU, on a stream of its own."""
     of_torch = types.SimpleNamespace(cuda_stream=stream.ptr)
-    cuda = types.SimpleNamespace(is_initialized=lambda: True, current_stream=lambda _: of_torch)
-    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
+    cuda = types.SimpleNamespace(
+        is_initialized=lambda: True, current_device=lambda: 0, current_stream=lambda _: of_torch
+    )
+    internal = types.SimpleNamespace(_cuda_hasPrimaryContext=lambda _: True)
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda, _C=internal))
 
 
 @pytest.mark.parametrize("sees_torch", [True, False])
@@ -292,7 +296,7 @@ def test_a_fault_of_the_gpu_is_a_device_error_and_the_reader_can_be_closed(image
 
     with AsyncReader(hdf5_path=images, batch_size=BATCH, device="cuda", prefetch=1) as reader:
         reader.get_next_batch()
-        monkeypatch.setattr(reader._engine.device.work_stream, "wait_event", fault)
+        monkeypatch.setattr(reader._engine.device.streams[1], "wait_event", fault)
         with pytest.raises(DeviceError, match=r"could not be uploaded \(cudaErrorIllegalAddress"):
             reader.get_next_batch()
         cupy.cuda.runtime.deviceSynchronize = fault

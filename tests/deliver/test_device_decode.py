@@ -19,6 +19,7 @@ import pytest
 from conftest import require_extra
 
 import h5async.deliver.device
+import h5async.deliver.gpu
 import h5async.deliver.devicedecode
 from h5async import AsyncReader, ConfigError, DeviceError, Field, ReadError
 from h5async.core.binding import load_core
@@ -36,7 +37,7 @@ N = 37
 def use_gpu(monkeypatch, seed, damage=None):
     cupy, simulation = fake_cupy.make(seed)
     nvcomp = fake_nvcomp.FakeNvcomp(cupy, simulation, damage)
-    monkeypatch.setattr(h5async.deliver.device, "_import_cupy", lambda: cupy)
+    monkeypatch.setattr(h5async.deliver.gpu, "import_cupy", lambda: cupy)
     monkeypatch.setattr(h5async.deliver.device, "load_nvcomp", lambda: nvcomp)
     monkeypatch.setattr(h5async.deliver.devicedecode, "load_nvcomp", lambda: nvcomp)
     return cupy, simulation, nvcomp
@@ -486,7 +487,7 @@ def test_there_is_no_gpu(tmp_path, monkeypatch):
     def missing():
         raise DeviceError("CuPy is not installed")
 
-    monkeypatch.setattr(h5async.deliver.device, "_import_cupy", missing)
+    monkeypatch.setattr(h5async.deliver.gpu, "import_cupy", missing)
     path = tmp_path / "data.h5"
     make(path, compression="gzip")
     with pytest.raises(DeviceError, match='decode="device" needs a GPU'):

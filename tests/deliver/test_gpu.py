@@ -19,6 +19,7 @@ import pytest
 from conftest import require_extra
 
 import h5async.deliver.device
+import h5async.deliver.gpu
 from h5async import AsyncReader, BatchExpiredError, DeviceError, Field
 
 pytestmark = pytest.mark.gpu
@@ -59,7 +60,7 @@ def poison(reader):
             array.reshape(-1).view(np.uint8)[...] = POISON
         for array in (*slot._raw, *slot._delivered):
             array.reshape(-1).view(np.uint8)[...] = POISON
-    reader._engine.device.cupy.cuda.runtime.deviceSynchronize()  # uploads wait for nothing of it
+    reader._engine.device.gpu.cupy.cuda.runtime.deviceSynchronize()  # uploads wait for nothing of it
 
 
 def late_copies(reader, spin, epochs=2):
@@ -147,7 +148,7 @@ def test_these_tests_see_a_missing_guard(cupy, spin, images, guard, monkeypatch)
         poison(reader)
         if guard == "acquire":
             # Hold the copy stream back instead, so that the caller's stream comes first.
-            with reader._engine.device.copy_stream:
+            with reader._engine.device.streams[0]:
                 spin()
         with stream:
             kept = late_copies(reader, (lambda: None) if guard == "acquire" else spin)
@@ -605,8 +606,8 @@ def test_torch_takes_batches_without_a_copy_on_its_stream(cupy, images, on_side_
 def test_without_a_look_at_torchs_stream_that_goes_wrong(cupy, images, monkeypatch):
     torch = require_extra("torch")
     monkeypatch.setattr(
-        h5async.deliver.device.CudaDevice,
-        "callers_streams",
+        h5async.deliver.gpu.Gpu,
+        "streams",
         lambda self: [int(cupy.cuda.get_current_stream().ptr)],
     )
     stream, kept = torch.cuda.Stream(), []
