@@ -140,6 +140,7 @@ def test_several_readers_at_once(cupy, spin, images):
         assert all_right(images, kept)
 
 
+@pytest.mark.wrong_on_purpose
 @pytest.mark.parametrize("guard", ["release", "wait_writable", "acquire"])
 def test_these_tests_see_a_missing_guard(cupy, spin, images, guard, monkeypatch):
     monkeypatch.setattr(h5async.deliver.device.CudaSlot, guard, lambda self: None)
@@ -578,6 +579,7 @@ def test_a_damaged_chunk_is_an_error(cupy, nvcomp, tmp_path, codec, where):
 # --- other libraries -----------------------------------------------------------------------------
 
 
+@pytest.mark.real_gpu
 @pytest.mark.parametrize("on_side_stream", [False, True])
 def test_torch_takes_batches_without_a_copy_on_its_stream(cupy, images, on_side_stream):
     torch = require_extra("torch")
@@ -603,6 +605,7 @@ def test_torch_takes_batches_without_a_copy_on_its_stream(cupy, images, on_side_
         assert np.array_equal(labels.cpu().numpy(), want[1])
 
 
+@pytest.mark.real_gpu
 def test_without_a_look_at_torchs_stream_that_goes_wrong(cupy, images, monkeypatch):
     torch = require_extra("torch")
     monkeypatch.setattr(
@@ -652,6 +655,7 @@ def test_a_helper_process_fills_pinned_slots(cupy, spin, images, prefetch, cache
         assert np.array_equal(cupy.asnumpy(labels), want[1])
 
 
+@pytest.mark.real_gpu
 def test_torch_copies_pinned_batches_while_the_program_goes_on(images):
     torch = require_extra("torch")
     if not torch.cuda.is_available():
@@ -676,6 +680,7 @@ def test_torch_copies_pinned_batches_while_the_program_goes_on(images):
         assert np.array_equal(labels.cpu().numpy(), want[1])
 
 
+@pytest.mark.real_gpu
 def test_jax_takes_batches_without_a_copy(cupy, images):
     jax = require_extra("jax")
     add = jax.jit(lambda x: x.astype("float32") + 1)
