@@ -492,8 +492,7 @@ class Engine:
 
     def _release(self) -> None:
         self.device.close()
-        with self.device.freeing():
-            self.slots = []
+        self.slots = []
 
     @property
     def fallback_reads(self) -> int:

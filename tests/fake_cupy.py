@@ -91,6 +91,9 @@ def make(seed):
             self.ptr = next(pointers)
             streams[self.ptr] = self
 
+        def __del__(self):
+            pass
+
         def __enter__(self):
             streams = getattr(simulation.local, "streams", [default])
             simulation.local.streams = [*streams, self]
@@ -221,7 +224,7 @@ def make(seed):
             pass
 
     def memcpy_async(target, source, nbytes, kind, stream):
-        assert kind == 2
+        assert kind in (1, 2)
         simulation.put(streams[stream], lambda: ctypes.memmove(target, source, nbytes))
 
     def memset_async(address, value, nbytes, stream):
@@ -235,6 +238,13 @@ def make(seed):
         pinned[address] = memory
         return address
 
+    made: dict[int, Event] = {}
+
+    def new_event(flags):
+        event = Event()
+        made[event.ptr] = event
+        return event.ptr
+
     registered: dict[int, int] = {}
     runtime = types.SimpleNamespace(
         registered=registered,
@@ -244,13 +254,19 @@ def make(seed):
         getDeviceCount=lambda: 1,
         getDevice=lambda: 0,
         setDevice=lambda number: None,
-        errorMemoryAllocation=2,
+        eventBlockingSync=1,
+        eventDisableTiming=2,
+        eventCreateWithFlags=new_event,
+        eventDestroy=lambda address: made.pop(address),
+        eventSynchronize=lambda address: events[address].synchronize(),
+        eventElapsedTime=lambda begin, end: 1.0,
         memsetAsync=memset_async,
         CUDARuntimeError=type("CUDARuntimeError", (RuntimeError,), {}),
         deviceSynchronize=simulation.run_all,
         eventRecord=lambda event, stream: events[event].record(streams[stream]),
         streamWaitEvent=lambda stream, event: streams[stream].wait_event(events[event]),
         memcpyAsync=memcpy_async,
+        memcpyHostToDevice=1,
         memcpyDeviceToHost=2,
         memGetInfo=lambda: (1 << 30, 1 << 32),
         hostRegister=lambda address, nbytes, flags: registered.update({address: nbytes}),
@@ -265,9 +281,7 @@ def make(seed):
         ),
         Event=Event,
         Stream=Stream,
-        PythonFunctionAllocator=lambda allocate, free: types.SimpleNamespace(malloc=None),
         using_allocator=lambda allocator: contextlib.nullcontext(),
-        get_elapsed_time=lambda begin, end: 1.0,
         get_current_stream=current,
         memory=types.SimpleNamespace(OutOfMemoryError=type("OutOfMemory", (MemoryError,), {})),
         runtime=runtime,

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from h5async.core.binding import load_core
 from h5async.deliver.devicedecode import NotDecoded, Staging, StoredDecoder
-from h5async.deliver.gpu import Gpu, find_gpu
+from h5async.deliver.gpu import Gpu, find_gpu, in_own_thread
 from h5async.deliver.kernels import Kernels
 from h5async.deliver.nvcomp import load_nvcomp
 from h5async.deliver.pinned import Pinning
@@ -113,6 +113,11 @@ class Device(Protocol):
     def open_cache(self, num_samples: int, cache_bytes: int | None) -> Residency | Budget:
         """Make room for the rows of all samples, after `open_slots`, if the budget allows it."""
 
+    def _warm_up(self) -> None:
+        with self.gpu.current(), self.gpu.allocating():
+            self._slots[0].warm_up()
+            self.kernels.load()
+
     def drop_decoders(self, slots: Iterable[DeviceSlot]) -> None:
         """Give the memory back that is only for decoding here, which is not done any more."""
 
@@ -124,9 +129,6 @@ class Device(Protocol):
 
     def poison(self, arrays: Iterable[Any]) -> None:
         """Fill arrays with bytes of 255 (NaN, -1, 255), behind all that the caller does now."""
-
-    def freeing(self) -> AbstractContextManager[Any]:
-        """Return a context in which what is on the device may be freed; it raises no error of it."""
 
     def close(self) -> None:
         """Wait until the device uses none of the slots' memory any more. Raises nothing."""
@@ -278,14 +280,15 @@ class HostDevice:
             'cache="device" keeps rows on a GPU, and none was found; use cache="host"'
         )
 
+    def _warm_up(self) -> None:
+        with self.gpu.current(), self.gpu.allocating():
+            self._slots[0].warm_up()
+            self.kernels.load()
+
     def drop_decoders(self, slots: Iterable[DeviceSlot]) -> None:
         """Do nothing."""
 
     def current(self) -> AbstractContextManager[Any]:
-        """Return a context that does nothing."""
-        return nullcontext()
-
-    def freeing(self) -> AbstractContextManager[Any]:
         """Return a context that does nothing."""
         return nullcontext()
 
@@ -321,13 +324,9 @@ class CudaDevice:
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
         self.name = gpu.name
-        cupy = gpu.cupy
         with gpu.working("no stream can be made"):
-            # The copy stream, and the work stream.
-            self.streams: tuple[Any, ...] = tuple(
-                cupy.cuda.Stream(non_blocking=True) for _ in range(2)
-            )
-        self.kernels = Kernels(cupy)
+            self.copy_stream, self.work_stream = gpu.stream(), gpu.stream()
+        self.kernels = Kernels(gpu.cupy)
         self.cache: list[Any] = []  # the rows of all samples, one array a field, as uploaded
         self.decoders: dict[int, StoredDecoder] = {}  # by field
         # Decoders work in memory of their own, in the order of the work stream: what puts one
@@ -368,12 +367,11 @@ class CudaDevice:
             with gpu.current(), gpu.allocating():
                 for field, form in enumerate(stored_formats):
                     if form is not None and core is not None:
-                        decoder = StoredDecoder(gpu.cupy, self.kernels, load_nvcomp(), core, form)
+                        decoder = StoredDecoder(gpu, self.kernels, load_nvcomp(), core, form)
                         self.decoders[field] = decoder
                 slots = [CudaSlot(self, rows, todo, on_host, shared) for _ in range(count)]
         except (*gpu.errors, MemoryError) as error:
-            with gpu.freeing():
-                forget_frames(error)  # which hold the slots that there were memory for
+            forget_frames(error)  # which hold the slots that there was memory for
             raise DeviceError(
                 f"{count} slots of {rows} rows do not fit the memory of {self.name} ({error});"
                 " make batch_size or prefetch smaller"
@@ -387,9 +385,7 @@ class CudaDevice:
         """Compile the kernels now: what goes wrong with that is no matter of a batch."""
         gpu = self.gpu
         try:
-            with gpu.current(), gpu.allocating():
-                self._slots[0].warm_up()
-                self.kernels.load()
+            in_own_thread(self._warm_up)
         except Exception as error:
             raise DeviceError(
                 f"CuPy {gpu.cupy.__version__} cannot compile for {self.name} ({error}); it needs"
@@ -397,12 +393,16 @@ class CudaDevice:
                 " 'cupy-cuda12x[ctk]' for a driver of CUDA 12"
             ) from error
 
+    def _warm_up(self) -> None:
+        with self.gpu.current(), self.gpu.allocating():
+            self._slots[0].warm_up()
+            self.kernels.load()
+
     def drop_decoders(self, slots: Iterable[DeviceSlot]) -> None:
         """Give the memory back that is only for decoding here, which is not done any more."""
-        with self.gpu.freeing():
-            self.decoders = {}
-            for slot in slots:
-                slot.drop_staging()
+        self.decoders = {}
+        for slot in slots:
+            slot.drop_staging()
 
     @property
     def free_nbytes(self) -> int:
@@ -444,10 +444,9 @@ class CudaDevice:
                 self._order(current, stream)
 
     def _order(self, first: int, then: int) -> None:
-        cuda = self.gpu.cupy.cuda
-        event = cuda.Event(disable_timing=True)
-        cuda.runtime.eventRecord(event.ptr, first)
-        cuda.runtime.streamWaitEvent(then, event.ptr)
+        event = self.gpu.event()
+        event.record(first)
+        event.hold(then)
 
     def poison(self, arrays: Iterable[Any]) -> None:
         """Fill arrays with bytes of 255, on the current stream and behind the caller's others."""
@@ -455,23 +454,18 @@ class CudaDevice:
             current, *others = self.gpu.streams()
             for stream in others:
                 self._order(stream, current)
-            for array in arrays:
-                array.reshape(-1).view(np.uint8).fill(255)
+            for array in arrays:  # C-contiguous, all of them
+                self.gpu.cupy.cuda.runtime.memsetAsync(array.data.ptr, 255, array.nbytes, current)
 
     def current(self) -> AbstractContextManager[Any]:
         """Return a context in which this GPU is the current one, and its errors are ours."""
         return self.gpu.working("arrays could not be copied")
 
-    def freeing(self) -> AbstractContextManager[Any]:
-        """Return a context in which what is on this GPU may be freed."""
-        return self.gpu.freeing()
-
     def close(self) -> None:
         """Wait until the GPU uses none of the slots' memory any more."""
         with self.gpu.freeing():
             self.gpu.cupy.cuda.runtime.deviceSynchronize()
-        with self.gpu.freeing():
-            self.cache, self.decoders, self.streams, self._slots = [], {}, (), []
+        self.cache, self.decoders, self._slots = [], {}, []
 
 
 class CudaSlot:
@@ -487,10 +481,10 @@ class CudaSlot:
     ) -> None:
         gpu, cupy = device.gpu, device.gpu.cupy
         self._device, self._gpu = device, gpu
-        self._copy_stream, self._work_stream = device.streams
+        self._copy_stream, self._work_stream = device.copy_stream, device.work_stream
         self._shared = shared
         self._staging = {
-            field: Staging(cupy, decoder.form, self._empty_filled)
+            field: Staging(gpu, decoder.form, self._empty_filled)
             for field, decoder in device.decoders.items()
         }
         # What is uploaded of all fields lies in one piece, on both sides, to be sent in one go.
@@ -519,15 +513,14 @@ class CudaSlot:
         self._every = cupy.asarray(np.arange(rows, dtype=np.int64))
         # What `postprocess` returns may be of any shape; memory for it is made when it comes.
         self._other: list[tuple[Any, Any] | None] = [None] * len(transforms)
-        self._uploaded = cupy.cuda.Event(block=True, disable_timing=True)
-        self._ready = cupy.cuda.Event(disable_timing=True)
-        self._decoded = cupy.cuda.Event(block=True, disable_timing=True)
-        self._done = cupy.cuda.Event(block=True)
-        self._begun = [cupy.cuda.Event(), cupy.cuda.Event()]  # the upload, and the kernels
-        self._sent = cupy.cuda.Event()
-        self._released = [cupy.cuda.Event(disable_timing=True)]
-        # The memory pool hands memory out in the order of the current stream; see that what it
-        # held before is done with.
+        self._uploaded = gpu.event(blocks=True)
+        self._ready = gpu.event()
+        self._decoded = gpu.event(blocks=True)
+        self._done = gpu.event(blocks=True, is_timed=True)
+        self._begun = [gpu.event(is_timed=True) for _ in range(2)]  # the upload, and the kernels
+        self._sent = gpu.event(is_timed=True)
+        self._released = [gpu.event()]
+        # What was uploaded on the current stream is used on others.
         cupy.cuda.get_current_stream().synchronize()
 
     def _empty_filled(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -583,17 +576,17 @@ class CudaSlot:
         with self._gpu.working("a batch could not be uploaded"):
             with self._copy_stream as stream:
                 for event in (self._ready, *self._released):
-                    stream.wait_event(event)
-                self._begun[0].record(stream)
+                    event.hold(stream.ptr)
+                self._begun[0].record(stream.ptr)
                 for i, plan in enumerate(outcome.stored):
                     if plan is not None:
                         device.decoders[i].upload(plan, self._staging[i], stream)
                 others = self._upload_rows(outcome, stream)
-                self._sent.record(stream)
-                self._uploaded.record(stream)
+                self._sent.record(stream.ptr)
+                self._uploaded.record(stream.ptr)
             with self._work_stream as stream:
-                stream.wait_event(self._uploaded)
-                self._begun[1].record(stream)
+                self._uploaded.hold(stream.ptr)
+                self._begun[1].record(stream.ptr)
                 try:
                     self._decode(outcome, stream)
                     delivered = tuple(
@@ -601,25 +594,23 @@ class CudaSlot:
                         for i, other in enumerate(others)
                     )
                 finally:  # whatever was put on the stream, the next upload waits for it
-                    self._ready.record(stream)
-                    self._done.record(stream)
+                    self._ready.record(stream.ptr)
+                    self._done.record(stream.ptr)
         return delivered
 
     def transfer_seconds(self) -> float:
         """Wait for the last upload; return what the slower of link and kernels took for it."""
-        elapsed = self._gpu.cupy.cuda.get_elapsed_time
         with self._gpu.working("an upload failed"):
             self._done.synchronize()
-            sent = float(elapsed(self._begun[0], self._sent))
-            done = float(elapsed(self._begun[1], self._done))
-        return max(sent, done) / 1e3
+            sent = self._sent.seconds_since(self._begun[0])
+            return max(sent, self._done.seconds_since(self._begun[1]))
 
     def _upload_rows(self, outcome: FillOutcome, stream: Any) -> list[Any]:
         """Upload rows, and return arrays of what is none of the slot's, for which there is more."""
         size = outcome.index.size
         if self._device.cache:
             self._index[:size] = outcome.index
-            self._index_on_device[:size].set(self._index[:size], stream=stream)
+            self._gpu.upload(self._index_on_device[:size], self._index[:size], stream)
         others: list[Any] = [None] * len(self._raw)
         if outcome.is_resident:
             return others
@@ -632,10 +623,10 @@ class CudaSlot:
             else:
                 others[i] = self._upload_other(i, array)
         if len(mine) == len(self._raw) and size == len(self._raw[0]):
-            self._device_block.set(self._host_block, stream=stream)
+            self._gpu.upload(self._device_block, self._host_block, stream)
             return others
         for i in mine:
-            self._raw[i][:size].set(outcome.arrays[i], stream=stream)
+            self._gpu.upload(self._raw[i][:size], outcome.arrays[i], stream)
         return others
 
     def _decode(self, outcome: FillOutcome, stream: Any) -> None:
@@ -649,7 +640,7 @@ class CudaSlot:
             with self._device.decoding:
                 self._device.decoders[i].decode(self._staging[i], rows, stream)
         if fields:
-            self._decoded.record(stream)
+            self._decoded.record(stream.ptr)
             self._decoded.synchronize()
         if any(self._staging[i].is_bad[0] for i in fields):
             raise NotDecoded("a block, or its checksum, is not what it should be")
@@ -658,17 +649,16 @@ class CudaSlot:
         """Make the caller's current streams wait for the batch."""
         with self._gpu.working("a batch could not be handed over"):
             for stream in self._gpu.streams():
-                self._gpu.cupy.cuda.runtime.streamWaitEvent(stream, self._ready.ptr)
+                self._ready.hold(stream)
 
     def release(self) -> None:
         """Record the caller's current streams: the next upload will wait for them."""
-        cuda = self._gpu.cupy.cuda
         with self._gpu.working("a batch could not be handed back"):
             streams = self._gpu.streams()
             while len(self._released) < len(streams):
-                self._released.append(cuda.Event(disable_timing=True))
+                self._released.append(self._gpu.event())
             for event, stream in zip(self._released, streams, strict=False):
-                cuda.runtime.eventRecord(event.ptr, stream)
+                event.record(stream)
 
     def drop_staging(self) -> None:
         """Give the memory back that is only for chunks to be decoded on the device."""
@@ -703,7 +693,7 @@ class CudaSlot:
         rows = slice(len(array)) if array.ndim else ...
         pinned, on_device = other[0][rows], other[1][rows]
         np.copyto(pinned, array)
-        on_device.set(pinned, stream=self._copy_stream)
+        self._gpu.upload(on_device, pinned, self._copy_stream)
         return on_device
 
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
 from h5async.core.binding import Core, FramesStruct, address, load_core
+from h5async.deliver.gpu import Gpu
 from h5async.deliver.kernels import Kernels
 from h5async.deliver.nvcomp import Nvcomp, NvcompError, load_nvcomp
 from h5async.errors import DeviceError
@@ -39,15 +40,16 @@ class Staging:
 
     Parameters
     ----------
-    cupy
-        The module.
+    gpu
+        Where chunks are decoded.
     form
         How chunks are decoded.
     empty_pinned
         Makes an array in pinned memory.
     """
 
-    def __init__(self, cupy: Any, form: StoredFormat, empty_pinned: EmptyPinned) -> None:
+    def __init__(self, gpu: Gpu, form: StoredFormat, empty_pinned: EmptyPinned) -> None:
+        cupy = gpu.cupy
         byte, word = np.dtype(np.uint8), np.dtype(np.int64)
         tasks, chunks = form.max_tasks, form.max_chunks
         self.stored = empty_pinned((form.stored_nbytes,), byte)
@@ -80,16 +82,17 @@ class StoredDecoder:
 
     Parameters
     ----------
-    cupy, kernels, nvcomp, core
-        Who does it.
+    gpu, kernels, nvcomp, core
+        Where it is done, and by what.
     form
         How it is done.
     """
 
     def __init__(
-        self, cupy: Any, kernels: Kernels, nvcomp: Nvcomp, core: Core, form: StoredFormat
+        self, gpu: Gpu, kernels: Kernels, nvcomp: Nvcomp, core: Core, form: StoredFormat
     ) -> None:
-        self._cupy = cupy
+        self._gpu = gpu
+        cupy = gpu.cupy
         self._kernels = kernels
         self._nvcomp = nvcomp
         self._core = core
@@ -140,8 +143,8 @@ class StoredDecoder:
         words = staging.pack(lists)
         staging.count = plan.num_items
         used = plan.used_nbytes
-        staging.stored_on_device[:used].set(staging.stored[:used], stream=stream)
-        staging.lists_on_device[:words].set(staging.lists[:words], stream=stream)
+        self._gpu.upload(staging.stored_on_device[:used], staging.stored[:used], stream)
+        self._gpu.upload(staging.lists_on_device[:words], staging.lists[:words], stream)
 
     def decode(self, staging: Staging, rows: Any, stream: Any) -> None:
         """Put the decoding of what was uploaded on the current stream, always the same.
@@ -166,7 +169,7 @@ class StoredDecoder:
         self._is_bad.fill(0)
         # Nothing that an earlier batch left may pass for a result of this one.
         # (By CUDA itself: CuPy would compile a kernel for it.)
-        runtime = self._cupy.cuda.runtime
+        runtime = self._gpu.cupy.cuda.runtime
         runtime.memsetAsync(states.data.ptr, 0xFF, states.nbytes, stream.ptr)
         actual.fill(0)
         if tasks and self._codec is not None:

@@ -18,21 +18,25 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import DeviceError
-from h5async.fill.filling import THREAD_NAME
+from h5async.fill.filling import THREAD_NAME, start_thread
 from h5async.io.shared import call_before_unmap
 
 # Which of the processes of its node this is: PyTorch's launchers, Open MPI, Slurm. The inner
 # launcher comes first, where one starts the other.
 _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+
+_MEMORY_ALLOCATION = 2  # cudaErrorMemoryAllocation
+
+_Result = TypeVar("_Result")
 
 _log = logging.getLogger("h5async")
 
@@ -149,7 +153,7 @@ class Gpu:
         self.number = number
         self.name = f"cuda:{number}"
         with self.failing("it cannot be used"):
-            self._context = _primary_context(cupy, number)
+            self._context = in_own_thread(partial(_primary_context, cupy, number))
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
@@ -200,11 +204,8 @@ class Gpu:
 
     def is_lack_of_memory(self, error: Exception) -> bool:
         """Tell whether the GPU refused memory."""
-        cuda = self.cupy.cuda
-        if isinstance(error, cuda.memory.OutOfMemoryError):
-            return True
-        status = getattr(error, "status", None)
-        return status is not None and status == cuda.runtime.errorMemoryAllocation
+        is_cupys = isinstance(error, self.cupy.cuda.memory.OutOfMemoryError)
+        return is_cupys or getattr(error, "status", None) == _MEMORY_ALLOCATION
 
     @property
     def errors(self) -> tuple[type[Exception], ...]:
@@ -232,64 +233,127 @@ class Gpu:
                 streams.append(of_torch)
         return streams
 
-    # --- memory -----------------------------------------------------------------------------------
+    def upload(self, target: Any, source: NDArray[Any], stream: Any) -> None:
+        """Put the copy of a host array to one on the GPU, of as many bytes, on a stream.
+
+        Both are C-contiguous. (CuPy's `set` chooses a device for the thread.)
+        """
+        assert target.nbytes == source.nbytes
+        runtime = self.cupy.cuda.runtime
+        runtime.memcpyAsync(
+            target.data.ptr,
+            source.ctypes.data,
+            source.nbytes,
+            runtime.memcpyHostToDevice,
+            stream.ptr,
+        )
+
+    # --- what is freed with its last user, in whatever thread ------------------------------------
+
+    def stream(self) -> Any:
+        """Return a new stream that does not wait for the default one, this GPU being current."""
+        gpu, base = self, self.cupy.cuda.Stream
+
+        class Stream(base):  # type: ignore[misc, valid-type]
+            def __del__(self) -> None:
+                if not sys.is_finalizing():
+                    with gpu.freeing():
+                        base.__del__(self)
+
+        return Stream(non_blocking=True)
+
+    def event(self, *, blocks: bool = False, is_timed: bool = False) -> Event:
+        """Return a new event, this GPU being current; `blocks`: who waits leaves the core alone."""
+        runtime = self.cupy.cuda.runtime
+        flags = blocks * runtime.eventBlockingSync | (not is_timed) * runtime.eventDisableTiming
+        event = Event(runtime, int(runtime.eventCreateWithFlags(flags)))
+        self._freed_with(event, runtime.eventDestroy, event.address)
+        return event
 
     def allocating(self) -> AbstractContextManager[None]:
         """Return a context in which CuPy takes memory from the GPU, and not from the caller's pool.
 
-        Memory of an array goes back to the GPU with the last array over it, in whatever thread that
-        is. (A pool would keep it, and one that is dropped takes memory away from arrays that are
-        still used.)
+        Memory of an array goes back to the GPU with the last array over it. (A pool would keep it;
+        and one that is dropped takes memory away from arrays that are still used.)
         """
-        cuda = self.cupy.cuda
-        allocator = cuda.PythonFunctionAllocator(self._allocate, self._free)
-        context: AbstractContextManager[None] = cuda.using_allocator(allocator.malloc)
+        context: AbstractContextManager[None] = self.cupy.cuda.using_allocator(self._allocate)
         return context
 
-    def _allocate(self, nbytes: int, _: int) -> int:
-        runtime = self.cupy.cuda.runtime
+    def _allocate(self, nbytes: int) -> Any:
+        """Return memory, as CuPy wants it from an allocator."""
+        cuda = self.cupy.cuda
         try:
-            return int(runtime.malloc(nbytes))
-        except runtime.CUDARuntimeError as error:
+            address = int(cuda.runtime.malloc(nbytes))
+        except cuda.runtime.CUDARuntimeError as error:
             if not self.is_lack_of_memory(error):
                 raise
             # CuPy's pool may keep what nobody uses.
             self.cupy.get_default_memory_pool().free_all_blocks()
-            return int(runtime.malloc(nbytes))
-
-    def _free(self, address: int, _: int) -> None:
-        with self.freeing():
-            self.cupy.cuda.runtime.free(address)
+            address = int(cuda.runtime.malloc(nbytes))
+        owner = _Owner()
+        self._freed_with(owner, cuda.runtime.free, address)
+        return cuda.MemoryPointer(cuda.UnownedMemory(address, nbytes, owner, self.number), 0)
 
     def pinned_memory(self, nbytes: int) -> NDArray[np.uint8]:
         """Return pinned host memory, this GPU being current."""
         # Not from CuPy's pool, which takes the next power of two.
-        address = int(self.cupy.cuda.runtime.hostAlloc(max(1, nbytes), 0))
-        return np.asarray(_PinnedMemory(self, address, max(1, nbytes)))[:nbytes]
+        runtime = self.cupy.cuda.runtime
+        address = int(runtime.hostAlloc(max(1, nbytes), 0))
+        owner = _HostMemory(address, nbytes)
+        self._freed_with(owner, runtime.freeHost, address)
+        return np.asarray(owner)
 
     def pin(self, memory: NDArray[np.uint8]) -> None:
         """Pin memory of whole pages until it is unmapped, this GPU being current."""
         address = memory.ctypes.data
         self.cupy.cuda.runtime.hostRegister(address, memory.nbytes, 0)
-        call_before_unmap(memory, partial(self._unpin, address))
+        call_before_unmap(memory, partial(self._free, self._unregister, address))
 
-    def _unpin(self, address: int) -> None:
+    def _unregister(self, address: int) -> None:
+        # What still copies out of it is waited for.
+        self.cupy.cuda.runtime.deviceSynchronize()
+        self.cupy.cuda.runtime.hostUnregister(address)
+
+    def _freed_with(self, owner: object, free: Callable[[int], object], address: int) -> None:
+        weakref.finalize(owner, self._free, free, address).atexit = False
+
+    def _free(self, free: Callable[[int], object], address: int) -> None:
         with self.freeing():
-            # What still copies out of it is waited for.
-            self.cupy.cuda.runtime.deviceSynchronize()
-            self.cupy.cuda.runtime.hostUnregister(address)
-
-    def free_pinned(self, address: int) -> None:
-        """Free what `pinned_memory` allocated."""
-        with self.freeing():
-            self.cupy.cuda.runtime.freeHost(address)
+            free(address)
 
 
-class _PinnedMemory:
-    """Pinned memory, until the last array over it is gone."""
+class Event:
+    """A point in the work of a stream, which others can wait for."""
 
-    def __init__(self, gpu: Gpu, address: int, nbytes: int) -> None:
-        weakref.finalize(self, gpu.free_pinned, address).atexit = False
+    def __init__(self, runtime: Any, address: int) -> None:
+        self._runtime = runtime
+        self.address = address
+
+    def record(self, stream: int) -> None:
+        """Put the event behind all work of a stream; before, it counts as done."""
+        self._runtime.eventRecord(self.address, stream)
+
+    def hold(self, stream: int) -> None:
+        """Have a stream wait for the event before it does what it is given from now on."""
+        self._runtime.streamWaitEvent(stream, self.address)
+
+    def synchronize(self) -> None:
+        """Wait for the event."""
+        self._runtime.eventSynchronize(self.address)
+
+    def seconds_since(self, earlier: Event) -> float:
+        """Return the seconds between two events that are done, both of which are timed."""
+        return float(self._runtime.eventElapsedTime(earlier.address, self.address)) / 1e3
+
+
+class _Owner:
+    """Lives as long as the memory of an array on the GPU is used."""
+
+
+class _HostMemory:
+    """Host memory that CUDA has allocated, for NumPy."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
         self.__array_interface__ = {
             "version": 3,
             "data": (address, False),
@@ -298,23 +362,32 @@ class _PinnedMemory:
         }
 
 
-def _primary_context(cupy: Any, number: int) -> int:
-    """Return the context that CUDA's runtime has for a GPU.
+def in_own_thread(work: Callable[[], _Result]) -> _Result:
+    """Do some work in a thread of ours; return or raise what it does.
 
-    It is found in a thread of its own, so that the caller's stays as it is.
+    For what changes the thread's current device: CuPy does when it compiles a kernel.
     """
-    found: list[int | BaseException] = []
+    returned: list[_Result] = []
+    raised: list[BaseException] = []
 
-    def find() -> None:
+    def run() -> None:
         try:
-            cupy.cuda.runtime.setDevice(number)
-            found.append(int(cupy.cuda.driver.ctxGetCurrent()))
+            returned.append(work())
         except BaseException as error:
-            found.append(error)
+            raised.append(error)
 
-    thread = threading.Thread(target=find, name=f"{THREAD_NAME}-gpu", daemon=True)
-    thread.start()
+    thread = threading.Thread(target=run, name=f"{THREAD_NAME}-gpu", daemon=True)
+    start_thread(thread, "a GPU")
     thread.join()
-    if isinstance(found[0], BaseException):
-        raise found[0]
-    return found[0]
+    try:
+        if raised:
+            raise raised[0]
+    finally:
+        raised.clear()  # its traceback holds this frame
+    return returned[0]
+
+
+def _primary_context(cupy: Any, number: int) -> int:
+    """Return the context that CUDA's runtime has for a GPU."""
+    cupy.cuda.runtime.setDevice(number)
+    return int(cupy.cuda.driver.ctxGetCurrent())

@@ -30,6 +30,10 @@ for (int c = 0; c < channels; ++c)
 """
 _STORED = "h5async_to<T>(stored[begin + c])"
 
+_FUNCTIONS = tuple(  # of kernels.cu
+    f"h5async_{name}"
+    for name in ("copy_rows", "copy", "unshuffle", "bitunshuffle", "place", "adler32", "verify")
+)
 _THREADS = 256  # of a block
 _MAX_BLOCKS = 64  # of one piece
 _PIECE_NBYTES = 64 * 1024  # what pieces of unlike sizes are taken for
@@ -236,7 +240,8 @@ class Kernels:
 
     def load(self) -> None:
         """Compile what moves bytes now, rather than when it is first used."""
-        self._function("h5async_copy")
+        for name in _FUNCTIONS:
+            self._function(name)
 
     def _function(self, name: str) -> Any:
         function = self._functions.get(name)

@@ -296,7 +296,7 @@ def test_a_fault_of_the_gpu_is_a_device_error_and_the_reader_can_be_closed(image
 
     with AsyncReader(hdf5_path=images, batch_size=BATCH, device="cuda", prefetch=1) as reader:
         reader.get_next_batch()
-        monkeypatch.setattr(reader._engine.device.streams[1], "wait_event", fault)
+        monkeypatch.setattr(cupy.cuda.runtime, "streamWaitEvent", fault)
         with pytest.raises(DeviceError, match=r"could not be uploaded \(cudaErrorIllegalAddress"):
             reader.get_next_batch()
         cupy.cuda.runtime.deviceSynchronize = fault
@@ -306,13 +306,13 @@ def test_a_fault_of_the_gpu_is_a_device_error_and_the_reader_can_be_closed(image
 def test_all_fields_of_a_whole_batch_are_uploaded_at_once(images, monkeypatch):
     cupy, simulation = use_gpu(monkeypatch, seed=0)
     sizes = []
-    put = cupy.ndarray.set
+    put = cupy.cuda.runtime.memcpyAsync
 
-    def note(array, host, stream):
-        sizes.append(array.nbytes)
-        put(array, host, stream)
+    def note(target, source, nbytes, kind, stream):
+        sizes.append(nbytes)
+        put(target, source, nbytes, kind, stream)
 
-    monkeypatch.setattr(cupy.ndarray, "set", note)
+    monkeypatch.setattr(cupy.cuda.runtime, "memcpyAsync", note)
     with AsyncReader(hdf5_path=images, batch_size=10, device="cuda", prefetch=1) as reader:
         kept = [(b.index, b.data.copy(), b.labels.copy()) for b in reader]
         simulation.run_all()

@@ -116,7 +116,9 @@ static pid_t process;
 static char *arena, *arena_next; /* addresses for memory of our own */
 static const size_t ARENA = (size_t)1 << 41;
 
-static __thread int current; /* GPU */
+static __thread int current;   /* GPU */
+static __thread int chosen;    /* GPU, for when no context is bound to the thread */
+static __thread int has_bound; /* a context */
 static __thread cudaError_t last_error;
 static __thread sigjmp_buf *guarded; /* where an operation goes on that touched what is not there */
 static struct sigaction before;
@@ -195,6 +197,7 @@ static cudaError_t begin(const char *where)
         return cudaErrorInitializationError;
     pthread_mutex_lock(&lock);
     make_context(current);
+    has_bound = 1;
     cudaError_t error = injected(where, current);
     if (!error)
         error = gpus[current].fault;
@@ -552,7 +555,7 @@ cudaError_t cudaSetDevice(int gpu)
 {
     if (gpu < 0 || gpu >= gpu_count)
         return note(cudaErrorInvalidDevice);
-    current = gpu;
+    current = chosen = gpu;
     BEGIN(); /* since CUDA 12 */
     return cudaSuccess;
 }
@@ -1056,12 +1059,14 @@ CUresult cuGetErrorString(CUresult error, const char **text)
 
 CUresult cuCtxGetCurrent(CUcontext *context)
 {
-    *context = gpus[current].has_context ? (CUcontext)&gpus[current] : NULL;
+    *context = has_bound ? (CUcontext)&gpus[current] : NULL;
     return CUDA_SUCCESS;
 }
 
 CUresult cuCtxSetCurrent(CUcontext context)
 {
+    has_bound = context != NULL;
+    current = chosen;
     for (int i = 0; i < gpu_count; i++)
         if (context == (CUcontext)&gpus[i])
             current = i;
