@@ -4,6 +4,10 @@ Work that is put on a stream is not done at once. It is queued, and done when so
 an order that is random but for what CUDA promises: a stream does its work in turn, and nothing
 that comes after `Stream.wait_event` before the event. An upload reads its host memory when it is
 done, not when it is asked for. So a missing event shows as a wrong value in some order.
+
+What CuPy itself does with our calls shows only on the simulated GPUs of ``scripts/test_gpu``,
+where the same tests run too (`gpus.use_gpu`). This is kept for ``scripts/test``, wherever CuPy is
+not installed, which is a gigabyte with CUDA's libraries: for users, any Python, and macOS.
 """
 
 from __future__ import annotations

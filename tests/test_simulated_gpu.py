@@ -322,6 +322,24 @@ def test_a_call_fails_once(cupy, runtime, simulation, after):
         runtime.free(address)
 
 
+def test_any_call_can_be_made_to_fail(cupy, runtime, simulation, stream):
+    event, array, source = cupy.cuda.Event(), cupy.zeros(N, np.int64), pinned_array(cupy)
+    calls = {
+        "cudaEventRecord": lambda: event.record(stream),
+        "cudaStreamWaitEvent": lambda: stream.wait_event(event),
+        "cudaEventSynchronize": event.synchronize,
+        "cudaStreamSynchronize": stream.synchronize,
+        "cudaMemcpyAsync": lambda: array.set(source, stream=stream),
+        "cudaHostAlloc": lambda: cupy.cuda.PinnedMemory(64),
+        "cudaMemGetInfo": runtime.memGetInfo,
+        "cudaSetDevice": lambda: runtime.setDevice(0),
+    }
+    for name, call in calls.items():
+        simulation.fail(name, error=simulated_gpu.INVALID_VALUE)
+        assert error_of(cupy, call) == simulated_gpu.INVALID_VALUE, name
+        call()
+
+
 @pytest.mark.parametrize("where", ["kernel", "copy"])
 def test_a_sticky_error_comes_late_and_stays(cupy, runtime, simulation, stream, where):
     simulation.reset(1)

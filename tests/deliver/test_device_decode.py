@@ -1,7 +1,8 @@
 """Decoding on a GPU: plans, lists of blocks, kernels, checks and the order of it all, on the CPU.
 
 `fake_cupy` does a stream's work late and in random order, with our kernels' own source, and
-`fake_nvcomp` decodes. What a real GPU does with the same code is in test_gpu.py.
+`fake_nvcomp` decodes; so do the simulated GPUs of ``scripts/test_gpu``. What a real GPU does with
+the same code is in test_gpu.py.
 """
 
 from __future__ import annotations
@@ -11,12 +12,11 @@ import mmap
 import os
 import time
 
-import fake_cupy
-import fake_nvcomp
 import h5py
 import numpy as np
 import pytest
 from conftest import require_extra
+from gpus import use_fake_gpu, use_gpu
 
 import h5async.deliver.device
 import h5async.deliver.gpu
@@ -29,18 +29,12 @@ from h5async.io.shared import SharedMemory
 from h5async.plan.stored import StoredFormat, stored_format
 
 hdf5plugin = require_extra("hdf5plugin")
-pytestmark = pytest.mark.skipif(load_core() is None, reason="the compiled core reads the chunks")
+pytestmark = [
+    pytest.mark.any_gpu,
+    pytest.mark.skipif(load_core() is None, reason="the compiled core reads the chunks"),
+]
 
 N = 37
-
-
-def use_gpu(monkeypatch, seed, damage=None):
-    cupy, simulation = fake_cupy.make(seed)
-    nvcomp = fake_nvcomp.FakeNvcomp(cupy, simulation, damage)
-    monkeypatch.setattr(h5async.deliver.gpu, "import_cupy", lambda: cupy)
-    monkeypatch.setattr(h5async.deliver.device, "load_nvcomp", lambda: nvcomp)
-    monkeypatch.setattr(h5async.deliver.devicedecode, "load_nvcomp", lambda: nvcomp)
-    return cupy, simulation, nvcomp
 
 
 def values(shape, dtype, seed=0):
@@ -151,8 +145,8 @@ def test_every_allowed_order_gives_the_right_batches(tmp_path, monkeypatch, pref
             simulation.run_all()
         want = images.transpose(0, 3, 1, 2) / np.float32(2)
         for index, data, labels in kept:
-            assert np.array_equal(data, want[index])
-            assert np.array_equal(labels, index)
+            assert np.array_equal(data.get(), want[index])
+            assert np.array_equal(labels.get(), index)
         assert nvcomp.calls > 0
 
 
@@ -533,7 +527,7 @@ def test_what_was_decoded_wrong_gets_into_no_cache(tmp_path, monkeypatch):
     with h5py.File(path, "w") as file:
         file.create_dataset("data", data=data, chunks=(2, 8), compression="gzip")
     for seed in range(8):
-        cupy, _, _ = use_gpu(monkeypatch, seed, flip_last_bit)
+        cupy, _, _ = use_fake_gpu(monkeypatch, seed, flip_last_bit)
         wait = cupy.cuda.Event.synchronize
 
         def slow(event, wait=wait):
@@ -565,7 +559,7 @@ def test_a_refused_call_is_no_reason_to_overtake_what_was_put_on_the_stream(tmp_
         file.create_dataset("data", data=data, chunks=(2, 8), compression="gzip")
         file.create_dataset("labels", data=data[:, :1].copy(), chunks=(2, 1), compression="gzip")
     for seed in range(10):
-        cupy, simulation, nvcomp = use_gpu(monkeypatch, seed, flip_last_bit)
+        cupy, simulation, nvcomp = use_fake_gpu(monkeypatch, seed, flip_last_bit)
         decompress = nvcomp.decompress
 
         def refuse_second(*args, nvcomp=nvcomp, decompress=decompress, **named):
@@ -578,7 +572,7 @@ def test_a_refused_call_is_no_reason_to_overtake_what_was_put_on_the_stream(tmp_
             hdf5_path=path, batch_size=4, device="cuda", decode="device", num_threads=0
         ) as reader:
             for index, got in late_copies(cupy, simulation, reader, epochs=1):
-                assert np.array_equal(got, data[index])
+                assert np.array_equal(got.get(), data[index])
 
 
 def test_memory_for_decoding_is_given_back_when_the_host_won(tmp_path, monkeypatch):
@@ -610,7 +604,7 @@ def test_memory_for_decoding_is_given_back_when_the_host_won(tmp_path, monkeypat
 
 
 def test_decoding_that_does_not_fit_the_gpu_is_the_hosts(tmp_path, monkeypatch):
-    cupy, _, nvcomp = use_gpu(monkeypatch, seed=1)
+    cupy, _, nvcomp = use_fake_gpu(monkeypatch, seed=1)
     path = tmp_path / "data.h5"
     make(path, compression="gzip")
     options = {"hdf5_path": path, "labels_field": None, "device": "cuda"}

@@ -28,10 +28,11 @@ SIMULATED_GPU_COMPLAINTS, SIMULATED_GPU_CONTEXTS
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import os
+import threading
+import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,11 @@ class Simulation:
     def count(self) -> int:
         """The number of GPUs."""
         return int(os.environ.get("SIMULATED_GPU_COUNT", "2"))
+
+    @property
+    def seed(self) -> int:
+        """What the order of work is drawn from."""
+        return int(os.environ.get("SIMULATED_GPU_SEED", "1"))
 
     def reset(self, seed: int | None = None) -> None:
         """Forget faults and sticky errors, and set what can be set to what it was at first.
@@ -175,21 +181,27 @@ def simulation() -> Simulation:
     builder = Builder(functools.partial(_build, build))
     library.simulated_begin(found.count, ctypes.c_size_t(TOTAL_NBYTES), builder)
     found.builder = builder  # it must not go
-    found.reset(int(os.environ.get("SIMULATED_GPU_SEED", "1")))
+    found.reset(found.seed)
     return found
 
 
 def _build(build: Any, image: bytes, name: bytes, function: Any) -> int:
     """Fill in a kernel for ``cuda.c``; return 0, or 1 if that fails."""
-    with contextlib.suppress(Exception):
-        library, count = build(image.decode(), name.decode())
+    try:
+        with _building:  # many threads ask for the same kernel
+            library, count = build(image.decode(), name.decode())
         address = functools.partial(_address, library, name.decode())
         function.contents.count = count
         function.contents.sizes = address("{}_sizes")
         function.contents.is_running = address("is_running")
         function.contents.launch = address("{}_launch")
-        return 0
-    return 1
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+_building = threading.Lock()
 
 
 def _address(library: ctypes.CDLL, name: str, form: str) -> int:
