@@ -163,7 +163,7 @@ class Engine:
             config, layouts, transforms, rows, fewer_threads_do=self.fewer_threads_do
         )
         budget.check()
-        formats, obstacle = self._find_formats(config, transforms, rows)
+        formats, obstacle = self._find_formats(config, transforms, rows, budget.staging_nbytes)
         memory_plan = budget.plan(formats, wanted_kept_nbytes(config, layouts))
         self._go_to(self._expected_rank(), 0, 0, None)
         self.fingerprint: str | None = None
@@ -533,14 +533,19 @@ class Engine:
         )
 
     def _find_formats(
-        self, config: ReaderConfig, transforms: Mapping[str, RowTransform], rows: int
+        self,
+        config: ReaderConfig,
+        transforms: Mapping[str, RowTransform],
+        rows: int,
+        staging_nbytes: int,
     ) -> tuple[list[StoredFormat | None], str | None]:
         if self.device.name == "cpu":
             if config.decode == "device":
                 raise DeviceError('decode="device" needs a GPU, and none was found')
             return [None] * len(transforms), "there is no GPU"
         on_host = [name for name, transform in transforms.items() if needs_host(transform)]
-        return find_formats(config, self.layouts, rows, on_host, self.device.free_nbytes)
+        free = self.device.free_nbytes
+        return find_formats(config, self.layouts, rows, on_host, free, staging_nbytes)
 
     def _wait_writable(self, slot: int) -> None:
         self.slots[slot].wait_writable()
@@ -575,9 +580,10 @@ class Engine:
         begin = time.perf_counter_ns()
         try:
             arrays = self.slots[request.slot].upload(outcome)
+            upload_seconds = (time.perf_counter_ns() - begin) / 1e9
             if isinstance(self.cache, Residency):
                 self._filler.note_uploaded(request.slot, outcome.index)
-            self._note_turn(request, outcome)
+            self._note_turn(request, outcome, upload_seconds)
             return arrays, None
         except Exception as error:
             if interruption(error) is not None:
@@ -596,11 +602,14 @@ class Engine:
                     self.device.drop_decoders(self.slots)
                     self._filler.drop_stored([slot.memory for slot in self.slots])
 
-    def _note_turn(self, request: FillRequest, outcome: FillOutcome) -> None:
+    def _note_turn(
+        self, request: FillRequest, outcome: FillOutcome, upload_seconds: float
+    ) -> None:
         self.device_chunks += sum(plan.num_items for plan in outcome.stored if plan is not None)
         if request.on_device and not (outcome.is_resident or any(outcome.stored)):
             self.trial.note_fallback()
         elif self.trial.is_running and not outcome.is_resident:
-            filling = outcome.busy_seconds / self.num_threads
+            # A thread that uploads what the GPU decodes waits there, and fills nothing meanwhile.
+            filling = (outcome.busy_seconds + upload_seconds) / self.num_threads
             transfer = self.slots[request.slot].transfer_seconds()
             self.trial.note(request.on_device, max(filling, transfer))

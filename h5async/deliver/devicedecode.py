@@ -54,8 +54,7 @@ class Staging:
         tasks, chunks = form.max_tasks, form.max_chunks
         self.stored = empty_pinned((form.stored_nbytes,), byte)
         self.stored_on_device = cupy.empty(form.stored_nbytes, byte)
-        # Blocks, copies, checksums (two to a word), runs.
-        words = 4 * tasks + 3 * (chunks + tasks) + (chunks + 1) // 2 + 5 * form.max_runs
+        words = form.list_words
         self.lists = empty_pinned((words,), word)
         self.lists_on_device = cupy.empty(words, word)
         self.is_bad = empty_pinned((1,), np.dtype(np.int32))
@@ -255,6 +254,7 @@ def find_formats(
     rows: int,
     on_host: Collection[str],
     free_nbytes: int,
+    staging_nbytes: int,
 ) -> tuple[list[StoredFormat | None], str | None]:
     """Find out which fields' chunks a GPU decodes.
 
@@ -270,6 +270,8 @@ def find_formats(
         Fields that are transformed on the host.
     free_nbytes
         Of the GPU's memory.
+    staging_nbytes
+        What encoded chunks may take of the host's memory, in all slots.
 
     Returns
     -------
@@ -310,11 +312,21 @@ def find_formats(
             found = "its rows are transformed on the host"
         if isinstance(found, StoredFormat):
             needed = _device_nbytes(found, nvcomp, config.prefetch)
-            if needed <= free_nbytes * _MEMORY_SHARE:
+            staged = config.prefetch * found.staging_nbytes
+            if needed <= free_nbytes * _MEMORY_SHARE and staged <= staging_nbytes:
                 free_nbytes -= needed
+                staging_nbytes -= staged
                 formats[i] = found
                 continue
-            found = f"it takes {needed / 1e9:.2g} GB of {free_nbytes / 1e9:.2g} GB that are free"
+            if staged > staging_nbytes:
+                found = (
+                    f"its encoded chunks take {staged:,} bytes of the host's memory, of"
+                    f" {max(0, staging_nbytes):,} that max_batch_bytes leaves them"
+                )
+            else:
+                found = (
+                    f"it takes {needed / 1e9:.2g} GB of {free_nbytes / 1e9:.2g} GB that are free"
+                )
         reasons.append(f'field "{name}": {found}')
     if config.decode == "device" and reasons:
         raise DeviceError(
@@ -340,4 +352,4 @@ def _device_nbytes(form: StoredFormat, nvcomp: Nvcomp, slots: int) -> int:
     except NvcompError:
         return sys.maxsize
     decoded = form.max_chunks * form.pitch * (1 + bool(form.unshuffles))
-    return decoded + temp + slots * (form.stored_nbytes + 80 * form.max_tasks)
+    return decoded + temp + slots * (form.stored_nbytes + 8 * form.list_words)

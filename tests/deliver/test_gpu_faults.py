@@ -6,6 +6,7 @@ On CuPy over simulated GPUs (`scripts/test_gpu`), which fail where a test wants 
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -16,6 +17,9 @@ import numpy as np
 import pytest
 
 from h5async import AsyncReader, DeviceError, Field
+from h5async.deliver.devicedecode import StoredDecoder
+from h5async.read.execute import PlanExecutor
+from h5async.read.native import NativeExecutor, StoredReader
 
 pytestmark = [pytest.mark.gpu, pytest.mark.simulated_gpu]
 
@@ -323,6 +327,7 @@ def test_all_kernels_are_compiled_when_the_reader_is_made(
     cupy, images, monkeypatch, cache, decode, axes
 ):
     compiled = []
+    cupy.clear_memo()  # what other tests have compiled
     compiler = cupy.cuda.compiler
     compile_it = compiler._compile_module_with_cache
 
@@ -346,3 +351,54 @@ def test_all_kernels_are_compiled_when_the_reader_is_made(
         sizes = [batch.size for _ in range(2) for batch in reader]
         assert sizes == [23, 23, 1] * 2
     assert not compiled
+
+
+# --- where chunks are decoded --------------------------------------------------------------------
+
+
+def test_a_thread_that_waits_for_the_gpu_to_decode_counts_as_busy(cupy, images, monkeypatch):
+    """Without threads: to fill takes 4 ms here; there 1 ms, and 4 more until it is decoded."""
+    clock = itertools.count()
+    now = [0]
+    monkeypatch.setattr("time.perf_counter_ns", lambda: now[0] + next(clock))
+
+    def taking(cls, name, milliseconds):
+        method = getattr(cls, name)
+
+        def take(*arguments):
+            now[0] += int(milliseconds * 1e6)
+            return method(*arguments)
+
+        monkeypatch.setattr(cls, name, take)
+
+    taking(PlanExecutor, "execute", 4)
+    taking(NativeExecutor, "execute", 4)
+    taking(StoredReader, "execute", 1)
+    taking(StoredDecoder, "decode", 4)
+    monkeypatch.setattr(slot_class(), "transfer_seconds", lambda slot: 3e-3)
+    more = {"fields": {"data": "data"}, "num_threads": 0, "prefetch": 1}
+    with AsyncReader(**options(images, **more)) as reader:
+        for _ in range(4):
+            for batch in reader:
+                assert batch.size == BATCH
+        assert reader.stats().decode.startswith("host: a batch takes 5 ms on the device, 4 ms")
+
+
+def slot_class():
+    import h5async.deliver.device as device
+
+    return device.CudaSlot
+
+
+@pytest.mark.parametrize("decode", ["auto", "device"])
+def test_encoded_chunks_count_as_part_of_batches(cupy, images, decode):
+    slots = 2 * BATCH * (16 * 16 * 3 * (1 + 4) + 8)  # as read, and as delivered; the labels
+    more = {"decode": decode, "prefetch": 2, "max_batch_bytes": slots + 1000}
+    if decode == "device":
+        with pytest.raises(DeviceError, match="that max_batch_bytes leaves them"):
+            AsyncReader(**options(images, **more))
+        return
+    with AsyncReader(**options(images, **more)) as reader:
+        batch = reader.get_next_batch()
+        assert is_right(images, batch.index, batch.data)
+        assert "max_batch_bytes" in reader.stats().decode
