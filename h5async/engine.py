@@ -17,8 +17,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 from h5async.config import ReaderConfig
-from h5async.deliver.device import Device, DeviceSlot, HostDevice, find_device, needs_host
+from h5async.deliver.device import Device, DeviceSlot, find_device
 from h5async.deliver.devicedecode import NotDecoded, find_formats
+from h5async.deliver.host import HostDevice
+from h5async.deliver.kernels import needs_host
 from h5async.deliver.slots import SlotRing
 from h5async.deliver.trial import DecodeTrial
 from h5async.errors import (
@@ -602,9 +604,7 @@ class Engine:
                     self.device.drop_decoders(self.slots)
                     self._filler.drop_stored([slot.memory for slot in self.slots])
 
-    def _note_turn(
-        self, request: FillRequest, outcome: FillOutcome, upload_seconds: float
-    ) -> None:
+    def _note_turn(self, request: FillRequest, outcome: FillOutcome, upload_seconds: float) -> None:
         self.device_chunks += sum(plan.num_items for plan in outcome.stored if plan is not None)
         if request.on_device and not (outcome.is_resident or any(outcome.stored)):
             self.trial.note_fallback()

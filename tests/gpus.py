@@ -13,7 +13,7 @@ import os
 import fake_cupy
 import fake_nvcomp
 
-import h5async.deliver.device
+import h5async.deliver.cuda
 import h5async.deliver.devicedecode
 import h5async.deliver.gpu
 
@@ -56,6 +56,6 @@ def use_fake_gpu(monkeypatch, seed, damage=None):
     cupy, simulation = fake_cupy.make(seed)
     nvcomp = fake_nvcomp.FakeNvcomp(cupy, simulation, damage)
     monkeypatch.setattr(h5async.deliver.gpu, "import_cupy", lambda: cupy)
-    monkeypatch.setattr(h5async.deliver.device, "load_nvcomp", lambda: nvcomp)
+    monkeypatch.setattr(h5async.deliver.cuda, "load_nvcomp", lambda: nvcomp)
     monkeypatch.setattr(h5async.deliver.devicedecode, "load_nvcomp", lambda: nvcomp)
     return cupy, simulation, nvcomp

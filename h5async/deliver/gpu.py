@@ -92,9 +92,7 @@ def find_gpu(number: int | None = None) -> Gpu:
     return gpu
 
 
-def choose(
-    cupy: Any, count: int, environment: Mapping[str, str] = os.environ
-) -> tuple[int, str]:
+def choose(cupy: Any, count: int, environment: Mapping[str, str] = os.environ) -> tuple[int, str]:
     """Return the number of the GPU that fits this process best, and why.
 
     That is the current one, of CuPy or PyTorch, if anybody has chosen it or PyTorch uses it; under

@@ -287,3 +287,24 @@ def _is_plain(transform: RowTransform) -> bool:
         dtype.kind in "iuf" and dtype != np.float16
         for dtype in (transform.raw_dtype, transform.dtype)
     )
+
+
+def needs_host(transform: RowTransform) -> bool:
+    """Tell whether rows have to be transformed on the host, to be delivered on a GPU."""
+    return not (transform.is_identity or _gpu_can(transform))
+
+
+def _gpu_can(transform: RowTransform) -> bool:
+    """Tell whether the GPU gives the very bits of the host.
+
+    It has no foreign byte order, casts what an integer does not hold to other integers, rounds
+    twice on the way to float16 from what float32 does not hold exactly, and what it makes of
+    complex numbers was not looked into.
+    """
+    raw, dtype = transform.raw_dtype, transform.dtype
+    if raw == dtype or (raw == np.uint8 and dtype == np.bool_):
+        return raw.isnative
+    if dtype == np.float16:
+        return raw.isnative and raw.kind != "c" and (raw.itemsize <= 2 or raw == np.float32)
+    kinds = "biuf" if dtype.kind == "f" else "biu"
+    return raw.isnative and dtype.kind != "c" and raw.kind in kinds

@@ -85,7 +85,9 @@ class StoredFormat:
     @property
     def staging_nbytes(self) -> int:
         """Bytes of host memory that a slot takes for a batch's encoded chunks and their lists."""
-        lists = 4 * self.max_tasks + 3 * (self.max_chunks + self.max_tasks)  # before they are packed
+        lists = 4 * self.max_tasks + 3 * (
+            self.max_chunks + self.max_tasks
+        )  # before they are packed
         return self.stored_nbytes + 8 * (self.list_words + lists) + 4 * self.max_chunks
 
     @property

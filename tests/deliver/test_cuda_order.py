@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from gpus import use_fake_gpu, use_gpu
 
-import h5async.deliver.device
+import h5async.deliver.cudaslot
 import h5async.deliver.gpu
 from h5async import AsyncReader, BatchExpiredError, DeviceError, Field
 
@@ -82,7 +82,7 @@ def test_every_allowed_order_gives_the_right_batches(
 @pytest.mark.wrong_on_purpose
 @pytest.mark.parametrize("guard", ["acquire", "release", "wait_writable"])
 def test_without_a_guard_some_order_gives_wrong_ones(images, monkeypatch, guard):
-    monkeypatch.setattr(h5async.deliver.device.CudaSlot, guard, lambda self: None)
+    monkeypatch.setattr(h5async.deliver.cudaslot.CudaSlot, guard, lambda self: None)
     results = [run(images, monkeypatch, seed, prefetch=1, num_threads=0) for seed in range(20)]
     assert not all(results)
 

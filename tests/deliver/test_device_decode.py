@@ -18,9 +18,8 @@ import pytest
 from conftest import require_extra
 from gpus import use_fake_gpu, use_gpu
 
-import h5async.deliver.device
-import h5async.deliver.gpu
 import h5async.deliver.devicedecode
+import h5async.deliver.gpu
 from h5async import AsyncReader, ConfigError, DeviceError, Field, ReadError
 from h5async.core.binding import load_core
 from h5async.deliver.nvcomp import NvcompError

@@ -25,7 +25,6 @@ import h5py
 import numpy as np
 import pytest
 
-import h5async.deliver.device
 import h5async.deliver.gpu
 import h5async.process.helper
 from h5async import (

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from conftest import our_threads
 
-import h5async.deliver.device
+import h5async.deliver.host
 import h5async.fill.filling
 import h5async.io.storage
 import h5async.order.sampling
@@ -144,13 +144,13 @@ def once(monkeypatch, owner, name, at):
 
 
 STAGES = {
-    "before": (h5async.deliver.device.HostSlot, "wait_writable"),
+    "before": (h5async.deliver.host.HostSlot, "wait_writable"),
     "order": (h5async.order.sampling.Sampling, "batch_at"),
     "plan": (h5async.fill.filling, "plan_read"),
     "cut": (h5async.fill.filling, "cut"),
     "read": (h5async.fill.filling.Filler, "_read"),
     "transform": (h5async.fill.filling.Filler, "_transform"),
-    "upload": (h5async.deliver.device.HostSlot, "upload"),
+    "upload": (h5async.deliver.host.HostSlot, "upload"),
 }
 
 
