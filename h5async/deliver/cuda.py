@@ -95,6 +95,7 @@ class CudaDevice:
             for transform in todo
         ]
         gpu, core = self.gpu, load_core()
+        lacks: tuple[type[Exception], ...] = (*gpu.errors, MemoryError)
         try:
             with gpu.current(), gpu.allocating():
                 for field, form in enumerate(stored_formats):
@@ -102,7 +103,7 @@ class CudaDevice:
                         decoder = StoredDecoder(gpu, self.kernels, load_nvcomp(), core, form)
                         self.decoders[field] = decoder
                 slots = [CudaSlot(self, rows, todo, on_host, shared) for _ in range(count)]
-        except tuple({*gpu.errors, MemoryError}) as error:
+        except lacks as error:
             forget_frames(error)  # which hold the slots that there was memory for
             raise DeviceError(
                 f"{count} slots of {rows} rows do not fit the memory of {self.name} ({error});"
