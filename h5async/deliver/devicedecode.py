@@ -1,4 +1,4 @@
-"""Stored chunks in pinned memory enter; rows of a batch leave, on the GPU: decoded there.
+"""Decodes chunks on the GPU: encoded chunks in pinned memory enter, rows of a batch leave.
 
 The host cuts the chunks' frames into compressed blocks (`core/src/frames.h`), nvCOMP decodes all
 blocks of a batch in one call, and our kernels undo the shuffling, check, and put samples to their
@@ -36,7 +36,7 @@ class NotDecoded(Exception):
 
 
 class Staging:
-    """What one slot needs for the stored chunks of one field, on the host and on the device.
+    """What one slot needs for the encoded chunks of one field, on the host and on the device.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
-"""Arrays on the device enter; arrays on the device leave: moved, unshuffled, permuted, scaled.
+"""Moves, unshuffles, permutes, casts and scales arrays on the GPU.
 
 CUDA kernels, compiled by CuPy when first used, and launched on the current stream. CuPy comes in
-as a parameter: `device.py` imports it.
+as a parameter: `gpu.py` imports it.
 """
 
 from __future__ import annotations
@@ -214,14 +214,14 @@ class Kernels:
         self._launch("h5async_adler32", nbytes, count, data, *sizes, sums)
 
     def verify(
-        self, states: Any, actual: Any, due: Any, sums: Any, adler: Any, nbytes: int, bad: Any
+        self, states: Any, actual: Any, expected: Any, sums: Any, adler: Any, nbytes: int, bad: Any
     ) -> None:
         """Set `bad`, int32, to 1 if a block failed, or is not of its size, or a chunk's checksum.
 
         `sums` and `adler` may be None: there are no checksums.
         """
         tasks, chunks = np.int64(states.size), np.int64(0 if adler is None else adler.size)
-        arguments = states, actual, due, tasks, sums, adler, chunks, np.int64(nbytes), bad
+        arguments = states, actual, expected, tasks, sums, adler, chunks, np.int64(nbytes), bad
         grid = min(_MAX_BLOCKS, -(-max(int(tasks), int(chunks)) // _THREADS)), 1
         self._function("h5async_verify")(grid, (_THREADS,), arguments)
 

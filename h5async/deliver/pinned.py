@@ -1,4 +1,4 @@
-"""Memory enters, and is pinned by PyTorch: for batches that stay on the host.
+"""Pins host memory by PyTorch, for batches that stay on the host.
 
 A copy out of it to a GPU (``tensor.to("cuda", non_blocking=True)``) goes on while the
 program does, and reads it meanwhile. So whoever fills it again waits for it: for all that

@@ -1,4 +1,4 @@
-"""Requests for batches enter, in order; slots leave, each at one time with one owner.
+"""Gives the slots of a ring to batches, in order, each at one time to one owner.
 
 A slot goes free -> filling -> ready -> in use -> free. `SlotRing` decides which batch a free slot
 is filled with next, and knows nothing of files, threads or GPUs: whoever calls it does the work

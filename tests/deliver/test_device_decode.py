@@ -22,8 +22,8 @@ import h5async.deliver.devicedecode
 import h5async.deliver.gpu
 from h5async import AsyncReader, ConfigError, DeviceError, Field, ReadError
 from h5async.core.binding import load_core
+from h5async.deliver.decodechoice import DecodeChoice
 from h5async.deliver.nvcomp import NvcompError
-from h5async.deliver.trial import DecodeTrial
 from h5async.io.shared import SharedMemory
 from h5async.plan.stored import StoredFormat, stored_format
 
@@ -311,14 +311,14 @@ def test_with_a_device_cache(tmp_path, monkeypatch):
 @pytest.mark.parametrize("workers", ["thread", "process"])
 def test_auto_keeps_what_is_faster(tmp_path, monkeypatch, device_is_fast, workers):
     cupy, simulation, nvcomp = use_gpu(monkeypatch, seed=6)
-    note, noted = DecodeTrial.note, []
+    note, noted = DecodeChoice.note, []
 
-    def note_as_told(trial, on_device, seconds):
+    def note_as_told(choice, on_device, seconds):
         noted.append(on_device)
         assert 0 < seconds < 60
-        note(trial, on_device, 1.0 if on_device == device_is_fast else 2.0)
+        note(choice, on_device, 1.0 if on_device == device_is_fast else 2.0)
 
-    monkeypatch.setattr(DecodeTrial, "note", note_as_told)
+    monkeypatch.setattr(DecodeChoice, "note", note_as_told)
     pieces, empty = [], SharedMemory.empty
     monkeypatch.setattr(SharedMemory, "empty", lambda m, n: pieces.append(n) or empty(m, n))
     path = tmp_path / "data.h5"
@@ -379,28 +379,28 @@ def test_a_helper_process_reads_what_the_gpu_decodes(
     assert nvcomp.calls > 0
 
 
-def test_a_trial():
-    trial = DecodeTrial("auto", None)
+def test_a_choice():
+    choice = DecodeChoice("auto", None)
     turns = []
-    while trial.is_running:
-        turns.append(trial.next_turn())
-        trial.note(turns[-1], 0.5 if turns[-1] else (9.0 if len(turns) < 2 else 0.6))
+    while choice.is_running:
+        turns.append(choice.next_on_device())
+        choice.note(turns[-1], 0.5 if turns[-1] else (9.0 if len(turns) < 2 else 0.6))
     assert turns == [False, True] * 4
-    assert trial.next_turn()
-    assert trial.sentence == "device: a batch takes 5e+02 ms on the device, 6e+02 ms on the host"
-    trial.note(True, 100.0)
-    assert trial.next_turn()
+    assert choice.next_on_device()
+    assert choice.sentence == "device: a batch takes 5e+02 ms on the device, 6e+02 ms on the host"
+    choice.note(True, 100.0)
+    assert choice.next_on_device()
 
 
-def test_a_trial_that_ends_on_the_host():
+def test_a_choice_that_ends_on_the_host():
     for seconds in (0.95, math.inf):
-        trial = DecodeTrial("auto", None)
+        choice = DecodeChoice("auto", None)
         for _ in range(4):
-            trial.note(True, seconds)
-            trial.note(False, 1.0)
-        assert not trial.is_running
-        assert not trial.next_turn()
-        assert trial.sentence.startswith("host: ")
+            choice.note(True, seconds)
+            choice.note(False, 1.0)
+        assert not choice.is_running
+        assert not choice.next_on_device()
+        assert choice.sentence.startswith("host: ")
 
 
 def make(path, **options):
@@ -576,9 +576,9 @@ def test_a_refused_call_is_no_reason_to_overtake_what_was_put_on_the_stream(tmp_
 
 def test_memory_for_decoding_is_given_back_when_the_host_won(tmp_path, monkeypatch):
     cupy, simulation, _ = use_gpu(monkeypatch, seed=1)
-    note = DecodeTrial.note
+    note = DecodeChoice.note
     monkeypatch.setattr(
-        DecodeTrial, "note", lambda trial, device, _: note(trial, device, 2.0 if device else 1.0)
+        DecodeChoice, "note", lambda choice, device, _: note(choice, device, 2.0 if device else 1.0)
     )
     path = tmp_path / "data.h5"
     with h5py.File(path, "w") as file:
