@@ -96,6 +96,8 @@ def _why_no_gpu() -> str | None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what needs a GPU where there is none; with H5ASYNC_REQUIRE_GPU=1 let it fail."""
+    if item.get_closest_marker("simulated_gpu") is not None and "SIMULATED_GPU" not in os.environ:
+        pytest.skip("needs simulated GPUs: scripts/test_gpu")
     if item.get_closest_marker("gpu") is None:
         return
     reason = _why_no_gpu()

@@ -127,6 +127,11 @@ class MemoryBudget:
                     if source.filters:
                         self._check_chunk(source)
 
+    @property
+    def staging_nbytes(self) -> int:
+        """What slots may take for encoded chunks beside the rows, by ``max_batch_bytes``."""
+        return max(0, self._limit - sum(self._slots().values()))
+
     def plan(self, formats: Sequence[StoredFormat | None], wanted: Sequence[int]) -> MemoryPlan:
         """Check that all that a reader needs fits together; divide what is left.
 
@@ -178,8 +183,8 @@ class MemoryBudget:
         if config.debug_lifetimes:
             copied = sum(rows * t.nbytes for t in self._transforms.values())
             yield _Share("copies of batches", 2 * copied, "set debug_lifetimes=False")
-        encoded = batches * sum(form.stored_nbytes for form in formats if form is not None)
-        yield _Share("encoded chunks for the GPU", encoded, 'set decode="host"')
+        staged = batches * sum(form.staging_nbytes for form in formats if form is not None)
+        yield _Share("encoded chunks for the GPU", staged, 'set decode="host"')
         fewer = "make num_threads smaller" if threads > 1 else "store smaller chunks"
         scratch = threads * _touched_scratch_nbytes(layouts)
         yield _Share(f"scratch of {threads} thread{'s' * (threads > 1)}", scratch, fewer)

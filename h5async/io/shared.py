@@ -19,6 +19,7 @@ import resource
 import tempfile
 import threading
 import weakref
+from collections.abc import Callable
 from typing import IO, Any, NamedTuple
 
 import numpy as np
@@ -50,7 +51,7 @@ class ArraySpec(NamedTuple):
 
 
 def page_memory(nbytes: int) -> NDArray[np.uint8]:
-    """Return memory of whole pages, of this process alone; its base is the map.
+    """Return memory of whole pages, of this process alone.
 
     Raises
     ------
@@ -58,13 +59,34 @@ def page_memory(nbytes: int) -> NDArray[np.uint8]:
         If the system refuses.
     """
     try:
-        block = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, OverflowError, ValueError) as error:
+        return _mapped(None, -1, 0, nbytes)
+    except (OSError, OverflowError, ctypes.ArgumentError) as error:
         raise MemoryError(f"{nbytes} bytes of whole pages: {error}") from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppressing(OSError):  # a kernel without them
-            block.madvise(mmap.MADV_HUGEPAGE)
-    return np.ndarray((nbytes,), np.uint8, block)
+
+
+def call_before_unmap(memory: NDArray[Any], function: Callable[[], None]) -> None:
+    """Have a function called when the last array over some memory is gone, and before its pages go.
+
+    What was registered last is called first; nothing is called at the end of the interpreter.
+
+    Parameters
+    ----------
+    memory
+        As `page_memory` and `SharedMemory.empty` return it.
+    function
+        Must not refer to the memory.
+    """
+    block = _block_of(memory)
+    assert isinstance(block, _Map), "this memory is not mapped here"
+    weakref.finalize(block, function).atexit = False
+
+
+def _block_of(array: NDArray[Any]) -> object:
+    """Return what an array and all its bases lie over."""
+    block: Any = array
+    while isinstance(block, np.ndarray):
+        block = block.base
+    return block
 
 
 class SharedMemory:
@@ -140,9 +162,7 @@ class SharedMemory:
 
     def spec(self, array: NDArray[Any]) -> ArraySpec | None:
         """Describe an array for the other process; None where it is not in this memory."""
-        block: Any = array
-        while isinstance(block, np.ndarray):
-            block = block.base
+        block = _block_of(array)
         if not isinstance(block, _Map) or block.key is not self._key:
             return None
         offset = block.offset + array.ctypes.data - block.address
@@ -170,29 +190,29 @@ class SharedMemory:
 
 
 class _Map:
-    """Pages of a file in memory, until the last array over them is gone.
+    """Pages of a file, or of no file, in memory, until the last array over them is gone.
 
-    (`mmap.mmap` would keep a descriptor each.)
+    (`mmap.mmap` would keep a descriptor each, and tells weak references of its end after it has
+    unmapped the pages.)
 
     Attributes
     ----------
     key
-        Of the memory that this is of.
+        Of the `SharedMemory` that this is of; None: of none.
     offset, address
         Where it begins in the file, and in this process.
     """
 
     def __init__(self, key: object, fd: int, offset: int, nbytes: int) -> None:
         libc = _libc()
-        address = libc.mmap(
-            None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, offset
-        )
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if fd < 0 else mmap.MAP_SHARED
+        address = libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset)
         if address in (None, _MAP_FAILED):
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
         self.key, self.offset, self.address = key, offset, address
-        # Not by `__del__`, which would come before the finalizers of who pinned these pages. The
-        # first finalizer comes last.
+        # Not by `__del__`, which would come before what `call_before_unmap` registers. The first
+        # finalizer comes last.
         weakref.finalize(self, libc.munmap, address, nbytes).atexit = False
         if hasattr(mmap, "MADV_HUGEPAGE"):
             libc.madvise(address, nbytes, mmap.MADV_HUGEPAGE)  # some kernels have none

@@ -62,6 +62,23 @@ class StoredFormat:
     stored_nbytes: int
 
     @property
+    def list_words(self) -> int:
+        """Words of 64 bits of the lists that are uploaded with a batch.
+
+        Of blocks, copies, checksums (two to a word), and runs.
+        """
+        tasks, chunks = self.max_tasks, self.max_chunks
+        return 4 * tasks + 3 * (chunks + tasks) + (chunks + 1) // 2 + 5 * self.max_runs
+
+    @property
+    def staging_nbytes(self) -> int:
+        """Bytes of host memory that a slot takes for a batch's encoded chunks and their lists."""
+        lists = 4 * self.max_tasks + 3 * (
+            self.max_chunks + self.max_tasks
+        )  # before they are packed
+        return self.stored_nbytes + 8 * (self.list_words + lists) + 4 * self.max_chunks
+
+    @property
     def is_deflate(self) -> bool:
         """Whether decoded chunks have an Adler-32 to be checked."""
         return self.frame.codec == "deflate"

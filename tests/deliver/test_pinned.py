@@ -9,6 +9,7 @@ import gc
 import sys
 import threading
 import types
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -30,6 +31,7 @@ class FakeCuda:
         self.may_run.set()
         self.queue, self.lock = [], threading.Lock()
         self.refuses = 0
+        self.last_error = 0
 
     def is_available(self):
         return True
@@ -46,11 +48,26 @@ class FakeCuda:
 
     def cudaHostRegister(self, address, nbytes, flags):
         assert address % 4096 == 0
-        self.registered[address] = nbytes
+        self.last_error = self.refuses
+        if not self.refuses:
+            self.registered[address] = nbytes
         return self.refuses
 
     def cudaHostUnregister(self, address):
+        assert is_mapped(address), "unregistered too late"
         del self.registered[address]
+        return 0
+
+    def set_device(self, number):
+        assert number == self.device_count(), "the current device is the program's"
+        self.last_error = 0  # as PyTorch does when it raises
+        raise RuntimeError("CUDA error: invalid device ordinal")
+
+    def synchronize(self, device):
+        assert device in self.used, "a context would be made where there was none"
+        self.waiting.set()
+        assert self.may_run.wait(60)
+        self.run(len(self.queue))
 
     def cudaGetErrorString(self, error):
         return "out of memory"
@@ -71,6 +88,14 @@ class FakeCuda:
     def Event(self, blocking):
         assert blocking
         return FakeEvent(self)
+
+
+def is_mapped(address):
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, _, end = line.split()[0].partition("-")
+        if int(begin, 16) <= address < int(end, 16):
+            return True
+    return False
 
 
 class FakeEvent:
@@ -184,6 +209,40 @@ def test_memory_that_cannot_be_pinned(path, cuda):
     cuda.refuses = 2
     with pytest.raises(DeviceError, match=r"could not be pinned \(out of memory\); make batch_si"):
         AsyncReader(**options(path))
+    assert cuda.last_error == 0, "PyTorch's next kernel raises it"
+
+
+def test_copies_of_another_thread_are_waited_for_before_memory_is_unpinned(path, cuda, monkeypatch):
+    """The last batch is not handed back, and whoever lets go of it has streams of its own."""
+    reader = AsyncReader(**options(path))
+    batch = reader.get_next_batch()
+    target, expected = np.zeros_like(batch.data), batch.data.copy()
+    cuda.queue[:] = [(expected, target)]
+    idle = types.SimpleNamespace(queue=[])
+    monkeypatch.setattr(cuda, "current_stream", lambda device: idle)  # this thread's
+    held = [batch]
+    del batch
+    reader.close()
+    del reader
+    other = threading.Thread(target=held.clear)
+    other.start()
+    other.join(60)
+    gc.collect()
+    assert not cuda.registered
+    assert np.array_equal(target, expected), "what was on its way was not waited for"
+
+
+@pytest.mark.parametrize("when", ["record", "synchronize"])
+def test_a_fault_of_the_gpu_is_a_device_error(path, cuda, monkeypatch, when):
+    def fail(*_):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with AsyncReader(**options(path, prefetch=1, timeout=60)) as reader:
+        reader.get_next_batch()
+        monkeypatch.setattr(FakeEvent, when, fail)
+        monkeypatch.setattr(cuda, "synchronize", fail)
+        with pytest.raises(DeviceError, match="an illegal memory access"):
+            reader.get_next_batch()
 
 
 @pytest.mark.parametrize("other", [{"device": "cuda"}, {"device": "cuda:1"}, {"cache": "device"}])

@@ -472,3 +472,31 @@ def test_many_threads_fill_while_one_takes(slots: int) -> None:
     add([Assignment(-1, -1)] * workers)
     assert sum(result() for result in results) == batches
     assert wrong == []
+
+
+def test_what_a_batch_costs_does_not_grow_with_the_number_of_slots():
+    class Counted(dict):
+        def items(self):
+            for item in super().items():
+                looked_at.append(item)
+                yield item
+
+        def values(self):
+            return (entry for _, entry in self.items())
+
+    for num_slots in (10, 1000):
+        ring, looked_at = SlotRing(num_slots), []
+        ring._entries = Counted()
+        for _ in range(num_slots):
+            ring.ask()
+            for _, serial in ring.assign():
+                ring.filled(serial, serial)
+        for expected in range(2 * num_slots):
+            serial, _, result = ring.wait(10)
+            assert serial == result == expected
+            ring.take(serial)
+            ring.hand_back()
+            ring.ask()
+            for _, serial in ring.assign():
+                ring.filled(serial, serial)
+        assert len(looked_at) < 10 * num_slots

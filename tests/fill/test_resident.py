@@ -173,7 +173,7 @@ def test_a_device_cache_needs_a_device(path, monkeypatch):
 
 
 def h5async_host():
-    from h5async.deliver.device import HostDevice
+    from h5async.deliver.host import HostDevice
 
     return HostDevice()
 

@@ -18,7 +18,7 @@ import pytest
 from cases import each
 from conftest import our_threads
 
-import h5async.deliver.device
+import h5async.deliver.host
 import h5async.fill.filling
 import h5async.fill.phases
 import h5async.fill.reading
@@ -147,13 +147,13 @@ def once(monkeypatch, owner, name, at):
 
 
 STAGES = {
-    "before": (h5async.deliver.device.HostSlot, "wait_writable"),
+    "before": (h5async.deliver.host.HostSlot, "wait_writable"),
     "order": (h5async.order.sampling.Sampling, "batch_at"),
     "plan": (h5async.fill.reading, "plan_read"),
     "cut": (h5async.fill.phases, "cut"),
     "read": (h5async.fill.reading.BatchReader, "read"),
     "transform": (h5async.fill.reading.BatchReader, "transform"),
-    "upload": (h5async.deliver.device.HostSlot, "upload"),
+    "upload": (h5async.deliver.host.HostSlot, "upload"),
 }
 
 

@@ -1,8 +1,8 @@
-"""What batches cost on the host and on the GPU enters; where chunks are decoded leaves.
+"""Chooses, by measurement, where chunks are decoded: on the host or on the GPU.
 
-With `decode="auto"` the first batches are decoded in turns, here and there, until each way was
-measured often enough. What counts is the stage that holds the pipeline up: the threads together,
-the link, or the kernels.
+With `decode="auto"` the first batches are decoded alternately, here and there, until each was
+measured often enough. What counts is what holds the pipeline up: the threads together, the link, or
+the kernels.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import statistics
 import threading
 from typing import Literal
 
-_TURNS = 4  # of each way; the first is warm-up, and left out
+_MEASURED = 4  # batches decoded on each; the first is warm-up, and left out
 _MARGIN = 0.9  # the GPU, which has other work, must be faster by so much
 
 
-class DecodeTrial:
+class DecodeChoice:
     """Decides where chunks are decoded. Safe to use from many threads.
 
     Parameters
@@ -29,7 +29,7 @@ class DecodeTrial:
 
     def __init__(self, decode: Literal["auto", "host", "device"], obstacle: str | None) -> None:
         self._lock = threading.Lock()
-        self._turns = {False: 0, True: 0}
+        self._begun = {False: 0, True: 0}
         self._seconds: dict[bool, list[float]] = {False: [], True: []}
         self._on_device: bool | None = None
         self._reason = ""
@@ -49,7 +49,7 @@ class DecodeTrial:
         return f"{self._reason}; {self._fallbacks} batches meant for it were left to the host"
 
     @property
-    def has_lost(self) -> bool:
+    def is_host(self) -> bool:
         """Whether the host decodes all batches from now on."""
         return self._on_device is False
 
@@ -58,14 +58,14 @@ class DecodeTrial:
         """Whether times are still wanted."""
         return self._on_device is None
 
-    def next_turn(self) -> bool:
+    def next_on_device(self) -> bool:
         """Tell whether the next batch is decoded on the device."""
         with self._lock:
             if self._on_device is not None:
                 return self._on_device
-            turn = self._turns[True] < self._turns[False]
-            self._turns[turn] += 1
-            return turn
+            is_next = self._begun[True] < self._begun[False]
+            self._begun[is_next] += 1
+            return is_next
 
     def note(self, on_device: bool, seconds: float) -> None:
         """Note what the slowest stage took for a batch, in seconds."""
@@ -73,8 +73,10 @@ class DecodeTrial:
             if self._on_device is not None:
                 return
             self._seconds[on_device].append(seconds)
-            if min(map(len, self._seconds.values())) >= _TURNS:
-                host, device = (statistics.median(self._seconds[way][1:]) for way in (False, True))
+            if min(map(len, self._seconds.values())) >= _MEASURED:
+                host, device = (
+                    statistics.median(self._seconds[there][1:]) for there in (False, True)
+                )
                 where = device < _MARGIN * host
                 self._decide(
                     where,
