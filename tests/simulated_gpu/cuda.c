@@ -1125,21 +1125,22 @@ CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfuncti
     return CUDA_SUCCESS;
 }
 
-/* Complain of what looks like an address of device memory, and is none that a kernel may use. */
-static void check_argument(const Function *function, const char *argument, size_t nbytes)
+/* Complain if a parameter is, or begins with (as CuPy's arrays do), the address of device memory
+   that the kernel must not use. What follows in CuPy's parameters is not all set. */
+static void check_argument(const Function *function, const void *argument, size_t nbytes)
 {
-    for (size_t i = 0; i + sizeof(char *) <= nbytes; i += sizeof(char *)) {
-        char *address;
-        memcpy(&address, argument + i, sizeof address);
-        Range *range = find(address);
-        if (!range) /* the end of an array is no wrong address */
-            range = find(address - 1);
-        if (range && range->kind == DEVICE && range->gpu != current)
-            complain("%s: an argument is memory of GPU %d, and the kernel runs on GPU %d",
-                     function->name, range->gpu, current);
-        if (!range && kind_of(address) == FREED)
-            complain("%s: an argument is memory that was freed", function->name);
-    }
+    char *address;
+    if (nbytes < sizeof address)
+        return;
+    memcpy(&address, argument, sizeof address);
+    Range *range = find(address);
+    if (!range) /* the end of an array is no wrong address */
+        range = find(address - 1);
+    if (range && range->kind == DEVICE && range->gpu != current)
+        complain("%s: an argument is memory of GPU %d, and the kernel runs on GPU %d",
+                 function->name, range->gpu, current);
+    if (!range && kind_of(address) == FREED)
+        complain("%s: an argument is memory that was freed", function->name);
 }
 
 CUresult cuLaunchKernel(CUfunction handle, unsigned grid_x, unsigned grid_y, unsigned grid_z,
