@@ -1,4 +1,4 @@
-"""The pages name what is there: links, paths, the map of the modules; and their snippets are Python."""
+"""Pages name what is there, by links, paths and the map of modules; their snippets are Python."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ PAGES = sorted(
 FENCE = re.compile(r"^```(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\[\]]*\]\(([^()\s]+)\)")
 # Paths as the pages write them: of the repository, of the package, or of one of its floors.
-PATH = re.compile(r"(?<![\w/.$<-])((?:\.ci|\w+)/[\w./-]+)")
+PATH = re.compile(r"(?<![\w/.$<-])((?:\.ci|\w+)/[\w./-]+)(?![\w./*-])")  # and no globs
 TOP = ("docs", "scripts", "tests", "sample_data", ".ci", "h5async")
 FLOORS = tuple(folder.name for folder in (ROOT / "h5async").iterdir() if folder.is_dir())
 MADE_BY_SCRIPTS = ("scripts/results/gpu",)
 
 
-def prose_and_links(page):
+def prose(page):
     """Return the text of a page without its blocks of code."""
     return FENCE.sub("", (ROOT / page).read_text())
 
@@ -55,7 +55,7 @@ def python_snippets(runnable):
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
     missing = []
-    for link in LINK.findall(prose_and_links(page)):
+    for link in LINK.findall(prose(page)):
         if re.match(r"\w+:", link):
             continue
         path, _, anchor = unquote(link).partition("#")
@@ -68,8 +68,8 @@ def test_links_lead_somewhere(page):
 @pytest.mark.parametrize("page", PAGES)
 def test_paths_that_are_named_exist(page):
     missing = []
-    for found in PATH.findall(prose_and_links(page)):
-        path = found.rstrip("./").split("::")[0]
+    for found in PATH.findall((ROOT / page).read_text()):
+        path = found.rstrip("./")
         if path.startswith(MADE_BY_SCRIPTS):
             continue
         first = path.split("/")[0]
@@ -103,11 +103,10 @@ def test_there_is_a_snippet_that_runs():
 # --- the map in docs/architecture.md -----------------------------------------------------------
 
 
-def map_of_the_package():
-    """Return the paths that the map names, in its order, folders with a slash at their end."""
-    block = next(
-        code for _, _, code in snippets("docs/architecture.md") if code.startswith("h5async/\n")
-    )
+def mapped(root):
+    """Return the paths that a map names, in its order, folders with a slash at their end."""
+    blocks = (code for _, _, code in snippets("docs/architecture.md"))
+    block = next(code for code in blocks if code.startswith(f"{root}/\n"))
     paths, folders = [], []
     for line in block.splitlines():
         depth, odd = divmod(len(line) - len(line.lstrip()), 2)
@@ -120,15 +119,26 @@ def map_of_the_package():
 
 
 def test_the_map_names_every_module_and_folder_and_no_other():
-    package = ROOT / "h5async"
     there = {"h5async/"}
-    for path in package.rglob("*"):
+    for path in (ROOT / "h5async").rglob("*"):
         if path.suffix in {".py", ".cu", ".c", ".h"}:
             there.add(f"{path.parent.relative_to(ROOT)}/")
             there.add(str(path.relative_to(ROOT)))
-    named = map_of_the_package()
+    named = mapped("h5async")
     assert len(named) == len(set(named))
     assert set(named) == {path for path in there if not path.endswith("__init__.py")}
+
+
+def test_the_map_names_every_script_and_no_other():
+    there = {"scripts/", "scripts/results/"}
+    for path in (ROOT / "scripts").rglob("*"):
+        name = str(path.relative_to(ROOT))
+        if path.is_file() and "__pycache__" not in name and not name.startswith("scripts/results/"):
+            there.add(f"{path.parent.relative_to(ROOT)}/")
+            there.add(name)
+    named = mapped("scripts")
+    assert len(named) == len(set(named))
+    assert set(named) == there
 
 
 def test_the_map_has_the_floors_in_the_order_in_which_they_import():
@@ -137,7 +147,7 @@ def test_the_map_has_the_floors_in_the_order_in_which_they_import():
     floor_of = {
         name.strip(): number for number, floor in enumerate(layers) for name in floor.split("|")
     }
-    named = [path.split("/")[1].removesuffix(".py") for path in map_of_the_package()[1:]]
+    named = [path.split("/")[1].removesuffix(".py") for path in mapped("h5async")[1:]]
     floors = [floor_of[name] for name in named]
     assert floors == sorted(floors)
 
