@@ -28,10 +28,11 @@ AsyncReader("options.toml", batch_size=64)
 In a TOML file an empty string stands for None in `labels_field` and `cache`. On the command line
 `--no-labels` stands for `labels_field=None`.
 
-Other pages say more: [batches](batches.md) (`prefetch`, `postprocess`, `timeout`, `debug_lifetimes`,
-`cache`, `max_batch_bytes`), [files](files.md) (`hdf5_path`, `fields`, `io`, `allow_external`),
-[shuffling](shuffling.md), [ranks](ranks-and-resume.md), [GPU](gpu.md) (`device`, `decode`),
-[PyTorch](pytorch.md) (`pin_memory`) and [the helper process](helper-process.md) (`workers`).
+Other pages say more: [batches](batches.md) (`prefetch`, `postprocess`, `timeout`, `cache`,
+`debug_lifetimes`, `max_batch_bytes`), [files](files.md) (`hdf5_path`, `fields`, `io`,
+`allow_external`), [shuffling](shuffling.md), [ranks](ranks-and-resume.md), [GPU](gpu.md) (`device`,
+`decode`), [PyTorch](pytorch.md) (`pin_memory`) and [the helper process](helper-process.md)
+(`workers`).
 
 """
 
