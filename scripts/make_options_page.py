@@ -28,6 +28,12 @@ AsyncReader("options.toml", batch_size=64)
 In a TOML file an empty string stands for None in `labels_field` and `cache`. On the command line
 `--no-labels` stands for `labels_field=None`.
 
+Other pages say more: [batches](batches.md) (`prefetch`, `postprocess`, `timeout`, `cache`,
+`debug_lifetimes`, `max_batch_bytes`), [files](files.md) (`hdf5_path`, `fields`, `io`,
+`allow_external`), [shuffling](shuffling.md), [ranks](ranks-and-resume.md), [GPU](gpu.md) (`device`,
+`decode`), [PyTorch](pytorch.md) (`pin_memory`) and [the helper process](helper-process.md)
+(`workers`).
+
 """
 
 FIELD = """
@@ -35,8 +41,8 @@ FIELD = """
 
 `Field` says more about one field than its path does: `fields={"image": Field("data", dtype="f4")}`,
 or in a TOML file `fields.image = {path = "data", dtype = "f4"}`. The delivered value is
-`stored.astype(dtype) * scale + offset`. A path may go on into a compound type: `"table/energy"` is
-one member of the rows of `table`, and only that member is delivered.
+`stored.astype(dtype) * scale + offset`, computed in `dtype`. A path may go on into a compound type:
+`"table/energy"` is one member of the rows of `table`, and only that member is delivered.
 
 """
 

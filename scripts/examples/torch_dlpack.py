@@ -2,8 +2,8 @@
 
 `torch.from_dlpack` makes a tensor of the very memory of a batch: NumPy's on the CPU, CuPy's on a
 GPU. On a GPU, PyTorch's stream waits for the batch; and when the batch is handed back, h5async
-waits for all that PyTorch's current stream was given until then. So a tensor is good until the
-next turn of the loop; what has to last longer is cloned.
+waits for all that PyTorch's current stream was given until then. So a tensor is valid until the
+next iteration of the loop; what has to last longer is cloned.
 """
 
 from __future__ import annotations

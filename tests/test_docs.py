@@ -1,0 +1,159 @@
+"""Pages name what is there, by links, paths and the map of modules; their snippets are Python."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    str(page.relative_to(ROOT))
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("sample_data/*.md"))
+)
+FENCE = re.compile(r"^```(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\[\]]*\]\(([^()\s]+)\)")
+# Paths as the pages write them: of the repository, of the package, or of one of its floors.
+PATH = re.compile(r"(?<![\w/.$<-])((?:\.ci|\w+)/[\w./-]+)(?![\w./*-])")  # and no globs
+TOP = ("docs", "scripts", "tests", "sample_data", ".ci", "h5async")
+FLOORS = tuple(folder.name for folder in (ROOT / "h5async").iterdir() if folder.is_dir())
+MADE_BY_SCRIPTS = ("scripts/results/gpu",)
+
+
+def prose(page):
+    """Return the text of a page without its blocks of code."""
+    return FENCE.sub("", (ROOT / page).read_text())
+
+
+def anchors(page):
+    """Return the anchors of the headings of a page, as GitHub and most sites make them."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def snippets(page):
+    """Return the info string, the line and the text of each block of code of a page."""
+    text = (ROOT / page).read_text()
+    return [
+        (found[1].strip(), text.count("\n", 0, found.start()) + 2, found[2])
+        for found in FENCE.finditer(text)
+    ]
+
+
+def python_snippets(runnable):
+    return [
+        pytest.param(page, line, code, id=f"{page}:{line}")
+        for page in PAGES
+        for info, line, code in snippets(page)
+        if info.split()[:1] == ["python"] and ("runnable" in info.split()) == runnable
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    missing = []
+    for link in LINK.findall(prose(page)):
+        if re.match(r"\w+:", link):
+            continue
+        path, _, anchor = unquote(link).partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            missing.append(link)
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_paths_that_are_named_exist(page):
+    missing = []
+    for found in PATH.findall((ROOT / page).read_text()):
+        path = found.rstrip("./")
+        if path.startswith(MADE_BY_SCRIPTS):
+            continue
+        first = path.split("/")[0]
+        if first in TOP:
+            exists = (ROOT / path).exists()
+        elif first in FLOORS and Path(path).suffix:
+            exists = (ROOT / "h5async" / path).exists()
+        else:
+            continue
+        if not exists:
+            missing.append(path)
+    assert missing == []
+
+
+@pytest.mark.parametrize(("page", "line", "code"), python_snippets(runnable=True))
+def test_runnable_snippets_run(page, line, code, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    exec(compile(code, f"{page}:{line}", "exec"), {"__name__": "snippet"})
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("page", "line", "code"), python_snippets(runnable=False))
+def test_other_snippets_compile(page, line, code):
+    compile(code, f"{page}:{line}", "exec")
+
+
+def test_there_is_a_snippet_that_runs():
+    assert [case.values[0] for case in python_snippets(runnable=True)].count("README.md") == 1
+
+
+# --- the map in docs/architecture.md -----------------------------------------------------------
+
+
+def mapped(root):
+    """Return the paths that a map names, in its order, folders with a slash at their end."""
+    blocks = (code for _, _, code in snippets("docs/architecture.md"))
+    block = next(code for code in blocks if code.startswith(f"{root}/\n"))
+    paths, folders = [], []
+    for line in block.splitlines():
+        depth, odd = divmod(len(line) - len(line.lstrip()), 2)
+        name, *words = line.split()
+        assert not odd, line
+        assert words or depth == 0, f"{name} is not described"
+        folders[depth:] = [name]
+        paths.append("".join(folders))
+    return paths
+
+
+def test_the_map_names_every_module_and_folder_and_no_other():
+    there = {"h5async/"}
+    for path in (ROOT / "h5async").rglob("*"):
+        if path.suffix in {".py", ".cu", ".c", ".h"}:
+            there.add(f"{path.parent.relative_to(ROOT)}/")
+            there.add(str(path.relative_to(ROOT)))
+    named = mapped("h5async")
+    assert len(named) == len(set(named))
+    assert set(named) == {path for path in there if not path.endswith("__init__.py")}
+
+
+def test_the_map_names_every_script_and_no_other():
+    there = {"scripts/", "scripts/results/"}
+    for path in (ROOT / "scripts").rglob("*"):
+        name = str(path.relative_to(ROOT))
+        if path.is_file() and "__pycache__" not in name and not name.startswith("scripts/results/"):
+            there.add(f"{path.parent.relative_to(ROOT)}/")
+            there.add(name)
+    named = mapped("scripts")
+    assert len(named) == len(set(named))
+    assert set(named) == there
+
+
+def test_the_map_has_the_floors_in_the_order_in_which_they_import():
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    layers = options["tool"]["importlinter"]["contracts"][0]["layers"]
+    floor_of = {
+        name.strip(): number for number, floor in enumerate(layers) for name in floor.split("|")
+    }
+    named = [path.split("/")[1].removesuffix(".py") for path in mapped("h5async")[1:]]
+    floors = [floor_of[name] for name in named]
+    assert floors == sorted(floors)
+
+
+def test_the_readme_fits_two_screens_and_links_every_page():
+    readme = (ROOT / "README.md").read_text()
+    assert readme.count("\n") <= 110
+    linked = set(LINK.findall(readme))
+    assert {str(page.relative_to(ROOT)) for page in ROOT.glob("docs/*.md")} <= linked
