@@ -18,7 +18,7 @@ from h5async.deliver.kernels import needs_host
 from h5async.errors import DeviceError
 from h5async.fill.records import FillOutcome, FillRequest, SlotFiller
 from h5async.index.layout import DatasetLayout
-from h5async.plan.stored import StoredFormat
+from h5async.plan.encoded import EncodedFormat
 from h5async.plan.transform import RowTransform
 
 
@@ -86,7 +86,7 @@ class DevicePolicy:
         error
             What went wrong with it, in filling or uploading.
         """
-        if error is None or not (isinstance(error, NotDecoded) or any(outcome.stored)):
+        if error is None or not (isinstance(error, NotDecoded) or any(outcome.encoded)):
             return False
         self._choice.note_fallback()
         return True
@@ -104,8 +104,8 @@ class DevicePolicy:
             What filling and uploading took, by all threads together.
         """
         with self._lock:
-            self.num_chunks += sum(p.num_items for p in outcome.stored if p is not None)
-        if request.on_device and not (outcome.is_resident or any(outcome.stored)):
+            self.num_chunks += sum(p.num_items for p in outcome.encoded if p is not None)
+        if request.on_device and not (outcome.is_resident or any(outcome.encoded)):
             self._choice.note_fallback()
         elif self._choice.is_running and not outcome.is_resident:
             self._choice.note(request.on_device, max(seconds, slot.transfer_seconds()))
@@ -128,7 +128,7 @@ class DevicePolicy:
                 return
             self._holds_memory = False
         self._device.drop_decoders(slots)
-        filler.drop_stored([slot.memory for slot in slots])
+        filler.drop_encoded([slot.memory for slot in slots])
 
 
 def _formats(
@@ -138,7 +138,7 @@ def _formats(
     transforms: Mapping[str, RowTransform],
     rows: int,
     staging_nbytes: int,
-) -> tuple[list[StoredFormat | None], str | None]:
+) -> tuple[list[EncodedFormat | None], str | None]:
     """Return how each field is decoded on the device, or None, and why none is, if so."""
     if device.name == "cpu":
         if config.decode == "device":

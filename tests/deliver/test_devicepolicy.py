@@ -27,7 +27,7 @@ class FakeDevice:
     def drop_decoders(self, slots):
         self.dropped.append(("decoders", len(slots)))
 
-    def drop_stored(self, slots):
+    def drop_encoded(self, slots):
         self.dropped.append(("memory", len(slots)))
 
     def transfer_seconds(self):
@@ -44,7 +44,7 @@ def request(serial, on_device):
 
 
 def outcome(*plans, is_resident=False):
-    return FillOutcome(np.arange(4), (), stored=plans, is_resident=is_resident)
+    return FillOutcome(np.arange(4), (), encoded=plans, is_resident=is_resident)
 
 
 def let_the_host_win(decides, device):
