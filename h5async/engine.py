@@ -15,14 +15,11 @@ from h5async import lifetime
 from h5async.checkpoint import Checkpoints
 from h5async.config import ReaderConfig
 from h5async.counts import ReaderCounts
-from h5async.deliver.decodechoice import DecodeChoice
 from h5async.deliver.device import Device, DeviceSlot, find_device
-from h5async.deliver.devicedecode import NotDecoded, find_formats
+from h5async.deliver.devicepolicy import DevicePolicy
 from h5async.deliver.host import HostDevice
-from h5async.deliver.kernels import needs_host
 from h5async.deliver.slots import SlotRing
 from h5async.errors import (
-    DeviceError,
     ReaderClosedError,
     is_lack_of_memory,
     out_of_memory,
@@ -36,8 +33,7 @@ from h5async.fill.records import FillOutcome, FillRequest
 from h5async.fill.resident import Budget, Residency
 from h5async.index.layout import DatasetLayout
 from h5async.order.schedule import Schedule
-from h5async.plan.stored import StoredFormat
-from h5async.plan.transform import RowTransform, row_transform
+from h5async.plan.transform import row_transform
 from h5async.position import ReaderPosition
 from h5async.process.helper import HelperFiller
 from h5async.stats import ReaderStats
@@ -119,15 +115,14 @@ class Engine:
             config, layouts, transforms, rows, fewer_threads_do=self.fewer_threads_do
         )
         budget.check()
-        formats, obstacle = self._find_formats(config, transforms, rows, budget.staging_nbytes)
+        self.device_policy = DevicePolicy(
+            config, self.device, layouts, transforms, rows, budget.staging_nbytes
+        )
+        formats = self.device_policy.formats
         memory_plan = budget.plan(formats, wanted_kept_nbytes(config, layouts))
         self.position = ReaderPosition(config, samplings, self.num_samples, self.ring)
         self.checkpoints = Checkpoints(config, layouts)
         self.names = tuple(fields)
-        self.formats, self.dropping = formats, threading.Lock()
-        self.decode_choice = DecodeChoice(config.decode, obstacle)
-        self.device_chunks = 0  # that were decoded there
-        self.device_serials: set[int] = set()  # batches on their way that may be decoded there
         file = next(iter(layouts.values())).file
         what = f"{file}: {config.prefetch} batches of {rows} samples"
         with taking_memory(what, "make batch_size or prefetch smaller"):
@@ -153,7 +148,7 @@ class Engine:
                 memory,
                 memory_plan=memory_plan,
                 device_cache=device_cache,
-                stored_formats=formats,
+                encoded_formats=formats,
                 next_requests=self._next_requests,
                 before_fill=self._wait_writable,
                 on_done=self._on_done,
@@ -165,7 +160,7 @@ class Engine:
                 memory,
                 memory_plan=memory_plan,
                 device_cache=device_cache,
-                stored_formats=formats,
+                encoded_formats=formats,
                 next_requests=self._next_requests,
                 before_fill=self._wait_writable,
                 on_done=self._on_done,
@@ -225,9 +220,7 @@ class Engine:
         course = self.position.course  # or a later one: then what was assigned before is dropped
         schedule = course.schedule
         for slot, serial in assignments:
-            on_device = self.decode_choice.next_on_device()
-            if on_device:
-                self.device_serials.add(serial)
+            on_device = self.device_policy.begin(serial)
             position = schedule.position(max(serial, schedule.serial))
             requests.append(FillRequest(slot, serial, *position, course.order, on_device))
         return requests
@@ -345,27 +338,12 @@ class Engine:
         return self.counts.stats(
             done,
             self._filler.ways,
-            device_chunks=self.device_chunks,
+            device_chunks=self.device_policy.num_chunks,
             num_threads=min(num_threads, self.num_threads),
             workers=self.config.workers,
             cache=done.cache if self.cache is None else str(self.cache),
-            decode=self.decode_choice.sentence,
+            decode=self.device_policy.sentence,
         )
-
-    def _find_formats(
-        self,
-        config: ReaderConfig,
-        transforms: Mapping[str, RowTransform],
-        rows: int,
-        staging_nbytes: int,
-    ) -> tuple[list[StoredFormat | None], str | None]:
-        if self.device.name == "cpu":
-            if config.decode == "device":
-                raise DeviceError('decode="device" needs a GPU, and none was found')
-            return [None] * len(transforms), "there is no GPU"
-        on_host = [name for name, transform in transforms.items() if needs_host(transform)]
-        free = self.device.free_nbytes
-        return find_formats(config, self.layouts, rows, on_host, free, staging_nbytes)
 
     def _wait_writable(self, slot: int) -> None:
         self.slots[slot].wait_writable()
@@ -376,12 +354,10 @@ class Engine:
         try:
             if error is None:
                 arrays, error = self._uploaded(request, outcome)
-            if isinstance(error, NotDecoded) or (error is not None and any(outcome.stored)):
-                # The host decodes what the device cannot, and has the words for what is wrong.
-                self.decode_choice.note_fallback()
+            if self.device_policy.leaves_to_host(outcome, error):
                 self._filler.fill(request._replace(on_device=False))
                 return
-            self._end_decoding(request)
+            self.device_policy.end(request, self.slots, self._filler)
         except BaseException as raised:  # whatever it is, the consumer must not wait for ever
             if interruption(raised) is not None:
                 raise  # this is the thread of the caller, whom it concerns
@@ -399,11 +375,13 @@ class Engine:
         """Return the arrays of a batch where the consumer wants them, or what went wrong."""
         begin = time.perf_counter_ns()
         try:
-            arrays = self.slots[request.slot].upload(outcome)
-            upload_seconds = (time.perf_counter_ns() - begin) / 1e9
+            slot = self.slots[request.slot]
+            arrays = slot.upload(outcome)
+            # A thread that uploads what the GPU decodes waits there, and fills nothing meanwhile.
+            seconds = outcome.busy_seconds + (time.perf_counter_ns() - begin) / 1e9
             if isinstance(self.cache, Residency):
                 self._filler.note_uploaded(request.slot, outcome.index)
-            self._note_decoding(request, outcome, upload_seconds)
+            self.device_policy.note(request, outcome, slot, seconds / self.num_threads)
             return arrays, None
         except Exception as error:
             if interruption(error) is not None:
@@ -411,25 +389,3 @@ class Engine:
             return (), error
         finally:
             self.counts.upload_times.add("upload", begin)
-
-    def _end_decoding(self, request: FillRequest) -> None:
-        """Give the memory back that decoding on the device takes, once the host was chosen."""
-        self.device_serials.discard(request.serial)
-        if self.decode_choice.is_host and not self.device_serials and any(self.formats):
-            with self.dropping:
-                if any(self.formats):
-                    self.formats = []
-                    self.device.drop_decoders(self.slots)
-                    self._filler.drop_stored([slot.memory for slot in self.slots])
-
-    def _note_decoding(
-        self, request: FillRequest, outcome: FillOutcome, upload_seconds: float
-    ) -> None:
-        self.device_chunks += sum(plan.num_items for plan in outcome.stored if plan is not None)
-        if request.on_device and not (outcome.is_resident or any(outcome.stored)):
-            self.decode_choice.note_fallback()
-        elif self.decode_choice.is_running and not outcome.is_resident:
-            # A thread that uploads what the GPU decodes waits there, and fills nothing meanwhile.
-            filling = (outcome.busy_seconds + upload_seconds) / self.num_threads
-            transfer = self.slots[request.slot].transfer_seconds()
-            self.decode_choice.note(request.on_device, max(filling, transfer))

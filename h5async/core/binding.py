@@ -48,8 +48,8 @@ class Core:
     read_rows, read_chunks, transform, transform_rows, permute, permute_each
         Its functions. They release the GIL, and may be called from many threads, each with its
         own worker.
-    read_stored
-        ``read_stored(file, worker, offset, nbytes, target, count, base, base_nbytes)`` reads
+    read_encoded
+        ``read_encoded(file, worker, offset, nbytes, target, count, base, base_nbytes)`` reads
         ``nbytes[i]`` bytes at ``offset[i]`` of the file to ``base + target[i]`` (int64 arrays),
         and returns how many of them it read before the first that could not be.
     cut_frames
@@ -88,7 +88,9 @@ class Core:
         self.transform_rows = _function(library, "h5async_transform_rows", 5)
         self.permute = _function(library, "h5async_permute", 1, c_int64, *[c_uint64] * 3, c_void_p)
         self.permute_each = _function(library, "h5async_permute_each", 1, c_int64, *[c_void_p] * 5)
-        self.read_stored = _function(library, "h5async_read_stored", 5, c_int64, c_void_p, c_int64)
+        self.read_encoded = _function(
+            library, "h5async_read_encoded", 5, c_int64, c_void_p, c_int64
+        )
         self.cut_frames = _function(library, "h5async_cut_frames", 1)
         self._free = _function(library, "h5async_free", 1)
 

@@ -23,14 +23,14 @@ import numpy as np
 
 from h5async.core.binding import load_core
 from h5async.deliver.cudaslot import CudaSlot, cupy_has
-from h5async.deliver.devicedecode import StoredDecoder
+from h5async.deliver.devicedecode import DeviceDecoder
 from h5async.deliver.gpu import Gpu, in_own_thread
 from h5async.deliver.kernels import Kernels, needs_host
 from h5async.deliver.nvcomp import load_nvcomp
 from h5async.errors import DeviceError, forget_frames
 from h5async.fill.resident import Budget, Residency
 from h5async.io.shared import SharedMemory
-from h5async.plan.stored import StoredFormat
+from h5async.plan.encoded import EncodedFormat
 from h5async.plan.transform import RowTransform
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class CudaDevice:
             self.copy_stream, self.work_stream = gpu.stream(), gpu.stream()
         self.kernels = Kernels(gpu.cupy)
         self.cache: list[Any] = []  # the rows of all samples, one array a field, as uploaded
-        self.decoders: dict[int, StoredDecoder] = {}  # by field
+        self.decoders: dict[int, DeviceDecoder] = {}  # by field
         # Decoders work in memory of their own, in the order of the work stream: what puts one
         # batch's work there must not be mixed with what puts another's.
         self.decoding = threading.Lock()
@@ -73,7 +73,7 @@ class CudaDevice:
         rows: int,
         transforms: Mapping[str, RowTransform],
         postprocess: bool,
-        stored_formats: Sequence[StoredFormat | None],
+        encoded_formats: Sequence[EncodedFormat | None],
         shared: SharedMemory | None = None,
     ) -> list[DeviceSlot]:
         """Allocate pinned host slots and device slots of `rows` rows.
@@ -98,9 +98,9 @@ class CudaDevice:
         lacks: tuple[type[Exception], ...] = (*gpu.errors, MemoryError)
         try:
             with gpu.current(), gpu.allocating():
-                for field, form in enumerate(stored_formats):
+                for field, form in enumerate(encoded_formats):
                     if form is not None and core is not None:
-                        decoder = StoredDecoder(gpu, self.kernels, load_nvcomp(), core, form)
+                        decoder = DeviceDecoder(gpu, self.kernels, load_nvcomp(), core, form)
                         self.decoders[field] = decoder
                 slots = [CudaSlot(self, rows, todo, on_host, shared) for _ in range(count)]
         except lacks as error:

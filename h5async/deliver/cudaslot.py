@@ -52,8 +52,8 @@ class CudaSlot:
         )
         self._device_block = cupy.empty(self._host_block.nbytes, np.uint8)
         self.memory = memory._replace(
-            stored=tuple(
-                self._staging[field].stored if field in self._staging else None
+            encoded=tuple(
+                self._staging[field].encoded if field in self._staging else None
                 for field in range(len(transforms))
             )
         )
@@ -137,7 +137,7 @@ class CudaSlot:
                 for event in (self._ready, *self._released):
                     event.hold(stream.ptr)
                 self._begun[0].record(stream.ptr)
-                for i, plan in enumerate(outcome.stored):
+                for i, plan in enumerate(outcome.encoded):
                     if plan is not None:
                         device.decoders[i].upload(plan, self._staging[i], stream)
                 others = self._upload_rows(outcome, stream)
@@ -175,7 +175,7 @@ class CudaSlot:
             return others
         mine = []
         for i, array in enumerate(outcome.arrays):
-            if outcome.stored and outcome.stored[i] is not None:
+            if outcome.encoded and outcome.encoded[i] is not None:
                 continue
             if _is_same(array, self.memory.out[i][:size]):
                 mine.append(i)
@@ -193,7 +193,7 @@ class CudaSlot:
 
         No cache is given anything before.
         """
-        fields = [i for i, plan in enumerate(outcome.stored) if plan is not None]
+        fields = [i for i, plan in enumerate(outcome.encoded) if plan is not None]
         for i in fields:
             rows = self._raw[i].view(np.uint8)
             with self._device.decoding:
@@ -222,7 +222,7 @@ class CudaSlot:
     def drop_staging(self) -> None:
         """Give the memory back that is only for chunks to be decoded on the device."""
         self._staging = {}
-        self.memory = self.memory._replace(stored=(None,) * len(self._raw))
+        self.memory = self.memory._replace(encoded=(None,) * len(self._raw))
 
     def _transformed(self, i: int, outcome: FillOutcome) -> Any:
         device, size = self._device, outcome.index.size

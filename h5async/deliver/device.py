@@ -17,7 +17,7 @@ from h5async.errors import DeviceError
 from h5async.fill.records import FillOutcome, SlotMemory
 from h5async.fill.resident import Budget, Residency
 from h5async.io.shared import SharedMemory
-from h5async.plan.stored import StoredFormat
+from h5async.plan.encoded import EncodedFormat
 from h5async.plan.transform import RowTransform
 
 
@@ -68,7 +68,7 @@ class Device(Protocol):
         rows: int,
         transforms: Mapping[str, RowTransform],
         postprocess: bool,
-        stored_formats: Sequence[StoredFormat | None],
+        encoded_formats: Sequence[EncodedFormat | None],
         shared: SharedMemory | None = None,
     ) -> list[DeviceSlot]:
         """Allocate slots of `rows` rows.
@@ -81,7 +81,7 @@ class Device(Protocol):
             By field.
         postprocess
             Whether it wants delivered arrays on the host.
-        stored_formats
+        encoded_formats
             How chunks of each field are decoded on the device, where they are.
         shared
             Where a helper process fills the slots: the memory that it has too.

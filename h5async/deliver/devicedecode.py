@@ -24,7 +24,7 @@ from h5async.deliver.kernels import Kernels
 from h5async.deliver.nvcomp import Nvcomp, NvcompError, load_nvcomp
 from h5async.errors import DeviceError
 from h5async.index.layout import DatasetLayout
-from h5async.plan.stored import StoredFormat, StoredPlan, stored_format
+from h5async.plan.encoded import EncodedFormat, EncodedPlan, encoded_format
 
 EmptyPinned = Callable[[tuple[int, ...], np.dtype[Any]], NDArray[Any]]
 
@@ -49,12 +49,12 @@ class Staging:
         Makes an array in pinned memory.
     """
 
-    def __init__(self, gpu: Gpu, form: StoredFormat, empty_pinned: EmptyPinned) -> None:
+    def __init__(self, gpu: Gpu, form: EncodedFormat, empty_pinned: EmptyPinned) -> None:
         cupy = gpu.cupy
         byte, word = np.dtype(np.uint8), np.dtype(np.int64)
         tasks, chunks = form.max_tasks, form.max_chunks
-        self.stored = empty_pinned((form.stored_nbytes,), byte)
-        self.stored_on_device = cupy.empty(form.stored_nbytes, byte)
+        self.encoded = empty_pinned((form.encoded_nbytes,), byte)
+        self.encoded_on_device = cupy.empty(form.encoded_nbytes, byte)
         words = form.list_words
         self.lists = empty_pinned((words,), word)
         self.lists_on_device = cupy.empty(words, word)
@@ -77,7 +77,7 @@ class Staging:
         return begin
 
 
-class StoredDecoder:
+class DeviceDecoder:
     """Decodes chunks of one field. Safe to use from many threads, but for `decode`.
 
     Parameters
@@ -89,7 +89,7 @@ class StoredDecoder:
     """
 
     def __init__(
-        self, gpu: Gpu, kernels: Kernels, nvcomp: Nvcomp, core: Core, form: StoredFormat
+        self, gpu: Gpu, kernels: Kernels, nvcomp: Nvcomp, core: Core, form: EncodedFormat
     ) -> None:
         self._gpu = gpu
         cupy = gpu.cupy
@@ -117,7 +117,7 @@ class StoredDecoder:
         nbytes = _temp_nbytes(form, nvcomp)
         self._temp = cupy.empty(max(1, nbytes), np.uint8)
 
-    def upload(self, plan: StoredPlan, staging: Staging, stream: Any) -> None:
+    def upload(self, plan: EncodedPlan, staging: Staging, stream: Any) -> None:
         """Cut the chunks of a batch, and upload them and the lists of their blocks.
 
         Raises
@@ -129,7 +129,7 @@ class StoredDecoder:
         tasks, copies = frames.num_tasks, frames.num_copies
         source, source_nbytes, target, target_nbytes = staging.blocks[:, :tasks]
         lists = [
-            source + staging.stored_on_device.data.ptr,
+            source + staging.encoded_on_device.data.ptr,
             source_nbytes,
             target + self._chunks[0].data.ptr,
             target_nbytes,
@@ -143,7 +143,7 @@ class StoredDecoder:
         words = staging.pack(lists)
         staging.count = plan.num_items
         used = plan.used_nbytes
-        self._gpu.upload(staging.stored_on_device[:used], staging.stored[:used], stream)
+        self._gpu.upload(staging.encoded_on_device[:used], staging.encoded[:used], stream)
         self._gpu.upload(staging.lists_on_device[:words], staging.lists[:words], stream)
 
     def decode(self, staging: Staging, rows: Any, stream: Any) -> None:
@@ -192,7 +192,7 @@ class StoredDecoder:
                 sums.fill(0)
                 kernels.adler32(decoded, pitch, nbytes, count, sums)
             kernels.verify(states, actual, target_nbytes, sums, adler, nbytes, self._is_bad)
-        kernels.copy(staging.stored_on_device, decoded, *copies)
+        kernels.copy(staging.encoded_on_device, decoded, *copies)
         for i, (itemsize, block) in enumerate(form.unshuffles):
             before, decoded = decoded, self._chunks[(i + 1) % 2]
             if block:
@@ -218,10 +218,10 @@ class StoredDecoder:
             stream.ptr,
         )
 
-    def _cut(self, plan: StoredPlan, staging: Staging) -> FramesStruct:
+    def _cut(self, plan: EncodedPlan, staging: Staging) -> FramesStruct:
         form, blocks, copies = self.form, staging.blocks, staging.copies
         frames = FramesStruct(
-            base=address(staging.stored),
+            base=address(staging.encoded),
             position=address(plan.position),
             nbytes=address(plan.nbytes),
             base_nbytes=plan.used_nbytes,
@@ -256,7 +256,7 @@ def find_formats(
     on_host: Collection[str],
     free_nbytes: int,
     staging_nbytes: int,
-) -> tuple[list[StoredFormat | None], str | None]:
+) -> tuple[list[EncodedFormat | None], str | None]:
     """Find out which fields' chunks a GPU decodes.
 
     Parameters
@@ -284,7 +284,7 @@ def find_formats(
     DeviceError
         If ``decode="device"`` was asked for, and is not possible for some compressed field.
     """
-    nothing: list[StoredFormat | None] = [None] * len(layouts)
+    nothing: list[EncodedFormat | None] = [None] * len(layouts)
     if config.decode == "host":
         return nothing, 'decode="host"'
     if config.postprocess is not None:
@@ -308,10 +308,10 @@ def find_formats(
     for i, (name, layout) in enumerate(layouts.items()):
         if name not in encoded:
             continue
-        found = stored_format(layout, core, rows, in_order=not config.shuffle)
+        found = encoded_format(layout, core, rows, in_order=not config.shuffle)
         if name in on_host:
             found = "its rows are transformed on the host"
-        if isinstance(found, StoredFormat):
+        if isinstance(found, EncodedFormat):
             needed = _device_nbytes(found, nvcomp, config.prefetch)
             staged = config.prefetch * found.staging_nbytes
             if needed <= free_nbytes * _MEMORY_SHARE and staged <= staging_nbytes:
@@ -337,7 +337,7 @@ def find_formats(
     return formats, None if any(formats) else "; ".join(reasons)
 
 
-def _temp_nbytes(form: StoredFormat, nvcomp: Nvcomp) -> int:
+def _temp_nbytes(form: EncodedFormat, nvcomp: Nvcomp) -> int:
     """Return what nvCOMP needs to work with."""
     if form.frame.codec is None:
         return 0
@@ -346,11 +346,11 @@ def _temp_nbytes(form: StoredFormat, nvcomp: Nvcomp) -> int:
     return nvcomp.temp_nbytes(form.frame.codec, form.max_tasks, largest, total)
 
 
-def _device_nbytes(form: StoredFormat, nvcomp: Nvcomp, slots: int) -> int:
+def _device_nbytes(form: EncodedFormat, nvcomp: Nvcomp, slots: int) -> int:
     """Return what decoding takes of the GPU's memory; more than there is where nvCOMP refuses."""
     try:
         temp = _temp_nbytes(form, nvcomp)
     except NvcompError:
         return sys.maxsize
     decoded = form.max_chunks * form.pitch * (1 + bool(form.unshuffles))
-    return decoded + temp + slots * (form.stored_nbytes + 8 * form.list_words)
+    return decoded + temp + slots * (form.encoded_nbytes + 8 * form.list_words)

@@ -18,7 +18,7 @@ from h5async.errors import DeviceError
 from h5async.fill.records import FillOutcome, SlotMemory
 from h5async.fill.resident import Budget, Residency
 from h5async.io.shared import SharedMemory, page_memory
-from h5async.plan.stored import StoredFormat
+from h5async.plan.encoded import EncodedFormat
 from h5async.plan.transform import RowTransform
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class HostDevice:
         rows: int,
         transforms: Mapping[str, RowTransform],
         postprocess: bool,
-        stored_formats: Sequence[StoredFormat | None],
+        encoded_formats: Sequence[EncodedFormat | None],
         shared: SharedMemory | None = None,
     ) -> list[DeviceSlot]:
         """Allocate slots of `rows` rows; all transforming is the filler's."""

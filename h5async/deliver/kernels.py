@@ -198,7 +198,7 @@ class Kernels:
         chunks, rows
             Decoded chunks, and the batch.
         runs
-            int64 arrays: item, cross, local, position and length, as in `StoredPlan`.
+            int64 arrays: item, cross, local, position and length, as in `EncodedPlan`.
         pieces
             int64 arrays: extents, row_begin, chunk_strides, row_strides, as in `PieceGeometry`.
         *sizes

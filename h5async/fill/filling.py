@@ -27,7 +27,7 @@ from h5async.fill.reading import BatchReader
 from h5async.fill.records import FillerStats, FillOutcome, FillRequest, SlotFiller, SlotMemory
 from h5async.fill.resident import Budget, HostCache, Residency, open_host_cache
 from h5async.index.layout import DatasetLayout
-from h5async.plan.stored import StoredFormat
+from h5async.plan.encoded import EncodedFormat
 from h5async.plan.transform import RowTransform
 from h5async.read.executors import Executors
 
@@ -54,7 +54,7 @@ class Filler(SlotFiller):
         until the slot's memory may be overwritten.
     device_cache
         Which samples the device has and need not be read again, if it keeps them.
-    stored_formats
+    encoded_formats
         By field: how the device decodes chunks, for requests that ask for it.
     on_done
         Called in a worker with a request and its outcome, once for each request, unless the
@@ -81,7 +81,7 @@ class Filler(SlotFiller):
         *,
         memory_plan: MemoryPlan,
         device_cache: Residency | None = None,
-        stored_formats: Sequence[StoredFormat | None] = (),
+        encoded_formats: Sequence[EncodedFormat | None] = (),
         next_requests: Callable[[], Sequence[FillRequest]],
         before_fill: Callable[[int], None],
         on_done: Callable[[FillRequest, FillOutcome], None],
@@ -108,7 +108,7 @@ class Filler(SlotFiller):
             core,
             self._layouts,
             several,
-            stored_formats,
+            encoded_formats,
             self._cache if isinstance(self._cache, HostCache) else None,
             self._executors,
             max(1, num_threads),
@@ -187,9 +187,9 @@ class Filler(SlotFiller):
         assert self._resident is not None
         self._resident.add(index)
 
-    def drop_stored(self, slots: Sequence[SlotMemory]) -> None:
+    def drop_encoded(self, slots: Sequence[SlotMemory]) -> None:
         """Take slots without memory for encoded chunks; no request is left that may need it."""
-        self._reader.drop_stored()
+        self._reader.drop_encoded()
         self._phases.slots = slots
 
     def stop(self, then: Callable[[], None]) -> None:

@@ -20,8 +20,8 @@ from h5async.config import ReaderConfig
 from h5async.errors import BudgetError, ConfigError
 from h5async.index.layout import DatasetLayout
 from h5async.order.window import kept_nbytes
+from h5async.plan.encoded import EncodedFormat
 from h5async.plan.plan import needs_scratch, scratch_nbytes
-from h5async.plan.stored import StoredFormat
 from h5async.plan.transform import RowTransform
 from h5async.read.chunkcache import LEAST_KEPT
 from h5async.read.fallback import span_nbytes
@@ -132,7 +132,7 @@ class MemoryBudget:
         """What slots may take for encoded chunks beside the rows, by ``max_batch_bytes``."""
         return max(0, self._limit - sum(self._slots().values()))
 
-    def plan(self, formats: Sequence[StoredFormat | None], wanted: Sequence[int]) -> MemoryPlan:
+    def plan(self, formats: Sequence[EncodedFormat | None], wanted: Sequence[int]) -> MemoryPlan:
         """Check that all that a reader needs fits together; divide what is left.
 
         Parameters
@@ -173,7 +173,7 @@ class MemoryBudget:
             f" {largest.remedy}, or set max_batch_bytes if you trust the file. {_what_is_free()}"
         )
 
-    def _shares(self, formats: Sequence[StoredFormat | None], threads: int) -> Iterator[_Share]:
+    def _shares(self, formats: Sequence[EncodedFormat | None], threads: int) -> Iterator[_Share]:
         """Yield what a reader needs, with so many threads."""
         config, rows = self._config, self._rows
         layouts = list(self._layouts.values())

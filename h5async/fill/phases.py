@@ -24,9 +24,9 @@ from h5async.fill.postprocess import postprocessed
 from h5async.fill.reading import BatchPlan, BatchReader
 from h5async.fill.records import NO_SAMPLES, FillOutcome, FillRequest, SlotMemory
 from h5async.fill.resident import HostCache, Residency
+from h5async.plan.encoded import EncodedPlan
 from h5async.plan.records import GatherPlan
 from h5async.plan.shares import PlanSlice, cut
-from h5async.plan.stored import StoredPlan
 from h5async.plan.transform import RowTransform
 from h5async.system.interruptions import interruption
 
@@ -221,7 +221,7 @@ class Phases:
             arrays,
             batch.error,
             batch.is_resident,
-            tuple(plan if isinstance(plan, StoredPlan) else None for plan in batch.plans),
+            tuple(plan if isinstance(plan, EncodedPlan) else None for plan in batch.plans),
             batch.busy_ns / 1e9,
             self._take_warnings(),
         )

@@ -21,10 +21,10 @@ from h5async.errors import taking_memory
 from h5async.fill.records import SlotMemory
 from h5async.fill.resident import HostCache
 from h5async.index.layout import DatasetLayout
+from h5async.plan.encoded import EncodedFormat, EncodedPlan, plan_encoded
 from h5async.plan.plan import plan_read
 from h5async.plan.records import GatherPlan, ReadPlan, RowPlan
 from h5async.plan.shares import PlanSlice
-from h5async.plan.stored import StoredFormat, StoredPlan, plan_stored
 from h5async.plan.transform import RowTransform
 from h5async.read.execute import Executor
 from h5async.read.executors import Executors
@@ -33,7 +33,7 @@ from h5async.read.scratch import Scratch, ScratchSize
 from h5async.read.transform import NativeTransform, native_transform
 from h5async.stats import StageTimes, ThreadCounts
 
-BatchPlan = Sequence[ReadPlan | StoredPlan]  # of one batch, by field
+BatchPlan = Sequence[ReadPlan | EncodedPlan]  # of one batch, by field
 
 
 class BatchReader:
@@ -45,7 +45,7 @@ class BatchReader:
         The compiled core; None: do without.
     layouts, transforms
         In field order.
-    stored_formats
+    encoded_formats
         By field: how the device decodes chunks, for batches that are left to it.
     cache
         Gathers rows that are in memory; None: there are none.
@@ -70,7 +70,7 @@ class BatchReader:
         core: Core | None,
         layouts: Sequence[DatasetLayout],
         transforms: Sequence[RowTransform],
-        stored_formats: Sequence[StoredFormat | None],
+        encoded_formats: Sequence[EncodedFormat | None],
         cache: HostCache | None,
         executors: Executors,
         num_threads: int,
@@ -81,13 +81,13 @@ class BatchReader:
         self._cache = cache
         self._factory = executors
         self._executors: list[Executor] = executors.make()
-        self._stored_formats = stored_formats
+        self._encoded_formats = encoded_formats
         readers = (
-            (field, executors.stored_reader(layout))
-            for field, (layout, form) in enumerate(zip(layouts, stored_formats, strict=False))
+            (field, executors.encoded_reader(layout))
+            for field, (layout, form) in enumerate(zip(layouts, encoded_formats, strict=False))
             if form is not None
         )
-        self._stored_readers = {field: reader for field, reader in readers if reader is not None}
+        self._encoded_readers = {field: reader for field, reader in readers if reader is not None}
         self._size = ScratchSize.of(layouts)
         self._stop = c_int32()  # not 0: what is under way ends as soon as it can
         self._scratches: list[Scratch] = []
@@ -105,12 +105,12 @@ class BatchReader:
         on_device
             Leave decoding to the device where it can decode.
         """
-        plans: list[ReadPlan | StoredPlan] = []
+        plans: list[ReadPlan | EncodedPlan] = []
         for field, layout in enumerate(self._layouts):
             plan = plan_read(layout, index)
-            form = self._stored_formats[field] if field in self._stored_readers else None
-            stored = plan_stored(layout, form, plan) if on_device and form is not None else None
-            plans.append(plan if stored is None else stored)
+            form = self._encoded_formats[field] if field in self._encoded_readers else None
+            encoded = plan_encoded(layout, form, plan) if on_device and form is not None else None
+            plans.append(plan if encoded is None else encoded)
         return plans
 
     def read(self, plans: BatchPlan, share: Sequence[PlanSlice], memory: SlotMemory) -> None:
@@ -133,7 +133,7 @@ class BatchReader:
 
     def _read_field(
         self,
-        plan: ReadPlan | StoredPlan,
+        plan: ReadPlan | EncodedPlan,
         field: int,
         start: int,
         stop: int,
@@ -146,10 +146,10 @@ class BatchReader:
             with scratch.counts.timed("read_ns"):
                 self._cache.gather(field, plan, start, stop, raw)
             return
-        if isinstance(plan, StoredPlan):
-            stored = memory.stored[field]
-            assert stored is not None
-            self._stored_readers[field].execute(plan, start, stop, stored, scratch)
+        if isinstance(plan, EncodedPlan):
+            encoded = memory.encoded[field]
+            assert encoded is not None
+            self._encoded_readers[field].execute(plan, start, stop, encoded, scratch)
             return
         executor, transform, begin = self._executors[field], self._transforms[field], start
         if self.transforms_at_once(plan, field, memory):
@@ -162,7 +162,7 @@ class BatchReader:
                 self.transform(field, raw[begin:stop], out[begin:stop])
 
     def transforms_at_once(
-        self, plan: ReadPlan | StoredPlan, field: int, memory: SlotMemory
+        self, plan: ReadPlan | EncodedPlan, field: int, memory: SlotMemory
     ) -> TypeGuard[RowPlan]:
         """Tell whether rows are transformed as they are read: where the core copies them only."""
         return (
@@ -191,9 +191,9 @@ class BatchReader:
         """
         self._executors = self._factory.make()
 
-    def drop_stored(self) -> None:
+    def drop_encoded(self) -> None:
         """Read no encoded chunks from now on."""
-        self._stored_readers = {}
+        self._encoded_readers = {}
 
     def interrupt(self) -> None:
         """Have what is under way end as soon as it can, with a `ReaderClosedError`."""
@@ -203,7 +203,7 @@ class BatchReader:
         """Let go of all memory. No thread is reading. Idempotent."""
         self._scratches.clear()
         self._free.clear()
-        self._executors, self._stored_readers, self._cache = [], {}, None
+        self._executors, self._encoded_readers, self._cache = [], {}, None
 
     def _new_scratch(self) -> Scratch:
         scratch = Scratch.allocate(*self._size, self._stop)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.order.sampling import OrderKey
-from h5async.plan.stored import StoredPlan
+from h5async.plan.encoded import EncodedPlan
 from h5async.stats import ThreadCounts
 
 NO_SAMPLES = np.zeros(0, np.int64)
@@ -29,13 +29,13 @@ class SlotMemory(NamedTuple):
     out
         (batch, *row): rows as delivered; the very array of `raw` where the filler has nothing
         to transform.
-    stored
+    encoded
         uint8: encoded chunks, for the device to decode; None where it cannot.
     """
 
     raw: tuple[NDArray[Any], ...]
     out: tuple[NDArray[Any], ...]
-    stored: tuple[NDArray[np.uint8] | None, ...]
+    encoded: tuple[NDArray[np.uint8] | None, ...]
 
 
 class FillRequest(NamedTuple):
@@ -85,7 +85,7 @@ class FillOutcome:
         What went wrong, if anything; the arrays then hold nothing of use.
     is_resident
         Nothing was read, because the device has the rows.
-    stored
+    encoded
         By field: which encoded chunks were read, for the device to decode; None where rows were.
     busy_seconds
         The time that threads spent on it, summed up.
@@ -97,7 +97,7 @@ class FillOutcome:
     arrays: tuple[NDArray[Any], ...]
     error: BaseException | None = None
     is_resident: bool = False
-    stored: tuple[StoredPlan | None, ...] = ()
+    encoded: tuple[EncodedPlan | None, ...] = ()
     busy_seconds: float = 0.0
     warnings: tuple[str, ...] = ()
 
@@ -154,7 +154,7 @@ class SlotFiller(Protocol):
     def note_uploaded(self, slot: int, index: NDArray[np.int64]) -> None:
         """Note that the device cache has the samples of the batch in a slot."""
 
-    def drop_stored(self, slots: Sequence[SlotMemory]) -> None:
+    def drop_encoded(self, slots: Sequence[SlotMemory]) -> None:
         """Take slots without memory for encoded chunks; no request is left that may need it."""
 
     def stop(self, then: Callable[[], None]) -> None:

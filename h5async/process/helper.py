@@ -24,7 +24,7 @@ from h5async.fill.records import FillerStats, FillOutcome, FillRequest, SlotMemo
 from h5async.fill.resident import Residency
 from h5async.index.layout import DatasetLayout
 from h5async.io.shared import SharedMemory
-from h5async.plan.stored import StoredFormat
+from h5async.plan.encoded import EncodedFormat
 from h5async.process.child import HelperProcess, check_interpreter, refusal
 from h5async.process.messages import NoteUploaded, Opening, Starting, dump_opening
 from h5async.process.sharedslots import ReaderSlots
@@ -126,7 +126,7 @@ class HelperFiller:
         *,
         memory_plan: MemoryPlan,
         device_cache: Residency | None,
-        stored_formats: Sequence[StoredFormat | None],
+        encoded_formats: Sequence[EncodedFormat | None],
         next_requests: Callable[[], Sequence[FillRequest]],
         before_fill: Callable[[int], None],
         on_done: Callable[[FillRequest, FillOutcome], None],
@@ -138,7 +138,7 @@ class HelperFiller:
         ----------
         slots
             Arrays in `shared`; raw ones of their own where the filler transforms them.
-        memory_plan, device_cache, stored_formats, next_requests, before_fill, on_done, on_crash
+        memory_plan, device_cache, encoded_formats, next_requests, before_fill, on_done, on_crash
             As of `Filler`. Functions are called in threads of this object.
 
         Raises
@@ -151,7 +151,7 @@ class HelperFiller:
         self._on_crash = on_crash
         self._device_cache = device_cache
         starting = Starting(
-            self._slots.specs, memory_plan, list(stored_formats), device_cache is not None, {}
+            self._slots.specs, memory_plan, list(encoded_formats), device_cache is not None, {}
         )
         self._supervisor.start_filling(self._slots, starting, on_done)
         self._start_thread(self._send_all, "send")
@@ -179,12 +179,12 @@ class HelperFiller:
         self._device_cache.add(index)
         self._supervisor.note(NoteUploaded(slot))
 
-    def drop_stored(self, slots: Sequence[SlotMemory]) -> None:
-        """Take slots without memory for encoded chunks, as `Filler.drop_stored`."""
+    def drop_encoded(self, slots: Sequence[SlotMemory]) -> None:
+        """Take slots without memory for encoded chunks, as `Filler.drop_encoded`."""
         with self._lock:
             if self._slots is not None:
-                self._slots.drop_stored(slots)
-                self._supervisor.drop_stored()
+                self._slots.drop_encoded(slots)
+                self._supervisor.drop_encoded()
 
     def stats(self) -> FillerStats:
         """Return what all helpers have done so far."""

@@ -30,7 +30,7 @@ from h5async.plan.transform import row_transform
 from h5async.process.channel import Channel, channel_of
 from h5async.process.messages import (
     Answer,
-    DropStored,
+    DropEncoded,
     Failed,
     NoteUploaded,
     Opened,
@@ -194,7 +194,7 @@ class _Helper:
             device_cache=(
                 Residency(num_samples, 0, "device") if starting.has_device_cache else None
             ),
-            stored_formats=starting.stored_formats,
+            encoded_formats=starting.encoded_formats,
             next_requests=list,
             before_fill=lambda slot: None,
             on_done=self._answer,
@@ -208,8 +208,8 @@ class _Helper:
         elif isinstance(message, NoteUploaded):
             self._filler.note_uploaded(message.slot, self._slots.index(message.slot))
         else:
-            assert isinstance(message, DropStored)
-            self._filler.drop_stored(self._slots.drop_stored())
+            assert isinstance(message, DropEncoded)
+            self._filler.drop_encoded(self._slots.drop_encoded())
 
     def _answer(self, request: FillRequest, outcome: FillOutcome) -> None:
         """Send what became of a request; in a thread of the filler, which nothing must end."""
@@ -234,7 +234,7 @@ class _Helper:
             extras,
             error,
             outcome.is_resident,
-            outcome.stored,
+            outcome.encoded,
             outcome.busy_seconds,
             outcome.warnings,
             self._filler.stats(),
@@ -242,7 +242,7 @@ class _Helper:
         try:
             self._channel.send(answer)
         except BaseException as raised:  # it cannot be pickled
-            self._channel.send(answer._replace(extras=(), stored=(), error=portable(raised)))
+            self._channel.send(answer._replace(extras=(), encoded=(), error=portable(raised)))
 
 
 def _give_up(error: BaseException) -> None:

@@ -2,7 +2,7 @@
 
 First `Opening` is answered by `Opened`, and `Starting` by `Started`. Then the reader sends requests
 to fill slots (`FillRequest`, as a plain tuple), each of which gets one `Answer`, in any order, and
-notes, which get none (`NoteUploaded`, `DropStored`). Arrays stay in shared memory.
+notes, which get none (`NoteUploaded`, `DropEncoded`). Arrays stay in shared memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from h5async.fill.limits import MemoryPlan
 from h5async.fill.records import FillerStats
 from h5async.index.layout import DatasetLayout
 from h5async.io.shared import ArraySpec
-from h5async.plan.stored import StoredFormat, StoredPlan
+from h5async.plan.encoded import EncodedFormat, EncodedPlan
 
 _MAX_CAUSES = 8
 _KNOWN = {kind for kind in vars(errors).values() if isinstance(kind, type)}
@@ -45,7 +45,7 @@ class SlotSpecs(NamedTuple):
 
     Attributes
     ----------
-    raw, out, stored
+    raw, out, encoded
         By field; None for an array that is not in shared memory, or that is not needed.
     numbers
         int64 (batch,): sample numbers.
@@ -53,7 +53,7 @@ class SlotSpecs(NamedTuple):
 
     raw: tuple[ArraySpec | None, ...]
     out: tuple[ArraySpec, ...]
-    stored: tuple[ArraySpec | None, ...]
+    encoded: tuple[ArraySpec | None, ...]
     numbers: ArraySpec
 
 
@@ -64,7 +64,7 @@ class Starting(NamedTuple):
     ----------
     slots
         To be filled.
-    memory_plan, stored_formats
+    memory_plan, encoded_formats
         As of `Filler`.
     has_device_cache
         Whether the reader notes which samples the device's cache has.
@@ -74,7 +74,7 @@ class Starting(NamedTuple):
 
     slots: list[SlotSpecs]
     memory_plan: MemoryPlan
-    stored_formats: list[StoredFormat | None]
+    encoded_formats: list[EncodedFormat | None]
     has_device_cache: bool
     extras: dict[tuple[int, int], ArraySpec]
 
@@ -91,7 +91,7 @@ class NoteUploaded(NamedTuple):
     slot: int
 
 
-class DropStored(NamedTuple):
+class DropEncoded(NamedTuple):
     """Give the memory for encoded chunks back."""
 
 
@@ -108,7 +108,7 @@ class Answer(NamedTuple):
         By field: the array that the batch has beside the slot; None where it has the slot's own.
     error
         What went wrong, if anything, by `portable`.
-    is_resident, stored, busy_seconds, warnings
+    is_resident, encoded, busy_seconds, warnings
         As in `FillOutcome`.
     stats
         What the helper's filler has done so far.
@@ -119,7 +119,7 @@ class Answer(NamedTuple):
     extras: tuple[ArraySpec | None, ...]
     error: tuple[bytes, ...]
     is_resident: bool
-    stored: tuple[StoredPlan | None, ...]
+    encoded: tuple[EncodedPlan | None, ...]
     busy_seconds: float
     warnings: tuple[str, ...]
     stats: FillerStats

@@ -47,10 +47,10 @@ class ReaderSlots:
         self.specs = [self._specs(*of_slot) for of_slot in zip(slots, numbers, strict=True)]
         self.extras: dict[tuple[int, int], ArraySpec] = {}
 
-    def drop_stored(self, slots: Sequence[SlotMemory]) -> None:
+    def drop_encoded(self, slots: Sequence[SlotMemory]) -> None:
         """Take slots without memory for encoded chunks."""
         self._slots = slots
-        self.specs = [spec._replace(stored=(None,) * len(spec.stored)) for spec in self.specs]
+        self.specs = [spec._replace(encoded=(None,) * len(spec.encoded)) for spec in self.specs]
 
     def index(self, slot: int, size: int) -> NDArray[np.int64]:
         """Return the sample numbers of the batch in a slot, in memory of their own."""
@@ -86,7 +86,7 @@ class ReaderSlots:
         return SlotSpecs(
             tuple(spec(array) for array in slot.raw),
             tuple(found for found in out if found is not None),
-            tuple(None if array is None else spec(array) for array in slot.stored),
+            tuple(None if array is None else spec(array) for array in slot.encoded),
             of_numbers,
         )
 
@@ -150,10 +150,10 @@ class HelperSlots:
             self._put_array(slot, field, array) for field, array in enumerate(outcome.arrays)
         )
 
-    def drop_stored(self) -> list[SlotMemory]:
+    def drop_encoded(self) -> list[SlotMemory]:
         """Give the memory for encoded chunks back; return the slots without it."""
-        self.slots = [slot._replace(stored=(None,) * len(slot.stored)) for slot in self.slots]
-        for spec in [spec for specs in self._specs for spec in specs.stored]:
+        self.slots = [slot._replace(encoded=(None,) * len(slot.encoded)) for slot in self.slots]
+        for spec in [spec for specs in self._specs for spec in specs.encoded]:
             if spec is not None:
                 self._shared.discard(spec)
         return self.slots
@@ -168,8 +168,10 @@ class HelperSlots:
                 specs.raw, specs.out, out, raws, strict=True
             )
         )
-        stored = tuple(None if spec is None else self._shared.array(spec) for spec in specs.stored)
-        return SlotMemory(raw, out, stored)
+        encoded = tuple(
+            None if spec is None else self._shared.array(spec) for spec in specs.encoded
+        )
+        return SlotMemory(raw, out, encoded)
 
     def _put_array(self, slot: int, field: int, array: NDArray[Any]) -> ArraySpec | None:
         own = self.slots[slot].out[field]

@@ -28,11 +28,11 @@ from numpy.typing import NDArray
 from h5async.fill.records import FillerStats, FillOutcome, FillRequest
 from h5async.index.layout import DatasetLayout
 from h5async.io.shared import SharedMemory
-from h5async.plan.stored import StoredFormat
+from h5async.plan.encoded import EncodedFormat
 from h5async.process.child import HelperDied, HelperProcess
 from h5async.process.messages import (
     Answer,
-    DropStored,
+    DropEncoded,
     Failed,
     Opened,
     Started,
@@ -143,7 +143,7 @@ class Supervisor:
         self._post(message)
         self._wake_sender()
 
-    def drop_stored(self) -> None:
+    def drop_encoded(self) -> None:
         """Have this helper and later ones do without memory for encoded chunks.
 
         The slots of `start_filling` must have been told before.
@@ -151,11 +151,11 @@ class Supervisor:
         with self.lock:
             assert self._starting is not None
             assert self._slots is not None
-            formats: list[StoredFormat | None] = [None] * len(self._starting.stored_formats)
+            formats: list[EncodedFormat | None] = [None] * len(self._starting.encoded_formats)
             self._starting = self._starting._replace(
-                slots=self._slots.specs, stored_formats=formats
+                slots=self._slots.specs, encoded_formats=formats
             )
-            self.note(DropStored())
+            self.note(DropEncoded())
 
     def flush(self) -> None:
         """Send what was posted; blocks until the helper has received it or has ended."""
@@ -333,7 +333,7 @@ class Supervisor:
                 arrays,
                 error,
                 answer.is_resident,
-                answer.stored,
+                answer.encoded,
                 answer.busy_seconds,
                 answer.warnings,
             ),

@@ -20,11 +20,11 @@ from h5async.io.keptfiles import affordable_files
 from h5async.io.localfiles import LocalFiles
 from h5async.io.maps import IoMode
 from h5async.read.chunkcache import ChunkCache
+from h5async.read.encoded import EncodedReader
 from h5async.read.execute import Executor, PlanExecutor
 from h5async.read.fallback import FallbackExecutor, FallbackReader
 from h5async.read.native import NativeExecutor
 from h5async.read.parts import MemoryExecutor, PartsExecutor
-from h5async.read.stored import StoredReader
 
 
 def method_of(
@@ -100,9 +100,9 @@ class Executors:
         pairs = zip(self._layouts, self._caches, strict=True)
         return [self._executor(layout, cache) for layout, cache in pairs]
 
-    def stored_reader(self, layout: DatasetLayout) -> StoredReader | None:
+    def encoded_reader(self, layout: DatasetLayout) -> EncodedReader | None:
         """Make what reads the encoded chunks of a field; None where that needs the core."""
-        return None if self._core is None else StoredReader(self._core, layout, self._files)
+        return None if self._core is None else EncodedReader(self._core, layout, self._files)
 
     def open_ahead(self, layout: DatasetLayout, is_closed: Callable[[], bool]) -> None:
         """Open the first files of a field, so that they are those that were indexed.

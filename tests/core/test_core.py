@@ -1616,7 +1616,7 @@ def test_a_file_that_was_cut_short_before_rows_are_transformed(tmp_path, core):
             list(reader)
 
 
-@pytest.mark.parametrize("kind", ["rows", "chunks", "stored"])
+@pytest.mark.parametrize("kind", ["rows", "chunks", "encoded"])
 def test_a_page_that_cannot_be_had_ends_the_call_and_not_the_process(core, tmp_path, kind):
     """The map is of a file that was cut short; the descriptor is of one that was not."""
     mapped, whole = tmp_path / "mapped", tmp_path / "whole"
@@ -1641,8 +1641,8 @@ def test_a_page_that_cannot_be_had_ends_the_call_and_not_the_process(core, tmp_p
                     address(zero), None, 1, address(out), 1, out.size, address(fill), 1
                 )
                 return core.read_rows(*first, ctypes.byref(rows))
-            if kind == "stored":
-                return core.read_stored(
+            if kind == "encoded":
+                return core.read_encoded(
                     *first, address(zero), address(length), address(zero), 1, address(out), out.size
                 )
             dataset = DatasetStruct(

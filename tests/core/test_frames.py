@@ -1,4 +1,4 @@
-"""Stored chunks, read and cut into blocks, against what the host makes of them.
+"""Encoded chunks, read and cut into blocks, against what the host makes of them.
 
 A stand-in for a GPU decodes each block by itself, and puts it where the core says. All that the
 core writes to has canaries on both sides, and what it reads is exactly as long as it says.
@@ -94,7 +94,7 @@ class Pieces:
         mapped = None if io == "pread" else self.map.ctypes.data
         file = FileStruct(self.file.fileno(), IO_MODES[io], mapped, self.map.size, nbytes=-1)
         before = self.worker.counts()
-        self.done = self.core.read_stored(
+        self.done = self.core.read_encoded(
             *map(ctypes.byref, (file, self.worker.struct)),
             *map(address, (offset, nbytes, target)),
             offset.size,
@@ -109,7 +109,7 @@ class Pieces:
 
 
 class Cut:
-    """Stored chunks in memory of exactly their size, one behind the other, cut by the core."""
+    """Encoded chunks in memory of exactly their size, one behind the other, cut by the core."""
 
     def __init__(
         self, core, form, due, chunks, *, pitch=None, room=(500, 500), base=None, **changes
@@ -148,7 +148,7 @@ class Cut:
                 setattr(struct, name, value)
         struct.position, struct.nbytes = address(self.position), address(self.nbytes)
         self.done = core.cut_frames(ctypes.byref(struct))
-        assert self.base.tobytes() == before, "what is stored was changed"
+        assert self.base.tobytes() == before, "the encoded chunks were changed"
         for name, guarded in memory.items():
             assert guarded.is_intact(), f"written beside {name}"
         assert 0 <= self.done <= max(0, self.count)
@@ -391,13 +391,13 @@ def test_how_many_blocks_there_are_at_most():
 @each("pipeline", PIPELINES)
 def test_no_room_stops_it_and_nothing_is_half_cut(core, pipeline):
     filters, chunks = encoded_chunks(pipeline, 4, 83)
-    form, stored = frame_format(filters), [encoded for encoded, _ in chunks]
-    whole = Cut(core, form, 332, stored)
+    form, encoded = frame_format(filters), [encoded for encoded, _ in chunks]
+    whole = Cut(core, form, 332, encoded)
     for tasks, copies in itertools.product(
         {-1, *range(len(whole.tasks) + 1)}, {-1, *range(len(whole.copies) + 1)}
     ):
         room = max(0, tasks), max(0, copies)
-        cut = Cut(core, form, 332, stored, room=room, max_tasks=tasks, max_copies=copies)
+        cut = Cut(core, form, 332, encoded, room=room, max_tasks=tasks, max_copies=copies)
         assert cut.tasks == whole.tasks[: len(cut.tasks)]
         assert cut.copies == whole.copies[: len(cut.copies)]
         is_enough = room == (len(whole.tasks), len(whole.copies))
@@ -407,8 +407,8 @@ def test_no_room_stops_it_and_nothing_is_half_cut(core, pipeline):
 @each("pipeline", SHORT)
 def test_numbers_that_do_not_hold_together(core, pipeline):
     filters, chunks = encoded_chunks(pipeline, 4, 83)
-    form, stored = frame_format(filters), [encoded for encoded, _ in chunks]
-    size = sum(map(len, stored))
+    form, encoded = frame_format(filters), [encoded for encoded, _ in chunks]
+    size = sum(map(len, encoded))
     for name, bad in [
         *(("kind", bad) for bad in (-1, 0, 2, 3, 4, 7, 8, 12, 2**31 - 1)),
         *(("count", bad) for bad in (0, -1, -HUGE)),
@@ -416,18 +416,18 @@ def test_numbers_that_do_not_hold_together(core, pipeline):
         *(("expected_nbytes", bad) for bad in (0, -1, 333, -HUGE)),
         *(("pitch", bad) for bad in (0, -1, 331, -HUGE, HUGE // 2)),
     ]:
-        assert Cut(core, form, 332, stored, **{name: bad}).done == 0, (name, bad)
+        assert Cut(core, form, 332, encoded, **{name: bad}).done == 0, (name, bad)
     if form.block_nbytes:
         for name, bad in [
             *(("element", bad) for bad in (0, -1, 2**31, HUGE, -HUGE)),
             *(("block_nbytes", bad) for bad in (0, -1, form.block_nbytes * 2, HUGE)),
         ]:
-            assert Cut(core, form, 332, stored, **{name: bad}).done == 0, (name, bad)
+            assert Cut(core, form, 332, encoded, **{name: bad}).done == 0, (name, bad)
     for at in range(4):
-        for bad in (-1, size, size - len(stored[at]) + 1, HUGE, -HUGE - 1):
-            assert Cut(core, form, 332, stored, position=(at, bad)).done == at
+        for bad in (-1, size, size - len(encoded[at]) + 1, HUGE, -HUGE - 1):
+            assert Cut(core, form, 332, encoded, position=(at, bad)).done == at
         for bad in (-1, 0, 1, 3, 4, size + 1, HUGE, -HUGE - 1):
-            assert Cut(core, form, 332, stored, nbytes=(at, bad)).done == at
+            assert Cut(core, form, 332, encoded, nbytes=(at, bad)).done == at
 
 
 @each("pipeline", PIPELINES)
@@ -667,11 +667,11 @@ def test_hostile_headers_of_blocks(core):
 
 def test_a_block_size_of_one(core):
     """As many blocks as bytes: the room for them is what bounds it."""
-    stored = (1000).to_bytes(8, "big") + (1).to_bytes(4, "big")
-    stored += b"".join(b"\0\0\0\1" + bytes([at % 256]) for at in range(1000))
+    encoded = (1000).to_bytes(8, "big") + (1).to_bytes(4, "big")
+    encoded += b"".join(b"\0\0\0\1" + bytes([at % 256]) for at in range(1000))
     form = FrameFormat(CoreKind.LZ4, codec="lz4")
-    assert Cut(core, form, 1000, [stored], room=(0, 999)).done == 0
-    cut = Cut(core, form, 1000, [stored], room=(0, 1000))
+    assert Cut(core, form, 1000, [encoded], room=(0, 999)).done == 0
+    cut = Cut(core, form, 1000, [encoded], room=(0, 1000))
     assert cut.decoded().tobytes() == bytes(at % 256 for at in range(1000))
 
 

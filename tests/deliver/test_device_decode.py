@@ -26,7 +26,7 @@ from h5async.core.binding import load_core
 from h5async.deliver.decodechoice import DecodeChoice
 from h5async.deliver.nvcomp import NvcompError
 from h5async.io.shared import SharedMemory
-from h5async.plan.stored import StoredFormat, stored_format
+from h5async.plan.encoded import EncodedFormat, encoded_format
 
 hdf5plugin = require_extra("hdf5plugin")
 pytestmark = [
@@ -497,10 +497,10 @@ def test_batches_that_touch_too_much_are_the_hosts(tmp_path, monkeypatch):
     make(path, compression="gzip")
     layout = read_layouts(path, {"data": Field("data")})["data"]
     core = load_core()
-    assert isinstance(stored_format(layout, core, 4, in_order=True), StoredFormat)
-    assert stored_format(layout, None, 4, in_order=True) == "the compiled core is missing"
-    monkeypatch.setattr("h5async.plan.stored._MOST_DECODED_NBYTES", 100)
-    assert "may touch 4 chunks of 40 bytes" in str(stored_format(layout, core, 4, in_order=False))
+    assert isinstance(encoded_format(layout, core, 4, in_order=True), EncodedFormat)
+    assert encoded_format(layout, None, 4, in_order=True) == "the compiled core is missing"
+    monkeypatch.setattr("h5async.plan.encoded._MOST_DECODED_NBYTES", 100)
+    assert "may touch 4 chunks of 40 bytes" in str(encoded_format(layout, core, 4, in_order=False))
 
 
 def test_a_file_cut_short_after_opening(tmp_path, monkeypatch):
@@ -595,12 +595,12 @@ def test_memory_for_decoding_is_given_back_when_the_host_won(tmp_path, monkeypat
         ) as reader:
             device, slots = reader._engine.device, reader._engine.slots
             assert device.decoders
-            assert all(slot.memory.stored[0] is not None for slot in slots)
+            assert all(slot.memory.encoded[0] is not None for slot in slots)
             check(path, late_copies(cupy, simulation, reader, epochs=2))
             assert reader.stats().decode.startswith("host: a batch takes")
             assert not device.decoders
             assert not any(slot._staging for slot in slots)
-            assert all(slot.memory.stored == (None,) for slot in slots)
+            assert all(slot.memory.encoded == (None,) for slot in slots)
 
 
 def test_decoding_that_does_not_fit_the_gpu_is_the_hosts(tmp_path, monkeypatch):

@@ -527,7 +527,7 @@ def test_the_gpu_decodes_what_the_host_decodes(
                 kept.append((batch.index, batch.data.copy()))
             for index, got in kept:
                 assert got.get().tobytes() == np.ascontiguousarray(data[index]).tobytes()
-            assert reader._engine.device_chunks > 0
+            assert reader._engine.device_policy.num_chunks > 0
 
 
 @pytest.mark.parametrize("codec", ["deflate", "zstd", "lz4"])

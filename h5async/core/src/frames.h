@@ -187,9 +187,9 @@ PUBLIC int64_t h5async_cut_frames(Frames *f)
 
 /* Reads `nbytes[i]` bytes at `offset[i]` of the file to `base + target[i]`, for each i up to the
    first that cannot be read, and returns how many it read. */
-PUBLIC int64_t h5async_read_stored(File *file, Worker *worker, const int64_t *offset,
-                                   const int64_t *nbytes, const int64_t *target, int64_t count,
-                                   uint8_t *base, int64_t base_nbytes)
+PUBLIC int64_t h5async_read_encoded(File *file, Worker *worker, const int64_t *offset,
+                                    const int64_t *nbytes, const int64_t *target, int64_t count,
+                                    uint8_t *base, int64_t base_nbytes)
 {
     int64_t begin = now_ns(), done = 0, valid = 0;
     while (valid < count && nbytes[valid] >= 0 && nbytes[valid] <= base_nbytes &&

@@ -1,6 +1,6 @@
 """Reads encoded chunks, for a GPU to decode.
 
-A slice of a `StoredPlan` enters; the chunks leave as they are stored in the file, in the memory
+A slice of an `EncodedPlan` enters; the chunks leave as they are stored in the file, in the memory
 that the slot has for them.
 """
 
@@ -17,12 +17,12 @@ from h5async.index.layout import DatasetLayout
 from h5async.io.localfile import LocalFile
 from h5async.io.localfiles import LocalFiles
 from h5async.io.stamps import FileStamp
-from h5async.plan.stored import StoredPlan
+from h5async.plan.encoded import EncodedPlan
 from h5async.read.native import CoreCall
 from h5async.read.scratch import Scratch
 
 
-class StoredReader:
+class EncodedReader:
     """Reads encoded chunks. Safe to use from many threads.
 
     Parameters
@@ -30,7 +30,7 @@ class StoredReader:
     core
         The compiled core.
     layout
-        Of a dataset that has a `StoredFormat`.
+        Of a dataset that has an `EncodedFormat`.
     files
         Opens the files; closed by whoever made it.
     """
@@ -41,9 +41,9 @@ class StoredReader:
         self._files = files
 
     def execute(
-        self, plan: StoredPlan, start: int, stop: int, stored: NDArray[np.uint8], scratch: Scratch
+        self, plan: EncodedPlan, start: int, stop: int, encoded: NDArray[np.uint8], scratch: Scratch
     ) -> None:
-        """Read items `start` to `stop` of a plan to where the plan says in `stored`.
+        """Read items `start` to `stop` of a plan to where the plan says in `encoded`.
 
         Raises
         ------
@@ -56,29 +56,29 @@ class StoredReader:
             here = slice(max(start, begin), min(stop, end))
             if here.stop > here.start:
                 source = self._leaves[leaf]
-                work = partial(self._read, plan, source, here, stored, scratch)
+                work = partial(self._read, plan, source, here, encoded, scratch)
                 self._files.read(source.file, source.stamp, work)
 
     def _read(
         self,
-        plan: StoredPlan,
+        plan: EncodedPlan,
         source: DatasetLayout,
         here: slice,
-        stored: NDArray[np.uint8],
+        encoded: NDArray[np.uint8],
         scratch: Scratch,
         file: LocalFile,
         stamp: FileStamp,
     ) -> bool:
         offset, nbytes, count = plan.offset[here], plan.nbytes[here], here.stop - here.start
         call = CoreCall(self._core, file, stamp, scratch)
-        done = self._core.read_stored(
+        done = self._core.read_encoded(
             *call.arguments,
             address(offset),
             address(nbytes),
             address(plan.position[here]),
             count,
-            address(stored),
-            stored.nbytes,
+            address(encoded),
+            encoded.nbytes,
         )
         call.finish()
         if done < count:

@@ -1,9 +1,8 @@
 """Plans which encoded chunks a GPU is given to decode. Pure.
 
-Layouts and read plans enter. A dataset whose chunks a GPU can decode gets a `StoredFormat`. For a
-batch, a `StoredPlan` leaves: which chunks are read encoded, as they are stored in the file, and
-where the samples in them go; so chunks cross the link to the GPU compressed. ("Stored" in names
-means such chunks: encoded, as the file has them.)
+Layouts and read plans enter. A dataset whose chunks a GPU can decode gets an `EncodedFormat`. For a
+batch, an `EncodedPlan` leaves: which chunks are read encoded, as they are stored in the file, and
+where the samples in them go; so chunks cross the link to the GPU compressed.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from h5async.plan.records import ChunkPlan, Int64s, PartsPlan, ReadPlan
 _ALIGNMENT = 16  # of encoded and decoded chunks
 _DEFLATE_BEGIN = 14  # behind a multiple of it: so the stream, 2 bytes on, is aligned
 _MOST_DECODED_NBYTES = 4 << 30  # of a batch, before samples are taken out
-_MOST_STORED_NBYTES = 1 << 30
+_MOST_ENCODED_NBYTES = 1 << 30
 
 
 @dataclass(frozen=True)
-class StoredFormat:
+class EncodedFormat:
     """How chunks of a dataset are decoded on a GPU, and what a batch takes at most.
 
     Attributes
@@ -46,7 +45,7 @@ class StoredFormat:
         Bytes between decoded chunks.
     max_chunks, max_tasks, max_runs
         In a batch, at most: chunks, compressed blocks, runs of samples.
-    stored_nbytes
+    encoded_nbytes
         Bytes that the encoded chunks of a batch take at most.
     """
 
@@ -59,7 +58,7 @@ class StoredFormat:
     max_chunks: int
     max_tasks: int
     max_runs: int
-    stored_nbytes: int
+    encoded_nbytes: int
 
     @property
     def list_words(self) -> int:
@@ -76,7 +75,7 @@ class StoredFormat:
         lists = 4 * self.max_tasks + 3 * (
             self.max_chunks + self.max_tasks
         )  # before they are packed
-        return self.stored_nbytes + 8 * (self.list_words + lists) + 4 * self.max_chunks
+        return self.encoded_nbytes + 8 * (self.list_words + lists) + 4 * self.max_chunks
 
     @property
     def is_deflate(self) -> bool:
@@ -85,7 +84,7 @@ class StoredFormat:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredPlan:
+class EncodedPlan:
     """Which chunks are read encoded, and where the samples in them go.
 
     Attributes
@@ -131,9 +130,9 @@ class StoredPlan:
         return int(self.position[-1] + self.nbytes[-1])
 
 
-def stored_format(
+def encoded_format(
     layout: DatasetLayout, core: Core | None, rows: int, *, in_order: bool
-) -> StoredFormat | str:
+) -> EncodedFormat | str:
     """Return how a GPU decodes chunks of a dataset, or why it cannot.
 
     Parameters
@@ -165,10 +164,10 @@ def stored_format(
     max_chunks = min(touched * pieces, nbytes.size)
     pitch = -(-first.chunk_nbytes // _ALIGNMENT) * _ALIGNMENT
     largest = np.partition(nbytes, nbytes.size - max_chunks)[nbytes.size - max_chunks :]
-    stored_nbytes = int(largest.sum()) + 2 * _ALIGNMENT * max_chunks
-    if pitch * max_chunks > _MOST_DECODED_NBYTES or stored_nbytes > _MOST_STORED_NBYTES:
+    encoded_nbytes = int(largest.sum()) + 2 * _ALIGNMENT * max_chunks
+    if pitch * max_chunks > _MOST_DECODED_NBYTES or encoded_nbytes > _MOST_ENCODED_NBYTES:
         return f"a batch may touch {max_chunks} chunks of {first.chunk_nbytes} bytes"
-    return StoredFormat(
+    return EncodedFormat(
         frame=frame,
         unshuffles=_unshuffles(first.filters),
         geometry=first.geometry,
@@ -178,7 +177,7 @@ def stored_format(
         max_chunks=max_chunks,
         max_tasks=max_chunks * max(1, frame.usual_tasks(first.chunk_nbytes)),
         max_runs=rows * pieces,
-        stored_nbytes=stored_nbytes,
+        encoded_nbytes=encoded_nbytes,
     )
 
 
@@ -212,19 +211,19 @@ def _unshuffles(filters: tuple[Filter, ...]) -> tuple[Unshuffle, ...]:
     return tuple(codec.unshuffle for codec in codecs if codec and codec.unshuffle)
 
 
-def plan_stored(layout: DatasetLayout, form: StoredFormat, plan: ReadPlan) -> StoredPlan | None:
+def plan_encoded(layout: DatasetLayout, form: EncodedFormat, plan: ReadPlan) -> EncodedPlan | None:
     """Plan how the chunks of a read plan are given to a GPU.
 
     Parameters
     ----------
     layout, form
-        Of a dataset that has a `StoredFormat`.
+        Of a dataset that has an `EncodedFormat`.
     plan
         What `plan_read` made of a batch.
 
     Returns
     -------
-    StoredPlan or None
+    EncodedPlan or None
         None where the host has to decode this batch: some chunks were never written, or some
         filter was left out for some.
     """
@@ -250,7 +249,7 @@ def plan_stored(layout: DatasetLayout, form: StoredFormat, plan: ReadPlan) -> St
     room = -(-nbytes // _ALIGNMENT) * _ALIGNMENT + _ALIGNMENT
     position = np.cumsum(room) - room + (_DEFLATE_BEGIN if form.is_deflate else 0)
     item, cross, local, goes_to, length = map(np.concatenate, zip(*runs, strict=True))
-    planned = StoredPlan(
+    planned = EncodedPlan(
         leaf_start=leaf_start,
         leaf=leaves,
         offset=np.concatenate(offsets),
@@ -262,7 +261,7 @@ def plan_stored(layout: DatasetLayout, form: StoredFormat, plan: ReadPlan) -> St
         run_position=goes_to,
         run_length=length,
     )
-    fits = planned.num_items <= form.max_chunks and planned.used_nbytes <= form.stored_nbytes
+    fits = planned.num_items <= form.max_chunks and planned.used_nbytes <= form.encoded_nbytes
     return planned if fits and item.size <= form.max_runs else None
 
 

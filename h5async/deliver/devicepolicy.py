@@ -1,0 +1,148 @@
+"""Decides for each batch whether a GPU decodes its chunks, and gives the GPU's memory back.
+
+Options and layouts enter once: they say which fields a GPU can decode. Requests and outcomes of
+batches enter then. Where the host turns out to be faster, the memory that only decoding on the GPU
+needs is given back, when no batch is left on its way that may be decoded there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+
+from h5async.config import ReaderConfig
+from h5async.deliver.decodechoice import DecodeChoice
+from h5async.deliver.device import Device, DeviceSlot
+from h5async.deliver.devicedecode import NotDecoded, find_formats
+from h5async.deliver.kernels import needs_host
+from h5async.errors import DeviceError
+from h5async.fill.records import FillOutcome, FillRequest, SlotFiller
+from h5async.index.layout import DatasetLayout
+from h5async.plan.encoded import EncodedFormat
+from h5async.plan.transform import RowTransform
+
+
+class DevicePolicy:
+    """What is decoded on a device, and for how long. Safe to use from many threads.
+
+    Parameters
+    ----------
+    config
+        Says whether the device should decode.
+    device
+        Where batches are delivered.
+    layouts, transforms
+        By field.
+    rows
+        Samples in a batch.
+    staging_nbytes
+        What encoded chunks may take of the host's memory, in all slots.
+
+    Raises
+    ------
+    DeviceError
+        If ``decode="device"`` was asked for, and is not possible.
+    """
+
+    def __init__(
+        self,
+        config: ReaderConfig,
+        device: Device,
+        layouts: Mapping[str, DatasetLayout],
+        transforms: Mapping[str, RowTransform],
+        rows: int,
+        staging_nbytes: int,
+    ) -> None:
+        self._device = device
+        self._lock = threading.Lock()
+        self._serials: set[int] = set()  # batches on their way that may be decoded there
+        self.formats, obstacle = _formats(config, device, layouts, transforms, rows, staging_nbytes)
+        self._choice = DecodeChoice(config.decode, obstacle)
+        self._holds_memory = any(self.formats)
+        self.num_chunks = 0  # that were decoded there
+
+    @property
+    def sentence(self) -> str:
+        """Where chunks are decoded, and why."""
+        return self._choice.sentence
+
+    def begin(self, serial: int) -> bool:
+        """Tell whether the device decodes a batch that is to be filled now."""
+        with self._lock:  # as in `end`, which gives the memory back where no batch may need it
+            on_device = self._choice.next_on_device()
+            if on_device:
+                self._serials.add(serial)
+            return on_device
+
+    def leaves_to_host(self, outcome: FillOutcome, error: BaseException | None) -> bool:
+        """Tell whether a batch has to be filled again for the host to decode, and note it.
+
+        The host decodes what the device cannot, and has the words for what is wrong.
+
+        Parameters
+        ----------
+        outcome
+            Of the batch.
+        error
+            What went wrong with it, in filling or uploading.
+        """
+        if error is None or not (isinstance(error, NotDecoded) or any(outcome.encoded)):
+            return False
+        self._choice.note_fallback()
+        return True
+
+    def note(
+        self, request: FillRequest, outcome: FillOutcome, slot: DeviceSlot, seconds: float
+    ) -> None:
+        """Note a batch that was uploaded. May wait until the device has it.
+
+        Parameters
+        ----------
+        request, outcome, slot
+            Of the batch.
+        seconds
+            What filling and uploading took, by all threads together.
+        """
+        with self._lock:
+            self.num_chunks += sum(p.num_items for p in outcome.encoded if p is not None)
+        if request.on_device and not (outcome.is_resident or any(outcome.encoded)):
+            self._choice.note_fallback()
+        elif self._choice.is_running and not outcome.is_resident:
+            self._choice.note(request.on_device, max(seconds, slot.transfer_seconds()))
+
+    def end(self, request: FillRequest, slots: Sequence[DeviceSlot], filler: SlotFiller) -> None:
+        """Note that a batch is not decoded on the device any more.
+
+        Gives the memory back that this takes, once the host was chosen for all batches.
+
+        Parameters
+        ----------
+        request
+            Of the batch.
+        slots, filler
+            What holds such memory, and what uses it.
+        """
+        with self._lock:
+            self._serials.discard(request.serial)
+            if self._serials or not (self._holds_memory and self._choice.is_host):
+                return
+            self._holds_memory = False
+        self._device.drop_decoders(slots)
+        filler.drop_encoded([slot.memory for slot in slots])
+
+
+def _formats(
+    config: ReaderConfig,
+    device: Device,
+    layouts: Mapping[str, DatasetLayout],
+    transforms: Mapping[str, RowTransform],
+    rows: int,
+    staging_nbytes: int,
+) -> tuple[list[EncodedFormat | None], str | None]:
+    """Return how each field is decoded on the device, or None, and why none is, if so."""
+    if device.name == "cpu":
+        if config.decode == "device":
+            raise DeviceError('decode="device" needs a GPU, and none was found')
+        return [None] * len(transforms), "there is no GPU"
+    on_host = [name for name, transform in transforms.items() if needs_host(transform)]
+    return find_formats(config, layouts, rows, on_host, device.free_nbytes, staging_nbytes)
