@@ -11,9 +11,8 @@ of it; and a call may be made again. Slots are given out by `assign`, which work
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -230,28 +229,30 @@ class SlotRing(Generic[Result]):
         with self._lock:
             if self._closed:
                 return assignments
-            done = [self._entries.pop(serial, None) for serial in self._done_with()]
-            # (None: the garbage collector may have closed the ring.)
-            slots = self._free_slots([entry.slot for entry in done if entry is not None])
+            free: list[int] = []
+            for serial in self._done_with():
+                entry = self._entries.pop(serial, None)
+                if entry is not None:  # else the garbage collector has closed the ring
+                    free.append(entry.slot)
             serial = self._next_to_assign()
-            while self._consumer.reads_ahead or serial < self._consumer.asked:
-                slot = next(slots, None)
-                if slot is None:
+            while len(self._entries) < self._num_slots:
+                if not (self._consumer.reads_ahead or serial < self._consumer.asked):
                     break
+                slot = (free or self._unused_slots(free)).pop()
                 self._entries[serial] = _Entry(slot)
                 assignments.append(Assignment(slot, serial))
                 serial += 1
             return assignments
 
-    def _free_slots(self, freed: list[int]) -> Iterator[int]:
-        """Yield free slots, of which some were just `freed`. All are looked through only rarely."""
-        yield from freed
-        while self._never_given < self._num_slots:
+    def _unused_slots(self, free: list[int]) -> list[int]:
+        """Add slots that no batch has to `free`, at least one; look through all only rarely."""
+        if self._never_given < self._num_slots:
+            free.append(self._never_given)
             self._never_given += 1
-            yield self._never_given - 1
-        if len(self._entries) < self._num_slots:  # others were taken back, or lost to an exception
+        else:  # others were taken back, or lost to an exception
             used = {entry.slot for entry in self._entries.values()}
-            yield from (slot for slot in range(self._num_slots) if slot not in used)
+            free.extend(slot for slot in range(self._num_slots) if slot not in used)
+        return free
 
     def filled(self, serial: int, result: Result) -> None:
         """Say that an assignment was carried out, well or ill. Never blocks."""
@@ -311,8 +312,13 @@ class SlotRing(Generic[Result]):
     def _done_with(self) -> list[int]:
         """Return batches that were delivered, or dropped: their slots are free."""
         following, held = self._consumer.next, self._consumer.held
-        delivered = itertools.takewhile(lambda item: item[0] < following, self._entries.items())
-        return [serial for serial, entry in delivered if serial != held and entry.is_ready]
+        done: list[int] = []
+        for serial, entry in self._entries.items():
+            if serial >= following:
+                break
+            if serial != held and entry.is_ready:
+                done.append(serial)
+        return done
 
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None
