@@ -69,7 +69,7 @@ class Engine:
         # How many threads there are is settled here: affinity and quotas may change later.
         self.config = config.model_copy(update={"num_threads": config.thread_count})
         self.fewer_threads_do = config.num_threads is None
-        self.forks = lifetime.forks()
+        self.num_forks = lifetime.num_forks
         self.ring: SlotRing[Filled] = SlotRing(config.prefetch)
         self.filler: Filler | HelperFiller | None = None
         self.has_opened = threading.Event()  # or is not being opened
@@ -183,17 +183,12 @@ class Engine:
 
     def check_open(self) -> None:
         """Raise `ReaderClosedError` if the reader is closed, or its threads do not exist here."""
-        if self._is_forked:
+        if self.num_forks != lifetime.num_forks:
             raise ReaderClosedError(
                 "the reader was made before this process was forked, and its threads do not exist"
                 " here; make a reader in each process, after the fork, or start processes by spawn"
             )
         self.ring.check_open()
-
-    @property
-    def _is_forked(self) -> bool:
-        """Whether the threads run in the process that this one was forked from."""
-        return self.forks != lifetime.forks()
 
     def fetch(self) -> bool:
         """Ask for one more batch; tell whether it is the last of its epoch."""
@@ -272,6 +267,8 @@ class Engine:
 
     def take_warnings(self, filled: Filled) -> list[str]:
         """Return the warnings of a batch that the caller has not seen yet."""
+        if not filled.outcome.warnings:
+            return []
         new = [text for text in filled.outcome.warnings if text not in self.warned]
         self.warned.update(new)
         return new
@@ -304,7 +301,7 @@ class Engine:
 
     def stop(self, *, at_exit: bool = False) -> None:
         """Begin to close, and wait for nothing. `at_exit`: see `SlotRing.close`."""
-        if self._is_forked:  # locks that the threads held stay locked here
+        if self.num_forks != lifetime.num_forks:  # locks that the threads held stay locked here
             return
         self.ring.close(at_exit=at_exit)
         if self.filler is not None:
@@ -313,7 +310,8 @@ class Engine:
     def join(self, patience_seconds: float | None) -> None:
         """Wait until all is closed, after `stop`; does not wait in a thread of the pool."""
         is_ours = threading.current_thread().name.startswith(THREAD_NAME)
-        if not self._is_forked and self.filler is not None and not is_ours:
+        is_forked = self.num_forks != lifetime.num_forks
+        if not is_forked and self.filler is not None and not is_ours:
             self.filler.join(patience_seconds)
 
     def drop(self) -> None:

@@ -36,7 +36,7 @@ class Closable(Protocol):
 
 _open: weakref.WeakSet[Closable] = weakref.WeakSet()
 _is_exiting = False  # the interpreter
-_forks = 0  # between the first process and this one, since this module was imported
+num_forks = 0  # between the first process and this one, since this module was imported
 
 
 def register(closable: Closable) -> None:
@@ -52,14 +52,9 @@ def register(closable: Closable) -> None:
         raise SystemExit
 
 
-def forks() -> int:
-    """Return how many forks lie between the first process and this one."""
-    return _forks
-
-
 def _note_fork() -> None:
-    global _forks
-    _forks += 1
+    global num_forks
+    num_forks += 1
 
 
 if hasattr(os, "register_at_fork"):

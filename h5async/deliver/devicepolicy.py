@@ -58,7 +58,7 @@ class DevicePolicy:
         self._serials: set[int] = set()  # batches on their way that may be decoded there
         self.formats, obstacle = _formats(config, device, layouts, transforms, rows, staging_nbytes)
         self._choice = DecodeChoice(config.decode, obstacle)
-        self._holds_memory = any(self.formats)
+        self._holds_memory = any(self.formats)  # else nothing is decoded there, any more
         self.num_chunks = 0  # that were decoded there
 
     @property
@@ -68,6 +68,8 @@ class DevicePolicy:
 
     def begin(self, serial: int) -> bool:
         """Tell whether the device decodes a batch that is to be filled now."""
+        if not self._holds_memory:
+            return False
         with self._lock:  # as in `end`, which gives the memory back where no batch may need it
             on_device = self._choice.next_on_device()
             if on_device:
@@ -103,6 +105,8 @@ class DevicePolicy:
         seconds
             What filling and uploading took, by all threads together.
         """
+        if not self._holds_memory:
+            return
         with self._lock:
             self.num_chunks += sum(p.num_items for p in outcome.encoded if p is not None)
         if request.on_device and not (outcome.is_resident or any(outcome.encoded)):
@@ -122,6 +126,8 @@ class DevicePolicy:
         slots, filler
             What holds such memory, and what uses it.
         """
+        if not self._holds_memory:
+            return
         with self._lock:
             self._serials.discard(request.serial)
             if self._serials or not (self._holds_memory and self._choice.is_host):

@@ -125,7 +125,7 @@ class Filler(SlotFiller):
             postprocess=postprocess,
             before_fill=before_fill,
             on_done=on_done,
-            take_warnings=self._executors.take_warnings,
+            take_warnings=self._executors.changes.take_warnings,
         )
         self._final_stats: FillerStats | None = None
 
@@ -152,7 +152,7 @@ class Filler(SlotFiller):
 
     def fill(self, request: FillRequest) -> None:
         """Fill a slot. Never blocks. Safe to call from any thread."""
-        self._pool.add(request.serial, [self._phases.first_work(request)])
+        self._pool.add(request.serial, [partial(self._phases.begin, request)])
 
     def run_next(self) -> bool:
         """Do the most urgent share of work in the calling thread; False where there is none."""
@@ -206,9 +206,8 @@ class Filler(SlotFiller):
         self._pool.join(patience_seconds)
 
     def _find_work(self) -> list[tuple[int, Work]]:
-        return [
-            (request.serial, self._phases.first_work(request)) for request in self._next_requests()
-        ]
+        begin = self._phases.begin
+        return [(request.serial, partial(begin, request)) for request in self._next_requests()]
 
     def _let_go(self, then: Callable[[], None]) -> None:
         """Let go of all that only workers use; after the last of them."""

@@ -47,7 +47,7 @@ class _Fill:
         "shares_left",
     )
 
-    def __init__(self, request: FillRequest) -> None:  # made in the thread of the caller: be brief
+    def __init__(self, request: FillRequest) -> None:
         self.request = request
         self.index: NDArray[np.int64] = NO_SAMPLES
         self.plans: BatchPlan = []
@@ -116,9 +116,13 @@ class Phases:
         # For all batches, and made once: a lock takes memory, too.
         self._shares_lock = threading.Lock()
 
-    def first_work(self, request: FillRequest) -> Work:
-        """Return the work with which a fill begins; the rest of it follows by itself."""
-        return partial(self._plan, _Fill(request))
+    def begin(self, request: FillRequest) -> None:
+        """Begin a fill, by planning it; the rest of it follows by itself."""
+        batch = _Fill(request)
+        shares: list[list[PlanSlice]] = []
+        self._attempt(batch, partial(self._cut_plans, batch, shares))
+        works = [partial(self._read, batch, share) for share in shares]
+        self._begin(batch, works, self._begin_keep)
 
     def close(self) -> None:
         """Let go of memory, and of functions whose owners hold this object."""
@@ -128,12 +132,6 @@ class Phases:
         self._postprocess = None  # the caller's, who may hold the reader there
 
     # --- plan -------------------------------------------------------------------------------------
-
-    def _plan(self, batch: _Fill) -> None:
-        shares: list[list[PlanSlice]] = []
-        self._attempt(batch, partial(self._cut_plans, batch, shares))
-        works = [partial(self._read, batch, share) for share in shares]
-        self._begin(batch, works, self._begin_keep)
 
     def _cut_plans(self, batch: _Fill, shares: list[list[PlanSlice]]) -> None:
         request = batch.request

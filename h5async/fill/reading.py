@@ -151,26 +151,27 @@ class BatchReader:
             assert encoded is not None
             self._encoded_readers[field].execute(plan, start, stop, encoded, scratch)
             return
-        executor, transform, begin = self._executors[field], self._transforms[field], start
-        if self.transforms_at_once(plan, field, memory):
-            assert isinstance(executor, NativeExecutor)
-            assert isinstance(transform, NativeTransform)
-            begin = executor.transform_rows(plan, start, stop, transform, out, scratch)
+        executor, transform = self._executors[field], self._transforms[field]
+        if not self.transforms_at_once(plan, field, memory):
+            executor.execute(plan, start, stop, raw, scratch)
+            return
+        assert isinstance(executor, NativeExecutor)
+        assert isinstance(transform, NativeTransform)
+        begin = executor.transform_rows(plan, start, stop, transform, out, scratch)
         if begin < stop:
             executor.execute(plan, begin, stop, raw, scratch)
-            if self.transforms_at_once(plan, field, memory):
-                self.transform(field, raw[begin:stop], out[begin:stop])
+            self.transform(field, raw[begin:stop], out[begin:stop])
 
     def transforms_at_once(
         self, plan: ReadPlan | EncodedPlan, field: int, memory: SlotMemory
     ) -> TypeGuard[RowPlan]:
         """Tell whether rows are transformed as they are read: where the core copies them only."""
         return (
-            isinstance(plan, RowPlan)
+            memory.raw[field] is not memory.out[field]
+            and isinstance(plan, RowPlan)
             and self._cache is None  # which wants them as they are
             and isinstance(self._executors[field], NativeExecutor)
             and isinstance(self._transforms[field], NativeTransform)
-            and memory.raw[field] is not memory.out[field]
         )
 
     def transform(self, field: int, raw: NDArray[Any], out: NDArray[Any]) -> None:

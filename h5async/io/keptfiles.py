@@ -8,8 +8,7 @@ import os
 import resource
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from h5async.errors import ReadError
@@ -43,9 +42,8 @@ class KeptFiles(Generic[F]):
         self._files: OrderedDict[str, F] = OrderedDict()  # the most recent use comes last
         self._users: dict[str, int] = {}
 
-    @contextmanager
-    def using(self, path: str, open_file: Callable[[], F]) -> Iterator[F]:
-        """Give a file, which stays open until the context ends.
+    def take(self, path: str, open_file: Callable[[], F]) -> F:
+        """Return a file, which stays open until it is given back.
 
         Parameters
         ----------
@@ -60,11 +58,21 @@ class KeptFiles(Generic[F]):
         ReadError
             As `open_file` does.
         """
-        file = self._take(path, open_file)
-        try:
-            yield file
-        finally:
-            self._give_back(path)
+        with self._lock:
+            file = self._files.get(path)
+            if file is not None:
+                self._users[path] += 1
+                self._files.move_to_end(path)
+                return file
+        return self._opened(path, open_file)
+
+    def give_back(self, path: str) -> None:
+        """Note that who took a file does not need it any more."""
+        with self._lock:
+            self._users[path] -= 1
+            unused = self._unused() if len(self._files) > self._kept else ()
+        for other in unused:
+            other.close()
 
     def find(self, path: str) -> F | None:
         """Return a file if it is open; another thread may close it unless it is in use."""
@@ -87,22 +95,6 @@ class KeptFiles(Generic[F]):
         for path, file in list(self._files.items()):
             file.close()
             self._files.pop(path, None)  # an exception leaves the others for the next call
-
-    def _take(self, path: str, open_file: Callable[[], F]) -> F:
-        with self._lock:
-            file = self._files.get(path)
-            if file is not None:
-                self._users[path] += 1
-                self._files.move_to_end(path)
-                return file
-        return self._opened(path, open_file)
-
-    def _give_back(self, path: str) -> None:
-        with self._lock:
-            self._users[path] -= 1
-            unused = self._unused() if len(self._files) > self._kept else ()
-        for other in unused:
-            other.close()
 
     def _opened(self, path: str, open_file: Callable[[], F]) -> F:
         try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from functools import partial
 
 from h5async.errors import H5AsyncError
 from h5async.io.keptfiles import KeptFiles
@@ -79,7 +79,8 @@ class LocalFiles:
         ReadError
             If it cannot be opened, is another file, or another index was found in it.
         """
-        with self.using(path, expected) as file:
+        file = self._files.take(path, partial(self._opened, path, expected))
+        try:
             for _ in range(_TRIES):
                 stamp = file.stamp
                 try:
@@ -93,6 +94,8 @@ class LocalFiles:
                         raise
                 self._look(file, stamp)
             self._read_beside_a_writer(file, work)
+        finally:
+            self._files.give_back(path)
 
     def _read_beside_a_writer(
         self, file: LocalFile, work: Callable[[LocalFile, FileStamp], bool]
@@ -122,19 +125,19 @@ class LocalFiles:
             file.has_swmr_writer = has_swmr_writer(file.descriptor)
             file.stamp = now
 
-    def using(self, path: str, expected: FileStamp) -> AbstractContextManager[LocalFile]:
-        """Give a file, open until the context ends.
+    def open(self, path: str, expected: FileStamp) -> None:
+        """Open a file before it is read.
 
         Raises
         ------
         ReadError
             If it cannot be opened, or has not the device and inode that are `expected`.
         """
+        self._files.take(path, partial(self._opened, path, expected))
+        self._files.give_back(path)
 
-        def open_file() -> LocalFile:
-            return LocalFile(path, expected, self._io, python_maps=self._python_maps)
-
-        return self._files.using(path, open_file)
+    def _opened(self, path: str, expected: FileStamp) -> LocalFile:
+        return LocalFile(path, expected, self._io, python_maps=self._python_maps)
 
     def close(self) -> None:
         """Close all files. Idempotent."""

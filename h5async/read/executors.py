@@ -56,6 +56,11 @@ class Executors:
     on_change
         Called where a file has changed but still holds what was indexed: what was read of it
         before is worthless.
+
+    Attributes
+    ----------
+    changes
+        What was noticed of changed files.
     """
 
     def __init__(
@@ -71,14 +76,14 @@ class Executors:
         self._kept_nbytes = kept_nbytes
         self._caches: list[ChunkCache] = []  # by field; always this list
         # (Not a method: that would hold this object, and all that it holds.)
-        self._changes = FileChanges(layouts, partial(_forget, self._caches, on_change))
+        self.changes = FileChanges(layouts, partial(_forget, self._caches, on_change))
         self._kept_files = affordable_files()
-        self._fallback = FallbackReader(self._kept_files, self._changes)
+        self._fallback = FallbackReader(self._kept_files, self.changes)
         self._files = LocalFiles(
             self._kept_files,
             io,
             python_maps=core is None,
-            look_anew=self._changes.look_anew,
+            look_anew=self.changes.look_anew,
         )
 
     @property
@@ -118,12 +123,7 @@ class Executors:
             if source.fallback_reason is not None:
                 self._fallback.open(source)
             elif source.values is None:
-                with self._files.using(source.file, source.stamp):
-                    pass
-
-    def take_warnings(self) -> tuple[str, ...]:
-        """Return what was noticed of files that the caller should know, each once."""
-        return self._changes.take_warnings()
+                self._files.open(source.file, source.stamp)
 
     def close(self) -> None:
         """Close all files, after any use. Idempotent."""

@@ -235,8 +235,9 @@ class FallbackReader:
 
     def _file(self, layout: DatasetLayout) -> h5py.File:
         """Return the open file of a dataset, which nobody else uses; it may be closed later."""
-        with self._files.using(layout.file, partial(_opened, layout)) as file:
-            return file
+        file = self._files.take(layout.file, partial(_opened, layout))
+        self._files.give_back(layout.file)
+        return file
 
 
 def _opened(layout: DatasetLayout) -> h5py.File:
