@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from h5async import lifetime
 from h5async.checkpoint import Checkpoints
@@ -35,9 +35,11 @@ from h5async.index.layout import DatasetLayout
 from h5async.order.schedule import Schedule
 from h5async.plan.transform import row_transform
 from h5async.position import ReaderPosition
-from h5async.process.helper import HelperFiller
 from h5async.stats import ReaderStats
 from h5async.system.interruptions import interruption, passing
+
+if TYPE_CHECKING:
+    from h5async.process.helper import HelperFiller
 
 _MOMENT_SECONDS = 0.5  # in which idle workers have nearly always ended
 _REMEDY = "free some memory, or raise the memory limit of this process"
@@ -99,6 +101,8 @@ class Engine:
             if self.config.workers == "thread":
                 self._open(open_dataset(self.config), None)
             else:
+                from h5async.process.helper import HelperFiller
+
                 helper = self.filler = HelperFiller(self.config)
                 helper.open()
                 self._open(helper.layouts, helper)

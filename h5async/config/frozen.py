@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import re
-import textwrap
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic import Field as Bound
@@ -62,19 +60,32 @@ def option(default: Any, description: str, *, default_text: str = "", values: st
 
 def documented(model: type[Model]) -> type[Model]:
     """Add the descriptions of all options to a class's docstring, before its section Raises."""
-    if model.__doc__ is None:  # python -OO
-        return model
-    text, raises, rest = inspect.cleandoc(model.__doc__).partition("Raises\n------")
-    lines = ["Parameters", "----------"]
-    for name, field in model.model_fields.items():
-        description = textwrap.fill(field.description or "", _LINE_LENGTH)
-        lines += [name, textwrap.indent(description, "    ")]
-    model.__doc__ = "\n".join([text + lines[0], *lines[1:], "", raises + rest])
+    if model.__doc__ is not None:  # python -OO
+        model.__doc__ = cast("str", _Docstring(model.__doc__))
     return model
+
+
+class _Docstring:
+    """A class's docstring, which is put together when somebody reads it."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __get__(self, _: object, model: type[BaseModel]) -> str:
+        import textwrap
+
+        text, raises, rest = inspect.cleandoc(self._text).partition("Raises\n------")
+        lines = ["Parameters", "----------"]
+        for name, field in model.model_fields.items():
+            description = textwrap.fill(field.description or "", _LINE_LENGTH)
+            lines += [name, textwrap.indent(description, "    ")]
+        return "\n".join([text + lines[0], *lines[1:], "", raises + rest])
 
 
 def _unknown_option(name: str, known: list[str]) -> str:
     """Name the nearest option that is known, or all."""
+    import difflib
+
     snake = re.sub(r"(?<=[a-z0-9])([A-Z])", r"_\1", name).lower()
     near = _ANCESTOR_NAMES.get(name)
     if near not in known:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.deliver.devicedecode import NotDecoded, Staging
+from h5async.deliver.device import NotDecoded
+from h5async.deliver.devicedecode import Staging
 from h5async.deliver.host import host_slot
 from h5async.errors import DeviceError
 from h5async.fill.records import FillOutcome

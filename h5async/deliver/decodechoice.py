@@ -8,7 +8,6 @@ the kernels.
 from __future__ import annotations
 
 import math
-import statistics
 import threading
 from typing import Literal
 
@@ -74,6 +73,8 @@ class DecodeChoice:
                 return
             self._seconds[on_device].append(seconds)
             if min(map(len, self._seconds.values())) >= _MEASURED:
+                import statistics
+
                 host, device = (
                     statistics.median(self._seconds[there][1:]) for there in (False, True)
                 )

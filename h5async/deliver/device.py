@@ -1,6 +1,7 @@
 """Chooses where batches are delivered: on the host, or on a GPU.
 
 What both are is told here by two protocols; `host.py` and `cuda.py` are what there is of them.
+What only a GPU needs is imported where one is asked for.
 """
 
 from __future__ import annotations
@@ -9,16 +10,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from h5async.deliver.cuda import CudaDevice
-from h5async.deliver.gpu import find_gpu
 from h5async.deliver.host import HostDevice
-from h5async.deliver.pinned import Pinning
 from h5async.errors import DeviceError
 from h5async.fill.records import FillOutcome, SlotMemory
 from h5async.fill.resident import Budget, Residency
 from h5async.io.shared import SharedMemory
 from h5async.plan.encoded import EncodedFormat
 from h5async.plan.transform import RowTransform
+
+
+class NotDecoded(Exception):
+    """The host has to decode a batch; the message says why, to whom it may concern."""
 
 
 class DeviceSlot(Protocol):
@@ -121,11 +123,20 @@ def find_device(name: str, pin_memory: bool = False) -> Device:
     DeviceError
         If CuPy, PyTorch or the GPU is missing; the message says which, and what to do.
     """
-    if name == "cpu" or pin_memory:
-        return HostDevice(Pinning() if pin_memory else None)
+    if pin_memory:
+        from h5async.deliver.pinned import Pinning
+
+        return HostDevice(Pinning())
+    if name == "cpu":
+        return HostDevice()
+    from h5async.deliver.gpu import find_gpu
+
     try:
         number = name.partition(":")[2]
-        return CudaDevice(find_gpu(int(number) if number else None))
+        gpu = find_gpu(int(number) if number else None)
+        from h5async.deliver.cuda import CudaDevice
+
+        return CudaDevice(gpu)
     except DeviceError:
         if name == "auto":
             return HostDevice()

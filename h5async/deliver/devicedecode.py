@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from h5async.config import ReaderConfig
 from h5async.core.binding import Core, address, load_core
 from h5async.core.structures import FramesStruct
+from h5async.deliver.device import NotDecoded
 from h5async.deliver.gpu import Gpu
 from h5async.deliver.kernels import Kernels
 from h5async.deliver.nvcomp import Nvcomp, NvcompError, load_nvcomp
@@ -30,10 +31,6 @@ EmptyPinned = Callable[[tuple[int, ...], np.dtype[Any]], NDArray[Any]]
 
 
 _MEMORY_SHARE = 0.5  # of the GPU's free memory, for decoding
-
-
-class NotDecoded(Exception):
-    """The host has to decode a batch; the message says why, to whom it may concern."""
 
 
 class Staging:

@@ -12,9 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from h5async.config import ReaderConfig
 from h5async.deliver.decodechoice import DecodeChoice
-from h5async.deliver.device import Device, DeviceSlot
-from h5async.deliver.devicedecode import NotDecoded, find_formats
-from h5async.deliver.kernels import needs_host
+from h5async.deliver.device import Device, DeviceSlot, NotDecoded
 from h5async.errors import DeviceError
 from h5async.fill.records import FillOutcome, FillRequest, SlotFiller
 from h5async.index.layout import DatasetLayout
@@ -150,5 +148,8 @@ def _formats(
         if config.decode == "device":
             raise DeviceError('decode="device" needs a GPU, and none was found')
         return [None] * len(transforms), "there is no GPU"
+    from h5async.deliver.devicedecode import find_formats
+    from h5async.deliver.kernels import needs_host
+
     on_host = [name for name, transform in transforms.items() if needs_host(transform)]
     return find_formats(config, layouts, rows, on_host, device.free_nbytes, staging_nbytes)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.deliver.pinned import Pinning
 from h5async.errors import DeviceError
 from h5async.fill.records import FillOutcome, SlotMemory
 from h5async.fill.resident import Budget, Residency
@@ -23,6 +22,7 @@ from h5async.plan.transform import RowTransform
 
 if TYPE_CHECKING:
     from h5async.deliver.device import DeviceSlot
+    from h5async.deliver.pinned import Pinning
 
 
 def host_slot(

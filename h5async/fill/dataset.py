@@ -16,7 +16,6 @@ from h5async.index.links import Reach
 from h5async.index.metadata import read_layouts
 from h5async.io.localfile import read_ahead
 from h5async.order.sampling import Order, OrderKey, Sampling
-from h5async.order.window import window_order
 
 
 def open_dataset(config: ReaderConfig) -> dict[str, DatasetLayout]:
@@ -86,6 +85,8 @@ class Samplings:
         )
 
     def _window(self, batch_size: int, world_size: int) -> Order:
+        from h5async.order.window import window_order
+
         config = self._config
         return window_order(self._layouts, config.window_bytes, config.seed, batch_size, world_size)
 

@@ -19,7 +19,6 @@ from typing import NamedTuple
 from h5async.config import ReaderConfig
 from h5async.errors import BudgetError, ConfigError
 from h5async.index.layout import DatasetLayout
-from h5async.order.window import kept_nbytes
 from h5async.plan.encoded import EncodedFormat
 from h5async.plan.plan import needs_scratch, scratch_nbytes
 from h5async.plan.transform import RowTransform
@@ -274,10 +273,19 @@ def wanted_kept_nbytes(config: ReaderConfig, layouts: Mapping[str, DatasetLayout
         encoded = [source for source in layout.leaves() if source.filters]
         nbytes = sum(math.prod(source.grid) * source.chunk_nbytes for source in encoded)
         if nbytes > _KEPT_WHOLE_NBYTES:
-            is_window = config.shuffle == "window"
-            nbytes = kept_nbytes(layout, several, config.window_bytes) if is_window else 0
+            nbytes = _window_nbytes(config, layout, several)
         wanted.append(nbytes)
     return wanted
+
+
+def _window_nbytes(
+    config: ReaderConfig, layout: DatasetLayout, layouts: Sequence[DatasetLayout]
+) -> int:
+    if config.shuffle != "window":
+        return 0
+    from h5async.order.window import kept_nbytes
+
+    return kept_nbytes(layout, layouts, config.window_bytes)
 
 
 def _sum(shares: Iterable[_Share]) -> int:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from h5async.config import ReaderConfig
-from h5async.deliver import devicepolicy
-from h5async.deliver.devicedecode import NotDecoded
+from h5async.deliver import devicedecode
+from h5async.deliver.device import NotDecoded
 from h5async.deliver.devicepolicy import DevicePolicy
 from h5async.errors import DeviceError
 from h5async.fill.records import FillOutcome, FillRequest
@@ -35,7 +35,7 @@ class FakeDevice:
 
 
 def policy(monkeypatch, device, decode="auto", formats=("form",), obstacle=None):
-    monkeypatch.setattr(devicepolicy, "find_formats", lambda *_: (list(formats), obstacle))
+    monkeypatch.setattr(devicedecode, "find_formats", lambda *_: (list(formats), obstacle))
     return DevicePolicy(ReaderConfig(hdf5_path="x.h5", decode=decode), device, {}, {}, 4, 1 << 20)
 
 
