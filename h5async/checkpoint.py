@@ -83,6 +83,12 @@ class Checkpoints:
                     f"{self._config.hdf5_path}: a file has changed since the state was saved: its"
                     " size, shapes, dtypes or chunks differ; start anew, without the state"
                 )
+            if name == "num_samples":
+                raise ConfigError(
+                    f"the state was saved from files with {state.get(name)!r} samples, and the"
+                    f" files of this reader have {value}; give it the same files, or start anew,"
+                    " without the state"
+                )
             raise ConfigError(
                 f"the state was saved with {name}={state.get(name)!r}, and this reader has"
                 f" {value!r}; give the reader the same, or start anew, without the state"

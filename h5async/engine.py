@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from h5async import lifetime
 from h5async.checkpoint import Checkpoints
 from h5async.config import ReaderConfig
-from h5async.counts import ReaderCounts
 from h5async.deliver.device import Device, DeviceSlot, find_device
 from h5async.deliver.devicepolicy import DevicePolicy
 from h5async.deliver.host import HostDevice
@@ -35,6 +34,7 @@ from h5async.index.layout import DatasetLayout
 from h5async.order.schedule import Schedule
 from h5async.plan.transform import row_transform
 from h5async.position import ReaderPosition
+from h5async.readerstats import ReaderCounts
 from h5async.stats import ReaderStats
 from h5async.system.interruptions import interruption, passing
 
@@ -339,7 +339,7 @@ class Engine:
         done = self._filler.stats()
         return self.counts.stats(
             done,
-            self._filler.ways,
+            self._filler.methods,
             device_chunks=self.device_policy.num_chunks,
             num_threads=min(num_threads, self.num_threads),
             workers=self.config.workers,

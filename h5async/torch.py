@@ -40,10 +40,10 @@ class H5Dataset(IterableDataset):
     Files are opened by the first use of anything but `close`. The dataset can be pickled before and
     after that: the copy opens the files again, and goes on where this one is.
 
-    With several processes, each gets its part of every epoch, and all get equally many batches. The
-    options `rank` and `world_size` say which process this is; else ``torch.distributed`` does, if a
-    process group exists when the first batch is asked for; else the launcher's environment. The
-    state is the same in all processes.
+    With several processes, each gets its part of every epoch, and all get the same number of
+    batches. The options `rank` and `world_size` say which process this is; else
+    ``torch.distributed`` does, if a process group exists when the first batch is asked for; else
+    the launcher's environment. The state is the same in all processes.
 
     Parameters
     ----------
@@ -112,7 +112,7 @@ class H5Dataset(IterableDataset):
         return self._reader
 
     def __len__(self) -> int:
-        """Return the number of batches in an epoch; all processes have as many."""
+        """Return the number of batches in an epoch, which is the same in all processes."""
         return len(self.reader)
 
     def __iter__(self) -> Iterator[Any]:

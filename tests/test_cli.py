@@ -401,12 +401,25 @@ def test_inspect_an_empty_file(tmp_path):
     assert succeed("inspect", path).stdout == f"{path} holds no datasets\n"
 
 
+@pytest.mark.parametrize("module", ["h5async", "h5async.cli"])
+def test_python_runs_it_as_a_module(tmp_path, module):
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w") as file:
+        file["data"] = np.zeros((8, 2))
+    typed = [sys.executable, "-m", module, "read", path, "--no-labels", "--workers", "process"]
+    done = subprocess.run(typed, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^samples +8$", done.stdout, re.MULTILINE)
+
+
 @pytest.mark.parametrize("command", ["inspect", "read"])
 def test_files_that_cannot_be_opened(tmp_path, command):
     (tmp_path / "text.h5").write_text("no HDF5 [file]")
     assert "there is no such file" in refuse(command, tmp_path / "missing.h5")
     assert "it is a directory" in refuse(command, tmp_path)
-    assert "(an empty path means the current one)" in refuse(command, "")
+    assert "it is a directory; name a file" in refuse(command, ".")
+    assert refuse(command, "") == "error: hdf5_path: the path is empty, found ''\n"
+    assert "allow_external: the path is empty" in refuse(command, "a.h5", "--allow-external", "")
     assert str(tmp_path / "text.h5") in refuse(command, tmp_path / "text.h5")
 
 

@@ -427,6 +427,8 @@ def test_a_filter_that_nobody_has(path):
 
 # --- options -------------------------------------------------------------------------------------
 
+FUNCTION = 'must be a function or "module:function"'
+
 
 @each(
     "options, message",
@@ -460,7 +462,10 @@ def test_a_filter_that_nobody_has(path):
         ({"postprocess": "no_such_module:f"}, "cannot import 'no_such_module:f'"),
         ({"postprocess": "os:no_such_function"}, "cannot import 'os:no_such_function'"),
         ({"postprocess": "os:sep"}, "'os:sep' is not callable"),
-        ({"postprocess": "os"}, "postprocess"),
+        ({"postprocess": "os"}, f"postprocess: {FUNCTION}, found 'os'"),
+        ({"postprocess": 3}, f"postprocess: {FUNCTION}, found 3"),
+        ({"fields": 3}, "fields: must map names to paths or Fields, found 3"),
+        ({"fields": {"a": 3}}, "fields: a: must be a path or a Field, found 3"),
     ],
 )
 def test_options_that_do_not_fit(path, options, message):

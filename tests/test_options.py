@@ -56,7 +56,7 @@ def test_help_has_the_description_and_the_default_of_every_option(command):
     result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "100"})
     text = words(result.stdout)
     for name, described in OPTIONS.items():
-        shown = words(described.description)
+        shown = words(described.shell)
         assert shown in text, name
         if described.is_required:
             continue
@@ -68,8 +68,43 @@ def test_help_has_the_description_and_the_default_of_every_option(command):
             assert told.startswith(f" [default: {default}]"), name
         else:
             assert not told.startswith(" [default"), name
+    assert "--no-labels" in words(OPTIONS["labels_field"].shell)
+    for python in ("None", "False", "True", "Field"):
+        assert not re.search(rf"\b{python}\b", text), python
     for choice in ("none|full|window", "thread|process", "auto|host|device", "auto|pread|map"):
         assert choice in text
+
+
+def test_the_json_schema_has_keywords_of_json_schema_alone():
+    schema = ReaderConfig.model_json_schema()
+    keywords = {
+        "additionalProperties",
+        "anyOf",
+        "const",
+        "default",
+        "description",
+        "enum",
+        "exclusiveMinimum",
+        "format",
+        "items",
+        "maximum",
+        "minimum",
+        "propertyNames",
+        "title",
+        "type",
+        "$ref",
+    }
+
+    def check(part):
+        assert set(part) <= keywords, part
+        for inner in (*part.get("anyOf", ()), part.get("items"), part.get("additionalProperties")):
+            if isinstance(inner, dict):
+                check(inner)
+
+    for model in (schema, *schema["$defs"].values()):
+        for part in model["properties"].values():
+            check(part)
+    assert set(schema["properties"]) == set(OPTIONS)
 
 
 def test_docstrings_describe_every_option():
@@ -134,7 +169,9 @@ class Larger(ReaderConfig):
     )
     dogs_bark: bool = option(True, "Whether they bark.")
     breed: Literal[False, "pug", "husky"] = option("pug", "What they are.")
-    names: tuple[str, ...] = option((), "How they are named.", values="NAME")
+    names: tuple[str, ...] = option(
+        (), "How they are named; None: not.", values="NAME", shell="How they are named."
+    )
     speed: float = option(1.5, "How they run.")
 
 

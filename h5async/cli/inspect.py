@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.filesize import decimal
 
-from h5async import H5AsyncError
+from h5async import H5AsyncError, ReaderConfig
 from h5async.cli.listing import COLUMNS, Listing
 from h5async.cli.options import takes_options
 from h5async.cli.text import method_text, safe
@@ -24,15 +24,17 @@ _LEGEND = "in order, shuffled: bytes read from the file for each sample used"
 
 @takes_options(["allow_external", "allow_missing"])
 def inspect(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The HDF5 file.")], **typed: Any
+    file: Annotated[str, typer.Argument(metavar="FILE", help="The HDF5 file.")], **typed: Any
 ) -> None:
     """List the datasets of FILE, how each is stored and read, and what a sample costs."""
-    reach = Reach(tuple(typed["allow_external"] or ()), bool(typed["allow_missing"]))
+    given = {name: value for name, value in typed.items() if value is not None}
+    config = ReaderConfig.load({"hdf5_path": file}, **given)
+    path, reach = Path(file), Reach(config.allow_external, config.allow_missing)
     listing = Listing()
-    for name, found in list_layouts(file, reach):
-        listing.add(tuple(safe(cell) for cell in _cells(file, name, found)))
+    for name, found in list_layouts(path, reach):
+        listing.add(tuple(safe(cell) for cell in _cells(path, name, found)))
     listing.print()
-    typer.echo(f"\n{_LEGEND}" if listing.has_begun else f"{safe(file)} holds no datasets")
+    typer.echo(f"\n{_LEGEND}" if listing.has_begun else f"{safe(path)} holds no datasets")
 
 
 def _cells(file: Path, name: str, found: DatasetLayout | H5AsyncError) -> Sequence[str]:

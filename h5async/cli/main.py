@@ -23,7 +23,10 @@ class _Group(TyperGroup):
     """The commands, with one way to report what the library refuses."""
 
     def main(self, *arguments: Any, **options: Any) -> Any:
-        """Run a command; where nobody takes its output, end in peace (a pipe) or with a message."""
+        """Run a command; if its output cannot be written, end with a message.
+
+        A pipe that nobody reads any more ends it without one.
+        """
         if isinstance(sys.stdout, TextIOWrapper):  # names may hold what the terminal cannot show
             sys.stdout.reconfigure(errors="backslashreplace")
         try:
@@ -55,14 +58,14 @@ def _print_error(message: str) -> None:
 
 
 def _output_error() -> OSError | None:
-    """Return why nothing can be written to standard output, if so; then it takes all in silence."""
+    """Return why nothing can be written to standard output, if so; then discard what follows."""
     if sys.stdout is None:
         return None
     try:
         sys.stdout.write("\n")
         sys.stdout.flush()
     except OSError as error:
-        with contextlib.suppress(OSError):  # else the interpreter would try again in its end
+        with contextlib.suppress(OSError):  # else the interpreter would try again as it ends
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return error
     return None

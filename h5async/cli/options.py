@@ -75,11 +75,12 @@ def _parameter(name: str, kind: Any, declaration: Any, default: Any = None) -> P
 
 
 def _type(option: Option) -> Any:
-    return GenericAlias(list, (option.type,)) if option.is_list else option.type
+    kind = str if option.type is Path else option.type  # a `Path` of "" would be one of "."
+    return GenericAlias(list, (kind,)) if option.is_list else kind
 
 
 def _declaration(option: Option) -> Any:
-    text = option.description.replace("`", "")
+    text = option.shell.replace("`", "")
     if option.is_required:
         return typer.Argument(metavar="FILE...", help=f"{text} May be left to --config.")
     names = flag(option)

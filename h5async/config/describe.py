@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from h5async.config.frozen import Words
+
 _PLAIN_TYPES = (bool, int, float, str, Path)
 
 
@@ -23,8 +25,8 @@ class Option:
 
     Attributes
     ----------
-    name, description
-        Its name, and what it means.
+    name, description, shell
+        Its name, what it means, and what it means on the command line.
     type
         The type of one value, as it is typed on a command line: bool, int, float, str or Path.
     choices
@@ -41,6 +43,7 @@ class Option:
 
     name: str
     description: str
+    shell: str
     type: type
     choices: tuple[object, ...]
     is_list: bool
@@ -63,10 +66,12 @@ def _option(name: str, field: Any) -> Option:
     items = [get_args(kind)[0] for kind in kinds if get_origin(kind) is tuple]
     found = [kind for item in [*kinds, *items] for kind in _kinds(item) if kind in _PLAIN_TYPES]
     is_mapping = Mapping in origins
-    words = field.json_schema_extra or {}
+    words = next((one for one in field.metadata if isinstance(one, Words)), Words())
+    description = field.description or ""
     return Option(
         name=name,
-        description=field.description or "",
+        description=description,
+        shell=words.shell or description,
         type=found[0] if found else str,
         choices=tuple(v for k in kinds if get_origin(k) is Literal for v in get_args(k)),
         is_list=tuple in origins or is_mapping,
@@ -74,8 +79,8 @@ def _option(name: str, field: Any) -> Option:
         is_function=Callable in origins,
         is_required=field.default is PydanticUndefined,
         default=field.default,
-        default_text=words.get("default_text", ""),
-        values=words.get("values", ""),
+        default_text=words.default_text,
+        values=words.values,
     )
 
 

@@ -1,17 +1,20 @@
-"""One field of a batch: which dataset it comes from, and how its samples are delivered."""
+"""The fields of a batch: which datasets they come from, and how their samples are delivered."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Annotated, Any, SupportsIndex
 
 import numpy as np
-from pydantic import model_validator
+from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from h5async.config.frozen import REQUIRED, Frozen, documented, option
-from h5async.config.values import DType, Int, Ints, Name, Number
+from h5async.config.values import Dimensions, DType, Int, Name, Number, shown
+from h5async.errors import ConfigError
 
 _NOT_GIVEN: Any = object()
+_RESERVED_NAMES = frozenset({"copy", "count", "epoch", "index", "keys", "last", "number", "size"})
 
 
 @documented
@@ -32,7 +35,7 @@ class Field(Frozen):
     num_dim: Int = option(
         0, "The dimension that counts the samples.", default_text="0, or the first of `axes`"
     )
-    axes: Ints | None = option(
+    axes: Dimensions | None = option(
         None,
         "The dataset's dimensions in the order of delivery, the sample dimension first. None: the"
         " sample dimension, then the others in the file's order.",
@@ -60,7 +63,8 @@ class Field(Frozen):
         **unknown: Any,
     ) -> None:
         if num_dim is None:
-            num_dim = next(iter(axes), 0) if isinstance(axes, Iterable) else 0
+            first: object = next(iter(axes), 0) if isinstance(axes, Iterable) else 0
+            num_dim = operator.index(first) if isinstance(first, SupportsIndex) else 0
         if path is not _NOT_GIVEN:
             unknown["path"] = path
         super().__init__(
@@ -99,16 +103,45 @@ class Field(Frozen):
         return dtype
 
 
-def as_field(value: object) -> object:
-    """Make a `Field` of a path or a mapping; leave anything else to validation.
+def _field(value: object) -> Field:
+    """Make a `Field` of a path or a mapping.
 
     Raises
     ------
     ConfigError
         If a value does not fit.
     """
+    if isinstance(value, Field):
+        return value
     if isinstance(value, str | bytes):
         return Field(value)  # type: ignore[arg-type]  # (bytes are taken, too)
     if isinstance(value, Mapping):
         return Field(**{str(name): option for name, option in value.items()})
-    return value
+    raise ConfigError(f"must be a path or a Field, found {shown(value)}")
+
+
+def _fields(value: object) -> dict[Any, Field]:
+    if not isinstance(value, Mapping):
+        raise ValueError("must map names to paths or Fields")
+    found = {}
+    for name, field in value.items():
+        try:
+            found[name] = _field(field)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from error
+    return found
+
+
+def _names_that_fit(fields: Mapping[str, Field]) -> Mapping[str, Field]:
+    if not fields:
+        raise ValueError("give at least one field")
+    taken = _RESERVED_NAMES.intersection(fields)
+    if taken:
+        raise ValueError(
+            f"a field cannot be named {sorted(taken)[0]!r}, because a batch has an attribute of"
+            " that name; choose another name"
+        )
+    return fields
+
+
+Fields = Annotated[Mapping[Name, Field], BeforeValidator(_fields), AfterValidator(_names_that_fit)]

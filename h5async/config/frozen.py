@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -40,7 +41,21 @@ class Frozen(BaseModel):
             raise ConfigError(_message(error)) from None
 
 
-def option(default: Any, description: str, *, default_text: str = "", values: str = "") -> Any:
+@dataclass(frozen=True)
+class Words:
+    """What the help and the page of options say of an option beside its description; see `option`.
+
+    It is metadata of the option's type, which pydantic hands on and does not read.
+    """
+
+    default_text: str = ""
+    values: str = ""
+    shell: str = ""
+
+
+def option(
+    default: Any, description: str, *, default_text: str = "", values: str = "", shell: str = ""
+) -> Any:
     """Declare an option.
 
     Parameters
@@ -53,9 +68,12 @@ def option(default: Any, description: str, *, default_text: str = "", values: st
         The default in words, where its value does not say it.
     values
         How its values are typed, where its type does not say it: ``"auto|cpu|cuda"``.
+    shell
+        What it means on the command line, where that differs from `description`.
     """
-    extra: dict[str, Any] = {"default_text": default_text, "values": values}
-    return Bound(default, description=description, json_schema_extra=extra)
+    declared = Bound(default, description=description)
+    declared.metadata.append(Words(default_text, values, shell))
+    return declared
 
 
 def documented(model: type[Model]) -> type[Model]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field as Bound
 from pydantic import (
-    PlainSerializer,
     SerializerFunctionWrapHandler,
     field_validator,
     model_serializer,
@@ -19,14 +18,18 @@ from pydantic import (
 )
 
 from h5async.config.cores import usable_cores
-from h5async.config.field import Field, as_field
+from h5async.config.field import Field, Fields
 from h5async.config.files import Files, Folders, matching_files
 from h5async.config.frozen import REQUIRED, Frozen, documented, option
 from h5async.config.tomlfile import load_toml
 from h5async.config.values import (
+    AsInteger,
     Bool,
+    Function,
     Int,
     Name,
+    Natural,
+    Positive,
     Seconds,
     function_path,
     plain,
@@ -36,8 +39,8 @@ from h5async.system.interruptions import passing
 
 MAX_WORLD_SIZE = 2**31 - 1  # MPI, PyTorch and JAX count processes by 32-bit integers
 
-_RESERVED_FIELD_NAMES = frozenset(
-    {"copy", "count", "epoch", "index", "keys", "last", "number", "size"}
+_WINDOW = (
+    "`window`: chunks in random order, their samples mixed, so that each chunk is decoded once."
 )
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _REPLACED_BY_FIELDS = ("data_field", "labels_field", "num_dim", "h_dim", "w_dim", "cha_dim")
@@ -62,12 +65,15 @@ class ReaderConfig(Frozen):
     labels_field: Name | None = option(
         "labels",
         'Path of the dataset that holds the labels. None (in a TOML file `""`): no labels.',
+        shell="Path of the dataset that holds the labels; --no-labels where there are none.",
     )
-    fields: Mapping[Name, Field] | None = option(
+    fields: Fields | None = option(
         None,
         "In place of `data_field` and `labels_field`: the fields of a batch, in their order. A"
         " mapping of names to paths, or to `Field`s, which say how samples are delivered.",
         values="NAME=PATH",
+        shell="In place of `--data-field` and `--labels-field`: one field of a batch, by its name"
+        " and the path of its dataset.",
     )
     num_dim: Int = option(0, "Which dimension of the data counts the samples.")
     h_dim: Int | None = option(
@@ -79,21 +85,22 @@ class ReaderConfig(Frozen):
     cha_dim: Int | None = option(
         None, "Dimension of an image's channels; needs `h_dim` and `w_dim`."
     )
-    batch_size: Annotated[Int, Bound(ge=1)] = option(32, "Samples in a batch.")
+    batch_size: Positive = option(32, "Samples in a batch.")
     shuffle: Literal[False, "full", "window"] = option(
         False,
         "The order of the samples. False (on the command line `none`): as in the file. `full`, or"
-        " True: a uniform permutation of all samples. `window`: chunks in random order, their"
-        " samples mixed, so that each chunk is decoded once.",
+        f" True: a uniform permutation of all samples. {_WINDOW}",
+        shell="The order of the samples. `none`: as in the file. `full`: a uniform permutation of"
+        f" all samples. {_WINDOW}",
     )
-    window_bytes: Annotated[Int, Bound(ge=1)] = option(
+    window_bytes: Positive = option(
         256 << 20,
         "Memory for the chunks whose samples `shuffle=window` mixes.",
         default_text="256 MiB",
     )
     seed: Int = option(0, "The order depends on the seed, the epoch and the position alone.")
     drop_last: Bool = option(False, "Leave out the last batch of an epoch where it is short.")
-    num_threads: Annotated[Int, Bound(ge=0)] | None = option(
+    num_threads: Natural | None = option(
         None,
         "Threads that read and decode. 0: all work is done in `get_next_batch()`, or by one thread"
         " of a helper process.",
@@ -103,9 +110,7 @@ class ReaderConfig(Frozen):
         "thread",
         "Where the threads run. `thread`: in this process. `process`: in one helper process.",
     )
-    prefetch: Annotated[Int, Bound(ge=1)] = option(
-        2, "Slots for batches, allocated once; 2 is double buffering."
-    )
+    prefetch: Positive = option(2, "Slots for batches, allocated once; 2 is double buffering.")
     device: str = option(
         "auto",
         "Where batches are delivered. `cpu`: as NumPy arrays. `cuda`, or `cuda:1`: as CuPy arrays"
@@ -117,20 +122,22 @@ class ReaderConfig(Frozen):
         "Leave batches on the host, in pinned memory, from which PyTorch copies to a GPU without"
         " blocking.",
     )
-    postprocess: Annotated[
-        Callable[..., Any] | str | None, PlainSerializer(function_path, when_used="json")
-    ] = option(
+    postprocess: Function = option(
         None,
         "A function, or `module:function`, that workers call as `f(*arrays)` with the host arrays"
-        " of a batch. It returns as many arrays, with equally many rows, or None.",
+        " of a batch. It returns the same number of arrays, each with the same number of rows, or"
+        " None if it changed the arrays in place.",
         values="MODULE:FUNCTION",
+        shell="A function that workers call as `f(*arrays)` with the host arrays of a batch. It"
+        " returns the same number of arrays, each with the same number of rows, or nothing if it"
+        " changed the arrays in place.",
     )
     timeout: Seconds = option(
         None,
         "Seconds that `get_next_batch()` waits at most, up to 1,000,000,000.",
         default_text="no limit",
     )
-    max_batch_bytes: Annotated[Int, Bound(ge=1)] | None = option(
+    max_batch_bytes: Positive | None = option(
         None,
         "Memory that all slots may take together, and any one chunk, row or list of chunks that"
         " must be held whole.",
@@ -144,7 +151,7 @@ class ReaderConfig(Frozen):
     cache: Literal["host", "device"] | None = option(
         None, "Keep all rows for later epochs, in the memory of the host or of the GPU."
     )
-    cache_bytes: Annotated[Int, Bound(ge=0)] | None = option(
+    cache_bytes: Natural | None = option(
         None,
         "Memory that the cache may take.",
         default_text="half of the free memory; 0.8 of what the GPU has free",
@@ -154,11 +161,11 @@ class ReaderConfig(Frozen):
         "Find batches that are used too late: each is a copy, which is overwritten when the next"
         " batch is asked for.",
     )
-    rank: Annotated[Int, Bound(ge=0)] | None = option(
+    rank: Natural | None = option(
         None, "The number of this process among `world_size`.", default_text="the launcher's"
     )
-    world_size: Annotated[Int, Bound(ge=1, le=MAX_WORLD_SIZE)] | None = option(
-        None, "How many processes share each epoch.", default_text="the launcher's"
+    world_size: Annotated[int, Bound(strict=True, ge=1, le=MAX_WORLD_SIZE), AsInteger] | None = (
+        option(None, "How many processes share each epoch.", default_text="the launcher's")
     )
     io: Literal["auto", "pread", "map"] = option(
         "auto",
@@ -180,33 +187,6 @@ class ReaderConfig(Frozen):
     def _no_labels(cls, value: object) -> object:
         return None if value in ("", b"") else value  # TOML has no null: "" means no labels there
 
-    @field_validator("fields", mode="before")
-    @classmethod
-    def _paths_to_fields(cls, value: object) -> object:
-        if not isinstance(value, Mapping):
-            return value
-        found = {}
-        for name, field in value.items():
-            try:
-                found[name] = as_field(field)
-            except ConfigError as error:
-                raise ConfigError(f"{name}: {error}") from error
-        return found
-
-    @field_validator("fields", mode="after")
-    @classmethod
-    def _field_names(cls, value: Mapping[str, Field] | None) -> Mapping[str, Field] | None:
-        if value is not None:
-            if not value:
-                raise ValueError("give at least one field")
-            taken = _RESERVED_FIELD_NAMES.intersection(value)
-            if taken:
-                raise ValueError(
-                    f"a field cannot be named {sorted(taken)[0]!r}, because a batch has an"
-                    " attribute of that name; choose another name"
-                )
-        return value
-
     @field_validator("shuffle", mode="before")
     @classmethod
     def _shuffle_mode(cls, value: object) -> object:
@@ -221,15 +201,6 @@ class ReaderConfig(Frozen):
     def _device_name(cls, value: str) -> str:
         if not _DEVICE.fullmatch(value):
             raise ValueError('must be "auto", "cpu", "cuda" or "cuda:N"')
-        return value
-
-    @field_validator("postprocess", mode="after")
-    @classmethod
-    def _import_path(
-        cls, value: Callable[..., Any] | str | None
-    ) -> Callable[..., Any] | str | None:
-        if isinstance(value, str) and not re.fullmatch(r"[\w.]+:[\w.]+", value):
-            raise ValueError('must be a function or "module:function"')
         return value
 
     @field_validator("cache", mode="before")

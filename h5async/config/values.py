@@ -10,10 +10,20 @@ import importlib
 import numbers
 import operator
 import os
+import re
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import BeforeValidator, PlainSerializer, PlainValidator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    PlainSerializer,
+    PlainValidator,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 from pydantic import Field as Bound
 
 from h5async.errors import ConfigError
@@ -22,6 +32,8 @@ from h5async.system.interruptions import passing, suppressing
 
 _MAX_TIMEOUT_SECONDS = 1_000_000_000  # 30 years; ten times as much overflows the system's clocks
 _SHOWN_CHARACTERS = 200  # of a value that does not fit
+_NUMBER_WORDS = "must be a number, or one for each channel"
+_FUNCTION_WORDS = 'must be a function or "module:function"'
 
 
 def shown(value: object) -> str:
@@ -30,6 +42,20 @@ def shown(value: object) -> str:
     with suppressing(Exception):  # an integer of 5,000 digits, say
         text = repr(value)
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+
+
+def _worded(message: str) -> WrapValidator:
+    """Say in our words what a value must be: pydantic's name each type that it has tried."""
+
+    def check(value: object, handler: ValidatorFunctionWrapHandler) -> object:
+        try:
+            return handler(value)
+        except ValidationError as error:
+            if any("error" in item.get("ctx", {}) for item in error.errors()):
+                raise  # a check of ours has said it
+            raise ValueError(message) from error
+
+    return WrapValidator(check)
 
 
 def _integer(value: object) -> object:
@@ -71,8 +97,8 @@ def _numbers(value: object) -> object:
         return value
     try:
         return tuple(float(number) for number in np.asarray(value).ravel())
-    except (TypeError, OverflowError) as error:
-        raise ValueError(str(error)) from error
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(_NUMBER_WORDS) from error
 
 
 def _several(value: object) -> object:
@@ -131,15 +157,37 @@ def function_path(value: object) -> object:
     return f"{module}:{name}"
 
 
+def _import_path(value: object) -> object:
+    if isinstance(value, str) and not re.fullmatch(r"[\w.]+:[\w.]+", value):
+        raise ValueError(_FUNCTION_WORDS)
+    return value
+
+
 def plain(value: object) -> object:
     """Return a value as JSON can hold it."""
     return os.fspath(value) if isinstance(value, os.PathLike) else str(value)
 
 
-Int = Annotated[int, BeforeValidator(_integer), Bound(strict=True)]
+# Bounds come before the check: of bounds around it, pydantic makes no JSON schema.
+AsInteger = BeforeValidator(_integer)
+Int = Annotated[int, Bound(strict=True), AsInteger]
+Natural = Annotated[int, Bound(strict=True, ge=0), AsInteger]
+Positive = Annotated[int, Bound(strict=True, ge=1), AsInteger]
 Bool = Annotated[bool, Bound(strict=True)]
-Ints = Annotated[tuple[Int, ...], BeforeValidator(_several)]
-Number = Annotated[float | tuple[float, ...], BeforeValidator(_numbers)]
+Dimensions = Annotated[
+    tuple[Int, ...], BeforeValidator(_several), _worded("must be a list of dimensions")
+]
+Number = Annotated[
+    float | tuple[float, ...],
+    BeforeValidator(_numbers),
+    _worded(_NUMBER_WORDS),
+]
+Function = Annotated[
+    Callable[..., Any] | str | None,
+    AfterValidator(_import_path),
+    _worded(_FUNCTION_WORDS),
+    PlainSerializer(function_path, when_used="json"),
+]
 Seconds = Annotated[float | None, PlainValidator(_seconds)]
 # (str() of a dtype is its name, of which NumPy makes it again.)
 DType = Annotated[

@@ -115,7 +115,7 @@ class CudaDevice:
         return list(slots)
 
     def _compile(self) -> None:
-        """Compile the kernels now: what goes wrong with that is no matter of a batch."""
+        """Compile the kernels now, so that a failure is no error of a batch."""
         gpu = self.gpu
         try:
             in_own_thread(self._warm_up)

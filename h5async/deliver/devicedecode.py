@@ -3,7 +3,7 @@
 The host cuts the chunks' frames into compressed blocks (`core/src/frames.h`), nvCOMP decodes all
 blocks of a batch in one call, and our kernels undo the shuffling, check, and put samples to their
 rows. What the host is in doubt about, or what does not come out as it should, is not decoded here:
-the host decodes that batch again, and has the words for what is wrong with it.
+the host decodes that batch again, and raises the error that says what is wrong.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class DevicePolicy:
     def leaves_to_host(self, outcome: FillOutcome, error: BaseException | None) -> bool:
         """Tell whether a batch has to be filled again for the host to decode, and note it.
 
-        The host decodes what the device cannot, and has the words for what is wrong.
+        The host decodes what the device cannot, and raises the error that says what is wrong.
 
         Parameters
         ----------

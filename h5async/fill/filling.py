@@ -142,7 +142,7 @@ class Filler(SlotFiller):
         self._pool.start(self._file)
 
     @property
-    def ways(self) -> list[str]:
+    def methods(self) -> list[str]:
         """How each field is read, in field order; see `ReaderStats.ways`."""
         return self._executors.methods
 

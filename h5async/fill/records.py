@@ -133,7 +133,7 @@ class SlotFiller(Protocol):
     """
 
     @property
-    def ways(self) -> list[str]:
+    def methods(self) -> list[str]:
         """How each field is read, in field order; see `ReaderStats.ways`."""
 
     def kick(self) -> None:

@@ -1,4 +1,7 @@
-"""Asks HDF5 what h5py does not wrap, through the library that h5py has loaded."""
+"""Asks HDF5 what h5py does not wrap, through the library that h5py has loaded.
+
+A dataset or a property list of h5py enters; a number, a bool or bytes leave.
+"""
 
 from __future__ import annotations
 

@@ -262,8 +262,7 @@ def open_hdf5(path: Path, *, in_use: bool = False) -> h5py.File:
     """
     try:
         if path.is_dir():
-            empty = " (an empty path means the current one)" if path == Path() else ""
-            raise ReadError(f"cannot open {path}: it is a directory{empty}; name a file")
+            raise ReadError(f"cannot open {path}: it is a directory; name a file")
         if path.exists() and not path.is_file():  # HDF5 would wait for a pipe
             raise ReadError(f"cannot open {path}: it is not a regular file")
         try:

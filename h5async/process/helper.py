@@ -98,9 +98,9 @@ class HelperFiller:
         return self._supervisor.layouts
 
     @property
-    def ways(self) -> list[str]:
+    def methods(self) -> list[str]:
         """How each field is read, in field order, after `start`."""
-        return self._supervisor.ways
+        return self._supervisor.methods
 
     @property
     def process(self) -> HelperProcess | None:

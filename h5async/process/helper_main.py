@@ -155,7 +155,7 @@ class _Helper:
         except _StepFailed as failed:
             self._channel.send(Failed(portable(failed.reason)))
             return
-        self._channel.send(Started(self._filler.ways))
+        self._channel.send(Started(self._filler.methods))
         while True:
             self._obey(self._channel.receive())
 

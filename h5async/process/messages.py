@@ -80,9 +80,9 @@ class Starting(NamedTuple):
 
 
 class Started(NamedTuple):
-    """Slots can be filled; `ways` says how each field is read."""
+    """Slots can be filled; `methods` says how each field is read."""
 
-    ways: list[str]
+    methods: list[str]
 
 
 class NoteUploaded(NamedTuple):

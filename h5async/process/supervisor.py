@@ -71,7 +71,7 @@ class Supervisor:
         Reentrant: the garbage collector may close a reader in any place, also where it is held.
     layouts
         By field name, in field order, once a helper has opened the dataset.
-    ways
+    methods
         How each field is read, in field order, once a helper has started to fill slots.
     """
 
@@ -87,7 +87,7 @@ class Supervisor:
         with suppressing(OSError):
             self._folder = os.getcwd()
         self.layouts: Mapping[str, DatasetLayout] = {}
-        self.ways: list[str] = []
+        self.methods: list[str] = []
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
         self._closed = False
@@ -289,8 +289,8 @@ class Supervisor:
             self._outstanding.helper_started()
             if self._post_requests():
                 self._wake_sender()
-        if not self.ways:
-            self.ways = started.ways
+        if not self.methods:
+            self.methods = started.methods
             self._steps.put()
         return True
 
@@ -349,7 +349,7 @@ class Supervisor:
         """
         if error is None:
             return False
-        if not self.ways:  # the constructor of the reader raises it
+        if not self.methods:  # the constructor of the reader raises it
             if isinstance(error, HelperDied):
                 step = "started its threads" if self.layouts else "opened the files"
                 error = HelperDied(f"{error} before it had {step}; standard error may say why")

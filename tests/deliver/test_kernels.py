@@ -739,7 +739,7 @@ def compile_with_nvrtc(path, source, architecture, *flags):
         ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
     nvrtc = ctypes.CDLL(str(path))
     program, nbytes = ctypes.c_void_p(), ctypes.c_size_t()
-    by_name = (ctypes.byref(program), source.encode(), b"_kernels.cu", 0, None, None)
+    by_name = (ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None)
     assert nvrtc.nvrtcCreateProgram(*by_name) == 0
     try:
         options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17", *flags]

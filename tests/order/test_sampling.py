@@ -7,6 +7,7 @@ permutation is changed, never by chance. Bounds are 1e-4 (about fifty values are
 import itertools
 import math
 import tracemalloc
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -14,8 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from h5async.order.sampling import Sampling, permute
-
-stats = pytest.importorskip("scipy.stats")
 
 # Both sides of the size up to which samples are sorted by hashes, and squares and non-squares.
 SIZES = (1000, 1024, 1025, 1089, 5000, 65537)
@@ -38,8 +37,11 @@ def orders(request: pytest.FixtureRequest) -> np.ndarray:
     return permutations(request.param)
 
 
-def chi_square_uniform(counts: np.ndarray) -> float:
-    return float(stats.chisquare(np.ravel(counts)).pvalue)
+@pytest.fixture(scope="module")
+def stats() -> ModuleType:
+    """Only the tests of statistics need SciPy; the orders themselves are tested without it."""
+    found: ModuleType = pytest.importorskip("scipy.stats")
+    return found
 
 
 # --- a permutation ---------------------------------------------------------------------------
@@ -163,18 +165,18 @@ def test_golden_values(
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-def test_all_orders_are_equally_likely(size: int) -> None:
+def test_all_orders_are_equally_likely(size: int, stats: ModuleType) -> None:
     orders = math.factorial(size)
     counts = dict.fromkeys(itertools.permutations(range(size)), 0)
     for seed in range(100 * orders):
         counts[tuple(whole(size, seed).tolist())] += 1
     assert min(counts.values()) > 0
     if size > 1:
-        assert chi_square_uniform(np.array(list(counts.values()))) > P_MIN
+        assert stats.chisquare(np.array(list(counts.values()))).pvalue > P_MIN
 
 
 @pytest.mark.parametrize("size", [2, 10, 100, 1024, 1025, 1026, 1089, 1090, 5000, 10**6, 10**12])
-def test_each_position_is_uniform_over_seeds(size: int) -> None:
+def test_each_position_is_uniform_over_seeds(size: int, stats: ModuleType) -> None:
     """Also the first, the last, and those next to the edges of the halves of a number."""
     side = math.isqrt(size - 1) + 1
     near = {0, 1, 2, side - 1, side, side + 1, size // 2, size - side, size - 2, size - 1}
@@ -189,7 +191,7 @@ def test_each_position_is_uniform_over_seeds(size: int) -> None:
         assert stats.chisquare(counts, expected).pvalue > P_MIN
 
 
-def test_neighbours_are_not_correlated(orders: np.ndarray) -> None:
+def test_neighbours_are_not_correlated(orders: np.ndarray, stats: ModuleType) -> None:
     """Pearson's r at several distances, `sqrt(size)` among them: the halves of a number."""
     size = orders.shape[1]
     orders = orders - (size - 1) / 2
@@ -205,7 +207,7 @@ def test_neighbours_are_not_correlated(orders: np.ndarray) -> None:
         assert P_MIN < stats.chi2.sf(spread, r.size) < 1 - P_MIN, lag
 
 
-def test_distances_between_neighbours_are_uniform(orders: np.ndarray) -> None:
+def test_distances_between_neighbours_are_uniform(orders: np.ndarray, stats: ModuleType) -> None:
     size = orders.shape[1]
     side = math.isqrt(size - 1) + 1
     for lag in (1, side):
@@ -213,10 +215,12 @@ def test_distances_between_neighbours_are_uniform(orders: np.ndarray) -> None:
         for order in orders:
             counts += np.bincount((order[lag:] - order[:-lag]) % size, minlength=size)
         assert counts[0] == 0
-        assert chi_square_uniform(counts[1:]) > P_MIN, lag
+        assert stats.chisquare(counts[1:]).pvalue > P_MIN, lag
 
 
-def test_pairs_of_neighbours_fall_into_all_pairs_of_parts(orders: np.ndarray) -> None:
+def test_pairs_of_neighbours_fall_into_all_pairs_of_parts(
+    orders: np.ndarray, stats: ModuleType
+) -> None:
     """Halves and sixteenths of the range, for disjoint pairs of successive positions."""
     size = orders.shape[1]
     for parts in (2, 16):
@@ -229,7 +233,7 @@ def test_pairs_of_neighbours_fall_into_all_pairs_of_parts(orders: np.ndarray) ->
         assert stats.chisquare(counts, expected).pvalue > P_MIN, parts
 
 
-def test_positions_and_samples_are_not_correlated(orders: np.ndarray) -> None:
+def test_positions_and_samples_are_not_correlated(orders: np.ndarray, stats: ModuleType) -> None:
     """Where a position lies in the epoch says nothing of where its sample lies in the file."""
     size = orders.shape[1]
     parts = 8
@@ -243,7 +247,9 @@ def test_positions_and_samples_are_not_correlated(orders: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("other", ["next epoch", "next seed"])
-def test_orders_are_independent_of_each_other(orders: np.ndarray, other: str) -> None:
+def test_orders_are_independent_of_each_other(
+    orders: np.ndarray, other: str, stats: ModuleType
+) -> None:
     size = orders.shape[1]
     if other == "next seed":
         orders, followers = orders[:-1], orders[1:]
@@ -256,7 +262,7 @@ def test_orders_are_independent_of_each_other(orders: np.ndarray, other: str) ->
     counts = np.zeros(size, np.int64)
     for one, two in zip(orders, followers, strict=True):
         counts += np.bincount((two - one) % size, minlength=size)
-    assert chi_square_uniform(counts) > P_MIN
+    assert stats.chisquare(counts).pvalue > P_MIN
 
 
 # --- batches of an epoch -----------------------------------------------------------------------

@@ -1,4 +1,7 @@
-"""Counts what a reader delivered, and makes its statistics of that and of the filler's."""
+"""Makes the statistics of a reader.
+
+What was delivered and the counts of the filler enter; `ReaderStats` leaves.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ class ReaderCounts:
     def stats(
         self,
         filler: FillerStats,
-        ways: Sequence[str],
+        methods: Sequence[str],
         *,
         device_chunks: int,
         num_threads: int,
@@ -51,7 +54,7 @@ class ReaderCounts:
         ----------
         filler
             What the filler's threads have done.
-        ways
+        methods
             How each field is read.
         device_chunks
             Chunks that were decoded on a GPU.
@@ -81,7 +84,7 @@ class ReaderCounts:
             decoded_chunks=counts.decoded_chunks + device_chunks,
             fallback_reads=filler.fallback_reads,
             direct_share=direct / row_nbytes if row_nbytes else 1.0,
-            ways=dict(zip(self._layouts, ways, strict=True)),
+            ways=dict(zip(self._layouts, methods, strict=True)),
             num_threads=num_threads,
             filters=tuple(dict.fromkeys(names)),
             workers=workers,

@@ -1,0 +1,6 @@
+"""Runs the command line: `python -m h5async.cli`."""
+
+from h5async.cli import app
+
+if __name__ == "__main__":
+    app()
