@@ -5,20 +5,22 @@ What both are is told here by two protocols; `host.py` and `cuda.py` are what th
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from h5async.deliver.cuda import CudaDevice
-from h5async.deliver.gpu import find_gpu
+from h5async.deliver.gpu import MissingGpuError, find_gpu
 from h5async.deliver.host import HostDevice
 from h5async.deliver.pinned import Pinning
-from h5async.errors import DeviceError
 from h5async.fill.records import FillOutcome, SlotMemory
 from h5async.fill.resident import Budget, Residency
 from h5async.io.shared import SharedMemory
 from h5async.plan.stored import StoredFormat
 from h5async.plan.transform import RowTransform
+
+_log = logging.getLogger("h5async")
 
 
 class DeviceSlot(Protocol):
@@ -119,14 +121,18 @@ def find_device(name: str, pin_memory: bool = False) -> Device:
     Raises
     ------
     DeviceError
-        If CuPy, PyTorch or the GPU is missing; the message says which, and what to do.
+        If CuPy, PyTorch or the GPU is missing, or the GPU cannot be used; the message says which,
+        and what to do. ``"auto"`` does without what is missing, but not without a GPU that fails.
     """
     if name == "cpu" or pin_memory:
         return HostDevice(Pinning() if pin_memory else None)
+    number = name.partition(":")[2]
     try:
-        number = name.partition(":")[2]
-        return CudaDevice(find_gpu(int(number) if number else None))
-    except DeviceError:
+        gpu, reason = find_gpu(int(number) if number else None)
+    except MissingGpuError:
         if name == "auto":
             return HostDevice()
         raise
+    device = CudaDevice(gpu)
+    _log.info("batches go to %s: %s", gpu.name, reason)
+    return device

@@ -111,7 +111,9 @@ def test_cupy_without_a_gpu(images, monkeypatch):
     cupy, *_ = use_fake_gpu(monkeypatch, seed=0)
 
     def no_driver():
-        raise cupy.cuda.runtime.CUDARuntimeError("cudaErrorNoDevice")
+        error = cupy.cuda.runtime.CUDARuntimeError("cudaErrorNoDevice")
+        error.status = 100
+        raise error
 
     cupy.cuda.runtime.getDeviceCount = no_driver
     with pytest.raises(DeviceError, match=r"finds no usable GPU \(cudaErrorNoDevice\).*nvidia-smi"):

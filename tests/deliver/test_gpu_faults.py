@@ -26,7 +26,7 @@ from h5async.read.stored import StoredReader
 pytestmark = [pytest.mark.gpu, pytest.mark.simulated_gpu]
 
 N, BATCH = 48, 8
-OUT_OF_MEMORY, ILLEGAL_ADDRESS = 2, 700  # cudaError_t: the latter is sticky
+INVALID_VALUE, OUT_OF_MEMORY, ILLEGAL_ADDRESS = 1, 2, 700  # cudaError_t: the last is sticky
 
 
 @pytest.fixture(scope="module")
@@ -260,6 +260,55 @@ def test_close_returns_after_a_fault(cupy, simulation, images):
     closer.start()
     closer.join(60)
     assert not closer.is_alive()
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+@pytest.mark.parametrize("where", ["cudaSetDevice", "cudaStreamCreateWithFlags"])
+def test_a_gpu_that_fails_is_no_reason_to_read_without_it(
+    cupy, simulation, images, caplog, device, where
+):
+    caplog.set_level("INFO", logger="h5async")
+    simulation.fail(where, 0, INVALID_VALUE)
+    with pytest.raises(DeviceError, match="cudaErrorInvalidValue"):
+        AsyncReader(**options(images, device=device))
+    assert "batches go to" not in caplog.text
+    with AsyncReader(**options(images, device=device)) as reader:
+        assert reader.device == "cuda:0"
+    assert "batches go to cuda:0" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("status", "driver", "is_missing"), [(100, 13000, True), (35, 0, True), (35, 11080, False)]
+)
+def test_auto_does_without_a_driver_but_not_with_an_old_one(
+    cupy, images, monkeypatch, status, driver, is_missing
+):
+    runtime = cupy.cuda.runtime
+
+    def fail():
+        raise runtime.CUDARuntimeError(status)
+
+    monkeypatch.setattr(runtime, "getDeviceCount", fail)
+    monkeypatch.setattr(runtime, "driverGetVersion", lambda: driver)
+    if not is_missing:
+        with pytest.raises(DeviceError, match="finds no usable GPU"):
+            AsyncReader(**options(images, device="auto"))
+        return
+    with AsyncReader(**options(images, device="auto")) as reader:
+        assert reader.device == "cpu"
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_stream_that_cannot_be_made_leaves_nothing(cupy, simulation, images, monkeypatch, after):
+    ignored = []
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
+    pinned = simulation.pinned_nbytes()
+    simulation.fail("cudaStreamCreateWithFlags", after)
+    with pytest.raises(DeviceError, match="no stream can be made"):
+        AsyncReader(**options(images))
+    gc.collect()
+    assert not ignored
+    assert simulation.pinned_nbytes() == pinned
 
 
 # --- memory --------------------------------------------------------------------------------------
