@@ -6,6 +6,7 @@ order.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -137,12 +138,14 @@ class CudaSlot:
                 for event in (self._ready, *self._released):
                     event.hold(stream.ptr)
                 self._begun[0].record(stream.ptr)
-                for i, plan in enumerate(outcome.stored):
-                    if plan is not None:
-                        device.decoders[i].upload(plan, self._staging[i], stream)
-                others = self._upload_rows(outcome, stream)
-                self._sent.record(stream.ptr)
-                self._uploaded.record(stream.ptr)
+                try:
+                    for i, plan in enumerate(outcome.stored):
+                        if plan is not None:
+                            device.decoders[i].upload(plan, self._staging[i], stream)
+                    others = self._upload_rows(outcome, stream)
+                    self._sent.record(stream.ptr)
+                finally:  # whatever was put on the stream, the next fill waits for it
+                    self._uploaded.record(stream.ptr)
             with self._work_stream as stream:
                 self._uploaded.hold(stream.ptr)
                 self._begun[1].record(stream.ptr)
@@ -216,8 +219,9 @@ class CudaSlot:
             streams = self._gpu.streams()
             while len(self._released) < len(streams):
                 self._released.append(self._gpu.event())
-            for event, stream in zip(self._released, streams, strict=False):
-                event.record(stream)
+            with contextlib.ExitStack() as stack:  # all are tried, also where one fails
+                for event, stream in zip(self._released, streams, strict=False):
+                    stack.callback(event.record, stream)
 
     def drop_staging(self) -> None:
         """Give the memory back that is only for chunks to be decoded on the device."""

@@ -317,7 +317,8 @@ class Gpu:
 
     def _unregister(self, address: int) -> None:
         # What still copies out of it is waited for.
-        self.cupy.cuda.runtime.deviceSynchronize()
+        with contextlib.suppress(*self.errors):
+            self.cupy.cuda.runtime.deviceSynchronize()
         self.cupy.cuda.runtime.hostUnregister(address)
 
     def _freed_with(self, owner: object, free: Callable[[int], object], address: int) -> None:
@@ -336,8 +337,16 @@ class Event:
         self.address = address
 
     def record(self, stream: int) -> None:
-        """Put the event behind all work of a stream; before, it counts as done."""
-        self._runtime.eventRecord(self.address, stream)
+        """Put the event behind all work of a stream; before, it counts as done.
+
+        Where that fails, the work is waited for, since nobody will wait for the event.
+        """
+        try:
+            self._runtime.eventRecord(self.address, stream)
+        except self._runtime.CUDARuntimeError:
+            with contextlib.suppress(self._runtime.CUDARuntimeError):
+                self._runtime.streamSynchronize(stream)
+            raise
 
     def hold(self, stream: int) -> None:
         """Have a stream wait for the event before it does what it is given from now on."""

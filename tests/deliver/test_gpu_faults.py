@@ -19,6 +19,8 @@ import pytest
 from h5async import AsyncReader, DeviceError, Field
 from h5async.deliver.cudaslot import CudaSlot
 from h5async.deliver.devicedecode import StoredDecoder
+from h5async.deliver.gpu import find_gpu
+from h5async.io.shared import page_memory
 from h5async.read.execute import PlanExecutor
 from h5async.read.native import NativeExecutor
 from h5async.read.stored import StoredReader
@@ -240,6 +242,48 @@ def test_what_fails_once_costs_one_batch(cupy, simulation, images, num_threads, 
         assert found.count(False) <= 1
         batch = reader.get_next_batch()
         assert is_right(images, batch.index, batch.data)
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+@pytest.mark.parametrize(
+    ("where", "after", "more"),
+    [
+        ("cudaMemcpyAsync", 1, {"decode": "host", "cache": "device"}),
+        ("cudaMemcpyAsync", 1, {"decode": "device"}),
+        ("cudaMemcpyAsync", 1, {"decode": "host", "batch_size": 30}),  # 30 and 18 samples
+        *(("cudaEventRecord", after, {"decode": "host"}) for after in range(5)),
+    ],
+)
+def test_a_slot_is_not_refilled_under_an_upload_that_failed_half_way(
+    cupy, simulation, images, num_threads, where, after, more
+):
+    more = {"num_threads": num_threads, "prefetch": 1, "shuffle": "full", **more}
+    for seed in (1, 2, 5, 6, 9, 10):
+        simulation.reset(seed)
+        with AsyncReader(**options(images, **more)) as reader:
+            reader.get_next_batch()
+            simulation.fail(where, after)
+            found = []
+            for _ in range(5):
+                try:
+                    found.append(reader.get_next_batch().size > 0)
+                except DeviceError:
+                    found.append(False)
+        assert found.count(False) <= 1
+        assert not simulation.complaints()
+
+
+def test_memory_is_unpinned_where_its_copies_cannot_be_waited_for(cupy, simulation):
+    gpu, _ = find_gpu(0)
+    pinned = simulation.pinned_nbytes()
+    memory = page_memory(1 << 16)
+    with gpu.current():
+        gpu.pin(memory)
+    assert simulation.pinned_nbytes() > pinned
+    simulation.fail("cudaDeviceSynchronize")
+    del memory
+    gc.collect()
+    assert simulation.pinned_nbytes() == pinned
 
 
 def test_a_copy_of_a_batch_that_fails_is_a_device_error(cupy, simulation, images):
