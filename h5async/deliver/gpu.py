@@ -201,10 +201,14 @@ class Gpu:
         try:
             yield
         except self.errors as error:
-            raise DeviceError(
-                f"{self.name}: {what} ({error}); after a fault of the GPU this process has to be"
-                ' started again, perhaps with decode="host"'
-            ) from error
+            hint = (
+                "its memory is used up: make batch_size, prefetch or cache_bytes smaller, or end"
+                " what else uses it"
+                if self.is_lack_of_memory(error)
+                else "after a fault of the GPU this process has to be started again, perhaps with"
+                ' decode="host"'
+            )
+            raise DeviceError(f"{self.name}: {what} ({error}); {hint}") from error
 
     @contextlib.contextmanager
     def working(self, what: str) -> Iterator[None]:

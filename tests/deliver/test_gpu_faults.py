@@ -16,7 +16,7 @@ import h5py
 import numpy as np
 import pytest
 
-from h5async import AsyncReader, DeviceError, Field
+from h5async import AsyncReader, DeviceError, Field, ReadError
 from h5async.deliver.cudaslot import CudaSlot
 from h5async.deliver.devicedecode import StoredDecoder
 from h5async.deliver.gpu import find_gpu
@@ -353,6 +353,47 @@ def test_a_stream_that_cannot_be_made_leaves_nothing(cupy, simulation, images, m
     gc.collect()
     assert not ignored
     assert simulation.pinned_nbytes() == pinned
+
+
+@pytest.mark.parametrize(
+    ("where", "error", "said"),
+    [
+        ("cudaEventCreateWithFlags", INVALID_VALUE, "no slots can be made .*started again"),
+        ("cudaMalloc", INVALID_VALUE, "no slots can be made .*started again"),
+        ("cudaEventCreateWithFlags", OUT_OF_MEMORY, "do not fit the memory of cuda:0"),
+        ("cuLaunchKernel", INVALID_VALUE, "the kernels could not be run .*started again"),
+        ("cuLaunchKernel", OUT_OF_MEMORY, "the kernels could not be run .*memory is used up"),
+        ("cudaStreamCreateWithFlags", OUT_OF_MEMORY, "no stream can be made .*memory is used up"),
+    ],
+)
+def test_errors_of_opening_say_what_failed(cupy, simulation, images, where, error, said):
+    simulation.fail(where, 0, error)
+    with pytest.raises(DeviceError, match=said):
+        AsyncReader(**options(images))
+
+
+def test_what_cupy_cannot_compile_is_said_to_be_that(cupy, images, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no headers")
+
+    monkeypatch.setattr(CudaSlot, "warm_up", fail)
+    with pytest.raises(DeviceError, match=r"cannot compile for cuda:0 \(no headers\).*pip install"):
+        AsyncReader(**options(images))
+
+
+def test_a_thread_that_cannot_be_started_is_no_matter_of_compiling(cupy, images, monkeypatch):
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if thread.name.endswith("-gpu") and started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    started = []
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(ReadError, match="a GPU: the system gives this process no more threads"):
+        AsyncReader(**options(images))
 
 
 # --- memory --------------------------------------------------------------------------------------
