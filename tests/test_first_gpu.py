@@ -126,9 +126,9 @@ def test_what_is_packed_is_what_the_project_needs():
 def test_a_step_runs_on_a_gpu_that_cannot_run_the_benchmark(tmp_path, name):
     """Its kernel reads a clock that is not simulated."""
     paths = [str(ROOT / "scripts"), os.environ["PYTHONPATH"]]
+    script = ROOT / "scripts" / "gpu" / f"{name}.py"
     done = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "gpu" / f"{name}.py", "--out", tmp_path]
-        + ["--seconds", "2"],
+        [sys.executable, script, "--out", tmp_path, "--seconds", "2"],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
