@@ -66,11 +66,13 @@ class CudaSlot:
             raw if done or todo.is_identity else cupy.empty((rows, *todo.row), todo.dtype)
             for raw, todo, done in zip(self._raw, transforms, on_host, strict=True)
         ]
-        self._change = [device.kernels.row_change(transform) for transform in transforms]
+        self._change = [
+            device.kernels.row_change(transform, gpu.on_device) for transform in transforms
+        ]
         # Sample numbers, for the cache.
         self._index = self._empty_pinned((rows,), np.dtype(np.int64))
         self._index_on_device = cupy.empty(rows, np.int64)
-        self._every = cupy.asarray(np.arange(rows, dtype=np.int64))
+        self._every = gpu.on_device(np.arange(rows, dtype=np.int64))
         # What `postprocess` returns may be of any shape; memory for it is made when it comes.
         self._other: list[tuple[Any, Any] | None] = [None] * len(transforms)
         self._uploaded = gpu.event(blocks=True)
@@ -80,8 +82,6 @@ class CudaSlot:
         self._begun = [gpu.event(is_timed=True) for _ in range(2)]  # the upload, and the kernels
         self._sent = gpu.event(is_timed=True)
         self._released = [gpu.event()]
-        # What was uploaded on the current stream is used on others.
-        cupy.cuda.get_current_stream().synchronize()
 
     def _empty_filled(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
         """Return pinned memory that whoever fills the slot has too."""

@@ -262,6 +262,19 @@ class Gpu:
             stream.ptr,
         )
 
+    def on_device(self, array: NDArray[Any]) -> Any:
+        """Return a copy of a small array on the GPU, which is done; this GPU is current.
+
+        (CuPy's `asarray` would take pinned memory from a pool that keeps it.)
+        """
+        pinned = self.pinned_memory(array.nbytes).view(array.dtype).reshape(array.shape)
+        pinned[...] = array
+        copied = self.cupy.empty(array.shape, array.dtype)
+        stream = self.cupy.cuda.get_current_stream()
+        self.upload(copied, pinned, stream)
+        stream.synchronize()
+        return copied
+
     # --- what is freed with its last user, in whatever thread ------------------------------------
 
     def stream(self) -> Any:

@@ -399,19 +399,14 @@ def test_a_thread_that_cannot_be_started_is_no_matter_of_compiling(cupy, images,
 # --- memory --------------------------------------------------------------------------------------
 
 
-def pinned_nbytes(cupy, simulation):
-    """Return how much host memory is pinned, but for what CuPy keeps of its own small copies."""
-    cupy.get_default_pinned_memory_pool().free_all_blocks()
-    return simulation.pinned_nbytes()
-
-
 @pytest.mark.parametrize("more", [{}, {"cache": "device"}, {"decode": "device"}])
 def test_a_closed_reader_gives_its_memory_back(cupy, simulation, images, more):
     pool = cupy.get_default_memory_pool()
     mine = cupy.zeros(1 << 20, np.uint8)
     del mine
     gc.collect()
-    used, pinned = simulation.used_nbytes(0), pinned_nbytes(cupy, simulation)
+    cupy.get_default_pinned_memory_pool().free_all_blocks()  # nor is anything of ours taken there
+    used, pinned = simulation.used_nbytes(0), simulation.pinned_nbytes()
     kept = pool.free_bytes()
     assert kept >= 1 << 20
     with AsyncReader(**options(images, **more)) as reader:
@@ -425,7 +420,7 @@ def test_a_closed_reader_gives_its_memory_back(cupy, simulation, images, more):
     del reader, data
     gc.collect()
     assert simulation.used_nbytes(0) == used
-    assert pinned_nbytes(cupy, simulation) == pinned
+    assert simulation.pinned_nbytes() == pinned
     assert pool.free_bytes() == kept, "the caller's pool was emptied"
 
 
@@ -442,14 +437,14 @@ def test_memory_that_only_cupys_pool_keeps_is_no_lack(cupy, simulation, images):
 
 def test_slots_that_do_not_fit_are_a_device_error_that_keeps_no_memory(cupy, simulation, images):
     cupy.get_default_memory_pool().free_all_blocks()
-    used, pinned = simulation.used_nbytes(0), pinned_nbytes(cupy, simulation)
+    used, pinned = simulation.used_nbytes(0), simulation.pinned_nbytes()
     simulation.set_memory(0, used + (1 << 20))
     with pytest.raises(DeviceError, match="do not fit the memory of cuda:0") as caught:
         AsyncReader(**options(images, batch_size=N, prefetch=8, decode="host"))
     gc.collect()
     assert caught.value.__cause__ is not None
     assert simulation.used_nbytes(0) == used
-    assert pinned_nbytes(cupy, simulation) == pinned
+    assert simulation.pinned_nbytes() == pinned
 
 
 # --- kernels -------------------------------------------------------------------------------------
