@@ -51,9 +51,11 @@ from bench_gpu_ways import (
     Loop,
     Stored,
     Way,
+    describe,
     device_count,
     make_rows,
     noise_share,
+    versions,
     written,
 )
 from rich import box
@@ -615,8 +617,8 @@ def main() -> None:
         bench = Bench(options, folder, console, stack.enter_context(ThreadPoolExecutor(CORES)))
         figures = {"link_gb_per_s": bench.link_speed, "copy_gb_per_s": bench.copy_speed}
         figures = {name: float(f"{value:.4g}") for name, value in figures.items()}
-        result |= {"gpu": bench.gpu.describe() | figures, "sections": sections}
-        result["versions"] |= bench.gpu.versions()
+        result |= {"gpu": describe(bench.gpu.cupy) | figures, "sections": sections}
+        result["versions"] |= versions(bench.gpu.cupy)
         for name in options.only:
             sections[name] = {}
             measure(bench, name, sections[name], keep)

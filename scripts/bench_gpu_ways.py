@@ -7,6 +7,7 @@ and written chunk by chunk, so that HDF5 needs no plugin.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.metadata
 import itertools
@@ -184,18 +185,52 @@ def device_count() -> int:
     return 0
 
 
+def describe(cupy: Any) -> dict[str, str]:
+    """Return what CUDA and nvidia-smi (of its first GPU) say of the GPU and its link."""
+    runtime = cupy.cuda.runtime
+    name = runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
+    keys = "driver_version,memory.total,pcie.link.gen.max,pcie.link.gen.current"
+    keys += ",pcie.link.width.max,pcie.link.width.current"
+    command = ["nvidia-smi", f"--query-gpu={keys}", "--format=csv,noheader"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        first = said.stdout.partition("\n")[0].split(", ")
+        return {"name": name} | dict(zip(keys.split(","), first, strict=False))
+    return {"name": name}
+
+
+def versions(cupy: Any) -> dict[str, str]:
+    """Return the versions of CUDA (of the driver, and of CuPy), CuPy and nvCOMP."""
+    runtime = cupy.cuda.runtime
+    numbers = {
+        "cuda_runtime": runtime.runtimeGetVersion(),
+        "cuda_of_driver": runtime.driverGetVersion(),
+    }
+    found = {name: f"{n // 1000}.{n % 1000 // 10}" for name, n in numbers.items()}
+    for package in ("nvidia-nvcomp", "nvidia-libnvcomp"):
+        for name in (f"{package}-cu13", f"{package}-cu12"):
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                found[name] = importlib.metadata.version(name)
+    return {"cupy": cupy.__version__} | found
+
+
 class Gpu:
     """CuPy, the kernel that stands for a training step, and copies to compare with."""
 
     def __init__(self) -> None:
         self.cupy = cupy = importlib.import_module("cupy")
-        self.kernel = cupy.RawKernel(KERNEL, "bench_step")
         properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
         self.blocks = properties["multiProcessorCount"]
         # More than half of what a multiprocessor has, so that no two blocks share one.
         self.shared_nbytes = properties["sharedMemPerMultiprocessor"] // 2 + 512
-        self.kernel.max_dynamic_shared_size_bytes = self.shared_nbytes
         self.sums = cupy.zeros(self.blocks * THREADS, np.uint64)
+
+    @functools.cached_property
+    def kernel(self) -> Any:
+        """What `compute` launches, compiled when it is first used."""
+        kernel = self.cupy.RawKernel(KERNEL, "bench_step")
+        kernel.max_dynamic_shared_size_bytes = self.shared_nbytes
+        return kernel
 
     def compute(self, array: Any, nanoseconds: int = 0) -> None:
         """Launch a kernel that reads of an array, and takes that long, a block a multiprocessor."""
@@ -245,33 +280,6 @@ class Gpu:
     def synchronize(self) -> None:
         """Wait until the GPU has nothing left to do."""
         self.cupy.cuda.Device().synchronize()
-
-    def describe(self) -> dict[str, str]:
-        """Return what CUDA and nvidia-smi (of its first GPU) say of the GPU and its link."""
-        cuda = self.cupy.cuda
-        name = cuda.runtime.getDeviceProperties(cuda.Device().id)["name"].decode()
-        keys = "driver_version,memory.total,pcie.link.gen.max,pcie.link.gen.current"
-        keys += ",pcie.link.width.max,pcie.link.width.current"
-        command = ["nvidia-smi", f"--query-gpu={keys}", "--format=csv,noheader"]
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-            first = said.stdout.partition("\n")[0].split(", ")
-            return {"name": name} | dict(zip(keys.split(","), first, strict=False))
-        return {"name": name}
-
-    def versions(self) -> dict[str, str]:
-        """Return the versions of CUDA (of the driver, and of CuPy), CuPy and nvCOMP."""
-        runtime = self.cupy.cuda.runtime
-        numbers = {
-            "cuda_runtime": runtime.runtimeGetVersion(),
-            "cuda_of_driver": runtime.driverGetVersion(),
-        }
-        found = {name: f"{n // 1000}.{n % 1000 // 10}" for name, n in numbers.items()}
-        for package in ("nvidia-nvcomp", "nvidia-libnvcomp"):
-            for name in (f"{package}-cu13", f"{package}-cu12"):
-                with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-                    found[name] = importlib.metadata.version(name)
-        return {"cupy": self.cupy.__version__} | found
 
 
 def endless(reader: AsyncReader) -> Iterator[Any]:

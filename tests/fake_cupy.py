@@ -95,8 +95,9 @@ def make(seed):
             self.ptr = next(pointers)
             streams[self.ptr] = self
 
-        def __del__(self):
-            pass
+        @staticmethod
+        def from_external(owner):
+            return streams[owner.__cuda_stream__()[1]]
 
         def __enter__(self):
             streams = getattr(simulation.local, "streams", [default])
@@ -268,6 +269,9 @@ def make(seed):
         CUDARuntimeError=type("CUDARuntimeError", (RuntimeError,), {}),
         deviceSynchronize=simulation.run_all,
         eventRecord=lambda event, stream: events[event].record(streams[stream]),
+        streamNonBlocking=1,
+        streamCreateWithFlags=lambda flags: Stream(non_blocking=bool(flags)).ptr,
+        streamDestroy=lambda stream: None,
         streamWaitEvent=lambda stream, event: streams[stream].wait_event(events[event]),
         memcpyAsync=memcpy_async,
         memcpyHostToDevice=1,

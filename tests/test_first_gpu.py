@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -117,3 +118,22 @@ def test_what_is_packed_is_what_the_project_needs():
     names = {one.partition(">=")[0] for one in wanted}
     assert names >= {"imagecodecs", "pydantic", "typer", "pytest", "nvidia-libnvcomp-cu13"}
     assert "hdf5plugin" not in names
+
+
+@pytest.mark.gpu
+@pytest.mark.simulated_gpu
+@pytest.mark.parametrize("name", ["transforms", "readers"])
+def test_a_step_runs_on_a_gpu_that_cannot_run_the_benchmark(tmp_path, name):
+    """Its kernel reads a clock that is not simulated."""
+    paths = [str(ROOT / "scripts"), os.environ["PYTHONPATH"]]
+    script = ROOT / "scripts" / "gpu" / f"{name}.py"
+    done = subprocess.run(
+        [sys.executable, script, "--out", tmp_path, "--seconds", "2"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    findings = json.loads((tmp_path / f"{name}.json").read_text())["findings"]
+    assert findings["compared" if name == "transforms" else "batches"] > 0

@@ -229,6 +229,30 @@ def memory_of_another_gpu(cupy, stream):
         kernel((1,), (1,), (array.data.ptr,))
 
 
+def fill_memory_of_another_gpu(cupy, stream):
+    with cupy.cuda.Device(1):
+        array = cupy.zeros(N, np.int64)
+    cupy.cuda.runtime.memsetAsync(array.data.ptr, 1, array.nbytes, stream.ptr)
+
+
+def copy_to_another_gpu(cupy, stream):
+    with cupy.cuda.Device(1):
+        array = cupy.zeros(N, np.int64)
+    pinned = pinned_array(cupy)
+    runtime = cupy.cuda.runtime
+    kind = runtime.memcpyHostToDevice
+    runtime.memcpyAsync(array.data.ptr, pinned.ctypes.data, array.nbytes, kind, stream.ptr)
+
+
+def copy_from_another_gpu(cupy, stream):
+    with cupy.cuda.Device(1):
+        array = cupy.zeros(N, np.int64)
+    pinned = pinned_array(cupy)
+    runtime = cupy.cuda.runtime
+    kind = runtime.memcpyDeviceToHost
+    runtime.memcpyAsync(pinned.ctypes.data, array.data.ptr, array.nbytes, kind, stream.ptr)
+
+
 def too_many_threads(cupy, stream):
     kernel = cupy.RawKernel('extern "C" __global__ void none() {}', "none")
     kernel((1,), (2048,), ())
@@ -269,6 +293,9 @@ WRONGS = {
     event_of_another_gpu: "the event is of GPU 1, and the stream of GPU 0",
     launch_on_another_gpu: "the stream is of GPU 1, and GPU 0 is current",
     memory_of_another_gpu: "an argument is memory of GPU 0, and the kernel runs on GPU 1",
+    fill_memory_of_another_gpu: "the target is memory of GPU 1, and the stream is of GPU 0",
+    copy_to_another_gpu: "the target is memory of GPU 1, and the stream is of GPU 0",
+    copy_from_another_gpu: "the source is memory of GPU 1, and the stream is of GPU 0",
     too_many_threads: "1x1x1 blocks of 2048x1x1 threads is not allowed",
     touch_what_is_not_there: "put touched memory that is not there",
     use_a_destroyed_event: "the event was destroyed",
@@ -286,6 +313,14 @@ def test_what_cuda_forbids_is_complained_of(cupy, stream, simulation, wrong):
     except errors:
         pass
     assert any(WRONGS[wrong] in line for line in simulation.complaints())
+
+
+def test_arrays_are_copied_between_gpus(cupy, simulation):
+    here = cupy.arange(N)
+    with cupy.cuda.Device(1):
+        there = here.copy()
+        assert np.array_equal(there.get(), np.arange(N))
+    assert not simulation.complaints()
 
 
 def test_a_context_is_made_only_where_it_is_asked_for(tmp_path):

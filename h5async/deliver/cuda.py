@@ -27,7 +27,7 @@ from h5async.deliver.devicedecode import DeviceDecoder
 from h5async.deliver.gpu import Gpu, in_own_thread
 from h5async.deliver.kernels import Kernels, needs_host
 from h5async.deliver.nvcomp import load_nvcomp
-from h5async.errors import DeviceError, forget_frames
+from h5async.errors import DeviceError, H5AsyncError, forget_frames
 from h5async.fill.resident import Budget, Residency
 from h5async.io.shared import SharedMemory
 from h5async.plan.encoded import EncodedFormat
@@ -81,7 +81,7 @@ class CudaDevice:
         Raises
         ------
         DeviceError
-            If CuPy lacks a dtype, or memory is short.
+            If CuPy lacks a dtype, memory is short, or the GPU fails.
         """
         for name, transform in transforms.items():
             if not cupy_has(transform.dtype):
@@ -105,6 +105,9 @@ class CudaDevice:
                 slots = [CudaSlot(self, rows, todo, on_host, shared) for _ in range(count)]
         except lacks as error:
             forget_frames(error)  # which hold the slots that there was memory for
+            if not (isinstance(error, MemoryError) or gpu.is_lack_of_memory(error)):
+                with gpu.failing("no slots can be made"):
+                    raise
             raise DeviceError(
                 f"{count} slots of {rows} rows do not fit the memory of {self.name} ({error});"
                 " make batch_size or prefetch smaller"
@@ -118,7 +121,10 @@ class CudaDevice:
         """Compile the kernels now, so that a failure is no error of a batch."""
         gpu = self.gpu
         try:
-            in_own_thread(self._warm_up)
+            with gpu.failing("the kernels could not be run"):
+                in_own_thread(self._warm_up)
+        except H5AsyncError:
+            raise
         except Exception as error:
             raise DeviceError(
                 f"CuPy {gpu.cupy.__version__} cannot compile for {self.name} ({error}); it needs"

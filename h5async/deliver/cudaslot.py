@@ -6,6 +6,7 @@ order.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -66,11 +67,13 @@ class CudaSlot:
             raw if done or todo.is_identity else cupy.empty((rows, *todo.row), todo.dtype)
             for raw, todo, done in zip(self._raw, transforms, on_host, strict=True)
         ]
-        self._change = [device.kernels.row_change(transform) for transform in transforms]
+        self._change = [
+            device.kernels.row_change(transform, gpu.on_device) for transform in transforms
+        ]
         # Sample numbers, for the cache.
         self._index = self._empty_pinned((rows,), np.dtype(np.int64))
         self._index_on_device = cupy.empty(rows, np.int64)
-        self._every = cupy.asarray(np.arange(rows, dtype=np.int64))
+        self._every = gpu.on_device(np.arange(rows, dtype=np.int64))
         # What `postprocess` returns may be of any shape; memory for it is made when it comes.
         self._other: list[tuple[Any, Any] | None] = [None] * len(transforms)
         self._uploaded = gpu.event(blocks=True)
@@ -80,8 +83,6 @@ class CudaSlot:
         self._begun = [gpu.event(is_timed=True) for _ in range(2)]  # the upload, and the kernels
         self._sent = gpu.event(is_timed=True)
         self._released = [gpu.event()]
-        # What was uploaded on the current stream is used on others.
-        cupy.cuda.get_current_stream().synchronize()
 
     def _empty_filled(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
         """Return pinned memory that whoever fills the slot has too."""
@@ -138,12 +139,14 @@ class CudaSlot:
                 for event in (self._ready, *self._released):
                     event.hold(stream.ptr)
                 self._begun[0].record(stream.ptr)
-                for i, plan in enumerate(outcome.encoded):
-                    if plan is not None:
-                        device.decoders[i].upload(plan, self._staging[i], stream)
-                others = self._upload_rows(outcome, stream)
-                self._sent.record(stream.ptr)
-                self._uploaded.record(stream.ptr)
+                try:
+                    for i, plan in enumerate(outcome.encoded):
+                        if plan is not None:
+                            device.decoders[i].upload(plan, self._staging[i], stream)
+                    others = self._upload_rows(outcome, stream)
+                    self._sent.record(stream.ptr)
+                finally:  # whatever was put on the stream, the next fill waits for it
+                    self._uploaded.record(stream.ptr)
             with self._work_stream as stream:
                 self._uploaded.hold(stream.ptr)
                 self._begun[1].record(stream.ptr)
@@ -217,8 +220,9 @@ class CudaSlot:
             streams = self._gpu.streams()
             while len(self._released) < len(streams):
                 self._released.append(self._gpu.event())
-            for event, stream in zip(self._released, streams, strict=False):
-                event.record(stream)
+            with contextlib.ExitStack() as stack:  # all are tried, also where one fails
+                for event, stream in zip(self._released, streams, strict=False):
+                    stack.callback(event.record, stream)
 
     def drop_staging(self) -> None:
         """Give the memory back that is only for chunks to be decoded on the device."""

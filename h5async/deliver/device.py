@@ -6,17 +6,19 @@ What only a GPU needs is imported where one is asked for.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from h5async.deliver.host import HostDevice
-from h5async.errors import DeviceError
 from h5async.fill.records import FillOutcome, SlotMemory
 from h5async.fill.resident import Budget, Residency
 from h5async.io.shared import SharedMemory
 from h5async.plan.encoded import EncodedFormat
 from h5async.plan.transform import RowTransform
+
+_log = logging.getLogger("h5async")
 
 
 class NotDecoded(Exception):
@@ -121,7 +123,8 @@ def find_device(name: str, pin_memory: bool = False) -> Device:
     Raises
     ------
     DeviceError
-        If CuPy, PyTorch or the GPU is missing; the message says which, and what to do.
+        If CuPy, PyTorch or the GPU is missing, or the GPU cannot be used; the message says which,
+        and what to do. ``"auto"`` does without what is missing, but not without a GPU that fails.
     """
     if pin_memory:
         from h5async.deliver.pinned import Pinning
@@ -129,15 +132,17 @@ def find_device(name: str, pin_memory: bool = False) -> Device:
         return HostDevice(Pinning())
     if name == "cpu":
         return HostDevice()
-    from h5async.deliver.gpu import find_gpu
+    from h5async.deliver.gpu import MissingGpuError, find_gpu
 
+    number = name.partition(":")[2]
     try:
-        number = name.partition(":")[2]
-        gpu = find_gpu(int(number) if number else None)
-        from h5async.deliver.cuda import CudaDevice
-
-        return CudaDevice(gpu)
-    except DeviceError:
+        gpu, reason = find_gpu(int(number) if number else None)
+    except MissingGpuError:
         if name == "auto":
             return HostDevice()
         raise
+    from h5async.deliver.cuda import CudaDevice
+
+    device = CudaDevice(gpu)
+    _log.info("batches go to %s: %s", gpu.name, reason)
+    return device

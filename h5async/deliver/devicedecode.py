@@ -103,7 +103,7 @@ class DeviceDecoder:
         self._is_bad = cupy.empty(1, np.int32)
         geometry = form.geometry
         self._pieces = [
-            cupy.asarray(np.ascontiguousarray(array))
+            gpu.on_device(array)
             for array in (
                 geometry.extents,
                 geometry.row_begin,

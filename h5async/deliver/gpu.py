@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import logging
 import os
 import sys
 import threading
@@ -34,11 +33,15 @@ from h5async.io.shared import call_before_unmap
 # launcher comes first, where one starts the other.
 _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 
-_MEMORY_ALLOCATION = 2  # cudaErrorMemoryAllocation
+# cudaError_t
+_MEMORY_ALLOCATION = 2
+_STUB_LIBRARY, _INSUFFICIENT_DRIVER, _NO_DEVICE = 34, 35, 100
 
 _Result = TypeVar("_Result")
 
-_log = logging.getLogger("h5async")
+
+class MissingGpuError(DeviceError):
+    """CuPy or a GPU is missing; where a GPU is there and fails, it is a plain `DeviceError`."""
 
 
 def import_cupy() -> Any:
@@ -46,20 +49,20 @@ def import_cupy() -> Any:
 
     Raises
     ------
-    DeviceError
+    MissingGpuError
         If it is not installed.
     """
     try:
         return importlib.import_module("cupy")
     except ImportError as error:
-        raise DeviceError(
+        raise MissingGpuError(
             f"CuPy is not installed ({error}); install it with: pip install 'h5async[cuda13]', or"
             " 'h5async[cuda12]' for a driver of CUDA 12. To read without a GPU: device=\"cpu\""
         ) from error
 
 
-def find_gpu(number: int | None = None) -> Gpu:
-    """Return a GPU.
+def find_gpu(number: int | None = None) -> tuple[Gpu, str]:
+    """Return a GPU, and why it is this one.
 
     Parameters
     ----------
@@ -68,14 +71,17 @@ def find_gpu(number: int | None = None) -> Gpu:
 
     Raises
     ------
-    DeviceError
+    MissingGpuError
         If CuPy or the GPU is missing.
+    DeviceError
+        If the GPU cannot be used.
     """
     cupy = import_cupy()
     try:
         count = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        raise DeviceError(
+        kind = MissingGpuError if _is_missing(cupy, error) else DeviceError
+        raise kind(
             f"CuPy {cupy.__version__} is installed but finds no usable GPU ({error}); check"
             ' with: nvidia-smi. To read without one: device="cpu"'
         ) from error
@@ -83,13 +89,19 @@ def find_gpu(number: int | None = None) -> Gpu:
     if number is None and count:
         number, reason = choose(cupy, count)
     if not count or number is None or number >= count:
-        raise DeviceError(
+        raise MissingGpuError(
             f"there is no GPU {number or 0}: CuPy finds {count}; check with: nvidia-smi."
             ' To read without one: device="cpu"'
         )
-    gpu = Gpu(cupy, number)
-    _log.info("batches go to %s: %s", gpu.name, reason)
-    return gpu
+    return Gpu(cupy, number), reason
+
+
+def _is_missing(cupy: Any, error: Exception) -> bool:
+    """Tell whether CUDA's error says that there is no GPU, rather than that one fails."""
+    status = getattr(error, "status", None)
+    if status == _INSUFFICIENT_DRIVER:  # also where there is no driver, which is of version 0 then
+        return not cupy.cuda.runtime.driverGetVersion()
+    return status in (_STUB_LIBRARY, _NO_DEVICE)
 
 
 def choose(cupy: Any, count: int, environment: Mapping[str, str] = os.environ) -> tuple[int, str]:
@@ -189,10 +201,14 @@ class Gpu:
         try:
             yield
         except self.errors as error:
-            raise DeviceError(
-                f"{self.name}: {what} ({error}); after a fault of the GPU this process has to be"
-                ' started again, perhaps with decode="host"'
-            ) from error
+            hint = (
+                "its memory is used up: make batch_size, prefetch or cache_bytes smaller, or end"
+                " what else uses it"
+                if self.is_lack_of_memory(error)
+                else "after a fault of the GPU this process has to be started again, perhaps with"
+                ' decode="host"'
+            )
+            raise DeviceError(f"{self.name}: {what} ({error}); {hint}") from error
 
     @contextlib.contextmanager
     def working(self, what: str) -> Iterator[None]:
@@ -246,19 +262,28 @@ class Gpu:
             stream.ptr,
         )
 
+    def on_device(self, array: NDArray[Any]) -> Any:
+        """Return a copy of a small array on the GPU, which is done; this GPU is current.
+
+        (CuPy's `asarray` would take pinned memory from a pool that keeps it.)
+        """
+        pinned = self.pinned_memory(array.nbytes).view(array.dtype).reshape(array.shape)
+        pinned[...] = array
+        copied = self.cupy.empty(array.shape, array.dtype)
+        stream = self.cupy.cuda.get_current_stream()
+        self.upload(copied, pinned, stream)
+        stream.synchronize()
+        return copied
+
     # --- what is freed with its last user, in whatever thread ------------------------------------
 
     def stream(self) -> Any:
         """Return a new stream that does not wait for the default one, this GPU being current."""
-        gpu, base = self, self.cupy.cuda.Stream
-
-        class Stream(base):  # type: ignore[misc, valid-type]
-            def __del__(self) -> None:
-                if not sys.is_finalizing():
-                    with gpu.freeing():
-                        base.__del__(self)
-
-        return Stream(non_blocking=True)
+        runtime = self.cupy.cuda.runtime
+        # CuPy would destroy one of its own whatever is current then, or whether it was made.
+        owner = _OwnStream(int(runtime.streamCreateWithFlags(runtime.streamNonBlocking)))
+        self._freed_with(owner, runtime.streamDestroy, owner.address)
+        return self.cupy.cuda.Stream.from_external(owner)
 
     def event(self, *, blocks: bool = False, is_timed: bool = False) -> Event:
         """Return a new event, this GPU being current; `blocks`: who waits leaves the core alone."""
@@ -309,7 +334,8 @@ class Gpu:
 
     def _unregister(self, address: int) -> None:
         # What still copies out of it is waited for.
-        self.cupy.cuda.runtime.deviceSynchronize()
+        with contextlib.suppress(*self.errors):
+            self.cupy.cuda.runtime.deviceSynchronize()
         self.cupy.cuda.runtime.hostUnregister(address)
 
     def _freed_with(self, owner: object, free: Callable[[int], object], address: int) -> None:
@@ -328,8 +354,16 @@ class Event:
         self.address = address
 
     def record(self, stream: int) -> None:
-        """Put the event behind all work of a stream; before, it counts as done."""
-        self._runtime.eventRecord(self.address, stream)
+        """Put the event behind all work of a stream; before, it counts as done.
+
+        Where that fails, the work is waited for, since nobody will wait for the event.
+        """
+        try:
+            self._runtime.eventRecord(self.address, stream)
+        except self._runtime.CUDARuntimeError:
+            with contextlib.suppress(self._runtime.CUDARuntimeError):
+                self._runtime.streamSynchronize(stream)
+            raise
 
     def hold(self, stream: int) -> None:
         """Have a stream wait for the event before it does what it is given from now on."""
@@ -346,6 +380,16 @@ class Event:
 
 class _Owner:
     """Lives as long as the memory of an array on the GPU is used."""
+
+
+class _OwnStream:
+    """A stream that CUDA has made, for CuPy, which keeps this as long as its own."""
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.address  # the version of the protocol
 
 
 class _HostMemory:

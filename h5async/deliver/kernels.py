@@ -140,18 +140,27 @@ class Kernels:
             preamble=_EXACT,
         )
 
-    def row_change(self, transform: RowTransform) -> RowChange:
-        """Return what does a transform on the device, in one kernel."""
+    def row_change(
+        self, transform: RowTransform, on_device: Callable[[NDArray[Any]], Any]
+    ) -> RowChange:
+        """Return what does a transform on the device, in one kernel.
+
+        Parameters
+        ----------
+        transform
+            Of rows.
+        on_device
+            Returns a copy of an array there, as `Gpu.on_device` does.
+        """
         channels = transform.channels
         is_scaled = transform.scale is not None or transform.offset is not None
         factors = _factors(transform) if is_scaled else ()
         if not channels or channels > _MAX_PLANES or not _is_plain(transform):
             # Of one dimension at least: CuPy makes 0.0 of a -0.0 that has none.
-            on_device = tuple(self._cupy.asarray(np.atleast_1d(factor)) for factor in factors)
-            return RowChange(partial(self._change, transform.permutation, on_device), False)
-        each = [np.broadcast_to(factor.reshape(-1), channels).copy() for factor in factors]
-        on_device = tuple(map(self._cupy.asarray, each))
-        return RowChange(partial(self._change_planes, channels, on_device), True)
+            whole = tuple(on_device(np.atleast_1d(factor)) for factor in factors)
+            return RowChange(partial(self._change, transform.permutation, whole), False)
+        each = tuple(on_device(np.broadcast_to(factor.reshape(-1), channels)) for factor in factors)
+        return RowChange(partial(self._change_planes, channels, each), True)
 
     def gather(self, rows: Any, index: Any, out: Any) -> None:
         """Copy rows number `index` of (samples, row bytes), uint8, to all rows of `out`."""

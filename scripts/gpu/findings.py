@@ -6,10 +6,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+import cupy
 import h5py
 import numpy as np
 from bench_common import header, save
-from bench_gpu_ways import Gpu
+from bench_gpu_ways import describe, versions
 
 from h5async import AsyncReader, Field
 
@@ -24,10 +25,9 @@ class Findings:
     """
 
     def __init__(self, path: Path) -> None:
-        gpu = Gpu()
         self._path = path
-        self._result = header() | {"gpu": gpu.describe(), "findings": {}}
-        self._result["versions"] |= gpu.versions()
+        self._result = header() | {"gpu": describe(cupy), "findings": {}}
+        self._result["versions"] |= versions(cupy)
 
     def note(self, name: str, found: Any) -> None:
         """Keep what was found under a name."""

@@ -111,7 +111,9 @@ def test_cupy_without_a_gpu(images, monkeypatch):
     cupy, *_ = use_fake_gpu(monkeypatch, seed=0)
 
     def no_driver():
-        raise cupy.cuda.runtime.CUDARuntimeError("cudaErrorNoDevice")
+        error = cupy.cuda.runtime.CUDARuntimeError("cudaErrorNoDevice")
+        error.status = 100
+        raise error
 
     cupy.cuda.runtime.getDeviceCount = no_driver
     with pytest.raises(DeviceError, match=r"finds no usable GPU \(cudaErrorNoDevice\).*nvidia-smi"):
@@ -311,8 +313,8 @@ def test_all_fields_of_a_whole_batch_are_uploaded_at_once(images, monkeypatch):
         sizes.append(nbytes)
         put(target, source, nbytes, kind, stream)
 
-    monkeypatch.setattr(cupy.cuda.runtime, "memcpyAsync", note)
     with AsyncReader(hdf5_path=images, batch_size=10, device="cuda", prefetch=1) as reader:
+        monkeypatch.setattr(cupy.cuda.runtime, "memcpyAsync", note)
         kept = [(b.index, b.data.copy(), b.labels.copy()) for b in reader]
         simulation.run_all()
     assert [s for s in sizes if s > 80][:2] == [1024 + 512, 1024 + 512]  # 600 and 80 bytes

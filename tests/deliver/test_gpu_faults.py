@@ -16,9 +16,11 @@ import h5py
 import numpy as np
 import pytest
 
-from h5async import AsyncReader, DeviceError, Field
+from h5async import AsyncReader, DeviceError, Field, ReadError
 from h5async.deliver.cudaslot import CudaSlot
 from h5async.deliver.devicedecode import DeviceDecoder
+from h5async.deliver.gpu import find_gpu
+from h5async.io.shared import page_memory
 from h5async.read.encoded import EncodedReader
 from h5async.read.execute import PlanExecutor
 from h5async.read.native import NativeExecutor
@@ -26,7 +28,7 @@ from h5async.read.native import NativeExecutor
 pytestmark = [pytest.mark.gpu, pytest.mark.simulated_gpu]
 
 N, BATCH = 48, 8
-OUT_OF_MEMORY, ILLEGAL_ADDRESS = 2, 700  # cudaError_t: the latter is sticky
+INVALID_VALUE, OUT_OF_MEMORY, ILLEGAL_ADDRESS = 1, 2, 700  # cudaError_t: the last is sticky
 
 
 @pytest.fixture(scope="module")
@@ -242,6 +244,48 @@ def test_what_fails_once_costs_one_batch(cupy, simulation, images, num_threads, 
         assert is_right(images, batch.index, batch.data)
 
 
+@pytest.mark.parametrize("num_threads", [0, 2])
+@pytest.mark.parametrize(
+    ("where", "after", "more"),
+    [
+        ("cudaMemcpyAsync", 1, {"decode": "host", "cache": "device"}),
+        ("cudaMemcpyAsync", 1, {"decode": "device"}),
+        ("cudaMemcpyAsync", 1, {"decode": "host", "batch_size": 30}),  # 30 and 18 samples
+        *(("cudaEventRecord", after, {"decode": "host"}) for after in range(5)),
+    ],
+)
+def test_a_slot_is_not_refilled_under_an_upload_that_failed_half_way(
+    cupy, simulation, images, num_threads, where, after, more
+):
+    more = {"num_threads": num_threads, "prefetch": 1, "shuffle": "full", **more}
+    for seed in (1, 2, 5, 6, 9, 10):
+        simulation.reset(seed)
+        with AsyncReader(**options(images, **more)) as reader:
+            reader.get_next_batch()
+            simulation.fail(where, after)
+            found = []
+            for _ in range(5):
+                try:
+                    found.append(reader.get_next_batch().size > 0)
+                except DeviceError:
+                    found.append(False)
+        assert found.count(False) <= 1
+        assert not simulation.complaints()
+
+
+def test_memory_is_unpinned_where_its_copies_cannot_be_waited_for(cupy, simulation):
+    gpu, _ = find_gpu(0)
+    pinned = simulation.pinned_nbytes()
+    memory = page_memory(1 << 16)
+    with gpu.current():
+        gpu.pin(memory)
+    assert simulation.pinned_nbytes() > pinned
+    simulation.fail("cudaDeviceSynchronize")
+    del memory
+    gc.collect()
+    assert simulation.pinned_nbytes() == pinned
+
+
 def test_a_copy_of_a_batch_that_fails_is_a_device_error(cupy, simulation, images):
     with AsyncReader(**options(images)) as reader:
         batch = reader.get_next_batch()
@@ -262,13 +306,97 @@ def test_close_returns_after_a_fault(cupy, simulation, images):
     assert not closer.is_alive()
 
 
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+@pytest.mark.parametrize("where", ["cudaSetDevice", "cudaStreamCreateWithFlags"])
+def test_a_gpu_that_fails_is_no_reason_to_read_without_it(
+    cupy, simulation, images, caplog, device, where
+):
+    caplog.set_level("INFO", logger="h5async")
+    simulation.fail(where, 0, INVALID_VALUE)
+    with pytest.raises(DeviceError, match="cudaErrorInvalidValue"):
+        AsyncReader(**options(images, device=device))
+    assert "batches go to" not in caplog.text
+    with AsyncReader(**options(images, device=device)) as reader:
+        assert reader.device == "cuda:0"
+    assert "batches go to cuda:0" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("status", "driver", "is_missing"), [(100, 13000, True), (35, 0, True), (35, 11080, False)]
+)
+def test_auto_does_without_a_driver_but_not_with_an_old_one(
+    cupy, images, monkeypatch, status, driver, is_missing
+):
+    runtime = cupy.cuda.runtime
+
+    def fail():
+        raise runtime.CUDARuntimeError(status)
+
+    monkeypatch.setattr(runtime, "getDeviceCount", fail)
+    monkeypatch.setattr(runtime, "driverGetVersion", lambda: driver)
+    if not is_missing:
+        with pytest.raises(DeviceError, match="finds no usable GPU"):
+            AsyncReader(**options(images, device="auto"))
+        return
+    with AsyncReader(**options(images, device="auto")) as reader:
+        assert reader.device == "cpu"
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_stream_that_cannot_be_made_leaves_nothing(cupy, simulation, images, monkeypatch, after):
+    ignored = []
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
+    pinned = simulation.pinned_nbytes()
+    simulation.fail("cudaStreamCreateWithFlags", after)
+    with pytest.raises(DeviceError, match="no stream can be made"):
+        AsyncReader(**options(images))
+    gc.collect()
+    assert not ignored
+    assert simulation.pinned_nbytes() == pinned
+
+
+@pytest.mark.parametrize(
+    ("where", "error", "said"),
+    [
+        ("cudaEventCreateWithFlags", INVALID_VALUE, "no slots can be made .*started again"),
+        ("cudaMalloc", INVALID_VALUE, "no slots can be made .*started again"),
+        ("cudaEventCreateWithFlags", OUT_OF_MEMORY, "do not fit the memory of cuda:0"),
+        ("cuLaunchKernel", INVALID_VALUE, "the kernels could not be run .*started again"),
+        ("cuLaunchKernel", OUT_OF_MEMORY, "the kernels could not be run .*memory is used up"),
+        ("cudaStreamCreateWithFlags", OUT_OF_MEMORY, "no stream can be made .*memory is used up"),
+    ],
+)
+def test_errors_of_opening_say_what_failed(cupy, simulation, images, where, error, said):
+    simulation.fail(where, 0, error)
+    with pytest.raises(DeviceError, match=said):
+        AsyncReader(**options(images))
+
+
+def test_what_cupy_cannot_compile_is_said_to_be_that(cupy, images, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no headers")
+
+    monkeypatch.setattr(CudaSlot, "warm_up", fail)
+    with pytest.raises(DeviceError, match=r"cannot compile for cuda:0 \(no headers\).*pip install"):
+        AsyncReader(**options(images))
+
+
+def test_a_thread_that_cannot_be_started_is_no_matter_of_compiling(cupy, images, monkeypatch):
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if thread.name.endswith("-gpu") and started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    started = []
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(ReadError, match="a GPU: the system gives this process no more threads"):
+        AsyncReader(**options(images))
+
+
 # --- memory --------------------------------------------------------------------------------------
-
-
-def pinned_nbytes(cupy, simulation):
-    """Return how much host memory is pinned, but for what CuPy keeps of its own small copies."""
-    cupy.get_default_pinned_memory_pool().free_all_blocks()
-    return simulation.pinned_nbytes()
 
 
 @pytest.mark.parametrize("more", [{}, {"cache": "device"}, {"decode": "device"}])
@@ -277,7 +405,8 @@ def test_a_closed_reader_gives_its_memory_back(cupy, simulation, images, more):
     mine = cupy.zeros(1 << 20, np.uint8)
     del mine
     gc.collect()
-    used, pinned = simulation.used_nbytes(0), pinned_nbytes(cupy, simulation)
+    cupy.get_default_pinned_memory_pool().free_all_blocks()  # nor is anything of ours taken there
+    used, pinned = simulation.used_nbytes(0), simulation.pinned_nbytes()
     kept = pool.free_bytes()
     assert kept >= 1 << 20
     with AsyncReader(**options(images, **more)) as reader:
@@ -291,7 +420,7 @@ def test_a_closed_reader_gives_its_memory_back(cupy, simulation, images, more):
     del reader, data
     gc.collect()
     assert simulation.used_nbytes(0) == used
-    assert pinned_nbytes(cupy, simulation) == pinned
+    assert simulation.pinned_nbytes() == pinned
     assert pool.free_bytes() == kept, "the caller's pool was emptied"
 
 
@@ -308,14 +437,14 @@ def test_memory_that_only_cupys_pool_keeps_is_no_lack(cupy, simulation, images):
 
 def test_slots_that_do_not_fit_are_a_device_error_that_keeps_no_memory(cupy, simulation, images):
     cupy.get_default_memory_pool().free_all_blocks()
-    used, pinned = simulation.used_nbytes(0), pinned_nbytes(cupy, simulation)
+    used, pinned = simulation.used_nbytes(0), simulation.pinned_nbytes()
     simulation.set_memory(0, used + (1 << 20))
     with pytest.raises(DeviceError, match="do not fit the memory of cuda:0") as caught:
         AsyncReader(**options(images, batch_size=N, prefetch=8, decode="host"))
     gc.collect()
     assert caught.value.__cause__ is not None
     assert simulation.used_nbytes(0) == used
-    assert pinned_nbytes(cupy, simulation) == pinned
+    assert simulation.pinned_nbytes() == pinned
 
 
 # --- kernels -------------------------------------------------------------------------------------

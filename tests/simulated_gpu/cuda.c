@@ -274,9 +274,10 @@ static void give_back(char *begin, size_t nbytes)
          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
 }
 
-/* Complain, if `nbytes` there are not memory of `kind`; -1 is any that a GPU copies. */
+/* Complain, if `nbytes` there are not memory of `kind`, -1 is any that a GPU copies; or if they are
+   another GPU's than that of the stream, -1 is any. */
 static int is_right(const char *where, const char *side, const void *address, size_t nbytes,
-                    int kind)
+                    int kind, int gpu)
 {
     Range *range = find(address);
     Kind found = kind_of(address);
@@ -291,15 +292,22 @@ static int is_right(const char *where, const char *side, const void *address, si
                  (size_t)((char *)address + nbytes - range->begin - range->nbytes), KINDS[found]);
         return 0;
     }
+    if (range && range->kind == DEVICE && gpu != -1 && range->gpu != gpu) {
+        complain("%s: the %s is memory of GPU %d, and the stream is of GPU %d", where, side,
+                 range->gpu, gpu);
+        return 0;
+    }
     return 1;
 }
 
-static int can_copy(const char *where, const Operation *o)
+static int can_copy(const char *where, const Operation *o, int gpu)
 {
     static const int TARGET[] = {PAGEABLE, DEVICE, PAGEABLE, DEVICE, -1};
     static const int SOURCE[] = {PAGEABLE, PAGEABLE, DEVICE, DEVICE, -1};
-    return is_right(where, "target", o->target, o->nbytes, TARGET[o->direction]) &&
-           (o->owned || is_right(where, "source", o->source, o->nbytes, SOURCE[o->direction]));
+    if (o->direction == cudaMemcpyDefault) /* what CuPy asks for between GPUs */
+        gpu = -1;
+    return is_right(where, "target", o->target, o->nbytes, TARGET[o->direction], gpu) &&
+           (o->owned || is_right(where, "source", o->source, o->nbytes, SOURCE[o->direction], gpu));
 }
 
 static uint64_t sum_of(const char *data, size_t nbytes)
@@ -395,10 +403,10 @@ static int may_run(const Operation *o, int gpu)
     if (may && o->is_guarded)
         may = !injected(where, gpu);
     if (may && o->what == COPY)
-        may = can_copy("a copy that was waiting on a stream", o);
+        may = can_copy("a copy that was waiting on a stream", o, gpu);
     if (may && o->what == FILL)
         may = is_right("a memset that was waiting on a stream", "target", o->target, o->nbytes,
-                       DEVICE);
+                       DEVICE, gpu);
     if (may && o->source_sum && sum_of(o->source, o->nbytes) != o->source_sum)
         complain("the host changed memory while a copy out of it was waiting on a stream");
     if (may && o->target_sum && sum_of(o->target, o->nbytes) != o->target_sum)
@@ -777,7 +785,7 @@ static cudaError_t copy(const char *where, Stream *stream, Operation o)
     if (!o.nbytes)
         return cudaSuccess;
     pthread_mutex_lock(&lock);
-    if (!can_copy(where, &o)) {
+    if (!can_copy(where, &o, stream->gpu)) {
         pthread_mutex_unlock(&lock);
         return note(cudaErrorInvalidValue);
     }
@@ -826,7 +834,7 @@ cudaError_t cudaMemcpyPeerAsync(void *target, int target_gpu, const void *source
 {
     (void)target_gpu, (void)source_gpu;
     BEGIN();
-    return cudaMemcpyAsync(target, source, nbytes, cudaMemcpyDeviceToDevice, stream);
+    return cudaMemcpyAsync(target, source, nbytes, cudaMemcpyDefault, stream);
 }
 
 cudaError_t cudaMemcpyPeer(void *target, int target_gpu, const void *source, int source_gpu,
@@ -834,7 +842,7 @@ cudaError_t cudaMemcpyPeer(void *target, int target_gpu, const void *source, int
 {
     (void)target_gpu, (void)source_gpu;
     BEGIN();
-    return cudaMemcpy(target, source, nbytes, cudaMemcpyDeviceToDevice);
+    return cudaMemcpy(target, source, nbytes, cudaMemcpyDefault);
 }
 
 cudaError_t cudaMemsetAsync(void *target, int value, size_t nbytes, cudaStream_t handle)
@@ -844,7 +852,7 @@ cudaError_t cudaMemsetAsync(void *target, int value, size_t nbytes, cudaStream_t
     if (!stream)
         return note(cudaErrorInvalidResourceHandle);
     pthread_mutex_lock(&lock);
-    int right = !nbytes || is_right(__func__, "target", target, nbytes, DEVICE);
+    int right = !nbytes || is_right(__func__, "target", target, nbytes, DEVICE, stream->gpu);
     if (right && nbytes)
         put_locked(stream, (Operation){FILL, target, .nbytes = nbytes, .value = value});
     pthread_mutex_unlock(&lock);
@@ -1304,7 +1312,7 @@ int simulated_call(cudaStream_t handle, void (*call)(long), long argument)
 int simulated_is_device(const char *where, const void *address, size_t nbytes)
 {
     pthread_mutex_lock(&lock);
-    int right = is_right(where, "address", address, nbytes, DEVICE);
+    int right = is_right(where, "address", address, nbytes, DEVICE, -1);
     pthread_mutex_unlock(&lock);
     return right;
 }
