@@ -65,7 +65,7 @@ class ReaderConfig(Frozen):
     labels_field: Name | None = option(
         "labels",
         'Path of the dataset that holds the labels. None (in a TOML file `""`): no labels.',
-        shell="Path of the dataset that holds the labels; --no-labels where there are none.",
+        shell="Path of the dataset that holds the labels (--no-labels: there are none).",
     )
     fields: Fields | None = option(
         None,
