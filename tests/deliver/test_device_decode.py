@@ -479,7 +479,7 @@ def test_what_needs_rows_on_the_host(tmp_path, monkeypatch, other):
 
 def test_there_is_no_gpu(tmp_path, monkeypatch):
     def missing():
-        raise DeviceError("CuPy is not installed")
+        raise h5async.deliver.gpu.MissingGpuError("CuPy is not installed")
 
     monkeypatch.setattr(h5async.deliver.gpu, "import_cupy", missing)
     path = tmp_path / "data.h5"

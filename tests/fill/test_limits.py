@@ -39,6 +39,8 @@ def peak_nbytes(path: Path, **options: Any) -> int:
 
 def refusal(path: Path, limit: int, **options: Any) -> str:
     """Return the error, after which little was taken, and which a higher limit does away with."""
+    with pytest.raises(ConfigError, match="max_batch_bytes"):
+        open_reader(path, max_batch_bytes=limit, **options)  # imports what is imported late
     tracemalloc.start()
     try:
         with pytest.raises(ConfigError, match="max_batch_bytes") as caught:
