@@ -275,6 +275,7 @@ def test_a_slot_is_not_refilled_under_an_upload_that_failed_half_way(
 
 def test_memory_is_unpinned_where_its_copies_cannot_be_waited_for(cupy, simulation):
     gpu, _ = find_gpu(0)
+    gc.collect()  # what earlier tests have left
     pinned = simulation.pinned_nbytes()
     memory = page_memory(1 << 16)
     with gpu.current():
