@@ -19,6 +19,7 @@ NEEDED_LATER = (
     "h5async.deliver.cuda",
     "h5async.deliver.cudaslot",
     "h5async.deliver.devicedecode",
+    "h5async.deliver.findgpu",
     "h5async.deliver.gpu",
     "h5async.deliver.kernels",
     "h5async.deliver.nvcomp",

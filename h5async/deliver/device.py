@@ -132,7 +132,7 @@ def find_device(name: str, pin_memory: bool = False) -> Device:
         return HostDevice(Pinning())
     if name == "cpu":
         return HostDevice()
-    from h5async.deliver.gpu import MissingGpuError, find_gpu
+    from h5async.deliver.findgpu import MissingGpuError, find_gpu
 
     number = name.partition(":")[2]
     try:

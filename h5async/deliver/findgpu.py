@@ -1,0 +1,117 @@
+"""Finds the GPU that a reader uses: an option enters, a `Gpu` leaves, or why there is none.
+
+This is the only importer of CuPy, and imports it only where a GPU is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from h5async.deliver.gpu import Gpu
+from h5async.errors import DeviceError
+
+# Which of the processes of its node this is: PyTorch's launchers, Open MPI, Slurm. The inner
+# launcher comes first, where one starts the other.
+_LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+
+# cudaError_t
+_STUB_LIBRARY, _INSUFFICIENT_DRIVER, _NO_DEVICE = 34, 35, 100
+
+
+class MissingGpuError(DeviceError):
+    """CuPy or a GPU is missing; where a GPU is there and fails, it is a plain `DeviceError`."""
+
+
+def import_cupy() -> Any:
+    """Return the module.
+
+    Raises
+    ------
+    MissingGpuError
+        If it is not installed.
+    """
+    try:
+        return importlib.import_module("cupy")
+    except ImportError as error:
+        raise MissingGpuError(
+            f"CuPy is not installed ({error}); install it with: pip install 'h5async[cuda13]', or"
+            " 'h5async[cuda12]' for a driver of CUDA 12. To read without a GPU: device=\"cpu\""
+        ) from error
+
+
+def find_gpu(number: int | None = None) -> tuple[Gpu, str]:
+    """Return a GPU, and why it is this one.
+
+    Parameters
+    ----------
+    number
+        Its number; None: the one that fits this process best, see `choose`.
+
+    Raises
+    ------
+    MissingGpuError
+        If CuPy or the GPU is missing.
+    DeviceError
+        If the GPU cannot be used.
+    """
+    cupy = import_cupy()
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        kind = MissingGpuError if _is_missing(cupy, error) else DeviceError
+        raise kind(
+            f"CuPy {cupy.__version__} is installed but finds no usable GPU ({error}); check"
+            ' with: nvidia-smi. To read without one: device="cpu"'
+        ) from error
+    reason = "the option device"
+    if number is None and count:
+        number, reason = choose(cupy, count)
+    if not count or number is None or number >= count:
+        raise MissingGpuError(
+            f"there is no GPU {number or 0}: CuPy finds {count}; check with: nvidia-smi."
+            ' To read without one: device="cpu"'
+        )
+    return Gpu(cupy, number), reason
+
+
+def _is_missing(cupy: Any, error: Exception) -> bool:
+    """Tell whether CUDA's error says that there is no GPU, rather than that one fails."""
+    status = getattr(error, "status", None)
+    if status == _INSUFFICIENT_DRIVER:  # also where there is no driver, which is of version 0 then
+        return not cupy.cuda.runtime.driverGetVersion()
+    return status in (_STUB_LIBRARY, _NO_DEVICE)
+
+
+def choose(cupy: Any, count: int, environment: Mapping[str, str] = os.environ) -> tuple[int, str]:
+    """Return the number of the GPU that fits this process best, and why.
+
+    That is the current one, of CuPy or PyTorch, if anybody has chosen it or PyTorch uses it; under
+    a launcher of several processes on a node, each process's own; else the first.
+
+    Parameters
+    ----------
+    cupy
+        The module.
+    count
+        GPUs that this process sees. If it is 1, there is nothing to choose: some launchers show
+        each process its own GPU only.
+    environment
+        What launchers say.
+    """
+    current = int(cupy.cuda.runtime.getDevice())
+    if current:
+        return current, "it is the current device of this thread"
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        of_torch = int(torch.cuda.current_device())
+        if of_torch or torch._C._cuda_hasPrimaryContext(of_torch):
+            return of_torch, "it is PyTorch's current device"
+    for variable in _LOCAL_RANKS if count > 1 else ():
+        rank = environment.get(variable, "")
+        if rank.isdecimal():
+            return int(rank) % count, f"{variable}={rank}, and this process sees {count} GPUs"
+    return current, "it is the default"
