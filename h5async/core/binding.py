@@ -49,7 +49,7 @@ from h5async.io.storage import IoMode
 from h5async.stats import ThreadCounts
 from h5async.system.interruptions import suppressing
 
-_ABI = 5
+_ABI = 6
 MAX_FILTERS, MAX_RANK = 32, 32  # what HDF5 has at most
 
 IO_MODES = {"auto": 0, "pread": 1, "map": 2}
@@ -112,6 +112,7 @@ class FileStruct(Structure):
         ("modified_ns", c_int64),
         ("changed_ns", c_int64),
         ("event", c_int64),
+        ("path", c_void_p),
     ]
 
 
@@ -277,7 +278,9 @@ _STRUCTURES = {
 def _members() -> dict[str, tuple[int, int]]:
     """Return offset and size of each member of each structure, as the core should have them."""
     found = {"ABI": (_ABI, 0)}
-    for name, struct in _STRUCTURES.items():
+    from h5async.core.batch import STRUCTURES
+
+    for name, struct in (_STRUCTURES | STRUCTURES).items():
         for member, *_ in struct._fields_:
             place = getattr(struct, member)
             found[f"{name}.{member}"] = place.offset, place.size
@@ -338,6 +341,22 @@ class Core:
         self.permute_each = _function(library, "h5async_permute_each", 1, c_int64, *[c_void_p] * 5)
         self.read_stored = _function(library, "h5async_read_stored", 5, c_int64, c_void_p, c_int64)
         self.cut_frames = _function(library, "h5async_cut_frames", 1)
+        self.sources_nbytes = _function(library, "h5async_sources_nbytes", 0)
+        self.open_sources = _function(
+            library, "h5async_open_sources", 2, c_int64, c_int64, c_int32, c_int32
+        )
+        self.open_ahead = _function(library, "h5async_open_ahead", 1, c_int64)
+        self.restamp = _function(library, "h5async_restamp", 1, *[c_int64] * 4, c_int32)
+        self.close_sources = _function(library, "h5async_close_sources", 1)
+        self.new_store = _function(library, "h5async_new_store", 0, c_int64, c_int64)
+        self.new_store.restype = c_void_p
+        self.clear_store = _function(library, "h5async_clear_store", 1)
+        self.free_store = _function(library, "h5async_free_store", 1)
+        self.plan_batch = _function(
+            library, "h5async_plan_batch", 3, c_int64, c_void_p, *[c_int64] * 3
+        )
+        self.read_batch = _function(library, "h5async_read_batch", 5, *[c_int64] * 3)
+        self.free_plan = _function(library, "h5async_free_plan", 1)
         self._free = _function(library, "h5async_free", 1)
 
     def filters(self, filters: tuple[Filter, ...]) -> Any | None:

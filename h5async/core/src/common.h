@@ -13,6 +13,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/types.h>
 #include <sys/uio.h>
@@ -42,7 +43,7 @@
 #define PUBLIC __attribute__((visibility("default")))
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 
-enum { ABI = 5 };
+enum { ABI = 6 };
 enum { MAX_FILTERS = 32, MAX_RANK = 33, MAX_IOVEC = 1024, MAX_PROBES = 16 };
 enum { ADVISED_NBYTES = 128 * 1024 }; /* Linux cuts longer requests to its window, often this */
 enum { TILE_ELEMENTS = 8, TILE_NBYTES = 16 * 1024 };
@@ -85,6 +86,7 @@ typedef struct {
     int64_t map_nbytes;
     int64_t device, inode, nbytes, modified_ns, changed_ns; /* as indexed; nbytes -1: not checked */
     int64_t event;                                          /* out: enum Event */
+    const char *path; /* fd below 0: by which its state is asked for; NULL: it is memory */
 } File;
 
 typedef struct {

@@ -121,7 +121,7 @@ static void install_guard(void)
 }
 
 /* Do `work`, all of it unless a page cannot be had: then return 0. It must hold no lock, and no
-   memory but what its owner can take up again. */
+   memory but what its owner can take up again. The guard was installed, by this thread. */
 static __attribute__((noinline)) int guarded(const File *file, void (*work)(void *), void *data)
 {
     Guard guard = {.begin = file->map, .end = file->map + file->map_nbytes};
@@ -129,7 +129,6 @@ static __attribute__((noinline)) int guarded(const File *file, void (*work)(void
         work(data);
         return 1;
     }
-    install_guard();
     if (sigsetjmp(guard.back, 0))
         return 0;
     passing_on = NULL; /* a handler may have been left by a jump */
@@ -148,6 +147,8 @@ static int steadily(File *file, void (*work)(void *), void *data)
     file->event = NO_EVENT;
     if (!is_as_indexed(file))
         return 0;
+    if (file->map != NULL)
+        install_guard();
     if (!guarded(file, work, data)) {
         file->event = FAULTED;
         return 0;

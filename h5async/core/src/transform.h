@@ -6,7 +6,7 @@ typedef struct {
     const float *scale, *offset;       /* [channels], or NULL */
 } Transform;
 
-enum Source { BYTES_1 = 1, BYTES_2 = 2, BYTES_4 = 4, BYTES_8 = 8, UINT8 = 11, UINT16 = 12,
+enum SourceKind { BYTES_1 = 1, BYTES_2 = 2, BYTES_4 = 4, BYTES_8 = 8, UINT8 = 11, UINT16 = 12,
               INT16 = 13, FLOAT32 = 14 };
 
 /* Of an element as it is read. */
