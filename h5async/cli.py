@@ -37,7 +37,7 @@ from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
 from h5async.index.metadata import list_layouts
 from h5async.names import printable
-from h5async.read.native import way_of
+from h5async.read.executors import method_of
 
 _REFRESH_SECONDS = 0.1
 _BLOCK_SECONDS = 0.5  # for which rows may be held back that could be printed with others
@@ -262,7 +262,7 @@ def _cells(file: Path, name: str, found: DatasetLayout | H5AsyncError) -> Sequen
 def _way(layout: DatasetLayout) -> str:
     if layout.fallback_reason is not None:
         return f"h5py: {layout.fallback_reason}"
-    ways = {way_of(load_core(), source) for source in layout.leaves()}
+    ways = {method_of(load_core(), source) for source in layout.leaves()}
     by = ", by the core" if ways == {"core"} else ", in Python" if "python" in ways else ""
     sources = len({(source.file, source.path) for source in layout.leaves()})
     return f"direct{by}, from {sources} sources" if sources > 1 else f"direct{by}"

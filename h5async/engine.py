@@ -31,8 +31,10 @@ from h5async.errors import (
     taking_memory,
 )
 from h5async.fill.dataset import Samplings, open_dataset
-from h5async.fill.filling import THREAD_NAME, Filler, FillOutcome, FillRequest, wanted_kept_nbytes
-from h5async.fill.limits import MemoryBudget
+from h5async.fill.filling import Filler
+from h5async.fill.limits import MemoryBudget, wanted_kept_nbytes
+from h5async.fill.pool import THREAD_NAME
+from h5async.fill.records import FillOutcome, FillRequest
 from h5async.fill.resident import Budget, Residency
 from h5async.index.cost import direct_share
 from h5async.index.fingerprint import fingerprint

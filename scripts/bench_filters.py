@@ -56,7 +56,8 @@ from rich.table import Table
 
 from h5async import AsyncReader
 from h5async.codec.filters import Filter
-from h5async.read.codecs import FilterPipeline, Scratch
+from h5async.read.pipeline import FilterPipeline
+from h5async.read.scratch import Scratch
 
 OF_DECODER = 0.9
 MEMORY_BOUND = 0.25  # of memcpy's speed: a decoder above it is bound by memory, not by itself

@@ -170,7 +170,8 @@ import weakref
 for kind in "damaged", "damaged_alone":
     reader, errors = opened(kind), []
     arrays = [weakref.ref(array) for slot in reader._engine.slots for array in slot.memory.out]
-    arrays += [weakref.ref(scratch.raw_chunk) for scratch in reader._engine.filler._scratches]
+    scratches = reader._engine.filler._reader._scratches
+    arrays += [weakref.ref(scratch.raw_chunk) for scratch in scratches]
     assert all(array() is not None for array in arrays)
     for _ in range(2):
         try:

@@ -27,9 +27,8 @@ from h5async import (
     ReaderClosedError,
     ReadError,
     UnsafeFileError,
-    chunkindex,
-    metadata,
 )
+from h5async.index import chunkindex, metadata
 
 SAMPLES, BATCH = 24, 4
 VALUES = np.arange(SAMPLES * 30, dtype="i8").reshape(SAMPLES, 30)

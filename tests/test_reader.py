@@ -378,7 +378,7 @@ def test_shuffled_epochs_hold_each_sample_once_and_differ(train: Path, shuffle: 
 def test_batches_are_the_same_for_every_number_of_threads_and_slots(
     wide: Path, monkeypatch: pytest.MonkeyPatch, field: str
 ) -> None:
-    monkeypatch.setattr("h5async.fill.filling._MIN_SHARE_NBYTES", 1)
+    monkeypatch.setattr("h5async.fill.phases._MIN_SHARE_NBYTES", 1)
     num_dim = int(field == "columns")
     axes = (1, 0) if num_dim else (0, 1)
     seen = set()
@@ -1096,7 +1096,7 @@ def test_a_reader_collected_while_a_lock_is_held_that_its_worker_waits_for(tmp_p
         texts = h5py.Dataset(h5py.h5d.create(file.id, b"data", terminated, space))
         texts[...] = np.array([b"text"] * NUM_SAMPLES)
     reader = AsyncReader(hdf5_path=path, labels_field=None, num_threads=2)
-    gone, fallback = weakref.ref(reader), reader._engine.filler._fallback
+    gone, fallback = weakref.ref(reader), reader._engine.filler._executors._fallback
     waits = threading.Event()
     inner = fallback.read
 
@@ -1239,16 +1239,17 @@ h5async.read.fallback._spans = spans
 field = "12 bits"
 """,
     "a share is read": """
-inner = h5async.fill.filling.Filler._read
+from h5async.fill.reading import BatchReader
+inner = BatchReader.read
 def read(self, *arguments):
     collect()
     return inner(self, *arguments)
-h5async.fill.filling.Filler._read = read
+BatchReader.read = read
 field = "data"
 """,
     "shares are handed out": """
 import heapq
-h5async.fill.filling._MIN_SHARE_NBYTES = 1
+h5async.fill.phases._MIN_SHARE_NBYTES = 1
 inner = heapq.heappush
 def push(*arguments):
     collect()
@@ -1370,7 +1371,7 @@ def test_every_io_mode_gives_what_h5py_gives(
             through_h5py = name == "columns" and not is_mapped
             assert (reader.fallback_reads > 0) == through_h5py
             assert (reader.layouts["data"].fallback_reason is not None) == through_h5py
-            files = list(reader._engine.filler._files._files.values())
+            files = list(reader._engine.filler._executors._files._files.values())
             assert len(files) == (not through_h5py)
             for file in files:
                 assert file.io == core_module.mapping_mode(io)
@@ -1400,7 +1401,7 @@ def test_only_map_maps_where_the_file_system_is_not_known(
         with AsyncReader(hdf5_path=kinds, shuffle="full", **options) as reader:
             expected = truth(kinds, name, options["num_dim"])
             assert_epoch_is(reader, expected, in_order=False)
-            for file in reader._engine.filler._files._files.values():
+            for file in reader._engine.filler._executors._files._files.values():
                 assert file.map_nbytes == (size if is_mapped else 0)
             assert (reader.fallback_reads == 0) == (is_mapped or name != "columns")
 

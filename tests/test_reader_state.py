@@ -284,7 +284,7 @@ def test_any_interleaving_of_calls_keeps_the_contract(
     files: dict[int, Any], monkeypatch: pytest.MonkeyPatch, min_share_nbytes: int
 ) -> None:
     """With shares of a few bytes, several threads work on each batch, however small."""
-    monkeypatch.setattr("h5async.fill.filling._MIN_SHARE_NBYTES", min_share_nbytes)
+    monkeypatch.setattr("h5async.fill.phases._MIN_SHARE_NBYTES", min_share_nbytes)
 
     class Machine(ReaderMachine):
         pass

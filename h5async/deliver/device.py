@@ -37,7 +37,7 @@ from h5async.deliver.kernels import Kernels
 from h5async.deliver.nvcomp import load_nvcomp
 from h5async.deliver.pinned import Pinning
 from h5async.errors import DeviceError
-from h5async.fill.filling import FillOutcome, SlotMemory
+from h5async.fill.records import FillOutcome, SlotMemory
 from h5async.fill.resident import Budget, Residency
 from h5async.io.shared import SharedMemory, page_memory
 from h5async.plan.stored import StoredFormat

@@ -1,10 +1,11 @@
-"""What a reader would take of the memory enters; what it may take of it leaves, or an error.
+"""Decides what a reader may take of the memory.
 
-A file of a few bytes may declare rows, or chunks, of any size; so all that grows with what a file
-declares, with threads or with slots is added up here, once, before any of it is taken. What a
-reader needs has to fit; what only saves work, as decoded chunks that are kept, gets what is left.
+Layouts and options enter; a `MemoryPlan` leaves, or an error where that does not suffice. A file of
+a few bytes may declare rows, or chunks, of any size; so all that grows with what a file declares,
+with threads or with slots is added up here, once, before any of it is taken. What a reader needs
+must fit; what only saves work, as decoded chunks that are kept, gets what is left.
 
-What is counted is what comes to be touched, because pages that never are cost nothing: of a
+Memory is counted where it comes to be touched, because pages that never are cost nothing: of a
 thread's three buffers between filters, as many as its filters use. Not counted are the tables of
 chunks, which were read by now and are no longer free; and what `postprocess` makes.
 """
@@ -18,11 +19,13 @@ from typing import NamedTuple
 from h5async.config import ReaderConfig
 from h5async.errors import BudgetError, ConfigError
 from h5async.index.layout import DatasetLayout
-from h5async.plan.plan import is_staged, stage_rows
+from h5async.order.window import kept_nbytes
+from h5async.plan.plan import needs_scratch, scratch_nbytes
 from h5async.plan.stored import StoredFormat
 from h5async.plan.transform import RowTransform
-from h5async.read.execute import scratch_nbytes
+from h5async.read.chunkcache import LEAST_KEPT
 from h5async.read.fallback import span_nbytes
+from h5async.read.scratch import ScratchSize
 from h5async.system.freememory import free_memory, local_ranks
 
 _SHARE = 0.5  # of the memory that is free, where no limit is given
@@ -31,7 +34,8 @@ _SHARE = 0.5  # of the memory that is free, where no limit is given
 _PIECE_NBYTES, _PIECE_AXIS_NBYTES, _PLANNED_NBYTES = 128, 80, 32
 _UNIT_NBYTES = 128  # measured: what shuffle="window" takes for each unit
 _LEAST_NBYTES = 1 << 20  # what a list of chunks may take in any case
-_LEAST_KEPT = 2  # decoded chunks of a field, as `ChunkCache` has it
+# A dataset of encoded chunks that decodes to no more (labels, say) is decoded once.
+_KEPT_WHOLE_NBYTES = 64 << 20
 
 
 class MemoryPlan(NamedTuple):
@@ -113,11 +117,11 @@ class MemoryBudget:
         """
         self._check_slots()
         for layout in self._layouts.values():
-            for stage in _staged(layout):
-                self._check_staged(stage)
+            for source in _read_through_scratch(layout):
+                self._check_row(source)
             for leaf in layout.leaves():
                 self._check_pieces(leaf)
-                if leaf.filters or scratch_nbytes(leaf)[1]:
+                if leaf.filters or ScratchSize.of([leaf]).raw_chunk:
                     self._check_chunk(leaf)
                 for source in leaf.origins():  # of what h5py reads; HDF5 decodes chunks whole, too
                     if source.filters:
@@ -180,9 +184,9 @@ class MemoryBudget:
         fewer = "make num_threads smaller" if threads > 1 else "store smaller chunks"
         scratch = threads * _touched_scratch_nbytes(layouts)
         yield _Share(f"scratch of {threads} thread{'s' * (threads > 1)}", scratch, fewer)
-        staged = threads * max(map(_stage_nbytes, layouts))
-        yield _Share("rows that only pieces are taken of", staged, fewer)
-        kept = sum(_LEAST_KEPT * _kept_chunk_nbytes(layout) for layout in layouts)
+        of_parts = threads * max(map(_parts_scratch_nbytes, layouts))
+        yield _Share("rows that only pieces are taken of", of_parts, fewer)
+        kept = sum(LEAST_KEPT * _kept_chunk_nbytes(layout) for layout in layouts)
         yield _Share("chunks that two batches share", kept, "store smaller chunks")
         read = max(_fallback_nbytes(layout, rows) for layout in layouts)
         yield _Share("what h5py reads at a time", read, "make batch_size smaller")
@@ -220,13 +224,14 @@ class MemoryBudget:
                 f" file. {_what_is_free()}"
             )
 
-    def _check_staged(self, stage: DatasetLayout) -> None:
+    def _check_row(self, layout: DatasetLayout) -> None:
+        """See that a row that is held whole, to take pieces of it, is within the limit."""
         limit = self._limit
-        if stage.row_nbytes > limit:
+        if layout.row_nbytes > limit:
             raise ConfigError(
-                f'{stage.file}: dataset "{stage.path}": only pieces of its samples are wanted, but'
-                f" each is read whole, and has {stage.row_nbytes:,} bytes, of {limit:,} that it may"
-                f" take ({self._whose(limit)}); set max_batch_bytes if you trust the file"
+                f'{layout.file}: dataset "{layout.path}": only pieces of its samples are wanted,'
+                f" but each is read whole, and has {layout.row_nbytes:,} bytes, of {limit:,} that"
+                f" it may take ({self._whose(limit)}); set max_batch_bytes if you trust the file"
             )
 
     def _check_pieces(self, layout: DatasetLayout) -> None:
@@ -257,6 +262,19 @@ class MemoryBudget:
             )
 
 
+def wanted_kept_nbytes(config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> list[int]:
+    """Return, by field, what decoded chunks that later batches may need would better take."""
+    several, wanted = list(layouts.values()), []
+    for layout in several:
+        encoded = [source for source in layout.leaves() if source.filters]
+        nbytes = sum(math.prod(source.grid) * source.chunk_nbytes for source in encoded)
+        if nbytes > _KEPT_WHOLE_NBYTES:
+            is_window = config.shuffle == "window"
+            nbytes = kept_nbytes(layout, several, config.window_bytes) if is_window else 0
+        wanted.append(nbytes)
+    return wanted
+
+
 def _sum(shares: Iterable[_Share]) -> int:
     return sum(share.nbytes for share in shares)
 
@@ -270,20 +288,19 @@ def _what_is_free() -> str:
     return f"Free are {text}{shared}"
 
 
-def _staged(layout: DatasetLayout) -> Iterator[DatasetLayout]:
+def _read_through_scratch(layout: DatasetLayout) -> Iterator[DatasetLayout]:
     """Yield the sources of which whole rows are held to take pieces of them."""
     for part in layout.parts:
-        if is_staged(layout, part):
+        if needs_scratch(layout, part):
             yield part.source
-        yield from _staged(part.source)
+        yield from _read_through_scratch(part.source)
 
 
-def _stage_nbytes(layout: DatasetLayout) -> int:
+def _parts_scratch_nbytes(layout: DatasetLayout) -> int:
     """Return what a thread holds of rows to take pieces of them."""
     return max(
         (
-            is_staged(layout, part) * stage_rows(part.source) * part.source.row_nbytes
-            + _stage_nbytes(part.source)
+            scratch_nbytes(layout, part) + _parts_scratch_nbytes(part.source)
             for part in layout.parts
         ),
         default=0,
@@ -292,10 +309,9 @@ def _stage_nbytes(layout: DatasetLayout) -> int:
 
 def _touched_scratch_nbytes(layouts: Sequence[DatasetLayout]) -> int:
     """Return what a thread comes to use of its scratch, which is as large as any field needs."""
-    sizes = [scratch_nbytes(layout) for layout in layouts]
-    encoded, chunk, between = map(max, *sizes, (0, 0, 0))
+    size = ScratchSize.of(layouts)
     filters = max(len(leaf.filters) for layout in layouts for leaf in layout.leaves())
-    return int(encoded + chunk + between * min(3, filters))
+    return size.encoded + size.raw_chunk + size.between * min(3, filters)
 
 
 def _kept_chunk_nbytes(layout: DatasetLayout) -> int:

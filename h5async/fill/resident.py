@@ -1,7 +1,8 @@
-"""Rows that were read enter; they leave again for later epochs, out of memory.
+"""Keeps rows in memory for later epochs.
 
-Where a dataset fits a budget (`cache="host"` or `"device"`), the rows of each batch are kept, as
-read, when it first comes by. A batch of which every sample was kept is gathered, not read.
+Rows that were read enter; they leave again when their samples come next. Where a dataset fits a
+budget (`cache="host"` or `"device"`), the rows of each batch are kept, as read, when it first comes
+by. A batch of which every sample was kept is gathered, not read.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.plan.plan import GatherPlan, Int64s
+from h5async.plan.records import GatherPlan, Int64s
 from h5async.system.freememory import free_memory
 
 _HOST_SHARE = 0.5  # of what is free, where no budget is given
@@ -23,12 +24,12 @@ class Residency:
 
     Attributes
     ----------
-    turn
-        How often all were forgotten.
+    generation
+        How often all samples were forgotten.
     """
 
     def __init__(self, num_samples: int, nbytes: int, where: str) -> None:
-        self.turn = 0
+        self.generation = 0
         self._is_kept = np.zeros(num_samples, np.bool_)
         self._nbytes = nbytes
         self._where = where
@@ -37,17 +38,17 @@ class Residency:
         """Tell whether all of some samples are there."""
         return bool(self._is_kept[index].all())
 
-    def add(self, index: Int64s, turn: int | None = None) -> None:
+    def add(self, index: Int64s, generation: int | None = None) -> None:
         """Note samples whose rows, of all fields, are there now.
 
-        `turn`: when they were read; what was forgotten meanwhile is not noted.
+        `generation`: when they were read; what was forgotten meanwhile is not noted.
         """
-        if turn is None or turn == self.turn:
+        if generation is None or generation == self.generation:
             self._is_kept[index] = True
 
     def forget(self) -> None:
         """Forget all samples: their file has changed."""
-        self.turn += 1
+        self.generation += 1
         self._is_kept = np.zeros_like(self._is_kept)  # what is noted meanwhile goes with the old
 
     def __str__(self) -> str:

@@ -1,8 +1,8 @@
-"""Layouts and read plans enter; which stored chunks a GPU is to be given leaves. Pure.
+"""Plans which encoded chunks a GPU is given to decode. Pure.
 
-A dataset whose chunks a GPU can decode has a `StoredFormat`. Of a batch, a `StoredPlan` says which
-chunks are read as they are stored, and where the samples in them go; so chunks cross the link
-compressed.
+Layouts and read plans enter. A dataset whose chunks a GPU can decode gets a `StoredFormat`. For a
+batch, a `StoredPlan` leaves: which chunks are read encoded, as they are stored in the file, and
+where the samples in them go; so chunks cross the link to the GPU compressed.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from h5async.codec.filters import BITSHUFFLE, LZ4, SHUFFLE, Filter, decoder, pas
 from h5async.core.binding import MAX_RANK, Core
 from h5async.core.frames import FrameFormat, frame_format
 from h5async.index.layout import DatasetLayout, PieceGeometry
-from h5async.plan.plan import ChunkPlan, Int64s, PartsPlan, ReadPlan, is_staged
+from h5async.plan.plan import needs_scratch
+from h5async.plan.records import ChunkPlan, Int64s, PartsPlan, ReadPlan
 
-_ALIGNMENT = 16  # of stored and decoded chunks
+_ALIGNMENT = 16  # of encoded and decoded chunks
 _DEFLATE_BEGIN = 14  # behind a multiple of it: so the stream, 2 bytes on, is aligned
 _MOST_DECODED_NBYTES = 4 << 30  # of a batch, before samples are taken out
 _MOST_STORED_NBYTES = 1 << 30
@@ -47,7 +48,7 @@ class StoredFormat:
     Attributes
     ----------
     frame
-        How stored bytes are framed.
+        How encoded bytes are framed.
     unshuffles
         What is undone after the codec, in this order.
     geometry
@@ -59,7 +60,7 @@ class StoredFormat:
     max_chunks, max_tasks, max_runs
         In a batch, at most: chunks, compressed blocks, runs of samples.
     stored_nbytes
-        Bytes that the stored chunks of a batch take at most.
+        Bytes that the encoded chunks of a batch take at most.
     """
 
     frame: FrameFormat
@@ -81,7 +82,7 @@ class StoredFormat:
 
 @dataclass(frozen=True, slots=True)
 class StoredPlan:
-    """Which chunks are read as they are stored, and where the samples in them go.
+    """Which chunks are read encoded, and where the samples in them go.
 
     Attributes
     ----------
@@ -93,9 +94,9 @@ class StoredPlan:
     offset, nbytes
         int64 (n,): where each chunk lies in its file.
     position
-        int64 (n,): where it goes in the memory for stored chunks.
+        int64 (n,): where it goes in the memory for encoded chunks.
     run_item, run_cross, run_local, run_position, run_length
-        int64 (r,): samples that go from a chunk to the batch: the chunk's item, its place in the
+        int64 (r,): samples that go from a chunk to the batch: the chunk's item, its index in the
         cross-section, the first sample in the chunk, the first row of the batch, and how many.
     """
 
@@ -117,12 +118,12 @@ class StoredPlan:
 
     @property
     def item_nbytes(self) -> int:
-        """Stored bytes of an item: what it costs."""
+        """Encoded bytes of an item: what it costs."""
         return int(self.nbytes.sum()) // max(1, self.nbytes.size)
 
     @property
     def used_nbytes(self) -> int:
-        """Bytes of the memory for stored chunks that are used."""
+        """Bytes of the memory for encoded chunks that are used."""
         return int(self.position[-1] + self.nbytes[-1])
 
 
@@ -136,7 +137,7 @@ def stored_format(
     layout
         Of the dataset.
     core
-        The compiled core, which reads stored chunks.
+        The compiled core, which reads encoded chunks.
     rows
         Samples in a batch.
     in_order
@@ -188,7 +189,7 @@ def _reason_against(layout: DatasetLayout, leaves: list[DatasetLayout]) -> str |
     if len(first.shape) > MAX_RANK:
         return f"it has {len(first.shape)} dimensions"
     for part in layout.parts:
-        if part.source.parts or is_staged(layout, part) or layout.has_gaps:
+        if part.source.parts or needs_scratch(layout, part) or layout.has_gaps:
             return "it is put together out of pieces of other datasets"
         source = part.source
         same = (
@@ -251,14 +252,14 @@ def plan_stored(layout: DatasetLayout, form: StoredFormat, plan: ReadPlan) -> St
         chunks = source.chunks
         assert isinstance(of_leaf, ChunkPlan)
         assert chunks is not None
-        place = of_leaf.place
-        if (place < 0).any() or chunks.filter_mask[place].any():
+        entry = of_leaf.entry
+        if (entry < 0).any() or chunks.filter_mask[entry].any():
             return None
         runs.append(_runs(of_leaf, leaf_start[-1]))
         leaves.append(leaf)
-        leaf_start.append(leaf_start[-1] + place.size)
-        offsets.append(chunks.offset[place])
-        sizes.append(chunks.nbytes[place])
+        leaf_start.append(leaf_start[-1] + entry.size)
+        offsets.append(chunks.offset[entry])
+        sizes.append(chunks.nbytes[entry])
     nbytes = np.concatenate(sizes)
     room = -(-nbytes // _ALIGNMENT) * _ALIGNMENT + _ALIGNMENT
     position = np.cumsum(room) - room + (_DEFLATE_BEGIN if form.is_deflate else 0)

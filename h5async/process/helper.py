@@ -35,16 +35,9 @@ from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
 from h5async.errors import BatchTimeoutError, ConfigError, ReadError
-from h5async.fill.filling import (
-    THREAD_NAME,
-    FillerStats,
-    FillOutcome,
-    FillRequest,
-    SlotMemory,
-    join_all,
-    start_thread,
-)
 from h5async.fill.limits import MemoryPlan
+from h5async.fill.pool import THREAD_NAME, join_all, start_thread
+from h5async.fill.records import FillerStats, FillOutcome, FillRequest, SlotMemory
 from h5async.fill.resident import Residency
 from h5async.index.fingerprint import fingerprint
 from h5async.index.layout import DatasetLayout

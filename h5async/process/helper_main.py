@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from h5async.errors import H5AsyncError, OutOfMemoryError, PostprocessError
 from h5async.fill.dataset import Samplings, open_dataset
-from h5async.fill.filling import Filler, FillOutcome, FillRequest, SlotMemory
+from h5async.fill.filling import Filler
+from h5async.fill.records import FillOutcome, FillRequest, SlotMemory
 from h5async.fill.resident import Residency
 from h5async.io.shared import Place, SharedMemory
 from h5async.plan.transform import row_transform

@@ -18,8 +18,8 @@ import cloudpickle  # type: ignore[import-untyped]
 from h5async import errors
 from h5async.config import ReaderConfig
 from h5async.errors import H5AsyncError
-from h5async.fill.filling import FillerStats
 from h5async.fill.limits import MemoryPlan
+from h5async.fill.records import FillerStats
 from h5async.index.layout import DatasetLayout
 from h5async.io.shared import Place
 from h5async.plan.stored import StoredFormat, StoredPlan

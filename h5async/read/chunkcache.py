@@ -1,7 +1,8 @@
-"""Keys of chunks enter; buffers leave that hold them decoded, or in which to decode them.
+"""Keeps decoded chunks that later batches may need.
 
-A chunk that holds more samples than a batch takes of it is needed again by later batches. The
-last decoded chunks are kept for that, as many as a budget allows.
+Keys of chunks enter; buffers leave that hold them decoded, or in which to decode them. A chunk that
+holds more samples than a batch takes of it is needed again by later batches. The last decoded
+chunks are kept for that, as many as a budget allows.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
 
-_LEAST_KEPT = 2  # chunks: where two batches share one, the later batch finds it
+LEAST_KEPT = 2  # chunks: where two batches share one, the later batch finds it
 
 
 class State(IntEnum):
@@ -173,7 +174,7 @@ class ChunkCache:
                 claims.take(i, entry, State.READY)
                 entry.users += 1
                 self._entries.move_to_end(key)
-        most = max(_LEAST_KEPT, self._budget_nbytes // max(1, nbytes))
+        most = max(LEAST_KEPT, self._budget_nbytes // max(1, nbytes))
         # The last ones: in order, they are what the next batch goes on with.
         for i in absent[-most:]:
             data = self._buffer(nbytes)
@@ -189,7 +190,7 @@ class ChunkCache:
 
         None: there is none to be had. The caller adds it to what is kept.
         """
-        surplus = self._nbytes + nbytes - max(self._budget_nbytes, _LEAST_KEPT * nbytes)
+        surplus = self._nbytes + nbytes - max(self._budget_nbytes, LEAST_KEPT * nbytes)
         unused = []
         for key, entry in self._entries.items():
             if surplus <= 0:

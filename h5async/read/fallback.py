@@ -1,16 +1,15 @@
-"""Sample numbers enter; rows leave, read through h5py: for what the direct way must refuse.
+"""Reads rows through h5py: of datasets that cannot be read directly.
 
-HDF5 has one lock for the whole process, so one such read runs at a time, whatever the number of
-threads. A file stays open, with HDF5's shared lock on it, until the reader is closed, or too many
-others were opened after it.
+Sample numbers enter; rows leave. HDF5 has one lock for the whole process, so one such read runs at
+a time, whatever the number of threads. A file stays open, with HDF5's shared lock on it, until the
+reader is closed, or too many others were opened after it.
 
-HDF5 answers a chunk that decodes short with whatever its heap held. So each chunk whose filters
-can be decoded here is decoded here, too, the first time that it is needed.
+HDF5 answers a chunk that decodes short with whatever its heap held. So chunks are checked before
+they are read (`chunkcheck.py`).
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import threading
@@ -23,17 +22,16 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.codec.decoding import Bytes
-from h5async.codec.filters import can_decode, encoded_nbytes, has_known_length, stated_length
 from h5async.errors import H5AsyncError, ReaderClosedError, ReadError, out_of_memory
 from h5async.index.changes import FileChanges
-from h5async.index.chunkindex import stored_nbytes
-from h5async.index.layout import DatasetLayout, needed_nbytes
+from h5async.index.layout import DatasetLayout
 from h5async.index.links import open_hdf5
 from h5async.io.storage import FileStamp, lies_at, replaced
 from h5async.names import name_bytes
-from h5async.plan.plan import Int64s, SamplesPlan, rows_at
-from h5async.read.codecs import FilterPipeline, Scratch, encoded_room
+from h5async.plan.plan import rows_at
+from h5async.plan.records import Int64s, SamplesPlan
+from h5async.read.chunkcheck import ChunkCheck
+from h5async.read.scratch import Scratch
 from h5async.system.interruptions import interruption, suppressing
 
 _TRIES = 3  # to read while nobody changes a file
@@ -49,7 +47,7 @@ class FallbackReader:
     kept
         Files that stay open while nobody reads from them.
     changes
-        Looks at files that were changed since they were indexed.
+        Reads files again that were changed since they were indexed.
 
     Attributes
     ----------
@@ -65,7 +63,7 @@ class FallbackReader:
         self._lock = threading.Lock()
         self._files: OrderedDict[str, h5py.File] = OrderedDict()  # the latest use comes last
         self._stamps: dict[str, FileStamp] = {}  # of files that hold what was indexed
-        self._surroundings = _surroundings()
+        self._variables = _variables()
         self._folder = b""  # from which names of external files are meant; b"": it was removed
         with suppressing(OSError):
             self._folder = os.fsencode(os.getcwd())
@@ -175,7 +173,7 @@ class FallbackReader:
     def _dataset(self, layout: DatasetLayout) -> h5py.Dataset:
         """Open a dataset so that HDF5 finds the other files that were permitted, and no others."""
         file = self._file(layout)
-        if (layout.attached or layout.sources) and _surroundings() != self._surroundings:
+        if (layout.attached or layout.sources) and _variables() != self._variables:
             raise ValueError(
                 f"{' or '.join(_VARIABLES)} was changed after the file had been opened, so HDF5"
                 " would look for other files; make a new reader"
@@ -230,7 +228,7 @@ class FallbackReader:
         try:
             now = FileStamp.of(path if file is None else file.id.get_vfd_handle())
         except OSError as error:
-            raise ReadError(f"{path} cannot be looked at: {error.strerror}") from error
+            raise ReadError(f"{path} cannot be read: {error.strerror}") from error
         if now == known:
             return
         is_only_renamed = file is not None and now[:4] == known[:4] and not lies_at(path, now)
@@ -253,104 +251,9 @@ class FallbackReader:
         return file
 
 
-def _surroundings() -> list[str | None]:
-    """Return what HDF5 looks at, besides names in files, to find other files."""
+def _variables() -> list[str | None]:
+    """Return the environment variables by which HDF5 finds other files, besides names in files."""
     return [os.environ.get(name) for name in _VARIABLES]
-
-
-class ChunkCheck:
-    """Finds chunks that do not decode to their full length, each once.
-
-    Parameters
-    ----------
-    layout
-        Of a chunked dataset with filters of which the last one to be undone can be checked: the
-        one that is read, or a source of it.
-    """
-
-    def __init__(self, layout: DatasetLayout) -> None:
-        self.layout = layout
-        rank = len(layout.chunk_shape) - layout.extra_dims
-        self._shape, self._chunk = layout.shape[:rank], layout.chunk_shape[:rank]
-        self._grid = layout.grid[:rank]
-        self._nbytes = math.prod(self._chunk) * layout.stored_itemsize
-        filters = layout.filters
-        # How many filters are HDF5's to undo, in the end; the rest is undone here.
-        self._left = next(
-            (k for k in range(len(filters), 0, -1) if not can_decode(filters[k - 1])), 0
-        )
-        self._pipeline = FilterPipeline(filters[self._left :], self._nbytes)
-        self._checked: set[int] = set()  # numbers along the samples' dimension
-
-    @classmethod
-    def of(cls, layout: DatasetLayout) -> ChunkCheck | None:
-        """Return the check for a dataset, or None where there is nothing to be checked."""
-        if not (layout.chunk_shape and layout.filters and layout.stored_itemsize):
-            return None
-        check = cls(layout)
-        last = layout.filters[check._left - 1]
-        return check if not check._left or has_known_length(last) else None
-
-    def run(self, dataset: h5py.Dataset, sample: Int64s, require_open: Callable[[], None]) -> None:
-        """Check the chunks that hold some samples, through the open dataset.
-
-        Parameters
-        ----------
-        require_open
-            Called before each chunk; raises where nobody wants the rest.
-
-        Raises
-        ------
-        ValueError
-            If a chunk is damaged; the message names it.
-        """
-        axis = self.layout.sample_axis
-        numbers = set(np.unique(sample // self._chunk[axis]).tolist()) - self._checked
-        if not numbers:
-            return
-        # Taken for as long as chunks are checked: there may be thousands of files with a check.
-        out = np.empty(self._nbytes if not self._left else encoded_room(self._nbytes), np.uint8)
-        scratch = Scratch.allocate(0, 0, self._pipeline.between_nbytes)
-        for number in sorted(numbers):
-            cells = [[number] if a == axis else range(n) for a, n in enumerate(self._grid)]
-            for cell in itertools.product(*cells):
-                require_open()
-                corner = tuple(c * size for c, size in zip(cell, self._chunk, strict=True))
-                try:
-                    self._check(dataset, corner, out, scratch)
-                except (ValueError, RuntimeError, OSError) as error:
-                    at = f'{self.layout.file}: dataset "{self.layout.path}", chunk {corner}'
-                    raise ValueError(
-                        f"{at}: {error}; the file is damaged there: restore it, or leave"
-                        " these samples out"
-                    ) from error
-            self._checked.add(number)
-
-    def _check(
-        self, dataset: h5py.Dataset, corner: tuple[int, ...], out: Bytes, scratch: Scratch
-    ) -> None:
-        ends = (c + size for c, size in zip(corner, self._chunk, strict=True))
-        is_partial = any(end > n for end, n in zip(ends, self._shape, strict=True))
-        if is_partial and self.layout.has_raw_edges:
-            return
-        if not stored_nbytes(dataset, corner):
-            return
-        mask, encoded = dataset.id.read_direct_chunk(corner)
-        itemsize = self.layout.stored_itemsize
-        least = due = needed_nbytes(self._shape, self._chunk, corner, itemsize)
-        hdf5s = self.layout.filters[: self._left]
-        if hdf5s and mask >> (self._left - 1) & 1:  # the last one of them was not applied
-            if self._left > 1:
-                return
-            hdf5s = ()
-        if hdf5s:
-            least = encoded_nbytes(hdf5s[-1])
-        self._pipeline.decode(
-            np.frombuffer(encoded, np.uint8), mask >> self._left, out, scratch, least_nbytes=least
-        )
-        stated = stated_length(hdf5s[-1], out) if hdf5s else None
-        if stated is not None and stated < due:
-            raise ValueError(f"{hdf5s[-1].label} gives {stated} bytes, {due} are due")
 
 
 class FallbackExecutor:

@@ -1,64 +1,50 @@
-"""A slice of a read plan enters; rows of a batch leave: by the compiled core, without the GIL.
+"""Executes plans by the compiled core, without the GIL.
 
-The core stops before an item that it cannot do; that one is done in Python (`execute.py`), which
-has the words for what is wrong, and the core goes on behind it.
+A slice of a read plan enters; rows of a batch leave. The core stops before an item that it cannot
+do; that one is done in Python (`rows.py`, `chunks.py`), which has the words for what is wrong, and
+the core goes on behind it.
 """
 
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Iterator
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import (
     IO_MODES,
-    MAX_RANK,
     ChunkPlanStruct,
     Core,
     DatasetStruct,
     Event,
     FileStruct,
     RowsStruct,
-    TransformStruct,
     address,
-    transform_source,
 )
-from h5async.errors import ReaderClosedError, ReadError
+from h5async.errors import ReaderClosedError
 from h5async.index.layout import DatasetLayout
 from h5async.io.storage import FileEventError, FileStamp, LocalFile, LocalFiles
-from h5async.plan.plan import ChunkPlan, Int64s, RowPlan
-from h5async.plan.stored import StoredPlan
-from h5async.plan.transform import RowTransform
+from h5async.plan.records import ChunkPlan, Int64s, RowPlan
 from h5async.read.chunkcache import ChunkCache, Claims, State
-from h5async.read.codecs import Scratch
-from h5async.read.execute import PlanExecutor
+from h5async.read.chunks import ChunkReader
+from h5async.read.execute import FileExecutor
+from h5async.read.rows import RowReader
+from h5async.read.scratch import CLOSED, Scratch
+from h5async.read.transform import NativeTransform
 
 
-def way_of(core: Core | None, layout: DatasetLayout) -> Literal["core", "python", "h5py", "memory"]:
-    """Tell who executes plans for a dataset without parts."""
-    if layout.fallback_reason is not None:
-        return "h5py"
-    if layout.values is not None:
-        return "memory"
-    if core is None or len(layout.shape) > MAX_RANK or core.filters(layout.filters) is None:
-        return "python"
-    return "core"
-
-
-class NativeExecutor:
-    """Executes plans for what lies in one file. Safe to use from many threads.
+class NativeExecutor(FileExecutor):
+    """Executes plans by the compiled core. Safe to use from many threads.
 
     Parameters
     ----------
     core
         The compiled core.
     layout
-        Of a dataset that it can take: `way_of` says so.
+        Of a dataset that it can take: `method_of` says so.
     files
         Opens the file; closed by whoever made it.
     cache
@@ -68,11 +54,12 @@ class NativeExecutor:
     def __init__(
         self, core: Core, layout: DatasetLayout, files: LocalFiles, cache: ChunkCache
     ) -> None:
+        super().__init__(layout, files)
         self._core = core
-        self._layout = layout
-        self._files = files
         self._cache = cache
-        self._python = PlanExecutor(layout, files, cache)
+        # In Python, for what the core refuses.
+        self._rows = RowReader(layout)
+        self._chunks = ChunkReader(layout, cache)
         fill = np.ascontiguousarray(layout.raw_fill).reshape(1).view(np.uint8)
         self._fill = fill
         self._dataset = DatasetStruct()
@@ -80,18 +67,7 @@ class NativeExecutor:
         if layout.chunk_shape or not layout.rows_are_whole:
             self._describe()
         self._has_masks = layout.chunks is not None and bool(layout.chunks.filter_mask.any())
-        # Chunks that always go to a batch as a whole are never kept.
-        self._keeps = bool(layout.filters) and not (
-            layout.rows_are_whole and layout.chunk_shape[0] == 1
-        )
-
-    def execute(
-        self, plan: RowPlan | ChunkPlan, start: int, stop: int, raw: NDArray[Any], scratch: Scratch
-    ) -> None:
-        """Read items `start` to `stop` of a plan; see `Executor`."""
-        layout = self._layout
-        work = partial(self._execute, plan, start, stop, raw, scratch)
-        self._files.read(layout.file, layout.stamp, work)
+        self._keeps = layout.unit_nbytes > 0  # chunks; not those that always go to a batch whole
 
     def _execute(
         self,
@@ -109,7 +85,7 @@ class NativeExecutor:
             done = self._read_rows(file, stamp, plan, start, stop, raw, scratch)
             while done < stop:
                 is_left = True
-                self._python.read_rows(file, plan, done, done + 1, raw, scratch)
+                self._rows.read(file, plan, done, done + 1, raw, scratch)
                 done = self._read_rows(file, stamp, plan, done + 1, stop, raw, scratch)
         else:
             call = _ChunkCall(self._core, self._dataset, file, stamp, plan, raw, scratch)
@@ -138,7 +114,7 @@ class NativeExecutor:
 
         def work(file: LocalFile, stamp: FileStamp) -> bool:
             nonlocal done
-            call = _Call(self._core, file, stamp, scratch)
+            call = CoreCall(self._core, file, stamp, scratch)
             done = self._core.transform_rows(
                 *call.arguments,
                 ctypes.byref(rows),
@@ -180,7 +156,7 @@ class NativeExecutor:
             address(self._fill),
             self._fill.size,
         )
-        call = _Call(self._core, file, stamp, scratch)
+        call = CoreCall(self._core, file, stamp, scratch)
         done = self._core.read_rows(*call.arguments, ctypes.byref(struct))
         call.finish()
         return start + int(done)
@@ -193,7 +169,7 @@ class NativeExecutor:
         if not kept.size:
             return self._run(call, start, stop, state, target, None)
         # Chunks of which some are kept, or were.
-        keys = [self._python.chunk_key(place) for place in call.plan.place[start + kept].tolist()]
+        keys = [self._chunks.key(entry) for entry in call.plan.entry[start + kept].tolist()]
         with self._cache.claimed(keys, self._layout.chunk_nbytes) as claims:
             state[kept] = claims.states
             target[kept] = [0 if data is None else address(data) for data in claims.buffers]
@@ -217,15 +193,15 @@ class NativeExecutor:
         for refused in call.run(start, stop, state, target):
             is_left = True
             if claims is not None:
-                claims.give_up(self._python.chunk_key(int(call.plan.place[refused])))
-            self._python.read_item(call.file, call.plan, refused, call.raw, call.scratch)
+                claims.give_up(self._chunks.key(int(call.plan.entry[refused])))
+            self._chunks.read_item(call.file, call.plan, refused, call.raw, call.scratch)
         if claims is not None:
             claims.are_filled = True
         return is_left
 
     def _read_busy(self, call: _ChunkCall, item: int) -> bool:
         """Wait until another thread has decoded a chunk, and take from it."""
-        key = self._python.chunk_key(int(call.plan.place[item]))
+        key = self._chunks.key(int(call.plan.entry[item]))
         with self._cache.claimed([key], self._layout.chunk_nbytes, wait=True) as claims:
             data = claims.buffers[0]
             state = np.array(claims.states, np.uint8)
@@ -234,17 +210,11 @@ class NativeExecutor:
 
     def _partial(self, plan: ChunkPlan, start: int, stop: int) -> Int64s:
         """Return which of some items take a part of an encoded chunk only."""
-        place, group = plan.place[start:stop], plan.group[start:stop]
-        is_partial = place >= 0
-        if self._layout.rows_are_whole:
-            run = plan.run_start[group]
-            is_whole = plan.run_start[group + 1] - run == 1
-            is_whole &= plan.run_length[run] == self._layout.chunk_shape[0]
-            is_partial &= ~is_whole
-        chunks = self._layout.chunks
-        if chunks is not None and self._has_masks:
-            every = (1 << len(self._layout.filters)) - 1
-            is_partial &= (chunks.filter_mask[place] & every) != every  # else it is stored raw
+        entry = plan.entry[start:stop]
+        is_partial = (entry >= 0) & ~plan.is_whole(self._layout, start, stop)
+        if self._has_masks:
+            assert self._layout.chunks is not None
+            is_partial &= ~self._chunks.pipeline.is_raw(self._layout.chunks.filter_mask[entry])
         return np.flatnonzero(is_partial)
 
     def _describe(self) -> None:
@@ -278,7 +248,7 @@ class NativeExecutor:
         return address(array)
 
 
-class _Call:
+class CoreCall:
     """Calls of the core for one file, in one thread."""
 
     def __init__(self, core: Core, file: LocalFile, stamp: FileStamp, scratch: Scratch) -> None:
@@ -307,76 +277,9 @@ class _Call:
         self._worker.note_return()
         event = self._struct.event
         if event == Event.STOPPED:
-            raise ReaderClosedError("the reader was closed while a batch was being read")
+            raise ReaderClosedError(CLOSED)
         if event != Event.NONE:
             raise FileEventError(map_failed=event == Event.FAULTED)
-
-
-class StoredReader:
-    """Reads chunks as they are stored. Safe to use from many threads.
-
-    Parameters
-    ----------
-    core
-        The compiled core.
-    layout
-        Of a dataset that has a `StoredFormat`.
-    files
-        Opens the files; closed by whoever made it.
-    """
-
-    def __init__(self, core: Core, layout: DatasetLayout, files: LocalFiles) -> None:
-        self._core = core
-        self._leaves = list(layout.leaves())
-        self._files = files
-
-    def execute(
-        self, plan: StoredPlan, start: int, stop: int, stored: NDArray[np.uint8], scratch: Scratch
-    ) -> None:
-        """Read items `start` to `stop` of a plan to their places in `stored`.
-
-        Raises
-        ------
-        ReadError
-            If one cannot be read.
-        """
-        for leaf, begin, end in zip(
-            plan.leaf, plan.leaf_start[:-1], plan.leaf_start[1:], strict=True
-        ):
-            here = slice(max(start, begin), min(stop, end))
-            if here.stop > here.start:
-                source = self._leaves[leaf]
-                work = partial(self._read, plan, source, here, stored, scratch)
-                self._files.read(source.file, source.stamp, work)
-
-    def _read(
-        self,
-        plan: StoredPlan,
-        source: DatasetLayout,
-        here: slice,
-        stored: NDArray[np.uint8],
-        scratch: Scratch,
-        file: LocalFile,
-        stamp: FileStamp,
-    ) -> bool:
-        offset, nbytes, count = plan.offset[here], plan.nbytes[here], here.stop - here.start
-        call = _Call(self._core, file, stamp, scratch)
-        done = self._core.read_stored(
-            *call.arguments,
-            address(offset),
-            address(nbytes),
-            address(plan.position[here]),
-            count,
-            address(stored),
-            stored.nbytes,
-        )
-        call.finish()
-        if done < count:
-            raise ReadError(
-                f'{source.file}: dataset "{source.path}": {nbytes[done]} bytes at byte'
-                f" {offset[done]} cannot be read"
-            )
-        return not file.has_swmr_writer
 
 
 class _ChunkCall:
@@ -397,16 +300,16 @@ class _ChunkCall:
         self.raw = raw
         self.scratch = scratch
         self._core = core
-        self._call = _Call(core, file, stamp, scratch)
+        self._call = CoreCall(core, file, stamp, scratch)
         self._struct = ChunkPlanStruct(
-            address(plan.place),
+            address(plan.entry),
             address(plan.cross),
             address(plan.group),
             address(plan.run_start),
             address(plan.run_local),
             address(plan.run_position),
             address(plan.run_length),
-            plan.place.size,
+            plan.entry.size,
             plan.run_start.size - 1,
             plan.run_local.size,
         )
@@ -439,55 +342,3 @@ class _ChunkCall:
             if begin < stop:
                 yield begin
                 begin += 1
-
-
-class NativeTransform:
-    """Does in the core what `RowTransform.apply` does. Safe to use from many threads.
-
-    Parameters
-    ----------
-    core
-        The compiled core.
-    struct
-        As the core takes it, but for the number of samples.
-    factors
-        float32: scale and offset, to which the structure points.
-    """
-
-    def __init__(
-        self, core: Core, struct: TransformStruct, factors: list[NDArray[np.float32] | None]
-    ) -> None:
-        self._core = core
-        self._factors = factors
-        self.struct = struct
-
-    def __call__(self, raw: NDArray[Any], out: NDArray[Any]) -> None:
-        """Fill `out` from `raw`."""
-        call = TransformStruct.from_buffer_copy(self.struct)
-        call.samples = len(raw)
-        self._core.transform(ctypes.byref(call), address(raw), address(out))
-
-
-def native_transform(core: Core, transform: RowTransform) -> NativeTransform | None:
-    """Return what does a transform in the core, or None where it cannot.
-
-    It can where the last dimension of a sample becomes its first one, as channels of images do,
-    or where no dimension moves; to the same dtype, or to float32.
-    """
-    channels = transform.channels
-    is_scaled = transform.scale is not None or transform.offset is not None
-    source = transform_source(transform.raw_dtype, transform.dtype, is_scaled)
-    if source is None or channels is None or not math.prod(transform.row):
-        return None
-    struct = TransformStruct(
-        points=math.prod(transform.row) // channels,
-        channels=channels,
-        source=source,
-        is_float=source > 8,
-    )
-    factors = [
-        None if f is None else np.broadcast_to(f.reshape(-1), channels).astype(np.float32)
-        for f in (transform.scale, transform.offset)
-    ]
-    struct.scale, struct.offset = (None if f is None else address(f) for f in factors)
-    return NativeTransform(core, struct, factors)

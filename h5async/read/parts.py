@@ -1,7 +1,8 @@
-"""A slice of a `PartsPlan` enters; rows of a batch leave: by the executors of the sources.
+"""Reads datasets whose values lie in other datasets, or in memory.
 
-Rows that need a change before they are rows of the whole - another byte order, a piece of them, a
-member - go through a stage, memory that is made once.
+A slice of a `PartsPlan` enters; rows of a batch leave, read by the executors of the sources. Rows
+that need a change before they are rows of the whole - another byte order, a piece of them, a
+member - go through a scratch buffer, which is made once.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from numpy.typing import NDArray
 
 from h5async.codec.decoding import Bytes
 from h5async.index.layout import DatasetLayout
-from h5async.plan.plan import Int64s, PartRead, PartsPlan, Rows, SamplesPlan, is_staged, stage_rows
-from h5async.read.codecs import Scratch
+from h5async.plan.plan import scratch_nbytes
+from h5async.plan.records import Int64s, PartRead, PartsPlan, Rows, SamplesPlan
 from h5async.read.execute import Executor
+from h5async.read.scratch import Scratch
 
 
 class MemoryExecutor:
@@ -59,15 +61,8 @@ class PartsExecutor:
         self._executor_of = executor_of
         self._executors: dict[int, Executor] = {}
         self._fill = layout.raw_fill
-        self._stage_nbytes = max(
-            (
-                stage_rows(part.source) * part.source.row_nbytes
-                for part in layout.parts
-                if is_staged(layout, part)
-            ),
-            default=0,
-        )
-        self._stages: deque[Bytes] = deque()
+        self._scratch_nbytes = max(scratch_nbytes(layout, part) for part in layout.parts)
+        self._buffers: deque[Bytes] = deque()
 
     def execute(
         self, plan: PartsPlan, start: int, stop: int, raw: NDArray[Any], scratch: Scratch
@@ -85,8 +80,8 @@ class PartsExecutor:
                 scratch.require_open()  # before a file is opened
                 read = plan.reads[number]
                 inside = max(start, begin) - begin, min(stop, end) - begin
-                if read.stage_rows:
-                    self._read_staged(read, raw, scratch)
+                if read.scratch_rows:
+                    self._read_through_scratch(read, raw, scratch)
                 else:
                     self._read_straight(read, *inside, raw, scratch)
 
@@ -97,24 +92,24 @@ class PartsExecutor:
         target = raw.reshape(raw.shape[0], *row_shape)  # they differ in dimensions of 1 at most
         self._executor(read.part).execute(read.plan, start, stop, target, scratch)
 
-    def _read_staged(self, read: PartRead, raw: NDArray[Any], scratch: Scratch) -> None:
+    def _read_through_scratch(self, read: PartRead, raw: NDArray[Any], scratch: Scratch) -> None:
         part = self._layout.parts[read.part]
-        count, source = read.stage_rows, part.source
+        count, source = read.scratch_rows, part.source
         try:
-            memory = self._stages.pop()
+            memory = self._buffers.pop()
         except IndexError:
-            memory = np.empty(self._stage_nbytes, np.uint8)
+            memory = np.empty(self._scratch_nbytes, np.uint8)
         try:
-            stage = np.ndarray((count, *source.row_shape), source.raw_dtype, memory.data)
-            self._executor(read.part).execute(read.plan, 0, read.plan.num_items, stage, scratch)
-            values = stage if part.member is None else stage[part.member]
+            rows = np.ndarray((count, *source.row_shape), source.raw_dtype, memory.data)
+            self._executor(read.part).execute(read.plan, 0, read.plan.num_items, rows, scratch)
+            values = rows if part.member is None else rows[part.member]
             if part.source_region is not None:
                 values = values[(slice(None), *part.source_region)]
             region = part.region or ()
             target = raw[(slice(0, count), *region)]  # for its shape
             raw[(_index(read.rows, count), *region)] = values.reshape(target.shape)
         finally:
-            self._stages.append(memory)
+            self._buffers.append(memory)
 
     def _executor(self, number: int) -> Executor:
         executor = self._executors.get(number)

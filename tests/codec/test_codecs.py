@@ -29,7 +29,8 @@ from h5async.codec.filters import (
     can_decode,
     decoder,
 )
-from h5async.read.codecs import FilterPipeline, Scratch
+from h5async.read.pipeline import FilterPipeline
+from h5async.read.scratch import Scratch
 
 require_extra("hdf5plugin")
 

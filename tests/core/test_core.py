@@ -71,9 +71,11 @@ from h5async.io.storage import LocalFiles
 from h5async.plan.plan import plan_read
 from h5async.plan.transform import RowTransform
 from h5async.read.chunkcache import ChunkCache, State
-from h5async.read.codecs import FilterPipeline, Scratch
-from h5async.read.execute import PlanExecutor, scratch_nbytes
-from h5async.read.native import NativeExecutor, way_of
+from h5async.read.execute import PlanExecutor
+from h5async.read.executors import method_of
+from h5async.read.native import NativeExecutor
+from h5async.read.pipeline import FilterPipeline
+from h5async.read.scratch import Scratch, ScratchSize
 
 hdf5plugin = require_extra("hdf5plugin")
 
@@ -879,7 +881,7 @@ def assert_reads_directly(core, path, num_dim, sample, io="auto", *, kept_nbytes
     """Execute a plan for some samples in slices, twice, and compare with what h5py reads."""
     expected = truth(path, num_dim=num_dim)[sample]
     layout = read_layouts(path, {"data": Field("data", num_dim)})["data"]
-    assert way_of(core, layout) == "core"
+    assert method_of(core, layout) == "core"
     raw = Guarded(expected.nbytes)
     batch = np.ndarray(expected.shape, layout.raw_dtype, raw.inside.data)
     files = LocalFiles(2, io)
@@ -887,7 +889,7 @@ def assert_reads_directly(core, path, num_dim, sample, io="auto", *, kept_nbytes
         executor = NativeExecutor(core, layout, files, ChunkCache(kept_nbytes))
         plan = plan_read(layout, int64s(*sample))
         edges = [0, *sorted(min(cut, plan.num_items) for cut in cuts), plan.num_items]
-        scratch = Scratch.allocate(*scratch_nbytes(layout))
+        scratch = Scratch.allocate(*ScratchSize.of([layout]))
         for _ in range(2):  # the second time out of what was kept
             raw.renew()
             for start, stop in itertools.pairwise(edges):

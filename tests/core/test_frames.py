@@ -38,7 +38,8 @@ from h5async.codec.filters import (
 from h5async.core.binding import IO_MODES, KINDS, NOTHING, FileStruct, FramesStruct, address
 from h5async.core.frames import FrameFormat, frame_format
 from h5async.index.metadata import read_layouts
-from h5async.read.codecs import FilterPipeline, Scratch
+from h5async.read.pipeline import FilterPipeline
+from h5async.read.scratch import Scratch
 
 require_extra("hdf5plugin")
 

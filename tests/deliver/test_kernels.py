@@ -31,7 +31,8 @@ from h5async.codec.bitshuffle import bitshuffle_decoder
 from h5async.deliver import kernels as kernels_module
 from h5async.index.layout import DatasetLayout
 from h5async.index.metadata import read_layouts
-from h5async.plan.plan import ChunkPlan, plan_read
+from h5async.plan.plan import plan_read
+from h5async.plan.records import ChunkPlan
 
 SOURCE = Path(__file__).parents[2] / "h5async" / "deliver" / "kernels.cu"
 GUARD_NBYTES, CANARY = 64, 0xC3
@@ -470,7 +471,7 @@ def tasks_of(plan: ChunkPlan):
 def read_chunks(dataset, layout: DatasetLayout, plan: ChunkPlan):
     """Return the chunks of a plan, one after the other, as h5py decodes them."""
     chunks = np.zeros((plan.num_items, *layout.chunk_shape), layout.dtype)
-    for chunk, place in zip(chunks, plan.place, strict=True):
+    for chunk, place in zip(chunks, plan.entry, strict=True):
         cell = np.unravel_index(place, layout.grid)
         begin = [int(i) * n for i, n in zip(cell, layout.chunk_shape, strict=True)]
         ends = [b + n for b, n in zip(begin, layout.chunk_shape, strict=True)]

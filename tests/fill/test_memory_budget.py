@@ -364,7 +364,7 @@ def test_what_only_saves_work_shrinks(gzipped: Path, monkeypatch: pytest.MonkeyP
     for free, is_whole in ((64 * MIB, True), (MIB, False)):
         let_be_free(monkeypatch, free)
         with open_reader(gzipped, shuffle="full") as reader:
-            (kept,) = reader._engine.filler._kept_nbytes
+            (kept,) = reader._engine.filler._executors._kept_nbytes
             assert (kept == 4 * 64 * KIB) == is_whole
             assert 0 <= kept <= free // 2
             for _ in range(20):

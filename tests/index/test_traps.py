@@ -24,21 +24,14 @@ import pytest
 from conftest import assert_reads_like_h5py, assert_same_bits, poison, truth
 from h5py import h5d, h5p, h5s, h5t, h5z
 
-from h5async import (
-    AsyncReader,
-    DatasetError,
-    FileChangedWarning,
-    ReadError,
-    UnsafeFileError,
-    chunkindex,
-    execute,
-    fallback,
-    filters,
-    metadata,
-    virtual,
-)
+from h5async import AsyncReader, DatasetError, FileChangedWarning, ReadError, UnsafeFileError
+from h5async.codec import filters
+from h5async.index import chunkindex, metadata, virtual
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Located, Reach
+from h5async.read import fallback
+from h5async.read.chunks import ChunkReader
+from h5async.read.rows import RowReader
 
 HDF5 = ctypes.CDLL(h5py.h5p.__file__)
 DONT_FILTER_PARTIAL_CHUNKS = 2
@@ -876,8 +869,8 @@ def test_rows_of_older_batches_leak_unguarded(tmp_path, monkeypatch, how):
     path = tmp_path / "a.h5"
     partly_written(path, **FILLS["never"], **how)
     read_rows, read_chunk = (
-        execute.PlanExecutor.read_rows,
-        execute.PlanExecutor._read_chunk,
+        RowReader.read,
+        ChunkReader._read_chunk,
     )
 
     def read_rows_unfilled(*args):
@@ -890,11 +883,11 @@ def test_rows_of_older_batches_leak_unguarded(tmp_path, monkeypatch, how):
 
     def read_chunk_unfilled(*args):
         given = inspect.signature(read_chunk).bind(*args).arguments
-        if given["plan"].place[given["item"]] >= 0:
+        if given["reading"].plan.entry[given["item"]] >= 0:
             read_chunk(*args)
 
-    monkeypatch.setattr(execute.PlanExecutor, "read_rows", read_rows_unfilled)
-    monkeypatch.setattr(execute.PlanExecutor, "_read_chunk", read_chunk_unfilled)
+    monkeypatch.setattr(RowReader, "read", read_rows_unfilled)
+    monkeypatch.setattr(ChunkReader, "_read_chunk", read_chunk_unfilled)
     assert goes_wrong(path)
     with reader_of(path, batch_size=4, prefetch=1) as reader:
         batches = [batch.copy() for batch in reader]
@@ -1525,6 +1518,6 @@ def test_reads_of_a_few_buffers_at_a_time(tmp_path, monkeypatch):
 def test_work_is_shared_out_among_threads(tmp_path, monkeypatch):
     path = tmp_path / "a.h5"
     names = many_layouts(path)
-    monkeypatch.setattr("h5async.fill.filling._MIN_SHARE_NBYTES", 1)
+    monkeypatch.setattr("h5async.fill.phases._MIN_SHARE_NBYTES", 1)
     for name, num_dim in itertools.product(names, (0, 1)):
         assert_reads_like_h5py(path, name, num_dim=num_dim, num_threads=4, batch_size=7)

@@ -22,16 +22,9 @@ from h5py import h5d, h5p, h5s, h5t
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from h5async import (
-    AsyncReader,
-    DatasetError,
-    Field,
-    H5AsyncError,
-    ReadError,
-    UnsafeFileError,
-    filling,
-    plan,
-)
+from h5async import AsyncReader, DatasetError, Field, H5AsyncError, ReadError, UnsafeFileError
+from h5async.fill import phases
+from h5async.plan import plan
 
 Slabs = tuple[tuple[int, int, int, int], ...]  # start, stride, count, block of each dimension
 
@@ -397,8 +390,8 @@ def check_reads_like_h5py(
 ) -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(filling, "_MIN_SHARE_NBYTES", 1),
-        mock.patch.object(plan, "_STAGE_NBYTES", stage_nbytes),
+        mock.patch.object(phases, "_MIN_SHARE_NBYTES", 1),
+        mock.patch.object(plan, "_SCRATCH_NBYTES", stage_nbytes),
     ):
         path = recipe.write(Path(folder))
         expected = truth(path, "data", num_dim)

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from h5async.codec.filters import Filter
 from h5async.index.layout import ChunkTable, DatasetLayout
 from h5async.io.storage import FileStamp
-from h5async.plan.plan import ChunkPlan, PlanSlice, ReadPlan, RowPlan, SamplesPlan, cut, plan_read
+from h5async.plan.plan import plan_read
+from h5async.plan.records import ChunkPlan, ReadPlan, RowPlan, SamplesPlan
+from h5async.plan.shares import PlanSlice, cut
 
 DEFLATE = (Filter(1, (4,), "deflate"),)
 BASE = 1000  # address of a contiguous dataset
@@ -93,11 +95,11 @@ def carried_out(of: DatasetLayout, plan: ChunkPlan, count: int) -> np.ndarray:
             corner[of.sample_axis] = plan.group_number[group] * of.chunk_shape[of.sample_axis]
             cell = corner // np.array(of.chunk_shape)
             number = int(np.ravel_multi_index(tuple(cell), of.grid))
-            assert plan.place[item] == place_of(of, number)
+            assert plan.entry[item] == place_of(of, number)
             extent = of.chunk_shape
         else:
             corner, extent = of.cross_section[plan.cross[item]], of.piece_shape
-            assert plan.place[item] == (-1 if of.offset < 0 else 0)
+            assert plan.entry[item] == (-1 if of.offset < 0 else 0)
         region = tuple(slice(corner[a], corner[a] + extent[a]) for a in rest)
         first = corner[of.sample_axis]
         inside = elements[(slice(first, first + extent[of.sample_axis]), *region)]
@@ -120,11 +122,11 @@ def check_form(of: DatasetLayout, plan: ChunkPlan) -> None:
     assert plan.run_start.size == groups + 1
     assert (np.diff(plan.run_start) > 0).all()
     assert (np.diff(plan.group) >= 0).all()
-    assert plan.place.size == plan.cross.size == plan.group.size == plan.num_items
+    assert plan.entry.size == plan.cross.size == plan.group.size == plan.num_items
     if of.chunk_shape:
         pairs = set(zip(plan.group_number[plan.group].tolist(), plan.cross.tolist(), strict=True))
         assert len(pairs) == plan.num_items == groups * len(of.cross_section)
-        allocated = plan.place[plan.place >= 0]
+        allocated = plan.entry[plan.entry >= 0]
         assert np.unique(allocated).size == allocated.size
         assert plan.item_nbytes == of.chunk_nbytes
     else:
@@ -208,7 +210,7 @@ def test_rows_of_a_dataset_without_any_chunk() -> None:
 def test_chunks_in_file_order_make_one_run_each() -> None:
     plan = plan_read(layout((10, 2), (4, 2), filters=DEFLATE), np.arange(2, 10))
     assert isinstance(plan, ChunkPlan)
-    assert plan.place.tolist() == [0, 1, 2]
+    assert plan.entry.tolist() == [0, 1, 2]
     assert plan.group.tolist() == [0, 1, 2]
     assert plan.run_start.tolist() == [0, 1, 2, 3]
     assert plan.run_local.tolist() == [2, 0, 0]
@@ -220,7 +222,7 @@ def test_chunks_in_file_order_make_one_run_each() -> None:
 def test_neighbours_in_the_file_are_joined_only_where_they_are_neighbours_in_the_batch() -> None:
     plan = plan_read(layout((8,), (8,), filters=DEFLATE), samples(5, 0, 1, 2, 4, 3, 6))
     assert isinstance(plan, ChunkPlan)
-    assert plan.place.tolist() == [0]
+    assert plan.entry.tolist() == [0]
     runs = (plan.run_local, plan.run_position, plan.run_length)
     assert list(zip(*(run.tolist() for run in runs), strict=True)) == [
         (0, 1, 3),
@@ -235,7 +237,7 @@ def test_a_shuffled_batch_names_each_chunk_once() -> None:
     sample = np.random.default_rng(0).permutation(100)[:60]
     plan = plan_read(layout((100, 3), (10, 3), filters=DEFLATE), sample)
     assert isinstance(plan, ChunkPlan)
-    assert plan.place.tolist() == sorted(set((sample // 10).tolist()))
+    assert plan.entry.tolist() == sorted(set((sample // 10).tolist()))
 
 
 def test_pieces_of_a_sample_in_several_chunks() -> None:
@@ -243,7 +245,7 @@ def test_pieces_of_a_sample_in_several_chunks() -> None:
     plan = plan_read(layout((5, 4, 3), (2, 3, 2), axis=1), samples(3, 0))
     assert isinstance(plan, ChunkPlan)
     assert plan.group_number.tolist() == [0, 1]
-    assert plan.place.tolist() == [0, 1, 4, 5, 8, 9, 2, 3, 6, 7, 10, 11]
+    assert plan.entry.tolist() == [0, 1, 4, 5, 8, 9, 2, 3, 6, 7, 10, 11]
     assert plan.cross.tolist() == [0, 1, 2, 3, 4, 5] * 2
     assert plan.group.tolist() == [0] * 6 + [1] * 6
     assert plan.run_position.tolist() == [1, 0]
@@ -268,7 +270,7 @@ def test_columns_of_a_contiguous_dataset_are_shared_out(
     assert isinstance(plan, ChunkPlan)
     assert of.piece_shape == piece_shape
     assert plan.num_items == len(of.cross_section) == count
-    assert plan.place.tolist() == [0] * count
+    assert plan.entry.tolist() == [0] * count
     nbytes = of.num_samples * of.row_nbytes
     assert nbytes - plan.num_items < plan.num_items * plan.item_nbytes <= nbytes
 
@@ -356,7 +358,7 @@ def chunks(count: int, nbytes: int) -> ChunkPlan:
     assert isinstance(plan, ChunkPlan)
     keep = slice(0, count)
     return ChunkPlan(
-        plan.place[keep],
+        plan.entry[keep],
         plan.cross[keep],
         plan.group[keep],
         plan.group_number[keep],

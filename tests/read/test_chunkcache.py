@@ -11,7 +11,7 @@ import pytest
 
 from h5async import AsyncReader
 from h5async.read.chunkcache import ChunkCache, State
-from h5async.read.codecs import FilterPipeline
+from h5async.read.pipeline import FilterPipeline
 
 WAIT_SECONDS = 20
 

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from h5async import AsyncReader, Field
-from h5async.fill import filling
+from h5async.fill import phases
 from h5async.io import storage
 from h5async.read import execute
 
@@ -219,7 +219,7 @@ def readers(draw: st.DrawFn, recipe: Recipe) -> dict[str, Any]:
 # Samples this small would never be shared out among threads, gathered in blocks or read by more
 # than one system call.
 SMALL_LIMITS = {
-    (filling, "_MIN_SHARE_NBYTES"): 1,
+    (phases, "_MIN_SHARE_NBYTES"): 1,
     (execute, "_GATHER_BLOCK_NBYTES"): 7,
     (storage, "_IOV_MAX"): 2,
 }

@@ -19,6 +19,8 @@ from conftest import our_threads
 
 import h5async.deliver.device
 import h5async.fill.filling
+import h5async.fill.phases
+import h5async.fill.reading
 import h5async.io.storage
 import h5async.order.sampling
 from h5async import AsyncReader, BatchTimeoutError, Field, FileChangedWarning, ReadError
@@ -146,10 +148,10 @@ def once(monkeypatch, owner, name, at):
 STAGES = {
     "before": (h5async.deliver.device.HostSlot, "wait_writable"),
     "order": (h5async.order.sampling.Sampling, "batch_at"),
-    "plan": (h5async.fill.filling, "plan_read"),
-    "cut": (h5async.fill.filling, "cut"),
-    "read": (h5async.fill.filling.Filler, "_read"),
-    "transform": (h5async.fill.filling.Filler, "_transform"),
+    "plan": (h5async.fill.reading, "plan_read"),
+    "cut": (h5async.fill.phases, "cut"),
+    "read": (h5async.fill.reading.BatchReader, "read"),
+    "transform": (h5async.fill.reading.BatchReader, "transform"),
     "upload": (h5async.deliver.device.HostSlot, "upload"),
 }
 

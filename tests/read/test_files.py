@@ -20,16 +20,10 @@ import pytest
 from conftest import assert_epoch_is, assert_same_bits, open_descriptors, poison, truth
 from h5py import h5d, h5p, h5s, h5t
 
-from h5async import (
-    AsyncReader,
-    ConfigError,
-    DatasetError,
-    Field,
-    ReaderConfig,
-    ReadError,
-    filling,
-    plan,
-)
+from h5async import AsyncReader, ConfigError, DatasetError, Field, ReaderConfig, ReadError
+from h5async.fill import phases
+from h5async.plan import plan
+from h5async.read import executors
 
 OPTIONS: dict[str, Any] = {"labels_field": None, "device": "cpu", "batch_size": 4}
 
@@ -68,8 +62,8 @@ def joined(paths: Sequence[Path], name: str = "data", num_dim: int = 0) -> np.nd
 @pytest.fixture(autouse=True)
 def _many_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let threads share the work of small batches, too."""
-    monkeypatch.setattr(filling, "_MIN_SHARE_NBYTES", 1)
-    monkeypatch.setattr(plan, "_STAGE_NBYTES", 64)
+    monkeypatch.setattr(phases, "_MIN_SHARE_NBYTES", 1)
+    monkeypatch.setattr(plan, "_SCRATCH_NBYTES", 64)
 
 
 def assert_files_read_like_h5py(paths: Any, expected: np.ndarray, **options: Any) -> None:
@@ -574,7 +568,7 @@ def test_damaged_chunk_fails_its_batches_alone(tmp_path, num_threads):
 @pytest.mark.parametrize("what", ["replaced", "removed", "cut"])
 def test_file_that_changed_after_indexing_is_an_error(tmp_path, monkeypatch, what, through_h5py):
     """It was not open any more: too many others were opened after it."""
-    monkeypatch.setattr(filling, "affordable_files", lambda: 32)
+    monkeypatch.setattr(executors, "affordable_files", lambda: 32)
     if through_h5py:
         paths = write_strings(tmp_path, 150)
     else:
@@ -745,7 +739,7 @@ def test_config_tells_the_files(tmp_path):
 
 def test_memory_stays_bounded_with_many_small_compressed_files(tmp_path, monkeypatch):
     """What is kept for each file is no buffer of the size of its chunks."""
-    monkeypatch.setattr("h5async.fill.filling._KEPT_WHOLE_NBYTES", 0)
+    monkeypatch.setattr("h5async.fill.limits._KEPT_WHOLE_NBYTES", 0)
     chunk = (64, 256)
     for number in range(200):
         values = np.random.default_rng(number).integers(0, 4, chunk, np.uint8)

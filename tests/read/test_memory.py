@@ -193,7 +193,7 @@ def test_a_temporary_chunk_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_threads: int
 ) -> None:
     """One chunk-sized array for a moment, in a worker, is enough."""
-    from h5async.read.codecs import FilterPipeline
+    from h5async.read.pipeline import FilterPipeline
 
     decode = FilterPipeline.decode
 

@@ -50,7 +50,7 @@ def closed(reader):
     "Close a reader whose threads are in a read, in another thread, which waits for them."
     closer = threading.Thread(target=reader.close)
     closer.start()
-    while not reader._engine.filler._closed:
+    while not reader._engine.filler._pool.is_stopped:
         os.sched_yield()
     return closer
 """

@@ -1,19 +1,18 @@
-"""An encoded chunk enters; its decoded bytes leave, in the caller's memory, of exactly that length.
+"""Decodes chunks in Python: undoes HDF5's filters, the last one first.
 
-`FilterPipeline` undoes HDF5's filters in reverse order. Every step writes into memory that is
-given to it and cannot write past its end; a result that is too short or too long is an error,
-because HDF5 would answer a short chunk with whatever its heap held.
+An encoded chunk enters; its decoded bytes leave, in memory of the caller. Every step writes into
+memory that is given to it and cannot write past its end; a result that is too short or too long is
+an error, because HDF5 would answer a short chunk with whatever its heap held.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from ctypes import c_int32
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from h5async.codec.decoding import Bytes, Decode
 from h5async.codec.filters import (
@@ -25,77 +24,9 @@ from h5async.codec.filters import (
     pass_on,
     verify_fletcher32,
 )
-from h5async.core.binding import Core, CoreWorker
-from h5async.errors import ReaderClosedError
-from h5async.stats import ThreadCounts
+from h5async.read.scratch import Scratch, encoded_room
 
-
-@dataclass
-class Scratch:
-    """The working memory of one thread, made once.
-
-    Attributes
-    ----------
-    encoded
-        For the stored bytes of a chunk.
-    raw_chunk
-        For a chunk, or its needed parts, that does not go to a batch as a whole.
-    between
-        Three buffers: two for what lies between the filters of a pipeline, one for a decoder.
-    stop
-        Not 0 once the reader is being closed; see `require_open`.
-    counts
-        What the thread that uses it has done in Python; see `total`.
-    """
-
-    encoded: Bytes
-    raw_chunk: Bytes
-    between: tuple[Bytes, Bytes, Bytes]
-    stop: c_int32 = field(default_factory=c_int32)
-    counts: ThreadCounts = field(default_factory=ThreadCounts)
-    _worker: CoreWorker | None = None
-
-    def total(self) -> ThreadCounts:
-        """Return what was done in Python and by the compiled core."""
-        if self._worker is None:
-            return self.counts
-        return self.counts.plus(self._worker.counts())
-
-    def require_open(self) -> None:
-        """Raise `ReaderClosedError` once the reader is being closed: nobody wants the rest."""
-        if self.stop.value:
-            raise ReaderClosedError("the reader was closed while a batch was being read")
-
-    def worker(self, core: Core) -> CoreWorker:
-        """Return what this thread needs to call the compiled core; made when first asked for."""
-        if self._worker is None:
-            self._worker = core.new_worker(self.encoded, self.raw_chunk, self.between, self.stop)
-        return self._worker
-
-    @classmethod
-    def allocate(
-        cls,
-        encoded_nbytes: int,
-        chunk_nbytes: int,
-        between_nbytes: int,
-        stop: c_int32 | None = None,
-    ) -> Scratch:
-        """Reserve memory; pages that are never touched cost nothing."""
-        return cls(
-            np.empty(encoded_nbytes, np.uint8),
-            np.empty(chunk_nbytes, np.uint8),
-            (
-                np.empty(between_nbytes, np.uint8),
-                np.empty(between_nbytes, np.uint8),
-                np.empty(between_nbytes, np.uint8),
-            ),
-            c_int32() if stop is None else stop,
-        )
-
-
-def encoded_room(chunk_nbytes: int) -> int:
-    """Return what an encoded chunk may take: two compressors in a row grow a little."""
-    return chunk_nbytes + chunk_nbytes // 8 + 65536
+DAMAGED = "; the file is damaged there: restore it, or leave these samples out"
 
 
 class _Step(NamedTuple):
@@ -132,9 +63,15 @@ class FilterPipeline:
         """Bytes that any intermediate result may take."""
         return encoded_room(self._chunk_nbytes) if self._filters else 0
 
-    def is_raw(self, filter_mask: int) -> bool:
-        """Tell whether a chunk with this mask is stored as it is."""
-        return all(filter_mask >> bit & 1 for bit in range(len(self._filters)))
+    @overload
+    def is_raw(self, filter_mask: int) -> bool: ...
+    @overload
+    def is_raw(self, filter_mask: NDArray[np.uint32]) -> NDArray[np.bool_]: ...
+
+    def is_raw(self, filter_mask: int | NDArray[np.uint32]) -> bool | NDArray[np.bool_]:
+        """Tell whether no filter was applied to a chunk with this mask, or to each of several."""
+        every = (1 << len(self._filters)) - 1
+        return filter_mask & every == every
 
     def decode(
         self,
@@ -150,7 +87,7 @@ class FilterPipeline:
         Parameters
         ----------
         encoded
-            The stored bytes; not changed.
+            The chunk as it lies in the file; not changed.
         filter_mask
             Bit i set: filter i was not applied to this chunk.
         out
@@ -178,10 +115,10 @@ class FilterPipeline:
                 room_now, room_next = room_next, room_now
             expected = out.size if last else step.nbytes
             if exact and expected is not None and current.size != expected:
-                raise ValueError(f"{step.name} gives {current.size} bytes, {expected} are due")
+                raise ValueError(wrong_size(expected, current.size, step.name))
         least = out.size if least_nbytes is None else least_nbytes
         if not least <= current.size <= out.size:
-            raise ValueError(f"{current.size} bytes are stored, {out.size} are due")
+            raise ValueError(wrong_size(out.size, current.size))
         if current is not out:
             np.copyto(out[: current.size], current)
 
@@ -192,23 +129,23 @@ class FilterPipeline:
 
         A thread takes the GIL again after every chunk, and others may hold it: so where one
         filter is to be undone, hardly a line of Python lies between one chunk and the next. For
-        the same reason, the arguments had better be iterators: to make all views at once would
-        keep the other threads waiting.
+        the same reason, the arguments should be iterators: to make all views at once would keep the
+        other threads waiting.
 
         Raises
         ------
         ValueError, RuntimeError
-            If any of them is damaged; nothing is said of which.
+            If any of them is damaged; the message does not say which.
         """
         steps = self._steps(filter_mask)
         if len(steps) != 1 or not steps[0].moves:
             for chunk, room in zip(encoded, out, strict=True):
                 self.decode(chunk, filter_mask, room, scratch)
             return
-        due, spare = self._chunk_nbytes, itertools.repeat(scratch.between[2])
+        expected, spare = self._chunk_nbytes, itertools.repeat(scratch.between[2])
         for decoded in map(steps[0].decode, encoded, out, spare):
-            if decoded.size != due:
-                raise ValueError(f"{decoded.size} bytes are stored, {due} are due")
+            if decoded.size != expected:
+                raise ValueError(wrong_size(expected, decoded.size))
 
     def _steps(self, filter_mask: int) -> list[_Step]:
         steps = self._steps_by_mask.get(filter_mask)
@@ -231,3 +168,8 @@ class FilterPipeline:
             elif not keeps_length(entry):
                 nbytes = None
         return steps[::-1]
+
+
+def wrong_size(expected: int, found: int, source: str | None = None) -> str:
+    """Say that a chunk, or what a filter made of it, has not the size that it must have."""
+    return f"{f'{source}: ' if source else ''}expected {expected} bytes, got {found}"

@@ -1,0 +1,299 @@
+"""Takes batches through the phases of a fill: plan, read, keep, transform, postprocess.
+
+A request enters; its outcome leaves. The work of a phase is cut into *shares*, which all threads
+take from one heap, oldest batch first, so that a batch is ready as early as possible. Whoever
+finishes the last share of a phase begins the next one, and nobody waits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.errors import forget_frames, is_lack_of_memory, out_of_memory
+from h5async.fill.dataset import Samplings
+from h5async.fill.pool import Work, WorkPool
+from h5async.fill.postprocess import postprocessed
+from h5async.fill.reading import BatchPlan, BatchReader
+from h5async.fill.records import NO_SAMPLES, FillOutcome, FillRequest, SlotMemory
+from h5async.fill.resident import HostCache, Residency
+from h5async.plan.records import GatherPlan
+from h5async.plan.shares import PlanSlice, cut
+from h5async.plan.stored import StoredPlan
+from h5async.plan.transform import RowTransform
+from h5async.system.interruptions import interruption
+
+_MIN_SHARE_NBYTES = 256 * 1024  # about 25 µs of copying: what it costs to wake a thread
+
+
+class _Fill:
+    """One batch on its way."""
+
+    __slots__ = (
+        "busy_ns",
+        "error",
+        "generation",
+        "index",
+        "is_resident",
+        "plans",
+        "request",
+        "shares_left",
+    )
+
+    def __init__(self, request: FillRequest) -> None:  # made in the thread of the caller: be brief
+        self.request = request
+        self.index: NDArray[np.int64] = NO_SAMPLES
+        self.plans: BatchPlan = []
+        self.busy_ns = 0
+        self.is_resident = False
+        self.generation = 0  # of what is resident
+        self.shares_left = 0
+        self.error: BaseException | None = None
+
+
+class Phases:
+    """What is done for a batch, from its request to its outcome. Safe to use from many threads.
+
+    Parameters
+    ----------
+    pool
+        Does the work.
+    reader
+        Plans, reads and transforms rows.
+    file
+        The first file, for messages.
+    samplings
+        The orders of samples that requests are of.
+    transforms
+        In field order.
+    slots
+        Memory of each slot.
+    resident
+        Which samples are in memory and need not be read; None: nothing is kept.
+    postprocess
+        The user's function.
+    before_fill, on_done
+        As of `Filler`.
+    take_warnings
+        Returns what the consumer is to be warned of, each once.
+    """
+
+    def __init__(
+        self,
+        pool: WorkPool,
+        reader: BatchReader,
+        *,
+        file: str,
+        samplings: Samplings,
+        transforms: Sequence[RowTransform],
+        slots: Sequence[SlotMemory],
+        resident: Residency | None,
+        postprocess: Callable[..., Any] | None,
+        before_fill: Callable[[int], None],
+        on_done: Callable[[FillRequest, FillOutcome], None],
+        take_warnings: Callable[[], tuple[str, ...]],
+    ) -> None:
+        self.slots = slots
+        self._pool = pool
+        self._reader = reader
+        self._file = file
+        self._samplings = samplings
+        self._raw_nbytes = [transform.raw_nbytes for transform in transforms]
+        self._out_nbytes = [transform.nbytes for transform in transforms]
+        self._resident = resident
+        self._cache = resident if isinstance(resident, HostCache) else None
+        self._postprocess = postprocess
+        self._before_fill = before_fill
+        self._on_done = on_done
+        self._take_warnings = take_warnings
+        # For all batches, and made once: a lock takes memory, too.
+        self._shares_lock = threading.Lock()
+
+    def first_work(self, request: FillRequest) -> Work:
+        """Return the work with which a fill begins; the rest of it follows by itself."""
+        return partial(self._plan, _Fill(request))
+
+    def close(self) -> None:
+        """Let go of memory, and of functions whose owners hold this object."""
+        self.slots = ()  # the caller may still hold a batch; nothing else keeps its memory
+        self._resident = self._cache = None
+        self._before_fill = self._on_done = _do_nothing
+        self._postprocess = None  # the caller's, who may hold the reader there
+
+    # --- plan -------------------------------------------------------------------------------------
+
+    def _plan(self, batch: _Fill) -> None:
+        shares: list[list[PlanSlice]] = []
+        self._attempt(batch, partial(self._cut_plans, batch, shares))
+        works = [partial(self._read, batch, share) for share in shares]
+        self._begin(batch, works, self._begin_keep)
+
+    def _cut_plans(self, batch: _Fill, shares: list[list[PlanSlice]]) -> None:
+        request = batch.request
+        self._before_fill(request.slot)
+        begin = time.perf_counter_ns()
+        sampling = self._samplings.at(request.order)
+        batch.index = sampling.batch_at(request.epoch, request.start)
+        batch.plans = self._plans(batch)
+        # One for each thread: a share more costs more, in waiting for the GIL, than it evens out.
+        shares.extend(cut(batch.plans, max(1, self._pool.num_threads), _MIN_SHARE_NBYTES))
+        self._reader.times.add("plan", begin)
+        batch.busy_ns = time.perf_counter_ns() - begin
+
+    def _plans(self, batch: _Fill) -> BatchPlan:
+        if self._resident is not None:
+            batch.generation = self._resident.generation
+        if self._resident is None or not self._resident.has(batch.index):
+            return self._reader.plan(batch.index, batch.request.on_device)
+        if self._cache is not None:
+            return self._cache.plans(batch.index)
+        batch.is_resident = True
+        return []
+
+    # --- read and keep ----------------------------------------------------------------------------
+
+    def _read(self, batch: _Fill, share: list[PlanSlice]) -> None:
+        self._reader.read(batch.plans, share, self.slots[batch.request.slot])
+
+    def _begin_keep(self, batch: _Fill) -> None:
+        cache, index = self._cache, batch.index
+        if cache is None or batch.error is not None or isinstance(batch.plans[0], GatherPlan):
+            self._begin_transform(batch)
+            return
+        raws = self.slots[batch.request.slot].raw
+        works = [
+            partial(cache.keep, field, index[a:b], raws[field][a:b])
+            for field, nbytes in enumerate(self._raw_nbytes)
+            for a, b in self._row_shares(index.size, nbytes)
+        ]
+        self._begin(batch, works, self._note_kept)
+
+    def _note_kept(self, batch: _Fill) -> None:
+        try:
+            if batch.error is None and self._cache is not None:
+                self._cache.add(batch.index, batch.generation)
+        except BaseException as error:
+            self._note_error(batch, error)
+        self._begin_transform(batch)
+
+    # --- transform and postprocess ----------------------------------------------------------------
+
+    def _begin_transform(self, batch: _Fill) -> None:
+        if batch.error is not None or batch.is_resident:
+            self._finish(batch)
+            return
+        memory, reader = self.slots[batch.request.slot], self._reader
+        works = [
+            partial(reader.transform, field, raw[a:b], out[a:b])
+            for field, (raw, out) in enumerate(zip(memory.raw, memory.out, strict=True))
+            if raw is not out and not reader.transforms_at_once(batch.plans[field], field, memory)
+            for a, b in self._row_shares(batch.index.size, self._out_nbytes[field])
+        ]
+        self._begin(batch, works, self._finish)
+
+    def _finish(self, batch: _Fill) -> None:
+        arrays = tuple(out[: batch.index.size] for out in self.slots[batch.request.slot].out)
+        if self._postprocess is not None and batch.error is None:
+            begin = time.perf_counter_ns()
+            try:
+                where = f"{self._file}: postprocess of {batch.request}"
+                arrays = postprocessed(self._postprocess, arrays, where)
+            except BaseException as error:
+                self._note_error(batch, error)
+            self._reader.times.add("postprocess", begin)
+        try:
+            self._deliver(batch, arrays)
+        finally:
+            batch.error = None  # whose frames have the batch
+
+    def _deliver(self, batch: _Fill, arrays: tuple[NDArray[Any], ...]) -> None:
+        if self._pool.is_stopped:
+            return
+        outcome = FillOutcome(
+            batch.index,
+            arrays,
+            batch.error,
+            batch.is_resident,
+            tuple(plan if isinstance(plan, StoredPlan) else None for plan in batch.plans),
+            batch.busy_ns / 1e9,
+            self._take_warnings(),
+        )
+        self._on_done(batch.request, outcome)
+
+    # --- shares and errors ------------------------------------------------------------------------
+
+    def _row_shares(self, size: int, row_nbytes: int) -> Iterator[tuple[int, int]]:
+        """Cut the rows of a batch into shares that are worth handing to a thread."""
+        most = size * row_nbytes // _MIN_SHARE_NBYTES
+        parts = max(1, min(self._pool.num_threads, size, most))
+        return itertools.pairwise(size * part // parts for part in range(parts + 1))
+
+    def _begin(self, batch: _Fill, works: Sequence[Work], then: Callable[[_Fill], None]) -> None:
+        """Begin a phase: do all `works`, in any thread, and after the last of them `then`."""
+        if not works or batch.error is not None:
+            self._go_on(batch, then)
+            return
+        batch.shares_left = len(works)
+
+        def run(work: Work) -> None:
+            begin = time.perf_counter_ns()
+            if batch.error is None and not self._pool.is_stopped:
+                self._attempt(batch, work)
+            with self._shares_lock:
+                batch.busy_ns += time.perf_counter_ns() - begin
+                batch.shares_left -= 1
+                was_last = batch.shares_left == 0
+            if was_last:
+                self._go_on(batch, then)
+
+        if len(works) == 1:
+            run(works[0])
+        else:
+            self._pool.add(batch.request.serial, [partial(run, work) for work in works])
+
+    def _go_on(self, batch: _Fill, then: Callable[[_Fill], None]) -> None:
+        """Begin the next phase; where that fails, the batch does. No share of it is under way."""
+        if then == self._finish or not self._attempt(batch, partial(then, batch)):
+            self._finish(batch)
+
+    def _attempt(self, batch: _Fill, work: Work) -> bool:
+        """Do some of a batch's work; where that fails, the batch does. Return whether it went well.
+
+        What the error keeps of this is where it came from, and no memory: the batch has the error.
+        """
+        error = _raised_by(work)
+        if error is None:
+            return True
+        try:
+            self._note_error(batch, error)  # an interruption passes, with all that it holds
+            forget_frames(error)
+        finally:
+            del error  # it has this frame, where it was raised again
+        return False
+
+    def _note_error(self, batch: _Fill, error: BaseException) -> None:
+        if interruption(error) is not None:
+            raise error  # this is the thread of the caller, whom it concerns
+        if is_lack_of_memory(error):
+            error = out_of_memory(f"{self._file}: {batch.request} cannot be filled", error)
+        batch.error = error
+
+
+def _raised_by(work: Work) -> BaseException | None:
+    """Do some work; return what it raised."""
+    try:
+        work()
+    except BaseException as error:
+        return error
+    return None
+
+
+def _do_nothing(*_: object) -> None:
+    pass

@@ -1,0 +1,243 @@
+"""Runs pieces of work in threads, the most urgent first; it does not know what the work is.
+
+What enters are functions, each with a serial number that says how urgent it is. All threads take
+from one heap. Where it is empty, a thread asks for more work. When the pool is stopped, it drops
+what was not begun, and whoever ends the last piece of work lets go of what all work has used.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from h5async.errors import ReadError
+from h5async.system.interruptions import interruption
+from h5async.system.patience import Patience
+
+Work = Callable[[], None]
+
+THREAD_NAME = "h5async"
+
+
+class WorkPool:
+    """Threads that do work, or, without threads, whoever calls `run_next`.
+
+    Parameters
+    ----------
+    num_threads
+        Threads to start; 0: none.
+    find_work
+        Called by a worker that finds no work: returns pieces of work with their serial numbers.
+    on_crash
+        Called by a thread with an exception of its work. The thread goes on.
+
+    Attributes
+    ----------
+    num_threads
+        As given.
+    is_stopped
+        Whether `stop` was called; work that is added from then on is dropped.
+    """
+
+    def __init__(
+        self,
+        num_threads: int,
+        find_work: Callable[[], Sequence[tuple[int, Work]]],
+        on_crash: Callable[[BaseException], None],
+    ) -> None:
+        self.num_threads = num_threads
+        self.is_stopped = False
+        self._find_work = find_work
+        self._on_crash = on_crash
+        self._let_go: Callable[[], None] = _do_nothing
+        self._heap: list[tuple[int, int, Work]] = []
+        self._order = itertools.count()
+        # Reentrant: a reader collected in here by the garbage collector is closed in here.
+        self._lock = threading.RLock()
+        # Threads that may use what `stop` lets go of: while there is one, nothing is freed.
+        self._workers: set[int] = set()
+        self._is_ending = False
+        self._has_ended = threading.Event()
+        # A ticket is a piece of work on the heap or, False, the end. A ThreadPoolExecutor
+        # would do, and cost the thread of the caller 15 us more for each batch.
+        self._tickets: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+
+    def start(self, what: str) -> None:
+        """Start the threads; `what` they are for is named where that fails.
+
+        Raises
+        ------
+        ReadError
+            If the system gives no more threads; `stop` ends those that were started.
+        """
+        # Daemons: else the interpreter would wait for them before the reader could close them.
+        for number in range(self.num_threads):
+            name = f"{THREAD_NAME}-fill_{number}"
+            self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
+            start_thread(self._threads[-1], what)
+
+    def kick(self) -> None:
+        """Have a thread look for work. Never blocks; extra calls are harmless."""
+        if self.num_threads:
+            self._tickets.put(True)
+
+    def add(self, serial: int, works: Sequence[Work]) -> None:
+        """Have some work done. Never blocks. Safe to call from any thread."""
+        with self._lock:
+            if self.is_stopped:
+                return
+            for work in works:
+                heapq.heappush(self._heap, (serial, next(self._order), work))
+        for _ in works if self.num_threads else ():
+            self._tickets.put(True)
+
+    def run_next(self) -> bool:
+        """Do the most urgent piece of work in the calling thread; False where there is none."""
+        if not self._enter():
+            return False
+        try:
+            return self._run_next()
+        finally:
+            self._leave()
+
+    def forget_work(self) -> bool:
+        """Drop all work after an exception in `run_next`; False where threads may be at work."""
+        if self.num_threads:
+            return False
+        self._leave()  # where the exception kept `run_next` from it
+        self._heap.clear()
+        return True
+
+    def stop(self, let_go: Callable[[], None]) -> None:
+        """Drop what was not begun; when what was is done, call `let_go`.
+
+        Never waits: it is called by the garbage collector, in any thread, which may hold a lock
+        that a worker waits for. Extra calls are harmless, and do what an exception left undone.
+        """
+        with self._lock:
+            if self._is_ending:
+                return
+            self.is_stopped, self._let_go = True, let_go
+            self._heap.clear()
+            is_idle = not self._workers
+        for _ in self._threads:
+            self._tickets.put(False)
+        if is_idle:
+            self._end()
+
+    def join(self, patience_seconds: float | None = None) -> None:
+        """Wait until all is done that `stop` asked for; a worker does not wait for itself."""
+        if threading.get_ident() in self._workers:
+            return
+        patience = Patience(patience_seconds)
+        while not self._has_ended.is_set() and not patience.is_over:
+            patience.wait(self._has_ended.wait)
+        join_all(self._threads, patience)
+
+    def _run(self) -> None:
+        """Do work until the end; what each thread runs."""
+        if not self._enter():
+            return
+        try:
+            while self._tickets.get():
+                try:
+                    self._run_next()
+                except BaseException as error:
+                    self._on_crash(error)
+        finally:
+            self._leave()
+
+    def _run_next(self) -> bool:
+        work = self._pop()
+        if work is None:
+            found = self._find_work()
+            if not found:
+                return False
+            work = found[0][1]
+            for serial, other in found[1:]:
+                self.add(serial, [other])
+        work()
+        return True
+
+    def _pop(self) -> Work | None:
+        with self._lock:
+            return heapq.heappop(self._heap)[2] if self._heap else None
+
+    def _enter(self) -> bool:
+        """Count the calling thread as a worker; False where it comes too late to be one."""
+        with self._lock:
+            if not self.is_stopped:
+                self._workers.add(threading.get_ident())
+            return not self.is_stopped
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._workers.discard(threading.get_ident())
+            is_last = self.is_stopped and not self._workers
+        if is_last:
+            self._end()
+
+    def _end(self) -> None:
+        """Let go of all that only workers use; after the last of them."""
+        is_ours = False
+        try:
+            with self._lock:
+                if not self._is_ending:
+                    self._is_ending = is_ours = True
+            if is_ours:
+                self._let_go()
+                self._cut_cycles()
+        except BaseException as error:
+            if is_ours and interruption(error) is not None:
+                self._is_ending = False  # the next `stop` ends it
+            raise
+        finally:
+            if is_ours:
+                self._has_ended.set()
+
+    def _cut_cycles(self) -> None:
+        """Let go of functions whose owners hold this object, which nobody would collect."""
+        self._find_work, self._on_crash, self._let_go = tuple, _do_nothing, _do_nothing
+
+
+def _do_nothing(*_: object) -> None:
+    pass
+
+
+def start_thread(thread: threading.Thread, what: str) -> None:
+    """Start a thread; `what` it is for is named where that fails.
+
+    Raises
+    ------
+    ReadError
+        If the system gives no more threads.
+    """
+    try:
+        thread.start()
+    except RuntimeError as error:
+        if "shutdown" in str(error):
+            raise ReadError(
+                f"{what}: the interpreter is ending, and starts no more threads; make the reader"
+                " earlier, or read with num_threads=0"
+            ) from error
+        raise ReadError(
+            f"{what}: the system gives this process no more threads ({error}); make num_threads"
+            " smaller, or raise the limit (ulimit -u, pids.max of the control group, memory)"
+        ) from error
+
+
+def join_all(threads: Sequence[threading.Thread], patience: Patience) -> None:
+    """Wait for threads to end, as long as the patience lasts."""
+    for thread in threads:  # one that was never started is not alive
+        while thread.is_alive() and not patience.is_over:
+            patience.wait(partial(_has_ended, thread))
+
+
+def _has_ended(thread: threading.Thread, seconds: float | None) -> bool:
+    thread.join(seconds)
+    return not thread.is_alive()

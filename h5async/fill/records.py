@@ -1,0 +1,168 @@
+"""Says what a filler is asked for, what it answers, and what fillers of all kinds have in common.
+
+Plain records, most of them picklable: a helper process is sent the same requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.order.sampling import OrderKey
+from h5async.plan.stored import StoredPlan
+from h5async.stats import ThreadCounts
+
+NO_SAMPLES = np.zeros(0, np.int64)
+
+
+class SlotMemory(NamedTuple):
+    """The host arrays of a slot, one of each kind for each field.
+
+    Attributes
+    ----------
+    raw
+        (batch, *raw_row): rows as read.
+    out
+        (batch, *row): rows as delivered; the very array of `raw` where the filler has nothing
+        to transform.
+    stored
+        uint8: encoded chunks, for the device to decode; None where it cannot.
+    """
+
+    raw: tuple[NDArray[Any], ...]
+    out: tuple[NDArray[Any], ...]
+    stored: tuple[NDArray[np.uint8] | None, ...]
+
+
+class FillRequest(NamedTuple):
+    """Fill a slot with a batch.
+
+    Attributes
+    ----------
+    slot
+        The slot's number.
+    serial
+        Orders requests by urgency: the lowest comes first.
+    epoch, number
+        The batch's epoch, and its number in it.
+    start
+        The position in the epoch's order at which the batch's step begins.
+    order
+        The key of that order.
+    on_device
+        Leave decoding to the device where it can decode.
+    """
+
+    slot: int
+    serial: int
+    epoch: int
+    number: int
+    start: int
+    order: OrderKey = (0, 1)
+    on_device: bool = False
+
+    def __str__(self) -> str:
+        """Name the batch, for messages."""
+        return f"batch {self.number} of epoch {self.epoch}"
+
+
+@dataclass(frozen=True, slots=True)
+class FillOutcome:
+    """What became of a request.
+
+    Attributes
+    ----------
+    index
+        int64 (n,): sample numbers of the batch.
+    arrays
+        The batch, in field order: views of the slot's `out` of n rows, or what `postprocess`
+        returned.
+    error
+        What went wrong, if anything; the arrays then hold nothing of use.
+    is_resident
+        Nothing was read, because the device has the rows.
+    stored
+        By field: which encoded chunks were read, for the device to decode; None where rows were.
+    busy_seconds
+        The time that threads spent on it, summed up.
+    warnings
+        What the consumer is to be warned of, each once.
+    """
+
+    index: NDArray[np.int64]
+    arrays: tuple[NDArray[Any], ...]
+    error: BaseException | None = None
+    is_resident: bool = False
+    stored: tuple[StoredPlan | None, ...] = ()
+    busy_seconds: float = 0.0
+    warnings: tuple[str, ...] = ()
+
+
+class FillerStats(NamedTuple):
+    """What a filler has done so far.
+
+    Attributes
+    ----------
+    stage_seconds
+        By stage, but for what `counts` has.
+    counts
+        Of all threads.
+    fallback_reads
+        Reads that went through h5py.
+    cache
+        What is kept in memory, or why not.
+    """
+
+    stage_seconds: Mapping[str, float]
+    counts: ThreadCounts
+    fallback_reads: int
+    cache: str
+
+
+class SlotFiller(Protocol):
+    """What fills slots: threads of this process (`Filler`), or a helper process.
+
+    It is made with four functions that it calls in its threads: ``next_requests()`` says, after
+    `kick`, what is to be filled now; ``before_fill(slot)`` returns when the slot may be written to;
+    ``on_done(request, outcome)`` takes the outcome of each request; ``on_crash(error)`` takes an
+    error that belongs to no batch.
+    """
+
+    @property
+    def ways(self) -> list[str]:
+        """How each field is read, in field order; see `ReaderStats.ways`."""
+
+    def kick(self) -> None:
+        """Have a worker ask for requests. Never blocks; extra calls are harmless."""
+
+    def fill(self, request: FillRequest) -> None:
+        """Fill a slot. Never blocks. Safe to call from any thread."""
+
+    def run_next(self) -> bool:
+        """Do the most urgent work in the calling thread; return False where there is none."""
+
+    def abandon(self) -> bool:
+        """Forget, after an exception in `run_next`, all that was begun; return whether it was."""
+
+    def stats(self) -> FillerStats:
+        """Return what was done so far."""
+
+    def note_uploaded(self, slot: int, index: NDArray[np.int64]) -> None:
+        """Note that the device cache has the samples of the batch in a slot."""
+
+    def drop_stored(self, slots: Sequence[SlotMemory]) -> None:
+        """Take slots without memory for encoded chunks; no request is left that may need it."""
+
+    def stop(self, then: Callable[[], None]) -> None:
+        """Drop all requests; when the work under way is done, let go of all, and call `then`.
+
+        Never waits: it is called by the garbage collector, in any thread, which may hold a lock
+        that a worker waits for. Extra calls are harmless, and do what an exception left undone.
+        """
+
+    def join(self, patience_seconds: float | None = None) -> None:
+        """Wait until all is done that `stop` asked for; a worker does not wait for itself."""

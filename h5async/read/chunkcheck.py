@@ -1,0 +1,116 @@
+"""Checks chunks before h5py reads them.
+
+HDF5 answers a chunk that decodes short with whatever its heap held. So each chunk of which some
+filters can be undone here is decoded here, too, as far as that goes, the first time that one of its
+samples is needed. An open dataset and sample numbers enter; an error leaves where a chunk of theirs
+is damaged.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import h5py
+import numpy as np
+
+from h5async.codec.decoding import Bytes
+from h5async.codec.filters import can_decode, encoded_nbytes, has_known_length, stated_length
+from h5async.index.chunkindex import stored_nbytes
+from h5async.index.layout import DatasetLayout, needed_nbytes
+from h5async.plan.records import Int64s
+from h5async.read.pipeline import DAMAGED, FilterPipeline, wrong_size
+from h5async.read.scratch import Scratch, encoded_room
+
+
+class ChunkCheck:
+    """Finds chunks that do not decode to their full length, each once.
+
+    Parameters
+    ----------
+    layout
+        Of a chunked dataset with filters of which the last one to be undone can be checked: the
+        one that is read, or a source of it.
+    """
+
+    def __init__(self, layout: DatasetLayout) -> None:
+        self.layout = layout
+        rank = len(layout.chunk_shape) - layout.extra_dims
+        self._shape, self._chunk = layout.shape[:rank], layout.chunk_shape[:rank]
+        self._grid = layout.grid[:rank]
+        self._nbytes = math.prod(self._chunk) * layout.stored_itemsize
+        filters = layout.filters
+        # How many filters HDF5 has to undo, the last ones; the others are undone here, before it.
+        self._left = next(
+            (k for k in range(len(filters), 0, -1) if not can_decode(filters[k - 1])), 0
+        )
+        self._pipeline = FilterPipeline(filters[self._left :], self._nbytes)
+        self._checked: set[int] = set()  # numbers along the samples' dimension
+
+    @classmethod
+    def of(cls, layout: DatasetLayout) -> ChunkCheck | None:
+        """Return the check for a dataset, or None where there is nothing to be checked."""
+        if not (layout.chunk_shape and layout.filters and layout.stored_itemsize):
+            return None
+        check = cls(layout)
+        last = layout.filters[check._left - 1]
+        return check if not check._left or has_known_length(last) else None
+
+    def run(self, dataset: h5py.Dataset, sample: Int64s, require_open: Callable[[], None]) -> None:
+        """Check the chunks that hold some samples, through the open dataset.
+
+        Parameters
+        ----------
+        require_open
+            Called before each chunk; raises where nobody wants the rest.
+
+        Raises
+        ------
+        ValueError
+            If a chunk is damaged; the message names it.
+        """
+        axis = self.layout.sample_axis
+        numbers = set(np.unique(sample // self._chunk[axis]).tolist()) - self._checked
+        if not numbers:
+            return
+        # Taken for as long as chunks are checked: there may be thousands of files with a check.
+        out = np.empty(self._nbytes if not self._left else encoded_room(self._nbytes), np.uint8)
+        scratch = Scratch.allocate(0, 0, self._pipeline.between_nbytes)
+        for number in sorted(numbers):
+            cells = [[number] if a == axis else range(n) for a, n in enumerate(self._grid)]
+            for cell in itertools.product(*cells):
+                require_open()
+                corner = tuple(c * size for c, size in zip(cell, self._chunk, strict=True))
+                try:
+                    self._check(dataset, corner, out, scratch)
+                except (ValueError, RuntimeError, OSError) as error:
+                    at = f'{self.layout.file}: dataset "{self.layout.path}", chunk {corner}'
+                    raise ValueError(f"{at}: {error}{DAMAGED}") from error
+            self._checked.add(number)
+
+    def _check(
+        self, dataset: h5py.Dataset, corner: tuple[int, ...], out: Bytes, scratch: Scratch
+    ) -> None:
+        ends = (c + size for c, size in zip(corner, self._chunk, strict=True))
+        is_partial = any(end > n for end, n in zip(ends, self._shape, strict=True))
+        if is_partial and self.layout.has_raw_edges:
+            return
+        if not stored_nbytes(dataset, corner):
+            return
+        mask, encoded = dataset.id.read_direct_chunk(corner)
+        itemsize = self.layout.stored_itemsize
+        least = expected = needed_nbytes(self._shape, self._chunk, corner, itemsize)
+        hdf5s = self.layout.filters[: self._left]
+        if hdf5s and mask >> (self._left - 1) & 1:  # the last one of them was not applied
+            if self._left > 1:
+                return
+            hdf5s = ()
+        if hdf5s:
+            least = encoded_nbytes(hdf5s[-1])
+        self._pipeline.decode(
+            np.frombuffer(encoded, np.uint8), mask >> self._left, out, scratch, least_nbytes=least
+        )
+        stated = stated_length(hdf5s[-1], out) if hdf5s else None
+        if stated is not None and stated < expected:
+            raise ValueError(wrong_size(expected, stated, hdf5s[-1].label))

@@ -1,0 +1,149 @@
+"""Chooses how each dataset is read, and makes its executors.
+
+Layouts enter; for each, an executor leaves (`execute.py` says what that is). What executors share,
+and what has to be closed in the end, is here: the open files, h5py's among them, the decoded chunks
+that are kept, and what was noticed of files that have changed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal
+
+from h5async.core.binding import MAX_RANK, Core
+from h5async.index.changes import FileChanges
+from h5async.index.layout import DatasetLayout
+from h5async.io.storage import IoMode, LocalFiles, affordable_files
+from h5async.read.chunkcache import ChunkCache
+from h5async.read.execute import Executor, PlanExecutor
+from h5async.read.fallback import FallbackExecutor, FallbackReader
+from h5async.read.native import NativeExecutor
+from h5async.read.parts import MemoryExecutor, PartsExecutor
+from h5async.read.stored import StoredReader
+
+
+def method_of(
+    core: Core | None, layout: DatasetLayout
+) -> Literal["core", "python", "h5py", "memory"]:
+    """Return by which method a dataset without parts is read."""
+    if layout.fallback_reason is not None:
+        return "h5py"
+    if layout.values is not None:
+        return "memory"
+    if core is None or len(layout.shape) > MAX_RANK or core.filters(layout.filters) is None:
+        return "python"
+    return "core"
+
+
+class Executors:
+    """Makes executors for the fields of a dataset, and owns what they share.
+
+    Parameters
+    ----------
+    core
+        The compiled core; None: do without.
+    layouts
+        In field order.
+    io
+        How files are read.
+    kept_nbytes
+        By field: for decoded chunks that later batches may need.
+    on_change
+        Called where a file has changed but still holds what was indexed: what was read of it
+        before is worthless.
+    """
+
+    def __init__(
+        self,
+        core: Core | None,
+        layouts: Sequence[DatasetLayout],
+        io: IoMode,
+        kept_nbytes: Sequence[int],
+        on_change: Callable[[], None],
+    ) -> None:
+        self._core = core
+        self._layouts = layouts
+        self._kept_nbytes = kept_nbytes
+        self._caches: list[ChunkCache] = []  # by field; always this list
+        # (Not a method: that would hold this object, and all that it holds.)
+        self._changes = FileChanges(layouts, partial(_forget, self._caches, on_change))
+        self._kept_files = affordable_files()
+        self._fallback = FallbackReader(self._kept_files, self._changes)
+        self._files = LocalFiles(
+            self._kept_files,
+            io,
+            python_maps=core is None,
+            look_anew=self._changes.look_anew,
+        )
+
+    @property
+    def methods(self) -> list[str]:
+        """How each field is read, in field order; see `ReaderStats.ways`."""
+        return [
+            " and ".join(sorted({method_of(self._core, leaf) for leaf in layout.leaves()}))
+            for layout in self._layouts
+        ]
+
+    @property
+    def fallback_reads(self) -> int:
+        """Reads that went through h5py."""
+        return self._fallback.reads
+
+    def make(self) -> list[Executor]:
+        """Make an executor for each field, with caches of decoded chunks that are empty."""
+        self._caches[:] = [ChunkCache(nbytes) for nbytes in self._kept_nbytes]
+        pairs = zip(self._layouts, self._caches, strict=True)
+        return [self._executor(layout, cache) for layout, cache in pairs]
+
+    def stored_reader(self, layout: DatasetLayout) -> StoredReader | None:
+        """Make what reads the encoded chunks of a field; None where that needs the core."""
+        return None if self._core is None else StoredReader(self._core, layout, self._files)
+
+    def open_ahead(self, layout: DatasetLayout, is_closed: Callable[[], bool]) -> None:
+        """Open the first files of a field, so that they are those that were indexed.
+
+        Raises
+        ------
+        ReadError
+            If a file cannot be opened, or is not the one that was indexed.
+        """
+        for source in itertools.islice(layout.leaves(), self._kept_files):
+            if is_closed():
+                return
+            if source.fallback_reason is not None:
+                self._fallback.open(source)
+            elif source.values is None:
+                with self._files.using(source.file, source.stamp):
+                    pass
+
+    def take_warnings(self) -> tuple[str, ...]:
+        """Return what was noticed of files that the caller should know, each once."""
+        return self._changes.take_warnings()
+
+    def close(self) -> None:
+        """Close all files, after any use. Idempotent."""
+        self._files.close()
+        self._fallback.close()
+        self._caches.clear()
+
+    def _executor(self, layout: DatasetLayout, cache: ChunkCache) -> Executor:
+        if layout.parts:
+            return PartsExecutor(layout, lambda source: self._executor(source, cache))
+        match method_of(self._core, layout):
+            case "h5py":
+                return FallbackExecutor(layout, self._fallback)
+            case "memory":
+                return MemoryExecutor(layout)
+            case "core":
+                assert self._core is not None
+                return NativeExecutor(self._core, layout, self._files, cache)
+        return PlanExecutor(layout, self._files, cache)
+
+
+def _forget(caches: Sequence[ChunkCache], on_change: Callable[[], None]) -> None:
+    """Forget what was read of a file that has changed since."""
+    for cache in caches:
+        cache.clear()
+    on_change()

@@ -1,0 +1,119 @@
+"""Holds the working memory of a thread, made once and used for every batch.
+
+The layouts of all fields enter, and say how much is needed; a `Scratch` for each thread leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from ctypes import c_int32
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from h5async.codec.decoding import Bytes
+from h5async.core.binding import Core, CoreWorker
+from h5async.errors import ReaderClosedError
+from h5async.index.layout import DatasetLayout
+from h5async.stats import ThreadCounts
+
+CLOSED = "the reader was closed while a batch was being read"
+
+
+class ScratchSize(NamedTuple):
+    """Bytes of the buffers of a `Scratch`.
+
+    Attributes
+    ----------
+    encoded, raw_chunk, between
+        As in `Scratch`; `between` is the size of each of its buffers.
+    """
+
+    encoded: int
+    raw_chunk: int
+    between: int
+
+    @classmethod
+    def of(cls, layouts: Iterable[DatasetLayout]) -> ScratchSize:
+        """Return what any field needs, at most."""
+        leaves = (leaf for layout in layouts for leaf in layout.leaves())
+        return cls(*map(max, *map(_scratch_size, leaves), (0, 0, 0), (0, 0, 0)))
+
+
+def _scratch_size(layout: DatasetLayout) -> ScratchSize:
+    """Return what a dataset without parts needs."""
+    if layout.chunks is None or (layout.rows_are_whole and not layout.filters):
+        return ScratchSize(0, 0, 0)
+    if not layout.filters:
+        return ScratchSize(0, layout.chunk_nbytes, 0)
+    encoded = int(layout.chunks.nbytes.max(initial=0))
+    return ScratchSize(encoded, layout.chunk_nbytes, encoded_room(layout.chunk_nbytes))
+
+
+@dataclass
+class Scratch:
+    """The working memory of one thread, made once.
+
+    Attributes
+    ----------
+    encoded
+        For an encoded chunk.
+    raw_chunk
+        For a decoded chunk, or its needed parts, that does not go to a batch as a whole.
+    between
+        Three buffers: two for what lies between the filters of a pipeline, one for a decoder.
+    stop
+        Not 0 once the reader is being closed; see `require_open`.
+    counts
+        What the thread that uses it has done in Python; see `total`.
+    """
+
+    encoded: Bytes
+    raw_chunk: Bytes
+    between: tuple[Bytes, Bytes, Bytes]
+    stop: c_int32 = field(default_factory=c_int32)
+    counts: ThreadCounts = field(default_factory=ThreadCounts)
+    _worker: CoreWorker | None = None
+
+    def total(self) -> ThreadCounts:
+        """Return what was done in Python and by the compiled core."""
+        if self._worker is None:
+            return self.counts
+        return self.counts.plus(self._worker.counts())
+
+    def require_open(self) -> None:
+        """Raise `ReaderClosedError` once the reader is being closed: nobody wants the rest."""
+        if self.stop.value:
+            raise ReaderClosedError(CLOSED)
+
+    def worker(self, core: Core) -> CoreWorker:
+        """Return what this thread needs to call the compiled core; made when first asked for."""
+        if self._worker is None:
+            self._worker = core.new_worker(self.encoded, self.raw_chunk, self.between, self.stop)
+        return self._worker
+
+    @classmethod
+    def allocate(
+        cls,
+        encoded_nbytes: int,
+        chunk_nbytes: int,
+        between_nbytes: int,
+        stop: c_int32 | None = None,
+    ) -> Scratch:
+        """Reserve memory; pages that are never touched cost nothing."""
+        return cls(
+            np.empty(encoded_nbytes, np.uint8),
+            np.empty(chunk_nbytes, np.uint8),
+            (
+                np.empty(between_nbytes, np.uint8),
+                np.empty(between_nbytes, np.uint8),
+                np.empty(between_nbytes, np.uint8),
+            ),
+            c_int32() if stop is None else stop,
+        )
+
+
+def encoded_room(chunk_nbytes: int) -> int:
+    """Return what an encoded chunk may take: two compressors in a row grow a little."""
+    return chunk_nbytes + chunk_nbytes // 8 + 65536

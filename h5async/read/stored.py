@@ -1,0 +1,87 @@
+"""Reads encoded chunks, for a GPU to decode.
+
+A slice of a `StoredPlan` enters; the chunks leave as they are stored in the file, in the memory
+that the slot has for them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.core.binding import Core, address
+from h5async.errors import ReadError
+from h5async.index.layout import DatasetLayout
+from h5async.io.storage import FileStamp, LocalFile, LocalFiles
+from h5async.plan.stored import StoredPlan
+from h5async.read.native import CoreCall
+from h5async.read.scratch import Scratch
+
+
+class StoredReader:
+    """Reads encoded chunks. Safe to use from many threads.
+
+    Parameters
+    ----------
+    core
+        The compiled core.
+    layout
+        Of a dataset that has a `StoredFormat`.
+    files
+        Opens the files; closed by whoever made it.
+    """
+
+    def __init__(self, core: Core, layout: DatasetLayout, files: LocalFiles) -> None:
+        self._core = core
+        self._leaves = list(layout.leaves())
+        self._files = files
+
+    def execute(
+        self, plan: StoredPlan, start: int, stop: int, stored: NDArray[np.uint8], scratch: Scratch
+    ) -> None:
+        """Read items `start` to `stop` of a plan to where the plan says in `stored`.
+
+        Raises
+        ------
+        ReadError
+            If one cannot be read.
+        """
+        for leaf, begin, end in zip(
+            plan.leaf, plan.leaf_start[:-1], plan.leaf_start[1:], strict=True
+        ):
+            here = slice(max(start, begin), min(stop, end))
+            if here.stop > here.start:
+                source = self._leaves[leaf]
+                work = partial(self._read, plan, source, here, stored, scratch)
+                self._files.read(source.file, source.stamp, work)
+
+    def _read(
+        self,
+        plan: StoredPlan,
+        source: DatasetLayout,
+        here: slice,
+        stored: NDArray[np.uint8],
+        scratch: Scratch,
+        file: LocalFile,
+        stamp: FileStamp,
+    ) -> bool:
+        offset, nbytes, count = plan.offset[here], plan.nbytes[here], here.stop - here.start
+        call = CoreCall(self._core, file, stamp, scratch)
+        done = self._core.read_stored(
+            *call.arguments,
+            address(offset),
+            address(nbytes),
+            address(plan.position[here]),
+            count,
+            address(stored),
+            stored.nbytes,
+        )
+        call.finish()
+        if done < count:
+            raise ReadError(
+                f'{source.file}: dataset "{source.path}": {nbytes[done]} bytes at byte'
+                f" {offset[done]} cannot be read"
+            )
+        return not file.has_swmr_writer
