@@ -10,6 +10,7 @@ from ctypes import POINTER, Structure, c_int32, c_int64, c_void_p
 
 from h5async.core.binding import DatasetStruct, TransformStruct
 
+
 class SourceStruct(Structure):
     """A row of the table of sources; the core writes to the members from `fd` on."""
 

@@ -1,4 +1,4 @@
-"""Builds one table of a field's segments and extents, over all datasets and files that hold its rows.
+"""Builds one table of a field's segments and extents, over all that holds its rows.
 
 A field has layers, nearly always one: each holds a piece of every row (the whole row, or a region
 of it). A layer is a table of segments, sorted by their first sample: the rows of a segment lie at
@@ -322,12 +322,23 @@ class _FieldBuilder:
         is_whole = leaf.source_region is None and leaf.region is None and leaf.member is None
         if not is_whole:
             kind = Kind.CHUNKS
-        own = layout.shape if layout.sample_axis or kind == Kind.CHUNKS and not layout.chunk_shape \
+        own = (
+            layout.shape
+            if layout.sample_axis or (kind == Kind.CHUNKS and not layout.chunk_shape)
             else layout.shape[1:]
+        )
         key = (
-            kind, own, layout.sample_axis, layout.chunk_shape, layout.dtype.str, layout.filters,
-            _region_key(leaf.region), _region_key(leaf.source_region), leaf.member,
-            layout.values is not None, layout.fill.tobytes(),
+            kind,
+            own,
+            layout.sample_axis,
+            layout.chunk_shape,
+            layout.dtype.str,
+            layout.filters,
+            _region_key(leaf.region),
+            _region_key(leaf.source_region),
+            leaf.member,
+            layout.values is not None,
+            layout.fill.tobytes(),
         )
         return self._shape_number(key, lambda: _shape(leaf, kind, self._layout, is_whole))
 
@@ -367,9 +378,9 @@ def _without_gaps(
         first = np.concatenate((first, gap_first[gaps]))[order]
         empty = {"shape": -1, "step": 1}
         columns = {
-            name: np.concatenate(
-                (column, np.full(gaps.size, empty.get(name, 0), column.dtype))
-            )[order]
+            name: np.concatenate((column, np.full(gaps.size, empty.get(name, 0), column.dtype)))[
+                order
+            ]
             for name, column in columns.items()
         }
     return Layer(first=np.append(first, num_samples), **columns)
@@ -412,7 +423,9 @@ def _leaves(layout: DatasetLayout) -> Iterator[_Leaf]:
 
 def _can_take_member(part: Part, layout: DatasetLayout) -> bool:
     fields = part.source.dtype.fields
-    if part.region is not None or part.source_region is not None or fields is None:
+    if part.region is not None or part.source_region is not None:
+        return False
+    if fields is None or part.member is None:
         return False
     member = fields[part.member][0] if part.member in fields else None
     return (
@@ -442,7 +455,9 @@ def _runs_of(part: Part) -> _Runs:
         return _one_run(ours.start, size, theirs.start)
     if ours.is_run and theirs.block == 1:
         return _one_run(ours.start, size, theirs.start, theirs.stride)
-    edges = np.unique(np.concatenate([_block_edges(ours, size), _block_edges(theirs, size), [size]]))
+    edges = np.unique(
+        np.concatenate([_block_edges(ours, size), _block_edges(theirs, size), [size]])
+    )
     begin = edges[:-1]
     return _Runs(ours.at(begin), np.diff(edges), theirs.at(begin), np.ones(begin.size, np.int64))
 
@@ -502,7 +517,7 @@ class _Axis(NamedTuple):
         on; how many; and how many of the dimension lie in the cells before.
     step
         Between elements that are wanted.
-    count
+    total
         How many are wanted of the whole dimension.
     """
 
@@ -511,7 +526,7 @@ class _Axis(NamedTuple):
     extent: Int64s
     done: Int64s
     step: int
-    count: int
+    total: int
 
 
 def _axis(size: int, cell_size: int, wanted: slice | None) -> _Axis:
@@ -544,10 +559,8 @@ def _shape(leaf: _Leaf, kind: Kind, whole: DatasetLayout, is_whole: bool) -> Sha
         itemsize, extra = member.base.itemsize, member.shape
     strides = np.cumprod((source_itemsize, *chunk_shape[:0:-1]), dtype=np.int64)[::-1]
     wanted = leaf.source_region or (None,) * len(rest)
-    axes = [
-        _axis(shape[a], cell_shape[a], part) for a, part in zip(rest, wanted, strict=True)
-    ]
-    row_strides, row_begin = _row_strides(whole, leaf.region, [a.count for a in axes], extra)
+    axes = [_axis(shape[a], cell_shape[a], part) for a, part in zip(rest, wanted, strict=True)]
+    row_strides, row_begin = _row_strides(whole, leaf.region, [a.total for a in axes], extra)
     if not rest:
         grid_index: list[Int64s] = []
         num_pieces = 1
@@ -628,7 +641,7 @@ def _row_strides(
         if count == 1:
             found.append(0)
             continue
-        assert at < len(ours) and ours[at][0] == count, (ours, theirs)
+        assert ours[at][0] == count
         found.append(ours[at][1])
         at += 1
     return found, begin

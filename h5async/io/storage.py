@@ -320,6 +320,8 @@ class LocalFiles:
         As for `LocalFile`.
     look_anew
         Called in the thread that finds a file changed; None: such a file is refused.
+    on_new_stamp
+        Called with the path and stamp of a file that was changed, but holds what was indexed.
     """
 
     def __init__(
@@ -329,7 +331,9 @@ class LocalFiles:
         *,
         python_maps: bool = False,
         look_anew: LookAnew | None = None,
+        on_new_stamp: Callable[[str, FileStamp], None] | None = None,
     ) -> None:
+        self._on_new_stamp = on_new_stamp
         self._io: IoMode = io
         self._python_maps = python_maps
         self._look_anew = look_anew or _refuse
@@ -402,6 +406,8 @@ class LocalFiles:
                 self._look_anew(file, now)
             file.has_swmr_writer = has_swmr_writer(file.descriptor)
             file.stamp = now
+            if self._on_new_stamp is not None:
+                self._on_new_stamp(file.path, now)
 
     @contextlib.contextmanager
     def using(self, path: str, expected: FileStamp) -> Iterator[LocalFile]:

@@ -25,17 +25,16 @@ from h5async.core.batch import (
     SourceStruct,
     TargetStruct,
 )
-from h5async.core.binding import IO_MODES, MAX_RANK, Core, DatasetStruct, TransformStruct, address
+from h5async.core.binding import IO_MODES, MAX_RANK, Core, DatasetStruct, address
 from h5async.errors import ReaderClosedError
 from h5async.index.extents import FieldTable, Kind, Layer, Shape, SourceFile, TableBuilder
 from h5async.index.layout import DatasetLayout
 from h5async.io.storage import FileStamp, IoMode, may_map
-from h5async.read.codecs import Scratch
-from h5async.read.native import NativeTransform
+from h5async.read.scratch import CLOSED, Scratch
+from h5async.read.transform import NativeTransform
 
 Int64s = NDArray[np.int64]
 _SOURCE, _ITEM = np.dtype(SourceStruct), np.dtype(ItemStruct)
-_MIN_SHARE_NBYTES = 256 * 1024  # about 25 µs of copying: what it costs to wake a thread
 _MOST_MAPS = 16384  # of vm.max_map_count, 65,530 in most kernels
 
 
@@ -88,6 +87,11 @@ class Collection:
             if table is not None and table.can_read:
                 self._describe_field(struct, table, layout, kept, transform)
         self._sources = self._open(builder.sources, io, most_open)
+        self._num_sources = len(builder.sources)
+        self._most_open = most_open
+        self._batches: list[SlotBatch] = []
+        # Fields whose rows are transformed as they are read.
+        self.transforms = [bool(struct.transform) for struct in self._fields]
 
     # --- tables --------------------------------------------------------------------------------
 
@@ -109,8 +113,12 @@ class Collection:
         gives_back = len(sources) > most_open and all(mapped.values())
         memory = ctypes.create_string_buffer(self._core.sources_nbytes())
         self._core.open_sources(
-            memory, self._hold(table), len(table), _MOST_MAPS if gives_back else most_open,
-            IO_MODES[io], gives_back,
+            memory,
+            self._hold(table),
+            len(table),
+            _MOST_MAPS if gives_back else most_open,
+            IO_MODES[io],
+            gives_back,
         )
         return memory
 
@@ -174,8 +182,12 @@ class Collection:
             begin=-1 if shape.has_chunks else 0,
         )
         return ShapeStruct(
-            dataset, self._hold(shape.cross_number), shape.number_stride, shape.kind,
-            shape.source_row_nbytes, shape.keeps,
+            dataset,
+            self._hold(shape.cross_number),
+            shape.number_stride,
+            shape.kind,
+            shape.source_row_nbytes,
+            shape.keeps,
         )
 
     def _hold(self, array: NDArray[Any]) -> int:
@@ -190,17 +202,28 @@ class Collection:
         targets = (TargetStruct * self._num_fields)()
         for target, one, other in zip(targets, raw, out, strict=True):
             target.raw, target.out = address(one), address(other)
-        return SlotBatch(BatchPlanStruct(), targets, raw[0].shape[0], (raw, out))
+        batch = SlotBatch(BatchPlanStruct(), targets, raw[0].shape[0], (raw, out))
+        self._batches.append(batch)
+        return batch
 
     def plan(
         self, batch: SlotBatch, samples: Int64s, wanted: Sequence[bool], threads: int
-    ) -> list[int]:
-        """Plan a batch, and cut it into shares of about equal cost, `threads` at most.
+    ) -> tuple[int, int]:
+        """Plan a batch.
+
+        Parameters
+        ----------
+        samples
+            int64 (n,), C-contiguous: sample numbers.
+        wanted
+            By field: whether it is to be read.
+        threads
+            That may share the work.
 
         Returns
         -------
-        list of int
-            Where each share begins, and where the last one ends.
+        num_items, nbytes
+            Items of the plan, and what they cost.
 
         Raises
         ------
@@ -211,17 +234,17 @@ class Collection:
             target.is_wanted = is_wanted
         plan, count = batch.plan, samples.size
         if not self._core.plan_batch(
-            ctypes.byref(plan), self._fields, batch.targets, self._num_fields, address(samples),
-            count, self.num_samples, threads,
+            ctypes.byref(plan),
+            self._fields,
+            batch.targets,
+            self._num_fields,
+            address(samples),
+            count,
+            self.num_samples,
+            threads,
         ):
             raise MemoryError("no memory is left for the plan of a batch")
-        items = plan.num_items
-        parts = max(1, min(threads, items, plan.nbytes // _MIN_SHARE_NBYTES))
-        if parts == 1:
-            return [0, items]
-        cost = np.cumsum(self._items(batch)["nbytes"])
-        edges = np.searchsorted(cost, cost[-1] * np.arange(1, parts) // parts, side="right")
-        return [0, *edges.tolist(), items]
+        return plan.num_items, plan.nbytes
 
     def read(self, batch: SlotBatch, start: int, stop: int, scratch: Scratch) -> int:
         """Read items of a plan; return how many are left to the Python implementation.
@@ -235,12 +258,18 @@ class Collection:
             return 0
         worker = scratch.worker(self._core)
         refused = self._core.read_batch(
-            ctypes.byref(batch.plan), self._fields, batch.targets, self._sources,
-            ctypes.byref(worker.struct), start, stop, batch.rows,
+            ctypes.byref(batch.plan),
+            self._fields,
+            batch.targets,
+            self._sources,
+            ctypes.byref(worker.struct),
+            start,
+            stop,
+            batch.rows,
         )
         worker.note_return()
         if refused < 0:
-            raise ReaderClosedError("the reader was closed while a batch was being read")
+            raise ReaderClosedError(CLOSED)
         return int(refused)
 
     def left(self, batch: SlotBatch) -> Iterator[tuple[int, Int64s]]:
@@ -267,16 +296,21 @@ class Collection:
 
     # --- files ---------------------------------------------------------------------------------
 
-    def open_ahead(self, count: int) -> None:
-        """Open the first files, so that they are those that were indexed, as far as it goes."""
-        self._core.open_ahead(self._sources, count)
+    def open_ahead(self) -> bool:
+        """Open the first files, so that they are those that were indexed; False: one is not."""
+        count = min(self._num_sources, self._most_open)
+        return bool(self._core.open_ahead(self._sources, count) == count)
 
     def restamp(self, path: str, stamp: FileStamp) -> None:
         """Say that a file which was changed still holds what was indexed."""
         number = self._numbers.get(path)
         if number is not None:
             self._core.restamp(
-                self._sources, number, stamp.nbytes, stamp.modified_ns, stamp.changed_ns,
+                self._sources,
+                number,
+                stamp.nbytes,
+                stamp.modified_ns,
+                stamp.changed_ns,
                 may_map(path, self._io),
             )
 
@@ -285,10 +319,11 @@ class Collection:
         for store in self._stores:
             self._core.clear_store(store)
 
-    def close(self, batches: Sequence[SlotBatch]) -> None:
+    def close(self) -> None:
         """Close the files and free what is kept; nobody uses any of it. Idempotent."""
-        for batch in batches:
+        for batch in self._batches:
             self._core.free_plan(ctypes.byref(batch.plan))
+        self._batches.clear()
         self._core.close_sources(self._sources)
         for store in self._stores:
             self._core.free_store(store)
