@@ -2,6 +2,7 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
+from h5async.batch import Batch
 from h5async.config import Field, ReaderConfig
 from h5async.errors import (
     BatchExpiredError,
@@ -17,7 +18,7 @@ from h5async.errors import (
     ReadError,
     UnsafeFileError,
 )
-from h5async.reader import AsyncReader, Batch
+from h5async.reader import AsyncReader
 from h5async.stats import ReaderStats
 
 try:

@@ -1,4 +1,4 @@
-"""Options enter; how fast a reader with them gives batches to a loop that does nothing leaves."""
+"""Measures how fast a reader delivers batches to a loop that does nothing else."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from h5async.stats import ReaderStats
 _LEAST_BATCHES = 3  # the first one is start-up
 
 
-class Trial(NamedTuple):
-    """Options beside those given, and what a reader with them did."""
+class Measurement(NamedTuple):
+    """Options that were changed, and what a reader with them did."""
 
     changed: dict[str, Any]
     stats: ReaderStats
@@ -28,7 +28,7 @@ class Trial(NamedTuple):
         return stats.nbytes * share / stats.elapsed_seconds / 1e9 if stats.elapsed_seconds else 0.0
 
 
-def run_flat_out(config: ReaderConfig, seconds: float, **changed: Any) -> Trial:
+def run_flat_out(config: ReaderConfig, seconds: float, **changed: Any) -> Measurement:
     """Read batches for some seconds, epoch after epoch.
 
     Raises
@@ -44,7 +44,7 @@ def run_flat_out(config: ReaderConfig, seconds: float, **changed: Any) -> Trial:
                 batches += 1
                 if perf_counter() >= end and batches >= _LEAST_BATCHES:
                     break
-        return Trial(changed, reader.stats())
+        return Measurement(changed, reader.stats())
 
 
 def alternatives(config: ReaderConfig) -> Iterator[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The exception tree: what went wrong enters as a message, one type per kind of remedy leaves.
+"""Defines the exceptions that h5async raises: a tree with one type for each kind of remedy.
 
 ::
 
@@ -7,13 +7,13 @@
     ├── DatasetError (KeyError)            a dataset is missing or cannot make batches
     ├── ReadError (OSError)                bytes could not be read or decoded
     ├── UnsafeFileError (PermissionError)  a file reaches outside itself
-    ├── OutOfMemoryError (MemoryError)     the system gave no memory, or would not have enough
+    ├── OutOfMemoryError (MemoryError)     the system refused memory, or has too little
     │   └── BudgetError (also ConfigError)  ... for what the options ask for
     ├── DeviceError (RuntimeError)         no GPU, no CuPy, or a dtype that the GPU lacks
     ├── ReaderClosedError (RuntimeError)   the reader was used after ``close()``
     ├── BatchTimeoutError (TimeoutError)   no batch within the time allowed
     ├── BatchExpiredError (RuntimeError)   a batch was used after its life, with debug_lifetimes
-    └── PostprocessError                   the caller's own function raised; also of the raised type
+    └── PostprocessError                   postprocess raised; also of the type that it raised
 
     FileChangedWarning (UserWarning)       a file was changed under an open reader, which goes on
 """
@@ -30,7 +30,7 @@ class H5AsyncError(Exception):
     """Base of every error that h5async raises on purpose."""
 
     def __str__(self) -> str:
-        """Return the message as it was given (`KeyError` would quote it), as it can be printed."""
+        """Return the message as it was given, in printable form (`KeyError` would quote it)."""
         return printable(str(self.args[0]) if len(self.args) == 1 else super().__str__())
 
 
@@ -47,7 +47,7 @@ class ReadError(H5AsyncError, OSError):
 
 
 class UnsafeFileError(H5AsyncError, PermissionError):
-    """A file refers to data outside itself, and that was not permitted."""
+    """A file refers to data outside itself, which is not permitted."""
 
 
 class OutOfMemoryError(H5AsyncError, MemoryError):
@@ -59,7 +59,7 @@ class BudgetError(OutOfMemoryError, ConfigError):
 
 
 class DeviceError(H5AsyncError, RuntimeError):
-    """The device asked for is not there, or cannot hold the data."""
+    """The device does not exist, or cannot hold the data."""
 
 
 class ReaderClosedError(H5AsyncError, RuntimeError):
@@ -67,11 +67,11 @@ class ReaderClosedError(H5AsyncError, RuntimeError):
 
 
 class BatchTimeoutError(H5AsyncError, TimeoutError):
-    """The batch was not ready within the time allowed; it can still be asked for."""
+    """The batch was not ready within the time allowed; the next call waits for it again."""
 
 
 class BatchExpiredError(H5AsyncError, RuntimeError):
-    """A batch was used after the next one had been asked for; see ``debug_lifetimes``."""
+    """A batch was used after its life, which the next call ended; see ``debug_lifetimes``."""
 
 
 class FileChangedWarning(UserWarning):
@@ -84,12 +84,12 @@ class PostprocessError(H5AsyncError):
 
 @contextmanager
 def taking_memory(what: str, remedy: str) -> Iterator[None]:
-    """Turn what says in the context that memory was refused into an `OutOfMemoryError`.
+    """Turn errors which say that memory was refused into an `OutOfMemoryError`.
 
     Parameters
     ----------
     what
-        That needs memory: ``"train.h5: 2 batches of 64 samples"``.
+        What needs memory: ``"train.h5: 2 batches of 64 samples"``.
     remedy
         What to do about it.
     """
@@ -102,10 +102,10 @@ def taking_memory(what: str, remedy: str) -> Iterator[None]:
 
 
 def is_lack_of_memory(error: BaseException | None) -> TypeGuard[Exception]:
-    """Tell whether an error is of Python or a library, for memory, and says nothing of a file."""
+    """Tell whether Python or a library says by an error that it got no memory."""
     if isinstance(error, H5AsyncError):
         return False
-    # Locks of Python have a `RuntimeError` for it, and some functions of NumPy's forget to set any.
+    # Python's locks raise a `RuntimeError` for it, and some functions of NumPy set no error at all.
     words = (
         "can't allocate lock",
         "returned NULL without setting an exception",
@@ -121,26 +121,26 @@ def out_of_memory(what: str, cause: BaseException, remedy: str = "") -> OutOfMem
     Parameters
     ----------
     what, remedy
-        As of `taking_memory`; by default the remedies that there always are.
+        As of `taking_memory`; the default remedy is one that always applies.
     cause
-        What was raised.
+        The error that was raised.
 
     Returns
     -------
     OutOfMemoryError
-        With `cause` as its own.
+        With `cause` as its cause.
     """
     found = f" ({cause})" if str(cause) else ""
     remedy = remedy or "make batch_size, prefetch or num_threads smaller, or free some memory"
-    error = OutOfMemoryError(f"{what}: the system gives no more memory{found}; {remedy}")
+    error = OutOfMemoryError(f"{what}: the system refused more memory{found}; {remedy}")
     error.__cause__ = cause
     return error
 
 
 def forget_frames(error: BaseException) -> None:
-    """Let go of what functions held that an error went through, it and all that led to it.
+    """Clear the local variables that the tracebacks of an error and of its causes hold.
 
-    Its traceback still tells where it came from; functions that still run keep what they hold.
+    The tracebacks still tell where the error came from; functions that still run are left alone.
     """
     seen: set[int] = set()
     todo: list[BaseException | None] = [error]

@@ -1,7 +1,7 @@
-"""Names in HDF5 files, which are bytes, enter; `str` leaves, and what can be shown of it anywhere.
+"""Converts names in HDF5 files, which are bytes, to `str` and back, and to text for any terminal.
 
-Most names are UTF-8. A byte that is not becomes a surrogate escape, as Python has it for file
-names, so that nothing is lost; but such text cannot be written to a terminal or a log.
+Most names are UTF-8. A byte that is not UTF-8 becomes a surrogate escape, as in Python's names of
+files, so that nothing is lost. Such text cannot be written to a terminal or a log.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import shlex
 
 
 def name_bytes(name: str) -> bytes:
-    """Return a name, or a path, as HDF5 has it.
+    """Return the bytes that HDF5 stores for a name or a path.
 
     Raises
     ------
     ValueError
-        If no file can hold it: it has surrogates that stand for no byte.
+        If no file can hold the name, because it has surrogates that stand for no byte.
     """
     return name.encode("utf-8", "surrogateescape")
 
@@ -34,7 +34,7 @@ def printable(text: str) -> str:
 
 
 def shell_word(text: str) -> str:
-    """Return text as it is typed in a shell; bytes that are not UTF-8 as bash and zsh have them."""
+    """Return text as it is typed in a shell: in bash and zsh, also bytes that are not UTF-8."""
     if printable(text) == text:
         return shlex.quote(text)
     escaped = text.replace("\\", r"\\").replace("'", r"\'")

@@ -1,4 +1,4 @@
-"""Options enter; minibatches leave: `AsyncReader`, what the caller holds, and `Batch`."""
+"""Defines `AsyncReader`, which the caller makes of options and which delivers batches."""
 
 from __future__ import annotations
 
@@ -6,138 +6,33 @@ import operator
 import os
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from h5async.batch import Batch, expire
 from h5async.config import ReaderConfig, check_timeout
-from h5async.deliver.device import Device
 from h5async.engine import Engine, Filled
 from h5async.errors import (
-    BatchExpiredError,
     ConfigError,
     DatasetError,
     FileChangedWarning,
-    taking_memory,
 )
 from h5async.index.layout import DatasetLayout
 from h5async.stats import ReaderStats
 
 
-class Batch(Sequence[Any]):
-    """One minibatch: a sequence of arrays in field order, which are also reached by name.
-
-    ``data, labels = batch``, ``batch["data"]`` and ``batch.data`` all give arrays of
-    ``(size, *row)``: NumPy arrays on the CPU, CuPy arrays on a GPU. **The arrays live until the
-    next** ``get_next_batch()``, or the next turn of a ``for`` loop: their memory is filled again
-    then. `copy` gives a batch that lasts.
-
-    Attributes
-    ----------
-    index
-        int64 (size,): the sample numbers, a NumPy array that lasts.
-    epoch, number
-        Which batch of which epoch this is, both from 0.
-    last
-        Whether it is the epoch's last.
-    size
-        Samples in it; the last of an epoch may be short.
-    """
-
-    __slots__ = ("_arrays", "_device", "epoch", "index", "last", "number", "size")
-
-    index: NDArray[np.int64]  # type: ignore[assignment]  # (a sequence's method of that name)
-
-    def __init__(
-        self,
-        arrays: Mapping[str, Any],
-        index: NDArray[np.int64],
-        epoch: int,
-        number: int,
-        last: bool,
-        device: Device | None = None,
-    ) -> None:
-        self._device = device
-        self._arrays: dict[str, Any] = dict(arrays)
-        self.index = index
-        self.epoch = epoch
-        self.number = number
-        self.last = last
-        self.size = int(index.size)
-
-    def __len__(self) -> int:
-        """Return the number of fields."""
-        return len(self._arrays)
-
-    def __getitem__(self, key: Any) -> Any:
-        """Return the array of a field, by its name or its place; a slice gives a tuple."""
-        if isinstance(key, str):
-            return self._arrays[key]
-        return tuple(self._arrays.values())[key]
-
-    def __iter__(self) -> Iterator[Any]:
-        """Iterate over the arrays, in field order."""
-        return iter(self._arrays.values())
-
-    def __getattr__(self, name: str) -> Any:
-        """Return the array of the field `name`."""
-        try:
-            return object.__getattribute__(self, "_arrays")[name]
-        except KeyError:
-            raise AttributeError(f"a batch of {', '.join(self._arrays)} has no {name!r}") from None
-
-    def __repr__(self) -> str:
-        """Describe the batch in a line."""
-        where = f"Batch {self.number} of epoch {self.epoch}"
-        if isinstance(self._arrays, _ExpiredArrays):
-            return f"<{where}, expired>"
-        fields = ", ".join(f"{name}={a.shape} {a.dtype}" for name, a in self._arrays.items())
-        return f"<{where}: {fields}>"
-
-    def keys(self) -> list[str]:
-        """Return the names of the fields, in order."""
-        return list(self._arrays)
-
-    def copy(self) -> Batch:
-        """Return a batch with memory of its own (on a GPU: copied on the current stream)."""
-        with nullcontext() if self._device is None else self._device.current():
-            what = f"a copy of batch {self.number} of epoch {self.epoch}"
-            with taking_memory(what, "keep fewer batches, or make batch_size smaller"):
-                arrays = {name: array.copy() for name, array in self._arrays.items()}
-        return Batch(arrays, self.index, self.epoch, self.number, self.last, self._device)
-
-
-class _ExpiredArrays(dict[str, Any]):
-    """The arrays of a batch whose life is over: only their names are left."""
-
-    def __init__(self, batch: Batch) -> None:
-        super().__init__(dict.fromkeys(batch.keys()))
-        self._what = f"batch {batch.number} of epoch {batch.epoch}"
-
-    def _refuse(self, *_: object) -> NoReturn:
-        raise BatchExpiredError(
-            f"{self._what} was used after the next one had been asked for: its arrays hold other"
-            " samples by then; use it before, or keep batch.copy()"
-        )
-
-    __getitem__ = values = items = _refuse
-
-
 class AsyncReader:
     """Reads minibatches from HDF5 files in threads, ahead of the loop that uses them.
 
-    Meant for one consumer: call its methods from one thread at a time.
+    A reader has one consumer: call its methods from one thread at a time.
 
     Parameters
     ----------
     config
         Options as a mapping, a `ReaderConfig`, or the path of a TOML file.
     **options
-        Single options, which win over `config`; the README has a table of them.
+        Single options, which win over `config`; ``help(ReaderConfig)`` describes them.
 
     Raises
     ------
@@ -146,10 +41,11 @@ class AsyncReader:
     ReadError
         If a file cannot be opened.
     DatasetError
-        If a dataset is missing, cannot make batches, has another length than the others, or
-        other rows in one file than in another.
+        If a dataset is missing or cannot be delivered in batches, if the datasets have different
+        lengths, or if the rows of a dataset differ between files.
     UnsafeFileError
-        If a file refers to others that are not beside it nor permitted by ``allow_external``.
+        If a file refers to others that neither lie beside it nor are permitted by
+        ``allow_external``.
     DeviceError
         If the device asked for is not there, or cannot hold the data.
 
@@ -201,36 +97,36 @@ class AsyncReader:
 
     @property
     def nbytes(self) -> int:
-        """Decoded bytes of one epoch, all fields together, in the file's dtypes."""
+        """Decoded bytes of one epoch, of all fields, in the dtypes of the file."""
         row = sum(layout.row_nbytes for layout in self._engine.layouts.values())
-        return row * self._engine.epoch_samples
+        return row * self._engine.position.epoch_samples
 
     @property
     def fallback_reads(self) -> int:
-        """Reads that went through h5py so far, one for each batch of each field that needs it."""
+        """Reads that went through h5py so far: one for each batch of each field that needs it."""
         return self._engine.fallback_reads
 
     def stats(self) -> ReaderStats:
-        """Return what was done so far, and how long it took; ``str()`` of it says what to do."""
+        """Return what was done so far and how long it took; ``str()`` says what to change."""
         return self._engine.stats(self._config.thread_count)
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch.
 
-        Where the rank is not an option, it is settled with the first batch; until then this is
-        what it would be now.
+        Where the rank is not given as an option, it is settled with the first batch; until then
+        this is the number for the rank as it is found now.
 
         Raises
         ------
         ConfigError
             If the environment tells the rank differently in different places.
         """
-        return self._engine.num_batches
+        return self._engine.position.num_batches
 
     def fetch_data(self) -> bool:
-        """Ask for the next batch in order. Never blocks, and may be called any number of times.
+        """Ask for the next batch in order. Never blocks; extra calls are harmless.
 
-        With all slots busy the request waits in line: a batch that is in use is never
+        While all slots are busy the request waits in line: a batch that is in use is never
         overwritten.
 
         Returns
@@ -249,10 +145,10 @@ class AsyncReader:
         return self._engine.fetch()
 
     def get_next_batch(self, timeout: float | None = None) -> Batch:
-        """Return the oldest batch asked for, and end the life of the one returned before.
+        """Return the oldest batch that was asked for, and end the life of the one before.
 
-        Asks for a batch itself where none was. Blocks until it is filled; its upload to a GPU is
-        ordered before what the current stream does next.
+        Asks for a batch itself where nothing did so before. Blocks until the batch is filled; its
+        upload to a GPU is ordered before what the current stream does next.
 
         Parameters
         ----------
@@ -266,9 +162,9 @@ class AsyncReader:
         BatchTimeoutError
             If the batch is not ready in time; the next call goes on waiting for it.
         ReadError, DeviceError, PostprocessError
-            What went wrong while this batch was filled. The next call gives the next batch.
+            If filling this batch failed; the next call gives the next batch.
         ReaderClosedError
-            If the reader is closed, before or meanwhile.
+            If the reader is closed, before the call or during it.
         DatasetError
             If an epoch has no batch at all.
         """
@@ -305,68 +201,68 @@ class AsyncReader:
         return batch
 
     def __iter__(self) -> Iterator[Batch]:
-        """Begin an epoch: the next one that nothing was taken from yet.
+        """Begin the next epoch, the first one of which no batch was taken yet.
 
-        What was asked for of an epoch that is left before its end is dropped. The first batches
-        of the following epoch are read before this one ends.
+        Of an epoch that is left before its end, batches that were asked for are dropped. The first
+        batches of the following epoch are read before this one ends.
         """
         engine = self._engine
         engine.check_open()
-        engine.settle()
-        if not engine.num_batches:
+        engine.position.settle()
+        if not engine.position.num_batches:
             return _Epoch(self, 0)
         return _Epoch(self, engine.begin_epoch())
 
     def set_epoch(self, epoch: int) -> None:
-        """Go on with the beginning of an epoch; what was asked for of others is dropped.
+        """Go on with the beginning of an epoch; batches of others that were asked for are dropped.
 
-        Nothing is dropped where it is the epoch that comes next anyway.
+        Nothing is dropped where this epoch comes next anyway.
 
         Parameters
         ----------
         epoch
-            From 0.
+            Number of the epoch, from 0.
 
         Raises
         ------
         ConfigError
-            If it is no integer, or negative.
+            If it is not an integer, or negative.
         ReaderClosedError
             If the reader is closed.
         """
         try:
             epoch = operator.index(epoch)
         except TypeError as error:
-            raise ConfigError(f"an epoch is an integer from 0, found {epoch!r}") from error
+            raise ConfigError(f"an epoch must be an integer from 0, found {epoch!r}") from error
         if epoch < 0:
             raise ConfigError(f"there is no epoch {epoch}; the first is 0")
         self._check_not_empty()
         engine = self._engine
         if engine.schedule.position(engine.ring.next_serial)[::2] != (epoch, 0):
-            engine.jump(epoch, 0)
+            engine.jump(epoch)
 
     def reset(self) -> None:
         """Go back to the first batch of epoch 0, as a new reader."""
         self.set_epoch(0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the reader is, to go on from there later: see `load_state_dict`.
+        """Return where the reader is, so that `load_state_dict` can go on from there later.
 
-        What counts is what `get_next_batch` returned, not what is on its way. Small, whatever
-        the dataset, and made of what JSON has. All ranks have the same. What it says of the files
-        is what they were when the reader was made.
+        Batches count that `get_next_batch` returned, not those that are on their way. The state is
+        small for any dataset, can be written as JSON, and is the same in all ranks. It describes
+        the files as they were when the reader was made.
         """
         self._check_not_empty()
         return self._engine.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on exactly where a state was saved; what was asked for is dropped.
+        """Go on exactly where a state was saved; batches that were asked for are dropped.
 
-        The next batch is the one that would have come then, with any number of threads, slots or
-        device. With another `batch_size` or `world_size` the rest of the epoch is dealt anew: what
-        the ranks had had together until then does not come again, and nothing is left out. (What
-        counts is whole steps of all ranks: save the state of all at the same step.) Of an epoch
-        that is gone on with, a ``for`` loop gives the rest.
+        The next batch is the one that would have come next then, with any number of threads or
+        slots and on any device. With another `batch_size` or `world_size` the rest of the epoch is
+        dealt again: samples that the ranks had received together do not come again, and none is
+        left out. (Whole steps of all ranks count: save the state of all ranks at the same step.)
+        The next ``for`` loop gives the rest of the epoch.
 
         Parameters
         ----------
@@ -376,7 +272,7 @@ class AsyncReader:
         Raises
         ------
         ConfigError
-            If it was saved with another seed, shuffle or window, or is none.
+            If it was saved with another seed, shuffle or window, or is not a state.
         ReadError
             If a file has changed since.
         ReaderClosedError
@@ -384,14 +280,17 @@ class AsyncReader:
         """
         self._check_not_empty()
         if not isinstance(state, Mapping):
-            raise ConfigError(f"a state is what state_dict() returned, found {state!r}")
+            raise ConfigError(
+                f"load_state_dict() takes what state_dict() returned, found {state!r}"
+            )
         self._engine.load(state)
 
     def close(self) -> None:
         """Stop the threads, close the files and free the slots' memory. Idempotent.
 
-        Waits for work that was begun (a `postprocess`, say), the option `timeout` at most: what
-        goes on then ends when that is done. Arrays of a batch that is still held stay valid.
+        Waits for work in progress (a `postprocess`, say), but no longer than the option `timeout`;
+        what is still running then ends with that work. The arrays of the batch that the caller
+        holds stay valid.
         """
         self._engine.close(self._config.timeout)
 
@@ -409,7 +308,7 @@ class AsyncReader:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Let a reader that was not begun be sent to another process, where it is opened anew.
+        """Pickle a reader that has not begun; the process that unpickles it opens it again.
 
         Raises
         ------
@@ -419,8 +318,8 @@ class AsyncReader:
         self._check_not_empty()
         if self._engine.ring.has_begun:
             raise ConfigError(
-                "a reader that has begun cannot be pickled; pickle it before, or send its config"
-                " and its state_dict()"
+                "a reader that has begun cannot be pickled; pickle it before the first batch is"
+                " asked for, or send its config and its state_dict()"
             )
         return _reopen, (self._config, self.state_dict())
 
@@ -429,7 +328,7 @@ class AsyncReader:
         state = ", closed" if self._engine.ring.is_closed else ""
         try:
             batches = f"{len(self)} batches an epoch"
-        except ConfigError:  # what launchers say does not fit together, and no batch was asked for
+        except ConfigError:  # launchers contradict each other, and no batch was asked for yet
             batches = "rank not known"
         return (
             f"<AsyncReader {self._config.hdf5_path}: {', '.join(self._engine.names)},"
@@ -437,24 +336,25 @@ class AsyncReader:
         )
 
     def _expire(self, batch: Batch) -> None:
-        """Show uses of a batch after its life: its fields raise, its arrays hold poison."""
+        """Make uses of a batch after its life visible: fields raise, arrays hold poison."""
         self._held = None
         self._engine.device.poison(batch)
-        batch._arrays = _ExpiredArrays(batch)
+        expire(batch)
 
     def _settle(self) -> None:
-        """See that there are batches for this rank, which is settled by that."""
-        if not self._engine.has_settled:
+        """Settle the rank, and check that it has batches."""
+        if not self._engine.position.has_settled:
             self._engine.check_open()
-            self._engine.settle()
+            self._engine.position.settle()
         self._check_not_empty()
 
     def _check_not_empty(self) -> None:
         self._engine.check_open()
-        if not self._engine.num_batches:
+        if not self._engine.position.num_batches:
+            remedy = "; make batch_size smaller, or drop_last False" if self.num_samples else ""
             raise DatasetError(
                 f"{self._config.hdf5_path}: an epoch has no batch: {self.num_samples} samples,"
-                f" batch_size={self._config.batch_size}, drop_last={self._config.drop_last}"
+                f" batch_size={self._config.batch_size}, drop_last={self._config.drop_last}{remedy}"
             )
 
 

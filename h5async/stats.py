@@ -1,7 +1,8 @@
-"""Times and counts enter, as work is done; what they say of a reader leaves, in a sentence.
+"""Collects times and counts while a reader works, and says in a sentence what holds it up.
 
-Stages follow each other for every batch, in the threads of the pool: plan, read, decode, place,
-transform, postprocess, upload. The consumer's own time is what it spends in `get_next_batch()`.
+A stage is one step of delivering a batch, in the threads of the pool: plan, read, decode, place
+(copying samples from decoded chunks into the batch), transform, postprocess, upload. The consumer's
+own time is what it spends in `get_next_batch()`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ STAGES = ("plan", "read", "decode", "place", "transform", "postprocess", "upload
 _KEPT_WAITS = 4096
 _DATA_BOUND = 0.02  # share of its time that a loop may wait without being held up by the data
 _STARVED = 0.25  # share of the threads' time that they may spend waiting for the GIL
-_WORK = {
+_WORK = {  # what a stage is called in the sentence
     "plan": "planning",
     "read": "reading",
     "decode": "decoding",
@@ -64,7 +65,7 @@ class ThreadCounts:
 
 
 class StageTimes:
-    """Time of the stages that are not counted thread by thread. Safe to use from many threads."""
+    """Times of the stages that are not counted for each thread. Safe to use from many threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -94,7 +95,7 @@ class Waits:
         self._end = 0.0
 
     def note(self, begin: float, end: float) -> None:
-        """Note one wait, in seconds of `time.perf_counter`; the first is start-up, and left out."""
+        """Note one wait, in seconds of `time.perf_counter`; the first is left out, as start-up."""
         self.count += 1
         self._end = end
         if self._begin is None:
@@ -105,7 +106,7 @@ class Waits:
 
     @property
     def elapsed_seconds(self) -> float:
-        """From the first batch to the last."""
+        """Seconds from the first batch to the last."""
         return 0.0 if self._begin is None else self._end - self._begin
 
     def percentile(self, percent: float) -> float:
@@ -115,40 +116,42 @@ class Waits:
 
 @dataclass(frozen=True)
 class ReaderStats:
-    """What a reader has done so far; ``str()`` of it is a sentence to act on.
+    """What a reader has done so far; ``str()`` gives a sentence that says what to change.
 
     Attributes
     ----------
     batches, samples, nbytes
-        Delivered, `nbytes` in the dtypes of the file.
+        How much was delivered; `nbytes` counts in the dtypes of the file.
     elapsed_seconds
-        Between the first batch and the last one that was delivered.
+        Time between the first batch and the last one that was delivered.
     wait_seconds, wait_p50_seconds, wait_p99_seconds
-        What the consumer waited for batches since the first one: in all, median, and 99th
-        percentile of the last 4,096.
+        Time that the consumer waited for batches since the first one: the sum, and the median and
+        99th percentile of the last 4,096 waits.
     stage_seconds
-        By stage (plan, read, decode, place, transform, postprocess, upload), seconds of threads,
-        of all batches that were filled. Where a dataset is read by h5py, all is ``"read"``.
+        Time that threads spent in each stage (plan, read, decode, place, transform, postprocess,
+        upload), for all batches that were filled. Where h5py reads a dataset, all of it counts as
+        ``"read"``.
     gil_wait_seconds
-        What threads waited for the GIL after calls of the compiled core; a part of no stage.
+        Time that threads waited for the GIL after calls of the compiled core; no stage contains it.
     read_nbytes, decoded_chunks
-        Stored bytes that were read, and chunks that were decoded.
+        Encoded bytes that were read, and chunks that were decoded.
     fallback_reads
         Reads that went through h5py, one for each batch of each field that needs it.
     direct_share
         Share of the bytes of a sample that are read without h5py.
     ways
-        By field: ``"core"``, ``"python"``, ``"h5py"``, ``"memory"``, or several for several files.
+        How each field is read: ``"core"``, ``"python"``, ``"h5py"``, ``"memory"``, or several of
+        them for several files.
     cache
         Where rows are kept for later epochs, and how many; or why they are not.
     decode
         Where chunks are decoded, ``"host"`` or ``"device"``, and why.
     num_threads
-        Threads of the pool; 0: the consumer's.
+        Threads of the pool; 0: the consumer's thread does the work.
     filters
-        Names of the filters that are undone, of all fields.
+        Names of the filters of all fields.
     workers
-        ``"thread"`` or ``"process"``: whose GIL is meant.
+        ``"thread"`` or ``"process"``: which process the threads, and their GIL, belong to.
     """
 
     batches: int
@@ -178,12 +181,12 @@ class ReaderStats:
 
     @property
     def busy_seconds(self) -> float:
-        """Time that threads worked, summed up."""
+        """Time that all threads worked."""
         return sum(self.stage_seconds.values())
 
     @property
     def headroom(self) -> float:
-        """How many times what the consumer takes the reader could give."""
+        """How many times faster the reader could deliver than the consumer takes batches."""
         if self.batches < 2 or not self.busy_seconds:
             return 1.0
         interval = self.elapsed_seconds / (self.batches - 1)
@@ -191,7 +194,7 @@ class ReaderStats:
 
     @property
     def limit(self) -> str:
-        """The stage that takes most of the threads' time."""
+        """The stage that takes most time of the threads."""
         return max(self.stage_seconds, key=lambda stage: self.stage_seconds[stage])
 
     def __str__(self) -> str:
@@ -206,8 +209,8 @@ class ReaderStats:
         if starved > _STARVED and self.headroom > 1 and self.workers == "thread":
             return (
                 f"data-bound: {waited}; the reader's threads spent {100 * starved:.0f} % of their"
-                " time waiting for the GIL: the loop holds it; call less Python in it, or larger"
-                " batches"
+                " time waiting for the GIL: the loop holds it; call less Python in it, or make"
+                " batches larger"
             )
         return f"data-bound: {waited}; the limit is {self._limit()}"
 

@@ -1,6 +1,6 @@
-"""Batches of an `AsyncReader` enter; an epoch of PyTorch tensors leaves, over the same memory.
+"""Delivers the batches of an `AsyncReader` as PyTorch tensors, over the same memory.
 
-Imports torch, so ``import h5async`` does not import this.
+This imports torch, so ``import h5async`` does not import it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from h5async.batch import Batch
 from h5async.config import ReaderConfig
 from h5async.errors import ConfigError, DatasetError, ReaderClosedError
-from h5async.reader import AsyncReader, Batch
+from h5async.reader import AsyncReader
 
 _WRITE = "write DataLoader(dataset, batch_size=None)"
 
@@ -25,31 +26,31 @@ _WRITE = "write DataLoader(dataset, batch_size=None)"
 class H5Dataset(IterableDataset):
     """An iterable dataset of whole batches, for a loop, a DataLoader or a Lightning Trainer.
 
-    Each iteration is one epoch, the next one each time, and gives a dict of tensors by the name
-    of their field. **The tensors live until the next turn of the loop**, as a batch does: they are
-    the reader's own buffers, not copies; what has to last longer is cloned. (With the option
+    Each iteration is the next epoch, and gives dicts of tensors by the names of their fields.
+    **The tensors live until the next iteration of the loop**, as a batch does: they are the
+    reader's own buffers, not copies. Clone what has to last longer. (With the option
     ``debug_lifetimes``, tensors that are kept too long hold NaN, -1 or 255.) The same holds with
-    ``pin_memory``: a copy to a GPU that still goes on by then is waited for, if it was made on the
-    stream that is PyTorch's current one when the next batch is asked for.
+    ``pin_memory``: the reader waits for a copy to a GPU that is still running then, if the copy was
+    made on the stream that is PyTorch's current one when the next batch is asked for.
 
-    The reader's threads do what a DataLoader's worker processes are for. So where a DataLoader is
-    wanted, it is ``DataLoader(dataset, batch_size=None)``: the batches are made already, and
+    The reader's threads do the work of a DataLoader's worker processes. Where a DataLoader is
+    needed, write ``DataLoader(dataset, batch_size=None)``: the batches exist already, and
     `num_workers` stays 0.
 
-    Files are opened by the first use of anything but `close`. It can be pickled, before and after:
-    the copy opens them anew, and goes on where this one is.
+    Files are opened by the first use of anything but `close`. The dataset can be pickled before and
+    after that: the copy opens the files again, and goes on where this one is.
 
-    Of several processes each has its share of every epoch, and all have as many batches. Which one
-    this is, the options `rank` and `world_size` say; else ``torch.distributed``, if there is a
-    process group when the first batch is asked for; else the launcher's environment. The state is
-    the same in all.
+    With several processes, each gets its part of every epoch, and all get equally many batches. The
+    options `rank` and `world_size` say which process this is; else ``torch.distributed`` does, if a
+    process group exists when the first batch is asked for; else the launcher's environment. The
+    state is the same in all processes.
 
     Parameters
     ----------
     config
-        As for `AsyncReader`; or an `AsyncReader`, which stays its maker's to close.
+        As for `AsyncReader`; or an `AsyncReader`, which its maker closes.
     as_tuple
-        Give tuples in field order in place of dicts. (A DataLoader makes lists of them.)
+        Give tuples in field order instead of dicts. (A DataLoader makes lists of them.)
     **options
         As for `AsyncReader`.
 
@@ -90,7 +91,9 @@ class H5Dataset(IterableDataset):
         self._is_ours = not isinstance(config, AsyncReader)
         if isinstance(config, AsyncReader):
             if options:
-                raise ConfigError(f"{next(iter(options))!r} was given with a reader; make it so")
+                raise ConfigError(
+                    f"{next(iter(options))!r} was given with a reader; make the reader with it"
+                )
             self._config = config.config
             _check_dtypes(config)
             self._reader = config
@@ -99,7 +102,7 @@ class H5Dataset(IterableDataset):
 
     @property
     def reader(self) -> AsyncReader:
-        """The reader below; opened here, if nothing did so before."""
+        """The reader, which is opened here if it is not open yet."""
         _check_process()
         if self._is_closed:
             raise ReaderClosedError("the dataset is closed")
@@ -119,16 +122,16 @@ class H5Dataset(IterableDataset):
         caller = sys._getframe(1).f_locals.get("self")
         if getattr(caller, "auto_collation", None) is True:
             raise ConfigError(
-                "the DataLoader has a batch_size, and the dataset gives whole batches; give it"
-                f" to the dataset, and {_WRITE}"
+                "the DataLoader has a batch_size, and the dataset gives whole batches; give"
+                f" batch_size to the dataset, and {_WRITE}"
             )
         return map(self._tensors, self.reader)
 
     def set_epoch(self, epoch: int) -> None:
         """Go on with the beginning of an epoch, as `AsyncReader.set_epoch`.
 
-        No loop needs it: each iteration is the next epoch. After `load_state_dict` leave it out:
-        it would begin the epoch anew that is to be gone on with.
+        No loop needs it: each iteration is the next epoch. Do not call it after `load_state_dict`:
+        it would start the epoch again whose rest is to come.
         """
         self.reader.set_epoch(epoch)
 
@@ -141,7 +144,7 @@ class H5Dataset(IterableDataset):
         self.reader.load_state_dict(state)
 
     def close(self) -> None:
-        """Close the reader, unless it was given. Idempotent."""
+        """Close the reader, unless the caller made it. Idempotent."""
         self._is_closed = True
         if self._reader is not None and self._is_ours:
             self._reader.close()
@@ -160,7 +163,7 @@ class H5Dataset(IterableDataset):
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Send options and place to another process, and no reader."""
+        """Send options and position to another process, and no reader."""
         state = self._state if self._reader is None else self._reader.state_dict()
         return {**self.__dict__, "_reader": None, "_state": state, "_is_ours": True}
 
@@ -195,9 +198,9 @@ def _open(config: ReaderConfig, state: Mapping[str, Any] | None) -> AsyncReader:
 
 
 def _check_dtypes(reader: AsyncReader) -> None:
-    """Let what PyTorch cannot take be an error now, and not in the first batch."""
+    """Raise for dtypes that PyTorch lacks now, and not in the first batch."""
     if reader.config.postprocess is not None:
-        return  # only it knows
+        return  # it may change dtypes
     for name, field in reader.config.batch_fields.items():
         layout = reader.layouts[name]
         dtype = field.delivered_dtype

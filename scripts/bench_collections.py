@@ -70,6 +70,7 @@ class Bench:
         self.note(curve, at, what, mine / theirs, samples_per_second=mine, peer=theirs)
 
     def note(self, curve: str, at: float, what: str, figure: float, **more: float) -> None:
+        """Note a figure of a curve, and show it."""
         self.points.append({"curve": curve, "at": at, "what": what, "ratio": figure, **more})
         self.console.print(f"{curve:9} {at:>7g}  {what:48} {figure:8.2f}")
 
@@ -90,6 +91,7 @@ class Bench:
 
     @cached_property
     def files(self) -> list[Path]:
+        """As many files as the largest curve needs; made when they are first needed."""
         count = max(self.sizes(1, 10, 100, 1000, 10_000))
         rng = np.random.default_rng(0)
         paths = []
@@ -101,6 +103,7 @@ class Bench:
         return paths
 
     def in_one(self, count: int) -> Path:
+        """Return a file with the rows of the first `count` files."""
         path = self.folder / f"one{count}.h5"
         if not path.exists():
             parts = []
@@ -112,6 +115,7 @@ class Bench:
         return path
 
     def virtual(self, count: int) -> Path:
+        """Return a file with a virtual dataset of the first `count` files."""
         path = self.folder / f"virtual{count}.h5"
         if not path.exists():
             layout = h5py.VirtualLayout((count * FILE_ROWS, COLUMNS), "f4")

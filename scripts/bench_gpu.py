@@ -1,16 +1,16 @@
 """Measure device="cuda": what a training step waits for data, and uploads, decoding and caches.
 
-Rows of 150 kB, shuffled, page cache warm. A step is a batch and a kernel that reads a byte of each
-256th of it and then spins, on one block, for a given time; steps are timed by events of the
-caller's stream, after some that fill the pipeline. Ways of a case take turns, and medians are
+Rows of 150 kB, shuffled, page cache warm. A step is a batch and a kernel that reads bytes all over
+it and then spins for a given time, one block on each multiprocessor; steps are timed by events of
+the caller's stream, after some that fill the pipeline. Ways of a case take turns, and medians are
 given. The first batch of each reader is checked against what was written.
 
 - step: a step's time by the longer of T, the kernel's own time (measured back to back), and
   `load`, a step without compute. What is above 1 of it is time that was not hidden.
 - upload: bytes a second to the device, of a plain copy's (cudaMemcpyAsync out of pinned memory on a
-  stream of its own). "Slot alone": slots that are uploaded in turn, with nothing filled. "End to
-  end": whole readers, the one with cache="host" after its first epoch. Then what permuting, casting
-  and scaling to (N, C, H, W) float32 adds.
+  stream of its own). "Slot alone": slots that are uploaded in turn, with nothing filled, timed by
+  events too. "End to end": whole readers, the one with cache="host" after its first epoch. Then
+  what permuting, casting and scaling to (N, C, H, W) float32 adds.
 - decode: decoded bytes a second, of chunks of one row, decoded on the host (all threads, and one)
   and on the device, by the plain copy's: above 1, more than the link could carry undecoded. "cpu"
   is the host's decoders without upload (device="cpu"). The rows are stretches of noise, in a part
@@ -51,6 +51,7 @@ from bench_gpu_ways import (
     Loop,
     Stored,
     Way,
+    device_count,
     make_rows,
     noise_share,
     written,
@@ -60,8 +61,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from h5async import AsyncReader, DeviceError
-from h5async.deliver.device import find_device
+from h5async import AsyncReader
 from h5async.fill.records import FillOutcome
 
 STEP_GOAL, UPLOAD_GOAL, TRANSFORM_GOAL, DECODE_GOAL, CACHE_GOAL = 1.03, 0.95, 1.10, 1.0, 0.5
@@ -222,21 +222,22 @@ def slot_alone(bench: Bench) -> Iterator[Row]:
 
     index = np.arange(size)
 
-    def uploads(slots: list[Any]) -> float:
+    def uploads(engine: Any) -> float:
+        """Return seconds an upload, from the first copy's begin to the last kernel's end."""
         gpu.synchronize()
-        begin = time.perf_counter()
-        for slot in itertools.islice(itertools.cycle(slots), count):
+        begin = gpu.mark(engine.device.copy_stream)
+        for slot in itertools.islice(itertools.cycle(engine.slots), count):
             slot.upload(FillOutcome(index, slot.memory.out))
-        gpu.synchronize()
-        return (time.perf_counter() - begin) / count
+        # Each upload ends on the work stream, behind its copy.
+        return gpu.since(begin, engine.device.work_stream) / count
 
     with contextlib.ExitStack() as stack:
         loops = {name: stack.enter_context(bench.loop(stored, name)) for name in FIELDS}
         # The ring's slots are private; what is measured is what a worker does of a filled one.
-        slots = {name: loop.reader._engine.slots for name, loop in loops.items()}
+        engines = {name: loop.reader._engine for name, loop in loops.items()}
         times = bench.turns(
             {"plain": bench.link(nbytes)}
-            | {name: partial(uploads, several) for name, several in slots.items()}
+            | {name: partial(uploads, engine) for name, engine in engines.items()}
         )
         for name in FIELDS:
             yield figure(
@@ -256,7 +257,7 @@ def slot_alone(bench: Bench) -> Iterator[Row]:
             "upload with, by upload without",
             at_most=True,
         )
-        slot = slots["float32 NCHW"][0]
+        slot = engines["float32 NCHW"].slots[0]
         outcome = FillOutcome(index, slot.memory.out)
         taken = gpu.timed(lambda: slot._transformed(0, outcome), 50)
         yield figure(
@@ -270,7 +271,7 @@ def slot_alone(bench: Bench) -> Iterator[Row]:
 
 def decode(bench: Bench) -> Iterator[Row]:
     quick = bench.options.quick
-    cases = itertools.product(("uint16",) if quick else NOISE, CODECS, (2,) if quick else RATIOS)
+    cases = itertools.product(bench.options.dtypes, CODECS, (2,) if quick else RATIOS)
     for dtype, codec, ratio in cases:
         if codec == "shuffle+gzip" and dtype == "uint8":
             continue  # there is nothing to shuffle
@@ -547,6 +548,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--only", help=f"some sections, with commas between: {','.join(SECTIONS)}")
+    add("--dtypes", help=f"of rows to decode, with commas between: {','.join(NOISE)}")
     add("--images", type=int, default=8192, help="images a file, 150 kB each; default: 8192")
     add("--rows", type=int, default=2048, help="rows a file to decode, 150 kB; default: 2048")
     add("--batch", type=int, default=256, help="samples a batch; default: 256")
@@ -566,6 +568,9 @@ def parse_options() -> argparse.Namespace:
     unknown = sorted(set(options.only) - set(SECTIONS))
     if unknown:
         parser.error(f"no section is called {unknown[0]}")
+    options.dtypes = (options.dtypes or ("uint16" if options.quick else ",".join(NOISE))).split(",")
+    if unknown := sorted(set(options.dtypes) - set(NOISE)):
+        parser.error(f"no rows are made of dtype {unknown[0]}")
     return options
 
 
@@ -588,10 +593,8 @@ def measure(bench: Bench, name: str, section: dict[str, Any], keep: Callable[[],
 
 def main() -> None:
     options = parse_options()
-    try:
-        find_device("cuda")
-    except DeviceError as error:
-        print(f"bench_gpu needs a GPU: {error}")
+    if not device_count():
+        print("bench_gpu needs CuPy and a GPU, and one of them is missing")
         sys.exit(2)
     console = Console(width=max(150, Console().width))
     keys = ("images", "rows", "batch", "repeats", "seconds")

@@ -39,12 +39,13 @@ NOISE = {  # dtype -> the bits that noise has, those that are always set
     "uint16": (0x0FFF, 0),
     "float32": (0x00FFFFFF, 0x3F000000),
 }
+THREADS = 256  # of a block
 KERNEL = r"""
 extern "C" __global__ void bench_step(const unsigned char* data, unsigned long long stride,
                                       unsigned long long ns, unsigned long long* sums) {
-    unsigned long long begin, now;
+    unsigned long long begin, now, i = blockIdx.x * blockDim.x + threadIdx.x;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
-    sums[threadIdx.x] += data[threadIdx.x * stride];
+    sums[i] += data[i * stride];
     do {
         asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
     } while (now - begin < ns);
@@ -172,28 +173,45 @@ def _write(
         data.id.write_direct_chunk((i, *[0] * (rows.ndim - 1)), chunk)
 
 
+def device_count() -> int:
+    """Return how many GPUs there are for CuPy; none where it is missing."""
+    try:
+        runtime = importlib.import_module("cupy").cuda.runtime
+    except ImportError:
+        return 0
+    with contextlib.suppress(runtime.CUDARuntimeError):
+        return int(runtime.getDeviceCount())
+    return 0
+
+
 class Gpu:
     """CuPy, the kernel that stands for a training step, and copies to compare with."""
 
     def __init__(self) -> None:
         self.cupy = cupy = importlib.import_module("cupy")
         self.kernel = cupy.RawKernel(KERNEL, "bench_step")
-        self.sums = cupy.zeros(256, np.uint64)
+        properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
+        self.blocks = properties["multiProcessorCount"]
+        # More than half of what a multiprocessor has, so that no two blocks share one.
+        self.shared_nbytes = properties["sharedMemPerMultiprocessor"] // 2 + 512
+        self.kernel.max_dynamic_shared_size_bytes = self.shared_nbytes
+        self.sums = cupy.zeros(self.blocks * THREADS, np.uint64)
 
     def compute(self, array: Any, nanoseconds: int = 0) -> None:
-        """Launch a kernel on the current stream that reads of an array, and takes that long."""
-        stride = np.uint64(array.nbytes // 256)
-        self.kernel((1,), (256,), (array, stride, np.uint64(nanoseconds), self.sums))
+        """Launch a kernel that reads of an array, and takes that long, a block a multiprocessor."""
+        stride = np.uint64(array.nbytes // self.sums.size)
+        arguments = (array, stride, np.uint64(nanoseconds), self.sums)
+        self.kernel((self.blocks,), (THREADS,), arguments, shared_mem=self.shared_nbytes)
 
-    def mark(self) -> Any:
-        """Return an event that the current stream comes to now."""
+    def mark(self, stream: Any = None) -> Any:
+        """Return an event that a stream, or the current one, comes to now."""
         event = self.cupy.cuda.Event()
-        event.record(self.cupy.cuda.get_current_stream())
+        event.record(stream or self.cupy.cuda.get_current_stream())
         return event
 
-    def since(self, begin: Any) -> float:
-        """Return seconds of the current stream's time, all done."""
-        end = self.mark()
+    def since(self, begin: Any, stream: Any = None) -> float:
+        """Return seconds from an event until a stream, or the current one, has done all."""
+        end = self.mark(stream)
         end.synchronize()
         return self.cupy.cuda.get_elapsed_time(begin, end) / 1e3
 

@@ -18,7 +18,11 @@ memory; what is not refused is then read by h5py in another one. Outcomes:
     crash, hang    a signal ended the process, or nothing within the limit; "in h5py" where
                    h5py's calls were on top, or h5py alone does the same
 
-Mutants with the last six are written to ``OUT/fuzz``, if there are any.
+Mutants with the last six are written to ``OUT/fuzz``, if there are any, and listed in
+``OUT/fuzz.json``, by the file they were made of and a number. From these, and the seed, each is
+made again, but for bytes that HDF5 leaves as they were in memory:
+
+    python scripts/fuzz.py --again fill_value_compound 68
 """
 
 from __future__ import annotations
@@ -130,6 +134,24 @@ def mutate(content: bytes, raw: list[tuple[int, int]], rng: random.Random) -> tu
     if rng.random() < 0.8:
         mend_checksums(data)
     return bytes(data[: len(content)]), ", ".join(what)
+
+
+def rng_of(quirk: Quirk, seed: int, number: int) -> random.Random:
+    """Return what a mutant's changes are drawn from."""
+    return random.Random(zlib.crc32(f"{quirk.name} {seed} {number}".encode()))
+
+
+def write_again(name: str, number: int, seed: int, out: Path) -> None:
+    """Write one mutant to ``OUT/fuzz``, and say what was changed."""
+    quirk = QUIRKS[name]
+    (out / "fuzz").mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        path = quirk.write(Path(folder))
+        raw = raw_ranges(path, quirk.names)
+        mutant, what = mutate(path.read_bytes(), raw, rng_of(quirk, seed, number))
+    target = out / "fuzz" / f"{name}_{number}.h5"
+    target.write_bytes(mutant)
+    print(f"{target}: {what}")
 
 
 def lookup3(data: bytes) -> int:
@@ -333,8 +355,7 @@ def sort_out(
 
 def is_in_h5py(text: str) -> bool:
     """Tell whether a call of h5py's was on top; some are made of C, and have no frame."""
-    callers = ("h5py/", "metadata.py", "chunkindex.py", "links.py", "virtual.py", "fallback.py")
-    return any(caller in text for caller in callers)
+    return any(caller in text for caller in ("h5py/", "h5async/index/", "fallback.py"))
 
 
 # --- many of them --------------------------------------------------------------------------------
@@ -365,7 +386,7 @@ def work(quirks: list[Quirk], each: int, seed: int, folder: Path, out: Path) -> 
         counts: Counter[str] = Counter()
         kept = []
         for number in range(each):
-            rng = random.Random(zlib.crc32(f"{quirk.name} {seed} {number}".encode()))
+            rng = rng_of(quirk, seed, number)
             mutant, what = mutate(content, raw, rng)
             path.write_bytes(mutant)
             every = {**options, "io": rng.choice(["auto", "pread"])}
@@ -392,7 +413,11 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", default="", help="names of files that contain this")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--again", nargs=2, metavar=("FILE", "NUMBER"), help="write this one alone")
     options = parser.parse_args()
+    if options.again:
+        write_again(options.again[0], int(options.again[1]), options.seed, options.out)
+        return 0
     quirks = [
         quirk
         for name, quirk in QUIRKS.items()

@@ -1,4 +1,4 @@
-"""What all tests share: h5py as the truth, poisoned buffers, no leaks, and GPUs only where asked.
+"""What all tests share: h5py as the truth, poisoned buffers, no leaks, and GPUs only by -m gpu.
 
 Test modules import the helpers by name: ``from conftest import assert_reads_like_h5py``.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import random
 import threading
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,13 @@ if load_core() is None:
 
 POISON = 0xA5  # what a buffer holds before anything was read into it
 
-hypothesis.settings.register_profile("default", deadline=None, max_examples=400, derandomize=True)
-hypothesis.settings.register_profile("quick", deadline=None, max_examples=100, derandomize=True)
+# With "all", every case of every test runs, and more random ones; else a sample.
+SAMPLE = os.environ.get("H5ASYNC_TESTS", "0")
+
+for profile, max_examples in ("default", 400 if SAMPLE == "all" else 100), ("quick", 50):
+    hypothesis.settings.register_profile(
+        profile, deadline=None, max_examples=max_examples, derandomize=True
+    )
 hypothesis.settings.register_profile(
     "thorough",
     deadline=None,
@@ -39,10 +45,45 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
+# --- a sample of what takes long ----------------------------------------------------------------
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out most cases of tests that are marked with ``sampled(count)``.
+
+    H5ASYNC_TESTS=all runs all of them; a number, other ones than by default.
+    """
+    if SAMPLE == "all":
+        return
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out = set()
+    for name, found in cases.items():
+        count = found[0].get_closest_marker("sampled").args[0]
+        kept = random.Random(f"{SAMPLE} {name}").sample(found, min(count, len(found)))
+        left_out |= set(found) - set(kept)
+    config.hook.pytest_deselected(items=sorted(left_out, key=items.index))
+    items[:] = [item for item in items if item not in left_out]
+
+
 # --- GPU tests -----------------------------------------------------------------------------------
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide the GPUs, unless tests for them are chosen by ``-m gpu``.
+
+    All others assume the CPU, which device="auto" then means, also in the processes they start.
+    CUDA looks at this variable once a process: so the two kinds of tests never share one.
+    """
+    if "gpu" not in config.getoption("markexpr").replace("not gpu", ""):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def _why_no_gpu() -> str | None:
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return "needs a CUDA GPU; if there is one, choose the tests for it by -m gpu"
     try:
         runtime = importlib.import_module("cupy").cuda.runtime
     except ImportError as error:
@@ -55,6 +96,8 @@ def _why_no_gpu() -> str | None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what needs a GPU where there is none; with H5ASYNC_REQUIRE_GPU=1 let it fail."""
+    if item.get_closest_marker("simulated_gpu") is not None and "SIMULATED_GPU" not in os.environ:
+        pytest.skip("needs simulated GPUs: scripts/test_gpu")
     if item.get_closest_marker("gpu") is None:
         return
     reason = _why_no_gpu()
@@ -125,7 +168,7 @@ def _leaks_nothing(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
     if our_threads() - threads or open_descriptors(directory).keys() - descriptors.keys():
         gc.collect()
     for thread in our_threads() - threads:
-        thread.join(timeout=10)
+        thread.join(timeout=60)
         assert not thread.is_alive(), f"the test left the thread {thread.name} behind"
     left = {
         number: target

@@ -522,6 +522,17 @@ def every_filter_mask(file, filters):
 
 
 @quirk("direct")
+def the_same_filter_mask_of_whole_chunks(file):
+    """Batches of 6 samples hold whole chunks of 3."""
+    content = smooth(25, 90, dtype="i8")
+    made = dataset(file, content, chunks=(3, 90), filters=("shuffle", "deflate"), written=())
+    for at in range(0, 25, 3):
+        chunk = np.zeros((3, 90), "i8")
+        chunk[: len(content[at : at + 3])] = content[at : at + 3]
+        made.id.write_direct_chunk((at, 0), encoded(chunk, ("deflate",)), 1)
+
+
+@quirk("direct")
 def filter_mask_with_bits_of_filters_that_are_not_there(file):
     content = values(12, 9)
     made = dataset(file, content, chunks=(4, 9), filters=("deflate",), written=())

@@ -4,10 +4,15 @@ Work that is put on a stream is not done at once. It is queued, and done when so
 an order that is random but for what CUDA promises: a stream does its work in turn, and nothing
 that comes after `Stream.wait_event` before the event. An upload reads its host memory when it is
 done, not when it is asked for. So a missing event shows as a wrong value in some order.
+
+What CuPy itself does with our calls shows only on the simulated GPUs of ``scripts/test_gpu``,
+where the same tests run too (`gpus.use_gpu`). This is kept for ``scripts/test``, wherever CuPy is
+not installed, which is a gigabyte with CUDA's libraries: for users, any Python, and macOS.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import itertools
@@ -89,6 +94,9 @@ def make(seed):
             self.non_blocking = non_blocking
             self.ptr = next(pointers)
             streams[self.ptr] = self
+
+        def __del__(self):
+            pass
 
         def __enter__(self):
             streams = getattr(simulation.local, "streams", [default])
@@ -220,18 +228,49 @@ def make(seed):
             pass
 
     def memcpy_async(target, source, nbytes, kind, stream):
-        assert kind == 2
+        assert kind in (1, 2)
         simulation.put(streams[stream], lambda: ctypes.memmove(target, source, nbytes))
+
+    def memset_async(address, value, nbytes, stream):
+        simulation.put(streams[stream], lambda: ctypes.memset(address, value, nbytes))
+
+    pinned: dict[int, ctypes.Array] = {}
+
+    def host_alloc(nbytes, flags):
+        memory = ctypes.create_string_buffer(nbytes + 64)
+        address = -(-ctypes.addressof(memory) // 64) * 64
+        pinned[address] = memory
+        return address
+
+    made: dict[int, Event] = {}
+
+    def new_event(flags):
+        event = Event()
+        made[event.ptr] = event
+        return event.ptr
 
     registered: dict[int, int] = {}
     runtime = types.SimpleNamespace(
         registered=registered,
+        pinned=pinned,
+        hostAlloc=host_alloc,
+        freeHost=lambda address: pinned.pop(address),
         getDeviceCount=lambda: 1,
+        getDevice=lambda: 0,
+        setDevice=lambda number: None,
+        eventBlockingSync=1,
+        eventDisableTiming=2,
+        eventCreateWithFlags=new_event,
+        eventDestroy=lambda address: made.pop(address),
+        eventSynchronize=lambda address: events[address].synchronize(),
+        eventElapsedTime=lambda begin, end: 1.0,
+        memsetAsync=memset_async,
         CUDARuntimeError=type("CUDARuntimeError", (RuntimeError,), {}),
         deviceSynchronize=simulation.run_all,
         eventRecord=lambda event, stream: events[event].record(streams[stream]),
         streamWaitEvent=lambda stream, event: streams[stream].wait_event(events[event]),
         memcpyAsync=memcpy_async,
+        memcpyHostToDevice=1,
         memcpyDeviceToHost=2,
         memGetInfo=lambda: (1 << 30, 1 << 32),
         hostRegister=lambda address, nbytes, flags: registered.update({address: nbytes}),
@@ -239,12 +278,14 @@ def make(seed):
     )
     cuda = types.SimpleNamespace(
         Device=Device,
-        driver=types.SimpleNamespace(CUDADriverError=type("CUDADriverError", (RuntimeError,), {})),
+        driver=types.SimpleNamespace(
+            CUDADriverError=type("CUDADriverError", (RuntimeError,), {}),
+            ctxGetCurrent=lambda: 1,
+            ctxSetCurrent=lambda context: None,
+        ),
         Event=Event,
         Stream=Stream,
-        PinnedMemory=bytearray,
-        PinnedMemoryPointer=lambda memory, offset: memory,
-        get_elapsed_time=lambda begin, end: 1.0,
+        using_allocator=lambda allocator: contextlib.nullcontext(),
         get_current_stream=current,
         memory=types.SimpleNamespace(OutOfMemoryError=type("OutOfMemory", (MemoryError,), {})),
         runtime=runtime,
@@ -254,7 +295,6 @@ def make(seed):
         ElementwiseKernel=ElementwiseKernel,
         RawModule=RawModule,
         __version__="0 (a stand-in)",
-        get_default_memory_pool=lambda: types.SimpleNamespace(free_all_blocks=lambda: None),
         asarray=lambda array: np.array(array).view(ndarray),
         copyto=copyto,
         cuda=cuda,

@@ -1,4 +1,4 @@
-"""`cli.py`: what people see, and the exit codes that scripts see."""
+"""`cli/`: what people see, and the exit codes that scripts see."""
 
 import importlib.metadata
 import itertools
@@ -13,6 +13,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from cases import each
 from typer.testing import CliRunner
 
 from h5async import ReaderConfig, cli
@@ -43,7 +44,8 @@ def _plain_environment(monkeypatch):
     for name in ("COLUMNS", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "TERM"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "path", sys.path.copy())
-    monkeypatch.setattr(cli, "_BLOCK_SECONDS", math.inf)  # one table, however slow the machine
+    # One table, however slow the machine is.
+    monkeypatch.setattr("h5async.cli.listing.BLOCK_SECONDS", math.inf)
 
 
 def run(*arguments, **environment):
@@ -78,7 +80,7 @@ def run_script(command, cwd, **environment):
         env={**os.environ, "PATH": path, **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
     )
 
 
@@ -404,6 +406,7 @@ def test_files_that_cannot_be_opened(tmp_path, command):
     (tmp_path / "text.h5").write_text("no HDF5 [file]")
     assert "there is no such file" in refuse(command, tmp_path / "missing.h5")
     assert "it is a directory" in refuse(command, tmp_path)
+    assert "(an empty path means the current one)" in refuse(command, "")
     assert str(tmp_path / "text.h5") in refuse(command, tmp_path / "text.h5")
 
 
@@ -552,10 +555,11 @@ def loaded(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("typed", OPTIONS)
+@each("typed", OPTIONS)
 def test_exactly_what_was_typed_is_passed_on(loaded, typed):
     assert isinstance(run("read", "f.h5", *typed.split()).exception, Stop)
-    [(config, options)] = loaded
+    config, options = loaded.pop()
+    assert not loaded
     assert config is None
     assert Path(options.pop("hdf5_path")) == Path("f.h5")
     if "allow_external" in options:
@@ -621,8 +625,8 @@ def test_configurations_that_cannot_be_used(train):
     assert "hdf5_path is required" in refuse("read", "--config", directory / "no_path.toml")
 
 
-@pytest.mark.parametrize(
-    ("typed", "message"),
+@each(
+    "typed, message",
     [
         ("--batch-size 0", "batch_size"),
         ("--num-threads -1", "num_threads"),
@@ -653,7 +657,7 @@ def test_values_that_the_library_refuses(train, typed, message):
         ("--field data", "NAME=PATH"),
         ("--field =data", "NAME=PATH"),
         ("--field data=", "NAME=PATH"),
-        ("--field x=data --field x=labels", "two fields of one name"),
+        ("--field x=data --field x=labels", "two fields have the same name"),
         ("--no-labels --labels-field labels", "not both"),
     ],
 )
@@ -835,6 +839,6 @@ def test_another_exception_is_not_dressed_up(train, monkeypatch):
     def stream(reader, epochs):
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(cli, "_stream", stream)
+    monkeypatch.setattr("h5async.cli.read.stream", stream)
     result = run("read", train)
     assert isinstance(result.exception, ZeroDivisionError)

@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 
 import h5py
-import hdf5plugin
 import numpy as np
 import pytest
+from conftest import SAMPLE, require_extra
 
 SCRIPT = """
 import contextlib, gc, os, sys, threading, types
@@ -84,7 +84,7 @@ def use(kind, closes=True):
 def join():
     for thread in threading.enumerate():
         if thread is not threading.current_thread():
-            thread.join(60)
+            thread.join(200)
 
 def state():
     with open("/proc/self/statm") as statm, open("/proc/self/maps") as maps:
@@ -108,7 +108,7 @@ def found_by_collection():
 """
 
 
-def run(folder: Path, body: str, timeout: float = 100, **variables: str) -> str:
+def run(folder: Path, body: str, timeout: float = 200, **variables: str) -> str:
     """Run a script, which must end well and in silence; return what it prints."""
     command = [sys.executable, "-X", "faulthandler", "-c", SCRIPT + body, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
@@ -119,6 +119,7 @@ def run(folder: Path, body: str, timeout: float = 100, **variables: str) -> str:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Files of every kind, with chunks that hold more samples than a batch takes of them."""
+    hdf5plugin = require_extra("hdf5plugin")
     folder = tmp_path_factory.mktemp("closing")
     values = np.random.default_rng(0).integers(0, 50, (256, 32, 32, 3), np.uint8)
     gzip = {"chunks": (16, 32, 32, 3), "compression": "gzip", "compression_opts": 1}
@@ -231,9 +232,11 @@ print((state()["nbytes"] - before) >> 20)
     assert int(run(folder, body)) < 40
 
 
-@pytest.mark.timeout(320)
+ROUNDS = 1500 // 21 if SAMPLE == "all" else 12  # both cases together: 3,000 readers, or 500
+
+
 @pytest.mark.parametrize("closes", [True, False])
-def test_three_thousand_readers_leave_nothing(folder, closes):
+def test_very_many_readers_leave_nothing(folder, closes):
     body = f"""
 import tracemalloc
 kinds = [kind for kind in KINDS if not kind.startswith("process")]
@@ -250,11 +253,11 @@ some(3)
 traced = tracemalloc.get_traced_memory()[0] - traced
 tracemalloc.stop()
 assert traced < 200_000, traced
-some({1500 // 21})  # both cases together: 3,000
+some({ROUNDS})
 after = state()
 print(*(after[name] - before[name] for name in before))
 """
-    nbytes, maps, descriptors, threads = map(int, run(folder, body, timeout=300).split())
+    nbytes, maps, descriptors, threads = map(int, run(folder, body, timeout=280).split())
     assert nbytes < 12 << 20
     assert maps < 40
     assert (descriptors, threads) == (0, 0)
@@ -264,7 +267,7 @@ STOPPED = """
 def wait(data, gate=os.path.join(FOLDER, "gate")):
     open(gate).close()  # until somebody opens it to write
 
-KINDS["waits"] = dict(data_field="raw", num_threads=1, timeout=1.0, workers=KIND, postprocess=wait)
+KINDS["waits"] = dict(data_field="raw", num_threads=1, timeout=4.0, workers=KIND, postprocess=wait)
 reader = opened("waits")
 reader.fetch_data()
 
@@ -277,6 +280,7 @@ print("waits", flush=True)
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["thread", "process"])
 @pytest.mark.parametrize("what", ["get_next_batch", "close"])
 def test_a_process_that_was_stopped_does_not_run_out_of_time(folder, tmp_path, kind, what):
@@ -299,9 +303,9 @@ def test_a_process_that_was_stopped_does_not_run_out_of_time(folder, tmp_path, k
         assert program.stdout.readline() == "waits\n"
         os.kill(program.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, program.pid, os.WSTOPPED)
-        time.sleep(1.5)  # that is what is tested
+        time.sleep(4.5)  # longer than the limit: that is what is tested
         program.stdin.write("\n")
         program.stdin.flush()
         os.kill(program.pid, signal.SIGCONT)
         assert program.stdout.read() == ("0\n" if what == "get_next_batch" else "[]\n")
-        assert program.wait(60) == 0
+        assert program.wait(200) == 0

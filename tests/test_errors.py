@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import h5py
 import numpy as np
 import pytest
+from cases import each
 from conftest import assert_same_bits, open_descriptors, our_threads, poison
 
 import h5async.engine
@@ -28,7 +29,7 @@ from h5async import (
     ReadError,
     UnsafeFileError,
 )
-from h5async.index import chunkindex, metadata
+from h5async.index import chunkindex, datasets
 
 SAMPLES, BATCH = 24, 4
 VALUES = np.arange(SAMPLES * 30, dtype="i8").reshape(SAMPLES, 30)
@@ -101,8 +102,8 @@ def assert_pickles(error):
 # --- the tree ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "builtin"),
+@each(
+    "kind, builtin",
     [
         (ConfigError, ValueError),
         (DatasetError, KeyError),
@@ -141,7 +142,7 @@ def test_file_that_is_not_hdf5(path, content):
 
 
 @pytest.mark.parametrize("how", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.99])
+@each("share", [0.1, 0.5, 0.99])
 def test_file_that_was_cut_short_before(path, how, share):
     plain_file(path, **how)
     os.truncate(path, int(path.stat().st_size * share))
@@ -164,7 +165,7 @@ class SystemOfShortFiles:
 def test_values_that_lie_behind_the_end_of_the_file(path, how, monkeypatch):
     """HDF5 itself does not notice all of them; the layout is checked."""
     plain_file(path, **how)
-    for module in (metadata, chunkindex):
+    for module in (datasets, chunkindex):
         monkeypatch.setattr(module, "os", SystemOfShortFiles())
     text = error_of(ReadError, OSError, path=path)
     assert f'{path}: dataset "data"' in text
@@ -206,10 +207,10 @@ def end_of_data(path):
         return max(info.byte_offset + info.size for info in infos)
 
 
-@pytest.mark.parametrize("num_threads", THREADS)
-@pytest.mark.parametrize("num_dim", [0, 1])
+@each("num_threads", THREADS)
+@each("num_dim", [0, 1])
 @pytest.mark.parametrize("how", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("cut_at", ["the start", "half", "the last byte"])
+@each("cut_at", ["the start", "half", "the last byte"])
 def test_file_that_is_cut_short_after_it_was_opened(path, how, num_dim, cut_at, num_threads):
     plain_file(path, **how)
     whole = path.read_bytes()
@@ -237,7 +238,7 @@ def test_file_that_is_cut_short_after_it_was_opened(path, how, num_dim, cut_at, 
             assert_same_bits(batch.data, np.ascontiguousarray(expected[batch.index]))
 
 
-@pytest.mark.parametrize("num_threads", THREADS)
+@each("num_threads", THREADS)
 @pytest.mark.parametrize("how", LAYOUTS.values(), ids=LAYOUTS)
 def test_file_that_is_deleted_or_replaced_after_it_was_opened(path, how, num_threads):
     """The reader holds the file that it opened, as any program does."""
@@ -427,10 +428,10 @@ def test_a_filter_that_nobody_has(path):
 # --- options -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
+@each(
+    "options, message",
     [
-        ({"batch_size": 0}, "batch_size: input should be greater than or equal to 1, found 0"),
+        ({"batch_size": 0}, "batch_size: must be greater than or equal to 1, found 0"),
         ({"batch_size": 2.5}, "batch_size"),
         ({"batch_size": True}, "batch_size"),
         ({"prefetch": 0}, "prefetch"),
@@ -443,14 +444,14 @@ def test_a_filter_that_nobody_has(path):
         ({"num_thread": 3}, "did you mean 'num_threads'?"),
         ({"nthread": 3}, "did you mean 'num_threads'?"),
         ({"xyzzy": 3}, "unknown option 'xyzzy'; options are: hdf5_path,"),
-        ({"window_bytes": 0}, "window_bytes: input should be greater than or equal to 1, found 0"),
+        ({"window_bytes": 0}, "window_bytes: must be greater than or equal to 1, found 0"),
         ({"window_bytes": -5}, "window_bytes"),
         ({"window_bytes": 2.5}, "window_bytes"),
         ({"window_bytes": True}, "window_bytes"),
         ({"window_bytes": "1 GiB"}, "window_bytes"),
         ({"shuffle": "window", "window_bytes": 0}, "window_bytes"),
         ({"shuffle": "windows"}, 'shuffle: must be False, True, "full" or "window"'),
-        ({"io": "mmap"}, "io: input should be 'auto', 'pread' or 'map', found 'mmap'"),
+        ({"io": "mmap"}, "io: must be 'auto', 'pread' or 'map', found 'mmap'"),
         ({"io": ""}, "io: "),
         ({"io": None}, "io: "),
         ({"io": True}, "io: "),
@@ -485,8 +486,8 @@ def test_what_is_no_list_of_files(several, message):
     assert message in error_of(ConfigError, ValueError, path=several)
 
 
-@pytest.mark.parametrize("pattern", ["train*.h5", "a?.h5", "**/b.h5", "[b].h5"])
-@pytest.mark.parametrize("in_list", [False, True])
+@each("pattern", ["train*.h5", "a?.h5", "**/b.h5", "[b].h5"])
+@each("in_list", [False, True])
 def test_globs_that_find_nothing(path, pattern, in_list):
     plain_file(path)
     pattern = path.parent / pattern
@@ -584,7 +585,7 @@ def assert_only_the_bad_batch_fails(reader, check):
                 assert_same_bits(batch.data, -VALUES[batch.index])
 
 
-@pytest.mark.parametrize("num_threads", THREADS)
+@each("num_threads", THREADS)
 @pytest.mark.parametrize("raised", RAISED, ids=lambda error: type(error).__name__)
 def test_postprocess_that_raises(path, tmp_path, raised, num_threads):
     def trouble():
@@ -605,7 +606,7 @@ def test_postprocess_that_raises(path, tmp_path, raised, num_threads):
     assert not open_descriptors(tmp_path)
 
 
-@pytest.mark.parametrize("num_threads", THREADS)
+@each("num_threads", THREADS)
 @pytest.mark.parametrize("raised", RAISED, ids=lambda error: type(error).__name__)
 def test_postprocess_that_raises_ends_a_for_loop_with_an_error(path, raised, num_threads):
     """Even StopIteration, which a loop takes for its end, must not pass for the epoch's end."""
@@ -623,10 +624,8 @@ def test_postprocess_that_raises_ends_a_for_loop_with_an_error(path, raised, num
         assert numbers == list(range(BAD))
 
 
-@pytest.mark.parametrize("num_threads", THREADS)
-@pytest.mark.parametrize(
-    "result", [(), (np.zeros(3),), (np.zeros(3),) * 3, np.zeros(2), 7, "ab"], ids=repr
-)
+@each("num_threads", THREADS)
+@each("result", [(), (np.zeros(3),), (np.zeros(3),) * 3, np.zeros(2), 7, "ab"])
 def test_postprocess_that_returns_something_else(path, result, num_threads):
     def check(error):
         assert "must return 2 arrays" in str(error)
@@ -658,10 +657,10 @@ def file_with_one_damaged_chunk(path):
     return well
 
 
-@pytest.mark.parametrize("num_threads", THREADS)
-@pytest.mark.parametrize("prefetch", [1, 3])
+@each("num_threads", THREADS)
+@each("prefetch", [1, 3])
 @pytest.mark.parametrize("shuffle", [False, "full"])
-@pytest.mark.parametrize("batch_size", [1, 3, SAMPLES])
+@each("batch_size", [1, 3, SAMPLES])
 def test_error_comes_for_exactly_the_batches_that_need_the_damaged_chunk(
     path, shuffle, batch_size, prefetch, num_threads
 ):
@@ -702,8 +701,8 @@ def test_an_iterator_goes_on_after_an_error(path, num_threads):
         assert next(iter(reader)).epoch == 1
 
 
-@pytest.mark.parametrize("num_threads", THREADS)
-@pytest.mark.parametrize("taken", range(4))
+@each("num_threads", THREADS)
+@each("taken", range(4))
 def test_reader_that_is_closed_around_an_error(path, tmp_path, taken, num_threads):
     file_with_one_damaged_chunk(path)
     reader = reader_of(path, batch_size=CHUNK, num_threads=num_threads, prefetch=4)

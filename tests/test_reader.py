@@ -21,6 +21,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from cases import each
 from conftest import assert_epoch_is, assert_same_bits, our_threads, poison, truth
 
 from h5async import (
@@ -36,11 +37,12 @@ from h5async import (
     ReadError,
 )
 from h5async.core import binding as core_module
-from h5async.fill.filling import Filler
-from h5async.io.storage import FileStamp, LocalFile
+from h5async.fill.reading import BatchReader
+from h5async.io.localfile import LocalFile
+from h5async.io.stamps import FileStamp
 from h5async.system.mounts import can_map
 
-DEADLOCK_SECONDS = 30
+DEADLOCK_SECONDS = 200
 NUM_SAMPLES = 23
 
 
@@ -238,8 +240,8 @@ TRANSFORMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("chunks", [None, True])
-@pytest.mark.parametrize("dtype", ["u1", "<i2", ">i4", "f4", ">f8", "?", "f2"])
+@each("chunks", [None, True])
+@each("dtype", ["u1", "<i2", ">i4", "f4", ">f8", "?", "f2"])
 @pytest.mark.parametrize("what", TRANSFORMS)
 def test_fields_are_permuted_cast_and_scaled_as_numpy_does(
     tmp_path: Path, what: str, dtype: str, chunks: Any
@@ -276,8 +278,8 @@ def test_fields_are_permuted_cast_and_scaled_as_numpy_does(
         assert batch.x.dtype.isnative
 
 
-@pytest.mark.parametrize("order", ["NHWC", "NCHW", "HWCN", "CHNW", "WNHC", "NWHC"])
-@pytest.mark.parametrize("negative", [False, True])
+@each("order", ["NHWC", "NCHW", "HWCN", "CHNW", "WNHC", "NWHC"])
+@each("negative", [False, True])
 def test_images_come_as_nchw_whatever_their_order_in_the_file(
     tmp_path: Path, order: str, negative: bool
 ) -> None:
@@ -641,9 +643,7 @@ def test_the_index_lasts(train: Path) -> None:
         assert np.array_equal(np.sort(np.concatenate(indices)), np.arange(NUM_SAMPLES))
 
 
-@pytest.mark.parametrize(
-    "name", ["index", "epoch", "number", "last", "size", "copy", "count", "keys", "data", "x y"]
-)
+@each("name", ["index", "epoch", "number", "last", "size", "copy", "count", "keys", "data", "x y"])
 def test_a_field_is_reached_by_its_name_or_the_name_is_refused(train: Path, name: str) -> None:
     try:
         reader = AsyncReader(hdf5_path=train, fields={name: "labels"})
@@ -827,15 +827,15 @@ def test_threads_share_the_work_of_one_batch(
     meeting = threading.Barrier(2)
     arrivals = iter(range(10**6))
     threads = []
-    read = Filler._read
+    read = BatchReader.read
 
-    def meet_first(self: Filler, *arguments: Any) -> None:
+    def meet_first(self: BatchReader, *arguments: Any) -> None:
         if next(arrivals) < 2:
             threads.append(threading.current_thread())
             meeting.wait(DEADLOCK_SECONDS)
         read(self, *arguments)
 
-    monkeypatch.setattr(Filler, "_read", meet_first)
+    monkeypatch.setattr(BatchReader, "read", meet_first)
     num_dim = int(field == "columns")
     with AsyncReader(
         hdf5_path=wide,
@@ -940,7 +940,7 @@ def raise_in_with(reader: AsyncReader) -> None:
         raise LookupError
 
 
-@pytest.mark.parametrize("num_threads", [0, 1, 3])
+@each("num_threads", [0, 1, 3])
 @pytest.mark.parametrize(
     "use",
     [use_and_close, close_twice, close_with_fetches_outstanding, close_in_a_loop, raise_in_with],
@@ -1048,7 +1048,7 @@ def leave_in_a_cycle(reader: AsyncReader) -> None:
     reader.fetch_data()
 
 
-@pytest.mark.parametrize("num_threads", [0, 1, 3])
+@each("num_threads", [0, 1, 3])
 @pytest.mark.parametrize(
     "use",
     [
@@ -1221,7 +1221,9 @@ def test_where_no_thread_can_be_started_nobody_waits_for_one(
 
     monkeypatch.setattr(threading.Thread, "start", refused)
     try:
-        with AsyncReader(hdf5_path=train, batch_size=5, num_threads=2, timeout=5) as reader:
+        with AsyncReader(
+            hdf5_path=train, batch_size=5, num_threads=2, timeout=DEADLOCK_SECONDS
+        ) as reader:
             assert_epoch_is(reader, truth(train))
     except ReadError as error:
         assert "no more threads" in str(error)  # noqa: PT017 (either way is right)
@@ -1353,9 +1355,9 @@ def kind_options(name: str) -> dict[str, Any]:
 KINDS = ("rows", "large rows", "raw chunks", "gzip", "scaleoffset", "columns")
 
 
-@pytest.mark.parametrize("num_threads", [0, 2])
+@each("num_threads", [0, 2])
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("io", IO_MODES)
+@each("io", IO_MODES)
 def test_every_io_mode_gives_what_h5py_gives(
     kinds: Path, io: str, name: str, num_threads: int
 ) -> None:
@@ -1394,7 +1396,7 @@ def test_columns_are_read_by_mapping_and_a_reason_says_so(kinds: Path) -> None:
 def test_only_map_maps_where_the_file_system_is_not_known(
     kinds: Path, monkeypatch: pytest.MonkeyPatch, io: str, is_mapped: bool
 ) -> None:
-    monkeypatch.setattr("h5async.io.storage.can_map", lambda path: False)
+    monkeypatch.setattr("h5async.io.maps.can_map", lambda path: False)
     size = kinds.stat().st_size
     for name in KINDS:
         options = {**kind_options(name), "io": io, "num_threads": 0}

@@ -29,7 +29,7 @@ from hypothesis.stateful import (
 from h5async import AsyncReader, Batch, Field, ReaderClosedError
 from h5async.order.sampling import Sampling
 
-DEADLOCK_SECONDS = 30
+DEADLOCK_SECONDS = 200
 BATCH_SIZE = 4
 UNLUCKY = 13  # a batch that holds this sample fails where the machine wants failures
 

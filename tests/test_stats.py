@@ -10,6 +10,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from cases import each
 
 from h5async import AsyncReader, Field, ReadError, ReaderStats
 from h5async.core.binding import load_core
@@ -126,8 +127,8 @@ def test_nothing_to_tell_yet(given: dict[str, Any]) -> None:
     assert told(**given) == "nothing to tell yet: fewer than two batches were delivered"
 
 
-@pytest.mark.parametrize(
-    ("given", "sentence"),
+@each(
+    "given, sentence",
     [
         (  # a batch takes 1 s of threads; the loop takes one a second: 2 threads could give two
             {"wait_seconds": 0.0},
@@ -194,7 +195,8 @@ def test_nothing_to_tell_yet(given: dict[str, Any]) -> None:
         (
             {"gil_wait_seconds": 11.0},
             "data-bound: waited 50 % of the time; the reader's threads spent 50 % of their time"
-            " waiting for the GIL: the loop holds it; call less Python in it, or larger batches",
+            " waiting for the GIL: the loop holds it; call less Python in it, or make batches"
+            " larger",
         ),
         (  # a quarter is not too much
             {"gil_wait_seconds": 11.0 / 3},
@@ -254,8 +256,8 @@ def stored_nbytes(path: Path, *names: str) -> int:
         return sum(file[name].id.get_storage_size() for name in names)
 
 
-@pytest.mark.parametrize("num_threads", [0, 1, 3])
-@pytest.mark.parametrize("batch_size", [16, 48, 240])
+@each("num_threads", [0, 1, 3])
+@each("batch_size", [16, 48, 240])
 def test_an_epoch_in_order_reads_each_byte_once(
     path: Path, batch_size: int, num_threads: int
 ) -> None:

@@ -1,1 +1,4 @@
-"""An encoded chunk enters; what one filter of HDF5 made it from leaves. One format a file."""
+"""Undoes single HDF5 filters, one format a file; `filters.py` is the registry of them.
+
+Encoded bytes, as they lie in the file, enter; what the filter was given leaves.
+"""

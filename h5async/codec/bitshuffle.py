@@ -1,4 +1,4 @@
-"""The encoded bytes of the bitshuffle filter enter; what it was given leaves, in given memory.
+"""Undoes the bitshuffle filter.
 
 Elements are transposed bit by bit, in blocks; a block may then be compressed by lz4 or zstd. The
 format of these: a header and blocks, each after its length, in big-endian numbers; up to 7
@@ -10,45 +10,69 @@ from __future__ import annotations
 import operator
 import struct
 from functools import partial
+from typing import Literal
 
 import imagecodecs
 import numpy as np
 
-from h5async.codec.decoding import Bytes, Decode, filled, require_length, working_memory
+from h5async.codec.decoding import (
+    Bytes,
+    filled,
+    require_length,
+    require_room,
+    working_memory,
+)
+from h5async.codec.entry import Blocks, Codec, CoreFilter, CoreKind, Parameters, Unshuffle
+
+_CORE_LIMIT = 1 << 31  # element sizes of the core are 32-bit numbers
 
 
-def bitshuffle_codec(parameters: tuple[int, ...]) -> int:
-    """Return what compresses the blocks: 0 nothing, 2 lz4, 3 zstd."""
-    return parameters[4] if len(parameters) > 4 else 0
-
-
-def default_block(element: int) -> int:
-    """Return of how many elements a block is where the filter's client data does not say."""
-    return max(128, 8192 // element // 8 * 8)
-
-
-def bitshuffle_decoder(parameters: tuple[int, ...]) -> Decode | None:
+def bitshuffle_codec(parameters: Parameters) -> Codec | None:
     """Return what undoes the filter with this client data, or None where HDF5 has to."""
-    if len(parameters) < 3 or parameters[2] == 0:
+    _, _, element, block, compressor = (*parameters, 0, 0, 0, 0, 0)[:5]
+    if element == 0:
         return None
-    element = parameters[2]
-    match bitshuffle_codec(parameters):
-        case 0:
-            block = parameters[3] if len(parameters) > 3 else 0
-            return None if block % 8 else partial(_bitunshuffle, element, block)
-        case 2:
-            return partial(_decode_bitshuffle, element, True)
-        case 3:
-            return partial(_decode_bitshuffle, element, False)
-    return None
+    unshuffle = Unshuffle(element, block or _default_block(element))
+    if compressor == 0:
+        if block % 8:
+            return None
+        return Codec(
+            partial(_bitunshuffle, element, block),
+            added_nbytes=0,
+            core=_core(CoreKind.BITSHUFFLE, element, block),
+            unshuffle=unshuffle,
+        )
+    if compressor not in (2, 3):
+        return None
+    is_lz4 = compressor == 2
+    kind = CoreKind.BITSHUFFLE_LZ4 if is_lz4 else CoreKind.BITSHUFFLE_ZSTD
+    name: Literal["lz4", "zstd"] = "lz4" if is_lz4 else "zstd"
+    return Codec(
+        partial(_decode_bitshuffle, element, is_lz4),
+        core=_core(kind, element, block, name),
+        blocks=None if unshuffle.block % 8 else Blocks(name, unshuffle.block * element),
+        unshuffle=unshuffle,
+    )
+
+
+def _core(
+    kind: CoreKind, element: int, block: int, library: str | None = None
+) -> CoreFilter | None:
+    return CoreFilter(kind, element, block, library) if element < _CORE_LIMIT else None
+
+
+def _default_block(element: int) -> int:
+    """Return of how many elements a block is where the filter's client data do not say."""
+    return max(128, 8192 // element // 8 * 8)
 
 
 def _bitunshuffle(element: int, block: int, encoded: Bytes, out: Bytes, _spare: Bytes) -> Bytes:
     """Transpose bits; up to 7 elements at the end stay as they are. `block` 0: the default."""
-    if encoded.size > out.size:
-        raise ValueError(f"bitshuffle gives {encoded.size} bytes, {out.size} are due")
+    require_room("bitshuffle", encoded.size, out)
     if encoded.size % element:
-        raise ValueError(f"bitshuffle: {encoded.size} bytes make no whole {element}-byte elements")
+        raise ValueError(
+            f"bitshuffle: {encoded.size} bytes are no whole number of {element}-byte elements"
+        )
     out = filled(out, encoded.size)
     if out.size:  # a memoryview: of an array, imagecodecs takes the dtype for the element
         imagecodecs.bitshuffle_decode(encoded.data, itemsize=element, blocksize=block, out=out)
@@ -69,8 +93,7 @@ def _decode_bitshuffle(
     if encoded.size < 12:
         raise ValueError(f"bitshuffle: {encoded.size} bytes cannot hold a header")
     nbytes, block_nbytes = struct.unpack_from(">QI", encoded.data)
-    if nbytes > out.size:
-        raise ValueError(f"bitshuffle gives {nbytes} bytes, {out.size} are due")
+    require_room("bitshuffle", nbytes, out)
     if nbytes % element or block_nbytes == 0 or block_nbytes % (8 * element):
         raise ValueError(
             f"bitshuffle: {nbytes} bytes in blocks of {block_nbytes} do not fit elements of"
@@ -95,7 +118,7 @@ def _decode_bitshuffle(
     body = shuffled[: nbytes - leftover]
     sizes = np.diff(edges).tolist()
     if is_lz4 and not leftover and all(map(operator.ne, lengths, sizes)):
-        # The framing of the lz4 filter, but for blocks that it would take for stored ones.
+        # The framing of the lz4 filter, but for blocks that it would take for uncompressed ones.
         require_length("bitshuffle", len(imagecodecs.lz4h5_decode(encoded, out=body)), body.size)
     elif is_lz4:
         for begin, block, length in zip(begins, edges, lengths, strict=False):

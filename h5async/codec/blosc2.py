@@ -1,4 +1,4 @@
-"""The encoded bytes of the Blosc2 filter enter; what it was given leaves, in given memory.
+"""Undoes the Blosc2 filter.
 
 The format: a contiguous frame (README_CFRAME_FORMAT.rst of c-blosc2) of one chunk, which may be an
 array of several dimensions, cut into blocks (the "b2nd" metalayer).
@@ -14,12 +14,18 @@ import imagecodecs
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.codec.decoding import Bytes, filled, require_length, working_memory
+from h5async.codec.decoding import (
+    Bytes,
+    filled,
+    require_length,
+    require_room,
+    working_memory,
+)
 
 _FRAME_OFFSET_NBYTES = 8
 _FRAME_HEADER = struct.Struct(">2x8sxixQx4sxqxqxixixi")
-# Of README_CHUNK_FORMAT.rst: the header's longer form, its flags, and the first special value that
-# is none: "uninitialized", behind "none", "zeros", "NaNs" and "one value".
+# Of README_CHUNK_FORMAT.rst: the header's longer form, its flags, and the first kind of special
+# chunk that has no values: "uninitialized", after "none", "zeros", "NaNs" and "one value".
 _EXTENDED_NBYTES, _IS_EXTENDED, _UNINITIALIZED = 32, 0b101, 4
 
 
@@ -29,7 +35,7 @@ class _Frame(NamedTuple):
     header_nbytes: int
     frame_nbytes: int
     nbytes: int
-    stored_nbytes: int
+    encoded_nbytes: int
     type_nbytes: int
     chunk_nbytes: int
 
@@ -40,15 +46,17 @@ def decode_blosc2(encoded: Bytes, out: Bytes, spare: Bytes) -> Bytes:
     nbytes = frame.nbytes
     if frame.frame_nbytes > encoded.size or nbytes < 0 or frame.header_nbytes < 87:
         raise ValueError(
-            f"blosc2: a frame of {frame.frame_nbytes} bytes is claimed, {encoded.size} are there"
+            f"blosc2: the header says {frame.frame_nbytes} bytes, and there are {encoded.size}"
         )
     body = encoded[frame.header_nbytes : frame.frame_nbytes]
-    if frame.stored_nbytes < 0 or frame.stored_nbytes > body.size:
-        raise ValueError(f"blosc2: a chunk of {frame.stored_nbytes} bytes is claimed")
+    if frame.encoded_nbytes < 0 or frame.encoded_nbytes > body.size:
+        raise ValueError(
+            f"blosc2: the header says a chunk of {frame.encoded_nbytes} bytes, and there are"
+            f" {body.size}"
+        )
     dimensions = _b2nd(encoded[: frame.header_nbytes])
     if dimensions is None:
-        if nbytes > out.size:
-            raise ValueError(f"blosc2 gives {nbytes} bytes, {out.size} are due")
+        require_room("blosc2", nbytes, out)
         _decode_blosc2_chunk(frame, body, filled(out, nbytes))
         return filled(out, nbytes)
     return _decode_b2nd(frame, dimensions, body, out, spare)
@@ -57,30 +65,30 @@ def decode_blosc2(encoded: Bytes, out: Bytes, spare: Bytes) -> Bytes:
 def _frame(encoded: Bytes) -> _Frame:
     if encoded.size < _FRAME_HEADER.size:
         raise ValueError(f"blosc2: {encoded.size} bytes cannot hold a frame")
-    magic, header, length, _flags, nbytes, stored, typesize, _block, chunk = (
+    magic, header, length, _flags, nbytes, size, typesize, _block, chunk = (
         _FRAME_HEADER.unpack_from(encoded.data)
     )
     if magic != b"b2frame\0":
-        raise ValueError("blosc2: the bytes are no frame")
-    return _Frame(header, length, nbytes, stored, typesize, chunk)
+        raise ValueError("blosc2: the bytes do not begin with a frame's signature")
+    return _Frame(header, length, nbytes, size, typesize, chunk)
 
 
 def _decode_blosc2_chunk(frame: _Frame, body: Bytes, out: Bytes) -> None:
     """Decode the frame's one chunk; chunks of one repeated value lie in the table of offsets."""
-    if frame.stored_nbytes == 0 and out.size:
+    if frame.encoded_nbytes == 0 and out.size:
         offset = np.empty(_FRAME_OFFSET_NBYTES, np.uint8)
         _decode_all(body, offset)
         if offset[7] != 0x81:  # all zeros, as BLOSC2_SPECIAL_ZERO
-            raise ValueError("blosc2: the chunk repeats a value in a way that is not known here")
+            raise ValueError("blosc2: the chunk repeats a value, and its encoding is unknown")
         out[...] = 0
         return
-    _decode_all(body[: frame.stored_nbytes], out)
+    _decode_all(body[: frame.encoded_nbytes], out)
 
 
 def _decode_all(chunk: Bytes, out: Bytes) -> None:
     if chunk.size >= _EXTENDED_NBYTES and chunk[2] & _IS_EXTENDED == _IS_EXTENDED:
         if chunk[31] >> 4 & 7 >= _UNINITIALIZED:  # `out` would be left as it is
-            raise ValueError("blosc2: the chunk is marked as one that has no values")
+            raise ValueError("blosc2: the chunk is marked as uninitialized, so it has no values")
     decoded = imagecodecs.blosc2_decode(chunk, numthreads=1, out=out)
     require_length("blosc2", len(decoded), out.size)
 
@@ -92,13 +100,12 @@ def _decode_b2nd(
     out: Bytes,
     spare: Bytes,
 ) -> Bytes:
-    """Decode blocks, which lie one after the other, each padded, and put them where they belong."""
+    """Decode blocks, which lie one after the other, each padded, and copy them into `out`."""
     shape, block = dimensions
     grid = tuple(-(-extent // size) for extent, size in zip(shape, block, strict=True))
     nbytes = math.prod(shape) * frame.type_nbytes
     padded = math.prod(grid) * math.prod(block) * frame.type_nbytes
-    if nbytes > out.size:
-        raise ValueError(f"blosc2 gives {nbytes} bytes, {out.size} are due")
+    require_room("blosc2", nbytes, out)
     out = filled(out, nbytes)
     if padded == nbytes and all(g == 1 for g in grid[1:]) and block[1:] == shape[1:]:
         _decode_blosc2_chunk(frame, body, out)

@@ -1,10 +1,15 @@
-"""What decoders share: working memory enters, views of it leave; claimed lengths are checked."""
+"""Defines what a decoder is, and what decoders share: working memory, and checks of lengths.
+
+Each decoder writes into memory that is handed to it, cannot write past its end, drops the GIL for
+the work, and raises `ValueError` (or imagecodecs' `RuntimeError`) where the bytes are damaged as
+far as their format can tell: lengths always, checksums where there are some. `read/`
+chains decoders, and checks the final length.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-import imagecodecs
 import numpy as np
 from numpy.typing import NDArray
 
@@ -33,31 +38,17 @@ def working_memory(spare: Bytes, nbytes: int) -> Bytes:
     if nbytes <= spare.size:
         return spare[:nbytes]
     if nbytes > _MAX_EXPANSION * spare.size:
-        raise ValueError(f"{nbytes} bytes are claimed, far more than a chunk has")
+        raise ValueError(f"a header says {nbytes} bytes, far more than a chunk has")
     return np.empty(nbytes, np.uint8)
 
 
-def require_length(name: str, found: int, due: int) -> None:
-    """Raise `ValueError` unless as many bytes were found as are due."""
-    if found != due:
-        raise ValueError(f"{name} gives {found} bytes, {due} are due")
+def require_length(name: str, found: int, expected: int) -> None:
+    """Raise `ValueError` unless as many bytes were found as expected."""
+    if found != expected:
+        raise ValueError(f"{name}: expected {expected} bytes, got {found}")
 
 
-def unshuffle(element_nbytes: int, encoded: Bytes, out: Bytes, _spare: Bytes) -> Bytes:
-    """Undo HDF5's shuffle: gather the bytes of each element.
-
-    Bytes that make no whole element stay where they are.
-    """
-    if encoded.size > out.size:
-        raise ValueError(f"shuffle gives {encoded.size} bytes, {out.size} are due")
-    out = filled(out, encoded.size)
-    count = encoded.size // element_nbytes
-    body = count * element_nbytes
-    if element_nbytes in (2, 4, 8) and count:
-        dtype = f"u{element_nbytes}"
-        imagecodecs.byteshuffle_decode(encoded[:body].view(dtype), out=out[:body].view(dtype))
-    else:
-        planes = encoded[:body].reshape(element_nbytes, count)
-        np.copyto(out[:body].reshape(count, element_nbytes), planes.T)
-    np.copyto(out[body:], encoded[body:])
-    return out
+def require_room(name: str, nbytes: int, out: Bytes) -> None:
+    """Raise `ValueError` if a result does not fit into `out`."""
+    if nbytes > out.size:
+        raise ValueError(f"{name}: expected at most {out.size} bytes, got {nbytes}")

@@ -1,9 +1,9 @@
-"""Packed numbers enter; whole numbers leave, in the caller's memory, byte for byte HDF5's.
+"""Undoes the n-bit and scale-offset filters, byte for byte as HDF5 does.
 
 The formats are those of the HDF5 reference (H5Zscaleoffset.c, H5Znbit.c). Both store the bits of
-one number after the other, the most significant first, without gaps. Whatever is not decoded
-exactly here is refused by `can_decode_scaleoffset` and `can_decode_nbit`. Both filters know how
-many bytes a chunk has, so they must be the first of their pipeline.
+one number after the other, the most significant first, without gaps. What would not be
+decoded exactly is left to HDF5: `can_decode_scaleoffset` and `can_decode_nbit` tell. Both filters
+know how many bytes a chunk has, so they must be the first of their pipeline.
 
 Bits are moved by imagecodecs, and by NumPy calls on many numbers at once, which drop the GIL.
 """
@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import imagecodecs
 import numpy as np
 from numpy.typing import NDArray
 
-Bytes = NDArray[np.uint8]
+from h5async.codec.decoding import Bytes, require_length, require_room
+from h5async.codec.entry import NOTHING, Codec, Parameters, StatedLengths
 
 _NBYTES_DECODED = (1, 2, 4, 8)
 _IS_LITTLE_ENDIAN_HOST = sys.byteorder == "little"
@@ -39,7 +40,7 @@ _READ_BEYOND_NBYTES = 16  # imagecodecs too reads whole words, of which the last
 
 
 class _ScaleOffset(NamedTuple):
-    """What the parameters of the scale-offset filter say.
+    """What the client data of the scale-offset filter say.
 
     `power` is a power of ten as a scalar of the float type, None for integers. `fill` is the bits
     of the fill value, None where it is undefined.
@@ -53,7 +54,7 @@ class _ScaleOffset(NamedTuple):
 
 
 class _NBit(NamedTuple):
-    """What the parameters of the n-bit filter say; `precision` 0: the bytes are unchanged."""
+    """What the client data of the n-bit filter say; `precision` 0: the bytes are unchanged."""
 
     nbytes: int
     dtype: np.dtype[Any]
@@ -61,33 +62,51 @@ class _NBit(NamedTuple):
     offset: int
 
 
-def can_decode_scaleoffset(parameters: tuple[int, ...]) -> bool:
+def scaleoffset_codec(parameters: Parameters) -> Codec | None:
+    """Return what undoes the filter with this client data, or None where HDF5 has to."""
+    entry = _parse_scaleoffset(parameters)
+    if entry is None:
+        return None
+    if entry.is_unchanged:
+        return NOTHING
+    return Codec(partial(_without_spare, decode_scaleoffset, parameters))
+
+
+def nbit_codec(parameters: Parameters) -> Codec | None:
+    """Return what undoes the filter with this client data, or None where HDF5 has to."""
+    if len(parameters) > 1 and parameters[0] == len(parameters) and parameters[1] != 0:
+        return NOTHING  # HDF5 says "need not compress"
+    if not can_decode_nbit(parameters):
+        return None
+    return Codec(partial(_without_spare, decode_nbit, parameters))
+
+
+def _without_spare(
+    decode: Callable[[Parameters, Bytes, Bytes], Bytes],
+    parameters: Parameters,
+    encoded: Bytes,
+    out: Bytes,
+    _spare: Bytes,
+) -> Bytes:
+    return decode(parameters, encoded, out)
+
+
+def can_decode_scaleoffset(parameters: Parameters) -> bool:
     """Tell whether `decode_scaleoffset` gives what HDF5 gives for this client data."""
     return _parse_scaleoffset(parameters) is not None
 
 
-def can_decode_nbit(parameters: tuple[int, ...]) -> bool:
+def can_decode_nbit(parameters: Parameters) -> bool:
     """Tell whether `decode_nbit` gives what HDF5 gives for this client data."""
     return _parse_nbit(parameters) is not None
 
 
-def does_nothing_scaleoffset(parameters: tuple[int, ...]) -> bool:
-    """Tell whether the filter leaves all bytes as they are: numbers of their full width."""
-    entry = _parse_scaleoffset(parameters)
-    return entry is not None and entry.is_unchanged
-
-
-def does_nothing_nbit(parameters: tuple[int, ...]) -> bool:
-    """Tell whether the filter leaves all bytes as they are: "need not compress"."""
-    return len(parameters) > 1 and parameters[0] == len(parameters) and parameters[1] != 0
-
-
-def stated_nbytes(parameters: tuple[int, ...]) -> int | None:
+def stated_chunk_nbytes(parameters: Parameters) -> int | None:
     """Return how many bytes a chunk has by the client data of either filter; None: not said."""
     return parameters[2] * parameters[4] if len(parameters) > 4 else None
 
 
-def packed_nbit_nbytes(parameters: tuple[int, ...]) -> int:
+def _packed_nbit_nbytes(parameters: Parameters) -> int:
     """Return how many bytes a chunk has while n-bit is applied, for client data of any class.
 
     Raises
@@ -100,10 +119,13 @@ def packed_nbit_nbytes(parameters: tuple[int, ...]) -> int:
             return parameters[2] * parameters[4]
         return _packed_nbytes(parameters[2], _packed_bits(parameters, 3)[0])
     except (IndexError, ValueError, ZeroDivisionError, RecursionError) as error:
-        raise ValueError(f"nbit: its parameters are damaged ({error})") from error
+        raise ValueError(f"nbit: its client data are damaged ({error})") from error
 
 
-def _packed_bits(parameters: tuple[int, ...], at: int) -> tuple[int, int]:
+NBIT_LENGTHS = StatedLengths(_packed_nbit_nbytes)
+
+
+def _packed_bits(parameters: Parameters, at: int) -> tuple[int, int]:
     """Return the packed bits of an element, and where its parameters end."""
     kind, nbytes = parameters[at], parameters[at + 1]
     if kind == _NBIT_ATOMIC:  # size, order, precision, offset
@@ -119,10 +141,10 @@ def _packed_bits(parameters: tuple[int, ...], at: int) -> tuple[int, int]:
         return total, end
     if kind == _NBIT_UNCHANGED:
         return 8 * nbytes, at + 2
-    raise ValueError(f"a class {kind}")
+    raise ValueError(f"there is no class {kind}")
 
 
-def decode_scaleoffset(parameters: tuple[int, ...], encoded: Bytes, out: Bytes) -> Bytes:
+def decode_scaleoffset(parameters: Parameters, encoded: Bytes, out: Bytes) -> Bytes:
     """Undo the scale-offset filter.
 
     Parameters
@@ -142,11 +164,11 @@ def decode_scaleoffset(parameters: tuple[int, ...], encoded: Bytes, out: Bytes) 
     Raises
     ------
     ValueError
-        If the bytes are damaged, the result does not fit, or the parameters are not decoded here.
+        If the bytes are damaged, the result does not fit, or the client data are not decoded here.
     """
     entry = _parse_scaleoffset(parameters)
     if entry is None:
-        raise ValueError("scaleoffset: these parameters are not decoded here")
+        raise ValueError("scaleoffset: these client data are not decoded here")
     nbytes = entry.size * entry.dtype.itemsize
     room = _room("scaleoffset", nbytes, out)
     if entry.is_unchanged:
@@ -157,7 +179,9 @@ def decode_scaleoffset(parameters: tuple[int, ...], encoded: Bytes, out: Bytes) 
     minimum = int.from_bytes(header[5 : 5 + min(header[4], 8)], "little")
     full_width = 8 * entry.dtype.itemsize
     if width > full_width:
-        raise ValueError(f"scaleoffset: numbers of {width} bits in a type of {full_width}")
+        raise ValueError(
+            f"scaleoffset: the header says numbers of {width} bits, in a type of {full_width}"
+        )
     _require("scaleoffset", encoded, _HEADER_NBYTES + _packed_nbytes(entry.size, width))
     packed = encoded[_HEADER_NBYTES:]
     result = room.view(entry.dtype)
@@ -170,14 +194,14 @@ def decode_scaleoffset(parameters: tuple[int, ...], encoded: Bytes, out: Bytes) 
     return room
 
 
-def decode_nbit(parameters: tuple[int, ...], encoded: Bytes, out: Bytes) -> Bytes:
-    """Undo the n-bit filter: put each number's bits back to their place, with zeros around them.
+def decode_nbit(parameters: Parameters, encoded: Bytes, out: Bytes) -> Bytes:
+    """Undo the n-bit filter: shift each number's bits back, with zeros around them.
 
     Parameters, result and errors are those of `decode_scaleoffset`.
     """
     entry = _parse_nbit(parameters)
     if entry is None:
-        raise ValueError("nbit: these parameters are not decoded here")
+        raise ValueError("nbit: these client data are not decoded here")
     room = _room("nbit", entry.nbytes, out)
     if not entry.precision:
         return _copy_unchanged("nbit", encoded, room)
@@ -194,7 +218,7 @@ def decode_nbit(parameters: tuple[int, ...], encoded: Bytes, out: Bytes) -> Byte
 
 
 @lru_cache(maxsize=256)
-def _parse_scaleoffset(parameters: tuple[int, ...]) -> _ScaleOffset | None:
+def _parse_scaleoffset(parameters: Parameters) -> _ScaleOffset | None:
     if len(parameters) != _SCALEOFFSET_PARAMETERS or not _IS_LITTLE_ENDIAN_HOST:
         return None
     scale_type, factor, count, class_, nbytes, sign, order, has_fill = parameters[:8]
@@ -239,7 +263,7 @@ def _power_of_ten(exponent: int, nbytes: int) -> np.floating[Any]:
 
 
 @lru_cache(maxsize=256)
-def _parse_nbit(parameters: tuple[int, ...]) -> _NBit | None:
+def _parse_nbit(parameters: Parameters) -> _NBit | None:
     # Five are what HDF5 asks for; fewer do not say how long the chunk is.
     if len(parameters) < 5 or parameters[0] != len(parameters) or not _IS_LITTLE_ENDIAN_HOST:
         return None
@@ -261,21 +285,19 @@ def _parse_nbit(parameters: tuple[int, ...]) -> _NBit | None:
 
 
 def _room(name: str, nbytes: int, out: Bytes) -> Bytes:
-    if nbytes > out.size:
-        raise ValueError(f"{name} gives {nbytes} bytes, there is room for {out.size}")
+    require_room(name, nbytes, out)
     return out if nbytes == out.size else out[:nbytes]
 
 
 def _copy_unchanged(name: str, encoded: Bytes, room: Bytes) -> Bytes:
-    if encoded.size != room.size:
-        raise ValueError(f"{name}: {encoded.size} bytes are stored, {room.size} are due")
+    require_length(name, encoded.size, room.size)
     np.copyto(room, encoded)
     return room
 
 
 def _require(name: str, encoded: Bytes, nbytes: int) -> None:
     if encoded.size < nbytes:
-        raise ValueError(f"{name}: {encoded.size} bytes are stored, {nbytes} are needed")
+        raise ValueError(f"{name}: expected at least {nbytes} bytes, got {encoded.size}")
 
 
 def _packed_nbytes(count: int, width: int) -> int:
@@ -321,7 +343,7 @@ def _put_fill(entry: _ScaleOffset, numbers: NDArray[Any], width: int, result: ND
 
 
 def _unpack(packed: Bytes, width: int, count: int) -> Iterator[tuple[slice, NDArray[Any]]]:
-    """Yield blocks of numbers, as unsigned integers of the least itemsize, with their place.
+    """Yield blocks of numbers, as unsigned integers of the least itemsize, with where they belong.
 
     `packed` holds at least the bits of `count` numbers. The memory of a block is used again for
     the next one.

@@ -1,4 +1,4 @@
-"""The encoded bytes of the szip filter enter; what it was given leaves, in given memory.
+"""Undoes the szip filter.
 
 The format: a little-endian length, and a stream of extended-Rice code (CCSDS 121.0-B), whose scan
 lines are padded to whole blocks, and whose 4- and 8-byte samples are split in bytes, as libaec's
@@ -13,7 +13,9 @@ from typing import NamedTuple
 import imagecodecs
 import numpy as np
 
-from h5async.codec.decoding import Bytes, Decode, filled, unshuffle, working_memory
+from h5async.codec.decoding import Bytes, filled, require_room, working_memory
+from h5async.codec.entry import Codec, Parameters, StatedLengths
+from h5async.codec.shuffle import unshuffle
 
 
 class _Szip(NamedTuple):
@@ -32,12 +34,21 @@ _SZIP_MSB, _SZIP_NEAREST_NEIGHBOUR = 16, 32  # options of szlib.h
 _AEC_MSB, _AEC_PREPROCESS, _AEC_NOT_ENFORCE = 4, 8, 64  # flags of libaec.h
 
 
-def szip_decoder(parameters: tuple[int, ...]) -> Decode | None:
+_LENGTH_NBYTES = 4
+
+# HDF5 takes a length that a chunk does not have from behind it.
+SZIP_LENGTHS = StatedLengths(
+    lambda _parameters: _LENGTH_NBYTES,
+    lambda encoded: int.from_bytes(encoded[:_LENGTH_NBYTES].tobytes(), "little"),
+)
+
+
+def szip_codec(parameters: Parameters) -> Codec | None:
     """Return what undoes the filter with this client data, or None where HDF5 has to."""
     if len(parameters) < 4:
         return None
     options, block, bits, pixels_a_line = parameters[:4]
-    if block < 8:  # this libaec does not decode such as HDF5's does
+    if block < 8:  # imagecodecs' libaec decodes such blocks to other values than HDF5's does
         return None
     if not (1 <= bits <= 32 or bits == 64) or block % 2 or not pixels_a_line:
         return None
@@ -47,27 +58,24 @@ def szip_decoder(parameters: tuple[int, ...]) -> Decode | None:
     planes = bits // 8 if bits in (32, 64) else 1
     pixel_nbytes = 1 if planes > 1 or bits <= 8 else 2 if bits <= 16 else 4
     blocks = -(-pixels_a_line // block)
-    return partial(
-        _decode_szip,
-        _Szip(
-            bits=8 if planes > 1 else bits,
-            flags=flags,
-            block=block,
-            blocks_a_line=blocks,
-            line_nbytes=pixels_a_line * pixel_nbytes,
-            padded_line_nbytes=blocks * block * pixel_nbytes,
-            planes=planes,
-        ),
+    szip = _Szip(
+        bits=8 if planes > 1 else bits,
+        flags=flags,
+        block=block,
+        blocks_a_line=blocks,
+        line_nbytes=pixels_a_line * pixel_nbytes,
+        padded_line_nbytes=blocks * block * pixel_nbytes,
+        planes=planes,
     )
+    return Codec(partial(_decode_szip, szip))
 
 
 def _decode_szip(szip: _Szip, encoded: Bytes, out: Bytes, spare: Bytes) -> Bytes:
     """Decode szip by libaec itself: its compatible interface hides that a chunk decodes short."""
-    if encoded.size < 4:
+    if encoded.size < _LENGTH_NBYTES:
         raise ValueError(f"szip: {encoded.size} bytes cannot hold a length")
-    nbytes = int.from_bytes(encoded[:4].tobytes(), "little")
-    if nbytes > out.size:
-        raise ValueError(f"szip gives {nbytes} bytes, {out.size} are due")
+    nbytes = int.from_bytes(encoded[:_LENGTH_NBYTES].tobytes(), "little")
+    require_room("szip", nbytes, out)
     out = filled(out, nbytes)
     lines, rest = divmod(nbytes, szip.line_nbytes)
     padding = szip.padded_line_nbytes - szip.line_nbytes
@@ -78,7 +86,7 @@ def _decode_szip(szip: _Szip, encoded: Bytes, out: Bytes, spare: Bytes) -> Bytes
     coded, packed = room[:coded_nbytes], room[coded_nbytes:]
     count = len(
         imagecodecs.aec_decode(
-            encoded[4:].data,
+            encoded[_LENGTH_NBYTES:].data,
             bitspersample=szip.bits,
             flags=szip.flags,
             blocksize=szip.block,
@@ -87,7 +95,7 @@ def _decode_szip(szip: _Szip, encoded: Bytes, out: Bytes, spare: Bytes) -> Bytes
         )
     )
     if count < needed_nbytes:
-        raise ValueError(f"szip gives {count} bytes, {needed_nbytes} are due")
+        raise ValueError(f"szip: expected {needed_nbytes} bytes, got {count}")
     if padding:
         body = lines * szip.line_nbytes
         full = coded[: lines * szip.padded_line_nbytes].reshape(lines, szip.padded_line_nbytes)

@@ -1,1 +1,1 @@
-"""The compiled core, in C, and how it is found, loaded and called."""
+"""Finds, loads and calls the compiled core, whose C sources lie in src/."""

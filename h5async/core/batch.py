@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ctypes import POINTER, Structure, c_int32, c_int64, c_void_p
 
-from h5async.core.binding import DatasetStruct, TransformStruct
+from h5async.core.structures import DatasetStruct, TransformStruct
 
 
 class SourceStruct(Structure):

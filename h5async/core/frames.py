@@ -1,72 +1,54 @@
-"""A filter pipeline enters; how stored chunks are framed leaves, as the core takes it to cut them.
+"""Tells how the encoded chunks of a filter pipeline are cut into compressed blocks for a GPU.
 
-A GPU decodes many blocks at once, each compressed by itself. One codec at most may lie between a
-chunk and its stored bytes, behind filters that only change the order of bytes or bits, which are
-undone afterwards; a checksum may come last.
+A GPU decodes many blocks at once, each alone. A chunk may have gone through one compressor at most,
+behind filters that only change the order of bytes or bits, which are undone after it; a checksum
+may come last. The compiled core then cuts the chunks (core/src/frames.h).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from h5async.codec.bitshuffle import default_block
-from h5async.codec.filters import (
-    BITSHUFFLE,
-    DEFLATE,
-    FLETCHER32,
-    LZ4,
-    ZSTD,
-    Filter,
-    decoder,
-    keeps_length,
-    pass_on,
-)
-from h5async.core.binding import BITSHUFFLE_KINDS, KINDS, NOTHING, filter_struct
-
-_CODECS = {
-    KINDS[DEFLATE]: "deflate",
-    KINDS[ZSTD]: "zstd",
-    KINDS[LZ4]: "lz4",
-    BITSHUFFLE_KINDS[2]: "lz4",
-    BITSHUFFLE_KINDS[3]: "zstd",
-}
+from h5async.codec.entry import BlockCodec, CoreKind
+from h5async.codec.filters import Filter
 
 
 @dataclass(frozen=True)
 class FrameFormat:
-    """How the stored bytes of a chunk are framed.
+    """How an encoded chunk is framed.
 
     Attributes
     ----------
     kind
-        The core's number of the codec, or of none.
+        The core's number of the filter that compressed it; ``NOTHING``: none did.
     has_checksum
-        A Fletcher-32 checksum was added last.
+        Whether a Fletcher-32 checksum was added last.
     element, block_nbytes
-        Of bitshuffle with a codec: bytes of an element, and of a block; else 0.
+        Of bitshuffle with a compressor: bytes of an element, and of a block; else 0.
+    codec
+        What decodes one block; see `Blocks`.
+    usual_block_nbytes
+        Of filters whose chunks say for themselves how large their blocks are: how large they are
+        where the filter's client data hold; 0: as large as the chunk.
     """
 
-    kind: int
+    kind: CoreKind
     has_checksum: bool = False
     element: int = 0
     block_nbytes: int = 0
+    codec: BlockCodec | None = None
+    usual_block_nbytes: int = 0
 
-    @property
-    def codec(self) -> str | None:
-        """Name of the codec of a block: ``"deflate"`` (raw), ``"zstd"``, ``"lz4"``, or None."""
-        return _CODECS.get(self.kind)
+    def usual_tasks(self, chunk_nbytes: int) -> int:
+        """Return how many compressed blocks a chunk has.
 
-    def most_tasks(self, chunk_nbytes: int) -> int | None:
-        """Return how many compressed blocks a chunk has at most.
-
-        None: only the chunk tells, as its block size does with lz4. Where it is not None, at most
-        one stretch of a chunk is not compressed.
+        It has no more, except where it says itself how large its blocks are. Where it does not say
+        that, at most one stretch of a chunk is not compressed.
         """
-        if self.block_nbytes:
-            return -(-chunk_nbytes // self.block_nbytes)
-        if self.kind == KINDS[LZ4]:
-            return None
-        return 0 if self.kind == NOTHING else 1
+        nbytes = self.block_nbytes or self.usual_block_nbytes
+        if nbytes:
+            return -(-chunk_nbytes // nbytes)
+        return 0 if self.codec is None else 1
 
 
 def frame_format(filters: tuple[Filter, ...]) -> FrameFormat | None:
@@ -74,21 +56,27 @@ def frame_format(filters: tuple[Filter, ...]) -> FrameFormat | None:
 
     None: in a way that the core does not cut.
     """
-    rest = [entry for entry in filters if decoder(entry) is not pass_on]
-    has_checksum = bool(rest) and rest[-1].number == FLETCHER32
+    codecs = [entry.codec for entry in filters]
+    rest = [codec for codec in codecs if codec is None or not codec.does_nothing]
+    last = rest[-1] if rest else None
+    has_checksum = (
+        last is not None and last.core is not None and last.core.kind == CoreKind.FLETCHER32
+    )
     if has_checksum:
         rest.pop()
-    codec = rest.pop() if rest and not keeps_length(rest[-1]) else None
-    if not all(keeps_length(entry) and filter_struct(entry) for entry in rest):
+    compressor = rest.pop() if rest and rest[-1] is not None and not rest[-1].keeps_length else None
+    if not all(codec is not None and codec.keeps_length and codec.core for codec in rest):
         return None
-    if codec is None:
-        return FrameFormat(NOTHING, has_checksum)
-    struct = filter_struct(codec)
-    if struct is None or codec.number not in (DEFLATE, ZSTD, LZ4, BITSHUFFLE):
+    if compressor is None:
+        return FrameFormat(CoreKind.NOTHING, has_checksum)
+    core, blocks = compressor.core, compressor.blocks
+    if core is None or blocks is None:
         return None
-    if codec.number != BITSHUFFLE:
-        return FrameFormat(struct.kind, has_checksum)
-    block = struct.block or default_block(struct.element)
-    if block % 8:
-        return None
-    return FrameFormat(struct.kind, has_checksum, struct.element, block * struct.element)
+    return FrameFormat(
+        core.kind,
+        has_checksum,
+        core.element_nbytes,
+        blocks.nbytes,
+        blocks.codec,
+        blocks.usual_nbytes,
+    )

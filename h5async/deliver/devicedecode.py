@@ -1,4 +1,4 @@
-"""Stored chunks in pinned memory enter; rows of a batch leave, on the GPU: decoded there.
+"""Decodes chunks on the GPU: encoded chunks in pinned memory enter, rows of a batch leave.
 
 The host cuts the chunks' frames into compressed blocks (`core/src/frames.h`), nvCOMP decodes all
 blocks of a batch in one call, and our kernels undo the shuffling, check, and put samples to their
@@ -17,7 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
-from h5async.core.binding import Core, FramesStruct, address, load_core
+from h5async.core.binding import Core, address, load_core
+from h5async.core.structures import FramesStruct
+from h5async.deliver.gpu import Gpu
 from h5async.deliver.kernels import Kernels
 from h5async.deliver.nvcomp import Nvcomp, NvcompError, load_nvcomp
 from h5async.errors import DeviceError
@@ -35,25 +37,25 @@ class NotDecoded(Exception):
 
 
 class Staging:
-    """What one slot needs for the stored chunks of one field, on the host and on the device.
+    """What one slot needs for the encoded chunks of one field, on the host and on the device.
 
     Parameters
     ----------
-    cupy
-        The module.
+    gpu
+        Where chunks are decoded.
     form
         How chunks are decoded.
     empty_pinned
         Makes an array in pinned memory.
     """
 
-    def __init__(self, cupy: Any, form: StoredFormat, empty_pinned: EmptyPinned) -> None:
+    def __init__(self, gpu: Gpu, form: StoredFormat, empty_pinned: EmptyPinned) -> None:
+        cupy = gpu.cupy
         byte, word = np.dtype(np.uint8), np.dtype(np.int64)
         tasks, chunks = form.max_tasks, form.max_chunks
         self.stored = empty_pinned((form.stored_nbytes,), byte)
         self.stored_on_device = cupy.empty(form.stored_nbytes, byte)
-        # Blocks, copies, checksums (two to a word), runs.
-        words = 4 * tasks + 3 * (chunks + tasks) + (chunks + 1) // 2 + 5 * form.max_runs
+        words = form.list_words
         self.lists = empty_pinned((words,), word)
         self.lists_on_device = cupy.empty(words, word)
         self.is_bad = empty_pinned((1,), np.dtype(np.int32))
@@ -80,16 +82,17 @@ class StoredDecoder:
 
     Parameters
     ----------
-    cupy, kernels, nvcomp, core
-        Who does it.
+    gpu, kernels, nvcomp, core
+        Where it is done, and by what.
     form
         How it is done.
     """
 
     def __init__(
-        self, cupy: Any, kernels: Kernels, nvcomp: Nvcomp, core: Core, form: StoredFormat
+        self, gpu: Gpu, kernels: Kernels, nvcomp: Nvcomp, core: Core, form: StoredFormat
     ) -> None:
-        self._cupy = cupy
+        self._gpu = gpu
+        cupy = gpu.cupy
         self._kernels = kernels
         self._nvcomp = nvcomp
         self._core = core
@@ -140,8 +143,8 @@ class StoredDecoder:
         words = staging.pack(lists)
         staging.count = plan.num_items
         used = plan.used_nbytes
-        staging.stored_on_device[:used].set(staging.stored[:used], stream=stream)
-        staging.lists_on_device[:words].set(staging.lists[:words], stream=stream)
+        self._gpu.upload(staging.stored_on_device[:used], staging.stored[:used], stream)
+        self._gpu.upload(staging.lists_on_device[:words], staging.lists[:words], stream)
 
     def decode(self, staging: Staging, rows: Any, stream: Any) -> None:
         """Put the decoding of what was uploaded on the current stream, always the same.
@@ -165,7 +168,9 @@ class StoredDecoder:
         states, actual = self._states[:tasks], self._actual[:tasks]
         self._is_bad.fill(0)
         # Nothing that an earlier batch left may pass for a result of this one.
-        states.fill(-1)
+        # (By CUDA itself: CuPy would compile a kernel for it.)
+        runtime = self._gpu.cupy.cuda.runtime
+        runtime.memsetAsync(states.data.ptr, 0xFF, states.nbytes, stream.ptr)
         actual.fill(0)
         if tasks and self._codec is not None:
             self._nvcomp.decompress(
@@ -205,11 +210,11 @@ class StoredDecoder:
             np.int64(form.row_nbytes),
             np.int32(form.itemsize),
         )
-        self._cupy.cuda.runtime.memcpyAsync(
+        runtime.memcpyAsync(
             staging.is_bad.ctypes.data,
             self._is_bad.data.ptr,
             staging.is_bad.nbytes,
-            self._cupy.cuda.runtime.memcpyDeviceToHost,
+            runtime.memcpyDeviceToHost,
             stream.ptr,
         )
 
@@ -225,7 +230,7 @@ class StoredDecoder:
             has_checksum=form.frame.has_checksum,
             element=form.frame.element,
             block_nbytes=form.frame.block_nbytes,
-            due_nbytes=form.geometry.chunk_nbytes,
+            expected_nbytes=form.geometry.chunk_nbytes,
             pitch=form.pitch,
             source=address(blocks[0]),
             source_nbytes=address(blocks[1]),
@@ -250,6 +255,7 @@ def find_formats(
     rows: int,
     on_host: Collection[str],
     free_nbytes: int,
+    staging_nbytes: int,
 ) -> tuple[list[StoredFormat | None], str | None]:
     """Find out which fields' chunks a GPU decodes.
 
@@ -265,6 +271,8 @@ def find_formats(
         Fields that are transformed on the host.
     free_nbytes
         Of the GPU's memory.
+    staging_nbytes
+        What encoded chunks may take of the host's memory, in all slots.
 
     Returns
     -------
@@ -305,11 +313,21 @@ def find_formats(
             found = "its rows are transformed on the host"
         if isinstance(found, StoredFormat):
             needed = _device_nbytes(found, nvcomp, config.prefetch)
-            if needed <= free_nbytes * _MEMORY_SHARE:
+            staged = config.prefetch * found.staging_nbytes
+            if needed <= free_nbytes * _MEMORY_SHARE and staged <= staging_nbytes:
                 free_nbytes -= needed
+                staging_nbytes -= staged
                 formats[i] = found
                 continue
-            found = f"it takes {needed / 1e9:.2g} GB of {free_nbytes / 1e9:.2g} GB that are free"
+            if staged > staging_nbytes:
+                found = (
+                    f"its encoded chunks take {staged:,} bytes of the host's memory, of"
+                    f" {max(0, staging_nbytes):,} that max_batch_bytes leaves them"
+                )
+            else:
+                found = (
+                    f"it takes {needed / 1e9:.2g} GB of {free_nbytes / 1e9:.2g} GB that are free"
+                )
         reasons.append(f'field "{name}": {found}')
     if config.decode == "device" and reasons:
         raise DeviceError(
@@ -335,4 +353,4 @@ def _device_nbytes(form: StoredFormat, nvcomp: Nvcomp, slots: int) -> int:
     except NvcompError:
         return sys.maxsize
     decoded = form.max_chunks * form.pitch * (1 + bool(form.unshuffles))
-    return decoded + temp + slots * (form.stored_nbytes + 80 * form.max_tasks)
+    return decoded + temp + slots * (form.stored_nbytes + 8 * form.list_words)

@@ -1,7 +1,7 @@
-"""Arrays on the device enter; arrays on the device leave: moved, unshuffled, permuted, scaled.
+"""Moves, unshuffles, permutes, casts and scales arrays on the GPU.
 
 CUDA kernels, compiled by CuPy when first used, and launched on the current stream. CuPy comes in
-as a parameter: `device.py` imports it.
+as a parameter: `gpu.py` imports it.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ for (int c = 0; c < channels; ++c)
 """
 _STORED = "h5async_to<T>(stored[begin + c])"
 
+_FUNCTIONS = tuple(  # of kernels.cu
+    f"h5async_{name}"
+    for name in ("copy_rows", "copy", "unshuffle", "bitunshuffle", "place", "adler32", "verify")
+)
 _THREADS = 256  # of a block
 _MAX_BLOCKS = 64  # of one piece
 _PIECE_NBYTES = 64 * 1024  # what pieces of unlike sizes are taken for
@@ -142,7 +146,8 @@ class Kernels:
         is_scaled = transform.scale is not None or transform.offset is not None
         factors = _factors(transform) if is_scaled else ()
         if not channels or channels > _MAX_PLANES or not _is_plain(transform):
-            on_device = tuple(map(self._cupy.asarray, factors))
+            # Of one dimension at least: CuPy makes 0.0 of a -0.0 that has none.
+            on_device = tuple(self._cupy.asarray(np.atleast_1d(factor)) for factor in factors)
             return RowChange(partial(self._change, transform.permutation, on_device), False)
         each = [np.broadcast_to(factor.reshape(-1), channels).copy() for factor in factors]
         on_device = tuple(map(self._cupy.asarray, each))
@@ -209,14 +214,14 @@ class Kernels:
         self._launch("h5async_adler32", nbytes, count, data, *sizes, sums)
 
     def verify(
-        self, states: Any, actual: Any, due: Any, sums: Any, adler: Any, nbytes: int, bad: Any
+        self, states: Any, actual: Any, expected: Any, sums: Any, adler: Any, nbytes: int, bad: Any
     ) -> None:
         """Set `bad`, int32, to 1 if a block failed, or is not of its size, or a chunk's checksum.
 
         `sums` and `adler` may be None: there are no checksums.
         """
         tasks, chunks = np.int64(states.size), np.int64(0 if adler is None else adler.size)
-        arguments = states, actual, due, tasks, sums, adler, chunks, np.int64(nbytes), bad
+        arguments = states, actual, expected, tasks, sums, adler, chunks, np.int64(nbytes), bad
         grid = min(_MAX_BLOCKS, -(-max(int(tasks), int(chunks)) // _THREADS)), 1
         self._function("h5async_verify")(grid, (_THREADS,), arguments)
 
@@ -235,7 +240,8 @@ class Kernels:
 
     def load(self) -> None:
         """Compile what moves bytes now, rather than when it is first used."""
-        self._function("h5async_copy")
+        for name in _FUNCTIONS:
+            self._function(name)
 
     def _function(self, name: str) -> Any:
         function = self._functions.get(name)
@@ -281,3 +287,24 @@ def _is_plain(transform: RowTransform) -> bool:
         dtype.kind in "iuf" and dtype != np.float16
         for dtype in (transform.raw_dtype, transform.dtype)
     )
+
+
+def needs_host(transform: RowTransform) -> bool:
+    """Tell whether rows have to be transformed on the host, to be delivered on a GPU."""
+    return not (transform.is_identity or _gpu_can(transform))
+
+
+def _gpu_can(transform: RowTransform) -> bool:
+    """Tell whether the GPU gives the very bits of the host.
+
+    It has no foreign byte order, casts what an integer does not hold to other integers, rounds
+    twice on the way to float16 from what float32 does not hold exactly, and what it makes of
+    complex numbers was not looked into.
+    """
+    raw, dtype = transform.raw_dtype, transform.dtype
+    if raw == dtype or (raw == np.uint8 and dtype == np.bool_):
+        return raw.isnative
+    if dtype == np.float16:
+        return raw.isnative and raw.kind != "c" and (raw.itemsize <= 2 or raw == np.float32)
+    kinds = "biuf" if dtype.kind == "f" else "biu"
+    return raw.isnative and dtype.kind != "c" and raw.kind in kinds

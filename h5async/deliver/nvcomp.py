@@ -1,4 +1,4 @@
-"""Compressed blocks on a GPU enter; their contents leave, there: by nvCOMP's batched decoders.
+"""Decodes compressed blocks on a GPU, by nvCOMP's batched decoders.
 
 nvCOMP is called through its C interface (its low-level, batched API, nvCOMP 5 and 6), which takes
 all blocks of a batch in one call and puts the work on a stream. It checks little of what it

@@ -1,4 +1,4 @@
-"""Memory enters, and is pinned by PyTorch: for batches that stay on the host.
+"""Pins host memory by PyTorch, for batches that stay on the host.
 
 A copy out of it to a GPU (``tensor.to("cuda", non_blocking=True)``) goes on while the
 program does, and reads it meanwhile. So whoever fills it again waits for it: for all that
@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import DeviceError
+from h5async.io.shared import call_before_unmap
+from h5async.system.interruptions import suppressing
 
 _PORTABLE = 1  # cudaHostRegisterPortable: for all GPUs
 
@@ -56,28 +58,76 @@ class Pinning:
         cudart = self._torch.cuda.cudart()
         error = cudart.cudaHostRegister(memory.ctypes.data, memory.nbytes, _PORTABLE)
         if int(error):
+            self._clear_last_error()
             raise DeviceError(
                 f"{memory.nbytes} bytes could not be pinned ({cudart.cudaGetErrorString(error)});"
                 " make batch_size or prefetch smaller, or do without pin_memory"
             )
-        # What is still on its way when the last array goes is waited for.
-        weakref.finalize(memory.base, _unpin, self, memory.ctypes.data).atexit = False
+        call_before_unmap(memory, partial(self._unpin, memory.ctypes.data))
 
     def record(self) -> Sequence[Any]:
-        """Return events that are done when all is that the caller's streams were given."""
+        """Return events that are done when all is that the caller's streams were given.
+
+        Raises
+        ------
+        DeviceError
+            If a GPU fails.
+        """
         cuda = self._torch.cuda
         events = []
-        for device in range(cuda.device_count()):
-            if self._torch._C._cuda_hasPrimaryContext(device):  # others were never used
+        with _failing("a batch could not be handed back"):
+            for device in self._used_devices():
                 # Blocking: whoever waits leaves the core to others.
                 event = cuda.Event(blocking=True)
                 event.record(cuda.current_stream(device))
                 events.append(event)
         return events
 
+    def wait(self, events: Iterable[Any]) -> None:
+        """Wait for what `record` returned.
 
-def _unpin(pinning: Pinning, address: int) -> None:
-    with contextlib.suppress(Exception):  # after a fault of the GPU nothing can be undone
-        for event in pinning.record():
-            event.synchronize()
-        pinning._torch.cuda.cudart().cudaHostUnregister(address)
+        Raises
+        ------
+        DeviceError
+            If a GPU fails.
+        """
+        with _failing("copies of a batch could not be waited for"):
+            for event in events:
+                event.synchronize()
+
+    def _used_devices(self) -> list[int]:
+        """Return the GPUs that this process has a context on; the others cannot copy anything."""
+        has_context = self._torch._C._cuda_hasPrimaryContext
+        return [n for n in range(self._torch.cuda.device_count()) if has_context(n)]
+
+    def _unpin(self, address: int) -> None:
+        """Wait for all copies, and unpin memory; in any thread, before the memory is unmapped.
+
+        A copy may be on any stream of any thread: the last batch was not handed back, and this
+        thread's streams need not be those of the thread that copied it.
+        """
+        with suppressing(Exception):  # after a fault of the GPU nothing can be undone
+            for device in self._used_devices():
+                self._torch.cuda.synchronize(device)
+        with suppressing(Exception):
+            if int(self._torch.cuda.cudart().cudaHostUnregister(address)):
+                self._clear_last_error()
+
+    def _clear_last_error(self) -> None:
+        """Have PyTorch forget an error that its `cudart` returned: its next kernel would raise it.
+
+        Nothing of PyTorch's clears it but a call that fails, and that PyTorch raises for.
+        """
+        with suppressing(Exception):
+            self._torch.cuda.set_device(self._torch.cuda.device_count())  # there is none
+
+
+@contextlib.contextmanager
+def _failing(what: str) -> Iterator[None]:
+    """Turn PyTorch's errors of CUDA into a `DeviceError` that says what failed."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise DeviceError(
+            f"{what} ({error}); after a fault of the GPU this process has to be started again"
+        ) from error

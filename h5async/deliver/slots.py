@@ -1,4 +1,4 @@
-"""Requests for batches enter, in order; slots leave, each at one time with one owner.
+"""Gives the slots of a ring to batches, in order, each at one time to one owner.
 
 A slot goes free -> filling -> ready -> in use -> free. `SlotRing` decides which batch a free slot
 is filled with next, and knows nothing of files, threads or GPUs: whoever calls it does the work
@@ -11,8 +11,9 @@ of it; and a call may be made again. Slots are given out by `assign`, which work
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -80,6 +81,7 @@ class SlotRing(Generic[Result]):
         self._consumer = _Consumer()
         # By serial, ascending. An entry goes when it is ready and nobody needs it any more.
         self._entries: dict[int, _Entry[Result]] = {}
+        self._never_given = 0  # this slot and those behind it
         # Released to wake the consumer. (An exception in the middle of Condition.wait would leave
         # the condition broken.)
         self._waiter: threading.Lock | None = None
@@ -228,18 +230,28 @@ class SlotRing(Generic[Result]):
         with self._lock:
             if self._closed:
                 return assignments
-            for serial in self._done_with():
-                self._entries.pop(serial, None)  # the garbage collector may have closed the ring
-            used = {entry.slot for entry in self._entries.values()}
+            done = [self._entries.pop(serial, None) for serial in self._done_with()]
+            # (None: the garbage collector may have closed the ring.)
+            slots = self._free_slots([entry.slot for entry in done if entry is not None])
             serial = self._next_to_assign()
-            for slot in range(self._num_slots):
-                if not (self._consumer.reads_ahead or serial < self._consumer.asked):
+            while self._consumer.reads_ahead or serial < self._consumer.asked:
+                slot = next(slots, None)
+                if slot is None:
                     break
-                if slot not in used:
-                    self._entries[serial] = _Entry(slot)
-                    assignments.append(Assignment(slot, serial))
-                    serial += 1
+                self._entries[serial] = _Entry(slot)
+                assignments.append(Assignment(slot, serial))
+                serial += 1
             return assignments
+
+    def _free_slots(self, freed: list[int]) -> Iterator[int]:
+        """Yield free slots, of which some were just `freed`. All are looked through only rarely."""
+        yield from freed
+        while self._never_given < self._num_slots:
+            self._never_given += 1
+            yield self._never_given - 1
+        if len(self._entries) < self._num_slots:  # others were taken back, or lost to an exception
+            used = {entry.slot for entry in self._entries.values()}
+            yield from (slot for slot in range(self._num_slots) if slot not in used)
 
     def filled(self, serial: int, result: Result) -> None:
         """Say that an assignment was carried out, well or ill. Never blocks."""
@@ -299,11 +311,8 @@ class SlotRing(Generic[Result]):
     def _done_with(self) -> list[int]:
         """Return batches that were delivered, or dropped: their slots are free."""
         following, held = self._consumer.next, self._consumer.held
-        return [
-            serial
-            for serial, entry in self._entries.items()
-            if serial < following and serial != held and entry.is_ready
-        ]
+        delivered = itertools.takewhile(lambda item: item[0] < following, self._entries.items())
+        return [serial for serial, entry in delivered if serial != held and entry.is_ready]
 
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None

@@ -1,1 +1,1 @@
-"""A request for a batch enters; a filled slot leaves."""
+"""Fills slots with batches: a request for a batch enters; a filled slot leaves."""

@@ -1,4 +1,7 @@
-"""Options enter; the layout of each field leaves, over all files, and the order of samples."""
+"""Opens the dataset: indexes its files, and makes the orders of its samples.
+
+Options enter; the layout of each field leaves, over all files, and how samples are dealt.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,11 @@ from collections.abc import Mapping
 from h5async.config import ReaderConfig
 from h5async.core.binding import mapping_mode
 from h5async.errors import DatasetError, taking_memory
-from h5async.index.layout import DatasetLayout, join_layouts
+from h5async.index.joined import join_layouts
+from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
 from h5async.index.metadata import read_layouts
-from h5async.io.storage import read_ahead
+from h5async.io.localfile import read_ahead
 from h5async.order.sampling import Order, OrderKey, Sampling
 from h5async.order.window import window_order
 
@@ -94,6 +98,6 @@ def _check_lengths(layouts: Mapping[str, DatasetLayout]) -> None:
             raise DatasetError(
                 f'{first.file}: dataset "{first.path}" ({name}) has {first.num_samples} samples'
                 f' along dimension {first.sample_axis}, but "{other.path}" ({other_name}) has'
-                f" {other.num_samples} along dimension {other.sample_axis}; all fields of a batch"
-                " need as many"
+                f" {other.num_samples} along dimension {other.sample_axis}; all fields must"
+                " have the same number of samples"
             )

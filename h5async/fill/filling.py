@@ -24,7 +24,7 @@ from h5async.fill.phases import Phases
 from h5async.fill.pool import Work, WorkPool
 from h5async.fill.postprocess import load_function
 from h5async.fill.reading import BatchReader
-from h5async.fill.records import FillerStats, FillOutcome, FillRequest, SlotMemory
+from h5async.fill.records import FillerStats, FillOutcome, FillRequest, SlotFiller, SlotMemory
 from h5async.fill.resident import Budget, HostCache, Residency, open_host_cache
 from h5async.index.layout import DatasetLayout
 from h5async.plan.stored import StoredFormat
@@ -32,8 +32,8 @@ from h5async.plan.transform import RowTransform
 from h5async.read.executors import Executors
 
 
-class Filler:
-    """A `SlotFiller` with a pool of threads, or, without threads, whoever calls `run_next`.
+class Filler(SlotFiller):
+    """Fills slots in a pool of threads, or, without threads, whoever calls `run_next`.
 
     Parameters
     ----------

@@ -104,7 +104,7 @@ class MemoryBudget:
         self._limit_of_all = max(half, self._limit)
 
     def check(self) -> None:
-        """See that no part of what a reader would hold is above ``max_batch_bytes``.
+        """Check that no part of what a reader would hold is above ``max_batch_bytes``.
 
         That is, each for itself: all slots together; any one chunk that is held whole, whoever
         decodes it; a row of a source of which only pieces are wanted; and the list of a batch's
@@ -127,15 +127,20 @@ class MemoryBudget:
                     if source.filters:
                         self._check_chunk(source)
 
+    @property
+    def staging_nbytes(self) -> int:
+        """What slots may take for encoded chunks beside the rows, by ``max_batch_bytes``."""
+        return max(0, self._limit - sum(self._slots().values()))
+
     def plan(self, formats: Sequence[StoredFormat | None], wanted: Sequence[int]) -> MemoryPlan:
-        """See that all that a reader needs fits together; deal out what is left.
+        """Check that all that a reader needs fits together; divide what is left.
 
         Parameters
         ----------
         formats
             By field: how a GPU decodes its chunks, where it does.
         wanted
-            By field: bytes of decoded chunks that would better be kept.
+            By field: bytes of decoded chunks that are worth keeping, as `wanted_kept_nbytes` says.
 
         Raises
         ------
@@ -164,9 +169,8 @@ class MemoryBudget:
         first, limit = next(iter(self._layouts.values())), self._limit_of_all
         return BudgetError(
             f"{first.file}: a reader of {', '.join(self._layouts)} takes {needed:,} bytes and does"
-            f" not fit in memory, of which it may take {limit:,} ({self._whose(limit)}): {listed};"
-            f" {largest.remedy}, or set max_batch_bytes if you trust the file."
-            f" {_what_is_free()}"
+            f" not fit in memory: it may take {limit:,} ({self._whose(limit)}), and needs {listed};"
+            f" {largest.remedy}, or set max_batch_bytes if you trust the file. {_what_is_free()}"
         )
 
     def _shares(self, formats: Sequence[StoredFormat | None], threads: int) -> Iterator[_Share]:
@@ -179,8 +183,8 @@ class MemoryBudget:
         if config.debug_lifetimes:
             copied = sum(rows * t.nbytes for t in self._transforms.values())
             yield _Share("copies of batches", 2 * copied, "set debug_lifetimes=False")
-        stored = batches * sum(form.stored_nbytes for form in formats if form is not None)
-        yield _Share("stored chunks for the GPU", stored, 'set decode="host"')
+        staged = batches * sum(form.staging_nbytes for form in formats if form is not None)
+        yield _Share("encoded chunks for the GPU", staged, 'set decode="host"')
         fewer = "make num_threads smaller" if threads > 1 else "store smaller chunks"
         scratch = threads * _touched_scratch_nbytes(layouts)
         yield _Share(f"scratch of {threads} thread{'s' * (threads > 1)}", scratch, fewer)
@@ -219,36 +223,37 @@ class MemoryBudget:
             raise BudgetError(
                 f'{largest.file}: dataset "{largest.path}" of shape {largest.shape}:'
                 f" {self._config.prefetch} batches of {self._rows} samples take {total:,} bytes and"
-                f" do not fit in memory, of which they may take {limit:,} ({self._whose(limit)});"
+                f" do not fit in memory: they may take {limit:,} ({self._whose(limit)});"
                 " make batch_size or prefetch smaller, or set max_batch_bytes if you trust the"
                 f" file. {_what_is_free()}"
             )
 
     def _check_row(self, layout: DatasetLayout) -> None:
-        """See that a row that is held whole, to take pieces of it, is within the limit."""
+        """Check that a row that is held whole, to take pieces of it, is within the limit."""
         limit = self._limit
         if layout.row_nbytes > limit:
             raise ConfigError(
                 f'{layout.file}: dataset "{layout.path}": only pieces of its samples are wanted,'
-                f" but each is read whole, and has {layout.row_nbytes:,} bytes, of {limit:,} that"
-                f" it may take ({self._whose(limit)}); set max_batch_bytes if you trust the file"
+                f" but each is read whole, and has {layout.row_nbytes:,} bytes, more than the"
+                f" {limit:,} that it may take ({self._whose(limit)}); set max_batch_bytes if you"
+                " trust the file"
             )
 
     def _check_pieces(self, layout: DatasetLayout) -> None:
-        """See that what is kept for each piece of a sample, and of a batch, is within the limit."""
+        """Check that the lists of chunks, those of a batch among them, are within the limit."""
         needed, limit = _lists_nbytes_of_leaf(layout, self._rows, 1), self._limit
         if needed > max(limit, _LEAST_NBYTES):
             raise ConfigError(
                 f'{layout.file}: dataset "{layout.path}": a sample of shape {layout.row_shape} lies'
-                f" in {layout.num_pieces:,} chunks of shape {layout.chunk_shape}; a list of those"
-                f" of a batch takes {needed:,} bytes, of {limit:,} that it may take"
-                f" ({self._whose(limit)}); make batch_size smaller, store larger chunks, or set"
-                " max_batch_bytes if you trust the file"
+                f" in {layout.num_pieces:,} chunks of shape {layout.chunk_shape}; the list of"
+                f" those of a batch takes {needed:,} bytes, more than the {limit:,} that it may"
+                f" take ({self._whose(limit)}); make batch_size smaller, store larger chunks, or"
+                " set max_batch_bytes if you trust the file"
             )
 
     def _check_chunk(self, layout: DatasetLayout) -> None:
-        """See that a chunk that must be held whole is within the limit."""
-        nbytes, limit = _stored_chunk_nbytes(layout), self._limit
+        """Check that a chunk that must be held whole is within the limit."""
+        nbytes, limit = _whole_chunk_nbytes(layout), self._limit
         if layout.chunk_shape and nbytes > limit:
             what, remedy = "decodes to", ""
             if not layout.filters:
@@ -257,13 +262,13 @@ class MemoryBudget:
                 remedy = " take its first dimension as that of the samples, or"
             raise ConfigError(
                 f'{layout.file}: dataset "{layout.path}": a chunk of shape {layout.chunk_shape}'
-                f" {what} {nbytes:,} bytes, of {limit:,} that it may take ({self._whose(limit)});"
-                f"{remedy} set max_batch_bytes if you trust the file"
+                f" {what} {nbytes:,} bytes, more than the {limit:,} that it may take"
+                f" ({self._whose(limit)});{remedy} set max_batch_bytes if you trust the file"
             )
 
 
 def wanted_kept_nbytes(config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> list[int]:
-    """Return, by field, what decoded chunks that later batches may need would better take."""
+    """Return, by field, how much memory for decoded chunks that later batches need saves work."""
     several, wanted = list(layouts.values()), []
     for layout in several:
         encoded = [source for source in layout.leaves() if source.filters]
@@ -285,7 +290,7 @@ def _what_is_free() -> str:
     text = ", ".join(f"{nbytes:,} bytes by {limit}" for nbytes, limit in found)
     ranks = local_ranks()
     shared = f", for each of the {ranks} processes on this node" if ranks > 1 else ""
-    return f"Free are {text}{shared}"
+    return f"Free memory: {text}{shared}"
 
 
 def _read_through_scratch(layout: DatasetLayout) -> Iterator[DatasetLayout]:
@@ -325,10 +330,10 @@ def _fallback_nbytes(layout: DatasetLayout, rows: int) -> int:
         if leaf.fallback_reason is None:
             continue
         read = min(leaf.nbytes, span_nbytes(leaf, rows))
-        # A chunk that is checked: as stored, decoded, and between its filters.
+        # A chunk that is checked: encoded, decoded, and between its filters.
         checked = max(
             (
-                _stored_chunk_nbytes(source) * (2 + min(3, len(source.filters)))
+                _whole_chunk_nbytes(source) * (2 + min(3, len(source.filters)))
                 for source in leaf.origins()
                 if source.filters
             ),
@@ -338,10 +343,10 @@ def _fallback_nbytes(layout: DatasetLayout, rows: int) -> int:
     return most
 
 
-def _stored_chunk_nbytes(layout: DatasetLayout) -> int:
+def _whole_chunk_nbytes(layout: DatasetLayout) -> int:
     """Return what a chunk decodes to: all members of a compound, say, where HDF5 decodes it."""
-    stored = math.prod(layout.chunk_shape[: len(layout.shape) - layout.extra_dims])
-    return max(layout.chunk_nbytes, stored * layout.stored_itemsize)
+    elements = math.prod(layout.chunk_shape[: len(layout.shape) - layout.extra_dims])
+    return max(layout.chunk_nbytes, elements * layout.stored_itemsize)
 
 
 def _lists_nbytes(layout: DatasetLayout, rows: int, batches: int) -> int:

@@ -200,8 +200,7 @@ class Phases:
         works = [
             partial(reader.transform, field, raw[a:b], out[a:b])
             for field, (raw, out) in enumerate(zip(memory.raw, memory.out, strict=True))
-            if raw is not out
-            and not reader.transforms_at_once(field, batch.plans)
+            if raw is not out and not reader.transforms_at_once(field, batch.plans)
             for a, b in self._row_shares(batch.index.size, self._out_nbytes[field])
         ]
         self._begin(batch, works, self._finish)

@@ -1,8 +1,8 @@
-"""A file that was changed under a reader enters; an error leaves where its index is another now.
+"""Checks that a file which was changed while a reader has it open still holds what was indexed.
 
-What a reader knows of a dataset is looked at again, in the file that it has open: its type and
-creation properties, its extent, and where its chunks lie. Values that were changed in place are
-no other index.
+What the reader knows of a dataset is read again, from the file that it has open: the type and the
+creation properties, the extent, and where the chunks lie. Values that were overwritten in place
+change nothing of these.
 """
 
 from __future__ import annotations
@@ -17,22 +17,25 @@ import h5py
 import numpy as np
 
 from h5async.errors import H5AsyncError, ReadError
-from h5async.index.chunkindex import filters_of, indexed, read_chunk_table, without_filters
+from h5async.index.chunkindex import read_chunk_table, without_filters
+from h5async.index.filterpipeline import filters_of
+from h5async.index.identity import indexed
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import open_hdf5
-from h5async.io.storage import FileStamp, LocalFile, changed
+from h5async.io.localfile import LocalFile
+from h5async.io.stamps import FileStamp, changed
 from h5async.names import name_bytes
 
 
 class FileChanges:
-    """Looks at files that were changed under a reader. Safe to use from many threads.
+    """Checks files that were changed while a reader has them open. Safe to use from many threads.
 
     Parameters
     ----------
     layouts
         Of all fields.
     forget
-        Called before a changed file is read again: what is kept of it may be old.
+        Called before a changed file is read again, to forget chunks that are kept of it.
     """
 
     def __init__(self, layouts: Sequence[DatasetLayout], forget: Callable[[], None]) -> None:
@@ -44,7 +47,7 @@ class FileChanges:
         self._warnings: list[str] = []
 
     def look_anew(self, file: LocalFile, now: FileStamp) -> None:
-        """See that an open file, which is other than its stamp says, still holds what was indexed.
+        """Check that an open file, which differs from its stamp, still holds what was indexed.
 
         Raises
         ------
@@ -63,7 +66,7 @@ class FileChanges:
         *,
         may_grow: bool = False,
     ) -> None:
-        """Do that for a file that lies at a path, or is open; see `require_same_index`."""
+        """Check a file that lies at a path, or is open; see `require_same_index`."""
         try:
             require_same_index(path, descriptor, self._of(path), may_grow=may_grow)
         except ReadError as error:
@@ -85,7 +88,7 @@ class FileChanges:
                 )
 
     def take_warnings(self) -> tuple[str, ...]:
-        """Return what nobody was warned of yet."""
+        """Return warnings that were not taken yet."""
         if not self._warnings:
             return ()
         with self._lock:
@@ -101,7 +104,7 @@ class FileChanges:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Return what an error began with."""
+    """Return the error that caused an error in the first place."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error
@@ -119,18 +122,17 @@ def _all_of(layouts: Iterable[DatasetLayout]) -> Iterator[DatasetLayout]:
 def require_same_index(
     path: str, descriptor: int | None, layouts: Iterable[DatasetLayout], *, may_grow: bool
 ) -> None:
-    """See that a file still holds what was indexed.
+    """Check that a file still holds what was indexed.
 
     Parameters
     ----------
     path, descriptor
-        The file, and a descriptor of it, which is looked at where there is one: another file may
-        lie at the path by now.
+        The file, and a descriptor of it if it is open: another file may lie at the path by now.
     layouts
         Of datasets whose values lie in the file.
     may_grow
         Whether a writer appends by SWMR: datasets may be longer than they were, and chunks that
-        were written anew lie elsewhere, but the old ones are still there.
+        were rewritten lie elsewhere, but the old ones are still there.
 
     Raises
     ------
@@ -143,7 +145,7 @@ def require_same_index(
         end = layout.offset + layout.nbytes
         nbytes = FileStamp.of(path if descriptor is None else descriptor).nbytes
         if nbytes < end:
-            raise changed(path, f"it has {nbytes} bytes, and values lie as far as byte {end}")
+            raise changed(path, f"it has {nbytes} bytes, but its values end at byte {end}")
     if len(raw) == len(layouts):
         return
     with contextlib.ExitStack() as files:
@@ -151,7 +153,7 @@ def require_same_index(
             file = files.enter_context(open_hdf5(Path(_name(path, descriptor)), in_use=True))
         except H5AsyncError as error:
             text = str(error).replace(_name(path, descriptor), path)
-            raise changed(path, f"it cannot be looked at ({text})") from error
+            raise changed(path, f"it cannot be opened to be checked ({text})") from error
         for layout in layouts:
             if layout.indexed is not None:
                 _require_same(file, layout, path, may_grow or file.swmr_mode)
@@ -171,7 +173,7 @@ def _require_same(file: h5py.File, layout: DatasetLayout, path: str, may_grow: b
     except H5AsyncError as error:
         raise changed(path, str(error)) from error
     except Exception as error:  # damaged metadata may raise anything
-        raise changed(path, f'dataset "{layout.path}" cannot be looked at ({error})') from error
+        raise changed(path, f'dataset "{layout.path}" cannot be checked ({error})') from error
     if what is not None:
         raise changed(path, what)
 
@@ -186,7 +188,7 @@ def _difference(file: h5py.File, layout: DatasetLayout, where: str, may_grow: bo
     if now.digest != known.digest:
         return f"{name} has another type, chunk shape, filters, fill value, or compact values"
     if now.shape != known.shape and not (may_grow and _has_grown(known.shape, now.shape)):
-        return f"{name} has shape {now.shape}, and had {known.shape}"
+        return f"{name} has shape {now.shape}, and had {known.shape} before"
     if may_grow or layout.fallback_reason is not None:
         return None
     if layout.storage == "contiguous":
@@ -194,7 +196,7 @@ def _difference(file: h5py.File, layout: DatasetLayout, where: str, may_grow: bo
         is_same = (-1 if offset is None else offset) == layout.offset
     else:
         is_same = layout.chunks is None or _has_same_chunks(dataset, layout, where)
-    return None if is_same else f"the values of {name} lie elsewhere"
+    return None if is_same else f"the values of {name} lie elsewhere in the file"
 
 
 def _has_grown(before: tuple[int, ...], now: tuple[int, ...]) -> bool:
@@ -205,9 +207,9 @@ def _has_same_chunks(dataset: h5py.Dataset, layout: DatasetLayout, where: str) -
     filters, known = filters_of(dataset.id.get_create_plist()), layout.chunks
     assert known is not None
     found = read_chunk_table(dataset, filters, layout.has_raw_edges, where)
-    # Filters that nobody has, and no chunk needed, were left out of the layout.
-    left_out = [place for place, entry in enumerate(filters) if entry not in layout.filters]
-    needed = np.uint32(sum(1 << place for place in left_out))
+    # Filters that are not available, and that no chunk needed, were left out of the layout.
+    left_out = [bit for bit, entry in enumerate(filters) if entry not in layout.filters]
+    needed = np.uint32(sum(1 << bit for bit in left_out))
     if (found.filter_mask & needed != needed).any():
         return False
     found, _ = without_filters(found, filters, left_out)

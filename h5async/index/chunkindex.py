@@ -1,19 +1,11 @@
-"""An open dataset enters; its `ChunkTable` leaves: h5py's chunk index, checked and sorted.
-
-What h5py does not wrap of HDF5's index is asked of HDF5 itself, through the library that h5py
-has loaded.
-"""
+"""Reads and validates the chunk index of a dataset, and sorts it to a `ChunkTable`."""
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import hashlib
 import math
 import os
 from collections.abc import Generator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import h5py
 import numpy as np
@@ -21,11 +13,17 @@ from numpy.typing import NDArray
 
 from h5async.codec.filters import Filter
 from h5async.errors import H5AsyncError, ReadError
-from h5async.index.layout import ChunkTable, Indexed, grid_of
-from h5async.system.interruptions import suppressing
+from h5async.index.chunktable import ChunkTable, grid_of
+from h5async.index.hdf5 import (
+    B_TREE_V1,
+    EXTENSIBLE_ARRAY,
+    FIXED_ARRAY,
+    IMPLICIT,
+    index_kind,
+    stored_nbytes,
+)
+from h5async.index.obstacles import NotDirectError
 
-_DONT_FILTER_PARTIAL_CHUNKS = 2  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS of H5Dpublic.h
-_B_TREE_V1, _IMPLICIT, _FIXED_ARRAY, _EXTENSIBLE_ARRAY = 0, 2, 3, 4  # of H5Dpublic.h
 _MANY_CHUNKS = 1 << 24
 _SUPERBLOCK_NBYTES = 48  # at least
 _LOOKUPS = 256
@@ -33,19 +31,15 @@ _ALL_FILTERS = 0xFFFFFFFF
 _BLOCK_CHUNKS = 1 << 13
 
 
-class NotDirectError(Exception):
-    """Something was found that only h5py may read; the message is the reason."""
-
-
 class TooManyChunksError(NotDirectError):
-    """HDF5 would go through more chunks than the file has room to list."""
+    """HDF5 would visit more chunks than the file has room to list."""
 
 
 def require_true_coordinates(dataset: h5py.Dataset) -> None:
-    """Refuse an index whose chunks HDF5 misplaces.
+    """Refuse an index of which HDF5 reports wrong coordinates.
 
-    Where just one dimension is unlimited, and it is not the first, the extensible array is kept
-    in another order of dimensions, and HDF5 forgets to turn the coordinates back.
+    Where just one dimension is unlimited, and it is not the first, the extensible array has another
+    order of dimensions, and HDF5 does not permute the coordinates back.
 
     Raises
     ------
@@ -55,123 +49,14 @@ def require_true_coordinates(dataset: h5py.Dataset) -> None:
     unlimited = [axis for axis, extent in enumerate(dataset.maxshape) if extent is None]
     if len(unlimited) != 1 or unlimited == [0]:
         return
-    if _index_kind(dataset) in (_EXTENSIBLE_ARRAY, -1):
+    if index_kind(dataset) in (EXTENSIBLE_ARRAY, -1):
         raise NotDirectError(f"only dimension {unlimited[0]} is unlimited: HDF5 misreports chunks")
 
 
-def edges_are_raw(dataset: h5py.Dataset) -> bool:
-    """Tell whether chunks that reach over the dataset's edge are not filtered.
+def applies_any(dataset: h5py.Dataset, positions: Sequence[int], has_raw_edges: bool) -> bool:
+    """Tell whether a chunk was written with any of the filters at some positions of the pipeline.
 
-    Raises
-    ------
-    NotDirectError
-        If HDF5 does not say so, and it matters.
-    """
-    if all(n % c == 0 for n, c in zip(dataset.shape, dataset.chunks, strict=True)):
-        return False
-    plist = dataset.id.get_create_plist()
-    options = _ask_hdf5("H5Pget_chunk_opts", ctypes.c_uint, plist)
-    return bool(options & _DONT_FILTER_PARTIAL_CHUNKS)
-
-
-def fill_nbytes(plist: h5py.h5p.PropDCID) -> int | None:
-    """Return how many bytes a fill value has; None where HDF5 does not say.
-
-    It does so only where it encodes all properties: behind the name of this one come two bytes,
-    and the size in eight (H5P__dcrt_fill_value_enc of H5Pdcpl.c).
-    """
-    _, name, value = _encoded_properties(plist).rpartition(b"fill_value\0")
-    return int.from_bytes(value[2:10], "little", signed=True) if name else None
-
-
-def _encoded_properties(plist: h5py.h5p.PropDCID) -> bytes:
-    """Return creation properties as HDF5 encodes them (H5Pencode2); b"" where it does not."""
-    encode = _hdf5_function(
-        "H5Pencode2", ctypes.c_void_p, ctypes.POINTER(ctypes.c_size_t), ctypes.c_int64
-    )
-    if encode is None:
-        return b""
-    size = ctypes.c_size_t(0)
-    with h5py._objects.phil:
-        if encode(plist.id, None, ctypes.byref(size), 0) < 0:
-            return b""
-        encoded = ctypes.create_string_buffer(size.value)
-        if encode(plist.id, encoded, ctypes.byref(size), 0) < 0:
-            return b""
-    return encoded.raw
-
-
-def indexed(dataset: h5py.Dataset) -> Indexed:
-    """Return what tells a dataset from one that lies in its place later.
-
-    What is hashed is what HDF5 encodes of its type and of its creation properties (H5Tencode,
-    H5Pencode2), and compact values, which are read with the index.
-    """
-    plist = dataset.id.get_create_plist()
-    digest = hashlib.blake2b(dataset.id.get_type().encode(), digest_size=16)
-    digest.update(_encoded_properties(plist))
-    if plist.get_layout() == h5py.h5d.COMPACT and not dataset.dtype.hasobject:
-        digest.update(np.asarray(dataset[...]).tobytes())
-    return Indexed(digest.digest(), dataset.shape)
-
-
-def stored_nbytes(dataset: h5py.Dataset, corner: tuple[int, ...]) -> int:
-    """Return the stored size of a chunk, as HDF5 finds it by its key; 0 where it was never written.
-
-    0 also where HDF5 does not say. Of a chunk that was never written, h5py's own
-    `read_direct_chunk` takes memory for whatever length its memory happened to hold.
-    """
-    offset = (ctypes.c_uint64 * len(corner))(*corner)
-    try:
-        return _ask_hdf5("H5Dget_chunk_storage_size", ctypes.c_uint64, dataset.id, offset)
-    except NotDirectError:
-        return 0
-
-
-@functools.cache  # a function of ctypes holds itself, so that only a garbage collection frees it
-def _hdf5_function(name: str, *types: Any) -> Any:
-    """Return a function of the HDF5 that h5py calls; it takes an identifier, and these types.
-
-    None where it cannot be found.
-    """
-    with suppressing(AttributeError, OSError):
-        function = ctypes.CDLL(h5py.h5p.__file__)[name]
-        function.argtypes, function.restype = (ctypes.c_int64, *types), ctypes.c_int
-        return function
-    return None
-
-
-def _ask_hdf5(
-    function: str,
-    kind: type[ctypes.c_int | ctypes.c_uint | ctypes.c_uint64],
-    identifier: h5py._objects.ObjectID,
-    *arguments: ctypes.Array[ctypes.c_uint64],
-) -> int:
-    """Call a function of HDF5 that takes an identifier and arguments, and gives a number."""
-    found = kind(0)
-    call = _hdf5_function(function, *map(type, arguments), ctypes.POINTER(kind))
-    if call is None:
-        raise NotDirectError(f"HDF5 does not answer {function}")
-    with h5py._objects.phil:
-        status = call(identifier.id, *arguments, ctypes.byref(found))
-    if status < 0:
-        raise NotDirectError(f"HDF5 does not answer {function}")
-    return int(found.value)
-
-
-def filters_of(plist: h5py.h5p.PropDCID) -> tuple[Filter, ...]:
-    """Return the pipeline, in the order of writing."""
-    found = (plist.get_filter(i) for i in range(plist.get_nfilters()))
-    return tuple(
-        Filter(number, tuple(parameters), name.decode("utf-8", "replace").rstrip("\0"))
-        for number, _flags, parameters, name in found
-    )
-
-
-def applies_any(dataset: h5py.Dataset, places: Sequence[int], has_raw_edges: bool) -> bool:
-    """Tell whether a chunk was written with any of the filters at some places of the pipeline.
-
-    Most often the first chunk was, and then no other is looked at.
+    Most often the first chunk was, and then no other is visited.
 
     Raises
     ------
@@ -179,7 +64,7 @@ def applies_any(dataset: h5py.Dataset, places: Sequence[int], has_raw_edges: boo
         If there are more chunks than the file has room to list.
     """
     _require_room(dataset)
-    wanted = sum(1 << place for place in places)
+    wanted = sum(1 << position for position in positions)
     shape, chunk = dataset.shape, dataset.chunks
 
     def applies(info: h5py.h5d.StoreInfo) -> bool | None:
@@ -192,7 +77,7 @@ def applies_any(dataset: h5py.Dataset, places: Sequence[int], has_raw_edges: boo
 
 
 def without_filters(
-    table: ChunkTable, filters: tuple[Filter, ...], places: Sequence[int]
+    table: ChunkTable, filters: tuple[Filter, ...], positions: Sequence[int]
 ) -> tuple[ChunkTable, tuple[Filter, ...]]:
     """Return a chunk table, and its filters, without those filters that no chunk was written with.
 
@@ -200,16 +85,16 @@ def without_filters(
     ----------
     table, filters
         All there are.
-    places
+    positions
         Of these filters in the pipeline.
     """
-    if not places:
+    if not positions:
         return table, filters
-    kept = [place for place in range(len(filters)) if place not in places]
+    kept = [bit for bit in range(len(filters)) if bit not in positions]
     mask = np.zeros_like(table.filter_mask)
-    for bit, place in enumerate(kept):
-        mask |= (table.filter_mask >> np.uint32(place) & np.uint32(1)) << np.uint32(bit)
-    return replace(table, filter_mask=mask), tuple(filters[place] for place in kept)
+    for bit, before in enumerate(kept):
+        mask |= (table.filter_mask >> np.uint32(before) & np.uint32(1)) << np.uint32(bit)
+    return replace(table, filter_mask=mask), tuple(filters[bit] for bit in kept)
 
 
 def read_chunk_table(
@@ -222,7 +107,7 @@ def read_chunk_table(
     ReadError
         If the index is damaged, or points outside the file.
     NotDirectError
-        If HDF5 reports what cannot be; all else was checked then.
+        If HDF5 reports chunks that cannot exist; everything else was checked then.
     """
     _require_room(dataset)
     table = _Table(dataset, filters, has_raw_edges, where)
@@ -230,7 +115,7 @@ def read_chunk_table(
     append = records.extend
 
     def collect() -> Generator[None, h5py.h5d.StoreInfo, None]:
-        while True:  # a generator is entered in half the time that a function takes
+        while True:  # entering a generator takes half as long as calling a function
             for _ in range(_BLOCK_CHUNKS):
                 corner, mask, offset, nbytes = yield
                 append(corner)
@@ -256,9 +141,9 @@ def read_chunk_table(
 
 
 def _require_room(dataset: h5py.Dataset) -> None:
-    """Leave more chunks than the file has room to list to h5py: HDF5 would go through all here.
+    """Leave a dataset to h5py that has more chunks than the file can list: HDF5 would visit all.
 
-    (It may be that none was ever written.)
+    (None of them may have been written.)
 
     Raises
     ------
@@ -266,35 +151,27 @@ def _require_room(dataset: h5py.Dataset) -> None:
         If there are.
     """
     count = math.prod(grid_of(dataset.shape, dataset.chunks))
-    kind = _index_kind(dataset) if count > _MANY_CHUNKS else _B_TREE_V1
-    each = {_IMPLICIT: math.prod(dataset.chunks), _FIXED_ARRAY: 4, _EXTENSIBLE_ARRAY: 4}
+    kind = index_kind(dataset) if count > _MANY_CHUNKS else B_TREE_V1
+    each = {IMPLICIT: math.prod(dataset.chunks), FIXED_ARRAY: 4, EXTENSIBLE_ARRAY: 4}
     end = os.fstat(dataset.file.id.get_vfd_handle()).st_size
     if count * each.get(kind, 0) > end:
         raise TooManyChunksError(f"{count} chunks, more than a file of {end} bytes can list")
 
 
-def _index_kind(dataset: h5py.Dataset) -> int:
-    """Return the kind of chunk index; -1 where HDF5 does not say."""
-    try:
-        return _ask_hdf5("H5Dget_chunk_index_type", ctypes.c_int, dataset.id)
-    except NotDirectError:
-        return -1
-
-
 def _require_agreement(
     dataset: h5py.Dataset, table: ChunkTable, is_ascending: bool, where: str
 ) -> None:
-    """Refuse a version 1 B-tree that contradicts itself: it has no checksum.
+    """Refuse a version 1 B-tree that contradicts itself, since it has no checksum.
 
-    Its chunks come in the order of their keys, and HDF5 finds each by its key: all of few chunks,
-    and some of many, are looked up.
+    Its chunks must come in the order of their keys, and HDF5 must find each chunk by its key: all
+    of few chunks are looked up, and some of many.
 
     Raises
     ------
     ReadError
-        If they do not, or it does not.
+        If one of these does not hold.
     """
-    if _index_kind(dataset) != _B_TREE_V1:
+    if index_kind(dataset) != B_TREE_V1:
         return
     if not is_ascending:
         raise ReadError(f"{where}: the keys of its chunk index are not in order; it is damaged")
@@ -306,16 +183,16 @@ def _require_agreement(
             int(place) * extent
             for place, extent in zip(np.unravel_index(at, grid), dataset.chunks, strict=True)
         )
-        # (`get_chunk_info_by_coord` goes through all chunks, and would find it.)
+        # (`get_chunk_info_by_coord` visits all chunks, and would find it.)
         if stored_nbytes(dataset, corner) != table.nbytes[item]:
             raise ReadError(
-                f"{where}, chunk {corner}: its chunk index lists it, and does not find it; the file"
-                " is damaged"
+                f"{where}, chunk {corner}: the chunk index lists it, but HDF5 does not find it;"
+                " the file is damaged"
             )
 
 
 class _Table:
-    """Chunks as HDF5 reports them, checked; taken over in blocks, so that memory stays small."""
+    """Chunks as HDF5 reports them, checked; added in blocks, so that memory stays small."""
 
     def __init__(
         self, dataset: h5py.Dataset, filters: tuple[Filter, ...], has_raw_edges: bool, where: str
@@ -329,7 +206,7 @@ class _Table:
         self._nbytes_of_all = math.prod(dataset.chunks) * dataset.id.get_type().get_size()
         self._has_filters = bool(filters)
         self.is_ascending = True  # as HDF5 reported the chunks
-        self.obstacle: str | None = None  # to reading by this table
+        self.obstacle: str | None = None  # why chunks cannot be read by this table
         self._count = 0
         self._index, self._offset, self._nbytes = (np.empty(0, np.int64) for _ in range(3))
         self._mask = np.empty(0, np.uint32)
@@ -372,7 +249,7 @@ class _Table:
         return ChunkTable(None if complete else index, offset, nbytes, mask)
 
     def _check_apart(self, offset: NDArray[np.int64], nbytes: NDArray[np.int64]) -> None:
-        """Refuse chunks that lie in each other, or where the file begins."""
+        """Refuse chunks that overlap each other or the file's superblock."""
         if not (offset[1:] >= offset[:-1] + nbytes[:-1]).all():
             order = np.argsort(offset, kind="stable")
             offset, nbytes = offset[order], nbytes[order]
@@ -381,7 +258,7 @@ class _Table:
             at = offset[bad[0] + 1] if bad.size else offset[0]
             what = "another one" if bad.size else "the file's superblock"
             raise ReadError(
-                f"{self._where}: a chunk at byte {at} lies in {what}; the file is damaged"
+                f"{self._where}: a chunk at byte {at} overlaps {what}; the file is damaged"
             )
 
     def _resize(self, count: int) -> None:
@@ -404,11 +281,12 @@ class _Table:
                 f"{self._where}, chunk {at}: {nbytes[bad[0]]} bytes at byte {offset[bad[0]]} do not"
                 f" lie in the file, which has {end} bytes; it was cut short or is damaged"
             )
-        due = self._nbytes_of_all
-        bad = np.flatnonzero(np.where(is_raw, nbytes != due, nbytes == 0))
+        expected = self._nbytes_of_all
+        bad = np.flatnonzero(np.where(is_raw, nbytes != expected, nbytes == 0))
         if bad.size:
             at = tuple(corners[bad[0]].tolist())
             raise ReadError(
-                f"{self._where}, chunk {at}: {nbytes[bad[0]]} bytes are stored,"
-                f" {due if is_raw[bad[0]] else 'some'} are due; the file is damaged"
+                f"{self._where}, chunk {at}: expected"
+                f" {expected if is_raw[bad[0]] else 'some'} bytes, got {nbytes[bad[0]]}; the file"
+                " is damaged"
             )

@@ -1,4 +1,4 @@
-"""A layout enters; what reading it costs leaves: stored bytes for each sample, and by which way."""
+"""Computes what reading a dataset costs: stored bytes for each sample, and the share of h5py."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def read_cost(layout: DatasetLayout) -> ReadCost:
 
 
 def direct_share(layout: DatasetLayout) -> float:
-    """Return what share of a dataset's samples is read without h5py."""
+    """Return the share of a dataset's samples that are read directly, without h5py."""
     if not layout.parts:
         return float(layout.fallback_reason is None)
     held = sum(part.samples.size for part in layout.parts)
@@ -56,7 +56,7 @@ def direct_share(layout: DatasetLayout) -> float:
 
 
 def _touched_nbytes(layout: DatasetLayout) -> float:
-    """Return the sum, over all samples, of the stored bytes of the chunks with pieces of them."""
+    """Return the sum, over all samples, of the stored sizes of the chunks with pieces of them."""
     chunks, axis = layout.chunks, layout.sample_axis
     assert chunks is not None
     number = np.arange(chunks.offset.size) if chunks.index is None else chunks.index

@@ -1,4 +1,7 @@
-"""An open dataset enters; what its elements are leaves: a dtype, and if its bytes are NumPy's."""
+"""Reads the datatype of a dataset, or of a member of it, as a NumPy dtype.
+
+And tells whether the stored bytes are those of that dtype.
+"""
 
 from __future__ import annotations
 

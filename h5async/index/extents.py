@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.codec.filters import Filter
-from h5async.index.layout import DatasetLayout, Part, Slab
-from h5async.io.storage import FileStamp
+from h5async.index.layout import DatasetLayout, Part
+from h5async.index.slabs import Slab
+from h5async.io.stamps import FileStamp
 
 Int64s = NDArray[np.int64]
 Region = tuple[slice, ...] | None

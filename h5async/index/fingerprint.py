@@ -1,7 +1,7 @@
-"""Layouts enter; a short text leaves that changes when a file does.
+"""Hashes layouts to a short text that changes when a file does.
 
-A saved state is only good for the data that it was saved with. What is hashed is what was found
-when a file was indexed, and its size: not the values themselves.
+A saved state is only valid for the data that it was saved with. The hash covers the metadata that
+were read when a file was indexed, and the file's size, but not the values themselves.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from h5async.index.layout import DatasetLayout
 def fingerprint(layouts: Iterable[DatasetLayout]) -> str:
     """Hash shapes, dtypes, filters, and where all chunks lie, to 32 hexadecimal digits.
 
-    Names of files count for nothing: they may be moved. Sizes are those when the files were
-    indexed, whatever has become of them since.
+    Names of files are left out, so that files may be moved. Sizes are those that the files had when
+    they were indexed.
     """
     digest = hashlib.blake2b(digest_size=16)
     for layout in layouts:

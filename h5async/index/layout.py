@@ -1,14 +1,15 @@
-"""Where the bytes of a dataset lie and how they are encoded, or why only h5py may read them.
+"""Defines `DatasetLayout`: where the bytes of a dataset lie and how they are encoded.
 
-Plain data, made by `metadata.py`; nothing here knows of h5py. A layout either says where bytes
-lie in one file, or which `parts` of the dataset other layouts, its sources, hold: so are several
-files one dataset, a virtual dataset its sources, and one member of a compound a part of its rows.
+Plain data, which `metadata.py` reads; nothing here knows of h5py. A layout either says where the
+bytes lie in one file, or which `parts` of the dataset other layouts, its sources, hold. So several
+files are one dataset, a virtual dataset consists of its sources, and one member of a compound type
+is a part of its rows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -17,47 +18,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.codec.filters import Filter
-from h5async.errors import ConfigError, DatasetError
-from h5async.io.storage import FileStamp
+from h5async.errors import ConfigError
+from h5async.index.chunktable import ChunkTable, grid_of, needed_nbytes
+from h5async.index.geometry import PieceGeometry
+from h5async.index.slabs import Slab
+from h5async.io.stamps import FileStamp
 
-_SLICES = 32  # of a contiguous dataset: shares that threads can take
-_UNCHUNKED_UNIT_NBYTES = 1 << 20  # what is worth a read of its own
+_SLICES = 32  # of a contiguous dataset, so that several threads can read it
+_UNCHUNKED_UNIT_NBYTES = 1 << 20  # a read of so many bytes costs little more for each byte
 
 Storage = Literal["contiguous", "chunked", "compact", "virtual", "external", "files"]
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkTable:
-    """Where the allocated chunks of a dataset lie: parallel arrays, sorted by `index`.
-
-    Attributes
-    ----------
-    index
-        int64: the chunk's number in the C-ordered grid of chunks; None where all are allocated,
-        so that the number is the place in the arrays.
-    offset, nbytes
-        int64: address in the file, and bytes stored there.
-    filter_mask
-        uint32: bit i set where filter i of the pipeline was not applied.
-    """
-
-    index: NDArray[np.int64] | None
-    offset: NDArray[np.int64]
-    nbytes: NDArray[np.int64]
-    filter_mask: NDArray[np.uint32]
-
-    def find(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the places of chunks `numbers` in the arrays; -1 where one is not allocated."""
-        if self.index is None:
-            return numbers
-        if not self.index.size:
-            return np.full(numbers.shape, -1, np.int64)
-        place = np.minimum(np.searchsorted(self.index, numbers), self.index.size - 1)
-        return np.where(self.index[place] == numbers, place, -1)
-
-
 class Indexed(NamedTuple):
-    """What a dataset was when it was indexed; see `chunkindex.indexed`.
+    """What a dataset was when it was indexed; see `identity.indexed`.
 
     Attributes
     ----------
@@ -71,87 +45,6 @@ class Indexed(NamedTuple):
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Slab:
-    """A regular selection along one dimension: `count` blocks of `block` indices, `stride` apart.
-
-    HDF5 calls it a hyperslab. The k-th index that it selects has the ordinal k.
-    """
-
-    start: int
-    stride: int
-    count: int
-    block: int
-
-    @classmethod
-    def run(cls, start: int, stop: int) -> Slab:
-        """Return the selection of all indices from `start` to before `stop`."""
-        return cls(start, max(1, stop - start), 1, stop - start)
-
-    @property
-    def size(self) -> int:
-        """How many indices are selected."""
-        return self.count * self.block
-
-    @property
-    def end(self) -> int:
-        """The index behind the last one, 0 where none is selected."""
-        return self.start + (self.count - 1) * self.stride + self.block if self.size else 0
-
-    @property
-    def is_run(self) -> bool:
-        """Whether the indices are neighbours."""
-        return self.count == 1 or self.stride == self.block
-
-    def as_slice(self) -> slice | None:
-        """Return the same as a slice, or None where there is none such."""
-        if self.is_run:
-            return slice(self.start, self.start + self.size)
-        if self.block == 1:
-            return slice(self.start, self.start + (self.count - 1) * self.stride + 1, self.stride)
-        return None
-
-    def ordinal(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return which of the selected indices each index is; -1 where it is none."""
-        block, inside = np.divmod(index - self.start, self.stride)
-        is_selected = (block >= 0) & (block < self.count) & (inside < self.block)
-        return np.where(is_selected, block * self.block + inside, -1)
-
-    def at(self, ordinal: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the indices of some ordinals."""
-        block, inside = np.divmod(ordinal, self.block)
-        return self.start + block * self.stride + inside
-
-
-class PieceGeometry(NamedTuple):
-    """How the pieces of a sample lie in chunks and in rows; all in bytes but `extents`.
-
-    Attributes
-    ----------
-    chunk_strides, row_strides
-        int64 (rank - 1,): of all dimensions but that of the samples.
-    extents
-        int64 (pieces, rank - 1): elements of each piece of the cross-section, cut off at the
-        row's end.
-    row_begin, piece_begin
-        int64 (pieces,): first byte of each piece in a row, and in a chunk (a contiguous dataset
-        is its own only chunk).
-    chunk_samples, sample_stride
-        Samples in a chunk, and how far apart they are.
-    chunk_nbytes
-        Of a whole chunk.
-    """
-
-    chunk_strides: NDArray[np.int64]
-    row_strides: NDArray[np.int64]
-    extents: NDArray[np.int64]
-    row_begin: NDArray[np.int64]
-    piece_begin: NDArray[np.int64]
-    chunk_samples: int
-    sample_stride: int
-    chunk_nbytes: int
-
-
 @dataclass(frozen=True)
 class Part:
     """Some samples of a dataset, or pieces of them, that another dataset holds.
@@ -161,11 +54,11 @@ class Part:
     source
         Layout of the dataset that holds them.
     samples, source_samples
-        Which samples of the whole, and which of the source, as many.
+        Which samples of the whole dataset, and which of the source; equally many.
     region, source_region
-        Which piece of a row of the whole, and of a row of the source: a slice for each
-        dimension but that of the samples, of extents that are equal but for those of 1. None:
-        the whole row.
+        Which part of a row of the whole dataset, and of a row of the source: a slice for each
+        dimension but that of the samples; extents are equal, except for those of 1. None: the
+        whole row.
     member
         The member of the source's compound type that is delivered.
     """
@@ -191,24 +84,24 @@ class DatasetLayout:
     shape
         The dataset's dimensions, then those of an array dtype.
     dtype
-        As h5py gives it, without metadata; in the file's byte order.
+        As h5py gives it, without metadata, in the file's byte order.
     sample_axis
         The dimension of `shape` that counts the samples.
     storage
         HDF5's layout class, or ``"external"``; ``"files"``: several datasets, one after the other.
     fallback_reason
-        Why only h5py may read this dataset, or a part of it; None: it is read the direct way.
+        Why only h5py may read this dataset, or a part of it; None: it is read directly.
     fill
-        0-d array: the value of what was never written.
+        0-d array: the value of elements that were never written.
     offset
-        Contiguous: address of the first byte; -1: never allocated.
+        Contiguous: address of the first byte; -1: no bytes were allocated.
     chunk_shape, filters, chunks
         Chunked: dimensions of a chunk (of the rank of `shape`), pipeline in the order of
         writing, and the chunk table.
     values
         Compact: the values themselves, of `shape`.
     parts
-        What other datasets hold; nothing else here then says where bytes lie.
+        The parts that other datasets hold; then nothing else here says where bytes lie.
     sources
         Virtual: the datasets that are mapped.
     member
@@ -220,8 +113,8 @@ class DatasetLayout:
     attached
         External, read by h5py: the real paths of the files that hold the values, and their stamps.
     indexed
-        By which it is seen whether a file that was changed still holds the dataset; None: the
-        file is no HDF5 file, but holds values only.
+        Tells whether a file that was changed still holds the dataset; None: the file is not an
+        HDF5 file, and holds values only.
     """
 
     file: str
@@ -304,10 +197,10 @@ class DatasetLayout:
 
     @cached_property
     def piece_shape(self) -> tuple[int, ...]:
-        """Dimensions of what is read as a piece of work: a chunk.
+        """Dimensions of what is read at a time: a chunk.
 
         Of a contiguous dataset, all samples, and a slice of the rows' longest dimension: the bytes
-        of one sample are spread over the whole of it, so it had better be gone through once.
+        of one sample are spread over all of that slice, so it is best read once for all.
         """
         if self.chunk_shape:
             return self.chunk_shape
@@ -320,7 +213,7 @@ class DatasetLayout:
 
     @cached_property
     def cross_numbers(self) -> tuple[int, NDArray[np.int64]]:
-        """How far apart the numbers of chunks are that follow each other along the samples.
+        """The difference between numbers of chunks that follow each other along the samples.
 
         And int64 (m,): the numbers of the chunks of `cross_section`.
         """
@@ -337,7 +230,7 @@ class DatasetLayout:
 
     @property
     def geometry(self) -> PieceGeometry:
-        """How the pieces of a sample lie in chunks and in rows, for who copies them by bytes."""
+        """How the pieces of a sample lie in chunks and in rows, to copy them by bytes."""
         axis, item = self.sample_axis, self.dtype.itemsize
         shape = self.chunk_shape or self.shape
         rest = [a for a in range(len(shape)) if a != axis]
@@ -366,7 +259,7 @@ class DatasetLayout:
 
     @cached_property
     def has_gaps(self) -> bool:
-        """Whether no part holds some samples, or pieces of them: they have the fill value."""
+        """Whether some samples, or pieces of them, lie in no part: those have the fill value."""
         held = sum(
             part.samples.size
             * math.prod(
@@ -380,17 +273,17 @@ class DatasetLayout:
         return held < math.prod(self.shape)
 
     def unit_bounds(self, row_nbytes: int = 0) -> NDArray[np.int64]:
-        """Return where groups of samples begin that are stored together, in chunks say.
+        """Return where groups of samples begin that are stored together, such as in one chunk.
 
         Parameters
         ----------
         row_nbytes
-            Bytes that are delivered of a sample, if other than those of a row here.
+            Bytes that are delivered of a sample; 0: those of a row here.
 
         Returns
         -------
         numpy.ndarray
-            int64 (n + 1,), ascending from 0 to `num_samples`; nothing empty between.
+            int64 (n + 1,), strictly ascending from 0 to `num_samples`.
         """
         row_nbytes = row_nbytes or self.row_nbytes
         size = max(1, _UNCHUNKED_UNIT_NBYTES // max(1, row_nbytes))
@@ -407,7 +300,7 @@ class DatasetLayout:
         return np.unique(np.concatenate(bounds))
 
     def most_units(self, row_nbytes: int = 0) -> int:
-        """Return how many groups of samples `unit_bounds` finds at most, without making a list."""
+        """Return at most how many groups of samples `unit_bounds` finds, without listing them."""
         row_nbytes = row_nbytes or self.row_nbytes
         if self.chunk_shape:
             return self.grid[self.sample_axis]
@@ -417,7 +310,7 @@ class DatasetLayout:
 
     @cached_property
     def unit_nbytes(self) -> int:
-        """Decoded bytes of what is kept of a unit to give its samples to several batches."""
+        """Decoded bytes that are kept of a group of samples to give them to several batches."""
         if self.parts:
             return max(part.source.unit_nbytes for part in self.parts)
         if not self.filters or (self.rows_are_whole and self.chunk_shape[0] == 1):
@@ -445,7 +338,7 @@ class DatasetLayout:
             yield from source.origins()
 
     def with_one_sample(self) -> DatasetLayout:
-        """Return the same bytes, but of `parts`, with a dimension of 1 put before: one sample."""
+        """Return the same bytes (not `parts`) with a first dimension of 1: as one sample."""
         assert not self.parts
         return replace(
             self,
@@ -456,67 +349,8 @@ class DatasetLayout:
         )
 
 
-def needed_nbytes(
-    shape: tuple[int, ...], chunk_shape: tuple[int, ...], corner: Sequence[int], itemsize: int
-) -> int:
-    """Return how many bytes of a chunk there are up to the last one within the dataset."""
-    last = 0
-    for extent, size, begin in zip(shape, chunk_shape, corner, strict=True):
-        last = last * size + min(size, extent - begin) - 1
-    return (last + 1) * itemsize
-
-
-def join_layouts(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
-    """Return the layout of datasets of several files as one, one after the other.
-
-    Raises
-    ------
-    DatasetError
-        If the shapes of their rows or their dtypes differ; it names two files that do.
-    """
-    first = layouts[0]
-    if len(layouts) == 1:
-        return first
-    parts, begin = [], 0
-    for layout in layouts:
-        same_rows = layout.row_shape == first.row_shape and layout.sample_axis == first.sample_axis
-        if not same_rows or layout.dtype.newbyteorder("=") != first.dtype.newbyteorder("="):
-            raise DatasetError(
-                f'dataset "{first.path}" has samples of {first.row_shape} {first.dtype} in'
-                f" {first.file}, but of {layout.row_shape} {layout.dtype} in {layout.file}; several"
-                " files can be read as one where these are equal"
-            )
-        count = layout.num_samples
-        if count:
-            samples = Slab.run(begin, begin + count)
-            parts.append(Part(layout, samples, Slab.run(0, count)))
-        begin += count
-    shape = list(first.shape)
-    shape[first.sample_axis] = begin
-    same_order = all(layout.dtype == first.dtype for layout in layouts)
-    reasons = (layout.fallback_reason for layout in layouts)
-    return DatasetLayout(
-        file=first.file,
-        stamp=first.stamp,
-        path=first.path,
-        shape=tuple(shape),
-        dtype=first.dtype if same_order else first.dtype.newbyteorder("="),
-        sample_axis=first.sample_axis,
-        storage="files",
-        fallback_reason=next((reason for reason in reasons if reason is not None), None),
-        fill=first.fill,
-        stored_nbytes=sum(layout.stored_nbytes for layout in layouts),
-        parts=tuple(parts),
-    )
-
-
 def normal_axis(axis: int, rank: int, where: str) -> int:
-    """Return `axis` counted from the front, or raise `ConfigError` where there is none such."""
+    """Return `axis` counted from the front, or raise `ConfigError` if there is no such axis."""
     if not -rank <= axis < rank:
-        raise ConfigError(f"{where}: there is no dimension {axis}; it has {rank}")
+        raise ConfigError(f"{where}: there is no dimension {axis}; the dataset has {rank}")
     return axis % rank
-
-
-def grid_of(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the number of chunks along each dimension."""
-    return tuple(-(-extent // chunk) for extent, chunk in zip(shape, chunk_shape, strict=True))

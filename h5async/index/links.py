@@ -1,9 +1,9 @@
-"""A path in a file enters; the file and object that it leads to leave, within what is permitted.
+"""Follows the links of a path to the file and object that it leads to, if that is permitted.
 
-Links are followed here, one by one, before HDF5 gets to see them: it would open any file of the
-machine that a link, a virtual dataset or external storage names. What lies in the directory of
-the file that refers to it, or below, is permitted; all else must lie below a root that the caller
-gave. Symbolic links are resolved first.
+Links are followed one by one, before HDF5 sees them: it would open any file of the machine that a
+link, a virtual dataset or external storage names. A file is permitted if it lies in the directory
+of the file that refers to it, or below; any other must lie below a root that the caller gave.
+Symbolic links are resolved first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import NamedTuple
 import h5py
 
 from h5async.errors import DatasetError, H5AsyncError, ReadError, UnsafeFileError
-from h5async.io.storage import FileStamp, IoMode
+from h5async.io.maps import IoMode
+from h5async.io.stamps import FileStamp
 from h5async.names import name_bytes, name_text
 from h5async.system.interruptions import interruption, suppressing
 
@@ -31,7 +32,7 @@ class MissingError(DatasetError):
     """A link leads to a file that does not exist."""
 
 
-_METADATA_NBYTES = 256 * 1024  # that HDF5 keeps of a file that is indexed
+_METADATA_NBYTES = 256 * 1024  # that HDF5 caches of a file that is indexed
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class Reach:
     roots
         Directories (or files) that may be read, wherever the file lies.
     missing_is_fill
-        Whether what is missing of a virtual dataset has its fill value; else it is an error.
+        Whether missing sources of a virtual dataset are read as its fill value; else they are an
+        error.
     io
         Whether files may be mapped into memory.
     """
@@ -56,16 +58,16 @@ class Reach:
         """Return the file that `holder` refers to as `name`, or None where there is none.
 
         Looks where HDF5 would look first: below the directories of the environment variable
-        `variable`, then beside `holder`, as it was opened and, where that is a symbolic link, as
-        it is; an absolute name that does not exist is taken as a name beside `holder`. HDF5 would
-        then look in the current directory, which is nobody's to rely on.
+        `variable`, then beside `holder`: by the path that was opened and, where that is a symbolic
+        link, by its target. An absolute name that does not exist is taken for a name beside
+        `holder`. HDF5 would then look in the current directory, on which nobody should rely.
 
         Raises
         ------
         UnsafeFileError
-            If it lies elsewhere, or cannot be a name.
+            If it lies elsewhere, or its name is not valid.
         ReadError
-            If it is no regular file.
+            If it is not a regular file.
         """
         if not name or "\0" in name:
             raise UnsafeFileError(f"{where} refers to a file with the name {name!r}")
@@ -109,11 +111,11 @@ class Reach:
         return resolved
 
 
-BESIDE = Reach()  # nothing but what lies beside the file
+BESIDE = Reach()  # only files that lie beside the file
 
 
 class Located(NamedTuple):
-    """Where a path led: an object of a file, and what is left of the path behind a dataset."""
+    """Where a path leads: an object of a file, and the rest of the path after a dataset."""
 
     file: h5py.File
     path: str
@@ -132,7 +134,7 @@ def locate(file: h5py.File, path: str, reach: Reach, files: contextlib.ExitStack
     reach
         What external links may lead to.
     files
-        Takes the files that are opened on the way.
+        Closes, later, the files that are opened on the way.
 
     Raises
     ------
@@ -195,9 +197,9 @@ def _components(path: str) -> list[str]:
 
 @contextlib.contextmanager
 def open_index(path: Path) -> Iterator[h5py.File]:
-    """Open a file as `open_hdf5` does, for its metadata, which are gone through once.
+    """Open a file as `open_hdf5` does, to read its metadata once.
 
-    HDF5 would keep up to 32 MB of them, though nobody asks again.
+    HDF5 would cache up to 32 MB of them, though they are not read again.
     """
     with open_hdf5(path) as file, metadata_cache(file, _METADATA_NBYTES):
         yield file
@@ -205,7 +207,7 @@ def open_index(path: Path) -> Iterator[h5py.File]:
 
 @contextlib.contextmanager
 def metadata_cache(file: h5py.File, nbytes: int) -> Iterator[None]:
-    """Have HDF5 keep so many bytes of a file's metadata meanwhile."""
+    """Let HDF5 cache so many bytes of a file's metadata, until the context ends."""
     before, cache = file.id.get_mdc_config(), file.id.get_mdc_config()
     cache.set_initial_size = True
     cache.initial_size = cache.max_size = nbytes
@@ -234,7 +236,7 @@ def open_permitted(path: Path, where: str) -> Iterator[h5py.File]:
 
 
 def require_in_place(path: Path, opened: FileStamp, where: str) -> None:
-    """See that a file which was opened lies at a real path: no link was put there meanwhile.
+    """Refuse a file that does not lie at a real path any more: a link may have been put there.
 
     Raises
     ------
@@ -245,13 +247,13 @@ def require_in_place(path: Path, opened: FileStamp, where: str) -> None:
         status = os.stat(path, follow_symlinks=False)
         if path.resolve() == path and (status.st_dev, status.st_ino) == opened.file_id:
             return
-    raise UnsafeFileError(f"{where} refers to {path}, which was exchanged while it was opened")
+    raise UnsafeFileError(f"{where} refers to {path}, which was replaced while it was opened")
 
 
 def open_hdf5(path: Path, *, in_use: bool = False) -> h5py.File:
     """Open a file for reading with h5py, which the caller closes.
 
-    `in_use`: also one that a writer has locked, which may be in the middle of something.
+    `in_use`: also a file that a writer has locked, which may be writing to it.
 
     Raises
     ------
@@ -260,9 +262,10 @@ def open_hdf5(path: Path, *, in_use: bool = False) -> h5py.File:
     """
     try:
         if path.is_dir():
-            raise ReadError(f"cannot open {path}: it is a directory")
+            empty = " (an empty path means the current one)" if path == Path() else ""
+            raise ReadError(f"cannot open {path}: it is a directory{empty}; name a file")
         if path.exists() and not path.is_file():  # HDF5 would wait for a pipe
-            raise ReadError(f"cannot open {path}: it is no regular file")
+            raise ReadError(f"cannot open {path}: it is not a regular file")
         try:
             return h5py.File(path, "r")
         except OSError as error:
@@ -282,7 +285,7 @@ def open_hdf5(path: Path, *, in_use: bool = False) -> h5py.File:
 
 
 def _reason(path: Path, error: Exception) -> str:
-    """Say why a file cannot be opened; HDF5 does not say it of one that is not there."""
+    """Say why a file cannot be opened; HDF5 does not say so of one that is missing."""
     try:
         path.stat()
     except (OSError, ValueError) as reason:

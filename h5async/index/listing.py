@@ -1,6 +1,6 @@
-"""An open file enters; what is in it leaves, one object after the other, as it is found.
+"""Lists the objects of an open file, one after the other, as they are found.
 
-Nothing is opened but groups: HDF5 may look into other files when it opens a virtual dataset.
+Only groups are opened: HDF5 may open other files when it opens a virtual dataset.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Listed(NamedTuple):
 
 
 class _Level(NamedTuple):
-    """A group that is being gone through."""
+    """A group whose names are being listed."""
 
     group: h5py.Group
     prefix: str
@@ -51,7 +51,7 @@ def walk(file: h5py.File, most_names: int | None = None) -> Iterator[Listed]:
     file
         Open file.
     most_names
-        How many names are taken of a group; None: all.
+        How many names of a group are listed, at most; None: all.
     """
     root = file["/"]
     seen = {_address(h5py.h5o.get_info(root.id))}

@@ -1,8 +1,8 @@
-"""The mappings of a virtual dataset enter; parts leave: which source holds which samples.
+"""Reads the mappings of a virtual dataset: which part of which source holds which samples.
 
 A mapping pairs a selection of the virtual dataset with one, as large, of its source, both in
 C order (H5Pset_virtual of the HDF5 reference). It becomes a `Part` where both are regular
-hyperslabs of equal extents, but for dimensions of extent 1; other datasets are left to h5py.
+hyperslabs of equal extents, except for dimensions of extent 1; other datasets are left to h5py.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import h5py
 import numpy as np
 
-from h5async.index.chunkindex import NotDirectError
-from h5async.index.layout import DatasetLayout, Part, Slab
+from h5async.index.layout import DatasetLayout, Part
+from h5async.index.obstacles import NotDirectError
+from h5async.index.slabs import Slab
 
 # source(file name, dataset name, its dimension that counts samples) -> layout; None: it is missing
 FindSource = Callable[[str, str, int], DatasetLayout | None]
@@ -25,7 +26,7 @@ FindSource = Callable[[str, str, int], DatasetLayout | None]
 _UNLIMITED = h5py.h5s.UNLIMITED
 _MAX_REGIONS = 256
 _MAX_NUMBERED = 100_000
-_MAX_BLOCKS = 1 << 20  # HDF5 takes half a minute and more to open 40,000
+_MAX_BLOCKS = 1 << 20  # HDF5 takes half a minute or more to open 40,000
 
 
 class _Mapping(NamedTuple):
@@ -79,8 +80,8 @@ def source_series(
 ) -> Iterator[tuple[bool, Iterator[tuple[str, str]]]]:
     """Yield, for each mapping, whether its sources are numbered, and their files and datasets.
 
-    Numbered ones ("%b") come one after the other without an end: HDF5 goes on until one is missing,
-    whenever the shape is asked for. So this does not ask for it.
+    Numbered ones ("%b") follow each other without an end: HDF5 tries them until one is missing,
+    whenever it is asked for the shape. So this does not ask for the shape.
     """
     for mapping in range(plist.get_virtual_count()):
         file, dataset = plist.get_virtual_filename(mapping), plist.get_virtual_dsetname(mapping)
@@ -128,7 +129,7 @@ def _mappings(
 ) -> Iterator[_Mapping]:
     """Yield the mappings; those to numbered sources ("%b") one by one.
 
-    Not `strict`: mappings that are not understood are given without their selections.
+    Not `strict`: mappings that only h5py can read are yielded without their selections.
     """
     for number in range(plist.get_virtual_count()):
         file, dataset = plist.get_virtual_filename(number), plist.get_virtual_dsetname(number)
@@ -182,7 +183,7 @@ def _name(pattern: str, number: int | None) -> str:
 
 
 def _hyperslab(space: h5py.h5s.SpaceID) -> list[_Hyperslab] | None:
-    """Return a selection, None for all there is."""
+    """Return a selection; None: everything is selected."""
     kind = space.get_select_type()
     if kind == h5py.h5s.SEL_ALL:
         return None
@@ -286,28 +287,28 @@ def _region(slabs: list[Slab], shape: tuple[int, ...], axis: int) -> tuple[slice
     return region  # type: ignore[return-value]
 
 
-def _require_convertible(stored: np.dtype[Any], due: np.dtype[Any]) -> None:
-    """Pass conversions that NumPy makes as HDF5 does: of byte order, and of integers without loss.
+def _require_convertible(stored: np.dtype[Any], wanted: np.dtype[Any]) -> None:
+    """Accept conversions that NumPy makes as HDF5 does: of byte order, and of integers.
 
-    Between floats, the two differ in the bits of what is not a number.
+    Those of integers must not lose bits. Between floats, the two differ in the bits of NaNs.
     """
-    if stored.newbyteorder("=") == due.newbyteorder("="):
+    if stored.newbyteorder("=") == wanted.newbyteorder("="):
         return
-    if stored.kind in "iu" and due.kind in "iuf" and np.can_cast(stored, due, "safe"):
-        if due.itemsize <= 8:
+    if stored.kind in "iu" and wanted.kind in "iuf" and np.can_cast(stored, wanted, "safe"):
+        if wanted.itemsize <= 8:
             return
-    raise NotDirectError(f"a virtual dataset of {due} whose source has {stored}")
+    raise NotDirectError(f"a virtual dataset of {wanted} whose source has {stored}")
 
 
 def _require_disjoint(whole: DatasetLayout, parts: list[Part]) -> None:
-    """Refuse mappings that overlap: which one wins is HDF5's to say."""
+    """Refuse mappings that overlap: only HDF5 knows which one wins."""
     by_region: dict[tuple[Any, ...] | None, list[Part]] = {}
     for part in parts:
         region = part.region
         key = None if region is None else tuple((s.start, s.stop, s.step) for s in region)
         by_region.setdefault(key, []).append(part)
     if len(by_region) > _MAX_REGIONS:
-        raise NotDirectError("a virtual dataset with very many regions")
+        raise NotDirectError(f"a virtual dataset with more than {_MAX_REGIONS} regions of samples")
     groups = [[part.samples for part in group] for group in by_region.values()]
     regions = [group[0].region for group in by_region.values()]
     for i, (samples, region) in enumerate(zip(groups, regions, strict=True)):
@@ -320,10 +321,10 @@ def _require_disjoint(whole: DatasetLayout, parts: list[Part]) -> None:
 
 
 def _have_common(slabs: list[Slab]) -> bool:
-    """Tell whether two of some selections share an index; takes memory for blocks, not indices."""
+    """Tell whether two of some selections share an index; memory grows with blocks, not indices."""
     slabs = [Slab.run(s.start, s.end) if s.is_run else s for s in slabs if s.size]
     if sum(slab.count for slab in slabs) > _MAX_BLOCKS:
-        raise NotDirectError("a virtual dataset with mappings of very many blocks")
+        raise NotDirectError(f"a virtual dataset with mappings of more than {_MAX_BLOCKS} blocks")
     starts = [slab.start + np.arange(slab.count) * slab.stride for slab in slabs]
     start = np.concatenate([np.zeros(0, np.int64), *starts])
     order = np.argsort(start)

@@ -1,1 +1,1 @@
-"""Byte ranges of files enter; memory leaves, read or mapped, also memory that processes share."""
+"""Reads byte ranges of local files into memory, and makes memory that processes share."""

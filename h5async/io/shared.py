@@ -1,8 +1,9 @@
-"""Sizes enter; memory that two processes share leaves, and places in it that can be sent.
+"""Makes memory that two processes share, and describes arrays in it to the other process.
 
 Shared memory is one anonymous file. Both processes have its descriptor; it has no name in the file
-system, and is gone with the last process that has it. Who makes a piece maps that piece, and who is
-told of places maps the whole file once, and again when it has grown beyond that.
+system, and is gone when the last process closes it. A process maps the parts that it adds one by
+one. For arrays that the other process describes it maps the whole file once, and again when the
+file has grown.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import functools
 import math
 import mmap
 import os
+import resource
 import tempfile
 import threading
 import weakref
+from collections.abc import Callable
 from typing import IO, Any, NamedTuple
 
 import numpy as np
@@ -26,15 +29,15 @@ from h5async.errors import OutOfMemoryError
 from h5async.system.interruptions import suppressing
 
 
-class Place(NamedTuple):
-    """An array in shared memory.
+class ArraySpec(NamedTuple):
+    """Describes an array in shared memory, so that another process can find it.
 
     Attributes
     ----------
     offset
-        Bytes from the beginning of the memory.
+        Bytes from the beginning of the memory to the array.
     shape, dtype
-        Of the array, which is C-contiguous.
+        The array's; it is C-contiguous.
     """
 
     offset: int
@@ -48,7 +51,7 @@ class Place(NamedTuple):
 
 
 def page_memory(nbytes: int) -> NDArray[np.uint8]:
-    """Return memory of whole pages, of this process alone; its base is the map.
+    """Return memory of whole pages, of this process alone.
 
     Raises
     ------
@@ -56,24 +59,45 @@ def page_memory(nbytes: int) -> NDArray[np.uint8]:
         If the system refuses.
     """
     try:
-        block = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, OverflowError, ValueError) as error:
+        return _mapped(None, -1, 0, nbytes)
+    except (OSError, OverflowError, ctypes.ArgumentError) as error:
         raise MemoryError(f"{nbytes} bytes of whole pages: {error}") from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppressing(OSError):  # a kernel without them
-            block.madvise(mmap.MADV_HUGEPAGE)
-    return np.ndarray((nbytes,), np.uint8, block)
+
+
+def call_before_unmap(memory: NDArray[Any], function: Callable[[], None]) -> None:
+    """Have a function called when the last array over some memory is gone, and before its pages go.
+
+    What was registered last is called first; nothing is called at the end of the interpreter.
+
+    Parameters
+    ----------
+    memory
+        As `page_memory` and `SharedMemory.empty` return it.
+    function
+        Must not refer to the memory.
+    """
+    block = _block_of(memory)
+    assert isinstance(block, _Map), "this memory is not mapped here"
+    weakref.finalize(block, function).atexit = False
+
+
+def _block_of(array: NDArray[Any]) -> object:
+    """Return what an array and all its bases lie over."""
+    block: Any = array
+    while isinstance(block, np.ndarray):
+        block = block.base
+    return block
 
 
 class SharedMemory:
-    """Memory that a helper process has too. Safe to use from many threads.
+    """Memory that another process has too. Safe to use from many threads.
 
-    One process at a time may call `empty`.
+    Only one process at a time may call `empty`.
 
     Parameters
     ----------
     fd
-        Of memory that another process made; None: make new memory.
+        Descriptor of memory that another process made; None: make new memory.
 
     Raises
     ------
@@ -86,12 +110,12 @@ class SharedMemory:
             fd = _new_file()
         self.fd = fd
         self._lock = threading.Lock()
-        self._key = object()  # of its maps
-        self._spare: NDArray[np.uint8] = np.empty(0, np.uint8)  # mapped, and not given out yet
+        self._key = object()  # tells the maps of this memory from others
+        self._spare: NDArray[np.uint8] = np.empty(0, np.uint8)  # mapped, but not in use yet
         self._whole: NDArray[np.uint8] | None = None
 
     def empty(self, nbytes: int) -> NDArray[np.uint8]:
-        """Return new memory of whole pages, which holds zeros; it is taken when it is written to.
+        """Return new memory of whole pages, filled with zeros; writing to it allocates it.
 
         Raises
         ------
@@ -100,8 +124,8 @@ class SharedMemory:
         """
         room = _whole_pages(nbytes)
         with self._lock:
-            # What is small shares a map: a process has some 65,000 of them. What is large has its
-            # own, and so lasts no longer than the arrays over it.
+            # Small arrays share a map, because a process may have no more than some 65,000 maps. A
+            # large array has a map of its own, which ends with it.
             if room >= _MAP_NBYTES:
                 return self._grown(room)[:nbytes]
             if room > self._spare.nbytes:
@@ -109,8 +133,8 @@ class SharedMemory:
             memory, self._spare = self._spare[:nbytes], self._spare[room:]
             return memory
 
-    def array(self, place: Place) -> NDArray[Any]:
-        """Return the array at a place that the other process sent.
+    def array(self, spec: ArraySpec) -> NDArray[Any]:
+        """Return the array that the other process described.
 
         Raises
         ------
@@ -118,36 +142,34 @@ class SharedMemory:
             If it cannot be mapped.
         """
         with self._lock:
-            if self._whole is None or self._whole.nbytes < place.offset + place.nbytes:
+            if self._whole is None or self._whole.nbytes < spec.offset + spec.nbytes:
                 nbytes = os.fstat(self.fd).st_size
                 try:
                     self._whole = _mapped(self._key, self.fd, 0, nbytes)
                 except OSError as error:
                     raise _refusal(nbytes, error) from error
-            return np.ndarray(place.shape, place.dtype, self._whole, place.offset)
+            return np.ndarray(spec.shape, spec.dtype, self._whole, spec.offset)
 
-    def discard(self, place: Place) -> None:
-        """Give the pages of all that one call of `empty` gave back to the system.
+    def discard(self, spec: ArraySpec) -> None:
+        """Give the memory that one call of `empty` returned back to the system.
 
-        Whoever reads there finds zeros then. Where the system cannot, nothing happens.
+        It holds zeros then. Systems that cannot do this keep it as it is.
         """
-        if place.nbytes and hasattr(mmap, "MADV_REMOVE"):
+        if spec.nbytes and hasattr(mmap, "MADV_REMOVE"):
             _libc().madvise(
-                self.array(place).ctypes.data, _whole_pages(place.nbytes), mmap.MADV_REMOVE
+                self.array(spec).ctypes.data, _whole_pages(spec.nbytes), mmap.MADV_REMOVE
             )
 
-    def place(self, array: NDArray[Any]) -> Place | None:
-        """Return where an array lies; None where it does not lie in this memory."""
-        block: Any = array
-        while isinstance(block, np.ndarray):
-            block = block.base
+    def spec(self, array: NDArray[Any]) -> ArraySpec | None:
+        """Describe an array for the other process; None where it is not in this memory."""
+        block = _block_of(array)
         if not isinstance(block, _Map) or block.key is not self._key:
             return None
         offset = block.offset + array.ctypes.data - block.address
-        return Place(offset, array.shape, array.dtype)
+        return ArraySpec(offset, array.shape, array.dtype)
 
     def close(self) -> None:
-        """Let go of the descriptor and of all maps; arrays stay as they are. Idempotent."""
+        """Close the descriptor, and drop the maps; arrays remain valid. Idempotent."""
         with self._lock:
             if self.fd >= 0:
                 os.close(self.fd)
@@ -156,44 +178,44 @@ class SharedMemory:
 
     def _grown(self, nbytes: int) -> NDArray[np.uint8]:
         """Return memory at the end of the file, which grows by that."""
-        # The other process may have taken some.
+        # The other process may have made the file larger.
         offset = _whole_pages(os.fstat(self.fd).st_size)
         try:
             os.ftruncate(self.fd, offset + nbytes)
             return _mapped(self._key, self.fd, offset, nbytes)
         except (OSError, OverflowError) as error:
-            with suppressing(OSError):  # or the other process could not map the whole
+            with suppressing(OSError):  # else the other process could not map the whole file
                 os.ftruncate(self.fd, offset)
             raise _refusal(nbytes, error) from error
 
 
 class _Map:
-    """Pages of a file in memory, until the last array over them is gone.
+    """Pages of a file, or of no file, in memory, until the last array over them is gone.
 
-    (`mmap.mmap` would keep a descriptor each.)
+    (`mmap.mmap` would keep a descriptor each, and tells weak references of its end after it has
+    unmapped the pages.)
 
     Attributes
     ----------
     key
-        Of the memory that this is of.
+        Of the `SharedMemory` that this is of; None: of none.
     offset, address
         Where it begins in the file, and in this process.
     """
 
     def __init__(self, key: object, fd: int, offset: int, nbytes: int) -> None:
         libc = _libc()
-        address = libc.mmap(
-            None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, offset
-        )
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if fd < 0 else mmap.MAP_SHARED
+        address = libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset)
         if address in (None, _MAP_FAILED):
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
         self.key, self.offset, self.address = key, offset, address
-        # Not by `__del__`, which would come before the finalizers of who pinned these pages. The
-        # first finalizer comes last.
+        # Not by `__del__`, which would come before what `call_before_unmap` registers. The first
+        # finalizer comes last.
         weakref.finalize(self, libc.munmap, address, nbytes).atexit = False
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            libc.madvise(address, nbytes, mmap.MADV_HUGEPAGE)  # a kernel may be without them
+            libc.madvise(address, nbytes, mmap.MADV_HUGEPAGE)  # some kernels have none
         self.__array_interface__ = {
             "version": 3,
             "data": (address, False),
@@ -227,23 +249,28 @@ def _whole_pages(nbytes: int) -> int:
 
 
 def _refusal(nbytes: int, error: Exception) -> OutOfMemoryError:
-    """Say what can be done where the system gives no shared memory."""
+    """Return the error that says what can be done where the system gives no shared memory."""
     hint = "make batch_size or prefetch smaller"
     number = getattr(error, "errno", None)
-    if number == errno.EFBIG:
-        hint = "raise the limit on the size of files (ulimit -f), which counts here"
+    if number == errno.EFBIG and _file_size_is_limited():
+        hint = "raise the limit on the size of files (ulimit -f): it holds for shared memory, too"
     elif number == errno.ENOMEM:
         hint += ", or raise the limits on address space (ulimit -v) and on maps (vm.max_map_count)"
     return OutOfMemoryError(
-        f"{nbytes:,} bytes of shared memory are refused ({error}); {hint}, or read with"
+        f"the system refuses {nbytes:,} bytes of shared memory ({error}); {hint}, or read with"
         ' workers="thread"'
     )
 
 
-def duplicate(fd: int) -> int:
-    """Return another descriptor of the same file, which a child can be given under its number.
+def _file_size_is_limited() -> bool:
+    return resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
 
-    (0, 1 and 2 are the standard streams there, also where they are not here.)
+
+def duplicate(fd: int) -> int:
+    """Return another descriptor of the same file, which a child can inherit under its number.
+
+    It is none of 0, 1 and 2, which are the standard streams of the child, even where this process
+    has closed its own.
     """
     return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
 

@@ -1,1 +1,1 @@
-"""Settings and a position enter; which samples a batch holds leaves. Pure."""
+"""Decides which samples a batch holds, from settings and a position. Opens no file."""

@@ -1,16 +1,15 @@
-"""The environment enters; which of how many processes this one is leaves.
+"""Finds the rank of this process and the world size, from the environment, PyTorch or JAX.
 
-Each launcher of many processes tells them by variables of its own, and PyTorch and JAX know once
-they were initialised. Nobody may get a part of the data by mistake, so all that is found has to
-fit together:
+Each launcher of several processes sets variables of its own, and PyTorch and JAX know once they
+were initialized. No process may get a part of the data by mistake, so all that is found must agree:
 
-- Sources that say the same are one.
-- Launchers are nested: `srun` starts `mpirun` or `torchrun` on each node, and their processes are
-  more than Slurm's tasks. There the inner one counts, if it is known to be the inner one (by its
-  place, below) and speaks of several processes.
-- Anything else, and one variable without the other, is an error that tells what was found.
+- Sources that say the same count as one.
+- Launchers may be nested: `srun` starts `mpirun` or `torchrun` on each node, which start more
+  processes than Slurm has tasks. Then the inner one counts, if its level says that it is the inner
+  one, and it speaks of several processes.
+- Anything else, and one variable of a pair without the other, is an error that says what was found.
 
-Where nothing is found, a process is alone.
+Where nothing is found, the process is the only one.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from h5async.config.reader import MAX_WORLD_SIZE
 from h5async.errors import ConfigError
 from h5async.system.interruptions import suppressing
 
@@ -33,31 +33,31 @@ class Rank(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Who says which process this is.
+    """What says which rank this process has.
 
     Attributes
     ----------
     rank
         What it says.
     name, found
-        Who it is, and by which variables or functions it says so.
-    place
-        A launcher starts those of higher places, and never those of lower ones. None: it may be
-        anywhere, as with variables that were set by hand or in the description of a pod.
+        Its name, and the variables or functions by which it says so.
+    level
+        A launcher starts those of higher levels, and never those of lower ones. None: it may have
+        any, as with variables that were set by hand or in the description of a pod.
     """
 
     rank: Rank
     name: str
     found: str
-    place: int | None
+    level: int | None
 
     def __str__(self) -> str:
         """Describe it in a few words."""
         return f"{self.name} ({self.found})" if self.found else self.name
 
 
-# Places. Slurm starts the daemons of MPI's launchers and of Flux as tasks of a step of its own, so
-# that there its numbers are those of nodes, and of fewer than all.
+# Levels. Slurm starts the daemons of MPI's launchers and of Flux as tasks of a step of its own; its
+# numbers then count nodes, which are fewer than processes.
 _SLURM, _FLUX, _MPI, _LOCAL, _TORCHRUN, _IN_PROCESS = range(6)
 
 _TORCH = "PyTorch", "RANK", "WORLD_SIZE"
@@ -77,20 +77,19 @@ _NOT_BY_SRUN = "4294967290", "4294967291", "4294967292"  # steps: interactive, b
 
 
 def find_rank(environment: Mapping[str, str] = os.environ) -> Rank:
-    """Return which process this is; see `find_source`."""
+    """Return the rank of this process; see `find_source`."""
     return find_source(environment).rank
 
 
 def find_source(environment: Mapping[str, str] = os.environ) -> Source:
-    """Return which process this is, and who says so.
+    """Return the rank of this process, and what says so.
 
     Imports nothing: PyTorch and JAX are asked where the program has imported them.
 
     Raises
     ------
     ConfigError
-        If those who say so disagree, or variables make no sense: one without the other, or no
-        numbers.
+        If sources disagree, one variable of a pair is missing, or one is not a number.
     """
     in_process = [*_torch(), *_jax()]
     sources = in_process + _launchers(environment)
@@ -102,36 +101,36 @@ def find_source(environment: Mapping[str, str] = os.environ) -> Source:
     if sources:
         listed = "; ".join(f"{source.found} ({source.name})" for source in sources)
         raise ConfigError(
-            f"which of how many processes this is, is told differently: {listed}; give the options"
-            " rank and world_size, or unset the variables that do not hold"
+            f"the rank of this process is not clear, because sources disagree: {listed}; give the"
+            " options rank and world_size, or unset the variables that are wrong"
         )
     return Source(Rank(0, 1), "no launcher of several processes was found", "", None)
 
 
 def may_change() -> bool:
-    """Tell whether PyTorch or JAX, which the program has imported, may yet say who this is."""
+    """Tell whether PyTorch or JAX, which the program has imported, may still say another rank."""
     return "torch" in sys.modules or "jax" in sys.modules
 
 
 def _order(source: Source) -> int:
     """Sort the innermost first."""
-    return 0 if source.place is None else -source.place
+    return 0 if source.level is None else -source.level
 
 
 def _is_inside(inner: Source, outer: Source) -> bool:
-    """Tell whether each process of one source may have started some of the other's."""
-    if inner.rank.world_size == 1 or inner.place is None:
+    """Tell whether the processes of `outer` may have started those of `inner`."""
+    if inner.rank.world_size == 1 or inner.level is None:
         return False
-    if inner.place == _LOCAL and inner.rank.world_size % outer.rank.world_size:
+    if inner.level == _LOCAL and inner.rank.world_size % outer.rank.world_size:
         return False
-    return inner.place > (_TORCHRUN if outer.place is None else outer.place)
+    return inner.level > (_TORCHRUN if outer.level is None else outer.level)
 
 
 def _launchers(environment: Mapping[str, str]) -> list[Source]:
-    launchers = [(*_TORCH, _torch_place(environment)), *_LAUNCHERS]
+    launchers = [(*_TORCH, _torch_level(environment)), *_LAUNCHERS]
     found = [
-        Source(_parse(name, rank, size, environment), name, _values(environment, rank, size), place)
-        for name, rank, size, place in launchers
+        Source(_parse(name, rank, size, environment), name, _values(environment, rank, size), level)
+        for name, rank, size, level in launchers
         if rank in environment and size in environment
     ]
     if not all(name in environment for name in _STEP):
@@ -147,16 +146,16 @@ def _launchers(environment: Mapping[str, str]) -> list[Source]:
     return found
 
 
-def _torch_place(environment: Mapping[str, str]) -> int | None:
-    """Return the place of who set RANK and WORLD_SIZE."""
+def _torch_level(environment: Mapping[str, str]) -> int | None:
+    """Return the level of the launcher that set RANK and WORLD_SIZE."""
     if "TORCHELASTIC_RUN_ID" in environment:
         return _TORCHRUN
-    # Launchers that start the processes of a node tell them this, too; those of pods do not.
+    # Launchers that start all processes of a node set this, too; those of pods do not.
     return _LOCAL if "LOCAL_RANK" in environment else None
 
 
 def _is_interactive(environment: Mapping[str, str]) -> bool:
-    """Tell whether this runs in a shell of Slurm's, which is the only one of its tasks.
+    """Tell whether this runs in an interactive shell of Slurm's, which has one task only.
 
     `srun --pty` gives its first task alone a terminal, and says so by variables, which the tasks
     of a step that is started in that shell inherit. Those have no terminal.
@@ -186,7 +185,7 @@ def _parent_and_terminal(process: str) -> tuple[str, str]:
 
 
 def _check_complete(environment: Mapping[str, str], sources: list[Source]) -> None:
-    """See that no variable stands alone, unless a launcher says the same."""
+    """Refuse one variable of a pair without the other, unless a launcher says the same."""
     pairs = [_TORCH[1:], *(launcher[1:3] for launcher in _LAUNCHERS), _STEP]
     paired = {name for pair in pairs if all(n in environment for n in pair) for name in pair}
     for rank, size in pairs:
@@ -221,16 +220,18 @@ def _values(environment: Mapping[str, str], *names: str) -> str:
 
 def _parse(launcher: str, rank: str, world_size: str, environment: Mapping[str, str]) -> Rank:
     found = environment[rank], environment[world_size]
-    if not all(text.isdecimal() for text in found) or int(found[0]) >= int(found[1]):
+    are_short = all(text.isdecimal() and len(text.lstrip("0")) <= 10 for text in found)
+    if not are_short or not int(found[0]) < int(found[1]) <= MAX_WORLD_SIZE:
         raise ConfigError(
             f"{rank}={found[0]} and {world_size}={found[1]} in the environment, which {launcher}"
-            " sets, are no rank among so many; give the options rank and world_size"
+            f" sets, are not a rank below a world size of at most {MAX_WORLD_SIZE}; give the"
+            " options rank and world_size"
         )
     return Rank(int(found[0]), int(found[1]))
 
 
 def _torch() -> list[Source]:
-    """Return what ``torch.distributed`` says, if it was initialised."""
+    """Return what ``torch.distributed`` says, if it was initialized."""
     group = sys.modules.get("torch.distributed")
     # A build without it has no such function.
     is_initialized = getattr(group, "is_initialized", None)
@@ -242,9 +243,9 @@ def _torch() -> list[Source]:
 
 
 def _jax() -> list[Source]:
-    """Return what ``jax.distributed`` says, if it was initialised."""
-    # JAX itself looks there, in all versions. Its function that tells came with 0.6, and others
-    # that tell the rank start the GPU.
+    """Return what ``jax.distributed`` says, if it was initialized."""
+    # All versions of JAX have this. The public function came with 0.6, and others that tell the
+    # rank start the GPU.
     state = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
     if state is not None:
         if state.client is None:

@@ -1,16 +1,16 @@
-"""(seed, epoch, batch number) enter; the sample numbers of that batch leave. Pure.
+"""Computes which samples a batch holds, from seed, epoch and the batch's number.
 
-Nothing of the size of the dataset is ever held: a position of the epoch is mapped to a sample by
-a keyed permutation of the index range, evaluated only at the positions of one batch.
+Nothing that grows with the dataset is kept: a position in the epoch's order is mapped to a sample
+by a keyed permutation of all sample numbers, which is evaluated only at the positions of one batch.
 
-The permutation is the generalised Feistel network of J. Black and P. Rogaway, "Ciphers with
-Arbitrary Finite Domains" (CT-RSA 2002): numbers below ``a * b`` are pairs, whose halves are in
-turn shifted by a keyed hash of the other, modulo `a` and `b`; since ``a * b`` exceeds the number
-of samples by less than `a`, the few that fall outside are walked on along their cycle. Four rounds
-suffice with random functions (M. Luby, C. Rackoff, SIAM J. Comput. 17, 1988); six are taken, of
-two multiplications each: it need not resist an adversary, only look random. A network over a
-tiny domain does not reach every permutation, so up to `_SORTED_UP_TO` samples are shuffled by
-sorting keyed hashes instead, which does.
+The permutation is the generalized Feistel network of J. Black and P. Rogaway, "Ciphers with
+Arbitrary Finite Domains" (CT-RSA 2002): numbers below ``a * b`` are pairs, whose halves are in turn
+shifted by a keyed hash of the other, modulo `a` and `b`; since ``a * b`` exceeds the number of
+samples by less than `a`, the few results that fall outside are permuted again until they fall
+inside. Four rounds suffice with random functions (M. Luby, C. Rackoff, SIAM J. Comput. 17, 1988);
+here are six, of two multiplications each: the order must look random, and need not resist an
+adversary. A network over a tiny domain does not reach every permutation, so up to `_SORTED_UP_TO`
+samples are shuffled by sorting keyed hashes instead, which does.
 
 The order is part of what users rely on to repeat a run: changing it is a breaking change.
 """
@@ -36,8 +36,8 @@ _HALF = np.uint64(32)
 
 Shuffle = Literal[False, "full", "window"]
 
-# By which an order of the same samples is told from others: rank and world size, and, where an
-# epoch was begun with another batch or world size than now, that epoch and these.
+# Identifies an order of the samples of a reader: rank and world size, and, where an epoch was begun
+# with another batch or world size than now, that epoch and these sizes.
 OrderKey = tuple[int, ...]
 
 
@@ -53,9 +53,10 @@ class Sampling:
     """The order of an epoch's samples, and how they are dealt to batches and ranks.
 
     All ranks have the same order. At each step the next ``batch_size * world_size`` samples of it
-    are dealt, a run of `batch_size` to each rank; what is left at the end is dealt as evenly as it
-    goes, and a rank for which nothing is left repeats a sample. So every rank has as many batches,
-    and what all of them have had is at any time a beginning of the order.
+    are dealt, a run of `batch_size` to each rank; what is left at the end is dealt as evenly as
+    possible, and a rank for which nothing is left repeats a sample. So all ranks have equally many
+    batches, and after each step, the samples that all ranks together have had are the first ones of
+    the order.
 
     Parameters
     ----------
@@ -114,7 +115,7 @@ class Sampling:
         return self.batch_at(epoch, number * self.step_samples)
 
     def batch_at(self, epoch: int, start: int) -> NDArray[np.int64]:
-        """Return those of this rank's batch of the step that begins at a position of the order."""
+        """Return the samples of this rank's batch in the step that begins at a position."""
         rank, size = self.rank, self.batch_size
         left = self.num_samples - start
         if left >= self.step_samples:
@@ -143,13 +144,13 @@ class Sampling:
 
 
 def dealt(count: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Return begin and end of what a rank gets of `count` things, dealt as evenly as it goes."""
+    """Return begin and end of what a rank gets of `count` things, dealt as evenly as possible."""
     return count * rank // world_size, count * (rank + 1) // world_size
 
 
 @functools.lru_cache(maxsize=8)
 def _permuted_block(num_samples: int, seed: int, epoch: int, number: int) -> NDArray[np.int64]:
-    """Return the samples at `_BLOCK` positions; not to be changed."""
+    """Return the samples at `_BLOCK` positions; callers share the array, and do not change it."""
     positions = np.arange(number * _BLOCK, min((number + 1) * _BLOCK, num_samples), dtype=np.int64)
     return permute(positions, num_samples, seed, epoch)
 
@@ -195,7 +196,7 @@ def permute_each(
     names: NDArray[Any],
     keys: NDArray[np.uint64],
 ) -> NDArray[np.int64]:
-    """Map each position by a permutation of its own of so many numbers.
+    """Map each position by a permutation of its own, of `counts` numbers.
 
     Parameters
     ----------
@@ -271,7 +272,7 @@ def _shift(
     shift *= modulus  # a multiply-shift in place of a division
     shift >>= _HALF
     half += shift
-    np.minimum(half, half - modulus, out=half)  # what is below the modulus wraps round to more
+    np.minimum(half, half - modulus, out=half)  # a difference below 0 wraps round to more
 
 
 def _hash(x: NDArray[np.uint64]) -> NDArray[np.uint64]:

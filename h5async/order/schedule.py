@@ -1,7 +1,7 @@
-"""Serial numbers of batches enter; epochs, and positions in their order, leave. Pure.
+"""Tells which epoch and position a batch has, from its serial number.
 
-Serial numbers go on through all epochs. They begin with a position: where the reader was when its
-state was saved, say. The first epoch may be the rest of one.
+Serial numbers go on through all epochs. The first one stands for any position, such as that at
+which the state of a reader was saved; so the first epoch may be the rest of one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Schedule:
     Attributes
     ----------
     sampling
-        Says how many batches an epoch has; not none.
+        Says how many batches an epoch has: at least one.
     serial, epoch, start
         The first batch: its serial number, its epoch, and the position in the epoch's order.
     """
@@ -54,7 +54,7 @@ class Schedule:
 
     @classmethod
     def beginning(cls, sampling: Sampling, serial: int, epoch: int, start: int) -> Schedule:
-        """Make a schedule; where no batch is left of the epoch, it begins with the next one."""
+        """Make a schedule; where no batch of the epoch is left, it begins with the next epoch."""
         if start and not sampling.batches_from(start):
             epoch, start = epoch + 1, 0
         return cls(sampling, serial, epoch, start)
@@ -74,7 +74,7 @@ class Schedule:
         return self.epoch_begin(serial + 1) == serial + 1
 
     def epoch_begin(self, serial: int) -> int:
-        """Return with which serial number, from `serial` on, an epoch or its rest begins."""
+        """Return the first serial number, from `serial` on, at which an epoch or a rest begins."""
         passed = serial - self.serial
         if passed <= 0:
             return self.serial
@@ -83,19 +83,19 @@ class Schedule:
 
 
 class Course(NamedTuple):
-    """Where a reader goes, as one value: it is changed as a whole, or not at all.
+    """From where a reader goes on, and in which order: one value, so it changes as a whole.
 
     Attributes
     ----------
     rank
         Whose batches these are, of how many.
     place
-        Epoch, position, and what the epoch was begun with, where it was said: where to go on when
-        the rank becomes known.
+        Epoch, position, and batch and world size with which the epoch was begun, if known: from
+        where to go on once the rank is known.
     origin
-        With what batch and world size which epoch was begun.
+        An epoch, and with what batch and world size it was begun.
     order
-        Which order of samples that is.
+        Which order of samples that gives.
     schedule
         Which batch has which serial number.
     """

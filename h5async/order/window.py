@@ -1,14 +1,14 @@
-"""(Units of samples, window, seed, epoch) enter; the order of an epoch's samples leaves. Pure.
+"""Computes the order of an epoch's samples for ``shuffle="window"``.
 
 A unit is a group of samples that is read and decoded as a whole: a chunk, or the chunks that hold
-pieces of the same samples. Units come up in random order, and each one's samples, in random order
-too, are spread evenly over the `window` rounds that follow: in round `r` there is one sample in
-each slot `s`, of the unit that came up ``s * window // size`` rounds before. This is the
+pieces of the same samples. One unit starts in each round, in random order, and its samples, in
+random order too, are spread evenly over the `window` rounds that follow: column `s` of round `r`
+holds a sample of the unit that started ``s * window // size`` rounds before. This is the
 convolutional interleaver of G. D. Forney ("Burst-Correcting Codes for the Classic Bursty Channel",
-IEEE Trans. Commun. Technol. 19, 1971): every sample has a place of its own, one unit comes up and
-one is done with in each round, so that no more than `window` are needed at a time and the work is
-the same throughout, but at the ends of an epoch. Last, the samples of a few rounds are shuffled
-among themselves.
+IEEE Trans. Commun. Technol. 19, 1971): every sample has a position of its own, and in each
+round one unit starts and one ends, so that no more than `window` are needed at a time, and the work
+is the same throughout, except at the ends of an epoch. Finally, the samples of a few rounds are
+shuffled among themselves.
 
 The order is part of what users rely on to repeat a run: changing it is a breaking change.
 """
@@ -29,9 +29,9 @@ from h5async.order.sampling import dealt, keyed_hash, permute, permute_each, rou
 
 Int64s = NDArray[np.int64]
 
-_BLOCK_SAMPLES = 1024  # computed at a time: costs little more than fewer
-_GROUP_SAMPLES = 128  # shuffled among themselves, or else one round, or what a small window allows
-_IN_FLIGHT_SHARE = 1 / 4  # of the memory: for what batches on their way bring in
+_BLOCK_SAMPLES = 1024  # computed at a time: fewer would cost about as much
+_GROUP_SAMPLES = 128  # shuffled among themselves: at least a round, at most what a small window has
+_IN_FLIGHT_SHARE = 1 / 4  # of the memory: for units that batches in preparation need
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class _Table:
     Attributes
     ----------
     unit
-        (n,): units in the order in which they come up.
+        (n,): units in the order in which they start.
     skip, count
         int64 (n,): how many samples of each belong to the piece before, and to this one.
     are_equal
@@ -69,9 +69,9 @@ class WindowOrder:
     seed
         Any integer.
     piece, pieces
-        The units, in the order in which they come up, are cut into `pieces` of as many samples,
-        and this is the order of one of them: so a unit belongs to one piece, but for those that
-        are cut.
+        The units, in the order in which they start, are cut into `pieces` of equally many
+        samples, and this is the order of one of them: so a unit belongs to one piece, except for
+        those that are cut.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class WindowOrder:
         return _Table(unit, skip, counts, not shorter.size, begin)
 
     def _units(self, epoch: int) -> tuple[Int64s, Int64s, Int64s]:
-        """Return the units of this piece, in the order in which they come up."""
+        """Return the units of this piece, in the order in which they start."""
         count = self._counts.size
         unit = permute(np.arange(count), count, self._seed, epoch)
         counts = self._counts[unit]
@@ -143,7 +143,7 @@ class WindowOrder:
         return unit, skip, np.minimum(ends, end) - np.maximum(ends - self._counts[unit], begin)
 
     def _new_block(self, epoch: int, number: int) -> Int64s:
-        """Return the samples of a block of rounds, in order; not to be changed."""
+        """Return the samples of a block of rounds; callers share the array, unchanged."""
         table, size = self._table(epoch), self._size
         keys = round_keys(self._seed, epoch, "window")
         rounds = np.arange(number * self._block_rounds, (number + 1) * self._block_rounds)
@@ -155,7 +155,7 @@ class WindowOrder:
         if not table.are_equal:
             is_there &= slot < table.count[place]
             slot = slot + table.skip[place]
-        # Sorted by hash within each group, with those that are not there at its end.
+        # Sorted by hash within each group, with missing samples at its end.
         group = self._group_rounds * size
         serial = np.arange(rounds[0] * size, rounds[0] * size + unit.size, dtype=np.uint64)
         mixed = (keyed_hash(serial, keys[0], keys[1]) >> np.uint64(1)).astype(np.int64)
@@ -177,17 +177,21 @@ class DealtOrder:
 
     Parameters
     ----------
-    pieces
-        One order for each rank.
+    whole
+        The order of all units, of which each rank gets a piece.
+    ranks
+        How many ranks there are.
     num_samples, batch_size
         Samples in all pieces; in a run.
     """
 
-    def __init__(self, pieces: Sequence[WindowOrder], num_samples: int, batch_size: int) -> None:
-        self._pieces = pieces
+    def __init__(self, whole: WindowOrder, ranks: int, num_samples: int, batch_size: int) -> None:
+        # Made when first needed: most often, one rank asks for its own piece only.
+        self._piece = functools.lru_cache(maxsize=64)(lambda rank: whole.piece(rank, ranks))
+        self._ranks = ranks
         self._num_samples = num_samples
         self._batch_size = batch_size
-        self.window = pieces[0].window
+        self.window = whole.window
 
     def samples(self, epoch: int, start: int, stop: int) -> Int64s:
         """Return the samples at positions `start` to `stop` of an epoch, as a new array."""
@@ -195,19 +199,19 @@ class DealtOrder:
         while start < stop:
             rank, begin, count = self._run(start)
             count = min(count, stop - start)
-            found.append(self._pieces[rank].samples(epoch, begin, begin + count))
+            found.append(self._piece(rank).samples(epoch, begin, begin + count))
             start += count
         return np.concatenate(found)
 
     def _run(self, position: int) -> tuple[int, int, int]:
-        """Return whose run a position lies in, where in that rank's piece, and what follows."""
-        size, ranks = self._batch_size, len(self._pieces)
+        """Return whose run holds a position, where in its piece, and the samples left there."""
+        size, ranks = self._batch_size, self._ranks
         steps, left = divmod(self._num_samples, size * ranks)
         step, inside = divmod(position, size * ranks)
         if step < steps:
             rank, inside = divmod(inside, size)
             return rank, step * size + inside, size - inside
-        rank = max(r for r in range(ranks) if dealt(left, r, ranks)[0] <= inside)
+        rank = ((inside + 1) * ranks - 1) // left  # the last one whose samples begin by then
         begin, end = dealt(left, rank, ranks)
         return rank, steps * size + inside - begin, end - inside
 
@@ -221,27 +225,26 @@ def window_order(
 ) -> WindowOrder | DealtOrder:
     """Return the order of `shuffle="window"` for the fields of a reader.
 
-    The field whose units are the largest decides what a unit is. The window holds as many units
-    as fit, decoded, with room for others, but at most half of all (of a rank's). With several
-    ranks the order depends on `batch_size`.
+    The field with the largest units decides what a unit is. The window holds as many decoded units
+    as fit into the memory, with room for others, and at most half of all units (of a rank). With
+    several ranks the order depends on `batch_size`.
     """
     leader = max(layouts, key=lambda layout: (layout.unit_nbytes, layout.row_nbytes))
     bounds = leader.unit_bounds()
     counts = np.diff(bounds)
     unit_nbytes = sum(layout.unit_nbytes for layout in layouts)
     size = int(counts.max(initial=1))
-    if not unit_nbytes:  # nothing is kept: what is read from is near each other
+    if not unit_nbytes:  # nothing is kept; the window only keeps reads near each other
         unit_nbytes = size * sum(layout.row_nbytes for layout in layouts)
     fitting = (1 - _IN_FLIGHT_SHARE) * window_nbytes / max(1, unit_nbytes) - 2
-    # A unit's samples come `window / size` rounds apart, and others come up meanwhile; so they do
-    # in a group of rounds, a quarter of the window at most.
+    # A unit's samples come `window / size` rounds apart, and others start meanwhile; more start in
+    # a group of rounds, which is a quarter of the window at most.
     most = -(-counts.size // (2 * world_size))
     window = max(2, min(int(fitting / (1 + 1 / size + 1 / 4)), most))
     whole = WindowOrder(bounds, window, seed)
     if world_size == 1:
         return whole
-    pieces = [whole.piece(rank, world_size) for rank in range(world_size)]
-    return DealtOrder(pieces, int(bounds[-1]), batch_size)
+    return DealtOrder(whole, world_size, int(bounds[-1]), batch_size)
 
 
 def kept_nbytes(layout: DatasetLayout, layouts: Sequence[DatasetLayout], window_nbytes: int) -> int:

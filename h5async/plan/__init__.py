@@ -1,1 +1,1 @@
-"""Sample numbers and a layout enter; what is to be read, decoded and placed leaves. Pure."""
+"""Plans how a batch is read: sample numbers and layouts enter; a few arrays leave. Pure."""

@@ -2,21 +2,23 @@
 
 Layouts and read plans enter. A dataset whose chunks a GPU can decode gets a `StoredFormat`. For a
 batch, a `StoredPlan` leaves: which chunks are read encoded, as they are stored in the file, and
-where the samples in them go; so chunks cross the link to the GPU compressed.
+where the samples in them go; so chunks cross the link to the GPU compressed. ("Stored" in names
+means such chunks: encoded, as the file has them.)
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
-from h5async.codec.bitshuffle import default_block
-from h5async.codec.filters import BITSHUFFLE, LZ4, SHUFFLE, Filter, decoder, pass_on
-from h5async.core.binding import MAX_RANK, Core
+from h5async.codec.entry import Unshuffle
+from h5async.codec.filters import Filter
+from h5async.core.binding import Core
 from h5async.core.frames import FrameFormat, frame_format
-from h5async.index.layout import DatasetLayout, PieceGeometry
+from h5async.core.structures import MAX_RANK
+from h5async.index.geometry import PieceGeometry
+from h5async.index.layout import DatasetLayout
 from h5async.plan.plan import needs_scratch
 from h5async.plan.records import ChunkPlan, Int64s, PartsPlan, ReadPlan
 
@@ -24,21 +26,6 @@ _ALIGNMENT = 16  # of encoded and decoded chunks
 _DEFLATE_BEGIN = 14  # behind a multiple of it: so the stream, 2 bytes on, is aligned
 _MOST_DECODED_NBYTES = 4 << 30  # of a batch, before samples are taken out
 _MOST_STORED_NBYTES = 1 << 30
-
-
-class Unshuffle(NamedTuple):
-    """A change of the order of bytes or bits, to be undone.
-
-    Attributes
-    ----------
-    itemsize
-        Bytes of an element.
-    block
-        Bits: elements of a block. 0: it is bytes that are shuffled.
-    """
-
-    itemsize: int
-    block: int
 
 
 @dataclass(frozen=True)
@@ -73,6 +60,23 @@ class StoredFormat:
     max_tasks: int
     max_runs: int
     stored_nbytes: int
+
+    @property
+    def list_words(self) -> int:
+        """Words of 64 bits of the lists that are uploaded with a batch.
+
+        Of blocks, copies, checksums (two to a word), and runs.
+        """
+        tasks, chunks = self.max_tasks, self.max_chunks
+        return 4 * tasks + 3 * (chunks + tasks) + (chunks + 1) // 2 + 5 * self.max_runs
+
+    @property
+    def staging_nbytes(self) -> int:
+        """Bytes of host memory that a slot takes for a batch's encoded chunks and their lists."""
+        lists = 4 * self.max_tasks + 3 * (
+            self.max_chunks + self.max_tasks
+        )  # before they are packed
+        return self.stored_nbytes + 8 * (self.list_words + lists) + 4 * self.max_chunks
 
     @property
     def is_deflate(self) -> bool:
@@ -172,7 +176,7 @@ def stored_format(
         row_nbytes=first.row_nbytes,
         pitch=pitch,
         max_chunks=max_chunks,
-        max_tasks=max_chunks * _most_tasks(frame, first),
+        max_tasks=max_chunks * max(1, frame.usual_tasks(first.chunk_nbytes)),
         max_runs=rows * pieces,
         stored_nbytes=stored_nbytes,
     )
@@ -203,27 +207,9 @@ def _reason_against(layout: DatasetLayout, leaves: list[DatasetLayout]) -> str |
     return None
 
 
-def _most_tasks(frame: FrameFormat, layout: DatasetLayout) -> int:
-    most = frame.most_tasks(layout.chunk_nbytes)
-    if most is not None:
-        return max(1, most)
-    parameters = next(entry.parameters for entry in layout.filters if entry.number == LZ4)
-    block = parameters[0] if parameters else 0
-    return -(-layout.chunk_nbytes // block) if block else 1
-
-
 def _unshuffles(filters: tuple[Filter, ...]) -> tuple[Unshuffle, ...]:
-    found = []
-    for entry in reversed(filters):
-        if decoder(entry) is pass_on:
-            continue
-        if entry.number == SHUFFLE:
-            found.append(Unshuffle(entry.parameters[0], 0))
-        elif entry.number == BITSHUFFLE:
-            itemsize = entry.parameters[2]
-            block = (*entry.parameters, 0)[3] or default_block(itemsize)
-            found.append(Unshuffle(itemsize, block))
-    return tuple(found)
+    codecs = (entry.codec for entry in reversed(filters))
+    return tuple(codec.unshuffle for codec in codecs if codec and codec.unshuffle)
 
 
 def plan_stored(layout: DatasetLayout, form: StoredFormat, plan: ReadPlan) -> StoredPlan | None:

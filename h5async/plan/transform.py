@@ -1,7 +1,8 @@
-"""Rows as they lie in the file enter; rows as they are delivered leave: permuted, cast, scaled.
+"""Permutes, casts and scales rows, on the host.
 
-`RowTransform` says what has to be done; `RowTransform.apply` does it with NumPy on the host, and
-`device.py` does the same in one kernel on the GPU.
+Rows as they lie in the file enter; rows as they are delivered leave. `RowTransform` says what has
+to be done; `RowTransform.apply` does it with NumPy, `read/transform.py` in the compiled core, and
+the device in one kernel on the GPU.
 """
 
 from __future__ import annotations

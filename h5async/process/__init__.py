@@ -1,1 +1,1 @@
-"""The filler in a helper process: requests go out, filled slots in shared memory come back."""
+"""Fills slots in a helper process: requests go there, filled slots in shared memory come back."""

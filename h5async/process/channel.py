@@ -1,7 +1,8 @@
-"""Messages, as bytes, enter one end of a socket pair; they leave the other, whole and in order.
+"""Sends messages, as bytes, between two processes: they arrive whole and in order.
 
-A channel waits in system calls of its own, whatever else the program has done to its sockets: it
-knows no default timeout, and does not use what gevent or eventlet replace (`os.close` among that).
+A channel is a socket pair. It calls the system directly, whatever the program has done to Python's
+sockets: default timeouts do not hold for it, and it uses no function that gevent or eventlet
+replace (as they do with `os.close`).
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import threading
 
 from h5async.system.interruptions import suppressing
 
-_SIZE = struct.Struct("!Q")  # of the message that follows
-_READ_NBYTES = 1 << 16  # of most messages, one call gets all
-# The system would end a process that lets SIGPIPE have its way, when the other end is gone.
+_SIZE = struct.Struct("!Q")  # the size of the message that follows
+_READ_NBYTES = 1 << 16  # one call receives the whole of most messages
+# Without it, sending to a closed end is fatal in a program that does not ignore SIGPIPE.
 _SEND_FLAGS = getattr(_socket, "MSG_NOSIGNAL", 0)
 
 
@@ -24,13 +25,13 @@ class Channel:
     Parameters
     ----------
     end
-        Belongs to the channel from now on.
+        A socket, which the channel owns from now on.
     """
 
     def __init__(self, end: _socket.socket) -> None:
-        end.setblocking(True)  # `socket.setdefaulttimeout` says otherwise
+        end.setblocking(True)  # `socket.setdefaulttimeout` may have set a timeout
         self._socket = end
-        # Held by who sends, so that a descriptor's number is not used again in the middle of that.
+        # Held while sending, so that the descriptor is not closed, and its number reused, then.
         self._sending = threading.Lock()
         self._received = bytearray()
 
@@ -55,23 +56,23 @@ class Channel:
         Raises
         ------
         EOFError
-            If there will be none, or no more of it.
+            If the other end is closed, also in the middle of a message.
         """
         (size,) = _SIZE.unpack(self._take(_SIZE.size))
         return self._take(size)
 
     def hang_up(self) -> None:
-        """Let both ends find the end of messages, also who waits for one. Never blocks."""
-        with suppressing(OSError):  # there may be no other end any more
+        """End the messages in both directions, also for a thread in `receive`. Never blocks."""
+        with suppressing(OSError):  # the other end may be closed already
             self._socket.shutdown(_socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the descriptor; nobody may be in `receive`. Idempotent."""
+        """Close the descriptor; no thread may be in `receive`. Idempotent."""
         with self._sending:
             self._socket.close()
 
     def forget(self) -> None:
-        """Close the descriptor in a forked child, where a lock of another thread is never free."""
+        """Close the descriptor in a forked child, where another thread's lock stays locked."""
         self._socket.close()
 
     def _take(self, nbytes: int) -> bytes:
@@ -101,5 +102,5 @@ def socket_pair() -> tuple[Channel, Channel]:
 
 
 def channel_of(fd: int) -> Channel:
-    """Return the end that a descriptor is of; the channel owns it from now on."""
+    """Return a channel for the socket of a descriptor, which the channel owns from now on."""
     return Channel(_socket.socket(fileno=fd))

@@ -1,6 +1,7 @@
-"""Requests enter by a socket; filled slots leave, in shared memory: the helper process.
+"""Runs a `Filler` in the helper process, for the reader at the other end of a channel.
 
-It runs `Filler` as the reader would, and ends with the reader's process, however that ends.
+Requests come by the channel, and slots in shared memory are filled. The process ends with the
+reader's, however that ends.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from h5async.errors import H5AsyncError, OutOfMemoryError, PostprocessError
+from h5async.config import ReaderConfig
+from h5async.errors import ConfigError, H5AsyncError, OutOfMemoryError
 from h5async.fill.dataset import Samplings, open_dataset
 from h5async.fill.filling import Filler
-from h5async.fill.records import FillOutcome, FillRequest, SlotMemory
+from h5async.fill.records import FillOutcome, FillRequest
 from h5async.fill.resident import Residency
-from h5async.io.shared import Place, SharedMemory
+from h5async.index.layout import DatasetLayout
+from h5async.io.shared import ArraySpec, SharedMemory
 from h5async.plan.transform import row_transform
 from h5async.process.channel import Channel, channel_of
 from h5async.process.messages import (
@@ -34,19 +35,22 @@ from h5async.process.messages import (
     NoteUploaded,
     Opened,
     Opening,
-    SlotPlaces,
     Started,
     Starting,
     dump,
     load,
     portable,
 )
+from h5async.process.sharedslots import HelperSlots
+
+# In the environment of a new helper: the number of the process that started it.
+MARK = "H5ASYNC_HELPER_OF"
 
 _PR_SET_PDEATHSIG = 1
 _PRINT_SECONDS = 1.0  # the standard streams may be pipes that nobody reads from
 
-# What launchers, schedulers and terminals send to all processes of a group, or of a job: whether
-# it is to end, or what else is to be done, the reader's process decides.
+# Launchers, schedulers and terminals send these signals to all processes of a group, or of a job.
+# Whether the job is to end, or what else is to be done, is for the reader's process to decide.
 GROUP_SIGNALS = frozenset(
     {
         signal.SIGALRM,
@@ -78,13 +82,14 @@ def main(channel_fd: int, memory_fd: int, parent: int) -> None:
     error: BaseException | None = None
     try:
         _end_with(parent)
+        os.environ.pop(MARK, None)  # this is a Python interpreter, as `check_interpreter` asks
         for fd in (channel_fd, memory_fd):
             os.set_inheritable(fd, False)
         end = channel_of(channel_fd)
         _ignore_signals()
         os.register_at_fork(after_in_child=partial(_leave_to_parent, end))
-        if sys.stderr is not None:  # a reader's process may be without
-            faulthandler.enable()  # a crash in a C library says where
+        if sys.stderr is not None:  # the reader's process may have closed it
+            faulthandler.enable()  # prints where a C library crashed
         _Helper(_Messages(end), SharedMemory(memory_fd)).serve()
     except EOFError:  # the reader is closed, or gone
         pass
@@ -110,89 +115,101 @@ class _Messages:
             os._exit(0)
 
 
+class _StepFailed(Exception):
+    """A step of the start failed; the reader is told the reason."""
+
+    def __init__(self, reason: BaseException) -> None:
+        self.reason = reason
+
+
+@contextlib.contextmanager
+def _step() -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        raise _StepFailed(error) from error
+
+
 class _Helper:
     def __init__(self, channel: _Messages, memory: SharedMemory) -> None:
         self._channel = channel
         self._memory = memory
-        self._index: list[NDArray[np.int64]] = []  # by slot: sample numbers of its batch
-        self._sizes: list[int] = []
-        # By slot and field: memory for what `postprocess` makes.
-        self._others: dict[tuple[int, int], NDArray[np.uint8]] = {}
-        self._slots: list[SlotMemory] = []
 
     def serve(self) -> None:
-        opening = self._channel.receive()
-        assert isinstance(opening, Opening)
-        config = opening.config
-        # This thread does nothing but receive, or the reader might wait for it to.
-        config = config.model_copy(update={"num_threads": max(1, config.thread_count)})
+        """Answer messages until there are no more.
+
+        Raises
+        ------
+        EOFError
+            When the reader has hung up.
+        """
         try:
-            layouts = open_dataset(config)
-        except BaseException as error:
-            self._channel.send(Failed(portable(error)))
-            return
-        self._channel.send(Opened(layouts))
-        starting = self._channel.receive()
-        assert isinstance(starting, Starting)
-        try:
-            fields = config.batch_fields
-            transforms = {name: row_transform(fields[name], y) for name, y in layouts.items()}
-            raws = [((t.raw_row), t.raw_dtype) for t in transforms.values()]
-            self._slots = [self._slot(places, raws) for places in starting.slots]
-            self._others = {at: self._memory.array(room) for at, room in starting.others.items()}
-            self._sizes = [0] * len(self._slots)
-            num_samples = next(iter(layouts.values())).num_samples
-            self._filler = Filler(
-                config,
-                Samplings(config, layouts),
-                layouts,
-                transforms,
-                self._slots,
-                memory_plan=starting.memory_plan,
-                device_cache=(
-                    Residency(num_samples, 0, "device") if starting.has_device_cache else None
-                ),
-                stored_formats=starting.stored_formats,
-                next_requests=list,
-                before_fill=lambda slot: None,
-                on_done=self._answer,
-                on_crash=_give_up,
-            )
-            self._filler.start()
-        except BaseException as error:
-            self._channel.send(Failed(portable(error)))
+            config = self._receive_config()
+            with _step():
+                layouts = open_dataset(config)
+            self._channel.send(Opened(layouts))
+            starting = self._channel.receive()
+            assert isinstance(starting, Starting)
+            with _step():
+                self._start(config, layouts, starting)
+        except _StepFailed as failed:
+            self._channel.send(Failed(portable(failed.reason)))
             return
         self._channel.send(Started(self._filler.ways))
         while True:
-            message = self._channel.receive()
-            if type(message) is tuple:
-                self._filler.fill(FillRequest(*message))
-            elif isinstance(message, NoteUploaded):
-                slot = message.slot
-                self._filler.note_uploaded(slot, self._index[slot][: self._sizes[slot]].copy())
-            else:
-                assert isinstance(message, DropStored)
-                self._slots = [
-                    slot._replace(stored=(None,) * len(slot.stored)) for slot in self._slots
-                ]
-                self._filler.drop_stored(self._slots)
-                for place in [place for slot in starting.slots for place in slot.stored]:
-                    if place is not None:
-                        self._memory.discard(place)
+            self._obey(self._channel.receive())
 
-    def _slot(
-        self, places: SlotPlaces, raws: list[tuple[tuple[int, ...], np.dtype[Any]]]
-    ) -> SlotMemory:
-        out = tuple(self._memory.array(place) for place in places.out)
-        raw = tuple(
-            delivered if place == own else np.empty((len(delivered), *row), dtype)
-            for place, own, delivered, (row, dtype) in zip(
-                places.raw, places.out, out, raws, strict=True
-            )
+    def _receive_config(self) -> ReaderConfig:
+        try:
+            opening = self._channel.receive()
+        except EOFError:
+            raise
+        except BaseException as error:  # a module of `postprocess` cannot be imported, say
+            with _step():
+                raise ConfigError(
+                    f"postprocess cannot be loaded in the helper process ({type(error).__name__}:"
+                    f" {error}); make its module one that a new interpreter can import, or read"
+                    ' with workers="thread"'
+                ) from error
+        assert isinstance(opening, Opening)
+        config = opening.config
+        # This thread does nothing but receive, or the reader might wait for it to.
+        return config.model_copy(update={"num_threads": max(1, config.thread_count)})
+
+    def _start(
+        self, config: ReaderConfig, layouts: Mapping[str, DatasetLayout], starting: Starting
+    ) -> None:
+        fields = config.batch_fields
+        transforms = {name: row_transform(fields[name], y) for name, y in layouts.items()}
+        raws = [(t.raw_row, t.raw_dtype) for t in transforms.values()]
+        self._slots = HelperSlots(self._memory, starting.slots, starting.extras, raws)
+        num_samples = next(iter(layouts.values())).num_samples
+        self._filler = Filler(
+            config,
+            Samplings(config, layouts),
+            layouts,
+            transforms,
+            self._slots.slots,
+            memory_plan=starting.memory_plan,
+            device_cache=(
+                Residency(num_samples, 0, "device") if starting.has_device_cache else None
+            ),
+            stored_formats=starting.stored_formats,
+            next_requests=list,
+            before_fill=lambda slot: None,
+            on_done=self._answer,
+            on_crash=_give_up,
         )
-        stored = tuple(p if p is None else self._memory.array(p) for p in places.stored)
-        self._index.append(self._memory.array(places.numbers))
-        return SlotMemory(raw, out, stored)
+        self._filler.start()
+
+    def _obey(self, message: Any) -> None:
+        if type(message) is tuple:
+            self._filler.fill(FillRequest(*message))
+        elif isinstance(message, NoteUploaded):
+            self._filler.note_uploaded(message.slot, self._slots.index(message.slot))
+        else:
+            assert isinstance(message, DropStored)
+            self._filler.drop_stored(self._slots.drop_stored())
 
     def _answer(self, request: FillRequest, outcome: FillOutcome) -> None:
         """Send what became of a request; in a thread of the filler, which nothing must end."""
@@ -202,15 +219,10 @@ class _Helper:
                 error = portable(outcome.error)
             except BaseException:
                 error = portable(H5AsyncError(f"{type(outcome.error).__name__} was raised"))
-        others: tuple[Place | None, ...] = ()
+        extras: tuple[ArraySpec | None, ...] = ()
         if not error:
             try:
-                size = self._sizes[request.slot] = outcome.index.size
-                self._index[request.slot][:size] = outcome.index
-                others = tuple(
-                    self._other(request.slot, field, array)
-                    for field, array in enumerate(outcome.arrays)
-                )
+                extras = self._slots.put(request.slot, outcome)
             except OutOfMemoryError as raised:
                 batch = f"batch {request.number} of epoch {request.epoch}"
                 error = portable(OutOfMemoryError(f"{batch}: {raised}"))
@@ -219,7 +231,7 @@ class _Helper:
         answer = Answer(
             tuple(request),
             outcome.index.size,
-            others,
+            extras,
             error,
             outcome.is_resident,
             outcome.stored,
@@ -230,32 +242,11 @@ class _Helper:
         try:
             self._channel.send(answer)
         except BaseException as raised:  # it cannot be pickled
-            self._channel.send(answer._replace(others=(), stored=(), error=portable(raised)))
-
-    def _other(self, slot: int, field: int, array: NDArray[Any]) -> Place | None:
-        """Return where an array lies that `postprocess` made; it is copied there."""
-        own = self._slots[slot].out[field]
-        address = array.ctypes.data
-        if address == own.ctypes.data and array.dtype == own.dtype:
-            if array.shape == (len(array), *own.shape[1:]) and array.flags.c_contiguous:
-                return None
-        if array.dtype.hasobject:
-            raise PostprocessError(
-                f"postprocess returned dtype {array.dtype}: Python objects cannot lie in memory"
-                " that processes share; return numbers or fixed-size strings, or read with"
-                ' workers="thread"'
-            )
-        room = self._others.get((slot, field))
-        if room is None or room.nbytes < array.nbytes:
-            twice = 0 if room is None else 2 * room.nbytes
-            room = self._others[slot, field] = self._memory.empty(max(array.nbytes, twice))
-        target: NDArray[Any] = np.ndarray(array.shape, array.dtype, room)
-        np.copyto(target, array)
-        return self._memory.place(target)
+            self._channel.send(answer._replace(extras=(), stored=(), error=portable(raised)))
 
 
 def _give_up(error: BaseException) -> None:
-    """End the process after what no batch can have; the reader starts another one."""
+    """End the process after an exception outside of any batch; the reader starts another one."""
     traceback.print_exception(error)
     os._exit(1)
 
@@ -263,7 +254,7 @@ def _give_up(error: BaseException) -> None:
 def _end_with(parent: int) -> None:
     """See that this process ends when the thread of the reader that started it does.
 
-    (Where that cannot be asked for, it ends when the channel does.)
+    Linux can be asked for that. Elsewhere the process ends when the channel does.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -272,10 +263,10 @@ def _end_with(parent: int) -> None:
 
 
 def _ignore_signals() -> None:
-    """Ignore what a whole group of processes is sent; such signals were blocked until now.
+    """Ignore signals that are sent to a whole group of processes; they were blocked until now.
 
-    By a function, not by SIG_IGN, which programs that are started here would have, too. (But what
-    comes for the use of a terminal would come again and again.)
+    A handler that does nothing ignores them: programs that are started here would inherit SIG_IGN.
+    (But the two signals for the use of a terminal would be sent again and again.)
     """
     for number in GROUP_SIGNALS:
         is_terminals = number in (signal.SIGTTIN, signal.SIGTTOU)
@@ -288,17 +279,16 @@ def _nothing(*_: object) -> None:
 
 
 def _leave_to_parent(channel: Channel) -> None:
-    """Let go, in a forked child of the helper, of what is the helper's."""
-    channel.forget()  # or the reader would not see the helper's end
+    """Undo, in a forked child of the helper, what is for the helper alone."""
+    channel.forget()  # else the reader would not see the helper's end
     for number in GROUP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
 
 
 def _exit(error: BaseException | None) -> None:
-    """End the process at once, but for what is still to be printed.
+    """Print what is left to print, and end the process at once.
 
-    Threads may be in the middle of something that nobody waits for any more: the interpreter's own
-    end would come upon them.
+    The interpreter is not finalized: threads may still run, and would be interrupted by that.
     """
     printing = threading.Thread(target=_print, args=(error,), daemon=True)
     with contextlib.suppress(RuntimeError):  # there are no more threads
@@ -308,7 +298,7 @@ def _exit(error: BaseException | None) -> None:
 
 
 def _print(error: BaseException | None) -> None:
-    with contextlib.suppress(Exception):  # nobody may read from there any more
+    with contextlib.suppress(Exception):  # the reader of a pipe may be gone
         if error is not None:
             traceback.print_exception(error)
     with contextlib.suppress(Exception):

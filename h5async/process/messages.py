@@ -1,8 +1,8 @@
-"""What a reader and its helper process say to each other, one after the other, by pickle.
+"""Defines the messages between a reader and its helper process, and pickles them.
 
-First `Opening` is answered by `Opened`, and `Starting` by `Started`; then come requests to fill
-slots (`FillRequest`, as a plain tuple), each answered by one `Answer` in any order, and notes that
-nobody answers. Arrays are left where they are, in memory that both have.
+First `Opening` is answered by `Opened`, and `Starting` by `Started`. Then the reader sends requests
+to fill slots (`FillRequest`, as a plain tuple), each of which gets one `Answer`, in any order, and
+notes, which get none (`NoteUploaded`, `DropStored`). Arrays stay in shared memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from h5async.errors import H5AsyncError
 from h5async.fill.limits import MemoryPlan
 from h5async.fill.records import FillerStats
 from h5async.index.layout import DatasetLayout
-from h5async.io.shared import Place
+from h5async.io.shared import ArraySpec
 from h5async.plan.stored import StoredFormat, StoredPlan
 
 _MAX_CAUSES = 8
@@ -40,35 +40,47 @@ class Opened(NamedTuple):
     layouts: dict[str, DatasetLayout]
 
 
-class SlotPlaces(NamedTuple):
-    """Where the memory of a slot lies: arrays of `SlotMemory`, and the batch's sample numbers.
+class SlotSpecs(NamedTuple):
+    """Describes a slot in shared memory: arrays of `SlotMemory`, and the batch's sample numbers.
 
     Attributes
     ----------
     raw, out, stored
-        By field; None for what only the helper needs, or nobody.
+        By field; None for an array that is not in shared memory, or that is not needed.
     numbers
-        int64 (batch,): of samples.
+        int64 (batch,): sample numbers.
     """
 
-    raw: tuple[Place | None, ...]
-    out: tuple[Place, ...]
-    stored: tuple[Place | None, ...]
-    numbers: Place
+    raw: tuple[ArraySpec | None, ...]
+    out: tuple[ArraySpec, ...]
+    stored: tuple[ArraySpec | None, ...]
+    numbers: ArraySpec
 
 
 class Starting(NamedTuple):
-    """Start to fill slots."""
+    """Start to fill slots.
 
-    slots: list[SlotPlaces]
+    Attributes
+    ----------
+    slots
+        To be filled.
+    memory_plan, stored_formats
+        As of `Filler`.
+    has_device_cache
+        Whether the reader notes which samples the device's cache has.
+    extras
+        By slot and field: memory that earlier helpers added for what `postprocess` returns.
+    """
+
+    slots: list[SlotSpecs]
     memory_plan: MemoryPlan
     stored_formats: list[StoredFormat | None]
     has_device_cache: bool
-    others: dict[tuple[int, int], Place]  # what an earlier helper took for `postprocess`
+    extras: dict[tuple[int, int], ArraySpec]
 
 
 class Started(NamedTuple):
-    """Slots can be filled; and how each field is read."""
+    """Slots can be filled; `ways` says how each field is read."""
 
     ways: list[str]
 
@@ -80,7 +92,7 @@ class NoteUploaded(NamedTuple):
 
 
 class DropStored(NamedTuple):
-    """Give the memory for stored chunks back."""
+    """Give the memory for encoded chunks back."""
 
 
 class Answer(NamedTuple):
@@ -92,19 +104,19 @@ class Answer(NamedTuple):
         The `FillRequest`, as a plain tuple.
     size
         Samples in the batch.
-    others
-        By field: where an array lies that is none of the slot's; None for the slot's own.
+    extras
+        By field: the array that the batch has beside the slot; None where it has the slot's own.
     error
         What went wrong, if anything, by `portable`.
     is_resident, stored, busy_seconds, warnings
         As in `FillOutcome`.
     stats
-        What the filler has done so far.
+        What the helper's filler has done so far.
     """
 
     request: tuple[Any, ...]
     size: int
-    others: tuple[Place | None, ...]
+    extras: tuple[ArraySpec | None, ...]
     error: tuple[bytes, ...]
     is_resident: bool
     stored: tuple[StoredPlan | None, ...]
@@ -114,13 +126,13 @@ class Answer(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """In place of `Opened` or `Started`: what went wrong, by `portable`."""
+    """Sent instead of `Opened` or `Started`: what went wrong, by `portable`."""
 
     error: tuple[bytes, ...]
 
 
 def dump_opening(opening: Opening) -> bytes:
-    """Return the first message as bytes; functions in it may be local ones, or of ``__main__``.
+    """Pickle the first message; functions in it may be local, or defined in ``__main__``.
 
     Raises
     ------
@@ -131,12 +143,12 @@ def dump_opening(opening: Opening) -> bytes:
 
 
 def dump(message: Any) -> bytes:
-    """Return any other message as bytes."""
+    """Pickle any other message."""
     return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
 
 
 def load(data: bytes) -> Any:
-    """Return the message that bytes are of."""
+    """Unpickle a message."""
     return pickle.loads(data)
 
 
@@ -157,9 +169,9 @@ def _load_error(data: bytes) -> BaseException:
 
 
 def portable(error: BaseException) -> tuple[bytes, ...]:
-    """Return an error, and what caused it, to be sent: pickled alone it would lose that.
+    """Pickle an error together with its causes, which pickle alone would drop.
 
-    Each is of the same type where that can be pickled. Notes tell where they were raised.
+    Each keeps its type where that can be pickled. A note says where it was raised.
     """
     links: list[BaseException] = []
     link: BaseException | None = error
@@ -174,27 +186,29 @@ def portable(error: BaseException) -> tuple[bytes, ...]:
 
 
 def received(sent: tuple[bytes, ...]) -> BaseException:
-    """Return an error that was sent, with its causes."""
+    """Unpickle an error and its causes, as `portable` pickled them."""
     links: list[BaseException] = []
     for data in sent:
         try:
             links.append(_load_error(data))
-        except Exception as error:  # its type is not known here, say
-            links.append(H5AsyncError(f"an error of the helper process cannot be read ({error})"))
+        except Exception as error:  # its type cannot be imported here, for example
+            links.append(
+                H5AsyncError(f"an error of the helper process cannot be unpickled here ({error})")
+            )
     for link, cause in itertools.pairwise(links):
         link.__cause__ = cause
     return links[0]
 
 
 def _dump_error(error: BaseException) -> bytes:
-    # Not every exception can be made of its `args`, as pickle makes it.
+    # Pickle makes an exception from its `args`, which does not work with every exception.
     for sent in (error, _Parts(type(error), error.args, error.__dict__)):
         try:
             data = bytes(cloudpickle.dumps(sent))
             copy = _load_error(data)
             if isinstance(copy, BaseException) and str(copy) == str(error):
                 return data
-        except Exception:  # whatever its own code does, there is something to send
+        except Exception:  # raised by the exception's own code; there is another way
             continue
     known = next((kind for kind in type(error).__mro__ if kind in _KNOWN), None)
     try:

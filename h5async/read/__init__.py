@@ -1,1 +1,1 @@
-"""A slice of a plan enters; rows of a batch leave, by the core, by Python, or by h5py."""
+"""Executes plans: a slice of a plan enters; rows of a batch leave, by the core, Python, or h5py."""

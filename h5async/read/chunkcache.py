@@ -63,7 +63,7 @@ class Claims:
         return [None if entry is None else entry.data for entry in self.entries]
 
     def give_up(self, key: Hashable) -> None:
-        """Say that a chunk, if it was claimed at all, was not decoded into its buffer."""
+        """Note that a chunk, if it was claimed at all, was not decoded into its buffer."""
         self._given_up.add(key)
 
     def is_filled(self, i: int) -> bool:
@@ -129,7 +129,7 @@ class ChunkCache:
     def decoded(
         self, key: Hashable, scratch: Bytes, decode: Callable[[Bytes], None]
     ) -> Iterator[Bytes]:
-        """Give one chunk decoded, for use within the context and not to be changed.
+        """Yield one decoded chunk, for use within the context; it must not be changed.
 
         ``decode(out)`` is called where no buffer holds it, with a buffer or with `scratch`.
         """

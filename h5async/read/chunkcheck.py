@@ -16,9 +16,10 @@ import h5py
 import numpy as np
 
 from h5async.codec.decoding import Bytes
-from h5async.codec.filters import can_decode, encoded_nbytes, has_known_length, stated_length
-from h5async.index.chunkindex import stored_nbytes
-from h5async.index.layout import DatasetLayout, needed_nbytes
+from h5async.codec.filters import can_decode
+from h5async.index.chunktable import needed_nbytes
+from h5async.index.hdf5 import stored_nbytes
+from h5async.index.layout import DatasetLayout
 from h5async.plan.records import Int64s
 from h5async.read.pipeline import DAMAGED, FilterPipeline, wrong_size
 from h5async.read.scratch import Scratch, encoded_room
@@ -55,7 +56,7 @@ class ChunkCheck:
             return None
         check = cls(layout)
         last = layout.filters[check._left - 1]
-        return check if not check._left or has_known_length(last) else None
+        return check if not check._left or last.stated_lengths is not None else None
 
     def run(self, dataset: h5py.Dataset, sample: Int64s, require_open: Callable[[], None]) -> None:
         """Check the chunks that hold some samples, through the open dataset.
@@ -106,11 +107,12 @@ class ChunkCheck:
             if self._left > 1:
                 return
             hdf5s = ()
-        if hdf5s:
-            least = encoded_nbytes(hdf5s[-1])
+        lengths = hdf5s[-1].stated_lengths if hdf5s else None
+        if lengths is not None:
+            least = lengths.least_encoded(hdf5s[-1].parameters)
         self._pipeline.decode(
             np.frombuffer(encoded, np.uint8), mask >> self._left, out, scratch, least_nbytes=least
         )
-        stated = stated_length(hdf5s[-1], out) if hdf5s else None
+        stated = None if lengths is None else lengths.decoded(out)
         if stated is not None and stated < expected:
             raise ValueError(wrong_size(expected, stated, hdf5s[-1].label))

@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 
 from h5async.codec.decoding import Bytes
 from h5async.errors import H5AsyncError, OutOfMemoryError, ReadError, out_of_memory
-from h5async.index.layout import ChunkTable, DatasetLayout
-from h5async.io.storage import LocalFile
+from h5async.index.chunktable import ChunkTable
+from h5async.index.layout import DatasetLayout
+from h5async.io.localfile import LocalFile
 from h5async.plan.records import ChunkPlan, Int64s
 from h5async.read.chunkcache import ChunkCache
 from h5async.read.pipeline import DAMAGED, FilterPipeline, wrong_size

@@ -25,11 +25,13 @@ from h5async.core.batch import (
     SourceStruct,
     TargetStruct,
 )
-from h5async.core.binding import IO_MODES, MAX_RANK, Core, DatasetStruct, address
+from h5async.core.binding import Core, address
+from h5async.core.structures import IO_MODES, MAX_RANK, DatasetStruct
 from h5async.errors import ReaderClosedError
 from h5async.index.extents import FieldTable, Kind, Layer, Shape, SourceFile, TableBuilder
 from h5async.index.layout import DatasetLayout
-from h5async.io.storage import FileStamp, IoMode, may_map
+from h5async.io.maps import IoMode, may_map
+from h5async.io.stamps import FileStamp
 from h5async.read.scratch import CLOSED, Scratch
 from h5async.read.transform import NativeTransform
 

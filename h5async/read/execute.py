@@ -15,7 +15,9 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from h5async.index.layout import DatasetLayout
-from h5async.io.storage import FileStamp, LocalFile, LocalFiles
+from h5async.io.localfile import LocalFile
+from h5async.io.localfiles import LocalFiles
+from h5async.io.stamps import FileStamp
 from h5async.plan.records import ChunkPlan, RowPlan
 from h5async.read.chunkcache import ChunkCache
 from h5async.read.chunks import ChunkReader

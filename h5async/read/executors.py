@@ -12,10 +12,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal
 
-from h5async.core.binding import MAX_RANK, Core
+from h5async.core.binding import Core
+from h5async.core.structures import MAX_RANK
 from h5async.index.changes import FileChanges
 from h5async.index.layout import DatasetLayout
-from h5async.io.storage import FileStamp, IoMode, LocalFiles, affordable_files
+from h5async.io.keptfiles import affordable_files
+from h5async.io.localfiles import LocalFiles
+from h5async.io.maps import IoMode
+from h5async.io.stamps import FileStamp
 from h5async.read.chunkcache import ChunkCache
 from h5async.read.collection import Collection
 from h5async.read.execute import Executor, PlanExecutor

@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ from h5async.errors import H5AsyncError, ReaderClosedError, ReadError, out_of_me
 from h5async.index.changes import FileChanges
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import open_hdf5
-from h5async.io.storage import FileStamp, lies_at, replaced
+from h5async.io.keptfiles import KeptFiles
+from h5async.io.stamps import FileStamp, lies_at, replaced
 from h5async.names import name_bytes
 from h5async.plan.plan import rows_at
 from h5async.plan.records import Int64s, SamplesPlan
@@ -53,21 +54,20 @@ class FallbackReader:
     ----------
     reads
         Batches of one dataset that were read so.
-    lookups
+    changes_found
         How often a file was found changed.
     """
 
     def __init__(self, kept: int, changes: FileChanges) -> None:
-        self._kept = kept
         self._changes = changes
-        self._lock = threading.Lock()
-        self._files: OrderedDict[str, h5py.File] = OrderedDict()  # the latest use comes last
+        self._lock = threading.Lock()  # one read at a time, as in HDF5
+        self._files: KeptFiles[h5py.File] = KeptFiles(kept)
         self._stamps: dict[str, FileStamp] = {}  # of files that hold what was indexed
         self._variables = _variables()
         self._folder = b""  # from which names of external files are meant; b"": it was removed
         with suppressing(OSError):
             self._folder = os.fsencode(os.getcwd())
-        self.reads = self.lookups = 0
+        self.reads = self.changes_found = 0
 
     def open(self, layout: DatasetLayout) -> None:
         """Open the file of a dataset, ahead of its use.
@@ -109,7 +109,7 @@ class FallbackReader:
             require_open()  # this has waited for others
             for _ in range(_TRIES):
                 try:
-                    self._look_anew(layout)
+                    self._check_files(layout)
                     self._read(layout, plan, raw, checks, require_open)
                 except ReaderClosedError:
                     raise
@@ -131,15 +131,13 @@ class FallbackReader:
                 if not self._changed_paths(layout):
                     self.reads += 1
                     return
-            self._look_anew(layout)  # it is written to all the time, but holds what was indexed
+            self._check_files(layout)  # it is written to all the time, but holds what was indexed
             self.reads += 1
 
     def close(self) -> None:
         """Close the files, after any read under way."""
         with self._lock:
-            for path, file in list(self._files.items()):
-                file.close()
-                del self._files[path]
+            self._files.close()
 
     def _read(
         self,
@@ -187,21 +185,19 @@ class FallbackReader:
 
     # --- files that change ------------------------------------------------------------------------
 
-    def _look_anew(self, layout: DatasetLayout) -> None:
-        """See that all files of a dataset hold what was indexed.
+    def _check_files(self, layout: DatasetLayout) -> None:
+        """Check that all files of a dataset hold what was indexed.
 
         Raises
         ------
         ReadError
-            If one does not, or another one lies in its place.
+            If one does not, or another file lies at its path.
         """
         for path, known, now in self._changed_paths(layout):
             if now.file_id != known.file_id:
                 raise replaced(path)
-            self.lookups += 1
-            file = self._files.pop(path, None)
-            if file is not None:  # HDF5 believes what it has in memory
-                file.close()
+            self.changes_found += 1
+            self._files.discard(path)  # HDF5 believes what it has in memory
             self._changes.look_at(path, None, known, now)
             self._stamps[path] = now
         self._file(layout)
@@ -212,7 +208,7 @@ class FallbackReader:
         for path, indexed in layout.attached or [(y.file, y.stamp) for y in layout.origins()]:
             if path != layout.file:
                 self._note_change(found, path, indexed, None)
-        self._note_change(found, layout.file, layout.stamp, self._files.get(layout.file))
+        self._note_change(found, layout.file, layout.stamp, self._files.find(layout.file))
         return found
 
     def _note_change(
@@ -238,17 +234,17 @@ class FallbackReader:
             found.append((path, known, now))
 
     def _file(self, layout: DatasetLayout) -> h5py.File:
-        file = self._files.get(layout.file)
-        if file is None:
-            file = open_hdf5(Path(layout.file))
-            if FileStamp.of(file.id.get_vfd_handle()).file_id != layout.stamp.file_id:
-                file.close()
-                raise replaced(layout.file)
-            if len(self._files) >= self._kept:
-                self._files.popitem(last=False)[1].close()
-            self._files[layout.file] = file
-        self._files.move_to_end(layout.file)
-        return file
+        """Return the open file of a dataset, which nobody else uses; it may be closed later."""
+        with self._files.using(layout.file, partial(_opened, layout)) as file:
+            return file
+
+
+def _opened(layout: DatasetLayout) -> h5py.File:
+    file = open_hdf5(Path(layout.file))
+    if FileStamp.of(file.id.get_vfd_handle()).file_id != layout.stamp.file_id:
+        file.close()
+        raise replaced(layout.file)
+    return file
 
 
 def _variables() -> list[str | None]:
@@ -262,15 +258,15 @@ class FallbackExecutor:
     def __init__(self, layout: DatasetLayout, reader: FallbackReader) -> None:
         self._layout = layout
         self._reader = reader
-        self._lookups = -1
+        self._changes_found = -1
         self._checks: list[ChunkCheck] = []
 
     def execute(
         self, plan: SamplesPlan, start: int, stop: int, raw: NDArray[Any], scratch: Scratch
     ) -> None:
         """Read the one item of a plan, all samples, into the batch `raw`."""
-        if self._lookups != self._reader.lookups:  # nothing was checked yet, or of another file
-            self._lookups = self._reader.lookups
+        if self._changes_found != self._reader.changes_found:  # or nothing was checked yet
+            self._changes_found = self._reader.changes_found
             checks = map(ChunkCheck.of, self._layout.origins())
             self._checks = [check for check in checks if check is not None]
         with scratch.counts.timed("read_ns"):

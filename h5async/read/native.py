@@ -14,19 +14,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.core.binding import (
+from h5async.core.binding import Core, address
+from h5async.core.structures import (
     IO_MODES,
     ChunkPlanStruct,
-    Core,
     DatasetStruct,
     Event,
     FileStruct,
     RowsStruct,
-    address,
 )
 from h5async.errors import ReaderClosedError
 from h5async.index.layout import DatasetLayout
-from h5async.io.storage import FileEventError, FileStamp, LocalFile, LocalFiles
+from h5async.io.localfile import LocalFile
+from h5async.io.localfiles import FileEventError, LocalFiles
+from h5async.io.stamps import FileStamp
 from h5async.plan.records import ChunkPlan, Int64s, RowPlan
 from h5async.read.chunkcache import ChunkCache, Claims, State
 from h5async.read.chunks import ChunkReader

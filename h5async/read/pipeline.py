@@ -15,15 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.codec.decoding import Bytes, Decode
-from h5async.codec.filters import (
-    CHECKSUM_NBYTES,
-    FLETCHER32,
-    Filter,
-    decoder,
-    keeps_length,
-    pass_on,
-    verify_fletcher32,
-)
+from h5async.codec.filters import Filter
 from h5async.read.scratch import Scratch, encoded_room
 
 DAMAGED = "; the file is damaged there: restore it, or leave these samples out"
@@ -159,14 +151,11 @@ class FilterPipeline:
         for bit, entry in enumerate(self._filters):
             if filter_mask >> bit & 1:
                 continue
-            decode = decoder(entry)
-            assert decode is not None, "metadata.py sends such datasets to h5py"
-            moves = decode not in (verify_fletcher32, pass_on)
-            steps.append(_Step(decode, moves, nbytes, entry.label))
-            if entry.number == FLETCHER32:
-                nbytes = None if nbytes is None else nbytes + CHECKSUM_NBYTES
-            elif not keeps_length(entry):
-                nbytes = None
+            codec = entry.codec
+            assert codec is not None, "such datasets are read through h5py"
+            steps.append(_Step(codec.decode, not codec.gives_view, nbytes, entry.label))
+            added = codec.added_nbytes
+            nbytes = None if nbytes is None or added is None else nbytes + added
         return steps[::-1]
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from h5async.codec.decoding import Bytes
 from h5async.errors import ReadError
 from h5async.index.layout import DatasetLayout
-from h5async.io.storage import LocalFile
+from h5async.io.localfile import LocalFile
 from h5async.plan.records import Int64s, RowPlan
 from h5async.read.scratch import Scratch
 

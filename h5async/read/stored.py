@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 from h5async.core.binding import Core, address
 from h5async.errors import ReadError
 from h5async.index.layout import DatasetLayout
-from h5async.io.storage import FileStamp, LocalFile, LocalFiles
+from h5async.io.localfile import LocalFile
+from h5async.io.localfiles import LocalFiles
+from h5async.io.stamps import FileStamp
 from h5async.plan.stored import StoredPlan
 from h5async.read.native import CoreCall
 from h5async.read.scratch import Scratch

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.core.binding import Core, TransformStruct, address, transform_source
+from h5async.core.binding import Core, address
+from h5async.core.structures import TransformStruct, transform_source
 from h5async.plan.transform import RowTransform
 
 

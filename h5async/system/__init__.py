@@ -1,1 +1,1 @@
-"""What the operating system and the interpreter say: limits, free memory, mounts, signals, time."""
+"""Asks the system and the interpreter: limits, free memory, file systems, signals, time."""

@@ -1,11 +1,11 @@
-"""A process's control groups enter; what they leave it of memory and of CPU time leaves.
+"""Reads how much memory and CPU time the control groups of this process leave it.
 
-A process is in one group of each hierarchy of version 1 (memory, cpu, ...) and in one of the
-hierarchy of version 2, and the limits of all groups above these hold for it too. Slurm, systemd and
-Kubernetes set them at several heights. `/proc/self/cgroup` names the groups, and
-`/proc/self/mountinfo` tells where each hierarchy, or the part of it that a container sees, is
-mounted. Everything is read below a `root`, so that tests can make trees of their own; what is not
-there or cannot be read limits nothing.
+A process is in one group of each hierarchy of version 1 (memory, cpu, ...) and in one group of the
+hierarchy of version 2, and the limits of all groups above these hold for it, too. Slurm, systemd
+and Kubernetes set limits on several levels. `/proc/self/cgroup` names the groups, and
+`/proc/self/mountinfo` says where each hierarchy, or the part of it that a container sees, is
+mounted. Everything is read below a `root`, so that tests can make trees of their own. A file that
+is missing or cannot be read sets no limit.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _ROOT = Path("/")
 
 
 class MemoryLeft(NamedTuple):
-    """What a limit leaves.
+    """The memory that a limit leaves.
 
     Attributes
     ----------
     nbytes
-        That can still be had.
+        Bytes that can still be allocated.
     limit
-        What says so, as the user finds it: a file, say.
+        The name under which the user finds the limit: a file, for example.
     """
 
     nbytes: int
@@ -37,7 +37,7 @@ class MemoryLeft(NamedTuple):
 
 
 class _Mount(NamedTuple):
-    """A hierarchy, or a part of it, in the file system; `root`: the group at the mount point."""
+    """A mounted hierarchy, or a part of it; `root` is the group at the mount point."""
 
     root: str
     folder: Path
@@ -55,7 +55,7 @@ def memory_left(root: Path = _ROOT) -> list[MemoryLeft]:
 
 
 def cpu_quota(root: Path = _ROOT) -> float | None:
-    """Return how many cores' time this process's groups may use; None: there is no limit."""
+    """Return the limit on CPU time of this process's groups, in cores; None if there is none."""
     quotas = []
     for folder in _groups("cpu", root):
         quota = _number(folder / "cpu.cfs_quota_us")
@@ -68,10 +68,10 @@ def cpu_quota(root: Path = _ROOT) -> float | None:
 
 
 def _left_by(folder: Path, limit: str, usage: str, prefix: str) -> Iterator[MemoryLeft]:
-    """Yield what a group's limit leaves; the page cache, which makes way, counts as left."""
+    """Yield what a group's limit leaves; the page cache, which is given up on demand, is free."""
     statistics = dict(_pairs(_text(folder / "memory.stat")))
     cached = [statistics.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive")]
-    # Version 1 tells here what holds for groups above, also for those that a container cannot see.
+    # In version 1 this includes the limits of groups above, also those that a container cannot see.
     limits = [_number(folder / limit), statistics.get("hierarchical_memory_limit")]
     used = _number(folder / usage)
     least = min((n for n in limits if n is not None), default=None)
@@ -80,9 +80,9 @@ def _left_by(folder: Path, limit: str, usage: str, prefix: str) -> Iterator[Memo
 
 
 def _groups(controller: str, root: Path) -> Iterator[Path]:
-    """Yield the folders of this process's group and of those above it, as far as they are seen.
+    """Yield the folders of this process's group and of the groups above it that are visible.
 
-    `controller`: of version 1; ``""``: version 2.
+    `controller` is one of version 1, or ``""`` for version 2.
     """
     path = _group(controller, root)
     if path is None:
@@ -92,14 +92,14 @@ def _groups(controller: str, root: Path) -> Iterator[Path]:
     for mount in mounts:
         inside = os.path.relpath(path, mount.root)
         folder = mount.folder / inside
-        # ".." before a name: the group is not below the one that is mounted, or in the namespace.
+        # With a ".." the group is not below the one that is mounted, or not in the namespace.
         if ".." in (*path.split("/"), *inside.split("/")) or not os.path.isdir(folder):
             continue
         is_found = True
         yield from (folder, *folder.parents[: len(folder.parts) - len(mount.folder.parts)])
     if not is_found:
-        # A container without a namespace of its own is told its path on the host, and may see no
-        # more than its own group, at the mount point.
+        # A container without a namespace of its own gets the group's path on the host, and may see
+        # nothing but its own group, at the mount point.
         yield from (mount.folder for mount in mounts)
 
 
@@ -112,13 +112,13 @@ def _group(controller: str, root: Path) -> str | None:
 
 
 def _mounts(controller: str, root: Path) -> Iterator[_Mount]:
-    """Yield the mounts of a hierarchy; of those at one place the last, which hides the others."""
+    """Yield the mounts of a hierarchy; of several on one folder the last, which hides others."""
     found = {}
     for line in _text(root / "proc/self/mountinfo").split("\n"):
         if " - cgroup" not in line:
             continue
-        place, _, rest = line.partition(" - ")
-        words, (kind, _, options) = place.split(" "), [*rest.split(" "), "", ""][:3]
+        start, _, rest = line.partition(" - ")
+        words, (kind, _, options) = start.split(" "), [*rest.split(" "), "", ""][:3]
         if len(words) < 5:
             continue
         is_version_1 = kind == "cgroup" and controller in options.split(",")
@@ -129,19 +129,19 @@ def _mounts(controller: str, root: Path) -> Iterator[_Mount]:
 
 
 def _unescaped(word: str) -> str:
-    r"""Undo what mountinfo does to spaces and the like: ``\040`` is one."""
+    r"""Undo the escapes of mountinfo: ``\040`` is a space."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), word)
 
 
 def _text(path: Path) -> str:
-    """Return what a file holds, names as the file system takes them; ``""``: it cannot be read."""
+    """Return the text of a file, decoded as file names are; ``""`` if it cannot be read."""
     with suppressing(OSError, ValueError), open(path, "rb", buffering=0) as file:
         return os.fsdecode(file.read() or b"")
     return ""
 
 
 def _number(path: Path) -> int | None:
-    """Return the number in a file; None where there is none ("max", say)."""
+    """Return the number in a file; None if it holds no number ("max", for example)."""
     with suppressing(ValueError):
         return int(_text(path))
     return None

@@ -1,7 +1,7 @@
-"""The system's limits enter; how much memory this process can still have leaves.
+"""Finds how much memory this process can still allocate, and which limit says so.
 
-What is free of the machine, and what control groups leave, is shared with the other processes of a
-launcher on this node. What `ulimit` leaves is this process's alone.
+The free memory of the machine, and what control groups leave, is divided by the number of processes
+that a launcher started on this node. What `ulimit` leaves is for this process alone.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from h5async.system.interruptions import suppressing
 
 try:
     import resource
-except ImportError:  # it is Unix's
+except ImportError:  # only Unix has it
     resource = None  # type: ignore[assignment]
 
-# How many processes a launcher started on this node: torchrun; Open MPI; MPICH and Intel MPI, which
-# have two; MVAPICH. Slurm has one number for each node of a step, as in "4(x2),3".
+# Variables for the number of processes on this node: of torchrun; Open MPI; MPICH and Intel MPI
+# (two); MVAPICH. Slurm's variable has a number for each node of a step, as in "4(x2),3".
 _COUNTS = (
     "LOCAL_WORLD_SIZE",
     "OMPI_COMM_WORLD_LOCAL_SIZE",
@@ -29,7 +29,7 @@ _COUNTS = (
     "MV2_COMM_WORLD_LOCAL_SIZE",
 )
 _SLURM_COUNTS, _SLURM_NODE = "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"
-_MOST_NODES = 1 << 20  # what the environment says is not to be trusted with more
+_MAX_NODES = 1 << 20  # limits the memory that a wrong variable can cost
 
 
 def free_memory(
@@ -40,9 +40,9 @@ def free_memory(
     Parameters
     ----------
     root
-        Where ``proc`` and ``sys`` are.
+        The folder that has ``proc`` and ``sys``.
     environment
-        Where a launcher says how many processes share this node.
+        Variables; among them the number of processes on this node, if a launcher sets it.
     """
     ranks = local_ranks(environment)
     shared = [_of_machine(root), *memory_left(root)]
@@ -51,9 +51,9 @@ def free_memory(
 
 
 def local_ranks(environment: Mapping[str, str] = os.environ) -> int:
-    """Return among how many processes of this node the launcher has dealt the work; 1: it is alone.
+    """Return how many processes the launcher started on this node; 1 if there is no launcher.
 
-    Where launchers are nested, as torchrun in a step of Slurm's, the largest number counts.
+    Where launchers are nested, as torchrun in a step of Slurm, the largest number counts.
     """
     counts = [environment.get(name, "") for name in _COUNTS]
     found = [int(count) for count in counts if count.isdecimal()]
@@ -72,7 +72,7 @@ def _slurm_tasks(text: str) -> list[int]:
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word)
         if match is None:
             return []
-        tasks += [int(match[1])] * min(int(match[2] or 1), _MOST_NODES)
+        tasks += [int(match[1])] * min(int(match[2] or 1), _MAX_NODES)
     return tasks
 
 

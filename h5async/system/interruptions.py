@@ -1,12 +1,13 @@
-"""An exception enters; whether a signal handler of the program raised it, in our midst, leaves.
+"""Tells exceptions that a signal handler of the program raised inside our code from all others.
 
-Python runs the handlers of signals in the main thread, between any two instructions, so that what
-they raise comes out of whatever was being done: a `TimeoutError` that ends a slow step, say. Such
-an exception is no error of a file, whatever its type, and the caller has to get it as it is. So
+Python runs signal handlers in the main thread, between any two instructions. What a handler raises
+comes out of the code that was running there: a `TimeoutError` that ends a slow step, for example.
+Such an exception, an *interruption*, is no error of a file, whatever its type, and must reach the
+caller as it was raised. So
 
-- a clause that goes on after an exception uses `suppressing`, or asks `interruption` first;
-- a clause that makes another error of an exception names it as the cause (``from error``), and
-  `passing`, around the whole, finds it there.
+- a clause that continues after an exception uses `suppressing`, or asks `interruption` first;
+- a clause that raises another error instead names the exception as the cause (``from error``), and
+  `passing`, around the whole call, finds it there.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 
 def interruption(error: BaseException | None) -> BaseException | None:
-    """Return the exception of a signal handler that an exception is, or was made of; else None.
+    """Return the interruption that an exception is, or that caused it; None if there is none.
 
-    In the main thread also any that is no `Exception`, as `KeyboardInterrupt`. No handler runs in
-    another thread.
+    In the main thread, whatever is not an `Exception`, such as `KeyboardInterrupt`, is one, too. In
+    other threads there are none, because no handler runs there.
     """
     if threading.get_ident() != threading.main_thread().ident:
         return None
@@ -40,7 +41,7 @@ def interruption(error: BaseException | None) -> BaseException | None:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, and what it was made of by us: not what the caller's `postprocess` did."""
+    """Yield an error and its causes, but no causes inside the caller's `postprocess`."""
     while error is not None:
         yield error
         is_callers = isinstance(error, PostprocessError)
@@ -67,10 +68,10 @@ def _is_of_handler(traceback: TracebackType | None) -> bool:
 def _has_interrupted_frame(frame: FrameType) -> bool:
     """Tell whether a function was given its caller's frame, as Python calls a signal handler.
 
-    That tells a handler which has put another one in its place before it raised.
+    So a handler is found that had installed another one instead before it raised.
     """
     code = frame.f_code
-    # (To look at the variables of a frame keeps what they are; no function of ours is a handler.)
+    # (Reading a frame's variables keeps their values alive; no function of ours is a handler.)
     if frame.f_back is None or code.co_filename.startswith(_PACKAGE):
         return False
     names = code.co_varnames[: code.co_argcount]
@@ -83,7 +84,7 @@ def _has_interrupted_frame(frame: FrameType) -> bool:
 
 
 def _installed_codes() -> Iterator[CodeType]:
-    """Yield the code of all handlers there are: one may have deleted what it was given."""
+    """Yield the code of all installed handlers, for one that has deleted its arguments."""
     for number in signal.valid_signals():
         found: object = signal.getsignal(number)
         while hasattr(found, "func"):  # functools.partial
@@ -99,9 +100,9 @@ def _code_of_calls(kind: type) -> object:
 
 
 class passing(ContextDecorator):
-    """Lets interruptions pass as they were raised, where errors of ours were made of them."""
+    """Raises interruptions as they were, where errors of ours were raised instead."""
 
-    _kinds: tuple[type[Exception], ...] = ()  # that are suppressed
+    _kinds: tuple[type[Exception], ...] = ()  # of errors that are suppressed
 
     def __enter__(self) -> None:
         """Do nothing."""
@@ -112,7 +113,7 @@ class passing(ContextDecorator):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
-        """Raise the interruption that an error was made of.
+        """Raise the interruption that caused an error.
 
         Raises
         ------
@@ -126,14 +127,14 @@ class passing(ContextDecorator):
 
 
 class suppressing(passing):
-    """`contextlib.suppress` for errors of what is done here: interruptions pass."""
+    """`contextlib.suppress` for errors of the code inside; interruptions are raised."""
 
     def __init__(self, *kinds: type[Exception]) -> None:
         self._kinds = kinds
 
 
 def raise_again(error: BaseException) -> NoReturn:
-    """Raise an exception that was raised before, with the context that it had then."""
+    """Raise an exception again, with the context that it had."""
     context = error.__context__
     try:
         raise error

@@ -1,8 +1,8 @@
-"""A path or a descriptor enters; the type of the file system that holds the file leaves.
+"""Finds the type of the file system that holds a file, and whether the file may be mapped.
 
-The system is asked about the file itself (``statfs``), not the table of mounts: a name of a mount
-needs no decoding then, whatever is mounted over it or in its place since counts at once, and the
-answer takes a microsecond, so that nothing has to be kept.
+The system is asked about the file itself (``statfs``), and the table of mounts is not read: so the
+names of mounts need not be decoded, a later mount in the same place counts at once, and the answer
+takes a microsecond, so that it need not be kept.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import os
 import sys
 from typing import Any
 
-# A map turns an I/O error into a fatal signal, so files are mapped only where their bytes come
-# from this machine's own disks or memory. The numbers are Linux' (linux/magic.h, statfs(2)).
+# In a memory map, an I/O error is a fatal signal. So files are mapped only where their bytes come
+# from this machine's own disks or memory. The numbers are Linux's (linux/magic.h, statfs(2)).
 _LOCAL_FILE_SYSTEMS = {
     0xCA451A4E: "bcachefs",
     0x9123683E: "btrfs",
@@ -35,11 +35,11 @@ _LOCAL_FILE_SYSTEMS = {
     0x58465342: "xfs",
     0x2FC12FC1: "zfs",
 }
-_STATFS_NBYTES = 512  # more than the structure has anywhere
+_STATFS_NBYTES = 512  # more than the structure has on any machine
 
 
 def can_map(file: str | int) -> bool:
-    """Tell whether a file lies where mapping it is safe.
+    """Tell whether a file is on a file system where it is safe to map it.
 
     Safe to call from many threads.
 
@@ -52,7 +52,7 @@ def can_map(file: str | int) -> bool:
 
 
 def file_system(file: str | int) -> int:
-    """Return Linux' number of the type of the file system that holds a file; 0: nobody knows."""
+    """Return Linux's number for the type of the file system that holds a file; 0: unknown."""
     ask_path, ask_descriptor = _statfs()
     if ask_path is None:
         return 0
@@ -61,14 +61,14 @@ def file_system(file: str | int) -> int:
         failed = ask_descriptor(file, status)
     else:
         failed = ask_path(os.fsencode(file), status)
-    # The type comes first: 32 bits, or on some machines 64, of which the lower 32 come first. (On
-    # those where the upper come first, it is 0: a file is not mapped there.)
+    # The structure begins with the type: 32 bits, or on some machines 64, the lower 32 of them
+    # first. (Where the upper ones are first this is 0, and files are not mapped.)
     return 0 if failed else int(status[0])
 
 
 @functools.cache
 def _statfs() -> tuple[Any, Any]:
-    """Return the C functions that take a path and a descriptor; None where it is not Linux."""
+    """Return the C functions that take a path and a descriptor; None if this is not Linux."""
     if sys.platform != "linux":
         return None, None
     libc = ctypes.CDLL(None)

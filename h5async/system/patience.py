@@ -1,7 +1,8 @@
-"""A number of seconds enters; waiting that lasts no longer leaves: in turns.
+"""Waits no longer than a timeout, even in a process that is stopped for a while.
 
-The process may be stopped (SIGSTOP, a laptop that sleeps) while it waits. What counts is how long
-it has waited, not how late it is: a stop costs one turn.
+The process may be stopped (by SIGSTOP, or with a laptop that sleeps) while it waits. The timeout is
+for the time that it has waited, not for the time of day, so waiting is cut into short waits: a stop
+falls into one of them, and costs no more than that one.
 """
 
 from __future__ import annotations
@@ -11,34 +12,40 @@ import threading
 import time
 from collections.abc import Callable
 
-_TURNS, _LEAST_TURN_SECONDS = 8, 0.05
+_SHORT_WAITS, _MIN_SHORT_WAIT_SECONDS = 8, 0.05
 
 
 class Patience:
-    """What is left of the time that may be waited, in one thread.
+    """The part of a timeout that is left; for one thread.
 
     Parameters
     ----------
     seconds
-        To wait at most, in all; None: as long as it takes.
+        The timeout; None: wait as long as it takes.
     """
 
     def __init__(self, seconds: float | None) -> None:
         if seconds is None or seconds > threading.TIMEOUT_MAX:
             seconds = math.inf
         self._left = max(0.0, seconds)
-        self._turn = max(self._left / _TURNS, _LEAST_TURN_SECONDS)
+        self._short_wait = max(self._left / _SHORT_WAITS, _MIN_SHORT_WAIT_SECONDS)
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left."""
+        """Whether the timeout has run out."""
         return self._left <= 1e-9
 
     def wait(self, wait: Callable[[float | None], bool]) -> bool:
-        """Wait for a turn: return what ``wait(seconds)`` does, False where it was in vain."""
+        """Wait once, for a part of the timeout; return whether it was successful.
+
+        Parameters
+        ----------
+        wait
+            Given seconds, waits so long at most, and returns whether it was successful.
+        """
         if self._left == math.inf:
             return wait(None)
-        turn, begin = min(self._turn, self._left), time.monotonic()
-        has_come = wait(turn)
-        self._left -= min(turn, time.monotonic() - begin) if has_come else turn
+        seconds, begin = min(self._short_wait, self._left), time.monotonic()
+        has_come = wait(seconds)
+        self._left -= min(seconds, time.monotonic() - begin) if has_come else seconds
         return has_come

@@ -11,23 +11,18 @@ import h5py
 import imagecodecs
 import numpy as np
 import pytest
+from cases import each
 from conftest import require_extra
+from hdf5_encoder import ALL, BUILT_IN, REGISTERED, SEED, HDF5Encoder, contents
 
 from h5async.codec.filters import (
-    BITSHUFFLE,
-    BLOSC,
     BLOSC2,
-    BZIP2,
     DEFLATE,
     FLETCHER32,
-    LZ4,
-    LZF,
     SHUFFLE,
     SZIP,
-    ZSTD,
     Filter,
     can_decode,
-    decoder,
 )
 from h5async.read.pipeline import FilterPipeline
 from h5async.read.scratch import Scratch
@@ -35,43 +30,6 @@ from h5async.read.scratch import Scratch
 require_extra("hdf5plugin")
 
 ELEMENTS = [1, 2, 3, 4, 8, 16]
-# Name -> number, and the client data that HDF5's encoder is given for elements of some size.
-BUILT_IN = {
-    "deflate": (DEFLATE, lambda element: (6,)),
-    "shuffle": (SHUFFLE, lambda element: (element,)),
-    "fletcher32": (FLETCHER32, lambda element: ()),
-    "lzf": (LZF, lambda element: ()),
-}
-REGISTERED = {
-    "zstd": (ZSTD, lambda element: (3,)),
-    "lz4": (LZ4, lambda element: ()),
-    "lz4-blocks-of-256": (LZ4, lambda element: (256,)),
-    "bitshuffle": (BITSHUFFLE, lambda element: (0, 0)),
-    "bitshuffle-blocks-of-16": (BITSHUFFLE, lambda element: (16, 0)),
-    "bitshuffle-lz4": (BITSHUFFLE, lambda element: (0, 2)),
-    "bitshuffle-lz4-blocks-of-32": (BITSHUFFLE, lambda element: (32, 2)),
-    "bitshuffle-zstd": (BITSHUFFLE, lambda element: (0, 3, 3)),
-    "bitshuffle-zstd-blocks-of-64": (BITSHUFFLE, lambda element: (64, 3, 3)),
-    "bzip2": (BZIP2, lambda element: (9,)),
-    **{
-        f"blosc-{name}-{shuffle}": (
-            BLOSC,
-            lambda element, code=code, shuffle=shuffle: (0, 0, 0, 0, 5, shuffle, code),
-        )
-        for code, name in enumerate(("blosclz", "lz4", "lz4hc", "snappy", "zlib", "zstd"))
-        for shuffle in (0, 1, 2)
-    },
-    **{
-        f"blosc2-{name}-{shuffle}": (
-            BLOSC2,
-            lambda element, code=code, shuffle=shuffle: (0, 0, 0, 0, 5, shuffle, code),
-        )
-        for code, name in ((0, "blosclz"), (1, "lz4"), (2, "lz4hc"), (4, "zlib"), (5, "zstd"))
-        for shuffle in (0, 1, 2)
-    },
-}
-MAY_GIVE_UP = {"lzf", *(name for name in REGISTERED if name.startswith("blosc"))}
-ALL = BUILT_IN | REGISTERED
 NUMBERS = {name: ALL[name][0] for name in BUILT_IN}
 SHORT = [*((name,) for name in NUMBERS), *itertools.product(NUMBERS, repeat=2)]
 LONG = [
@@ -82,7 +40,6 @@ LONG = [
     ("fletcher32", "shuffle", "shuffle", "fletcher32"),
     ("shuffle", "shuffle", "fletcher32", "deflate"),
 ]
-TO_TRY = [*itertools.product(SHORT, ELEMENTS), *itertools.product(LONG, (3, 8))]
 TO_DAMAGE = [
     ("deflate",),
     ("lzf",),
@@ -105,66 +62,15 @@ CHAINS = [
     ("bitshuffle", "deflate"),
     ("shuffle", "lz4", "zstd", "fletcher32"),
 ]
-TO_TRY += itertools.product(CHAINS, ELEMENTS)
 TO_DAMAGE += [
     *((name,) for name in REGISTERED if "-" not in name or name[-1] in "1246"),
     ("shuffle", "zstd", "fletcher32"),
 ]
 GUARD_NBYTES, CANARY = 64, 0xC3
-SEED = 20160704
 
 
 def ids(value):
     return "-".join(value) if isinstance(value, tuple) else str(value)
-
-
-def contents(element, count):
-    """Chunks of all kinds: empty of information, regular, half regular, pure noise."""
-    rng = np.random.default_rng(SEED)
-    nbytes = element * count
-    yield np.zeros(nbytes, np.uint8)
-    yield np.arange(nbytes, dtype=np.uint8)
-    yield np.where(np.arange(nbytes) % 4, 7, rng.integers(0, 256, nbytes)).astype(np.uint8)
-    yield rng.integers(0, 256, nbytes, np.uint8)
-
-
-class HDF5Encoder:
-    """Encodes chunks through HDF5, with filters appended one by one."""
-
-    def __init__(self, pipeline, element):
-        self.element = element
-        self.dtype = np.dtype(f"V{element}")
-        self.plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-        for name in pipeline:
-            self.plist.set_filter(
-                ALL[name][0],
-                h5py.h5z.FLAG_OPTIONAL if name in MAY_GIVE_UP else h5py.h5z.FLAG_MANDATORY,
-                ALL[name][1](element),
-            )
-        self.filters = ()
-
-    def encode(self, values):
-        """Return the stored bytes and the filter mask of a chunk of `values`."""
-        count = values.size // self.element
-        with h5py.File("encoder", "w", driver="core", backing_store=False) as file:
-            plist = self.plist.copy()
-            plist.set_chunk((count,))
-            space = h5py.h5s.create_simple((count,))
-            dataset = h5py.h5d.create(
-                file.id, b"data", h5py.h5t.py_create(self.dtype), space, plist
-            )
-            dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, values.view(self.dtype))
-            file.flush()
-            created = dataset.get_create_plist()
-            self.filters = tuple(
-                Filter(*(created.get_filter(i)[k] for k in (0, 2)), "")
-                for i in range(created.get_nfilters())
-            )
-            mask, encoded = dataset.read_direct_chunk((0,))
-            read_back = np.empty(count, self.dtype)
-            dataset.read(h5py.h5s.ALL, h5py.h5s.ALL, read_back)
-            assert read_back.tobytes() == values.tobytes()
-        return np.frombuffer(encoded, np.uint8), mask
 
 
 class Guarded:
@@ -217,8 +123,13 @@ class Decoder:
         return decoded
 
 
-@pytest.mark.parametrize(("pipeline", "element"), TO_TRY, ids=ids)
-def test_chunks_that_hdf5_encoded(pipeline, element):
+@pytest.mark.parametrize("pipeline", [*SHORT, *LONG, *CHAINS], ids=ids)
+def test_chunks_that_hdf5_encoded(pipeline):
+    for element in (3, 8) if pipeline in LONG else ELEMENTS:
+        assert_is_decoded(pipeline, element)
+
+
+def assert_is_decoded(pipeline, element):
     encoder = HDF5Encoder(pipeline, element)
     for count in (1, 5, 333):
         for values in contents(element, count):
@@ -258,7 +169,7 @@ def test_shuffle_leaves_what_makes_no_whole_element():
             assert decoder.decode(shuffled) == values.tobytes()
 
 
-@pytest.mark.parametrize("pipeline", [*SHORT, *LONG, *CHAINS], ids=ids)
+@pytest.mark.parametrize("pipeline", [*SHORT, *LONG[-4:], *CHAINS], ids=ids)
 def test_a_chunk_of_another_length_is_an_error(pipeline):
     element, due = 4, 24
     encoder = HDF5Encoder(pipeline, element)
@@ -272,7 +183,7 @@ def test_a_chunk_of_another_length_is_an_error(pipeline):
 def test_a_chunk_of_another_length_is_an_error_where_nothing_is_decoded():
     for filters in ((), (Filter(DEFLATE, (6,), ""), Filter(SHUFFLE, (4,), ""))):
         for nbytes in (0, 11, 13, 1000):
-            with pytest.raises(ValueError, match="12 are due"):
+            with pytest.raises(ValueError, match=r"12 are due|expected 12 bytes"):
                 Decoder(filters, 12).decode(np.zeros(nbytes, np.uint8), 0b11)
 
 
@@ -379,7 +290,7 @@ def stored_chunk(values, plist):
     return filters, np.frombuffer(encoded, np.uint8), mask
 
 
-@pytest.mark.parametrize("dtype", ["u1", "i2", "f4", "f8", "V3", "V16"])
+@each("dtype", ["u1", "i2", "f4", "f8", "V3", "V16"])
 @pytest.mark.parametrize(
     "shape", [(7, 5), (1, 300), (300, 1), (100, 300), (3, 4, 5), (1, 64, 64, 3), (5, 33, 9, 2)]
 )
@@ -416,8 +327,8 @@ def test_a_blosc2_chunk_that_has_no_values(shuffle):
 
 
 @pytest.mark.parametrize("dtype", ["u1", "u2", "u4", "u8", ">u2", ">u4", "f4", "f8"])
-@pytest.mark.parametrize("options", [4, 32], ids=["entropy", "nearest-neighbour"])
-@pytest.mark.parametrize("pixels_per_block", [8, 10, 16, 32])
+@each("options", [4, 32])
+@each("pixels_per_block", [8, 10, 16, 32])
 def test_szip(dtype, options, pixels_per_block):
     rng, dtype = np.random.default_rng(SEED), np.dtype(dtype)
     for shape in ((32,), (100,), (257,), (4, 100), (3, 5, 129), (2, 5000)):
@@ -456,7 +367,7 @@ def test_a_last_lz4_block_of_bitshuffle_that_lz4_did_not_shrink() -> None:
     first = imagecodecs.lz4_encode(body.tobytes(), header=False)
     blocks = b"".join(struct.pack(">I", len(block)) + block for block in (first, found))
     encoded = np.frombuffer(struct.pack(">QI", 48, 32) + blocks, np.uint8)
-    decode = decoder(Filter(32008, (0, 4, 1, 32, 2), "bitshuffle"))
+    decode = Filter(32008, (0, 4, 1, 32, 2), "bitshuffle").codec.decode
     assert decode is not None
     shuffled = np.concatenate([body, tail])
     expected = imagecodecs.bitshuffle_decode(shuffled.data, itemsize=1, blocksize=32)

@@ -17,13 +17,15 @@ import h5py
 import imagecodecs
 import numpy as np
 import pytest
+from cases import each
 from conftest import require_extra
+from hdf5_encoder import HDF5Encoder, contents
 from hypothesis import given
 from hypothesis import strategies as st
-from test_codecs import HDF5Encoder, contents
 from test_core import FRESH, HUGE, Guarded, RowFile, damaged, exactly, int64s, some
 
 from h5async import Field
+from h5async.codec.entry import CoreKind
 from h5async.codec.filters import (
     BITSHUFFLE,
     BLOSC,
@@ -35,8 +37,9 @@ from h5async.codec.filters import (
     ZSTD,
     Filter,
 )
-from h5async.core.binding import IO_MODES, KINDS, NOTHING, FileStruct, FramesStruct, address
+from h5async.core.binding import address
 from h5async.core.frames import FrameFormat, frame_format
+from h5async.core.structures import IO_MODES, FileStruct, FramesStruct
 from h5async.index.metadata import read_layouts
 from h5async.read.pipeline import FilterPipeline
 from h5async.read.scratch import Scratch
@@ -132,7 +135,7 @@ class Cut:
             has_checksum=form.has_checksum,
             element=form.element,
             block_nbytes=form.block_nbytes,
-            due_nbytes=due,
+            expected_nbytes=due,
             pitch=self.pitch,
             max_tasks=room[0],
             max_copies=room[1],
@@ -193,8 +196,8 @@ class Cut:
     def decoded(self):
         """Return chunks as the GPU would decode them, or None where a block is damaged."""
         out = np.zeros((self.count, self.pitch), np.uint8)
-        flat, is_deflate = out.reshape(-1), self.form.kind == KINDS[DEFLATE]
-        is_zstd = self.form.kind in (KINDS[ZSTD], BITSHUFFLE_ZSTD)
+        flat, is_deflate = out.reshape(-1), self.form.kind == CoreKind.DEFLATE
+        is_zstd = self.form.kind in (CoreKind.ZSTD, CoreKind.BITSHUFFLE_ZSTD)
         for source, nbytes, target, due in self.tasks:
             data, room = self.base[source : source + nbytes], flat[target : target + due]
             if is_deflate:
@@ -231,11 +234,6 @@ def decoded_block(data, due, is_zstd):
     except (imagecodecs.ZstdError, imagecodecs.Lz4Error):
         return None
     return room if count == due else None
-
-
-BITSHUFFLE_LZ4, BITSHUFFLE_ZSTD = (
-    frame_format((Filter(BITSHUFFLE, (0, 4, 1, 0, codec), ""),)).kind for codec in (2, 3)
-)
 
 
 def undone(filters, nbytes, encoded):
@@ -287,7 +285,7 @@ def test_chunks_that_hdf5_encoded(core, pipeline):
     for element, count in itertools.product((1, 2, 3, 4, 8), (1, 7, 8, 19, 83, 3333)):
         filters, chunks = encoded_chunks(pipeline, element, count)
         form, due = frame_format(filters), element * count
-        most = form.most_tasks(due)
+        most = None if form.kind == CoreKind.LZ4 else form.usual_tasks(due)
         cut = Cut(core, form, due, [encoded for encoded, _ in chunks], pitch=due + due % 5)
         assert cut.done == len(chunks)
         assert most is None or len(cut.tasks) <= most * len(chunks)
@@ -313,7 +311,7 @@ def test_blocks_are_cut_as_they_are_meant(core):
     assert (cut.tasks, [n for *_, n in cut.copies]) == ([], [14] * 4)
 
 
-@pytest.mark.parametrize("io", ["auto", "pread", "map"])
+@each("io", ["auto", "pread", "map"])
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=ids)
 def test_chunks_of_a_file(core, tmp_path, io, pipeline):
     path, element, count, num_chunks = tmp_path / "some.h5", 4, 5003, 5
@@ -351,13 +349,13 @@ def test_how_pipelines_are_framed():
 
     shuffle, fletcher, deflate = (SHUFFLE, 4), (FLETCHER32,), (DEFLATE, 6)
     bits, lz4_bits = (BITSHUFFLE, 0, 4, 4, 0), (BITSHUFFLE, 0, 4, 4, 16, 2)
-    none = FrameFormat(NOTHING)
+    none = FrameFormat(CoreKind.NOTHING)
     assert form() == form(shuffle) == form(bits) == form(shuffle, bits) == none
-    assert form(fletcher) == form(shuffle, fletcher) == FrameFormat(NOTHING, True)
-    assert form(shuffle, deflate, fletcher) == FrameFormat(KINDS[DEFLATE], True)
-    assert form((ZSTD, 3)) == FrameFormat(KINDS[ZSTD])
-    assert form(shuffle, (LZ4,)) == FrameFormat(KINDS[LZ4])
-    assert form(lz4_bits) == FrameFormat(BITSHUFFLE_LZ4, False, 4, 64)
+    assert form(fletcher) == form(shuffle, fletcher) == FrameFormat(CoreKind.NOTHING, True)
+    assert form(shuffle, deflate, fletcher) == FrameFormat(CoreKind.DEFLATE, True, codec="deflate")
+    assert form((ZSTD, 3)) == FrameFormat(CoreKind.ZSTD, codec="zstd")
+    assert form(shuffle, (LZ4,)) == FrameFormat(CoreKind.LZ4, codec="lz4")
+    assert form(lz4_bits) == FrameFormat(CoreKind.BITSHUFFLE_LZ4, False, 4, 64, "lz4")
     zstd_bits = [(BITSHUFFLE, 0, 4, element, 0, 3, 3) for element in (1, 4, 3, 100)]
     blocks = [form(entry).block_nbytes for entry in zstd_bits]
     assert blocks == [8192, 8192, 2728 * 3, 128 * 100]
@@ -380,15 +378,17 @@ def test_how_pipelines_are_framed():
 
 
 def test_how_many_blocks_there_are_at_most():
-    assert FrameFormat(NOTHING).most_tasks(100) == 0
-    assert FrameFormat(KINDS[DEFLATE]).most_tasks(100) == 1
-    assert FrameFormat(KINDS[ZSTD]).most_tasks(100) == 1
-    assert FrameFormat(KINDS[LZ4]).most_tasks(100) is None
-    form = FrameFormat(BITSHUFFLE_LZ4, False, 4, 64)
-    assert [form.most_tasks(nbytes) for nbytes in (4, 64, 65, 1000)] == [1, 1, 2, 16]
+    assert FrameFormat(CoreKind.NOTHING).usual_tasks(100) == 0
+    assert FrameFormat(CoreKind.DEFLATE, codec="deflate").usual_tasks(100) == 1
+    assert FrameFormat(CoreKind.ZSTD, codec="zstd").usual_tasks(100) == 1
+    lz4 = FrameFormat(CoreKind.LZ4, codec="lz4", usual_block_nbytes=64)
+    assert [lz4.usual_tasks(nbytes) for nbytes in (4, 64, 65)] == [1, 1, 2]
+    assert FrameFormat(CoreKind.LZ4, codec="lz4").usual_tasks(100) == 1
+    form = FrameFormat(CoreKind.BITSHUFFLE_LZ4, False, 4, 64, "lz4")
+    assert [form.usual_tasks(nbytes) for nbytes in (4, 64, 65, 1000)] == [1, 1, 2, 16]
 
 
-@pytest.mark.parametrize("pipeline", PIPELINES, ids=ids)
+@each("pipeline", PIPELINES)
 def test_no_room_stops_it_and_nothing_is_half_cut(core, pipeline):
     filters, chunks = encoded_chunks(pipeline, 4, 83)
     form, stored = frame_format(filters), [encoded for encoded, _ in chunks]
@@ -404,7 +404,7 @@ def test_no_room_stops_it_and_nothing_is_half_cut(core, pipeline):
         assert (cut.done == len(chunks)) == is_enough
 
 
-@pytest.mark.parametrize("pipeline", SHORT, ids=ids)
+@each("pipeline", SHORT)
 def test_numbers_that_do_not_hold_together(core, pipeline):
     filters, chunks = encoded_chunks(pipeline, 4, 83)
     form, stored = frame_format(filters), [encoded for encoded, _ in chunks]
@@ -413,7 +413,7 @@ def test_numbers_that_do_not_hold_together(core, pipeline):
         *(("kind", bad) for bad in (-1, 0, 2, 3, 4, 7, 8, 12, 2**31 - 1)),
         *(("count", bad) for bad in (0, -1, -HUGE)),
         *(("base_nbytes", bad) for bad in (-1, 0, -HUGE)),
-        *(("due_nbytes", bad) for bad in (0, -1, 333, -HUGE)),
+        *(("expected_nbytes", bad) for bad in (0, -1, 333, -HUGE)),
         *(("pitch", bad) for bad in (0, -1, 331, -HUGE, HUGE // 2)),
     ]:
         assert Cut(core, form, 332, stored, **{name: bad}).done == 0, (name, bad)
@@ -430,20 +430,20 @@ def test_numbers_that_do_not_hold_together(core, pipeline):
             assert Cut(core, form, 332, stored, nbytes=(at, bad)).done == at
 
 
-@pytest.mark.parametrize("pipeline", PIPELINES, ids=ids)
+@each("pipeline", PIPELINES)
 def test_of_another_length_than_is_due(core, pipeline):
     filters, chunks = encoded_chunks(pipeline, 4, 83)
     form = frame_format(filters)
     for encoded, _ in chunks:
         for due in (331, 333, 1, 64):
             cut = Cut(core, form, due, [encoded])
-            if form.kind == KINDS[DEFLATE]:  # only the stream itself says
+            if form.kind == CoreKind.DEFLATE:  # only the stream itself says
                 assert cut.decoded() is None
             else:
                 assert cut.done == 0
         for due in (2**40, HUGE - 1, HUGE):
-            if form.kind != KINDS[DEFLATE]:
-                assert Cut(core, form, 332, [encoded], due_nbytes=due, pitch=due).done == 0
+            if form.kind != CoreKind.DEFLATE:
+                assert Cut(core, form, 332, [encoded], expected_nbytes=due, pitch=due).done == 0
 
 
 # --- damaged chunks ------------------------------------------------------------------------------
@@ -467,7 +467,7 @@ def taken(core, filters, due, encoded):
     expected = undone(filters, due, encoded)
     if expected is None:
         # Bytes between a stream and its checksum: the host takes them for the checksum.
-        assert cut.form.kind == KINDS[DEFLATE]
+        assert cut.form.kind == CoreKind.DEFLATE
         assert has_more_behind(cut)
     else:
         assert found == expected
@@ -528,7 +528,7 @@ def test_chunks_that_are_cut_short_or_too_long(core, pipeline):
             # The last one stops it; the one before stands.
             cut = Cut(core, form, len(values), [encoded, other])
             assert cut.done >= 1
-            assert cut.done == 1 or form.kind == KINDS[DEFLATE]
+            assert cut.done == 1 or form.kind == CoreKind.DEFLATE
             if cut.done == 2 and (decoded := cut.decoded()) is not None:
                 assert other == encoded + encoded  # which ends with the right checksum
                 assert undone(filters, len(values), other) == decoded[1].tobytes() == values
@@ -628,7 +628,7 @@ def test_frames_of_zstd(core):
         "one byte more": zstd_frame(0x00, window, blocks=raw + same) + b"\0",
         "another magic number": b"\x27" + zstd_frame(0x00, window, blocks=raw + same)[1:],
     }
-    form = FrameFormat(KINDS[ZSTD])
+    form = FrameFormat(CoreKind.ZSTD, codec="zstd")
     for name, frame in good.items():
         assert imagecodecs.zstd_decode(frame, out=due) == values, name
         cut = Cut(core, form, due, [frame])
@@ -645,9 +645,13 @@ def test_hostile_headers_of_blocks(core):
         return number.to_bytes(width, "big")
 
     forms = {
-        FrameFormat(KINDS[LZ4]): (Filter(LZ4, (), ""),),
-        FrameFormat(BITSHUFFLE_LZ4, False, 4, 32): (Filter(BITSHUFFLE, (0, 4, 4, 8, 2), ""),),
-        FrameFormat(BITSHUFFLE_ZSTD, False, 4, 32): (Filter(BITSHUFFLE, (0, 4, 4, 8, 3), ""),),
+        FrameFormat(CoreKind.LZ4, codec="lz4"): (Filter(LZ4, (), ""),),
+        FrameFormat(CoreKind.BITSHUFFLE_LZ4, False, 4, 32, "lz4"): (
+            Filter(BITSHUFFLE, (0, 4, 4, 8, 2), ""),
+        ),
+        FrameFormat(CoreKind.BITSHUFFLE_ZSTD, False, 4, 32, "zstd"): (
+            Filter(BITSHUFFLE, (0, 4, 4, 8, 3), ""),
+        ),
     }
     for nbytes, block, length in itertools.product(
         (0, 1, 23, 24, 25, 32, 2**31, 2**32 + 24, 2**63 - 1, 2**63, 2**63 + 24, 2**64 - 1),
@@ -665,7 +669,7 @@ def test_a_block_size_of_one(core):
     """As many blocks as bytes: the room for them is what bounds it."""
     stored = (1000).to_bytes(8, "big") + (1).to_bytes(4, "big")
     stored += b"".join(b"\0\0\0\1" + bytes([at % 256]) for at in range(1000))
-    form = FrameFormat(KINDS[LZ4])
+    form = FrameFormat(CoreKind.LZ4, codec="lz4")
     assert Cut(core, form, 1000, [stored], room=(0, 999)).done == 0
     cut = Cut(core, form, 1000, [stored], room=(0, 1000))
     assert cut.decoded().tobytes() == bytes(at % 256 for at in range(1000))

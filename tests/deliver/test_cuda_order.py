@@ -1,7 +1,7 @@
 """The order of uploads, uses and refills on a GPU, in any order of execution that CUDA allows.
 
-These tests need no GPU: `fake_cupy` does a stream's work late and in random order. What a real
-GPU does with the same code is in test_gpu.py.
+These tests need no GPU: `fake_cupy` does a stream's work late and in random order, and so do the
+simulated GPUs of ``scripts/test_gpu``. What a real GPU does with the same code is in test_gpu.py.
 """
 
 from __future__ import annotations
@@ -9,13 +9,17 @@ from __future__ import annotations
 import sys
 import types
 
-import fake_cupy
 import h5py
 import numpy as np
 import pytest
+from cases import each
+from gpus import use_fake_gpu, use_gpu
 
-import h5async.deliver.device
+import h5async.deliver.cudaslot
+import h5async.deliver.gpu
 from h5async import AsyncReader, BatchExpiredError, DeviceError, Field
+
+pytestmark = pytest.mark.any_gpu
 
 N, BATCH = 24, 4
 
@@ -28,12 +32,6 @@ def images(tmp_path):
         file["data"] = values
         file["labels"] = np.arange(N)
     return path
-
-
-def use_gpu(monkeypatch, seed):
-    cupy, simulation = fake_cupy.make(seed)
-    monkeypatch.setattr(h5async.deliver.device, "_import_cupy", lambda: cupy)
-    return cupy, simulation
 
 
 def late_copies(cupy, reader, streams=1, epochs=2):
@@ -56,13 +54,14 @@ def all_right(path, simulation, kept):
     with h5py.File(path) as file:
         data, labels = file["data"][...].transpose(0, 3, 1, 2), file["labels"][...]
     return all(
-        np.array_equal(got, data[index] / np.float32(2)) and np.array_equal(marks, labels[index])
+        np.array_equal(got.get(), data[index] / np.float32(2))
+        and np.array_equal(marks.get(), labels[index])
         for index, got, marks in kept
     )
 
 
 def run(path, monkeypatch, seed, prefetch, num_threads, streams=1):
-    cupy, simulation = use_gpu(monkeypatch, seed)
+    cupy, simulation, _ = use_gpu(monkeypatch, seed)
     fields = {"data": Field("data", axes=(0, 3, 1, 2), scale=0.5), "labels": "labels"}
     options = {"batch_size": BATCH, "prefetch": prefetch, "num_threads": num_threads}
     with AsyncReader(
@@ -71,9 +70,9 @@ def run(path, monkeypatch, seed, prefetch, num_threads, streams=1):
         return all_right(path, simulation, late_copies(cupy, reader, streams))
 
 
-@pytest.mark.parametrize("prefetch", [1, 2, 3])
-@pytest.mark.parametrize("num_threads", [0, 1, 3])
-@pytest.mark.parametrize("streams", [1, 3])
+@each("prefetch", [1, 2, 3])
+@each("num_threads", [0, 1, 3])
+@each("streams", [1, 3])
 def test_every_allowed_order_gives_the_right_batches(
     images, monkeypatch, prefetch, num_threads, streams
 ):
@@ -81,15 +80,16 @@ def test_every_allowed_order_gives_the_right_batches(
         assert run(images, monkeypatch, seed, prefetch, num_threads, streams)
 
 
+@pytest.mark.wrong_on_purpose
 @pytest.mark.parametrize("guard", ["acquire", "release", "wait_writable"])
 def test_without_a_guard_some_order_gives_wrong_ones(images, monkeypatch, guard):
-    monkeypatch.setattr(h5async.deliver.device.CudaSlot, guard, lambda self: None)
+    monkeypatch.setattr(h5async.deliver.cudaslot.CudaSlot, guard, lambda self: None)
     results = [run(images, monkeypatch, seed, prefetch=1, num_threads=0) for seed in range(20)]
     assert not all(results)
 
 
 def test_postprocess_results_go_through_memory_of_their_own(images, monkeypatch):
-    cupy, simulation = use_gpu(monkeypatch, seed=3)
+    cupy, simulation, _ = use_gpu(monkeypatch, seed=3)
 
     def crop(data, labels):
         return data[:, : 1 + int(labels[0]) % 3].astype(np.float32), labels
@@ -103,12 +103,12 @@ def test_postprocess_results_go_through_memory_of_their_own(images, monkeypatch)
         data, labels = file["data"][...], file["labels"][...]
     for index, got, marks in kept:
         assert got.dtype == np.float32
-        assert np.array_equal(got, data[index][:, : 1 + int(labels[index[0]]) % 3])
-        assert np.array_equal(marks, labels[index])
+        assert np.array_equal(got.get(), data[index][:, : 1 + int(labels[index[0]]) % 3])
+        assert np.array_equal(marks.get(), labels[index])
 
 
 def test_cupy_without_a_gpu(images, monkeypatch):
-    cupy, _ = use_gpu(monkeypatch, seed=0)
+    cupy, *_ = use_fake_gpu(monkeypatch, seed=0)
 
     def no_driver():
         raise cupy.cuda.runtime.CUDARuntimeError("cudaErrorNoDevice")
@@ -121,7 +121,7 @@ def test_cupy_without_a_gpu(images, monkeypatch):
 
 
 def test_a_gpu_number_too_high(images, monkeypatch):
-    use_gpu(monkeypatch, seed=0)
+    use_fake_gpu(monkeypatch, seed=0)
     with pytest.raises(DeviceError, match="no GPU 3: CuPy finds 1"):
         AsyncReader(hdf5_path=images, device="cuda:3")
 
@@ -130,7 +130,7 @@ def test_no_cupy(images, monkeypatch):
     def missing(name):
         raise ModuleNotFoundError(f"No module named {name!r}")
 
-    monkeypatch.setattr(h5async.deliver.device.importlib, "import_module", missing)
+    monkeypatch.setattr(h5async.deliver.gpu.importlib, "import_module", missing)
     with pytest.raises(DeviceError, match=r"CuPy is not installed.*pip install 'h5async\[cuda13\]"):
         AsyncReader(hdf5_path=images, device="cuda")
 
@@ -190,16 +190,16 @@ def test_kernels_give_what_the_host_gives(tmp_path, monkeypatch, kind, dtype, sc
             assert ours.x.get().tobytes() == theirs.x.tobytes()
 
 
-@pytest.mark.parametrize("prefetch", [1, 2])
-@pytest.mark.parametrize("num_threads", [0, 3])
-@pytest.mark.parametrize("drop_last", [False, True])
+@each("prefetch", [1, 2])
+@each("num_threads", [0, 3])
+@each("drop_last", [False, True])
 def test_a_device_cache_gives_the_same_batches(
     images, monkeypatch, prefetch, num_threads, drop_last
 ):
     fields = {"data": Field("data", axes=(0, 3, 1, 2), scale=0.5), "labels": "labels"}
     options = {"batch_size": 5, "prefetch": prefetch, "num_threads": num_threads}
     for seed in range(10):
-        cupy, simulation = use_gpu(monkeypatch, seed)
+        cupy, simulation, _ = use_gpu(monkeypatch, seed)
         with AsyncReader(
             hdf5_path=images,
             fields=fields,
@@ -220,7 +220,7 @@ def test_a_device_cache_gives_the_same_batches(
 
 
 def test_a_device_cache_that_does_not_fit(images, monkeypatch):
-    cupy, _ = use_gpu(monkeypatch, seed=0)
+    cupy, *_ = use_fake_gpu(monkeypatch, seed=0)
     options = {"hdf5_path": images, "batch_size": BATCH, "device": "cuda", "cache": "device"}
     with AsyncReader(cache_bytes=N * (60 + 8) - 1, **options) as reader:
         late_copies(cupy, reader)
@@ -235,15 +235,18 @@ def test_a_device_cache_that_does_not_fit(images, monkeypatch):
 def use_torch(monkeypatch, stream):
     """Pretend that PyTorch uses the GPU, on a stream of its own."""
     of_torch = types.SimpleNamespace(cuda_stream=stream.ptr)
-    cuda = types.SimpleNamespace(is_initialized=lambda: True, current_stream=lambda _: of_torch)
-    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
+    cuda = types.SimpleNamespace(
+        is_initialized=lambda: True, current_device=lambda: 0, current_stream=lambda _: of_torch
+    )
+    internal = types.SimpleNamespace(_cuda_hasPrimaryContext=lambda _: True)
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda, _C=internal))
 
 
 @pytest.mark.parametrize("sees_torch", [True, False])
 def test_a_batch_is_used_on_the_stream_of_torch(images, monkeypatch, sees_torch):
     results = []
     for seed in range(20):
-        cupy, simulation = use_gpu(monkeypatch, seed)
+        cupy, simulation, _ = use_gpu(monkeypatch, seed)
         stream = cupy.cuda.Stream(non_blocking=True)
         if sees_torch:
             use_torch(monkeypatch, stream)
@@ -256,12 +259,12 @@ def test_a_batch_is_used_on_the_stream_of_torch(images, monkeypatch, sees_torch)
             simulation.run_all()
         with h5py.File(images) as file:
             data = file["data"][...]
-        results.append(all(np.array_equal(got, data[index]) for index, got, _ in kept))
+        results.append(all(np.array_equal(got.get(), data[index]) for index, got, _ in kept))
     assert all(results) == sees_torch
 
 
 def test_batches_held_too_long_are_poisoned(images, monkeypatch):
-    cupy, _ = use_gpu(monkeypatch, seed=7)
+    cupy, *_ = use_gpu(monkeypatch, seed=7)
     stream = cupy.cuda.Stream(non_blocking=True)
     use_torch(monkeypatch, stream)
     with (
@@ -285,14 +288,14 @@ def test_batches_held_too_long_are_poisoned(images, monkeypatch):
 
 
 def test_a_fault_of_the_gpu_is_a_device_error_and_the_reader_can_be_closed(images, monkeypatch):
-    cupy, _ = use_gpu(monkeypatch, seed=0)
+    cupy, *_ = use_fake_gpu(monkeypatch, seed=0)
 
     def fault(*_):
         raise cupy.cuda.runtime.CUDARuntimeError("cudaErrorIllegalAddress")
 
     with AsyncReader(hdf5_path=images, batch_size=BATCH, device="cuda", prefetch=1) as reader:
         reader.get_next_batch()
-        monkeypatch.setattr(reader._engine.device.work_stream, "wait_event", fault)
+        monkeypatch.setattr(cupy.cuda.runtime, "streamWaitEvent", fault)
         with pytest.raises(DeviceError, match=r"could not be uploaded \(cudaErrorIllegalAddress"):
             reader.get_next_batch()
         cupy.cuda.runtime.deviceSynchronize = fault
@@ -300,15 +303,15 @@ def test_a_fault_of_the_gpu_is_a_device_error_and_the_reader_can_be_closed(image
 
 
 def test_all_fields_of_a_whole_batch_are_uploaded_at_once(images, monkeypatch):
-    cupy, simulation = use_gpu(monkeypatch, seed=0)
+    cupy, simulation, _ = use_fake_gpu(monkeypatch, seed=0)
     sizes = []
-    put = cupy.ndarray.set
+    put = cupy.cuda.runtime.memcpyAsync
 
-    def note(array, host, stream):
-        sizes.append(array.nbytes)
-        put(array, host, stream)
+    def note(target, source, nbytes, kind, stream):
+        sizes.append(nbytes)
+        put(target, source, nbytes, kind, stream)
 
-    monkeypatch.setattr(cupy.ndarray, "set", note)
+    monkeypatch.setattr(cupy.cuda.runtime, "memcpyAsync", note)
     with AsyncReader(hdf5_path=images, batch_size=10, device="cuda", prefetch=1) as reader:
         kept = [(b.index, b.data.copy(), b.labels.copy()) for b in reader]
         simulation.run_all()
@@ -317,5 +320,5 @@ def test_all_fields_of_a_whole_batch_are_uploaded_at_once(images, monkeypatch):
     with h5py.File(images) as file:
         data = file["data"][...]
     for index, got, labels in kept:
-        assert np.array_equal(got, data[index])
-        assert np.array_equal(labels, index)
+        assert np.array_equal(got.get(), data[index])
+        assert np.array_equal(labels.get(), index)

@@ -1,7 +1,8 @@
 """Decoding on a GPU: plans, lists of blocks, kernels, checks and the order of it all, on the CPU.
 
 `fake_cupy` does a stream's work late and in random order, with our kernels' own source, and
-`fake_nvcomp` decodes. What a real GPU does with the same code is in test_gpu.py.
+`fake_nvcomp` decodes; so do the simulated GPUs of ``scripts/test_gpu``. What a real GPU does with
+the same code is in test_gpu.py.
 """
 
 from __future__ import annotations
@@ -11,35 +12,29 @@ import mmap
 import os
 import time
 
-import fake_cupy
-import fake_nvcomp
 import h5py
 import numpy as np
 import pytest
+from cases import each
 from conftest import require_extra
+from gpus import use_fake_gpu, use_gpu
 
-import h5async.deliver.device
 import h5async.deliver.devicedecode
+import h5async.deliver.gpu
 from h5async import AsyncReader, ConfigError, DeviceError, Field, ReadError
 from h5async.core.binding import load_core
+from h5async.deliver.decodechoice import DecodeChoice
 from h5async.deliver.nvcomp import NvcompError
-from h5async.deliver.trial import DecodeTrial
 from h5async.io.shared import SharedMemory
 from h5async.plan.stored import StoredFormat, stored_format
 
 hdf5plugin = require_extra("hdf5plugin")
-pytestmark = pytest.mark.skipif(load_core() is None, reason="the compiled core reads the chunks")
+pytestmark = [
+    pytest.mark.any_gpu,
+    pytest.mark.skipif(load_core() is None, reason="the compiled core reads the chunks"),
+]
 
 N = 37
-
-
-def use_gpu(monkeypatch, seed, damage=None):
-    cupy, simulation = fake_cupy.make(seed)
-    nvcomp = fake_nvcomp.FakeNvcomp(cupy, simulation, damage)
-    monkeypatch.setattr(h5async.deliver.device, "_import_cupy", lambda: cupy)
-    monkeypatch.setattr(h5async.deliver.device, "load_nvcomp", lambda: nvcomp)
-    monkeypatch.setattr(h5async.deliver.devicedecode, "load_nvcomp", lambda: nvcomp)
-    return cupy, simulation, nvcomp
 
 
 def values(shape, dtype, seed=0):
@@ -93,8 +88,8 @@ def check(path, kept, axis=0, name="data"):
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", ["u1", "<f4", "<i8"])
+@each("shape", SHAPES)
+@each("dtype", ["u1", "<f4", "<i8"])
 def test_every_pipeline_and_shape_is_what_h5py_gives(tmp_path, monkeypatch, pipeline, shape, dtype):
     cupy, simulation, nvcomp = use_gpu(monkeypatch, seed=1)
     path, (dims, chunks, axis) = tmp_path / "data.h5", SHAPES[shape]
@@ -119,8 +114,8 @@ def test_every_pipeline_and_shape_is_what_h5py_gives(tmp_path, monkeypatch, pipe
     assert nvcomp.calls > 0 or pipeline in ("shuffle", "bitshuffle") or shape == "numbers"
 
 
-@pytest.mark.parametrize("prefetch", [1, 2, 3])
-@pytest.mark.parametrize("num_threads", [0, 1, 3])
+@each("prefetch", [1, 2, 3])
+@each("num_threads", [0, 1, 3])
 def test_every_allowed_order_gives_the_right_batches(tmp_path, monkeypatch, prefetch, num_threads):
     path = tmp_path / "data.h5"
     with h5py.File(path, "w") as file:
@@ -150,8 +145,8 @@ def test_every_allowed_order_gives_the_right_batches(tmp_path, monkeypatch, pref
             simulation.run_all()
         want = images.transpose(0, 3, 1, 2) / np.float32(2)
         for index, data, labels in kept:
-            assert np.array_equal(data, want[index])
-            assert np.array_equal(labels, index)
+            assert np.array_equal(data.get(), want[index])
+            assert np.array_equal(labels.get(), index)
         assert nvcomp.calls > 0
 
 
@@ -317,14 +312,14 @@ def test_with_a_device_cache(tmp_path, monkeypatch):
 @pytest.mark.parametrize("workers", ["thread", "process"])
 def test_auto_keeps_what_is_faster(tmp_path, monkeypatch, device_is_fast, workers):
     cupy, simulation, nvcomp = use_gpu(monkeypatch, seed=6)
-    note, noted = DecodeTrial.note, []
+    note, noted = DecodeChoice.note, []
 
-    def note_as_told(trial, on_device, seconds):
+    def note_as_told(choice, on_device, seconds):
         noted.append(on_device)
         assert 0 < seconds < 60
-        note(trial, on_device, 1.0 if on_device == device_is_fast else 2.0)
+        note(choice, on_device, 1.0 if on_device == device_is_fast else 2.0)
 
-    monkeypatch.setattr(DecodeTrial, "note", note_as_told)
+    monkeypatch.setattr(DecodeChoice, "note", note_as_told)
     pieces, empty = [], SharedMemory.empty
     monkeypatch.setattr(SharedMemory, "empty", lambda m, n: pieces.append(n) or empty(m, n))
     path = tmp_path / "data.h5"
@@ -376,7 +371,7 @@ def test_a_helper_process_reads_what_the_gpu_decodes(
         num_threads=num_threads,
         prefetch=3,
         cache=cache,
-        timeout=60,
+        timeout=200,
     ) as reader:
         kept = late_copies(cupy, simulation, reader, epochs=3)
         assert reader.stats().decode.startswith("device" if decode == "device" else ("host", "de"))
@@ -385,28 +380,28 @@ def test_a_helper_process_reads_what_the_gpu_decodes(
     assert nvcomp.calls > 0
 
 
-def test_a_trial():
-    trial = DecodeTrial("auto", None)
+def test_a_choice():
+    choice = DecodeChoice("auto", None)
     turns = []
-    while trial.is_running:
-        turns.append(trial.next_turn())
-        trial.note(turns[-1], 0.5 if turns[-1] else (9.0 if len(turns) < 2 else 0.6))
+    while choice.is_running:
+        turns.append(choice.next_on_device())
+        choice.note(turns[-1], 0.5 if turns[-1] else (9.0 if len(turns) < 2 else 0.6))
     assert turns == [False, True] * 4
-    assert trial.next_turn()
-    assert trial.sentence == "device: a batch takes 5e+02 ms on the device, 6e+02 ms on the host"
-    trial.note(True, 100.0)
-    assert trial.next_turn()
+    assert choice.next_on_device()
+    assert choice.sentence == "device: a batch takes 5e+02 ms on the device, 6e+02 ms on the host"
+    choice.note(True, 100.0)
+    assert choice.next_on_device()
 
 
-def test_a_trial_that_ends_on_the_host():
+def test_a_choice_that_ends_on_the_host():
     for seconds in (0.95, math.inf):
-        trial = DecodeTrial("auto", None)
+        choice = DecodeChoice("auto", None)
         for _ in range(4):
-            trial.note(True, seconds)
-            trial.note(False, 1.0)
-        assert not trial.is_running
-        assert not trial.next_turn()
-        assert trial.sentence.startswith("host: ")
+            choice.note(True, seconds)
+            choice.note(False, 1.0)
+        assert not choice.is_running
+        assert not choice.next_on_device()
+        assert choice.sentence.startswith("host: ")
 
 
 def make(path, **options):
@@ -486,7 +481,7 @@ def test_there_is_no_gpu(tmp_path, monkeypatch):
     def missing():
         raise DeviceError("CuPy is not installed")
 
-    monkeypatch.setattr(h5async.deliver.device, "_import_cupy", missing)
+    monkeypatch.setattr(h5async.deliver.gpu, "import_cupy", missing)
     path = tmp_path / "data.h5"
     make(path, compression="gzip")
     with pytest.raises(DeviceError, match='decode="device" needs a GPU'):
@@ -532,7 +527,7 @@ def test_what_was_decoded_wrong_gets_into_no_cache(tmp_path, monkeypatch):
     with h5py.File(path, "w") as file:
         file.create_dataset("data", data=data, chunks=(2, 8), compression="gzip")
     for seed in range(8):
-        cupy, _, _ = use_gpu(monkeypatch, seed, flip_last_bit)
+        cupy, _, _ = use_fake_gpu(monkeypatch, seed, flip_last_bit)
         wait = cupy.cuda.Event.synchronize
 
         def slow(event, wait=wait):
@@ -564,7 +559,7 @@ def test_a_refused_call_is_no_reason_to_overtake_what_was_put_on_the_stream(tmp_
         file.create_dataset("data", data=data, chunks=(2, 8), compression="gzip")
         file.create_dataset("labels", data=data[:, :1].copy(), chunks=(2, 1), compression="gzip")
     for seed in range(10):
-        cupy, simulation, nvcomp = use_gpu(monkeypatch, seed, flip_last_bit)
+        cupy, simulation, nvcomp = use_fake_gpu(monkeypatch, seed, flip_last_bit)
         decompress = nvcomp.decompress
 
         def refuse_second(*args, nvcomp=nvcomp, decompress=decompress, **named):
@@ -577,14 +572,14 @@ def test_a_refused_call_is_no_reason_to_overtake_what_was_put_on_the_stream(tmp_
             hdf5_path=path, batch_size=4, device="cuda", decode="device", num_threads=0
         ) as reader:
             for index, got in late_copies(cupy, simulation, reader, epochs=1):
-                assert np.array_equal(got, data[index])
+                assert np.array_equal(got.get(), data[index])
 
 
 def test_memory_for_decoding_is_given_back_when_the_host_won(tmp_path, monkeypatch):
     cupy, simulation, _ = use_gpu(monkeypatch, seed=1)
-    note = DecodeTrial.note
+    note = DecodeChoice.note
     monkeypatch.setattr(
-        DecodeTrial, "note", lambda trial, device, _: note(trial, device, 2.0 if device else 1.0)
+        DecodeChoice, "note", lambda choice, device, _: note(choice, device, 2.0 if device else 1.0)
     )
     path = tmp_path / "data.h5"
     with h5py.File(path, "w") as file:
@@ -609,7 +604,7 @@ def test_memory_for_decoding_is_given_back_when_the_host_won(tmp_path, monkeypat
 
 
 def test_decoding_that_does_not_fit_the_gpu_is_the_hosts(tmp_path, monkeypatch):
-    cupy, _, nvcomp = use_gpu(monkeypatch, seed=1)
+    cupy, _, nvcomp = use_fake_gpu(monkeypatch, seed=1)
     path = tmp_path / "data.h5"
     make(path, compression="gzip")
     options = {"hdf5_path": path, "labels_field": None, "device": "cuda"}

@@ -22,12 +22,13 @@ import h5py
 import hypothesis
 import numpy as np
 import pytest
+from cases import each
 from cuda_on_cpu import load_kernels
 from hypothesis import given
 from hypothesis import strategies as st
 
 from h5async import Field
-from h5async.codec.bitshuffle import bitshuffle_decoder
+from h5async.codec.bitshuffle import bitshuffle_codec
 from h5async.deliver import kernels as kernels_module
 from h5async.index.layout import DatasetLayout
 from h5async.index.metadata import read_layouts
@@ -203,7 +204,7 @@ def test_unshuffle_undoes_shuffle(kernels, nbytes, count, gap, element, offset, 
 
 
 @pytest.mark.parametrize("launch", LAUNCHES)
-@pytest.mark.parametrize("element", ELEMENTS)
+@each("element", ELEMENTS)
 def test_unshuffle_of_aligned_chunks(kernels, element, launch):
     plain = [random_bytes(k, 48 * 40 + element - 1) for k in range(3)]
     unshuffle = kernels.get_function("h5async_unshuffle")
@@ -217,7 +218,7 @@ def test_unshuffle_of_aligned_chunks(kernels, element, launch):
 
 def bitunshuffled(data, element, block):
     """Return what the host makes of bytes; those that make no whole element stay."""
-    decode = bitshuffle_decoder((0, 0, element, block))
+    decode = bitshuffle_codec((0, 0, element, block)).decode
     assert decode is not None
     body = data.size // element * element
     out = np.empty(body, np.uint8)
@@ -247,8 +248,8 @@ def test_bitunshuffle_is_the_hosts(
 
 
 @pytest.mark.parametrize("launch", LAUNCHES)
-@pytest.mark.parametrize("element", ELEMENTS)
-@pytest.mark.parametrize("block", [0, 40])
+@each("element", ELEMENTS)
+@each("block", [0, 40])
 def test_bitunshuffle_of_aligned_chunks(kernels, block, element, launch):
     chunks = [random_bytes(k, 8405 * element) for k in range(3)]
     bitunshuffle = kernels.get_function("h5async_bitunshuffle")
@@ -480,8 +481,8 @@ def read_chunks(dataset, layout: DatasetLayout, plan: ChunkPlan):
     return chunks.ravel().view(np.uint8)
 
 
-@pytest.mark.parametrize("launch", LAUNCHES)
-@pytest.mark.parametrize("dtype", ["u1", "<f2", "<i4", "<c16"])
+@each("launch", LAUNCHES)
+@each("dtype", ["u1", "<f2", "<i4", "<c16"])
 @pytest.mark.parametrize(("shape", "chunks", "axis"), DATASETS.values(), ids=DATASETS)
 def test_place_executes_the_readers_plans(kernels, tmp_path, shape, chunks, axis, dtype, launch):
     values = random_bytes(3, int(np.prod(shape)) * np.dtype(dtype).itemsize).view(dtype)
@@ -554,9 +555,9 @@ def test_adler32_does_not_overflow_over_gigabytes(kernels):
 
 
 @pytest.mark.parametrize("launch", LAUNCHES)
-@pytest.mark.parametrize("wrong", [None, "status", "actual", "adler"])
-@pytest.mark.parametrize("at", [0, 4, 9])
-@pytest.mark.parametrize("has_adler", [False, True])
+@each("wrong", [None, "status", "actual", "adler"])
+@each("at", [0, 4, 9])
+@each("has_adler", [False, True])
 def test_verify_finds_what_is_wrong(kernels, launch, wrong, at, has_adler):
     nbytes, count = 3001, 10
     data = random_bytes(7, nbytes * count)
@@ -604,7 +605,7 @@ extern "C" __global__ void __launch_bounds__(64) count_threads(
 """
 
 
-@pytest.mark.parametrize("seed", range(4))
+@each("seed", range(4))
 @pytest.mark.parametrize(("grid", "block"), LAUNCHES)
 def test_the_harness_runs_every_thread_once(grid, block, seed):
     count = grid[0] * grid[1] * block[0]

@@ -9,10 +9,12 @@ import gc
 import sys
 import threading
 import types
+from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
+from cases import each
 
 from h5async import AsyncReader, ConfigError, DeviceError, Field
 from h5async.deliver.pinned import Pinning
@@ -29,6 +31,7 @@ class FakeCuda:
         self.may_run.set()
         self.queue, self.lock = [], threading.Lock()
         self.refuses = 0
+        self.last_error = 0
 
     def is_available(self):
         return True
@@ -45,11 +48,26 @@ class FakeCuda:
 
     def cudaHostRegister(self, address, nbytes, flags):
         assert address % 4096 == 0
-        self.registered[address] = nbytes
+        self.last_error = self.refuses
+        if not self.refuses:
+            self.registered[address] = nbytes
         return self.refuses
 
     def cudaHostUnregister(self, address):
+        assert is_mapped(address), "unregistered too late"
         del self.registered[address]
+        return 0
+
+    def set_device(self, number):
+        assert number == self.device_count(), "the current device is the program's"
+        self.last_error = 0  # as PyTorch does when it raises
+        raise RuntimeError("CUDA error: invalid device ordinal")
+
+    def synchronize(self, device):
+        assert device in self.used, "a context would be made where there was none"
+        self.waiting.set()
+        assert self.may_run.wait(60)
+        self.run(len(self.queue))
 
     def cudaGetErrorString(self, error):
         return "out of memory"
@@ -72,6 +90,14 @@ class FakeCuda:
         return FakeEvent(self)
 
 
+def is_mapped(address):
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, _, end = line.split()[0].partition("-")
+        if int(begin, 16) <= address < int(end, 16):
+            return True
+    return False
+
+
 class FakeEvent:
     def __init__(self, cuda):
         self.cuda = cuda
@@ -81,7 +107,7 @@ class FakeEvent:
 
     def synchronize(self):
         self.cuda.waiting.set()
-        assert self.cuda.may_run.wait(60)
+        assert self.cuda.may_run.wait(200)
         self.cuda.run(self.todo)
 
 
@@ -110,8 +136,8 @@ def options(path, **more):
     return {"hdf5_path": path, "fields": fields, "batch_size": 8, "pin_memory": True, **more}
 
 
-@pytest.mark.parametrize("num_threads", [0, 1, 3])
-@pytest.mark.parametrize("prefetch", [1, 2, 3])
+@each("num_threads", [0, 1, 3])
+@each("prefetch", [1, 2, 3])
 def test_late_copies_see_their_batch(path, cuda, num_threads, prefetch):
     with h5py.File(path) as file:
         data = file["data"][...].astype("f4")
@@ -131,7 +157,7 @@ def test_late_copies_see_their_batch(path, cuda, num_threads, prefetch):
 
 
 def test_a_slot_is_not_refilled_before_the_copy_is_done(path, cuda):
-    with AsyncReader(**options(path, prefetch=1, num_threads=1, timeout=60)) as reader:
+    with AsyncReader(**options(path, prefetch=1, num_threads=1, timeout=200)) as reader:
         batch = reader.get_next_batch()
         held, values = batch.data, batch.data.copy()
         cuda.copy_later(held, np.zeros_like(held))
@@ -139,10 +165,10 @@ def test_a_slot_is_not_refilled_before_the_copy_is_done(path, cuda):
         cuda.waiting.clear()
         getter = threading.Thread(target=reader.get_next_batch)
         getter.start()
-        assert cuda.waiting.wait(60)
+        assert cuda.waiting.wait(200)
         assert np.array_equal(held, values)
         cuda.may_run.set()
-        getter.join(60)
+        getter.join(200)
         assert not np.array_equal(held, values)
 
 
@@ -183,6 +209,40 @@ def test_memory_that_cannot_be_pinned(path, cuda):
     cuda.refuses = 2
     with pytest.raises(DeviceError, match=r"could not be pinned \(out of memory\); make batch_si"):
         AsyncReader(**options(path))
+    assert cuda.last_error == 0, "PyTorch's next kernel raises it"
+
+
+def test_copies_of_another_thread_are_waited_for_before_memory_is_unpinned(path, cuda, monkeypatch):
+    """The last batch is not handed back, and whoever lets go of it has streams of its own."""
+    reader = AsyncReader(**options(path))
+    batch = reader.get_next_batch()
+    target, expected = np.zeros_like(batch.data), batch.data.copy()
+    cuda.queue[:] = [(expected, target)]
+    idle = types.SimpleNamespace(queue=[])
+    monkeypatch.setattr(cuda, "current_stream", lambda device: idle)  # this thread's
+    held = [batch]
+    del batch
+    reader.close()
+    del reader
+    other = threading.Thread(target=held.clear)
+    other.start()
+    other.join(60)
+    gc.collect()
+    assert not cuda.registered
+    assert np.array_equal(target, expected), "what was on its way was not waited for"
+
+
+@pytest.mark.parametrize("when", ["record", "synchronize"])
+def test_a_fault_of_the_gpu_is_a_device_error(path, cuda, monkeypatch, when):
+    def fail(*_):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with AsyncReader(**options(path, prefetch=1, timeout=60)) as reader:
+        reader.get_next_batch()
+        monkeypatch.setattr(FakeEvent, when, fail)
+        monkeypatch.setattr(cuda, "synchronize", fail)
+        with pytest.raises(DeviceError, match="an illegal memory access"):
+            reader.get_next_batch()
 
 
 @pytest.mark.parametrize("other", [{"device": "cuda"}, {"device": "cuda:1"}, {"cache": "device"}])

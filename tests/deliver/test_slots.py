@@ -18,9 +18,9 @@ from hypothesis.stateful import (
 )
 
 from h5async.deliver.slots import Assignment, SlotRing
-from h5async.errors import BatchTimeoutError, ReaderClosedError
+from h5async.errors import BatchTimeoutError, H5AsyncError, ReaderClosedError
 
-DEADLOCK_SECONDS = 20
+DEADLOCK_SECONDS = 200
 
 
 # --- as a table ----------------------------------------------------------------------------------
@@ -79,6 +79,21 @@ def test_batches_are_taken_in_order_however_they_were_filled() -> None:
     for serial in range(3):
         ring.hand_back()
         assert take(ring)[::2] == (serial, serial * 10)
+
+
+def test_where_workers_broke_down_nobody_waits_for_ever() -> None:
+    ring: SlotRing[str] = SlotRing(2)
+    ring.ask()
+    ring.ask()
+    ring.assign()
+    ring.filled(0, "a")
+    ring.fail(RuntimeError("the first"))
+    ring.fail(RuntimeError("the second"))
+    assert take(ring) == (0, 0, "a")
+    with pytest.raises(H5AsyncError, match=r"broke down \(RuntimeError: the first\)"):
+        ring.wait(DEADLOCK_SECONDS)
+    ring.filled(1, "b")
+    assert take(ring) == (1, 1, "b")
 
 
 def test_a_dropped_batch_that_is_ready_frees_its_slot_at_once() -> None:
@@ -457,3 +472,31 @@ def test_many_threads_fill_while_one_takes(slots: int) -> None:
     add([Assignment(-1, -1)] * workers)
     assert sum(result() for result in results) == batches
     assert wrong == []
+
+
+def test_what_a_batch_costs_does_not_grow_with_the_number_of_slots():
+    class Counted(dict):
+        def items(self):
+            for item in super().items():
+                looked_at.append(item)
+                yield item
+
+        def values(self):
+            return (entry for _, entry in self.items())
+
+    for num_slots in (10, 1000):
+        ring, looked_at = SlotRing(num_slots), []
+        ring._entries = Counted()
+        for _ in range(num_slots):
+            ring.ask()
+            for _, serial in ring.assign():
+                ring.filled(serial, serial)
+        for expected in range(2 * num_slots):
+            serial, _, result = ring.wait(10)
+            assert serial == result == expected
+            ring.take(serial)
+            ring.hand_back()
+            ring.ask()
+            for _, serial in ring.assign():
+                ring.filled(serial, serial)
+        assert len(looked_at) < 10 * num_slots

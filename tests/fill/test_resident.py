@@ -5,6 +5,7 @@ from __future__ import annotations
 import h5py
 import numpy as np
 import pytest
+from cases import each
 
 from h5async import AsyncReader, ConfigError, DeviceError, Field
 from h5async.fill.resident import Budget, HostCache, open_host_cache
@@ -41,9 +42,9 @@ def epochs(path, count=3, **options):
         return batches, reader.stats()
 
 
-@pytest.mark.parametrize("num_threads", [0, 1, 3])
+@each("num_threads", [0, 1, 3])
 @pytest.mark.parametrize("shuffle", [False, "full", "window"])
-@pytest.mark.parametrize("drop_last", [False, True])
+@each("drop_last", [False, True])
 def test_the_same_batches_come(path, num_threads, shuffle, drop_last):
     options = {"num_threads": num_threads, "shuffle": shuffle, "drop_last": drop_last}
     kept, stats = epochs(path, cache="host", **options)
@@ -172,7 +173,7 @@ def test_a_device_cache_needs_a_device(path, monkeypatch):
 
 
 def h5async_host():
-    from h5async.deliver.device import HostDevice
+    from h5async.deliver.host import HostDevice
 
     return HostDevice()
 

@@ -6,20 +6,24 @@ threads and in the thread of the caller.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
+import pickle
 import shutil
 import subprocess
 import sys
 import textwrap
 import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 import pytest
+from cases import each
 from conftest import require_extra
 
 from h5async import AsyncReader, FileChangedWarning, H5AsyncError, ReadError
@@ -53,10 +57,46 @@ def write(path: Path, seed: int, way: dict[str, Any], **others: Any) -> None:
         file["labels"] = np.arange(ROWS) + 1000 * seed
 
 
+# Runs what it is sent, with what it needs imported once.
+WRITER = """
+import pickle, sys
+import h5py, hdf5plugin
+import numpy as np
+while True:
+    try:
+        code, path = pickle.load(sys.stdin.buffer)
+    except EOFError:
+        break
+    exec(code, {"h5py": h5py, "np": np, "path": path})
+    print("done", flush=True)
+"""
+
+
+@functools.cache
+def writer() -> subprocess.Popen[bytes]:
+    """Return a process that writes, until `_writer_ends` ends it."""
+    return subprocess.Popen(
+        [sys.executable, "-c", WRITER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _writer_ends() -> Iterator[None]:
+    yield
+    if writer.cache_info().currsize:
+        with writer() as process:  # which closes its pipes, and waits for it
+            pass
+        assert process.returncode == 0
+        writer.cache_clear()
+
+
 def in_another_process(code: str, path: Path) -> None:
     """Run a script that finds the path of a file in `path`; HDF5 here has it open, or locked."""
-    script = f"import h5py, hdf5plugin, sys; import numpy as np; path = sys.argv[1]\n{code}"
-    subprocess.run([sys.executable, "-c", script, path], check=True, timeout=60)
+    process = writer()
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(pickle.dumps((code, str(path))))
+    assert process.stdout.readline() == b"done\n"
 
 
 def is_of(batch: Any, seed: int) -> bool:
@@ -77,24 +117,22 @@ def take(reader: AsyncReader, batches: int) -> list[Any]:
     return found
 
 
-@pytest.fixture(params=[0, 2], ids=["caller", "threads"])
-def num_threads(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
-
-
-@pytest.fixture(params=["auto", "pread"])
-def options(request: pytest.FixtureRequest, num_threads: int) -> dict[str, Any]:
-    return {
-        "io": request.param,
+OPTIONS = [
+    {
+        "io": io,
         "num_threads": num_threads,
         "batch_size": 10,
         "prefetch": 1,
         "device": "cpu",
         "shuffle": "full",
     }
+    for io in ("auto", "pread")
+    for num_threads in (0, 2)
+]
 
 
 @pytest.mark.parametrize("way", WAYS)
+@each("options", OPTIONS)
 def test_a_file_rewritten_in_place_with_the_same_index_goes_on(tmp_path, options, way):
     """All values are new in each batch that is read after it, and there is one warning."""
     path = tmp_path / "file.h5"
@@ -130,6 +168,7 @@ def test_a_file_rewritten_in_place_with_the_same_index_goes_on(tmp_path, options
 @pytest.mark.parametrize(
     "change", ["dtype", "shape", "moved", "gone", "no_hdf5", "empty", "longer", "chunks"]
 )
+@each("options", OPTIONS)
 def test_a_file_rewritten_with_another_index_is_an_error(tmp_path, options, way, change):
     path = tmp_path / "file.h5"
     write(path, 1, WAYS[way])
@@ -171,6 +210,7 @@ def test_a_file_rewritten_with_another_index_is_an_error(tmp_path, options, way,
 
 
 @pytest.mark.parametrize("way", ["contiguous", "gzip"])
+@each("options", OPTIONS)
 def test_a_file_that_was_renamed_over_is_read_as_it_was(tmp_path, options, way):
     path = tmp_path / "file.h5"
     write(path, 1, WAYS[way])
@@ -187,6 +227,7 @@ def test_a_file_that_was_renamed_over_is_read_as_it_was(tmp_path, options, way):
 
 
 @pytest.mark.parametrize("way", ["contiguous", "gzip", "gzip_tiles"])
+@each("options", OPTIONS)
 def test_a_change_of_the_status_alone_is_no_change(tmp_path, options, way):
     path = tmp_path / "file.h5"
     write(path, 1, WAYS[way])
@@ -226,6 +267,7 @@ def every_kind(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("what", ["touched", "an attribute", "linked", "another dataset"])
+@each("options", OPTIONS)
 def test_a_change_that_leaves_the_values_alone_is_none_to_any_kind_of_field(
     tmp_path, options, what
 ):
@@ -272,6 +314,7 @@ def test_a_file_that_may_not_be_opened_any_more_is_read_on(tmp_path):
     assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
 
 
+@each("options", OPTIONS)
 def test_a_file_that_is_touched_all_the_time_can_be_read(tmp_path, options):
     path, is_over, touches = tmp_path / "file.h5", threading.Event(), []
     write(path, 1, WAYS["gzip"])
@@ -293,7 +336,7 @@ def test_a_file_that_is_touched_all_the_time_can_be_read(tmp_path, options):
     assert touches
 
 
-@pytest.mark.parametrize("num_threads", [0, 2])
+@each("num_threads", [0, 2])
 def test_rows_that_are_kept_in_memory_are_forgotten(tmp_path, num_threads):
     path = tmp_path / "file.h5"
     write(path, 1, {})
@@ -312,6 +355,7 @@ def test_rows_that_are_kept_in_memory_are_forgotten(tmp_path, num_threads):
     assert all(is_of(batch, 1) or is_of(batch, 2) for batch in found)
 
 
+@each("options", OPTIONS)
 def test_a_warning_that_is_an_error_costs_no_batch(tmp_path, options):
     path = tmp_path / "file.h5"
     write(path, 1, {})
@@ -344,6 +388,7 @@ def test_a_helper_process_warns_too(tmp_path, workers):
 
 
 @pytest.mark.parametrize("way", ["contiguous", "raw_chunks", "gzip", "gzip_tiles", "by_h5py"])
+@each("options", OPTIONS)
 def test_sources_of_a_virtual_dataset_are_looked_at(tmp_path, options, way):
     layout = h5py.VirtualLayout((2 * ROWS, *ROW), np.float32)
     for number in range(2):
@@ -365,6 +410,7 @@ def test_sources_of_a_virtual_dataset_are_looked_at(tmp_path, options, way):
             assert isinstance(error, ReadError) or (error.index < ROWS).all()
 
 
+@each("options", OPTIONS)
 def test_an_external_file_is_looked_at(tmp_path, options):
     raw, path = tmp_path / "values.raw", tmp_path / "file.h5"
     values(1).tofile(raw)
@@ -387,6 +433,7 @@ def test_an_external_file_is_looked_at(tmp_path, options):
             assert "cut short" in str(error)
 
 
+@each("options", OPTIONS)
 def test_a_chunk_that_was_kept_decoded_is_not_given_after_a_change(tmp_path, options):
     """Batches of 3 samples take parts of chunks of 8, which are kept for the next batch."""
     path = tmp_path / "file.h5"
@@ -403,6 +450,7 @@ def test_a_chunk_that_was_kept_decoded_is_not_given_after_a_change(tmp_path, opt
         assert all(is_of(batch, 2) for batch in found)
 
 
+@each("options", OPTIONS)
 def test_a_writer_that_does_not_stop_is_an_error_or_none(tmp_path, options):
     """What comes meanwhile is of some versions; when it has stopped, all is of the last one."""
     path = tmp_path / "file.h5"
@@ -496,10 +544,11 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(script: str, *arguments: Any, **kwargs: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=110, check=False, **kwargs
+        command, capture_output=True, text=True, timeout=200, check=False, **kwargs
     )
 
 
+@pytest.mark.sampled(6)
 @needs_guard
 @pytest.mark.parametrize("num_threads", [0, 2])
 @pytest.mark.parametrize("io", ["auto", "map"])
@@ -514,6 +563,7 @@ def test_a_mapped_file_that_is_cut_short_is_an_error(large, name, io, num_thread
     assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_threads", [0, 2])
 @pytest.mark.parametrize("name", ["contiguous", "chunks", "gzip", "blosc2", "columns"])
 def test_without_the_core_nothing_is_mapped_by_default(large, name, num_threads):
@@ -575,6 +625,7 @@ FOREIGN = """
 """
 
 
+@pytest.mark.sampled(3)
 @needs_guard
 @pytest.mark.parametrize("how", ["fault", "kill"])
 @pytest.mark.parametrize("when", ["never", "before", "after", "between"])
@@ -624,6 +675,7 @@ def test_many_chunks_that_the_core_refuses(tmp_path, shuffle):
             assert np.array_equal(batch.data, data[batch.index])
 
 
+@each("options", OPTIONS)
 def test_a_file_that_is_copied_while_it_is_read_is_no_change(tmp_path, options):
     path = tmp_path / "file.h5"
     write(path, 1, WAYS["gzip"])

@@ -10,10 +10,11 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from cases import each
 from conftest import POISON, assert_epoch_is, assert_reads_like_h5py, assert_same_bits, poison
 from h5py import h5d, h5p, h5s, h5t
 
-import h5async.deliver.device
+import h5async.deliver.host
 from h5async import AsyncReader, DatasetError, Field, ReadError
 from h5async.fill import phases
 from h5async.plan import plan
@@ -129,14 +130,14 @@ def assert_member_reads_like_h5py(
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("member", [*PLAIN, *NESTED])
+@each("member", [*PLAIN, *NESTED])
 def test_member_reads_like_h5py(tmp_path, member, storage):
     path = write_table(tmp_path / "f.h5", storage)
     assert_member_reads_like_h5py(path, "table", member)
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("member", ["pos", "track"])
+@each("member", ["pos", "track"])
 def test_member_that_is_a_compound_is_a_structured_array(tmp_path, member, storage):
     path = write_table(tmp_path / "f.h5", storage)
     expected = random_bits(TABLE, (11,))[member]
@@ -157,8 +158,8 @@ def test_whole_compound_is_a_structured_array(tmp_path, storage):
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("num_dim", [0, 1])
-@pytest.mark.parametrize("member", ["energy", "vector", "matrix", "flag", "flags", "pos/y"])
+@each("num_dim", [0, 1])
+@each("member", ["energy", "vector", "matrix", "flag", "flags", "pos/y"])
 def test_member_of_a_table_of_two_dimensions(tmp_path, member, num_dim, storage):
     shape = (6, 3) if storage == "compact" else (9, 7)
     path = write_table(tmp_path / "f.h5", storage, shape)
@@ -320,9 +321,9 @@ FILL = np.array(
 )
 
 
-@pytest.mark.parametrize("chunks", [(4,), (11,)])
-@pytest.mark.parametrize("filters", [{}, {"compression": "gzip"}], ids=["raw", "gzip"])
-@pytest.mark.parametrize("fill", [None, FILL], ids=["zeros", "fill value"])
+@each("chunks", [(4,), (11,)])
+@each("filters", [{}, {"compression": "gzip"}])
+@each("fill", [None, FILL])
 def test_holes_of_a_chunked_table(tmp_path, fill, filters, chunks):
     values = random_bits(FILL.dtype, (20,))
     values["f6"] = fill is None  # else no value of this one would differ
@@ -333,9 +334,9 @@ def test_holes_of_a_chunked_table(tmp_path, fill, filters, chunks):
         assert_member_reads_like_h5py(tmp_path / "f.h5", "table", member)
 
 
-@pytest.mark.parametrize("fill", [None, FILL], ids=["zeros", "fill value"])
-@pytest.mark.parametrize("chunks", [None, (4,)], ids=["contiguous", "chunked"])
-@pytest.mark.parametrize("fill_time", ["ifset", "never", "alloc"])
+@each("fill", [None, FILL])
+@each("chunks", [None, (4,)])
+@each("fill_time", ["ifset", "never", "alloc"])
 def test_table_that_was_never_written(tmp_path, fill_time, chunks, fill):
     with h5py.File(tmp_path / "f.h5", "w") as file:
         how = {"chunks": chunks, "fillvalue": fill, "fill_time": fill_time}
@@ -396,7 +397,7 @@ def write_mixed(path: Path, **how: Any) -> Path:
 @pytest.mark.parametrize(
     "how", [{}, {"chunks": (4,)}, {"chunks": (4,), "compression": "gzip"}], ids=str
 )
-@pytest.mark.parametrize("member", ["energy", "big", "pos/x", "pos/y", "pos/tag"])
+@each("member", ["energy", "big", "pos/x", "pos/y", "pos/tag"])
 def test_member_beside_strings_of_variable_length(tmp_path, member, how):
     path = write_mixed(tmp_path / "f.h5", **how)
     assert_member_reads_like_h5py(path, "table", member, fallback="variable length")
@@ -518,7 +519,7 @@ def assert_reads_member_equal_to(path: Path, name: str, expected: np.ndarray) ->
 
 
 @pytest.mark.parametrize("member", ["energy", "matrix", "pos/x", "flag"])
-@pytest.mark.parametrize("num_dim", [0, 1])
+@each("num_dim", [0, 1])
 def test_member_of_a_virtual_table(tmp_path, member, num_dim):
     write_table(tmp_path / "f.h5", "gzip", (9, 7))
     layout = h5py.VirtualLayout((10, 7), TABLE)
@@ -639,7 +640,7 @@ def test_padding_of_a_table_that_h5py_reads_is_not_what_memory_held(tmp_path, mo
         data = h5py.Dataset(h5py.h5d.create(file.id, b"data", table, space))
         data[...] = np.zeros(20, data.dtype)
     monkeypatch.setattr(
-        h5async.deliver.device, "_plain_memory", lambda nbytes: np.full(nbytes, POISON, "u1")
+        h5async.deliver.host, "_plain_memory", lambda nbytes: np.full(nbytes, POISON, "u1")
     )
     with AsyncReader(hdf5_path=path, labels_field=None, batch_size=7, device="cpu") as reader:
         assert reader.layouts["data"].fallback_reason

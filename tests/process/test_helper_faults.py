@@ -29,7 +29,7 @@ from test_helper import (
     wait_until,
 )
 
-import h5async.process.helper
+import h5async.process.child
 from h5async import AsyncReader, ConfigError, ReadError
 from h5async.io.shared import SharedMemory
 from h5async.process.helper_main import GROUP_SIGNALS
@@ -50,8 +50,8 @@ def path(tmp_path_factory):
 
 def starts(monkeypatch):
     """Count helpers from now on."""
-    found, inner = [], h5async.process.helper._code
-    monkeypatch.setattr(h5async.process.helper, "_code", lambda *a: found.append(a) or inner(*a))
+    found, inner = [], h5async.process.child._code
+    monkeypatch.setattr(h5async.process.child, "_code", lambda *a: found.append(a) or inner(*a))
     return found
 
 
@@ -61,7 +61,7 @@ def starts(monkeypatch):
 @pytest.mark.parametrize("message", [Opened, Started, Answer])
 def test_a_kill_at_any_step_costs_nothing(path, monkeypatch, message):
     """Also that of the helper which takes the place of one that was killed."""
-    kills, inner = [], h5async.process.helper._Process.receive
+    kills, inner = [], h5async.process.child.HelperProcess.receive
 
     def receive(process):
         found = inner(process)
@@ -70,7 +70,7 @@ def test_a_kill_at_any_step_costs_nothing(path, monkeypatch, message):
             os.kill(process._popen.pid, signal.SIGKILL)
         return found
 
-    monkeypatch.setattr(h5async.process.helper._Process, "receive", receive)
+    monkeypatch.setattr(h5async.process.child.HelperProcess, "receive", receive)
     is_begun = False
     with make(path, prefetch=3) as reader:
         assert reader.get_next_batch().number == 0
@@ -85,7 +85,7 @@ def test_a_kill_at_any_step_costs_nothing(path, monkeypatch, message):
 
 @pytest.mark.parametrize("message", [Opened, Started])
 def test_a_kill_while_a_reader_is_made_is_an_error(path, monkeypatch, message):
-    inner = h5async.process.helper._Process._open
+    inner = h5async.process.child.HelperProcess._open
 
     def opens(process, *arguments):
         inner(process, *arguments)
@@ -97,11 +97,12 @@ def test_a_kill_while_a_reader_is_made_is_an_error(path, monkeypatch, message):
             os.kill(process._popen.pid, signal.SIGKILL)
         return found
 
-    taken = h5async.process.helper._Process.receive
+    taken = h5async.process.child.HelperProcess.receive
     if message is Opened:
-        monkeypatch.setattr(h5async.process.helper._Process, "_open", opens)
-    monkeypatch.setattr(h5async.process.helper._Process, "receive", receive)
-    with pytest.raises(ReadError, match=r"SIGKILL.*while the files were opened"):
+        monkeypatch.setattr(h5async.process.child.HelperProcess, "_open", opens)
+    monkeypatch.setattr(h5async.process.child.HelperProcess, "receive", receive)
+    step = "opened the files" if message is Opened else "started its threads"
+    with pytest.raises(ReadError, match=f"SIGKILL.*before it had {step}"):
         make(path)
 
 
@@ -149,8 +150,8 @@ def test_a_message_that_is_cut_off_is_no_message(path, monkeypatch):
         "    inner(self, data)\n"
         "c.Channel.send = send\n"
     )
-    inner = h5async.process.helper._code
-    monkeypatch.setattr(h5async.process.helper, "_code", lambda *a: cut_off + inner(*a))
+    inner = h5async.process.child._code
+    monkeypatch.setattr(h5async.process.child, "_code", lambda *a: cut_off + inner(*a))
     with make(path, prefetch=1) as reader:
         assert [reader.get_next_batch().number for _ in range(6)] == list(range(6))
 
@@ -215,13 +216,13 @@ def test_signals_of_the_group_are_the_readers(path, tmp_path, target):
         "import os, signal, sys\n"
         "from h5async import AsyncReader\n"
         "reader = AsyncReader(hdf5_path=sys.argv[1], workers='process', batch_size=8)\n"
-        "pid, got = reader._engine.filler._process._popen.pid, []\n"
+        "pid, got = reader._engine.filler.process._popen.pid, []\n"
         "for number in map(int, sys.argv[3:]):\n"
         "    signal.signal(number, lambda n, f: got.append(n))\n"
         "    if sys.argv[2] == 'group': os.killpg(0, number)\n"
         "    else: os.kill(pid, number)\n"
         "    reader.get_next_batch(); reader.get_next_batch()\n"
-        "assert reader._engine.filler._process._popen.pid == pid\n"
+        "assert reader._engine.filler.process._popen.pid == pid\n"
         "print(len(got))\n"
     )
     numbers = sorted(GROUP_SIGNALS)
@@ -242,7 +243,7 @@ def test_a_program_that_was_stopped_goes_on(path, tmp_path):
         "import os, signal, sys\n"
         "from h5async import AsyncReader\n"
         "reader = AsyncReader(hdf5_path=sys.argv[1], workers='process', batch_size=8)\n"
-        "print(reader._engine.filler._process._popen.pid, flush=True)\n"
+        "print(reader._engine.filler.process._popen.pid, flush=True)\n"
         "for _ in range(100): reader.get_next_batch()\n"
         "sys.stdin.readline()\n"
         "for _ in range(100): reader.get_next_batch()\n"
@@ -275,7 +276,7 @@ def test_a_reader_that_lets_sigpipe_have_its_way(path, tmp_path):
         "signal.signal(signal.SIGPIPE, signal.SIG_DFL)\n"
         "with AsyncReader(hdf5_path=sys.argv[1], workers='process', batch_size=8) as reader:\n"
         "    for turn in range(3):\n"
-        "        process = reader._engine.filler._process\n"
+        "        process = reader._engine.filler.process\n"
         "        assert reader.get_next_batch().number == 2 * turn\n"
         "        reader._engine.filler._lock.acquire()\n"  # the end is not noticed yet
         "        os.kill(process._popen.pid, signal.SIGKILL)\n"
@@ -323,6 +324,7 @@ PATCHES = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("patch", PATCHES)
 def test_what_others_have_patched(path, tmp_path, patch, when):
@@ -344,7 +346,7 @@ def test_what_others_have_patched(path, tmp_path, patch, when):
         "    for _ in range(2):\n"
         "        for batch in reader:\n"
         "            assert batch.labels.tolist() == batch.index.tolist()\n"
-        "    os.kill(reader._engine.filler._process._popen.pid, signal.SIGKILL)\n"
+        "    os.kill(reader._engine.filler.process._popen.pid, signal.SIGKILL)\n"
         "    for batch in reader:\n"
         "        assert batch.labels.tolist() == batch.index.tolist()\n"
         "    for _ in range(6): reader.fetch_data()\n"
@@ -404,6 +406,7 @@ def test_a_path_of_modules_that_holds_anything(path, monkeypatch):
         assert reader.get_next_batch().number == 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("options", ["-I", "-S", "-E", "-s", "-P", "-O", "-X utf8", "-W error"])
 def test_options_of_the_interpreter(path, tmp_path, options):
     import site
@@ -499,7 +502,7 @@ def test_more_slots_than_descriptors(path, tmp_path):
         "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))\n"
         "before = len(os.listdir('/proc/self/fd'))\n"
         "with AsyncReader(hdf5_path=sys.argv[1], workers='process', batch_size=2, device='cpu',\n"
-        "                 prefetch=20_000, timeout=100) as reader:\n"
+        "                 prefetch=20_000, timeout=200) as reader:\n"
         "    for turn in range(5):\n"
         "        assert reader.get_next_batch().number == turn\n"
         "    assert len(os.listdir('/proc/self/fd')) < before + 20\n"
@@ -636,10 +639,10 @@ def test_a_place_of_memory_that_was_given_back_is_not_found_again():
     for turn in range(50):
         array = memory.empty((300 - turn) << 12)
         array[:] = turn
-        place = memory.place(array)
+        place = memory.spec(array)
         found = os.pread(memory.fd, 1, place.offset)
         assert found == bytes([turn])
-        assert memory.place(array[4096:]).offset == place.offset + 4096
+        assert memory.spec(array[4096:]).offset == place.offset + 4096
         del array
     memory.close()
 
@@ -669,11 +672,11 @@ ENDS = {
         0,
     ),
     "helper is dead": (
-        "for batch in reader: break\nos.kill(reader._engine.filler._process._popen.pid, 9)",
+        "for batch in reader: break\nos.kill(reader._engine.filler.process._popen.pid, 9)",
         0,
     ),
     "helper is stopped": (
-        "for batch in reader: break\nos.kill(reader._engine.filler._process._popen.pid, 19)",
+        "for batch in reader: break\nos.kill(reader._engine.filler.process._popen.pid, 19)",
         0,
     ),
     "forked": (
@@ -684,6 +687,7 @@ ENDS = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("how", ENDS)
 def test_scripts_end_as_they_should(path, tmp_path, how):
     code, status = ENDS[how]
@@ -694,7 +698,7 @@ def test_scripts_end_as_they_should(path, tmp_path, how):
         "def printing(data, labels): print('a line that is not flushed')\n"
         "reader = AsyncReader(hdf5_path=sys.argv[1], workers='process', batch_size=2,\n"
         "                     prefetch=4, postprocess=printing, device='cpu')\n"
-        "print(reader._engine.filler._process._popen.pid, file=open(sys.argv[2], 'w'))\n"
+        "print(reader._engine.filler.process._popen.pid, file=open(sys.argv[2], 'w'))\n"
         f"{code}\n"
     )
     for _ in range(2):
@@ -721,7 +725,7 @@ def test_standard_output_that_nobody_reads(path, tmp_path):
         "sys.stdout.reconfigure(line_buffering=False)\n"
         "reader = AsyncReader(hdf5_path=sys.argv[1], workers='process', batch_size=2,\n"
         "                     prefetch=4, postprocess=much, device='cpu')\n"
-        "print(reader._engine.filler._process._popen.pid, file=sys.stderr)\n"
+        "print(reader._engine.filler.process._popen.pid, file=sys.stderr)\n"
         "for _ in range(6): reader.fetch_data()\n"
         "reader.close()\n"
     )
@@ -756,7 +760,7 @@ def test_standard_output_that_is_closed_does_not_end_in_the_interpreters_end(pat
         "    with AsyncReader(hdf5_path=sys.argv[1], workers='process', batch_size=2,\n"
         "                     postprocess=prints, device='cpu') as reader:\n"
         "        reader.get_next_batch()\n"
-        "        popen = reader._engine.filler._process._popen\n"
+        "        popen = reader._engine.filler.process._popen\n"
         "    statuses.append(popen.returncode)\n"
         "print(statuses, file=sys.stderr)\n"
         "os._exit(0)\n"

@@ -13,7 +13,7 @@ from h5async import AsyncReader
 from h5async.read.chunkcache import ChunkCache, State
 from h5async.read.pipeline import FilterPipeline
 
-WAIT_SECONDS = 20
+WAIT_SECONDS = 200
 
 
 def use(cache, place, decoded):
@@ -219,5 +219,5 @@ def test_who_waits_for_a_chunk_of_a_file_that_has_changed_decodes_it_anew():
         waiter = threading.Thread(target=wait_for_it)
         waiter.start()
         cache.clear()
-        waiter.join(60)
+        waiter.join(200)
     assert states == [State.CLAIMED]

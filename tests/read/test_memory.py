@@ -139,6 +139,7 @@ def open_reader(path: Path, case: Case, num_threads: int, **options: Any) -> Asy
     )
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", CASES)
 def test_later_epochs_take_no_memory(tmp_path: Path, name: str) -> None:
     case = CASES[name]

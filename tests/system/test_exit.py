@@ -127,12 +127,13 @@ def every_codec(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(path: Path, body: str, timeout: float = 90) -> subprocess.CompletedProcess[str]:
+def run(path: Path, body: str, timeout: float = 200) -> subprocess.CompletedProcess[str]:
     script = SCRIPT.format(path=str(path), body=body)
     command = [sys.executable, "-X", "faulthandler", "-c", script]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("io", ["auto", "pread"])
 def test_unclosed_readers_of_every_codec_end_in_peace(every_codec, way, io):
@@ -147,6 +148,7 @@ def test_unclosed_readers_of_every_codec_end_in_peace(every_codec, way, io):
         assert done.stderr == ""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["gzip", "zstd", "bitshuffle_lz4", "blosc"])
 def test_twenty_unclosed_readers_of_a_codec_end_in_peace(every_codec, name):
     body = f"kept = [reader({name!r}) for _ in range(20)]\nfor r in kept: left(r)"
@@ -161,7 +163,7 @@ def test_close_waits_for_a_consumer_that_works_itself(every_codec):
 
     def postprocess(data):
         works.set()
-        assert may_go_on.wait(60)
+        assert may_go_on.wait(200)
 
     reader = AsyncReader(
         hdf5_path=every_codec, data_field="raw", labels_field=None, num_threads=0,
@@ -177,15 +179,15 @@ def test_close_waits_for_a_consumer_that_works_itself(every_codec):
     consumer = threading.Thread(target=consume)
     closer = threading.Thread(target=reader.close)
     consumer.start()
-    assert works.wait(60)
+    assert works.wait(200)
     closer.start()
     while not reader._engine.ring.is_closed:
         os.sched_yield()
     assert open_descriptors(every_codec.parent)  # and so it is mapped
     assert closer.is_alive()
     may_go_on.set()
-    consumer.join(60)
-    closer.join(60)
+    consumer.join(200)
+    closer.join(200)
     assert not consumer.is_alive()
     assert not closer.is_alive()
     assert len(errors) == 1

@@ -83,6 +83,7 @@ class Interrupter:
             gc.enable()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("workers", ["thread", "process"])
 @pytest.mark.parametrize("num_threads", [0, 1, 3])
 @pytest.mark.parametrize("shuffle", [False, "full"])
@@ -97,7 +98,7 @@ def test_no_batch_is_lost(path, workers, num_threads, shuffle):
         num_threads=num_threads,
         workers=workers,
         device="cpu",
-        timeout=60,
+        timeout=200,
     ) as reader:
         for _ in range(400):
             interrupter = Interrupter(rng.randrange(1, places))
@@ -118,7 +119,7 @@ def test_no_batch_is_lost(path, workers, num_threads, shuffle):
 def test_loops_and_jumps_can_be_interrupted(path, num_threads):
     rng = random.Random(num_threads)
     with AsyncReader(
-        hdf5_path=path, batch_size=8, shuffle="full", num_threads=num_threads, timeout=60
+        hdf5_path=path, batch_size=8, shuffle="full", num_threads=num_threads, timeout=200
     ) as reader:
 
         def loop():

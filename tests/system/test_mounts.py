@@ -12,7 +12,8 @@ import h5py
 import numpy as np
 import pytest
 
-from h5async.io.storage import FileStamp, LocalFile
+from h5async.io.localfile import LocalFile
+from h5async.io.stamps import FileStamp
 from h5async.system import mounts
 
 NAMES = {
@@ -34,7 +35,8 @@ from pathlib import Path
 import h5py, numpy as np
 from h5async import AsyncReader
 from h5async.system.mounts import can_map
-from h5async.io.storage import FileStamp, LocalFile
+from h5async.io.localfile import LocalFile
+from h5async.io.stamps import FileStamp
 
 place, plain = map(os.fsencode, sys.argv[1:])
 

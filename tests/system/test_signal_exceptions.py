@@ -242,6 +242,7 @@ def reader_of(options, **more):
 # --- opening --------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("form", FORMS)
 def test_opening(tmp_path, form):
@@ -270,6 +271,7 @@ def test_opening_with_a_helper(tmp_path, kind):
             at.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_list_of_datasets(tmp_path, kind):
     """No dataset is listed as one that cannot be read."""
@@ -279,6 +281,7 @@ def test_a_list_of_datasets(tmp_path, kind):
             assert [name for name, _ in at] == ["group/data", "labels", "soft"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_name_that_is_not_there(tmp_path, kind):
@@ -308,6 +311,7 @@ def assert_equal(found, expected):
             np.testing.assert_array_equal(array, due)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("core", [True, False])
 @pytest.mark.parametrize("num_threads", [0, 2])
 @pytest.mark.parametrize("form", [*FORMS, read_only, cached])
@@ -424,6 +428,7 @@ def usr1():
     signal.signal(NUMBER, former)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("usr1")
 @pytest.mark.parametrize("name", HANDLERS)
 def test_any_handler(tmp_path, name):

@@ -1,4 +1,4 @@
-/* Bytes and bits that a filter had put in another order go back to where they belong. */
+/* Undoes the filters that change the order of bytes or bits: shuffle and bitshuffle. */
 
 #if defined(SSE2)
 /* Interleaves 16 bytes of each of `e` planes: in every round, the first and the second half. */
@@ -132,7 +132,8 @@ static int64_t unbitshuffle(Worker *w, const uint8_t *in, int64_t n, const Filte
     return n;
 }
 
-/* A header, then blocks, each compressed after its bits were transposed, behind its length. */
+/* The framing: a header, then blocks, each after its length; a block was compressed after its bits
+   had been transposed. */
 static int64_t unbitshuffle_blocks(Worker *w, const uint8_t *in, int64_t n, const Filter *f,
                                    uint8_t *out, int64_t room)
 {
@@ -146,7 +147,7 @@ static int64_t unbitshuffle_blocks(Worker *w, const uint8_t *in, int64_t n, cons
     int64_t body = nbytes / (8 * element) * (8 * element);
     uint8_t *shuffled = w->between[2], *planes = w->between[2] + block;
     for (int64_t done = 0; done < body; done += block) {
-        int64_t due = body - done < block ? body - done : block, count;
+        int64_t expected = body - done < block ? body - done : block, count;
         if (n - at < 4)
             return -1;
         int64_t length = big32(in + at);
@@ -154,12 +155,12 @@ static int64_t unbitshuffle_blocks(Worker *w, const uint8_t *in, int64_t n, cons
         if (length > n - at)
             return -1;
         if (f->kind == BITSHUFFLE_LZ4)
-            count = unlz4(w, in + at, length, shuffled, due);
+            count = unlz4(w, in + at, length, shuffled, expected);
         else
-            count = unzstd(w, in + at, length, shuffled, due);
-        if (count != due)
+            count = unzstd(w, in + at, length, shuffled, expected);
+        if (count != expected)
             return -1;
-        unbitshuffle_block(shuffled, due / element, element, planes, out + done);
+        unbitshuffle_block(shuffled, expected / element, element, planes, out + done);
         at += length;
     }
     if (nbytes - body > n - at)

@@ -1,6 +1,6 @@
-/* Chunks of a plan are read, decoded and put in place. */
+/* Reads and decodes the chunks of a plan, and copies their samples into the batch. */
 
-/* Of a chunk that no filter was applied to, read the samples that are wanted into the scratch. */
+/* Read the wanted samples of a chunk that no filter was applied to into the scratch buffer. */
 static int read_raw_samples(const Dataset *d, Worker *w, const File *file, int64_t offset,
                             const Runs *runs)
 {
@@ -75,7 +75,7 @@ static int read_chunk(Call *call, int64_t number, int64_t cross, const Runs *run
                    d->chunk_samples * d->row_nbytes == d->chunk_nbytes;
     uint8_t *whole = is_whole ? call->batch + runs->position[0] * d->row_nbytes : NULL;
     if (raw && (stored != d->chunk_nbytes || state == TO_TARGET))
-        return 0; /* what is stored raw is not kept */
+        return 0; /* chunks without filters are not kept */
     if (raw && in == NULL) {
         if (whole ? !read_fully(call->file, offset, whole, stored)
                   : !read_raw_samples(d, w, call->file, offset, runs))
@@ -109,7 +109,7 @@ static int read_chunk(Call *call, int64_t number, int64_t cross, const Runs *run
     return 1;
 }
 
-/* Whether all seems to lie in the page cache; if not, ask for all of it. */
+/* Whether all chunks seem to lie in the page cache; if not, ask the system to read all of them. */
 static int ask_for_chunks(const Dataset *d, File *file, const Worker *w, const int64_t *place,
                           const uint8_t *state, int64_t count)
 {
@@ -150,9 +150,9 @@ static void do_chunks(void *data)
     }
 }
 
-/* Items `start` to `stop` of a plan. `state` and `target`, for each of them: whether a chunk that
-   is not a whole piece of the batch is decoded to scratch or to memory that is kept (target), lies
-   decoded there, or is left out. */
+/* Items `start` to `stop` of a plan. `state` and `target` say for each of them whether a chunk that
+   does not go into the batch as a whole is decoded into the scratch buffer or into memory that is
+   kept (`target`), lies decoded there already, or is left out. */
 PUBLIC int64_t h5async_read_chunks(const Dataset *d, File *file, Worker *w, const ChunkPlan *plan,
                                    int64_t start, int64_t stop, const uint8_t *state,
                                    uint8_t *const *target, uint8_t *batch, int64_t batch_rows)

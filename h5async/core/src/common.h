@@ -1,4 +1,5 @@
-/* What all parts share: the structures that binding.py fills in, and the clock. */
+/* Declares what all parts share: the structures that Python fills in (core/structures.py declares
+   the same ones), and the clock. */
 
 #define _GNU_SOURCE
 #define _FILE_OFFSET_BITS 64
@@ -24,7 +25,7 @@
 #error "written for little-endian machines; others do without"
 #endif
 
-/* With H5ASYNC_PORTABLE, what other processors and systems do is done here too, for tests. */
+/* H5ASYNC_PORTABLE builds what other processors and systems run, so that it is tested here too. */
 #if defined(H5ASYNC_PORTABLE)
 #undef RWF_NOWAIT
 #undef POSIX_FADV_WILLNEED
@@ -45,7 +46,7 @@
 
 enum { ABI = 6 };
 enum { MAX_FILTERS = 32, MAX_RANK = 33, MAX_IOVEC = 1024, MAX_PROBES = 16 };
-enum { ADVISED_NBYTES = 128 * 1024 }; /* Linux cuts longer requests to its window, often this */
+enum { ADVISED_NBYTES = 128 * 1024 }; /* Linux cuts longer requests to its read-ahead window */
 enum { TILE_ELEMENTS = 8, TILE_NBYTES = 16 * 1024 };
 enum { MAX_LZ4_NBYTES = 0x7E000000 }; /* LZ4_MAX_INPUT_SIZE */
 
@@ -53,8 +54,8 @@ enum Kind { DEFLATE = 1, SHUFFLE, FLETCHER32, LZF, ZSTD, LZ4, BLOSC, BITSHUFFLE,
             BITSHUFFLE_LZ4, BITSHUFFLE_ZSTD, NOTHING };
 enum State { TO_SCRATCH = 0, TO_TARGET = 1, IN_TARGET = 2, SKIPPED = 3 };
 enum Io { IO_AUTO = 0, IO_PREAD = 1, IO_MAP = 2 };
-/* What kept a call from its work, or makes it worthless: the file is not what was indexed; a page
-   of its map could not be had; the reader is being closed. */
+/* Why a call did not do its work, or why its work is worthless: the file is not what was indexed; a
+   page of its map cannot be read; the reader is being closed. */
 enum Event { NO_EVENT = 0, CHANGED = 1, FAULTED = 2, STOPPED = 3 };
 
 typedef struct {
@@ -74,10 +75,10 @@ typedef struct {
     uint8_t *encoded, *chunk, *between[3];
     int64_t encoded_nbytes, chunk_nbytes, between_nbytes;
     void *deflate, *zstd;                 /* made when first needed */
-    int64_t read_ns, decode_ns, place_ns; /* where the time went, summed up */
+    int64_t read_ns, decode_ns, place_ns; /* where the time went, in total */
     int64_t read_nbytes, decoded_chunks;
-    int64_t returned_ns;                  /* when the last call came to its end */
-    const volatile int32_t *stop;         /* not 0: end as soon as can be */
+    int64_t returned_ns;                  /* when the last call ended */
+    const volatile int32_t *stop;         /* not 0: end as soon as possible */
 } Worker;
 
 typedef struct {

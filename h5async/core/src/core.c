@@ -1,13 +1,14 @@
-/* A slice of a read plan enters; rows of a batch leave: read, checked, decoded and put in place.
+/* The compiled core. Executes a slice of a read plan: reads, checks and decodes chunks, and copies
+   samples into the rows of a batch.
 
-   It is called by ctypes, which drops the GIL for the call, and knows nothing of Python: no header
-   of Python's is needed to build it, and one build serves every version of it. `binding.py` declares
-   the same structures and says what lies where; `execute.py` is its twin in Python.
+   ctypes calls it, and releases the GIL for the call. It needs no header of Python's, so that one
+   build serves every version of Python. core/structures.py declares the same structures.
 
-   Each function returns how many items it did. It stops before the first that it cannot do (bytes
-   that are missing, damaged or of another length than is due, a bound that does not hold) and
-   leaves the reason to the twin, which does that one item again and has the words for it. So what
-   is refused here need not be an error, but what is taken must be what the twin would give.
+   The Python implementation (read/ does all of this too) is the reference. Each function here
+   returns how many items it did. It stops before the first that it cannot do (bytes that are missing
+   or damaged, that have another length than expected, a bound that does not hold); the Python
+   implementation then does that one item again, and words the error. So what is refused here need
+   not be an error, but what is done must be what the Python implementation would do.
 
    Codecs are called through the public C interfaces of libdeflate, zstd, lz4 and c-blosc, by
    pointers that are handed over. Formats: HDF5's shuffle and Fletcher-32 (H5Zshuffle.c,
@@ -41,8 +42,8 @@ PUBLIC void h5async_free(Worker *w)
     w->deflate = w->zstd = NULL;
 }
 
-/* The members of all structures, by which binding.py knows that this build fits it: names that both
-   have, where they lie, and their sizes. */
+/* The members of all structures: their names, offsets and sizes, by which Python knows that this
+   build fits. */
 typedef struct {
     const char *name;
     int64_t offset, nbytes;
@@ -85,7 +86,7 @@ static const Member MEMBERS[] = {
     MEMBER(Frames, base), MEMBER(Frames, position), MEMBER(Frames, nbytes),
     MEMBER(Frames, base_nbytes), MEMBER(Frames, count), MEMBER(Frames, kind),
     MEMBER(Frames, has_checksum), MEMBER(Frames, element), MEMBER(Frames, block_nbytes),
-    MEMBER(Frames, due_nbytes), MEMBER(Frames, pitch), MEMBER(Frames, source),
+    MEMBER(Frames, expected_nbytes), MEMBER(Frames, pitch), MEMBER(Frames, source),
     MEMBER(Frames, source_nbytes), MEMBER(Frames, target), MEMBER(Frames, target_nbytes),
     MEMBER(Frames, copy_source), MEMBER(Frames, copy_target), MEMBER(Frames, copy_nbytes),
     MEMBER(Frames, adler), MEMBER(Frames, max_tasks), MEMBER(Frames, max_copies),

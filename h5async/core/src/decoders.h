@@ -1,4 +1,5 @@
-/* Encoded bytes enter; how many bytes they gave leaves, -1 where they are not as they should be. */
+/* Undoes single filters. Each function returns how many bytes it decoded, -1 where the
+   encoded bytes are damaged. */
 
 static int64_t inflate(Worker *w, const uint8_t *in, int64_t n, uint8_t *out, int64_t room)
 {
@@ -69,24 +70,24 @@ static int64_t unlz4_blocks(Worker *w, const uint8_t *in, int64_t n, uint8_t *ou
     if (nbytes > room || block == 0 || block > MAX_LZ4_NBYTES)
         return -1;
     while (done < nbytes) {
-        int64_t due = nbytes - done < block ? nbytes - done : block;
+        int64_t expected = nbytes - done < block ? nbytes - done : block;
         if (n - at < 4)
             return -1;
         int64_t length = big32(in + at);
         at += 4;
         if (length > n - at)
             return -1;
-        if (length == due)
-            memcpy(out + done, in + at, (size_t)due);
-        else if (unlz4(w, in + at, length, out + done, due) != due)
+        if (length == expected)
+            memcpy(out + done, in + at, (size_t)expected);
+        else if (unlz4(w, in + at, length, out + done, expected) != expected)
             return -1;
         at += length;
-        done += due;
+        done += expected;
     }
     return done;
 }
 
-/* Copies by whole 8 bytes, which may write up to 7 bytes too many, where there is room. */
+/* Where there is room, copies whole words of 8 bytes, and so up to 7 bytes too many. */
 static int64_t unlzf(const uint8_t *in, int64_t n, uint8_t *out, int64_t room)
 {
     const uint8_t *const end = in + n;
@@ -136,7 +137,7 @@ static int64_t unlzf(const uint8_t *in, int64_t n, uint8_t *out, int64_t room)
 }
 
 /* Whether the last 4 bytes are the checksum of the others: sums modulo 65535 of big-endian words,
-   in which zero stands for no other multiple; each half may lie in either byte order. */
+   in which 65535 is not taken for zero; each half may have either byte order. */
 static int64_t fletcher32(const uint8_t *in, int64_t n)
 {
     uint64_t sum1 = 0, sum2 = 0;

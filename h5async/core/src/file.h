@@ -1,4 +1,4 @@
-/* Byte ranges of a file: whether they can be had at once, asking for them, reading them. */
+/* Reads byte ranges of a file, tells whether they are cached, and asks the system to cache them. */
 
 #if defined(__APPLE__)
 #define MODIFIED(status) (status).st_mtimespec
@@ -13,7 +13,7 @@ static int64_t in_ns(struct timespec t)
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-/* Whether the file is what was indexed, by its numbers, size and times. */
+/* Whether the file is what was indexed, by device, inode, size and times. */
 static int is_as_indexed(File *file)
 {
     struct stat status;
@@ -43,7 +43,7 @@ static int64_t mappable_nbytes(const File *file)
     return nbytes < file->map_nbytes ? nbytes : file->map_nbytes;
 }
 
-/* Whether the reader is being closed: then nobody wants the rest. */
+/* Whether the reader is being closed, so that nobody wants the rest. */
 static int is_stopped(File *file, const Worker *w)
 {
     if (w->stop == NULL || *w->stop == 0)
@@ -52,7 +52,7 @@ static int is_stopped(File *file, const Worker *w)
     return 1;
 }
 
-/* Whether one byte can be had without waiting for a disk; not so where the system cannot tell. */
+/* Whether one byte can be read without waiting for a disk; no where the system cannot tell. */
 static int is_cached(const File *file, int64_t offset)
 {
 #ifdef RWF_NOWAIT

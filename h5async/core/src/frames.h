@@ -1,16 +1,16 @@
-/* Stored chunks are read as they are; their frames are cut into blocks, each compressed by itself.
+/* Reads encoded chunks, and cuts them into blocks, each of which was compressed alone.
 
-   So a GPU is given them: it decodes all blocks of a batch at once. Lengths, headers and checksums
-   of what is stored are held against what is due here, but no block is decoded. What is cut is
-   never more than the decoders of the host take; what is odd in any way is left to them. */
+   A GPU then decodes all blocks of a batch at once. Lengths, headers and checksums are compared with
+   what is expected, but no block is decoded here. No chunk is cut that the host's decoders would
+   refuse; every chunk that is unusual in any way is left to them. */
 
 typedef struct {
     const uint8_t *base;
-    const int64_t *position, *nbytes; /* [count]: where stored chunks lie, from `base` on */
+    const int64_t *position, *nbytes; /* [count]: where encoded chunks lie, from `base` on */
     int64_t base_nbytes, count;
-    int32_t kind, has_checksum;       /* NOTHING: no codec; a Fletcher-32 may come last */
+    int32_t kind, has_checksum;       /* NOTHING: not compressed; a Fletcher-32 may come last */
     int64_t element, block_nbytes;    /* BITSHUFFLE_*: bytes of an element, of a block */
-    int64_t due_nbytes, pitch;        /* of a chunk decoded; chunk k goes to k * pitch */
+    int64_t expected_nbytes, pitch;        /* of a chunk decoded; chunk k goes to k * pitch */
     int64_t *source;                  /* [max_tasks]: where blocks lie, from `base` on */
     uint64_t *source_nbytes;
     int64_t *target;                  /* where they go */
@@ -23,12 +23,12 @@ typedef struct {
 enum { ZSTD_BLOCK_NBYTES = 128 * 1024, ZSTD_MAX_WINDOW_LOG = 27 };
 static const uint32_t ZSTD_FRAME = 0xFD2FB528u;
 
-static int add_task(Frames *f, int64_t source, int64_t nbytes, int64_t target, int64_t due)
+static int add_task(Frames *f, int64_t source, int64_t nbytes, int64_t target, int64_t expected)
 {
     if (f->num_tasks >= f->max_tasks)
         return 0;
     f->source[f->num_tasks] = source, f->source_nbytes[f->num_tasks] = (uint64_t)nbytes;
-    f->target[f->num_tasks] = target, f->target_nbytes[f->num_tasks] = (uint64_t)due;
+    f->target[f->num_tasks] = target, f->target_nbytes[f->num_tasks] = (uint64_t)expected;
     f->num_tasks++;
     return 1;
 }
@@ -42,23 +42,23 @@ static int add_copy(Frames *f, int64_t source, int64_t target, int64_t nbytes)
     return 1;
 }
 
-/* Whether bytes are the header of a zlib frame without a dictionary, a stream, and its checksum
-   (RFC 1950). Where the stream ends only its decoder sees. */
+/* Whether bytes begin with the header of a zlib frame without a dictionary, and have room for a
+   stream and its checksum (RFC 1950). Only a decoder finds where the stream ends. */
 static int is_zlib_frame(const uint8_t *in, int64_t n)
 {
     return n > 6 && (in[0] & 15) == 8 && in[0] >> 4 <= 7 && !(in[1] & 0x20) &&
            (in[0] << 8 | in[1]) % 31 == 0;
 }
 
-/* Whether bytes are one frame of zstd, no more, that may hold `due` bytes (RFC 8878). Its blocks
-   are walked over. Frames with a dictionary, or with a checksum, which not every decoder looks at,
-   are odd here. */
-static int is_zstd_frame(const uint8_t *in, int64_t n, int64_t due)
+/* Whether bytes are exactly one frame of zstd that may hold `expected` bytes (RFC 8878): the headers
+   of all its blocks are read. Frames with a dictionary, or with a checksum, which not every decoder
+   verifies, are refused. */
+static int is_zstd_frame(const uint8_t *in, int64_t n, int64_t expected)
 {
     if (n < 9 || little32(in) != ZSTD_FRAME || in[4] & 0x1F)
         return 0;
     int is_single = in[4] >> 5 & 1, flag = in[4] >> 6;
-    int64_t width = flag ? 1 << flag : is_single, at = 5, window = due;
+    int64_t width = flag ? 1 << flag : is_single, at = 5, window = expected;
     if (!is_single) {
         if ((in[at] >> 3) + 10 > ZSTD_MAX_WINDOW_LOG)
             return 0;
@@ -71,7 +71,7 @@ static int is_zstd_frame(const uint8_t *in, int64_t n, int64_t due)
     uint64_t content = width == 2 ? 256 : 0;
     for (int64_t i = 0; i < width; i++)
         content += (uint64_t)in[at + i] << (8 * i);
-    if (width > 0 && content != (uint64_t)due)
+    if (width > 0 && content != (uint64_t)expected)
         return 0;
     at += width;
     int64_t most = window < ZSTD_BLOCK_NBYTES ? window : ZSTD_BLOCK_NBYTES;
@@ -79,51 +79,51 @@ static int is_zstd_frame(const uint8_t *in, int64_t n, int64_t due)
         if (n - at < 3)
             return 0;
         int header = in[at] | in[at + 1] << 8 | in[at + 2] << 16, type = header >> 1 & 3;
-        int64_t size = header >> 3, stored = type == 1 ? 1 : size; /* 1: a byte, repeated */
+        int64_t size = header >> 3, encoded = type == 1 ? 1 : size; /* type 1: one byte, repeated */
         is_last = header & 1;
         at += 3;
-        if (type == 3 || size > most || stored > n - at)
+        if (type == 3 || size > most || encoded > n - at)
             return 0;
-        at += stored;
+        at += encoded;
     }
     return at == n;
 }
 
-/* One of the blocks that follow each other behind their lengths. */
-static int cut_block(Frames *f, int64_t at, int64_t n, int64_t target, int64_t due)
+/* One of the blocks that follow each other, each after its length. */
+static int cut_block(Frames *f, int64_t at, int64_t n, int64_t target, int64_t expected)
 {
     switch (f->kind) {
-    case LZ4: /* as long as it decodes to: stored as it is; never longer, then */
-        if (n == due)
-            return add_copy(f, at, target, due);
-        return n > 0 && n < due && add_task(f, at, n, target, due);
+    case LZ4: /* as long as its content: not compressed; so none is longer */
+        if (n == expected)
+            return add_copy(f, at, target, expected);
+        return n > 0 && n < expected && add_task(f, at, n, target, expected);
     case BITSHUFFLE_LZ4: /* compressed in any case, even where that makes it longer */
-        return n > 0 && n <= due + due / 255 + 16 && add_task(f, at, n, target, due);
+        return n > 0 && n <= expected + expected / 255 + 16 && add_task(f, at, n, target, expected);
     default:
-        return is_zstd_frame(f->base + at, n, due) && add_task(f, at, n, target, due);
+        return is_zstd_frame(f->base + at, n, expected) && add_task(f, at, n, target, expected);
     }
 }
 
-/* The framing that the filters lz4 and bitshuffle share. The latter leaves up to 7 elements, which
-   make no whole square of bits, at the end as they are. */
+/* The framing that the filters lz4 and bitshuffle share. Bitshuffle leaves up to 7 elements at the
+   end as they are, which do not fill a square of 8 x 8 bits. */
 static int cut_blocks(Frames *f, int64_t at, int64_t n, int64_t target)
 {
     int64_t end = at + n, square = f->kind == LZ4 ? 1 : 8 * f->element;
     if (n < 12)
         return 0;
     int64_t nbytes = big64(f->base + at), block = big32(f->base + at + 8);
-    if (nbytes != f->due_nbytes || block < 1 || block > MAX_LZ4_NBYTES || block % square ||
+    if (nbytes != f->expected_nbytes || block < 1 || block > MAX_LZ4_NBYTES || block % square ||
         (f->kind != LZ4 && block != f->block_nbytes))
         return 0;
     int64_t body = nbytes / square * square;
     at += 12;
     for (int64_t done = 0; done < body; done += block) {
-        int64_t due = body - done < block ? body - done : block;
+        int64_t expected = body - done < block ? body - done : block;
         if (end - at < 4)
             return 0;
         int64_t length = big32(f->base + at);
         at += 4;
-        if (length > end - at || !cut_block(f, at, length, target + done, due))
+        if (length > end - at || !cut_block(f, at, length, target + done, expected))
             return 0;
         at += length;
     }
@@ -133,7 +133,8 @@ static int cut_blocks(Frames *f, int64_t at, int64_t n, int64_t target)
 
 static int cut_chunk(Frames *f, int64_t k)
 {
-    int64_t at = f->position[k], n = f->nbytes[k], due = f->due_nbytes, target = k * f->pitch;
+    int64_t at = f->position[k], n = f->nbytes[k], target = k * f->pitch;
+    int64_t expected = f->expected_nbytes;
     if (at < 0 || n < 0 || n > f->base_nbytes || at > f->base_nbytes - n)
         return 0;
     const uint8_t *in = f->base + at;
@@ -141,14 +142,14 @@ static int cut_chunk(Frames *f, int64_t k)
         return 0;
     switch (f->kind) {
     case NOTHING:
-        return n == due && add_copy(f, at, target, n);
+        return n == expected && add_copy(f, at, target, n);
     case DEFLATE:
         if (!is_zlib_frame(in, n))
             return 0;
         f->adler[k] = (uint32_t)big32(in + n - 4);
-        return add_task(f, at + 2, n - 6, target, due);
+        return add_task(f, at + 2, n - 6, target, expected);
     case ZSTD:
-        return is_zstd_frame(in, n, due) && add_task(f, at, n, target, due);
+        return is_zstd_frame(in, n, expected) && add_task(f, at, n, target, expected);
     default:
         return cut_blocks(f, at, n, target);
     }
@@ -162,12 +163,12 @@ static int can_cut(const Frames *f)
         return 0;
     if (is_shuffled && (f->element < 1 || f->element > INT32_MAX || f->block_nbytes < 1))
         return 0;
-    return f->base_nbytes >= 0 && f->due_nbytes > 0 && f->pitch >= f->due_nbytes &&
+    return f->base_nbytes >= 0 && f->expected_nbytes > 0 && f->pitch >= f->expected_nbytes &&
            f->count > 0 && f->count <= INT64_MAX / f->pitch;
 }
 
-/* Returns how many chunks were cut without a doubt. The first with anything odd, or with no room
-   for it, stops it, and what it had added is taken back. */
+/* Returns how many chunks were cut. It stops at the first with anything unusual, or with no room for
+   its blocks, and removes what it had added of that chunk. */
 PUBLIC int64_t h5async_cut_frames(Frames *f)
 {
     int64_t done = 0;
@@ -184,8 +185,8 @@ PUBLIC int64_t h5async_cut_frames(Frames *f)
     return done;
 }
 
-/* Reads `nbytes[i]` bytes at `offset[i]` of the file to `base + target[i]`, as long as that can be
-   done, and returns how often it was. */
+/* Reads `nbytes[i]` bytes at `offset[i]` of the file to `base + target[i]`, for each i up to the
+   first that cannot be read, and returns how many it read. */
 PUBLIC int64_t h5async_read_stored(File *file, Worker *worker, const int64_t *offset,
                                    const int64_t *nbytes, const int64_t *target, int64_t count,
                                    uint8_t *base, int64_t base_nbytes)

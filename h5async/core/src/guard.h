@@ -1,12 +1,13 @@
-/* Work that reads a map enters; whether all of its pages could be had leaves.
+/* Does work that reads a memory map, and tells whether all pages of the map could be read.
 
-   A page of a mapped file that was cut short, or that the disk does not give, ends a process by
-   SIGBUS. While this thread copies out of a map of ours, the signal for an address in that map ends
-   the work instead; any other is passed on to whoever handled the signal before. What is installed
-   after us is put behind us again, as the one that is asked next, before each piece of work. */
+   Touching a page of a mapped file that was cut short, or that the disk cannot read, ends a process
+   by SIGBUS. While this thread copies out of a map of ours, the signal for an address in that map
+   ends the work instead; any other signal is passed on to the handler that was installed before. A
+   handler that was installed after ours becomes the one that is passed signals, before each piece of
+   work. */
 
 #if defined(__GLIBC__)
-/* So that the handler may look at it in any thread: no memory is taken for it at first use. */
+/* No memory is allocated for it at first use, so that the handler may read it in any thread. */
 #define IN_STATIC_TLS __attribute__((tls_model("initial-exec")))
 #else
 #define IN_STATIC_TLS
@@ -34,9 +35,9 @@ static void give_up(int number)
     sigaction(number, &standard, NULL);
 }
 
-/* Whether a handler that was passed a signal is at work in this thread, and has caused this one: by
-   raising it again, or by a fault of its own, a few times over. One that was left by a jump is not,
-   and its place on the stack may be used again. */
+/* Whether a handler that was passed a signal is still running in this thread, and has caused this
+   one: by raising it again, or by a fault of its own, a few times over. A handler that was left by a
+   jump is not running, and its part of the stack may be used again. */
 static int is_nested(char *here, int is_sent)
 {
     if (passing_on == NULL || here >= passing_on) {
@@ -50,7 +51,7 @@ static void pass_on(int number, siginfo_t *info, void *context)
 {
     char here;
     struct sigaction *known = &handlers_before[atomic_load(&handler_in_use)], next = *known;
-    int is_sent = info == NULL || info->si_code <= 0; /* by a process: it does not come again */
+    int is_sent = info == NULL || info->si_code <= 0; /* sent by a process: it does not come again */
     int has_info = (next.sa_flags & SA_SIGINFO) != 0;
     if (!has_info && next.sa_handler == SIG_IGN && is_sent)
         return;
@@ -59,10 +60,10 @@ static void pass_on(int number, siginfo_t *info, void *context)
         give_up(number);
         if (is_sent)
             raise(number);
-        return; /* a fault is met again, now with the standard action */
+        return; /* the fault happens again, now with the default action */
     }
     if (next.sa_flags & (int)SA_RESETHAND)
-        *known = (struct sigaction){.sa_handler = SIG_DFL}; /* it wants to be asked once */
+        *known = (struct sigaction){.sa_handler = SIG_DFL}; /* it is to be called once */
     char *volatile outer = passing_on;
     passing_on = &here;
     if (has_info)
@@ -91,8 +92,8 @@ static int is_installed(struct sigaction *now)
            now->sa_sigaction == on_bus_error;
 }
 
-/* Be the first who is asked. A thread may have been started with all signals blocked, but then a
-   fault ends the process without asking anybody. */
+/* Install our handler as the first that is called. A thread may have been started with all signals
+   blocked; then a fault would end the process without calling any. */
 static void install_guard(void)
 {
     static _Thread_local int is_unblocked;
@@ -120,8 +121,8 @@ static void install_guard(void)
     }
 }
 
-/* Do `work`, all of it unless a page cannot be had: then return 0. It must hold no lock, and no
-   memory but what its owner can take up again. The guard was installed, by this thread. */
+/* Do `work`; return 0 if a page could not be read, after which part of it is undone. It must hold no
+   lock, and allocate no memory that would be lost. This thread has installed the guard. */
 static __attribute__((noinline)) int guarded(const File *file, void (*work)(void *), void *data)
 {
     Guard guard = {.begin = file->map, .end = file->map + file->map_nbytes};
@@ -140,8 +141,8 @@ static __attribute__((noinline)) int guarded(const File *file, void (*work)(void
     return 1;
 }
 
-/* Do `work` with a file that is what was indexed, before and after it. Where it is not, or a page
-   cannot be had, `event` says so, and what the work brought is worth nothing. */
+/* Do `work` with a file that is what was indexed before it and after it. Where it is not, or where a
+   page cannot be read, `event` says so, and the result of the work is worthless. */
 static int steadily(File *file, void (*work)(void *), void *data)
 {
     file->event = NO_EVENT;

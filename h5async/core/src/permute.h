@@ -1,4 +1,4 @@
-/* Positions become sample numbers, by the permutations of sampling.py. */
+/* Maps positions to sample numbers, by the permutations of order/sampling.py. */
 
 enum { ROUNDS = 6, LANES = 4 };
 
@@ -12,7 +12,7 @@ ALWAYS_INLINE uint64_t hash64(uint64_t x)
 ALWAYS_INLINE uint64_t shifted(uint64_t half, uint64_t other, uint64_t modulus, uint64_t key)
 {
     half += (hash64(other + key) >> 32) * modulus >> 32;
-    return half - (modulus & -(uint64_t)(half >= modulus)); /* no branch: nobody could predict it */
+    return half - (modulus & -(uint64_t)(half >= modulus)); /* no branch: it could not be predicted */
 }
 
 ALWAYS_INLINE uint64_t feistel(uint64_t x, uint64_t a, uint64_t b, const uint64_t *keys)
@@ -47,7 +47,7 @@ ALWAYS_INLINE void feistel_lanes(uint64_t *x, uint64_t a, uint64_t b, const uint
         x[j] = right[j] * a + left[j];
 }
 
-/* Numbers below `count` = `a` * `b` less a few, permuted in place. */
+/* Permutes numbers below `count` in place; `a` * `b` is a few more than `count`. */
 PUBLIC int64_t h5async_permute(uint64_t *numbers, int64_t n, uint64_t count, uint64_t a, uint64_t b,
                                const uint64_t *keys)
 {

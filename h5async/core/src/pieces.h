@@ -1,4 +1,4 @@
-/* Pieces of a file go to memory as they are: out of the map, or by reads. */
+/* Copies pieces (runs of bytes) of a file into memory: out of the map, or by reads. */
 
 typedef struct {
     const int64_t *offset;   /* below 0: not in the file, but filled */
@@ -69,7 +69,7 @@ static int64_t end_of_run(const Pieces *p, int64_t begin)
     return end;
 }
 
-/* Of a run: it lies in the file, so this does not overflow. */
+/* The bytes of a run, which lies in the file, so that this does not overflow. */
 static int64_t nbytes_of_run(const Pieces *p, int64_t begin, int64_t end)
 {
     return p->offset[end - 1] - p->offset[begin] + nbytes_of_piece(p, end - 1);
@@ -105,7 +105,7 @@ static int read_run_slowly(File *file, const Worker *w, const Pieces *p, int64_t
     return 1;
 }
 
-/* What the page cache holds is read at once. The rest is asked for, all of it, before the first
+/* Reads what the page cache holds at once, and asks the system for all the rest before the first
    read that waits: so as many reads are in flight as the disk takes. */
 static int64_t pread_pieces(File *file, const Worker *w, const Pieces *p)
 {
@@ -169,7 +169,7 @@ static void do_pieces(void *data)
                            : pread_pieces(file, call->w, p);
 }
 
-/* Returns how many were read before the first that could not be. */
+/* Returns how many pieces were read before the first that cannot be read. */
 static int64_t read_pieces(File *file, const Worker *w, const Pieces *p)
 {
     PiecesCall call = {file, w, p, 0};

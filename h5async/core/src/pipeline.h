@@ -1,4 +1,4 @@
-/* A chunk's stored bytes enter; the decoded chunk leaves, of exactly its length. */
+/* Decodes a chunk: undoes all its filters, and requires that it has exactly its length. */
 
 static int64_t undo(Worker *w, const Filter *f, const uint8_t *in, int64_t n, uint8_t *out,
                     int64_t room)
@@ -39,17 +39,17 @@ static int is_raw(const Dataset *d, uint32_t mask)
     return 1;
 }
 
-/* Bring a chunk to exactly `chunk_nbytes` bytes at `out`. */
+/* Decode a chunk to exactly `chunk_nbytes` bytes at `out`. */
 static int decode(const Dataset *d, Worker *w, const uint8_t *in, int64_t n, uint32_t mask,
                   uint8_t *out)
 {
-    int64_t due[MAX_FILTERS], nbytes = d->chunk_nbytes, first = -1;
+    int64_t expected[MAX_FILTERS], nbytes = d->chunk_nbytes, first = -1;
     for (int64_t i = 0; i < d->num_filters; i++) {
         if (is_skipped(mask, i))
             continue;
         int32_t kind = d->filters[i].kind;
         first = first < 0 ? i : first;
-        due[i] = nbytes;
+        expected[i] = nbytes;
         if (kind == FLETCHER32)
             nbytes = nbytes < 0 ? -1 : nbytes + 4;
         else if (kind != SHUFFLE && kind != BITSHUFFLE && kind != NOTHING)
@@ -64,14 +64,14 @@ static int decode(const Dataset *d, Worker *w, const uint8_t *in, int64_t n, uin
             n = fletcher32(in, n);
         } else if (f->kind != NOTHING) {
             uint8_t *to = i == first ? out : w->between[now];
-            int64_t room = due[i] < 0 ? w->between_nbytes : due[i];
+            int64_t room = expected[i] < 0 ? w->between_nbytes : expected[i];
             if (i != first && room > w->between_nbytes)
                 return 0;
             n = undo(w, f, in, n, to, room);
             in = to;
             now = 1 - now;
         }
-        if (n < 0 || (due[i] >= 0 && n != due[i]))
+        if (n < 0 || (expected[i] >= 0 && n != expected[i]))
             return 0;
     }
     if (n != d->chunk_nbytes)

@@ -1,4 +1,4 @@
-/* Samples of a decoded chunk go to their rows of the batch. */
+/* Copies samples of a decoded chunk into their rows of the batch. */
 
 typedef struct {
     int64_t extent, from_stride, to_stride;
@@ -70,7 +70,7 @@ static void copy_elements(const uint8_t *from, int64_t from_stride, uint8_t *to,
             memcpy(to + i * to_stride, from + i * from_stride, (size_t)unit);
 }
 
-/* A square of elements, 16 bytes wide, with rows and columns exchanged: interleaving, as above. */
+/* Transposes a square of elements, 16 bytes wide, by interleaving, as bits.h does. */
 #if defined(SSE2)
 #define TRANSPOSE(bytes, side, low, high)                                                         \
     static void transpose_##bytes(const uint8_t *from, int64_t from_stride, uint8_t *to,           \
@@ -95,7 +95,7 @@ TRANSPOSE(4, 4, _mm_unpacklo_epi32, _mm_unpackhi_epi32)
 TRANSPOSE(8, 2, _mm_unpacklo_epi64, _mm_unpackhi_epi64)
 #endif
 
-/* Samples that are neighbours, element by element, in squares; returns how many samples it did. */
+/* Copies neighbouring samples, element by element, in squares; returns how many samples it did. */
 static int64_t copy_squares(const uint8_t *from, int64_t from_stride, int64_t samples, uint8_t *to,
                             int64_t to_stride, int64_t count, int64_t unit)
 {
@@ -132,7 +132,7 @@ typedef struct {
     int64_t count;
 } Runs;
 
-/* One element and its neighbours of all samples, tile by tile: a tile's lines stay in the cache. */
+/* Copies one element and its neighbours of all samples, tile by tile: a tile stays in the cache. */
 static void place_strided(const Dataset *d, const Piece *p, const Runs *runs, const uint8_t *chunk,
                           uint8_t *batch)
 {
@@ -142,7 +142,7 @@ static void place_strided(const Dataset *d, const Piece *p, const Runs *runs, co
     int are_squares = (p->unit == 1 || p->unit == 2 || p->unit == 4 || p->unit == 8) &&
                       d->sample_stride == p->unit && inner.to_stride == p->unit &&
                       runs->length[0] >= 16 / p->unit;
-    /* Far apart, elements had better be few: their lines often share one place in the cache. */
+    /* Elements that lie far apart often share a cache set, so tiles of few elements are better. */
     int64_t least = are_squares ? 2 * TILE_ELEMENTS : TILE_ELEMENTS;
     tile = tile < least ? least : tile;
     for (;;) {

@@ -1,4 +1,4 @@
-/* Rows that lie in the file as they are go to the batch. */
+/* Copies rows that are not encoded from the file into the batch. */
 
 typedef struct {
     const int64_t *offset, *position; /* position NULL: rows in order */

@@ -1,7 +1,7 @@
-/* Rows as read become rows as delivered: channels first, cast and scaled. */
+/* Transforms rows as they are read to rows as they are delivered: channels first, cast, scaled. */
 
 typedef struct {
-    int64_t samples, points, channels; /* (samples, points, channels), channels come first then */
+    int64_t samples, points, channels; /* the order; channels come before points then */
     int32_t source, is_float;          /* source: see below; is_float: deliver float32 */
     const float *scale, *offset;       /* [channels], or NULL */
 } Transform;
@@ -9,7 +9,7 @@ typedef struct {
 enum SourceKind { BYTES_1 = 1, BYTES_2 = 2, BYTES_4 = 4, BYTES_8 = 8, UINT8 = 11, UINT16 = 12,
               INT16 = 13, FLOAT32 = 14 };
 
-/* Of an element as it is read. */
+/* The type of an element as it is read. */
 static int64_t source_nbytes(const Transform *t)
 {
     if (t->source <= BYTES_8)
@@ -44,7 +44,7 @@ enum { SPLIT_POINTS = 1024 };
 
 #if defined(SSSE3)
 /* 16 points of 3 bytes at a time: of each of three vectors, a channel's bytes are shuffled to where
-   they go, and the three put together. */
+   they belong, and the three results are combined. */
 SSSE3 static int64_t split3_ssse3(const uint8_t *in, int64_t count, uint8_t *const out[3])
 {
     int8_t order[3][3][16];
@@ -85,7 +85,7 @@ static void split3(const uint8_t *in, int64_t count, uint8_t *const out[3])
             out[c][i] = in[3 * i + c];
 }
 
-/* `count` points of one sample; with the number of channels known, loops turn to vector code. */
+/* `count` points of one sample; the compiler vectorizes loops over a known number of channels. */
 ALWAYS_INLINE void transform_points(const Transform *t, const uint8_t *in, uint8_t *out,
                                     int64_t points, int64_t count, int64_t channels)
 {
@@ -117,7 +117,7 @@ ALWAYS_INLINE void transform_points(const Transform *t, const uint8_t *in, uint8
     }
 }
 
-/* Images of 3 channels of bytes, by way of planes that stay in the nearest cache. */
+/* Images of 3 channels of bytes, through planes that stay in the first-level cache. */
 ALWAYS_INLINE void transform_rgb(const Transform *t, const uint8_t *in, uint8_t *out,
                                  int64_t points, int64_t count)
 {
@@ -165,7 +165,7 @@ AVX2 static void transform_avx2(const Transform *t, const uint8_t *in, uint8_t *
 }
 #endif
 
-/* Bring (samples, points, channels) to (samples, channels, points); 0: not of a known kind. */
+/* Transform (samples, points, channels) to (samples, channels, points); 0: not a known conversion. */
 PUBLIC int64_t h5async_transform(const Transform *t, const uint8_t *in, uint8_t *out)
 {
     int64_t from_size = source_nbytes(t);
@@ -219,8 +219,8 @@ static void do_transform_rows(void *data)
     }
 }
 
-/* The same for rows that the page cache holds, out of the map and straight to `out`; it stops where
-   one cannot be had so. Neither `position` nor `rows` of `r` is looked at. */
+/* The same for rows that the page cache holds, out of the map and directly into `out`; stops at the
+   first that is not cached. `position` and `rows` of `r` are not used. */
 PUBLIC int64_t h5async_transform_rows(File *file, Worker *worker, const Rows *r,
                                       const Transform *t, uint8_t *out)
 {

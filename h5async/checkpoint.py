@@ -1,0 +1,103 @@
+"""Writes and checks a reader's state: a saved position, and what the order of samples depends on.
+
+A state is a small dict of what JSON has, the same in all ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, cast
+
+from h5async.config import ReaderConfig
+from h5async.errors import ConfigError, ReadError
+from h5async.index.fingerprint import fingerprint
+from h5async.index.layout import DatasetLayout
+from h5async.position import SavedPosition
+
+_VERSION = 1
+_MOST_RANKS = 1 << 20  # a saved state is not to be trusted with more
+
+
+class Checkpoints:
+    """Makes the states of one reader, and checks those that it is given.
+
+    Parameters
+    ----------
+    config
+        The options.
+    layouts
+        Layouts of all fields, by name.
+    """
+
+    def __init__(self, config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> None:
+        self._config = config
+        self._layouts = layouts
+
+    def state(self, position: SavedPosition) -> dict[str, Any]:
+        """Return the state of a reader at a position."""
+        return {
+            "version": _VERSION,
+            "epoch": position.epoch,
+            "position": position.start,
+            "batch_size": position.batch_size,
+            "world_size": position.world_size,
+            **self._order_depends_on,
+        }
+
+    def position(self, state: Mapping[str, Any]) -> SavedPosition:
+        """Return the position of a state, which must fit the reader.
+
+        Raises
+        ------
+        ConfigError
+            If it was saved with other options, or is no state.
+        ReadError
+            If a file has changed since.
+        """
+        if state.get("version") != _VERSION:
+            raise ConfigError(
+                f"the state has version {state.get('version')}, and this h5async reads version"
+                f" {_VERSION}; start anew, without the state"
+            )
+        self._check_order(state)
+        numbers = [state.get(n) for n in ("epoch", "position", "batch_size", "world_size")]
+        if (
+            not all(isinstance(n, int) and n >= 0 for n in numbers)
+            or not all(numbers[2:])
+            or cast("int", numbers[3]) > _MOST_RANKS
+        ):
+            raise ConfigError(
+                f"the state holds no valid position: {dict(state)!r}; give what state_dict()"
+                " returned"
+            )
+        return SavedPosition(*cast("list[int]", numbers))
+
+    def _check_order(self, state: Mapping[str, Any]) -> None:
+        """Check that the state's order of samples is the reader's."""
+        for name, value in self._order_depends_on.items():
+            if state.get(name) == value:
+                continue
+            if name == "fingerprint":
+                raise ReadError(
+                    f"{self._config.hdf5_path}: a file has changed since the state was saved: its"
+                    " size, shapes, dtypes or chunks differ; start anew, without the state"
+                )
+            raise ConfigError(
+                f"the state was saved with {name}={state.get(name)!r}, and this reader has"
+                f" {value!r}; give the reader the same, or start anew, without the state"
+            )
+
+    @functools.cached_property
+    def _order_depends_on(self) -> dict[str, Any]:
+        """What an order of samples depends on."""
+        config = self._config
+        found = {
+            "seed": config.seed,
+            "shuffle": config.shuffle,
+            "num_samples": next(iter(self._layouts.values())).num_samples,
+            "fingerprint": fingerprint(self._layouts.values()),
+        }
+        if config.shuffle == "window":
+            found["window_bytes"] = config.window_bytes
+        return found

@@ -1,0 +1,10 @@
+"""The command line: arguments enter, text for people leaves.
+
+Tables and figures go to stdout, errors to stderr. Nothing is read or decided here: `inspect` prints
+what the index holds, `read` and `bench` run an `AsyncReader`. An `H5AsyncError` of any command ends
+it with one message and exit code 1.
+"""
+
+from h5async.cli.main import app
+
+__all__ = ["app"]

@@ -1,0 +1,97 @@
+"""The application: its commands, its version, and one way to report errors."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+from io import TextIOWrapper
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from h5async import H5AsyncError, __version__
+from h5async.cli.bench import bench
+from h5async.cli.inspect import inspect
+from h5async.cli.read import read
+from h5async.cli.text import safe
+
+
+class _Group(TyperGroup):
+    """The commands, with one way to report what the library refuses."""
+
+    def main(self, *arguments: Any, **options: Any) -> Any:
+        """Run a command; where nobody takes its output, end in peace (a pipe) or with a message."""
+        if isinstance(sys.stdout, TextIOWrapper):  # names may hold what the terminal cannot show
+            sys.stdout.reconfigure(errors="backslashreplace")
+        try:
+            try:
+                return super().main(*arguments, **options)
+            finally:
+                if sys.stdout is not None:
+                    sys.stdout.flush()
+        except OSError as error:
+            reason = _output_error()
+            if reason is None:  # something else failed
+                raise
+            if reason.errno != errno.EPIPE:
+                text = f"the output cannot be written: {reason.strerror}"
+                with contextlib.suppress(OSError):
+                    _print_error(text)
+            raise SystemExit(1) from error
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except H5AsyncError as error:
+            _print_error("\n".join(map(safe, str(error).splitlines())))
+            raise typer.Exit(1) from None
+
+
+def _print_error(message: str) -> None:
+    typer.echo(f"{typer.style('error:', fg='red', bold=True)} {message}", err=True)
+
+
+def _output_error() -> OSError | None:
+    """Return why nothing can be written to standard output, if so; then it takes all in silence."""
+    if sys.stdout is None:
+        return None
+    try:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    except OSError as error:
+        with contextlib.suppress(OSError):  # else the interpreter would try again in its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return error
+    return None
+
+
+app = typer.Typer(
+    cls=_Group,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # names and messages hold brackets; its panels break long messages
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"h5async {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="The version.")
+    ] = False,
+) -> None:
+    """Minibatches from HDF5 for training loops."""
+
+
+app.command()(inspect)
+app.command()(read)
+app.command()(bench)

@@ -1,0 +1,170 @@
+"""Makes the options of commands from those of `ReaderConfig`, and its values from what was typed.
+
+An option that is added to `ReaderConfig` is an option of `read` and `bench`, too, with its type,
+choices, default and description.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from inspect import Parameter, signature
+from pathlib import Path
+from types import GenericAlias
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import typer
+from pydantic import BaseModel
+
+from h5async import ReaderConfig
+from h5async.config.describe import Option, options_of
+
+_CONFIG = typer.Option(metavar="TOML", help="File of options; those typed here win.")
+_NO_LABELS = typer.Option("--no-labels", help="Read no labels.")
+
+Command = TypeVar("Command", bound=Callable[..., None])
+
+
+def takes_options(names: Iterable[str]) -> Callable[[Command], Command]:
+    """Give a command some options of `ReaderConfig`, which it takes as ``**typed``."""
+    found = reader_options(ReaderConfig)
+    return lambda command: _with_parameters(command, {name: found[name] for name in names})
+
+
+def takes_reader(command: Command) -> Command:
+    """Give a command all options of `ReaderConfig`, and a file of options, as ``**typed``.
+
+    `reader_config` makes the configuration of them.
+    """
+    options = reader_options(ReaderConfig)
+    parameters = {
+        "hdf5_path": options.pop("hdf5_path"),
+        "config": _parameter("config", Path, _CONFIG),
+        "no_labels": _parameter("no_labels", bool, _NO_LABELS, default=False),
+    }
+    return _with_parameters(command, parameters | options)
+
+
+def reader_options(model: type[BaseModel]) -> dict[str, Parameter]:
+    """Return the parameters of a command for all options of a configuration.
+
+    Each is None where the user did not type it, and the default is only shown: passed on, it would
+    override a configuration file.
+    """
+    return {
+        option.name: _parameter(option.name, _type(option), _declaration(option))
+        for option in options_of(model)
+    }
+
+
+def _with_parameters(command: Command, added: Mapping[str, Parameter]) -> Command:
+    """Declare parameters in place of a command's ``**typed``."""
+    hints = get_type_hints(command, include_extras=True)
+    own = [p for p in signature(command).parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
+    own = [p.replace(annotation=hints[p.name]) for p in own]
+    parameters = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in (*own, *added.values())]
+    declared: Any = command
+    declared.__signature__ = signature(command).replace(parameters=parameters)
+    declared.__annotations__ = {p.name: p.annotation for p in parameters}
+    return command
+
+
+def _parameter(name: str, kind: Any, declaration: Any, default: Any = None) -> Parameter:
+    annotation: Any = Annotated[kind | None if default is None else kind, declaration]
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _type(option: Option) -> Any:
+    return GenericAlias(list, (option.type,)) if option.is_list else option.type
+
+
+def _declaration(option: Option) -> Any:
+    text = option.description.replace("`", "")
+    if option.is_required:
+        return typer.Argument(metavar="FILE...", help=f"{text} May be left to --config.")
+    names = flag(option)
+    if option.type is bool:
+        names = f"{names}/--no-{names.removeprefix('--')}"
+    repeatable = " Repeatable." if option.is_list else ""
+    default = _default_text(option)
+    shown = f" [default: {default}]" if default else ""
+    choices = "|".join(map(_typed_choice, option.choices))
+    return typer.Option(
+        names,
+        metavar=choices or option.values or None,
+        help=f"{text}{repeatable}{shown}",
+        show_default=False,
+    )
+
+
+def flag(option: Option) -> str:
+    """Return what is typed for an option; that of several names and values is in the singular."""
+    name = option.name.removesuffix("s") if option.is_mapping else option.name
+    return f"--{name.replace('_', '-')}"
+
+
+def _default_text(option: Option) -> str:
+    """Return what is shown of a default; nothing of None."""
+    default = option.default
+    if option.default_text or default is None:
+        return option.default_text
+    if option.choices:
+        return _typed_choice(default)
+    return ("yes" if default else "no") if option.type is bool else str(default)
+
+
+def _typed_choice(choice: object) -> str:
+    """Return how a choice is typed: False is "none"."""
+    return "none" if choice is False else str(choice)
+
+
+def reader_config(typed: Mapping[str, Any]) -> ReaderConfig:
+    """Return the configuration that was typed.
+
+    Raises
+    ------
+    H5AsyncError
+        If the reader refuses it.
+    typer.BadParameter
+        If it cannot be understood.
+    """
+    if not typed["hdf5_path"] and typed["config"] is None:
+        raise typer.BadParameter("give it, or --config with an hdf5_path", param_hint="FILE")
+    config = ReaderConfig.load(typed["config"], **_typed_options(typed))
+    if config.postprocess is not None:
+        sys.path.insert(0, "")  # as `python -m` has it; a script finds no modules next to the user
+    return config
+
+
+def _typed_options(typed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the reader's options, as far as the user typed them."""
+    options: dict[str, Any] = {}
+    for option in options_of(ReaderConfig):
+        value = typed[option.name]
+        if value is None or value in ([], ()):
+            continue
+        if option.is_mapping:
+            value = _pairs(value, flag(option))
+        elif False in option.choices and value == _typed_choice(False):
+            value = False
+        options[option.name] = value
+    if len(options.get("hdf5_path", ())) == 1:
+        options["hdf5_path"] = options["hdf5_path"][0]
+    if typed["no_labels"]:
+        if "labels_field" in options:
+            raise typer.BadParameter(
+                "give one of them, not both", param_hint="--labels-field, --no-labels"
+            )
+        options["labels_field"] = None
+    return options
+
+
+def _pairs(entries: Iterable[str], name: str) -> dict[str, str]:
+    """Return what was typed as NAME=PATH."""
+    pairs = [entry.partition("=") for entry in entries]
+    if not all(key and value for key, _, value in pairs):
+        raise typer.BadParameter("must be NAME=PATH", param_hint=name)
+    found = {key: value for key, _, value in pairs}
+    if len(found) < len(pairs):
+        raise typer.BadParameter("two fields have the same name", param_hint=name)
+    return found

@@ -1,0 +1,11 @@
+"""Validates options once: they enter in any of four forms, and a frozen `ReaderConfig` leaves.
+
+What can be checked without opening a file is checked here. What depends on the dataset (does axis
+3 exist?) is checked where the dataset is opened, with the same type of error.
+"""
+
+from h5async.config.field import Field
+from h5async.config.reader import ReaderConfig
+from h5async.config.values import check_timeout
+
+__all__ = ["Field", "ReaderConfig", "check_timeout"]

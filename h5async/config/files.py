@@ -1,0 +1,63 @@
+"""Checks paths of files and folders, and finds the files that a glob matches."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BeforeValidator
+
+from h5async.errors import ReadError
+
+
+def matching_files(paths: Iterable[Path]) -> list[Path]:
+    """Return files in order; what a glob matches is sorted.
+
+    Raises
+    ------
+    ReadError
+        If a glob matches nothing.
+    """
+    found: list[Path] = []
+    for path in paths:
+        if not glob.has_magic(str(path)) or os.path.exists(path):
+            found.append(path)
+            continue
+        names = sorted(glob.glob(str(path), recursive=True))
+        if not names:
+            raise ReadError(f"no file matches {path}")
+        found += map(Path, names)
+    return found
+
+
+def _file_path(value: object) -> Path:
+    if not isinstance(value, str | bytes | os.PathLike):
+        raise ValueError("must be a path")
+    if not os.fspath(value):
+        raise ValueError("the path is empty")
+    return Path(os.fsdecode(value))
+
+
+def _file_paths(value: object) -> Path | tuple[Path, ...]:
+    if isinstance(value, set | frozenset):
+        raise ValueError("a set has no order; give a list of files")
+    if isinstance(value, list | tuple):
+        if not value:
+            raise ValueError("the list of files is empty")
+        return tuple(map(_file_path, value))
+    return _file_path(value)
+
+
+def _folders(value: object) -> tuple[Path, ...]:
+    if isinstance(value, str | bytes | os.PathLike):
+        return (_file_path(value),)
+    if isinstance(value, list | tuple | set | frozenset):
+        return tuple(map(_file_path, value))
+    raise ValueError("must be a folder, or a list of folders")
+
+
+Files = Annotated[Path | tuple[Path, ...], BeforeValidator(_file_paths)]
+Folders = Annotated[tuple[Path, ...], BeforeValidator(_folders)]

@@ -1,0 +1,103 @@
+"""The base of all configurations: frozen, documented, and with messages that name the option."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+import textwrap
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import Field as Bound
+
+from h5async.config.values import shown
+from h5async.errors import ConfigError
+from h5async.system.interruptions import interruption, raise_again
+
+REQUIRED: Any = ...
+_ANCESTOR_NAMES = {"nthread": "num_threads", "njob": "prefetch", "cuda": "device"}
+_LINE_LENGTH = 90
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class Frozen(BaseModel):
+    """A configuration: unknown options and values that do not fit are a `ConfigError`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    def __init__(self, **options: Any) -> None:
+        known = list(type(self).model_fields)
+        for name in options:
+            if name not in known:
+                raise ConfigError(_unknown_option(name, known))
+        try:
+            super().__init__(**options)
+        except ValidationError as error:
+            for item in error.errors():
+                found = interruption(item.get("ctx", {}).get("error"))
+                if found is not None:
+                    raise_again(found)
+            raise ConfigError(_message(error)) from None
+
+
+def option(default: Any, description: str, *, default_text: str = "", values: str = "") -> Any:
+    """Declare an option.
+
+    Parameters
+    ----------
+    default
+        Its default, or `REQUIRED`.
+    description
+        What it means: for docstrings, the command line's help and the page of options.
+    default_text
+        The default in words, where its value does not say it.
+    values
+        How its values are typed, where its type does not say it: ``"auto|cpu|cuda"``.
+    """
+    extra: dict[str, Any] = {"default_text": default_text, "values": values}
+    return Bound(default, description=description, json_schema_extra=extra)
+
+
+def documented(model: type[Model]) -> type[Model]:
+    """Add the descriptions of all options to a class's docstring, before its section Raises."""
+    if model.__doc__ is None:  # python -OO
+        return model
+    text, raises, rest = inspect.cleandoc(model.__doc__).partition("Raises\n------")
+    lines = ["Parameters", "----------"]
+    for name, field in model.model_fields.items():
+        description = textwrap.fill(field.description or "", _LINE_LENGTH)
+        lines += [name, textwrap.indent(description, "    ")]
+    model.__doc__ = "\n".join([text + lines[0], *lines[1:], "", raises + rest])
+    return model
+
+
+def _unknown_option(name: str, known: list[str]) -> str:
+    """Name the nearest option that is known, or all."""
+    snake = re.sub(r"(?<=[a-z0-9])([A-Z])", r"_\1", name).lower()
+    near = _ANCESTOR_NAMES.get(name)
+    if near not in known:
+        near = next(iter(difflib.get_close_matches(snake, known, n=1, cutoff=0.5)), None)
+    hint = f"did you mean {near!r}?" if near else f"options are: {', '.join(known)}"
+    return f"unknown option {name!r}; {hint}"
+
+
+def _message(error: ValidationError) -> str:
+    """Say in one line which options have which values that do not fit."""
+    lines = []
+    for item in error.errors():
+        names = [str(part) for part in item["loc"]]
+        message = item["msg"].removeprefix("Value error, ")
+        if message.startswith("Input should "):  # pydantic's words for "must"
+            message = f"must {message.removeprefix('Input should ')}"
+        if not names:
+            lines.append(message)
+        elif item["type"] == "missing":
+            lines.append(f"{names[0]} is required")
+        else:
+            where = ".".join(name for name in names if name.isidentifier())
+            line = f"{where}: {message[0].lower()}{message[1:]}"
+            is_told = isinstance(item.get("ctx", {}).get("error"), ConfigError)
+            lines.append(line if is_told else f"{line}, found {shown(item['input'])}")
+    return "; ".join(dict.fromkeys(lines))

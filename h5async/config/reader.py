@@ -1,0 +1,402 @@
+"""All options of a reader, as one frozen value that was validated once."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field as Bound
+from pydantic import (
+    PlainSerializer,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
+
+from h5async.config.cores import usable_cores
+from h5async.config.field import Field, as_field
+from h5async.config.files import Files, Folders, matching_files
+from h5async.config.frozen import REQUIRED, Frozen, documented, option
+from h5async.config.tomlfile import load_toml
+from h5async.config.values import (
+    Bool,
+    Int,
+    Name,
+    Seconds,
+    function_path,
+    plain,
+)
+from h5async.errors import ConfigError
+from h5async.system.interruptions import passing
+
+MAX_WORLD_SIZE = 2**31 - 1  # MPI, PyTorch and JAX count processes by 32-bit integers
+
+_RESERVED_FIELD_NAMES = frozenset(
+    {"copy", "count", "epoch", "index", "keys", "last", "number", "size"}
+)
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+_REPLACED_BY_FIELDS = ("data_field", "labels_field", "num_dim", "h_dim", "w_dim", "cha_dim")
+
+
+@documented
+class ReaderConfig(Frozen):
+    """All options of a reader, validated once.
+
+    Raises
+    ------
+    ConfigError
+        If an option is unknown or its value does not fit.
+    """
+
+    hdf5_path: Files = option(
+        REQUIRED,
+        "A file, a list of files, or a glob, whose matches are sorted. Several files are one long"
+        " dataset, in that order. In a TOML file, paths are relative to that file.",
+    )
+    data_field: Name = option("data", "Path of the dataset that holds the data.")
+    labels_field: Name | None = option(
+        "labels",
+        'Path of the dataset that holds the labels. None (in a TOML file `""`): no labels.',
+    )
+    fields: Mapping[Name, Field] | None = option(
+        None,
+        "In place of `data_field` and `labels_field`: the fields of a batch, in their order. A"
+        " mapping of names to paths, or to `Field`s, which say how samples are delivered.",
+        values="NAME=PATH",
+    )
+    num_dim: Int = option(0, "Which dimension of the data counts the samples.")
+    h_dim: Int | None = option(
+        None,
+        "Dimension of an image's height; needs `w_dim`. The data is then delivered as (N, H, W), or"
+        " with `cha_dim` as (N, C, H, W).",
+    )
+    w_dim: Int | None = option(None, "Dimension of an image's width; needs `h_dim`.")
+    cha_dim: Int | None = option(
+        None, "Dimension of an image's channels; needs `h_dim` and `w_dim`."
+    )
+    batch_size: Annotated[Int, Bound(ge=1)] = option(32, "Samples in a batch.")
+    shuffle: Literal[False, "full", "window"] = option(
+        False,
+        "The order of the samples. False (on the command line `none`): as in the file. `full`, or"
+        " True: a uniform permutation of all samples. `window`: chunks in random order, their"
+        " samples mixed, so that each chunk is decoded once.",
+    )
+    window_bytes: Annotated[Int, Bound(ge=1)] = option(
+        256 << 20,
+        "Memory for the chunks whose samples `shuffle=window` mixes.",
+        default_text="256 MiB",
+    )
+    seed: Int = option(0, "The order depends on the seed, the epoch and the position alone.")
+    drop_last: Bool = option(False, "Leave out the last batch of an epoch where it is short.")
+    num_threads: Annotated[Int, Bound(ge=0)] | None = option(
+        None,
+        "Threads that read and decode. 0: all work is done in `get_next_batch()`, or by one thread"
+        " of a helper process.",
+        default_text="usable cores, by affinity and CPU quota",
+    )
+    workers: Literal["thread", "process"] = option(
+        "thread",
+        "Where the threads run. `thread`: in this process. `process`: in one helper process.",
+    )
+    prefetch: Annotated[Int, Bound(ge=1)] = option(
+        2, "Slots for batches, allocated once; 2 is double buffering."
+    )
+    device: str = option(
+        "auto",
+        "Where batches are delivered. `cpu`: as NumPy arrays. `cuda`, or `cuda:1`: as CuPy arrays"
+        " on a GPU. `auto`: on a GPU if there is one.",
+        values="auto|cpu|cuda|cuda:N",
+    )
+    pin_memory: Bool = option(
+        False,
+        "Leave batches on the host, in pinned memory, from which PyTorch copies to a GPU without"
+        " blocking.",
+    )
+    postprocess: Annotated[
+        Callable[..., Any] | str | None, PlainSerializer(function_path, when_used="json")
+    ] = option(
+        None,
+        "A function, or `module:function`, that workers call as `f(*arrays)` with the host arrays"
+        " of a batch. It returns as many arrays, with equally many rows, or None.",
+        values="MODULE:FUNCTION",
+    )
+    timeout: Seconds = option(
+        None,
+        "Seconds that `get_next_batch()` waits at most, up to 1,000,000,000.",
+        default_text="no limit",
+    )
+    max_batch_bytes: Annotated[Int, Bound(ge=1)] | None = option(
+        None,
+        "Memory that all slots may take together, and any one chunk, row or list of chunks that"
+        " must be held whole.",
+        default_text="half of the free memory",
+    )
+    decode: Literal["auto", "host", "device"] = option(
+        "auto",
+        "Where chunks are decoded for a GPU. `host`: by the threads. `device`: on the GPU. `auto`:"
+        " where it is faster.",
+    )
+    cache: Literal["host", "device"] | None = option(
+        None, "Keep all rows for later epochs, in the memory of the host or of the GPU."
+    )
+    cache_bytes: Annotated[Int, Bound(ge=0)] | None = option(
+        None,
+        "Memory that the cache may take.",
+        default_text="half of the free memory; 0.8 of what the GPU has free",
+    )
+    debug_lifetimes: Bool = option(
+        False,
+        "Find batches that are used too late: each is a copy, which is overwritten when the next"
+        " batch is asked for.",
+    )
+    rank: Annotated[Int, Bound(ge=0)] | None = option(
+        None, "The number of this process among `world_size`.", default_text="the launcher's"
+    )
+    world_size: Annotated[Int, Bound(ge=1, le=MAX_WORLD_SIZE)] | None = option(
+        None, "How many processes share each epoch.", default_text="the launcher's"
+    )
+    io: Literal["auto", "pread", "map"] = option(
+        "auto",
+        "How files are read. `pread`: never through a memory map. `map`: always. `auto`: mapped on"
+        " local file systems.",
+    )
+    allow_external: Folders = option(
+        (),
+        "Folders below which a file may refer to other files, if these do not lie beside it.",
+        default_text="none",
+        values="FOLDER",
+    )
+    allow_missing: Bool = option(
+        False, "What is missing of a virtual dataset has its fill value, and is no error."
+    )
+
+    @field_validator("labels_field", mode="before")
+    @classmethod
+    def _no_labels(cls, value: object) -> object:
+        return None if value in ("", b"") else value  # TOML has no null: "" means no labels there
+
+    @field_validator("fields", mode="before")
+    @classmethod
+    def _paths_to_fields(cls, value: object) -> object:
+        if not isinstance(value, Mapping):
+            return value
+        found = {}
+        for name, field in value.items():
+            try:
+                found[name] = as_field(field)
+            except ConfigError as error:
+                raise ConfigError(f"{name}: {error}") from error
+        return found
+
+    @field_validator("fields", mode="after")
+    @classmethod
+    def _field_names(cls, value: Mapping[str, Field] | None) -> Mapping[str, Field] | None:
+        if value is not None:
+            if not value:
+                raise ValueError("give at least one field")
+            taken = _RESERVED_FIELD_NAMES.intersection(value)
+            if taken:
+                raise ValueError(
+                    f"a field cannot be named {sorted(taken)[0]!r}, because a batch has an"
+                    " attribute of that name; choose another name"
+                )
+        return value
+
+    @field_validator("shuffle", mode="before")
+    @classmethod
+    def _shuffle_mode(cls, value: object) -> object:
+        if value is True:
+            return "full"
+        if value is not False and value not in ("full", "window"):
+            raise ValueError('must be False, True, "full" or "window"')
+        return value
+
+    @field_validator("device", mode="after")
+    @classmethod
+    def _device_name(cls, value: str) -> str:
+        if not _DEVICE.fullmatch(value):
+            raise ValueError('must be "auto", "cpu", "cuda" or "cuda:N"')
+        return value
+
+    @field_validator("postprocess", mode="after")
+    @classmethod
+    def _import_path(
+        cls, value: Callable[..., Any] | str | None
+    ) -> Callable[..., Any] | str | None:
+        if isinstance(value, str) and not re.fullmatch(r"[\w.]+:[\w.]+", value):
+            raise ValueError('must be a function or "module:function"')
+        return value
+
+    @field_validator("cache", mode="before")
+    @classmethod
+    def _no_cache(cls, value: object) -> object:
+        return value or None  # TOML has no null: "" means no cache there
+
+    @model_validator(mode="after")
+    def _check(self) -> ReaderConfig:
+        self._check_cache()
+        self._check_rank()
+        self._check_device()
+        self._check_fields()
+        return self
+
+    def _check_cache(self) -> None:
+        if self.cache == "device" and self.postprocess is not None:
+            raise ValueError(
+                'cache="device" keeps rows on the GPU, and postprocess works on host arrays; use'
+                ' cache="host"'
+            )
+        if self.decode == "device" and (self.postprocess is not None or self.cache == "host"):
+            who = "postprocess" if self.postprocess is not None else 'cache="host"'
+            raise ValueError(
+                f'decode="device" leaves no rows on the host for {who}; use decode="host"'
+            )
+        if self.cache_bytes is not None and self.cache is None:
+            raise ValueError('cache_bytes needs cache="host" or cache="device"')
+
+    def _check_rank(self) -> None:
+        if (self.rank is None) != (self.world_size is None):
+            raise ValueError(
+                "give rank and world_size together, or neither: then they come from the launcher"
+                " of this process"
+            )
+        if self.rank is not None and self.world_size is not None and self.rank >= self.world_size:
+            raise ValueError(f"rank must be below world_size={self.world_size}, found {self.rank}")
+
+    def _check_device(self) -> None:
+        if self.pin_memory:
+            for name in ("cache", "decode", "device"):
+                value = getattr(self, name)
+                if value == "device" or str(value).startswith("cuda"):
+                    raise ValueError(
+                        f"pin_memory leaves batches on the host, found {name}={value!r}; choose"
+                        " one of the two"
+                    )
+        for name in ("cache", "decode"):
+            if getattr(self, name) == "device" and self.device == "cpu":
+                raise ValueError(f'{name}="device" needs a GPU, found device="cpu"')
+
+    def _check_fields(self) -> None:
+        if self.fields is not None:
+            both = sorted(self.model_fields_set.intersection(_REPLACED_BY_FIELDS))
+            if self.labels_field is None and "labels_field" in both:
+                both.remove("labels_field")  # no labels but what `fields` has
+            if both:
+                raise ValueError(
+                    f"give fields or {both[0]}, not both; a Field has num_dim and axes of its own"
+                )
+        elif (self.h_dim is None) != (self.w_dim is None) or (
+            self.cha_dim is not None and self.h_dim is None
+        ):
+            raise ValueError("give h_dim and w_dim together, and cha_dim only with them")
+
+    @classmethod
+    @passing()
+    def load(
+        cls,
+        config: ReaderConfig | Mapping[str, Any] | str | os.PathLike[str] | None,
+        **options: Any,
+    ) -> ReaderConfig:
+        """Merge a configuration in any form with options, which win over it.
+
+        Parameters
+        ----------
+        config
+            A `ReaderConfig`, a mapping of options, or the path of a TOML file of options. A
+            relative ``hdf5_path`` or ``allow_external`` in a TOML file is relative to that file.
+        **options
+            Single options.
+
+        Raises
+        ------
+        ConfigError
+            If the TOML file cannot be read, an option is unknown or a value does not fit.
+        """
+        if config is None:
+            base: dict[str, Any] = {}
+        elif isinstance(config, ReaderConfig):
+            base = {name: getattr(config, name) for name in config.model_fields_set}
+        elif isinstance(config, Mapping):
+            base = {str(name): value for name, value in config.items()}
+        elif isinstance(config, str | os.PathLike):
+            base = load_toml(Path(config))
+        else:
+            raise ConfigError(
+                "config must be a mapping, a ReaderConfig or the path of a TOML file,"
+                f" found {type(config).__name__}"
+            )
+        return cls(**{**base, **options})
+
+    @model_serializer(mode="wrap")
+    def _without_what_fields_replace(self, handler: SerializerFunctionWrapHandler) -> Any:
+        """Leave out what cannot be given with `fields`, so that `load` takes what was dumped.
+
+        (``labels_field=None`` can.)
+        """
+        found = handler(self)
+        for name in _REPLACED_BY_FIELDS if self.fields is not None else ():
+            if found.get(name, "") is not None or name != "labels_field":
+                found.pop(name, None)
+        return found
+
+    def model_dump_json(self, *, indent: int | None = None, **options: Any) -> str:
+        """Return the options as JSON; ``ReaderConfig.load(json.loads(text))`` gives them again.
+
+        pydantic's own would not take paths that are not UTF-8.
+
+        Parameters
+        ----------
+        indent
+            Spaces for each level; None: one line.
+        **options
+            As of `model_dump`.
+
+        Raises
+        ------
+        ConfigError
+            If `postprocess` is a function that cannot be imported by a name.
+        """
+        found = self.model_dump(**options)
+        if "postprocess" in found:
+            found["postprocess"] = function_path(self.postprocess)
+        separators = (",", ":") if indent is None else None
+        return json.dumps(found, indent=indent, separators=separators, default=plain)
+
+    @property
+    def batch_fields(self) -> dict[str, Field]:
+        """The fields of a batch, by name, in order; `data_field` and its kin resolved."""
+        if self.fields is not None:
+            return dict(self.fields)
+        axes: tuple[int, ...] | None = None
+        if self.h_dim is not None and self.w_dim is not None:
+            channels = () if self.cha_dim is None else (self.cha_dim,)
+            axes = (self.num_dim, *channels, self.h_dim, self.w_dim)
+        fields = {"data": Field(self.data_field, self.num_dim, axes)}
+        if self.labels_field is not None:
+            fields["labels"] = Field(self.labels_field)
+        return fields
+
+    @property
+    def files(self) -> list[Path]:
+        """The files of `hdf5_path`, in order; what a glob finds is sorted.
+
+        Raises
+        ------
+        ReadError
+            If a glob finds nothing.
+        """
+        several = self.hdf5_path if isinstance(self.hdf5_path, tuple) else (self.hdf5_path,)
+        return matching_files(several)
+
+    @property
+    def thread_count(self) -> int:
+        """Threads of the pool: `num_threads`, or the cores that this process may use.
+
+        These are what its affinity allows, but no more than its control groups have time for.
+        """
+        return usable_cores() if self.num_threads is None else self.num_threads

@@ -1,0 +1,149 @@
+"""Checks the values of options: types that pydantic does not have, or takes too widely or narrowly.
+
+Each check raises `ValueError` with what a value must be; `frozen` adds the option's name, and the
+value that was found.
+"""
+
+from __future__ import annotations
+
+import importlib
+import numbers
+import operator
+import os
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import BeforeValidator, PlainSerializer, PlainValidator
+from pydantic import Field as Bound
+
+from h5async.errors import ConfigError
+from h5async.names import name_bytes, name_text
+from h5async.system.interruptions import passing, suppressing
+
+_MAX_TIMEOUT_SECONDS = 1_000_000_000  # 30 years; ten times as much overflows the system's clocks
+_SHOWN_CHARACTERS = 200  # of a value that does not fit
+
+
+def shown(value: object) -> str:
+    """Return how a value is written, cut off where it is long."""
+    text = f"a value of type {type(value).__name__}"
+    with suppressing(Exception):  # an integer of 5,000 digits, say
+        text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+
+
+def _integer(value: object) -> object:
+    """Let NumPy integers count as integers, and keep bools from counting as such."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        return value
+    return operator.index(value)
+
+
+def _dtype(value: object) -> np.dtype[Any] | None:
+    if value is None:
+        return None
+    try:
+        dtype: np.dtype[Any] = np.dtype(value)  # type: ignore[call-overload]
+    except (TypeError, ValueError, SyntaxError) as error:
+        raise ValueError("must be a NumPy dtype") from error
+    if dtype.kind not in "biufc":
+        raise ValueError("must be a boolean or numeric dtype")
+    return dtype.newbyteorder("=")
+
+
+def _dataset_path(value: object) -> str:
+    """Let a path be any that HDF5 may hold: h5py gives those that are not UTF-8 as bytes."""
+    if not isinstance(value, str | bytes):
+        raise ValueError("must be a string")
+    if not value:
+        raise ValueError("the path is empty")
+    name = name_text(value)
+    try:
+        name_bytes(name)
+    except UnicodeEncodeError as error:
+        raise ValueError(f"no file can hold this name ({error.reason})") from error
+    return str(name)
+
+
+def _numbers(value: object) -> object:
+    """Let NumPy arrays and lists of numbers count as tuples."""
+    if not isinstance(value, np.ndarray | list | tuple):
+        return value
+    try:
+        return tuple(float(number) for number in np.asarray(value).ravel())
+    except (TypeError, OverflowError) as error:
+        raise ValueError(str(error)) from error
+
+
+def _several(value: object) -> object:
+    """Let NumPy arrays and ranges count as tuples."""
+    return tuple(value) if isinstance(value, np.ndarray | range) and np.ndim(value) else value
+
+
+def _seconds(value: object) -> float | None:
+    if value is None:
+        return None
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= _MAX_TIMEOUT_SECONDS:  # type: ignore[operator]
+        raise ValueError(
+            f"must be None, for no limit, or seconds, from 0 to {_MAX_TIMEOUT_SECONDS:,}"
+        )
+    return float(value)  # type: ignore[arg-type]
+
+
+@passing()
+def check_timeout(value: object) -> float | None:
+    """Return the seconds that a caller may be made to wait; None: without a limit.
+
+    Raises
+    ------
+    ConfigError
+        If it is no number of seconds.
+    """
+    try:
+        return _seconds(value)
+    except ValueError as error:
+        raise ConfigError(f"timeout: {error}; found {shown(value)}") from error
+
+
+def function_path(value: object) -> object:
+    """Return a function as ``"module:function"``, by which it can be imported.
+
+    Raises
+    ------
+    ConfigError
+        If it cannot be imported.
+    """
+    if value is None or isinstance(value, str):
+        return value
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
+    try:
+        found: Any = importlib.import_module(str(module))
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError):
+        found = None
+    if found is not value or module == "__main__":
+        raise ConfigError(
+            f"postprocess: {shown(value)} cannot be saved, because another process could not"
+            ' import it; give it as "module:function"'
+        )
+    return f"{module}:{name}"
+
+
+def plain(value: object) -> object:
+    """Return a value as JSON can hold it."""
+    return os.fspath(value) if isinstance(value, os.PathLike) else str(value)
+
+
+Int = Annotated[int, BeforeValidator(_integer), Bound(strict=True)]
+Bool = Annotated[bool, Bound(strict=True)]
+Ints = Annotated[tuple[Int, ...], BeforeValidator(_several)]
+Number = Annotated[float | tuple[float, ...], BeforeValidator(_numbers)]
+Seconds = Annotated[float | None, PlainValidator(_seconds)]
+# (str() of a dtype is its name, of which NumPy makes it again.)
+DType = Annotated[
+    Any, BeforeValidator(_dtype), PlainSerializer(plain, when_used="json-unless-none")
+]
+# pydantic's own strings and paths must be UTF-8.
+Name = Annotated[str, PlainValidator(_dataset_path)]

@@ -1,0 +1,74 @@
+"""Finds the codec libraries that the compiled core calls: libdeflate, zstd, lz4 and c-blosc.
+
+The core calls their public C interfaces. They are the very libraries that imagecodecs brings along,
+or else those of the environment or the system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import ctypes.util
+import importlib
+import sys
+from collections.abc import Iterator
+from ctypes import c_void_p
+from pathlib import Path
+from typing import Any
+
+import imagecodecs
+
+from h5async.system.interruptions import suppressing
+
+# Functions by library, in the order of the structure in src/common.h.
+FUNCTIONS = {
+    "libdeflate_alloc_decompressor": "deflate",
+    "libdeflate_free_decompressor": "deflate",
+    "libdeflate_zlib_decompress": "deflate",
+    "ZSTD_createDCtx": "zstd",
+    "ZSTD_freeDCtx": "zstd",
+    "ZSTD_decompressDCtx": "zstd",
+    "ZSTD_isError": "zstd",
+    "LZ4_decompress_safe": "lz4",
+    "blosc_decompress_ctx": "blosc",
+}
+
+
+def find_functions() -> tuple[dict[str, int], frozenset[str]]:
+    """Return the addresses of functions by their names, and the libraries that were not found."""
+    found: dict[str, int] = {}
+    missing = set()
+    for name in dict.fromkeys(FUNCTIONS.values()):
+        functions = [f for f, library in FUNCTIONS.items() if library == name]
+        for library in _codec_libraries(name):
+            if all(hasattr(library, function) for function in functions):
+                for function in functions:
+                    pointer = ctypes.cast(getattr(library, function), c_void_p)
+                    found[function] = pointer.value or 0
+                break
+        else:
+            missing.add(name)
+    return found, frozenset(missing)
+
+
+def _codec_libraries(name: str) -> Iterator[Any]:
+    """Yield the shared libraries of a codec: imagecodecs', the environment's, the system's."""
+    for path in _codec_paths(name):
+        with suppressing(OSError):
+            yield ctypes.CDLL(path)
+
+
+def _codec_paths(name: str) -> Iterator[str]:
+    # The extension module loads what the codec's library itself needs.
+    with contextlib.suppress(ImportError):
+        importlib.import_module(f"imagecodecs._{name}")
+    package = Path(imagecodecs.__file__).parent
+    for folder in (package.with_name("imagecodecs.libs"), package / ".dylibs"):
+        yield from map(str, sorted(folder.glob(f"lib{name}[-.]*")))
+    for suffix in (".so", ".dylib"):
+        path = Path(sys.prefix, "lib", f"lib{name}{suffix}")
+        if path.exists():
+            yield str(path)
+    found = ctypes.util.find_library(name)
+    if found is not None:
+        yield found

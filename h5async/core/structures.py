@@ -1,0 +1,254 @@
+"""Declares the structures of the compiled core, as core/src/common.h and its neighbours have them.
+
+A core that was built with other members is refused when it is loaded: see `members`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from ctypes import POINTER, Structure, c_int32, c_int64, c_void_p
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+from h5async.core.libraries import FUNCTIONS
+
+ABI = 6  # a number of the core's own, for changes that its structures do not show
+MAX_FILTERS, MAX_RANK = 32, 32  # what HDF5 has at most
+
+IO_MODES = {"auto": 0, "pread": 1, "map": 2}
+
+
+class LibrariesStruct(Structure):
+    """The functions of codec libraries, by pointers."""
+
+    _fields_ = [(name, c_void_p) for name in FUNCTIONS]
+
+
+class WorkerStruct(Structure):
+    """What one thread needs to call the core; see `CoreWorker`."""
+
+    _fields_ = [
+        ("libraries", POINTER(LibrariesStruct)),
+        ("encoded", c_void_p),
+        ("chunk", c_void_p),
+        ("between", c_void_p * 3),
+        ("encoded_nbytes", c_int64),
+        ("chunk_nbytes", c_int64),
+        ("between_nbytes", c_int64),
+        ("deflate", c_void_p),
+        ("zstd", c_void_p),
+        ("read_ns", c_int64),
+        ("decode_ns", c_int64),
+        ("place_ns", c_int64),
+        ("read_nbytes", c_int64),
+        ("decoded_chunks", c_int64),
+        ("returned_ns", c_int64),
+        ("stop", POINTER(c_int32)),
+    ]
+
+
+class FileStruct(Structure):
+    """An open file, its map, and its `FileStamp`; `event` is what a call of the core says of it."""
+
+    _fields_ = [
+        ("fd", c_int32),
+        ("io", c_int32),
+        ("map", c_void_p),
+        ("map_nbytes", c_int64),
+        ("device", c_int64),
+        ("inode", c_int64),
+        ("nbytes", c_int64),
+        ("modified_ns", c_int64),
+        ("changed_ns", c_int64),
+        ("event", c_int64),
+        ("path", c_void_p),
+    ]
+
+
+class Event(IntEnum):
+    """Why a call did not do its work, or why its work is worthless."""
+
+    NONE = 0
+    CHANGED = 1  # the file is not what was indexed
+    FAULTED = 2  # a page of the map cannot be had
+    STOPPED = 3  # the reader is being closed
+
+
+class FilterStruct(Structure):
+    """A `CoreFilter`, without its library."""
+
+    _fields_ = [("kind", c_int32), ("element", c_int32), ("block", c_int64)]
+
+
+class DatasetStruct(Structure):
+    """Where the chunks of a dataset lie, how they are encoded, and where pieces go in rows."""
+
+    _fields_ = [
+        ("filters", POINTER(FilterStruct)),
+        ("chunk_offset", c_void_p),
+        ("chunk_stored", c_void_p),
+        ("chunk_mask", c_void_p),
+        ("chunk_strides", c_void_p),
+        ("row_strides", c_void_p),
+        ("extents", c_void_p),
+        ("row_begin", c_void_p),
+        ("piece_begin", c_void_p),
+        ("fill", c_void_p),
+        ("num_filters", c_int64),
+        ("num_chunks", c_int64),
+        ("num_cross", c_int64),
+        ("rank", c_int64),
+        ("chunk_nbytes", c_int64),
+        ("chunk_samples", c_int64),
+        ("sample_stride", c_int64),
+        ("itemsize", c_int64),
+        ("row_nbytes", c_int64),
+        ("rows_are_whole", c_int64),
+        ("begin", c_int64),
+    ]
+
+
+class ChunkPlanStruct(Structure):
+    """A `ChunkPlan`."""
+
+    _fields_ = [
+        ("place", c_void_p),
+        ("cross", c_void_p),
+        ("group", c_void_p),
+        ("run_start", c_void_p),
+        ("run_local", c_void_p),
+        ("run_position", c_void_p),
+        ("run_length", c_void_p),
+        ("num_items", c_int64),
+        ("num_groups", c_int64),
+        ("num_runs", c_int64),
+    ]
+
+
+class RowsStruct(Structure):
+    """Rows of a `RowPlan`, and the batch."""
+
+    _fields_ = [
+        ("offset", c_void_p),
+        ("position", c_void_p),
+        ("num_items", c_int64),
+        ("rows", c_void_p),
+        ("num_rows", c_int64),
+        ("row_nbytes", c_int64),
+        ("fill", c_void_p),
+        ("itemsize", c_int64),
+    ]
+
+
+class TransformStruct(Structure):
+    """How samples of (points, channels) become (channels, points)."""
+
+    _fields_ = [
+        ("samples", c_int64),
+        ("points", c_int64),
+        ("channels", c_int64),
+        ("source", c_int32),
+        ("is_float", c_int32),
+        ("scale", c_void_p),
+        ("offset", c_void_p),
+    ]
+
+
+class FramesStruct(Structure):
+    """Encoded chunks, and the blocks into which they are cut; see `Core.cut_frames`.
+
+    The caller sets all but the last two, and owns the arrays: int64 but for `source_nbytes` and
+    `target_nbytes` (uint64) and `adler` (uint32).
+
+    Attributes
+    ----------
+    base, base_nbytes
+        Memory in which the encoded chunks lie.
+    position, nbytes
+        (`count`,): where in it, and how long.
+    kind, element, block_nbytes, has_checksum
+        How a chunk is framed: a `FrameFormat`.
+    expected_nbytes
+        Of a chunk, with the frame undone.
+    pitch
+        Chunk k goes to byte k * `pitch` of the output; at least `expected_nbytes`.
+    source, source_nbytes, target, target_nbytes
+        (`max_tasks`,): of each block, where it lies, from `base` on, and where it goes.
+    copy_source, copy_target, copy_nbytes
+        (`max_copies`,): the same of bytes that are not compressed.
+    adler
+        (`count`,): for DEFLATE, the Adler-32 that a decoded chunk must have; else None.
+    num_tasks, num_copies
+        How many there are, all of chunks that were cut.
+    """
+
+    _fields_ = [
+        ("base", c_void_p),
+        ("position", c_void_p),
+        ("nbytes", c_void_p),
+        ("base_nbytes", c_int64),
+        ("count", c_int64),
+        ("kind", c_int32),
+        ("has_checksum", c_int32),
+        ("element", c_int64),
+        ("block_nbytes", c_int64),
+        ("expected_nbytes", c_int64),
+        ("pitch", c_int64),
+        ("source", c_void_p),
+        ("source_nbytes", c_void_p),
+        ("target", c_void_p),
+        ("target_nbytes", c_void_p),
+        ("copy_source", c_void_p),
+        ("copy_target", c_void_p),
+        ("copy_nbytes", c_void_p),
+        ("adler", c_void_p),
+        ("max_tasks", c_int64),
+        ("max_copies", c_int64),
+        ("num_tasks", c_int64),
+        ("num_copies", c_int64),
+    ]
+
+
+class MemberStruct(Structure):
+    """What a core says of one member of a structure."""
+
+    _fields_ = [("name", ctypes.c_char_p), ("offset", c_int64), ("nbytes", c_int64)]
+
+
+STRUCTURES = {
+    "Libraries": LibrariesStruct,
+    "Worker": WorkerStruct,
+    "File": FileStruct,
+    "Filter": FilterStruct,
+    "Dataset": DatasetStruct,
+    "ChunkPlan": ChunkPlanStruct,
+    "Rows": RowsStruct,
+    "Transform": TransformStruct,
+    "Frames": FramesStruct,
+}
+
+
+def members(structures: Mapping[str, type[Structure]]) -> dict[str, tuple[int, int]]:
+    """Return offset and size of each member of each structure, as the core should have them."""
+    found = {"ABI": (ABI, 0)}
+    for name, struct in structures.items():
+        for member, *_ in struct._fields_:
+            described = getattr(struct, member)
+            found[f"{name}.{member}"] = described.offset, described.size
+    return found
+
+
+# Numbers of conversions; see src/transform.h.
+_SOURCES = {"uint8": 11, "uint16": 12, "int16": 13, "float32": 14}
+
+
+def transform_source(raw: np.dtype[Any], delivered: np.dtype[Any], is_scaled: bool) -> int | None:
+    """Return the core's number for a conversion, or None where NumPy has to do it."""
+    if not raw.isnative:
+        return None
+    if raw == delivered and not is_scaled:
+        return raw.itemsize if raw.itemsize in (1, 2, 4, 8) and raw.kind in "biufc" else None
+    return _SOURCES.get(raw.name) if delivered == np.float32 else None

@@ -1,0 +1,201 @@
+"""Delivers batches on a GPU: CuPy arrays, uploaded from pinned memory.
+
+How CUDA is kept in order, slot by slot. Uploads run on one stream of our own, the copy stream,
+and kernels on another, the work stream, so that one batch is permuted while the next one is
+uploaded. (1) The copy stream waits for the events that the caller's streams recorded when the batch
+was handed back, and for the slot's last kernel, so nothing on the device is overwritten while a
+kernel may read it. (2) The work stream waits for the upload. (3) The caller's streams wait for what
+comes last of a slot, upload or kernel; the host does not. (4) Before a host array is refilled, a
+worker waits for its upload. No other rule is needed, because one slot's fills, uploads and uses
+follow each other in program order.
+
+The caller's streams are CuPy's current one and, where PyTorch uses the GPU, PyTorch's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from h5async.core.binding import load_core
+from h5async.deliver.cudaslot import CudaSlot, cupy_has
+from h5async.deliver.devicedecode import StoredDecoder
+from h5async.deliver.gpu import Gpu, in_own_thread
+from h5async.deliver.kernels import Kernels, needs_host
+from h5async.deliver.nvcomp import load_nvcomp
+from h5async.errors import DeviceError, forget_frames
+from h5async.fill.resident import Budget, Residency
+from h5async.io.shared import SharedMemory
+from h5async.plan.stored import StoredFormat
+from h5async.plan.transform import RowTransform
+
+if TYPE_CHECKING:
+    from h5async.deliver.device import DeviceSlot
+
+_CACHE_SHARE = 0.8  # of the device's free memory, where no budget is given
+
+
+class CudaDevice:
+    """Batches are CuPy arrays, uploaded from pinned memory.
+
+    Parameters
+    ----------
+    gpu
+        On which they are.
+
+    Raises
+    ------
+    DeviceError
+        If the GPU cannot be used.
+    """
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+        self.name = gpu.name
+        with gpu.working("no stream can be made"):
+            self.copy_stream, self.work_stream = gpu.stream(), gpu.stream()
+        self.kernels = Kernels(gpu.cupy)
+        self.cache: list[Any] = []  # the rows of all samples, one array a field, as uploaded
+        self.decoders: dict[int, StoredDecoder] = {}  # by field
+        # Decoders work in memory of their own, in the order of the work stream: what puts one
+        # batch's work there must not be mixed with what puts another's.
+        self.decoding = threading.Lock()
+        self._slots: list[CudaSlot] = []
+        self._row_nbytes: list[int] = []
+
+    def open_slots(
+        self,
+        count: int,
+        rows: int,
+        transforms: Mapping[str, RowTransform],
+        postprocess: bool,
+        stored_formats: Sequence[StoredFormat | None],
+        shared: SharedMemory | None = None,
+    ) -> list[DeviceSlot]:
+        """Allocate pinned host slots and device slots of `rows` rows.
+
+        Raises
+        ------
+        DeviceError
+            If CuPy lacks a dtype, or memory is short.
+        """
+        for name, transform in transforms.items():
+            if not cupy_has(transform.dtype):
+                raise DeviceError(
+                    f'field "{name}": dtype {transform.dtype} cannot lie on a GPU: CuPy has only'
+                    ' booleans and numbers; leave the field out, or read with device="cpu"'
+                )
+        todo = list(transforms.values())
+        on_host = [
+            needs_host(transform) or (postprocess and not transform.is_identity)
+            for transform in todo
+        ]
+        gpu, core = self.gpu, load_core()
+        lacks: tuple[type[Exception], ...] = (*gpu.errors, MemoryError)
+        try:
+            with gpu.current(), gpu.allocating():
+                for field, form in enumerate(stored_formats):
+                    if form is not None and core is not None:
+                        decoder = StoredDecoder(gpu, self.kernels, load_nvcomp(), core, form)
+                        self.decoders[field] = decoder
+                slots = [CudaSlot(self, rows, todo, on_host, shared) for _ in range(count)]
+        except lacks as error:
+            forget_frames(error)  # which hold the slots that there was memory for
+            raise DeviceError(
+                f"{count} slots of {rows} rows do not fit the memory of {self.name} ({error});"
+                " make batch_size or prefetch smaller"
+            ) from error
+        self._row_nbytes = [array.nbytes // rows for array in slots[0].memory.out]
+        self._slots = slots
+        self._compile()
+        return list(slots)
+
+    def _compile(self) -> None:
+        """Compile the kernels now: what goes wrong with that is no matter of a batch."""
+        gpu = self.gpu
+        try:
+            in_own_thread(self._warm_up)
+        except Exception as error:
+            raise DeviceError(
+                f"CuPy {gpu.cupy.__version__} cannot compile for {self.name} ({error}); it needs"
+                " NVRTC and the headers of CUDA: pip install 'cupy-cuda13x[ctk]', or"
+                " 'cupy-cuda12x[ctk]' for a driver of CUDA 12"
+            ) from error
+
+    def _warm_up(self) -> None:
+        with self.gpu.current(), self.gpu.allocating():
+            self._slots[0].warm_up()
+            self.kernels.load()
+
+    def drop_decoders(self, slots: Iterable[DeviceSlot]) -> None:
+        """Give the memory back that is only for decoding here, which is not done any more."""
+        self.decoders = {}
+        for slot in slots:
+            slot.drop_staging()
+
+    @property
+    def free_nbytes(self) -> int:
+        """Bytes of the GPU's memory that are free now."""
+        return self.gpu.free_nbytes
+
+    def open_cache(self, num_samples: int, cache_bytes: int | None) -> Residency | Budget:
+        """Reserve device memory for the rows of all samples, as they are uploaded.
+
+        Returns
+        -------
+        Residency or Budget
+            The budget, where it does not suffice, by `cache_bytes` or by what the GPU has free.
+        """
+        gpu, nbytes = self.gpu, num_samples * sum(self._row_nbytes)
+        if cache_bytes is None:
+            cache_bytes = int(gpu.free_nbytes * _CACHE_SHARE)
+        budget = Budget("device", nbytes, cache_bytes)
+        if not budget.suffices:
+            return budget
+        with gpu.working("the cache could not be made"), gpu.allocating():
+            try:
+                self.cache = [
+                    gpu.cupy.empty((num_samples, row), np.uint8) for row in self._row_nbytes
+                ]
+            except gpu.errors as error:
+                if not gpu.is_lack_of_memory(error):
+                    raise
+                self.cache = []
+                return Budget("device", nbytes, self.free_nbytes)
+        self._compile()  # kernels that take rows out of it
+        return Residency(num_samples, nbytes, "device")
+
+    def share(self) -> None:
+        """Order the caller's other streams behind what its current one was given."""
+        with self.gpu.working("a batch could not be shared between streams"):
+            current, *others = self.gpu.streams()
+            for stream in others:
+                self._order(current, stream)
+
+    def _order(self, first: int, then: int) -> None:
+        event = self.gpu.event()
+        event.record(first)
+        event.hold(then)
+
+    def poison(self, arrays: Iterable[Any]) -> None:
+        """Fill arrays with bytes of 255, on the current stream and behind the caller's others."""
+        with self.gpu.working("a batch could not be poisoned"):
+            current, *others = self.gpu.streams()
+            for stream in others:
+                self._order(stream, current)
+            for array in arrays:  # C-contiguous, all of them
+                self.gpu.cupy.cuda.runtime.memsetAsync(array.data.ptr, 255, array.nbytes, current)
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Return a context in which this GPU is the current one, and its errors are ours."""
+        return self.gpu.working("arrays could not be copied")
+
+    def close(self) -> None:
+        """Wait until the GPU uses none of the slots' memory any more."""
+        with self.gpu.freeing():
+            self.gpu.cupy.cuda.runtime.deviceSynchronize()
+        self.cache, self.decoders, self._slots = [], {}, []

@@ -1,0 +1,57 @@
+"""Defines `ChunkTable`, and says how the chunks of a dataset are numbered.
+
+Chunks make a grid; a chunk's number is that of its cell in C order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTable:
+    """Where the allocated chunks of a dataset lie: parallel arrays, sorted by `index`.
+
+    Attributes
+    ----------
+    index
+        int64: the chunk's number in the C-ordered grid of chunks; None where all are allocated,
+        so that the number is the index into the arrays.
+    offset, nbytes
+        int64: address in the file, and stored size.
+    filter_mask
+        uint32: bit i set where filter i of the pipeline was not applied.
+    """
+
+    index: NDArray[np.int64] | None
+    offset: NDArray[np.int64]
+    nbytes: NDArray[np.int64]
+    filter_mask: NDArray[np.uint32]
+
+    def find(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the indices of chunks `numbers` in the arrays; -1 where one is not allocated."""
+        if self.index is None:
+            return numbers
+        if not self.index.size:
+            return np.full(numbers.shape, -1, np.int64)
+        at = np.minimum(np.searchsorted(self.index, numbers), self.index.size - 1)
+        return np.where(self.index[at] == numbers, at, -1)
+
+
+def grid_of(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the number of chunks along each dimension."""
+    return tuple(-(-extent // chunk) for extent, chunk in zip(shape, chunk_shape, strict=True))
+
+
+def needed_nbytes(
+    shape: tuple[int, ...], chunk_shape: tuple[int, ...], corner: Sequence[int], itemsize: int
+) -> int:
+    """Return how many bytes of a chunk there are up to the last one within the dataset."""
+    last = 0
+    for extent, size, begin in zip(shape, chunk_shape, corner, strict=True):
+        last = last * size + min(size, extent - begin) - 1
+    return (last + 1) * itemsize

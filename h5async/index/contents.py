@@ -1,0 +1,87 @@
+"""Says what a file holds, in errors about a dataset that is not there."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+import h5py
+
+from h5async.errors import H5AsyncError
+from h5async.index.datasets import Indexer
+from h5async.index.links import Reach, metadata_cache
+from h5async.index.listing import walk
+from h5async.names import name_bytes, shell_word
+from h5async.system.interruptions import suppressing
+
+_LISTED_DATASETS = 20
+_MOST_OBJECTS = 200  # of a file that are visited to say what is there: 0.05 s
+LISTING_NBYTES = 32 << 20  # of metadata: the names of a large group are visited for each
+
+
+def what_is_there(file: h5py.File, reach: Reach) -> str:
+    """List datasets of a file, and a command that would read the largest of them.
+
+    Of a large file, only the first objects are listed: it may hold millions.
+    """
+    with metadata_cache(file, LISTING_NBYTES):
+        listed = list(itertools.islice(walk(file, _MOST_OBJECTS + 1), _MOST_OBJECTS + 1))
+        is_cut = len(listed) > _MOST_OBJECTS
+        paths = [path for path, kind in listed[:_MOST_OBJECTS] if kind == "dataset"]
+        datasets = _opened(file, paths)
+    shapes = {name: _shown_shape(file, dataset, reach) for name, dataset in datasets.items()}
+    looked = f"the first {_MOST_OBJECTS:,} objects of the file"
+    if not shapes:
+        return f"{looked} are no datasets" if is_cut else "the file holds no datasets"
+    shown = [f'"{name}" {shape}' for name, shape in shapes.items()][:_LISTED_DATASETS]
+    more = len(shapes) - len(shown)
+    text = ", ".join(shown) + (f" and {more} more" if more > 0 else "")
+    text = f"{looked} hold {text}; there are others" if is_cut else f"the file holds {text}"
+    command = _read_command(file, shapes, datasets)
+    return f"{text}; try: {command}" if command else text
+
+
+def _opened(file: h5py.File, paths: Sequence[str]) -> dict[str, h5py.Dataset]:
+    found = {}
+    for path in paths:
+        with suppressing(Exception):  # it is damaged; the error comes where it is read
+            found[path] = file[name_bytes(path)]
+    return found
+
+
+def _read_command(
+    file: h5py.File,
+    shapes: Mapping[str, tuple[int, ...]],
+    datasets: Mapping[str, h5py.Dataset],
+) -> str | None:
+    """Return a command that reads the largest of some datasets, if any can be read."""
+    readable = {
+        name: shape for name, shape in shapes.items() if shape and _has_fixed_size(datasets[name])
+    }
+    if not readable:
+        return None
+    data = max(readable, key=lambda name: math.prod(readable[name]))
+    as_long = [n for n in readable if n != data and readable[n][0] == readable[data][0]]
+    labels = min(as_long, key=lambda name: math.prod(readable[name]), default=None)
+    command = ["h5async", "read", file.filename, "--data-field", data]
+    command += ["--labels-field", labels] if labels else ["--no-labels"]
+    return " ".join(map(shell_word, command))
+
+
+def _shown_shape(file: h5py.File, dataset: h5py.Dataset, reach: Reach) -> tuple[int, ...]:
+    plist = dataset.id.get_create_plist()
+    if plist.get_layout() == h5py.h5d.VIRTUAL:
+        is_permitted = False
+        with suppressing(H5AsyncError):
+            Indexer(file, reach).sources("").find(plist)
+            is_permitted = True
+        if not is_permitted:
+            return ()  # HDF5 would open them all the same
+    return dataset.shape or ()
+
+
+def _has_fixed_size(dataset: h5py.Dataset) -> bool:
+    with suppressing(Exception):  # h5py has no one type for what it cannot express
+        return not dataset.dtype.hasobject
+    return False

@@ -1,0 +1,313 @@
+"""Reads the layout of one open dataset: where its bytes lie, or why only h5py may read it.
+
+A dataset is read directly only where its bytes are known to be what h5py would give; every doubt
+ends in a `fallback_reason`, and `read/fallback.py` then reads the dataset through h5py.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from h5async.errors import DatasetError, H5AsyncError, ReadError, out_of_memory
+from h5async.index.chunkindex import (
+    TooManyChunksError,
+    read_chunk_table,
+    require_true_coordinates,
+    without_filters,
+)
+from h5async.index.elements import Element, element_of, has_objects
+from h5async.index.external import attached, external_layout
+from h5async.index.fillvalue import fill_value, has_no_values, member_fill, require_fill
+from h5async.index.filterpipeline import (
+    filters_of,
+    is_hdf5s,
+    require_filters,
+    require_lengths,
+    require_whole,
+    unavailable,
+)
+from h5async.index.hdf5 import edges_are_raw
+from h5async.index.identity import indexed
+from h5async.index.layout import DatasetLayout, Part, Storage, normal_axis
+from h5async.index.links import Located, Reach
+from h5async.index.obstacles import NotDirectError
+from h5async.index.slabs import Slab
+from h5async.index.sources import VirtualSources
+from h5async.io.maps import may_map
+from h5async.io.stamps import FileStamp
+
+
+class Indexer:
+    """Reads the layouts of datasets of one open file.
+
+    Parameters
+    ----------
+    file
+        The file.
+    reach
+        Which other files its datasets may refer to.
+    depth
+        How many virtual datasets these datasets are sources of, one within the other.
+    """
+
+    def __init__(self, file: h5py.File, reach: Reach, depth: int = 0) -> None:
+        self._file = file
+        # It is opened again later, from whatever directory is the current one then.
+        self._path = Path(file.filename).absolute()
+        self._stamp = FileStamp.settled(file.id.get_vfd_handle())
+        self._reach = reach
+        self._depth = depth
+
+    def sources(self, where: str) -> VirtualSources:
+        """Return what finds the sources of a virtual dataset of this file."""
+        return VirtualSources(self._file, self._reach, self._depth, self._index_source, where)
+
+    def _index_source(
+        self, found: Located, node: h5py.Dataset, axis: int, depth: int
+    ) -> DatasetLayout:
+        return Indexer(found.file, self._reach, depth).layout(found.path, node, (), axis)
+
+    def layout(
+        self, name: str, dataset: h5py.Dataset, member: Sequence[str], num_dim: int
+    ) -> DatasetLayout:
+        """Return the layout of a dataset, or of a member of it.
+
+        Parameters
+        ----------
+        name, dataset
+            Its path, and the dataset.
+        member
+            The path of a member within its compound type; empty: all of it.
+        num_dim
+            The dimension that counts the samples.
+
+        Raises
+        ------
+        H5AsyncError
+            As `metadata.read_layouts` says.
+        """
+        where = f'{self._file.filename}: dataset "{name}"'
+        try:
+            return self._layout(name, dataset, tuple(member), num_dim, where)
+        except H5AsyncError:
+            raise
+        except MemoryError as error:
+            raise out_of_memory(f"{where}, its metadata", error) from error
+        except Exception as error:  # damaged metadata may raise anything
+            raise ReadError(f"{where}: its metadata cannot be read ({error})") from error
+
+    def _layout(
+        self, name: str, dataset: h5py.Dataset, member: tuple[str, ...], num_dim: int, where: str
+    ) -> DatasetLayout:
+        plist = dataset.id.get_create_plist()
+        storage = _storage(plist)
+        sources = self.sources(where)
+        if storage == "virtual":
+            sources.find(plist)
+        element = element_of(dataset, member, where)
+        if dataset.shape is None:
+            raise DatasetError(f"{where} is empty (a null dataspace): it holds no samples")
+        shape = dataset.shape
+        if shape == () and self._depth:
+            shape = (1,)  # as the source of a virtual dataset, it is one sample
+        if shape == ():
+            raise DatasetError(f"{where} is a scalar: it has no dimension that counts samples")
+        if element.dtype.hasobject:
+            raise DatasetError(
+                f"{where}: its elements are of variable length or references, so a batch of them"
+                " has no fixed size; store them with a fixed-size type"
+            )
+        base, extra = element.base, element.shape
+        filters = filters_of(plist)
+        layout = DatasetLayout(
+            file=str(self._path),
+            stamp=self._stamp,
+            path=name,
+            shape=(*shape, *extra),
+            dtype=_without_metadata(base),
+            sample_axis=normal_axis(num_dim, len(shape), where),
+            storage=storage,
+            fallback_reason=None,
+            fill=np.zeros((), base),
+            chunk_shape=(*dataset.chunks, *extra) if dataset.chunks else (),
+            filters=filters,
+            stored_nbytes=0 if storage == "chunked" else dataset.id.get_storage_size(),
+            member=member,
+            # Of a type with elements of variable length, HDF5 tells the size in memory.
+            stored_itemsize=0 if has_objects(dataset) else dataset.id.get_type().get_size(),
+            extra_dims=len(extra),
+            indexed=indexed(dataset),
+        )
+        try:
+            if storage == "virtual":
+                return sources.layout(layout, plist)
+            if storage == "external":
+                layout, found = attached(layout, plist, self._reach, where)
+                self._require_direct(layout, element)
+                return external_layout(layout, plist, found)
+            if storage == "compact":
+                values = np.asarray(_values(dataset, member))
+                values = values.reshape(layout.shape).view(layout.raw_dtype)
+                return replace(layout, values=values)
+            require_fill(plist, layout.stored_itemsize, where)
+            if storage == "chunked" and filters:
+                require_lengths(filters, math.prod(dataset.chunks) * layout.stored_itemsize, where)
+                layout = replace(layout, has_raw_edges=edges_are_raw(dataset))
+                require_filters(layout, dataset, where)
+            self._require_direct(layout, element)
+            if member:
+                return self._member(layout, dataset, plist, element, where)
+            layout = replace(layout, fill=fill_value(plist, base, extra))
+            return self._direct(layout, dataset, plist, where)
+        except NotDirectError as error:
+            nbytes = self._stored_nbytes(layout, dataset, where)
+            return replace(layout, fallback_reason=str(error), stored_nbytes=nbytes)
+
+    def _require_direct(self, layout: DatasetLayout, element: Element) -> None:
+        if self._file.id.get_intent() & h5py.h5f.ACC_RDWR:
+            raise NotDirectError(
+                "the file is open for writing in this process, which may hold unwritten values"
+            )
+        if not element.is_numpys:
+            raise NotDirectError(f"its stored type differs from NumPy's {element.dtype}")
+        for entry in layout.filters:
+            if is_hdf5s(entry):
+                raise NotDirectError(f"filter {entry.number} ({entry.label}) is decoded by HDF5")
+        is_columns = layout.storage in ("contiguous", "external") and layout.sample_axis != 0
+        if is_columns and not may_map(layout.file, self._reach.io):
+            raise NotDirectError(
+                "columns of a contiguous dataset are read by mapping, which needs a local file"
+                ' system, or io="map"'
+            )
+
+    def _stored_nbytes(self, layout: DatasetLayout, dataset: h5py.Dataset, where: str) -> int:
+        """Return the stored size of a dataset that h5py is to read; 0: unknown.
+
+        All addresses are checked, of which HDF5 itself checks few.
+        """
+        # What was not written yet may have no address in the file, and some sizes are unknown.
+        is_writer = self._file.id.get_intent() & h5py.h5f.ACC_RDWR
+        is_checked = layout.stored_itemsize and not is_writer
+        try:
+            if is_checked and layout.storage == "contiguous":
+                _contiguous_offset(dataset, where)
+            elif is_checked and layout.storage == "chunked":
+                table = read_chunk_table(dataset, layout.filters, layout.has_raw_edges, where)
+                return int(table.nbytes.sum())
+        except TooManyChunksError:
+            return 0
+        except NotDirectError:
+            pass
+        return int(dataset.id.get_storage_size())
+
+    def _direct(
+        self, layout: DatasetLayout, dataset: h5py.Dataset, plist: h5py.h5p.PropDCID, where: str
+    ) -> DatasetLayout:
+        """Find out where the bytes lie."""
+        if layout.storage == "chunked":
+            require_true_coordinates(dataset)
+            unused = unavailable(layout.filters)  # no chunk was written with them
+            chunks = read_chunk_table(dataset, layout.filters, layout.has_raw_edges, where)
+            chunks, filters = without_filters(chunks, layout.filters, unused)
+            if unused and not filters:
+                require_whole(chunks, layout, where)
+            stored_nbytes = int(chunks.nbytes.sum())
+            layout = replace(layout, chunks=chunks, filters=filters, stored_nbytes=stored_nbytes)
+        else:
+            layout = replace(layout, offset=_contiguous_offset(dataset, where))
+        if has_no_values(plist, layout):
+            raise NotDirectError("it was never written, and its fill value is undefined")
+        return layout
+
+    def _member(
+        self,
+        layout: DatasetLayout,
+        dataset: h5py.Dataset,
+        plist: h5py.h5p.PropDCID,
+        element: Element,
+        where: str,
+    ) -> DatasetLayout:
+        """Return the layout of a member: a part of the rows of the compound."""
+        if not layout.stored_itemsize:
+            raise NotDirectError("a member of a compound with elements of variable length")
+        rank = len(dataset.shape)
+        extra = layout.shape[rank:]
+        label = "/".join(layout.member)
+        compound: np.dtype[Any] = np.dtype(
+            {
+                "names": [label],
+                "formats": [(layout.raw_dtype, extra)],
+                "offsets": [element.offset],
+                "itemsize": layout.stored_itemsize,
+            }
+        )
+        fill = np.zeros(layout.stored_itemsize, np.uint8)
+        values = member_fill(plist, dataset, layout.member)
+        fill[element.offset : element.offset + len(values)] = np.frombuffer(values, np.uint8)
+        source = replace(
+            layout,
+            shape=layout.shape[:rank],
+            chunk_shape=layout.chunk_shape[:rank],
+            dtype=compound,
+            fill=fill.view(compound).reshape(()),
+            member=(),
+        )
+        source = self._direct(source, dataset, plist, where)
+        samples = Slab.run(0, layout.num_samples)
+        part = Part(source, samples, samples, member=label)
+        return replace(layout, parts=(part,) if layout.num_samples else ())
+
+
+def _values(dataset: h5py.Dataset, member: tuple[str, ...]) -> Any:
+    values = (dataset.fields(member[0]) if member else dataset)[...]
+    for name in member[1:]:
+        values = values[name]
+    return values
+
+
+def _without_metadata(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return dtype if dtype.metadata is None or dtype.fields else np.dtype(dtype.str)
+
+
+def _storage(plist: h5py.h5p.PropDCID) -> Storage:
+    """Return the layout class.
+
+    External storage reports itself as contiguous, and it and virtual datasets have no offset,
+    just like datasets that were never written: they must be told apart first.
+    """
+    kind = plist.get_layout()
+    if kind == h5py.h5d.VIRTUAL:
+        return "virtual"
+    if plist.get_external_count():
+        return "external"
+    if kind == h5py.h5d.COMPACT:
+        return "compact"
+    return "chunked" if kind == h5py.h5d.CHUNKED else "contiguous"
+
+
+def _contiguous_offset(dataset: h5py.Dataset, where: str) -> int:
+    try:
+        offset = dataset.id.get_offset()
+    except RuntimeError as error:
+        raise ReadError(f"{where}: its address is not valid ({error})") from error
+    if offset is None:
+        return -1
+    nbytes = dataset.id.get_storage_size()
+    end = os.fstat(dataset.file.id.get_vfd_handle()).st_size
+    wanted = math.prod(dataset.shape) * dataset.id.get_type().get_size()
+    if nbytes < wanted:
+        raise ReadError(f"{where}: {nbytes} bytes are allocated for {wanted} bytes of values")
+    if offset + wanted > end:
+        raise ReadError(
+            f"{where}: its values end at byte {offset + wanted}, but the file has {end} bytes;"
+            " it was cut short"
+        )
+    return int(offset)

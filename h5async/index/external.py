@@ -1,0 +1,129 @@
+"""Finds the external files that hold the values of a dataset, and tells where its rows lie there.
+
+Nothing of HDF5's is in such files: only values, as the creation properties of the dataset say.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import h5py
+
+from h5async.errors import ReadError, UnsafeFileError
+from h5async.index.layout import DatasetLayout, Part
+from h5async.index.links import Reach, require_in_place
+from h5async.index.obstacles import NotDirectError
+from h5async.index.slabs import Slab
+from h5async.io.stamps import FileStamp
+
+Segment = tuple[bytes, int, int]  # name of the file, offset, bytes
+
+
+def attached(
+    layout: DatasetLayout, plist: h5py.h5p.PropDCID, reach: Reach, where: str
+) -> tuple[DatasetLayout, list[Path]]:
+    """Return a layout that names its external files, and their real paths.
+
+    Raises
+    ------
+    UnsafeFileError
+        If one lies below no root that was given: beside the file is not enough.
+    ReadError
+        If one is missing, or too short: HDF5 would deliver zeros for what is missing.
+    """
+    segments = _segments(plist)
+    holder = Path(layout.file)
+    found = [_permitted(os.fsdecode(name), holder, reach, where) for name, _, _ in segments]
+    _require_bytes(layout, segments, found, where)
+    stamps = {}
+    for path in found:
+        stamps[str(path)] = FileStamp.settled(path)
+        require_in_place(path, stamps[str(path)], where)
+    return replace(layout, attached=tuple(stamps.items())), found
+
+
+def external_layout(
+    layout: DatasetLayout, plist: h5py.h5p.PropDCID, found: Sequence[Path]
+) -> DatasetLayout:
+    """Return where the rows lie in external files that were found by `attached`.
+
+    Raises
+    ------
+    NotDirectError
+        If only h5py may read them.
+    """
+    segments = _segments(plist)
+    if layout.member:
+        raise NotDirectError("a member of a compound in external files")
+    if layout.sample_axis != 0 and len(segments) > 1:
+        raise NotDirectError("columns of a dataset in several external files")
+    parts, begin, wanted = [], 0, layout.nbytes
+    for path, (_, offset, nbytes) in zip(found, segments, strict=True):
+        nbytes = min(nbytes, wanted - begin)
+        if nbytes <= 0:
+            break
+        source = replace(
+            layout,
+            file=str(path),
+            stamp=dict(layout.attached)[str(path)],
+            attached=(),
+            indexed=None,
+            storage="contiguous",
+            offset=offset,
+        )
+        if nbytes == wanted:
+            return replace(source, storage="external")
+        if begin % layout.row_nbytes or nbytes % layout.row_nbytes:
+            raise NotDirectError("samples of a dataset in several external files are split")
+        rows = nbytes // layout.row_nbytes
+        samples = Slab.run(begin // layout.row_nbytes, begin // layout.row_nbytes + rows)
+        source = replace(source, shape=(rows, *layout.row_shape))
+        parts.append(Part(source, samples, Slab.run(0, rows)))
+        begin += nbytes
+    return replace(layout, parts=tuple(parts))
+
+
+def _require_bytes(
+    layout: DatasetLayout, segments: Sequence[Segment], paths: Sequence[Path], where: str
+) -> None:
+    itemsize = layout.stored_itemsize or layout.dtype.itemsize
+    left = itemsize * math.prod(layout.shape[: len(layout.shape) - layout.extra_dims])
+    for path, (_, offset, nbytes) in zip(paths, segments, strict=True):
+        nbytes = min(nbytes, left)
+        size = path.stat().st_size
+        if size < offset + nbytes:
+            raise ReadError(
+                f"{where}: {nbytes} bytes of its values lie at byte {offset} of {path}, which"
+                f" has {size} bytes"
+            )
+        left -= nbytes
+    if left:
+        raise ReadError(f"{where}: {left} bytes of its values lie in no external file")
+
+
+def _permitted(name: str, holder: Path, reach: Reach, where: str) -> Path:
+    """Return the real path of an external file, as HDF5 finds it: from the current directory."""
+    if not name or "\0" in name:
+        raise UnsafeFileError(f"{where} keeps its values in a file with the name {name!r}")
+    prefix = os.environ.get("HDF5_EXTFILE_PREFIX", "")
+    prefix = prefix.replace("${ORIGIN}", str(holder.parent))
+    path = Path(prefix, name).resolve()
+    roots = [root.resolve() for root in reach.roots]
+    if not any(path.is_relative_to(root) for root in roots):
+        raise UnsafeFileError(
+            f"{where} keeps its values in an external file, {path}; if you trust this, allow"
+            f" it: allow_external=[{str(path.parent)!r}]"
+        )
+    if not path.is_file():
+        raise ReadError(
+            f"{where} keeps its values in {path}, which is missing or is not a regular file"
+        )
+    return path
+
+
+def _segments(plist: h5py.h5p.PropDCID) -> list[Segment]:
+    return [plist.get_external(i) for i in range(plist.get_external_count())]

@@ -1,0 +1,82 @@
+"""Reads the filter pipeline of a dataset, and checks that someone can undo it."""
+
+from __future__ import annotations
+
+import math
+
+import h5py
+import numpy as np
+
+from h5async.codec.filters import Filter, can_decode
+from h5async.errors import DatasetError, ReadError
+from h5async.index.chunkindex import applies_any
+from h5async.index.chunktable import ChunkTable
+from h5async.index.layout import DatasetLayout
+
+
+def filters_of(plist: h5py.h5p.PropDCID) -> tuple[Filter, ...]:
+    """Return the pipeline, in the order of writing."""
+    found = (plist.get_filter(i) for i in range(plist.get_nfilters()))
+    return tuple(
+        Filter(number, tuple(parameters), name.decode("utf-8", "replace").rstrip("\0"))
+        for number, _flags, parameters, name in found
+    )
+
+
+def require_filters(layout: DatasetLayout, dataset: h5py.Dataset, where: str) -> None:
+    """Raise `DatasetError` if a chunk was written with a filter that is not available.
+
+    It is available if it is decoded here, or if h5py has it, which gets more from hdf5plugin. Other
+    filters that are not available do not matter.
+    """
+    if not unavailable(layout.filters):
+        return
+    try:
+        import hdf5plugin  # noqa: F401  (registers its filters with HDF5)
+
+        remedy = "hdf5plugin does not have it: let HDF5_PLUGIN_PATH name a folder with its plugin"
+    except ImportError:
+        remedy = "try: pip install hdf5plugin"
+    missing = unavailable(layout.filters)
+    if missing and applies_any(dataset, missing, layout.has_raw_edges):
+        entry = layout.filters[missing[0]]
+        raise DatasetError(
+            f"{where} is compressed with filter {entry.number} ({entry.label}), which is not"
+            f" available; {remedy}"
+        )
+
+
+def is_hdf5s(entry: Filter) -> bool:
+    """Tell whether HDF5 can undo a filter, and this package cannot."""
+    return not can_decode(entry) and bool(h5py.h5z.filter_avail(entry.number))
+
+
+def unavailable(filters: tuple[Filter, ...]) -> list[int]:
+    """Return the positions of filters that neither this package nor HDF5 can undo."""
+    return [
+        bit
+        for bit, entry in enumerate(filters)
+        if not can_decode(entry) and not h5py.h5z.filter_avail(entry.number)
+    ]
+
+
+def require_whole(chunks: ChunkTable, layout: DatasetLayout, where: str) -> None:
+    """Refuse unfiltered chunks of another length than a chunk has; HDF5 would read past them."""
+    expected = math.prod(layout.chunk_shape) * layout.dtype.itemsize
+    bad = np.flatnonzero(chunks.nbytes != expected)
+    if bad.size:
+        raise ReadError(
+            f"{where}: no filter was applied to the chunk at byte {chunks.offset[bad[0]]}; expected"
+            f" {expected} bytes, got {chunks.nbytes[bad[0]]}; the file is damaged"
+        )
+
+
+def require_lengths(filters: tuple[Filter, ...], chunk_nbytes: int, where: str) -> None:
+    """Refuse client data that state another length; HDF5 would deliver uninitialized memory."""
+    for entry in filters if chunk_nbytes else ():
+        stated = entry.stated_chunk_nbytes
+        if stated not in (None, chunk_nbytes):
+            raise ReadError(
+                f"{where}: its chunks have {chunk_nbytes} bytes, but the client data of its filter"
+                f" {entry.label} say {stated}; its metadata are damaged"
+            )

@@ -1,0 +1,110 @@
+"""Asks HDF5 what h5py does not wrap, through the library that h5py has loaded."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import h5py
+
+from h5async.index.obstacles import NotDirectError
+from h5async.system.interruptions import suppressing
+
+# Kinds of chunk indices (H5Dpublic.h).
+B_TREE_V1, IMPLICIT, FIXED_ARRAY, EXTENSIBLE_ARRAY = 0, 2, 3, 4
+_DONT_FILTER_PARTIAL_CHUNKS = 2  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS of H5Dpublic.h
+
+
+def index_kind(dataset: h5py.Dataset) -> int:
+    """Return the kind of chunk index; -1 where HDF5 does not say."""
+    try:
+        return _ask_hdf5("H5Dget_chunk_index_type", ctypes.c_int, dataset.id)
+    except NotDirectError:
+        return -1
+
+
+def edges_are_raw(dataset: h5py.Dataset) -> bool:
+    """Tell whether chunks that reach over the dataset's edge are not filtered.
+
+    Raises
+    ------
+    NotDirectError
+        If HDF5 does not say so, and it matters.
+    """
+    if all(n % c == 0 for n, c in zip(dataset.shape, dataset.chunks, strict=True)):
+        return False
+    plist = dataset.id.get_create_plist()
+    options = _ask_hdf5("H5Pget_chunk_opts", ctypes.c_uint, plist)
+    return bool(options & _DONT_FILTER_PARTIAL_CHUNKS)
+
+
+def stored_nbytes(dataset: h5py.Dataset, corner: tuple[int, ...]) -> int:
+    """Return the stored size of a chunk, which HDF5 finds by its key; 0 where it was never written.
+
+    0 also where HDF5 does not say. For a chunk that was never written, h5py's own
+    `read_direct_chunk` allocates whatever length an uninitialized variable holds.
+    """
+    offset = (ctypes.c_uint64 * len(corner))(*corner)
+    try:
+        return _ask_hdf5("H5Dget_chunk_storage_size", ctypes.c_uint64, dataset.id, offset)
+    except NotDirectError:
+        return 0
+
+
+def fill_nbytes(plist: h5py.h5p.PropDCID) -> int | None:
+    """Return how many bytes a fill value has; None where HDF5 does not say.
+
+    HDF5 only says so where it encodes all properties: after the name of this one come two bytes,
+    then the size in eight (H5P__dcrt_fill_value_enc of H5Pdcpl.c).
+    """
+    _, name, value = encoded_properties(plist).rpartition(b"fill_value\0")
+    return int.from_bytes(value[2:10], "little", signed=True) if name else None
+
+
+def encoded_properties(plist: h5py.h5p.PropDCID) -> bytes:
+    """Return creation properties as HDF5 encodes them (H5Pencode2); b"" where it does not."""
+    encode = _hdf5_function(
+        "H5Pencode2", ctypes.c_void_p, ctypes.POINTER(ctypes.c_size_t), ctypes.c_int64
+    )
+    if encode is None:
+        return b""
+    size = ctypes.c_size_t(0)
+    with h5py._objects.phil:
+        if encode(plist.id, None, ctypes.byref(size), 0) < 0:
+            return b""
+        encoded = ctypes.create_string_buffer(size.value)
+        if encode(plist.id, encoded, ctypes.byref(size), 0) < 0:
+            return b""
+    return encoded.raw
+
+
+@functools.cache  # a function of ctypes refers to itself, so only a garbage collection frees it
+def _hdf5_function(name: str, *types: Any) -> Any:
+    """Return a function of the HDF5 that h5py calls; it takes an identifier, and these types.
+
+    None where it cannot be found.
+    """
+    with suppressing(AttributeError, OSError):
+        function = ctypes.CDLL(h5py.h5p.__file__)[name]
+        function.argtypes, function.restype = (ctypes.c_int64, *types), ctypes.c_int
+        return function
+    return None
+
+
+def _ask_hdf5(
+    function: str,
+    kind: type[ctypes.c_int | ctypes.c_uint | ctypes.c_uint64],
+    identifier: h5py._objects.ObjectID,
+    *arguments: ctypes.Array[ctypes.c_uint64],
+) -> int:
+    """Call a function of HDF5 that takes an identifier and arguments, and returns a number."""
+    found = kind(0)
+    call = _hdf5_function(function, *map(type, arguments), ctypes.POINTER(kind))
+    if call is None:
+        raise NotDirectError(f"HDF5 does not answer {function}")
+    with h5py._objects.phil:
+        status = call(identifier.id, *arguments, ctypes.byref(found))
+    if status < 0:
+        raise NotDirectError(f"HDF5 does not answer {function}")
+    return int(found.value)

@@ -1,0 +1,53 @@
+"""Joins the layouts of a field in several files to one, one file after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from h5async.errors import DatasetError
+from h5async.index.layout import DatasetLayout, Part
+from h5async.index.slabs import Slab
+
+
+def join_layouts(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
+    """Return the layout of datasets of several files as one, one after the other.
+
+    Raises
+    ------
+    DatasetError
+        If the shapes of their rows or their dtypes differ; it names two files that do.
+    """
+    first = layouts[0]
+    if len(layouts) == 1:
+        return first
+    parts, begin = [], 0
+    for layout in layouts:
+        same_rows = layout.row_shape == first.row_shape and layout.sample_axis == first.sample_axis
+        if not same_rows or layout.dtype.newbyteorder("=") != first.dtype.newbyteorder("="):
+            raise DatasetError(
+                f'dataset "{first.path}" has samples of {first.row_shape} {first.dtype} in'
+                f" {first.file}, but of {layout.row_shape} {layout.dtype} in {layout.file}; several"
+                " files can be read as one where these are equal"
+            )
+        count = layout.num_samples
+        if count:
+            samples = Slab.run(begin, begin + count)
+            parts.append(Part(layout, samples, Slab.run(0, count)))
+        begin += count
+    shape = list(first.shape)
+    shape[first.sample_axis] = begin
+    same_order = all(layout.dtype == first.dtype for layout in layouts)
+    reasons = (layout.fallback_reason for layout in layouts)
+    return DatasetLayout(
+        file=first.file,
+        stamp=first.stamp,
+        path=first.path,
+        shape=tuple(shape),
+        dtype=first.dtype if same_order else first.dtype.newbyteorder("="),
+        sample_axis=first.sample_axis,
+        storage="files",
+        fallback_reason=next((reason for reason in reasons if reason is not None), None),
+        fill=first.fill,
+        stored_nbytes=sum(layout.stored_nbytes for layout in layouts),
+        parts=tuple(parts),
+    )

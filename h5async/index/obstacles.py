@@ -1,0 +1,11 @@
+"""Defines the errors of a dataset that cannot be read directly.
+
+A dataset is read directly where its bytes are read from the file without HDF5; all others are read
+through h5py.
+"""
+
+from __future__ import annotations
+
+
+class NotDirectError(Exception):
+    """Something was found that only h5py may read; the message is the reason."""

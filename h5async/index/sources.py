@@ -1,0 +1,164 @@
+"""Finds the sources of a virtual dataset, and reads their layouts.
+
+They may lie in other files, which are opened only where that is permitted, and may be virtual
+themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import h5py
+
+from h5async.errors import DatasetError, H5AsyncError
+from h5async.index.fillvalue import fill_value
+from h5async.index.layout import DatasetLayout
+from h5async.index.links import Located, MissingError, Reach, locate, open_permitted
+from h5async.index.obstacles import NotDirectError
+from h5async.index.virtual import mapped_files, source_series, virtual_parts
+from h5async.names import name_bytes
+from h5async.system.interruptions import interruption
+
+_MAX_NESTED = 8  # virtual datasets of virtual datasets
+
+# index(where the source was found, the source, the dimension that counts its samples, depth)
+IndexSource = Callable[[Located, h5py.Dataset, int, int], DatasetLayout]
+
+
+class VirtualSources:
+    """Finds the sources of one virtual dataset, each once.
+
+    Parameters
+    ----------
+    file
+        The open file of the virtual dataset.
+    reach
+        Which other files may be opened.
+    depth
+        How many virtual datasets the virtual dataset is itself a source of, one within the other.
+    index
+        Reads the layout of a source.
+    where
+        The virtual dataset, for messages.
+    """
+
+    def __init__(
+        self, file: h5py.File, reach: Reach, depth: int, index: IndexSource, where: str
+    ) -> None:
+        self._file = file
+        self._reach = reach
+        self._depth = depth
+        self._index = index
+        self._where = where
+        # By names of file and dataset, and the axis of the samples; None: it is missing, and may
+        # be.
+        self._found: dict[tuple[str, str, int], DatasetLayout | None] = {}
+
+    def find(self, plist: h5py.h5p.PropDCID) -> None:
+        """Find the sources, before HDF5 does.
+
+        HDF5 opens those of unlimited mappings to tell the shape. So those must be permitted first,
+        exist, and be free of loops, in which HDF5 would never end.
+
+        Raises
+        ------
+        DatasetError
+            If a source is missing, or virtual datasets are nested too deep.
+        UnsafeFileError
+            If a source lies in a file that is not permitted.
+        """
+        if self._depth >= _MAX_NESTED:
+            raise DatasetError(
+                f"{self._where}: virtual datasets are nested more than {_MAX_NESTED} deep"
+            )
+        for is_numbered, names in source_series(plist):
+            for file_name, dataset_name in names:
+                key = file_name, dataset_name, 0
+                if key in self._found:
+                    continue
+                source = self._source(*key, may_be_missing=is_numbered)
+                if source is not None or not is_numbered:
+                    self._found[key] = source
+                if source is None:
+                    break
+
+    def layout(self, layout: DatasetLayout, plist: h5py.h5p.PropDCID) -> DatasetLayout:
+        """Return the layout of the virtual dataset, with its sources and parts.
+
+        Raises
+        ------
+        DatasetError
+            As `find` does.
+        """
+        names = dict.fromkeys(mapped_files(plist, layout.shape))
+        sources = [self._get(*name, 0) for name in names]
+        there = tuple(source for source in sources if source is not None)
+        stored = sum({(s.file, s.path): s.stored_nbytes for s in there}.values())
+        layout = replace(layout, sources=there, stored_nbytes=stored)
+        try:
+            if layout.member:
+                raise NotDirectError("a member of a virtual dataset")
+            fill = fill_value(plist, layout.fill.dtype, (), whenever=True)
+            layout = replace(layout, fill=fill)
+            parts = virtual_parts(plist, layout, self._get) if there else ()
+        except NotDirectError as error:
+            if None in sources:
+                raise DatasetError(
+                    f"{self._where}: sources are missing, and only h5py could read the rest"
+                    f" ({error})"
+                ) from error
+            return replace(layout, fallback_reason=str(error))
+        reasons = [part.source.fallback_reason for part in parts]
+        reason = next((reason for reason in reasons if reason is not None), None)
+        return replace(layout, parts=parts, fallback_reason=reason)
+
+    def _get(self, file_name: str, dataset_name: str, axis: int) -> DatasetLayout | None:
+        key = file_name, dataset_name, axis
+        if key not in self._found:
+            self._found[key] = self._source(*key)
+        return self._found[key]
+
+    def _path(self, file_name: str, dataset_name: str, may_be_missing: bool) -> Path | None:
+        """Return the file of a source, or None where it is missing and may be."""
+        holder = Path(self._file.filename).absolute()
+        if file_name == ".":
+            return holder
+        found = self._reach.find(file_name, holder, "HDF5_VDS_PREFIX", self._where)
+        if found is None and not may_be_missing:
+            raise DatasetError(
+                f'{self._where}: its source "{dataset_name}" lies in {file_name}, which is missing;'
+                " bring the file back, or read missing sources as the fill value:"
+                " allow_missing=True"
+            )
+        return found
+
+    def _source(
+        self, file_name: str, dataset_name: str, axis: int, *, may_be_missing: bool = False
+    ) -> DatasetLayout | None:
+        may_be_missing = may_be_missing or self._reach.missing_is_fill
+        path = self._path(file_name, dataset_name, may_be_missing)
+        if path is None:
+            return None
+        with contextlib.ExitStack() as files:
+            is_here = file_name == "."
+            file = self._file if is_here else files.enter_context(open_permitted(path, self._where))
+            what = f'{self._where}: its source "{dataset_name}"'
+            try:
+                found = locate(file, dataset_name, self._reach, files)
+                node = found.file[name_bytes(found.path)]
+            except KeyError as error:
+                is_known = isinstance(error, H5AsyncError) and not isinstance(error, MissingError)
+                if is_known or interruption(error) is not None:
+                    raise
+                if may_be_missing:
+                    return None
+                raise DatasetError(
+                    f"{what} is missing in {path}; bring it back, or read missing sources as the"
+                    " fill value: allow_missing=True"
+                ) from error
+            if not isinstance(node, h5py.Dataset) or found.rest:
+                raise DatasetError(f"{what} in {path} is not a dataset")
+            return self._index(found, node, axis, self._depth + 1)

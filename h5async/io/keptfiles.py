@@ -1,0 +1,151 @@
+"""Keeps open the files that were used last, of whatever kind: descriptors, maps, h5py's files."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import resource
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Generic, Protocol, TypeVar
+
+from h5async.errors import ReadError
+from h5async.system.interruptions import suppressing
+
+_LEAST_KEPT, _MOST_KEPT = 4, 8192  # files; each map counts against vm.max_map_count, 65,530
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+F = TypeVar("F", bound=_Closable)
+
+
+class KeptFiles(Generic[F]):
+    """Open files, by their paths. Safe to use from many threads.
+
+    Files that nobody uses are closed once there are too many, those first that were used least
+    recently. Files are opened and closed outside the lock.
+
+    Parameters
+    ----------
+    kept
+        How many stay open while nobody uses them.
+    """
+
+    def __init__(self, kept: int) -> None:
+        self._lock = threading.Lock()
+        self._kept = kept
+        self._files: OrderedDict[str, F] = OrderedDict()  # the most recent use comes last
+        self._users: dict[str, int] = {}
+
+    @contextmanager
+    def using(self, path: str, open_file: Callable[[], F]) -> Iterator[F]:
+        """Give a file, which stays open until the context ends.
+
+        Parameters
+        ----------
+        path
+            Its path.
+        open_file
+            Opens it where it is not open; called again, after others were closed, where the
+            process has no descriptor left.
+
+        Raises
+        ------
+        ReadError
+            As `open_file` does.
+        """
+        file = self._take(path, open_file)
+        try:
+            yield file
+        finally:
+            self._give_back(path)
+
+    def find(self, path: str) -> F | None:
+        """Return a file if it is open; another thread may close it unless it is in use."""
+        return self._files.get(path)
+
+    def values(self) -> list[F]:
+        """Return the files that are open."""
+        return list(self._files.values())
+
+    def discard(self, path: str) -> None:
+        """Close a file that nobody uses, if it is open."""
+        with self._lock:
+            file = self._files.pop(path, None)
+            self._users.pop(path, None)
+        if file is not None:
+            file.close()
+
+    def close(self) -> None:
+        """Close all files. Idempotent."""
+        for path, file in list(self._files.items()):
+            file.close()
+            self._files.pop(path, None)  # an exception leaves the others for the next call
+
+    def _take(self, path: str, open_file: Callable[[], F]) -> F:
+        with self._lock:
+            file = self._files.get(path)
+            if file is not None:
+                self._users[path] += 1
+                self._files.move_to_end(path)
+                return file
+        return self._opened(path, open_file)
+
+    def _give_back(self, path: str) -> None:
+        with self._lock:
+            self._users[path] -= 1
+            unused = self._unused() if len(self._files) > self._kept else ()
+        for other in unused:
+            other.close()
+
+    def _opened(self, path: str, open_file: Callable[[], F]) -> F:
+        try:
+            file = open_file()
+        except ReadError as error:
+            if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EMFILE:
+                raise
+            with self._lock:
+                # The rest of the program took descriptors meanwhile.
+                self._kept = max(1, len(self._files) // 2)
+                unused = self._unused()
+            for other in unused:
+                other.close()
+            file = open_file()
+        with self._lock:
+            first = self._files.setdefault(path, file)  # another thread may have been faster
+            self._users[path] = self._users.get(path, 0) + 1
+        if first is not file:
+            file.close()
+        return first
+
+    def _unused(self) -> list[F]:
+        """Take out the files that were used least recently, and are too many."""
+        surplus = len(self._files) - self._kept
+        if surplus <= 0:
+            return []
+        paths = list(
+            itertools.islice((path for path in self._files if not self._users[path]), surplus)
+        )
+        for path in paths:
+            del self._users[path]
+        return [self._files.pop(path) for path in paths]
+
+
+def affordable_files() -> int:
+    """Return how many files a reader may keep open: half of the descriptors that are left.
+
+    A mapped file takes two.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY:
+        return _MOST_KEPT
+    used = 0
+    with suppressing(OSError):
+        used = len(os.listdir("/dev/fd"))
+    return min(_MOST_KEPT, max(_LEAST_KEPT, (limit - used) // 4))

@@ -1,0 +1,160 @@
+"""Reads from local files, of which it keeps as many open as it may.
+
+Other programs may change a file meanwhile: it is read on if it still holds what was indexed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from h5async.errors import H5AsyncError
+from h5async.io.keptfiles import KeptFiles
+from h5async.io.localfile import LocalFile
+from h5async.io.maps import IoMode
+from h5async.io.stamps import FileStamp, changed, has_swmr_writer, lies_at
+from h5async.system.interruptions import interruption
+
+_TRIES = 5  # to read a slice of a batch while nobody changes the file
+
+
+class FileEventError(Exception):
+    """What was read is worthless: the file has changed, or a page of its map cannot be read."""
+
+    def __init__(self, map_failed: bool = False) -> None:
+        super().__init__()
+        self.map_failed = map_failed
+
+
+# look_anew(file, stamp) returns if a file, whose stamp is now `stamp`, still holds what was
+# indexed, and raises `ReadError` if it does not.
+LookAnew = Callable[[LocalFile, FileStamp], None]
+
+
+class LocalFiles:
+    """Files on this machine, opened as they are needed. Safe to use from many threads.
+
+    Parameters
+    ----------
+    kept
+        Files that stay open while nobody reads from them; a mapped file takes two descriptors.
+    io
+        As for `LocalFile`.
+    python_maps
+        As for `LocalFile`.
+    look_anew
+        Called in the thread that finds a file changed; None: a changed file is refused.
+    on_new_stamp
+        Called with the path and the stamp of a file that has changed, but holds what was indexed.
+    """
+
+    def __init__(
+        self,
+        kept: int,
+        io: IoMode = "auto",
+        *,
+        python_maps: bool = False,
+        look_anew: LookAnew | None = None,
+        on_new_stamp: Callable[[str, FileStamp], None] | None = None,
+    ) -> None:
+        self._on_new_stamp = on_new_stamp
+        self._io: IoMode = io
+        self._python_maps = python_maps
+        self._look_anew = look_anew or _refuse
+        self._files: KeptFiles[LocalFile] = KeptFiles(kept)
+
+    def read(
+        self, path: str, expected: FileStamp, work: Callable[[LocalFile, FileStamp], bool]
+    ) -> None:
+        """Call `work`, which reads from a file, until the file was the same before and after it.
+
+        Parameters
+        ----------
+        path, expected
+            The file, as it was indexed.
+        work
+            Called with the open file and its stamp, and once more where the file was changed
+            meanwhile but still holds what was indexed. Returns whether it has compared the stamp
+            itself, after all it read; raises `FileEventError` where that did not agree.
+
+        Raises
+        ------
+        ReadError
+            If it cannot be opened, is another file, or another index was found in it.
+        """
+        with self.using(path, expected) as file:
+            for _ in range(_TRIES):
+                stamp = file.stamp
+                try:
+                    if work(file, stamp) or not file.has_changed(stamp):
+                        return
+                except FileEventError as event:
+                    if event.map_failed:
+                        file.stop_mapping()
+                except H5AsyncError as error:
+                    if interruption(error) is not None or not file.has_changed(stamp):
+                        raise
+                self._look(file, stamp)
+            self._read_beside_a_writer(file, work)
+
+    def _read_beside_a_writer(
+        self, file: LocalFile, work: Callable[[LocalFile, FileStamp], bool]
+    ) -> None:
+        """Read from a file that is changed all the time, and check it only afterwards."""
+        stamp = file.stamp
+        try:
+            work(file, stamp._replace(nbytes=-1))  # so that nobody compares it
+        except FileEventError as event:
+            raise changed(file.path, "a page of its memory map cannot be read") from event
+        except H5AsyncError as error:
+            self._look(file, stamp)
+            raise changed(file.path, f"it is written to all the time ({error})") from error
+        self._look(file, stamp)
+
+    def _look(self, file: LocalFile, stamp: FileStamp) -> None:
+        """Check that a changed file still holds what was indexed; one thread does, others wait."""
+        with file.looking:
+            now = FileStamp.of(file.descriptor)
+            if file.stamp is not stamp or now == stamp:
+                return
+            if now[:4] != stamp[:4]:
+                now = FileStamp.settled(file.descriptor)
+            # Where a file was removed, that alone has changed its status.
+            if now[:4] != stamp[:4] or _has_name(file):
+                self._look_anew(file, now)
+            file.has_swmr_writer = has_swmr_writer(file.descriptor)
+            file.stamp = now
+            if self._on_new_stamp is not None:
+                self._on_new_stamp(file.path, now)
+
+    def using(self, path: str, expected: FileStamp) -> AbstractContextManager[LocalFile]:
+        """Give a file, open until the context ends.
+
+        Raises
+        ------
+        ReadError
+            If it cannot be opened, or has not the device and inode that are `expected`.
+        """
+
+        def open_file() -> LocalFile:
+            return LocalFile(path, expected, self._io, python_maps=self._python_maps)
+
+        return self._files.using(path, open_file)
+
+    def close(self) -> None:
+        """Close all files. Idempotent."""
+        self._files.close()
+
+
+def _refuse(file: LocalFile, _stamp: FileStamp) -> None:
+    raise changed(file.path, "whether it still holds what was indexed is unknown")
+
+
+def _has_name(file: LocalFile) -> bool:
+    """Tell whether a file still lies where it was opened, or where it was moved to."""
+    try:
+        path = os.readlink(f"/proc/self/fd/{file.descriptor}")
+    except OSError:  # not Linux
+        path = file.path
+    return lies_at(path, file.stamp)

@@ -1,0 +1,53 @@
+"""Maps files into memory, where that is faster than reading them, and safe."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.system.mounts import can_map
+
+IoMode = Literal["auto", "pread", "map"]
+
+
+def may_map(file: str | int, io: IoMode) -> bool:
+    """Tell whether a file, by its path or an open descriptor, may be mapped."""
+    return io == "map" or (io == "auto" and can_map(file))
+
+
+class FileMap:
+    """The memory map of an open file, for reading.
+
+    Parameters
+    ----------
+    descriptor
+        Of the file.
+
+    Attributes
+    ----------
+    address, nbytes
+        Where it lies, and how much of the file it holds.
+
+    Raises
+    ------
+    OSError, ValueError, MemoryError
+        If the system refuses, or the file is empty.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._map = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+        data = self.array()
+        self.address, self.nbytes = data.ctypes.data, data.size
+
+    def array(self) -> NDArray[np.uint8]:
+        """Return it as an array of bytes; the map cannot be closed while the array lives."""
+        return np.frombuffer(self._map, np.uint8)
+
+    def close(self) -> None:
+        """Unmap the file. Idempotent."""
+        with contextlib.suppress(BufferError):  # the traceback of an error may hold an array
+            self._map.close()

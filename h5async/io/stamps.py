@@ -1,0 +1,117 @@
+"""Tells one state of a file from another, and words the errors for a file that was changed.
+
+A file is identified by device and inode, and a state of it by size and times as well.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from h5async.errors import ReadError
+from h5async.system.interruptions import suppressing
+
+# Of the clock of file systems; twice that of most kernels where the system does not tell.
+_TICK_NS = 20_000_000
+if hasattr(time, "CLOCK_REALTIME_COARSE"):
+    _TICK_NS = int(time.clock_getres(time.CLOCK_REALTIME_COARSE) * 1e9)
+_SIGNATURE, _SUPERBLOCK_HEAD_NBYTES = b"\x89HDF\r\n\x1a\n", 12
+
+
+class FileStamp(NamedTuple):
+    """What tells a file, and one state of it, from another.
+
+    Attributes
+    ----------
+    device, inode
+        Which file it is.
+    nbytes, modified_ns, changed_ns
+        Its size, and when its content and its status were last changed.
+    """
+
+    device: int
+    inode: int
+    nbytes: int = -1
+    modified_ns: int = 0
+    changed_ns: int = 0
+
+    @property
+    def file_id(self) -> tuple[int, int]:
+        """Device and inode."""
+        return self.device, self.inode
+
+    @classmethod
+    def of(cls, file: int | str | Path) -> FileStamp:
+        """Return the stamp of an open file, by its descriptor, or of what lies at a path now."""
+        status = os.stat(file)
+        return cls(
+            status.st_dev,
+            status.st_ino,
+            status.st_size,
+            status.st_mtime_ns,
+            status.st_ctime_ns,
+        )
+
+    @classmethod
+    def settled(cls, file: int | str | Path) -> FileStamp:
+        """Return the stamp of a file, where possible once a change from now on would show in it.
+
+        File systems take the time of a write when it begins, from a clock that ticks every few
+        milliseconds (some count whole seconds): a second change within a tick, and the rest of that
+        write, leave no trace. Where the file was changed that recently, this waits for a tick, and
+        for two at most, since the file may be written to all the time.
+        """
+        stamp = cls.of(file)
+        for _ in range(2):
+            is_whole = stamp.changed_ns % 1_000_000_000 == 0
+            tick_ns = 1_000_000_000 if is_whole else _TICK_NS
+            left_ns = stamp.changed_ns + tick_ns - time.time_ns()
+            if not 0 < left_ns <= tick_ns:
+                break
+            time.sleep((left_ns + _TICK_NS / 2) / 1e9)
+            stamp = cls.of(file)
+        return stamp
+
+
+def lies_at(path: str, stamp: FileStamp) -> bool:
+    """Tell whether the file of a stamp lies at a path."""
+    try:
+        return FileStamp.of(path).file_id == stamp.file_id
+    except OSError:
+        return False
+
+
+def has_swmr_writer(descriptor: int) -> bool:
+    """Tell whether an HDF5 file says that a writer has it open for SWMR.
+
+    The file consistency flags of its superblock say so, version 3 ("Disk Format: Level 0A" of the
+    HDF5 file format specification), which lies at byte 0, 512, 1024, 2048, ...
+    """
+    begin = 0
+    with suppressing(OSError):
+        nbytes = os.fstat(descriptor).st_size
+        while begin < nbytes:
+            head = os.pread(descriptor, _SUPERBLOCK_HEAD_NBYTES, begin)
+            if head.startswith(_SIGNATURE):
+                return len(head) == _SUPERBLOCK_HEAD_NBYTES and head[8] >= 3 and bool(head[11] & 4)
+            begin = max(512, 2 * begin)
+    return False
+
+
+def changed(path: str, what: str) -> ReadError:
+    """Return the error for a file that was changed under a reader."""
+    return ReadError(
+        f"{path} was changed while it was being read: {what}; make a new reader, which reads it as"
+        " it is now"
+    )
+
+
+def replaced(path: str) -> ReadError:
+    """Return the error for a file that is not the one that was indexed."""
+    return ReadError(
+        f"{path} was replaced by another file after it had been indexed, and was not kept open:"
+        " only as many files are as the limit of open files allows (ulimit -n); make a new reader,"
+        " which reads the new file"
+    )

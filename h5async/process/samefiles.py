@@ -1,0 +1,36 @@
+"""Checks that a new helper process finds the files as the first one did."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from h5async.errors import ReadError
+from h5async.index.fingerprint import fingerprint
+from h5async.index.layout import DatasetLayout
+
+
+def check_same_files(before: Mapping[str, DatasetLayout], now: Mapping[str, DatasetLayout]) -> None:
+    """Compare what a new helper found in the files with what the first one found.
+
+    Raises
+    ------
+    ReadError
+        If a file was replaced or rewritten.
+    """
+    for name, layout in before.items():
+        if _is_same(layout, now[name]):
+            continue
+        pairs = zip(layout.leaves(), now[name].leaves(), strict=False)
+        changed = next((old for old, new in pairs if not _is_same(old, new)), layout)
+        raise ReadError(
+            f"{changed.file}: this file has changed since the reader was made, which a new helper"
+            " process found when it took the place of one that died; make a new reader"
+        )
+
+
+def _is_same(one: DatasetLayout, other: DatasetLayout) -> bool:
+    return _files(one) == _files(other) and fingerprint([one]) == fingerprint([other])
+
+
+def _files(layout: DatasetLayout) -> list[object]:
+    return [(leaf.file, leaf.stamp.file_id) for leaf in layout.leaves()]

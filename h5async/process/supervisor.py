@@ -1,0 +1,399 @@
+"""Keeps a helper process alive: posts requests and notes to it, and takes its answers.
+
+Where a helper dies, a new one is started as soon as there is a request for it, and given what the
+old one had not answered: a kill from outside costs time alone. What a request that kills helpers
+costs is decided in `outstanding.py`.
+
+One thread starts the helper, and takes its answers (`run`). The system ends the helper with this
+thread, so also with the process, however that ends. Messages are posted under a lock, in their
+order, and sent without it (`flush`) by another thread, so that nobody else ever waits for the
+helper to receive.
+
+Where gevent or eventlet replace threads by their own, both are the same thread of the system, and
+waiting for the helper stops all others: there the helper is waited for only while it has something
+to answer, and `run` sends what was posted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.fill.records import FillerStats, FillOutcome, FillRequest
+from h5async.index.layout import DatasetLayout
+from h5async.io.shared import SharedMemory
+from h5async.plan.stored import StoredFormat
+from h5async.process.child import HelperDied, HelperProcess
+from h5async.process.messages import (
+    Answer,
+    DropStored,
+    Failed,
+    Opened,
+    Started,
+    Starting,
+    received,
+)
+from h5async.process.outstanding import Outstanding
+from h5async.process.samefiles import check_same_files
+from h5async.process.sharedslots import ReaderSlots
+from h5async.process.steps import Steps
+from h5async.stats import STAGES, ThreadCounts
+from h5async.system.interruptions import suppressing
+
+_NOTHING_DONE = FillerStats(dict.fromkeys(STAGES, 0.0), ThreadCounts(), 0, "none")
+
+
+class Supervisor:
+    """Starts helper processes, one after the other. Made in the thread that opens the reader.
+
+    Methods are safe to call from many threads, but `run` and `flush`, each of which has one.
+
+    Parameters
+    ----------
+    what
+        What helpers read, for messages.
+    opening
+        The first message to a helper, pickled.
+    shared
+        Memory that helpers have too.
+    wake_sender
+        Has the other thread call `flush`.
+
+    Attributes
+    ----------
+    lock
+        Reentrant: the garbage collector may close a reader in any place, also where it is held.
+    layouts
+        By field name, in field order, once a helper has opened the dataset.
+    ways
+        How each field is read, in field order, once a helper has started to fill slots.
+    """
+
+    def __init__(
+        self, what: str, opening: bytes, shared: SharedMemory, wake_sender: Callable[[], None]
+    ) -> None:
+        self._what = what
+        self._opening = opening
+        self._shared = shared
+        self._wake_sender = wake_sender
+        # Relative paths start from there, also those of later helpers; None: it was removed.
+        self._folder: str | None = None
+        with suppressing(OSError):
+            self._folder = os.getcwd()
+        self.layouts: Mapping[str, DatasetLayout] = {}
+        self.ways: list[str] = []
+        self.lock = threading.RLock()
+        self._changed = threading.Condition(self.lock)
+        self._closed = False
+        self._process: HelperProcess | None = None
+        self._takes_notes = False  # it was sent `Starting`, and messages may be posted behind that
+        self._starting: Starting | None = None
+        self._slots: ReaderSlots | None = None
+        self._on_done: Callable[[FillRequest, FillOutcome], None] = _nothing
+        self._outstanding = Outstanding()
+        self._stats = self._former_stats = _NOTHING_DONE
+        self._steps = Steps()
+        self._opener_id = threading.get_native_id()  # of the system's thread
+        self._is_alone = False  # there is no other thread of the system
+
+    @property
+    def process(self) -> HelperProcess | None:
+        """The present helper process."""
+        return self._process
+
+    def start_filling(
+        self,
+        slots: ReaderSlots,
+        starting: Starting,
+        on_done: Callable[[FillRequest, FillOutcome], None],
+    ) -> None:
+        """Have this helper and later ones fill slots.
+
+        Parameters
+        ----------
+        slots
+            To be filled.
+        starting
+            The message that says so; its `extras` are filled in for each helper.
+        on_done
+            Called in `run`, and in a caller of `fail`, with each request and its outcome.
+        """
+        with self._changed:
+            self._slots, self._starting, self._on_done = slots, starting, on_done
+            self._changed.notify_all()
+
+    def request(self, request: FillRequest) -> bool:
+        """Post a request, when the helper may have it; return False where this is closed."""
+        with self._changed:
+            if self._closed:
+                return False
+            self._outstanding.add(request)
+            self._changed.notify_all()
+            self._post_requests()
+            return True
+
+    def note(self, message: Any) -> None:
+        """Post what needs no answer. A helper that is not started yet is told by `Starting`."""
+        self._post(message)
+        self._wake_sender()
+
+    def drop_stored(self) -> None:
+        """Have this helper and later ones do without memory for encoded chunks.
+
+        The slots of `start_filling` must have been told before.
+        """
+        with self.lock:
+            assert self._starting is not None
+            assert self._slots is not None
+            formats: list[StoredFormat | None] = [None] * len(self._starting.stored_formats)
+            self._starting = self._starting._replace(
+                slots=self._slots.specs, stored_formats=formats
+            )
+            self.note(DropStored())
+
+    def flush(self) -> None:
+        """Send what was posted; blocks until the helper has received it or has ended."""
+        with self.lock:
+            process = self._process
+        if process is not None:
+            process.flush()
+
+    def stats(self) -> FillerStats:
+        """Return what all helpers have done so far."""
+        now, before = self._stats, self._former_stats
+        return FillerStats(
+            {stage: now.stage_seconds[stage] + before.stage_seconds[stage] for stage in STAGES},
+            now.counts.plus(before.counts),
+            now.fallback_reads + before.fallback_reads,
+            now.cache,
+        )
+
+    def close(self) -> None:
+        """Drop all requests, and have the helper and `run` end. Never waits. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._outstanding.clear()
+            self._changed.notify_all()
+            if self._process is not None:
+                self._process.hang_up()
+
+    def release(self) -> None:
+        """Let go of slots and functions, after `run` has ended."""
+        self._slots, self._on_done = None, _nothing
+
+    def await_step(self, timeout_seconds: float | None) -> None:
+        """Wait until the first helper has opened the files or, called again, has started.
+
+        Raises
+        ------
+        H5AsyncError
+            What the helper raised there; `ReadError` if it died.
+        BatchTimeoutError
+            If it takes longer than the timeout, and than a minute.
+        """
+        step = "start its threads" if self.layouts else "open the files"
+        self._steps.wait(f"{self._what}: the helper process did not {step}", timeout_seconds)
+
+    # --- posting ----------------------------------------------------------------------------------
+
+    def _post(self, message: Any) -> None:
+        with self.lock:
+            if self._takes_notes and self._process is not None:
+                self._process.post(message)
+
+    def _post_requests(self) -> bool:
+        """Post the requests that the helper may have now; return whether there are any."""
+        requests = self._outstanding.next_to_send()
+        for request in requests:
+            self._post(tuple(request))  # pickled ten times as fast
+        return bool(requests)
+
+    # --- the thread -------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Keep a helper alive, and take its answers, until this is closed; in one thread."""
+        self._is_alone = threading.get_native_id() == self._opener_id
+        while self._go_on(self._serve_once()) and self._await_request():
+            pass
+
+    def _serve_once(self) -> BaseException | None:
+        """Have one helper work until it ends; return why, or None where this was closed."""
+        try:
+            self._serve()
+            return None
+        except BaseException as error:
+            return None if self._closed else error
+        finally:
+            with self.lock:
+                self._former_stats = self.stats()
+                self._stats = _NOTHING_DONE._replace(cache=self._stats.cache)
+
+    def _serve(self) -> None:
+        """Start a helper, and take its answers until this is closed.
+
+        Raises
+        ------
+        HelperDied
+            If the helper dies; also when closed.
+        BaseException
+            What the helper could not do.
+        """
+        self._outstanding.helper_starts()
+        with HelperProcess(self._shared.fd, self._what, self._folder) as process:
+            with self._registered(process):
+                if not self._closed and self._start(process):
+                    self._take_answers(process)
+
+    @contextlib.contextmanager
+    def _registered(self, process: HelperProcess) -> Iterator[None]:
+        """See that nothing is posted to a process any more before it is closed."""
+        with self.lock:
+            self._process = process
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._process, self._takes_notes = None, False
+                self._outstanding.helper_ends()
+
+    def _start(self, process: HelperProcess) -> bool:
+        """Have a helper open the dataset and start its threads; return False where closed."""
+        process.send_bytes(self._opening)
+        opened = _step(process)
+        assert isinstance(opened, Opened)
+        if self.layouts:
+            check_same_files(self.layouts, opened.layouts)
+        else:
+            self.layouts = opened.layouts
+            self._steps.put()
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._starting is not None)
+            if self._starting is None or self._slots is None:
+                return False
+            # Whatever is noted from here on is posted behind this.
+            process.post(self._starting._replace(extras=dict(self._slots.extras)))
+            self._takes_notes = True
+        if self._is_alone:
+            process.flush()
+        else:
+            self._wake_sender()  # this thread must receive, and does not send
+        started = _step(process)
+        assert isinstance(started, Started)
+        with self.lock:
+            self._outstanding.helper_started()
+            if self._post_requests():
+                self._wake_sender()
+        if not self.ways:
+            self.ways = started.ways
+            self._steps.put()
+        return True
+
+    def _take_answers(self, process: HelperProcess) -> None:
+        while not self._is_alone or self._await_request():
+            if self._is_alone:
+                process.flush()
+            answer = process.receive()
+            assert isinstance(answer, Answer)
+            self._take(answer)
+
+    def _await_request(self) -> bool:
+        """Wait for a request, if there is none; return False when closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or len(self._outstanding) > 0)
+            return not self._closed
+
+    def _take(self, answer: Answer) -> None:
+        request = FillRequest(*answer.request)
+        with self.lock:
+            self._stats = answer.stats
+            if not self._outstanding.remove(request):
+                return
+            if self._post_requests():  # the answer may have cleared the last suspect
+                self._wake_sender()
+            slots = self._slots
+        assert slots is not None
+        index = slots.index(request.slot, answer.size)
+        arrays: tuple[NDArray[Any], ...] = ()
+        error = received(answer.error) if answer.error else None
+        try:
+            if error is None:
+                arrays = slots.arrays(answer)
+        except BaseException as raised:
+            error = raised
+        self._on_done(
+            request,
+            FillOutcome(
+                index,
+                arrays,
+                error,
+                answer.is_resident,
+                answer.stored,
+                answer.busy_seconds,
+                answer.warnings,
+            ),
+        )
+        del error  # its traceback may have this frame
+
+    # --- the end of a helper ----------------------------------------------------------------------
+
+    def _go_on(self, error: BaseException | None) -> bool:
+        """Fail the requests that a helper's end costs; return whether there is to be another one.
+
+        Nothing in this thread keeps the error: its traceback will have the reader in it.
+        """
+        if error is None:
+            return False
+        if not self.ways:  # the constructor of the reader raises it
+            if isinstance(error, HelperDied):
+                step = "started its threads" if self.layouts else "opened the files"
+                error = HelperDied(f"{error} before it had {step}; standard error may say why")
+            self._steps.put(error)
+            return False
+        for request, reason in self._victims(error):
+            self._fail(request, reason)
+        return True
+
+    def _victims(self, error: BaseException) -> list[tuple[FillRequest, BaseException]]:
+        """Return requests that fail because a helper came to its end, each with its error."""
+        with self.lock:
+            blamed = self._outstanding.blame()
+            oldest = self._outstanding.oldest()
+            has_started = self._outstanding.has_started
+        if isinstance(error, HelperDied):
+            return [
+                (request, _death(error, request, deaths, has_started)) for request, deaths in blamed
+            ]
+        return [] if oldest is None else [(oldest, error)]
+
+    def _fail(self, request: FillRequest, error: BaseException) -> None:
+        with self.lock:
+            is_there = self._outstanding.remove(request)
+        if is_there:
+            self._on_done(request, FillOutcome(np.zeros(0, np.int64), (), error))
+
+
+def _step(process: HelperProcess) -> Any:
+    """Return the helper's answer to a step of its start; raise what it could not do."""
+    message = process.receive()
+    if isinstance(message, Failed):
+        raise received(message.error)
+    return message
+
+
+def _death(error: HelperDied, request: FillRequest, deaths: int, has_started: bool) -> HelperDied:
+    when = "was being filled" if has_started else "was to be filled"
+    return HelperDied(
+        f"{error} while batch {request.number} of epoch {request.epoch} {when}; {deaths} helpers"
+        " ended on this batch (standard error may say why), and the next call goes on with a new"
+        " helper"
+    )
+
+
+def _nothing(*_: object) -> None:
+    pass

@@ -1,0 +1,105 @@
+"""Makes docs/options.md, the page of all options, out of `ReaderConfig` and `Field`.
+
+.venv/bin/python scripts/make_options_page.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from h5async import Field, ReaderConfig
+from h5async.cli.options import flag
+from h5async.config.describe import Option, options_of
+
+PAGE = Path(__file__).parents[1] / "docs" / "options.md"
+
+HEAD = """\
+# Options
+
+`AsyncReader` takes its options as keywords, as a mapping, as a `ReaderConfig`, or as the path of a
+TOML file. Keywords win over the others. An unknown option is a `ConfigError` that names the nearest
+known one. `help(h5async.ReaderConfig)` and `h5async read --help` show the same descriptions as this
+page, which `scripts/make_options_page.py` makes.
+
+```python
+AsyncReader("options.toml", batch_size=64)
+```
+
+In a TOML file an empty string stands for None in `labels_field` and `cache`. On the command line
+`--no-labels` stands for `labels_field=None`.
+
+"""
+
+FIELD = """
+## Field
+
+`Field` says more about one field than its path does: `fields={"image": Field("data", dtype="f4")}`,
+or in a TOML file `fields.image = {path = "data", dtype = "f4"}`. The delivered value is
+`stored.astype(dtype) * scale + offset`. A path may go on into a compound type: `"table/energy"` is
+one member of the rows of `table`, and only that member is delivered.
+
+"""
+
+ANCESTOR = """
+## Names in torch.async-hdf5-reader
+
+Its `batchSize`, `nthread`, `njob` and `cuda` are `batch_size`, `num_threads`, `prefetch` and
+`device` here. The other names are the same.
+"""
+
+
+def page() -> str:
+    """Return the page."""
+    options = [
+        (_code(o.name), _typed(o), _values(o), _default(o), o.description)
+        for o in options_of(ReaderConfig)
+    ]
+    fields = [(_code(o.name), _default(o), o.description) for o in options_of(Field)]
+    return "".join(
+        (
+            HEAD,
+            _table(("option", "command line", "values", "default", "meaning"), options),
+            FIELD,
+            _table(("parameter", "default", "meaning"), fields),
+            ANCESTOR,
+        )
+    )
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    cells = ([cell.replace("|", "\\|") for cell in line] for line in lines)
+    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
+
+
+def _typed(option: Option) -> str:
+    return _code("FILE..." if option.is_required else flag(option))
+
+
+def _values(option: Option) -> str:
+    if option.choices:
+        return ", ".join(_code(_written(choice)) for choice in option.choices)
+    if option.is_mapping or option.is_function:
+        return "mapping" if option.is_mapping else "function, or string"
+    words = {bool: "bool", int: "integer", float: "number", str: "string", Path: "path"}
+    one = words[option.type]
+    return f"{one}, or a list of them" if option.is_list else one
+
+
+def _default(option: Option) -> str:
+    if option.is_required:
+        return "required"
+    return option.default_text or _code(_written(option.default))
+
+
+def _written(value: object) -> str:
+    """Return a value as Python has it, strings in double quotes."""
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def _code(text: str) -> str:
+    return f"`{text}`"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,399 @@
+"""What goes wrong on a GPU, or around it, and what may not go wrong then.
+
+On CuPy over simulated GPUs (`scripts/test_gpu`), which fail where a test wants it.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import subprocess
+import sys
+import threading
+
+import h5py
+import numpy as np
+import pytest
+
+from h5async import AsyncReader, DeviceError, Field
+from h5async.deliver.cudaslot import CudaSlot
+from h5async.deliver.devicedecode import StoredDecoder
+from h5async.read.execute import PlanExecutor
+from h5async.read.native import NativeExecutor
+from h5async.read.stored import StoredReader
+
+pytestmark = [pytest.mark.gpu, pytest.mark.simulated_gpu]
+
+N, BATCH = 48, 8
+OUT_OF_MEMORY, ILLEGAL_ADDRESS = 2, 700  # cudaError_t: the latter is sticky
+
+
+@pytest.fixture(scope="module")
+def cupy():
+    return pytest.importorskip("cupy")
+
+
+@pytest.fixture
+def images(tmp_path):
+    path = tmp_path / "images.h5"
+    with h5py.File(path, "w") as file:
+        values = np.random.default_rng(1).integers(0, 256, (N, 16, 16, 3), dtype=np.uint8)
+        file.create_dataset("data", data=values, chunks=(4, 16, 16, 3), compression="gzip")
+        file["labels"] = np.arange(N)
+    return path
+
+
+def options(path, **more):
+    fields = {"data": Field("data", axes=(0, 3, 1, 2), dtype="f4"), "labels": "labels"}
+    return {
+        "hdf5_path": path,
+        "fields": fields,
+        "batch_size": BATCH,
+        "device": "cuda",
+        "timeout": 60,
+        **more,
+    }
+
+
+def is_right(path, index, data):
+    with h5py.File(path) as file:
+        want = file["data"][...][index].transpose(0, 3, 1, 2)
+    return np.array_equal(data.get(), want)
+
+
+# --- values --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "axes", "scale"),
+    [
+        ("f2", (4, 3), None, 2.0),
+        ("?", (4, 3), None, -1.0),
+        ("f4", (4, 2, 3, 2), (0, 2, 1, 3), 2.0),
+        ("u1", (4, 2, 2, 20), (0, 3, 1, 2), -1.0),
+        ("f4", (4,), None, 3.0),
+    ],
+)
+def test_negative_zeros_are_those_of_the_host(cupy, tmp_path, kind, shape, axes, scale):
+    path = tmp_path / "zeros.h5"
+    values = np.zeros(shape, kind)
+    with h5py.File(path, "w") as file:
+        file["x"] = -values if values.dtype.kind == "f" else values
+    dtype = None if values.dtype.kind == "f" else "f4"
+    found = []
+    for device in ("cuda", "cpu"):
+        field = Field("x", axes=axes, dtype=dtype, scale=scale)
+        with AsyncReader(hdf5_path=path, fields={"x": field}, device=device) as reader:
+            batch = reader.get_next_batch().x
+            found.append((batch.get() if device == "cuda" else batch).tobytes())
+    assert found[0] == found[1]
+    assert found[0].strip(b"\0"), "no zero is negative"
+
+
+# --- which GPU -----------------------------------------------------------------------------------
+
+READ = """
+import gc, logging, sys, types
+import cupy
+from h5async import AsyncReader
+logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+{before}
+reader = AsyncReader(hdf5_path={path!r}, batch_size=8, shuffle="full", **{options})
+kept = []
+for _ in range(2):
+    for batch in reader:
+        kept = [batch.data, batch.copy(), batch]
+print(reader.device, cupy.cuda.runtime.getDevice())
+reader.close()
+del reader, batch
+gc.collect()
+kept.clear()
+gc.collect()
+"""
+
+
+def read_elsewhere(path, tmp_path, *, before="", gpus=2, allowed="1", environment=(), **more):
+    """Read in a process of its own; return what it says, and on which GPUs it made a context."""
+    contexts, complaints = tmp_path / "contexts", tmp_path / "complaints"
+    contexts.write_text("")
+    done = subprocess.run(
+        [sys.executable, "-c", READ.format(path=str(path), before=before, options=more)],
+        env={
+            **os.environ,
+            "SIMULATED_GPU_COUNT": str(gpus),
+            "SIMULATED_GPU_ALLOWED": allowed,
+            "SIMULATED_GPU_CONTEXTS": str(contexts),
+            "SIMULATED_GPU_COMPLAINTS": str(complaints),
+            **dict(environment),
+        },
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Error" not in done.stderr, done.stderr
+    return done.stdout, [int(line.split()[-1]) for line in contexts.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"cache": "device"}, {"workers": "process"}, {"debug_lifetimes": True}],
+    ids=lambda more: next(iter(more), ""),
+)
+def test_no_context_is_made_on_another_gpu(images, tmp_path, num_threads, more):
+    said, contexts = read_elsewhere(
+        images, tmp_path, device="cuda:1", num_threads=num_threads, **more
+    )
+    assert contexts == [1]
+    assert "cuda:1 0\n" in said, "the current device of the caller's thread is another one now"
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+@pytest.mark.parametrize("variable", ["LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"])
+def test_each_rank_of_a_node_has_a_gpu_of_its_own(images, tmp_path, device, variable):
+    said, contexts = read_elsewhere(images, tmp_path, environment={variable: "3"}, device=device)
+    assert contexts == [1]
+    assert f"batches go to cuda:1: {variable}=3, and this process sees 2 GPUs" in said
+    assert "cuda:1 0\n" in said
+
+
+def test_where_a_launcher_shows_one_gpu_that_is_taken(images, tmp_path):
+    said, contexts = read_elsewhere(
+        images, tmp_path, gpus=1, allowed="0", environment={"LOCAL_RANK": "3"}
+    )
+    assert contexts == [0]
+    assert "batches go to cuda:0: it is the default" in said
+
+
+@pytest.mark.parametrize(
+    ("before", "why"),
+    [
+        ("cupy.cuda.Device(1).use()", "it is the current device of this thread"),
+        (
+            "stream = types.SimpleNamespace(cuda_stream=0)\n"
+            "cuda = types.SimpleNamespace(is_initialized=lambda: True, current_device=lambda: 1,"
+            " current_stream=lambda number: stream)\n"
+            "sys.modules['torch'] = types.SimpleNamespace(cuda=cuda)",
+            "it is PyTorch's current device",
+        ),
+    ],
+)
+def test_the_gpu_that_was_chosen_before_is_taken(images, tmp_path, before, why):
+    said, contexts = read_elsewhere(
+        images, tmp_path, before=before, environment={"LOCAL_RANK": "0"}, device="cuda"
+    )
+    assert contexts == [1]
+    assert f"batches go to cuda:1: {why}" in said
+
+
+# --- errors --------------------------------------------------------------------------------------
+
+CALLS = [
+    "cudaStreamWaitEvent",
+    "cudaEventRecordWithFlags",
+    "cudaMemcpyAsync",
+    "cudaEventSynchronize",
+    "cuLaunchKernel",
+]
+
+
+def outcomes(reader, count=8):
+    """Ask for some batches; return True for each that came, and False for each `DeviceError`."""
+    found = []
+    for _ in range(count):
+        try:
+            batch = reader.get_next_batch()
+        except DeviceError as error:
+            found.append("cuda:0: " not in str(error))
+        else:
+            found.append(batch.size == BATCH)
+    return found
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+@pytest.mark.parametrize("where", [*CALLS, "copy", "kernel"])
+@pytest.mark.parametrize("after", [0, 3, 7])
+def test_a_fault_is_a_device_error_wherever_it_shows(
+    cupy, simulation, images, num_threads, where, after
+):
+    with AsyncReader(**options(images, num_threads=num_threads, debug_lifetimes=True)) as reader:
+        assert reader.get_next_batch().size == BATCH
+        simulation.fail(where, after, ILLEGAL_ADDRESS)
+        found = outcomes(reader, 12)
+        assert not all(found)
+        assert not any(found[found.index(False) :]), "a GPU at fault has delivered a batch"
+    with pytest.raises(DeviceError, match="cuda:0"):
+        AsyncReader(**options(images))
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+@pytest.mark.parametrize("where", CALLS)
+@pytest.mark.parametrize("after", [0, 1, 5])
+def test_what_fails_once_costs_one_batch(cupy, simulation, images, num_threads, where, after):
+    with AsyncReader(**options(images, num_threads=num_threads)) as reader:
+        assert reader.get_next_batch().size == BATCH
+        simulation.fail(where, after, OUT_OF_MEMORY)
+        found = outcomes(reader, 12)
+        assert found.count(False) <= 1
+        batch = reader.get_next_batch()
+        assert is_right(images, batch.index, batch.data)
+
+
+def test_a_copy_of_a_batch_that_fails_is_a_device_error(cupy, simulation, images):
+    with AsyncReader(**options(images)) as reader:
+        batch = reader.get_next_batch()
+        simulation.fail("cuLaunchKernel", 0, ILLEGAL_ADDRESS)
+        simulation.fail("cudaMemcpyAsync", 0, ILLEGAL_ADDRESS)
+        with pytest.raises(DeviceError, match="arrays could not be copied"):
+            batch.copy()
+
+
+def test_close_returns_after_a_fault(cupy, simulation, images):
+    reader = AsyncReader(**options(images, cache="device"))
+    reader.get_next_batch()
+    simulation.fail("cudaEventRecordWithFlags", 0, ILLEGAL_ADDRESS)
+    outcomes(reader, 3)
+    closer = threading.Thread(target=reader.close)
+    closer.start()
+    closer.join(60)
+    assert not closer.is_alive()
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def pinned_nbytes(cupy, simulation):
+    """Return how much host memory is pinned, but for what CuPy keeps of its own small copies."""
+    cupy.get_default_pinned_memory_pool().free_all_blocks()
+    return simulation.pinned_nbytes()
+
+
+@pytest.mark.parametrize("more", [{}, {"cache": "device"}, {"decode": "device"}])
+def test_a_closed_reader_gives_its_memory_back(cupy, simulation, images, more):
+    pool = cupy.get_default_memory_pool()
+    mine = cupy.zeros(1 << 20, np.uint8)
+    del mine
+    gc.collect()
+    used, pinned = simulation.used_nbytes(0), pinned_nbytes(cupy, simulation)
+    kept = pool.free_bytes()
+    assert kept >= 1 << 20
+    with AsyncReader(**options(images, **more)) as reader:
+        for _ in range(2):
+            for _batch in reader:
+                pass
+        assert simulation.used_nbytes(0) > used
+        data, index = _batch.data, _batch.index
+        del _batch
+    assert is_right(images, index, data), "what is still used was taken away"
+    del reader, data
+    gc.collect()
+    assert simulation.used_nbytes(0) == used
+    assert pinned_nbytes(cupy, simulation) == pinned
+    assert pool.free_bytes() == kept, "the caller's pool was emptied"
+
+
+def test_memory_that_only_cupys_pool_keeps_is_no_lack(cupy, simulation, images):
+    simulation.set_memory(0, simulation.used_nbytes(0) + (64 << 20))
+    hoard = cupy.zeros(63 << 20, np.uint8)
+    del hoard
+    gc.collect()
+    many = {"batch_size": N, "prefetch": 8, "decode": "host"}  # 1.5 MB
+    with AsyncReader(**options(images, **many)) as reader:
+        batch = reader.get_next_batch()
+        assert is_right(images, batch.index, batch.data)
+
+
+def test_slots_that_do_not_fit_are_a_device_error_that_keeps_no_memory(cupy, simulation, images):
+    cupy.get_default_memory_pool().free_all_blocks()
+    used, pinned = simulation.used_nbytes(0), pinned_nbytes(cupy, simulation)
+    simulation.set_memory(0, used + (1 << 20))
+    with pytest.raises(DeviceError, match="do not fit the memory of cuda:0") as caught:
+        AsyncReader(**options(images, batch_size=N, prefetch=8, decode="host"))
+    gc.collect()
+    assert caught.value.__cause__ is not None
+    assert simulation.used_nbytes(0) == used
+    assert pinned_nbytes(cupy, simulation) == pinned
+
+
+# --- kernels -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache", [None, "device"])
+@pytest.mark.parametrize("decode", ["host", "device"])
+@pytest.mark.parametrize("axes", [(0, 3, 1, 2), (0, 2, 1, 3)])  # by planes, and generic
+def test_all_kernels_are_compiled_when_the_reader_is_made(
+    cupy, images, monkeypatch, cache, decode, axes
+):
+    compiled = []
+    cupy.clear_memo()  # what other tests have compiled
+    compiler = cupy.cuda.compiler
+    compile_it = compiler._compile_module_with_cache
+
+    def note(source, *rest, **more):
+        compiled.append(source)
+        return compile_it(source, *rest, **more)
+
+    monkeypatch.setattr(compiler, "_compile_module_with_cache", note)
+    fields = {"data": Field("data", axes=axes, dtype="f4", scale=0.5), "labels": "labels"}
+    # 47 samples in batches of 23: the last one has 1.
+    more = {"fields": fields, "batch_size": 23, "cache": cache, "decode": decode}
+    with h5py.File(images, "r+") as file:
+        for name in ("data", "labels"):
+            values = file[name][: N - 1]
+            del file[name]
+            file.create_dataset(name, data=values, chunks=values.shape, compression="gzip")
+    with AsyncReader(**options(images, **more)) as reader:
+        assert compiled
+        assert len(compiled) == len(set(compiled))
+        compiled.clear()
+        sizes = [batch.size for _ in range(2) for batch in reader]
+        assert sizes == [23, 23, 1] * 2
+    assert not compiled
+
+
+# --- where chunks are decoded --------------------------------------------------------------------
+
+
+def test_a_thread_that_waits_for_the_gpu_to_decode_counts_as_busy(cupy, images, monkeypatch):
+    """Without threads: to fill takes 4 ms here; there 1 ms, and 4 more until it is decoded."""
+    clock = itertools.count()
+    now = [0]
+    monkeypatch.setattr("time.perf_counter_ns", lambda: now[0] + next(clock))
+
+    def taking(cls, name, milliseconds):
+        method = getattr(cls, name)
+
+        def take(*arguments):
+            now[0] += int(milliseconds * 1e6)
+            return method(*arguments)
+
+        monkeypatch.setattr(cls, name, take)
+
+    taking(PlanExecutor, "execute", 4)
+    taking(NativeExecutor, "execute", 4)
+    taking(StoredReader, "execute", 1)
+    taking(StoredDecoder, "decode", 4)
+    monkeypatch.setattr(CudaSlot, "transfer_seconds", lambda slot: 3e-3)
+    more = {"fields": {"data": "data"}, "num_threads": 0, "prefetch": 1}
+    with AsyncReader(**options(images, **more)) as reader:
+        for _ in range(4):
+            for batch in reader:
+                assert batch.size == BATCH
+        assert reader.stats().decode.startswith("host: a batch takes 5 ms on the device, 4 ms")
+
+
+@pytest.mark.parametrize("decode", ["auto", "device"])
+def test_encoded_chunks_count_as_part_of_batches(cupy, images, decode):
+    slots = 2 * BATCH * (16 * 16 * 3 * (1 + 4) + 8)  # as read, and as delivered; the labels
+    more = {"decode": decode, "prefetch": 2, "max_batch_bytes": slots + 1000}
+    if decode == "device":
+        with pytest.raises(DeviceError, match="that max_batch_bytes leaves them"):
+            AsyncReader(**options(images, **more))
+        return
+    with AsyncReader(**options(images, **more)) as reader:
+        batch = reader.get_next_batch()
+        assert is_right(images, batch.index, batch.data)
+        assert "max_batch_bytes" in reader.stats().decode
