@@ -389,7 +389,7 @@ def test_pipe_as_a_target_does_not_hang(here, name):
 
 
 @pytest.mark.timeout(120)
-@each("allowed", [(), "/"])
+@pytest.mark.parametrize("allowed", [(), "/"])
 @pytest.mark.parametrize("target", ["/dev/zero", "/dev/stdin", "/proc/self/mem", "/dev/tty"])
 def test_device_as_a_target_does_not_hang(here, target, allowed):
     link(here / "f.h5", data=external(target))
