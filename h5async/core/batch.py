@@ -6,6 +6,7 @@ They hold addresses of arrays: whoever makes one keeps the arrays. `src/sources.
 
 from __future__ import annotations
 
+import ctypes
 from ctypes import POINTER, Structure, c_int32, c_int64, c_void_p
 
 from h5async.core.structures import DatasetStruct, TransformStruct
@@ -28,9 +29,9 @@ class SourceStruct(Structure):
         ("is_open", c_int32),
         ("users", c_int32),
         ("has_swmr_writer", c_int32),
+        ("is_stale", c_int32),
         ("was_cached", c_int32),
         ("uses", c_int32),
-        ("spare", c_int32),
         ("newer", c_void_p),
         ("older", c_void_p),
     ]
@@ -55,6 +56,10 @@ class ItemStruct(Structure):
     ]
 
 
+# What a plan takes for a row of a field, at most, and for a sample: an item and a run of its own,
+# or where it lies and goes; a number and a position, and room to sort them.
+PLANNED_ROW_NBYTES, PLANNED_SAMPLE_NBYTES = ctypes.sizeof(ItemStruct) + 5 * 8, 4 * 8
+KEPT_OVERHEAD_NBYTES = 128  # of a decoded chunk that is kept, beside its bytes: KEPT_OVERHEAD
 REFUSED = 2  # the status of an item that is left to the Python implementation
 
 
@@ -128,7 +133,6 @@ class BatchPlanStruct(Structure):
         ("most_rows", c_int64),
         ("most_wanted", c_int64),
         ("nbytes", c_int64),
-        ("num_left", c_int64),
     ]
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from h5async.core.libraries import FUNCTIONS
 
-ABI = 6  # a number of the core's own, for changes that its structures do not show
+ABI = 7  # a number of the core's own, for changes that its structures do not show
 MAX_FILTERS, MAX_RANK = 32, 32  # what HDF5 has at most
 
 IO_MODES = {"auto": 0, "pread": 1, "map": 2}
@@ -111,38 +111,6 @@ class DatasetStruct(Structure):
     ]
 
 
-class ChunkPlanStruct(Structure):
-    """A `ChunkPlan`."""
-
-    _fields_ = [
-        ("place", c_void_p),
-        ("cross", c_void_p),
-        ("group", c_void_p),
-        ("run_start", c_void_p),
-        ("run_local", c_void_p),
-        ("run_position", c_void_p),
-        ("run_length", c_void_p),
-        ("num_items", c_int64),
-        ("num_groups", c_int64),
-        ("num_runs", c_int64),
-    ]
-
-
-class RowsStruct(Structure):
-    """Rows of a `RowPlan`, and the batch."""
-
-    _fields_ = [
-        ("offset", c_void_p),
-        ("position", c_void_p),
-        ("num_items", c_int64),
-        ("rows", c_void_p),
-        ("num_rows", c_int64),
-        ("row_nbytes", c_int64),
-        ("fill", c_void_p),
-        ("itemsize", c_int64),
-    ]
-
-
 class TransformStruct(Structure):
     """How samples of (points, channels) become (channels, points)."""
 
@@ -224,8 +192,6 @@ STRUCTURES = {
     "File": FileStruct,
     "Filter": FilterStruct,
     "Dataset": DatasetStruct,
-    "ChunkPlan": ChunkPlanStruct,
-    "Rows": RowsStruct,
     "Transform": TransformStruct,
     "Frames": FramesStruct,
 }

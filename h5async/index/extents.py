@@ -25,7 +25,9 @@ from h5async.io.stamps import FileStamp
 Int64s = NDArray[np.int64]
 Region = tuple[slice, ...] | None
 
-MOST_SEGMENTS = 1 << 22  # of 50 bytes each; a dataset with more is left to its parts
+MOST_SEGMENTS = 1 << 22  # of SEGMENT_NBYTES each; a dataset with more is left to its parts
+MOST_PIECES = (1 << 31) - 1  # of a sample: the core counts them in 32 bits
+SEGMENT_NBYTES, EXTENT_NBYTES = 53, 28  # of a row in the tables
 
 
 class Kind(IntEnum):
@@ -182,6 +184,10 @@ class _Runs(NamedTuple):
         return int(self.first.size)
 
 
+class _TooManyRunsError(Exception):
+    """There are more than `MOST_SEGMENTS`; none of them was made."""
+
+
 class _Leaf(NamedTuple):
     """Runs of samples that one dataset holds, and which piece of its rows goes where."""
 
@@ -191,6 +197,23 @@ class _Leaf(NamedTuple):
     source_region: Region
     member: str | None
     is_left: bool
+
+
+def table_nbytes(layout: DatasetLayout) -> int:
+    """Return what the table of a field takes at most, beside those that its datasets have."""
+    if not layout.parts:
+        return 0
+    datasets = {id(leaf): leaf for leaf in layout.leaves()}.values()
+    extents = sum(leaf.chunks.offset.size for leaf in datasets if leaf.chunks is not None)
+    return extents * EXTENT_NBYTES + min(MOST_SEGMENTS, _most_runs(layout)) * 2 * SEGMENT_NBYTES
+
+
+def _most_runs(layout: DatasetLayout) -> int:
+    """Return how many runs of samples there are at most, without listing them."""
+    return 1 + sum(
+        _num_blocks(part.samples) + _num_blocks(part.source_samples) + _most_runs(part.source)
+        for part in layout.parts
+    )
 
 
 class TableBuilder:
@@ -212,8 +235,9 @@ class TableBuilder:
 
     def build(self, layout: DatasetLayout) -> FieldTable | None:
         """Return the table of a field; None where it would be too large."""
-        leaves = list(_leaves(layout))
-        if sum(len(leaf.runs) for leaf in leaves) > MOST_SEGMENTS:
+        try:
+            leaves = _all_leaves(layout, self._max_rank)
+        except _TooManyRunsError:
             return None
         return _FieldBuilder(self, layout).build(leaves)
 
@@ -232,6 +256,8 @@ class TableBuilder:
     def kind_of(self, layout: DatasetLayout) -> Kind:
         """Tell how the rows of a dataset lie, as far as whole rows are wanted."""
         if layout.fallback_reason is not None or len(layout.shape) > self._max_rank:
+            return Kind.LEFT
+        if layout.num_pieces > MOST_PIECES:
             return Kind.LEFT
         if layout.values is not None:
             return Kind.ROWS
@@ -300,7 +326,9 @@ class _FieldBuilder:
     def _describe(self, leaf: _Leaf) -> tuple[int, int, int, int, bool]:
         """Return shape, source, first extent or address, extents, and whether they are sparse."""
         layout = leaf.layout
-        kind = Kind.LEFT if leaf.is_left else self._tables.kind_of(layout)
+        kind = Kind.LEFT
+        if not leaf.is_left and _lie_within(leaf.runs, layout.num_samples):
+            kind = self._tables.kind_of(layout)
         if kind == Kind.LEFT:
             return self._shape_number((Kind.LEFT,), lambda: Shape(Kind.LEFT)), -1, 0, 0, False
         source = self._tables.source_of(layout)
@@ -333,7 +361,7 @@ class _FieldBuilder:
             own,
             layout.sample_axis,
             layout.chunk_shape,
-            layout.dtype.str,
+            layout.dtype,  # a compound's members, too, may lie elsewhere
             layout.filters,
             _region_key(leaf.region),
             _region_key(leaf.source_region),
@@ -394,20 +422,27 @@ def _region_key(region: Region) -> Any:
 # --- which dataset holds which samples ------------------------------------------------------------
 
 
-def _leaves(layout: DatasetLayout) -> Iterator[_Leaf]:
+def _all_leaves(layout: DatasetLayout, max_rank: int) -> list[_Leaf]:
+    leaves, count = [], 0
+    for leaf in _leaves(layout, max_rank):
+        count += len(leaf.runs)
+        if count > MOST_SEGMENTS:
+            raise _TooManyRunsError
+        leaves.append(leaf)
+    return leaves
+
+
+def _leaves(layout: DatasetLayout, max_rank: int) -> Iterator[_Leaf]:
     """Yield what each dataset holds of a field's samples."""
     whole = _one_run(0, layout.num_samples, 0)
     if not layout.parts:
         if layout.num_samples:
             yield _Leaf(layout, whole, None, None, None, False)
         return
-    for part in layout.parts:
-        runs = _runs_of(part)
-        if not len(runs):
-            continue
+    for part, runs in _by_source(layout.parts):
         is_left = part.source.raw_dtype != layout.raw_dtype and part.member is None
         is_piece = not (part.region is None and part.source_region is None and part.member is None)
-        if part.member is not None and not _can_take_member(part, layout):
+        if part.member is not None and not _can_take_member(part, layout, max_rank):
             is_left = True
         if is_left or not part.source.parts or is_piece:
             is_left = is_left or bool(part.source.parts)
@@ -416,13 +451,37 @@ def _leaves(layout: DatasetLayout) -> Iterator[_Leaf]:
         if part.source.has_gaps:  # whose fill value may be another one
             yield _Leaf(part.source, runs, None, None, None, True)
             continue
-        for leaf in _leaves(part.source):
+        for leaf in _leaves(part.source, max_rank):
             inner = _composed(runs, leaf.runs)
             if len(inner):
                 yield leaf._replace(runs=inner)
 
 
-def _can_take_member(part: Part, layout: DatasetLayout) -> bool:
+def _by_source(parts: Sequence[Part]) -> Iterator[tuple[Part, _Runs]]:
+    """Yield one part for all that are alike but for their samples, and the runs of all of them."""
+    alike: dict[Any, tuple[Part, list[_Runs]]] = {}
+    count = 0
+    for part in parts:
+        key = (
+            id(part.source),
+            _region_key(part.region),
+            _region_key(part.source_region),
+            part.member,
+        )
+        runs = _runs_of(part)
+        count += len(runs)
+        if count > MOST_SEGMENTS:
+            raise _TooManyRunsError
+        if len(runs):
+            alike.setdefault(key, (part, []))[1].append(runs)
+    for part, several in alike.values():
+        if len(several) == 1:
+            yield part, several[0]
+        else:
+            yield part, _Runs(*map(np.concatenate, zip(*several, strict=True)))
+
+
+def _can_take_member(part: Part, layout: DatasetLayout, max_rank: int) -> bool:
     fields = part.source.dtype.fields
     if part.region is not None or part.source_region is not None:
         return False
@@ -434,6 +493,7 @@ def _can_take_member(part: Part, layout: DatasetLayout) -> bool:
         and len({element.tobytes() for element in _member_fill(part.source, part.member)}) == 1
         and member.base == layout.raw_dtype
         and (*part.source.row_shape, *member.shape) == layout.row_shape
+        and len(part.source.shape) + len(member.shape) <= max_rank
     )
 
 
@@ -456,11 +516,17 @@ def _runs_of(part: Part) -> _Runs:
         return _one_run(ours.start, size, theirs.start)
     if ours.is_run and theirs.block == 1:
         return _one_run(ours.start, size, theirs.start, theirs.stride)
+    if _num_blocks(ours) + _num_blocks(theirs) > MOST_SEGMENTS:
+        raise _TooManyRunsError
     edges = np.unique(
         np.concatenate([_block_edges(ours, size), _block_edges(theirs, size), [size]])
     )
     begin = edges[:-1]
     return _Runs(ours.at(begin), np.diff(edges), theirs.at(begin), np.ones(begin.size, np.int64))
+
+
+def _num_blocks(slab: Slab) -> int:
+    return 1 if slab.is_run else slab.count
 
 
 def _block_edges(slab: Slab, size: int) -> Int64s:
@@ -478,6 +544,8 @@ def _composed(outer: _Runs, inner: _Runs) -> _Runs:
     low = np.searchsorted(last, outer.row, side="right")
     high = np.searchsorted(first, outer.row + outer.length, side="left")
     count = np.maximum(high - low, 0)
+    if count.sum() > MOST_SEGMENTS:
+        raise _TooManyRunsError
     which = np.repeat(np.arange(outer.row.size), count)
     inside = np.arange(which.size) - np.repeat(np.cumsum(count) - count, count) + low[which]
     begin = np.maximum(outer.row[which], first[inside])
@@ -490,11 +558,19 @@ def _composed(outer: _Runs, inner: _Runs) -> _Runs:
     )
 
 
+def _lie_within(runs: _Runs, num_samples: int) -> bool:
+    """Tell whether all rows are such that a dataset has."""
+    last = runs.row + (runs.length - 1) * runs.step
+    return bool((runs.row >= 0).all() and (last < num_samples).all() and (runs.step >= 1).all())
+
+
 def _single_steps(runs: _Runs) -> _Runs:
     """Return the same samples, with runs of one sample where rows do not follow each other."""
     if (runs.step == 1).all():
         return runs
     times = np.where(runs.step == 1, 1, runs.length)
+    if (times > MOST_SEGMENTS).any() or times.sum() > MOST_SEGMENTS:
+        raise _TooManyRunsError
     which = np.repeat(np.arange(times.size), times)
     inside = np.arange(which.size) - np.repeat(np.cumsum(times) - times, times)
     return _Runs(
@@ -533,7 +609,7 @@ class _Axis(NamedTuple):
 def _axis(size: int, cell_size: int, wanted: slice | None) -> _Axis:
     start, stop, step = (wanted or slice(None)).indices(size)
     count = len(range(start, stop, step))
-    cells = np.arange(-(-size // cell_size), dtype=np.int64)
+    cells = np.arange(-(-size // max(1, cell_size)), dtype=np.int64)
     low = np.clip(-(-(cells * cell_size - start) // step), 0, count)
     high = np.clip(-(-((cells + 1) * cell_size - start) // step), 0, count)
     keep = high > low

@@ -8,7 +8,6 @@ samples are copied from there.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import traceback
 from collections.abc import Iterator
@@ -43,8 +42,6 @@ class _Reading(NamedTuple):
         The file's bytes, where encoded chunks are decoded where they lie.
     plan, raw, scratch
         As of `ChunkReader.read`.
-    cache
-        For decoded chunks; None: to be left alone.
     """
 
     file: LocalFile
@@ -52,7 +49,6 @@ class _Reading(NamedTuple):
     plan: ChunkPlan
     raw: NDArray[Any]
     scratch: Scratch
-    cache: ChunkCache | None
 
 
 class ChunkReader:
@@ -105,7 +101,7 @@ class ChunkReader:
         if mapped is not None and is_whole.all():
             if self._decode_rows(mapped, plan, start, stop, raw, scratch):
                 return
-        reading = _Reading(file, mapped, plan, raw, scratch, self._cache)
+        reading = _Reading(file, mapped, plan, raw, scratch)
         runs = _runs(plan, start, stop)
         for item, its_runs, whole in zip(range(start, stop), runs, is_whole.tolist(), strict=True):
             scratch.require_open()
@@ -117,22 +113,6 @@ class ChunkReader:
                 traceback.clear_frames(error.__traceback__)  # they hold the map
                 del mapped, reading
                 self._raise_chunk_error(plan, item, error)
-
-    def read_item(
-        self, file: LocalFile, plan: ChunkPlan, item: int, raw: NDArray[Any], scratch: Scratch
-    ) -> None:
-        """Read one item of a plan from the open file, past the cache of decoded chunks.
-
-        Whoever calls it may hold a claim there, which it would wait for.
-        """
-        (runs,) = _runs(plan, item, item + 1)
-        (is_whole,) = plan.is_whole(self._layout, item, item + 1).tolist()
-        scratch.require_open()
-        try:
-            reading = _Reading(file, None, plan, raw, scratch, None)
-            self._read_chunk(reading, item, runs, is_whole)
-        except Exception as error:
-            self._raise_chunk_error(plan, item, error)
 
     def _mapped_chunks(self, file: LocalFile, entry: Int64s) -> Bytes | None:
         """Return the file's bytes, if encoded chunks are to be decoded where they lie.
@@ -204,14 +184,9 @@ class ChunkReader:
         else:
             decode = partial(self._decode, reading, entry)
             room = scratch.raw_chunk[: self._layout.chunk_nbytes]
-            with contextlib.ExitStack() as claims:
-                if reading.cache is None:
-                    decode(room)
-                else:
-                    found = reading.cache.decoded(self.key(entry), room, decode)
-                    room = claims.enter_context(found)
+            with self._cache.decoded(self.key(entry), room, decode) as decoded:
                 with scratch.counts.timed("place_ns"):
-                    self._scatter(self._as_chunk(room), runs, region, raw)
+                    self._scatter(self._as_chunk(decoded), runs, region, raw)
 
     def _scatter(
         self, chunk: NDArray[Any], runs: list[Run], region: tuple[slice, ...], raw: NDArray[Any]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +30,7 @@ from h5async.core.structures import IO_MODES, MAX_RANK, DatasetStruct
 from h5async.errors import ReaderClosedError
 from h5async.index.extents import FieldTable, Kind, Layer, Shape, SourceFile, TableBuilder
 from h5async.index.layout import DatasetLayout
+from h5async.io.keptfiles import affordable_maps
 from h5async.io.maps import IoMode, may_map
 from h5async.io.stamps import FileStamp
 from h5async.read.scratch import CLOSED, Scratch
@@ -37,7 +38,7 @@ from h5async.read.transform import NativeTransform
 
 Int64s = NDArray[np.int64]
 _SOURCE, _ITEM = np.dtype(SourceStruct), np.dtype(ItemStruct)
-_MOST_MAPS = 16384  # of vm.max_map_count, 65,530 in most kernels
+_AHEAD = 64  # files are opened ahead before it is asked whether the reader was closed meanwhile
 
 
 class Collection:
@@ -51,8 +52,8 @@ class Collection:
         Of the fields.
     io
         How files are read.
-    most_open
-        Files that are kept open.
+    most_files
+        Descriptors that are kept open; where there are more files, maps are kept without.
     kept_nbytes
         By field: for decoded chunks that later batches may need.
     transforms
@@ -65,7 +66,7 @@ class Collection:
         layouts: Sequence[DatasetLayout],
         *,
         io: IoMode,
-        most_open: int,
+        most_files: int,
         kept_nbytes: Sequence[int],
         transforms: Sequence[NativeTransform | None],
     ) -> None:
@@ -78,26 +79,29 @@ class Collection:
         # Fields of which it reads something.
         self.reads = [table is not None and table.can_read for table in tables]
         self._stores: list[int] = []
-        self._numbers = {
-            source.path: i for i, source in enumerate(builder.sources) if source.values is None
-        }
+        self._numbers: dict[str, list[int]] = {}
+        for i, source in enumerate(builder.sources):
+            if source.values is None:
+                self._numbers.setdefault(source.path, []).append(i)
         self._io = io
-        self._fields = (FieldStruct * len(tables))()
-        for struct, table, layout, kept, transform in zip(
-            self._fields, tables, layouts, kept_nbytes, transforms, strict=True
-        ):
-            if table is not None and table.can_read:
-                self._describe_field(struct, table, layout, kept, transform)
-        self._sources = self._open(builder.sources, io, most_open)
-        self._num_sources = len(builder.sources)
-        self._most_open = most_open
         self._batches: list[SlotBatch] = []
+        self._num_sources = len(builder.sources)
+        self._sources = self._open(builder.sources, io, most_files)
+        self._fields = (FieldStruct * len(tables))()
+        described = zip(self._fields, tables, layouts, kept_nbytes, transforms, strict=True)
+        try:
+            for struct, table, layout, kept, transform in described:
+                if table is not None and table.can_read:
+                    self._describe_field(struct, table, layout, kept, transform)
+        except BaseException:
+            self.close()
+            raise
         # Fields whose rows are transformed as they are read.
         self.transforms = [bool(struct.transform) for struct in self._fields]
 
     # --- tables --------------------------------------------------------------------------------
 
-    def _open(self, sources: Sequence[SourceFile], io: IoMode, most_open: int) -> Any:
+    def _open(self, sources: Sequence[SourceFile], io: IoMode, most_files: int) -> Any:
         table = np.zeros(len(sources), _SOURCE)
         mapped: dict[int, bool] = {}
         for row, source in zip(table, sources, strict=True):
@@ -111,14 +115,17 @@ class Collection:
             self._keep.append(path)
             row["path"], row["fd"], row["may_map"] = ctypes.addressof(path), -1, mapped[device]
             for name in ("device", "inode", "nbytes", "modified_ns", "changed_ns"):
-                row[name] = np.uint64(getattr(source.stamp, name)).astype(np.int64)
-        gives_back = len(sources) > most_open and all(mapped.values())
+                row[name] = ctypes.c_int64(getattr(source.stamp, name)).value  # it wraps, as in C
+        self._table = table  # the core's from now on
+        gives_back = len(sources) > most_files
+        self._most_open = affordable_maps() if gives_back else most_files
         memory = ctypes.create_string_buffer(self._core.sources_nbytes())
         self._core.open_sources(
             memory,
-            self._hold(table),
+            address(table),
             len(table),
-            _MOST_MAPS if gives_back else most_open,
+            self._most_open,
+            most_files,
             IO_MODES[io],
             gives_back,
         )
@@ -153,7 +160,7 @@ class Collection:
         if least:
             struct.store = self._core.new_store(kept_nbytes, least)
             if not struct.store:
-                raise MemoryError
+                raise MemoryError("no memory is left for decoded chunks")
             self._stores.append(struct.store)
 
     def _layer(self, layer: Layer) -> LayerStruct:
@@ -216,7 +223,7 @@ class Collection:
         Parameters
         ----------
         samples
-            int64 (n,), C-contiguous: sample numbers.
+            int64 (n,): sample numbers, as many as the slot has rows at most.
         wanted
             By field: whether it is to be read.
         threads
@@ -231,20 +238,27 @@ class Collection:
         ------
         MemoryError
             If there is not enough memory for the plan.
+        IndexError
+            If there are more samples, or one that there is not.
         """
+        samples = np.ascontiguousarray(samples, np.int64)
         for target, is_wanted in zip(batch.targets, wanted, strict=True):
             target.is_wanted = is_wanted
         plan, count = batch.plan, samples.size
-        if not self._core.plan_batch(
+        planned = self._core.plan_batch(
             ctypes.byref(plan),
             self._fields,
             batch.targets,
             self._num_fields,
             address(samples),
             count,
+            batch.rows,
             self.num_samples,
             threads,
-        ):
+        )
+        if planned < 0:
+            raise IndexError(f"a batch of {count} samples has one that there is not, or too many")
+        if not planned:
             raise MemoryError("no memory is left for the plan of a batch")
         return plan.num_items, plan.nbytes
 
@@ -267,7 +281,6 @@ class Collection:
             ctypes.byref(worker.struct),
             start,
             stop,
-            batch.rows,
         )
         worker.note_return()
         if refused < 0:
@@ -298,15 +311,18 @@ class Collection:
 
     # --- files ---------------------------------------------------------------------------------
 
-    def open_ahead(self) -> bool:
+    def open_ahead(self, is_closed: Callable[[], bool]) -> bool:
         """Open the first files, so that they are those that were indexed; False: one is not."""
         count = min(self._num_sources, self._most_open)
-        return bool(self._core.open_ahead(self._sources, count) == count)
+        for start in range(0, count, _AHEAD):
+            stop = min(start + _AHEAD, count)
+            if is_closed() or self._core.open_ahead(self._sources, start, stop) < stop:
+                return False
+        return True
 
     def restamp(self, path: str, stamp: FileStamp) -> None:
         """Say that a file which was changed still holds what was indexed."""
-        number = self._numbers.get(path)
-        if number is not None:
+        for number in self._numbers.get(path, ()):
             self._core.restamp(
                 self._sources,
                 number,

@@ -114,7 +114,7 @@ class Executors:
             self._core,
             self._layouts,
             io=self._io,
-            most_open=2 * self._kept_files,
+            most_files=2 * self._kept_files,
             kept_nbytes=self._kept_nbytes,
             transforms=transforms,
         )
@@ -143,7 +143,7 @@ class Executors:
         """
         reads = [False] * len(self._layouts)
         for collection in self._collections:
-            if collection.open_ahead():
+            if collection.open_ahead(is_closed):
                 reads = collection.reads
         for layout, is_read in zip(self._layouts, reads, strict=True):
             for source in itertools.islice(layout.leaves(), self._kept_files):

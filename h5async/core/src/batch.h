@@ -5,7 +5,8 @@
    be done is marked, and left to the Python implementation, which has the words for what is wrong. */
 
 enum { MAX_CLAIMS = 64, ROWS_PER_ITEM = 64, USES_PER_PROBE = 8 };
-enum Status { TO_DO = 0, DONE = 1, REFUSED = 2, POSTPONED = 3 };
+enum Status { TO_DO = 0, DONE = 1, REFUSED = 2 };
+#define MOST_COST ((int64_t)1 << 40) /* of an item: so the sum of many is a number, too */
 
 /* Pieces `cross` to `cross_end` of the samples of one chunk's worth of rows; or rows that lie in the
    file as they are; or rows that nothing holds. The runs say which samples, and where they go. */
@@ -29,7 +30,7 @@ typedef struct {
     Wanted *wanted, *spare;
     int64_t num_items, num_runs, num_rows;
     int64_t most_items, most_runs, most_rows, most_wanted;
-    int64_t nbytes, num_left; /* num_left: items of kind LEFT */
+    int64_t nbytes;
 } BatchPlan;
 
 typedef struct {
@@ -111,6 +112,15 @@ static Wanted *sort_wanted(Wanted *wanted, Wanted *spare, int64_t count)
     return wanted;
 }
 
+/* What it costs to read so many bytes so many times. */
+static int64_t cost_of(int64_t nbytes, int64_t times)
+{
+    int64_t cost;
+    if (__builtin_mul_overflow(nbytes, times, &cost) || cost > MOST_COST)
+        return MOST_COST;
+    return cost;
+}
+
 static int has_source(const Field *f, const Layer *l, int64_t segment)
 {
     return l->shape[segment] >= 0 && f->shapes[l->shape[segment]].kind != LEFT;
@@ -161,18 +171,20 @@ static int plan_rows(BatchPlan *plan, const Field *f, int32_t field, int32_t lay
         if (item == NULL)
             return 0;
         item->kind = ROWS, item->first_run = plan->num_rows, item->num_runs = here;
-        item->nbytes = here * row_nbytes;
+        item->nbytes = cost_of(row_nbytes, here);
         for (int64_t end = done + here; done < end; done++) {
             int64_t row = l->row[segment] +
                           (wanted[done].sample - l->first[segment]) * l->step[segment];
             int64_t offset = -1;
             if (shape->kind == ROWS) {
-                offset = l->begin[segment] < 0 ? -1
-                                               : l->begin[segment] + row * shape->source_row_nbytes;
+                if (l->begin[segment] >= 0 &&
+                    (__builtin_mul_overflow(row, shape->source_row_nbytes, &offset) ||
+                     __builtin_add_overflow(offset, l->begin[segment], &offset)))
+                    offset = INT64_MAX; /* which no read takes */
             } else {
                 int64_t extent = find_extent(f, l, segment, row / per_chunk * shape->number_stride);
                 if (extent == -2)
-                    offset = INT64_MAX; /* which no read takes */
+                    offset = INT64_MAX;
                 else if (extent >= 0)
                     offset = f->offset[extent] + row % per_chunk * row_nbytes;
             }
@@ -205,16 +217,16 @@ static int plan_chunks(BatchPlan *plan, const Field *f, int32_t field, int32_t l
             if (kind == CHUNKS) {
                 item->number = group * shape->number_stride;
                 item->cross_end = (int32_t)shape->dataset.num_cross;
-                item->nbytes = shape->dataset.chunk_nbytes * shape->dataset.num_cross;
+                if (shape->dataset.begin < 0)
+                    item->nbytes = cost_of(shape->dataset.chunk_nbytes, shape->dataset.num_cross);
             }
         }
         if (!add_sample(plan, item, row - group * (kind == CHUNKS ? per_chunk : 0),
                         wanted[i].position))
             return 0;
-        if (kind != CHUNKS)
-            item->nbytes += f->row_nbytes;
+        if (kind != CHUNKS || shape->dataset.begin >= 0)
+            item->nbytes = cost_of(f->row_nbytes, i + 1);
     }
-    plan->num_left += kind == LEFT;
     return 1;
 }
 
@@ -278,18 +290,20 @@ static int by_source(const void *one, const void *other)
     return a->cross < b->cross ? -1 : a->cross > b->cross;
 }
 
-/* Plan a batch; 0: there is no memory for it, or a sample that no field has. `parts`: threads that
-   may work on it. */
+/* Plan a batch of at most `rows` samples; 0: there is no memory for it; -1: there are more samples,
+   or one that no field has. `parts`: threads that may work on it. */
 PUBLIC int64_t h5async_plan_batch(BatchPlan *plan, const Field *fields, const Target *targets,
                                   int64_t num_fields, const int64_t *samples, int64_t count,
-                                  int64_t num_samples, int64_t parts)
+                                  int64_t rows, int64_t num_samples, int64_t parts)
 {
-    plan->num_items = plan->num_runs = plan->num_rows = plan->nbytes = plan->num_left = 0;
+    plan->num_items = plan->num_runs = plan->num_rows = plan->nbytes = 0;
+    if (count > rows)
+        return -1;
     if (!grow_wanted(plan, count))
         return 0;
     for (int64_t i = 0; i < count; i++) {
         if (samples[i] < 0 || samples[i] >= num_samples)
-            return 0;
+            return -1;
         plan->wanted[i] = (Wanted){samples[i], i};
     }
     const Wanted *sorted = sort_wanted(plan->wanted, plan->spare, count);
@@ -333,9 +347,9 @@ typedef struct {
     Worker *w;
     File *file;
     Source *source;
-    int64_t batch_rows, at, end; /* of the items of one source */
+    int64_t at, end; /* of the items of one source */
     int32_t cross;               /* at which piece of the item */
-    int64_t available, last_ns;
+    int64_t available, mappable, last_ns; /* bytes to read out of the map: while cached; at all */
     Kept *claims[MAX_CLAIMS]; /* to be published if the file was not changed meanwhile */
     Store *stores[MAX_CLAIMS];
     int num_claims, may_wait;
@@ -389,9 +403,9 @@ static int64_t transform_rows(const Work *work, const Field *f, const Target *ta
     t.samples = 1;
     for (; done < p->count && !is_stopped(work->file, work->w); done++) {
         int64_t offset = p->offset[done], position = p->position[done];
-        const uint8_t *from = work->file->map + offset;
         if (offset > work->available - p->unit)
             break;
+        const uint8_t *from = offset < 0 ? NULL : work->file->map + offset;
         if (offset < 0 || (uintptr_t)from % (uintptr_t)unit) {
             if (offset < 0)
                 fill_piece(p, done);
@@ -437,9 +451,12 @@ static enum Outcome read_piece(Work *work, const Field *f, const Target *target,
     Dataset d = shape->dataset;
     Runs runs = runs_of_item(work->plan, item);
     Call call = {.d = &d, .w = work->w, .file = work->file, .available = work->available,
-                 .batch = target->raw, .last_ns = work->last_ns, .batch_rows = work->batch_rows};
+                 .batch = target->raw, .last_ns = work->last_ns};
     int64_t number = 0, extent = -1;
-    if (d.begin >= 0) { /* contiguous */
+    if (d.begin >= 0) { /* contiguous: only out of a map, cached or not, can pieces be had */
+        if (item->number != 0)
+            return FAILED;
+        call.available = work->mappable;
         d.begin = l->begin[item->segment];
         number = d.begin < 0 ? -1 : 0;
         d.begin = d.begin < 0 ? 0 : d.begin;
@@ -471,24 +488,22 @@ static enum Outcome read_piece(Work *work, const Field *f, const Target *target,
     enum State state = claim == CLAIMED ? TO_TARGET : claim == READY ? IN_TARGET : TO_SCRATCH;
     int is_good = read_chunk(&call, number, cross, &runs, (int)state, kept ? kept->data : NULL);
     work->last_ns = call.last_ns;
-    if (claim == READY)
-        release_chunk(f->store, kept, 1);
+    if (claim == CLAIMED && !is_good)
+        work->num_claims--; /* others may try; what was decoded before is good */
+    if (claim == READY || (claim == CLAIMED && !is_good))
+        release_chunk(f->store, kept, is_good);
     return is_good ? READ : FAILED;
 }
 
-static int64_t offset_of_item(const Work *work, const Item *item, int64_t *nbytes)
+/* Where a piece of an item lies; -1: nowhere, or it is not asked for. */
+static int64_t offset_of_piece(const Work *work, const Item *item, int32_t cross, int64_t *nbytes)
 {
     const Field *f = &work->fields[item->field];
     const Layer *l = &f->layers[item->layer];
-    *nbytes = item->nbytes;
-    if (item->kind == ROWS) {
-        *nbytes = f->row_nbytes;
-        return work->plan->offset[item->first_run];
-    }
     const Shape *shape = &f->shapes[l->shape[item->segment]];
     if (shape->dataset.begin >= 0)
-        return l->begin[item->segment];
-    int64_t extent = find_extent(f, l, item->segment, item->number + shape->cross_number[item->cross]);
+        return -1; /* what is wanted of it lies anywhere in it */
+    int64_t extent = find_extent(f, l, item->segment, item->number + shape->cross_number[cross]);
     if (extent < 0 || extent >= f->num_extents)
         return -1;
     *nbytes = f->nbytes[extent];
@@ -498,19 +513,26 @@ static int64_t offset_of_item(const Work *work, const Item *item, int64_t *nbyte
 /* Whether all seems to lie in the page cache; if not, ask for what is not read row by row. */
 static int ask_for_items(Work *work)
 {
-    int64_t count = work->end - work->at, step = count / MAX_PROBES + 1, nbytes;
+    int64_t count = work->end - work->at, step = count / MAX_PROBES + 1, nbytes = 0;
     int cached = 1;
     if (work->file->fd < 0)
         return 1; /* pages of the map come as they are touched */
     for (int64_t i = work->at; i < work->end && cached; i += step) {
-        int64_t offset = offset_of_item(work, &work->plan->items[i], &nbytes);
+        const Item *item = &work->plan->items[i];
+        int64_t offset = item->kind == ROWS ? work->plan->offset[item->first_run]
+                                            : offset_of_piece(work, item, item->cross, &nbytes);
         if (offset >= 0 && offset != INT64_MAX)
             cached = is_cached(work->file, offset);
     }
     for (int64_t i = work->at; i < work->end && !cached; i++) {
-        int64_t offset = offset_of_item(work, &work->plan->items[i], &nbytes);
-        if (offset >= 0 && work->plan->items[i].kind != ROWS)
-            ask_for(work->file, offset, nbytes);
+        const Item *item = &work->plan->items[i];
+        for (int32_t c = item->cross; item->kind != ROWS && c < item->cross_end; c++) {
+            int64_t offset = offset_of_piece(work, item, c, &nbytes);
+            if (is_stopped(work->file, work->w))
+                return 0;
+            if (offset >= 0)
+                ask_for(work->file, offset, nbytes);
+        }
     }
     return cached;
 }
@@ -529,7 +551,8 @@ static void do_section(void *data)
     if (work->available < 0) {
         int cached = work->file->io == IO_MAP || !needs_probe(work->source) || ask_for_items(work);
         work->source->was_cached = cached;
-        work->available = cached ? mappable_nbytes(work->file) : 0;
+        work->mappable = mappable_nbytes(work->file);
+        work->available = cached ? work->mappable : 0;
     }
     while (work->at < work->end && !is_stopped(work->file, work->w)) {
         Item *item = &plan->items[work->at];
@@ -586,10 +609,7 @@ static void read_source(Work *work, Sources *sources, int64_t begin, int64_t end
             file.event = CHANGED; /* the writer has ended, and left the file for good */
             is_good = 0;
         }
-        int has_failed = 0;
-        for (int64_t i = first; i < work->at && i < end; i++)
-            has_failed |= plan->items[i].status == REFUSED;
-        release_claims(work, is_good && !has_failed);
+        release_claims(work, is_good);
         for (int64_t i = first; !is_good && i < end; i++)
             plan->items[i].status = REFUSED;
     }
@@ -599,11 +619,9 @@ static void read_source(Work *work, Sources *sources, int64_t begin, int64_t end
 /* Read items `start` to `stop` of a plan. Returns how many were refused; -1: the reader is being
    closed. Safe from many threads, each with a worker and items of its own. */
 PUBLIC int64_t h5async_read_batch(BatchPlan *plan, const Field *fields, const Target *targets,
-                                  Sources *sources, Worker *w, int64_t start, int64_t stop,
-                                  int64_t batch_rows)
+                                  Sources *sources, Worker *w, int64_t start, int64_t stop)
 {
-    Work work = {.plan = plan, .fields = fields, .targets = targets, .w = w,
-                 .batch_rows = batch_rows, .last_ns = now_ns()};
+    Work work = {.plan = plan, .fields = fields, .targets = targets, .w = w, .last_ns = now_ns()};
     int64_t refused = 0;
     if (start < 0 || stop > plan->num_items)
         return -1;
@@ -611,7 +629,7 @@ PUBLIC int64_t h5async_read_batch(BatchPlan *plan, const Field *fields, const Ta
     for (int64_t i = start, end; i < stop; i = end) {
         Item *item = &plan->items[i];
         if (w->stop != NULL && *w->stop)
-            return -1;
+            break;
         end = i + 1;
         if (item->source < 0) {
             item->status = item->kind == NO_SOURCE ? DONE : REFUSED;

@@ -19,7 +19,6 @@
 #include "file.h"
 #include "guard.h"
 #include "pieces.h"
-#include "rows.h"
 #include "decoders.h"
 #include "bits.h"
 #include "pipeline.h"
@@ -74,12 +73,6 @@ static const Member MEMBERS[] = {
     MEMBER(Dataset, num_cross), MEMBER(Dataset, rank), MEMBER(Dataset, chunk_nbytes),
     MEMBER(Dataset, chunk_samples), MEMBER(Dataset, sample_stride), MEMBER(Dataset, itemsize),
     MEMBER(Dataset, row_nbytes), MEMBER(Dataset, rows_are_whole), MEMBER(Dataset, begin),
-    MEMBER(ChunkPlan, place), MEMBER(ChunkPlan, cross), MEMBER(ChunkPlan, group),
-    MEMBER(ChunkPlan, run_start), MEMBER(ChunkPlan, run_local), MEMBER(ChunkPlan, run_position),
-    MEMBER(ChunkPlan, run_length), MEMBER(ChunkPlan, num_items), MEMBER(ChunkPlan, num_groups),
-    MEMBER(ChunkPlan, num_runs),
-    MEMBER(Rows, offset), MEMBER(Rows, position), MEMBER(Rows, num_items), MEMBER(Rows, rows),
-    MEMBER(Rows, num_rows), MEMBER(Rows, row_nbytes), MEMBER(Rows, fill), MEMBER(Rows, itemsize),
     MEMBER(Transform, samples), MEMBER(Transform, points), MEMBER(Transform, channels),
     MEMBER(Transform, source), MEMBER(Transform, is_float), MEMBER(Transform, scale),
     MEMBER(Transform, offset),
@@ -104,9 +97,9 @@ static const Member MEMBERS[] = {
     MEMBER(Source, is_open),
     MEMBER(Source, users),
     MEMBER(Source, has_swmr_writer),
+    MEMBER(Source, is_stale),
     MEMBER(Source, was_cached),
     MEMBER(Source, uses),
-    MEMBER(Source, spare),
     MEMBER(Source, newer),
     MEMBER(Source, older),
     MEMBER(Shape, dataset),
@@ -166,7 +159,6 @@ static const Member MEMBERS[] = {
     MEMBER(BatchPlan, most_rows),
     MEMBER(BatchPlan, most_wanted),
     MEMBER(BatchPlan, nbytes),
-    MEMBER(BatchPlan, num_left),
     MEMBER(Target, raw),
     MEMBER(Target, out),
     MEMBER(Target, is_wanted),

@@ -10,7 +10,7 @@
 
 static int64_t in_ns(struct timespec t)
 {
-    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+    return (int64_t)((uint64_t)t.tv_sec * 1000000000 + (uint64_t)t.tv_nsec); /* 2262: it wraps */
 }
 
 /* Whether the file is what was indexed, by device, inode, size and times. */

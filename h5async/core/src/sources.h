@@ -4,7 +4,8 @@
    A source is open as a descriptor, a memory map, or both. Where a reader has more sources than
    descriptors, a mapped one gives its descriptor back at once, and its state is asked for by path.
    A source that cannot be opened, or is not what was indexed, is refused: the Python implementation
-   reads from it, or has the words. A file that a writer has open for SWMR, so that others read
+   reads from it, or has the words. One of which this is noticed while several threads use it is
+   stale: it is refused until the last of them has released it, and opened anew then. A file that a writer has open for SWMR, so that others read
    meanwhile, changes all the time: its state is not compared until the writer has ended. */
 
 enum { PATH_CHECKED = -2 }; /* for a descriptor: it was given back */
@@ -15,14 +16,15 @@ typedef struct Source {
     int64_t map_nbytes;
     int64_t device, inode, nbytes, modified_ns, changed_ns; /* as indexed */
     int32_t may_map, fd;
-    int32_t is_open, users, has_swmr_writer;
-    _Atomic int32_t was_cached, uses, spare;
+    int32_t is_open, users, has_swmr_writer, is_stale;
+    _Atomic int32_t was_cached, uses;
     struct Source *newer, *older; /* among those that are open and have no users */
 } Source;
 
 typedef struct {
     Source *sources;
     int64_t count, most_open, num_open; /* num_open: without users too */
+    int64_t most_files, num_files;      /* of these, such as have a descriptor */
     int32_t io, gives_back;             /* gives_back: descriptors of mapped sources */
     pthread_mutex_t lock;
     Source *newest, *oldest;
@@ -37,13 +39,19 @@ static void unlink_source(Sources *all, Source *s)
 
 static void close_source(Source *s)
 {
-    if (s->path == NULL)
-        return;
     if (s->map != NULL)
         munmap((void *)(uintptr_t)s->map, (size_t)s->map_nbytes);
     if (s->fd >= 0)
         close(s->fd);
-    s->map = NULL, s->fd = -1, s->is_open = 0;
+    s->map = NULL, s->fd = -1, s->is_open = 0, s->is_stale = 0;
+}
+
+/* Close a source that nobody uses, and that is in no list. Holds the lock. */
+static void drop_source(Sources *all, Source *s)
+{
+    all->num_open--;
+    all->num_files -= s->fd >= 0;
+    close_source(s);
 }
 
 /* Whether a writer has the HDF5 file open for SWMR: the file consistency flags of its superblock
@@ -52,7 +60,7 @@ static int has_swmr_writer(int fd, int64_t nbytes)
 {
     static const uint8_t signature[8] = {0x89, 'H', 'D', 'F', '\r', '\n', 0x1a, '\n'};
     uint8_t head[12];
-    for (int64_t begin = 0; begin < nbytes; begin = begin < 256 ? 512 : 2 * begin) {
+    for (int64_t begin = 0; begin < nbytes && begin < INT64_MAX / 2; begin = begin ? 2 * begin : 512) {
         ssize_t count = pread(fd, head, sizeof head, begin);
         if (count < (ssize_t)sizeof signature)
             return 0;
@@ -110,12 +118,50 @@ static int open_source(const Sources *all, Source *opened)
 /* Close sources that nobody uses, those first that were out of use for longest. Holds the lock. */
 static void close_surplus(Sources *all)
 {
-    while (all->num_open > all->most_open && all->oldest != NULL) {
-        Source *s = all->oldest;
+    for (Source *s = all->oldest, *newer; s != NULL; s = newer) {
+        int are_too_many = all->num_open > all->most_open;
+        newer = s->newer;
+        if (!are_too_many && all->num_files <= all->most_files)
+            return;
+        if (!are_too_many && s->fd < 0)
+            continue; /* to close it gives no descriptor back */
         unlink_source(all, s);
-        close_source(s);
-        all->num_open--;
+        drop_source(all, s);
     }
+}
+
+/* Open a source that is not open; 0 where it is refused. Holds the lock, but not meanwhile. */
+static int open_shared(Sources *all, Source *s)
+{
+    Source opened;
+    memcpy(&opened, s, sizeof opened);
+    for (int tries = 0;; tries++) {
+        errno = 0;
+        pthread_mutex_unlock(&all->lock);
+        int is_good = open_source(all, &opened), error = errno;
+        pthread_mutex_lock(&all->lock);
+        if (is_good)
+            break;
+        if ((error != EMFILE && error != ENFILE) || tries)
+            return 0;
+        /* The rest of the program took descriptors meanwhile. */
+        all->most_files = all->num_files > 1 ? all->num_files / 2 : 1;
+        close_surplus(all);
+    }
+    if (s->is_open) { /* another thread was faster */
+        close_source(&opened);
+        return 1;
+    }
+    if (s->nbytes != opened.nbytes || s->modified_ns != opened.modified_ns ||
+        s->changed_ns != opened.changed_ns || s->may_map != opened.may_map) {
+        close_source(&opened); /* it was opened as what it was before */
+        return 0;
+    }
+    s->map = opened.map, s->map_nbytes = opened.map_nbytes, s->fd = opened.fd;
+    s->has_swmr_writer = opened.has_swmr_writer, s->is_open = 1;
+    all->num_open++;
+    all->num_files += s->fd >= 0;
+    return 1;
 }
 
 /* Note one user more, and describe the file. Holds the lock. */
@@ -133,7 +179,7 @@ static void use_source(Sources *all, Source *s, File *file)
 /* Give a source, open until it is released, and its file; NULL where it is refused. */
 static Source *acquire_source(Sources *all, int64_t number, File *file)
 {
-    Source opened, *s;
+    Source *s;
     if (number < 0 || number >= all->count)
         return NULL;
     s = &all->sources[number];
@@ -142,45 +188,32 @@ static Source *acquire_source(Sources *all, int64_t number, File *file)
         return s;
     }
     pthread_mutex_lock(&all->lock);
-    if (!s->is_open) {
-        memcpy(&opened, s, sizeof opened);
-        pthread_mutex_unlock(&all->lock);
-        if (!open_source(all, &opened))
-            return NULL;
-        pthread_mutex_lock(&all->lock);
-        if (s->is_open) { /* another thread was faster */
-            close_source(&opened);
-        } else {
-            s->map = opened.map, s->map_nbytes = opened.map_nbytes, s->fd = opened.fd;
-            s->has_swmr_writer = opened.has_swmr_writer, s->is_open = 1;
-            all->num_open++;
-        }
+    int is_good = (s->is_open || open_shared(all, s)) && !s->is_stale;
+    if (is_good) {
+        use_source(all, s, file);
+        close_surplus(all);
     }
-    use_source(all, s, file);
-    close_surplus(all);
     pthread_mutex_unlock(&all->lock);
-    return s;
+    return is_good ? s : NULL;
 }
 
 /* After an event, when what was read is worth nothing, it is opened anew when it is needed again. */
 static void release_source(Sources *all, Source *s, int64_t event)
 {
-    int is_bad = event == CHANGED || event == FAULTED;
     if (s->path == NULL)
         return;
     pthread_mutex_lock(&all->lock);
     if (event == FAULTED)
         s->may_map = 0;
-    if (--s->users == 0) {
-        if (is_bad) {
-            close_source(s);
-            all->num_open--;
-        } else {
-            s->older = all->newest, s->newer = NULL;
-            *(s->older ? &s->older->newer : &all->oldest) = s;
-            all->newest = s;
-            close_surplus(all);
-        }
+    if (event == CHANGED || event == FAULTED)
+        s->is_stale = 1;
+    if (--s->users == 0 && s->is_stale) {
+        drop_source(all, s);
+    } else if (s->users == 0) {
+        s->older = all->newest, s->newer = NULL;
+        *(s->older ? &s->older->newer : &all->oldest) = s;
+        all->newest = s;
+        close_surplus(all);
     }
     pthread_mutex_unlock(&all->lock);
 }
@@ -191,12 +224,14 @@ PUBLIC int64_t h5async_sources_nbytes(void)
 }
 
 /* `sources` is memory of as many bytes as the function above says, and `table` has `count` rows,
-   whose first members the caller has set; both are his. */
+   whose first members the caller has set; both are his. `most_open` sources stay open, and of these
+   `most_files` with a descriptor, beside those in use. */
 PUBLIC int64_t h5async_open_sources(Sources *sources, Source *table, int64_t count, int64_t most_open,
-                                    int32_t io, int32_t gives_back)
+                                    int64_t most_files, int32_t io, int32_t gives_back)
 {
     *sources = (Sources){.sources = table, .count = count, .most_open = most_open < 1 ? 1 : most_open,
-                         .io = io, .gives_back = gives_back};
+                         .most_files = most_files < 1 ? 1 : most_files, .io = io,
+                         .gives_back = gives_back};
     return pthread_mutex_init(&sources->lock, NULL) == 0;
 }
 
@@ -207,11 +242,12 @@ PUBLIC int64_t h5async_close_sources(Sources *sources)
         if (sources->sources[i].is_open)
             close_source(&sources->sources[i]);
     sources->newest = sources->oldest = NULL;
-    sources->num_open = 0;
+    sources->num_open = sources->num_files = 0;
     return 1;
 }
 
-/* Say that a file that was changed still holds what was indexed. */
+/* Say that a file that was changed still holds what was indexed. What is open of it is given up: the
+   map has the file's former size. */
 PUBLIC int64_t h5async_restamp(Sources *sources, int64_t number, int64_t nbytes, int64_t modified_ns,
                                int64_t changed_ns, int32_t may_map)
 {
@@ -221,20 +257,26 @@ PUBLIC int64_t h5async_restamp(Sources *sources, int64_t number, int64_t nbytes,
     pthread_mutex_lock(&sources->lock);
     s->nbytes = nbytes, s->modified_ns = modified_ns, s->changed_ns = changed_ns;
     s->may_map = may_map;
+    if (s->is_open && s->users) {
+        s->is_stale = 1;
+    } else if (s->is_open) {
+        unlink_source(sources, s);
+        drop_source(sources, s);
+    }
     pthread_mutex_unlock(&sources->lock);
     return 1;
 }
 
-/* Open the first `count` sources that are not memory, so that they are those that were indexed.
-   Returns how many went well before the first that is refused. */
-PUBLIC int64_t h5async_open_ahead(Sources *sources, int64_t count)
+/* Open sources `start` to `stop`, so that they are those that were indexed. Returns the number of
+   the first that is refused, else `stop`. */
+PUBLIC int64_t h5async_open_ahead(Sources *sources, int64_t start, int64_t stop)
 {
-    for (int64_t i = 0; i < count && i < sources->count; i++) {
+    for (int64_t i = start; i < stop; i++) {
         File file;
         Source *s = acquire_source(sources, i, &file);
         if (s == NULL)
             return i;
         release_source(sources, s, NO_EVENT);
     }
-    return count;
+    return stop;
 }

@@ -6,6 +6,7 @@
 
 enum Claim { UNKEPT = 0, CLAIMED = 1, READY = 2, BUSY = 3 };
 enum { LEAST_KEPT = 2 }; /* chunks: where two batches share one, the later batch finds it */
+enum { KEPT_OVERHEAD = 128 }; /* what a chunk takes beside its bytes, and the system for both */
 
 typedef struct Kept {
     uint64_t key;
@@ -22,7 +23,7 @@ typedef struct {
     Kept **buckets;
     int64_t num_buckets; /* a power of two */
     Kept *newest, *oldest;
-    int64_t nbytes, count, budget_nbytes;
+    int64_t nbytes, budget_nbytes;
 } Store;
 
 static Kept **bucket_of(Store *store, uint64_t key)
@@ -61,8 +62,7 @@ static void drop_kept(Store *store, Kept *kept)
         at = &(*at)->next;
     *at = kept->next;
     unlink_kept(store, kept);
-    store->nbytes -= kept->nbytes;
-    store->count--;
+    store->nbytes -= kept->nbytes + KEPT_OVERHEAD;
     kept->is_dropped = 1;
 }
 
@@ -75,10 +75,10 @@ static void free_kept(Kept *kept)
 /* Return memory for a chunk: what was out of use for longest makes way; NULL: there is none. */
 static Kept *new_kept(Store *store, int64_t nbytes)
 {
-    int64_t least = LEAST_KEPT * nbytes;
+    int64_t cost = nbytes + KEPT_OVERHEAD, least = LEAST_KEPT * cost;
     int64_t most = store->budget_nbytes > least ? store->budget_nbytes : least;
     Kept *again = NULL;
-    for (Kept *kept = store->oldest, *newer; kept && store->nbytes + nbytes > most; kept = newer) {
+    for (Kept *kept = store->oldest, *newer; kept && store->nbytes + cost > most; kept = newer) {
         newer = kept->newer;
         if (kept->users)
             continue;
@@ -88,7 +88,7 @@ static Kept *new_kept(Store *store, int64_t nbytes)
         else
             free_kept(kept);
     }
-    if (store->nbytes + nbytes > most) {
+    if (store->nbytes + cost > most) {
         if (again != NULL)
             free_kept(again);
         return NULL;
@@ -122,8 +122,7 @@ static enum Claim claim_chunk(Store *store, uint64_t key, int64_t nbytes, int wa
             kept->next = *bucket;
             *bucket = kept;
             put_newest(store, kept);
-            store->nbytes += nbytes;
-            store->count++;
+            store->nbytes += nbytes + KEPT_OVERHEAD;
             claim = CLAIMED;
         }
     } else if (kept->state == CLAIMED) {
@@ -158,7 +157,8 @@ static void release_chunk(Store *store, Kept *kept, int is_filled)
 /* Returns a store, or NULL where there is no memory for it. */
 PUBLIC Store *h5async_new_store(int64_t budget_nbytes, int64_t least_chunk_nbytes)
 {
-    int64_t most = budget_nbytes / (least_chunk_nbytes < 1 ? 1 : least_chunk_nbytes);
+    int64_t least = least_chunk_nbytes < 0 ? 0 : least_chunk_nbytes;
+    int64_t most = budget_nbytes / (least + KEPT_OVERHEAD);
     Store *store = calloc(1, sizeof *store);
     if (store == NULL)
         return NULL;
@@ -194,6 +194,8 @@ PUBLIC int64_t h5async_clear_store(Store *store)
 PUBLIC int64_t h5async_free_store(Store *store)
 {
     h5async_clear_store(store);
+    pthread_mutex_destroy(&store->lock);
+    pthread_cond_destroy(&store->published);
     free(store->buckets);
     free(store);
     return 1;
