@@ -152,7 +152,7 @@ class Collection:
         struct.row_nbytes, struct.itemsize = layout.row_nbytes, layout.dtype.itemsize
         struct.is_filled_first = table.is_filled_first
         is_whole = len(table.layers) == 1 and not table.is_filled_first
-        is_whole &= all(shape.extents.shape[0] == 1 for shape in table.shapes)
+        is_whole &= all(s.kind != Kind.CHUNKS or s.extents.shape[0] == 1 for s in table.shapes)
         if transform is not None and is_whole:
             struct.transform = ctypes.pointer(transform.struct)
             self._keep.append(transform)
