@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async import Field
 from h5async.codec.filters import Filter
 from h5async.core.binding import Core, address
 from h5async.index.chunktable import ChunkTable
+from h5async.index.joined import join_layouts
 from h5async.index.layout import DatasetLayout
+from h5async.index.metadata import read_layouts
 from h5async.io.stamps import FileStamp
 from h5async.read.collection import Collection
 from h5async.read.scratch import Scratch, ScratchSize
@@ -88,6 +92,12 @@ def made_up(
         filters=filters,
         chunks=chunks,
     )
+
+
+def layouts_of(paths: Sequence[Path], fields: Mapping[str, Field]) -> list[DatasetLayout]:
+    """Return the layouts of fields over some files."""
+    several = [read_layouts(path, fields) for path in paths]
+    return [join_layouts([layouts[name] for layouts in several]) for name in fields]
 
 
 class Collected:
