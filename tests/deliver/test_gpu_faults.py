@@ -19,8 +19,8 @@ import pytest
 from h5async import AsyncReader, DeviceError, Field
 from h5async.deliver.cudaslot import CudaSlot
 from h5async.deliver.devicedecode import StoredDecoder
+from h5async.read.collection import Collection
 from h5async.read.execute import PlanExecutor
-from h5async.read.native import NativeExecutor
 from h5async.read.stored import StoredReader
 
 pytestmark = [pytest.mark.gpu, pytest.mark.simulated_gpu]
@@ -373,7 +373,7 @@ def test_a_thread_that_waits_for_the_gpu_to_decode_counts_as_busy(cupy, images, 
         monkeypatch.setattr(cls, name, take)
 
     taking(PlanExecutor, "execute", 4)
-    taking(NativeExecutor, "execute", 4)
+    taking(Collection, "read", 4)
     taking(StoredReader, "execute", 1)
     taking(StoredDecoder, "decode", 4)
     monkeypatch.setattr(CudaSlot, "transfer_seconds", lambda slot: 3e-3)
