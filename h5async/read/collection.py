@@ -118,13 +118,13 @@ class Collection:
                 row[name] = ctypes.c_int64(getattr(source.stamp, name)).value  # it wraps, as in C
         self._table = table  # the core's from now on
         gives_back = len(sources) > most_files
-        self._most_open = affordable_maps() if gives_back else most_files
+        self._most_files = most_files
         memory = ctypes.create_string_buffer(self._core.sources_nbytes())
         self._core.open_sources(
             memory,
             address(table),
             len(table),
-            self._most_open,
+            affordable_maps() if gives_back else most_files,
             most_files,
             IO_MODES[io],
             gives_back,
@@ -313,7 +313,7 @@ class Collection:
 
     def open_ahead(self, is_closed: Callable[[], bool]) -> bool:
         """Open the first files, so that they are those that were indexed; False: one is not."""
-        count = min(self._num_sources, self._most_open)
+        count = min(self._num_sources, self._most_files)
         for start in range(0, count, _AHEAD):
             stop = min(start + _AHEAD, count)
             if is_closed() or self._core.open_ahead(self._sources, start, stop) < stop:
