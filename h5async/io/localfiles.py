@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from h5async.errors import H5AsyncError
+from h5async.errors import H5AsyncError, ReadError
 from h5async.io.keptfiles import KeptFiles
 from h5async.io.localfile import LocalFile
 from h5async.io.maps import IoMode
@@ -47,6 +47,9 @@ class LocalFiles:
         Called in the thread that finds a file changed; None: a changed file is refused.
     on_new_stamp
         Called with the path and the stamp of a file that has changed, but holds what was indexed.
+    descriptor_of
+        Called with the path of a file that cannot be opened, or is another one by now; returns a
+        descriptor of the former one, to be closed here, if it is open elsewhere.
     """
 
     def __init__(
@@ -57,7 +60,9 @@ class LocalFiles:
         python_maps: bool = False,
         look_anew: LookAnew | None = None,
         on_new_stamp: Callable[[str, FileStamp], None] | None = None,
+        descriptor_of: Callable[[str], int | None] | None = None,
     ) -> None:
+        self._descriptor_of = descriptor_of
         self._on_new_stamp = on_new_stamp
         self._io: IoMode = io
         self._python_maps = python_maps
@@ -138,7 +143,15 @@ class LocalFiles:
         """
 
         def open_file() -> LocalFile:
-            return LocalFile(path, expected, self._io, python_maps=self._python_maps)
+            try:
+                return LocalFile(path, expected, self._io, python_maps=self._python_maps)
+            except ReadError:
+                found = None if self._descriptor_of is None else self._descriptor_of(path)
+                if found is None:
+                    raise
+            return LocalFile(
+                path, expected, self._io, python_maps=self._python_maps, descriptor=found
+            )
 
         return self._files.using(path, open_file)
 

@@ -8,6 +8,7 @@ samples are copied from there.
 
 from __future__ import annotations
 
+import itertools
 import math
 import traceback
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.codec.decoding import Bytes
-from h5async.errors import H5AsyncError, OutOfMemoryError, ReadError, out_of_memory
+from h5async.errors import H5AsyncError, ReadError, out_of_memory
 from h5async.index.chunktable import ChunkTable
 from h5async.index.layout import DatasetLayout
 from h5async.io.localfile import LocalFile
@@ -170,7 +171,11 @@ class ChunkReader:
         if self._chunks is None:
             axis = self._layout.sample_axis
             inside = (*region[:axis], slice(None), *region[axis:])
-            self._scatter(self._mapped_dataset(reading.file)[inside], runs, region, raw)
+            mapped = self._mapped_dataset(reading.file)
+            if mapped is None:
+                self._read_columns(reading.file, runs, region, raw, scratch)
+            else:
+                self._scatter(mapped[inside], runs, region, raw)
             return
         whole = _as_bytes(raw, runs[0]) if is_whole else None
         if self.pipeline.is_raw(int(self._chunks.filter_mask[entry])):
@@ -198,15 +203,35 @@ class ChunkReader:
             inside = [slice(0, extent) for extent in target.shape[1:]]  # edge chunks are padded
             np.copyto(target, by_sample[(slice(local, local + length), *inside)])
 
-    def _mapped_dataset(self, file: LocalFile) -> NDArray[Any]:
+    def _mapped_dataset(self, file: LocalFile) -> NDArray[Any] | None:
         layout = self._layout
         mapped = file.mapped(layout.offset + layout.nbytes)
-        if mapped is None:  # it may be: metadata.py sends what may not be mapped to h5py
-            raise OutOfMemoryError(
-                f'{layout.file}: dataset "{layout.path}": the file cannot be mapped into memory,'
-                ' which reading columns needs; read it with io="pread"'
-            )
+        if mapped is None:
+            return None
         return np.ndarray(layout.shape, layout.raw_dtype, mapped.data, offset=layout.offset)
+
+    def _read_columns(
+        self,
+        file: LocalFile,
+        runs: list[Run],
+        region: tuple[slice, ...],
+        raw: NDArray[Any],
+        scratch: Scratch,
+    ) -> None:
+        """Read samples of a contiguous dataset that is not mapped: a read for each column."""
+        layout, axis = self._layout, self._layout.sample_axis
+        outer, inner = layout.shape[:axis], layout.shape[axis + 1 :]
+        nbytes = layout.dtype.itemsize * math.prod(inner)
+        columns = (range(*piece.indices(n)) for piece, n in zip(region, outer, strict=False))
+        for at in itertools.product(*columns):
+            number = sum(i * math.prod(outer[k + 1 :]) for k, i in enumerate(at))
+            begin = layout.offset + number * layout.num_samples * nbytes
+            for local, position, length in runs:
+                scratch.require_open()
+                rows = np.empty((length, *inner), layout.raw_dtype)
+                file.read_into(begin + local * nbytes, [_as_memory(rows)])
+                target = raw[(slice(position, position + length), *at)]
+                target[(slice(None), *region[axis:])] = rows[(slice(None), *region[axis:])]
 
     def _decode(self, reading: _Reading, entry: int, out: Bytes) -> None:
         """Decode a chunk into `out`."""
@@ -336,3 +361,7 @@ def _as_bytes(raw: NDArray[Any], run: Run) -> Bytes:
     """Return the rows of a batch that a run makes up."""
     _, position, length = run
     return raw[position : position + length].reshape(-1).view(np.uint8)
+
+
+def _as_memory(array: NDArray[Any]) -> memoryview:
+    return memoryview(array.reshape(-1).view(np.uint8))

@@ -320,6 +320,14 @@ class Collection:
                 return False
         return True
 
+    def descriptor(self, path: str) -> int | None:
+        """Return another descriptor of a file that is open, whatever lies at its path by now."""
+        for number in self._numbers.get(path, ()):
+            found = int(self._core.descriptor(self._sources, number))
+            if found >= 0:
+                return found
+        return None
+
     def restamp(self, path: str, stamp: FileStamp) -> None:
         """Say that a file which was changed still holds what was indexed."""
         for number in self._numbers.get(path, ()):

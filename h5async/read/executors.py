@@ -85,6 +85,7 @@ class Executors:
             python_maps=core is None,
             look_anew=self._changes.look_anew,
             on_new_stamp=partial(_restamp, self._collections),
+            descriptor_of=partial(_descriptor, self._collections),
         )
 
     @property
@@ -182,6 +183,11 @@ class Executors:
 def _restamp(collections: Sequence[Collection], path: str, stamp: FileStamp) -> None:
     for collection in collections:
         collection.restamp(path, stamp)
+
+
+def _descriptor(collections: Sequence[Collection], path: str) -> int | None:
+    found = (collection.descriptor(path) for collection in collections)
+    return next((number for number in found if number is not None), None)
 
 
 def _forget(

@@ -4,8 +4,8 @@
    A source is open as a descriptor, a memory map, or both. Where a reader has more sources than
    descriptors, a mapped one gives its descriptor back at once, and its state is asked for by path.
    A source that cannot be opened, or is not what was indexed, is refused: the Python implementation
-   reads from it, or has the words. One of which this is noticed while several threads use it is
-   stale: it is refused until the last of them has released it, and opened anew then. A file that a writer has open for SWMR, so that others read
+   reads from it, or has the words. One that has to be opened anew while several threads use it is
+   stale: it is refused until the last of them has released it. A file that a writer has open for SWMR, so that others read
    meanwhile, changes all the time: its state is not compared until the writer has ended. */
 
 enum { PATH_CHECKED = -2 }; /* for a descriptor: it was given back */
@@ -197,7 +197,9 @@ static Source *acquire_source(Sources *all, int64_t number, File *file)
     return is_good ? s : NULL;
 }
 
-/* After an event, when what was read is worth nothing, it is opened anew when it is needed again. */
+/* After an event, what was read is worth nothing. A file that has changed stays open, because it may
+   have another name by now, or none: see the function below. One of which a page cannot be had, or
+   whose writer has ended, is opened anew when it is needed again. */
 static void release_source(Sources *all, Source *s, int64_t event)
 {
     if (s->path == NULL)
@@ -205,7 +207,7 @@ static void release_source(Sources *all, Source *s, int64_t event)
     pthread_mutex_lock(&all->lock);
     if (event == FAULTED)
         s->may_map = 0;
-    if (event == CHANGED || event == FAULTED)
+    if (event == FAULTED || (event == CHANGED && s->has_swmr_writer))
         s->is_stale = 1;
     if (--s->users == 0 && s->is_stale) {
         drop_source(all, s);
@@ -246,8 +248,22 @@ PUBLIC int64_t h5async_close_sources(Sources *sources)
     return 1;
 }
 
-/* Say that a file that was changed still holds what was indexed. What is open of it is given up: the
-   map has the file's former size. */
+/* Return another descriptor of a source, which the caller closes; -1: there is none. */
+PUBLIC int64_t h5async_descriptor(Sources *sources, int64_t number)
+{
+    int descriptor = -1;
+    if (number < 0 || number >= sources->count)
+        return -1;
+    pthread_mutex_lock(&sources->lock);
+    Source *s = &sources->sources[number];
+    if (s->is_open && s->fd >= 0)
+        descriptor = fcntl(s->fd, F_DUPFD_CLOEXEC, 0);
+    pthread_mutex_unlock(&sources->lock);
+    return descriptor;
+}
+
+/* Say that a file that was changed still holds what was indexed. A map of its former size is given
+   up, and then the file is opened anew. */
 PUBLIC int64_t h5async_restamp(Sources *sources, int64_t number, int64_t nbytes, int64_t modified_ns,
                                int64_t changed_ns, int32_t may_map)
 {
@@ -255,11 +271,12 @@ PUBLIC int64_t h5async_restamp(Sources *sources, int64_t number, int64_t nbytes,
         return 0;
     Source *s = &sources->sources[number];
     pthread_mutex_lock(&sources->lock);
+    int is_fit = !s->has_swmr_writer && (s->map ? s->map_nbytes == nbytes : !may_map);
     s->nbytes = nbytes, s->modified_ns = modified_ns, s->changed_ns = changed_ns;
     s->may_map = may_map;
-    if (s->is_open && s->users) {
+    if (s->is_open && !is_fit && s->users) {
         s->is_stale = 1;
-    } else if (s->is_open) {
+    } else if (s->is_open && !is_fit) {
         unlink_source(sources, s);
         drop_source(sources, s);
     }
