@@ -230,8 +230,8 @@ class ChunkReader:
                 scratch.require_open()
                 rows = np.empty((length, *inner), layout.raw_dtype)
                 file.read_into(begin + local * nbytes, [_as_memory(rows)])
-                target = raw[(slice(position, position + length), *at)]
-                target[(slice(None), *region[axis:])] = rows[(slice(None), *region[axis:])]
+                goes_to: Any = (slice(position, position + length), *at, *region[axis:])
+                raw[goes_to] = rows[(slice(None), *region[axis:])]
 
     def _decode(self, reading: _Reading, entry: int, out: Bytes) -> None:
         """Decode a chunk into `out`."""
@@ -364,4 +364,4 @@ def _as_bytes(raw: NDArray[Any], run: Run) -> Bytes:
 
 
 def _as_memory(array: NDArray[Any]) -> memoryview:
-    return memoryview(array.reshape(-1).view(np.uint8))
+    return array.reshape(-1).view(np.uint8).data
