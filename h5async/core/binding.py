@@ -1,9 +1,9 @@
 """Loads the compiled core, and calls it.
 
-`src/core.c` executes slices of a read plan without the GIL. It is a plain shared library, called by
-ctypes: built with the package where there is a C compiler, and left out where there is none; then
-`read/execute.py` does the same in Python. The environment variable ``H5ASYNC_CORE`` names another
-build of it, and ``H5ASYNC_CORE=0`` switches it off.
+`src/core.c` plans batches, and reads shares of them, without the GIL. It is a plain shared library,
+called by ctypes: built with the package where there is a C compiler, and left out where there is
+none; then `plan/` and `read/execute.py` do the same in Python. The environment variable
+``H5ASYNC_CORE`` names another build of it, and ``H5ASYNC_CORE=0`` switches it off.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from h5async.codec.entry import CoreFilter
 from h5async.codec.filters import Filter
+from h5async.core import batch, structures
 from h5async.core.libraries import find_functions
 from h5async.core.structures import (
     MAX_FILTERS,
@@ -45,9 +46,11 @@ class Core:
         The shared library.
     missing
         Codec libraries that were not found; chunks that need them are decoded in Python.
-    read_rows, read_chunks, transform, transform_rows, permute, permute_each
+    transform, permute, permute_each
         Its functions. They release the GIL, and may be called from many threads, each with its
         own worker.
+    plan_batch, read_batch and others
+        `read/collection.py` calls them; see the comments in `src/`.
     read_encoded
         ``read_encoded(file, worker, offset, nbytes, target, count, base, base_nbytes)`` reads
         ``nbytes[i]`` bytes at ``offset[i]`` of the file to ``base + target[i]`` (int64 arrays),
@@ -68,7 +71,7 @@ class Core:
         self.path = path
         library = ctypes.CDLL(str(path))
         try:
-            if _members_of(library) != members():
+            if _members_of(library) != members(structures.STRUCTURES | batch.STRUCTURES):
                 raise OSError(f"{path} was built for another version; install h5async again")
             self._find_functions(library)
         except AttributeError as error:
@@ -77,21 +80,30 @@ class Core:
         self._libraries = LibrariesStruct(**functions)
 
     def _find_functions(self, library: Any) -> None:
-        self.read_rows = _function(library, "h5async_read_rows", 3)
-        self.read_chunks = _function(
-            library,
-            "h5async_read_chunks",
-            4,
-            *(c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int64),
-        )
         self.transform = _function(library, "h5async_transform", 1, c_void_p, c_void_p)
-        self.transform_rows = _function(library, "h5async_transform_rows", 5)
         self.permute = _function(library, "h5async_permute", 1, c_int64, *[c_uint64] * 3, c_void_p)
         self.permute_each = _function(library, "h5async_permute_each", 1, c_int64, *[c_void_p] * 5)
         self.read_encoded = _function(
             library, "h5async_read_encoded", 5, c_int64, c_void_p, c_int64
         )
         self.cut_frames = _function(library, "h5async_cut_frames", 1)
+        self.sources_nbytes = _function(library, "h5async_sources_nbytes", 0)
+        self.open_sources = _function(
+            library, "h5async_open_sources", 2, *[c_int64] * 3, c_int32, c_int32
+        )
+        self.open_ahead = _function(library, "h5async_open_ahead", 1, c_int64, c_int64)
+        self.descriptor = _function(library, "h5async_descriptor", 1, c_int64)
+        self.restamp = _function(library, "h5async_restamp", 1, *[c_int64] * 4, c_int32)
+        self.close_sources = _function(library, "h5async_close_sources", 1)
+        self.new_store = _function(library, "h5async_new_store", 0, c_int64, c_int64)
+        self.new_store.restype = c_void_p
+        self.clear_store = _function(library, "h5async_clear_store", 1)
+        self.free_store = _function(library, "h5async_free_store", 1)
+        self.plan_batch = _function(
+            library, "h5async_plan_batch", 3, c_int64, c_void_p, *[c_int64] * 4
+        )
+        self.read_batch = _function(library, "h5async_read_batch", 5, c_int64, c_int64)
+        self.free_plan = _function(library, "h5async_free_plan", 1)
         self._free = _function(library, "h5async_free", 1)
 
     def filters(self, filters: tuple[Filter, ...]) -> Any | None:

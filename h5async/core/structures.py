@@ -6,6 +6,7 @@ A core that was built with other members is refused when it is loaded: see `memb
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from ctypes import POINTER, Structure, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 
 from h5async.core.libraries import FUNCTIONS
 
-ABI = 5  # a number of the core's own, for changes that its structures do not show
+ABI = 7  # a number of the core's own, for changes that its structures do not show
 MAX_FILTERS, MAX_RANK = 32, 32  # what HDF5 has at most
 
 IO_MODES = {"auto": 0, "pread": 1, "map": 2}
@@ -63,6 +64,7 @@ class FileStruct(Structure):
         ("modified_ns", c_int64),
         ("changed_ns", c_int64),
         ("event", c_int64),
+        ("path", c_void_p),
     ]
 
 
@@ -106,38 +108,6 @@ class DatasetStruct(Structure):
         ("row_nbytes", c_int64),
         ("rows_are_whole", c_int64),
         ("begin", c_int64),
-    ]
-
-
-class ChunkPlanStruct(Structure):
-    """A `ChunkPlan`."""
-
-    _fields_ = [
-        ("place", c_void_p),
-        ("cross", c_void_p),
-        ("group", c_void_p),
-        ("run_start", c_void_p),
-        ("run_local", c_void_p),
-        ("run_position", c_void_p),
-        ("run_length", c_void_p),
-        ("num_items", c_int64),
-        ("num_groups", c_int64),
-        ("num_runs", c_int64),
-    ]
-
-
-class RowsStruct(Structure):
-    """Rows of a `RowPlan`, and the batch."""
-
-    _fields_ = [
-        ("offset", c_void_p),
-        ("position", c_void_p),
-        ("num_items", c_int64),
-        ("rows", c_void_p),
-        ("num_rows", c_int64),
-        ("row_nbytes", c_int64),
-        ("fill", c_void_p),
-        ("itemsize", c_int64),
     ]
 
 
@@ -222,17 +192,15 @@ STRUCTURES = {
     "File": FileStruct,
     "Filter": FilterStruct,
     "Dataset": DatasetStruct,
-    "ChunkPlan": ChunkPlanStruct,
-    "Rows": RowsStruct,
     "Transform": TransformStruct,
     "Frames": FramesStruct,
 }
 
 
-def members() -> dict[str, tuple[int, int]]:
+def members(structures: Mapping[str, type[Structure]]) -> dict[str, tuple[int, int]]:
     """Return offset and size of each member of each structure, as the core should have them."""
     found = {"ABI": (ABI, 0)}
-    for name, struct in STRUCTURES.items():
+    for name, struct in structures.items():
         for member, *_ in struct._fields_:
             described = getattr(struct, member)
             found[f"{name}.{member}"] = described.offset, described.size

@@ -112,6 +112,7 @@ class Filler(SlotFiller):
             self._cache if isinstance(self._cache, HostCache) else None,
             self._executors,
             max(1, num_threads),
+            slots,
         )
         self._pool = WorkPool(num_threads, self._find_work, on_crash)
         self._phases = Phases(
@@ -137,8 +138,7 @@ class Filler(SlotFiller):
         ReadError
             If a file cannot be opened, or the system gives no more threads.
         """
-        for layout in self._layouts:
-            self._executors.open_ahead(layout, lambda: self._pool.is_stopped)
+        self._executors.open_ahead(lambda: self._pool.is_stopped)
         self._pool.start(self._file)
 
     @property

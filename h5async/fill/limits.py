@@ -17,7 +17,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from h5async.config import ReaderConfig
+from h5async.core.batch import KEPT_OVERHEAD_NBYTES, PLANNED_ROW_NBYTES, PLANNED_SAMPLE_NBYTES
 from h5async.errors import BudgetError, ConfigError
+from h5async.index.extents import table_nbytes
 from h5async.index.layout import DatasetLayout
 from h5async.plan.encoded import EncodedFormat
 from h5async.plan.plan import needs_scratch, scratch_nbytes
@@ -193,6 +195,10 @@ class MemoryBudget:
         yield _Share("chunks that two batches share", kept, "store smaller chunks")
         read = max(_fallback_nbytes(layout, rows) for layout in layouts)
         yield _Share("what h5py reads at a time", read, "make batch_size smaller")
+        plans = PLANNED_SAMPLE_NBYTES + sum(map(_num_layers, layouts)) * PLANNED_ROW_NBYTES
+        yield _Share("plans of batches", batches * rows * plans, smaller)
+        tables = sum(map(table_nbytes, layouts))
+        yield _Share("tables of chunks and files", tables, "store larger chunks")
         lists = sum(_lists_nbytes(layout, rows, batches) for layout in layouts)
         yield _Share("lists of chunks", lists, f"{smaller}, or store larger chunks")
         if config.shuffle == "window":
@@ -271,7 +277,10 @@ def wanted_kept_nbytes(config: ReaderConfig, layouts: Mapping[str, DatasetLayout
     several, wanted = list(layouts.values()), []
     for layout in several:
         encoded = [source for source in layout.leaves() if source.filters]
-        nbytes = sum(math.prod(source.grid) * source.chunk_nbytes for source in encoded)
+        each = (source.chunk_nbytes + KEPT_OVERHEAD_NBYTES for source in encoded)
+        nbytes = sum(
+            math.prod(source.grid) * size for source, size in zip(encoded, each, strict=True)
+        )
         if nbytes > _KEPT_WHOLE_NBYTES:
             nbytes = _window_nbytes(config, layout, several)
         wanted.append(nbytes)
@@ -325,6 +334,12 @@ def _touched_scratch_nbytes(layouts: Sequence[DatasetLayout]) -> int:
     size = ScratchSize.of(layouts)
     filters = max(len(leaf.filters) for layout in layouts for leaf in layout.leaves())
     return size.encoded + size.raw_chunk + size.between * min(3, filters)
+
+
+def _num_layers(layout: DatasetLayout) -> int:
+    """Return of how many pieces rows are put together that lie in different datasets."""
+    regions = {str(part.region) for part in layout.parts}
+    return max(1, len(regions), *(_num_layers(part.source) for part in layout.parts))
 
 
 def _kept_chunk_nbytes(layout: DatasetLayout) -> int:

@@ -122,7 +122,7 @@ class Phases:
         shares: list[list[PlanSlice]] = []
         self._attempt(batch, partial(self._cut_plans, batch, shares))
         works = [partial(self._read, batch, share) for share in shares]
-        self._begin(batch, works, self._begin_keep)
+        self._begin(batch, works, self._begin_left)
 
     def close(self) -> None:
         """Let go of memory, and of functions whose owners hold this object."""
@@ -149,7 +149,7 @@ class Phases:
         if self._resident is not None:
             batch.generation = self._resident.generation
         if self._resident is None or not self._resident.has(batch.index):
-            return self._reader.plan(batch.index, batch.request.on_device)
+            return self._reader.plan(batch.index, batch.request.slot, batch.request.on_device)
         if self._cache is not None:
             return self._cache.plans(batch.index)
         batch.is_resident = True
@@ -159,6 +159,13 @@ class Phases:
 
     def _read(self, batch: _Fill, share: list[PlanSlice]) -> None:
         self._reader.read(batch.plans, share, self.slots[batch.request.slot])
+
+    def _begin_left(self, batch: _Fill) -> None:
+        """Begin to read what the core has left."""
+        memory, reader = self.slots[batch.request.slot], self._reader
+        left = [] if batch.error is not None else reader.left(batch.plans, batch.index)
+        works = [partial(reader.read_left, some, batch.index, memory) for some in left]
+        self._begin(batch, works, self._begin_keep)
 
     def _begin_keep(self, batch: _Fill) -> None:
         cache, index = self._cache, batch.index
@@ -191,7 +198,7 @@ class Phases:
         works = [
             partial(reader.transform, field, raw[a:b], out[a:b])
             for field, (raw, out) in enumerate(zip(memory.raw, memory.out, strict=True))
-            if raw is not out and not reader.transforms_at_once(batch.plans[field], field, memory)
+            if raw is not out and not reader.transforms_at_once(field, batch.plans)
             for a, b in self._row_shares(batch.index.size, self._out_nbytes[field])
         ]
         self._begin(batch, works, self._finish)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import functools
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from ctypes import c_int32
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,17 +24,34 @@ from h5async.fill.resident import HostCache
 from h5async.index.layout import DatasetLayout
 from h5async.plan.encoded import EncodedFormat, EncodedPlan, plan_encoded
 from h5async.plan.plan import plan_read
-from h5async.plan.records import GatherPlan, ReadPlan, RowPlan
+from h5async.plan.records import BatchItems, GatherPlan, IncludedPlan, ReadPlan
 from h5async.plan.shares import PlanSlice
 from h5async.plan.transform import RowTransform
+from h5async.read.collection import SlotBatch
 from h5async.read.execute import Executor
 from h5async.read.executors import Executors
-from h5async.read.native import NativeExecutor
 from h5async.read.scratch import Scratch, ScratchSize
 from h5async.read.transform import NativeTransform, native_transform
 from h5async.stats import StageTimes, ThreadCounts
 
-BatchPlan = Sequence[ReadPlan | EncodedPlan]  # of one batch, by field
+BatchPlan = Sequence[ReadPlan | EncodedPlan]  # of one batch, by field; at the end, of several
+
+_MIN_SHARE_NBYTES = 256 * 1024  # about 25 µs of copying: what it costs to wake a thread
+
+
+class LeftRows(NamedTuple):
+    """Rows of a batch that the core has left to the Python implementation.
+
+    Attributes
+    ----------
+    field
+        Number of the field.
+    rows
+        int64 (n,), ascending: rows of the batch.
+    """
+
+    field: int
+    rows: NDArray[np.int64]
 
 
 class BatchReader:
@@ -53,6 +71,8 @@ class BatchReader:
         Makes the executors of the fields; closed by whoever made it.
     num_threads
         Threads for whose scratch memory is taken.
+    slots
+        Memory of each slot.
 
     Attributes
     ----------
@@ -74,6 +94,7 @@ class BatchReader:
         cache: HostCache | None,
         executors: Executors,
         num_threads: int,
+        slots: Sequence[SlotMemory],
     ) -> None:
         self.times = StageTimes()
         self._layouts = layouts
@@ -81,6 +102,11 @@ class BatchReader:
         self._cache = cache
         self._factory = executors
         self._executors: list[Executor] = executors.make()
+        self._num_threads = num_threads
+        self._collection = executors.open_collection(self._at_once(slots[0]))
+        self._batches: list[SlotBatch] = []
+        if self._collection is not None:
+            self._batches = [self._collection.new_batch(slot.raw, slot.out) for slot in slots]
         self._encoded_formats = encoded_formats
         readers = (
             (field, executors.encoded_reader(layout))
@@ -95,23 +121,69 @@ class BatchReader:
         with taking_memory(what, "make num_threads smaller, or store smaller chunks"):
             self._free = deque(self._new_scratch() for _ in range(num_threads))
 
-    def plan(self, index: NDArray[np.int64], on_device: bool) -> BatchPlan:
+    def plan(self, index: NDArray[np.int64], slot: int, on_device: bool) -> BatchPlan:
         """Plan how the samples of a batch are read.
 
         Parameters
         ----------
         index
             int64 (n,): sample numbers.
+        slot
+            Where they go.
         on_device
             Leave decoding to the device where it can decode.
+
+        Returns
+        -------
+        sequence
+            One plan for each field and, where the core reads several fields at once, one more.
         """
         plans: list[ReadPlan | EncodedPlan] = []
         for field, layout in enumerate(self._layouts):
-            plan = plan_read(layout, index)
             form = self._encoded_formats[field] if field in self._encoded_readers else None
-            encoded = plan_encoded(layout, form, plan) if on_device and form is not None else None
-            plans.append(plan if encoded is None else encoded)
+            if form is not None and on_device:
+                plan = plan_read(layout, index)
+                encoded = plan_encoded(layout, form, plan)
+                plans.append(plan if encoded is None else encoded)
+            elif self._collection is not None and self._collection.reads[field]:
+                plans.append(IncludedPlan())
+            else:
+                plans.append(plan_read(layout, index))
+        wanted = [isinstance(plan, IncludedPlan) for plan in plans]
+        if self._collection is not None and any(wanted):
+            count, nbytes = self._collection.plan(
+                self._batches[slot], index, wanted, self._num_threads
+            )
+            plans.append(BatchItems(slot, count, nbytes // max(1, count)))
         return plans
+
+    def left(self, plans: BatchPlan, index: NDArray[np.int64]) -> list[LeftRows]:
+        """Return what the core has left of a batch after the last share, for other threads too."""
+        if self._collection is None or not plans or not isinstance(plans[-1], BatchItems):
+            return []
+        found = []
+        for field, rows in self._collection.left(self._batches[plans[-1].slot]):
+            nbytes = rows.size * self._layouts[field].row_nbytes
+            parts = max(1, min(self._num_threads, rows.size, nbytes // _MIN_SHARE_NBYTES))
+            found += [LeftRows(field, some) for some in np.array_split(rows, parts)]
+        return found
+
+    def read_left(self, left: LeftRows, index: NDArray[np.int64], memory: SlotMemory) -> None:
+        """Read rows that the core has left.
+
+        Raises
+        ------
+        H5AsyncError
+            If bytes cannot be read or decoded.
+        """
+        field, rows = left
+        plan = plan_read(self._layouts[field], index[rows], rows)
+        with self._scratch() as scratch:
+            raw, out = memory.raw[field], memory.out[field]
+            self._executors[field].execute(plan, 0, plan.num_items, raw, scratch)
+        if self._collection is not None and self._collection.transforms[field]:
+            for some in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1):
+                self.transform(field, raw[some[0] : some[-1] + 1], out[some[0] : some[-1] + 1])
 
     def read(self, plans: BatchPlan, share: Sequence[PlanSlice], memory: SlotMemory) -> None:
         """Do a share of a batch's reading; rows are transformed, too, where that costs no copy.
@@ -121,17 +193,22 @@ class BatchReader:
         H5AsyncError
             If bytes cannot be read or decoded.
         """
+        with self._scratch() as scratch:
+            for field, start, stop in share:
+                self._read_items(plans[field], field, start, stop, memory, scratch)
+
+    @contextmanager
+    def _scratch(self) -> Iterator[Scratch]:
         try:
             scratch = self._free.pop()
         except IndexError:  # more callers of `run_next` than threads were announced
             scratch = self._new_scratch()
         try:
-            for field, start, stop in share:
-                self._read_field(plans[field], field, start, stop, memory, scratch)
+            yield scratch
         finally:
             self._free.append(scratch)
 
-    def _read_field(
+    def _read_items(
         self,
         plan: ReadPlan | EncodedPlan,
         field: int,
@@ -140,39 +217,38 @@ class BatchReader:
         memory: SlotMemory,
         scratch: Scratch,
     ) -> None:
-        raw, out = memory.raw[field], memory.out[field]
-        if isinstance(plan, GatherPlan):
+        if isinstance(plan, BatchItems):
+            assert self._collection is not None
+            self._collection.read(self._batches[plan.slot], start, stop, scratch)
+        elif isinstance(plan, GatherPlan):
             assert self._cache is not None
             with scratch.counts.timed("read_ns"):
-                self._cache.gather(field, plan, start, stop, raw)
-            return
-        if isinstance(plan, EncodedPlan):
+                self._cache.gather(field, plan, start, stop, memory.raw[field])
+        elif isinstance(plan, EncodedPlan):
             encoded = memory.encoded[field]
             assert encoded is not None
             self._encoded_readers[field].execute(plan, start, stop, encoded, scratch)
-            return
-        executor, transform = self._executors[field], self._transforms[field]
-        if not self.transforms_at_once(plan, field, memory):
-            executor.execute(plan, start, stop, raw, scratch)
-            return
-        assert isinstance(executor, NativeExecutor)
-        assert isinstance(transform, NativeTransform)
-        begin = executor.transform_rows(plan, start, stop, transform, out, scratch)
-        if begin < stop:
-            executor.execute(plan, begin, stop, raw, scratch)
-            self.transform(field, raw[begin:stop], out[begin:stop])
+        else:
+            self._executors[field].execute(plan, start, stop, memory.raw[field], scratch)
 
-    def transforms_at_once(
-        self, plan: ReadPlan | EncodedPlan, field: int, memory: SlotMemory
-    ) -> TypeGuard[RowPlan]:
-        """Tell whether rows are transformed as they are read: where the core copies them only."""
+    def transforms_at_once(self, field: int, plans: BatchPlan) -> bool:
+        """Tell whether rows of a field were transformed as they were read, by the core."""
         return (
-            memory.raw[field] is not memory.out[field]
-            and isinstance(plan, RowPlan)
-            and self._cache is None  # which wants them as they are
-            and isinstance(self._executors[field], NativeExecutor)
-            and isinstance(self._transforms[field], NativeTransform)
+            self._collection is not None
+            and self._collection.transforms[field]
+            and isinstance(plans[field], IncludedPlan)
         )
+
+    def _at_once(self, memory: SlotMemory) -> list[NativeTransform | None]:
+        """Return, by field, what the core is to make of rows as it reads them."""
+        return [
+            transform
+            if isinstance(transform, NativeTransform)
+            and self._cache is None  # which wants them as they are
+            and raw is not out
+            else None
+            for transform, raw, out in zip(self._transforms, memory.raw, memory.out, strict=True)
+        ]
 
     def transform(self, field: int, raw: NDArray[Any], out: NDArray[Any]) -> None:
         """Transform rows of a field, as read, to `out`."""
@@ -205,6 +281,7 @@ class BatchReader:
         self._scratches.clear()
         self._free.clear()
         self._executors, self._encoded_readers, self._cache = [], {}, None
+        self._collection, self._batches = None, []
 
     def _new_scratch(self) -> Scratch:
         scratch = Scratch.allocate(*self._size, self._stop)

@@ -9,6 +9,7 @@ import resource
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from h5async.errors import ReadError
@@ -141,3 +142,10 @@ def affordable_files() -> int:
     with suppressing(OSError):
         used = len(os.listdir("/dev/fd"))
     return min(_MOST_KEPT, max(_LEAST_KEPT, (limit - used) // 4))
+
+
+def affordable_maps() -> int:
+    """Return how many files a reader may keep mapped: a quarter of what a process may have."""
+    with suppressing(OSError, ValueError):
+        return max(_LEAST_KEPT, int(Path("/proc/sys/vm/max_map_count").read_text()) // 4)
+    return _MOST_KEPT

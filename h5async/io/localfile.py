@@ -37,6 +37,8 @@ class LocalFile:
     python_maps
         Whether Python, too, may copy out of the map. The core guards its own copies; in Python, a
         page that cannot be read ends the process.
+    descriptor
+        Of the file, if it is open; closed with this. None: it is opened by its path.
 
     Attributes
     ----------
@@ -56,7 +58,13 @@ class LocalFile:
     """
 
     def __init__(
-        self, path: str, expected: FileStamp, io: IoMode = "auto", *, python_maps: bool = False
+        self,
+        path: str,
+        expected: FileStamp,
+        io: IoMode = "auto",
+        *,
+        python_maps: bool = False,
+        descriptor: int | None = None,
     ) -> None:
         self.path = path
         self._python_maps = python_maps
@@ -67,7 +75,7 @@ class LocalFile:
         self._map: FileMap | None = None
         try:
             # A file object, which is closed even where Ctrl-C interrupts before it is kept.
-            self._file = open(path, "rb", buffering=0)
+            self._file = open(path if descriptor is None else descriptor, "rb", buffering=0)
             self.descriptor = self._file.fileno()
         except OSError as error:
             raise ReadError(f"cannot open {path}: {error.strerror}") from error

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 
-from h5async.errors import H5AsyncError
+from h5async.errors import H5AsyncError, ReadError
 from h5async.io.keptfiles import KeptFiles
 from h5async.io.localfile import LocalFile
 from h5async.io.maps import IoMode
@@ -45,6 +45,11 @@ class LocalFiles:
         As for `LocalFile`.
     look_anew
         Called in the thread that finds a file changed; None: a changed file is refused.
+    on_new_stamp
+        Called with the path and the stamp of a file that has changed, but holds what was indexed.
+    descriptor_of
+        Called with the path of a file that cannot be opened, or is another one by now; returns a
+        descriptor of the former one, to be closed here, if it is open elsewhere.
     """
 
     def __init__(
@@ -54,7 +59,11 @@ class LocalFiles:
         *,
         python_maps: bool = False,
         look_anew: LookAnew | None = None,
+        on_new_stamp: Callable[[str, FileStamp], None] | None = None,
+        descriptor_of: Callable[[str], int | None] | None = None,
     ) -> None:
+        self._descriptor_of = descriptor_of
+        self._on_new_stamp = on_new_stamp
         self._io: IoMode = io
         self._python_maps = python_maps
         self._look_anew = look_anew or _refuse
@@ -124,6 +133,8 @@ class LocalFiles:
                 self._look_anew(file, now)
             file.has_swmr_writer = has_swmr_writer(file.descriptor)
             file.stamp = now
+            if self._on_new_stamp is not None:
+                self._on_new_stamp(file.path, now)
 
     def open(self, path: str, expected: FileStamp) -> None:
         """Open a file before it is read.
@@ -137,7 +148,13 @@ class LocalFiles:
         self._files.give_back(path)
 
     def _opened(self, path: str, expected: FileStamp) -> LocalFile:
-        return LocalFile(path, expected, self._io, python_maps=self._python_maps)
+        try:
+            return LocalFile(path, expected, self._io, python_maps=self._python_maps)
+        except ReadError:
+            found = None if self._descriptor_of is None else self._descriptor_of(path)
+            if found is None:
+                raise
+        return LocalFile(path, expected, self._io, python_maps=self._python_maps, descriptor=found)
 
     def close(self) -> None:
         """Close all files. Idempotent."""

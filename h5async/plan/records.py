@@ -60,6 +60,31 @@ class RowPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchItems:
+    """The core's plan of a batch, of several fields at once; the core holds it, by slot.
+
+    Attributes
+    ----------
+    slot
+        Whose memory the rows go to.
+    num_items, item_nbytes
+        Items of the plan, and what one costs, on average.
+    """
+
+    slot: int
+    num_items: int
+    item_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class IncludedPlan:
+    """A field that is read with others: there is a `BatchItems` for all of them."""
+
+    num_items: int = 0
+    item_nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkPlan:
     """Which chunks a batch needs, and which runs of samples go where.
 
@@ -233,7 +258,7 @@ class PartsPlan:
         return 1 if self.is_filled_first else self.first_item[-1]
 
 
-ReadPlan = RowPlan | ChunkPlan | SamplesPlan | PartsPlan | GatherPlan
+ReadPlan = BatchItems | IncludedPlan | RowPlan | ChunkPlan | SamplesPlan | PartsPlan | GatherPlan
 
 
 class Plan(Protocol):

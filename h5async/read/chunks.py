@@ -8,7 +8,7 @@ samples are copied from there.
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import math
 import traceback
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.codec.decoding import Bytes
-from h5async.errors import H5AsyncError, OutOfMemoryError, ReadError, out_of_memory
+from h5async.errors import H5AsyncError, ReadError, out_of_memory
 from h5async.index.chunktable import ChunkTable
 from h5async.index.layout import DatasetLayout
 from h5async.io.localfile import LocalFile
@@ -43,8 +43,6 @@ class _Reading(NamedTuple):
         The file's bytes, where encoded chunks are decoded where they lie.
     plan, raw, scratch
         As of `ChunkReader.read`.
-    cache
-        For decoded chunks; None: to be left alone.
     """
 
     file: LocalFile
@@ -52,7 +50,6 @@ class _Reading(NamedTuple):
     plan: ChunkPlan
     raw: NDArray[Any]
     scratch: Scratch
-    cache: ChunkCache | None
 
 
 class ChunkReader:
@@ -105,7 +102,7 @@ class ChunkReader:
         if mapped is not None and is_whole.all():
             if self._decode_rows(mapped, plan, start, stop, raw, scratch):
                 return
-        reading = _Reading(file, mapped, plan, raw, scratch, self._cache)
+        reading = _Reading(file, mapped, plan, raw, scratch)
         runs = _runs(plan, start, stop)
         for item, its_runs, whole in zip(range(start, stop), runs, is_whole.tolist(), strict=True):
             scratch.require_open()
@@ -117,22 +114,6 @@ class ChunkReader:
                 traceback.clear_frames(error.__traceback__)  # they hold the map
                 del mapped, reading
                 self._raise_chunk_error(plan, item, error)
-
-    def read_item(
-        self, file: LocalFile, plan: ChunkPlan, item: int, raw: NDArray[Any], scratch: Scratch
-    ) -> None:
-        """Read one item of a plan from the open file, past the cache of decoded chunks.
-
-        Whoever calls it may hold a claim there, which it would wait for.
-        """
-        (runs,) = _runs(plan, item, item + 1)
-        (is_whole,) = plan.is_whole(self._layout, item, item + 1).tolist()
-        scratch.require_open()
-        try:
-            reading = _Reading(file, None, plan, raw, scratch, None)
-            self._read_chunk(reading, item, runs, is_whole)
-        except Exception as error:
-            self._raise_chunk_error(plan, item, error)
 
     def _mapped_chunks(self, file: LocalFile, entry: Int64s) -> Bytes | None:
         """Return the file's bytes, if encoded chunks are to be decoded where they lie.
@@ -190,7 +171,11 @@ class ChunkReader:
         if self._chunks is None:
             axis = self._layout.sample_axis
             inside = (*region[:axis], slice(None), *region[axis:])
-            self._scatter(self._mapped_dataset(reading.file)[inside], runs, region, raw)
+            mapped = self._mapped_dataset(reading.file)
+            if mapped is None:
+                self._read_columns(reading.file, runs, region, raw, scratch)
+            else:
+                self._scatter(mapped[inside], runs, region, raw)
             return
         whole = _as_bytes(raw, runs[0]) if is_whole else None
         if self.pipeline.is_raw(int(self._chunks.filter_mask[entry])):
@@ -204,14 +189,9 @@ class ChunkReader:
         else:
             decode = partial(self._decode, reading, entry)
             room = scratch.raw_chunk[: self._layout.chunk_nbytes]
-            with contextlib.ExitStack() as claims:
-                if reading.cache is None:
-                    decode(room)
-                else:
-                    found = reading.cache.decoded(self.key(entry), room, decode)
-                    room = claims.enter_context(found)
+            with self._cache.decoded(self.key(entry), room, decode) as decoded:
                 with scratch.counts.timed("place_ns"):
-                    self._scatter(self._as_chunk(room), runs, region, raw)
+                    self._scatter(self._as_chunk(decoded), runs, region, raw)
 
     def _scatter(
         self, chunk: NDArray[Any], runs: list[Run], region: tuple[slice, ...], raw: NDArray[Any]
@@ -223,15 +203,35 @@ class ChunkReader:
             inside = [slice(0, extent) for extent in target.shape[1:]]  # edge chunks are padded
             np.copyto(target, by_sample[(slice(local, local + length), *inside)])
 
-    def _mapped_dataset(self, file: LocalFile) -> NDArray[Any]:
+    def _mapped_dataset(self, file: LocalFile) -> NDArray[Any] | None:
         layout = self._layout
         mapped = file.mapped(layout.offset + layout.nbytes)
-        if mapped is None:  # it may be: metadata.py sends what may not be mapped to h5py
-            raise OutOfMemoryError(
-                f'{layout.file}: dataset "{layout.path}": the file cannot be mapped into memory,'
-                ' which reading columns needs; read it with io="pread"'
-            )
+        if mapped is None:
+            return None
         return np.ndarray(layout.shape, layout.raw_dtype, mapped.data, offset=layout.offset)
+
+    def _read_columns(
+        self,
+        file: LocalFile,
+        runs: list[Run],
+        region: tuple[slice, ...],
+        raw: NDArray[Any],
+        scratch: Scratch,
+    ) -> None:
+        """Read samples of a contiguous dataset that is not mapped: a read for each column."""
+        layout, axis = self._layout, self._layout.sample_axis
+        outer, inner = layout.shape[:axis], layout.shape[axis + 1 :]
+        nbytes = layout.dtype.itemsize * math.prod(inner)
+        columns = (range(*piece.indices(n)) for piece, n in zip(region, outer, strict=False))
+        for at in itertools.product(*columns):
+            number = sum(i * math.prod(outer[k + 1 :]) for k, i in enumerate(at))
+            begin = layout.offset + number * layout.num_samples * nbytes
+            for local, position, length in runs:
+                scratch.require_open()
+                rows = np.empty((length, *inner), layout.raw_dtype)
+                file.read_into(begin + local * nbytes, [_as_memory(rows)])
+                goes_to: Any = (slice(position, position + length), *at, *region[axis:])
+                raw[goes_to] = rows[(slice(None), *region[axis:])]
 
     def _decode(self, reading: _Reading, entry: int, out: Bytes) -> None:
         """Decode a chunk into `out`."""
@@ -361,3 +361,7 @@ def _as_bytes(raw: NDArray[Any], run: Run) -> Bytes:
     """Return the rows of a batch that a run makes up."""
     _, position, length = run
     return raw[position : position + length].reshape(-1).view(np.uint8)
+
+
+def _as_memory(array: NDArray[Any]) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data

@@ -6,20 +6,21 @@ that the slot has for them.
 
 from __future__ import annotations
 
+import ctypes
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import Core, address
-from h5async.errors import ReadError
+from h5async.core.structures import IO_MODES, Event, FileStruct
+from h5async.errors import ReaderClosedError, ReadError
 from h5async.index.layout import DatasetLayout
 from h5async.io.localfile import LocalFile
-from h5async.io.localfiles import LocalFiles
+from h5async.io.localfiles import FileEventError, LocalFiles
 from h5async.io.stamps import FileStamp
 from h5async.plan.encoded import EncodedPlan
-from h5async.read.native import CoreCall
-from h5async.read.scratch import Scratch
+from h5async.read.scratch import CLOSED, Scratch
 
 
 class EncodedReader:
@@ -70,7 +71,7 @@ class EncodedReader:
         stamp: FileStamp,
     ) -> bool:
         offset, nbytes, count = plan.offset[here], plan.nbytes[here], here.stop - here.start
-        call = CoreCall(self._core, file, stamp, scratch)
+        call = _CoreCall(self._core, file, stamp, scratch)
         done = self._core.read_encoded(
             *call.arguments,
             address(offset),
@@ -87,3 +88,37 @@ class EncodedReader:
                 f" {offset[done]} cannot be read"
             )
         return not file.has_swmr_writer
+
+
+class _CoreCall:
+    """A call of the core for one file, in one thread."""
+
+    def __init__(self, core: Core, file: LocalFile, stamp: FileStamp, scratch: Scratch) -> None:
+        self._struct = FileStruct(
+            file.descriptor,
+            IO_MODES[file.io],
+            file.map_address or None,
+            file.map_nbytes,
+            *stamp,
+        )
+        if file.has_swmr_writer:
+            self._struct.nbytes = -1  # it changes all the time
+        self._worker = scratch.worker(core)
+        self.arguments = ctypes.byref(self._struct), ctypes.byref(self._worker.struct)
+
+    def finish(self) -> None:
+        """Note, right after a call, how it ended.
+
+        Raises
+        ------
+        FileEventError
+            If what was read is worth nothing: the file has changed, or a page is missing.
+        ReaderClosedError
+            If nobody wants it any more.
+        """
+        self._worker.note_return()
+        event = self._struct.event
+        if event == Event.STOPPED:
+            raise ReaderClosedError(CLOSED)
+        if event != Event.NONE:
+            raise FileEventError(map_failed=event == Event.FAULTED)

@@ -2,9 +2,9 @@
 
 A slice of a read plan enters; rows of a batch leave, in the slot's memory. An executor takes no
 memory of the size of a batch or a chunk: bytes are read into the batch itself, or into the scratch
-of the thread. There are executors for what lies in one file (by the compiled core, `native.py`, or
-in Python, here), for datasets of parts and for values in memory (`parts.py`), and for what only
-h5py may read (`fallback.py`). `executors.py` chooses one.
+of the thread. There are executors for what lies in one file (here), for datasets of parts and for
+values in memory (`parts.py`), and for what only h5py may read (`fallback.py`). `executors.py`
+chooses one. The compiled core reads without an executor: see `collection.py`.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Executor(Protocol):
         """
 
 
-class FileExecutor:
-    """What executors for a dataset that lies in one file have in common.
+class PlanExecutor:
+    """Executes plans in Python for a dataset that lies in one file. Safe to use from many threads.
 
     Parameters
     ----------
@@ -56,11 +56,15 @@ class FileExecutor:
         Of a dataset that is read directly.
     files
         Opens the file; closed by whoever made it.
+    cache
+        For decoded chunks.
     """
 
-    def __init__(self, layout: DatasetLayout, files: LocalFiles) -> None:
+    def __init__(self, layout: DatasetLayout, files: LocalFiles, cache: ChunkCache) -> None:
         self._layout = layout
         self._files = files
+        self._rows = RowReader(layout)
+        self._chunks = ChunkReader(layout, cache)
 
     def execute(
         self, plan: RowPlan | ChunkPlan, start: int, stop: int, raw: NDArray[Any], scratch: Scratch
@@ -68,36 +72,6 @@ class FileExecutor:
         """Read items `start` to `stop` of a plan; see `Executor`."""
         work = partial(self._execute, plan, start, stop, raw, scratch)
         self._files.read(self._layout.file, self._layout.stamp, work)
-
-    def _execute(
-        self,
-        plan: RowPlan | ChunkPlan,
-        start: int,
-        stop: int,
-        raw: NDArray[Any],
-        scratch: Scratch,
-        file: LocalFile,
-        stamp: FileStamp,
-    ) -> bool:
-        """Read items from the open file; return whether its stamp was compared after that."""
-        raise NotImplementedError
-
-
-class PlanExecutor(FileExecutor):
-    """Executes plans in Python. Safe to use from many threads.
-
-    Parameters
-    ----------
-    layout, files
-        As of `FileExecutor`.
-    cache
-        For decoded chunks.
-    """
-
-    def __init__(self, layout: DatasetLayout, files: LocalFiles, cache: ChunkCache) -> None:
-        super().__init__(layout, files)
-        self._rows = RowReader(layout)
-        self._chunks = ChunkReader(layout, cache)
 
     def _execute(
         self,

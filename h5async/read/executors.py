@@ -19,12 +19,14 @@ from h5async.index.layout import DatasetLayout
 from h5async.io.keptfiles import affordable_files
 from h5async.io.localfiles import LocalFiles
 from h5async.io.maps import IoMode
+from h5async.io.stamps import FileStamp
 from h5async.read.chunkcache import ChunkCache
+from h5async.read.collection import Collection
 from h5async.read.encoded import EncodedReader
 from h5async.read.execute import Executor, PlanExecutor
 from h5async.read.fallback import FallbackExecutor, FallbackReader
-from h5async.read.native import NativeExecutor
 from h5async.read.parts import MemoryExecutor, PartsExecutor
+from h5async.read.transform import NativeTransform
 
 
 def method_of(
@@ -76,14 +78,19 @@ class Executors:
         self._kept_nbytes = kept_nbytes
         self._caches: list[ChunkCache] = []  # by field; always this list
         # (Not a method: that would hold this object, and all that it holds.)
-        self.changes = FileChanges(layouts, partial(_forget, self._caches, on_change))
-        self._kept_files = affordable_files()
+        self._collections: list[Collection] = []  # one, or none
+        forget = partial(_forget, self._caches, self._collections, on_change)
+        self.changes = FileChanges(layouts, forget)
+        self._kept_files = max(1, affordable_files() // (1 if core is None else 2))
+        self._io = io
         self._fallback = FallbackReader(self._kept_files, self.changes)
         self._files = LocalFiles(
             self._kept_files,
             io,
             python_maps=core is None,
             look_anew=self.changes.look_anew,
+            on_new_stamp=partial(_restamp, self._collections),
+            descriptor_of=partial(_descriptor, self._collections),
         )
 
     @property
@@ -99,9 +106,32 @@ class Executors:
         """Reads that went through h5py."""
         return self._fallback.reads
 
+    def open_collection(self, transforms: Sequence[NativeTransform | None]) -> Collection | None:
+        """Return what reads the rows of all fields by the core; None: it is not there.
+
+        Parameters
+        ----------
+        transforms
+            By field: what rows are made into as they are read; None: nothing, or not there.
+        """
+        if self._core is None:
+            return None
+        collection = Collection(
+            self._core,
+            self._layouts,
+            io=self._io,
+            most_files=2 * self._kept_files,
+            kept_nbytes=self._kept_nbytes,
+            transforms=transforms,
+        )
+        self._collections.append(collection)
+        return collection
+
     def make(self) -> list[Executor]:
         """Make an executor for each field, with caches of decoded chunks that are empty."""
-        self._caches[:] = [ChunkCache(nbytes) for nbytes in self._kept_nbytes]
+        # Where the core keeps decoded chunks, what is left to Python need not.
+        kept = self._kept_nbytes if self._core is None else [0] * len(self._layouts)
+        self._caches[:] = [ChunkCache(nbytes) for nbytes in kept]
         pairs = zip(self._layouts, self._caches, strict=True)
         return [self._executor(layout, cache) for layout, cache in pairs]
 
@@ -109,27 +139,35 @@ class Executors:
         """Make what reads the encoded chunks of a field; None where that needs the core."""
         return None if self._core is None else EncodedReader(self._core, layout, self._files)
 
-    def open_ahead(self, layout: DatasetLayout, is_closed: Callable[[], bool]) -> None:
-        """Open the first files of a field, so that they are those that were indexed.
+    def open_ahead(self, is_closed: Callable[[], bool]) -> None:
+        """Open the first files, so that they are those that were indexed.
 
         Raises
         ------
         ReadError
             If a file cannot be opened, or is not the one that was indexed.
         """
-        for source in itertools.islice(layout.leaves(), self._kept_files):
-            if is_closed():
-                return
-            if source.fallback_reason is not None:
-                self._fallback.open(source)
-            elif source.values is None:
-                self._files.open(source.file, source.stamp)
+        reads = [False] * len(self._layouts)
+        for collection in self._collections:
+            if collection.open_ahead(is_closed):
+                reads = collection.reads
+        for layout, is_read in zip(self._layouts, reads, strict=True):
+            for source in itertools.islice(layout.leaves(), self._kept_files):
+                if is_closed():
+                    return
+                if source.fallback_reason is not None:
+                    self._fallback.open(source)
+                elif source.values is None and not is_read:
+                    self._files.open(source.file, source.stamp)
 
     def close(self) -> None:
         """Close all files, after any use. Idempotent."""
         self._files.close()
         self._fallback.close()
         self._caches.clear()
+        for collection in self._collections:
+            collection.close()
+        self._collections.clear()
 
     def _executor(self, layout: DatasetLayout, cache: ChunkCache) -> Executor:
         if layout.parts:
@@ -139,14 +177,25 @@ class Executors:
                 return FallbackExecutor(layout, self._fallback)
             case "memory":
                 return MemoryExecutor(layout)
-            case "core":
-                assert self._core is not None
-                return NativeExecutor(self._core, layout, self._files, cache)
         return PlanExecutor(layout, self._files, cache)
 
 
-def _forget(caches: Sequence[ChunkCache], on_change: Callable[[], None]) -> None:
+def _restamp(collections: Sequence[Collection], path: str, stamp: FileStamp) -> None:
+    for collection in collections:
+        collection.restamp(path, stamp)
+
+
+def _descriptor(collections: Sequence[Collection], path: str) -> int | None:
+    found = (collection.descriptor(path) for collection in collections)
+    return next((number for number in found if number is not None), None)
+
+
+def _forget(
+    caches: Sequence[ChunkCache], collections: Sequence[Collection], on_change: Callable[[], None]
+) -> None:
     """Forget what was read of a file that has changed since."""
     for cache in caches:
         cache.clear()
+    for collection in collections:
+        collection.forget_chunks()
     on_change()

@@ -18,11 +18,12 @@ import imagecodecs
 import numpy as np
 import pytest
 from cases import each
+from collecting import FRESH, Guarded
 from conftest import require_extra
 from hdf5_encoder import HDF5Encoder, contents
 from hypothesis import given
 from hypothesis import strategies as st
-from test_core import FRESH, HUGE, Guarded, RowFile, damaged, exactly, int64s, some
+from test_core import HUGE, RowFile, damaged, exactly, int64s, some
 
 from h5async import Field
 from h5async.codec.entry import CoreKind
@@ -681,10 +682,12 @@ def test_a_block_size_of_one(core):
 @pytest.fixture
 def pieces(core, tmp_path):
     file = RowFile(core, tmp_path / "pieces")
-    found = Pieces(core, file.file, file.map)
-    found.content, found.forget, found.path = file.content, file.forget, file.path
-    yield found
-    file.close()
+    mapped = np.memmap(file.path, np.uint8, "r")
+    with file.path.open("rb") as opened:
+        found = Pieces(core, opened, mapped)
+        found.content, found.forget, found.path = file.content, file.forget, file.path
+        yield found
+    mapped._mmap.close()
 
 
 IO = ["auto", "pread", "map"]

@@ -552,7 +552,7 @@ def test_unfiltered_chunk_that_is_too_short(tmp_path):
     path = tmp_path / "a.h5"
     chunk_that_was_replaced(path, lambda values: values.tobytes()[:40])
     with (
-        pytest.raises(ReadError, match="expected 1600 bytes, got 40"),
+        pytest.raises(ReadError, match="got 40"),
         reader_of(path, batch_size=12) as reader,
     ):
         reader.get_next_batch()

@@ -10,33 +10,27 @@ import numpy as np
 import pytest
 
 from h5async import AsyncReader
-from h5async.read.chunkcache import ChunkCache, State
+from h5async.read.chunkcache import ChunkCache
 from h5async.read.pipeline import FilterPipeline
 
 WAIT_SECONDS = 200
 
 
-def use(cache, place, decoded):
-    """Ask for a chunk whose bytes all equal its place, and note where it had to be decoded."""
+def held(cache, place, decoded, nbytes=8):
+    """Return a chunk whose bytes all equal its place, and note where it had to be decoded."""
 
     def decode(out):
         decoded.append(place)
         out[:] = place
 
-    with cache.decoded(place, np.empty(8, np.uint8), decode) as chunk:
+    return cache.decoded(place, np.empty(nbytes, np.uint8), decode)
+
+
+def use(cache, place, decoded, nbytes=8):
+    with held(cache, place, decoded, nbytes) as chunk:
+        assert chunk.size == nbytes
         assert (chunk == place).all()
-
-
-def claim(cache, keys):
-    """Claim chunks of 8 bytes and fill those that are due; return the states."""
-    with cache.claimed(keys, 8) as claims:
-        for key, state, data in zip(keys, claims.states, claims.buffers, strict=True):
-            if state == State.CLAIMED:
-                data[:] = key
-            assert (data is None) == (state in (State.UNKEPT, State.BUSY))
-            assert data is None or (data == key).all()
-        claims.are_filled = True
-        return claims.states
+        return chunk.ctypes.data
 
 
 def test_what_was_used_last_is_kept():
@@ -53,34 +47,17 @@ def test_two_chunks_are_kept_whatever_the_budget():
     assert decoded == [1, 2, 3, 1]
 
 
-def test_many_are_claimed_at_once_and_the_last_ones_kept():
-    cache = ChunkCache(3 * 8)
-    assert claim(cache, [1, 2, 3, 4, 5]) == [State.UNKEPT] * 2 + [State.CLAIMED] * 3
-    assert claim(cache, [2, 3, 4, 5]) == [State.UNKEPT] + [State.READY] * 3, "all are in use"
-    assert claim(cache, [2]) == [State.CLAIMED]
-    assert claim(cache, [4, 5, 2]) == [State.READY] * 3, "3 was out of use for longest"
-
-
 def test_a_buffer_is_used_again():
     cache = ChunkCache(2 * 8)
-    with cache.claimed([1, 2], 8) as claims:
-        first = {data.ctypes.data for data in claims.buffers}
-        claims.are_filled = True
-    with cache.claimed([3, 4], 8) as claims:
-        assert {data.ctypes.data for data in claims.buffers} == first
+    first = {use(cache, place, []) for place in (1, 2)}
+    assert {use(cache, place, []) for place in (3, 4)} == first
 
 
 def test_chunks_of_several_sizes_share_one_budget():
-    cache = ChunkCache(100)
-    with cache.claimed(["large"], 60) as claims:
-        claims.are_filled = True
-    with cache.claimed(["small"], 30) as claims:
-        claims.are_filled = True
-    with cache.claimed(["middle"], 50) as claims:
-        assert claims.states == [State.CLAIMED]
-        claims.are_filled = True
-    with cache.claimed(["large"], 60) as claims:
-        assert claims.states == [State.CLAIMED]
+    cache, decoded = ChunkCache(100), []
+    for place, nbytes in ((1, 60), (2, 30), (1, 60), (3, 50), (2, 30), (1, 60)):
+        use(cache, place, decoded, nbytes)
+    assert decoded == [1, 2, 3, 2, 1]
 
 
 def test_a_chunk_in_use_is_not_given_away():
@@ -94,14 +71,13 @@ def test_a_chunk_in_use_is_not_given_away():
 
 
 def test_where_all_buffers_are_in_use_a_chunk_is_not_kept():
-    cache, scratch = ChunkCache(0), np.empty(8, np.uint8)
-    with cache.claimed([1, 2], 8) as claims:
+    cache, scratch, decoded = ChunkCache(0), np.empty(8, np.uint8), []
+    with held(cache, 1, decoded), held(cache, 2, decoded):
         with cache.decoded(3, scratch, lambda out: out.fill(3)) as chunk:
             assert chunk is scratch
-        for key, data in zip([1, 2], claims.buffers, strict=True):
-            data[:] = key
-        claims.are_filled = True
-    assert claim(cache, [1, 2]) == [State.READY] * 2
+    for place in (1, 2):
+        use(cache, place, decoded)
+    assert decoded == [1, 2]
 
 
 def test_a_chunk_that_failed_to_decode_is_not_kept():
@@ -119,19 +95,6 @@ def test_a_chunk_that_failed_to_decode_is_not_kept():
             pytest.fail("the chunk was given out")
     use(cache, 1, decoded)
     assert decoded == [1]
-
-
-def test_claims_after_a_failure_are_free_again():
-    cache = ChunkCache(4 * 8)
-    with cache.claimed([1, 2, 3], 8) as claims:
-        claims.buffers[0][:] = 1
-        claims.give_up(2)
-        claims.give_up(3)
-        claims.are_filled = True
-    assert claim(cache, [1, 2, 3]) == [State.READY, State.CLAIMED, State.CLAIMED]
-    with cache.claimed([4], 8):
-        pass  # nothing was said of it
-    assert claim(cache, [4]) == [State.CLAIMED]
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -157,8 +120,6 @@ def test_a_thread_waits_for_the_chunk_that_another_one_decodes(fails):
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(work)
         assert begun.wait(WAIT_SECONDS)
-        with cache.claimed([5], 8) as claims:
-            assert claims.states == [State.BUSY]
         pool.submit(wait).result(WAIT_SECONDS)
         if fails:
             with pytest.raises(ValueError, match="damaged"):
@@ -199,25 +160,27 @@ def test_small_batches_in_order_decode_each_large_chunk_about_once(
 def test_chunks_of_a_file_that_has_changed_are_forgotten_also_those_in_use():
     cache, decoded = ChunkCache(100), []
     use(cache, 1, decoded)
-    with cache.claimed([1, 2], 8) as claims:
-        assert claims.states == [State.READY, State.CLAIMED]
+
+    def forget(out):
         cache.clear()
-        claims.are_filled = True  # with what was read before
+        out[:] = 2  # with what was read before
+
+    with held(cache, 1, decoded), cache.decoded(2, np.empty(8, np.uint8), forget) as chunk:
+        assert (chunk == 2).all()
     for place in (1, 2):
         use(cache, place, decoded)
     assert decoded == [1, 1, 2]
 
 
 def test_who_waits_for_a_chunk_of_a_file_that_has_changed_decodes_it_anew():
-    cache, states = ChunkCache(100), []
+    cache, decoded, waiters = ChunkCache(100), [], []
 
-    def wait_for_it():
-        with cache.claimed([1], 8, wait=True) as claims:
-            states.extend(claims.states)
-
-    with cache.claimed([1], 8):
-        waiter = threading.Thread(target=wait_for_it)
-        waiter.start()
+    def decode(out):
+        waiters.append(threading.Thread(target=use, args=(cache, 1, decoded)))
+        waiters[0].start()
         cache.clear()
-        waiter.join(200)
-    assert states == [State.CLAIMED]
+        waiters[0].join(WAIT_SECONDS)
+        out[:] = 1
+
+    with cache.decoded(1, np.empty(8, np.uint8), decode):
+        assert decoded == [1]

@@ -149,7 +149,7 @@ def once(monkeypatch, owner, name, at):
 STAGES = {
     "before": (h5async.deliver.host.HostSlot, "wait_writable"),
     "order": (h5async.order.sampling.Sampling, "batch_at"),
-    "plan": (h5async.fill.reading, "plan_read"),
+    "plan": (h5async.fill.reading.BatchReader, "plan"),
     "cut": (h5async.fill.phases, "cut"),
     "read": (h5async.fill.reading.BatchReader, "read"),
     "transform": (h5async.fill.reading.BatchReader, "transform"),

@@ -681,7 +681,7 @@ def test_more_files_than_may_be_open(many, few_descriptors, kind):
                 assert_same_bits(batch.data, expected[batch.index])
                 index += batch.index.tolist()
             assert sorted(index) == list(range(600))
-            assert 0 < most < 180
+            assert most < 180  # none, where files are mapped
         assert not open_descriptors(paths[0].parent)
 
 

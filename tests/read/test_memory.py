@@ -189,6 +189,7 @@ def test_a_postprocess_that_takes_memory_is_seen(tmp_path: Path, num_threads: in
         assert peak_of_an_epoch(reader) >= 4 * MIB
 
 
+@pytest.mark.usefixtures("python_way")
 @pytest.mark.parametrize("num_threads", [0, 2])
 def test_a_temporary_chunk_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_threads: int

@@ -1,4 +1,4 @@
-/* Reads and decodes the chunks of a plan, and copies their samples into the batch. */
+/* Reads and decodes a chunk, and copies its samples into the batch. */
 
 /* Read the wanted samples of a chunk that no filter was applied to into the scratch buffer. */
 static int read_raw_samples(const Dataset *d, Worker *w, const File *file, int64_t offset,
@@ -23,11 +23,6 @@ typedef struct {
     int64_t available; /* bytes that may be read out of the map */
     uint8_t *batch;
     int64_t last_ns;
-    const ChunkPlan *plan;
-    int64_t start, stop;
-    const uint8_t *state;
-    uint8_t *const *target;
-    int64_t batch_rows, done;
 } Call;
 
 static void count_time(Call *call, int64_t *counter)
@@ -37,6 +32,9 @@ static void count_time(Call *call, int64_t *counter)
     call->last_ns = t;
 }
 
+/* Chunk `number` of the dataset, -1: never allocated; `state` says whether it is decoded into the
+   scratch buffer or into memory that is kept (`target`), or lies decoded there already. The runs are
+   of samples in the chunk, and rows in the batch. */
 static int read_chunk(Call *call, int64_t number, int64_t cross, const Runs *runs, int state,
                       uint8_t *target)
 {
@@ -107,65 +105,4 @@ static int read_chunk(Call *call, int64_t number, int64_t cross, const Runs *run
         count_time(call, raw ? &w->read_ns : &w->place_ns);
     }
     return 1;
-}
-
-/* Whether all chunks seem to lie in the page cache; if not, ask the system to read all of them. */
-static int ask_for_chunks(const Dataset *d, File *file, const Worker *w, const int64_t *place,
-                          const uint8_t *state, int64_t count)
-{
-    int64_t step = count / MAX_PROBES + 1, cached = 1;
-    if (d->chunk_offset == NULL)
-        return 1;
-    for (int64_t i = 0; i < count && cached && !is_stopped(file, w); i += step)
-        if (place[i] >= 0 && place[i] < d->num_chunks && state[i] < IN_TARGET)
-            cached = is_cached(file, d->chunk_offset[place[i]]);
-    for (int64_t i = 0; i < count && !cached && !is_stopped(file, w); i++)
-        if (place[i] >= 0 && place[i] < d->num_chunks && state[i] < IN_TARGET)
-            ask_for(file, d->chunk_offset[place[i]], d->chunk_stored[place[i]]);
-    return (int)cached;
-}
-
-static void do_chunks(void *data)
-{
-    Call *call = data;
-    const ChunkPlan *plan = call->plan;
-    File *file = call->file;
-    int64_t count = call->stop - call->start;
-    if (ask_for_chunks(call->d, file, call->w, plan->place + call->start, call->state, count) ||
-        file->io == IO_MAP)
-        call->available = mappable_nbytes(file);
-    for (; call->done < count && !is_stopped(file, call->w); call->done++) {
-        int64_t i = call->start + call->done;
-        int state = call->state[call->done];
-        uint8_t *target = call->target[call->done];
-        Runs runs;
-        if (state == SKIPPED)
-            continue;
-        if (state != TO_SCRATCH && target == NULL)
-            break;
-        if (!runs_of(call->d, plan, plan->group[i], call->batch_rows, &runs))
-            break;
-        if (!read_chunk(call, plan->place[i], plan->cross[i], &runs, state, target))
-            break;
-    }
-}
-
-/* Items `start` to `stop` of a plan. `state` and `target` say for each of them whether a chunk that
-   does not go into the batch as a whole is decoded into the scratch buffer or into memory that is
-   kept (`target`), lies decoded there already, or is left out. */
-PUBLIC int64_t h5async_read_chunks(const Dataset *d, File *file, Worker *w, const ChunkPlan *plan,
-                                   int64_t start, int64_t stop, const uint8_t *state,
-                                   uint8_t *const *target, uint8_t *batch, int64_t batch_rows)
-{
-    Call call = {.d = d, .w = w, .file = file, .batch = batch, .last_ns = now_ns(), .plan = plan,
-                 .start = start, .stop = stop, .state = state, .target = target,
-                 .batch_rows = batch_rows};
-    if (start < 0 || stop > plan->num_items || stop <= start || d->num_filters > MAX_FILTERS ||
-        d->rank < 0 || d->rank >= MAX_RANK || d->itemsize < 1 || d->chunk_samples < 1 ||
-        batch_rows < 0)
-        return 0;
-    if (!steadily(file, do_chunks, &call))
-        call.done = 0;
-    w->returned_ns = now_ns();
-    return call.done;
 }

@@ -14,6 +14,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/types.h>
 #include <sys/uio.h>
@@ -43,7 +44,7 @@
 #define PUBLIC __attribute__((visibility("default")))
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 
-enum { ABI = 5 };
+enum { ABI = 7 };
 enum { MAX_FILTERS = 32, MAX_RANK = 33, MAX_IOVEC = 1024, MAX_PROBES = 16 };
 enum { ADVISED_NBYTES = 128 * 1024 }; /* Linux cuts longer requests to its read-ahead window */
 enum { TILE_ELEMENTS = 8, TILE_NBYTES = 16 * 1024 };
@@ -51,7 +52,7 @@ enum { MAX_LZ4_NBYTES = 0x7E000000 }; /* LZ4_MAX_INPUT_SIZE */
 
 enum Kind { DEFLATE = 1, SHUFFLE, FLETCHER32, LZF, ZSTD, LZ4, BLOSC, BITSHUFFLE,
             BITSHUFFLE_LZ4, BITSHUFFLE_ZSTD, NOTHING };
-enum State { TO_SCRATCH = 0, TO_TARGET = 1, IN_TARGET = 2, SKIPPED = 3 };
+enum State { TO_SCRATCH = 0, TO_TARGET = 1, IN_TARGET = 2 };
 enum Io { IO_AUTO = 0, IO_PREAD = 1, IO_MAP = 2 };
 /* Why a call did not do its work, or why its work is worthless: the file is not what was indexed; a
    page of its map cannot be read; the reader is being closed. */
@@ -86,6 +87,7 @@ typedef struct {
     int64_t map_nbytes;
     int64_t device, inode, nbytes, modified_ns, changed_ns; /* as indexed; nbytes -1: not checked */
     int64_t event;                                          /* out: enum Event */
+    const char *path; /* fd below 0: by which its state is asked for; NULL: it is memory */
 } File;
 
 typedef struct {
@@ -108,13 +110,6 @@ typedef struct {
     int64_t rows_are_whole;
     int64_t begin; /* of a contiguous dataset, which is its own only chunk; else -1 */
 } Dataset;
-
-typedef struct {
-    const int64_t *place;
-    const int32_t *cross, *group;
-    const int64_t *run_start, *run_local, *run_position, *run_length;
-    int64_t num_items, num_groups, num_runs;
-} ChunkPlan;
 
 static int64_t now_ns(void)
 {

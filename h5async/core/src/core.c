@@ -19,7 +19,6 @@
 #include "file.h"
 #include "guard.h"
 #include "pieces.h"
-#include "rows.h"
 #include "decoders.h"
 #include "bits.h"
 #include "pipeline.h"
@@ -27,6 +26,10 @@
 #include "chunks.h"
 #include "transform.h"
 #include "permute.h"
+#include "sources.h"
+#include "store.h"
+#include "tables.h"
+#include "batch.h"
 #include "frames.h"
 
 PUBLIC void h5async_free(Worker *w)
@@ -61,7 +64,7 @@ static const Member MEMBERS[] = {
     MEMBER(Worker, stop),
     MEMBER(File, fd), MEMBER(File, io), MEMBER(File, map), MEMBER(File, map_nbytes),
     MEMBER(File, device), MEMBER(File, inode), MEMBER(File, nbytes), MEMBER(File, modified_ns),
-    MEMBER(File, changed_ns), MEMBER(File, event),
+    MEMBER(File, changed_ns), MEMBER(File, event), MEMBER(File, path),
     MEMBER(Filter, kind), MEMBER(Filter, element), MEMBER(Filter, block),
     MEMBER(Dataset, filters), MEMBER(Dataset, chunk_offset), MEMBER(Dataset, chunk_stored),
     MEMBER(Dataset, chunk_mask), MEMBER(Dataset, chunk_strides), MEMBER(Dataset, row_strides),
@@ -70,12 +73,6 @@ static const Member MEMBERS[] = {
     MEMBER(Dataset, num_cross), MEMBER(Dataset, rank), MEMBER(Dataset, chunk_nbytes),
     MEMBER(Dataset, chunk_samples), MEMBER(Dataset, sample_stride), MEMBER(Dataset, itemsize),
     MEMBER(Dataset, row_nbytes), MEMBER(Dataset, rows_are_whole), MEMBER(Dataset, begin),
-    MEMBER(ChunkPlan, place), MEMBER(ChunkPlan, cross), MEMBER(ChunkPlan, group),
-    MEMBER(ChunkPlan, run_start), MEMBER(ChunkPlan, run_local), MEMBER(ChunkPlan, run_position),
-    MEMBER(ChunkPlan, run_length), MEMBER(ChunkPlan, num_items), MEMBER(ChunkPlan, num_groups),
-    MEMBER(ChunkPlan, num_runs),
-    MEMBER(Rows, offset), MEMBER(Rows, position), MEMBER(Rows, num_items), MEMBER(Rows, rows),
-    MEMBER(Rows, num_rows), MEMBER(Rows, row_nbytes), MEMBER(Rows, fill), MEMBER(Rows, itemsize),
     MEMBER(Transform, samples), MEMBER(Transform, points), MEMBER(Transform, channels),
     MEMBER(Transform, source), MEMBER(Transform, is_float), MEMBER(Transform, scale),
     MEMBER(Transform, offset),
@@ -87,6 +84,84 @@ static const Member MEMBERS[] = {
     MEMBER(Frames, copy_source), MEMBER(Frames, copy_target), MEMBER(Frames, copy_nbytes),
     MEMBER(Frames, adler), MEMBER(Frames, max_tasks), MEMBER(Frames, max_copies),
     MEMBER(Frames, num_tasks), MEMBER(Frames, num_copies),
+    MEMBER(Source, path),
+    MEMBER(Source, map),
+    MEMBER(Source, map_nbytes),
+    MEMBER(Source, device),
+    MEMBER(Source, inode),
+    MEMBER(Source, nbytes),
+    MEMBER(Source, modified_ns),
+    MEMBER(Source, changed_ns),
+    MEMBER(Source, may_map),
+    MEMBER(Source, fd),
+    MEMBER(Source, is_open),
+    MEMBER(Source, users),
+    MEMBER(Source, has_swmr_writer),
+    MEMBER(Source, is_stale),
+    MEMBER(Source, was_cached),
+    MEMBER(Source, uses),
+    MEMBER(Source, newer),
+    MEMBER(Source, older),
+    MEMBER(Shape, dataset),
+    MEMBER(Shape, cross_number),
+    MEMBER(Shape, number_stride),
+    MEMBER(Shape, kind),
+    MEMBER(Shape, source_row_nbytes),
+    MEMBER(Shape, keeps),
+    MEMBER(Layer, first),
+    MEMBER(Layer, row),
+    MEMBER(Layer, step),
+    MEMBER(Layer, shape),
+    MEMBER(Layer, source),
+    MEMBER(Layer, begin),
+    MEMBER(Layer, count),
+    MEMBER(Layer, is_sparse),
+    MEMBER(Layer, num_segments),
+    MEMBER(Field, layers),
+    MEMBER(Field, shapes),
+    MEMBER(Field, number),
+    MEMBER(Field, offset),
+    MEMBER(Field, nbytes),
+    MEMBER(Field, mask),
+    MEMBER(Field, fill),
+    MEMBER(Field, transform),
+    MEMBER(Field, store),
+    MEMBER(Field, num_layers),
+    MEMBER(Field, num_extents),
+    MEMBER(Field, row_nbytes),
+    MEMBER(Field, itemsize),
+    MEMBER(Field, is_filled_first),
+    MEMBER(Item, source),
+    MEMBER(Item, field),
+    MEMBER(Item, layer),
+    MEMBER(Item, segment),
+    MEMBER(Item, kind),
+    MEMBER(Item, status),
+    MEMBER(Item, number),
+    MEMBER(Item, first_run),
+    MEMBER(Item, num_runs),
+    MEMBER(Item, cross),
+    MEMBER(Item, cross_end),
+    MEMBER(Item, nbytes),
+    MEMBER(BatchPlan, items),
+    MEMBER(BatchPlan, run_local),
+    MEMBER(BatchPlan, run_position),
+    MEMBER(BatchPlan, run_length),
+    MEMBER(BatchPlan, offset),
+    MEMBER(BatchPlan, position),
+    MEMBER(BatchPlan, wanted),
+    MEMBER(BatchPlan, spare),
+    MEMBER(BatchPlan, num_items),
+    MEMBER(BatchPlan, num_runs),
+    MEMBER(BatchPlan, num_rows),
+    MEMBER(BatchPlan, most_items),
+    MEMBER(BatchPlan, most_runs),
+    MEMBER(BatchPlan, most_rows),
+    MEMBER(BatchPlan, most_wanted),
+    MEMBER(BatchPlan, nbytes),
+    MEMBER(Target, raw),
+    MEMBER(Target, out),
+    MEMBER(Target, is_wanted),
 };
 
 PUBLIC const Member *h5async_members(void)

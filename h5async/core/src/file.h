@@ -10,16 +10,17 @@
 
 static int64_t in_ns(struct timespec t)
 {
-    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+    return (int64_t)((uint64_t)t.tv_sec * 1000000000 + (uint64_t)t.tv_nsec); /* 2262: it wraps */
 }
 
 /* Whether the file is what was indexed, by device, inode, size and times. */
 static int is_as_indexed(File *file)
 {
     struct stat status;
-    if (file->nbytes < 0)
+    if (file->nbytes < 0 || (file->fd < 0 && file->path == NULL))
         return 1;
-    if (fstat(file->fd, &status) == 0 && (int64_t)status.st_dev == file->device &&
+    int is_there = file->fd < 0 ? stat(file->path, &status) : fstat(file->fd, &status);
+    if (is_there == 0 && (int64_t)status.st_dev == file->device &&
         (int64_t)status.st_ino == file->inode && status.st_size == file->nbytes &&
         in_ns(MODIFIED(status)) == file->modified_ns &&
         in_ns(STATUS_CHANGED(status)) == file->changed_ns)
@@ -35,6 +36,8 @@ static int64_t mappable_nbytes(const File *file)
     int64_t nbytes = file->nbytes;
     if (file->map == NULL || file->io == IO_PREAD)
         return 0;
+    if (file->fd < 0)
+        return file->map_nbytes;
     if (nbytes < 0)
         nbytes = fstat(file->fd, &status) == 0 ? status.st_size : 0;
     return nbytes < file->map_nbytes ? nbytes : file->map_nbytes;

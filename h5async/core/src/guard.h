@@ -122,7 +122,7 @@ static void install_guard(void)
 }
 
 /* Do `work`; return 0 if a page could not be read, after which part of it is undone. It must hold no
-   lock, and allocate no memory that would be lost. */
+   lock, and allocate no memory that would be lost. This thread has installed the guard. */
 static __attribute__((noinline)) int guarded(const File *file, void (*work)(void *), void *data)
 {
     Guard guard = {.begin = file->map, .end = file->map + file->map_nbytes};
@@ -130,7 +130,6 @@ static __attribute__((noinline)) int guarded(const File *file, void (*work)(void
         work(data);
         return 1;
     }
-    install_guard();
     if (sigsetjmp(guard.back, 0))
         return 0;
     passing_on = NULL; /* a handler may have been left by a jump */
@@ -149,6 +148,8 @@ static int steadily(File *file, void (*work)(void *), void *data)
     file->event = NO_EVENT;
     if (!is_as_indexed(file))
         return 0;
+    if (file->map != NULL)
+        install_guard();
     if (!guarded(file, work, data)) {
         file->event = FAULTED;
         return 0;

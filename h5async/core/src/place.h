@@ -13,6 +13,8 @@ typedef struct {
 
 static int piece_of(const Dataset *d, int64_t cross, Piece *piece)
 {
+    if (d->rank < 0 || d->rank >= MAX_RANK)
+        return 0;
     const int64_t *extents = d->extents + cross * d->rank;
     int64_t from_end = d->itemsize + d->piece_begin[cross] +
                        (d->chunk_samples - 1) * d->sample_stride;
@@ -211,22 +213,4 @@ static void place_fill(const Dataset *d, const Piece *p, const Runs *runs, uint8
         if (a < 0)
             return;
     }
-}
-
-static int runs_of(const Dataset *d, const ChunkPlan *plan, int64_t group, int64_t batch_rows,
-                   Runs *runs)
-{
-    if (group < 0 || group >= plan->num_groups)
-        return 0;
-    int64_t first = plan->run_start[group], last = plan->run_start[group + 1];
-    if (first < 0 || last <= first || last > plan->num_runs)
-        return 0;
-    *runs = (Runs){plan->run_local + first, plan->run_position + first, plan->run_length + first,
-                   last - first};
-    for (int64_t r = 0; r < runs->count; r++)
-        if (runs->length[r] < 1 || runs->local[r] < 0 || runs->position[r] < 0 ||
-            runs->local[r] > d->chunk_samples - runs->length[r] ||
-            runs->position[r] > batch_rows - runs->length[r])
-            return 0;
-    return 1;
 }

@@ -6,7 +6,7 @@ typedef struct {
     const float *scale, *offset;       /* [channels], or NULL */
 } Transform;
 
-enum Source { BYTES_1 = 1, BYTES_2 = 2, BYTES_4 = 4, BYTES_8 = 8, UINT8 = 11, UINT16 = 12,
+enum SourceKind { BYTES_1 = 1, BYTES_2 = 2, BYTES_4 = 4, BYTES_8 = 8, UINT8 = 11, UINT16 = 12,
               INT16 = 13, FLOAT32 = 14 };
 
 /* The type of an element as it is read. */
@@ -184,53 +184,4 @@ PUBLIC int64_t h5async_transform(const Transform *t, const uint8_t *in, uint8_t 
 #endif
     transform_inline(t, in, out, from_size, to_size);
     return 1;
-}
-
-typedef struct {
-    File *file;
-    const Worker *w;
-    const Rows *rows;
-    Transform one; /* of a single sample */
-    uint8_t *out;
-    int64_t done;
-} TransformCall;
-
-static void do_transform_rows(void *data)
-{
-    TransformCall *call = data;
-    const Transform *t = &call->one;
-    const Rows *r = call->rows;
-    File *file = call->file;
-    int64_t available = mappable_nbytes(file), unit = source_nbytes(t);
-    int64_t elements = t->points > 0 && t->channels > 0 ? t->points * t->channels : 0;
-    Pieces pieces = pieces_of_rows(r, r->num_items);
-    int is_fit = unit > 0 && elements > 0 && r->row_nbytes == elements * unit;
-    if (!is_fit || available <= 0)
-        return;
-    if (file->io != IO_MAP && !pieces_are_cached(file, call->w, &pieces))
-        return;
-    for (; call->done < r->num_items && !is_stopped(call->file, call->w); call->done++) {
-        int64_t offset = r->offset[call->done];
-        if (offset < 0 || offset > available - r->row_nbytes ||
-            (uintptr_t)(file->map + offset) % (uintptr_t)unit ||
-            !h5async_transform(t, file->map + offset, call->out))
-            break;
-        call->out += elements * (t->is_float ? 4 : unit);
-    }
-}
-
-/* The same for rows that the page cache holds, out of the map and directly into `out`; stops at the
-   first that is not cached. `position` and `rows` of `r` are not used. */
-PUBLIC int64_t h5async_transform_rows(File *file, Worker *worker, const Rows *r,
-                                      const Transform *t, uint8_t *out)
-{
-    int64_t begin = now_ns();
-    TransformCall call = {file, worker, r, *t, out, 0};
-    call.one.samples = 1;
-    if (!steadily(file, do_transform_rows, &call))
-        call.done = 0;
-    worker->returned_ns = now_ns();
-    worker->read_ns += worker->returned_ns - begin;
-    worker->read_nbytes += call.done * r->row_nbytes;
-    return call.done;
 }

@@ -1,0 +1,153 @@
+"""Declares the structures of the compiled core that describe tables, and the plans of batches.
+
+They hold addresses of arrays: whoever makes one keeps the arrays. `src/sources.h`, `src/store.h`,
+`src/tables.h` and `src/batch.h` say what they mean.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_int32, c_int64, c_void_p
+
+from h5async.core.structures import DatasetStruct, TransformStruct
+
+
+class SourceStruct(Structure):
+    """A row of the table of sources; the core writes to the members from `fd` on."""
+
+    _fields_ = [
+        ("path", c_void_p),
+        ("map", c_void_p),
+        ("map_nbytes", c_int64),
+        ("device", c_int64),
+        ("inode", c_int64),
+        ("nbytes", c_int64),
+        ("modified_ns", c_int64),
+        ("changed_ns", c_int64),
+        ("may_map", c_int32),
+        ("fd", c_int32),
+        ("is_open", c_int32),
+        ("users", c_int32),
+        ("has_swmr_writer", c_int32),
+        ("is_stale", c_int32),
+        ("was_cached", c_int32),
+        ("uses", c_int32),
+        ("newer", c_void_p),
+        ("older", c_void_p),
+    ]
+
+
+class ItemStruct(Structure):
+    """An item of a plan."""
+
+    _fields_ = [
+        ("source", c_int32),
+        ("field", c_int32),
+        ("layer", c_int32),
+        ("segment", c_int32),
+        ("kind", c_int32),
+        ("status", c_int32),
+        ("number", c_int64),
+        ("first_run", c_int64),
+        ("num_runs", c_int64),
+        ("cross", c_int32),
+        ("cross_end", c_int32),
+        ("nbytes", c_int64),
+    ]
+
+
+# What a plan takes for a row of a field, at most, and for a sample: an item and a run of its own,
+# or where it lies and goes; a number and a position, and room to sort them.
+PLANNED_ROW_NBYTES, PLANNED_SAMPLE_NBYTES = ctypes.sizeof(ItemStruct) + 5 * 8, 4 * 8
+KEPT_OVERHEAD_NBYTES = 128  # of a decoded chunk that is kept, beside its bytes: KEPT_OVERHEAD
+REFUSED = 2  # the status of an item that is left to the Python implementation
+
+
+class ShapeStruct(Structure):
+    """A `Shape`."""
+
+    _fields_ = [
+        ("dataset", DatasetStruct),
+        ("cross_number", c_void_p),
+        ("number_stride", c_int64),
+        ("kind", c_int64),
+        ("source_row_nbytes", c_int64),
+        ("keeps", c_int64),
+    ]
+
+
+class LayerStruct(Structure):
+    """A `Layer`."""
+
+    _fields_ = [
+        ("first", c_void_p),
+        ("row", c_void_p),
+        ("step", c_void_p),
+        ("shape", c_void_p),
+        ("source", c_void_p),
+        ("begin", c_void_p),
+        ("count", c_void_p),
+        ("is_sparse", c_void_p),
+        ("num_segments", c_int64),
+    ]
+
+
+class FieldStruct(Structure):
+    """A `FieldTable`, and what its rows are made into."""
+
+    _fields_ = [
+        ("layers", POINTER(LayerStruct)),
+        ("shapes", POINTER(ShapeStruct)),
+        ("number", c_void_p),
+        ("offset", c_void_p),
+        ("nbytes", c_void_p),
+        ("mask", c_void_p),
+        ("fill", c_void_p),
+        ("transform", POINTER(TransformStruct)),
+        ("store", c_void_p),
+        ("num_layers", c_int64),
+        ("num_extents", c_int64),
+        ("row_nbytes", c_int64),
+        ("itemsize", c_int64),
+        ("is_filled_first", c_int64),
+    ]
+
+
+class BatchPlanStruct(Structure):
+    """A plan of a batch; its arrays are the core's, and grow."""
+
+    _fields_ = [
+        ("items", c_void_p),
+        ("run_local", c_void_p),
+        ("run_position", c_void_p),
+        ("run_length", c_void_p),
+        ("offset", c_void_p),
+        ("position", c_void_p),
+        ("wanted", c_void_p),
+        ("spare", c_void_p),
+        ("num_items", c_int64),
+        ("num_runs", c_int64),
+        ("num_rows", c_int64),
+        ("most_items", c_int64),
+        ("most_runs", c_int64),
+        ("most_rows", c_int64),
+        ("most_wanted", c_int64),
+        ("nbytes", c_int64),
+    ]
+
+
+class TargetStruct(Structure):
+    """Where the rows of a field go in a slot."""
+
+    _fields_ = [("raw", c_void_p), ("out", c_void_p), ("is_wanted", c_int64)]
+
+
+STRUCTURES = {
+    "Source": SourceStruct,
+    "Shape": ShapeStruct,
+    "Layer": LayerStruct,
+    "Field": FieldStruct,
+    "Item": ItemStruct,
+    "BatchPlan": BatchPlanStruct,
+    "Target": TargetStruct,
+}

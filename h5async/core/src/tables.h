@@ -1,0 +1,75 @@
+/* Where the rows of a reader's fields lie: segments of samples, and the extents of their chunks.
+
+   A field has layers, nearly always one: each holds a piece of every row (the whole row, or a region
+   of it). A layer is a table of segments, sorted by their first sample. The rows of a segment lie at
+   equal distances in one dataset of one source; datasets that are alike share a shape, which tells
+   how their chunks are encoded and how their pieces lie in rows. */
+
+enum RowsKind { NO_SOURCE = 0, ROWS = 1, ROWS_IN_CHUNKS = 2, CHUNKS = 3, LEFT = 4 };
+
+typedef struct {
+    Dataset dataset;             /* but for its chunks, which the segment has */
+    const int64_t *cross_number; /* [num_cross]: numbers of the chunks of sample 0 */
+    int64_t number_stride;       /* between the numbers of chunks that follow along the samples */
+    int64_t kind;                /* enum RowsKind */
+    int64_t source_row_nbytes;   /* ROWS: between rows in the file */
+    int64_t keeps;               /* whether decoded chunks are kept that a batch takes a part of */
+} Shape;
+
+typedef struct {
+    const int64_t *first; /* [num_segments + 1], ascending; at the end, behind the last sample */
+    const int64_t *row;   /* of the first sample in the source, and the distance to the next one */
+    const int64_t *step;
+    const int32_t *shape, *source; /* shape -1: nothing holds these samples */
+    const int64_t *begin;          /* contiguous: byte of row 0, or -1; chunked: the first extent */
+    const int64_t *count;          /* extents */
+    const uint8_t *is_sparse;      /* whether extents are found by the number of their chunk */
+    int64_t num_segments;
+} Layer;
+
+typedef struct {
+    const Layer *layers;
+    const Shape *shapes;
+    const int64_t *number, *offset, *nbytes; /* of all extents; number NULL: none is sparse */
+    const uint32_t *mask;
+    const uint8_t *fill;
+    const Transform *transform; /* as rows are read, where that can be; NULL: later, or never */
+    Store *store;
+    int64_t num_layers, num_extents, row_nbytes, itemsize;
+    int64_t is_filled_first; /* whether parts of rows may have no source */
+} Field;
+
+/* The extent of a chunk; -1: never allocated; -2: there is no such chunk. */
+static int64_t find_extent(const Field *f, const Layer *layer, int64_t segment, int64_t number)
+{
+    int64_t begin = layer->begin[segment], count = layer->count[segment];
+    if (number < 0)
+        return -2;
+    if (!layer->is_sparse[segment])
+        return number < count ? begin + number : -2;
+    int64_t low = begin, high = begin + count;
+    while (low < high) {
+        int64_t middle = low + (high - low) / 2;
+        if (f->number[middle] < number)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low < begin + count && f->number[low] == number ? low : -1;
+}
+
+/* The segment that holds a sample, at or behind `from`; the table has it. */
+static int64_t find_segment(const Layer *layer, int64_t sample, int64_t from)
+{
+    int64_t step = 1, low = from;
+    while (low + step < layer->num_segments && layer->first[low + step] <= sample) {
+        low += step;
+        step *= 2;
+    }
+    int64_t high = low + step < layer->num_segments ? low + step : layer->num_segments;
+    while (low + 1 < high) {
+        int64_t middle = low + (high - low) / 2;
+        *(layer->first[middle] <= sample ? &low : &high) = middle;
+    }
+    return low;
+}

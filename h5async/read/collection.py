@@ -1,0 +1,386 @@
+"""Reads the rows of a batch, of all fields and out of all files at once, by the compiled core.
+
+A table of sources and of extents enters (`index/extents.py`), and for each batch sample numbers and
+the memory of a slot; rows leave. A batch is planned in one call, and read in one call a share. What
+the core cannot read is named, and left to the Python implementation.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.core.batch import (
+    REFUSED,
+    BatchPlanStruct,
+    FieldStruct,
+    ItemStruct,
+    LayerStruct,
+    ShapeStruct,
+    SourceStruct,
+    TargetStruct,
+)
+from h5async.core.binding import Core, address
+from h5async.core.structures import IO_MODES, MAX_RANK, DatasetStruct
+from h5async.errors import ReaderClosedError
+from h5async.index.extents import FieldTable, Kind, Layer, Shape, SourceFile, TableBuilder
+from h5async.index.layout import DatasetLayout
+from h5async.io.keptfiles import affordable_maps
+from h5async.io.maps import IoMode, may_map
+from h5async.io.stamps import FileStamp
+from h5async.read.scratch import CLOSED, Scratch
+from h5async.read.transform import NativeTransform
+
+Int64s = NDArray[np.int64]
+_SOURCE, _ITEM = np.dtype(SourceStruct), np.dtype(ItemStruct)
+_AHEAD = 64  # files are opened ahead before it is asked whether the reader was closed meanwhile
+
+
+class Collection:
+    """Tables of fields, as the core takes them. Safe to use from many threads.
+
+    Parameters
+    ----------
+    core
+        The compiled core.
+    layouts
+        Of the fields.
+    io
+        How files are read.
+    most_files
+        Descriptors that are kept open; where there are more files, maps are kept without.
+    kept_nbytes
+        By field: for decoded chunks that later batches may need.
+    transforms
+        By field: what rows are made into as they are read; None: nothing, or not here.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        layouts: Sequence[DatasetLayout],
+        *,
+        io: IoMode,
+        most_files: int,
+        kept_nbytes: Sequence[int],
+        transforms: Sequence[NativeTransform | None],
+    ) -> None:
+        self._core = core
+        self._keep: list[Any] = []  # what structures point to
+        builder = TableBuilder(lambda filters: core.filters(filters) is not None, MAX_RANK)
+        tables = [builder.build(layout) for layout in layouts]
+        self.num_samples = layouts[0].num_samples
+        self._num_fields = len(layouts)
+        # Fields of which it reads something.
+        self.reads = [table is not None and table.can_read for table in tables]
+        self._stores: list[int] = []
+        self._numbers: dict[str, list[int]] = {}
+        for i, source in enumerate(builder.sources):
+            if source.values is None:
+                self._numbers.setdefault(source.path, []).append(i)
+        self._io = io
+        self._batches: list[SlotBatch] = []
+        self._num_sources = len(builder.sources)
+        self._sources = self._open(builder.sources, io, most_files)
+        self._fields = (FieldStruct * len(tables))()
+        described = zip(self._fields, tables, layouts, kept_nbytes, transforms, strict=True)
+        try:
+            for struct, table, layout, kept, transform in described:
+                if table is not None and table.can_read:
+                    self._describe_field(struct, table, layout, kept, transform)
+        except BaseException:
+            self.close()
+            raise
+        # Fields whose rows are transformed as they are read.
+        self.transforms = [bool(struct.transform) for struct in self._fields]
+
+    # --- tables --------------------------------------------------------------------------------
+
+    def _open(self, sources: Sequence[SourceFile], io: IoMode, most_files: int) -> Any:
+        table = np.zeros(len(sources), _SOURCE)
+        mapped: dict[int, bool] = {}
+        for row, source in zip(table, sources, strict=True):
+            if source.values is not None:
+                row["map"], row["map_nbytes"] = self._hold(source.values), source.values.nbytes
+                continue
+            device = source.stamp.device
+            if device not in mapped:
+                mapped[device] = may_map(source.path, io)
+            path = ctypes.create_string_buffer(os.fsencode(source.path))
+            self._keep.append(path)
+            row["path"], row["fd"], row["may_map"] = ctypes.addressof(path), -1, mapped[device]
+            for name in ("device", "inode", "nbytes", "modified_ns", "changed_ns"):
+                row[name] = ctypes.c_int64(getattr(source.stamp, name)).value  # it wraps, as in C
+        self._table = table  # the core's from now on
+        gives_back = len(sources) > most_files
+        self._most_files = most_files
+        memory = ctypes.create_string_buffer(self._core.sources_nbytes())
+        self._core.open_sources(
+            memory,
+            address(table),
+            len(table),
+            affordable_maps() if gives_back else most_files,
+            most_files,
+            IO_MODES[io],
+            gives_back,
+        )
+        return memory
+
+    def _describe_field(
+        self,
+        struct: FieldStruct,
+        table: FieldTable,
+        layout: DatasetLayout,
+        kept_nbytes: int,
+        transform: NativeTransform | None,
+    ) -> None:
+        struct.layers = (LayerStruct * len(table.layers))(*map(self._layer, table.layers))
+        struct.shapes = (ShapeStruct * len(table.shapes))(
+            *(self._shape(shape, layout.row_nbytes) for shape in table.shapes)
+        )
+        struct.number = self._hold(table.number) if table.number.size else None
+        struct.offset, struct.nbytes = self._hold(table.offset), self._hold(table.nbytes)
+        struct.mask = self._hold(table.mask)
+        fill = np.ascontiguousarray(layout.raw_fill).reshape(1).view(np.uint8)
+        struct.fill = self._hold(fill)
+        struct.num_layers, struct.num_extents = len(table.layers), table.offset.size
+        struct.row_nbytes, struct.itemsize = layout.row_nbytes, layout.dtype.itemsize
+        struct.is_filled_first = table.is_filled_first
+        is_whole = len(table.layers) == 1 and not table.is_filled_first
+        is_whole &= all(s.kind != Kind.CHUNKS or s.extents.shape[0] == 1 for s in table.shapes)
+        if transform is not None and is_whole:
+            struct.transform = ctypes.pointer(transform.struct)
+            self._keep.append(transform)
+        least = min((s.chunk_nbytes for s in table.shapes if s.keeps), default=0)
+        if least:
+            struct.store = self._core.new_store(kept_nbytes, least)
+            if not struct.store:
+                raise MemoryError("no memory is left for decoded chunks")
+            self._stores.append(struct.store)
+
+    def _layer(self, layer: Layer) -> LayerStruct:
+        names = ("first", "row", "step", "shape", "source", "begin", "count", "is_sparse")
+        held = (self._hold(np.ascontiguousarray(getattr(layer, name))) for name in names)
+        return LayerStruct(*held, layer.row.size)
+
+    def _shape(self, shape: Shape, row_nbytes: int) -> ShapeStruct:
+        filters = self._core.filters(shape.filters)
+        self._keep.append(filters)
+        dataset = DatasetStruct(
+            filters=filters,
+            num_filters=len(shape.filters),
+            chunk_strides=self._hold(shape.chunk_strides),
+            row_strides=self._hold(shape.row_strides),
+            extents=self._hold(shape.extents),
+            row_begin=self._hold(shape.row_begin),
+            piece_begin=self._hold(shape.piece_begin),
+            fill=self._hold(shape.fill),
+            num_cross=shape.extents.shape[0],
+            rank=shape.extents.shape[1],
+            chunk_nbytes=shape.chunk_nbytes,
+            chunk_samples=shape.chunk_samples,
+            sample_stride=shape.sample_stride,
+            itemsize=shape.itemsize,
+            row_nbytes=row_nbytes,
+            rows_are_whole=shape.rows_are_whole,
+            begin=-1 if shape.has_chunks else 0,
+        )
+        return ShapeStruct(
+            dataset,
+            self._hold(shape.cross_number),
+            shape.number_stride,
+            shape.kind,
+            shape.source_row_nbytes,
+            shape.keeps,
+        )
+
+    def _hold(self, array: NDArray[Any]) -> int:
+        array = np.ascontiguousarray(array)
+        self._keep.append(array)
+        return address(array)
+
+    # --- batches -------------------------------------------------------------------------------
+
+    def new_batch(self, raw: Sequence[NDArray[Any]], out: Sequence[NDArray[Any]]) -> SlotBatch:
+        """Return what plans hold of the batches of one slot; `raw` and `out` are its memory."""
+        targets = (TargetStruct * self._num_fields)()
+        for target, one, other in zip(targets, raw, out, strict=True):
+            target.raw, target.out = address(one), address(other)
+        batch = SlotBatch(BatchPlanStruct(), targets, raw[0].shape[0], (raw, out))
+        self._batches.append(batch)
+        return batch
+
+    def plan(
+        self, batch: SlotBatch, samples: Int64s, wanted: Sequence[bool], threads: int
+    ) -> tuple[int, int]:
+        """Plan a batch.
+
+        Parameters
+        ----------
+        samples
+            int64 (n,): sample numbers, as many as the slot has rows at most.
+        wanted
+            By field: whether it is to be read.
+        threads
+            That may share the work.
+
+        Returns
+        -------
+        num_items, nbytes
+            Items of the plan, and what they cost.
+
+        Raises
+        ------
+        MemoryError
+            If there is not enough memory for the plan.
+        IndexError
+            If there are more samples, or one that there is not.
+        """
+        samples = np.ascontiguousarray(samples, np.int64)
+        for target, is_wanted in zip(batch.targets, wanted, strict=True):
+            target.is_wanted = is_wanted
+        plan, count = batch.plan, samples.size
+        planned = self._core.plan_batch(
+            ctypes.byref(plan),
+            self._fields,
+            batch.targets,
+            self._num_fields,
+            address(samples),
+            count,
+            batch.rows,
+            self.num_samples,
+            threads,
+        )
+        if planned < 0:
+            raise IndexError(f"a batch of {count} samples has one that there is not, or too many")
+        if not planned:
+            raise MemoryError("no memory is left for the plan of a batch")
+        return plan.num_items, plan.nbytes
+
+    def read(self, batch: SlotBatch, start: int, stop: int, scratch: Scratch) -> int:
+        """Read items of a plan; return how many are left to the Python implementation.
+
+        Raises
+        ------
+        ReaderClosedError
+            If nobody wants it any more.
+        """
+        if start >= stop:
+            return 0
+        worker = scratch.worker(self._core)
+        refused = self._core.read_batch(
+            ctypes.byref(batch.plan),
+            self._fields,
+            batch.targets,
+            self._sources,
+            ctypes.byref(worker.struct),
+            start,
+            stop,
+        )
+        worker.note_return()
+        if refused < 0:
+            raise ReaderClosedError(CLOSED)
+        return int(refused)
+
+    def left(self, batch: SlotBatch) -> Iterator[tuple[int, Int64s]]:
+        """Yield each field of which the core left something, and the rows of the batch, once."""
+        items = self._items(batch)
+        items = items[items["status"] == REFUSED]
+        plan = batch.plan
+        position = _array(plan.position, plan.num_rows, np.int64)
+        run_position = _array(plan.run_position, plan.num_runs, np.int64)
+        run_length = _array(plan.run_length, plan.num_runs, np.int64)
+        for number in np.unique(items["field"]).tolist():
+            rows = []
+            for item in items[items["field"] == number]:
+                here = slice(item["first_run"], item["first_run"] + item["num_runs"])
+                if item["kind"] == Kind.ROWS:
+                    rows.append(position[here])
+                    continue
+                for first, length in zip(run_position[here], run_length[here], strict=True):
+                    rows.append(np.arange(first, first + length))
+            yield number, np.unique(np.concatenate(rows))
+
+    def _items(self, batch: SlotBatch) -> NDArray[Any]:
+        return _array(batch.plan.items, batch.plan.num_items, _ITEM)
+
+    # --- files ---------------------------------------------------------------------------------
+
+    def open_ahead(self, is_closed: Callable[[], bool]) -> bool:
+        """Open the first files, so that they are those that were indexed; False: one is not."""
+        count = min(self._num_sources, self._most_files)
+        for start in range(0, count, _AHEAD):
+            stop = min(start + _AHEAD, count)
+            if is_closed() or self._core.open_ahead(self._sources, start, stop) < stop:
+                return False
+        return True
+
+    def descriptor(self, path: str) -> int | None:
+        """Return another descriptor of a file that is open, whatever lies at its path by now."""
+        for number in self._numbers.get(path, ()):
+            found = int(self._core.descriptor(self._sources, number))
+            if found >= 0:
+                return found
+        return None
+
+    def restamp(self, path: str, stamp: FileStamp) -> None:
+        """Say that a file which was changed still holds what was indexed."""
+        for number in self._numbers.get(path, ()):
+            self._core.restamp(
+                self._sources,
+                number,
+                stamp.nbytes,
+                stamp.modified_ns,
+                stamp.changed_ns,
+                may_map(path, self._io),
+            )
+
+    def forget_chunks(self) -> None:
+        """Forget all chunks that are kept decoded, because a file has changed."""
+        for store in self._stores:
+            self._core.clear_store(store)
+
+    def close(self) -> None:
+        """Close the files and free what is kept; nobody uses any of it. Idempotent."""
+        for batch in self._batches:
+            self._core.free_plan(ctypes.byref(batch.plan))
+        self._batches.clear()
+        self._core.close_sources(self._sources)
+        for store in self._stores:
+            self._core.free_store(store)
+        self._stores.clear()
+
+
+class SlotBatch(NamedTuple):
+    """The plan of a slot's batch, and where its rows go.
+
+    Attributes
+    ----------
+    plan
+        The core's; used again for each batch.
+    targets
+        By field: the slot's memory.
+    rows
+        Rows of that memory.
+    arrays
+        Which the targets point to.
+    """
+
+    plan: BatchPlanStruct
+    targets: Any
+    rows: int
+    arrays: Any
+
+
+def _array(memory: int | None, count: int, dtype: Any) -> NDArray[Any]:
+    """Return memory of the core as an array, for as long as it lasts."""
+    dtype = np.dtype(dtype)
+    if not memory or not count:
+        return np.zeros(0, dtype)
+    block = (ctypes.c_char * (count * dtype.itemsize)).from_address(memory)
+    return np.frombuffer(block, dtype, count)
