@@ -134,7 +134,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
         options = {"chunks": chunks if axis == 0 else chunks[::-1], "maxshape": (None, None)}
         if draw(st.booleans()):
             options |= {"compression": "gzip", "shuffle": draw(st.booleans())}
-    stored = ["<i4", "<i4", ">i4", *([">i2"] if axis == 0 or options else [])]
+    stored = ["<i4", "<i4", ">i4", *([">i2"] if options else [])]
     dtypes = {name: draw(st.sampled_from(stored)) for name in names}
     return Recipe((rows, width), draw(st.permutations(mappings)), sources, options, dtypes, axis)
 
