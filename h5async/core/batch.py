@@ -73,6 +73,7 @@ class ShapeStruct(Structure):
         ("kind", c_int64),
         ("source_row_nbytes", c_int64),
         ("keeps", c_int64),
+        ("swaps", c_int64),
     ]
 
 

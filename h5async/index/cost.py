@@ -6,8 +6,11 @@ import math
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from h5async.index.extents import Leaf, cells_of, leaves_of
 from h5async.index.layout import DatasetLayout
+from h5async.index.slabs import PairedRuns, TooManyRunsError
 
 
 class ReadCost(NamedTuple):
@@ -26,25 +29,17 @@ class ReadCost(NamedTuple):
 
 
 def read_cost(layout: DatasetLayout) -> ReadCost:
-    """Return what a sample of a dataset costs to read."""
+    """Return what a sample of a dataset costs to read: of its sources, only what is mapped."""
     count = layout.num_samples
-    if count == 0 or layout.values is not None:  # compact values came with the metadata
+    if count == 0:
         return ReadCost(0.0, 0.0)
-    if layout.parts:
-        costs = [(read_cost(part.source), part.samples.size / count) for part in layout.parts]
-        return ReadCost(
-            sum(cost.in_order * share for cost, share in costs),
-            sum(cost.shuffled * share for cost, share in costs),
-        )
-    if not layout.chunk_shape:
-        nbytes = float(layout.row_nbytes) if layout.stored_nbytes else 0.0
-        return ReadCost(nbytes, nbytes)
-    in_order = layout.stored_nbytes / count
-    if layout.chunks is None:
-        return ReadCost(in_order, in_order * min(count, layout.chunk_shape[layout.sample_axis]))
-    if not layout.filters and layout.sample_axis == 0:
-        return ReadCost(in_order, in_order)  # samples are read alone
-    return ReadCost(in_order, _touched_nbytes(layout) / count)
+    seen: dict[int, NDArray[np.bool_]] = {}
+    try:
+        costs = [_cost_of_leaf(leaf, seen) for leaf in leaves_of(layout)]
+    except TooManyRunsError:
+        return _whole_cost(layout)
+    in_order, shuffled = sum(cost.in_order for cost in costs), sum(cost.shuffled for cost in costs)
+    return ReadCost(in_order / count, shuffled / count)
 
 
 def direct_share(layout: DatasetLayout) -> float:
@@ -55,12 +50,67 @@ def direct_share(layout: DatasetLayout) -> float:
     return sum(direct_share(p.source) * p.samples.size for p in layout.parts) / max(1, held)
 
 
-def _touched_nbytes(layout: DatasetLayout) -> float:
-    """Return the sum, over all samples, of the stored sizes of the chunks with pieces of them."""
-    chunks, axis = layout.chunks, layout.sample_axis
-    assert chunks is not None
-    number = np.arange(chunks.offset.size) if chunks.index is None else chunks.index
-    cell = number // math.prod(layout.grid[axis + 1 :]) % layout.grid[axis]
-    size = layout.chunk_shape[axis]
-    samples = np.minimum(size, layout.num_samples - cell * size)
-    return float(np.dot(chunks.nbytes.astype(np.float64), samples))
+def _cost_of_leaf(leaf: Leaf, seen: dict[int, NDArray[np.bool_]]) -> ReadCost:
+    """Return what all samples cost that one dataset holds, together.
+
+    In order, what it needs of chunks that others need, too, is counted once: those that were
+    `seen`, by layout.
+    """
+    layout, samples = leaf.layout, int(leaf.runs.length.sum())
+    if leaf.is_left or layout.fallback_reason is not None:
+        cost = read_cost(layout) if layout.parts else _whole_cost(layout)
+        return ReadCost(cost.in_order * samples, cost.shuffled * samples)
+    if layout.values is not None:  # they came with the metadata
+        return ReadCost(0.0, 0.0)
+    rest = [axis for axis in range(len(layout.shape)) if axis != layout.sample_axis]
+    wanted = leaf.source_region or (slice(None),) * len(rest)
+    size = layout.chunk_shape or layout.shape
+    cells = [cells_of(layout.shape[a], size[a], w) for a, w in zip(rest, wanted, strict=True)]
+    if layout.chunks is None:
+        wanted_elements = 0 if layout.offset < 0 else math.prod(axis.total for axis in cells)
+        nbytes = float(samples * wanted_elements * layout.dtype.itemsize)
+        return ReadCost(nbytes, nbytes)
+    number = layout.chunks.index
+    if number is None:
+        number = np.arange(layout.chunks.offset.size)
+    index = np.unravel_index(number, layout.grid)
+    elements = np.ones(number.size)  # which are wanted of a sample in each chunk
+    for axis, wanted_cells in zip(rest, cells, strict=True):
+        at = np.searchsorted(wanted_cells.cell, index[axis]).clip(max=wanted_cells.cell.size - 1)
+        elements *= np.where(wanted_cells.cell[at] == index[axis], wanted_cells.extent[at], 0)
+    begin = index[layout.sample_axis] * layout.chunk_shape[layout.sample_axis]
+    used = _used_before(leaf.runs, begin + layout.chunk_shape[layout.sample_axis])
+    used -= _used_before(leaf.runs, begin)
+    used *= elements > 0
+    if not layout.filters and layout.sample_axis == 0:  # samples are read alone
+        nbytes = float(np.dot(used, elements)) * layout.dtype.itemsize
+        return ReadCost(nbytes, nbytes)
+    stored = layout.chunks.nbytes.astype(np.float64)
+    is_seen = seen.setdefault(id(layout), np.zeros(used.size, np.bool_))
+    is_new = (used > 0) & ~is_seen
+    is_seen |= is_new
+    return ReadCost(float(stored[is_new].sum()), float(np.dot(stored, used)))
+
+
+def _used_before(runs: PairedRuns, row: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return how many samples have a row before each of some rows."""
+    is_single = runs.step == 1
+    used = np.zeros(row.size)
+    for sign, edge in ((1, runs.row), (-1, runs.row + runs.length)):
+        edges = np.sort(edge[is_single]).astype(np.float64)
+        count = np.searchsorted(edges, row)
+        used += sign * (count * row - np.concatenate(([0.0], np.cumsum(edges)))[count])
+    strided = zip(runs.row[~is_single], runs.length[~is_single], runs.step[~is_single], strict=True)
+    for first, length, step in strided:
+        used += (-((first - row) // step)).clip(0, length)
+    return used
+
+
+def _whole_cost(layout: DatasetLayout) -> ReadCost:
+    """Return what a sample costs of a dataset that h5py reads."""
+    if not layout.chunk_shape:
+        nbytes = float(layout.row_nbytes) if layout.stored_nbytes else 0.0
+        return ReadCost(nbytes, nbytes)
+    count = layout.num_samples
+    in_order = layout.stored_nbytes / max(1, count)
+    return ReadCost(in_order, in_order * min(count, layout.chunk_shape[layout.sample_axis]))

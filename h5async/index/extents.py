@@ -18,14 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.codec.filters import Filter
-from h5async.index.layout import DatasetLayout, Part
-from h5async.index.slabs import Slab
+from h5async.index.layout import DatasetLayout, Part, region_key
+from h5async.index.slabs import MOST_RUNS, PairedRuns, TooManyRunsError, runs_between
 from h5async.io.stamps import FileStamp
 
 Int64s = NDArray[np.int64]
 Region = tuple[slice, ...] | None
 
 MOST_SEGMENTS = 1 << 22  # of SEGMENT_NBYTES each; a dataset with more is left to its parts
+HDF5_MAX_RANK = 32
 MOST_PIECES = (1 << 31) - 1  # of a sample: the core counts them in 32 bits
 SEGMENT_NBYTES, EXTENT_NBYTES = 53, 28  # of a row in the tables
 
@@ -90,6 +91,8 @@ class Shape:
         False: it is its own only chunk.
     fill
         uint8 (itemsize,): an element that was never written.
+    swaps
+        Bytes of each number whose order is another one than that of the batch; 0: it is the same.
     """
 
     kind: Kind
@@ -110,6 +113,7 @@ class Shape:
     keeps: bool = False
     has_chunks: bool = False
     fill: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(1, np.uint8))
+    swaps: int = 0
 
 
 @dataclass(frozen=True)
@@ -172,27 +176,11 @@ class FieldTable:
         return any(shape.kind != Kind.LEFT for shape in self.shapes) or not self.shapes
 
 
-class _Runs(NamedTuple):
-    """Samples of a dataset, and where another one has them: ``row + k * step`` for the k-th."""
-
-    first: Int64s
-    length: Int64s
-    row: Int64s
-    step: Int64s
-
-    def __len__(self) -> int:
-        return int(self.first.size)
-
-
-class _TooManyRunsError(Exception):
-    """There are more than `MOST_SEGMENTS`; none of them was made."""
-
-
-class _Leaf(NamedTuple):
+class Leaf(NamedTuple):
     """Runs of samples that one dataset holds, and which piece of its rows goes where."""
 
     layout: DatasetLayout
-    runs: _Runs
+    runs: PairedRuns
     region: Region
     source_region: Region
     member: str | None
@@ -211,7 +199,7 @@ def table_nbytes(layout: DatasetLayout) -> int:
 def _most_runs(layout: DatasetLayout) -> int:
     """Return how many runs of samples there are at most, without listing them."""
     return 1 + sum(
-        _num_blocks(part.samples) + _num_blocks(part.source_samples) + _most_runs(part.source)
+        part.samples.num_blocks + part.source_samples.num_blocks + _most_runs(part.source)
         for part in layout.parts
     )
 
@@ -235,9 +223,14 @@ class TableBuilder:
 
     def build(self, layout: DatasetLayout) -> FieldTable | None:
         """Return the table of a field; None where it would be too large."""
+        leaves, count = [], 0
         try:
-            leaves = _all_leaves(layout, self._max_rank)
-        except _TooManyRunsError:
+            for leaf in leaves_of(layout, self._max_rank):
+                count += leaf.runs.size
+                if count > MOST_SEGMENTS:
+                    return None
+                leaves.append(leaf)
+        except TooManyRunsError:
             return None
         return _FieldBuilder(self, layout).build(leaves)
 
@@ -281,10 +274,10 @@ class _FieldBuilder:
         self._chunks: list[DatasetLayout] = []
         self._num_extents = 0
 
-    def build(self, leaves: Sequence[_Leaf]) -> FieldTable:
-        by_region: dict[Any, list[_Leaf]] = {}
+    def build(self, leaves: Sequence[Leaf]) -> FieldTable:
+        by_region: dict[Any, list[Leaf]] = {}
         for leaf in leaves:
-            by_region.setdefault(_region_key(leaf.region), []).append(leaf)
+            by_region.setdefault(region_key(leaf.region), []).append(leaf)
         layers = tuple(self._layer(several) for several in by_region.values())
         tables = [layout.chunks for layout in self._chunks if layout.chunks is not None]
         return FieldTable(
@@ -305,8 +298,8 @@ class _FieldBuilder:
             ),
         )
 
-    def _layer(self, leaves: Sequence[_Leaf]) -> Layer:
-        counts = [len(leaf.runs) for leaf in leaves]
+    def _layer(self, leaves: Sequence[Leaf]) -> Layer:
+        counts = [leaf.runs.size for leaf in leaves]
         shape, source, begin, count, sparse = zip(*map(self._describe, leaves), strict=True)
         first = _joined([leaf.runs.first for leaf in leaves], np.int64)
         length = _joined([leaf.runs.length for leaf in leaves], np.int64)
@@ -323,7 +316,7 @@ class _FieldBuilder:
         columns = {name: column[order] for name, column in columns.items()}
         return _without_gaps(first[order], length[order], columns, self._layout.num_samples)
 
-    def _describe(self, leaf: _Leaf) -> tuple[int, int, int, int, bool]:
+    def _describe(self, leaf: Leaf) -> tuple[int, int, int, int, bool]:
         """Return shape, source, first extent or address, extents, and whether they are sparse."""
         layout = leaf.layout
         kind = Kind.LEFT
@@ -346,7 +339,7 @@ class _FieldBuilder:
             self._num_extents += table.offset.size
         return shape, source, *found
 
-    def _shape_of(self, leaf: _Leaf, kind: Kind) -> int:
+    def _shape_of(self, leaf: Leaf, kind: Kind) -> int:
         layout = leaf.layout
         is_whole = leaf.source_region is None and leaf.region is None and leaf.member is None
         if not is_whole:
@@ -363,8 +356,8 @@ class _FieldBuilder:
             layout.chunk_shape,
             layout.dtype,  # a compound's members, too, may lie elsewhere
             layout.filters,
-            _region_key(leaf.region),
-            _region_key(leaf.source_region),
+            region_key(leaf.region),
+            region_key(leaf.source_region),
             leaf.member,
             layout.values is not None,
             layout.fill.tobytes(),
@@ -415,70 +408,55 @@ def _without_gaps(
     return Layer(first=np.append(first, num_samples), **columns)
 
 
-def _region_key(region: Region) -> Any:
-    return None if region is None else tuple((s.start, s.stop, s.step) for s in region)
-
-
 # --- which dataset holds which samples ------------------------------------------------------------
 
 
-def _all_leaves(layout: DatasetLayout, max_rank: int) -> list[_Leaf]:
-    leaves, count = [], 0
-    for leaf in _leaves(layout, max_rank):
-        count += len(leaf.runs)
-        if count > MOST_SEGMENTS:
-            raise _TooManyRunsError
-        leaves.append(leaf)
-    return leaves
+def leaves_of(layout: DatasetLayout, max_rank: int = HDF5_MAX_RANK) -> Iterator[Leaf]:
+    """Yield what each dataset holds of a field's samples.
 
-
-def _leaves(layout: DatasetLayout, max_rank: int) -> Iterator[_Leaf]:
-    """Yield what each dataset holds of a field's samples."""
-    whole = _one_run(0, layout.num_samples, 0)
+    Raises
+    ------
+    TooManyRunsError
+        If these are too many runs to be listed.
+    """
+    whole = PairedRuns.one(0, layout.num_samples, 0)
     if not layout.parts:
         if layout.num_samples:
-            yield _Leaf(layout, whole, None, None, None, False)
+            yield Leaf(layout, whole, None, None, None, False)
         return
-    for part, runs in _by_source(layout.parts):
-        is_left = part.source.raw_dtype != layout.raw_dtype and part.member is None
+    for part in layout.parts:
+        runs = runs_between(part.samples, part.source_samples)
+        if not runs.size:
+            continue
+        is_left = part.member is None and _swaps(part.source, layout) is None
         is_piece = not (part.region is None and part.source_region is None and part.member is None)
         if part.member is not None and not _can_take_member(part, layout, max_rank):
             is_left = True
         if is_left or not part.source.parts or is_piece:
             is_left = is_left or bool(part.source.parts)
-            yield _Leaf(part.source, runs, part.region, part.source_region, part.member, is_left)
+            yield Leaf(part.source, runs, part.region, part.source_region, part.member, is_left)
             continue
         if part.source.has_gaps:  # whose fill value may be another one
-            yield _Leaf(part.source, runs, None, None, None, True)
+            yield Leaf(part.source, runs, None, None, None, True)
             continue
-        for leaf in _leaves(part.source, max_rank):
-            inner = _composed(runs, leaf.runs)
-            if len(inner):
-                yield leaf._replace(runs=inner)
+        by_region: dict[Any, list[Leaf]] = {}
+        for leaf in leaves_of(part.source, max_rank):
+            by_region.setdefault(region_key(leaf.region), []).append(leaf)
+        for leaves in by_region.values():
+            yield from _composed(runs, leaves)
 
 
-def _by_source(parts: Sequence[Part]) -> Iterator[tuple[Part, _Runs]]:
-    """Yield one part for all that are alike but for their samples, and the runs of all of them."""
-    alike: dict[Any, tuple[Part, list[_Runs]]] = {}
-    count = 0
-    for part in parts:
-        key = (
-            id(part.source),
-            _region_key(part.region),
-            _region_key(part.source_region),
-            part.member,
-        )
-        runs = _runs_of(part)
-        count += len(runs)
-        if count > MOST_SEGMENTS:
-            raise _TooManyRunsError
-        if len(runs):
-            alike.setdefault(key, (part, []))[1].append(runs)
-    for part, several in alike.values():
-        if len(several) == 1:
-            yield part, several[0]
-        else:
-            yield part, _Runs(*map(np.concatenate, zip(*several, strict=True)))
+def _swaps(source: DatasetLayout, whole: DatasetLayout) -> int | None:
+    """Return of how many bytes the numbers of a source are that have to be reversed; 0: none are.
+
+    None: its values have to be converted otherwise.
+    """
+    stored, wanted = source.raw_dtype, whole.raw_dtype
+    if stored == wanted:
+        return 0
+    nbytes = stored.itemsize // 2 if stored.kind == "c" else stored.itemsize
+    is_number = stored.kind in "iufc" and nbytes in (2, 4, 8)
+    return nbytes if is_number and stored.newbyteorder("S") == wanted else None
 
 
 def _can_take_member(part: Part, layout: DatasetLayout, max_rank: int) -> bool:
@@ -502,41 +480,14 @@ def _member_fill(layout: DatasetLayout, member: str) -> NDArray[Any]:
     return np.ascontiguousarray(layout.fill[member]).reshape(-1)
 
 
-def _one_run(first: int, length: int, row: int, step: int = 1) -> _Runs:
-    return _Runs(*(np.array([n], np.int64) for n in (first, length, row, step)))
+def _composed(outer: PairedRuns, leaves: Sequence[Leaf]) -> Iterator[Leaf]:
+    """Yield what datasets hold of the samples of outer runs, whose rows are the datasets' samples.
 
-
-def _runs_of(part: Part) -> _Runs:
-    """Return which samples of a dataset are which rows of a part's source."""
-    ours, theirs = part.samples, part.source_samples
-    size = min(ours.size, theirs.size)
-    if not size:
-        return _Runs(*(np.zeros(0, np.int64) for _ in range(4)))
-    if ours.is_run and theirs.is_run:
-        return _one_run(ours.start, size, theirs.start)
-    if ours.is_run and theirs.block == 1:
-        return _one_run(ours.start, size, theirs.start, theirs.stride)
-    if _num_blocks(ours) + _num_blocks(theirs) > MOST_SEGMENTS:
-        raise _TooManyRunsError
-    edges = np.unique(
-        np.concatenate([_block_edges(ours, size), _block_edges(theirs, size), [size]])
-    )
-    begin = edges[:-1]
-    return _Runs(ours.at(begin), np.diff(edges), theirs.at(begin), np.ones(begin.size, np.int64))
-
-
-def _num_blocks(slab: Slab) -> int:
-    return 1 if slab.is_run else slab.count
-
-
-def _block_edges(slab: Slab, size: int) -> Int64s:
-    """Return the ordinals at which the blocks of a selection begin."""
-    return np.arange(0, size, size if slab.is_run else slab.block, dtype=np.int64)
-
-
-def _composed(outer: _Runs, inner: _Runs) -> _Runs:
-    """Return the samples of the outer runs, whose rows are samples of the inner ones."""
-    outer = _single_steps(outer)
+    No sample is in two of the datasets.
+    """
+    outer = outer.single_steps()
+    inner = PairedRuns.joined([leaf.runs for leaf in leaves])
+    leaf = np.repeat(np.arange(len(leaves)), [leaf.runs.size for leaf in leaves])
     order = np.argsort(inner.first, kind="stable")
     first, length, row, step = (column[order] for column in inner)
     last = first + length
@@ -544,47 +495,37 @@ def _composed(outer: _Runs, inner: _Runs) -> _Runs:
     low = np.searchsorted(last, outer.row, side="right")
     high = np.searchsorted(first, outer.row + outer.length, side="left")
     count = np.maximum(high - low, 0)
-    if count.sum() > MOST_SEGMENTS:
-        raise _TooManyRunsError
+    if count.sum() > MOST_RUNS:
+        raise TooManyRunsError
     which = np.repeat(np.arange(outer.row.size), count)
     inside = np.arange(which.size) - np.repeat(np.cumsum(count) - count, count) + low[which]
     begin = np.maximum(outer.row[which], first[inside])
     end = np.minimum(outer.row[which] + outer.length[which], last[inside])
-    return _Runs(
+    found = PairedRuns(
         outer.first[which] + begin - outer.row[which],
         end - begin,
         row[inside] + (begin - first[inside]) * step[inside],
         step[inside],
     )
+    owner = leaf[order][inside]
+    by_owner = np.argsort(owner, kind="stable")
+    edges = np.searchsorted(owner[by_owner], np.arange(len(leaves) + 1))
+    for number in np.flatnonzero(np.diff(edges)).tolist():
+        here = by_owner[edges[number] : edges[number + 1]]
+        runs = PairedRuns(*(column[here] for column in found))
+        yield leaves[number]._replace(runs=runs)
 
 
-def _lie_within(runs: _Runs, num_samples: int) -> bool:
+def _lie_within(runs: PairedRuns, num_samples: int) -> bool:
     """Tell whether all rows are such that a dataset has."""
     last = runs.row + (runs.length - 1) * runs.step
     return bool((runs.row >= 0).all() and (last < num_samples).all() and (runs.step >= 1).all())
 
 
-def _single_steps(runs: _Runs) -> _Runs:
-    """Return the same samples, with runs of one sample where rows do not follow each other."""
-    if (runs.step == 1).all():
-        return runs
-    times = np.where(runs.step == 1, 1, runs.length)
-    if (times > MOST_SEGMENTS).any() or times.sum() > MOST_SEGMENTS:
-        raise _TooManyRunsError
-    which = np.repeat(np.arange(times.size), times)
-    inside = np.arange(which.size) - np.repeat(np.cumsum(times) - times, times)
-    return _Runs(
-        runs.first[which] + inside,
-        np.where(runs.step[which] == 1, runs.length[which], 1),
-        runs.row[which] + inside * runs.step[which],
-        np.ones(which.size, np.int64),
-    )
-
-
 # --- how the pieces of rows lie -------------------------------------------------------------------
 
 
-class _Axis(NamedTuple):
+class Cells(NamedTuple):
     """What is wanted of one dimension of a source's rows, cut at the borders of its cells.
 
     Attributes
@@ -606,7 +547,8 @@ class _Axis(NamedTuple):
     total: int
 
 
-def _axis(size: int, cell_size: int, wanted: slice | None) -> _Axis:
+def cells_of(size: int, cell_size: int, wanted: slice | None) -> Cells:
+    """Cut what is wanted of a dimension (None: all of it) at the borders of its cells."""
     start, stop, step = (wanted or slice(None)).indices(size)
     count = len(range(start, stop, step))
     cells = np.arange(-(-size // max(1, cell_size)), dtype=np.int64)
@@ -614,10 +556,10 @@ def _axis(size: int, cell_size: int, wanted: slice | None) -> _Axis:
     high = np.clip(-(-((cells + 1) * cell_size - start) // step), 0, count)
     keep = high > low
     cells, low, high = cells[keep], low[keep], high[keep]
-    return _Axis(cells, start + low * step, high - low, low, step, count)
+    return Cells(cells, start + low * step, high - low, low, step, count)
 
 
-def _shape(leaf: _Leaf, kind: Kind, whole: DatasetLayout, is_whole: bool) -> Shape:
+def _shape(leaf: Leaf, kind: Kind, whole: DatasetLayout, is_whole: bool) -> Shape:
     """Return how the rows of a dataset lie, and where their pieces go in rows of the batch."""
     layout, axis = leaf.layout, leaf.layout.sample_axis
     values_axis_first = layout.values is not None
@@ -636,7 +578,7 @@ def _shape(leaf: _Leaf, kind: Kind, whole: DatasetLayout, is_whole: bool) -> Sha
         itemsize, extra = member.base.itemsize, member.shape
     strides = np.cumprod((source_itemsize, *chunk_shape[:0:-1]), dtype=np.int64)[::-1]
     wanted = leaf.source_region or (None,) * len(rest)
-    axes = [_axis(shape[a], cell_shape[a], part) for a, part in zip(rest, wanted, strict=True)]
+    axes = [cells_of(shape[a], cell_shape[a], part) for a, part in zip(rest, wanted, strict=True)]
     row_strides, row_begin = _row_strides(whole, leaf.region, [a.total for a in axes], extra)
     if not rest:
         grid_index: list[Int64s] = []
@@ -684,10 +626,11 @@ def _shape(leaf: _Leaf, kind: Kind, whole: DatasetLayout, is_whole: bool) -> Sha
         keeps=bool(layout.filters) and not (is_whole and samples == 1),
         has_chunks=bool(layout.chunk_shape),
         fill=_fill_of(leaf),
+        swaps=0 if leaf.member is not None else _swaps(layout, whole) or 0,
     )
 
 
-def _fill_of(leaf: _Leaf) -> NDArray[np.uint8]:
+def _fill_of(leaf: Leaf) -> NDArray[np.uint8]:
     fill = leaf.layout.raw_fill.reshape(1)
     if leaf.member is not None:
         fill = _member_fill(leaf.layout, leaf.member)[:1]

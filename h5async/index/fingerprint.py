@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from h5async.index.layout import DatasetLayout
+from h5async.index.slabs import Selection, Slab
 
 
 def fingerprint(layouts: Iterable[DatasetLayout]) -> str:
@@ -23,12 +24,16 @@ def fingerprint(layouts: Iterable[DatasetLayout]) -> str:
     """
     digest = hashlib.blake2b(digest_size=16)
     for layout in layouts:
-        _add_dataset(digest, layout)
+        _add_dataset(digest, layout, {})
     return digest.hexdigest()
 
 
-def _add_dataset(digest: Any, layout: DatasetLayout) -> None:
-    """Hash a dataset, and those that hold its parts."""
+def _add_dataset(digest: Any, layout: DatasetLayout, seen: dict[int, int]) -> None:
+    """Hash a dataset, and those that hold its parts; one that was `seen` before, by its number."""
+    if id(layout) in seen:
+        _add(digest, seen[id(layout)])
+        return
+    seen[id(layout)] = len(seen)
     _add(
         digest,
         layout.stamp.nbytes,
@@ -47,9 +52,16 @@ def _add_dataset(digest: Any, layout: DatasetLayout) -> None:
     if layout.values is not None:
         digest.update(np.ascontiguousarray(layout.values).tobytes())
     for part in layout.parts:
-        _add(digest, part.samples, part.source_samples, part.region, part.source_region)
+        selections = _selected(part.samples), _selected(part.source_samples)
+        _add(digest, *selections, part.region, part.source_region)
         _add(digest, part.member)
-        _add_dataset(digest, part.source)
+        _add_dataset(digest, part.source, seen)
+
+
+def _selected(selection: Selection) -> object:
+    if isinstance(selection, Slab):
+        return selection
+    return [np.ascontiguousarray(array).tobytes() for array in selection.blocks()]
 
 
 def _described(dtype: np.dtype[Any]) -> object:

@@ -21,7 +21,7 @@ from h5async.codec.filters import Filter
 from h5async.errors import ConfigError
 from h5async.index.chunktable import ChunkTable, grid_of, needed_nbytes
 from h5async.index.geometry import PieceGeometry
-from h5async.index.slabs import Slab
+from h5async.index.slabs import MOST_RUNS, Blocks, Selection, most_runs, runs_between
 from h5async.io.stamps import FileStamp
 
 _SLICES = 32  # of a contiguous dataset, so that several threads can read it
@@ -54,7 +54,8 @@ class Part:
     source
         Layout of the dataset that holds them.
     samples, source_samples
-        Which samples of the whole dataset, and which of the source; equally many.
+        Which samples of the whole dataset, in ascending order, and which of the source; equally
+        many.
     region, source_region
         Which part of a row of the whole dataset, and of a row of the source: a slice for each
         dimension but that of the samples; extents are equal, except for those of 1. None: the
@@ -64,8 +65,8 @@ class Part:
     """
 
     source: DatasetLayout
-    samples: Slab
-    source_samples: Slab
+    samples: Selection
+    source_samples: Selection
     region: tuple[slice, ...] | None = None
     source_region: tuple[slice, ...] | None = None
     member: str | None = None
@@ -251,11 +252,21 @@ class DatasetLayout:
 
     @cached_property
     def part_starts(self) -> NDArray[np.int64] | None:
-        """Where each part begins, if parts are runs of whole samples in order; else None."""
+        """Where each part begins, if parts hold whole samples and follow each other; else None."""
         starts = np.array([part.samples.start for part in self.parts], np.int64)
-        stops = starts + np.array([part.samples.size for part in self.parts], np.int64)
-        is_stack = all(part.region is None and part.samples.is_run for part in self.parts)
+        stops = np.array([part.samples.end for part in self.parts], np.int64)
+        is_stack = all(part.region is None for part in self.parts)
         return starts if is_stack and (stops[:-1] <= starts[1:]).all() else None
+
+    @property
+    def _has_units_of_parts(self) -> bool:
+        """Whether parts are runs of whole samples, so that they tell what is stored together."""
+        return bool(self.parts) and all(
+            part.region is None
+            and (part.samples.is_run or isinstance(part.samples, Blocks))
+            and most_runs(part.samples, part.source_samples) <= MOST_RUNS
+            for part in self.parts
+        )
 
     @cached_property
     def has_gaps(self) -> bool:
@@ -290,11 +301,8 @@ class DatasetLayout:
         bounds: list[NDArray[np.int64]] = [np.array([0, self.num_samples], np.int64)]
         if self.chunk_shape:
             size = self.chunk_shape[self.sample_axis]
-        elif self.part_starts is not None and self.parts:
-            for part in self.parts:
-                first, last = part.source_samples.start, part.source_samples.end
-                inside = part.source.unit_bounds(row_nbytes).clip(first, last)
-                bounds.append(inside - first + part.samples.start)
+        elif self._has_units_of_parts:
+            bounds += [_unit_bounds_of_part(part, row_nbytes) for part in self.parts]
         if len(bounds) == 1:
             bounds.append(np.arange(0, self.num_samples, size, dtype=np.int64))
         return np.unique(np.concatenate(bounds))
@@ -304,8 +312,8 @@ class DatasetLayout:
         row_nbytes = row_nbytes or self.row_nbytes
         if self.chunk_shape:
             return self.grid[self.sample_axis]
-        if self.part_starts is not None and self.parts:
-            return sum(2 + part.source.most_units(row_nbytes) for part in self.parts)
+        if self._has_units_of_parts:
+            return sum(_most_units_of_part(part, row_nbytes) for part in self.parts)
         return 1 + self.num_samples // max(1, _UNCHUNKED_UNIT_NBYTES // max(1, row_nbytes))
 
     @cached_property
@@ -347,6 +355,37 @@ class DatasetLayout:
             sample_axis=0,
             values=None if self.values is None else self.values[np.newaxis],
         )
+
+
+def _unit_bounds_of_part(part: Part, row_nbytes: int) -> NDArray[np.int64]:
+    """Return where groups of a part's samples begin and end that its source stores together.
+
+    What lies between two samples of a group belongs to it, unless another part says otherwise.
+    """
+    first, length, row, step = runs_between(part.samples, part.source_samples)
+    edges = part.source.unit_bounds(row_nbytes)
+    unit = np.searchsorted(edges, row, side="right")  # the edge behind it
+    last_unit = np.searchsorted(edges, row + (length - 1) * step, side="right")
+    count = last_unit - unit
+    which = np.repeat(np.arange(count.size), count)
+    edge = edges[np.arange(which.size) - (np.cumsum(count) - count - unit)[which]]
+    inside = first[which] - (row[which] - edge) // step[which]
+    begins = np.concatenate(([True], last_unit[:-1] != unit[1:]))
+    return np.concatenate(
+        [first[begins], (first + length)[np.append(begins[1:], True)], inside]
+    ).astype(np.int64)
+
+
+def _most_units_of_part(part: Part, row_nbytes: int) -> int:
+    rows, lengths = part.source_samples.blocks()
+    if (rows[:-1] + lengths[:-1] <= rows[1:]).all():  # each unit of the source comes once
+        return 2 * part.samples.num_blocks + part.source.most_units(row_nbytes)
+    return 2 * part.samples.num_blocks + part.samples.size
+
+
+def region_key(region: tuple[slice, ...] | None) -> Any:
+    """Return what can be a key of a dictionary; slices cannot, in Python before 3.12."""
+    return None if region is None else tuple((s.start, s.stop, s.step) for s in region)
 
 
 def normal_axis(axis: int, rank: int, where: str) -> int:

@@ -1,11 +1,24 @@
-"""Defines `Slab`: a regular selection of indices along one dimension."""
+"""Defines selections of indices along one dimension: `Slab`, a regular one, and `Blocks`, any.
+
+And `runs_between`, which pairs the indices of two selections.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+Int64s = NDArray[np.int64]
+
+MOST_RUNS = 1 << 22  # of 32 bytes each; what would be more is not listed
+
+
+class TooManyRunsError(Exception):
+    """There are more than `MOST_RUNS`; none of them was listed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +53,18 @@ class Slab:
         """Whether the indices are neighbours."""
         return self.count == 1 or self.stride == self.block
 
+    @property
+    def num_blocks(self) -> int:
+        """Of how many runs of neighbours it consists."""
+        return 1 if self.is_run else self.count
+
+    def blocks(self) -> tuple[Int64s, Int64s]:
+        """Return the first index and the length of each run of neighbours."""
+        if self.is_run:
+            return np.array([self.start], np.int64), np.array([self.size], np.int64)
+        first = self.start + np.arange(self.count, dtype=np.int64) * self.stride
+        return first, np.full(self.count, self.block, np.int64)
+
     def as_slice(self) -> slice | None:
         """Return it as a slice, or None where no slice selects the same."""
         if self.is_run:
@@ -58,3 +83,171 @@ class Slab:
         """Return the indices of some ordinals."""
         block, inside = np.divmod(ordinal, self.block)
         return self.start + block * self.stride + inside
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Blocks:
+    """Any indices along one dimension: blocks of neighbours, one after the other, in any order.
+
+    Attributes
+    ----------
+    first, begin
+        int64 (n,): the first index of each block; int64 (n + 1,): its ordinal, and the size.
+    """
+
+    first: Int64s
+    begin: Int64s
+
+    @classmethod
+    def of(cls, first: Int64s, length: Int64s) -> Slab | Blocks:
+        """Return a selection of one block or more; neighbours that follow each other are joined."""
+        is_new = np.concatenate(([True], first[1:] != first[:-1] + length[:-1]))
+        begin = np.cumsum(length) - length
+        if np.count_nonzero(is_new) == 1:
+            return Slab.run(int(first[0]), int(first[0] + length.sum()))
+        return cls(first[is_new], np.append(begin[is_new], length.sum()))
+
+    @property
+    def size(self) -> int:
+        """How many indices are selected."""
+        return int(self.begin[-1])
+
+    @property
+    def start(self) -> int:
+        """The least index."""
+        return int(self.first.min())
+
+    @property
+    def end(self) -> int:
+        """The index after the largest one."""
+        return int((self.first + np.diff(self.begin)).max())
+
+    @property
+    def is_run(self) -> bool:
+        """Whether the indices are neighbours: that would be a `Slab`."""
+        return False
+
+    @property
+    def num_blocks(self) -> int:
+        """Of how many runs of neighbours it consists."""
+        return self.first.size
+
+    def blocks(self) -> tuple[Int64s, Int64s]:
+        """Return the first index and the length of each run of neighbours."""
+        return self.first, np.diff(self.begin)
+
+    def as_slice(self) -> slice | None:
+        """Return None: no slice selects the same."""
+        return None
+
+    def ordinal(self, index: Int64s) -> Int64s:
+        """Return which of the selected indices each index is; -1 where it is not selected.
+
+        The blocks must be in ascending order.
+        """
+        block = np.searchsorted(self.first, index, side="right") - 1
+        ordinal = self.begin[block] + index - self.first[block]
+        return np.where((block >= 0) & (ordinal < self.begin[block + 1]), ordinal, -1)
+
+    def at(self, ordinal: Int64s) -> Int64s:
+        """Return the indices of some ordinals."""
+        block = np.searchsorted(self.begin, ordinal, side="right") - 1
+        return self.first[block] + ordinal - self.begin[block]
+
+
+Selection = Slab | Blocks
+
+
+class PairedRuns(NamedTuple):
+    """Runs of indices, and which index of another selection belongs to each.
+
+    Attributes
+    ----------
+    first, length
+        int64 (n,): of each run.
+    row, step
+        int64 (n,): what belongs to the first index, and how far apart those are of its neighbours.
+    """
+
+    first: Int64s
+    length: Int64s
+    row: Int64s
+    step: Int64s
+
+    @property
+    def size(self) -> int:
+        """How many runs there are."""
+        return self.first.size
+
+    @classmethod
+    def one(cls, first: int, length: int, row: int, step: int = 1) -> PairedRuns:
+        """Return one run."""
+        return cls(*(np.array([n], np.int64) for n in (first, length, row, step)))
+
+    @classmethod
+    def joined(cls, several: Sequence[PairedRuns]) -> PairedRuns:
+        """Return the runs of several (one or more), one after the other."""
+        return cls(*map(np.concatenate, zip(*several, strict=True)))
+
+    def single_steps(self) -> PairedRuns:
+        """Return the same pairs, with runs of one index where rows do not follow each other.
+
+        Raises
+        ------
+        TooManyRunsError
+            If there would be more than `MOST_RUNS`.
+        """
+        if (self.step == 1).all():
+            return self
+        times = np.where(self.step == 1, 1, self.length)
+        if (times > MOST_RUNS).any() or times.sum() > MOST_RUNS:
+            raise TooManyRunsError
+        which = np.repeat(np.arange(times.size), times)
+        inside = np.arange(which.size) - np.repeat(np.cumsum(times) - times, times)
+        return PairedRuns(
+            self.first[which] + inside,
+            np.where(self.step[which] == 1, self.length[which], 1),
+            self.row[which] + inside * self.step[which],
+            np.ones(which.size, np.int64),
+        )
+
+
+def most_runs(ours: Selection, theirs: Selection) -> int:
+    """Return how many runs `runs_between` finds, at most, without listing them."""
+    if ours.is_run and isinstance(theirs, Slab) and theirs.block == 1:
+        return 1
+    return ours.num_blocks + theirs.num_blocks
+
+
+def runs_between(ours: Selection, theirs: Selection) -> PairedRuns:
+    """Pair the indices of two selections by their ordinals.
+
+    Raises
+    ------
+    TooManyRunsError
+        If there would be more than `MOST_RUNS`.
+    """
+    if most_runs(ours, theirs) > MOST_RUNS:
+        raise TooManyRunsError
+    size = min(ours.size, theirs.size)
+    if not size:
+        return PairedRuns(*(np.zeros(0, np.int64) for _ in range(4)))
+    if ours.is_run and theirs.is_run:
+        return PairedRuns.one(ours.start, size, theirs.start)
+    if ours.is_run and isinstance(theirs, Slab) and theirs.block == 1:
+        return PairedRuns.one(ours.start, size, theirs.start, theirs.stride)
+    edges = np.unique(np.concatenate([_block_edges(ours), _block_edges(theirs), [size]]))
+    edges = edges[edges <= size]
+    begin = edges[:-1]
+    return PairedRuns(
+        ours.at(begin), np.diff(edges), theirs.at(begin), np.ones(begin.size, np.int64)
+    )
+
+
+def _block_edges(selection: Selection) -> Int64s:
+    """Return the ordinals at which the blocks of a selection begin."""
+    if isinstance(selection, Blocks):
+        return selection.begin[:-1]
+    if selection.is_run:
+        return np.zeros(1, np.int64)
+    return np.arange(selection.count, dtype=np.int64) * selection.block

@@ -18,7 +18,13 @@ from h5async.index.fillvalue import fill_value
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Located, MissingError, Reach, locate, open_permitted
 from h5async.index.obstacles import NotDirectError
-from h5async.index.virtual import mapped_files, source_series, virtual_parts
+from h5async.index.virtual import (
+    Mapping,
+    mapped_files,
+    read_mappings,
+    source_series,
+    virtual_parts,
+)
 from h5async.names import name_bytes
 from h5async.system.interruptions import interruption
 
@@ -53,6 +59,7 @@ class VirtualSources:
         self._depth = depth
         self._index = index
         self._where = where
+        self._mappings: list[Mapping] = []  # once `find` has read them
         # By names of file and dataset, and the axis of the samples; None: it is missing, and may
         # be.
         self._found: dict[tuple[str, str, int], DatasetLayout | None] = {}
@@ -74,7 +81,8 @@ class VirtualSources:
             raise DatasetError(
                 f"{self._where}: virtual datasets are nested more than {_MAX_NESTED} deep"
             )
-        for is_numbered, names in source_series(plist):
+        self._mappings = read_mappings(plist)
+        for is_numbered, names in source_series(self._mappings):
             for file_name, dataset_name in names:
                 key = file_name, dataset_name, 0
                 if key in self._found:
@@ -93,7 +101,7 @@ class VirtualSources:
         DatasetError
             As `find` does.
         """
-        names = dict.fromkeys(mapped_files(plist, layout.shape))
+        names = dict.fromkeys(mapped_files(self._mappings, layout.shape))
         sources = [self._get(*name, 0) for name in names]
         there = tuple(source for source in sources if source is not None)
         stored = sum({(s.file, s.path): s.stored_nbytes for s in there}.values())
@@ -103,7 +111,7 @@ class VirtualSources:
                 raise NotDirectError("a member of a virtual dataset")
             fill = fill_value(plist, layout.fill.dtype, (), whenever=True)
             layout = replace(layout, fill=fill)
-            parts = virtual_parts(plist, layout, self._get) if there else ()
+            parts = virtual_parts(self._mappings, layout, self._get) if there else ()
         except NotDirectError as error:
             if None in sources:
                 raise DatasetError(

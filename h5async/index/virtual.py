@@ -1,24 +1,29 @@
 """Reads the mappings of a virtual dataset: which part of which source holds which samples.
 
 A mapping pairs a selection of the virtual dataset with one, as large, of its source, both in
-C order (H5Pset_virtual of the HDF5 reference). It becomes a `Part` where both are regular
-hyperslabs of equal extents, except for dimensions of extent 1; other datasets are left to h5py.
+C order (H5Pset_virtual of the HDF5 reference). It becomes a `Part` where both are combinations of
+what they select of each dimension, equally much, except for dimensions of extent 1; and where that
+is any set of samples, but a regular one of the other dimensions. Other datasets are left to h5py.
+Mappings of the same dataset become one part, so that there may be one for each row.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
+from numpy.typing import NDArray
 
-from h5async.index.layout import DatasetLayout, Part
+from h5async.index.layout import DatasetLayout, Part, region_key
 from h5async.index.obstacles import NotDirectError
-from h5async.index.slabs import Slab
+from h5async.index.slabs import Blocks, PairedRuns, Slab, runs_between
 
 # source(file name, dataset name, its dimension that counts samples) -> layout; None: it is missing
 FindSource = Callable[[str, str, int], DatasetLayout | None]
@@ -26,34 +31,24 @@ FindSource = Callable[[str, str, int], DatasetLayout | None]
 _UNLIMITED = h5py.h5s.UNLIMITED
 _MAX_REGIONS = 256
 _MAX_NUMBERED = 100_000
-_MAX_BLOCKS = 1 << 20  # HDF5 takes half a minute or more to open 40,000
+_MAX_BLOCKS = 1 << 20  # HDF5 takes 38 s to open a mapping of 20,000, and that grows as the square
 
 
-class _Mapping(NamedTuple):
-    """A mapping with its numbers filled in: one slab for each dimension, None for all of it."""
-
-    file: str
-    dataset: str
-    samples: list[Slab] | None
-    source: list[_Hyperslab] | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Hyperslab:
-    """One dimension of a hyperslab as HDF5 has it; count or block may be unlimited."""
+class _Hyperslab(NamedTuple):
+    """One dimension of a hyperslab as HDF5 has it; the last two numbers may be unlimited."""
 
     start: int
     stride: int
-    count: int
+    num_blocks: int
     block: int
 
     @property
     def is_unlimited(self) -> bool:
-        return _UNLIMITED in (self.count, self.block)
+        return _UNLIMITED in (self.num_blocks, self.block)
 
     def within(self, extent: int) -> Slab:
         """Return the part of it that lies within a dimension of some extent."""
-        start, stride, count, block = self.start, self.stride, self.count, self.block
+        start, stride, count, block = self
         if block == _UNLIMITED:
             return Slab.run(start, max(start, extent))
         if count == _UNLIMITED:
@@ -69,42 +64,92 @@ class _Hyperslab:
         return Slab(start, stride, count, block)
 
 
-def mapped_files(plist: h5py.h5p.PropDCID, shape: tuple[int, ...]) -> Iterator[tuple[str, str]]:
+# What is selected of each dimension; None: everything.
+_Selected = Sequence[_Hyperslab | Slab | Blocks] | None
+
+
+class Mapping(NamedTuple):
+    """A mapping as the file has it.
+
+    Attributes
+    ----------
+    file, dataset
+        The names of the source; they may stand for many, by number ("%b").
+    samples, source
+        What is selected of the virtual dataset, and of the source.
+    obstacle
+        Why only h5py can read it, so that the selections are not known; empty: it can be read.
+    """
+
+    file: str
+    dataset: str
+    samples: _Selected
+    source: _Selected
+    obstacle: str = ""
+
+
+def read_mappings(plist: h5py.h5p.PropDCID) -> list[Mapping]:
+    """Read the mappings of a virtual dataset out of its creation properties."""
+    mappings = []
+    for number in range(plist.get_virtual_count()):
+        file, dataset = plist.get_virtual_filename(number), plist.get_virtual_dsetname(number)
+        try:
+            samples = _selected(plist.get_virtual_vspace(number))
+            source = _selected(plist.get_virtual_srcspace(number))
+        except NotDirectError as error:
+            mappings.append(Mapping(file, dataset, None, None, str(error)))
+        else:
+            mappings.append(Mapping(file, dataset, samples, source))
+    return mappings
+
+
+def mapped_files(mappings: Iterable[Mapping], shape: tuple[int, ...]) -> Iterator[tuple[str, str]]:
     """Yield file name and dataset name of each source."""
-    for mapping in _mappings(plist, shape, strict=False):
-        yield mapping.file, mapping.dataset
+    names: set[tuple[str, str]] = set()
+    for mapping in mappings:
+        name = mapping.file, mapping.dataset
+        if name in names:
+            continue
+        if not _is_numbered(*name):
+            names.add(name)
+            yield _name(mapping.file, None), _name(mapping.dataset, None)
+            continue
+        try:
+            yield from ((one.file, one.dataset) for one in _by_number(mapping, shape))
+        except NotDirectError:
+            yield name
 
 
 def source_series(
-    plist: h5py.h5p.PropDCID,
+    mappings: Iterable[Mapping],
 ) -> Iterator[tuple[bool, Iterator[tuple[str, str]]]]:
     """Yield, for each mapping, whether its sources are numbered, and their files and datasets.
 
     Numbered ones ("%b") follow each other without an end: HDF5 tries them until one is missing,
-    whenever it is asked for the shape. So this does not ask for the shape.
+    whenever it is asked for the shape. So this does not ask for the shape. Each source comes once.
     """
-    for mapping in range(plist.get_virtual_count()):
-        file, dataset = plist.get_virtual_filename(mapping), plist.get_virtual_dsetname(mapping)
-        try:
-            virtual = _hyperslab(plist.get_virtual_vspace(mapping)) or []
-        except NotDirectError:
-            yield False, iter([(file, dataset)])
+    names: set[tuple[bool, str, str]] = set()
+    for mapping in mappings:
+        file, dataset = mapping.file, mapping.dataset
+        is_numbered = _unlimited_axis(mapping.samples) is not None and _is_numbered(file, dataset)
+        if (is_numbered, file, dataset) in names:
             continue
-        if any(slab.count == _UNLIMITED for slab in virtual) and _is_numbered(file, dataset):
-            yield True, ((_name(file, n), _name(dataset, n)) for n in itertools.count())
+        names.add((is_numbered, file, dataset))
+        if is_numbered:
+            yield True, _numbered_names(file, dataset)
         else:
             yield False, iter([(_name(file, None), _name(dataset, None))])
 
 
 def virtual_parts(
-    plist: h5py.h5p.PropDCID, whole: DatasetLayout, source: FindSource
+    mappings: Iterable[Mapping], whole: DatasetLayout, source: FindSource
 ) -> tuple[Part, ...]:
     """Return the parts of a virtual dataset.
 
     Parameters
     ----------
-    plist
-        The dataset's creation properties.
+    mappings
+        Which `read_mappings` found.
     whole
         Its layout, still without parts.
     source
@@ -116,59 +161,153 @@ def virtual_parts(
         If the mappings are of a kind that only h5py can read.
     """
     parts = []
-    for mapping in _mappings(plist, whole.shape, strict=True):
-        part = _part(mapping, whole, source)
-        if part is not None:
-            parts.append(part)
-    _require_disjoint(whole, parts)
-    return tuple(sorted(parts, key=lambda part: part.samples.start))
+    for alike in _alike(mappings, whole):
+        if len(alike) > 1:
+            parts.append(_part_of_many(alike, whole, source))
+        else:
+            several = _by_number(alike[0], whole.shape)
+            parts += [_part(mapping, whole, source) for mapping in several]
+    merged = _merged([part for part in parts if part is not None])
+    _require_disjoint(whole, merged)
+    return tuple(sorted(merged, key=lambda part: part.samples.start))
 
 
-def _mappings(
-    plist: h5py.h5p.PropDCID, shape: tuple[int, ...], *, strict: bool
-) -> Iterator[_Mapping]:
-    """Yield the mappings; those to numbered sources ("%b") one by one.
+def _alike(mappings: Iterable[Mapping], whole: DatasetLayout) -> Iterable[list[Mapping]]:
+    """Group mappings that differ only in which samples they are of: there may be one for each."""
+    groups: dict[Any, list[Mapping]] = {}
+    for number, mapping in enumerate(mappings):
+        if mapping.obstacle:
+            raise NotDirectError(mapping.obstacle)
+        groups.setdefault(_all_but_begin(mapping, whole) or number, []).append(mapping)
+    return groups.values()
 
-    Not `strict`: mappings that only h5py can read are yielded without their selections.
+
+def _all_but_begin(mapping: Mapping, whole: DatasetLayout) -> tuple[Any, ...] | None:
+    """Return what tells a mapping from others of runs of samples, but where these begin.
+
+    None: it is something else.
     """
-    for number in range(plist.get_virtual_count()):
-        file, dataset = plist.get_virtual_filename(number), plist.get_virtual_dsetname(number)
-        try:
-            virtual = _hyperslab(plist.get_virtual_vspace(number))
-            source = _hyperslab(plist.get_virtual_srcspace(number))
-            yield from _numbered(file, dataset, shape, virtual, source)
-        except NotDirectError:
-            if strict:
-                raise
-            yield _Mapping(file, dataset, None, None)
+    extents, source_extents = _extents(mapping.samples), _extents(mapping.source)
+    if extents is None or source_extents is None or len(extents) != len(whole.shape):
+        return None
+    assert mapping.samples is not None
+    assert mapping.source is not None
+    axis = whole.sample_axis
+    source_axis = _source_axis(axis, _sizes(mapping.samples), _sizes(mapping.source))
+    if not _is_run(extents[axis]):
+        return None
+    if source_axis is not None and not _is_run(source_extents[source_axis]):
+        return None
+    return (
+        mapping.file,
+        mapping.dataset,
+        extents,
+        source_extents,
+        tuple(slab.start for a, slab in enumerate(mapping.samples) if a != axis),
+        tuple(slab.start for a, slab in enumerate(mapping.source) if a != source_axis),
+    )
 
 
-def _numbered(
-    file: str,
-    dataset: str,
-    shape: tuple[int, ...],
-    virtual: list[_Hyperslab] | None,
-    source: list[_Hyperslab] | None,
-) -> Iterator[_Mapping]:
-    if virtual is None:
-        yield _Mapping(_name(file, None), _name(dataset, None), None, source)
-        return
-    if len(virtual) != len(shape):
+def _extents(selected: _Selected) -> tuple[tuple[int, ...], ...] | None:
+    """Return all but where a limited hyperslab begins; None: it is something else."""
+    if selected is None:
+        return None
+    if not all(isinstance(slab, _Hyperslab) and not slab.is_unlimited for slab in selected):
+        return None
+    return tuple((s.stride, s.num_blocks, s.block) for s in selected if isinstance(s, _Hyperslab))
+
+
+def _sizes(selected: Iterable[_Hyperslab | Slab | Blocks]) -> tuple[int, ...]:
+    return tuple(
+        one.num_blocks * one.block if isinstance(one, _Hyperslab) else one.size for one in selected
+    )
+
+
+def _is_run(extent: tuple[int, ...]) -> bool:
+    stride, count, block = extent
+    return count == 1 or stride == block
+
+
+def _part_of_many(alike: list[Mapping], whole: DatasetLayout, find: FindSource) -> Part | None:
+    """Return the part of mappings that differ only in which samples they are of."""
+    axis, first = whole.sample_axis, alike[0]
+    assert first.samples is not None
+    assert first.source is not None
+    source_axis = _source_axis(axis, _sizes(first.samples), _sizes(first.source))
+    begin = np.array([m.samples[axis].start for m in alike if m.samples], np.int64)
+    source_begin = np.zeros_like(begin)
+    if source_axis is not None:
+        source_begin = np.array([m.source[source_axis].start for m in alike if m.source], np.int64)
+    # Those that reach farthest are checked for all.
+    farthest = [alike[int(begin.argmax())], alike[int(source_begin.argmax())]]
+    named = (one for mapping in farthest for one in _by_number(mapping, whole.shape))
+    _, part = (_part(mapping, whole, find) for mapping in named)
+    if part is None:
+        return None
+    order = np.argsort(begin, kind="stable")
+    length = np.full(begin.size, part.samples.size, np.int64)
+    return replace(
+        part,
+        samples=Blocks.of(begin[order], length),
+        source_samples=Blocks.of(source_begin[order], length),
+    )
+
+
+def _merged(parts: list[Part]) -> list[Part]:
+    """Make one part of those that are runs of samples of one dataset, or of pieces of them."""
+    groups: dict[Any, list[Part]] = {}
+    for number, part in enumerate(parts):
+        is_run = part.samples.is_run or isinstance(part.samples, Blocks)
+        key = id(part.source), region_key(part.region), region_key(part.source_region)
+        groups.setdefault(key if is_run else number, []).append(part)
+    merged = []
+    for group in groups.values():
+        blocks = sum(p.samples.num_blocks + p.source_samples.num_blocks for p in group)
+        merged += [_merged_part(group)] if 1 < len(group) and blocks <= _MAX_BLOCKS else group
+    return merged
+
+
+def _merged_part(parts: list[Part]) -> Part:
+    runs = PairedRuns.joined(
+        [runs_between(part.samples, part.source_samples).single_steps() for part in parts]
+    )
+    order = np.argsort(runs.first, kind="stable")
+    length = runs.length[order]
+    return replace(
+        parts[0],
+        samples=Blocks.of(runs.first[order], length),
+        source_samples=Blocks.of(runs.row[order], length),
+    )
+
+
+def _by_number(mapping: Mapping, shape: tuple[int, ...]) -> Iterator[Mapping]:
+    """Yield the mappings to numbered sources ("%b") one by one, or the one that it is."""
+    file, dataset, virtual = mapping[:3]
+    if virtual is not None and len(virtual) != len(shape):
         raise NotDirectError("a mapping of another rank")
-    axis = next((a for a, slab in enumerate(virtual) if slab.count == _UNLIMITED), None)
-    if axis is None or not _is_numbered(file, dataset):
-        slabs = [slab.within(extent) for slab, extent in zip(virtual, shape, strict=True)]
-        yield _Mapping(_name(file, None), _name(dataset, None), slabs, source)
+    axis = _unlimited_axis(virtual)
+    if virtual is None or axis is None or not _is_numbered(file, dataset):
+        yield mapping._replace(file=_name(file, None), dataset=_name(dataset, None))
         return
-    start, stride, block = virtual[axis].start, virtual[axis].stride, virtual[axis].block
+    start, stride, _, block = virtual[axis]  # type: ignore[misc]
     if shape[axis] > start + _MAX_NUMBERED * stride:
         raise NotDirectError(f"a virtual dataset of more than {_MAX_NUMBERED} numbered sources")
     for number, begin in enumerate(range(start, shape[axis], stride)):
-        slabs = [slab.within(n) for slab, n in zip(virtual[:axis], shape[:axis], strict=True)]
-        slabs.append(Slab.run(begin, min(begin + block, shape[axis])))
-        rest = zip(virtual[axis + 1 :], shape[axis + 1 :], strict=True)
-        slabs += [slab.within(n) for slab, n in rest]
-        yield _Mapping(_name(file, number), _name(dataset, number), slabs, source)
+        samples = list(virtual)
+        samples[axis] = Slab.run(begin, min(begin + block, shape[axis]))
+        yield Mapping(_name(file, number), _name(dataset, number), samples, mapping.source)
+
+
+def _unlimited_axis(selected: _Selected) -> int | None:
+    """Return the dimension along which blocks follow each other without an end."""
+    for axis, slab in enumerate(selected or ()):
+        if isinstance(slab, _Hyperslab) and slab.num_blocks == _UNLIMITED:
+            return axis
+    return None
+
+
+def _numbered_names(file: str, dataset: str) -> Iterator[tuple[str, str]]:
+    return ((_name(file, number), _name(dataset, number)) for number in itertools.count())
 
 
 def _is_numbered(*names: str) -> bool:
@@ -182,35 +321,71 @@ def _name(pattern: str, number: int | None) -> str:
     return re.sub(r"%(.)", lambda found: str(number) if found[1] == "b" else found[1], pattern)
 
 
-def _hyperslab(space: h5py.h5s.SpaceID) -> list[_Hyperslab] | None:
-    """Return a selection; None: everything is selected."""
+def _selected(space: h5py.h5s.SpaceID) -> _Selected:
+    """Return a selection by dimension; None: everything is selected."""
     kind = space.get_select_type()
     if kind == h5py.h5s.SEL_ALL:
         return None
-    if kind == h5py.h5s.SEL_HYPERSLABS and space.is_regular_hyperslab():
-        return [_Hyperslab(*map(int, d)) for d in zip(*space.get_regular_hyperslab(), strict=True)]
-    raise NotDirectError("a virtual dataset with an irregular mapping")
+    if kind != h5py.h5s.SEL_HYPERSLABS:
+        raise NotDirectError("a virtual dataset with a mapping that is no hyperslab")
+    if space.is_regular_hyperslab():
+        return [*map(_Hyperslab, *space.get_regular_hyperslab())]
+    return _irregular(space)
 
 
-def _part(mapping: _Mapping, whole: DatasetLayout, find: FindSource) -> Part | None:
+def _irregular(space: h5py.h5s.SpaceID) -> list[Slab | Blocks]:
+    """Return an irregular hyperslab by dimension.
+
+    It must be all combinations of what it selects of each dimension, so that their order is that of
+    its elements, too: such as rows, or one region of several rows.
+    """
+    if space.get_select_hyper_nblocks() > _MAX_BLOCKS:
+        raise NotDirectError(f"a virtual dataset with a mapping of more than {_MAX_BLOCKS} blocks")
+    corners = space.get_select_hyper_blocklist()  # (blocks, 2, rank)
+    if corners.max(initial=0) >= 1 << 62:
+        raise NotDirectError("a virtual dataset whose source is smaller than mapped")
+    corners = corners.astype(np.int64)
+    dimensions = [_union(*corners[:, :, d].T) for d in range(corners.shape[2])]
+    if math.prod(selection.size for selection in dimensions) != space.get_select_npoints():
+        raise NotDirectError("a virtual dataset with a mapping of unlike pieces of samples")
+    return dimensions
+
+
+def _union(first: NDArray[np.int64], last: NDArray[np.int64]) -> Slab | Blocks:
+    """Return the indices of all blocks, each once."""
+    order = np.argsort(first, kind="stable")
+    first, end = first[order], np.maximum.accumulate(last[order] + 1)
+    begins = np.concatenate(([True], first[1:] > end[:-1]))
+    first, end = first[begins], end[np.append(begins[1:], True)]
+    length = end - first
+    if first.size > 1 and np.ptp(np.diff(first)) == 0 and np.ptp(length) == 0:
+        return Slab(int(first[0]), int(first[1] - first[0]), first.size, int(length[0]))
+    return Blocks.of(first, length)
+
+
+def _within(selected: _Hyperslab | Slab | Blocks, extent: int) -> Slab | Blocks:
+    """Return the part of a selection that lies within a dimension of some extent."""
+    return selected.within(extent) if isinstance(selected, _Hyperslab) else selected
+
+
+def _part(mapping: Mapping, whole: DatasetLayout, find: FindSource) -> Part | None:
+    """Return the part of a mapping whose numbers are filled in; None: nothing is mapped."""
     axis = whole.sample_axis
-    virtual = mapping.samples or [Slab.run(0, extent) for extent in whole.shape]
-    if any(slab.size == 0 for slab in virtual):
+    selected = mapping.samples or [Slab.run(0, extent) for extent in whole.shape]
+    virtual = [_within(one, extent) for one, extent in zip(selected, whole.shape, strict=True)]
+    if any(one.size == 0 for one in virtual):
         return None
-    if any(slab.end > extent for slab, extent in zip(virtual, whole.shape, strict=True)):
+    if any(one.end > extent for one, extent in zip(virtual, whole.shape, strict=True)):
         raise NotDirectError("a virtual dataset that is smaller than what is mapped to it")
     layout = find(mapping.file, mapping.dataset, 0)
     if layout is None:
         return None
-    source = _source_slabs(mapping, layout)
+    source = _source_selections(mapping, layout)
     if len(source) == len(virtual):
         virtual, source = _cut_alike(mapping, virtual, source)
-        if any(slab.size == 0 for slab in virtual):
+        if any(one.size == 0 for one in virtual):
             return None
-    pairs = _matching([slab.size for slab in virtual], [slab.size for slab in source])
-    source_axis = pairs.get(axis)
-    if source_axis is None:
-        source_axis = next((a for a in range(len(source)) if a not in pairs.values()), None)
+    source_axis = _source_axis(axis, _sizes(virtual), _sizes(source))
     if source_axis:
         layout = find(mapping.file, mapping.dataset, source_axis)
         assert layout is not None
@@ -228,36 +403,37 @@ def _part(mapping: _Mapping, whole: DatasetLayout, find: FindSource) -> Part | N
     )
 
 
-def _source_slabs(mapping: _Mapping, layout: DatasetLayout) -> list[Slab]:
+def _source_selections(mapping: Mapping, layout: DatasetLayout) -> list[Slab | Blocks]:
     if mapping.source is None:
         return [Slab.run(0, extent) for extent in layout.shape]
     if len(mapping.source) != len(layout.shape):
         raise NotDirectError("a virtual dataset whose source has another rank than mapped")
-    slabs = []
-    for hyperslab, extent in zip(mapping.source, layout.shape, strict=True):
-        slab = hyperslab.within(extent)
-        if slab.end > extent:
+    selections = []
+    for selected, extent in zip(mapping.source, layout.shape, strict=True):
+        selection = _within(selected, extent)
+        if selection.end > extent:
             raise NotDirectError("a virtual dataset whose source is smaller than mapped")
-        slabs.append(slab)
-    return slabs
+        selections.append(selection)
+    return selections
 
 
 def _cut_alike(
-    mapping: _Mapping, virtual: list[Slab], source: list[Slab]
-) -> tuple[list[Slab], list[Slab]]:
+    mapping: Mapping, virtual: list[Slab | Blocks], source: list[Slab | Blocks]
+) -> tuple[list[Slab | Blocks], list[Slab | Blocks]]:
     """Cut unlimited selections to what both sides have."""
-    unlimited = [slab.is_unlimited for slab in mapping.source or ()]
     pairs = []
-    for i, (a, b) in enumerate(zip(virtual, source, strict=True)):
+    for taken, a, b in zip(mapping.source or virtual, virtual, source, strict=True):
         size = min(a.size, b.size)
-        is_free = unlimited[i] if unlimited else False
+        is_free = isinstance(taken, _Hyperslab) and taken.is_unlimited
         pairs.append((_first(a, size), _first(b, size)) if is_free else (a, b))
     return [a for a, _ in pairs], [b for _, b in pairs]
 
 
-def _first(slab: Slab, size: int) -> Slab:
+def _first(slab: Slab | Blocks, size: int) -> Slab | Blocks:
     if slab.size == size:
         return slab
+    if isinstance(slab, Blocks):
+        raise NotDirectError("an unlimited mapping of blocks")
     if slab.is_run:
         return Slab.run(slab.start, slab.start + size)
     if size % slab.block:
@@ -265,7 +441,19 @@ def _first(slab: Slab, size: int) -> Slab:
     return Slab(slab.start, slab.stride, size // slab.block, slab.block)
 
 
-def _matching(virtual: list[int], source: list[int]) -> dict[int, int]:
+@lru_cache(maxsize=64)
+def _source_axis(axis: int, virtual: tuple[int, ...], source: tuple[int, ...]) -> int | None:
+    """Return which dimension of a source counts the samples, by the sizes of both selections.
+
+    None: none does, it is one sample.
+    """
+    pairs = _matching(virtual, source)
+    if axis in pairs:
+        return pairs[axis]
+    return next((a for a in range(len(source)) if a not in pairs.values()), None)
+
+
+def _matching(virtual: tuple[int, ...], source: tuple[int, ...]) -> dict[int, int]:
     """Return which dimension of the source each one of the virtual selection is."""
     if virtual == source:
         return dict(enumerate(range(len(source))))
@@ -276,7 +464,9 @@ def _matching(virtual: list[int], source: list[int]) -> dict[int, int]:
     return dict(zip(ours, theirs, strict=True))
 
 
-def _region(slabs: list[Slab], shape: tuple[int, ...], axis: int) -> tuple[slice, ...] | None:
+def _region(
+    slabs: list[Slab | Blocks], shape: tuple[int, ...], axis: int
+) -> tuple[slice, ...] | None:
     """Return what is selected of a row, None for the whole row."""
     rest = [a for a in range(len(shape)) if a != axis]
     if all(slabs[a].is_run and slabs[a].size == shape[a] for a in rest):
@@ -302,11 +492,9 @@ def _require_convertible(stored: np.dtype[Any], wanted: np.dtype[Any]) -> None:
 
 def _require_disjoint(whole: DatasetLayout, parts: list[Part]) -> None:
     """Refuse mappings that overlap: only HDF5 knows which one wins."""
-    by_region: dict[tuple[Any, ...] | None, list[Part]] = {}
+    by_region: dict[Any, list[Part]] = {}
     for part in parts:
-        region = part.region
-        key = None if region is None else tuple((s.start, s.stop, s.step) for s in region)
-        by_region.setdefault(key, []).append(part)
+        by_region.setdefault(region_key(part.region), []).append(part)
     if len(by_region) > _MAX_REGIONS:
         raise NotDirectError(f"a virtual dataset with more than {_MAX_REGIONS} regions of samples")
     groups = [[part.samples for part in group] for group in by_region.values()]
@@ -314,22 +502,22 @@ def _require_disjoint(whole: DatasetLayout, parts: list[Part]) -> None:
     for i, (samples, region) in enumerate(zip(groups, regions, strict=True)):
         shared = _have_common(samples)
         for other, other_region in zip(groups[:i], regions, strict=False):
-            if _overlap(region, other_region, whole.row_shape):
-                shared = shared or _have_common([*samples, *other])
+            if not shared and _overlap(region, other_region, whole.row_shape):
+                shared = _have_common([*samples, *other])
         if shared:
             raise NotDirectError("a virtual dataset whose mappings overlap")
 
 
-def _have_common(slabs: list[Slab]) -> bool:
+def _have_common(selections: Sequence[Slab | Blocks]) -> bool:
     """Tell whether two of some selections share an index; memory grows with blocks, not indices."""
-    slabs = [Slab.run(s.start, s.end) if s.is_run else s for s in slabs if s.size]
-    if sum(slab.count for slab in slabs) > _MAX_BLOCKS:
+    selections = [one for one in selections if one.size]
+    if sum(one.num_blocks for one in selections) > _MAX_BLOCKS:
         raise NotDirectError(f"a virtual dataset with mappings of more than {_MAX_BLOCKS} blocks")
-    starts = [slab.start + np.arange(slab.count) * slab.stride for slab in slabs]
-    start = np.concatenate([np.zeros(0, np.int64), *starts])
-    order = np.argsort(start)
-    end = start + np.repeat([s.block for s in slabs], [s.count for s in slabs])
-    return bool((end[order][:-1] > start[order][1:]).any())
+    if not selections:
+        return False
+    first, length = map(np.concatenate, zip(*(one.blocks() for one in selections), strict=True))
+    order = np.argsort(first)
+    return bool(((first + length)[order][:-1] > first[order][1:]).any())
 
 
 def _overlap(

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from h5async.order.sampling import dealt, keyed_hash, permute, permute_each, rou
 Int64s = NDArray[np.int64]
 
 _BLOCK_SAMPLES = 1024  # computed at a time: fewer would cost about as much
+_MISSING_SAMPLES = 1 << 18  # counted at a time
 _GROUP_SAMPLES = 128  # shuffled among themselves: at least a round, at most what a small window has
 _IN_FLIGHT_SHARE = 1 / 4  # of the memory: for units that batches in preparation need
 
@@ -118,13 +120,23 @@ class WindowOrder:
         size = np.searchsorted(self._delay, rounds, side="right")
         size -= np.searchsorted(self._delay, rounds - count, side="right")
         shorter = np.flatnonzero(counts < self._size)
-        for position in shorter.tolist():
-            missing = self._delay[counts[position] :]
-            size -= np.bincount(position + missing, minlength=size.size)
+        self._subtract_missing(size, shorter, self._size - counts[shorter])
         begin = np.append(0, np.cumsum(size))[:: self._block_rounds]
         total = int(counts.sum())
         begin = begin if begin[-1] == total else np.append(begin, total)
         return _Table(unit, skip, counts, not shorter.size, begin)
+
+    def _subtract_missing(self, size: Int64s, shorter: Int64s, missing: Int64s) -> None:
+        """Subtract, from the sizes of rounds, the samples that shorter units have less."""
+        groups = np.cumsum(missing) // _MISSING_SAMPLES
+        edges = np.flatnonzero(np.diff(groups, prepend=-1, append=-1))
+        for first, last in itertools.pairwise(edges):
+            times = missing[first:last]
+            position = np.repeat(shorter[first:last], times)
+            slot = np.arange(position.size) + np.repeat(self._size - np.cumsum(times), times)
+            begin = position[0]
+            less = np.bincount(position - begin + self._delay[slot])
+            size[begin : begin + less.size] -= less
 
     def _units(self, epoch: int) -> tuple[Int64s, Int64s, Int64s]:
         """Return the units of this piece, in the order in which they start."""

@@ -18,6 +18,7 @@ from h5async.core.frames import FrameFormat, frame_format
 from h5async.core.structures import MAX_RANK
 from h5async.index.geometry import PieceGeometry
 from h5async.index.layout import DatasetLayout
+from h5async.index.slabs import most_runs
 from h5async.plan.plan import needs_scratch
 from h5async.plan.records import ChunkPlan, Int64s, PartsPlan, ReadPlan
 
@@ -159,7 +160,8 @@ def encoded_format(
     assert frame is not None
     pieces = len(first.cross_section)
     samples = first.chunk_shape[first.sample_axis]
-    touched = min(rows, -(-rows // samples) + 2 * len(leaves)) if in_order else rows
+    runs = max(1, sum(most_runs(p.samples, p.source_samples) for p in layout.parts))
+    touched = min(rows, -(-rows // samples) + 2 * runs) if in_order else rows
     nbytes = np.concatenate([leaf.chunks.nbytes for leaf in leaves if leaf.chunks is not None])
     max_chunks = min(touched * pieces, nbytes.size)
     pitch = -(-first.chunk_nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -197,6 +197,7 @@ class Collection:
             shape.kind,
             shape.source_row_nbytes,
             shape.keeps,
+            shape.swaps,
         )
 
     def _hold(self, array: NDArray[Any]) -> int:

@@ -394,6 +394,57 @@ static void fill_rows(const BatchPlan *plan, const Field *f, const Target *targe
     transform_item(plan, f, target, item);
 }
 
+/* Reverse the bytes of each number. */
+static void swap_bytes(uint8_t *at, int64_t nbytes, int64_t number)
+{
+    if (number == 2)
+        for (int64_t i = 0; i < nbytes; i += 2) {
+            uint16_t value;
+            memcpy(&value, at + i, sizeof value);
+            value = __builtin_bswap16(value);
+            memcpy(at + i, &value, sizeof value);
+        }
+    else if (number == 4)
+        for (int64_t i = 0; i < nbytes; i += 4) {
+            uint32_t value;
+            memcpy(&value, at + i, sizeof value);
+            value = __builtin_bswap32(value);
+            memcpy(at + i, &value, sizeof value);
+        }
+    else if (number == 8)
+        for (int64_t i = 0; i < nbytes; i += 8) {
+            uint64_t value;
+            memcpy(&value, at + i, sizeof value);
+            value = __builtin_bswap64(value);
+            memcpy(at + i, &value, sizeof value);
+        }
+}
+
+/* Swap what a piece has put into one row. */
+static void swap_piece(const Piece *piece, int64_t number, uint8_t *row)
+{
+    int64_t index[MAX_RANK] = {0}, a;
+    do {
+        int64_t to = piece->begin;
+        for (a = 0; a < piece->rank; a++)
+            to += index[a] * piece->dims[a].to_stride;
+        swap_bytes(row + to, piece->unit, number);
+        for (a = piece->rank - 1; a >= 0 && ++index[a] == piece->dims[a].extent; a--)
+            index[a] = 0;
+    } while (a >= 0);
+}
+
+static void swap_pieces(const Shape *shape, int32_t cross, const Runs *runs, uint8_t *batch)
+{
+    Piece piece;
+    if (!shape->swaps || !piece_of(&shape->dataset, cross, &piece))
+        return;
+    for (int64_t r = 0; r < runs->count; r++)
+        for (int64_t k = 0; k < runs->length[r]; k++)
+            swap_piece(&piece, shape->swaps,
+                       batch + (runs->position[r] + k) * shape->dataset.row_nbytes);
+}
+
 /* Rows out of the map, transformed on the way: there is no copy between. */
 static int64_t transform_rows(const Work *work, const Field *f, const Target *target,
                               const Pieces *p)
@@ -421,16 +472,20 @@ static int64_t transform_rows(const Work *work, const Field *f, const Target *ta
 static int read_row_item(Work *work, const Field *f, const Target *target, const Item *item)
 {
     const BatchPlan *plan = work->plan;
+    const Shape *shape = &f->shapes[f->layers[item->layer].shape[item->segment]];
     Pieces p = {.offset = plan->offset + item->first_run, .position = plan->position + item->first_run,
                 .count = item->num_runs, .unit = f->row_nbytes, .base = target->raw,
-                .fill = f->shapes[f->layers[item->layer].shape[item->segment]].dataset.fill,
-                .itemsize = f->itemsize};
+                .fill = shape->dataset.fill, .itemsize = f->itemsize};
     int64_t done;
-    if (work->available > 0) {
-        done = f->transform ? transform_rows(work, f, target, &p)
-                            : copy_pieces(work->file, work->w, &p, work->available);
+    if (work->available > 0 && f->transform && !shape->swaps) {
+        done = transform_rows(work, f, target, &p);
     } else {
-        done = work->file->io == IO_MAP ? 0 : pread_pieces(work->file, work->w, &p);
+        if (work->available > 0)
+            done = copy_pieces(work->file, work->w, &p, work->available);
+        else
+            done = work->file->io == IO_MAP ? 0 : pread_pieces(work->file, work->w, &p);
+        for (int64_t i = 0; shape->swaps && i < done; i++)
+            swap_bytes(place_of_piece(&p, i), p.unit, shape->swaps);
         for (int64_t i = 0; f->transform && i < done; i++)
             transform_run(f, target, p.position[i], 1);
     }
@@ -487,6 +542,8 @@ static enum Outcome read_piece(Work *work, const Field *f, const Target *target,
     }
     enum State state = claim == CLAIMED ? TO_TARGET : claim == READY ? IN_TARGET : TO_SCRATCH;
     int is_good = read_chunk(&call, number, cross, &runs, (int)state, kept ? kept->data : NULL);
+    if (is_good)
+        swap_pieces(shape, cross, &runs, target->raw);
     work->last_ns = call.last_ns;
     if (claim == CLAIMED && !is_good)
         work->num_claims--; /* others may try; what was decoded before is good */

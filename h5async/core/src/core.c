@@ -108,6 +108,7 @@ static const Member MEMBERS[] = {
     MEMBER(Shape, kind),
     MEMBER(Shape, source_row_nbytes),
     MEMBER(Shape, keeps),
+    MEMBER(Shape, swaps),
     MEMBER(Layer, first),
     MEMBER(Layer, row),
     MEMBER(Layer, step),

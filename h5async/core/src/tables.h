@@ -14,6 +14,7 @@ typedef struct {
     int64_t kind;                /* enum RowsKind */
     int64_t source_row_nbytes;   /* ROWS: between rows in the file */
     int64_t keeps;               /* whether decoded chunks are kept that a batch takes a part of */
+    int64_t swaps;               /* bytes of numbers that are reversed in the batch; 0: none are */
 } Shape;
 
 typedef struct {
