@@ -13,6 +13,10 @@ import time
 import weakref
 from typing import Protocol
 
+# Imported first: what is registered last runs first at exit, and h5py's function changes what HDF5
+# uses, which threads of ours may be in.
+import h5py  # noqa: F401
+
 EXIT_SECONDS = 10.0  # for work that was begun when the interpreter ends
 
 

@@ -215,3 +215,23 @@ def test_postprocess_may_close_the_reader_whose_work_it_is(every_codec):
             readers[0].get_next_batch()
         readers[0].close()
         assert not open_descriptors(every_codec.parent)
+
+
+def test_readers_are_closed_before_h5py_is():
+    """h5py changes HDF5's tables at exit, which a thread that reads by HDF5 must not be in."""
+    script = (
+        "import atexit\n"
+        "register, names = atexit.register, []\n"
+        "def note(function, *args, **options):\n"
+        "    names.append(f'{function.__module__}.{function.__name__}')\n"
+        "    return register(function, *args, **options)\n"
+        "atexit.register = note\n"
+        "import h5async\n"
+        "ours = names.index('h5async.lifetime.close_all')\n"
+        "theirs = [i for i, name in enumerate(names) if name.startswith('h5py.')]\n"
+        "assert all(i < ours for i in theirs), names  # the last one runs first\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
