@@ -91,7 +91,7 @@ class Core:
         self.open_sources = _function(
             library, "h5async_open_sources", 2, *[c_int64] * 3, c_int32, c_int32
         )
-        self.open_ahead = _function(library, "h5async_open_ahead", 1, c_int64, c_int64)
+        self.open_ahead = _function(library, "h5async_open_ahead", 1, c_int64)
         self.descriptor = _function(library, "h5async_descriptor", 1, c_int64)
         self.restamp = _function(library, "h5async_restamp", 1, *[c_int64] * 4, c_int32)
         self.close_sources = _function(library, "h5async_close_sources", 1)

@@ -38,7 +38,6 @@ from h5async.read.transform import NativeTransform
 
 Int64s = NDArray[np.int64]
 _SOURCE, _ITEM = np.dtype(SourceStruct), np.dtype(ItemStruct)
-_AHEAD = 64  # files are opened ahead before it is asked whether the reader was closed meanwhile
 
 
 class Collection:
@@ -315,11 +314,10 @@ class Collection:
     def open_ahead(self, is_closed: Callable[[], bool]) -> bool:
         """Open the first files, so that they are those that were indexed; False: one is not."""
         count = min(self._num_sources, self._most_files)
-        for start in range(0, count, _AHEAD):
-            stop = min(start + _AHEAD, count)
-            if is_closed() or self._core.open_ahead(self._sources, start, stop) < stop:
-                return False
-        return True
+        return all(
+            not is_closed() and self._core.open_ahead(self._sources, number)
+            for number in range(count)
+        )
 
     def descriptor(self, path: str) -> int | None:
         """Return another descriptor of a file that is open, whatever lies at its path by now."""

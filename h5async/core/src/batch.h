@@ -4,7 +4,7 @@
    other, sorted by source. Then threads take ranges of items, each in one call. An item that cannot
    be done is marked, and left to the Python implementation, which has the words for what is wrong. */
 
-enum { MAX_CLAIMS = 64, ROWS_PER_ITEM = 64, USES_PER_PROBE = 8 };
+enum { MAX_CLAIMS = 64, USES_PER_PROBE = 8, ITEM_NBYTES = 1 << 17 /* of rows, some 10 us */ };
 enum Status { TO_DO = 0, DONE = 1, REFUSED = 2 };
 #define MOST_COST ((int64_t)1 << 40) /* of an item: so the sum of many is a number, too */
 
@@ -161,8 +161,7 @@ static int plan_rows(BatchPlan *plan, const Field *f, int32_t field, int32_t lay
     const Layer *l = &f->layers[layer];
     const Shape *shape = &f->shapes[l->shape[segment]];
     const int64_t row_nbytes = f->row_nbytes, per_chunk = shape->dataset.chunk_samples;
-    int64_t per_item = row_nbytes >= 1 << 16 ? 1 : (1 << 20) / (row_nbytes + 1);
-    per_item = per_item < ROWS_PER_ITEM && row_nbytes < 1 << 16 ? ROWS_PER_ITEM : per_item;
+    int64_t per_item = ITEM_NBYTES / (row_nbytes + 1) + 1;
     if (!grow_rows(plan, plan->num_rows + count))
         return 0;
     for (int64_t done = 0; done < count;) {

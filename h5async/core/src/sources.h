@@ -284,16 +284,12 @@ PUBLIC int64_t h5async_restamp(Sources *sources, int64_t number, int64_t nbytes,
     return 1;
 }
 
-/* Open sources `start` to `stop`, so that they are those that were indexed. Returns the number of
-   the first that is refused, else `stop`. */
-PUBLIC int64_t h5async_open_ahead(Sources *sources, int64_t start, int64_t stop)
+/* Open a source, so that it is the one that was indexed; 0 where it is refused. */
+PUBLIC int64_t h5async_open_ahead(Sources *sources, int64_t number)
 {
-    for (int64_t i = start; i < stop; i++) {
-        File file;
-        Source *s = acquire_source(sources, i, &file);
-        if (s == NULL)
-            return i;
+    File file;
+    Source *s = acquire_source(sources, number, &file);
+    if (s != NULL)
         release_source(sources, s, NO_EVENT);
-    }
-    return stop;
+    return s != NULL;
 }
