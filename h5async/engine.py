@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from h5async import lifetime
@@ -17,7 +17,7 @@ from h5async.config import ReaderConfig
 from h5async.deliver.device import Device, DeviceSlot, find_device
 from h5async.deliver.devicepolicy import DevicePolicy
 from h5async.deliver.host import HostDevice
-from h5async.deliver.slots import SlotRing
+from h5async.deliver.slots import Assignment, SlotRing
 from h5async.errors import (
     ReaderClosedError,
     is_lack_of_memory,
@@ -30,6 +30,7 @@ from h5async.fill.limits import MemoryBudget, wanted_kept_nbytes
 from h5async.fill.pool import THREAD_NAME
 from h5async.fill.records import FillOutcome, FillRequest
 from h5async.fill.resident import Budget, Residency
+from h5async.fill.submissions import Submissions
 from h5async.index.layout import DatasetLayout
 from h5async.order.schedule import Schedule
 from h5async.plan.transform import row_transform
@@ -51,6 +52,19 @@ class Filled(NamedTuple):
     outcome: FillOutcome
     arrays: tuple[Any, ...]
     error: BaseException | None
+
+
+class _Submitted:
+    """Batches that the core has filled, as the ring takes them."""
+
+    def __init__(self, submissions: Submissions) -> None:
+        self.events, self.wait, self.wake = submissions.events, submissions.wait, submissions.wake
+        self._outcome = submissions.outcome
+
+    def result(self, slot: int, serial: int) -> Filled | None:
+        """Return the batch in a slot; None where it is not ready, or a worker has it."""
+        outcome = self._outcome(slot, serial)
+        return None if outcome is None else Filled(outcome, outcome.arrays, None)
 
 
 class Engine:
@@ -78,6 +92,8 @@ class Engine:
         self.has_opened.set()
         self.slots: list[DeviceSlot] = []
         self.device: Device = HostDevice()
+        self._submissions: Submissions | None = None
+        self._may_have_lost = False  # an assignment that was made is not submitted yet
 
     @passing()
     def open(self) -> None:
@@ -157,7 +173,11 @@ class Engine:
                 before_fill=self._wait_writable,
                 on_done=self._on_done,
                 on_crash=self.ring.fail,
+                may_submit=self.device.is_writable_at_once,
             )
+            if filler.submissions is not None:
+                self._submissions = filler.submissions
+                self.ring.completions = _Submitted(filler.submissions)
             filler.start()
         else:
             helper.start(
@@ -210,12 +230,32 @@ class Engine:
 
     def _begin(self) -> None:
         """Have free slots filled with the batches that were asked for."""
-        if self.ring.can_assign():
+        if self._submissions is not None:
+            if self._may_have_lost or self.ring.can_assign():
+                self._submit(self._submissions)
+        elif self.ring.can_assign():
             self._filler.kick()
+
+    def _submit(self, submissions: Submissions) -> None:
+        """Submit batches for free slots; after an exception in here, the next call does it."""
+        may_have_lost = self._may_have_lost
+        self._may_have_lost = True
+        assignments = self.ring.assign()
+        for request in self._requests(self.ring.pending() if may_have_lost else assignments):
+            submissions.submit(request)
+        self._may_have_lost = False
+
+    def _begin_more(self) -> None:
+        """Have slots filled that came free while the consumer waits."""
+        if self._submissions is not None:
+            self._begin()
 
     def _next_requests(self) -> list[FillRequest]:
         """Return which slots are to be filled now, and with what; called in a worker."""
-        requests, assignments = [], self.ring.assign()
+        return self._requests(self.ring.assign())
+
+    def _requests(self, assignments: Sequence[Assignment]) -> list[FillRequest]:
+        requests = []
         course = self.position.course  # or a later one: then what was assigned before is dropped
         schedule = course.schedule
         for slot, serial in assignments:
@@ -260,7 +300,7 @@ class Engine:
         self._begin()
         if not self.has_threads:
             self._fill_here()
-        serial, slot, filled = ring.wait(timeout_seconds)
+        serial, slot, filled = ring.wait(timeout_seconds, self._begin_more)
         if filled.error is None:
             slots[slot].acquire()
         self.counts.waits.note(begin, time.perf_counter())
@@ -369,7 +409,8 @@ class Engine:
             error = out_of_memory(f"{self.config.hdf5_path}: {batch}", error)
         self.ring.filled(request.serial, Filled(outcome, arrays, error))
         del error  # its traceback may have this frame
-        self._begin()
+        if self._submissions is None:  # else the consumer begins others
+            self._begin()
 
     def _uploaded(
         self, request: FillRequest, outcome: FillOutcome

@@ -49,8 +49,8 @@ class Core:
     transform, permute, permute_each
         Its functions. They release the GIL, and may be called from many threads, each with its
         own worker.
-    plan_batch, read_batch and others
-        `read/collection.py` calls them; see the comments in `src/`.
+    plan_batch, read_batch, submit, next and others
+        `read/collection.py` and `read/queue.py` call them; see the comments in `src/`.
     read_encoded
         ``read_encoded(file, worker, offset, nbytes, target, count, base, base_nbytes)`` reads
         ``nbytes[i]`` bytes at ``offset[i]`` of the file to ``base + target[i]`` (int64 arrays),
@@ -69,11 +69,12 @@ class Core:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        library = ctypes.CDLL(str(path))
+        library, brief = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
         try:
             if _members_of(library) != members(structures.STRUCTURES | batch.STRUCTURES):
                 raise OSError(f"{path} was built for another version; install h5async again")
             self._find_functions(library)
+            self._find_brief_functions(brief)
         except AttributeError as error:
             raise OSError(f"{path} is not h5async's core") from error
         functions, self.missing = find_functions()
@@ -104,7 +105,26 @@ class Core:
         )
         self.read_batch = _function(library, "h5async_read_batch", 5, c_int64, c_int64)
         self.free_plan = _function(library, "h5async_free_plan", 1)
+        self.next = _function(library, "h5async_next", 2)
+        self.wait = _function(library, "h5async_wait", 1, c_int64, c_int64)
         self._free = _function(library, "h5async_free", 1)
+
+    def _find_brief_functions(self, library: Any) -> None:
+        """Find those that take less time than to give the GIL away: they keep it."""
+        self.queue_nbytes = _function(library, "h5async_queue_nbytes", 0)
+        self.job_nbytes = _function(library, "h5async_job_nbytes", 0)
+        self.open_queue = _function(library, "h5async_open_queue", 4, *[c_int64] * 4)
+        self.open_job = _function(library, "h5async_open_job", 3, c_int64, c_int64)
+        self.submit = _function(
+            library, "h5async_submit", 1, c_void_p, c_void_p, *[c_int64] * 3, c_int32
+        )
+        self.is_ready = _function(library, "h5async_is_ready", 1, c_int64, c_int64)
+        self.is_planned = _function(library, "h5async_is_planned", 1, c_int64)
+        self.put_ticket = _function(library, "h5async_put_ticket", 1)
+        self.end_queue = _function(library, "h5async_end_queue", 1)
+        self.plan_ns = _function(library, "h5async_plan_ns", 1)
+        self.events = _function(library, "h5async_events", 1)
+        self.wake = _function(library, "h5async_wake", 1)
 
     def filters(self, filters: tuple[Filter, ...]) -> Any | None:
         """Return a pipeline as the core takes it, or None where the core cannot undo it."""

@@ -196,6 +196,11 @@ class CudaDevice:
             for array in arrays:  # C-contiguous, all of them
                 self.gpu.cupy.cuda.runtime.memsetAsync(array.data.ptr, 255, array.nbytes, current)
 
+    @property
+    def is_writable_at_once(self) -> bool:
+        """Return False: what was uploaded from a slot has to be awaited."""
+        return False
+
     def current(self) -> AbstractContextManager[Any]:
         """Return a context in which this GPU is the current one, and its errors are ours."""
         return self.gpu.working("arrays could not be copied")

@@ -66,6 +66,10 @@ class Device(Protocol):
     def free_nbytes(self) -> int:
         """Bytes of device memory that are free now."""
 
+    @property
+    def is_writable_at_once(self) -> bool:
+        """Whether a slot that is free may be filled without `DeviceSlot.wait_writable`."""
+
     def open_slots(
         self,
         count: int,

@@ -144,6 +144,11 @@ class HostDevice:
     def drop_decoders(self, slots: Iterable[DeviceSlot]) -> None:
         """Do nothing."""
 
+    @property
+    def is_writable_at_once(self) -> bool:
+        """Whether a slot that is free may be filled without `HostSlot.wait_writable`."""
+        return self._pinning is None
+
     def current(self) -> AbstractContextManager[Any]:
         """Return a context that does nothing."""
         return nullcontext()

@@ -15,12 +15,13 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from h5async.errors import BatchTimeoutError, H5AsyncError, ReaderClosedError
 from h5async.system.patience import Patience
 
 Result = TypeVar("Result")
+Result_co = TypeVar("Result_co", covariant=True)
 
 
 class Assignment(NamedTuple):
@@ -28,6 +29,22 @@ class Assignment(NamedTuple):
 
     slot: int
     serial: int
+
+
+class Completions(Protocol[Result_co]):
+    """What says that batches are ready without calling `SlotRing.filled`."""
+
+    def result(self, slot: int, serial: int) -> Result_co | None:
+        """Return the batch in a slot; None where it is not ready. Never blocks."""
+
+    def events(self) -> int:
+        """Return a number that changes whenever a batch becomes ready, and by `wake`."""
+
+    def wait(self, seen: int, seconds: float | None) -> bool:
+        """Wait until `events` returns another number than `seen`; return whether it does."""
+
+    def wake(self) -> None:
+        """Have `wait` return. Never blocks."""
 
 
 class _Consumer(NamedTuple):
@@ -70,6 +87,11 @@ class SlotRing(Generic[Result]):
     ----------
     num_slots
         Slots in the ring.
+
+    Attributes
+    ----------
+    completions
+        Says that batches are ready; None: only `filled` does. Set before the first batch.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -84,6 +106,7 @@ class SlotRing(Generic[Result]):
         # Released to wake the consumer. (An exception in the middle of Condition.wait would leave
         # the condition broken.)
         self._waiter: threading.Lock | None = None
+        self.completions: Completions[Result] | None = None
         self._closed = self._at_exit = False
         self._failure: str | None = None
 
@@ -157,8 +180,15 @@ class SlotRing(Generic[Result]):
         entry = self._entries.get(self._consumer.next)
         return entry is not None and entry.is_ready
 
-    def wait(self, timeout_seconds: float | None) -> tuple[int, int, Result]:
+    def wait(
+        self, timeout_seconds: float | None, begin: Callable[[], None] | None = None
+    ) -> tuple[int, int, Result]:
         """Wait for the next batch. It is not taken by that, and can be waited for again.
+
+        Parameters
+        ----------
+        begin
+            Called whenever a slot may have come free meanwhile.
 
         Returns
         -------
@@ -174,20 +204,26 @@ class SlotRing(Generic[Result]):
         H5AsyncError
             If `fail` was called: the batch may never come.
         """
-        patience = Patience(timeout_seconds)
+        patience, others = Patience(timeout_seconds), self.completions
+        wait: Callable[[float | None], bool]
         while True:
+            if others is not None:
+                wait = partial(others.wait, others.events())
+            if begin is not None:
+                begin()
             with self._lock:
                 self.check_open()
                 serial = self._consumer.next
                 entry = self._entries.get(serial)
-                if entry is not None and entry.result is not None:
+                if entry is not None and self._is_done(serial, entry) and entry.result is not None:
                     return serial, entry.slot, entry.result
                 if self._failure is not None:
                     raise H5AsyncError(self._failure)
-                waiter = threading.Lock()
-                waiter.acquire()
-                self._waiter = waiter
-            if not patience.wait(partial(_acquired, waiter)) and patience.is_over:
+                if others is None:
+                    waiter = threading.Lock()
+                    waiter.acquire()
+                    self._waiter, wait = waiter, partial(_acquired, waiter)
+            if not patience.wait(wait) and patience.is_over:
                 raise BatchTimeoutError(
                     f"batch {serial} was not ready within {timeout_seconds} s; call"
                     " get_next_batch() again to go on waiting for it"
@@ -244,6 +280,11 @@ class SlotRing(Generic[Result]):
                 serial += 1
             return assignments
 
+    def pending(self) -> list[Assignment]:
+        """Return all assignments that were made and are not carried out yet."""
+        with self._lock:
+            return [Assignment(e.slot, s) for s, e in self._entries.items() if not e.is_ready]
+
     def _unused_slots(self, free: list[int]) -> list[int]:
         """Add slots that no batch has to `free`, at least one; look through all only rarely."""
         if self._never_given < self._num_slots:
@@ -262,7 +303,8 @@ class SlotRing(Generic[Result]):
                 return
             entry.result = result
             entry.is_ready = True
-            if serial == self._consumer.next:
+            # Where the consumer gives slots out, he waits for those of dropped batches, too.
+            if serial == self._consumer.next or self.completions is not None:
                 self._wake()
 
     def fail(self, error: BaseException) -> None:
@@ -316,11 +358,22 @@ class SlotRing(Generic[Result]):
         for serial, entry in self._entries.items():
             if serial >= following:
                 break
-            if serial != held and entry.is_ready:
+            if serial != held and self._is_done(serial, entry):
                 done.append(serial)
         return done
 
+    def _is_done(self, serial: int, entry: _Entry[Result]) -> bool:
+        """Tell whether a batch is ready, whoever says so. Holds the lock."""
+        if not entry.is_ready and self.completions is not None:
+            result = self.completions.result(entry.slot, serial)
+            if result is not None:
+                entry.result = result
+                entry.is_ready = True
+        return entry.is_ready
+
     def _wake(self) -> None:
+        if self.completions is not None:
+            self.completions.wake()
         waiter, self._waiter = self._waiter, None
         if waiter is not None:
             waiter.release()

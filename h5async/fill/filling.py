@@ -26,6 +26,7 @@ from h5async.fill.postprocess import load_function
 from h5async.fill.reading import BatchReader
 from h5async.fill.records import FillerStats, FillOutcome, FillRequest, SlotFiller, SlotMemory
 from h5async.fill.resident import Budget, HostCache, Residency, open_host_cache
+from h5async.fill.submissions import Submissions
 from h5async.index.layout import DatasetLayout
 from h5async.plan.encoded import EncodedFormat
 from h5async.plan.transform import RowTransform
@@ -62,6 +63,14 @@ class Filler(SlotFiller):
     on_crash
         Called in a worker with an exception that no batch can have: what `next_requests` or
         `on_done` raised. The thread goes on.
+    may_submit
+        Whether the consumer may submit batches himself: nothing has to be done before a slot is
+        filled, and `before_fill` is not called then.
+
+    Attributes
+    ----------
+    submissions
+        Where the consumer submits batches himself; None: threads ask for requests.
 
     Raises
     ------
@@ -86,6 +95,7 @@ class Filler(SlotFiller):
         before_fill: Callable[[int], None],
         on_done: Callable[[FillRequest, FillOutcome], None],
         on_crash: Callable[[BaseException], None],
+        may_submit: bool = False,
     ) -> None:
         self._layouts, several = list(layouts.values()), list(transforms.values())
         self._file = str(self._layouts[0].file)
@@ -114,7 +124,14 @@ class Filler(SlotFiller):
             max(1, num_threads),
             slots,
         )
-        self._pool = WorkPool(num_threads, self._find_work, on_crash)
+        self.submissions: Submissions | None = None
+        queue = self._reader.open_queue() if may_submit and num_threads else None
+        if queue is not None and self._resident is None:
+            needs_python = postprocess is not None or not self._reader.transforms_all
+            self.submissions = Submissions(
+                queue, self._reader, samplings, slots, needs_python=needs_python
+            )
+        self._pool = WorkPool(num_threads, self._find_work, on_crash, self.submissions)
         self._phases = Phases(
             self._pool,
             self._reader,
@@ -128,6 +145,8 @@ class Filler(SlotFiller):
             on_done=on_done,
             take_warnings=self._executors.changes.take_warnings,
         )
+        if self.submissions is not None:
+            self.submissions.resume = self._phases.resume
         self._final_stats: FillerStats | None = None
 
     def start(self) -> None:
@@ -175,8 +194,11 @@ class Filler(SlotFiller):
         """Return what all threads have done so far."""
         if self._final_stats is not None:
             return self._final_stats
+        seconds = self._reader.times.seconds()
+        if self.submissions is not None:
+            seconds["plan"] += self.submissions.plan_seconds()
         return FillerStats(
-            self._reader.times.seconds(),
+            seconds,
             self._reader.counts(),
             self._executors.fallback_reads,
             str(self._cache or "none"),
@@ -215,6 +237,8 @@ class Filler(SlotFiller):
         self._final_stats = self.stats()
         self._reader.close()
         self._phases.close()
+        if self.submissions is not None:
+            self.submissions.close()
         self._residencies.clear()
         self._resident = self._cache = None
         then()

@@ -124,6 +124,15 @@ class Phases:
         works = [partial(self._read, batch, share) for share in shares]
         self._begin(batch, works, self._begin_left)
 
+    def resume(self, request: FillRequest, index: NDArray[np.int64], is_planned: bool) -> None:
+        """Go on with a fill that the core has begun; what it has read is not read once more."""
+        if not is_planned:
+            self.begin(request)
+            return
+        batch = _Fill(request)
+        batch.index, batch.plans = index, self._reader.planned(request.slot)
+        self._go_on(batch, self._begin_left)
+
     def close(self) -> None:
         """Let go of memory, and of functions whose owners hold this object."""
         self.slots = ()  # the caller may still hold a batch; nothing else keeps its memory

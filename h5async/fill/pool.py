@@ -13,6 +13,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 from h5async.errors import ReadError
 from h5async.system.interruptions import interruption
@@ -21,6 +22,16 @@ from h5async.system.patience import Patience
 Work = Callable[[], None]
 
 THREAD_NAME = "h5async"
+
+
+class Tickets(Protocol):
+    """What threads wait for. Safe to use from many threads."""
+
+    def put(self, ticket: bool) -> None:
+        """Have one thread go on: with work of the heap, or, False, to its end. Never blocks."""
+
+    def get(self) -> bool | Work:
+        """Wait for a ticket, or for work that no heap has."""
 
 
 class WorkPool:
@@ -34,6 +45,8 @@ class WorkPool:
         Called by a worker that finds no work: returns pieces of work with their serial numbers.
     on_crash
         Called by a thread with an exception of its work. The thread goes on.
+    tickets
+        What threads wait for; None: a queue that has nothing else.
 
     Attributes
     ----------
@@ -48,6 +61,7 @@ class WorkPool:
         num_threads: int,
         find_work: Callable[[], Sequence[tuple[int, Work]]],
         on_crash: Callable[[BaseException], None],
+        tickets: Tickets | None = None,
     ) -> None:
         self.num_threads = num_threads
         self.is_stopped = False
@@ -64,7 +78,7 @@ class WorkPool:
         self._has_ended = threading.Event()
         # A ticket is a piece of work on the heap or, False, the end. A ThreadPoolExecutor
         # would do, and cost the thread of the caller 15 us more for each batch.
-        self._tickets: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._tickets: Tickets = queue.SimpleQueue() if tickets is None else tickets
         self._threads: list[threading.Thread] = []
 
     def start(self, what: str) -> None:
@@ -144,9 +158,12 @@ class WorkPool:
         if not self._enter():
             return
         try:
-            while self._tickets.get():
+            while (ticket := self._tickets.get()) is not False:
                 try:
-                    self._run_next()
+                    if ticket is True:
+                        self._run_next()
+                    else:
+                        ticket()
                 except BaseException as error:
                     self._on_crash(error)
         finally:

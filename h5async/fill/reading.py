@@ -27,9 +27,9 @@ from h5async.plan.plan import plan_read
 from h5async.plan.records import BatchItems, GatherPlan, IncludedPlan, ReadPlan
 from h5async.plan.shares import PlanSlice
 from h5async.plan.transform import RowTransform
-from h5async.read.collection import SlotBatch
 from h5async.read.execute import Executor
 from h5async.read.executors import Executors
+from h5async.read.queue import BatchQueue, SlotBatch
 from h5async.read.scratch import Scratch, ScratchSize
 from h5async.read.transform import NativeTransform, native_transform
 from h5async.stats import StageTimes, ThreadCounts
@@ -98,6 +98,7 @@ class BatchReader:
     ) -> None:
         self.times = StageTimes()
         self._layouts = layouts
+        self._row_transforms = transforms
         self._transforms = [_transformer(core, transform) for transform in transforms]
         self._cache = cache
         self._factory = executors
@@ -120,6 +121,36 @@ class BatchReader:
         what = f"{layouts[0].file}: scratch of {num_threads} threads, for chunks to be decoded"
         with taking_memory(what, "make num_threads smaller, or store smaller chunks"):
             self._free = deque(self._new_scratch() for _ in range(num_threads))
+
+    def open_queue(self) -> BatchQueue | None:
+        """Return a queue of batches that the core reads alone; None where it does not read all."""
+        if self._collection is None or not all(self._collection.reads) or self._encoded_readers:
+            return None
+        return self._collection.open_queue(self._batches, self._num_threads)
+
+    @property
+    def transforms_all(self) -> bool:
+        """Whether the core makes all rows what is delivered, as it reads them."""
+        return all(
+            done or transform.is_identity
+            for done, transform in zip(
+                self._collection.transforms if self._collection else [],
+                self._row_transforms,
+                strict=True,
+            )
+        )
+
+    def next(self, queue: BatchQueue) -> int:
+        """Read batches of a queue until there is work for Python; see `BatchQueue.next`."""
+        with self._scratch() as scratch:
+            return queue.next(scratch)
+
+    def planned(self, slot: int) -> BatchPlan:
+        """Return the plan that the core has made of a batch in a queue, all fields of it."""
+        assert self._collection is not None
+        count, nbytes = self._batches[slot].plan.num_items, self._batches[slot].plan.nbytes
+        included = [IncludedPlan()] * len(self._layouts)
+        return [*included, BatchItems(slot, count, nbytes // max(1, count))]
 
     def plan(self, index: NDArray[np.int64], slot: int, on_device: bool) -> BatchPlan:
         """Plan how the samples of a batch are read.

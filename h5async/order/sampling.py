@@ -116,14 +116,35 @@ class Sampling:
 
     def batch_at(self, epoch: int, start: int) -> NDArray[np.int64]:
         """Return the samples of this rank's batch in the step that begins at a position."""
+        return self.samples(epoch, *self._dealt_at(start))
+
+    def unpermuted_at(
+        self, epoch: int, start: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.uint64] | None]:
+        """Return the same for the compiled core, which permutes where that takes long.
+
+        Returns
+        -------
+        samples
+            int64 (n,), a new array: sample numbers, or what the permutation maps to these.
+        permutation
+            As of the function `permutation`; None: the samples are what they are.
+        """
+        begin, end = self._dealt_at(start)
+        if self.shuffle != "full" or end - begin < _BLOCK or self.num_samples <= _SORTED_UP_TO:
+            return self.samples(epoch, begin, end), None
+        return np.arange(begin, end), permutation(self.num_samples, self.seed, epoch)
+
+    def _dealt_at(self, start: int) -> tuple[int, int]:
+        """Return begin and end of this rank's positions in the step that begins at a position."""
         rank, size = self.rank, self.batch_size
         left = self.num_samples - start
         if left >= self.step_samples:
-            return self.samples(epoch, start + rank * size, start + (rank + 1) * size)
+            return start + rank * size, start + (rank + 1) * size
         begin, end = dealt(left, rank, self.world_size)
         if begin == end:
             begin, end = rank % left, rank % left + 1
-        return self.samples(epoch, start + begin, start + end)
+        return start + begin, start + end
 
     def samples(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
         """Return the sample numbers at some positions of an epoch's order, as a new array."""
@@ -171,23 +192,39 @@ def permute(
         int64, as many as `positions`; time and memory are proportional to their number (and
         bounded by a constant where there are fewer than 1,024 samples).
     """
-    keys = round_keys(seed, epoch)
     if num_samples <= _SORTED_UP_TO:
+        keys = round_keys(seed, epoch)
         hashes = keyed_hash(np.arange(num_samples, dtype=np.uint64), keys[0], keys[1])
         return np.argsort(hashes, kind="stable")[positions]
-    a = math.isqrt(num_samples - 1) + 1
-    b = -(-num_samples // a)
+    _, a, b, *_ = numbers = permutation(num_samples, seed, epoch)
+    keys = numbers[3:]
     result = positions.astype(np.uint64)
     core = load_core()
     if core is not None:
-        core.permute(address(result), result.size, num_samples, a, b, address(keys))
+        core.permute(address(result), result.size, num_samples, int(a), int(b), address(keys))
         return result.view(np.int64)
-    result = _feistel(result, np.uint64(a), np.uint64(b), keys)
+    result = _feistel(result, a, b, keys)
     outside = np.flatnonzero(result >= num_samples)
     while outside.size:
-        result[outside] = _feistel(result[outside], np.uint64(a), np.uint64(b), keys)
+        result[outside] = _feistel(result[outside], a, b, keys)
         outside = outside[result[outside] >= num_samples]
     return result.astype(np.int64)
+
+
+@functools.lru_cache(maxsize=8)
+def permutation(num_samples: int, seed: int, epoch: int) -> NDArray[np.uint64]:
+    """Return what the permutation of `permute` depends on, of more than `_SORTED_UP_TO` samples.
+
+    Returns
+    -------
+    numpy.ndarray
+        uint64 (9,): the number of samples, the numbers of left and right halves, the keys of the
+        rounds. Callers share the array, and do not change it.
+    """
+    a = math.isqrt(num_samples - 1) + 1
+    b = -(-num_samples // a)
+    head = np.array([num_samples, a, b], np.uint64)
+    return np.concatenate((head, round_keys(seed, epoch)))
 
 
 def permute_each(

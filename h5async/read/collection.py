@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,7 @@ from h5async.index.layout import DatasetLayout
 from h5async.io.keptfiles import affordable_maps
 from h5async.io.maps import IoMode, may_map
 from h5async.io.stamps import FileStamp
+from h5async.read.queue import BatchQueue, SlotBatch
 from h5async.read.scratch import CLOSED, Scratch
 from h5async.read.transform import NativeTransform
 
@@ -309,6 +310,12 @@ class Collection:
     def _items(self, batch: SlotBatch) -> NDArray[Any]:
         return _array(batch.plan.items, batch.plan.num_items, _ITEM)
 
+    def open_queue(self, batches: Sequence[SlotBatch], num_threads: int) -> BatchQueue:
+        """Return a queue of the batches of these slots, for so many threads."""
+        return BatchQueue(
+            self._core, self._fields, self._sources, self.num_samples, batches, num_threads
+        )
+
     # --- files ---------------------------------------------------------------------------------
 
     def open_ahead(self, is_closed: Callable[[], bool]) -> bool:
@@ -353,27 +360,6 @@ class Collection:
         for store in self._stores:
             self._core.free_store(store)
         self._stores.clear()
-
-
-class SlotBatch(NamedTuple):
-    """The plan of a slot's batch, and where its rows go.
-
-    Attributes
-    ----------
-    plan
-        The core's; used again for each batch.
-    targets
-        By field: the slot's memory.
-    rows
-        Rows of that memory.
-    arrays
-        Which the targets point to.
-    """
-
-    plan: BatchPlanStruct
-    targets: Any
-    rows: int
-    arrays: Any
 
 
 def _array(memory: int | None, count: int, dtype: Any) -> NDArray[Any]:

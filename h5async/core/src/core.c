@@ -30,6 +30,7 @@
 #include "store.h"
 #include "tables.h"
 #include "batch.h"
+#include "queue.h"
 #include "frames.h"
 
 PUBLIC void h5async_free(Worker *w)

@@ -1,0 +1,284 @@
+/* Batches wait here to be read, and threads wait for batches.
+
+   The consumer submits a batch, and may wait until another one is ready; neither needs a thread that
+   has Python's lock. A thread that comes for work plans the oldest batch, or reads a range of its
+   plan, and goes back to Python only with what Python has to do: a ticket, or a batch of which
+   something is left.
+
+   Who waits for the consumer's event is woken by a count of all events: whoever looks at the count
+   first, then for what it waits for, and then waits for another count, misses none. */
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#endif
+
+enum { RANGES_PER_THREAD = 2, RANGE_NBYTES = 256 * 1024 /* some 25 us: worth waking a thread for */ };
+enum JobState { NO_JOB = 0, TO_PLAN, IN_PLAN, TO_READ, WITH_PYTHON, READY_JOB };
+enum Next { NEXT_END = -1, NEXT_TICKET = -2 }; /* else the slot of a batch of which work is left */
+
+/* The batch of a slot. */
+typedef struct {
+    BatchPlan *plan;
+    const Target *targets;
+    int64_t *samples; /* the caller's, until the batch is ready */
+    int64_t rows, count;
+    int64_t serial, next_item, under_way, refused, range_nbytes;
+    uint64_t permuted, a, b, keys[ROUNDS]; /* permuted: numbers that are permuted; 0: none are */
+    int32_t state, is_planned, needs_python;
+} Job;
+
+typedef struct {
+    pthread_mutex_t lock;
+    pthread_cond_t work;
+    const Field *fields;
+    Sources *sources;
+    Job *jobs;
+    int64_t num_fields, num_samples, num_jobs, num_threads;
+    int64_t tickets, num_idle, plan_ns;
+    int32_t is_ended;
+    _Atomic int32_t consumers; /* that wait */
+    _Atomic uint32_t events;
+} Queue;
+
+PUBLIC int64_t h5async_queue_nbytes(void)
+{
+    return sizeof(Queue);
+}
+
+PUBLIC int64_t h5async_job_nbytes(void)
+{
+    return sizeof(Job);
+}
+
+/* `queue` and `jobs` are memory of as many bytes as the functions above say, for each slot one job. */
+PUBLIC int64_t h5async_open_queue(Queue *queue, Job *jobs, const Field *fields, Sources *sources,
+                                  int64_t num_fields, int64_t num_samples, int64_t num_jobs,
+                                  int64_t num_threads)
+{
+    *queue = (Queue){.fields = fields, .sources = sources, .jobs = jobs, .num_fields = num_fields,
+                     .num_samples = num_samples, .num_jobs = num_jobs, .num_threads = num_threads};
+    for (int64_t i = 0; i < num_jobs; i++)
+        jobs[i] = (Job){.serial = -1};
+    return pthread_mutex_init(&queue->lock, NULL) == 0 && pthread_cond_init(&queue->work, NULL) == 0;
+}
+
+/* Say where the plan of a slot's batches is, and where their rows go. */
+PUBLIC int64_t h5async_open_job(Queue *queue, BatchPlan *plan, const Target *targets, int64_t slot,
+                                int64_t rows)
+{
+    queue->jobs[slot].plan = plan;
+    queue->jobs[slot].targets = targets;
+    queue->jobs[slot].rows = rows;
+    return 1;
+}
+
+/* Something has happened that the consumer may wait for. */
+PUBLIC int64_t h5async_wake(Queue *queue)
+{
+    atomic_fetch_add(&queue->events, 1);
+#if defined(SYS_futex)
+    if (atomic_load(&queue->consumers))
+        syscall(SYS_futex, &queue->events, FUTEX_WAKE_PRIVATE, INT32_MAX, NULL, NULL, 0);
+#endif
+    return 1;
+}
+
+PUBLIC int64_t h5async_events(Queue *queue)
+{
+    return (int64_t)atomic_load(&queue->events);
+}
+
+/* Wait until the count of events is not `seen` any more, at most so many nanoseconds (below 0:
+   without end), or until a signal comes. */
+PUBLIC int64_t h5async_wait(Queue *queue, int64_t seen, int64_t timeout_ns)
+{
+    atomic_fetch_add(&queue->consumers, 1);
+#if defined(SYS_futex)
+    struct timespec timeout = {.tv_sec = timeout_ns / 1000000000, .tv_nsec = timeout_ns % 1000000000};
+    syscall(SYS_futex, &queue->events, FUTEX_WAIT_PRIVATE, (uint32_t)seen,
+            timeout_ns < 0 ? NULL : &timeout, NULL, 0);
+#else
+    struct timespec moment = {.tv_nsec = 100000}; /* these systems have nothing that signals end */
+    for (int64_t end = now_ns() + (timeout_ns < 0 ? 100000000 : timeout_ns);
+         atomic_load(&queue->events) == (uint32_t)seen && now_ns() < end;)
+        if (nanosleep(&moment, NULL) != 0)
+            break;
+#endif
+    atomic_fetch_sub(&queue->consumers, 1);
+    return atomic_load(&queue->events) != (uint32_t)seen;
+}
+
+/* Submit a batch, or do nothing where it was submitted before. `samples` stays the caller's, and
+   lasts until the batch is ready. `permutation`: their count, a, b and the keys of permute.h, where
+   `samples` has positions that are still to be permuted; else NULL. Returns 0 where the slot has
+   another batch that is not ready. */
+PUBLIC int64_t h5async_submit(Queue *queue, int64_t *samples, const uint64_t *permutation,
+                              int64_t count, int64_t slot, int64_t serial, int32_t needs_python)
+{
+    int is_good = 1;
+    pthread_mutex_lock(&queue->lock);
+    Job *job = &queue->jobs[slot];
+    if (job->serial != serial) {
+        is_good = job->state == NO_JOB || job->state == READY_JOB || job->state == WITH_PYTHON;
+        if (is_good && !queue->is_ended) {
+            job->samples = samples, job->count = count, job->serial = serial;
+            job->permuted = 0;
+            if (permutation != NULL) {
+                job->permuted = permutation[0], job->a = permutation[1], job->b = permutation[2];
+                memcpy(job->keys, permutation + 3, sizeof job->keys);
+            }
+            job->needs_python = needs_python, job->state = TO_PLAN;
+            pthread_cond_signal(&queue->work);
+        }
+    }
+    pthread_mutex_unlock(&queue->lock);
+    return is_good;
+}
+
+/* Whether a batch is ready, and nothing of it was left to Python. */
+PUBLIC int64_t h5async_is_ready(Queue *queue, int64_t slot, int64_t serial)
+{
+    pthread_mutex_lock(&queue->lock);
+    const Job *job = &queue->jobs[slot];
+    int is_ready = job->serial == serial && job->state == READY_JOB;
+    pthread_mutex_unlock(&queue->lock);
+    return is_ready;
+}
+
+/* Have one thread return to Python. */
+PUBLIC int64_t h5async_put_ticket(Queue *queue)
+{
+    pthread_mutex_lock(&queue->lock);
+    queue->tickets++;
+    pthread_cond_signal(&queue->work);
+    pthread_mutex_unlock(&queue->lock);
+    return 1;
+}
+
+/* Have all threads return to Python for good, and those that come later. */
+PUBLIC int64_t h5async_end_queue(Queue *queue)
+{
+    pthread_mutex_lock(&queue->lock);
+    queue->is_ended = 1;
+    pthread_cond_broadcast(&queue->work);
+    pthread_mutex_unlock(&queue->lock);
+    return h5async_wake(queue);
+}
+
+/* Return whether a batch that went to Python was planned. */
+PUBLIC int64_t h5async_is_planned(Queue *queue, int64_t slot)
+{
+    return queue->jobs[slot].is_planned;
+}
+
+PUBLIC int64_t h5async_plan_ns(Queue *queue)
+{
+    pthread_mutex_lock(&queue->lock);
+    int64_t plan_ns = queue->plan_ns;
+    pthread_mutex_unlock(&queue->lock);
+    return plan_ns;
+}
+
+/* The oldest batch that a thread can do something of. Holds the lock. */
+static Job *next_job(Queue *queue)
+{
+    Job *found = NULL;
+    for (int64_t i = 0; i < queue->num_jobs; i++) {
+        Job *job = &queue->jobs[i];
+        int is_open = job->state == TO_PLAN ||
+                      (job->state == TO_READ && job->next_item < job->plan->num_items);
+        if (is_open && (found == NULL || job->serial < found->serial))
+            found = job;
+    }
+    return found;
+}
+
+/* Plan a batch. Holds the lock, but not meanwhile. */
+static void plan_job(Queue *queue, Job *job)
+{
+    job->state = IN_PLAN;
+    pthread_mutex_unlock(&queue->lock);
+    int64_t begin = now_ns();
+    if (job->permuted)
+        h5async_permute((uint64_t *)job->samples, job->count, job->permuted, job->a, job->b,
+                        job->keys);
+    job->is_planned = h5async_plan_batch(job->plan, queue->fields, job->targets, queue->num_fields,
+                                         job->samples, job->count, job->rows, queue->num_samples,
+                                         queue->num_threads) == 1;
+    int64_t ranges = RANGES_PER_THREAD * queue->num_threads;
+    job->range_nbytes = job->plan->nbytes / ranges;
+    if (job->range_nbytes < RANGE_NBYTES)
+        job->range_nbytes = RANGE_NBYTES;
+    pthread_mutex_lock(&queue->lock);
+    queue->plan_ns += now_ns() - begin;
+    job->next_item = job->is_planned ? 0 : job->plan->num_items;
+    job->under_way = job->refused = 0;
+    job->state = TO_READ;
+}
+
+/* Read a range of a plan. Holds the lock, but not meanwhile. Returns whether the reader is closed. */
+static int read_range(Queue *queue, Job *job, Worker *w)
+{
+    const BatchPlan *plan = job->plan;
+    int64_t start = job->next_item, stop = start, nbytes = 0;
+    while (stop < plan->num_items && nbytes < job->range_nbytes)
+        nbytes += plan->items[stop++].nbytes;
+    if (start == stop)
+        return 0;
+    job->next_item = stop;
+    job->under_way++;
+    if (stop < plan->num_items && queue->num_idle)
+        pthread_cond_signal(&queue->work); /* that thread will wake the next one */
+    pthread_mutex_unlock(&queue->lock);
+    int64_t refused = h5async_read_batch(job->plan, queue->fields, job->targets, queue->sources, w,
+                                         start, stop);
+    pthread_mutex_lock(&queue->lock);
+    job->under_way--;
+    if (refused > 0)
+        job->refused += refused;
+    return refused < 0;
+}
+
+/* Do work that needs no Python, until there is some that does; say which. Many threads call this,
+   each with a worker of its own. */
+PUBLIC int64_t h5async_next(Queue *queue, Worker *w)
+{
+    int64_t next = NEXT_END;
+    pthread_mutex_lock(&queue->lock);
+    while (!queue->is_ended) {
+        if (queue->tickets) {
+            queue->tickets--;
+            next = NEXT_TICKET;
+            break;
+        }
+        Job *job = next_job(queue);
+        if (job == NULL) {
+            queue->num_idle++;
+            pthread_cond_wait(&queue->work, &queue->lock);
+            queue->num_idle--;
+            continue;
+        }
+        if (job->state == TO_PLAN)
+            plan_job(queue, job);
+        if (read_range(queue, job, w)) {
+            while (!queue->is_ended) /* it will be, right now */
+                pthread_cond_wait(&queue->work, &queue->lock);
+            break;
+        }
+        if (job->next_item < job->plan->num_items || job->under_way)
+            continue;
+        if (!job->is_planned || job->refused || job->needs_python) {
+            job->state = WITH_PYTHON;
+            next = job - queue->jobs;
+            break;
+        }
+        job->state = READY_JOB;
+        h5async_wake(queue);
+    }
+    if (queue->is_ended)
+        next = NEXT_END;
+    pthread_mutex_unlock(&queue->lock);
+    w->returned_ns = now_ns();
+    return next;
+}

@@ -1,0 +1,145 @@
+"""Has batches filled by the core alone: from the request to the filled slot without Python.
+
+A `FillRequest` enters in the thread of the consumer, which computes its sample numbers and submits
+it to the core's queue. Where nothing is left to Python, the batch is taken from its slot when the
+core says that it is ready; no other thread has run any Python for it. Where something is left
+(what the core cannot decode, a transform, `postprocess`), a thread of the pool goes on with it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.fill.dataset import Samplings
+from h5async.fill.pool import Tickets, Work
+from h5async.fill.reading import BatchReader
+from h5async.fill.records import FillOutcome, FillRequest, SlotMemory
+from h5async.read.queue import END, TICKET, BatchQueue
+
+# Called with a request, its sample numbers, and whether it was planned.
+Resume = Callable[[FillRequest, NDArray[np.int64], bool], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Submission:
+    """What was submitted last for a slot; the core writes to `samples` until it is ready."""
+
+    request: FillRequest
+    samples: NDArray[np.int64]
+    permutation: NDArray[np.uint64] | None
+
+
+class Submissions(Tickets):
+    """Batches that the core fills. Safe to use from many threads.
+
+    Parameters
+    ----------
+    queue
+        Of the core.
+    reader
+        Lends scratch memory to threads.
+    samplings
+        The orders of samples that requests are of.
+    slots
+        Memory of each slot.
+    needs_python
+        Whether something is left to do of every batch.
+    """
+
+    def __init__(
+        self,
+        queue: BatchQueue,
+        reader: BatchReader,
+        samplings: Samplings,
+        slots: Sequence[SlotMemory],
+        *,
+        needs_python: bool,
+    ) -> None:
+        self._queue = queue
+        self._reader = reader
+        self._samplings = samplings
+        self._slots = slots
+        self._needs_python = needs_python
+        self._latest: list[_Submission | None] = [None] * len(slots)
+        self._lock = threading.RLock()
+        self.resume: Resume = _do_nothing  # goes on with a batch of which something is left
+
+    # --- the consumer's calls ---------------------------------------------------------------------
+
+    def submit(self, request: FillRequest) -> None:
+        """Have a batch filled. Never blocks; submitted once more, it is not filled once more."""
+        slot, serial = request.slot, request.serial
+        with self._lock:
+            latest = self._latest[slot]
+            if latest is None or latest.request.serial != serial:
+                sampling = self._samplings.at(request.order)
+                samples = sampling.unpermuted_at(request.epoch, request.start)
+                latest = self._latest[slot] = _Submission(request, *samples)
+            self._queue.submit(
+                slot,
+                serial,
+                latest.samples,
+                latest.permutation,
+                needs_python=self._needs_python,
+            )
+
+    def outcome(self, slot: int, serial: int) -> FillOutcome | None:
+        """Return a batch that the core has filled; None where it is not ready, or Python has it."""
+        if self._needs_python or not self._queue.is_ready(slot, serial):
+            return None
+        latest = self._latest[slot]
+        if latest is None:
+            return None  # the filler has ended meanwhile
+        index = latest.samples
+        return FillOutcome(index, tuple([out[: index.size] for out in self._slots[slot].out]))
+
+    def events(self) -> int:
+        """Return a number that changes whenever a batch becomes ready, and by `wake`."""
+        return self._queue.events()
+
+    def wait(self, seen: int, seconds: float | None) -> bool:
+        """Wait until `events` returns another number than `seen`; return whether it does."""
+        return self._queue.wait(seen, seconds)
+
+    def wake(self) -> None:
+        """Wake who waits. Never blocks."""
+        self._queue.wake()
+
+    # --- the pool's calls -------------------------------------------------------------------------
+
+    def put(self, ticket: bool) -> None:
+        """Have one thread go on with work of the pool's heap; False: have all of them end."""
+        if ticket:
+            self._queue.put_ticket()
+        else:
+            self._queue.end()
+
+    def get(self) -> bool | Work:
+        """Fill batches until there is work for Python."""
+        found = self._reader.next(self._queue)
+        if found in (END, TICKET):
+            return found == TICKET
+        latest = self._latest[found]
+        assert latest is not None
+        planned = self._queue.is_planned(found)
+        return partial(self.resume, latest.request, latest.samples, planned)
+
+    def plan_seconds(self) -> float:
+        """Return how long plans were made, summed up over all threads."""
+        return self._queue.plan_seconds()
+
+    def close(self) -> None:
+        """Let go of memory and functions. No thread is at work. Idempotent."""
+        self.resume = _do_nothing
+        self._slots = ()
+        self._latest = [None] * len(self._latest)
+
+
+def _do_nothing(*_: object) -> None:
+    pass

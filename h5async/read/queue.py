@@ -1,0 +1,182 @@
+"""The core's queue: batches that are read without Python, and threads that wait for them.
+
+Sample numbers enter, in the thread of the consumer; rows leave, in the memory of slots. The threads
+are Python's, and wait and work in one call of the core, without the GIL. They come back only for
+what Python has to do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.core.batch import BatchPlanStruct, FieldStruct
+from h5async.core.binding import Core, address
+from h5async.read.scratch import Scratch
+
+Int64s = NDArray[np.int64]
+Uint64s = NDArray[np.uint64]
+
+END, TICKET = -1, -2  # what `BatchQueue.next` returns, if not a slot
+
+
+class SlotBatch(NamedTuple):
+    """The plan of a slot's batch, and where its rows go.
+
+    Attributes
+    ----------
+    plan
+        The core's; used again for each batch.
+    targets
+        By field: the slot's memory.
+    rows
+        Rows of that memory.
+    arrays
+        Which the targets point to.
+    """
+
+    plan: BatchPlanStruct
+    targets: Any
+    rows: int
+    arrays: Any
+
+
+class BatchQueue:
+    """Batches to be read, of which each slot has one at most. Safe to use from many threads.
+
+    Its memory lasts as long as this object, and so as long as any call.
+
+    Parameters
+    ----------
+    core
+        The compiled core.
+    fields, sources
+        Tables, as the core takes them; their owner closes them after the last call of `next`.
+    num_samples
+        Samples of the dataset.
+    batches
+        Of each slot: its plan, and where its rows go.
+    num_threads
+        That will call `next`.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        fields: ctypes.Array[FieldStruct],
+        sources: Any,
+        num_samples: int,
+        batches: Sequence[SlotBatch],
+        num_threads: int,
+    ) -> None:
+        self._core = core
+        self._keep = fields, sources, batches
+        self._jobs = ctypes.create_string_buffer(core.job_nbytes() * len(batches))
+        self._queue = ctypes.create_string_buffer(core.queue_nbytes())
+        core.open_queue(
+            self._queue,
+            self._jobs,
+            fields,
+            sources,
+            len(fields),
+            num_samples,
+            len(batches),
+            num_threads,
+        )
+        for slot, batch in enumerate(batches):
+            for target in batch.targets:
+                target.is_wanted = True
+            plan = ctypes.byref(batch.plan)
+            core.open_job(self._queue, plan, batch.targets, slot, batch.rows)
+
+    # --- the consumer's calls ---------------------------------------------------------------------
+
+    def submit(
+        self,
+        slot: int,
+        serial: int,
+        samples: Int64s,
+        permutation: Uint64s | None,
+        *,
+        needs_python: bool,
+    ) -> None:
+        """Have a batch read. Never blocks; submitted once more, it is not read once more.
+
+        Parameters
+        ----------
+        slot, serial
+            Where it goes, and its serial number. The slot's last batch is ready.
+        samples
+            int64 (n,), C-contiguous: sample numbers, as many as the slot has rows at most; the
+            caller keeps the array until the batch is ready.
+        permutation
+            What `order.sampling.permutation` returned, where `samples` has positions, which are
+            mapped to sample numbers in place; None: it has these.
+        needs_python
+            Whether a thread is to return from `next` with it when its rows are read.
+        """
+        by = None if permutation is None else address(permutation)
+        taken = self._core.submit(
+            self._queue, address(samples), by, samples.size, slot, serial, needs_python
+        )
+        assert taken, f"slot {slot} is in use"
+
+    def is_ready(self, slot: int, serial: int) -> bool:
+        """Tell whether all rows of a batch are there, with nothing left to Python."""
+        return bool(self._core.is_ready(self._queue, slot, serial))
+
+    def events(self) -> int:
+        """Return the number of events so far: batches that became ready, and calls of `wake`."""
+        return int(self._core.events(self._queue))
+
+    def wait(self, seen: int, seconds: float | None) -> bool:
+        """Wait until `events` returns another number than `seen`, a signal comes, or time is over.
+
+        Returns
+        -------
+        bool
+            Whether it returns another one.
+        """
+        timeout_ns = -1 if seconds is None else int(min(seconds, 1e9) * 1e9)
+        return bool(self._core.wait(self._queue, seen, timeout_ns))
+
+    def wake(self) -> None:
+        """Wake who waits. Never blocks."""
+        self._core.wake(self._queue)
+
+    # --- the threads' calls -----------------------------------------------------------------------
+
+    def next(self, scratch: Scratch) -> int:
+        """Read batches until there is work for Python.
+
+        Returns
+        -------
+        int
+            `END`, `TICKET`, or the slot of a batch of which work is left.
+        """
+        worker = scratch.worker(self._core)
+        found = int(self._core.next(self._queue, ctypes.byref(worker.struct)))
+        worker.note_return()
+        return found
+
+    def is_planned(self, slot: int) -> bool:
+        """Tell whether the batch that `next` returned was planned."""
+        return bool(self._core.is_planned(self._queue, slot))
+
+    # --- the pool's calls -------------------------------------------------------------------------
+
+    def put_ticket(self) -> None:
+        """Have one thread return from `next`. Never blocks."""
+        self._core.put_ticket(self._queue)
+
+    def end(self) -> None:
+        """Have all threads return from `next` as soon as they can, and wake who waits."""
+        self._core.end_queue(self._queue)
+
+    def plan_seconds(self) -> float:
+        """Return how long plans were made, summed up over all threads."""
+        return int(self._core.plan_ns(self._queue)) / 1e9
