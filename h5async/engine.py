@@ -231,8 +231,7 @@ class Engine:
     def _begin(self) -> None:
         """Have free slots filled with the batches that were asked for."""
         if self._submissions is not None:
-            if self._may_have_lost or self.ring.can_assign():
-                self._submit(self._submissions)
+            self._submit(self._submissions)
         elif self.ring.can_assign():
             self._filler.kick()
 
@@ -241,8 +240,11 @@ class Engine:
         may_have_lost = self._may_have_lost
         self._may_have_lost = True
         assignments = self.ring.assign()
-        for request in self._requests(self.ring.pending() if may_have_lost else assignments):
-            submissions.submit(request)
+        if may_have_lost:
+            assignments = self.ring.pending()
+        if assignments:
+            for request in self._requests(assignments):
+                submissions.submit(request)
         self._may_have_lost = False
 
     def _begin_more(self) -> None:

@@ -99,6 +99,7 @@ class Core:
         self.new_store = _function(library, "h5async_new_store", 0, c_int64, c_int64)
         self.new_store.restype = c_void_p
         self.clear_store = _function(library, "h5async_clear_store", 1)
+        self.most_kept = _function(library, "h5async_most_kept", 1)
         self.free_store = _function(library, "h5async_free_store", 1)
         self.plan_batch = _function(
             library, "h5async_plan_batch", 3, c_int64, c_void_p, *[c_int64] * 4

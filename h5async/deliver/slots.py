@@ -133,9 +133,9 @@ class SlotRing(Generic[Result]):
         """Ask for one batch more; return its serial. Never blocks."""
         with self._lock:
             self.check_open()
-            consumer = self._consumer
-            self._consumer = consumer._replace(asked=consumer.asked + 1)
-            return consumer.asked
+            following, asked, *others = self._consumer
+            self._consumer = _Consumer(following, asked + 1, *others)
+            return asked
 
     def skip_to(self, serial: int, *, read_ahead: bool) -> None:
         """Drop all batches before `serial`; `read_ahead`: keep free slots filling from now on."""
@@ -171,9 +171,8 @@ class SlotRing(Generic[Result]):
         """Give the slot in use back, and see that at least one batch is asked for."""
         with self._lock:
             self.check_open()
-            consumer = self._consumer
-            asked = max(consumer.asked, consumer.next + 1)
-            self._consumer = consumer._replace(asked=asked, held=None)
+            following, asked, _, *others = self._consumer
+            self._consumer = _Consumer(following, max(asked, following + 1), None, *others)
 
     def is_ready(self) -> bool:
         """Tell whether the next batch can be taken without waiting."""
@@ -188,7 +187,7 @@ class SlotRing(Generic[Result]):
         Parameters
         ----------
         begin
-            Called whenever a slot may have come free meanwhile.
+            Called after each wait: a slot may have come free meanwhile.
 
         Returns
         -------
@@ -209,8 +208,6 @@ class SlotRing(Generic[Result]):
         while True:
             if others is not None:
                 wait = partial(others.wait, others.events())
-            if begin is not None:
-                begin()
             with self._lock:
                 self.check_open()
                 serial = self._consumer.next
@@ -228,6 +225,8 @@ class SlotRing(Generic[Result]):
                     f"batch {serial} was not ready within {timeout_seconds} s; call"
                     " get_next_batch() again to go on waiting for it"
                 )
+            if begin is not None:
+                begin()
 
     def take(self, serial: int, *, forget: bool = False) -> None:
         """Put the batch that was waited for in use; `forget`: keep no reference to its result."""
@@ -235,7 +234,8 @@ class SlotRing(Generic[Result]):
             entry = self._entries.get(serial)
             if forget and entry is not None:
                 entry.result = None
-            self._consumer = self._consumer._replace(next=serial + 1, held=serial)
+            _, asked, _, *others = self._consumer
+            self._consumer = _Consumer(serial + 1, asked, serial, *others)
 
     def put_back(self, serial: int, result: Result) -> None:
         """Undo `take`, whether or not it was done: the batch is the next one again."""

@@ -294,7 +294,9 @@ def _window_nbytes(
         return 0
     from h5async.order.window import kept_nbytes
 
-    return kept_nbytes(layout, layouts, config.window_bytes)
+    nbytes = kept_nbytes(layout, layouts, config.window_bytes)
+    least = min((source.chunk_nbytes for source in layout.leaves() if source.filters), default=0)
+    return nbytes + nbytes // max(1, least) * KEPT_OVERHEAD_NBYTES
 
 
 def _sum(shares: Iterable[_Share]) -> int:

@@ -102,9 +102,9 @@ class BatchReader:
         self._transforms = [_transformer(core, transform) for transform in transforms]
         self._cache = cache
         self._factory = executors
-        self._executors: list[Executor] = executors.make()
         self._num_threads = num_threads
         self._collection = executors.open_collection(self._at_once(slots[0]))
+        self._executors: list[Executor] = executors.make()
         self._batches: list[SlotBatch] = []
         if self._collection is not None:
             self._batches = [self._collection.new_batch(slot.raw, slot.out) for slot in slots]

@@ -160,6 +160,10 @@ class Sampling:
         # Small batches are cut from blocks: a block costs little more than a batch of 32.
         first, last = start // _BLOCK, max(start, stop - 1) // _BLOCK
         key = (self.num_samples, self.seed, epoch)
+        if first == last:
+            return _permuted_block(*key, first)[
+                start - first * _BLOCK : stop - first * _BLOCK
+            ].copy()
         blocks = [_permuted_block(*key, number) for number in range(first, last + 1)]
         return np.concatenate(blocks)[start - first * _BLOCK : stop - first * _BLOCK]
 

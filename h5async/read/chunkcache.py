@@ -15,6 +15,8 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.core.batch import KEPT_OVERHEAD_NBYTES
+
 Bytes = NDArray[np.uint8]
 
 LEAST_KEPT = 2  # chunks: where two batches share one, the later batch finds it
@@ -92,7 +94,7 @@ class ChunkCache:
         if data is None:
             return None, False
         entry = self._entries[key] = _Entry(data)
-        self._nbytes += nbytes
+        self._nbytes += _cost(nbytes)
         return entry, True
 
     def _publish(self, entry: _Entry) -> None:
@@ -106,20 +108,21 @@ class ChunkCache:
 
         None: there is none to be had. The caller adds it to what is kept.
         """
-        surplus = self._nbytes + nbytes - max(self._budget_nbytes, LEAST_KEPT * nbytes)
+        cost = _cost(nbytes)
+        surplus = self._nbytes + cost - max(self._budget_nbytes, LEAST_KEPT * cost)
         unused = []
         for key, entry in self._entries.items():
             if surplus <= 0:
                 break
             if not entry.users:
                 unused.append(key)
-                surplus -= entry.data.size
+                surplus -= _cost(entry.data.size)
         if surplus > 0:
             return None
         data = None
         for key in unused:
             data = self._entries.pop(key).data
-            self._nbytes -= data.size
+            self._nbytes -= _cost(data.size)
         if data is not None and data.size == nbytes:
             return data
         try:
@@ -131,5 +134,9 @@ class ChunkCache:
         with self._changed:
             entry.users -= 1
             if not entry.is_ready and self._entries.get(key) is entry:
-                self._nbytes -= self._entries.pop(key).data.size
+                self._nbytes -= _cost(self._entries.pop(key).data.size)
             self._changed.notify_all()
+
+
+def _cost(nbytes: int) -> int:
+    return nbytes + KEPT_OVERHEAD_NBYTES

@@ -78,7 +78,6 @@ class Collection:
         self._num_fields = len(layouts)
         # Fields of which it reads something.
         self.reads = [table is not None and table.can_read for table in tables]
-        self._stores: list[int] = []
         self._numbers: dict[str, list[int]] = {}
         for i, source in enumerate(builder.sources):
             if source.values is None:
@@ -161,7 +160,6 @@ class Collection:
             struct.store = self._core.new_store(kept_nbytes, least)
             if not struct.store:
                 raise MemoryError("no memory is left for decoded chunks")
-            self._stores.append(struct.store)
 
     def _layer(self, layer: Layer) -> LayerStruct:
         names = ("first", "row", "step", "shape", "source", "begin", "count", "is_sparse")
@@ -348,8 +346,14 @@ class Collection:
 
     def forget_chunks(self) -> None:
         """Forget all chunks that are kept decoded, because a file has changed."""
-        for store in self._stores:
-            self._core.clear_store(store)
+        for struct in self._fields:
+            if struct.store:
+                self._core.clear_store(struct.store)
+
+    def most_kept_nbytes(self) -> list[int]:
+        """Return, by field, the bytes of decoded chunks that were kept at most so far."""
+        stores = (struct.store for struct in self._fields)
+        return [int(self._core.most_kept(store)) if store else 0 for store in stores]
 
     def close(self) -> None:
         """Close the files and free what is kept; nobody uses any of it. Idempotent."""
@@ -357,9 +361,8 @@ class Collection:
             self._core.free_plan(ctypes.byref(batch.plan))
         self._batches.clear()
         self._core.close_sources(self._sources)
-        for store in self._stores:
-            self._core.free_store(store)
-        self._stores.clear()
+        for struct in self._fields:
+            self._core.free_store(ctypes.addressof(struct) + FieldStruct.store.offset)
 
 
 def _array(memory: int | None, count: int, dtype: Any) -> NDArray[Any]:

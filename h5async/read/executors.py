@@ -130,8 +130,9 @@ class Executors:
     def make(self) -> list[Executor]:
         """Make an executor for each field, with caches of decoded chunks that are empty."""
         # Where the core keeps decoded chunks, what is left to Python need not.
-        kept = self._kept_nbytes if self._core is None else [0] * len(self._layouts)
-        self._caches[:] = [ChunkCache(nbytes) for nbytes in kept]
+        reads = [any(c.reads[i] for c in self._collections) for i in range(len(self._layouts))]
+        kept = zip(self._kept_nbytes, reads, strict=True)
+        self._caches[:] = [ChunkCache(0 if is_read else nbytes) for nbytes, is_read in kept]
         pairs = zip(self._layouts, self._caches, strict=True)
         return [self._executor(layout, cache) for layout, cache in pairs]
 

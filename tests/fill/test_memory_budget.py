@@ -426,7 +426,7 @@ def fail_on(monkeypatch: pytest.MonkeyPatch, module: str, numbers: set[int]) -> 
 
 
 def test_a_chunk_for_which_there_is_no_memory_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, scratch, decoded = ChunkCache(4 * 8), np.empty(8, np.uint8), []
+    cache, scratch, decoded = ChunkCache(4 * (8 + KEPT_OVERHEAD_NBYTES)), np.empty(8, np.uint8), []
     fail_on(monkeypatch, "h5async.read.chunkcache", {1})
     seen = []
     for number in (1, 2, 1, 2, 1, 2):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from h5async import AsyncReader
+from h5async.core.batch import KEPT_OVERHEAD_NBYTES
 from h5async.read.chunkcache import ChunkCache
 from h5async.read.pipeline import FilterPipeline
 
@@ -34,7 +35,7 @@ def use(cache, place, decoded, nbytes=8):
 
 
 def test_what_was_used_last_is_kept():
-    cache, decoded = ChunkCache(3 * 8), []
+    cache, decoded = ChunkCache(3 * (8 + KEPT_OVERHEAD_NBYTES)), []
     for place in (1, 2, 3, 1, 4, 1, 3, 2):
         use(cache, place, decoded)
     assert decoded == [1, 2, 3, 4, 2]
@@ -48,13 +49,13 @@ def test_two_chunks_are_kept_whatever_the_budget():
 
 
 def test_a_buffer_is_used_again():
-    cache = ChunkCache(2 * 8)
+    cache = ChunkCache(2 * (8 + KEPT_OVERHEAD_NBYTES))
     first = {use(cache, place, []) for place in (1, 2)}
     assert {use(cache, place, []) for place in (3, 4)} == first
 
 
 def test_chunks_of_several_sizes_share_one_budget():
-    cache, decoded = ChunkCache(100), []
+    cache, decoded = ChunkCache(100 + 2 * KEPT_OVERHEAD_NBYTES), []
     for place, nbytes in ((1, 60), (2, 30), (1, 60), (3, 50), (2, 30), (1, 60)):
         use(cache, place, decoded, nbytes)
     assert decoded == [1, 2, 3, 2, 1]

@@ -116,7 +116,7 @@ PUBLIC int64_t h5async_wait(Queue *queue, int64_t seen, int64_t timeout_ns)
 PUBLIC int64_t h5async_submit(Queue *queue, int64_t *samples, const uint64_t *permutation,
                               int64_t count, int64_t slot, int64_t serial, int32_t needs_python)
 {
-    int is_good = 1;
+    int is_good = 1, is_new = 0;
     pthread_mutex_lock(&queue->lock);
     Job *job = &queue->jobs[slot];
     if (job->serial != serial) {
@@ -129,10 +129,12 @@ PUBLIC int64_t h5async_submit(Queue *queue, int64_t *samples, const uint64_t *pe
                 memcpy(job->keys, permutation + 3, sizeof job->keys);
             }
             job->needs_python = needs_python, job->state = TO_PLAN;
-            pthread_cond_signal(&queue->work);
+            is_new = 1;
         }
     }
     pthread_mutex_unlock(&queue->lock);
+    if (is_new) /* out of the lock, which the thread needs at once */
+        pthread_cond_signal(&queue->work);
     return is_good;
 }
 

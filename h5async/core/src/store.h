@@ -24,6 +24,7 @@ typedef struct {
     int64_t num_buckets; /* a power of two */
     Kept *newest, *oldest;
     int64_t nbytes, budget_nbytes;
+    int64_t chunk_nbytes, most_chunk_nbytes; /* without KEPT_OVERHEAD: now, and at most so far */
 } Store;
 
 static Kept **bucket_of(Store *store, uint64_t key)
@@ -63,6 +64,7 @@ static void drop_kept(Store *store, Kept *kept)
     *at = kept->next;
     unlink_kept(store, kept);
     store->nbytes -= kept->nbytes + KEPT_OVERHEAD;
+    store->chunk_nbytes -= kept->nbytes;
     kept->is_dropped = 1;
 }
 
@@ -123,6 +125,9 @@ static enum Claim claim_chunk(Store *store, uint64_t key, int64_t nbytes, int wa
             *bucket = kept;
             put_newest(store, kept);
             store->nbytes += nbytes + KEPT_OVERHEAD;
+            store->chunk_nbytes += nbytes;
+            if (store->chunk_nbytes > store->most_chunk_nbytes)
+                store->most_chunk_nbytes = store->chunk_nbytes;
             claim = CLAIMED;
         }
     } else if (kept->state == CLAIMED) {
@@ -190,9 +195,22 @@ PUBLIC int64_t h5async_clear_store(Store *store)
     return 1;
 }
 
-/* Nobody uses any of it. */
-PUBLIC int64_t h5async_free_store(Store *store)
+/* Bytes of chunks that it has held at most. */
+PUBLIC int64_t h5async_most_kept(Store *store)
 {
+    pthread_mutex_lock(&store->lock);
+    int64_t most = store->most_chunk_nbytes;
+    pthread_mutex_unlock(&store->lock);
+    return most;
+}
+
+/* Nobody uses any of it. It is freed once, however often this is called. */
+PUBLIC int64_t h5async_free_store(Store **stored)
+{
+    Store *store = *stored;
+    *stored = NULL;
+    if (store == NULL)
+        return 1;
     h5async_clear_store(store);
     pthread_mutex_destroy(&store->lock);
     pthread_cond_destroy(&store->published);
