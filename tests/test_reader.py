@@ -836,6 +836,7 @@ def test_threads_share_the_work_of_one_batch(
         read(self, *arguments)
 
     monkeypatch.setattr(BatchReader, "read", meet_first)
+    monkeypatch.setattr(BatchReader, "open_queue", lambda self: None)
     num_dim = int(field == "columns")
     with AsyncReader(
         hdf5_path=wide,
@@ -1247,6 +1248,7 @@ def read(self, *arguments):
     collect()
     return inner(self, *arguments)
 BatchReader.read = read
+BatchReader.open_queue = lambda self: None
 field = "data"
 """,
     "shares are handed out": """
@@ -1257,6 +1259,17 @@ def push(*arguments):
     collect()
     return inner(*arguments)
 heapq.heappush = push
+h5async.fill.reading.BatchReader.open_queue = lambda self: None
+field = "data"
+""",
+    "a thread comes for work": """
+from h5async.fill.submissions import Submissions
+inner = Submissions.get
+def get(self):
+    found = inner(self)
+    collect()
+    return found
+Submissions.get = get
 field = "data"
 """,
     "a batch is ready": """

@@ -129,7 +129,9 @@ class ReaderMachine(RuleBasedStateMachine):
         ring = self.reader._engine.ring
         if self.num_threads and not self.closed:
             deadline = time.monotonic() + DEADLOCK_SECONDS
-            while ring.can_assign() or not all(e.is_ready for e in [*ring._entries.values()]):
+            done = ring._is_done
+            while ring.can_assign() or not all(done(*e) for e in [*ring._entries.items()]):
+                self.reader._engine._begin_more()
                 assert time.monotonic() < deadline
                 time.sleep(0.0002)
 

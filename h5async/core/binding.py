@@ -107,6 +107,7 @@ class Core:
         self.read_batch = _function(library, "h5async_read_batch", 5, c_int64, c_int64)
         self.free_plan = _function(library, "h5async_free_plan", 1)
         self.next = _function(library, "h5async_next", 2)
+        self.do_oldest = _function(library, "h5async_do_oldest", 2)
         self.wait = _function(library, "h5async_wait", 1, c_int64, c_int64)
         self._free = _function(library, "h5async_free", 1)
 
@@ -122,6 +123,7 @@ class Core:
         self.is_ready = _function(library, "h5async_is_ready", 1, c_int64, c_int64)
         self.is_planned = _function(library, "h5async_is_planned", 1, c_int64)
         self.put_ticket = _function(library, "h5async_put_ticket", 1)
+        self.forget_jobs = _function(library, "h5async_forget_jobs", 1)
         self.end_queue = _function(library, "h5async_end_queue", 1)
         self.plan_ns = _function(library, "h5async_plan_ns", 1)
         self.events = _function(library, "h5async_events", 1)

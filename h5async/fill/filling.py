@@ -125,7 +125,7 @@ class Filler(SlotFiller):
             slots,
         )
         self.submissions: Submissions | None = None
-        queue = self._reader.open_queue() if may_submit and num_threads else None
+        queue = self._reader.open_queue() if may_submit else None
         if queue is not None and self._resident is None:
             needs_python = postprocess is not None or not self._reader.transforms_all
             self.submissions = Submissions(

@@ -21,7 +21,7 @@ from h5async.errors import forget_frames, is_lack_of_memory, out_of_memory
 from h5async.fill.dataset import Samplings
 from h5async.fill.pool import Work, WorkPool
 from h5async.fill.postprocess import postprocessed
-from h5async.fill.reading import BatchPlan, BatchReader
+from h5async.fill.reading import BatchPlan, BatchReader, LeftRows
 from h5async.fill.records import NO_SAMPLES, FillOutcome, FillRequest, SlotMemory
 from h5async.fill.resident import HostCache, Residency
 from h5async.plan.encoded import EncodedPlan
@@ -171,10 +171,14 @@ class Phases:
 
     def _begin_left(self, batch: _Fill) -> None:
         """Begin to read what the core has left."""
-        memory, reader = self.slots[batch.request.slot], self._reader
-        left = [] if batch.error is not None else reader.left(batch.plans, batch.index)
-        works = [partial(reader.read_left, some, batch.index, memory) for some in left]
-        self._begin(batch, works, self._begin_keep)
+        left = [] if batch.error is not None else self._reader.left(batch.plans, batch.index)
+        self._begin(
+            batch, [partial(self._read_left, batch, some) for some in left], self._begin_keep
+        )
+
+    def _read_left(self, batch: _Fill, left: LeftRows) -> None:
+        # (Whoever keeps an error keeps the callers of this, which must not hold the memory.)
+        self._reader.read_left(left, batch.index, self.slots[batch.request.slot])
 
     def _begin_keep(self, batch: _Fill) -> None:
         cache, index = self._cache, batch.index

@@ -34,6 +34,16 @@ class Tickets(Protocol):
         """Wait for a ticket, or for work that no heap has."""
 
 
+class OwnTickets(Tickets, Protocol):
+    """Tickets that bring work of their own."""
+
+    def get_here(self) -> Work | None:
+        """Return work that no heap has, for a pool without threads; None where there is none."""
+
+    def forget(self) -> None:
+        """Forget all work, after an exception in a pool without threads."""
+
+
 class WorkPool:
     """Threads that do work, or, without threads, whoever calls `run_next`.
 
@@ -61,7 +71,7 @@ class WorkPool:
         num_threads: int,
         find_work: Callable[[], Sequence[tuple[int, Work]]],
         on_crash: Callable[[BaseException], None],
-        tickets: Tickets | None = None,
+        tickets: OwnTickets | None = None,
     ) -> None:
         self.num_threads = num_threads
         self.is_stopped = False
@@ -79,6 +89,7 @@ class WorkPool:
         # A ticket is a piece of work on the heap or, False, the end. A ThreadPoolExecutor
         # would do, and cost the thread of the caller 15 us more for each batch.
         self._tickets: Tickets = queue.SimpleQueue() if tickets is None else tickets
+        self._own_tickets = tickets
         self._threads: list[threading.Thread] = []
 
     def start(self, what: str) -> None:
@@ -125,6 +136,8 @@ class WorkPool:
             return False
         self._leave()  # where the exception kept `run_next` from it
         self._heap.clear()
+        if self._own_tickets is not None:
+            self._own_tickets.forget()
         return True
 
     def stop(self, let_go: Callable[[], None]) -> None:
@@ -171,6 +184,10 @@ class WorkPool:
 
     def _run_next(self) -> bool:
         work = self._pop()
+        if work is None and self._own_tickets is not None:
+            work = None if self.num_threads else self._own_tickets.get_here()
+            if work is None:
+                return False
         if work is None:
             found = self._find_work()
             if not found:

@@ -140,10 +140,10 @@ class BatchReader:
             )
         )
 
-    def next(self, queue: BatchQueue) -> int:
-        """Read batches of a queue until there is work for Python; see `BatchQueue.next`."""
+    def take(self, work: Callable[[Scratch], int]) -> int:
+        """Lend a thread its scratch memory for a call of `BatchQueue`; return what that returns."""
         with self._scratch() as scratch:
-            return queue.next(scratch)
+            return work(scratch)
 
     def planned(self, slot: int) -> BatchPlan:
         """Return the plan that the core has made of a batch in a queue, all fields of it."""

@@ -20,7 +20,7 @@ from h5async.fill.dataset import Samplings
 from h5async.fill.pool import Tickets, Work
 from h5async.fill.reading import BatchReader
 from h5async.fill.records import FillOutcome, FillRequest, SlotMemory
-from h5async.read.queue import END, TICKET, BatchQueue
+from h5async.read.queue import END, NOTHING, READY, TICKET, BatchQueue
 
 # Called with a request, its sample numbers, and whether it was planned.
 Resume = Callable[[FillRequest, NDArray[np.int64], bool], None]
@@ -122,13 +122,25 @@ class Submissions(Tickets):
 
     def get(self) -> bool | Work:
         """Fill batches until there is work for Python."""
-        found = self._reader.next(self._queue)
-        if found in (END, TICKET):
-            return found == TICKET
+        found = self._reader.take(self._queue.next)
+        return found == TICKET if found in (END, TICKET) else self._rest_of(found)
+
+    def get_here(self) -> Work | None:
+        """Fill the oldest batch in the calling thread; return what is left, None where none is."""
+        found = self._reader.take(self._queue.do_oldest)
+        if found == READY:
+            return _do_nothing
+        return None if found in (END, NOTHING) else self._rest_of(found)
+
+    def _rest_of(self, found: int) -> Work:
         latest = self._latest[found]
         assert latest is not None
         planned = self._queue.is_planned(found)
         return partial(self.resume, latest.request, latest.samples, planned)
+
+    def forget(self) -> None:
+        """Forget all batches that are not ready; no thread is at work on any."""
+        self._queue.forget()
 
     def plan_seconds(self) -> float:
         """Return how long plans were made, summed up over all threads."""
@@ -136,6 +148,7 @@ class Submissions(Tickets):
 
     def close(self) -> None:
         """Let go of memory and functions. No thread is at work. Idempotent."""
+        self._queue.close()
         self.resume = _do_nothing
         self._slots = ()
         self._latest = [None] * len(self._latest)

@@ -21,7 +21,8 @@ from h5async.read.scratch import Scratch
 Int64s = NDArray[np.int64]
 Uint64s = NDArray[np.uint64]
 
-END, TICKET = -1, -2  # what `BatchQueue.next` returns, if not a slot
+# What `BatchQueue.next` and `BatchQueue.do_oldest` return, if not a slot.
+END, TICKET, NOTHING, READY = -1, -2, -3, -4
 
 
 class SlotBatch(NamedTuple):
@@ -74,7 +75,7 @@ class BatchQueue:
         num_threads: int,
     ) -> None:
         self._core = core
-        self._keep = fields, sources, batches
+        self._keep: tuple[Any, ...] = fields, sources, batches
         self._jobs = ctypes.create_string_buffer(core.job_nbytes() * len(batches))
         self._queue = ctypes.create_string_buffer(core.queue_nbytes())
         core.open_queue(
@@ -160,14 +161,35 @@ class BatchQueue:
         """
         worker = scratch.worker(self._core)
         found = int(self._core.next(self._queue, ctypes.byref(worker.struct)))
-        worker.note_return()
+        if found != END:
+            worker.note_return()
         return found
+
+    def do_oldest(self, scratch: Scratch) -> int:
+        """Read the oldest batch; only where no thread calls `next`.
+
+        Returns
+        -------
+        int
+            `NOTHING`, where there is none, `READY`, `END`, or the slot of a batch of which work is
+            left.
+        """
+        worker = scratch.worker(self._core)
+        return int(self._core.do_oldest(self._queue, ctypes.byref(worker.struct)))
 
     def is_planned(self, slot: int) -> bool:
         """Tell whether the batch that `next` returned was planned."""
         return bool(self._core.is_planned(self._queue, slot))
 
     # --- the pool's calls -------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Forget all batches that are not ready; no thread is at work on any."""
+        self._core.forget_jobs(self._queue)
+
+    def close(self) -> None:
+        """Let go of the memory of slots, and of tables; no thread will come for work any more."""
+        self._keep = ()
 
     def put_ticket(self) -> None:
         """Have one thread return from `next`. Never blocks."""

@@ -432,7 +432,8 @@ def test_a_chunk_for_which_there_is_no_memory_is_not_kept(monkeypatch: pytest.Mo
     for number in (1, 2, 1, 2, 1, 2):
         with cache.decoded(number, scratch, lambda _, n=number: decoded.append(n)) as chunk:
             seen.append((chunk is scratch, cache._nbytes))
-    assert seen == [(False, 8), (True, 8), (False, 8), *[(False, 16)] * 3]
+    one = 8 + KEPT_OVERHEAD_NBYTES
+    assert seen == [(False, one), (True, one), (False, one), *[(False, 2 * one)] * 3]
     assert decoded == [1, 2, 2]
 
 

@@ -15,7 +15,8 @@
 
 enum { RANGES_PER_THREAD = 2, RANGE_NBYTES = 256 * 1024 /* some 25 us: worth waking a thread for */ };
 enum JobState { NO_JOB = 0, TO_PLAN, IN_PLAN, TO_READ, WITH_PYTHON, READY_JOB };
-enum Next { NEXT_END = -1, NEXT_TICKET = -2 }; /* else the slot of a batch of which work is left */
+/* What is to be done next, if not a batch of which work is left: then it is its slot. */
+enum Next { NEXT_END = -1, NEXT_TICKET = -2, NEXT_NOTHING = -3, NEXT_READY = -4 };
 
 /* The batch of a slot. */
 typedef struct {
@@ -242,45 +243,76 @@ static int read_range(Queue *queue, Job *job, Worker *w)
     return refused < 0;
 }
 
+/* Do a piece of a batch's work. Holds the lock, but not meanwhile. Returns NEXT_NOTHING where there is
+   more of it, or other threads are at it; NEXT_READY; NEXT_END; or its slot, where work is left. */
+static int64_t advance(Queue *queue, Job *job, Worker *w)
+{
+    if (job->state == TO_PLAN)
+        plan_job(queue, job);
+    if (read_range(queue, job, w))
+        return NEXT_END;
+    if (job->next_item < job->plan->num_items || job->under_way)
+        return NEXT_NOTHING;
+    if (!job->is_planned || job->refused || job->needs_python) {
+        job->state = WITH_PYTHON;
+        return job - queue->jobs;
+    }
+    job->state = READY_JOB;
+    h5async_wake(queue);
+    return NEXT_READY;
+}
+
 /* Do work that needs no Python, until there is some that does; say which. Many threads call this,
    each with a worker of its own. */
 PUBLIC int64_t h5async_next(Queue *queue, Worker *w)
 {
-    int64_t next = NEXT_END;
+    int64_t next = NEXT_NOTHING;
     pthread_mutex_lock(&queue->lock);
-    while (!queue->is_ended) {
+    while (next < 0 && !queue->is_ended) {
+        Job *job = next_job(queue);
         if (queue->tickets) {
             queue->tickets--;
             next = NEXT_TICKET;
             break;
         }
-        Job *job = next_job(queue);
-        if (job == NULL) {
+        if (job == NULL || next == NEXT_END) { /* closed: the end will be told right now */
             queue->num_idle++;
             pthread_cond_wait(&queue->work, &queue->lock);
             queue->num_idle--;
-            continue;
+        } else {
+            next = advance(queue, job, w);
         }
-        if (job->state == TO_PLAN)
-            plan_job(queue, job);
-        if (read_range(queue, job, w)) {
-            while (!queue->is_ended) /* it will be, right now */
-                pthread_cond_wait(&queue->work, &queue->lock);
-            break;
-        }
-        if (job->next_item < job->plan->num_items || job->under_way)
-            continue;
-        if (!job->is_planned || job->refused || job->needs_python) {
-            job->state = WITH_PYTHON;
-            next = job - queue->jobs;
-            break;
-        }
-        job->state = READY_JOB;
-        h5async_wake(queue);
     }
     if (queue->is_ended)
         next = NEXT_END;
     pthread_mutex_unlock(&queue->lock);
     w->returned_ns = now_ns();
     return next;
+}
+
+/* Do all that needs no Python of the oldest batch, where nobody else does. Returns NEXT_NOTHING where
+   there is none, NEXT_READY, NEXT_END, or its slot, where work is left. */
+PUBLIC int64_t h5async_do_oldest(Queue *queue, Worker *w)
+{
+    int64_t next = NEXT_NOTHING;
+    pthread_mutex_lock(&queue->lock);
+    Job *job = next_job(queue);
+    while (next == NEXT_NOTHING && job != NULL && !queue->is_ended)
+        next = advance(queue, job, w);
+    if (queue->is_ended)
+        next = NEXT_END;
+    pthread_mutex_unlock(&queue->lock);
+    w->returned_ns = now_ns();
+    return next;
+}
+
+/* Forget all batches that are not ready. Nobody is at work on any. */
+PUBLIC int64_t h5async_forget_jobs(Queue *queue)
+{
+    pthread_mutex_lock(&queue->lock);
+    for (int64_t i = 0; i < queue->num_jobs; i++)
+        if (queue->jobs[i].state != READY_JOB)
+            queue->jobs[i].serial = -1, queue->jobs[i].state = NO_JOB;
+    pthread_mutex_unlock(&queue->lock);
+    return 1;
 }
