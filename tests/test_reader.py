@@ -1266,9 +1266,8 @@ field = "data"
 from h5async.fill.submissions import Submissions
 inner = Submissions.get
 def get(self):
-    found = inner(self)
     collect()
-    return found
+    return inner(self)
 Submissions.get = get
 field = "data"
 """,
@@ -1279,6 +1278,7 @@ def next_to_assign(self):
     collect()
     return inner(self)
 SlotRing._next_to_assign = next_to_assign
+h5async.fill.reading.BatchReader.open_queue = lambda self: None
 field = "data"
 """,
 }
@@ -1386,11 +1386,15 @@ def test_every_io_mode_gives_what_h5py_gives(
             through_h5py = name == "columns" and not is_mapped
             assert (reader.fallback_reads > 0) == through_h5py
             assert (reader.layouts["data"].fallback_reason is not None) == through_h5py
-            files = list(reader._engine.filler._executors._files._files.values())
-            assert len(files) == (not through_h5py)
+            executors = reader._engine.filler._executors
+            files = list(executors._files._files.values())
             for file in files:
                 assert file.io == core_module.mapping_mode(io)
                 assert (file.map_nbytes > 0) == is_mapped
+            for collection in executors._collections:
+                files += [source for source in collection._table if source["is_open"]]
+                assert all((source["map"] != 0) == is_mapped for source in collection._table)
+            assert len(files) == (not through_h5py)
 
 
 def can_be_mapped(path: Path, io: str) -> bool:

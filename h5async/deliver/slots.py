@@ -187,7 +187,7 @@ class SlotRing(Generic[Result]):
         Parameters
         ----------
         begin
-            Called after each wait: a slot may have come free meanwhile.
+            Called while the batch has no slot: one may have come free meanwhile.
 
         Returns
         -------
@@ -208,6 +208,8 @@ class SlotRing(Generic[Result]):
         while True:
             if others is not None:
                 wait = partial(others.wait, others.events())
+            if begin is not None and self._consumer.next not in self._entries:
+                begin()  # after the look at the events: it is called again after the next one
             with self._lock:
                 self.check_open()
                 serial = self._consumer.next
@@ -225,8 +227,6 @@ class SlotRing(Generic[Result]):
                     f"batch {serial} was not ready within {timeout_seconds} s; call"
                     " get_next_batch() again to go on waiting for it"
                 )
-            if begin is not None:
-                begin()
 
     def take(self, serial: int, *, forget: bool = False) -> None:
         """Put the batch that was waited for in use; `forget`: keep no reference to its result."""

@@ -1,0 +1,188 @@
+"""Batches that the core fills alone: what is submitted, by whom, and who waits for it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from h5async import AsyncReader, ReadError
+from h5async.core.binding import load_core
+from h5async.fill.submissions import Submissions
+from h5async.order.sampling import Sampling
+
+pytestmark = pytest.mark.skipif(load_core() is None, reason="needs the compiled core")
+
+DEADLOCK_SECONDS = 60
+SAMPLES = 480
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A file with rows, chunks and small fields."""
+    values = np.random.default_rng(0).integers(0, 99, (SAMPLES, 16, 24), np.uint8)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["raw"] = values
+        file.create_dataset("gzip", data=values, chunks=(10, 16, 12), compression="gzip")
+        file["labels"] = np.arange(SAMPLES)
+    return tmp_path / "a.h5"
+
+
+def opened(path: Path, **options: Any) -> AsyncReader:
+    fields = {"raw": "raw", "gzip": "gzip", "labels": "labels"}
+    return AsyncReader(
+        {"hdf5_path": path, "fields": fields, "batch_size": 32, "device": "cpu"}, **options
+    )
+
+
+def submissions_of(reader: AsyncReader) -> Submissions:
+    found = reader._engine._submissions
+    assert found is not None
+    return found
+
+
+def check(batch: Any, path: Path) -> None:
+    with h5py.File(path) as file:
+        for name in "raw", "gzip":
+            assert np.array_equal(batch[name], file[name][:][batch.index])
+    assert np.array_equal(batch.labels, batch.index)
+
+
+@pytest.fixture
+def nobody_else_gets_the_gil() -> Iterator[None]:
+    """Let a thread that holds the GIL keep it until it gives it away."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("shuffle", [False, "full", "window"])
+def test_a_batch_is_filled_while_the_loop_keeps_the_gil(path, shuffle, nobody_else_gets_the_gil):
+    with opened(path, shuffle=shuffle, num_threads=2) as reader:
+        batch = reader.get_next_batch()  # waits, so that the threads come to the queue
+        submissions = submissions_of(reader)
+        for _ in range(40):
+            seen = submissions.events()
+            reader.fetch_data()
+            end = time.monotonic() + DEADLOCK_SECONDS
+            while submissions.events() == seen:  # gives the GIL to nobody
+                assert time.monotonic() < end
+            batch = reader.get_next_batch()
+            check(batch, path)
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_what_is_submitted_again_is_not_read_again(path, num_threads, monkeypatch):
+    monkeypatch.setattr("h5async.fill.limits._KEPT_WHOLE_NBYTES", 0)
+    submit = Submissions.submit
+
+    def submit_again(self: Submissions, request: Any) -> None:
+        for _ in range(3):
+            submit(self, request)
+
+    counts = []
+    for function in submit, submit_again:
+        monkeypatch.setattr(Submissions, "submit", function)
+        with opened(path, num_threads=num_threads, prefetch=1, batch_size=10) as reader:
+            for batch in reader:
+                check(batch, path)
+            counts.append(reader.stats().decoded_chunks)
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_what_an_exception_kept_from_being_submitted_is_submitted_later(
+    path, num_threads, monkeypatch
+):
+    """As Ctrl-C does, wherever it comes."""
+    submit, random = Submissions.submit, np.random.default_rng(0)
+
+    def fail_sometimes(self: Submissions, request: Any) -> None:
+        if random.random() < 0.2:
+            raise KeyboardInterrupt
+        submit(self, request)
+        if random.random() < 0.2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Submissions, "submit", fail_sometimes)
+    found = []
+    with opened(path, num_threads=num_threads, prefetch=3, timeout=DEADLOCK_SECONDS) as reader:
+        while len(found) < 2 * len(reader):
+            try:
+                reader.fetch_data()
+                batch = reader.get_next_batch()
+            except KeyboardInterrupt:
+                continue
+            check(batch, path)
+            found.append((batch.epoch, batch.number))
+        per_epoch = len(reader)
+    assert found == [divmod(serial, per_epoch) for serial in range(2 * per_epoch)]
+
+
+@pytest.mark.parametrize("num_threads", [1, 4])
+@pytest.mark.parametrize("more", [{}, {"postprocess": lambda *arrays: arrays}])
+def test_many_threads_fill_what_the_samples_say(path, num_threads, more):
+    for shuffle, batch_size, prefetch in ("full", 7, 5), ("window", 64, 2), (False, 480, 3):
+        options = {"shuffle": shuffle, "batch_size": batch_size, "prefetch": prefetch}
+        with opened(path, num_threads=num_threads, **options, **more) as reader:
+            for _ in range(3):
+                for batch in reader:
+                    check(batch, path)
+                    if batch.number == 9:
+                        break
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_a_batch_of_which_the_core_refuses_a_part(path, num_threads):
+    """The rest of the batch is not read again; the error is that of the Python implementation."""
+    with h5py.File(path) as file:
+        chunk = file["gzip"].id.get_chunk_info_by_coord((40, 0, 0))
+    with path.open("r+b") as file:
+        file.seek(chunk.byte_offset)
+        file.write(b"\xff" * 20)
+    with opened(path, num_threads=num_threads, prefetch=2) as reader:
+        delivered, errors = 0, []
+        for _ in range(len(reader)):
+            try:
+                delivered += reader.get_next_batch().size
+            except ReadError as error:
+                errors.append(str(error))
+    assert delivered == SAMPLES - 32
+    assert len(errors) == 1
+    assert '"gzip"' in errors[0]
+    assert "40" in errors[0]
+
+
+def test_a_sample_that_there_is_not_is_an_error_and_no_fault(path, monkeypatch):
+    unpermuted = Sampling.unpermuted_at
+
+    def spoilt(self: Sampling, epoch: int, start: int) -> Any:
+        samples, permutation = unpermuted(self, epoch, start)
+        samples[3] = SAMPLES if start == 32 else samples[3]
+        return samples, permutation
+
+    monkeypatch.setattr(Sampling, "unpermuted_at", spoilt)
+    monkeypatch.setattr(Sampling, "batch_at", lambda *a: unpermuted(*a)[0])
+    with opened(path, num_threads=2) as reader:
+        for batch in reader:  # the Python implementation begins it anew, and asks for others
+            check(batch, path)
+
+
+@pytest.mark.parametrize("num_threads", [0, 1, 2])
+def test_batches_of_another_epoch_take_the_place_of_those_on_their_way(path, num_threads):
+    with opened(path, num_threads=num_threads, shuffle="full", prefetch=3) as reader:
+        for epoch in (0, 5, 5, 2, 9):
+            reader.set_epoch(epoch)
+            for _ in range(4):
+                reader.fetch_data()
+            for number in range(2):
+                batch = reader.get_next_batch(timeout=DEADLOCK_SECONDS)
+                assert (batch.epoch, batch.number) == (epoch, number)
+                check(batch, path)
