@@ -500,3 +500,34 @@ def test_what_a_batch_costs_does_not_grow_with_the_number_of_slots():
             for _, serial in ring.assign():
                 ring.filled(serial, serial)
         assert len(looked_at) < 10 * num_slots
+
+
+def test_a_slot_that_comes_free_before_the_wait_is_not_missed():
+    """A dropped batch becomes ready just before the consumer looks at the count of events."""
+    ready = set()
+
+    class Completed:
+        def events(self):
+            ready.add(0)
+            return 1
+
+        def result(self, slot, serial):
+            return "filled" if serial in ready else None
+
+        def wait(self, seen, seconds):
+            raise AssertionError("nobody would wake the consumer")
+
+        def wake(self):
+            pass
+
+    def begin():
+        ready.update(serial for _, serial in ring.assign())
+
+    ring = SlotRing(1)
+    ring.completions = Completed()
+    ring.ask()
+    assert ring.assign() == [(0, 0)]
+    ring.restart(lambda serial: None)
+    ring.hand_back()
+    assert ring.assign() == []
+    assert ring.wait(None, begin) == (1, 0, "filled")
