@@ -44,7 +44,7 @@
 #define PUBLIC __attribute__((visibility("default")))
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 
-enum { ABI = 7 };
+enum { ABI = 8 };
 enum { MAX_FILTERS = 32, MAX_RANK = 33, MAX_IOVEC = 1024, MAX_PROBES = 16 };
 enum { ADVISED_NBYTES = 128 * 1024 }; /* Linux cuts longer requests to its read-ahead window */
 enum { TILE_ELEMENTS = 8, TILE_NBYTES = 16 * 1024 };
