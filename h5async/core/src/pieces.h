@@ -60,20 +60,30 @@ ALWAYS_INLINE void copy_few(uint8_t *to, const uint8_t *from, int64_t nbytes)
     }
 }
 
+/* How many rows to fetch ahead of the one that is copied: so many lines are on their way at a time. */
+ALWAYS_INLINE int64_t rows_ahead(int64_t nbytes)
+{
+    int64_t ahead = LINES_AHEAD / (nbytes / 64 + 1);
+    return ahead < LEAST_AHEAD ? LEAST_AHEAD : ahead > MOST_AHEAD ? MOST_AHEAD : ahead;
+}
+
+ALWAYS_INLINE void fetch(const uint8_t *from, int64_t nbytes)
+{
+    for (int64_t at = 0; at < nbytes; at += 64)
+        __builtin_prefetch(from + at);
+    __builtin_prefetch(from + nbytes - 1);
+}
+
 /* Pieces of a few bytes each: many are on their way from memory at a time. */
 ALWAYS_INLINE int64_t copy_small(File *file, const Worker *w, const Pieces *p, int64_t available,
                                  int64_t nbytes)
 {
     const uint8_t *map = file->map;
-    int64_t ahead = LINES_AHEAD / (nbytes / 64 + 1);
-    ahead = ahead < LEAST_AHEAD ? LEAST_AHEAD : ahead > MOST_AHEAD ? MOST_AHEAD : ahead;
+    int64_t ahead = rows_ahead(nbytes);
     for (int64_t i = 0; i < p->count; i++) {
         int64_t offset = p->offset[i], next = i + ahead < p->count ? p->offset[i + ahead] : -1;
-        if (next >= 0 && next <= available - nbytes) {
-            for (int64_t at = 0; at < nbytes; at += 64)
-                __builtin_prefetch(map + next + at);
-            __builtin_prefetch(map + next + nbytes - 1);
-        }
+        if (next >= 0 && next <= available - nbytes)
+            fetch(map + next, nbytes);
         if (i % 64 == 0 && is_stopped(file, w))
             return i;
         if (offset < 0)
@@ -88,11 +98,8 @@ ALWAYS_INLINE int64_t copy_small(File *file, const Worker *w, const Pieces *p, i
 
 static int64_t copy_pieces(File *file, const Worker *w, const Pieces *p, int64_t available)
 {
-    if (p->nbytes == NULL && p->position != NULL && p->unit <= FEW_NBYTES) {
-        if (p->unit == 16) /* which is then known */
-            return copy_small(file, w, p, available, 16);
+    if (p->nbytes == NULL && p->position != NULL && p->unit <= FEW_NBYTES)
         return copy_small(file, w, p, available, p->unit);
-    }
     for (int64_t i = 0; i < p->count; i++) {
         int64_t offset = p->offset[i], nbytes = nbytes_of_piece(p, i);
         if (nbytes < 4096 && i + 8 < p->count && p->offset[i + 8] >= 0 &&

@@ -115,12 +115,57 @@ static int64_t read_row_pieces(Work *work, const Field *f, const Shape *shape, c
     return done;
 }
 
+/* Copy rows of which no two follow each other, straight from the sorted samples; the first lies at
+   `from` and the samples after it `stride` bytes apart. */
+ALWAYS_INLINE void copy_singles(const Wanted *w, int64_t count, const uint8_t *from, int64_t stride,
+                                uint8_t *to, int64_t nbytes)
+{
+    int64_t first = w->sample, ahead = rows_ahead(nbytes);
+    for (int64_t i = 0; i < count; i++) {
+        if (i + ahead < count)
+            fetch(from + (w[i + ahead].sample - first) * stride, nbytes);
+        copy_few(to + w[i].position * nbytes, from + (w[i].sample - first) * stride, nbytes);
+    }
+}
+
+/* Copy an item's rows out of the map, if they are as described above, and all there; 0: not so. */
+static int copy_item(Work *work, const Field *f, const Shape *shape, const Target *target,
+                     const Item *item)
+{
+    const Layer *l = &f->layers[item->layer];
+    const int64_t segment = item->segment, nbytes = f->row_nbytes, count = item->num_runs;
+    const Wanted *w = &work->plan->sorted[item->number];
+    if (work->available <= 0 || shape->kind != ROWS || shape->swaps || nbytes > FEW_NBYTES ||
+        item->number + count > work->plan->num_wanted || w->rank != item->first_run ||
+        w[count].rank != item->first_run + count)
+        return 0;
+    int64_t row = l->row[segment] + (w->sample - l->first[segment]) * l->step[segment];
+    int64_t last = row + (w[count - 1].sample - w->sample) * l->step[segment];
+    int64_t offset = offset_of_row(l, shape, segment, row);
+    if (offset < 0 || l->step[segment] < 0 ||
+        offset_of_row(l, shape, segment, last) > work->available - nbytes)
+        return 0;
+    const uint8_t *from = work->file->map + offset;
+    int64_t stride = l->step[segment] * shape->source_row_nbytes;
+    if (nbytes == 16) /* which the compiler then knows */
+        copy_singles(w, count, from, stride, target->raw, 16);
+    else
+        copy_singles(w, count, from, stride, target->raw, nbytes);
+    for (int64_t i = 0; f->transform && i < count; i++)
+        transform_run(f, target, w[i].position, 1);
+    return 1;
+}
+
 static int read_row_item(Work *work, const Field *f, const Target *target, const Item *item)
 {
     const Shape *shape = &f->shapes[f->layers[item->layer].shape[item->segment]];
     Ranks ranks = ranks_of_item(item);
     RowBlock block;
     int is_good = 1;
+    if (copy_item(work, f, shape, target, item)) {
+        work->w->read_nbytes += item->nbytes;
+        ranks.rank = ranks.end;
+    }
     while (is_good && ranks.rank < ranks.end) {
         list_rows(work->plan, f, item, &ranks, &block, BLOCK_ROWS);
         Pieces p = pieces_of_rows(f, shape, target, &block);
