@@ -76,22 +76,25 @@ static int64_t offset_of_piece(const Work *work, const Item *item, int32_t cross
     return f->offset[extent];
 }
 
-/* Ask the system for all that is to be read. */
+/* Ask the system for all that is to be read, but for long runs, which it reads ahead by itself, and
+   better. */
 static void ask_for_items(Work *work)
 {
     int64_t nbytes = 0;
-    for (int64_t i = work->at; i < work->end; i++) {
+    Span span = {0, 0};
+    for (int64_t i = work->at; i < work->end && !is_stopped(work->file, work->w); i++) {
         const Item *item = &work->plan->items[i];
-        if (is_stopped(work->file, work->w))
-            return;
-        if (item->kind == ROWS && item->status == TO_DO)
-            ask_for_rows(work, item);
+        if (item->status != TO_DO)
+            continue;
+        if (item->kind == ROWS)
+            ask_for_rows(work, item, &span);
         for (int32_t c = item->cross; item->kind != ROWS && c < item->cross_end; c++) {
             int64_t offset = offset_of_piece(work, item, c, &nbytes);
-            if (offset >= 0 && item->status == TO_DO)
-                ask_for(work->file, offset, nbytes);
+            if (offset >= 0)
+                ask_later(work->file, &span, offset, nbytes);
         }
     }
+    ask_later(work->file, &span, INT64_MAX, 0);
 }
 
 /* Whether all seems to lie in the page cache. */
@@ -110,17 +113,21 @@ static int seem_cached(const Work *work)
     return 1;
 }
 
-/* Find out whether to read out of the map; not each time where it did. */
+/* Find out whether to read out of the map; not each time where it did. A file that was not in the
+   page cache a moment ago is read further as it was then: what the system reads ahead is cached, too,
+   and what follows need not be. */
 static void probe(Work *work)
 {
     Source *s = work->source;
-    int cached = work->file->io == IO_MAP || work->file->fd < 0 || /* pages come when touched */
-                 (s->was_cached && ++s->uses % USES_PER_PROBE) || seem_cached(work);
-    s->was_cached = cached;
-    if (!cached)
+    int is_cached = work->file->io == IO_MAP || work->file->fd < 0; /* pages come when touched */
+    if (!is_cached)
+        is_cached = (s->was_cached >= SURE_USES && ++s->uses % USES_PER_PROBE) || seem_cached(work);
+    work->is_cold = !is_cached || s->was_cached < 0;
+    if (!is_cached)
         ask_for_items(work);
+    s->was_cached = !is_cached ? -COLD_USES : s->was_cached < SURE_USES ? s->was_cached + 1 : SURE_USES;
     work->mappable = mappable_nbytes(work->file);
-    work->available = cached ? work->mappable : 0;
+    work->available = work->is_cold ? 0 : work->mappable;
 }
 
 static void go_to(Work *work, int64_t item)

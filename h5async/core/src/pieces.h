@@ -164,6 +164,23 @@ static int read_run_slowly(File *file, const Worker *w, const Pieces *p, int64_t
     return 1;
 }
 
+/* Reads all, run by run; returns how many were read before the first that cannot be. */
+static int64_t read_runs(File *file, const Worker *w, const Pieces *p)
+{
+    for (int64_t i = 0, end; i < p->count; i = end) {
+        end = i + 1;
+        if (p->offset[i] < 0) {
+            fill_piece(p, i);
+            continue;
+        }
+        end = end_of_run(p, i);
+        if (is_stopped(file, w) ||
+            (!read_run(file, p, i, end, 0) && !read_run_slowly(file, w, p, i, end)))
+            return i;
+    }
+    return p->count;
+}
+
 /* Reads what the page cache holds at once, and asks the system for all the rest before the first
    read that waits: so as many reads are in flight as the disk takes. */
 static int64_t pread_pieces(File *file, const Worker *w, const Pieces *p)

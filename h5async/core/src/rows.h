@@ -107,7 +107,9 @@ static int64_t read_row_pieces(Work *work, const Field *f, const Shape *shape, c
     if (work->available > 0)
         done = copy_pieces(work->file, work->w, p, work->available);
     else
-        done = work->file->io == IO_MAP ? 0 : pread_pieces(work->file, work->w, p);
+        done = work->file->io == IO_MAP ? 0
+               : work->is_cold          ? read_runs(work->file, work->w, p)
+                                        : pread_pieces(work->file, work->w, p);
     for (int64_t i = 0; shape->swaps && i < done; i++)
         swap_bytes(place_of_piece(p, i), nbytes_of_piece(p, i), shape->swaps);
     for (int64_t i = 0; f->transform && i < done; i++)
@@ -188,19 +190,15 @@ static int64_t offset_of_rows(const Work *work, const Item *item)
 }
 
 /* Ask the system for all rows of an item. */
-static void ask_for_rows(const Work *work, const Item *item)
+static void ask_for_rows(const Work *work, const Item *item, Span *span)
 {
     const Field *f = &work->fields[item->field];
-    const Shape *shape = &f->shapes[f->layers[item->layer].shape[item->segment]];
     Ranks ranks = ranks_of_item(item);
     RowBlock block;
     while (ranks.rank < ranks.end) {
         list_rows(work->plan, f, item, &ranks, &block, BLOCK_ROWS);
-        Pieces p = pieces_of_rows(f, shape, &work->targets[item->field], &block);
-        for (int64_t i = 0, end; i < p.count; i = end) {
-            end = end_of_run(&p, i);
-            if (p.offset[i] >= 0 && p.offset[i] != INT64_MAX)
-                ask_for(work->file, p.offset[i], nbytes_of_run(&p, i, end));
-        }
+        for (int64_t i = 0; i < block.count; i++)
+            if (block.offset[i] >= 0 && block.offset[i] != INT64_MAX)
+                ask_later(work->file, span, block.offset[i], block.nbytes[i]);
     }
 }

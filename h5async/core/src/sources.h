@@ -17,7 +17,7 @@ typedef struct Source {
     int64_t device, inode, nbytes, modified_ns, changed_ns; /* as indexed */
     int32_t may_map, fd;
     int32_t is_open, users, has_swmr_writer, is_stale;
-    _Atomic int32_t was_cached, uses;
+    _Atomic int32_t was_cached, uses; /* was_cached: how often in turn; below 0: it was not */
     _Atomic int64_t checked_ns; /* when it was last found to be what was indexed; 0: it may not be */
     struct Source *newer, *older; /* among those that are open and have no users */
 } Source;

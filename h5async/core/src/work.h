@@ -1,7 +1,7 @@
 /* What a thread does of a plan, and what all its items need: rows that nothing holds, numbers whose
    bytes are reversed, and rows that are transformed as they are read. */
 
-enum { MAX_CLAIMS = 16, USES_PER_PROBE = 8 };
+enum { MAX_CLAIMS = 16, SURE_USES = 3, USES_PER_PROBE = 8, COLD_USES = 64 };
 
 /* A range of a plan's items, in one thread. */
 typedef struct {
@@ -16,7 +16,7 @@ typedef struct {
     int64_t available, mappable, last_ns; /* bytes to read out of the map: while cached; at all */
     Kept *claims[MAX_CLAIMS]; /* to be published if the file was not changed meanwhile */
     Store *stores[MAX_CLAIMS];
-    int num_claims, may_wait;
+    int num_claims, may_wait, is_cold; /* is_cold: it was not in the page cache, and is asked for */
 } Work;
 
 static Runs runs_of_item(const BatchPlan *plan, const Item *item)
