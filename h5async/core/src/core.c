@@ -21,6 +21,7 @@
 #include "pieces.h"
 #include "decoders.h"
 #include "bits.h"
+#include "blosc.h"
 #include "pipeline.h"
 #include "place.h"
 #include "chunks.h"

@@ -262,6 +262,8 @@ static int plan_chunks(BatchPlan *plan, const Field *f, int32_t field, int32_t l
     int64_t per_chunk = kind == CHUNKS ? shape->dataset.chunk_samples : INT64_MAX;
     int64_t begin = 0, end = 0, rows = 0; /* of a chunk; in an item */
     int is_one_chunk = kind != CHUNKS || shape->dataset.begin >= 0;
+    /* Where samples are not counted by the first dimension, neighbours lie in the same lines. */
+    int is_cut = kind != CHUNKS || (is_one_chunk && shape->dataset.sample_stride >= f->row_nbytes);
     Item *item = NULL;
     while (ranks.rank < ranks.end) {
         const Wanted *run = &plan->sorted[ranks.run];
@@ -273,7 +275,7 @@ static int plan_chunks(BatchPlan *plan, const Field *f, int32_t field, int32_t l
             here = l->step[segment] == 1 ? here : 1;
         }
         if (item == NULL || row < begin || row >= end ||
-            (is_one_chunk && item->nbytes >= ITEM_NBYTES)) {
+            (is_cut && item->nbytes >= ITEM_NBYTES)) {
             int64_t group = row / per_chunk;
             begin = group * per_chunk;
             end = per_chunk < INT64_MAX - begin ? begin + per_chunk : INT64_MAX;
