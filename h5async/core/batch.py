@@ -1,7 +1,7 @@
 """Declares the structures of the compiled core that describe tables, and the plans of batches.
 
 They hold addresses of arrays: whoever makes one keeps the arrays. `src/sources.h`, `src/store.h`,
-`src/tables.h` and `src/batch.h` say what they mean.
+`src/tables.h` and `src/plan.h` say what they mean.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class SourceStruct(Structure):
         ("is_stale", c_int32),
         ("was_cached", c_int32),
         ("uses", c_int32),
+        ("checked_ns", c_int64),
         ("newer", c_void_p),
         ("older", c_void_p),
     ]
@@ -56,9 +57,16 @@ class ItemStruct(Structure):
     ]
 
 
-# What a plan takes for a row of a field, at most, and for a sample: an item and a run of its own,
-# or where it lies and goes; a number and a position, and room to sort them.
-PLANNED_ROW_NBYTES, PLANNED_SAMPLE_NBYTES = ctypes.sizeof(ItemStruct) + 5 * 8, 4 * 8
+class WantedStruct(Structure):
+    """A run of the sorted samples of a batch."""
+
+    _fields_ = [("sample", c_int64), ("position", c_int32), ("rank", c_int32)]
+
+
+# What a plan takes for a row of a field, at most, and for a sample: an item and a run of its own;
+# a number and a position, and room to sort them.
+PLANNED_ROW_NBYTES = ctypes.sizeof(ItemStruct) + 3 * 8
+PLANNED_SAMPLE_NBYTES = 2 * ctypes.sizeof(WantedStruct)
 KEPT_OVERHEAD_NBYTES = 128  # of a decoded chunk that is kept, beside its bytes: KEPT_OVERHEAD
 REFUSED = 2  # the status of an item that is left to the Python implementation
 
@@ -122,16 +130,14 @@ class BatchPlanStruct(Structure):
         ("run_local", c_void_p),
         ("run_position", c_void_p),
         ("run_length", c_void_p),
-        ("offset", c_void_p),
-        ("position", c_void_p),
         ("wanted", c_void_p),
         ("spare", c_void_p),
+        ("sorted", c_void_p),
         ("num_items", c_int64),
         ("num_runs", c_int64),
-        ("num_rows", c_int64),
+        ("num_wanted", c_int64),
         ("most_items", c_int64),
         ("most_runs", c_int64),
-        ("most_rows", c_int64),
         ("most_wanted", c_int64),
         ("nbytes", c_int64),
     ]
@@ -150,5 +156,6 @@ STRUCTURES = {
     "Field": FieldStruct,
     "Item": ItemStruct,
     "BatchPlan": BatchPlanStruct,
+    "Wanted": WantedStruct,
     "Target": TargetStruct,
 }

@@ -90,7 +90,7 @@ class Core:
         self.cut_frames = _function(library, "h5async_cut_frames", 1)
         self.sources_nbytes = _function(library, "h5async_sources_nbytes", 0)
         self.open_sources = _function(
-            library, "h5async_open_sources", 2, *[c_int64] * 3, c_int32, c_int32
+            library, "h5async_open_sources", 2, *[c_int64] * 3, c_int32, c_int32, c_int64
         )
         self.open_ahead = _function(library, "h5async_open_ahead", 1, c_int64)
         self.descriptor = _function(library, "h5async_descriptor", 1, c_int64)

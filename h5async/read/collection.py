@@ -24,6 +24,7 @@ from h5async.core.batch import (
     ShapeStruct,
     SourceStruct,
     TargetStruct,
+    WantedStruct,
 )
 from h5async.core.binding import Core, address
 from h5async.core.structures import IO_MODES, MAX_RANK, DatasetStruct
@@ -38,7 +39,11 @@ from h5async.read.scratch import CLOSED, Scratch
 from h5async.read.transform import NativeTransform
 
 Int64s = NDArray[np.int64]
-_SOURCE, _ITEM = np.dtype(SourceStruct), np.dtype(ItemStruct)
+_SOURCE, _ITEM, _WANTED = map(np.dtype, (SourceStruct, ItemStruct, WantedStruct))
+# For so long after a file was last compared with what was indexed, rows of its chunks that are kept
+# decoded are given without that: else it would cost more than they do. Batches are read ahead by
+# more than that.
+_TRUSTED_NS = 100_000_000
 
 
 class Collection:
@@ -127,6 +132,7 @@ class Collection:
             most_files,
             IO_MODES[io],
             gives_back,
+            _TRUSTED_NS,
         )
         return memory
 
@@ -291,7 +297,10 @@ class Collection:
         items = self._items(batch)
         items = items[items["status"] == REFUSED]
         plan = batch.plan
-        position = _array(plan.position, plan.num_rows, np.int64)
+        wanted = _array(plan.sorted, plan.num_wanted + 1, _WANTED)
+        ranks = np.arange(wanted["rank"][-1])
+        run = np.searchsorted(wanted["rank"], ranks, side="right") - 1
+        position = wanted["position"][run].astype(np.int64) + ranks - wanted["rank"][run]
         run_position = _array(plan.run_position, plan.num_runs, np.int64)
         run_length = _array(plan.run_length, plan.num_runs, np.int64)
         for number in np.unique(items["field"]).tolist():

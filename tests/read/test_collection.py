@@ -560,7 +560,7 @@ def test_a_plan_takes_no_more_memory_than_is_counted_for_it(tmp_path, core):
             assert_same_bits(collected.arrays[0][: len(samples)], values[list(samples)])
             plan = collected.batch.plan
             nbytes = plan.num_items * ctypes.sizeof(ItemStruct)
-            nbytes += 24 * plan.num_runs + 16 * plan.num_rows
+            nbytes += 24 * plan.num_runs
             assert nbytes <= len(samples) * PLANNED_ROW_NBYTES
 
 

@@ -3,13 +3,13 @@
 #if defined(SSE2)
 /* Interleaves 16 bytes of each of `e` planes: in every round, the first and the second half. */
 #define INTERLEAVE(e, rounds)                                                                     \
-    static int64_t interleave_##e(const uint8_t *in, int64_t count, uint8_t *out)                 \
+    static int64_t interleave_##e(const uint8_t *const *planes, int64_t count, uint8_t *out)      \
     {                                                                                             \
         int64_t i = 0;                                                                            \
         for (; i + 16 <= count; i += 16) {                                                        \
             __m128i a[e], b[e];                                                                   \
             for (int p = 0; p < e; p++)                                                           \
-                a[p] = _mm_loadu_si128((const __m128i *)(in + p * count + i));                    \
+                a[p] = _mm_loadu_si128((const __m128i *)(planes[p] + i));                         \
             for (int round = 0; round < rounds; round++) {                                        \
                 for (int p = 0; p < e / 2; p++) {                                                 \
                     b[2 * p] = _mm_unpacklo_epi8(a[p], a[p + e / 2]);                             \
@@ -28,25 +28,46 @@ INTERLEAVE(8, 3)
 INTERLEAVE(16, 4)
 #endif
 
+enum { MOST_PLANES = 16 };
+
+/* Planes of `count` bytes that lie anywhere, at most MOST_PLANES, become `count` elements. */
+static void interleave_planes(const uint8_t *const *planes, int64_t count, int64_t element,
+                              uint8_t *out)
+{
+    int64_t i = 0;
+#if defined(SSE2)
+    if (element == 2)
+        i = interleave_2(planes, count, out);
+    else if (element == 4)
+        i = interleave_4(planes, count, out);
+    else if (element == 8)
+        i = interleave_8(planes, count, out);
+    else if (element == 16)
+        i = interleave_16(planes, count, out);
+#endif
+    for (int64_t end; i < count; i = end) {
+        end = i + 256 < count ? i + 256 : count;
+        for (int64_t p = 0; p < element; p++)
+            for (int64_t k = i; k < end; k++)
+                out[k * element + p] = planes[p][k];
+    }
+}
+
 /* Planes of `count` bytes, one for each byte of an element, become `count` elements. */
 static void interleave(const uint8_t *in, int64_t count, int64_t element, uint8_t *out)
 {
-    int64_t i = 0;
+    const uint8_t *planes[MOST_PLANES];
     if (element == 1) {
         memcpy(out, in, (size_t)count);
         return;
     }
-#if defined(SSE2)
-    if (element == 2)
-        i = interleave_2(in, count, out);
-    else if (element == 4)
-        i = interleave_4(in, count, out);
-    else if (element == 8)
-        i = interleave_8(in, count, out);
-    else if (element == 16)
-        i = interleave_16(in, count, out);
-#endif
-    for (int64_t end; i < count; i = end) {
+    if (element <= MOST_PLANES) {
+        for (int64_t p = 0; p < element; p++)
+            planes[p] = in + p * count;
+        interleave_planes(planes, count, element, out);
+        return;
+    }
+    for (int64_t i = 0, end; i < count; i = end) {
         end = i + 256 < count ? i + 256 : count;
         for (int64_t p = 0; p < element; p++)
             for (int64_t k = i; k < end; k++)

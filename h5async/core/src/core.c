@@ -21,6 +21,7 @@
 #include "pieces.h"
 #include "decoders.h"
 #include "bits.h"
+#include "blosc.h"
 #include "pipeline.h"
 #include "place.h"
 #include "chunks.h"
@@ -29,6 +30,10 @@
 #include "sources.h"
 #include "store.h"
 #include "tables.h"
+#include "plan.h"
+#include "work.h"
+#include "rows.h"
+#include "kept.h"
 #include "batch.h"
 #include "queue.h"
 #include "frames.h"
@@ -101,6 +106,7 @@ static const Member MEMBERS[] = {
     MEMBER(Source, is_stale),
     MEMBER(Source, was_cached),
     MEMBER(Source, uses),
+    MEMBER(Source, checked_ns),
     MEMBER(Source, newer),
     MEMBER(Source, older),
     MEMBER(Shape, dataset),
@@ -149,18 +155,19 @@ static const Member MEMBERS[] = {
     MEMBER(BatchPlan, run_local),
     MEMBER(BatchPlan, run_position),
     MEMBER(BatchPlan, run_length),
-    MEMBER(BatchPlan, offset),
-    MEMBER(BatchPlan, position),
     MEMBER(BatchPlan, wanted),
     MEMBER(BatchPlan, spare),
+    MEMBER(BatchPlan, sorted),
     MEMBER(BatchPlan, num_items),
     MEMBER(BatchPlan, num_runs),
-    MEMBER(BatchPlan, num_rows),
+    MEMBER(BatchPlan, num_wanted),
     MEMBER(BatchPlan, most_items),
     MEMBER(BatchPlan, most_runs),
-    MEMBER(BatchPlan, most_rows),
     MEMBER(BatchPlan, most_wanted),
     MEMBER(BatchPlan, nbytes),
+    MEMBER(Wanted, sample),
+    MEMBER(Wanted, position),
+    MEMBER(Wanted, rank),
     MEMBER(Target, raw),
     MEMBER(Target, out),
     MEMBER(Target, is_wanted),

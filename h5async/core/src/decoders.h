@@ -50,18 +50,6 @@ static int64_t big64(const uint8_t *in)
     return value > INT64_MAX ? INT64_MAX : (int64_t)value;
 }
 
-static int64_t unblosc(Worker *w, const uint8_t *in, int64_t n, uint8_t *out, int64_t room)
-{
-    if (w->libraries->blosc_decompress_ctx == NULL || n < 16)
-        return -1;
-    int64_t nbytes = little32(in + 4), stored = little32(in + 12);
-    if (stored > n || nbytes > room || nbytes > INT32_MAX)
-        return -1;
-    if (nbytes == 0)
-        return 0;
-    return w->libraries->blosc_decompress_ctx(in, out, (size_t)room, 1) == nbytes ? nbytes : -1;
-}
-
 static int64_t unlz4_blocks(Worker *w, const uint8_t *in, int64_t n, uint8_t *out, int64_t room)
 {
     if (n < 12)

@@ -78,6 +78,25 @@ static void ask_for(const File *file, int64_t offset, int64_t nbytes)
 #endif
 }
 
+/* Some bytes that are to be asked for. */
+typedef struct {
+    int64_t begin, end;
+} Span;
+
+/* Ask for some bytes together with those before and behind that follow each other. Of a long run
+   nothing is asked for: when it is read, the system reads ahead, in pages that are larger. */
+static void ask_later(const File *file, Span *span, int64_t offset, int64_t nbytes)
+{
+    if (nbytes > 0 && offset > INT64_MAX - nbytes)
+        return;
+    if (nbytes == 0 || offset < span->begin || offset > span->end + CLOSE_NBYTES) {
+        if (span->end - span->begin < LONG_RUN_NBYTES)
+            ask_for(file, span->begin, span->end - span->begin);
+        span->begin = span->end = offset;
+    }
+    span->end = offset + nbytes > span->end ? offset + nbytes : span->end;
+}
+
 static int read_fully(const File *file, int64_t offset, uint8_t *out, int64_t nbytes)
 {
     while (nbytes > 0) {

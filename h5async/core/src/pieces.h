@@ -39,8 +39,67 @@ static int pieces_are_cached(File *file, const Worker *w, const Pieces *p)
     return 1;
 }
 
+enum { FEW_NBYTES = 512, LINES_AHEAD = 32, LEAST_AHEAD = 4, MOST_AHEAD = 16 };
+
+/* Copy so few bytes that a call costs more than they do: two moves may overlap. */
+ALWAYS_INLINE void copy_few(uint8_t *to, const uint8_t *from, int64_t nbytes)
+{
+    if (nbytes >= 16) {
+        for (int64_t at = 0; at < nbytes - 16; at += 16)
+            memcpy(to + at, from + at, 16);
+        memcpy(to + nbytes - 16, from + nbytes - 16, 16);
+    } else if (nbytes >= 8) {
+        memcpy(to, from, 8);
+        memcpy(to + nbytes - 8, from + nbytes - 8, 8);
+    } else if (nbytes >= 4) {
+        memcpy(to, from, 4);
+        memcpy(to + nbytes - 4, from + nbytes - 4, 4);
+    } else {
+        for (int64_t at = 0; at < nbytes; at++)
+            to[at] = from[at];
+    }
+}
+
+/* How many rows to fetch ahead of the one that is copied: so many lines are on their way at a time. */
+ALWAYS_INLINE int64_t rows_ahead(int64_t nbytes)
+{
+    int64_t ahead = LINES_AHEAD / (nbytes / 64 + 1);
+    return ahead < LEAST_AHEAD ? LEAST_AHEAD : ahead > MOST_AHEAD ? MOST_AHEAD : ahead;
+}
+
+ALWAYS_INLINE void fetch(const uint8_t *from, int64_t nbytes)
+{
+    for (int64_t at = 0; at < nbytes; at += 64)
+        __builtin_prefetch(from + at);
+    __builtin_prefetch(from + nbytes - 1);
+}
+
+/* Pieces of a few bytes each: many are on their way from memory at a time. */
+ALWAYS_INLINE int64_t copy_small(File *file, const Worker *w, const Pieces *p, int64_t available,
+                                 int64_t nbytes)
+{
+    const uint8_t *map = file->map;
+    int64_t ahead = rows_ahead(nbytes);
+    for (int64_t i = 0; i < p->count; i++) {
+        int64_t offset = p->offset[i], next = i + ahead < p->count ? p->offset[i + ahead] : -1;
+        if (next >= 0 && next <= available - nbytes)
+            fetch(map + next, nbytes);
+        if (i % 64 == 0 && is_stopped(file, w))
+            return i;
+        if (offset < 0)
+            fill_piece(p, i);
+        else if (offset > available - nbytes)
+            return i;
+        else
+            copy_few(p->base + p->position[i] * nbytes, map + offset, nbytes);
+    }
+    return p->count;
+}
+
 static int64_t copy_pieces(File *file, const Worker *w, const Pieces *p, int64_t available)
 {
+    if (p->nbytes == NULL && p->position != NULL && p->unit <= FEW_NBYTES)
+        return copy_small(file, w, p, available, p->unit);
     for (int64_t i = 0; i < p->count; i++) {
         int64_t offset = p->offset[i], nbytes = nbytes_of_piece(p, i);
         if (nbytes < 4096 && i + 8 < p->count && p->offset[i + 8] >= 0 &&
@@ -103,6 +162,23 @@ static int read_run_slowly(File *file, const Worker *w, const Pieces *p, int64_t
             !read_fully(file, p->offset[i], place_of_piece(p, i), nbytes_of_piece(p, i)))
             return 0;
     return 1;
+}
+
+/* Reads all, run by run; returns how many were read before the first that cannot be. */
+static int64_t read_runs(File *file, const Worker *w, const Pieces *p)
+{
+    for (int64_t i = 0, end; i < p->count; i = end) {
+        end = i + 1;
+        if (p->offset[i] < 0) {
+            fill_piece(p, i);
+            continue;
+        }
+        end = end_of_run(p, i);
+        if (is_stopped(file, w) ||
+            (!read_run(file, p, i, end, 0) && !read_run_slowly(file, w, p, i, end)))
+            return i;
+    }
+    return p->count;
 }
 
 /* Reads what the page cache holds at once, and asks the system for all the rest before the first

@@ -17,7 +17,8 @@ typedef struct Source {
     int64_t device, inode, nbytes, modified_ns, changed_ns; /* as indexed */
     int32_t may_map, fd;
     int32_t is_open, users, has_swmr_writer, is_stale;
-    _Atomic int32_t was_cached, uses;
+    _Atomic int32_t was_cached, uses; /* was_cached: how often in turn; below 0: it was not */
+    _Atomic int64_t checked_ns; /* when it was last found to be what was indexed; 0: it may not be */
     struct Source *newer, *older; /* among those that are open and have no users */
 } Source;
 
@@ -26,6 +27,7 @@ typedef struct {
     int64_t count, most_open, num_open; /* num_open: without users too */
     int64_t most_files, num_files;      /* of these, such as have a descriptor */
     int32_t io, gives_back;             /* gives_back: descriptors of mapped sources */
+    int64_t trusted_ns; /* for so long after it was checked, a source need not be for kept chunks */
     pthread_mutex_t lock;
     Source *newest, *oldest;
 } Sources;
@@ -205,6 +207,8 @@ static void release_source(Sources *all, Source *s, int64_t event)
     if (s->path == NULL)
         return;
     pthread_mutex_lock(&all->lock);
+    if (event != NO_EVENT)
+        s->checked_ns = 0;
     if (event == FAULTED)
         s->may_map = 0;
     if (event == FAULTED || (event == CHANGED && s->has_swmr_writer))
@@ -229,11 +233,12 @@ PUBLIC int64_t h5async_sources_nbytes(void)
    whose first members the caller has set; both are his. `most_open` sources stay open, and of these
    `most_files` with a descriptor, beside those in use. */
 PUBLIC int64_t h5async_open_sources(Sources *sources, Source *table, int64_t count, int64_t most_open,
-                                    int64_t most_files, int32_t io, int32_t gives_back)
+                                    int64_t most_files, int32_t io, int32_t gives_back,
+                                    int64_t trusted_ns)
 {
     *sources = (Sources){.sources = table, .count = count, .most_open = most_open < 1 ? 1 : most_open,
                          .most_files = most_files < 1 ? 1 : most_files, .io = io,
-                         .gives_back = gives_back};
+                         .gives_back = gives_back, .trusted_ns = trusted_ns};
     return pthread_mutex_init(&sources->lock, NULL) == 0;
 }
 
@@ -273,6 +278,7 @@ PUBLIC int64_t h5async_restamp(Sources *sources, int64_t number, int64_t nbytes,
     pthread_mutex_lock(&sources->lock);
     int is_fit = !s->has_swmr_writer && (s->map ? s->map_nbytes == nbytes : !may_map);
     s->nbytes = nbytes, s->modified_ns = modified_ns, s->changed_ns = changed_ns;
+    s->checked_ns = 0;
     s->may_map = may_map;
     if (s->is_open && !is_fit && s->users) {
         s->is_stale = 1;

@@ -143,6 +143,48 @@ static enum Claim claim_chunk(Store *store, uint64_t key, int64_t nbytes, int wa
     return claim;
 }
 
+/* Look up some chunks at once; those that are not there decoded are NULL. */
+static void take_ready(Store *store, const uint64_t *keys, int count, Kept **found)
+{
+    pthread_mutex_lock(&store->lock);
+    for (int i = 0; i < count; i++)
+        __builtin_prefetch(bucket_of(store, keys[i]));
+    for (int i = 0; i < count; i++) {
+        found[i] = *bucket_of(store, keys[i]);
+        __builtin_prefetch(found[i]);
+    }
+    for (int i = 0; i < count; i++) {
+        while (found[i] != NULL && found[i]->key != keys[i])
+            found[i] = found[i]->next;
+        if (found[i] == NULL || found[i]->state != READY) {
+            found[i] = NULL;
+            continue;
+        }
+        found[i]->users++;
+        __builtin_prefetch(found[i]->newer);
+        __builtin_prefetch(found[i]->older);
+    }
+    for (int i = 0; i < count; i++)
+        if (found[i] != NULL) {
+            unlink_kept(store, found[i]);
+            put_newest(store, found[i]);
+        }
+    pthread_mutex_unlock(&store->lock);
+}
+
+/* Be done with chunks that were looked up. */
+static void give_back_ready(Store *store, Kept **found, int count)
+{
+    pthread_mutex_lock(&store->lock);
+    for (int i = 0; i < count; i++)
+        if (found[i] != NULL && (--found[i]->users || !found[i]->is_dropped))
+            found[i] = NULL;
+    pthread_mutex_unlock(&store->lock);
+    for (int i = 0; i < count; i++)
+        if (found[i] != NULL)
+            free_kept(found[i]);
+}
+
 /* Be done with a chunk that was claimed, or found ready; `is_filled`: its memory holds it. */
 static void release_chunk(Store *store, Kept *kept, int is_filled)
 {

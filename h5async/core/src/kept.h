@@ -1,0 +1,117 @@
+/* Rows of chunks that are kept decoded: they are copied without their file being opened, or looked
+   at again if that was done a moment ago. Chunks are looked up, and given back, many at a time: so
+   threads seldom wait for each other, and what lies in memory far apart is fetched at the same
+   time. */
+
+enum { MAX_KEPT = 64, FETCHED_AHEAD = 4, LINE_NBYTES = 64, MAX_LINES = 8 };
+
+/* Pieces of some items, all kept in one store or in none. */
+typedef struct {
+    Store *store;
+    Item *items[MAX_KEPT];
+    int32_t first[MAX_KEPT + 1]; /* by item: its first piece */
+    uint64_t keys[MAX_KEPT];     /* by piece */
+    Kept *found[MAX_KEPT];
+    int num_items, num_pieces;
+} KeptBlock;
+
+static void fetch_piece(const Dataset *d, const Runs *runs, const Kept *kept)
+{
+    const uint8_t *from = kept->data + runs->local[0] * d->sample_stride;
+    int64_t nbytes = d->sample_stride * runs->length[0];
+    nbytes = nbytes < MAX_LINES * LINE_NBYTES ? nbytes : MAX_LINES * LINE_NBYTES;
+    for (int64_t at = 0; at < nbytes; at += LINE_NBYTES)
+        __builtin_prefetch(from + at);
+}
+
+/* Copy the rows of an item; 0: its pieces are not within bounds. */
+static int place_kept(const Work *work, const Item *item, Kept *const *found)
+{
+    const Field *f = &work->fields[item->field];
+    const Target *target = &work->targets[item->field];
+    const Shape *shape = &f->shapes[f->layers[item->layer].shape[item->segment]];
+    Runs runs = runs_of_item(work->plan, item);
+    Piece piece;
+    for (int32_t c = item->cross; c < item->cross_end; c++) {
+        if (!piece_of(&shape->dataset, c, &piece))
+            return 0;
+        place(&shape->dataset, &piece, &runs, found[c - item->cross]->data, target->raw);
+        swap_pieces(shape, c, &runs, target->raw);
+    }
+    transform_item(work->plan, f, target, item);
+    return 1;
+}
+
+static int is_found(const KeptBlock *block, int number)
+{
+    for (int32_t i = block->first[number]; i < block->first[number + 1]; i++)
+        if (block->found[i] == NULL)
+            return 0;
+    return 1;
+}
+
+static void place_block(const Work *work, KeptBlock *block)
+{
+    if (block->num_items == 0)
+        return;
+    take_ready(block->store, block->keys, block->num_pieces, block->found);
+    block->first[block->num_items] = block->num_pieces;
+    for (int i = 0, ahead = 0; i < block->num_items; i++) {
+        for (; ahead < block->num_items && ahead <= i + FETCHED_AHEAD; ahead++) {
+            const Item *item = block->items[ahead];
+            const Field *f = &work->fields[item->field];
+            Runs runs = runs_of_item(work->plan, item);
+            if (block->found[block->first[ahead]] != NULL)
+                fetch_piece(&f->shapes[f->layers[item->layer].shape[item->segment]].dataset, &runs,
+                            block->found[block->first[ahead]]);
+        }
+        if (is_found(block, i) && place_kept(work, block->items[i], block->found + block->first[i]))
+            block->items[i]->status = DONE;
+    }
+    give_back_ready(block->store, block->found, block->num_pieces);
+    block->num_items = block->num_pieces = 0;
+}
+
+/* Add the pieces of an item, if all of them may be kept. */
+static void add_kept(const Work *work, KeptBlock *block, Item *item)
+{
+    const Field *f = &work->fields[item->field];
+    const Layer *l = &f->layers[item->layer];
+    const Shape *shape = &f->shapes[l->shape[item->segment]];
+    int32_t count = item->cross_end - item->cross;
+    if (!shape->keeps || f->store == NULL || count > MAX_KEPT)
+        return;
+    if (block->num_items == MAX_KEPT || block->num_pieces + count > MAX_KEPT ||
+        block->store != f->store)
+        place_block(work, block);
+    block->store = f->store;
+    for (int32_t c = 0; c < count; c++) {
+        int64_t extent = find_extent(f, l, item->segment,
+                                     item->number + shape->cross_number[item->cross + c]);
+        if (extent < 0 || extent >= f->num_extents)
+            return;
+        block->keys[block->num_pieces + c] = (uint64_t)extent;
+    }
+    block->first[block->num_items] = block->num_pieces;
+    block->items[block->num_items++] = item;
+    block->num_pieces += count;
+}
+
+/* Do those of items `start` to `stop` whose pieces are all kept, and whose files were as indexed a
+   moment ago. */
+static void read_kept(Work *work, const Sources *sources, int64_t start, int64_t stop)
+{
+    KeptBlock block = {.num_items = 0};
+    for (int64_t i = start; i < stop; i++) {
+        Item *item = &work->plan->items[i];
+        if (item->kind != CHUNKS || item->source < 0 || item->source >= sources->count)
+            continue;
+        int64_t checked_ns = sources->sources[item->source].checked_ns;
+        if (checked_ns && work->last_ns - checked_ns < sources->trusted_ns)
+            add_kept(work, &block, item);
+    }
+    place_block(work, &block);
+    int64_t now = now_ns();
+    work->w->place_ns += now - work->last_ns;
+    work->last_ns = now;
+}

@@ -1,0 +1,408 @@
+/* Sample numbers enter; the plan of a batch leaves: items that do not depend on each other, sorted
+   by source.
+
+   The samples are sorted, and those that follow each other both in the dataset and in the batch are
+   joined to runs: in order, a batch is one run. So rows that lie in a file as they are cost nothing
+   here: their items name a range of the sorted samples, which all fields share. */
+
+enum { ITEM_NBYTES = 1 << 17 /* of rows, some 10 us */ };
+enum Status { TO_DO = 0, DONE = 1, REFUSED = 2 };
+#define MOST_COST ((int64_t)1 << 40) /* of an item: so the sum of many is a number, too */
+
+/* Pieces `cross` to `cross_end` of the samples of one chunk's worth of rows; or rows that lie in the
+   file as they are; or rows that nothing holds. The runs say which samples, and where they go. */
+typedef struct {
+    int32_t source, field, layer, segment;
+    int32_t kind, status;
+    int64_t number;              /* of the chunk of piece 0, at sample 0 of the grid */
+    int64_t first_run, num_runs; /* ROWS: the first of the sorted samples, and how many */
+    int32_t cross, cross_end;
+    int64_t nbytes;              /* what it costs */
+} Item;
+
+/* While they are sorted, a sample and its place in the batch. Then a run of such: `rank` is that of
+   the first one among the sorted samples, and the next run's `rank` is the end. */
+typedef struct {
+    int64_t sample;
+    int32_t position, rank;
+} Wanted;
+
+typedef struct {
+    Item *items;
+    int64_t *run_local, *run_position, *run_length;
+    Wanted *wanted, *spare; /* room for one more than there are samples */
+    const Wanted *sorted;   /* one of the two: `num_wanted` runs, and the end */
+    int64_t num_items, num_runs, num_wanted;
+    int64_t most_items, most_runs, most_wanted;
+    int64_t nbytes;
+} BatchPlan;
+
+typedef struct {
+    uint8_t *raw, *out; /* rows as read; as delivered */
+    int64_t is_wanted;
+} Target;
+
+/* See that some arrays have room for `count` elements each; they keep what they hold. */
+static int grow(void **const *arrays, int num_arrays, int64_t *most, int64_t count, size_t nbytes)
+{
+    if (count <= *most)
+        return 1;
+    int64_t more = *most * 2 > count ? *most * 2 : count + 64;
+    for (int i = 0; i < num_arrays; i++) {
+        void *grown = realloc(*arrays[i], (size_t)more * nbytes);
+        if (grown == NULL)
+            return 0; /* those that have grown have more room than `most` says */
+        *arrays[i] = grown;
+    }
+    *most = more;
+    return 1;
+}
+
+static int grow_items(BatchPlan *p, int64_t count)
+{
+    return grow((void **[]){(void **)&p->items}, 1, &p->most_items, count, sizeof(Item));
+}
+
+static int grow_runs(BatchPlan *p, int64_t count)
+{
+    void **arrays[] = {(void **)&p->run_local, (void **)&p->run_position, (void **)&p->run_length};
+    return grow(arrays, 3, &p->most_runs, count, sizeof(int64_t));
+}
+
+static int grow_wanted(BatchPlan *p, int64_t count)
+{
+    void **arrays[] = {(void **)&p->wanted, (void **)&p->spare};
+    return grow(arrays, 2, &p->most_wanted, count, sizeof(Wanted));
+}
+
+/* --- the samples, sorted ----------------------------------------------------------------------- */
+
+enum { FEW = 48, MANY = 2048 };
+
+static void insert_each(Wanted *wanted, int64_t count)
+{
+    for (int64_t i = 1; i < count; i++) {
+        Wanted one = wanted[i];
+        int64_t at = i;
+        for (; at > 0 && wanted[at - 1].sample > one.sample; at--)
+            wanted[at] = wanted[at - 1];
+        wanted[at] = one;
+    }
+}
+
+/* Sort by sample, and those that are equal by their position, as they come; none is below `least`,
+   nor above it by more than `span`. Returns which of the two arrays has them then. */
+static Wanted *sort_wanted(Wanted *wanted, Wanted *spare, int64_t count, int64_t least, int64_t span)
+{
+    int bits = count < MANY ? 8 : 11; /* more at a time, where that many counters cost little */
+    int64_t digit = (1 << bits) - 1;
+    uint32_t begin[(1 << 11) + 1];
+    if (count <= FEW) {
+        insert_each(wanted, count);
+        return wanted;
+    }
+    for (int shift = 0; shift < 63 && span >> shift; shift += bits) {
+        memset(begin, 0, (size_t)(digit + 2) * sizeof *begin);
+        for (int64_t i = 0; i < count; i++)
+            begin[((wanted[i].sample - least) >> shift & digit) + 1]++;
+        for (int64_t i = 1; i < digit; i++)
+            begin[i + 1] += begin[i];
+        for (int64_t i = 0; i < count; i++)
+            spare[begin[(wanted[i].sample - least) >> shift & digit]++] = wanted[i];
+        Wanted *other = wanted;
+        wanted = spare, spare = other;
+    }
+    return wanted;
+}
+
+/* Join samples that follow each other in the dataset and in the batch; returns how many runs. */
+static int64_t join_wanted(Wanted *wanted, int64_t count)
+{
+    int64_t runs = 0;
+    for (int64_t i = 0; i < count; i++) {
+        Wanted one = wanted[i];
+        int64_t length = runs ? i - wanted[runs - 1].rank : 0;
+        if (runs && wanted[runs - 1].sample + length == one.sample &&
+            wanted[runs - 1].position + length == one.position)
+            continue;
+        one.rank = (int32_t)i;
+        wanted[runs++] = one;
+    }
+    wanted[runs] = (Wanted){INT64_MAX, 0, (int32_t)count};
+    return runs;
+}
+
+/* Sort the samples of a batch; -1: there is one that no field has; 0: there is no memory. */
+static int sort_samples(BatchPlan *plan, const int64_t *samples, int64_t count, int64_t num_samples)
+{
+    if (count >= INT32_MAX || !grow_wanted(plan, count + 1))
+        return 0;
+    int64_t least = INT64_MAX, most = -1, before = -1;
+    int is_sorted = 1;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t sample = samples[i];
+        least = sample < least ? sample : least;
+        most = sample > most ? sample : most;
+        is_sorted &= before <= sample;
+        before = sample;
+        plan->wanted[i] = (Wanted){sample, (int32_t)i, 0};
+    }
+    if (least < 0 || most >= num_samples)
+        return -1;
+    Wanted *sorted = plan->wanted;
+    if (!is_sorted)
+        sorted = sort_wanted(plan->wanted, plan->spare, count, least, most - least);
+    plan->num_wanted = join_wanted(sorted, count);
+    plan->sorted = sorted;
+    return 1;
+}
+
+/* The run that begins last of those below `run_end` that begin at or before a rank, or before a
+   sample; that of number `run` does. */
+static int64_t run_of_rank(const BatchPlan *plan, int64_t run, int64_t rank)
+{
+    int64_t low = run, high = plan->num_wanted;
+    if (low + (rank - plan->sorted[low].rank) < high)
+        high = low + (rank - plan->sorted[low].rank) + 1; /* each run has a sample */
+    while (low + 1 < high) {
+        int64_t middle = low + (high - low) / 2;
+        *(plan->sorted[middle].rank <= rank ? &low : &high) = middle;
+    }
+    return low;
+}
+
+static int64_t run_before_sample(const BatchPlan *plan, int64_t run, int64_t sample)
+{
+    int64_t low = run, high = plan->num_wanted, step = 1;
+    if (plan->sorted[high - 1].sample < sample)
+        return high - 1;
+    while (low + step < high && plan->sorted[low + step].sample < sample) {
+        low += step;
+        step *= 2;
+    }
+    high = low + step < high ? low + step : high;
+    while (low + 1 < high) {
+        int64_t middle = low + (high - low) / 2;
+        *(plan->sorted[middle].sample < sample ? &low : &high) = middle;
+    }
+    return low;
+}
+
+/* --- items ------------------------------------------------------------------------------------- */
+
+/* Some of the sorted samples, by rank, all in one segment; `run` is the run of the first. */
+typedef struct {
+    int64_t run, rank, end;
+} Ranks;
+
+/* What it costs to read so many bytes so many times. */
+static int64_t cost_of(int64_t nbytes, int64_t times)
+{
+    int64_t cost;
+    if (__builtin_mul_overflow(nbytes, times, &cost) || cost > MOST_COST)
+        return MOST_COST;
+    return cost;
+}
+
+static int has_source(const Field *f, const Layer *l, int64_t segment)
+{
+    return l->shape[segment] >= 0 && f->shapes[l->shape[segment]].kind != LEFT;
+}
+
+static Item *new_item(BatchPlan *plan, const Field *f, int32_t field, int32_t layer, int64_t segment)
+{
+    if (!grow_items(plan, plan->num_items + 1))
+        return NULL;
+    Item *item = &plan->items[plan->num_items++];
+    const Layer *l = &f->layers[layer];
+    *item = (Item){.field = field, .layer = layer, .segment = (int32_t)segment,
+                   .source = has_source(f, l, segment) ? l->source[segment] : -1,
+                   .first_run = plan->num_runs};
+    return item;
+}
+
+static int add_run(BatchPlan *plan, Item *item, int64_t local, int64_t position, int64_t length)
+{
+    if (!grow_runs(plan, plan->num_runs + 1))
+        return 0;
+    plan->run_local[plan->num_runs] = local;
+    plan->run_position[plan->num_runs] = position;
+    plan->run_length[plan->num_runs++] = length;
+    item->num_runs++;
+    return 1;
+}
+
+/* Samples whose rows lie in the file as they are. */
+static int plan_rows(BatchPlan *plan, const Field *f, int32_t field, int32_t layer, int64_t segment,
+                     Ranks ranks)
+{
+    int64_t per_item = ITEM_NBYTES / (f->row_nbytes + 1) + 1;
+    while (ranks.rank < ranks.end) {
+        int64_t left = ranks.end - ranks.rank, here = left < per_item ? left : per_item;
+        Item *item = new_item(plan, f, field, layer, segment);
+        if (item == NULL)
+            return 0;
+        item->kind = ROWS, item->first_run = ranks.rank, item->num_runs = here;
+        item->number = ranks.run;
+        item->nbytes = cost_of(f->row_nbytes, here);
+        ranks.rank += here;
+        if (ranks.rank < ranks.end)
+            ranks.run = run_of_rank(plan, ranks.run, ranks.rank);
+    }
+    return 1;
+}
+
+/* Samples that lie in chunks, or for which nothing can be read here. */
+static int plan_chunks(BatchPlan *plan, const Field *f, int32_t field, int32_t layer,
+                       int64_t segment, Ranks ranks)
+{
+    const Layer *l = &f->layers[layer];
+    const Shape *shape = l->shape[segment] < 0 ? NULL : &f->shapes[l->shape[segment]];
+    int64_t kind = shape ? shape->kind : NO_SOURCE;
+    int64_t per_chunk = kind == CHUNKS ? shape->dataset.chunk_samples : INT64_MAX;
+    int64_t begin = 0, end = 0, rows = 0; /* of a chunk; in an item */
+    int is_one_chunk = kind != CHUNKS || shape->dataset.begin >= 0;
+    /* Where samples are not counted by the first dimension, neighbours lie in the same lines. */
+    int is_cut = kind != CHUNKS || (is_one_chunk && shape->dataset.sample_stride >= f->row_nbytes);
+    Item *item = NULL;
+    while (ranks.rank < ranks.end) {
+        const Wanted *run = &plan->sorted[ranks.run];
+        int64_t behind = run[1].rank < ranks.end ? run[1].rank : ranks.end;
+        int64_t here = behind - ranks.rank, inside = ranks.rank - run->rank;
+        int64_t row = run->sample + inside - l->first[segment];
+        if (kind == CHUNKS) {
+            row = l->row[segment] + row * l->step[segment];
+            here = l->step[segment] == 1 ? here : 1;
+        }
+        if (item == NULL || row < begin || row >= end ||
+            (is_cut && item->nbytes >= ITEM_NBYTES)) {
+            int64_t group = row / per_chunk;
+            begin = group * per_chunk;
+            end = per_chunk < INT64_MAX - begin ? begin + per_chunk : INT64_MAX;
+            item = new_item(plan, f, field, layer, segment);
+            if (item == NULL)
+                return 0;
+            item->kind = (int32_t)kind, rows = 0;
+            if (kind == CHUNKS) {
+                item->number = group * shape->number_stride;
+                item->cross_end = (int32_t)shape->dataset.num_cross;
+                if (!is_one_chunk)
+                    item->nbytes = cost_of(shape->dataset.chunk_nbytes, shape->dataset.num_cross);
+            }
+        }
+        here = here < end - row ? here : end - row;
+        if (!add_run(plan, item, row - begin, run->position + inside, here))
+            return 0;
+        if (is_one_chunk)
+            item->nbytes = cost_of(f->row_nbytes, rows += here);
+        ranks.rank += here;
+        ranks.run += ranks.rank == run[1].rank;
+    }
+    return 1;
+}
+
+static int plan_layer(BatchPlan *plan, const Field *f, int32_t field, int32_t layer, int64_t count)
+{
+    const Layer *l = &f->layers[layer];
+    int64_t segment = 0;
+    for (Ranks ranks = {0}; ranks.rank < count; ranks.rank = ranks.end) {
+        const Wanted *run = &plan->sorted[ranks.run];
+        segment = find_segment(l, run->sample + ranks.rank - run->rank, segment);
+        int64_t behind = l->first[segment + 1];
+        int64_t last = run_before_sample(plan, ranks.run, behind);
+        run = &plan->sorted[last];
+        ranks.end = behind - run->sample < run[1].rank - run->rank ? run->rank + behind - run->sample
+                                                                   : run[1].rank;
+        int64_t kind = l->shape[segment] < 0 ? NO_SOURCE : f->shapes[l->shape[segment]].kind;
+        if (kind != NO_SOURCE || !(f->is_filled_first || f->num_layers > 1)) {
+            int is_good = kind == ROWS || kind == ROWS_IN_CHUNKS
+                              ? plan_rows(plan, f, field, layer, segment, ranks)
+                              : plan_chunks(plan, f, field, layer, segment, ranks);
+            if (!is_good)
+                return 0;
+        }
+        ranks.run = last + (ranks.end == run[1].rank);
+    }
+    return 1;
+}
+
+/* Cut items of many pieces, where there are too few items for all threads. */
+static int cut_items(BatchPlan *plan, int64_t parts)
+{
+    int64_t count = plan->num_items, wanted = 4 * parts;
+    if (parts < 2 || count >= wanted)
+        return 1;
+    for (int64_t i = 0; i < count; i++) {
+        Item whole = plan->items[i];
+        int64_t cross = whole.cross_end;
+        if (whole.kind != CHUNKS || cross < 2)
+            continue;
+        int64_t pieces = wanted < cross ? wanted : cross;
+        if (!grow_items(plan, plan->num_items + pieces))
+            return 0;
+        for (int64_t k = 0; k < pieces; k++) {
+            Item *item = k ? &plan->items[plan->num_items++] : &plan->items[i];
+            *item = whole;
+            item->cross = (int32_t)(cross * k / pieces);
+            item->cross_end = (int32_t)(cross * (k + 1) / pieces);
+            item->nbytes = whole.nbytes / cross * (item->cross_end - item->cross);
+        }
+    }
+    return 1;
+}
+
+static int by_source(const void *one, const void *other)
+{
+    const Item *a = one, *b = other;
+    if (a->source != b->source)
+        return a->source < b->source ? -1 : 1;
+    if (a->field != b->field)
+        return a->field < b->field ? -1 : 1;
+    if (a->first_run != b->first_run)
+        return a->first_run < b->first_run ? -1 : 1;
+    return a->cross < b->cross ? -1 : a->cross > b->cross;
+}
+
+/* Plan a batch of at most `rows` samples; 0: there is no memory for it; -1: there are more samples,
+   or one that no field has. `parts`: threads that may work on it. */
+PUBLIC int64_t h5async_plan_batch(BatchPlan *plan, const Field *fields, const Target *targets,
+                                  int64_t num_fields, const int64_t *samples, int64_t count,
+                                  int64_t rows, int64_t num_samples, int64_t parts)
+{
+    plan->num_items = plan->num_runs = plan->num_wanted = plan->nbytes = 0;
+    if (count > rows)
+        return -1;
+    int sorted = sort_samples(plan, samples, count, num_samples);
+    if (sorted < 1)
+        return sorted;
+    for (int32_t field = 0; field < num_fields; field++) {
+        const Field *f = &fields[field];
+        if (!targets[field].is_wanted || f->row_nbytes == 0)
+            continue;
+        for (int32_t layer = 0; layer < f->num_layers; layer++)
+            if (!plan_layer(plan, f, field, layer, count))
+                return 0;
+        if (f->is_filled_first)
+            fill_elements(f->fill, f->itemsize, targets[field].raw, count * f->row_nbytes);
+    }
+    if (!cut_items(plan, parts))
+        return 0;
+    int is_sorted = 1;
+    for (int64_t i = 1; i < plan->num_items && is_sorted; i++)
+        is_sorted = by_source(&plan->items[i - 1], &plan->items[i]) <= 0;
+    if (!is_sorted)
+        qsort(plan->items, (size_t)plan->num_items, sizeof(Item), by_source);
+    for (int64_t i = 0; i < plan->num_items; i++)
+        plan->nbytes += plan->items[i].nbytes;
+    return 1;
+}
+
+PUBLIC int64_t h5async_free_plan(BatchPlan *plan)
+{
+    void *memory[] = {plan->items, plan->run_local, plan->run_position, plan->run_length,
+                      plan->wanted, plan->spare};
+    for (size_t i = 0; i < sizeof memory / sizeof memory[0]; i++)
+        free(memory[i]);
+    *plan = (BatchPlan){0};
+    return 1;
+}

@@ -1,0 +1,110 @@
+/* What a thread does of a plan, and what all its items need: rows that nothing holds, numbers whose
+   bytes are reversed, and rows that are transformed as they are read. */
+
+enum { MAX_CLAIMS = 16, SURE_USES = 3, USES_PER_PROBE = 8, COLD_USES = 64 };
+
+/* A range of a plan's items, in one thread. */
+typedef struct {
+    BatchPlan *plan;
+    const Field *fields;
+    const Target *targets;
+    Worker *w;
+    File *file;
+    Source *source;
+    int64_t at, end, skipped;    /* of the items of one source; the first that was skipped */
+    int32_t cross;               /* at which piece of the item */
+    int64_t available, mappable, last_ns; /* bytes to read out of the map: while cached; at all */
+    Kept *claims[MAX_CLAIMS]; /* to be published if the file was not changed meanwhile */
+    Store *stores[MAX_CLAIMS];
+    int num_claims, may_wait, is_cold; /* is_cold: it was not in the page cache, and is asked for */
+} Work;
+
+static Runs runs_of_item(const BatchPlan *plan, const Item *item)
+{
+    return (Runs){plan->run_local + item->first_run, plan->run_position + item->first_run,
+                  plan->run_length + item->first_run, item->num_runs};
+}
+
+static int64_t out_nbytes(const Transform *t)
+{
+    return t->points * t->channels * (t->is_float ? 4 : source_nbytes(t));
+}
+
+static void transform_run(const Field *f, const Target *target, int64_t position, int64_t length)
+{
+    Transform t = *f->transform;
+    t.samples = length;
+    h5async_transform(&t, target->raw + position * f->row_nbytes,
+                      target->out + position * out_nbytes(&t));
+}
+
+static void transform_item(const BatchPlan *plan, const Field *f, const Target *target,
+                           const Item *item)
+{
+    if (f->transform == NULL)
+        return;
+    Runs runs = runs_of_item(plan, item);
+    for (int64_t r = 0; r < runs.count; r++)
+        transform_run(f, target, runs.position[r], runs.length[r]);
+}
+
+/* Rows that nothing holds. */
+static void fill_rows(const BatchPlan *plan, const Field *f, const Target *target, const Item *item)
+{
+    Runs runs = runs_of_item(plan, item);
+    for (int64_t r = 0; r < runs.count; r++)
+        fill_elements(f->fill, f->itemsize, target->raw + runs.position[r] * f->row_nbytes,
+                      runs.length[r] * f->row_nbytes);
+    transform_item(plan, f, target, item);
+}
+
+/* Reverse the bytes of each number. */
+static void swap_bytes(uint8_t *at, int64_t nbytes, int64_t number)
+{
+    if (number == 2)
+        for (int64_t i = 0; i < nbytes; i += 2) {
+            uint16_t value;
+            memcpy(&value, at + i, sizeof value);
+            value = __builtin_bswap16(value);
+            memcpy(at + i, &value, sizeof value);
+        }
+    else if (number == 4)
+        for (int64_t i = 0; i < nbytes; i += 4) {
+            uint32_t value;
+            memcpy(&value, at + i, sizeof value);
+            value = __builtin_bswap32(value);
+            memcpy(at + i, &value, sizeof value);
+        }
+    else if (number == 8)
+        for (int64_t i = 0; i < nbytes; i += 8) {
+            uint64_t value;
+            memcpy(&value, at + i, sizeof value);
+            value = __builtin_bswap64(value);
+            memcpy(at + i, &value, sizeof value);
+        }
+}
+
+/* Swap what a piece has put into one row. */
+static void swap_piece(const Piece *piece, int64_t number, uint8_t *row)
+{
+    int64_t index[MAX_RANK] = {0}, a;
+    do {
+        int64_t to = piece->begin;
+        for (a = 0; a < piece->rank; a++)
+            to += index[a] * piece->dims[a].to_stride;
+        swap_bytes(row + to, piece->unit, number);
+        for (a = piece->rank - 1; a >= 0 && ++index[a] == piece->dims[a].extent; a--)
+            index[a] = 0;
+    } while (a >= 0);
+}
+
+static void swap_pieces(const Shape *shape, int32_t cross, const Runs *runs, uint8_t *batch)
+{
+    Piece piece;
+    if (!shape->swaps || !piece_of(&shape->dataset, cross, &piece))
+        return;
+    for (int64_t r = 0; r < runs->count; r++)
+        for (int64_t k = 0; k < runs->length[r]; k++)
+            swap_piece(&piece, shape->swaps,
+                       batch + (runs->position[r] + k) * shape->dataset.row_nbytes);
+}
