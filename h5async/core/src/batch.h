@@ -119,10 +119,11 @@ static int seem_cached(const Work *work)
 static void probe(Work *work)
 {
     Source *s = work->source;
-    int is_cached = work->file->io == IO_MAP || work->file->fd < 0; /* pages come when touched */
-    if (!is_cached)
+    int can_wait = work->file->io == IO_MAP || work->file->fd < 0; /* pages come when touched */
+    int is_cached = can_wait;
+    if (!can_wait)
         is_cached = (s->was_cached >= SURE_USES && ++s->uses % USES_PER_PROBE) || seem_cached(work);
-    work->is_cold = !is_cached || s->was_cached < 0;
+    work->is_cold = !can_wait && (!is_cached || s->was_cached < 0);
     if (!is_cached)
         ask_for_items(work);
     s->was_cached = !is_cached ? -COLD_USES : s->was_cached < SURE_USES ? s->was_cached + 1 : SURE_USES;

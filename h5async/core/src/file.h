@@ -89,7 +89,7 @@ static void ask_later(const File *file, Span *span, int64_t offset, int64_t nbyt
 {
     if (nbytes > 0 && offset > INT64_MAX - nbytes)
         return;
-    if (nbytes == 0 || offset < span->begin || offset > span->end + CLOSE_NBYTES) {
+    if (nbytes == 0 || offset < span->begin || offset - CLOSE_NBYTES > span->end) {
         if (span->end - span->begin < LONG_RUN_NBYTES)
             ask_for(file, span->begin, span->end - span->begin);
         span->begin = span->end = offset;
