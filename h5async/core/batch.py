@@ -63,8 +63,8 @@ class WantedStruct(Structure):
     _fields_ = [("sample", c_int64), ("position", c_int32), ("rank", c_int32)]
 
 
-# What a plan takes for a row of a field, at most, and for a sample: an item and a run of its own, and
-# a number and a position; and room to sort these.
+# What a plan takes for a row of a field, at most, and for a sample: an item and a run of its own,
+# and a number and a position; and room to sort these.
 PLANNED_SAMPLE_NBYTES = 2 * ctypes.sizeof(WantedStruct)
 PLANNED_ROW_NBYTES = ctypes.sizeof(ItemStruct) + 3 * 8 + PLANNED_SAMPLE_NBYTES
 KEPT_OVERHEAD_NBYTES = 128  # of a decoded chunk that is kept, beside its bytes: KEPT_OVERHEAD
