@@ -63,10 +63,10 @@ class WantedStruct(Structure):
     _fields_ = [("sample", c_int64), ("position", c_int32), ("rank", c_int32)]
 
 
-# What a plan takes for a row of a field, at most, and for a sample: an item and a run of its own;
-# a number and a position, and room to sort them.
-PLANNED_ROW_NBYTES = ctypes.sizeof(ItemStruct) + 3 * 8
+# What a plan takes for a row of a field, at most, and for a sample: an item and a run of its own,
+# and a number and a position; and room to sort these.
 PLANNED_SAMPLE_NBYTES = 2 * ctypes.sizeof(WantedStruct)
+PLANNED_ROW_NBYTES = ctypes.sizeof(ItemStruct) + 3 * 8 + PLANNED_SAMPLE_NBYTES
 KEPT_OVERHEAD_NBYTES = 128  # of a decoded chunk that is kept, beside its bytes: KEPT_OVERHEAD
 REFUSED = 2  # the status of an item that is left to the Python implementation
 
@@ -133,12 +133,15 @@ class BatchPlanStruct(Structure):
         ("wanted", c_void_p),
         ("spare", c_void_p),
         ("sorted", c_void_p),
+        ("order", c_void_p),
+        ("order_spare", c_void_p),
         ("num_items", c_int64),
         ("num_runs", c_int64),
         ("num_wanted", c_int64),
         ("most_items", c_int64),
         ("most_runs", c_int64),
         ("most_wanted", c_int64),
+        ("most_order", c_int64),
         ("nbytes", c_int64),
     ]
 

@@ -20,7 +20,7 @@ from collecting import Collected, layouts_of
 from conftest import assert_same_bits, open_descriptors
 
 from h5async import AsyncReader, Field, FileChangedWarning, H5AsyncError
-from h5async.core.batch import PLANNED_ROW_NBYTES, ItemStruct
+from h5async.core.batch import PLANNED_ROW_NBYTES, ItemStruct, WantedStruct
 from h5async.index.metadata import read_layouts
 from h5async.io.stamps import FileStamp
 from h5async.read.execute import PlanExecutor
@@ -560,7 +560,7 @@ def test_a_plan_takes_no_more_memory_than_is_counted_for_it(tmp_path, core):
             assert_same_bits(collected.arrays[0][: len(samples)], values[list(samples)])
             plan = collected.batch.plan
             nbytes = plan.num_items * ctypes.sizeof(ItemStruct)
-            nbytes += 24 * plan.num_runs
+            nbytes += 24 * plan.num_runs + 2 * ctypes.sizeof(WantedStruct) * plan.num_items
             assert nbytes <= len(samples) * PLANNED_ROW_NBYTES
 
 

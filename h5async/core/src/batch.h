@@ -77,11 +77,11 @@ static int64_t offset_of_piece(const Work *work, const Item *item, int32_t cross
 }
 
 /* Ask the system for all that is to be read, but for long runs, which it reads ahead by itself, and
-   better. */
-static void ask_for_items(Work *work)
+   better. Returns whether there were such. */
+static int ask_for_items(Work *work)
 {
     int64_t nbytes = 0;
-    Span span = {0, 0};
+    Span span = {0, 0, 0};
     for (int64_t i = work->at; i < work->end && !is_stopped(work->file, work->w); i++) {
         const Item *item = &work->plan->items[i];
         if (item->status != TO_DO)
@@ -95,6 +95,7 @@ static void ask_for_items(Work *work)
         }
     }
     ask_later(work->file, &span, INT64_MAX, 0);
+    return span.num_long > 0;
 }
 
 /* Whether all seems to lie in the page cache. */
@@ -113,19 +114,21 @@ static int seem_cached(const Work *work)
     return 1;
 }
 
-/* Find out whether to read out of the map; not each time where it did. A file that was not in the
-   page cache a moment ago is read further as it was then: what the system reads ahead is cached, too,
-   and what follows need not be. */
+/* Find out whether to read out of the map; not each time where it did. A file of which long runs were
+   not in the page cache a moment ago is read further as it was then: what the system reads ahead is
+   cached, too, and what follows need not be. */
 static void probe(Work *work)
 {
     Source *s = work->source;
-    int is_cached = work->file->io == IO_MAP || work->file->fd < 0; /* pages come when touched */
-    if (!is_cached)
+    int can_wait = work->file->io == IO_MAP || work->file->fd < 0; /* pages come when touched */
+    int is_cached = can_wait;
+    if (!can_wait)
         is_cached = (s->was_cached >= SURE_USES && ++s->uses % USES_PER_PROBE) || seem_cached(work);
-    work->is_cold = !is_cached || s->was_cached < 0;
+    work->is_cold = !can_wait && (!is_cached || s->was_cached < 0);
     if (!is_cached)
-        ask_for_items(work);
-    s->was_cached = !is_cached ? -COLD_USES : s->was_cached < SURE_USES ? s->was_cached + 1 : SURE_USES;
+        s->was_cached = ask_for_items(work) ? -COLD_USES : 0;
+    else if (s->was_cached < SURE_USES)
+        s->was_cached++;
     work->mappable = mappable_nbytes(work->file);
     work->available = work->is_cold ? 0 : work->mappable;
 }

@@ -80,7 +80,7 @@ static void ask_for(const File *file, int64_t offset, int64_t nbytes)
 
 /* Some bytes that are to be asked for. */
 typedef struct {
-    int64_t begin, end;
+    int64_t begin, end, num_long; /* num_long: long runs before, for which nothing was asked */
 } Span;
 
 /* Ask for some bytes together with those before and behind that follow each other. Of a long run
@@ -89,9 +89,11 @@ static void ask_later(const File *file, Span *span, int64_t offset, int64_t nbyt
 {
     if (nbytes > 0 && offset > INT64_MAX - nbytes)
         return;
-    if (nbytes == 0 || offset < span->begin || offset > span->end + CLOSE_NBYTES) {
+    if (nbytes == 0 || offset < span->begin || offset - CLOSE_NBYTES > span->end) {
         if (span->end - span->begin < LONG_RUN_NBYTES)
             ask_for(file, span->begin, span->end - span->begin);
+        else
+            span->num_long++;
         span->begin = span->end = offset;
     }
     span->end = offset + nbytes > span->end ? offset + nbytes : span->end;

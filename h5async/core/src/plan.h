@@ -32,8 +32,9 @@ typedef struct {
     int64_t *run_local, *run_position, *run_length;
     Wanted *wanted, *spare; /* room for one more than there are samples */
     const Wanted *sorted;   /* one of the two: `num_wanted` runs, and the end */
+    Wanted *order, *order_spare; /* of items, by source */
     int64_t num_items, num_runs, num_wanted;
-    int64_t most_items, most_runs, most_wanted;
+    int64_t most_items, most_runs, most_wanted, most_order;
     int64_t nbytes;
 } BatchPlan;
 
@@ -351,16 +352,36 @@ static int cut_items(BatchPlan *plan, int64_t parts)
     return 1;
 }
 
-static int by_source(const void *one, const void *other)
+/* Put the items in the order of their sources; those of one source stay as they are. */
+static int sort_items(BatchPlan *plan)
 {
-    const Item *a = one, *b = other;
-    if (a->source != b->source)
-        return a->source < b->source ? -1 : 1;
-    if (a->field != b->field)
-        return a->field < b->field ? -1 : 1;
-    if (a->first_run != b->first_run)
-        return a->first_run < b->first_run ? -1 : 1;
-    return a->cross < b->cross ? -1 : a->cross > b->cross;
+    int64_t count = plan->num_items, most = -1;
+    int is_sorted = 1;
+    void **arrays[] = {(void **)&plan->order, (void **)&plan->order_spare};
+    for (int64_t i = 0; i < count; i++) {
+        is_sorted &= most <= plan->items[i].source;
+        most = plan->items[i].source > most ? plan->items[i].source : most;
+    }
+    if (is_sorted)
+        return 1;
+    if (count >= INT32_MAX || !grow(arrays, 2, &plan->most_order, count, sizeof(Wanted)))
+        return 0;
+    for (int64_t i = 0; i < count; i++)
+        plan->order[i] = (Wanted){plan->items[i].source, (int32_t)i, 0};
+    Wanted *order = sort_wanted(plan->order, plan->order_spare, count, -1, most + 1);
+    for (int64_t i = 0; i < count; i++) { /* each cycle of places: an item goes where it belongs */
+        if (order[i].position < 0)
+            continue;
+        Item first = plan->items[i];
+        int64_t to = i, from;
+        for (; (from = order[to].position) != i; to = from) {
+            plan->items[to] = plan->items[from];
+            order[to].position = -1;
+        }
+        plan->items[to] = first;
+        order[to].position = -1;
+    }
+    return 1;
 }
 
 /* Plan a batch of at most `rows` samples; 0: there is no memory for it; -1: there are more samples,
@@ -385,13 +406,8 @@ PUBLIC int64_t h5async_plan_batch(BatchPlan *plan, const Field *fields, const Ta
         if (f->is_filled_first)
             fill_elements(f->fill, f->itemsize, targets[field].raw, count * f->row_nbytes);
     }
-    if (!cut_items(plan, parts))
+    if (!cut_items(plan, parts) || !sort_items(plan))
         return 0;
-    int is_sorted = 1;
-    for (int64_t i = 1; i < plan->num_items && is_sorted; i++)
-        is_sorted = by_source(&plan->items[i - 1], &plan->items[i]) <= 0;
-    if (!is_sorted)
-        qsort(plan->items, (size_t)plan->num_items, sizeof(Item), by_source);
     for (int64_t i = 0; i < plan->num_items; i++)
         plan->nbytes += plan->items[i].nbytes;
     return 1;
@@ -400,7 +416,7 @@ PUBLIC int64_t h5async_plan_batch(BatchPlan *plan, const Field *fields, const Ta
 PUBLIC int64_t h5async_free_plan(BatchPlan *plan)
 {
     void *memory[] = {plan->items, plan->run_local, plan->run_position, plan->run_length,
-                      plan->wanted, plan->spare};
+                      plan->wanted, plan->spare, plan->order, plan->order_spare};
     for (size_t i = 0; i < sizeof memory / sizeof memory[0]; i++)
         free(memory[i]);
     *plan = (BatchPlan){0};
