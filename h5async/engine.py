@@ -64,7 +64,7 @@ class _Submitted:
     def result(self, slot: int, serial: int) -> Filled | None:
         """Return the batch in a slot; None where it is not ready, or a worker has it."""
         outcome = self._outcome(slot, serial)
-        return None if outcome is None else Filled(outcome, outcome.arrays, None)
+        return None if outcome is None else Filled(outcome, outcome.arrays, outcome.error)
 
 
 class Engine:
@@ -323,6 +323,8 @@ class Engine:
         """Put the batch that was waited for in use, or forget its error."""
         # The error will have a traceback, with the reader in it, which nothing must hold.
         self.ring.take(serial, forget=filled.error is not None)
+        if filled.error is not None and self._submissions is not None:
+            self._submissions.drop_error(serial)
         if filled.error is None:
             self.counts.samples += filled.outcome.index.size
 

@@ -129,7 +129,12 @@ class Filler(SlotFiller):
         if queue is not None and self._resident is None:
             needs_python = postprocess is not None or not self._reader.transforms_all
             self.submissions = Submissions(
-                queue, self._reader, samplings, slots, needs_python=needs_python
+                queue,
+                self._reader,
+                samplings,
+                slots,
+                file=self._file,
+                needs_python=needs_python,
             )
         self._pool = WorkPool(num_threads, self._find_work, on_crash, self.submissions)
         self._phases = Phases(

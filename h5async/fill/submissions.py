@@ -16,11 +16,13 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.errors import is_lack_of_memory, out_of_memory
 from h5async.fill.dataset import Samplings
 from h5async.fill.pool import Tickets, Work
 from h5async.fill.reading import BatchReader
-from h5async.fill.records import FillOutcome, FillRequest, SlotMemory
+from h5async.fill.records import NO_SAMPLES, FillOutcome, FillRequest, SlotMemory
 from h5async.read.queue import END, NOTHING, READY, TICKET, BatchQueue
+from h5async.system.interruptions import interruption
 
 # Called with a request, its sample numbers, and whether it was planned.
 Resume = Callable[[FillRequest, NDArray[np.int64], bool], None]
@@ -33,6 +35,7 @@ class _Submission:
     request: FillRequest
     samples: NDArray[np.int64]
     permutation: NDArray[np.uint64] | None
+    error: BaseException | None = None
 
 
 class Submissions(Tickets):
@@ -48,6 +51,8 @@ class Submissions(Tickets):
         The orders of samples that requests are of.
     slots
         Memory of each slot.
+    file
+        Named in errors.
     needs_python
         Whether something is left to do of every batch.
     """
@@ -59,8 +64,10 @@ class Submissions(Tickets):
         samplings: Samplings,
         slots: Sequence[SlotMemory],
         *,
+        file: str,
         needs_python: bool,
     ) -> None:
+        self._file = file
         self._queue = queue
         self._reader = reader
         self._samplings = samplings
@@ -73,31 +80,50 @@ class Submissions(Tickets):
     # --- the consumer's calls ---------------------------------------------------------------------
 
     def submit(self, request: FillRequest) -> None:
-        """Have a batch filled. Never blocks; submitted once more, it is not filled once more."""
+        """Have a batch filled. Never blocks; submitted once more, it is not filled once more.
+
+        What goes wrong is an error of that batch.
+        """
         slot, serial = request.slot, request.serial
         with self._lock:
             latest = self._latest[slot]
             if latest is None or latest.request.serial != serial:
-                sampling = self._samplings.at(request.order)
-                samples = sampling.unpermuted_at(request.epoch, request.start)
-                latest = self._latest[slot] = _Submission(request, *samples)
-            self._queue.submit(
-                slot,
-                serial,
-                latest.samples,
-                latest.permutation,
-                needs_python=self._needs_python,
-            )
+                latest = self._latest[slot] = self._new(request)
+            if latest.error is None:
+                needs_python = self._needs_python
+                self._queue.submit(
+                    slot, serial, latest.samples, latest.permutation, needs_python=needs_python
+                )
+
+    def _new(self, request: FillRequest) -> _Submission:
+        try:
+            sampling = self._samplings.at(request.order)
+            return _Submission(request, *sampling.unpermuted_at(request.epoch, request.start))
+        except Exception as error:
+            if interruption(error) is not None:
+                raise
+            if is_lack_of_memory(error):
+                what = f"{self._file}: {request} cannot be filled"
+                return _Submission(request, NO_SAMPLES, None, out_of_memory(what, error))
+            return _Submission(request, NO_SAMPLES, None, error)
 
     def outcome(self, slot: int, serial: int) -> FillOutcome | None:
         """Return a batch that the core has filled; None where it is not ready, or Python has it."""
+        latest = self._latest[slot]
+        if latest is None or latest.request.serial != serial:
+            return None
+        if latest.error is not None:
+            return FillOutcome(NO_SAMPLES, (), latest.error)
         if self._needs_python or not self._queue.is_ready(slot, serial):
             return None
-        latest = self._latest[slot]
-        if latest is None:
-            return None  # the filler has ended meanwhile
         index = latest.samples
         return FillOutcome(index, tuple([out[: index.size] for out in self._slots[slot].out]))
+
+    def drop_error(self, serial: int) -> None:
+        """Forget the error of a batch, which is raised, and so holds what holds this object."""
+        for slot, latest in enumerate(self._latest):
+            if latest is not None and latest.request.serial == serial and latest.error is not None:
+                self._latest[slot] = None
 
     def events(self) -> int:
         """Return a number that changes whenever a batch becomes ready, and by `wake`."""
