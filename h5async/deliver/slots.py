@@ -176,8 +176,9 @@ class SlotRing(Generic[Result]):
 
     def is_ready(self) -> bool:
         """Tell whether the next batch can be taken without waiting."""
-        entry = self._entries.get(self._consumer.next)
-        return entry is not None and entry.is_ready
+        serial = self._consumer.next
+        entry = self._entries.get(serial)
+        return entry is not None and self._is_done(serial, entry)
 
     def wait(
         self, timeout_seconds: float | None, begin: Callable[[], None] | None = None
