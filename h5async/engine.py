@@ -59,6 +59,7 @@ class _Submitted:
 
     def __init__(self, submissions: Submissions) -> None:
         self.events, self.wait, self.wake = submissions.events, submissions.wait, submissions.wake
+        self.drop = submissions.drop
         self._outcome = submissions.outcome
 
     def result(self, slot: int, serial: int) -> Filled | None:
@@ -413,7 +414,10 @@ class Engine:
             error = out_of_memory(f"{self.config.hdf5_path}: {batch}", error)
         self.ring.filled(request.serial, Filled(outcome, arrays, error))
         del error  # its traceback may have this frame
-        if self._submissions is None:  # else the consumer begins others
+        if self._submissions is not None and self.has_threads:  # whom no exception interrupts
+            for following in self._next_requests():
+                self._submissions.submit(following)
+        else:
             self._begin()
 
     def _uploaded(

@@ -120,6 +120,7 @@ class Core:
         self.submit = _function(
             library, "h5async_submit", 1, c_void_p, c_void_p, *[c_int64] * 3, c_int32
         )
+        self.drop = _function(library, "h5async_drop", 1, c_int64, c_int64)
         self.is_ready = _function(library, "h5async_is_ready", 1, c_int64, c_int64)
         self.is_planned = _function(library, "h5async_is_planned", 1, c_int64)
         self.put_ticket = _function(library, "h5async_put_ticket", 1)

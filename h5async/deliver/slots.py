@@ -37,6 +37,9 @@ class Completions(Protocol[Result_co]):
     def result(self, slot: int, serial: int) -> Result_co | None:
         """Return the batch in a slot; None where it is not ready. Never blocks."""
 
+    def drop(self, slot: int, serial: int) -> bool:
+        """Say that nobody wants a batch any more; tell whether its slot may have another one."""
+
     def events(self) -> int:
         """Return a number that changes whenever a batch becomes ready, and by `wake`."""
 
@@ -359,9 +362,15 @@ class SlotRing(Generic[Result]):
         for serial, entry in self._entries.items():
             if serial >= following:
                 break
-            if serial != held and self._is_done(serial, entry):
+            if serial == held:
+                continue
+            if self._is_done(serial, entry) or self._is_dropped(serial, entry):
                 done.append(serial)
         return done
+
+    def _is_dropped(self, serial: int, entry: _Entry[Result]) -> bool:
+        """Drop a batch; tell whether its slot may be given out. Holds the lock."""
+        return self.completions is not None and self.completions.drop(entry.slot, serial)
 
     def _is_done(self, serial: int, entry: _Entry[Result]) -> bool:
         """Tell whether a batch is ready, whoever says so. Holds the lock."""

@@ -112,46 +112,50 @@ class Filler(SlotFiller):
             memory_plan.kept_nbytes,
             partial(_forget, self._residencies),
         )
-        self._next_requests = next_requests
-        num_threads = min(config.thread_count, memory_plan.most_threads)
-        self._reader = BatchReader(
-            core,
-            self._layouts,
-            several,
-            encoded_formats,
-            self._cache if isinstance(self._cache, HostCache) else None,
-            self._executors,
-            max(1, num_threads),
-            slots,
-        )
-        self.submissions: Submissions | None = None
-        queue = self._reader.open_queue() if may_submit else None
-        if queue is not None and self._resident is None:
-            needs_python = postprocess is not None or not self._reader.transforms_all
-            self.submissions = Submissions(
-                queue,
-                self._reader,
-                samplings,
+        try:
+            self._next_requests = next_requests
+            num_threads = min(config.thread_count, memory_plan.most_threads)
+            self._reader = BatchReader(
+                core,
+                self._layouts,
+                several,
+                encoded_formats,
+                self._cache if isinstance(self._cache, HostCache) else None,
+                self._executors,
+                max(1, num_threads),
                 slots,
-                file=self._file,
-                needs_python=needs_python,
             )
-        self._pool = WorkPool(num_threads, self._find_work, on_crash, self.submissions)
-        self._phases = Phases(
-            self._pool,
-            self._reader,
-            file=self._file,
-            samplings=samplings,
-            transforms=several,
-            slots=slots,
-            resident=self._resident,
-            postprocess=postprocess,
-            before_fill=before_fill,
-            on_done=on_done,
-            take_warnings=self._executors.changes.take_warnings,
-        )
-        if self.submissions is not None:
-            self.submissions.resume = self._phases.resume
+            self.submissions: Submissions | None = None
+            queue = self._reader.open_queue() if may_submit else None
+            if queue is not None and self._resident is None:
+                needs_python = postprocess is not None or not self._reader.transforms_all
+                self.submissions = Submissions(
+                    queue,
+                    self._reader,
+                    samplings,
+                    slots,
+                    file=self._file,
+                    needs_python=needs_python,
+                )
+            self._pool = WorkPool(num_threads, self._find_work, on_crash, self.submissions)
+            self._phases = Phases(
+                self._pool,
+                self._reader,
+                file=self._file,
+                samplings=samplings,
+                transforms=several,
+                slots=slots,
+                resident=self._resident,
+                postprocess=postprocess,
+                before_fill=before_fill,
+                on_done=on_done,
+                take_warnings=self._executors.changes.take_warnings,
+            )
+            if self.submissions is not None:
+                self.submissions.resume = self._phases.resume
+        except BaseException:
+            self._executors.close()  # nobody else knows of it yet
+            raise
         self._final_stats: FillerStats | None = None
 
     def start(self) -> None:

@@ -28,14 +28,18 @@ from h5async.system.interruptions import interruption
 Resume = Callable[[FillRequest, NDArray[np.int64], bool], None]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Submission:
-    """What was submitted last for a slot; the core writes to `samples` until it is ready."""
+    """What was submitted last for a slot; the core writes to `samples` until it is ready.
+
+    So does it to those of `previous`, where that was dropped, and may still be under way.
+    """
 
     request: FillRequest
     samples: NDArray[np.int64]
     permutation: NDArray[np.uint64] | None
     error: BaseException | None = None
+    previous: _Submission | None = None
 
 
 class Submissions(Tickets):
@@ -88,7 +92,9 @@ class Submissions(Tickets):
         with self._lock:
             latest = self._latest[slot]
             if latest is None or latest.request.serial != serial:
-                latest = self._latest[slot] = self._new(request)
+                new = self._new(request)
+                new.previous = latest
+                latest = self._latest[slot] = new
             if latest.error is None:
                 needs_python = self._needs_python
                 self._queue.submit(
@@ -116,8 +122,13 @@ class Submissions(Tickets):
             return FillOutcome(NO_SAMPLES, (), latest.error)
         if self._needs_python or not self._queue.is_ready(slot, serial):
             return None
+        latest.previous = None
         index = latest.samples
         return FillOutcome(index, tuple([out[: index.size] for out in self._slots[slot].out]))
+
+    def drop(self, slot: int, serial: int) -> bool:
+        """Say that nobody wants a batch any more; tell whether its slot may have another one."""
+        return self._queue.drop(slot, serial)
 
     def drop_error(self, serial: int) -> None:
         """Forget the error of a batch, which is raised, and so holds what holds this object."""
@@ -161,12 +172,14 @@ class Submissions(Tickets):
     def _rest_of(self, found: int) -> Work:
         latest = self._latest[found]
         assert latest is not None
+        latest.previous = None
         planned = self._queue.is_planned(found)
         return partial(self.resume, latest.request, latest.samples, planned)
 
     def forget(self) -> None:
-        """Forget all batches that are not ready; no thread is at work on any."""
+        """Forget all batches; no thread is at work on any."""
         self._queue.forget()
+        self._latest = [None] * len(self._latest)  # the core has written to their samples
 
     def plan_seconds(self) -> float:
         """Return how long plans were made, summed up over all threads."""

@@ -110,7 +110,7 @@ class BatchQueue:
         Parameters
         ----------
         slot, serial
-            Where it goes, and its serial number. The slot's last batch is ready.
+            Where it goes, and its serial number. The slot's last batch is ready, or was dropped.
         samples
             int64 (n,), C-contiguous: sample numbers, as many as the slot has rows at most; the
             caller keeps the array until the batch is ready.
@@ -125,6 +125,17 @@ class BatchQueue:
             self._queue, address(samples), by, samples.size, slot, serial, needs_python
         )
         assert taken, f"slot {slot} is in use"
+
+    def drop(self, slot: int, serial: int) -> bool:
+        """Say that nobody wants a batch any more. Never blocks; extra calls are harmless.
+
+        Returns
+        -------
+        bool
+            Whether another one may be submitted for the slot: it is read when what is under way of
+            this one has ended. Not where a thread has returned from `next` with this one.
+        """
+        return bool(self._core.drop(self._queue, slot, serial))
 
     def is_ready(self, slot: int, serial: int) -> bool:
         """Tell whether all rows of a batch are there, with nothing left to Python."""
@@ -184,7 +195,7 @@ class BatchQueue:
     # --- the pool's calls -------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Forget all batches that are not ready; no thread is at work on any."""
+        """Forget all batches; no thread is at work on any."""
         self._core.forget_jobs(self._queue)
 
     def close(self) -> None:

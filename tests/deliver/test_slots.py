@@ -517,6 +517,9 @@ def test_a_slot_that_comes_free_before_the_wait_is_not_missed():
         def wait(self, seen, seconds):
             raise AssertionError("nobody would wake the consumer")
 
+        def drop(self, slot, serial):
+            return False
+
         def wake(self):
             pass
 

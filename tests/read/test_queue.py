@@ -12,10 +12,12 @@ import h5py
 import numpy as np
 import pytest
 
-from h5async import AsyncReader, ReadError
+from h5async import AsyncReader, OutOfMemoryError, ReadError
 from h5async.core.binding import load_core
 from h5async.fill.submissions import Submissions
 from h5async.order.sampling import Sampling
+from h5async.read.collection import Collection
+from h5async.read.scratch import Scratch
 
 pytestmark = pytest.mark.skipif(load_core() is None, reason="needs the compiled core")
 
@@ -186,3 +188,69 @@ def test_batches_of_another_epoch_take_the_place_of_those_on_their_way(path, num
                 batch = reader.get_next_batch(timeout=DEADLOCK_SECONDS)
                 assert (batch.epoch, batch.number) == (epoch, number)
                 check(batch, path)
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_a_batch_that_was_interrupted_has_the_same_samples_again(tmp_path, num_threads):
+    """Its numbers are permuted in place, once, however often it is begun."""
+    count, times = 20_000, iter(range(10**6))
+    with h5py.File(tmp_path / "large.h5", "w") as file:
+        file["data"] = np.arange(count)
+
+    def fail_sometimes(data: np.ndarray) -> None:
+        if next(times) % 3 == 0:
+            raise KeyboardInterrupt
+
+    options = {"hdf5_path": tmp_path / "large.h5", "labels_field": None, "device": "cpu"}
+    options |= {"shuffle": "full", "batch_size": 4096, "num_threads": num_threads}
+    with AsyncReader(options) as reader:
+        expected = [batch.index for batch in reader]
+    found = []
+    with AsyncReader(options, postprocess=fail_sometimes) as reader:
+        for _ in range(3 * len(expected)):
+            try:
+                batch = reader.get_next_batch()
+            except KeyboardInterrupt:
+                continue
+            assert np.array_equal(batch.data, batch.index)
+            if batch.epoch == 0:
+                found.append((batch.number, batch.index))
+    assert found
+    for number, index in found:
+        assert np.array_equal(index, expected[number])
+
+
+@pytest.mark.parametrize("prefetch", [2, 4])
+def test_after_a_jump_batches_are_begun_at_once(path, prefetch, nobody_else_gets_the_gil):
+    """Also where others are on their way, which nobody wants any more."""
+    with opened(path, num_threads=1, prefetch=prefetch, shuffle="full") as reader:
+        reader.get_next_batch()
+        submissions = submissions_of(reader)
+        for epoch in range(1, 30):
+            for _ in range(prefetch):
+                reader.fetch_data()
+            reader.set_epoch(epoch)
+            for _ in range(prefetch):
+                reader.fetch_data()
+            first = reader._engine.ring.next_serial
+            slots = reader._engine.ring._entries
+            end = time.monotonic() + DEADLOCK_SECONDS
+            while submissions.outcome(slots[first].slot, first) is None:  # the loop waits for none
+                assert time.monotonic() < end
+            batch = reader.get_next_batch()
+            assert (batch.epoch, batch.number) == (epoch, 0)
+            check(batch, path)
+
+
+def test_what_a_reader_took_that_could_not_be_made_is_given_back(path, monkeypatch):
+    closed = []
+    close = Collection.close
+    monkeypatch.setattr(Collection, "close", lambda self: closed.append(self) or close(self))
+
+    def refuse(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(Scratch, "allocate", refuse)
+    with pytest.raises(OutOfMemoryError):
+        opened(path)
+    assert len(closed) == 1

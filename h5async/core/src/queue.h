@@ -18,15 +18,21 @@ enum JobState { NO_JOB = 0, TO_PLAN, IN_PLAN, TO_READ, WITH_PYTHON, READY_JOB };
 /* What is to be done next, if not a batch of which work is left: then it is its slot. */
 enum Next { NEXT_END = -1, NEXT_TICKET = -2, NEXT_NOTHING = -3, NEXT_READY = -4 };
 
-/* The batch of a slot. */
+/* What was submitted. */
+typedef struct {
+    int64_t *samples; /* the caller's, until the batch is ready */
+    int64_t count, serial;
+    uint64_t permuted, a, b, keys[ROUNDS]; /* permuted: numbers that are permuted; 0: none are */
+    int32_t needs_python;
+} Wish;
+
+/* The batch of a slot, and the one that is to follow when it ends, where nobody wants it any more. */
 typedef struct {
     BatchPlan *plan;
     const Target *targets;
-    int64_t *samples; /* the caller's, until the batch is ready */
-    int64_t rows, count;
-    int64_t serial, next_item, under_way, refused, range_nbytes;
-    uint64_t permuted, a, b, keys[ROUNDS]; /* permuted: numbers that are permuted; 0: none are */
-    int32_t state, is_planned, needs_python;
+    int64_t rows, next_item, under_way, refused, range_nbytes;
+    Wish wish, following;
+    int32_t state, is_planned, is_dropped;
 } Job;
 
 typedef struct {
@@ -60,7 +66,7 @@ PUBLIC int64_t h5async_open_queue(Queue *queue, Job *jobs, const Field *fields, 
     *queue = (Queue){.fields = fields, .sources = sources, .jobs = jobs, .num_fields = num_fields,
                      .num_samples = num_samples, .num_jobs = num_jobs, .num_threads = num_threads};
     for (int64_t i = 0; i < num_jobs; i++)
-        jobs[i] = (Job){.serial = -1};
+        jobs[i] = (Job){.wish.serial = -1, .following.serial = -1};
     return pthread_mutex_init(&queue->lock, NULL) == 0 && pthread_cond_init(&queue->work, NULL) == 0;
 }
 
@@ -113,24 +119,26 @@ PUBLIC int64_t h5async_wait(Queue *queue, int64_t seen, int64_t timeout_ns)
 /* Submit a batch, or do nothing where it was submitted before. `samples` stays the caller's, and
    lasts until the batch is ready. `permutation`: their count, a, b and the keys of permute.h, where
    `samples` has positions that are still to be permuted; else NULL. Returns 0 where the slot has
-   another batch that is not ready. */
+   another batch that is not ready, and was not dropped. */
 PUBLIC int64_t h5async_submit(Queue *queue, int64_t *samples, const uint64_t *permutation,
                               int64_t count, int64_t slot, int64_t serial, int32_t needs_python)
 {
     int is_good = 1, is_new = 0;
+    Wish wish = {.samples = samples, .count = count, .serial = serial, .needs_python = needs_python};
+    if (permutation != NULL) {
+        wish.permuted = permutation[0], wish.a = permutation[1], wish.b = permutation[2];
+        memcpy(wish.keys, permutation + 3, sizeof wish.keys);
+    }
     pthread_mutex_lock(&queue->lock);
     Job *job = &queue->jobs[slot];
-    if (job->serial != serial) {
-        is_good = job->state == NO_JOB || job->state == READY_JOB || job->state == WITH_PYTHON;
-        if (is_good && !queue->is_ended) {
-            job->samples = samples, job->count = count, job->serial = serial;
-            job->permuted = 0;
-            if (permutation != NULL) {
-                job->permuted = permutation[0], job->a = permutation[1], job->b = permutation[2];
-                memcpy(job->keys, permutation + 3, sizeof job->keys);
-            }
-            job->needs_python = needs_python, job->state = TO_PLAN;
+    if (job->wish.serial != serial && job->following.serial != serial && !queue->is_ended) {
+        if (job->is_dropped) {
+            job->following = wish;
+        } else if (job->state == NO_JOB || job->state == READY_JOB || job->state == WITH_PYTHON) {
+            job->wish = wish, job->state = TO_PLAN;
             is_new = 1;
+        } else {
+            is_good = 0;
         }
     }
     pthread_mutex_unlock(&queue->lock);
@@ -139,12 +147,41 @@ PUBLIC int64_t h5async_submit(Queue *queue, int64_t *samples, const uint64_t *pe
     return is_good;
 }
 
+static void end_job(Job *job)
+{
+    job->wish.serial = -1, job->state = NO_JOB, job->is_dropped = 0;
+    if (job->following.serial >= 0) {
+        job->wish = job->following, job->state = TO_PLAN;
+        job->following.serial = -1;
+    }
+}
+
+/* Say that nobody wants a batch any more. Returns whether another one may be submitted for its slot:
+   it waits until what is under way has ended. Not where Python is at work on the batch. */
+PUBLIC int64_t h5async_drop(Queue *queue, int64_t slot, int64_t serial)
+{
+    pthread_mutex_lock(&queue->lock);
+    Job *job = &queue->jobs[slot];
+    int is_free = job->wish.serial != serial || job->state != WITH_PYTHON;
+    if (job->following.serial == serial) {
+        job->following.serial = -1;
+    } else if (job->wish.serial == serial && (job->state == IN_PLAN || job->under_way)) {
+        job->is_dropped = 1;
+        if (job->state == TO_READ)
+            job->next_item = job->plan->num_items;
+    } else if (job->wish.serial == serial && is_free) {
+        end_job(job);
+    }
+    pthread_mutex_unlock(&queue->lock);
+    return is_free;
+}
+
 /* Whether a batch is ready, and nothing of it was left to Python. */
 PUBLIC int64_t h5async_is_ready(Queue *queue, int64_t slot, int64_t serial)
 {
     pthread_mutex_lock(&queue->lock);
     const Job *job = &queue->jobs[slot];
-    int is_ready = job->serial == serial && job->state == READY_JOB;
+    int is_ready = job->wish.serial == serial && job->state == READY_JOB;
     pthread_mutex_unlock(&queue->lock);
     return is_ready;
 }
@@ -191,7 +228,7 @@ static Job *next_job(Queue *queue)
         Job *job = &queue->jobs[i];
         int is_open = job->state == TO_PLAN ||
                       (job->state == TO_READ && job->next_item < job->plan->num_items);
-        if (is_open && (found == NULL || job->serial < found->serial))
+        if (is_open && (found == NULL || job->wish.serial < found->wish.serial))
             found = job;
     }
     return found;
@@ -203,11 +240,12 @@ static void plan_job(Queue *queue, Job *job)
     job->state = IN_PLAN;
     pthread_mutex_unlock(&queue->lock);
     int64_t begin = now_ns();
-    if (job->permuted)
-        h5async_permute((uint64_t *)job->samples, job->count, job->permuted, job->a, job->b,
-                        job->keys);
+    const Wish *wish = &job->wish;
+    if (wish->permuted)
+        h5async_permute((uint64_t *)wish->samples, wish->count, wish->permuted, wish->a, wish->b,
+                        wish->keys);
     job->is_planned = h5async_plan_batch(job->plan, queue->fields, job->targets, queue->num_fields,
-                                         job->samples, job->count, job->rows, queue->num_samples,
+                                         wish->samples, wish->count, job->rows, queue->num_samples,
                                          queue->num_threads) == 1;
     int64_t ranges = RANGES_PER_THREAD * queue->num_threads;
     job->range_nbytes = job->plan->nbytes / ranges;
@@ -215,7 +253,7 @@ static void plan_job(Queue *queue, Job *job)
         job->range_nbytes = RANGE_NBYTES;
     pthread_mutex_lock(&queue->lock);
     queue->plan_ns += now_ns() - begin;
-    job->next_item = job->is_planned ? 0 : job->plan->num_items;
+    job->next_item = job->is_planned && !job->is_dropped ? 0 : job->plan->num_items;
     job->under_way = job->refused = 0;
     job->state = TO_READ;
 }
@@ -253,7 +291,11 @@ static int64_t advance(Queue *queue, Job *job, Worker *w)
         return NEXT_END;
     if (job->next_item < job->plan->num_items || job->under_way)
         return NEXT_NOTHING;
-    if (!job->is_planned || job->refused || job->needs_python) {
+    if (job->is_dropped) {
+        end_job(job);
+        return NEXT_NOTHING;
+    }
+    if (!job->is_planned || job->refused || job->wish.needs_python) {
         job->state = WITH_PYTHON;
         return job - queue->jobs;
     }
@@ -296,8 +338,7 @@ PUBLIC int64_t h5async_do_oldest(Queue *queue, Worker *w)
 {
     int64_t next = NEXT_NOTHING;
     pthread_mutex_lock(&queue->lock);
-    Job *job = next_job(queue);
-    while (next == NEXT_NOTHING && job != NULL && !queue->is_ended)
+    for (Job *job; next == NEXT_NOTHING && !queue->is_ended && (job = next_job(queue)) != NULL;)
         next = advance(queue, job, w);
     if (queue->is_ended)
         next = NEXT_END;
@@ -306,13 +347,14 @@ PUBLIC int64_t h5async_do_oldest(Queue *queue, Worker *w)
     return next;
 }
 
-/* Forget all batches that are not ready. Nobody is at work on any. */
+/* Forget all batches. Nobody is at work on any. */
 PUBLIC int64_t h5async_forget_jobs(Queue *queue)
 {
     pthread_mutex_lock(&queue->lock);
-    for (int64_t i = 0; i < queue->num_jobs; i++)
-        if (queue->jobs[i].state != READY_JOB)
-            queue->jobs[i].serial = -1, queue->jobs[i].state = NO_JOB;
+    for (int64_t i = 0; i < queue->num_jobs; i++) {
+        queue->jobs[i].following.serial = -1;
+        end_job(&queue->jobs[i]);
+    }
     pthread_mutex_unlock(&queue->lock);
     return 1;
 }
