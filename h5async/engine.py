@@ -415,8 +415,10 @@ class Engine:
         self.ring.filled(request.serial, Filled(outcome, arrays, error))
         del error  # its traceback may have this frame
         if self._submissions is not None and self.has_threads:  # whom no exception interrupts
-            for following in self._next_requests():
-                self._submissions.submit(following)
+            # At once: one that is dropped in between must not be submitted afterwards.
+            with self.ring.unchanged():
+                for following in self._next_requests():
+                    self._submissions.submit(following)
         else:
             self._begin()
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -283,6 +284,10 @@ class SlotRing(Generic[Result]):
                 assignments.append(Assignment(slot, serial))
                 serial += 1
             return assignments
+
+    def unchanged(self) -> AbstractContextManager[Any]:
+        """Return a context in which only this thread changes the ring."""
+        return self._lock
 
     def pending(self) -> list[Assignment]:
         """Return all assignments that were made and are not carried out yet."""

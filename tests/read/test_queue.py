@@ -242,6 +242,20 @@ def test_after_a_jump_batches_are_begun_at_once(path, prefetch, nobody_else_gets
             check(batch, path)
 
 
+@pytest.mark.parametrize("more", [{}, {"postprocess": lambda *arrays: arrays}])
+def test_jumps_while_threads_are_at_work(path, more):
+    random = np.random.default_rng(1)
+    with opened(path, num_threads=6, prefetch=3, shuffle="window", batch_size=64, **more) as reader:
+        for epoch in range(150):
+            reader.set_epoch(epoch)
+            for _ in range(random.integers(4)):
+                reader.fetch_data()
+            for number in range(random.integers(4)):
+                batch = reader.get_next_batch(timeout=DEADLOCK_SECONDS)
+                assert (batch.epoch, batch.number) == (epoch, number)
+                check(batch, path)
+
+
 def test_what_a_reader_took_that_could_not_be_made_is_given_back(path, monkeypatch):
     closed = []
     close = Collection.close
