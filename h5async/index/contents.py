@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 
 import h5py
 
-from h5async.errors import H5AsyncError
+from h5async.errors import DatasetError, H5AsyncError
 from h5async.index.datasets import Indexer
 from h5async.index.links import Reach, metadata_cache
 from h5async.index.listing import walk
 from h5async.names import name_bytes, shell_word
-from h5async.system.interruptions import suppressing
+from h5async.system.interruptions import interruption, suppressing
 
 _LISTED_DATASETS = 20
 _MOST_OBJECTS = 200  # of a file that are visited to say what is there: 0.05 s
@@ -26,7 +26,12 @@ def what_is_there(file: h5py.File, reach: Reach) -> str:
     Of a large file, only the first objects are listed: it may hold millions.
     """
     with metadata_cache(file, LISTING_NBYTES):
-        listed = list(itertools.islice(walk(file, _MOST_OBJECTS + 1), _MOST_OBJECTS + 1))
+        try:
+            listed = list(itertools.islice(walk(file, _MOST_OBJECTS + 1), _MOST_OBJECTS + 1))
+        except DatasetError as error:
+            if interruption(error) is not None:
+                raise
+            return "the file is damaged, and nothing in it can be listed"
         is_cut = len(listed) > _MOST_OBJECTS
         paths = [path for path, kind in listed[:_MOST_OBJECTS] if kind == "dataset"]
         datasets = _opened(file, paths)

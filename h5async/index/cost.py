@@ -8,8 +8,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.index.extents import Leaf, cells_of, leaves_of
 from h5async.index.layout import DatasetLayout
+from h5async.index.leaves import Leaf, leaves_of
+from h5async.index.shapes import cells_of
 from h5async.index.slabs import PairedRuns, TooManyRunsError
 
 

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 import h5py
 
+from h5async.errors import DatasetError
 from h5async.names import name_text
 from h5async.system.interruptions import suppressing
 
@@ -52,9 +53,19 @@ def walk(file: h5py.File, most_names: int | None = None) -> Iterator[Listed]:
         Open file.
     most_names
         How many names of a group are listed, at most; None: all.
+
+    Raises
+    ------
+    DatasetError
+        If the root group cannot be opened.
     """
-    root = file["/"]
-    seen = {_address(h5py.h5o.get_info(root.id))}
+    try:
+        root = file["/"]
+        seen = {_address(h5py.h5o.get_info(root.id))}
+    except Exception as error:  # a damaged object may raise anything
+        raise DatasetError(
+            f"{file.filename}: the file is damaged: its root group cannot be opened ({error})"
+        ) from error
     levels = [_Level(root, "", _names(root, most_names))]
     while levels:
         group, prefix, names = levels[-1]

@@ -17,14 +17,9 @@ from h5async.errors import DatasetError, H5AsyncError
 from h5async.index.fillvalue import fill_value
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Located, MissingError, Reach, locate, open_permitted
+from h5async.index.mappings import Mapping, mapped_files, read_mappings, source_series
 from h5async.index.obstacles import NotDirectError
-from h5async.index.virtual import (
-    Mapping,
-    mapped_files,
-    read_mappings,
-    source_series,
-    virtual_parts,
-)
+from h5async.index.virtual import virtual_parts
 from h5async.names import name_bytes
 from h5async.system.interruptions import interruption
 

@@ -29,8 +29,9 @@ from h5async.core.batch import (
 from h5async.core.binding import Core, address
 from h5async.core.structures import IO_MODES, MAX_RANK, DatasetStruct
 from h5async.errors import ReaderClosedError
-from h5async.index.extents import FieldTable, Kind, Layer, Shape, SourceFile, TableBuilder
+from h5async.index.extents import FieldTable, Layer, SourceFile, TableBuilder
 from h5async.index.layout import DatasetLayout
+from h5async.index.shapes import Kind, Shape
 from h5async.io.keptfiles import affordable_maps
 from h5async.io.maps import IoMode, may_map
 from h5async.io.stamps import FileStamp

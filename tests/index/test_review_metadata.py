@@ -939,3 +939,27 @@ def test_postprocess_that_returns_other_numbers_of_rows(plain, postprocess):
     expected = postprocess(truth(plain)[:32], truth(plain, "labels")[:32])
     for found, wanted in zip(batch, expected, strict=True):
         assert_same_bits(found, np.asarray(wanted))
+
+
+def test_a_file_whose_root_group_is_damaged_is_refused_by_name(tmp_path):
+    """The message tells what the file holds, which nobody can list."""
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w") as file:
+        file["data"] = np.zeros((4, 3))
+    content = path.read_bytes()
+
+    def is_found_late(begin: int) -> bool:
+        """Damage the file there; tell whether HDF5 opens the file, and not its root group."""
+        path.write_bytes(content[:begin] + bytes(4) + content[begin + 4 :])
+        with contextlib.suppress(OSError), h5py.File(path) as file:
+            try:
+                h5py.h5o.get_info(file["/"].id)
+            except (KeyError, RuntimeError):
+                return True
+        return False
+
+    assert any(map(is_found_late, range(24, 200)))
+    with pytest.raises(DatasetError, match=r"a\.h5: .*nothing in it can be listed"):
+        AsyncReader(hdf5_path=path, labels_field=None)
+    with pytest.raises(DatasetError, match=r"a\.h5: the file is damaged"):
+        list(metadata.list_layouts(path))

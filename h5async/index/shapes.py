@@ -1,0 +1,229 @@
+"""Describes how rows lie in the chunks of a dataset, and where their pieces go in a row. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.codec.filters import Filter
+from h5async.index.layout import DatasetLayout
+from h5async.index.leaves import Leaf, Region, member_fill, swaps
+
+Int64s = NDArray[np.int64]
+
+
+class Kind(IntEnum):
+    """How rows lie in a source; the numbers are those of the compiled core."""
+
+    NO_SOURCE = 0
+    ROWS = 1  # one after the other
+    ROWS_IN_CHUNKS = 2  # whole, in chunks without filters
+    CHUNKS = 3  # in chunks that have to be decoded, or in pieces
+    LEFT = 4  # only the Python implementation, or h5py, can read them
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What datasets have in common whose rows lie alike; all in bytes but `extents`.
+
+    Attributes
+    ----------
+    kind
+        How rows lie.
+    filters
+        The pipeline of the chunks.
+    chunk_nbytes, chunk_samples, sample_stride
+        Of a whole chunk; samples in it, and how far apart they are. A dataset without chunks is
+        its own only chunk.
+    itemsize
+        Bytes of an element.
+    chunk_strides, row_strides
+        int64 (rank,): of the dimensions of a piece, in a chunk and in a row of the batch.
+    extents
+        int64 (pieces, rank): elements of each piece.
+    row_begin, piece_begin
+        int64 (pieces,): first byte of each piece, in a row of the batch and in a chunk.
+    cross_number, number_stride
+        int64 (pieces,): numbers of the chunks that hold sample 0, and how far apart the numbers
+        are of chunks that follow along the samples.
+    rows_are_whole
+        Whether a chunk is nothing but whole rows of the batch.
+    source_row_nbytes
+        Between rows in the file, where they lie one after the other.
+    keeps
+        Whether a batch may need a chunk that the batch before has decoded.
+    has_chunks
+        False: it is its own only chunk.
+    fill
+        uint8 (itemsize,): an element that was never written.
+    swaps
+        Bytes of each number whose order is another one than that of the batch; 0: it is the same.
+    """
+
+    kind: Kind
+    filters: tuple[Filter, ...] = ()
+    chunk_nbytes: int = 0
+    chunk_samples: int = 1
+    sample_stride: int = 0
+    itemsize: int = 1
+    chunk_strides: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
+    row_strides: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
+    extents: Int64s = field(default_factory=lambda: np.zeros((1, 0), np.int64))
+    row_begin: Int64s = field(default_factory=lambda: np.zeros(1, np.int64))
+    piece_begin: Int64s = field(default_factory=lambda: np.zeros(1, np.int64))
+    cross_number: Int64s = field(default_factory=lambda: np.zeros(1, np.int64))
+    number_stride: int = 1
+    rows_are_whole: bool = False
+    source_row_nbytes: int = 0
+    keeps: bool = False
+    has_chunks: bool = False
+    fill: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(1, np.uint8))
+    swaps: int = 0
+
+
+class Cells(NamedTuple):
+    """What is wanted of one dimension of a source's rows, cut at the borders of its cells.
+
+    Attributes
+    ----------
+    cell, begin, extent, done
+        (cells,): which cell of the grid; first element that is wanted, from the dataset's edge
+        on; how many; and how many of the dimension lie in the cells before.
+    step
+        Between elements that are wanted.
+    total
+        How many are wanted of the whole dimension.
+    """
+
+    cell: Int64s
+    begin: Int64s
+    extent: Int64s
+    done: Int64s
+    step: int
+    total: int
+
+
+def cells_of(size: int, cell_size: int, wanted: slice | None) -> Cells:
+    """Cut what is wanted of a dimension (None: all of it) at the borders of its cells."""
+    start, stop, step = (wanted or slice(None)).indices(size)
+    count = len(range(start, stop, step))
+    cells = np.arange(-(-size // max(1, cell_size)), dtype=np.int64)
+    low = np.clip(-(-(cells * cell_size - start) // step), 0, count)
+    high = np.clip(-(-((cells + 1) * cell_size - start) // step), 0, count)
+    keep = high > low
+    cells, low, high = cells[keep], low[keep], high[keep]
+    return Cells(cells, start + low * step, high - low, low, step, count)
+
+
+def shape_of(leaf: Leaf, kind: Kind, whole: DatasetLayout, is_whole: bool) -> Shape:
+    """Return how the rows of a dataset lie, and where their pieces go in rows of the batch."""
+    layout, axis = leaf.layout, leaf.layout.sample_axis
+    values_axis_first = layout.values is not None
+    shape = layout.shape
+    if values_axis_first:  # they were moved
+        shape, axis = (shape[axis], *shape[:axis], *shape[axis + 1 :]), 0
+    cell_shape = layout.piece_shape if not values_axis_first else shape
+    chunk_shape = layout.chunk_shape or shape
+    rest = [a for a in range(len(shape)) if a != axis]
+    source_itemsize = layout.dtype.itemsize
+    itemsize, offset, extra = source_itemsize, 0, ()
+    if leaf.member is not None:
+        fields = layout.dtype.fields
+        assert fields is not None
+        member, offset = fields[leaf.member][:2]
+        itemsize, extra = member.base.itemsize, member.shape
+    strides = np.cumprod((source_itemsize, *chunk_shape[:0:-1]), dtype=np.int64)[::-1]
+    wanted = leaf.source_region or (None,) * len(rest)
+    axes = [cells_of(shape[a], cell_shape[a], part) for a, part in zip(rest, wanted, strict=True)]
+    row_strides, row_begin = _row_strides(whole, leaf.region, [a.total for a in axes], extra)
+    if not rest:
+        grid_index: list[Int64s] = []
+        num_pieces = 1
+    else:
+        grids = np.meshgrid(*[np.arange(a.cell.size) for a in axes], indexing="ij")
+        grid_index = [g.ravel() for g in grids]
+        num_pieces = grid_index[0].size
+    piece_begin = np.full(num_pieces, offset, np.int64)
+    begins = np.full(num_pieces, row_begin, np.int64)
+    numbers = np.zeros(num_pieces, np.int64)
+    extents = np.zeros((num_pieces, len(rest) + len(extra)), np.int64)
+    grid_strides = (
+        np.cumprod((1, *layout.grid[:0:-1]), dtype=np.int64)[::-1] if layout.chunk_shape else None
+    )
+    for k, (a, one, index) in enumerate(zip(rest, axes, grid_index, strict=True)):
+        inside = one.begin - (one.cell * cell_shape[a] if layout.chunk_shape else 0)
+        piece_begin += inside[index] * int(strides[a])
+        begins += one.done[index] * int(row_strides[k])
+        extents[:, k] = one.extent[index]
+        if grid_strides is not None:
+            numbers += one.cell[index] * int(grid_strides[a])
+    extra_strides = np.cumprod((itemsize, *extra[:0:-1]), dtype=np.int64)[::-1][: len(extra)]
+    extents[:, len(rest) :] = extra
+    chunk_strides = [int(strides[a]) * one.step for a, one in zip(rest, axes, strict=True)]
+    row_nbytes = source_itemsize * math.prod(shape[a] for a in rest)
+    rows_are_whole = is_whole and bool(layout.chunk_shape) and layout.rows_are_whole
+    samples = chunk_shape[axis]
+    return Shape(
+        kind=kind,
+        filters=layout.filters,
+        chunk_nbytes=math.prod(chunk_shape) * source_itemsize,
+        chunk_samples=samples,
+        sample_stride=int(strides[axis]),
+        itemsize=itemsize,
+        chunk_strides=np.array([*chunk_strides, *extra_strides], np.int64),
+        row_strides=np.array(row_strides, np.int64),
+        extents=extents,
+        row_begin=begins,
+        piece_begin=piece_begin,
+        cross_number=numbers,
+        number_stride=int(grid_strides[axis]) if grid_strides is not None else 1,
+        rows_are_whole=rows_are_whole,
+        source_row_nbytes=row_nbytes,
+        keeps=bool(layout.filters) and not (is_whole and samples == 1),
+        has_chunks=bool(layout.chunk_shape),
+        fill=_fill_of(leaf),
+        swaps=0 if leaf.member is not None else swaps(layout, whole) or 0,
+    )
+
+
+def _fill_of(leaf: Leaf) -> NDArray[np.uint8]:
+    fill = leaf.layout.raw_fill.reshape(1)
+    if leaf.member is not None:
+        fill = member_fill(leaf.layout, leaf.member)[:1]
+    return np.frombuffer(fill.tobytes(), np.uint8)
+
+
+def _row_strides(
+    whole: DatasetLayout, region: Region, counts: Sequence[int], extra: Sequence[int]
+) -> tuple[list[int], int]:
+    """Return how far apart elements are in a row of the batch, by dimension of the source's rows.
+
+    And the first byte. Dimensions of the two agree in their order, but for those of extent 1.
+    """
+    row_shape = whole.row_shape
+    strides = np.cumprod((whole.dtype.itemsize, *row_shape[:0:-1]), dtype=np.int64)[::-1]
+    strides = strides[: len(row_shape)]
+    region = region or (slice(None),) * len(row_shape)
+    begin, ours = 0, []
+    for size, stride, piece in zip(row_shape, strides.tolist(), region, strict=True):
+        start, stop, step = piece.indices(size)
+        begin += start * stride
+        count = len(range(start, stop, step))
+        if count != 1:
+            ours.append((count, stride * step))
+    theirs = [*counts, *extra]
+    found, at = [], 0
+    for count in theirs:
+        if count == 1:
+            found.append(0)
+            continue
+        assert ours[at][0] == count
+        found.append(ours[at][1])
+        at += 1
+    return found, begin
