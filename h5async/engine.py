@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from h5async import lifetime
 from h5async.checkpoint import Checkpoints
@@ -30,13 +30,13 @@ from h5async.fill.limits import MemoryBudget, wanted_kept_nbytes
 from h5async.fill.pool import THREAD_NAME
 from h5async.fill.records import FillOutcome, FillRequest
 from h5async.fill.resident import Budget, Residency
-from h5async.fill.submissions import Submissions
 from h5async.index.layout import DatasetLayout
 from h5async.order.schedule import Schedule
 from h5async.plan.transform import row_transform
 from h5async.position import ReaderPosition
 from h5async.readerstats import ReaderCounts
 from h5async.stats import ReaderStats
+from h5async.submitting import Filled, Submitter
 from h5async.system.interruptions import interruption, passing
 
 if TYPE_CHECKING:
@@ -44,28 +44,6 @@ if TYPE_CHECKING:
 
 _MOMENT_SECONDS = 0.5  # in which idle workers have nearly always ended
 _REMEDY = "free some memory, or raise the memory limit of this process"
-
-
-class Filled(NamedTuple):
-    """A batch as the consumer takes it from its slot."""
-
-    outcome: FillOutcome
-    arrays: tuple[Any, ...]
-    error: BaseException | None
-
-
-class _Submitted:
-    """Batches that the core has filled, as the ring takes them."""
-
-    def __init__(self, submissions: Submissions) -> None:
-        self.events, self.wait, self.wake = submissions.events, submissions.wait, submissions.wake
-        self.drop = submissions.drop
-        self._outcome = submissions.outcome
-
-    def result(self, slot: int, serial: int) -> Filled | None:
-        """Return the batch in a slot; None where it is not ready, or a worker has it."""
-        outcome = self._outcome(slot, serial)
-        return None if outcome is None else Filled(outcome, outcome.arrays, outcome.error)
 
 
 class Engine:
@@ -93,8 +71,7 @@ class Engine:
         self.has_opened.set()
         self.slots: list[DeviceSlot] = []
         self.device: Device = HostDevice()
-        self._submissions: Submissions | None = None
-        self._may_have_lost = False  # an assignment that was made is not submitted yet
+        self._submitter: Submitter | None = None  # None: workers ask for requests
 
     @passing()
     def open(self) -> None:
@@ -177,8 +154,7 @@ class Engine:
                 may_submit=self.device.is_writable_at_once,
             )
             if filler.submissions is not None:
-                self._submissions = filler.submissions
-                self.ring.completions = _Submitted(filler.submissions)
+                self._submitter = Submitter(self.ring, filler.submissions)
             filler.start()
         else:
             helper.start(
@@ -231,27 +207,10 @@ class Engine:
 
     def _begin(self) -> None:
         """Have free slots filled with the batches that were asked for."""
-        if self._submissions is not None:
-            self._submit(self._submissions)
+        if self._submitter is not None:
+            self._submitter.begin(self._requests)
         elif self.ring.can_assign():
             self._filler.kick()
-
-    def _submit(self, submissions: Submissions) -> None:
-        """Submit batches for free slots; after an exception in here, the next call does it."""
-        may_have_lost = self._may_have_lost
-        self._may_have_lost = True
-        assignments = self.ring.assign()
-        if may_have_lost:
-            assignments = self.ring.pending()
-        if assignments:
-            for request in self._requests(assignments):
-                submissions.submit(request)
-        self._may_have_lost = False
-
-    def _begin_more(self) -> None:
-        """Have slots filled that came free while the consumer waits."""
-        if self._submissions is not None:
-            self._begin()
 
     def _next_requests(self) -> list[FillRequest]:
         """Return which slots are to be filled now, and with what; called in a worker."""
@@ -303,7 +262,8 @@ class Engine:
         self._begin()
         if not self.has_threads:
             self._fill_here()
-        serial, slot, filled = ring.wait(timeout_seconds, self._begin_more)
+        begin_more = None if self._submitter is None else self._begin
+        serial, slot, filled = ring.wait(timeout_seconds, begin_more)
         if filled.error is None:
             slots[slot].acquire()
         self.counts.waits.note(begin, time.perf_counter())
@@ -324,8 +284,8 @@ class Engine:
         """Put the batch that was waited for in use, or forget its error."""
         # The error will have a traceback, with the reader in it, which nothing must hold.
         self.ring.take(serial, forget=filled.error is not None)
-        if filled.error is not None and self._submissions is not None:
-            self._submissions.drop_error(serial)
+        if filled.error is not None and self._submitter is not None:
+            self._submitter.drop_error(serial)
         if filled.error is None:
             self.counts.samples += filled.outcome.index.size
 
@@ -414,11 +374,8 @@ class Engine:
             error = out_of_memory(f"{self.config.hdf5_path}: {batch}", error)
         self.ring.filled(request.serial, Filled(outcome, arrays, error))
         del error  # its traceback may have this frame
-        if self._submissions is not None and self.has_threads:  # whom no exception interrupts
-            # At once: one that is dropped in between must not be submitted afterwards.
-            with self.ring.unchanged():
-                for following in self._next_requests():
-                    self._submissions.submit(following)
+        if self._submitter is not None and self.has_threads:
+            self._submitter.begin_in_worker(self._requests)
         else:
             self._begin()
 

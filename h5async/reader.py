@@ -12,7 +12,7 @@ from typing import Any
 
 from h5async.batch import Batch, expire
 from h5async.config import ReaderConfig, check_timeout
-from h5async.engine import Engine, Filled
+from h5async.engine import Engine
 from h5async.errors import (
     ConfigError,
     DatasetError,
@@ -20,6 +20,7 @@ from h5async.errors import (
 )
 from h5async.index.layout import DatasetLayout
 from h5async.stats import ReaderStats
+from h5async.submitting import Filled
 
 
 class AsyncReader:

@@ -312,7 +312,7 @@ class SlotRing(Generic[Result]):
                 return
             entry.result = result
             entry.is_ready = True
-            # Where the consumer gives slots out, he waits for those of dropped batches, too.
+            # Where the consumer gives slots out, it waits for those of dropped batches, too.
             if serial == self._consumer.next or self.completions is not None:
                 self._wake()
 

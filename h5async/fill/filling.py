@@ -64,13 +64,13 @@ class Filler(SlotFiller):
         Called in a worker with an exception that no batch can have: what `next_requests` or
         `on_done` raised. The thread goes on.
     may_submit
-        Whether the consumer may submit batches himself: nothing has to be done before a slot is
+        Whether the consumer may submit batches itself: nothing has to be done before a slot is
         filled, and `before_fill` is not called then.
 
     Attributes
     ----------
     submissions
-        Where the consumer submits batches himself; None: threads ask for requests.
+        Where the consumer submits batches itself; None: threads ask for requests.
 
     Raises
     ------

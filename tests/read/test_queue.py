@@ -44,9 +44,9 @@ def opened(path: Path, **options: Any) -> AsyncReader:
 
 
 def submissions_of(reader: AsyncReader) -> Submissions:
-    found = reader._engine._submissions
+    found = reader._engine._submitter
     assert found is not None
-    return found
+    return found._submissions
 
 
 def check(batch: Any, path: Path) -> None:

@@ -230,7 +230,7 @@ PUBLIC int64_t h5async_sources_nbytes(void)
 }
 
 /* `sources` is memory of as many bytes as the function above says, and `table` has `count` rows,
-   whose first members the caller has set; both are his. `most_open` sources stay open, and of these
+   whose first members the caller has set; both stay the caller's. `most_open` sources stay open, and of these
    `most_files` with a descriptor, beside those in use. */
 PUBLIC int64_t h5async_open_sources(Sources *sources, Source *table, int64_t count, int64_t most_open,
                                     int64_t most_files, int32_t io, int32_t gives_back,
