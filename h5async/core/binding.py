@@ -116,12 +116,13 @@ class Core:
         self.queue_nbytes = _function(library, "h5async_queue_nbytes", 0)
         self.job_nbytes = _function(library, "h5async_job_nbytes", 0)
         self.open_queue = _function(library, "h5async_open_queue", 4, *[c_int64] * 4)
-        self.open_job = _function(library, "h5async_open_job", 3, c_int64, c_int64)
+        self.open_job = _function(library, "h5async_open_job", 4, c_int64, c_int64)
         self.submit = _function(
-            library, "h5async_submit", 1, c_void_p, c_void_p, *[c_int64] * 3, c_int32
+            library, "h5async_submit", 1, c_void_p, c_void_p, *[c_int64] * 4, c_int32
         )
         self.drop = _function(library, "h5async_drop", 1, c_int64, c_int64)
-        self.is_ready = _function(library, "h5async_is_ready", 1, c_int64, c_int64)
+        self.samples_at = _function(library, "h5async_samples_at", 1, c_int64)
+        self.ready_at = _function(library, "h5async_ready_at", 1, c_int64, c_int64)
         self.is_planned = _function(library, "h5async_is_planned", 1, c_int64)
         self.put_ticket = _function(library, "h5async_put_ticket", 1)
         self.forget_jobs = _function(library, "h5async_forget_jobs", 1)

@@ -1,7 +1,7 @@
 """Has batches filled by the core alone: from the request to the filled slot without Python.
 
-A `FillRequest` enters in the thread of the consumer, which computes its sample numbers and submits
-it to the core's queue. Where nothing is left to Python, the batch is taken from its slot when the
+A `FillRequest` enters in the thread of the consumer, which computes its sample numbers, where the
+core does not, and submits it to the core's queue. Where nothing is left to Python, the batch is taken from its slot when the
 core says that it is ready; no other thread has run any Python for it. Where something is left
 (what the core cannot decode, a transform, `postprocess`), a thread of the pool goes on with it.
 """
@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.errors import is_lack_of_memory, out_of_memory
+from h5async.errors import H5AsyncError, is_lack_of_memory, out_of_memory
 from h5async.fill.dataset import Samplings
 from h5async.fill.pool import Tickets, Work
 from h5async.fill.reading import BatchReader
@@ -28,18 +28,25 @@ from h5async.system.interruptions import interruption
 Resume = Callable[[FillRequest, NDArray[np.int64], bool], None]
 
 
-@dataclass(slots=True)
-class _Submission:
-    """What was submitted last for a slot; the core writes to `samples` until it is ready.
+# The arguments `begin`, `count`, `permutation` and `samples` of `BatchQueue.submit`.
+_Numbers = tuple[int, int, NDArray[np.uint64] | None, NDArray[np.int64] | None]
+_NO_NUMBERS: _Numbers = 0, 0, None, NO_SAMPLES
 
-    So does it to those of `previous`, where that was dropped, and may still be under way.
+
+class _Submission(NamedTuple):
+    """What was submitted last for a slot.
+
+    Attributes
+    ----------
+    numbers
+        Its sample numbers, or what they are computed from.
+    error
+        Why it could not be submitted.
     """
 
     request: FillRequest
-    samples: NDArray[np.int64]
-    permutation: NDArray[np.uint64] | None
+    numbers: _Numbers
     error: BaseException | None = None
-    previous: _Submission | None = None
 
 
 class Submissions(Tickets):
@@ -92,26 +99,29 @@ class Submissions(Tickets):
         with self._lock:
             latest = self._latest[slot]
             if latest is None or latest.request.serial != serial:
-                new = self._new(request)
-                new.previous = latest
-                latest = self._latest[slot] = new
+                latest = self._latest[slot] = self._new(request)
             if latest.error is None:
-                needs_python = self._needs_python
-                self._queue.submit(
-                    slot, serial, latest.samples, latest.permutation, needs_python=needs_python
-                )
+                self._queue.submit(slot, serial, *latest.numbers, self._needs_python)
 
     def _new(self, request: FillRequest) -> _Submission:
         try:
-            sampling = self._samplings.at(request.order)
-            return _Submission(request, *sampling.unpermuted_at(request.epoch, request.start))
+            return _Submission(request, self._numbers(request))
         except Exception as error:
             if interruption(error) is not None:
                 raise
             if is_lack_of_memory(error):
-                what = f"{self._file}: {request} cannot be filled"
-                return _Submission(request, NO_SAMPLES, None, out_of_memory(what, error))
-            return _Submission(request, NO_SAMPLES, None, error)
+                return _Submission(request, _NO_NUMBERS, self._out_of_memory(request, error))
+            return _Submission(request, _NO_NUMBERS, error)
+
+    def _out_of_memory(self, request: FillRequest, error: BaseException) -> H5AsyncError:
+        return out_of_memory(f"{self._file}: {request} cannot be filled", error)
+
+    def _numbers(self, request: FillRequest) -> _Numbers:
+        sampling, epoch = self._samplings.at(request.order), request.epoch
+        begin, end = sampling.dealt_at(request.start)
+        if sampling.is_computed:
+            return begin, end - begin, sampling.permutation_of(epoch), None
+        return begin, end - begin, None, sampling.samples(epoch, begin, end)
 
     def outcome(self, slot: int, serial: int) -> FillOutcome | None:
         """Return a batch that the core has filled; None where it is not ready, or Python has it."""
@@ -120,11 +130,16 @@ class Submissions(Tickets):
             return None
         if latest.error is not None:
             return FillOutcome(NO_SAMPLES, (), latest.error)
-        if self._needs_python or not self._queue.is_ready(slot, serial):
+        if self._needs_python:
             return None
-        latest.previous = None
-        index = latest.samples
-        return FillOutcome(index, tuple([out[: index.size] for out in self._slots[slot].out]))
+        count = latest.numbers[1]
+        try:
+            index = self._queue.ready(slot, serial, count)
+        except MemoryError as error:
+            return FillOutcome(NO_SAMPLES, (), self._out_of_memory(latest.request, error))
+        if index is None:
+            return None
+        return FillOutcome(index, tuple([out[:count] for out in self._slots[slot].out]))
 
     def drop(self, slot: int, serial: int) -> bool:
         """Say that nobody wants a batch any more; tell whether its slot may have another one."""
@@ -172,14 +187,20 @@ class Submissions(Tickets):
     def _rest_of(self, found: int) -> Work:
         latest = self._latest[found]
         assert latest is not None
-        latest.previous = None
+        try:
+            samples = self._queue.samples(found, latest.numbers[1])
+        except MemoryError as error:
+            failed = self._out_of_memory(latest.request, error)
+            self._latest[found] = latest._replace(error=failed)
+            self._queue.wake()
+            return _do_nothing
         planned = self._queue.is_planned(found)
-        return partial(self.resume, latest.request, latest.samples, planned)
+        return partial(self.resume, latest.request, samples, planned)
 
     def forget(self) -> None:
         """Forget all batches; no thread is at work on any."""
         self._queue.forget()
-        self._latest = [None] * len(self._latest)  # the core has written to their samples
+        self._latest = [None] * len(self._latest)
 
     def plan_seconds(self) -> float:
         """Return how long plans were made, summed up over all threads."""

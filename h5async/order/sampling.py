@@ -116,26 +116,9 @@ class Sampling:
 
     def batch_at(self, epoch: int, start: int) -> NDArray[np.int64]:
         """Return the samples of this rank's batch in the step that begins at a position."""
-        return self.samples(epoch, *self._dealt_at(start))
+        return self.samples(epoch, *self.dealt_at(start))
 
-    def unpermuted_at(
-        self, epoch: int, start: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.uint64] | None]:
-        """Return the same for the compiled core, which permutes where that takes long.
-
-        Returns
-        -------
-        samples
-            int64 (n,), a new array: sample numbers, or what the permutation maps to these.
-        permutation
-            As of the function `permutation`; None: the samples are what they are.
-        """
-        begin, end = self._dealt_at(start)
-        if self.shuffle != "full" or end - begin < _BLOCK or self.num_samples <= _SORTED_UP_TO:
-            return self.samples(epoch, begin, end), None
-        return np.arange(begin, end), permutation(self.num_samples, self.seed, epoch)
-
-    def _dealt_at(self, start: int) -> tuple[int, int]:
+    def dealt_at(self, start: int) -> tuple[int, int]:
         """Return begin and end of this rank's positions in the step that begins at a position."""
         rank, size = self.rank, self.batch_size
         left = self.num_samples - start
@@ -145,6 +128,20 @@ class Sampling:
         if begin == end:
             begin, end = rank % left, rank % left + 1
         return start + begin, start + end
+
+    @functools.cached_property
+    def is_computed(self) -> bool:
+        """Whether positions are sample numbers, or are mapped to them by `permutation_of`."""
+        return self.shuffle is False or (
+            self.shuffle == "full" and self.num_samples > _SORTED_UP_TO
+        )
+
+    def permutation_of(self, epoch: int) -> NDArray[np.uint64] | None:
+        """Return what maps the positions of an epoch to samples; None: they are samples.
+
+        Only where `is_computed`. See the function `permutation`.
+        """
+        return permutation(self.num_samples, self.seed, epoch) if self.shuffle else None
 
     def samples(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
         """Return the sample numbers at some positions of an epoch's order, as a new array."""

@@ -1,7 +1,7 @@
 """The core's queue: batches that are read without Python, and threads that wait for them.
 
-Sample numbers enter, in the thread of the consumer; rows leave, in the memory of slots. The threads
-are Python's, and wait and work in one call of the core, without the GIL. They come back only for
+Sample numbers enter, in the thread of the consumer, or what they are computed from; rows leave, in
+the memory of slots, with the numbers. The threads are Python's, and wait and work in one call of the core, without the GIL. They come back only for
 what Python has to do.
 """
 
@@ -88,11 +88,18 @@ class BatchQueue:
             len(batches),
             num_threads,
         )
+        self._samples: list[Int64s] = []  # by slot
+        self._permutation: Uint64s | None = None
+        self._permutation_at = 0  # its address, which NumPy takes long to tell
         for slot, batch in enumerate(batches):
             for target in batch.targets:
                 target.is_wanted = True
+            samples = np.empty(2 * batch.rows, np.int64)  # the batch's, and those of the next one
             plan = ctypes.byref(batch.plan)
-            core.open_job(self._queue, plan, batch.targets, slot, batch.rows)
+            core.open_job(
+                self._queue, plan, batch.targets, address(samples), slot, batch.rows
+            )
+            self._samples.append(samples)
 
     # --- the consumer's calls ---------------------------------------------------------------------
 
@@ -100,9 +107,10 @@ class BatchQueue:
         self,
         slot: int,
         serial: int,
-        samples: Int64s,
+        begin: int,
+        count: int,
         permutation: Uint64s | None,
-        *,
+        samples: Int64s | None,
         needs_python: bool,
     ) -> None:
         """Have a batch read. Never blocks; submitted once more, it is not read once more.
@@ -111,18 +119,24 @@ class BatchQueue:
         ----------
         slot, serial
             Where it goes, and its serial number. The slot's last batch is ready, or was dropped.
-        samples
-            int64 (n,), C-contiguous: sample numbers, as many as the slot has rows at most; the
-            caller keeps the array until the batch is ready.
+        begin, count
+            The sample numbers: so many from `begin` on, as many as the slot has rows at most.
         permutation
-            What `order.sampling.permutation` returned, where `samples` has positions, which are
-            mapped to sample numbers in place; None: it has these.
+            What `order.sampling.permutation` returned, and maps these numbers; None: nothing does.
+        samples
+            int64 (count,), C-contiguous: the numbers themselves, where they are no such run.
         needs_python
             Whether a thread is to return from `next` with it when its rows are read.
         """
-        by = None if permutation is None else address(permutation)
+        if permutation is None:
+            permutation_at = None
+        else:
+            if permutation is not self._permutation:
+                self._permutation_at, self._permutation = address(permutation), permutation
+            permutation_at = self._permutation_at
+        given = None if samples is None else address(samples)
         taken = self._core.submit(
-            self._queue, address(samples), by, samples.size, slot, serial, needs_python
+            self._queue, given, permutation_at, begin, count, slot, serial, needs_python
         )
         assert taken, f"slot {slot} is in use"
 
@@ -137,9 +151,16 @@ class BatchQueue:
         """
         return bool(self._core.drop(self._queue, slot, serial))
 
-    def is_ready(self, slot: int, serial: int) -> bool:
-        """Tell whether all rows of a batch are there, with nothing left to Python."""
-        return bool(self._core.is_ready(self._queue, slot, serial))
+    def ready(self, slot: int, serial: int, count: int) -> Int64s | None:
+        """Return the sample numbers of a batch of which all rows are there.
+
+        Returns
+        -------
+        numpy.ndarray
+            int64 (count,), a new array; None while it is read, or something is left to Python.
+        """
+        at = self._core.ready_at(self._queue, slot, serial)
+        return None if at < 0 else self._samples[slot][at : at + count].copy()
 
     def events(self) -> int:
         """Return the number of events so far: batches that became ready, and calls of `wake`."""
@@ -188,6 +209,11 @@ class BatchQueue:
         worker = scratch.worker(self._core)
         return int(self._core.do_oldest(self._queue, ctypes.byref(worker.struct)))
 
+    def samples(self, slot: int, count: int) -> Int64s:
+        """Return the sample numbers of a batch that `next` returned: int64 (count,), a new array."""
+        at = self._core.samples_at(self._queue, slot)
+        return self._samples[slot][at : at + count].copy()
+
     def is_planned(self, slot: int) -> bool:
         """Tell whether the batch that `next` returned was planned."""
         return bool(self._core.is_planned(self._queue, slot))
@@ -200,7 +226,7 @@ class BatchQueue:
 
     def close(self) -> None:
         """Let go of the memory of slots, and of tables; no thread will come for work any more."""
-        self._keep = ()
+        self._keep, self._samples = (), []
 
     def put_ticket(self) -> None:
         """Have one thread return from `next`. Never blocks."""

@@ -152,7 +152,7 @@ STAGES = {
     "before": (h5async.deliver.host.HostSlot, "wait_writable"),
     "order": (h5async.order.sampling.Sampling, "batch_at"),
     "plan": (h5async.fill.reading.BatchReader, "plan"),
-    "numbers": (h5async.order.sampling.Sampling, "unpermuted_at"),  # in the consumer's thread
+    "numbers": (h5async.order.sampling.Sampling, "dealt_at"),  # in the consumer's thread
     "cut": (h5async.fill.phases, "cut"),
     "read": (h5async.fill.reading.BatchReader, "read"),
     "transform": (h5async.fill.reading.BatchReader, "transform"),

@@ -163,15 +163,16 @@ def test_a_batch_of_which_the_core_refuses_a_part(path, num_threads):
 
 
 def test_a_sample_that_there_is_not_is_an_error_and_no_fault(path, monkeypatch):
-    unpermuted = Sampling.unpermuted_at
+    samples = Sampling.samples
 
-    def spoilt(self: Sampling, epoch: int, start: int) -> Any:
-        samples, permutation = unpermuted(self, epoch, start)
-        samples[3] = SAMPLES if start == 32 else samples[3]
-        return samples, permutation
+    def spoilt(self: Sampling, epoch: int, begin: int, end: int) -> Any:
+        found = samples(self, epoch, begin, end)
+        found[3] = SAMPLES if begin == 32 else found[3]
+        return found
 
-    monkeypatch.setattr(Sampling, "unpermuted_at", spoilt)
-    monkeypatch.setattr(Sampling, "batch_at", lambda *a: unpermuted(*a)[0])
+    monkeypatch.setattr(Sampling, "is_computed", False)
+    monkeypatch.setattr(Sampling, "samples", spoilt)
+    monkeypatch.setattr(Sampling, "batch_at", lambda *a: samples(a[0], a[1], *a[0].dealt_at(a[2])))
     with opened(path, num_threads=2) as reader:
         for batch in reader:  # the Python implementation begins it anew, and asks for others
             check(batch, path)

@@ -20,8 +20,9 @@ enum Next { NEXT_END = -1, NEXT_TICKET = -2, NEXT_NOTHING = -3, NEXT_READY = -4 
 
 /* What was submitted. */
 typedef struct {
-    int64_t *samples; /* the caller's, until the batch is ready */
+    int64_t *samples; /* of the job: room for sample numbers */
     int64_t count, serial;
+    int64_t begin; /* the samples are a run from here on, or what it is permuted to; -1: they are there */
     uint64_t permuted, a, b, keys[ROUNDS]; /* permuted: numbers that are permuted; 0: none are */
     int32_t needs_python;
 } Wish;
@@ -30,6 +31,7 @@ typedef struct {
 typedef struct {
     BatchPlan *plan;
     const Target *targets;
+    int64_t *samples; /* room for twice as many numbers as there are rows */
     int64_t rows, next_item, under_way, refused, range_nbytes;
     Wish wish, following;
     int32_t state, is_planned, is_dropped;
@@ -70,13 +72,13 @@ PUBLIC int64_t h5async_open_queue(Queue *queue, Job *jobs, const Field *fields, 
     return pthread_mutex_init(&queue->lock, NULL) == 0 && pthread_cond_init(&queue->work, NULL) == 0;
 }
 
-/* Say where the plan of a slot's batches is, and where their rows go. */
-PUBLIC int64_t h5async_open_job(Queue *queue, BatchPlan *plan, const Target *targets, int64_t slot,
-                                int64_t rows)
+/* Say where the plan of a slot's batches is, and where their rows go. `samples` has room for the
+   sample numbers of two batches. */
+PUBLIC int64_t h5async_open_job(Queue *queue, BatchPlan *plan, const Target *targets,
+                                int64_t *samples, int64_t slot, int64_t rows)
 {
-    queue->jobs[slot].plan = plan;
-    queue->jobs[slot].targets = targets;
-    queue->jobs[slot].rows = rows;
+    Job *job = &queue->jobs[slot];
+    job->plan = plan, job->targets = targets, job->samples = samples, job->rows = rows;
     return 1;
 }
 
@@ -116,15 +118,17 @@ PUBLIC int64_t h5async_wait(Queue *queue, int64_t seen, int64_t timeout_ns)
     return atomic_load(&queue->events) != (uint32_t)seen;
 }
 
-/* Submit a batch, or do nothing where it was submitted before. `samples` stays the caller's, and
-   lasts until the batch is ready. `permutation`: their count, a, b and the keys of permute.h, where
-   `samples` has positions that are still to be permuted; else NULL. Returns 0 where the slot has
-   another batch that is not ready, and was not dropped. */
-PUBLIC int64_t h5async_submit(Queue *queue, int64_t *samples, const uint64_t *permutation,
-                              int64_t count, int64_t slot, int64_t serial, int32_t needs_python)
+/* Submit a batch, or do nothing where it was submitted before.
+
+   `samples` are its numbers, which are copied; NULL: they are `count` numbers from `begin` on, or,
+   with `permutation` (their count, a, b and the keys of permute.h; else NULL), what these are
+   permuted to. Returns 0 where the slot has another batch that is not ready, and was not dropped. */
+PUBLIC int64_t h5async_submit(Queue *queue, const int64_t *samples, const uint64_t *permutation,
+                              int64_t begin, int64_t count, int64_t slot, int64_t serial,
+                              int32_t needs_python)
 {
     int is_good = 1, is_new = 0;
-    Wish wish = {.samples = samples, .count = count, .serial = serial, .needs_python = needs_python};
+    Wish wish = {.count = count, .serial = serial, .begin = begin, .needs_python = needs_python};
     if (permutation != NULL) {
         wish.permuted = permutation[0], wish.a = permutation[1], wish.b = permutation[2];
         memcpy(wish.keys, permutation + 3, sizeof wish.keys);
@@ -132,14 +136,21 @@ PUBLIC int64_t h5async_submit(Queue *queue, int64_t *samples, const uint64_t *pe
     pthread_mutex_lock(&queue->lock);
     Job *job = &queue->jobs[slot];
     if (job->wish.serial != serial && job->following.serial != serial && !queue->is_ended) {
-        if (job->is_dropped) {
-            job->following = wish;
-        } else if (job->state == NO_JOB || job->state == READY_JOB || job->state == WITH_PYTHON) {
-            job->wish = wish, job->state = TO_PLAN;
-            is_new = 1;
-        } else {
+        /* Of a batch that was dropped, a thread may still use the numbers. */
+        int is_second = job->is_dropped && job->wish.samples == job->samples;
+        wish.samples = job->samples + (is_second ? job->rows : 0);
+        if (count > job->rows ||
+            !(job->is_dropped || job->state == NO_JOB || job->state == READY_JOB ||
+              job->state == WITH_PYTHON))
             is_good = 0;
+        if (is_good && samples != NULL) {
+            memcpy(wish.samples, samples, (size_t)count * sizeof *samples);
+            wish.begin = -1;
         }
+        if (is_good && job->is_dropped)
+            job->following = wish;
+        else if (is_good)
+            job->wish = wish, job->state = TO_PLAN, is_new = 1;
     }
     pthread_mutex_unlock(&queue->lock);
     if (is_new) /* out of the lock, which the thread needs at once */
@@ -176,14 +187,22 @@ PUBLIC int64_t h5async_drop(Queue *queue, int64_t slot, int64_t serial)
     return is_free;
 }
 
-/* Whether a batch is ready, and nothing of it was left to Python. */
-PUBLIC int64_t h5async_is_ready(Queue *queue, int64_t slot, int64_t serial)
+/* Where the numbers of a slot's batch are, counted in its room for them. */
+PUBLIC int64_t h5async_samples_at(Queue *queue, int64_t slot)
+{
+    const Job *job = &queue->jobs[slot];
+    return job->wish.samples - job->samples;
+}
+
+/* The same where a batch is ready, and nothing of it was left to Python; else -1. */
+PUBLIC int64_t h5async_ready_at(Queue *queue, int64_t slot, int64_t serial)
 {
     pthread_mutex_lock(&queue->lock);
     const Job *job = &queue->jobs[slot];
     int is_ready = job->wish.serial == serial && job->state == READY_JOB;
+    int64_t at = is_ready ? h5async_samples_at(queue, slot) : -1;
     pthread_mutex_unlock(&queue->lock);
-    return is_ready;
+    return at;
 }
 
 /* Have one thread return to Python. */
@@ -241,6 +260,8 @@ static void plan_job(Queue *queue, Job *job)
     pthread_mutex_unlock(&queue->lock);
     int64_t begin = now_ns();
     const Wish *wish = &job->wish;
+    for (int64_t i = 0; wish->begin >= 0 && i < wish->count; i++)
+        wish->samples[i] = wish->begin + i;
     if (wish->permuted)
         h5async_permute((uint64_t *)wish->samples, wish->count, wish->permuted, wish->a, wish->b,
                         wish->keys);
