@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NoReturn
 
@@ -39,7 +39,7 @@ class Batch(Sequence[Any]):
 
     def __init__(
         self,
-        arrays: Mapping[str, Any],
+        arrays: dict[str, Any],
         index: NDArray[np.int64],
         epoch: int,
         number: int,
@@ -47,12 +47,12 @@ class Batch(Sequence[Any]):
         device: Device | None = None,
     ) -> None:
         self._device = device
-        self._arrays: dict[str, Any] = dict(arrays)
+        self._arrays = arrays
         self.index = index
         self.epoch = epoch
         self.number = number
         self.last = last
-        self.size = int(index.size)
+        self.size: int = index.size
 
     def __len__(self) -> int:
         """Return the number of fields."""

@@ -36,7 +36,7 @@ from h5async.plan.transform import row_transform
 from h5async.position import ReaderPosition
 from h5async.readerstats import ReaderCounts
 from h5async.stats import ReaderStats
-from h5async.submitting import Filled, Submitter
+from h5async.submitting import Submitter
 from h5async.system.interruptions import interruption, passing
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Engine:
         self.config = config.model_copy(update={"num_threads": config.thread_count})
         self.fewer_threads_do = config.num_threads is None
         self.num_forks = lifetime.num_forks
-        self.ring: SlotRing[Filled] = SlotRing(config.prefetch)
+        self.ring: SlotRing[FillOutcome] = SlotRing(config.prefetch)
         self.filler: Filler | HelperFiller | None = None
         self.has_opened = threading.Event()  # or is not being opened
         self.has_opened.set()
@@ -252,19 +252,21 @@ class Engine:
         """
         self.position.restore(self.checkpoints.position(state))
 
-    def next(self, timeout_seconds: float | None) -> tuple[int, Filled]:
+    def next(self, timeout_seconds: float | None) -> tuple[int, FillOutcome]:
         """End the life of the batch in use, and wait for the next one; `take` puts it in use."""
         begin = time.perf_counter()
-        ring, slots, in_use = self.ring, self.slots, self.ring.in_use
-        if slots and in_use is not None:
-            slots[in_use].release()
+        ring, slots = self.ring, self.slots
+        # Where a slot may be filled as soon as it is free, uses have no order to be kept.
+        has_order = not self.device.is_writable_at_once
+        if has_order and slots and ring.in_use is not None:
+            slots[ring.in_use].release()
         ring.hand_back()
         self._begin()
         if not self.has_threads:
             self._fill_here()
         begin_more = None if self._submitter is None else self._begin
         serial, slot, filled = ring.wait(timeout_seconds, begin_more)
-        if filled.error is None:
+        if has_order and filled.error is None:
             slots[slot].acquire()
         self.counts.waits.note(begin, time.perf_counter())
         try:
@@ -272,22 +274,22 @@ class Engine:
         finally:
             del filled, slots  # an error has this frame, where the batch was filled here
 
-    def take_warnings(self, filled: Filled) -> list[str]:
+    def take_warnings(self, filled: FillOutcome) -> list[str]:
         """Return the warnings of a batch that the caller has not seen yet."""
-        if not filled.outcome.warnings:
+        if not filled.warnings:
             return []
-        new = [text for text in filled.outcome.warnings if text not in self.warned]
+        new = [text for text in filled.warnings if text not in self.warned]
         self.warned.update(new)
         return new
 
-    def take(self, serial: int, filled: Filled) -> None:
+    def take(self, serial: int, filled: FillOutcome) -> None:
         """Put the batch that was waited for in use, or forget its error."""
         # The error will have a traceback, with the reader in it, which nothing must hold.
         self.ring.take(serial, forget=filled.error is not None)
         if filled.error is not None and self._submitter is not None:
             self._submitter.drop_error(serial)
         if filled.error is None:
-            self.counts.samples += filled.outcome.index.size
+            self.counts.samples += filled.index.size
 
     @passing()
     def _fill_here(self) -> None:
@@ -372,7 +374,7 @@ class Engine:
         if is_lack_of_memory(error):  # of a helper process, or of the device
             batch = f"batch {request.number} of epoch {request.epoch}"
             error = out_of_memory(f"{self.config.hdf5_path}: {batch}", error)
-        self.ring.filled(request.serial, Filled(outcome, arrays, error))
+        self.ring.filled(request.serial, outcome._replace(arrays=arrays, error=error))
         del error  # its traceback may have this frame
         if self._submitter is not None and self.has_threads:
             self._submitter.begin_in_worker(self._requests)

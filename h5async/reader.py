@@ -18,9 +18,9 @@ from h5async.errors import (
     DatasetError,
     FileChangedWarning,
 )
+from h5async.fill.records import FillOutcome
 from h5async.index.layout import DatasetLayout
 from h5async.stats import ReaderStats
-from h5async.submitting import Filled
 
 
 class AsyncReader:
@@ -74,6 +74,7 @@ class AsyncReader:
             self._engine.close()
             self._dropped.detach()
             raise
+        self._has_settled = False  # the rank is known, and has batches
         self._held: Batch | None = None  # with debug_lifetimes: the batch that the caller holds
 
     @property
@@ -191,9 +192,10 @@ class AsyncReader:
                 del filled  # the traceback holds this frame, and would keep the reader alive
         return batch
 
-    def _batch(self, serial: int, filled: Filled) -> Batch:
-        arrays = dict(zip(self._engine.names, filled.arrays, strict=True))
-        index, device, schedule = filled.outcome.index, self._engine.device, self._engine.schedule
+    def _batch(self, serial: int, filled: FillOutcome) -> Batch:
+        engine = self._engine
+        arrays = dict(zip(engine.names, filled.arrays, strict=True))
+        index, device, schedule = filled.index, engine.device, engine.schedule
         epoch, number, _ = schedule.position(serial)
         batch = Batch(arrays, index, epoch, number, schedule.is_last(serial), device)
         if self._config.debug_lifetimes:
@@ -344,10 +346,11 @@ class AsyncReader:
 
     def _settle(self) -> None:
         """Settle the rank, and check that it has batches."""
-        if not self._engine.position.has_settled:
-            self._engine.check_open()
+        self._engine.check_open()
+        if not self._has_settled:
             self._engine.position.settle()
-        self._check_not_empty()
+            self._check_not_empty()
+            self._has_settled = True
 
     def _check_not_empty(self) -> None:
         self._engine.check_open()

@@ -7,7 +7,6 @@ the thread of the consumer, and the ring is told how to see that they are ready.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
 
 from h5async.deliver.slots import Assignment, SlotRing
 from h5async.fill.records import FillOutcome, FillRequest
@@ -15,14 +14,6 @@ from h5async.fill.submissions import Submissions
 
 # Returns what the slots of some assignments are to be filled with.
 Requests = Callable[[Sequence[Assignment]], Sequence[FillRequest]]
-
-
-class Filled(NamedTuple):
-    """A batch as the consumer takes it from its slot."""
-
-    outcome: FillOutcome
-    arrays: tuple[Any, ...]
-    error: BaseException | None
 
 
 class Submitter:
@@ -36,11 +27,11 @@ class Submitter:
         Where batches are submitted.
     """
 
-    def __init__(self, ring: SlotRing[Filled], submissions: Submissions) -> None:
+    def __init__(self, ring: SlotRing[FillOutcome], submissions: Submissions) -> None:
         self._ring = ring
         self._submissions = submissions
         self._may_have_lost = False  # an assignment that was made is not submitted yet
-        ring.completions = _Completed(submissions)
+        ring.completions = submissions
 
     def begin(self, requests: Requests) -> None:
         """Submit batches for free slots; after an exception in here, the next call does it."""
@@ -64,17 +55,3 @@ class Submitter:
     def drop_error(self, serial: int) -> None:
         """Forget the error of a batch, which is raised now."""
         self._submissions.drop_error(serial)
-
-
-class _Completed:
-    """Batches that the core has filled, as the ring takes them."""
-
-    def __init__(self, submissions: Submissions) -> None:
-        self.events, self.wait, self.wake = submissions.events, submissions.wait, submissions.wake
-        self.drop = submissions.drop
-        self._outcome = submissions.outcome
-
-    def result(self, slot: int, serial: int) -> Filled | None:
-        """Return the batch in a slot; None where it is not ready, or a worker has it."""
-        outcome = self._outcome(slot, serial)
-        return None if outcome is None else Filled(outcome, outcome.arrays, outcome.error)

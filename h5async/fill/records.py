@@ -6,7 +6,6 @@ Plain records, most of them picklable: a helper process is sent the same request
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -70,8 +69,7 @@ class FillRequest(NamedTuple):
         return f"batch {self.number} of epoch {self.epoch}"
 
 
-@dataclass(frozen=True, slots=True)
-class FillOutcome:
+class FillOutcome(NamedTuple):
     """What became of a request.
 
     Attributes
@@ -80,7 +78,7 @@ class FillOutcome:
         int64 (n,): sample numbers of the batch.
     arrays
         The batch, in field order: views of the slot's `out` of n rows, or what `postprocess`
-        returned.
+        returned, or, once it was uploaded, arrays on a device.
     error
         What went wrong, if anything; the arrays then hold nothing of use.
     is_resident
@@ -93,8 +91,8 @@ class FillOutcome:
         What the consumer is to be warned of, each once.
     """
 
-    index: NDArray[np.int64]
-    arrays: tuple[NDArray[Any], ...]
+    index: NDArray[np.int64]  # type: ignore[assignment]  # (a tuple's method of that name)
+    arrays: tuple[Any, ...]
     error: BaseException | None = None
     is_resident: bool = False
     encoded: tuple[EncodedPlan | None, ...] = ()

@@ -1,9 +1,10 @@
 """Has batches filled by the core alone: from the request to the filled slot without Python.
 
 A `FillRequest` enters in the thread of the consumer, which computes its sample numbers, where the
-core does not, and submits it to the core's queue. Where nothing is left to Python, the batch is taken from its slot when the
-core says that it is ready; no other thread has run any Python for it. Where something is left
-(what the core cannot decode, a transform, `postprocess`), a thread of the pool goes on with it.
+core does not, and submits it to the core's queue. Where nothing is left to Python, the batch is
+taken from its slot when the core says that it is ready; no other thread has run any Python for it.
+Where something is left (what the core cannot decode, a transform, `postprocess`), a thread of the
+pool goes on with it.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class Submissions(Tickets):
             return begin, end - begin, sampling.permutation_of(epoch), None
         return begin, end - begin, None, sampling.samples(epoch, begin, end)
 
-    def outcome(self, slot: int, serial: int) -> FillOutcome | None:
+    def result(self, slot: int, serial: int) -> FillOutcome | None:
         """Return a batch that the core has filled; None where it is not ready, or Python has it."""
         latest = self._latest[slot]
         if latest is None or latest.request.serial != serial:

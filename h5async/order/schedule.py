@@ -30,6 +30,9 @@ class Position(NamedTuple):
     start: int
 
 
+_position = functools.partial(tuple.__new__, Position)  # in half the time
+
+
 @dataclass(frozen=True)
 class Schedule:
     """Which batch has which serial number.
@@ -65,13 +68,14 @@ class Schedule:
         passed = serial - self.serial
         if passed < first:
             start = self.start + passed * step
-            return Position(self.epoch, start // step, start)
+            return _position((self.epoch, start // step, start))
         epochs, number = divmod(passed - first, self.sampling.num_batches)
-        return Position(self.epoch + 1 + epochs, number, number * step)
+        return _position((self.epoch + 1 + epochs, number, number * step))
 
     def is_last(self, serial: int) -> bool:
         """Tell whether a batch is the last of its epoch."""
-        return self.epoch_begin(serial + 1) == serial + 1
+        after = serial + 1 - self.serial - self._first
+        return after >= 0 and after % self.sampling.num_batches == 0
 
     def epoch_begin(self, serial: int) -> int:
         """Return the first serial number, from `serial` on, at which an epoch or a rest begins."""

@@ -1,8 +1,8 @@
 """The core's queue: batches that are read without Python, and threads that wait for them.
 
 Sample numbers enter, in the thread of the consumer, or what they are computed from; rows leave, in
-the memory of slots, with the numbers. The threads are Python's, and wait and work in one call of the core, without the GIL. They come back only for
-what Python has to do.
+the memory of slots, with the numbers. The threads are Python's, and wait and work in one call of
+the core, without the GIL. They come back only for what Python has to do.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.config.cores import usable_cores
 from h5async.core.batch import BatchPlanStruct, FieldStruct
 from h5async.core.binding import Core, address
 from h5async.read.scratch import Scratch
@@ -87,6 +88,7 @@ class BatchQueue:
             num_samples,
             len(batches),
             num_threads,
+            usable_cores() > 1,
         )
         self._samples: list[Int64s] = []  # by slot
         self._permutation: Uint64s | None = None
@@ -96,9 +98,7 @@ class BatchQueue:
                 target.is_wanted = True
             samples = np.empty(2 * batch.rows, np.int64)  # the batch's, and those of the next one
             plan = ctypes.byref(batch.plan)
-            core.open_job(
-                self._queue, plan, batch.targets, address(samples), slot, batch.rows
-            )
+            core.open_job(self._queue, plan, batch.targets, address(samples), slot, batch.rows)
             self._samples.append(samples)
 
     # --- the consumer's calls ---------------------------------------------------------------------
@@ -210,7 +210,7 @@ class BatchQueue:
         return int(self._core.do_oldest(self._queue, ctypes.byref(worker.struct)))
 
     def samples(self, slot: int, count: int) -> Int64s:
-        """Return the sample numbers of a batch that `next` returned: int64 (count,), a new array."""
+        """Return the sample numbers of a batch that `next` returned, as a new array (count,)."""
         at = self._core.samples_at(self._queue, slot)
         return self._samples[slot][at : at + count].copy()
 

@@ -236,7 +236,7 @@ def test_after_a_jump_batches_are_begun_at_once(path, prefetch, nobody_else_gets
             first = reader._engine.ring.next_serial
             slots = reader._engine.ring._entries
             end = time.monotonic() + DEADLOCK_SECONDS
-            while submissions.outcome(slots[first].slot, first) is None:  # the loop waits for none
+            while submissions.result(slots[first].slot, first) is None:  # the loop waits for none
                 assert time.monotonic() < end
             batch = reader.get_next_batch()
             assert (batch.epoch, batch.number) == (epoch, 0)

@@ -6,13 +6,18 @@
    something is left.
 
    Who waits for the consumer's event is woken by a count of all events: whoever looks at the count
-   first, then for what it waits for, and then waits for another count, misses none. */
+   first, then for what it waits for, and then waits for another count, misses none.
+
+   To put a thread to sleep and wake it takes longer than to read a small batch. So where batches come
+   quickly one after the other, one thread without work looks for more in a loop for a moment, and so
+   does the consumer, before they sleep. */
 
 #if defined(__linux__)
 #include <linux/futex.h>
 #include <sys/syscall.h>
 #endif
 
+enum { SPIN_NS = 100000, LONG_GAP_NS = 1000000 };
 enum { RANGES_PER_THREAD = 2, RANGE_NBYTES = 256 * 1024 /* some 25 us: worth waking a thread for */ };
 enum JobState { NO_JOB = 0, TO_PLAN, IN_PLAN, TO_READ, WITH_PYTHON, READY_JOB };
 /* What is to be done next, if not a batch of which work is left: then it is its slot. */
@@ -44,11 +49,23 @@ typedef struct {
     Sources *sources;
     Job *jobs;
     int64_t num_fields, num_samples, num_jobs, num_threads;
-    int64_t tickets, num_idle, plan_ns;
-    int32_t is_ended;
+    int64_t tickets, num_idle, plan_ns, submitted_ns;
+    int32_t is_ended, may_spin;
+    int32_t spinners; /* threads that look for batches in a loop: 0 or 1 */
+    int64_t num_here; /* threads that are not in Python */
+    _Atomic int64_t gap_ns; /* between batches that are submitted, smoothed */
     _Atomic int32_t consumers; /* that wait */
-    _Atomic uint32_t events;
+    _Atomic uint32_t events, offers; /* offers: batches that were submitted, and whatever else wakes */
 } Queue;
+
+/* Loop until a count is not `seen` any more, but for a moment only. Not where batches come slowly. */
+static void spin(const Queue *queue, const _Atomic uint32_t *count, uint32_t seen)
+{
+    if (!queue->may_spin || atomic_load(&queue->gap_ns) > SPIN_NS)
+        return;
+    for (int64_t end = now_ns() + SPIN_NS; atomic_load(count) == seen && now_ns() < end;)
+        sched_yield(); /* who is waited for may be on this core */
+}
 
 PUBLIC int64_t h5async_queue_nbytes(void)
 {
@@ -63,10 +80,11 @@ PUBLIC int64_t h5async_job_nbytes(void)
 /* `queue` and `jobs` are memory of as many bytes as the functions above say, for each slot one job. */
 PUBLIC int64_t h5async_open_queue(Queue *queue, Job *jobs, const Field *fields, Sources *sources,
                                   int64_t num_fields, int64_t num_samples, int64_t num_jobs,
-                                  int64_t num_threads)
+                                  int64_t num_threads, int32_t may_spin)
 {
     *queue = (Queue){.fields = fields, .sources = sources, .jobs = jobs, .num_fields = num_fields,
-                     .num_samples = num_samples, .num_jobs = num_jobs, .num_threads = num_threads};
+                     .num_samples = num_samples, .num_jobs = num_jobs, .num_threads = num_threads,
+                     .may_spin = may_spin, .gap_ns = LONG_GAP_NS};
     for (int64_t i = 0; i < num_jobs; i++)
         jobs[i] = (Job){.wish.serial = -1, .following.serial = -1};
     return pthread_mutex_init(&queue->lock, NULL) == 0 && pthread_cond_init(&queue->work, NULL) == 0;
@@ -102,6 +120,9 @@ PUBLIC int64_t h5async_events(Queue *queue)
    without end), or until a signal comes. */
 PUBLIC int64_t h5async_wait(Queue *queue, int64_t seen, int64_t timeout_ns)
 {
+    spin(queue, &queue->events, (uint32_t)seen);
+    if (atomic_load(&queue->events) != (uint32_t)seen)
+        return 1;
     atomic_fetch_add(&queue->consumers, 1);
 #if defined(SYS_futex)
     struct timespec timeout = {.tv_sec = timeout_ns / 1000000000, .tv_nsec = timeout_ns % 1000000000};
@@ -118,6 +139,19 @@ PUBLIC int64_t h5async_wait(Queue *queue, int64_t seen, int64_t timeout_ns)
     return atomic_load(&queue->events) != (uint32_t)seen;
 }
 
+/* Note that a batch was submitted, and tell whether a thread is to be woken for it. Where batches come
+   quickly, one thread keeps up with them, and comes for the next one by itself. Holds the lock. */
+static int is_to_be_woken(Queue *queue)
+{
+    int64_t now = now_ns(), gap = now - queue->submitted_ns;
+    gap = gap > LONG_GAP_NS ? LONG_GAP_NS : gap;
+    atomic_store(&queue->gap_ns, (3 * atomic_load(&queue->gap_ns) + gap) / 4);
+    queue->submitted_ns = now;
+    atomic_fetch_add(&queue->offers, 1);
+    int is_quick = queue->may_spin && atomic_load(&queue->gap_ns) <= SPIN_NS;
+    return queue->num_idle && !queue->spinners && !(is_quick && queue->num_here > queue->num_idle);
+}
+
 /* Submit a batch, or do nothing where it was submitted before.
 
    `samples` are its numbers, which are copied; NULL: they are `count` numbers from `begin` on, or,
@@ -127,7 +161,7 @@ PUBLIC int64_t h5async_submit(Queue *queue, const int64_t *samples, const uint64
                               int64_t begin, int64_t count, int64_t slot, int64_t serial,
                               int32_t needs_python)
 {
-    int is_good = 1, is_new = 0;
+    int is_good = 1, wakes = 0;
     Wish wish = {.count = count, .serial = serial, .begin = begin, .needs_python = needs_python};
     if (permutation != NULL) {
         wish.permuted = permutation[0], wish.a = permutation[1], wish.b = permutation[2];
@@ -150,10 +184,10 @@ PUBLIC int64_t h5async_submit(Queue *queue, const int64_t *samples, const uint64
         if (is_good && job->is_dropped)
             job->following = wish;
         else if (is_good)
-            job->wish = wish, job->state = TO_PLAN, is_new = 1;
+            job->wish = wish, job->state = TO_PLAN, wakes = is_to_be_woken(queue);
     }
     pthread_mutex_unlock(&queue->lock);
-    if (is_new) /* out of the lock, which the thread needs at once */
+    if (wakes) /* out of the lock, which the thread needs at once */
         pthread_cond_signal(&queue->work);
     return is_good;
 }
@@ -210,6 +244,7 @@ PUBLIC int64_t h5async_put_ticket(Queue *queue)
 {
     pthread_mutex_lock(&queue->lock);
     queue->tickets++;
+    atomic_fetch_add(&queue->offers, 1);
     pthread_cond_signal(&queue->work);
     pthread_mutex_unlock(&queue->lock);
     return 1;
@@ -220,6 +255,7 @@ PUBLIC int64_t h5async_end_queue(Queue *queue)
 {
     pthread_mutex_lock(&queue->lock);
     queue->is_ended = 1;
+    atomic_fetch_add(&queue->offers, 1);
     pthread_cond_broadcast(&queue->work);
     pthread_mutex_unlock(&queue->lock);
     return h5async_wake(queue);
@@ -325,12 +361,34 @@ static int64_t advance(Queue *queue, Job *job, Worker *w)
     return NEXT_READY;
 }
 
+/* Wait for work. Holds the lock, but not meanwhile. */
+static void wait_for_work(Queue *queue)
+{
+    uint32_t seen = atomic_load(&queue->offers);
+    if (queue->spinners == 0) {
+        queue->spinners = 1;
+        pthread_mutex_unlock(&queue->lock);
+        spin(queue, &queue->offers, seen);
+        pthread_mutex_lock(&queue->lock);
+        queue->spinners = 0;
+        uint32_t offers = atomic_load(&queue->offers) - seen;
+        if (offers > 1 && queue->num_idle) /* nobody was woken for them */
+            pthread_cond_signal(&queue->work);
+        if (offers)
+            return;
+    }
+    queue->num_idle++;
+    pthread_cond_wait(&queue->work, &queue->lock);
+    queue->num_idle--;
+}
+
 /* Do work that needs no Python, until there is some that does; say which. Many threads call this,
    each with a worker of its own. */
 PUBLIC int64_t h5async_next(Queue *queue, Worker *w)
 {
     int64_t next = NEXT_NOTHING;
     pthread_mutex_lock(&queue->lock);
+    queue->num_here++;
     while (next < 0 && !queue->is_ended) {
         Job *job = next_job(queue);
         if (queue->tickets) {
@@ -339,15 +397,16 @@ PUBLIC int64_t h5async_next(Queue *queue, Worker *w)
             break;
         }
         if (job == NULL || next == NEXT_END) { /* closed: the end will be told right now */
-            queue->num_idle++;
-            pthread_cond_wait(&queue->work, &queue->lock);
-            queue->num_idle--;
+            wait_for_work(queue);
         } else {
             next = advance(queue, job, w);
         }
     }
+    queue->num_here--;
     if (queue->is_ended)
         next = NEXT_END;
+    else if (queue->num_idle && next_job(queue) != NULL) /* which this thread does not come for */
+        pthread_cond_signal(&queue->work);
     pthread_mutex_unlock(&queue->lock);
     w->returned_ns = now_ns();
     return next;
