@@ -11,11 +11,13 @@ from typing import Any, cast
 
 from h5async.config import ReaderConfig
 from h5async.errors import ConfigError, ReadError
+from h5async.fill.dataset import Samplings
 from h5async.index.fingerprint import fingerprint
 from h5async.index.layout import DatasetLayout
 from h5async.position import SavedPosition
 
 _VERSION = 1
+_OPTIONAL = ("indices", "weights", "sampler")  # parts of a state that not every reader has
 _MOST_RANKS = 1 << 20  # a saved state is not to be trusted with more
 
 
@@ -28,10 +30,18 @@ class Checkpoints:
         The options.
     layouts
         Layouts of all fields, by name.
+    samplings
+        The orders of samples.
     """
 
-    def __init__(self, config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> None:
+    def __init__(
+        self,
+        config: ReaderConfig,
+        layouts: Mapping[str, DatasetLayout],
+        samplings: Samplings,
+    ) -> None:
         self._config = config
+        self._samplings = samplings
         self._layouts = layouts
 
     def state(self, position: SavedPosition) -> dict[str, Any]:
@@ -43,7 +53,13 @@ class Checkpoints:
             "batch_size": position.batch_size,
             "world_size": position.world_size,
             **self._order_depends_on,
+            **self._sampler_state(position.epoch),
         }
+
+    def _sampler_state(self, epoch: int) -> dict[str, Any]:
+        """Return the state of the sampler at the beginning of an epoch, where there is one."""
+        sampler = self._samplings.sampler
+        return {} if sampler is None else {"sampler": sampler.state(epoch)}
 
     def position(self, state: Mapping[str, Any]) -> SavedPosition:
         """Return the position of a state, which must fit the reader.
@@ -71,10 +87,22 @@ class Checkpoints:
                 f"the state holds no valid position: {dict(state)!r}; give what state_dict()"
                 " returned"
             )
-        return SavedPosition(*cast("list[int]", numbers))
+        position = SavedPosition(*cast("list[int]", numbers))
+        if self._samplings.sampler is not None and state["sampler"] is not None:
+            self._samplings.sampler.restore(position.epoch, state["sampler"])
+        return position
 
     def _check_order(self, state: Mapping[str, Any]) -> None:
         """Check that the state's order of samples is the reader's."""
+        for name in _OPTIONAL:
+            mine = name in self._order_depends_on
+            mine = self._config.sampler is not None if name == "sampler" else mine
+            if (name in state) != mine:
+                who, other = ("reader", "state") if mine else ("state", "reader")
+                raise ConfigError(
+                    f"the {who} has {name}, and the {other} has none; give the reader what it had"
+                    " when the state was saved, or start anew, without the state"
+                )
         for name, value in self._order_depends_on.items():
             if state.get(name) == value:
                 continue
@@ -98,7 +126,7 @@ class Checkpoints:
     def _order_depends_on(self) -> dict[str, Any]:
         """What an order of samples depends on."""
         config = self._config
-        found = {
+        found: dict[str, Any] = {
             "seed": config.seed,
             "shuffle": config.shuffle,
             "num_samples": next(iter(self._layouts.values())).num_samples,
@@ -106,4 +134,9 @@ class Checkpoints:
         }
         if config.shuffle == "window":
             found["window_bytes"] = config.window_bytes
+        if config.indices is not None:
+            found["indices"] = self._samplings.selection.digest()
+        if config.weights is not None:
+            found["weights"] = self._samplings.weights_digest()
+            found["epoch_samples"] = self._samplings.epoch_samples
         return found

@@ -16,9 +16,10 @@ from h5async.checkpoint import Checkpoints
 from h5async.config import ReaderConfig
 from h5async.deliver.device import Device, DeviceSlot, find_device
 from h5async.deliver.devicepolicy import DevicePolicy
-from h5async.deliver.host import HostDevice
+from h5async.deliver.host import HostDevice, host_slot, plain_memory
 from h5async.deliver.slots import Assignment, SlotRing
 from h5async.errors import (
+    ConfigError,
     ReaderClosedError,
     is_lack_of_memory,
     out_of_memory,
@@ -30,6 +31,7 @@ from h5async.fill.limits import MemoryBudget, wanted_kept_nbytes
 from h5async.fill.pool import THREAD_NAME
 from h5async.fill.records import FillOutcome, FillRequest
 from h5async.fill.resident import Budget, Residency
+from h5async.fill.selecting import sample_numbers
 from h5async.index.layout import DatasetLayout
 from h5async.order.schedule import Schedule
 from h5async.plan.transform import row_transform
@@ -40,6 +42,9 @@ from h5async.submitting import Submitter
 from h5async.system.interruptions import interruption, passing
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import ArrayLike, NDArray
+
     from h5async.process.helper import HelperFiller
 
 _MOMENT_SECONDS = 0.5  # in which idle workers have nearly always ended
@@ -105,10 +110,11 @@ class Engine:
         config, fields = self.config, self.config.batch_fields
         self.layouts = layouts
         transforms = {name: row_transform(fields[name], layouts[name]) for name in fields}
-        samplings = Samplings(config, layouts)
-        self.num_samples = next(iter(layouts.values())).num_samples
+        self.transforms = transforms
+        samplings = self.samplings = Samplings(config, layouts)
+        self.num_samples = samplings.selection.size
         self.device = find_device(config.device, config.pin_memory)
-        rows = min(config.batch_size, max(1, self.num_samples))
+        rows = self.rows = min(config.batch_size, max(1, samplings.epoch_samples))
         budget = MemoryBudget(
             config, layouts, transforms, rows, fewer_threads_do=self.fewer_threads_do
         )
@@ -118,8 +124,8 @@ class Engine:
         )
         formats = self.device_policy.formats
         memory_plan = budget.plan(formats, wanted_kept_nbytes(config, layouts))
-        self.position = ReaderPosition(config, samplings, self.num_samples, self.ring)
-        self.checkpoints = Checkpoints(config, layouts)
+        self.position = ReaderPosition(config, samplings, self.ring)
+        self.checkpoints = Checkpoints(config, layouts, samplings)
         self.names = tuple(fields)
         file = next(iter(layouts.values())).file
         what = f"{file}: {config.prefetch} batches of {rows} samples"
@@ -134,7 +140,7 @@ class Engine:
             )
         self.cache: Residency | Budget | None = None  # on the device
         if config.cache == "device":
-            self.cache = self.device.open_cache(self.num_samples, config.cache_bytes)
+            self.cache = self.device.open_cache(samplings.selection, config.cache_bytes)
         memory = [slot.memory for slot in self.slots]
         device_cache = self.cache if isinstance(self.cache, Residency) else None
         if helper is None:
@@ -191,19 +197,59 @@ class Engine:
             )
         self.ring.check_open()
 
-    def fetch(self) -> bool:
-        """Ask for one more batch; tell whether it is the last of its epoch."""
-        serial = self.ring.ask()
+    def fetch(self, samples: NDArray[np.int64] | None = None) -> bool:
+        """Ask for one more batch, or one of these samples; tell whether its epoch ends with it."""
+        serial = self.ring.ask() if samples is None else self.position.give(samples)
         self._begin()
         return self.schedule.is_last(serial)
 
+    def checked(self, index: ArrayLike, most: int | None = None) -> NDArray[np.int64]:
+        """Return sample numbers that a caller has given, as a new array, `most` of them at most.
+
+        Raises
+        ------
+        ConfigError
+            If they are not sample numbers of the dataset, or too many, or none.
+        """
+        count = next(iter(self.layouts.values())).num_samples
+        found = sample_numbers(index, count, f"index: {self.config.hdf5_path}")
+        most = self.rows if most is None else most
+        if not 0 < found.size <= most:
+            raise ConfigError(
+                f"index: a batch of this reader has 1 to {most} samples, found {found.size}"
+            )
+        if self.config.cache is not None and not self.samplings.selection.has(found):
+            raise ConfigError(
+                "index: with a cache, only samples that `indices` selects can be asked for"
+            )
+        return found
+
+    def read(self, index: NDArray[np.int64]) -> tuple[Any, ...]:
+        """Read samples in the calling thread, to arrays of their own.
+
+        Raises
+        ------
+        H5AsyncError
+            As `AsyncReader.read` says.
+        """
+        if not isinstance(self.filler, Filler):
+            raise ConfigError('read() reads in this process, and needs workers="thread"')
+        transforms = list(self.transforms.values())
+        what = f"{self.config.hdf5_path}: {index.size:,} samples"
+        with taking_memory(what, "read fewer at once"):
+            on_host = [not transform.is_identity for transform in transforms]
+            memory, _, _ = host_slot(index.size, transforms, on_host, plain_memory)
+        return self.device.owned(self.filler.read(index, memory))
+
     def begin_epoch(self) -> int:
-        """Go to the next epoch of which no batch was taken; return the serial number of its end."""
-        first = self.schedule.epoch_begin(self.ring.next_serial)
-        stop = self.schedule.epoch_begin(first + 1)
+        """Go to the next epoch of which no batch was taken; return its number."""
+        course, following = self.position.course, self.ring.next_serial
+        first = course.schedule.epoch_begin(following)
+        while first > following and first - 1 in course.given:
+            first -= 1  # the caller wants these, too
         self.ring.skip_to(first, read_ahead=self.has_threads)
         self._begin()
-        return stop
+        return course.schedule.position(first).epoch
 
     def _begin(self) -> None:
         """Have free slots filled with the batches that were asked for."""
@@ -221,6 +267,10 @@ class Engine:
         course = self.position.course  # or a later one: then what was assigned before is dropped
         schedule = course.schedule
         for slot, serial in assignments:
+            given = course.given.get(serial)
+            if given is not None:
+                requests.append(FillRequest(slot, serial, -1, -1, 0, course.order, samples=given))
+                continue
             on_device = self.device_policy.begin(serial)
             position = schedule.position(max(serial, schedule.serial))
             requests.append(FillRequest(slot, serial, *position, course.order, on_device))

@@ -10,6 +10,9 @@ import dataclasses
 import logging
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from h5async.config import ReaderConfig
 from h5async.deliver.slots import SlotRing
 from h5async.errors import ConfigError
@@ -50,8 +53,6 @@ class ReaderPosition:
         The options.
     samplings
         Makes the orders of samples.
-    num_samples
-        Samples in the dataset.
     ring
         Holds the position, and the serial number of the next batch.
 
@@ -66,12 +67,9 @@ class ReaderPosition:
         If the environment tells the rank differently in different places.
     """
 
-    def __init__(
-        self, config: ReaderConfig, samplings: Samplings, num_samples: int, ring: SlotRing[Any]
-    ) -> None:
+    def __init__(self, config: ReaderConfig, samplings: Samplings, ring: SlotRing[Any]) -> None:
         self._config = config
         self._samplings = samplings
-        self._num_samples = num_samples
         self._ring = ring
         self.has_settled = False
         self._go_to(self._expected_rank(), 0, 0, None)
@@ -97,6 +95,8 @@ class ReaderPosition:
     def _find_source(self) -> Source:
         """Return which of how many processes this is, as the options or others say now."""
         rank, world_size = self._config.rank, self._config.world_size
+        if self._config.sampler is not None:
+            return Source(Rank(0, 1), "the sampler, which each process has one of", "", None)
         if rank is None or world_size is None:
             return find_source()
         return Source(Rank(rank, world_size), "the options rank and world_size", "", None)
@@ -143,6 +143,23 @@ class ReaderPosition:
         rank = self._find_source().rank
         return dataclasses.replace(self.sampling, rank=rank.rank, world_size=rank.world_size)
 
+    def give(self, samples: NDArray[np.int64]) -> int:
+        """Ask for a batch of these samples, behind all that slots were given to.
+
+        Returns
+        -------
+        int
+            Its serial number.
+        """
+
+        def course_from(serial: int, following: int) -> Course:
+            course = self.course
+            given = {other: of for other, of in course.given.items() if other >= following}
+            schedule = course.schedule.with_other(serial, following)
+            return course._replace(schedule=schedule, given={**given, serial: samples})
+
+        return self._ring.ask_for(course_from)
+
     def jump(self, epoch: int) -> None:
         """Go on with the beginning of an epoch; batches that were asked for are dropped."""
         self._go_to(self.course.rank, epoch, 0, None)
@@ -158,7 +175,7 @@ class ReaderPosition:
 
     def restore(self, saved: SavedPosition) -> None:
         """Go on with a saved position; batches that were asked for are dropped."""
-        start = min(saved.start, self._num_samples)
+        start = min(saved.start, self._samplings.epoch_samples)
         self._go_to(self.course.rank, saved.epoch, start, (saved.batch_size, saved.world_size))
 
     def _go_to(

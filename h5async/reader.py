@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import operator
 import os
+import sys
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
+
+from numpy.typing import ArrayLike
 
 from h5async.batch import Batch, expire
 from h5async.config import ReaderConfig, check_timeout
@@ -125,11 +128,19 @@ class AsyncReader:
         """
         return self._engine.position.num_batches
 
-    def fetch_data(self) -> bool:
-        """Ask for the next batch in order. Never blocks; extra calls are harmless.
+    def fetch_data(self, index: ArrayLike | None = None) -> bool:
+        """Ask for the next batch in order, or for one of given samples. Never blocks.
 
         While all slots are busy the request waits in line: a batch that is in use is never
-        overwritten.
+        overwritten. Extra calls are harmless.
+
+        Parameters
+        ----------
+        index
+            Sample numbers of the dataset: the samples of a batch of no epoch (its `epoch` and
+            `number` are -1), in this order; `batch_size` at most, and repeats are allowed. It comes
+            behind what was asked for before, and, in a ``for`` loop, behind what is read ahead.
+            Nothing of the order of epochs changes.
 
         Returns
         -------
@@ -138,13 +149,15 @@ class AsyncReader:
 
         Raises
         ------
+        ConfigError
+            If `index` has no sample numbers of the dataset, or too many; nothing is asked for then.
         ReaderClosedError
             If the reader is closed.
         DatasetError
             If an epoch has no batch at all.
         """
         self._settle()
-        return self._engine.fetch()
+        return self._engine.fetch(None if index is None else self._engine.checked(index))
 
     def get_next_batch(self, timeout: float | None = None) -> Batch:
         """Return the oldest batch that was asked for, and end the life of the one before.
@@ -192,12 +205,46 @@ class AsyncReader:
                 del filled  # the traceback holds this frame, and would keep the reader alive
         return batch
 
+    def read(self, index: ArrayLike) -> Batch:
+        """Read given samples at once, in the calling thread; the batch lasts.
+
+        Batches that were asked for are on their way meanwhile, and stay as they are.
+
+        Parameters
+        ----------
+        index
+            Sample numbers of the dataset: any number of them, in this order; repeats are allowed.
+
+        Returns
+        -------
+        Batch
+            With memory of its own; its `epoch` and `number` are -1.
+
+        Raises
+        ------
+        ConfigError
+            If `index` has no sample numbers of the dataset.
+        ReadError, PostprocessError
+            If they cannot be read.
+        ReaderClosedError
+            If the reader is closed.
+        """
+        engine = self._engine
+        engine.check_open()
+        samples = engine.checked(index, most=sys.maxsize)
+        arrays = dict(zip(engine.names, engine.read(samples), strict=True))
+        return Batch(arrays, samples, -1, -1, False, engine.device)
+
     def _batch(self, serial: int, filled: FillOutcome) -> Batch:
         engine = self._engine
         arrays = dict(zip(engine.names, filled.arrays, strict=True))
         index, device, schedule = filled.index, engine.device, engine.schedule
         epoch, number, _ = schedule.position(serial)
+        if serial in engine.position.course.given:
+            epoch = number = -1
         batch = Batch(arrays, index, epoch, number, schedule.is_last(serial), device)
+        if self._config.copy:
+            return batch.copy()
         if self._config.debug_lifetimes:
             batch = self._held = batch.copy()
             device.share()
@@ -213,7 +260,7 @@ class AsyncReader:
         engine.check_open()
         engine.position.settle()
         if not engine.position.num_batches:
-            return _Epoch(self, 0)
+            return iter(())
         return _Epoch(self, engine.begin_epoch())
 
     def set_epoch(self, epoch: int) -> None:
@@ -370,15 +417,21 @@ def _reopen(config: ReaderConfig, state: Mapping[str, Any]) -> AsyncReader:
 
 
 class _Epoch(Iterator[Batch]):
-    """The rest of one epoch; ends where another loop has taken the reader on."""
+    """The rest of one epoch; ends where another loop has taken the reader on.
 
-    def __init__(self, reader: AsyncReader, stop: int) -> None:
+    Batches of given samples that come among its own are part of it.
+    """
+
+    def __init__(self, reader: AsyncReader, epoch: int) -> None:
         self._reader = reader
-        self._schedule = reader._engine.schedule
-        self._stop = stop
+        self._place = reader._engine.position.course.place
+        self._epoch = epoch
 
     def __next__(self) -> Batch:
         engine = self._reader._engine
-        if engine.schedule is not self._schedule or engine.ring.next_serial >= self._stop:
+        course, serial = engine.position.course, engine.ring.next_serial
+        if course.place is not self._place or (
+            serial not in course.given and course.schedule.position(serial).epoch != self._epoch
+        ):
             raise StopIteration
         return self._reader.get_next_batch()

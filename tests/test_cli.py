@@ -524,6 +524,13 @@ OPTIONS = {  # what is typed -> what the reader is given
     "--cha-dim 1": {"cha_dim": 1},
     "--batch-size 7": {"batch_size": 7},
     "--shuffle full": {"shuffle": "full"},
+    "--indices 100:": {"indices": "100:"},
+    "--indices split/train": {"indices": "split/train"},
+    "--indices {name='a',parts={a=0.5}}": {"indices": {"name": "a", "parts": {"a": 0.5}}},
+    "--weights balanced": {"weights": "balanced"},
+    "--weights {'a.h5'=1}": {"weights": {"a.h5": 1}},
+    "--epoch-samples 9": {"epoch_samples": 9},
+    "--copy": {"copy": True},
     "--shuffle window": {"shuffle": "window"},
     "--shuffle none": {"shuffle": False},
     "--window-bytes 1000": {"window_bytes": 1000},
@@ -592,7 +599,7 @@ def test_file_may_be_left_to_the_configuration(loaded):
 
 
 def test_every_option_of_the_reader_is_an_option_here():
-    covered = set().union(*OPTIONS.values()) | {"hdf5_path"}
+    covered = set().union(*OPTIONS.values()) | {"hdf5_path", "sampler"}  # (an object)
     assert covered == set(ReaderConfig.model_fields)
 
 

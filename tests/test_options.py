@@ -57,6 +57,9 @@ def test_help_has_the_description_and_the_default_of_every_option(command):
     text = words(result.stdout)
     for name, described in OPTIONS.items():
         shown = words(described.shell)
+        if name == "sampler":  # an object, which cannot be typed
+            assert shown not in text
+            continue
         assert shown in text, name
         if described.is_required:
             continue

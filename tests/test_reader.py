@@ -836,7 +836,7 @@ def test_threads_share_the_work_of_one_batch(
         read(self, *arguments)
 
     monkeypatch.setattr(BatchReader, "read", meet_first)
-    monkeypatch.setattr(BatchReader, "open_queue", lambda self: None)
+    monkeypatch.setattr(BatchReader, "open_queue", lambda *_: None)
     num_dim = int(field == "columns")
     with AsyncReader(
         hdf5_path=wide,

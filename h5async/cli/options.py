@@ -7,6 +7,7 @@ choices, default and description.
 from __future__ import annotations
 
 import sys
+import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from inspect import Parameter, signature
 from pathlib import Path
@@ -21,6 +22,9 @@ from h5async.config.describe import Option, options_of
 
 _CONFIG = typer.Option(metavar="TOML", help="File of options; those typed here win.")
 _NO_LABELS = typer.Option("--no-labels", help="Read no labels.")
+
+_OBJECTS = ("sampler",)  # which cannot be typed
+_TABLES = ("indices", "weights")  # which may be typed as one of TOML
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -54,6 +58,7 @@ def reader_options(model: type[BaseModel]) -> dict[str, Parameter]:
     return {
         option.name: _parameter(option.name, _type(option), _declaration(option))
         for option in options_of(model)
+        if option.name not in _OBJECTS
     }
 
 
@@ -141,11 +146,13 @@ def _typed_options(typed: Mapping[str, Any]) -> dict[str, Any]:
     """Return the reader's options, as far as the user typed them."""
     options: dict[str, Any] = {}
     for option in options_of(ReaderConfig):
-        value = typed[option.name]
+        value = typed.get(option.name)
         if value is None or value in ([], ()):
             continue
         if option.is_mapping:
             value = _pairs(value, flag(option))
+        elif option.name in _TABLES and value.startswith("{"):
+            value = _table(value, flag(option))
         elif False in option.choices and value == _typed_choice(False):
             value = False
         options[option.name] = value
@@ -158,6 +165,14 @@ def _typed_options(typed: Mapping[str, Any]) -> dict[str, Any]:
             )
         options["labels_field"] = None
     return options
+
+
+def _table(text: str, name: str) -> object:
+    """Return what was typed as a table of TOML."""
+    try:
+        return tomllib.loads(f"table = {text}")["table"]
+    except tomllib.TOMLDecodeError as error:
+        raise typer.BadParameter(f"is no table of TOML: {error}", param_hint=name) from error
 
 
 def _pairs(entries: Iterable[str], name: str) -> dict[str, str]:

@@ -5,7 +5,8 @@ What can be checked without opening a file is checked here. What depends on the 
 """
 
 from h5async.config.field import Field
+from h5async.config.indices import Split
 from h5async.config.reader import ReaderConfig
 from h5async.config.values import check_timeout
 
-__all__ = ["Field", "ReaderConfig", "check_timeout"]
+__all__ = ["Field", "ReaderConfig", "Split", "check_timeout"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, NoReturn, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic import Field as Bound
@@ -21,8 +21,17 @@ _LINE_LENGTH = 90
 Model = TypeVar("Model", bound=BaseModel)
 
 
+class _Absent:
+    """An attribute that a class does not have, though its base does."""
+
+    def __get__(self, *_: object) -> NoReturn:
+        raise AttributeError
+
+
 class Frozen(BaseModel):
     """A configuration: unknown options and values that do not fit are a `ConfigError`."""
+
+    copy: ClassVar[Any] = _Absent()  # pydantic's, which is deprecated: it may be an option's name
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 

@@ -21,6 +21,7 @@ from h5async.config.cores import usable_cores
 from h5async.config.field import Field, Fields
 from h5async.config.files import Files, Folders, matching_files
 from h5async.config.frozen import REQUIRED, Frozen, documented, option
+from h5async.config.indices import Indices, Sampler, Weights, plain_selection
 from h5async.config.tomlfile import load_toml
 from h5async.config.values import (
     AsInteger,
@@ -99,6 +100,39 @@ class ReaderConfig(Frozen):
         default_text="256 MiB",
     )
     seed: Int = option(0, "The order depends on the seed, the epoch and the position alone.")
+    indices: Indices | None = option(
+        None,
+        "Which samples an epoch is made of: a slice, as text too (`40000:`); a range; an array of"
+        " integers, or of bools, one for each sample; the path of a `.npy` file that holds such an"
+        " array, or of a dataset in the file; or a `Split`. `batch.index` has the dataset's"
+        " numbers all the same.",
+        default_text="all of them",
+        values="A:B|PATH|{...}",
+        shell="Which samples an epoch is made of: a slice (`40000:`); the path of a .npy file of"
+        " integers or bools, or of such a dataset in the file; or a part of a split, as a table of"
+        " TOML: `{name = 'train', parts = {train = 0.9, val = 0.1}}`.",
+    )
+    weights: Weights | None = option(
+        None,
+        "Draw samples with replacement, as often as these say: an array, or the path of a dataset"
+        " in the file, with a number for each sample of the dataset; `balanced`: all labels are"
+        " equally frequent; or a mapping of files to numbers.",
+        values="PATH|balanced|{...}",
+        shell="Draw samples with replacement: the path of a dataset in the file, with a number for"
+        " each sample; `balanced`: all labels are equally frequent; or a table of TOML of files"
+        " and numbers.",
+    )
+    epoch_samples: Positive | None = option(
+        None,
+        "With `weights`: how many samples are drawn in an epoch.",
+        default_text="as many as there are",
+    )
+    sampler: Sampler = option(
+        None,
+        "An order of your own: an iterable of sample numbers, or of lists of them, which are the"
+        " batches; it is begun anew for each epoch, after `set_epoch(epoch)`, if it has that."
+        " PyTorch's samplers are such. Each process has its own.",
+    )
     drop_last: Bool = option(False, "Leave out the last batch of an epoch where it is short.")
     num_threads: Natural | None = option(
         None,
@@ -161,6 +195,10 @@ class ReaderConfig(Frozen):
         "Find batches that are used too late: each is a copy, which is overwritten when the next"
         " batch is asked for.",
     )
+    copy: Bool = option(  # type: ignore[misc]  # (which `Frozen` hides)
+        False,
+        "Deliver batches that have memory of their own, and last, as `batch.copy()` does.",
+    )
     rank: Natural | None = option(
         None, "The number of this process among `world_size`.", default_text="the launcher's"
     )
@@ -211,6 +249,7 @@ class ReaderConfig(Frozen):
     @model_validator(mode="after")
     def _check(self) -> ReaderConfig:
         self._check_cache()
+        self._check_order()
         self._check_rank()
         self._check_device()
         self._check_fields()
@@ -229,6 +268,22 @@ class ReaderConfig(Frozen):
             )
         if self.cache_bytes is not None and self.cache is None:
             raise ValueError('cache_bytes needs cache="host" or cache="device"')
+
+    def _check_order(self) -> None:
+        if self.sampler is not None:
+            for name in ("indices", "weights", "epoch_samples", "shuffle", "rank", "drop_last"):
+                if getattr(self, name) not in (None, False):
+                    raise ValueError(
+                        f"a sampler decides which samples come, and when; leave out {name}"
+                    )
+            if self.workers != "thread":
+                raise ValueError('a sampler is asked in this process; use workers="thread"')
+        if self.weights is not None and self.shuffle == "window":
+            raise ValueError(
+                'samples are drawn in random order by weights; leave out shuffle="window"'
+            )
+        if self.epoch_samples is not None and self.weights is None:
+            raise ValueError("epoch_samples needs weights")
 
     def _check_rank(self) -> None:
         if (self.rank is None) != (self.world_size is None):
@@ -330,11 +385,15 @@ class ReaderConfig(Frozen):
         Raises
         ------
         ConfigError
-            If `postprocess` is a function that cannot be imported by a name.
+            If `postprocess` is a function that cannot be imported by a name, or there is a
+            `sampler`.
         """
         found = self.model_dump(**options)
         if "postprocess" in found:
             found["postprocess"] = function_path(self.postprocess)
+        for name in ("indices", "weights", "sampler"):
+            if found.get(name) is not None:
+                found[name] = plain_selection(getattr(self, name))
         separators = (",", ":") if indent is None else None
         return json.dumps(found, indent=indent, separators=separators, default=plain)
 

@@ -30,6 +30,9 @@ def load_toml(path: Path) -> dict[str, Any]:
             options[name] = str(path.parent / value)
         elif isinstance(value, list):
             options[name] = [str(path.parent / v) if isinstance(v, str) else v for v in value]
+    indices = options.get("indices")
+    if isinstance(indices, str) and indices.endswith(".npy"):
+        options["indices"] = str(path.parent / indices)
     return options
 
 

@@ -116,6 +116,7 @@ class Core:
         self.queue_nbytes = _function(library, "h5async_queue_nbytes", 0)
         self.job_nbytes = _function(library, "h5async_job_nbytes", 0)
         self.open_queue = _function(library, "h5async_open_queue", 4, *[c_int64] * 4, c_int32)
+        self.select = _function(library, "h5async_select", 2, c_int64, c_int64)
         self.open_job = _function(library, "h5async_open_job", 4, c_int64, c_int64)
         self.submit = _function(
             library, "h5async_submit", 1, c_void_p, c_void_p, *[c_int64] * 4, c_int32

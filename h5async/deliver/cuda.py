@@ -30,6 +30,7 @@ from h5async.deliver.nvcomp import load_nvcomp
 from h5async.errors import DeviceError, H5AsyncError, forget_frames
 from h5async.fill.resident import Budget, Residency
 from h5async.io.shared import SharedMemory
+from h5async.order.selection import Selection
 from h5async.plan.encoded import EncodedFormat
 from h5async.plan.transform import RowTransform
 
@@ -60,6 +61,7 @@ class CudaDevice:
             self.copy_stream, self.work_stream = gpu.stream(), gpu.stream()
         self.kernels = Kernels(gpu.cupy)
         self.cache: list[Any] = []  # the rows of all samples, one array a field, as uploaded
+        self.cached = Selection(0, 1, 0)  # these samples
         self.decoders: dict[int, DeviceDecoder] = {}  # by field
         # Decoders work in memory of their own, in the order of the work stream: what puts one
         # batch's work there must not be mixed with what puts another's.
@@ -148,15 +150,15 @@ class CudaDevice:
         """Bytes of the GPU's memory that are free now."""
         return self.gpu.free_nbytes
 
-    def open_cache(self, num_samples: int, cache_bytes: int | None) -> Residency | Budget:
-        """Reserve device memory for the rows of all samples, as they are uploaded.
+    def open_cache(self, selection: Selection, cache_bytes: int | None) -> Residency | Budget:
+        """Reserve device memory for the rows of all samples of a selection, as they are uploaded.
 
         Returns
         -------
         Residency or Budget
             The budget, where it does not suffice, by `cache_bytes` or by what the GPU has free.
         """
-        gpu, nbytes = self.gpu, num_samples * sum(self._row_nbytes)
+        gpu, nbytes = self.gpu, selection.size * sum(self._row_nbytes)
         if cache_bytes is None:
             cache_bytes = int(gpu.free_nbytes * _CACHE_SHARE)
         budget = Budget("device", nbytes, cache_bytes)
@@ -165,7 +167,7 @@ class CudaDevice:
         with gpu.working("the cache could not be made"), gpu.allocating():
             try:
                 self.cache = [
-                    gpu.cupy.empty((num_samples, row), np.uint8) for row in self._row_nbytes
+                    gpu.cupy.empty((selection.size, row), np.uint8) for row in self._row_nbytes
                 ]
             except gpu.errors as error:
                 if not gpu.is_lack_of_memory(error):
@@ -173,7 +175,14 @@ class CudaDevice:
                 self.cache = []
                 return Budget("device", nbytes, self.free_nbytes)
         self._compile()  # kernels that take rows out of it
-        return Residency(num_samples, nbytes, "device")
+        self.cached = selection.ascending()
+        return Residency(selection, nbytes, "device")
+
+    def owned(self, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return copies of host arrays on the GPU, made on the current stream; blocks."""
+        gpu = self.gpu
+        with gpu.working("samples could not be uploaded"), gpu.allocating(), gpu.current():
+            return tuple([gpu.cupy.asarray(array, blocking=True) for array in arrays])
 
     def share(self) -> None:
         """Order the caller's other streams behind what its current one was given."""

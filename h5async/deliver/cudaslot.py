@@ -172,7 +172,7 @@ class CudaSlot:
         """Upload rows, and return arrays of what is none of the slot's, for which there is more."""
         size = outcome.index.size
         if self._device.cache:
-            self._index[:size] = outcome.index
+            self._index[:size] = self._device.cached.positions(outcome.index)
             self._gpu.upload(self._index_on_device[:size], self._index[:size], stream)
         others: list[Any] = [None] * len(self._raw)
         if outcome.is_resident:

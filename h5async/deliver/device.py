@@ -15,6 +15,7 @@ from h5async.deliver.host import HostDevice
 from h5async.fill.records import FillOutcome, SlotMemory
 from h5async.fill.resident import Budget, Residency
 from h5async.io.shared import SharedMemory
+from h5async.order.selection import Selection
 from h5async.plan.encoded import EncodedFormat
 from h5async.plan.transform import RowTransform
 
@@ -95,7 +96,7 @@ class Device(Protocol):
             Where a helper process fills the slots: the memory that it has too.
         """
 
-    def open_cache(self, num_samples: int, cache_bytes: int | None) -> Residency | Budget:
+    def open_cache(self, selection: Selection, cache_bytes: int | None) -> Residency | Budget:
         """Make room for the rows of all samples, after `open_slots`, if the budget allows it."""
 
     def drop_decoders(self, slots: Iterable[DeviceSlot]) -> None:
@@ -103,6 +104,9 @@ class Device(Protocol):
 
     def current(self) -> AbstractContextManager[Any]:
         """Return a context in which this device is the current one."""
+
+    def owned(self, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return host arrays as arrays that last where batches are delivered; may block."""
 
     def share(self) -> None:
         """Order the caller's other streams behind what its current one was given."""

@@ -17,6 +17,7 @@ from h5async.errors import DeviceError
 from h5async.fill.records import FillOutcome, SlotMemory
 from h5async.fill.resident import Budget, Residency
 from h5async.io.shared import SharedMemory, page_memory
+from h5async.order.selection import Selection
 from h5async.plan.encoded import EncodedFormat
 from h5async.plan.transform import RowTransform
 
@@ -127,9 +128,9 @@ class HostDevice:
     def _empty(self, shared: SharedMemory | None) -> Callable[[int], NDArray[np.uint8]]:
         if shared is not None:
             return shared.empty
-        return _plain_memory if self._pinning is None else page_memory
+        return plain_memory if self._pinning is None else page_memory
 
-    def open_cache(self, num_samples: int, cache_bytes: int | None) -> Residency | Budget:
+    def open_cache(self, selection: Selection, cache_bytes: int | None) -> Residency | Budget:
         """Refuse: there is no device.
 
         Raises
@@ -156,6 +157,10 @@ class HostDevice:
     def share(self) -> None:
         """Do nothing."""
 
+    def owned(self, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return arrays of the host's own memory as they are."""
+        return arrays
+
     def poison(self, arrays: Iterable[Any]) -> None:
         """Fill arrays with bytes of 255."""
         for array in arrays:
@@ -168,7 +173,8 @@ class HostDevice:
         """Do nothing."""
 
 
-def _plain_memory(nbytes: int) -> NDArray[np.uint8]:
+def plain_memory(nbytes: int) -> NDArray[np.uint8]:
+    """Return memory that is not pinned."""
     return np.empty(nbytes, np.uint8)
 
 

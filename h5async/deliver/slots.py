@@ -144,6 +144,26 @@ class SlotRing(Generic[Result]):
             self._consumer = _consumer((following, asked + 1, *others))
             return asked
 
+    def ask_for(self, course_from: Callable[[int, int], Any]) -> int:
+        """Ask for a batch that no slot was given to, and take another course; return its serial.
+
+        Batches before it that slots were given to count as asked for. All of it at once, as
+        `restart` does.
+
+        Parameters
+        ----------
+        course_from
+            Called with its serial, and that of the batch that will be delivered next. Returns what
+            serial numbers mean from now on; nothing else than before for those below it.
+        """
+        with self._lock:
+            self.check_open()
+            following, asked, held, reads_ahead, _ = self._consumer
+            serial = max(asked, self._next_to_assign())
+            course = course_from(serial, following)
+            self._consumer = _consumer((following, serial + 1, held, reads_ahead, course))
+            return serial
+
     def skip_to(self, serial: int, *, read_ahead: bool) -> None:
         """Drop all batches before `serial`; `read_ahead`: keep free slots filling from now on."""
         with self._lock:

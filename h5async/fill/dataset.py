@@ -6,16 +6,26 @@ Options enter; the layout of each field leaves, over all files, and how samples 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
 from h5async.core.binding import mapping_mode
 from h5async.errors import DatasetError, taking_memory
+from h5async.fill.records import FillRequest
+from h5async.fill.selecting import Selecting
 from h5async.index.joined import join_layouts
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
 from h5async.index.metadata import read_layouts
 from h5async.io.localfile import read_ahead
 from h5async.order.sampling import Order, OrderKey, Sampling
+
+if TYPE_CHECKING:
+    from h5async.order.drawn import SamplerOrder
+    from h5async.order.weighted import WeightedOrder
 
 
 def open_dataset(config: ReaderConfig) -> dict[str, DatasetLayout]:
@@ -52,12 +62,47 @@ class Samplings:
     ----------
     config, layouts
         What they depend on.
+
+    Attributes
+    ----------
+    selection
+        Which samples an epoch is made of.
+    epoch_samples
+        Positions in an epoch's order: how many are selected, or drawn.
+    sampler
+        The order of the option `sampler`, if there is one.
+
+    Raises
+    ------
+    H5AsyncError
+        If what the samples are selected by does not fit the dataset, or cannot be read.
     """
 
     def __init__(self, config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> None:
         self._config = config
         self._layouts = list(layouts.values())
         self._made: dict[OrderKey, Sampling] = {}
+        selecting = Selecting(config, layouts)
+        selection = selecting.selection()
+        self.selection = selection.ascending() if config.shuffle == "window" else selection
+        weights = selecting.weights(self.selection)
+        self._draws = None if weights is None else _weighted(weights, config.seed)
+        self.sampler = None if config.sampler is None else self._sampler_order()
+        self.epoch_samples = selection.size
+        if self._draws is not None:
+            self.epoch_samples = config.epoch_samples or selection.size
+        if self.sampler is not None:
+            self.epoch_samples = self.sampler.size
+
+    def weights_digest(self) -> str | None:
+        """Return a short text that depends on all weights; None: there are none."""
+        return None if self._draws is None else self._draws.digest()
+
+    def samples(self, request: FillRequest) -> NDArray[np.int64]:
+        """Return the samples of a batch, in its order, as a new array."""
+        if request.samples is not None:
+            return request.samples.copy()
+        return self.at(request.order).batch_at(request.epoch, request.start)
 
     def at(self, order: OrderKey) -> Sampling:
         """Return the order of samples, and how it is dealt."""
@@ -73,22 +118,48 @@ class Samplings:
     def _new(self, rank: int, world_size: int, *resumed: int) -> Sampling:
         config, is_window = self._config, self._config.shuffle == "window"
         return Sampling(
-            num_samples=self._layouts[0].num_samples,
+            num_samples=self.epoch_samples,
             batch_size=config.batch_size,
             shuffle=config.shuffle,
             seed=config.seed,
             drop_last=config.drop_last,
-            window=self._window(config.batch_size, world_size) if is_window else None,
+            order=self._order(world_size),
+            selection=None if self.selection.is_prefix else self.selection,
             rank=rank,
             world_size=world_size,
             resumed=(resumed[0], self._window(*resumed[1:])) if resumed and is_window else None,
         )
 
+    def _sampler_order(self) -> SamplerOrder:
+        from h5async.order.drawn import SamplerOrder
+
+        config = self._config
+        return SamplerOrder(config.sampler, self._layouts[0].num_samples, config.batch_size)
+
+    def _order(self, world_size: int) -> Order | None:
+        """Return the order of positions, where it is not that of `Sampling` itself."""
+        if self._config.shuffle == "window":
+            return self._window(self._config.batch_size, world_size)
+        return self._draws if self.sampler is None else self.sampler
+
     def _window(self, batch_size: int, world_size: int) -> Order:
         from h5async.order.window import window_order
 
         config = self._config
-        return window_order(self._layouts, config.window_bytes, config.seed, batch_size, world_size)
+        return window_order(
+            self._layouts,
+            config.window_bytes,
+            config.seed,
+            batch_size,
+            world_size,
+            self.selection,
+        )
+
+
+def _weighted(weights: NDArray[np.float64], seed: int) -> WeightedOrder:
+    from h5async.order.weighted import WeightedOrder
+
+    return WeightedOrder(weights, seed)
 
 
 def _check_lengths(layouts: Mapping[str, DatasetLayout]) -> None:

@@ -12,22 +12,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
 from h5async.core.binding import load_core, mapping_mode
+from h5async.errors import ReaderClosedError
 from h5async.fill.dataset import Samplings
 from h5async.fill.limits import MemoryPlan
 from h5async.fill.phases import Phases
 from h5async.fill.pool import Work, WorkPool
-from h5async.fill.postprocess import load_function
+from h5async.fill.postprocess import Postprocess, load_function
 from h5async.fill.reading import BatchReader
 from h5async.fill.records import FillerStats, FillOutcome, FillRequest, SlotFiller, SlotMemory
 from h5async.fill.resident import Budget, HostCache, Residency, open_host_cache
 from h5async.fill.submissions import Submissions
 from h5async.index.layout import DatasetLayout
+from h5async.order.selection import Selection
 from h5async.plan.encoded import EncodedFormat
 from h5async.plan.transform import RowTransform
 from h5async.read.executors import Executors
@@ -99,8 +102,11 @@ class Filler(SlotFiller):
     ) -> None:
         self._layouts, several = list(layouts.values()), list(transforms.values())
         self._file = str(self._layouts[0].file)
-        postprocess = load_function(config.postprocess)
-        self._cache = _open_cache(config, self._layouts[0].num_samples, several, memory_plan)
+        function = load_function(config.postprocess)
+        postprocess = (
+            None if function is None else Postprocess(function, list(layouts), config.seed)
+        )
+        self._cache = _open_cache(config, samplings.selection, several, memory_plan)
         self._resident = self._cache if isinstance(self._cache, HostCache) else device_cache
         # What a change of a file makes worthless; emptied at the end.
         self._residencies = [] if self._resident is None else [self._resident]
@@ -126,7 +132,8 @@ class Filler(SlotFiller):
                 slots,
             )
             self.submissions: Submissions | None = None
-            queue = self._reader.open_queue() if may_submit else None
+            selection = samplings.selection
+            queue = self._reader.open_queue(selection) if may_submit else None
             if queue is not None and self._resident is None:
                 needs_python = postprocess is not None or not self._reader.transforms_all
                 self.submissions = Submissions(
@@ -185,6 +192,31 @@ class Filler(SlotFiller):
     def run_next(self) -> bool:
         """Do the most urgent share of work in the calling thread; False where there is none."""
         return self._pool.run_next()
+
+    def read(self, index: NDArray[np.int64], memory: SlotMemory) -> tuple[NDArray[Any], ...]:
+        """Read samples in the calling thread, whatever else is under way.
+
+        Parameters
+        ----------
+        index
+            int64 (n,): sample numbers.
+        memory
+            Of n rows.
+
+        Returns
+        -------
+        tuple of arrays
+            The rows of each field, or what `postprocess` made of them.
+
+        Raises
+        ------
+        H5AsyncError
+            If they cannot be read, or the filler was stopped.
+        """
+        found: list[tuple[NDArray[Any], ...]] = []
+        if not self._pool.run(lambda: found.append(self._phases.read(index, memory))):
+            raise ReaderClosedError("the reader is closed; make a new one")
+        return found[0]
 
     def abandon(self) -> bool:
         """Forget all that was begun, after an exception in `run_next`, if it runs nowhere else.
@@ -256,7 +288,7 @@ class Filler(SlotFiller):
 
 def _open_cache(
     config: ReaderConfig,
-    num_samples: int,
+    selection: Selection,
     transforms: Sequence[RowTransform],
     memory_plan: MemoryPlan,
 ) -> HostCache | Budget | None:
@@ -264,7 +296,7 @@ def _open_cache(
     if config.cache != "host":
         return None
     row_nbytes = [transform.raw_nbytes for transform in transforms]
-    return open_host_cache(num_samples, row_nbytes, config.cache_bytes, memory_plan.left_nbytes)
+    return open_host_cache(selection, row_nbytes, config.cache_bytes, memory_plan.left_nbytes)
 
 
 def _forget(residencies: Sequence[Residency]) -> None:

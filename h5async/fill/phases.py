@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from h5async.errors import forget_frames, is_lack_of_memory, out_of_memory
 from h5async.fill.dataset import Samplings
 from h5async.fill.pool import Work, WorkPool
-from h5async.fill.postprocess import postprocessed
+from h5async.fill.postprocess import Postprocess, postprocessed
 from h5async.fill.reading import BatchPlan, BatchReader, LeftRows
 from h5async.fill.records import NO_SAMPLES, FillOutcome, FillRequest, SlotMemory
 from h5async.fill.resident import HostCache, Residency
@@ -95,7 +95,7 @@ class Phases:
         transforms: Sequence[RowTransform],
         slots: Sequence[SlotMemory],
         resident: Residency | None,
-        postprocess: Callable[..., Any] | None,
+        postprocess: Postprocess | None,
         before_fill: Callable[[int], None],
         on_done: Callable[[FillRequest, FillOutcome], None],
         take_warnings: Callable[[], tuple[str, ...]],
@@ -133,6 +133,15 @@ class Phases:
         batch.index, batch.plans = index, self._reader.planned(request.slot)
         self._go_on(batch, self._begin_left)
 
+    def read(self, index: NDArray[np.int64], memory: SlotMemory) -> tuple[NDArray[Any], ...]:
+        """Read samples in the calling thread, and return their arrays, in field order."""
+        self._reader.read_rows(index, memory)
+        if self._postprocess is None:
+            return memory.out
+        where = f"{self._file}: postprocess of given samples"
+        call = partial(self._postprocess, memory.out, _given(index), index)
+        return postprocessed(call, memory.out, where)
+
     def close(self) -> None:
         """Let go of memory, and of functions whose owners hold this object."""
         self.slots = ()  # the caller may still hold a batch; nothing else keeps its memory
@@ -146,8 +155,7 @@ class Phases:
         request = batch.request
         self._before_fill(request.slot)
         begin = time.perf_counter_ns()
-        sampling = self._samplings.at(request.order)
-        batch.index = sampling.batch_at(request.epoch, request.start)
+        batch.index = self._samplings.samples(request)
         batch.plans = self._plans(batch)
         # One for each thread: a share more costs more, in waiting for the GIL, than it evens out.
         shares.extend(cut(batch.plans, max(1, self._pool.num_threads), _MIN_SHARE_NBYTES))
@@ -222,7 +230,8 @@ class Phases:
             begin = time.perf_counter_ns()
             try:
                 where = f"{self._file}: postprocess of {batch.request}"
-                arrays = postprocessed(self._postprocess, arrays, where)
+                call = partial(self._postprocess, arrays, batch.request, batch.index)
+                arrays = postprocessed(call, arrays, where)
             except BaseException as error:
                 self._note_error(batch, error)
             self._reader.times.add("postprocess", begin)
@@ -302,6 +311,10 @@ class Phases:
         if is_lack_of_memory(error):
             error = out_of_memory(f"{self._file}: {batch.request} cannot be filled", error)
         batch.error = error
+
+
+def _given(index: NDArray[np.int64]) -> FillRequest:
+    return FillRequest(-1, -1, -1, -1, 0, samples=index)
 
 
 def _raised_by(work: Work) -> BaseException | None:

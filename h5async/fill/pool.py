@@ -130,6 +130,19 @@ class WorkPool:
         finally:
             self._leave()
 
+    def run(self, work: Work) -> bool:
+        """Do a piece of work in the calling thread; False where the pool is stopped."""
+        if threading.get_ident() in self._workers:  # work that calls the reader
+            work()
+            return True
+        if not self._enter():
+            return False
+        try:
+            work()
+            return True
+        finally:
+            self._leave()
+
     def forget_work(self) -> bool:
         """Drop all work after an exception in `run_next`; False where threads may be at work."""
         if self.num_threads:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import ConfigError, PostprocessError, postprocess_error
+from h5async.fill.records import FillRequest
+from h5async.system.interruptions import suppressing
+
+_FURTHER = ("rng", "index", "epoch", "number")
 
 
 def load_function(function: Callable[..., Any] | str | None) -> Callable[..., Any] | None:
@@ -34,15 +40,75 @@ def load_function(function: Callable[..., Any] | str | None) -> Callable[..., An
     return cast("Callable[..., Any]", found)
 
 
+class Postprocess:
+    """A user's function, as it is called for a batch. Safe to use from many threads, if that is.
+
+    It is given the arrays in field order or, where its parameters have the names of all fields, by
+    name; and those of ``rng``, ``index``, ``epoch`` and ``number`` that it has as further
+    parameters, by name.
+
+    Parameters
+    ----------
+    function
+        Returns as many arrays, or None where it has worked in place.
+    names
+        Of the fields, in order.
+    seed
+        Of the reader.
+    """
+
+    def __init__(self, function: Callable[..., Any], names: Sequence[str], seed: int) -> None:
+        self._function = function
+        self._names = names
+        self._seed = seed
+        parameters: list[inspect.Parameter] = []
+        with suppressing(ValueError, TypeError):  # a function in C may have no signature
+            parameters = list(inspect.signature(function).parameters.values())
+        named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        self._by_name = bool(names) and set(names) <= set(named)
+        further = [
+            p.name
+            for at, p in enumerate(parameters)
+            if p.kind is p.KEYWORD_ONLY
+            or (p.kind is p.POSITIONAL_OR_KEYWORD and (self._by_name or at >= len(names)))
+        ]
+        self._wanted = [name for name in _FURTHER if name in further]
+
+    def __call__(
+        self, arrays: tuple[NDArray[Any], ...], request: FillRequest, index: NDArray[np.int64]
+    ) -> Any:
+        """Return what the function makes of a batch."""
+        further = {name: self._value(name, request, index) for name in self._wanted}
+        if self._by_name:
+            return self._function(**dict(zip(self._names, arrays, strict=True)), **further)
+        return self._function(*arrays, **further)
+
+    def _value(self, name: str, request: FillRequest, index: NDArray[np.int64]) -> Any:
+        if name == "index":
+            return index
+        return self._rng(request, index) if name == "rng" else getattr(request, name)
+
+    def _rng(self, request: FillRequest, index: NDArray[np.int64]) -> np.random.Generator:
+        """Return random numbers that depend on the seed, the epoch, the batch and the rank alone.
+
+        Those of a batch of no epoch depend on its samples instead.
+        """
+        which = [self._seed, request.epoch, request.number, *request.order[:1]]
+        digest = hashlib.blake2b(f"h5async postprocess {which}".encode(), digest_size=32)
+        if request.number < 0:
+            digest.update(index.astype("<i8").tobytes())
+        return np.random.default_rng(np.frombuffer(digest.digest(), "<u4"))
+
+
 def postprocessed(
-    function: Callable[..., Any], arrays: tuple[NDArray[Any], ...], where: str
+    function: Callable[[], Any], arrays: tuple[NDArray[Any], ...], where: str
 ) -> tuple[NDArray[Any], ...]:
     """Return what a function makes of the arrays of a batch.
 
     Parameters
     ----------
     function
-        Returns as many arrays, or None where it has worked in place.
+        Calls a `Postprocess` for these arrays.
     arrays
         The batch, in field order.
     where
@@ -51,10 +117,10 @@ def postprocessed(
     Raises
     ------
     PostprocessError
-        If the function raises, or returns anything else.
+        If the function raises, or does not return as many arrays.
     """
     try:
-        result = function(*arrays)
+        result = function()
     except Exception as error:
         raise postprocess_error(f"{where} raised {type(error).__name__}: {error}", error) from error
     if result is None:

@@ -22,6 +22,7 @@ from h5async.errors import taking_memory
 from h5async.fill.records import SlotMemory
 from h5async.fill.resident import HostCache
 from h5async.index.layout import DatasetLayout
+from h5async.order.selection import Selection
 from h5async.plan.encoded import EncodedFormat, EncodedPlan, plan_encoded
 from h5async.plan.plan import plan_read
 from h5async.plan.records import BatchItems, GatherPlan, IncludedPlan, ReadPlan
@@ -122,11 +123,14 @@ class BatchReader:
         with taking_memory(what, "make num_threads smaller, or store smaller chunks"):
             self._free = deque(self._new_scratch() for _ in range(num_threads))
 
-    def open_queue(self) -> BatchQueue | None:
-        """Return a queue of batches that the core reads alone; None where it does not read all."""
+    def open_queue(self, selection: Selection) -> BatchQueue | None:
+        """Return a queue of batches that the core reads alone; None where it does not read all.
+
+        Positions that are submitted are those of `selection`.
+        """
         if self._collection is None or not all(self._collection.reads) or self._encoded_readers:
             return None
-        return self._collection.open_queue(self._batches, self._num_threads)
+        return self._collection.open_queue(self._batches, self._num_threads, selection)
 
     @property
     def transforms_all(self) -> bool:
@@ -215,6 +219,22 @@ class BatchReader:
         if self._collection is not None and self._collection.transforms[field]:
             for some in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1):
                 self.transform(field, raw[some[0] : some[-1] + 1], out[some[0] : some[-1] + 1])
+
+    def read_rows(self, index: NDArray[np.int64], memory: SlotMemory) -> None:
+        """Read and transform samples in the calling thread, to memory of as many rows.
+
+        Raises
+        ------
+        H5AsyncError
+            If bytes cannot be read or decoded.
+        """
+        for field, layout in enumerate(self._layouts):
+            raw, out = memory.raw[field], memory.out[field]
+            plan = plan_read(layout, index)
+            with self._scratch() as scratch:
+                self._executors[field].execute(plan, 0, plan.num_items, raw, scratch)
+            if raw is not out:
+                self.transform(field, raw, out)
 
     def read(self, plans: BatchPlan, share: Sequence[PlanSlice], memory: SlotMemory) -> None:
         """Do a share of a batch's reading; rows are transformed, too, where that costs no copy.

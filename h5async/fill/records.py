@@ -54,6 +54,8 @@ class FillRequest(NamedTuple):
         The key of that order.
     on_device
         Leave decoding to the device where it can decode.
+    samples
+        int64 (n,): the samples of a batch of no epoch.
     """
 
     slot: int
@@ -63,9 +65,16 @@ class FillRequest(NamedTuple):
     start: int
     order: OrderKey = (0, 1)
     on_device: bool = False
+    samples: NDArray[np.int64] | None = None
+
+    def is_same(self, other: FillRequest) -> bool:
+        """Tell whether this is another copy of a request."""
+        return self[:-1] == other[:-1]  # the samples go with the serial number
 
     def __str__(self) -> str:
         """Name the batch, for messages."""
+        if self.samples is not None:
+            return "a batch of given samples"
         return f"batch {self.number} of epoch {self.epoch}"
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.order.selection import Selection
 from h5async.plan.records import GatherPlan, Int64s
 from h5async.system.freememory import free_memory
 
@@ -22,21 +23,31 @@ _HOST_SHARE = 0.5  # of what is free, where no budget is given
 class Residency:
     """Which samples are in memory. Safe to use from many threads: samples come, or all go at once.
 
+    Parameters
+    ----------
+    selection
+        Those that may be.
+    nbytes
+        Memory of all of them.
+    where
+        ``"host"`` or ``"device"``.
+
     Attributes
     ----------
     generation
         How often all samples were forgotten.
     """
 
-    def __init__(self, num_samples: int, nbytes: int, where: str) -> None:
+    def __init__(self, selection: Selection, nbytes: int, where: str) -> None:
         self.generation = 0
-        self._is_kept = np.zeros(num_samples, np.bool_)
+        self._selection = selection.ascending()
+        self._is_kept = np.zeros(selection.size, np.bool_)
         self._nbytes = nbytes
         self._where = where
 
     def has(self, index: Int64s) -> bool:
         """Tell whether all of some samples are there."""
-        return bool(self._is_kept[index].all())
+        return bool(self._is_kept[self._selection.positions(index)].all())
 
     def add(self, index: Int64s, generation: int | None = None) -> None:
         """Note samples whose rows, of all fields, are there now.
@@ -44,7 +55,7 @@ class Residency:
         `generation`: when they were read; what was forgotten meanwhile is not noted.
         """
         if generation is None or generation == self.generation:
-            self._is_kept[index] = True
+            self._is_kept[self._selection.positions(index)] = True
 
     def forget(self) -> None:
         """Forget all samples: their file has changed."""
@@ -95,24 +106,25 @@ class HostCache(Residency):
 
     Parameters
     ----------
-    num_samples
-        In the dataset.
+    selection
+        The samples.
     row_nbytes
         Bytes of a row of each field, as read.
     """
 
-    def __init__(self, num_samples: int, row_nbytes: Sequence[int]) -> None:
-        super().__init__(num_samples, num_samples * sum(row_nbytes), "host")
-        self._rows = [np.empty((num_samples, nbytes), np.uint8) for nbytes in row_nbytes]
+    def __init__(self, selection: Selection, row_nbytes: Sequence[int]) -> None:
+        super().__init__(selection, selection.size * sum(row_nbytes), "host")
+        self._rows = [np.empty((selection.size, nbytes), np.uint8) for nbytes in row_nbytes]
 
     def plans(self, index: Int64s) -> list[GatherPlan]:
         """Return how each field of a batch comes out of memory; all its samples are there."""
-        return [GatherPlan(index, rows.shape[1]) for rows in self._rows]
+        found = self._selection.positions(index)
+        return [GatherPlan(found, rows.shape[1]) for rows in self._rows]
 
     def keep(self, field: int, index: Int64s, raw: NDArray[Any]) -> None:
         """Keep rows of one field; whoever has kept all of a batch calls `add`."""
         rows = self._rows[field]
-        rows[index] = _as_bytes(raw, rows.shape[1])
+        rows[self._selection.positions(index)] = _as_bytes(raw, rows.shape[1])
 
     def gather(
         self, field: int, plan: GatherPlan, start: int, stop: int, raw: NDArray[Any]
@@ -123,7 +135,7 @@ class HostCache(Residency):
 
 
 def open_host_cache(
-    num_samples: int,
+    selection: Selection,
     row_nbytes: Sequence[int],
     cache_bytes: int | None,
     free_nbytes: int | None = None,
@@ -134,7 +146,7 @@ def open_host_cache(
 
     Parameters
     ----------
-    num_samples, row_nbytes
+    selection, row_nbytes
         As in `HostCache`.
     cache_bytes
         What they may take; None: half of what is free.
@@ -150,14 +162,14 @@ def open_host_cache(
         free_nbytes = free_memory()[0].nbytes
     if cache_bytes is None:
         cache_bytes = int(free_nbytes * _HOST_SHARE)
-    nbytes = num_samples * sum(row_nbytes)
+    nbytes = selection.size * sum(row_nbytes)
     budget = Budget("host", nbytes, cache_bytes)
     if not budget.suffices:
         return budget
-    if nbytes + num_samples > free_nbytes:  # `Residency` takes a byte for each sample
+    if nbytes + selection.size > free_nbytes:  # `Residency` takes a byte for each sample
         return Budget("host", nbytes, free_nbytes, ", which is what is free")
     try:
-        return HostCache(num_samples, row_nbytes)
+        return HostCache(selection, row_nbytes)
     except MemoryError:
         return Budget("host", nbytes, cache_bytes, ": the system does not give as much")
 

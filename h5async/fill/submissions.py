@@ -118,11 +118,14 @@ class Submissions(Tickets):
         return out_of_memory(f"{self._file}: {request} cannot be filled", error)
 
     def _numbers(self, request: FillRequest) -> _Numbers:
+        if request.samples is not None:
+            return 0, request.samples.size, None, request.samples
         sampling, epoch = self._samplings.at(request.order), request.epoch
         begin, end = sampling.dealt_at(request.start)
         if sampling.is_computed:
             return begin, end - begin, sampling.permutation_of(epoch), None
-        return begin, end - begin, None, sampling.samples(epoch, begin, end)
+        samples = sampling.samples(epoch, begin, end)
+        return begin, samples.size, None, samples
 
     def result(self, slot: int, serial: int) -> FillOutcome | None:
         """Return a batch that the core has filled; None where it is not ready, or Python has it."""

@@ -116,6 +116,8 @@ class DatasetLayout:
     indexed
         Tells whether a file that was changed still holds the dataset; None: the file is not an
         HDF5 file, and holds values only.
+    file_samples
+        Several files: samples in each, in their order.
     """
 
     file: str
@@ -141,6 +143,7 @@ class DatasetLayout:
     extra_dims: int = 0
     attached: tuple[tuple[str, FileStamp], ...] = ()
     indexed: Indexed | None = None
+    file_samples: tuple[int, ...] = ()
 
     @property
     def num_samples(self) -> int:

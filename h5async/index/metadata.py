@@ -8,15 +8,24 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import h5py
+import numpy as np
+from numpy.typing import NDArray
 
 from h5async.config import Field
-from h5async.errors import DatasetError, H5AsyncError, out_of_memory
+from h5async.errors import (
+    DatasetError,
+    H5AsyncError,
+    ReadError,
+    is_lack_of_memory,
+    out_of_memory,
+)
 from h5async.index.contents import LISTING_NBYTES, what_is_there
 from h5async.index.datasets import Indexer
 from h5async.index.layout import DatasetLayout
-from h5async.index.links import BESIDE, Reach, locate, metadata_cache, open_index
+from h5async.index.links import BESIDE, Located, Reach, locate, metadata_cache, open_index
 from h5async.index.listing import walk
 from h5async.names import name_bytes
 from h5async.system.interruptions import passing, suppressing
@@ -74,28 +83,78 @@ def _may_be_dataset(file: h5py.File, path: str, reach: Reach) -> bool:
         return True
 
 
+def read_values(path: Path, name: str, most: int, reach: Reach = BESIDE) -> NDArray[Any]:
+    """Read a small dataset of one dimension whole: a mask, say, or a number for each sample.
+
+    Parameters
+    ----------
+    path, name
+        The file, and the dataset's path in it.
+    most
+        Values that it may hold: a file is not to be trusted with all memory.
+
+    Returns
+    -------
+    numpy.ndarray
+        (n,): as h5py gives it, strings as bytes.
+
+    Raises
+    ------
+    ReadError
+        If the file cannot be opened, or the dataset cannot be read.
+    DatasetError
+        If it is missing, has not one dimension, holds too much, or does not lie in the file itself.
+    UnsafeFileError
+        If a link to it leads to a file that `reach` does not permit.
+    """
+    where = f'{path}: dataset "{name}"'
+    with open_index(path) as file, contextlib.ExitStack() as files:
+        found, node = _dataset_at(file, name, reach, files)
+        if found.rest:
+            raise DatasetError(f"{where} is a member of a compound; give a dataset")
+        plist = node.id.get_create_plist()
+        if plist.get_layout() == h5py.h5d.VIRTUAL or plist.get_external_count():
+            raise DatasetError(f"{where} must be stored in the file itself, and lies in others")
+        if node.shape is None or node.ndim != 1:
+            raise DatasetError(f"{where} must have one dimension, and has shape {node.shape}")
+        if node.size > most:
+            raise DatasetError(f"{where} holds {node.size:,} values, for {most:,} at most")
+        try:
+            return np.asarray(node[()])
+        except Exception as error:  # h5py has no one type for what cannot be read
+            if is_lack_of_memory(error):
+                raise out_of_memory(where, error) from error
+            raise ReadError(f"{where} cannot be read ({error})") from error
+
+
 def _layout_at(file: h5py.File, path: str, num_dim: int, reach: Reach) -> DatasetLayout:
     """Read the layout of what a path leads to, in this file or another."""
     with contextlib.ExitStack() as files:
-        try:
-            found = locate(file, path, reach, files)
-            node = found.file[name_bytes(found.path)]
-        except H5AsyncError:
-            raise
-        except MemoryError as error:
-            raise out_of_memory(f'{file.filename}: dataset "{path}"', error) from error
-        except Exception as error:  # KeyError for most, but a damaged object may raise anything
-            missing = isinstance(error, KeyError) and "Unable" not in str(error)
-            missing = missing or "doesn't exist" in str(error)
-            detail = "" if missing else f" that can be opened ({error})"
-            raise DatasetError(
-                f'{file.filename}: there is no dataset "{path}"{detail};'
-                f" {what_is_there(file, reach)}"
-            ) from error
-        if not isinstance(node, h5py.Dataset):
-            kind = "group" if isinstance(node, h5py.Group) else "named type"
-            raise DatasetError(
-                f'{file.filename}: "{path}" is a {kind}, not a dataset;'
-                f" {what_is_there(file, reach)}"
-            )
+        found, node = _dataset_at(file, path, reach, files)
         return Indexer(found.file, reach).layout(found.path, node, found.rest, num_dim)
+
+
+def _dataset_at(
+    file: h5py.File, path: str, reach: Reach, files: contextlib.ExitStack
+) -> tuple[Located, h5py.Dataset]:
+    """Open the dataset that a path leads to, in this file or another, which `files` closes."""
+    try:
+        found = locate(file, path, reach, files)
+        node = found.file[name_bytes(found.path)]
+    except H5AsyncError:
+        raise
+    except MemoryError as error:
+        raise out_of_memory(f'{file.filename}: dataset "{path}"', error) from error
+    except Exception as error:  # KeyError for most, but a damaged object may raise anything
+        missing = isinstance(error, KeyError) and "Unable" not in str(error)
+        missing = missing or "doesn't exist" in str(error)
+        detail = "" if missing else f" that can be opened ({error})"
+        raise DatasetError(
+            f'{file.filename}: there is no dataset "{path}"{detail}; {what_is_there(file, reach)}'
+        ) from error
+    if not isinstance(node, h5py.Dataset):
+        kind = "group" if isinstance(node, h5py.Group) else "named type"
+        raise DatasetError(
+            f'{file.filename}: "{path}" is a {kind}, not a dataset; {what_is_there(file, reach)}'
+        )
+    return found, node

@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import address, load_core
+from h5async.order.selection import Selection
 
 _ROUNDS = 6
 _BLOCK = 1024
@@ -61,23 +62,25 @@ class Sampling:
     Parameters
     ----------
     num_samples
-        Samples in the dataset.
+        Positions of an epoch's order: samples that are selected, or drawn.
     batch_size
         Samples in a batch.
     shuffle
-        False: file order; ``"full"``: a uniform permutation of all samples; ``"window"``: that
-        of `window`.
+        False: in the order of the selection; ``"full"``: a uniform permutation of it; else: that
+        of `order`.
     seed
         Any integer; with the epoch it determines the permutation.
     drop_last
         Whether short last batches are left out.
-    window
-        The order of ``"window"``.
+    order
+        The order of positions, of other kinds than these.
     rank, world_size
         Whose batches these are, of how many.
     resumed
-        An epoch that has another order of ``"window"`` than the others, and that order: it was
-        begun with another `batch_size` or `world_size`, on which the order depends.
+        An epoch that has another `order` than the others, and that order: it was begun with
+        another `batch_size` or `world_size`, on which the order depends.
+    selection
+        The samples to which positions are mapped; None: they are sample numbers.
     """
 
     num_samples: int
@@ -85,10 +88,11 @@ class Sampling:
     shuffle: Shuffle = False
     seed: int = 0
     drop_last: bool = False
-    window: Order | None = None
+    order: Order | None = None
     rank: int = 0
     world_size: int = 1
     resumed: tuple[int, Order] | None = None
+    selection: Selection | None = None
 
     @functools.cached_property  # these are asked for with every batch
     def step_samples(self) -> int:
@@ -131,13 +135,13 @@ class Sampling:
 
     @functools.cached_property
     def is_computed(self) -> bool:
-        """Whether positions are sample numbers, or are mapped to them by `permutation_of`."""
-        return self.shuffle is False or (
-            self.shuffle == "full" and self.num_samples > _SORTED_UP_TO
-        )
+        """Whether positions are those of the selection, or mapped to them by `permutation_of`."""
+        if self.order is not None:
+            return False
+        return not self.shuffle or self.num_samples > _SORTED_UP_TO
 
     def permutation_of(self, epoch: int) -> NDArray[np.uint64] | None:
-        """Return what maps the positions of an epoch to samples; None: they are samples.
+        """Return what maps the positions of an epoch to those of the selection; None: nothing.
 
         Only where `is_computed`. See the function `permutation`.
         """
@@ -145,13 +149,16 @@ class Sampling:
 
     def samples(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
         """Return the sample numbers at some positions of an epoch's order, as a new array."""
-        if self.shuffle is False:
-            return np.arange(start, stop, dtype=np.int64)
-        if self.shuffle == "window":
-            assert self.window is not None
+        found = self._positions(epoch, start, stop)
+        return found if self.selection is None else self.selection.samples(found)
+
+    def _positions(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
+        if self.order is not None:
             if self.resumed is not None and self.resumed[0] == epoch:
                 return self.resumed[1].samples(epoch, start, stop)
-            return self.window.samples(epoch, start, stop)
+            return self.order.samples(epoch, start, stop)
+        if not self.shuffle:
+            return np.arange(start, stop, dtype=np.int64)
         if stop - start >= _BLOCK:
             return permute(np.arange(start, stop), self.num_samples, self.seed, epoch)
         # Small batches are cut from blocks: a block costs little more than a batch of 32.

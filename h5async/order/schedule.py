@@ -6,9 +6,15 @@ which the state of a reader was saved; so the first epoch may be the rest of one
 
 from __future__ import annotations
 
+import bisect
 import functools
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from h5async.order.ranks import Rank
 from h5async.order.sampling import OrderKey, Sampling
@@ -43,12 +49,15 @@ class Schedule:
         Says how many batches an epoch has: at least one.
     serial, epoch, start
         The first batch: its serial number, its epoch, and the position in the epoch's order.
+    others
+        Ascending: serial numbers from `serial` on that batches have which are of no epoch.
     """
 
     sampling: Sampling
     serial: int = 0
     epoch: int = 0
     start: int = 0
+    others: tuple[int, ...] = ()
 
     @functools.cached_property
     def _first(self) -> int:
@@ -63,9 +72,11 @@ class Schedule:
         return cls(sampling, serial, epoch, start)
 
     def position(self, serial: int) -> Position:
-        """Return which batch has a serial number."""
+        """Return which batch has a serial number; of one of no epoch, the batch that follows it."""
         step, first = self.sampling.step_samples, self._first
         passed = serial - self.serial
+        if self.others:
+            passed -= bisect.bisect_left(self.others, serial)
         if passed < first:
             start = self.start + passed * step
             return _position((self.epoch, start // step, start))
@@ -75,15 +86,39 @@ class Schedule:
     def is_last(self, serial: int) -> bool:
         """Tell whether a batch is the last of its epoch."""
         after = serial + 1 - self.serial - self._first
+        if self.others:
+            at = bisect.bisect_left(self.others, serial)
+            if at < len(self.others) and self.others[at] == serial:
+                return False  # it is of no epoch
+            after -= at
         return after >= 0 and after % self.sampling.num_batches == 0
 
     def epoch_begin(self, serial: int) -> int:
-        """Return the first serial number, from `serial` on, at which an epoch or a rest begins."""
-        passed = serial - self.serial
-        if passed <= 0:
-            return self.serial
-        epochs = -(-max(0, passed - self._first) // self.sampling.num_batches)
-        return self.serial + self._first + epochs * self.sampling.num_batches
+        """Return the first serial number, from `serial` on, at which an epoch or a rest begins.
+
+        Batches of no epoch that come right before it are left out.
+        """
+        passed = serial - self.serial - bisect.bisect_left(self.others, serial)
+        found = 0
+        if passed > 0:
+            epochs = -(-max(0, passed - self._first) // self.sampling.num_batches)
+            found = self._first + epochs * self.sampling.num_batches
+        found += self.serial
+        for other in self.others:
+            found += other <= found
+        return max(found, serial)
+
+    def with_other(self, serial: int, following: int) -> Schedule:
+        """Return the schedule in which a batch of no epoch has a serial number.
+
+        Those before `following` were delivered, and are forgotten.
+        """
+        gone = bisect.bisect_left(self.others, following)
+        if not gone:
+            return replace(self, others=(*self.others, serial))
+        epoch, _, start = self.position(following)
+        others = (*self.others[gone:], serial)
+        return Schedule(self.sampling, following, epoch, start, others)
 
 
 class Course(NamedTuple):
@@ -102,6 +137,8 @@ class Course(NamedTuple):
         Which order of samples that gives.
     schedule
         Which batch has which serial number.
+    given
+        The samples of batches of no epoch, by serial number.
     """
 
     rank: Rank
@@ -109,3 +146,4 @@ class Course(NamedTuple):
     origin: tuple[int, tuple[int, int]]
     order: OrderKey
     schedule: Schedule
+    given: Mapping[int, NDArray[np.int64]] = MappingProxyType({})

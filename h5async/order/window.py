@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from h5async.index.layout import DatasetLayout
 from h5async.order.sampling import dealt, keyed_hash, permute, permute_each, round_keys
+from h5async.order.selection import Selection
 
 Int64s = NDArray[np.int64]
 
@@ -234,8 +235,11 @@ def window_order(
     seed: int,
     batch_size: int = 1,
     world_size: int = 1,
+    selection: Selection | None = None,
 ) -> WindowOrder | DealtOrder:
     """Return the order of `shuffle="window"` for the fields of a reader.
+
+    It is one of the positions of an ascending `selection`, where there is one.
 
     The field with the largest units decides what a unit is. The window holds as many decoded units
     as fit into the memory, with room for others, and at most half of all units (of a rank). With
@@ -243,6 +247,8 @@ def window_order(
     """
     leader = max(layouts, key=lambda layout: (layout.unit_nbytes, layout.row_nbytes))
     bounds = leader.unit_bounds()
+    if selection is not None:
+        bounds = selection.bounds(bounds)
     counts = np.diff(bounds)
     unit_nbytes = sum(layout.unit_nbytes for layout in layouts)
     size = int(counts.max(initial=1))

@@ -183,16 +183,16 @@ class _Helper:
         transforms = {name: row_transform(fields[name], y) for name, y in layouts.items()}
         raws = [(t.raw_row, t.raw_dtype) for t in transforms.values()]
         self._slots = HelperSlots(self._memory, starting.slots, starting.extras, raws)
-        num_samples = next(iter(layouts.values())).num_samples
+        samplings = Samplings(config, layouts)
         self._filler = Filler(
             config,
-            Samplings(config, layouts),
+            samplings,
             layouts,
             transforms,
             self._slots.slots,
             memory_plan=starting.memory_plan,
             device_cache=(
-                Residency(num_samples, 0, "device") if starting.has_device_cache else None
+                Residency(samplings.selection, 0, "device") if starting.has_device_cache else None
             ),
             encoded_formats=starting.encoded_formats,
             next_requests=list,

@@ -55,7 +55,7 @@ class Outstanding:
     def remove(self, request: FillRequest) -> bool:
         """Remove a request, because it was answered or failed; return whether it was there."""
         entry = self._entries.get(request.slot)
-        if entry is None or entry.request != request:
+        if entry is None or not entry.request.is_same(request):
             return False
         self._forget(request.slot)
         return True

@@ -35,6 +35,7 @@ from h5async.index.shapes import Kind, Shape
 from h5async.io.keptfiles import affordable_maps
 from h5async.io.maps import IoMode, may_map
 from h5async.io.stamps import FileStamp
+from h5async.order.selection import Selection
 from h5async.read.queue import BatchQueue, SlotBatch
 from h5async.read.scratch import CLOSED, Scratch
 from h5async.read.transform import NativeTransform
@@ -318,10 +319,18 @@ class Collection:
     def _items(self, batch: SlotBatch) -> NDArray[Any]:
         return _array(batch.plan.items, batch.plan.num_items, _ITEM)
 
-    def open_queue(self, batches: Sequence[SlotBatch], num_threads: int) -> BatchQueue:
-        """Return a queue of the batches of these slots, for so many threads."""
+    def open_queue(
+        self, batches: Sequence[SlotBatch], num_threads: int, selection: Selection
+    ) -> BatchQueue:
+        """Return a queue of the batches of these slots, for so many threads, of these samples."""
         return BatchQueue(
-            self._core, self._fields, self._sources, self.num_samples, batches, num_threads
+            self._core,
+            self._fields,
+            self._sources,
+            self.num_samples,
+            batches,
+            num_threads,
+            selection,
         )
 
     # --- files ---------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from h5async.config.cores import usable_cores
 from h5async.core.batch import BatchPlanStruct, FieldStruct
 from h5async.core.binding import Core, address
+from h5async.order.selection import Selection
 from h5async.read.scratch import Scratch
 
 Int64s = NDArray[np.int64]
@@ -64,6 +65,8 @@ class BatchQueue:
         Of each slot: its plan, and where its rows go.
     num_threads
         That will call `next`.
+    selection
+        Maps positions to sample numbers.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class BatchQueue:
         num_samples: int,
         batches: Sequence[SlotBatch],
         num_threads: int,
+        selection: Selection,
     ) -> None:
         self._core = core
         self._keep: tuple[Any, ...] = fields, sources, batches
@@ -90,6 +94,9 @@ class BatchQueue:
             num_threads,
             usable_cores() > 1,
         )
+        self._keep += (selection.numbers,)
+        numbers = None if selection.numbers is None else address(selection.numbers)
+        core.select(self._queue, numbers, selection.start, selection.step)
         self._samples: list[Int64s] = []  # by slot
         self._permutation: Uint64s | None = None
         self._permutation_at = 0  # its address, which NumPy takes long to tell
@@ -120,11 +127,12 @@ class BatchQueue:
         slot, serial
             Where it goes, and its serial number. The slot's last batch is ready, or was dropped.
         begin, count
-            The sample numbers: so many from `begin` on, as many as the slot has rows at most.
+            Positions in the selection: so many from `begin` on, as many as the slot has rows at
+            most.
         permutation
-            What `order.sampling.permutation` returned, and maps these numbers; None: nothing does.
+            What `order.sampling.permutation` returned, and maps these before; None: nothing does.
         samples
-            int64 (count,), C-contiguous: the numbers themselves, where they are no such run.
+            int64 (count,), C-contiguous: sample numbers in place of all this.
         needs_python
             Whether a thread is to return from `next` with it when its rows are read.
         """

@@ -30,6 +30,7 @@ from h5async import (
 )
 from h5async.core.batch import KEPT_OVERHEAD_NBYTES
 from h5async.fill.resident import Budget, HostCache, open_host_cache
+from h5async.order.selection import Selection
 from h5async.read.chunkcache import ChunkCache
 from h5async.system.controlgroups import MemoryLeft, cpu_quota, memory_left
 from h5async.system.freememory import free_memory, local_ranks
@@ -402,9 +403,11 @@ def test_a_host_cache_of_a_huge_dataset(tmp_path: Path, cache_bytes: int | None)
 
 
 def test_a_host_cache_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(open_host_cache(1 << 46, [1 << 14], 1 << 62, 1 << 62), Budget)
-    assert isinstance(open_host_cache(10, [4], 40, 50), HostCache)
-    assert isinstance(open_host_cache(10, [4], 40, 49), Budget)
+    assert isinstance(
+        open_host_cache(Selection(0, 1, 1 << 46), [1 << 14], 1 << 62, 1 << 62), Budget
+    )
+    assert isinstance(open_host_cache(Selection(0, 1, 10), [4], 40, 50), HostCache)
+    assert isinstance(open_host_cache(Selection(0, 1, 10), [4], 40, 49), Budget)
 
 
 # --- chunks that are kept -------------------------------------------------------------------------

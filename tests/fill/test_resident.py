@@ -9,6 +9,7 @@ from cases import each
 
 from h5async import AsyncReader, ConfigError, DeviceError, Field
 from h5async.fill.resident import Budget, HostCache, open_host_cache
+from h5async.order.selection import Selection
 
 N, BATCH = 50, 8
 
@@ -179,13 +180,13 @@ def h5async_host():
 
 
 def test_the_default_budget_is_a_share_of_the_memory():
-    assert isinstance(open_host_cache(10, [4, 8], None), HostCache)
-    assert isinstance(open_host_cache(1 << 50, [4], None), Budget)
-    assert "1.13e+03 TB" in str(open_host_cache(1 << 50, [1], None))
+    assert isinstance(open_host_cache(Selection(0, 1, 10), [4, 8], None), HostCache)
+    assert isinstance(open_host_cache(Selection(0, 1, 1 << 50), [4], None), Budget)
+    assert "1.13e+03 TB" in str(open_host_cache(Selection(0, 1, 1 << 50), [1], None))
 
 
 def test_rows_of_no_bytes():
-    cache = open_host_cache(3, [0], 0)
+    cache = open_host_cache(Selection(0, 1, 3), [0], 0)
     index = np.arange(2)
     cache.keep(0, index, np.empty((2, 0), "f4"))
     cache.add(index)

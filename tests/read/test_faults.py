@@ -166,7 +166,7 @@ STAGES = {
 def test_a_worker_that_raises_in_any_stage(path, monkeypatch, stage, num_threads, prefetch):
     data = truth(path).transpose(0, 2, 1).astype("f4") / 2
     if stage != "numbers":
-        monkeypatch.setattr(BatchReader, "open_queue", lambda self: None)
+        monkeypatch.setattr(BatchReader, "open_queue", lambda *_: None)
     elif load_core() is None:
         pytest.skip("needs the compiled core")
     once(monkeypatch, *STAGES[stage], 5)
@@ -196,7 +196,7 @@ def test_a_worker_that_raises_in_any_stage(path, monkeypatch, stage, num_threads
 
 def test_a_worker_that_is_late_after_a_jump(path, monkeypatch):
     """It asks what to do with the old order in mind, and gets what is of the new one."""
-    monkeypatch.setattr(BatchReader, "open_queue", lambda self: None)
+    monkeypatch.setattr(BatchReader, "open_queue", lambda *_: None)
     with AsyncReader(hdf5_path=path, batch_size=8, num_threads=1, timeout=200) as reader:
         reader.get_next_batch()
         reader.get_next_batch()

@@ -27,7 +27,7 @@ enum Next { NEXT_END = -1, NEXT_TICKET = -2, NEXT_NOTHING = -3, NEXT_READY = -4 
 typedef struct {
     int64_t *samples; /* of the job: room for sample numbers */
     int64_t count, serial;
-    int64_t begin; /* the samples are a run from here on, or what it is permuted to; -1: they are there */
+    int64_t begin; /* a run of positions, from here on, that is mapped to samples; -1: they are there */
     uint64_t permuted, a, b, keys[ROUNDS]; /* permuted: numbers that are permuted; 0: none are */
     int32_t needs_python;
 } Wish;
@@ -49,6 +49,8 @@ typedef struct {
     Sources *sources;
     Job *jobs;
     int64_t num_fields, num_samples, num_jobs, num_threads;
+    const int64_t *selected; /* the sample of each position of runs; NULL: start + step * position */
+    int64_t start, step;
     int64_t tickets, num_idle, plan_ns, submitted_ns;
     int32_t is_ended, may_spin;
     int32_t spinners; /* threads that look for batches in a loop: 0 or 1 */
@@ -87,7 +89,16 @@ PUBLIC int64_t h5async_open_queue(Queue *queue, Job *jobs, const Field *fields, 
                      .may_spin = may_spin, .gap_ns = LONG_GAP_NS};
     for (int64_t i = 0; i < num_jobs; i++)
         jobs[i] = (Job){.wish.serial = -1, .following.serial = -1};
+    queue->step = 1;
     return pthread_mutex_init(&queue->lock, NULL) == 0 && pthread_cond_init(&queue->work, NULL) == 0;
+}
+
+/* Say to which samples the positions of runs are mapped, after they are permuted: to `selected`, which
+   the caller keeps, or, where that is NULL, to start + step * position. */
+PUBLIC int64_t h5async_select(Queue *queue, const int64_t *selected, int64_t start, int64_t step)
+{
+    queue->selected = selected, queue->start = start, queue->step = step;
+    return 1;
 }
 
 /* Say where the plan of a slot's batches is, and where their rows go. `samples` has room for the
@@ -154,9 +165,9 @@ static int is_to_be_woken(Queue *queue)
 
 /* Submit a batch, or do nothing where it was submitted before.
 
-   `samples` are its numbers, which are copied; NULL: they are `count` numbers from `begin` on, or,
-   with `permutation` (their count, a, b and the keys of permute.h; else NULL), what these are
-   permuted to. Returns 0 where the slot has another batch that is not ready, and was not dropped. */
+   `samples` are its numbers, which are copied; NULL: they are those of `count` positions from `begin`
+   on, or, with `permutation` (their count, a, b and the keys of permute.h; else NULL), of what these
+   are permuted to. Returns 0 where the slot has another batch that is not ready, and was not dropped. */
 PUBLIC int64_t h5async_submit(Queue *queue, const int64_t *samples, const uint64_t *permutation,
                               int64_t begin, int64_t count, int64_t slot, int64_t serial,
                               int32_t needs_python)
@@ -301,6 +312,10 @@ static void plan_job(Queue *queue, Job *job)
     if (wish->permuted)
         h5async_permute((uint64_t *)wish->samples, wish->count, wish->permuted, wish->a, wish->b,
                         wish->keys);
+    for (int64_t i = 0; wish->begin >= 0 && queue->selected != NULL && i < wish->count; i++)
+        wish->samples[i] = queue->selected[wish->samples[i]];
+    for (int64_t i = 0; wish->begin >= 0 && queue->selected == NULL && i < wish->count; i++)
+        wish->samples[i] = queue->start + queue->step * wish->samples[i];
     job->is_planned = h5async_plan_batch(job->plan, queue->fields, job->targets, queue->num_fields,
                                          wish->samples, wish->count, job->rows, queue->num_samples,
                                          queue->num_threads) == 1;

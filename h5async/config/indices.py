@@ -1,0 +1,202 @@
+"""Which samples an epoch is made of: the options `indices` and `weights`, and `Split`."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BeforeValidator, PlainSerializer, PlainValidator, model_validator
+
+from h5async.config.frozen import REQUIRED, Frozen, documented, option
+from h5async.config.values import Int, Name, shown
+from h5async.errors import ConfigError
+
+_SLICE = re.compile(r"(-?\d+)?:(-?\d+)?(:(-?\d+)?)?")
+_WORDS = (
+    "must be a slice, a range, an array of integers or of bools, a path in the file, the path of a"
+    " .npy file, or a Split"
+)
+_WEIGHT_WORDS = (
+    'must be an array of numbers, a path in the file, "balanced", or map files to numbers'
+)
+_NOT_GIVEN: Any = object()
+
+
+class Values:
+    """An array as the value of an option: it has an equality, and cannot be changed.
+
+    Parameters
+    ----------
+    array
+        One-dimensional; it is copied.
+    """
+
+    def __init__(self, array: NDArray[Any]) -> None:
+        self.array = np.array(array)
+        self.array.setflags(write=False)
+
+    def __eq__(self, other: object) -> bool:
+        """Compare dtypes and values."""
+        return (
+            isinstance(other, Values)
+            and self.array.dtype == other.array.dtype
+            and np.array_equal(self.array, other.array)
+        )
+
+    def __hash__(self) -> int:
+        """Hash the values."""
+        return hash(self.array.tobytes())
+
+    def __repr__(self) -> str:
+        """Show the array as NumPy does."""
+        return repr(self.array)
+
+
+@documented
+class Split(Frozen):
+    """One of several disjoint parts of a dataset, which together are all of it.
+
+    Parts are made by a keyed permutation: they are the same on every machine, and nothing is
+    stored. Give the same `parts`, `seed`, `by` and `stratify` for each of them.
+
+    Raises
+    ------
+    ConfigError
+        If a value does not fit.
+    """
+
+    name: str = option(REQUIRED, "Which of the parts.")
+    parts: Mapping[str, float] = option(
+        REQUIRED, "The share of each part, by name; they sum up to 1, or less: the rest is in none."
+    )
+    seed: Int = option(0, "Another seed makes other parts.")
+    by: Name | None = option(
+        None, "Path of a dataset: samples for which it has the same value stay together."
+    )
+    stratify: Name | None = option(
+        None, "Path of a dataset: each part has its share of the samples of each value."
+    )
+
+    def __init__(
+        self, name: str = _NOT_GIVEN, parts: Mapping[str, float] = _NOT_GIVEN, **options: Any
+    ) -> None:
+        given = {"name": name, "parts": parts}
+        options |= {key: value for key, value in given.items() if value is not _NOT_GIVEN}
+        super().__init__(**options)
+
+    @model_validator(mode="after")
+    def _check(self) -> Split:
+        shares = list(self.parts.values())
+        if self.name not in self.parts:
+            raise ValueError(f"there is no part {self.name!r} among {', '.join(self.parts)}")
+        if not all(0 <= share <= 1 for share in shares) or sum(shares) > 1 + 1e-9:
+            raise ValueError(
+                f"the shares of parts must be numbers from 0 to 1, and sum up to 1 at most, found"
+                f" {shown(dict(self.parts))}"
+            )
+        return self
+
+
+def _indices(value: object) -> object:
+    if value is None or isinstance(value, Split | Values):
+        return value
+    if isinstance(value, Mapping):
+        return Split(**{str(name): given for name, given in value.items()})
+    if isinstance(value, slice):
+        return _of_slice(value)
+    if isinstance(value, range):
+        return value
+    if isinstance(value, str | os.PathLike):
+        text = os.fspath(value)
+        if not isinstance(text, str) or not text:
+            raise ValueError(_WORDS)
+        return text
+    array = _array(value, _WORDS)
+    if not array.size and not isinstance(value, np.ndarray):
+        array = array.astype(np.int64)
+    if array.dtype.kind not in "biu":
+        raise ValueError(_WORDS)
+    return Values(array)
+
+
+def _array(value: object, words: str) -> NDArray[Any]:
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(words) from error
+    if array.ndim != 1:
+        raise ValueError(words)
+    return array
+
+
+def _of_slice(value: slice) -> str:
+    """Return a slice as text."""
+    ends = ["" if end is None else str(int(end)) for end in (value.start, value.stop)]
+    return ":".join(ends if value.step is None else [*ends, str(int(value.step))])
+
+
+def slice_of(text: str) -> slice | None:
+    """Return the slice that a text is, such as ``"100:200"``; None where it is none."""
+    if not _SLICE.fullmatch(text):
+        return None
+    return slice(*(int(end) if end else None for end in text.split(":")))
+
+
+def _weights(value: object) -> object:
+    if value is None or isinstance(value, Values):
+        return value
+    if isinstance(value, Mapping):
+        found = {os.fspath(file): weight for file, weight in value.items()}
+        if not found or not all(_is_weight(weight) for weight in found.values()):
+            raise ValueError(_WEIGHT_WORDS)
+        return found
+    if isinstance(value, str):
+        if not value:
+            raise ValueError(_WEIGHT_WORDS)
+        return value
+    array = _array(value, _WEIGHT_WORDS)
+    if array.dtype.kind not in "biuf":
+        raise ValueError(_WEIGHT_WORDS)
+    return Values(array.astype(np.float64))
+
+
+def _is_weight(value: object) -> bool:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return math.isfinite(value) and value >= 0
+
+
+def plain_selection(value: object) -> object:
+    """Return a value of these options as JSON can hold it, and as the option takes it.
+
+    Raises
+    ------
+    ConfigError
+        If it is a sampler: an object of the caller's.
+    """
+    if isinstance(value, range):
+        return list(value)
+    if isinstance(value, Split):
+        return value.model_dump()
+    if isinstance(value, Values):
+        return value.array.tolist()
+    if value is None or isinstance(value, str | Mapping):
+        return value
+    raise ConfigError(f"sampler: {shown(value)} cannot be saved; leave it out")
+
+
+def _sampler(value: object) -> object:
+    if value is None or (hasattr(value, "__iter__") and not isinstance(value, str | bytes | dict)):
+        return value
+    raise ValueError("must be an iterable of sample numbers, or of lists of them")
+
+
+_PLAIN = PlainSerializer(plain_selection, when_used="json-unless-none")
+Indices = Annotated[str | Any, PlainValidator(_indices), _PLAIN]
+Weights = Annotated[str | Any, PlainValidator(_weights), _PLAIN]
+Sampler = Annotated[Any, BeforeValidator(_sampler), _PLAIN]

@@ -1,0 +1,269 @@
+"""Finds out which samples an epoch is made of, and how often: reads what the options name.
+
+Options and layouts enter; a `Selection`, and the weight of each position in it, leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from h5async.config import ReaderConfig, Split
+from h5async.config.indices import Values, slice_of
+from h5async.core.binding import mapping_mode
+from h5async.errors import ConfigError, DatasetError, taking_memory
+from h5async.index.layout import DatasetLayout
+from h5async.index.links import Reach
+from h5async.index.metadata import read_values
+from h5async.order.selection import Selection
+from h5async.order.splits import part_of
+
+Int64s = NDArray[np.int64]
+
+_MOST_VALUES = 1 << 20  # of a dataset that is read whole, or a few for each sample
+_MOST_PER_SAMPLE = 16
+
+
+class Selecting:
+    """Reads what the options `indices` and `weights` name.
+
+    Parameters
+    ----------
+    config, layouts
+        The options, and the layout of each field.
+    """
+
+    def __init__(self, config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> None:
+        self._config = config
+        self._layouts = layouts
+        self._first = next(iter(layouts.values()))
+        self._num_samples = self._first.num_samples
+
+    def selection(self) -> Selection:
+        """Return which samples an epoch is made of.
+
+        Raises
+        ------
+        ConfigError
+            If they do not fit the dataset.
+        H5AsyncError
+            If what they are read from is missing, or cannot be read.
+        """
+        with taking_memory(f"{self._first.file}: indices", "select fewer, or use a slice"):
+            return self._selection()
+
+    def _selection(self) -> Selection:
+        indices, count = self._config.indices, self._num_samples
+        if indices is None:
+            return Selection.of_range(range(count))
+        if isinstance(indices, range):
+            for sample in (indices[0], indices[-1]) if indices else ():
+                self._check("indices", sample)
+            return Selection.of_range(indices)
+        if isinstance(indices, Split):
+            return Selection.of_numbers(self._part(indices))
+        if isinstance(indices, Values):
+            return self._of_array("indices", indices.array)
+        selected = slice_of(indices)
+        if selected is not None:
+            try:
+                return Selection.of_range(range(count)[selected])
+            except ValueError as error:
+                raise ConfigError(f"indices: {error}, found {indices!r}") from error
+        if indices.endswith(".npy"):
+            return self._of_array(indices, _load(Path(indices)))
+        return self._of_dataset(indices)
+
+    def _of_array(self, name: str, array: NDArray[Any]) -> Selection:
+        if array.dtype.kind == "b":
+            if array.size != self._num_samples:
+                raise ConfigError(
+                    f"{name}: a mask must have a value for each of the {self._num_samples:,}"
+                    f" samples of the dataset, and has {array.size:,}"
+                )
+            return Selection.of_numbers(np.flatnonzero(array))
+        if array.dtype.kind not in "iu":
+            raise ConfigError(f"{name}: must be integers or bools, found {array.dtype}")
+        for sample in (array.min(), array.max()) if array.size else ():
+            self._check(name, int(sample))
+        return Selection.of_numbers(array.astype(np.int64))
+
+    def _check(self, name: str, sample: int) -> None:
+        if not 0 <= sample < self._num_samples:
+            raise ConfigError(
+                f"{name}: there is no sample {sample}: {self._first.file} has samples 0 to"
+                f" {self._num_samples - 1}"
+            )
+
+    def _of_dataset(self, path: str) -> Selection:
+        """Return what a dataset of the files says: bools, or numbers within each file."""
+        found, first = [], 0
+        for file, count in self._files():
+            array = self._read(file, path, count)
+            if array.dtype.kind == "b" and array.size != count:
+                raise DatasetError(
+                    f'{file}: dataset "{path}" must have a value for each of the {count:,} samples'
+                    f" of the file, and has {array.size:,}"
+                )
+            if array.dtype.kind not in "biu":
+                raise DatasetError(
+                    f'{file}: dataset "{path}" must hold integers or bools, found {array.dtype}'
+                )
+            if array.dtype.kind == "b":
+                array = np.flatnonzero(array)
+            elif array.size and not 0 <= array.min() <= array.max() < count:
+                raise DatasetError(
+                    f'{file}: dataset "{path}" selects samples {array.min()} to {array.max()}, and'
+                    f" the file has {count:,}"
+                )
+            found.append(array.astype(np.int64) + first)
+            first += count
+        return Selection.of_numbers(np.concatenate(found))
+
+    def _part(self, split: Split) -> Int64s:
+        number = list(split.parts).index(split.name)
+        groups, classes = (self._values(path) for path in (split.by, split.stratify))
+        shares = list(split.parts.values())
+        return part_of(number, shares, self._num_samples, split.seed, groups, classes)
+
+    def weights(self, selection: Selection) -> NDArray[np.float64] | None:
+        """Return the weight of each position of a selection; None: there are none.
+
+        Returns
+        -------
+        numpy.ndarray
+            float64 (size,).
+
+        Raises
+        ------
+        ConfigError
+            If they do not fit the dataset.
+        H5AsyncError
+            If what they are read from is missing, or cannot be read.
+        """
+        weights = self._config.weights
+        if weights is None or not selection.size:
+            return None
+        positions = np.arange(selection.size)
+        with taking_memory(f"{self._first.file}: weights", "select fewer samples"):
+            if isinstance(weights, Mapping):
+                found = self._of_files(weights)[selection.samples(positions)]
+            elif weights == "balanced":
+                labels = self._labels()[selection.samples(positions)]
+                _, numbers, counts = np.unique(labels, return_inverse=True, return_counts=True)
+                found = 1 / counts[numbers.reshape(-1)]
+            else:
+                found = self._of_samples(weights)[selection.samples(positions)]
+        if not (np.isfinite(found) & (found >= 0)).all() or not found.any():
+            raise ConfigError(
+                "weights: must be finite, not below 0, and not all 0, found"
+                f" {found.min()} to {found.max()} among the samples that are selected"
+            )
+        return found.astype(np.float64)
+
+    def _of_samples(self, weights: str | Values) -> NDArray[Any]:
+        if isinstance(weights, str):
+            found = self._values(weights)
+            assert found is not None
+        else:
+            found = weights.array
+        if found.size != self._num_samples or found.dtype.kind not in "biuf":
+            raise ConfigError(
+                f"weights: must be a number for each of the {self._num_samples:,} samples of the"
+                f" dataset, found {found.size:,} values of {found.dtype}"
+            )
+        return found
+
+    def _of_files(self, weights: Mapping[str, float]) -> NDArray[np.float64]:
+        """Return weights such that each file is drawn from as often as its own weight says."""
+        given = {Path(file).resolve(): weight for file, weight in weights.items()}
+        found = []
+        for file, count in self._files():
+            if file.resolve() not in given:
+                raise ConfigError(f"weights: no weight is given for {file}")
+            found.append(np.full(count, given.pop(file.resolve()) / max(1, count)))
+        if given:
+            raise ConfigError(f"weights: {next(iter(given))} is none of the files that are read")
+        return np.concatenate(found)
+
+    def _labels(self) -> NDArray[Any]:
+        fields = self._config.batch_fields
+        if "labels" not in fields:
+            raise ConfigError(
+                'weights: "balanced" needs labels: name one of the fields "labels", or give weights'
+                " as an array"
+            )
+        found = self._values(fields["labels"].path)
+        assert found is not None
+        return found
+
+    def _values(self, path: str | None) -> NDArray[Any] | None:
+        """Return what a dataset holds for each sample, over all files."""
+        if path is None:
+            return None
+        found = []
+        for file, count in self._files():
+            array = self._read(file, path, count)
+            if array.size != count:
+                raise DatasetError(
+                    f'{file}: dataset "{path}" must have a value for each of the {count:,} samples'
+                    f" of the file, and has {array.size:,}"
+                )
+            found.append(array)
+        return np.concatenate(found)
+
+    def _read(self, file: Path, path: str, count: int) -> NDArray[Any]:
+        config = self._config
+        reach = Reach(config.allow_external, config.allow_missing, mapping_mode(config.io))
+        return read_values(file, path, max(_MOST_VALUES, _MOST_PER_SAMPLE * count), reach)
+
+    def _files(self) -> Sequence[tuple[Path, int]]:
+        """Return the files, and how many samples each has."""
+        counts = self._first.file_samples or (self._num_samples,)
+        return list(zip(self._config.files, counts, strict=True))
+
+
+def sample_numbers(index: ArrayLike, count: int, where: str) -> Int64s:
+    """Return sample numbers that a caller has given, as a new array.
+
+    Parameters
+    ----------
+    index
+        A sequence of integers.
+    count
+        Samples of the dataset.
+    where
+        Begins the messages.
+
+    Raises
+    ------
+    ConfigError
+        If it is anything else, or there is no such sample.
+    """
+    try:
+        found = np.array(index)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"{where}: sample numbers must be a sequence of integers") from error
+    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+        raise ConfigError(
+            f"{where}: sample numbers must be a sequence of integers, found an array of"
+            f" {found.dtype} of shape {found.shape}"
+        )
+    if found.size and not 0 <= found.min() <= found.max() < count:
+        odd = found.min() if found.min() < 0 else found.max()
+        raise ConfigError(f"{where} has samples 0 to {count - 1}, and there is no sample {odd}")
+    return found.astype(np.int64)
+
+
+def _load(path: Path) -> NDArray[Any]:
+    try:
+        found = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise ConfigError(f"indices: {path} cannot be read as a .npy file ({error})") from error
+    if not isinstance(found, np.ndarray) or found.ndim != 1:
+        raise ConfigError(f"indices: {path} must hold an array of one dimension")
+    return found

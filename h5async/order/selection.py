@@ -1,0 +1,104 @@
+"""Defines `Selection`: which samples of a dataset an epoch is made of.
+
+The order of an epoch counts the samples that are selected, from 0: these numbers are *positions*.
+A selection maps them to the sample numbers of the dataset.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int64s = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """Some samples of a dataset, in an order. Positions and sample numbers are int64.
+
+    Attributes
+    ----------
+    start, step, size
+        Sample ``start + step * position`` is selected, for each position below `size`.
+    numbers
+        int64 (size,), C-contiguous: the sample of each position, where they are no such sequence.
+    """
+
+    start: int
+    step: int
+    size: int
+    numbers: Int64s | None = None
+
+    @classmethod
+    def of_range(cls, samples: range) -> Selection:
+        """Return a selection of the samples of a range."""
+        return cls(samples.start, samples.step, len(samples))
+
+    @classmethod
+    def of_numbers(cls, numbers: Int64s) -> Selection:
+        """Return a selection of these samples, in their order; the caller does not change them."""
+        return cls(0, 1, numbers.size, np.ascontiguousarray(numbers))
+
+    @property
+    def is_prefix(self) -> bool:
+        """Whether positions are sample numbers."""
+        return self.numbers is None and (self.start, self.step) == (0, 1)
+
+    def samples(self, positions: Int64s) -> Int64s:
+        """Return the sample numbers of some positions; a new array, or that of the positions."""
+        if self.numbers is not None:
+            return self.numbers[positions]
+        return positions if self.is_prefix else self.start + self.step * positions
+
+    def ascending(self) -> Selection:
+        """Return the same samples in ascending order."""
+        if self.numbers is not None:
+            if (np.diff(self.numbers) >= 0).all():
+                return self
+            return Selection.of_numbers(np.sort(self.numbers))
+        if self.step > 0:
+            return self
+        return Selection(self.start + self.step * (self.size - 1), -self.step, self.size)
+
+    def positions(self, samples: Int64s) -> Int64s:
+        """Return where sample numbers stand, of an ascending selection that has all of them."""
+        if self.numbers is not None:
+            return np.searchsorted(self.numbers, samples)
+        return samples if self.is_prefix else (samples - self.start) // self.step
+
+    def has(self, samples: Int64s) -> bool:
+        """Tell whether all of some sample numbers are selected."""
+        ascending = self.ascending()
+        at = ascending.positions(samples)
+        inside = (at >= 0) & (at < self.size)
+        return bool(inside.all() and (ascending.samples(at) == samples).all())
+
+    def bounds(self, bounds: Int64s) -> Int64s:
+        """Return where units begin, in positions of an ascending selection.
+
+        Parameters
+        ----------
+        bounds
+            int64 (n + 1,), ascending: unit i is samples ``bounds[i]`` to ``bounds[i + 1]``.
+
+        Returns
+        -------
+        numpy.ndarray
+            int64 (m + 1,), from 0 to `size`: the same for those units that have a sample here.
+        """
+        if self.is_prefix and self.size == bounds[-1]:
+            return bounds
+        if self.numbers is not None:
+            found = np.searchsorted(self.numbers, bounds)
+        else:
+            found = np.clip(-((self.start - bounds) // self.step), 0, self.size)
+        return np.unique(found) if self.size else np.zeros(1, np.int64)
+
+    def digest(self) -> str:
+        """Return a short text that two selections have in common only where they are the same."""
+        if self.numbers is None:
+            return f"{self.start}:{self.step}:{self.size}"
+        return hashlib.blake2b(self.numbers.astype("<i8").tobytes(), digest_size=16).hexdigest()

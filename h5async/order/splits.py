@@ -1,0 +1,98 @@
+"""Splits samples into disjoint parts by a keyed permutation: the same parts on every machine.
+
+What is split are *units*: samples, or groups of samples that stay together. The units of each class
+are permuted, class after class, and cut where the count of samples crosses the share of a part. So
+parts are complete and disjoint, and each has its share of all samples, and of each class, up to the
+size of a unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.order.sampling import permute
+
+Int64s = NDArray[np.int64]
+
+
+def part_of(
+    number: int,
+    shares: Sequence[float],
+    num_samples: int,
+    seed: int,
+    groups: NDArray[Any] | None = None,
+    classes: NDArray[Any] | None = None,
+) -> Int64s:
+    """Return the samples of one part, ascending.
+
+    Parameters
+    ----------
+    number
+        Of the part.
+    shares
+        Of all parts; they sum up to 1 at most.
+    num_samples
+        Samples to be split.
+    seed
+        Any integer.
+    groups
+        (num_samples,), of any type that NumPy sorts: samples of one value stay together.
+    classes
+        Likewise: each part has its share of each value; a group has the value of most of its
+        samples, the smallest of several.
+
+    Returns
+    -------
+    numpy.ndarray
+        int64 (n,).
+    """
+    begin, end = sum(shares[:number]), sum(shares[: number + 1])
+    if groups is None and classes is None:
+        first, last = _cut(np.array([begin, end]), np.array(num_samples))
+        return np.sort(permute(np.arange(first, last), num_samples, seed, 0))
+    unit, count = _numbered(groups, num_samples)
+    kind, _ = _numbered(classes, 1 if classes is None else num_samples)
+    kind = np.broadcast_to(kind, num_samples)
+    kind_of_unit = _most_frequent(unit, count, kind)
+    permuted = permute(np.arange(count), count, seed, 0) if count else np.zeros(0, np.int64)
+    order = permuted[np.argsort(kind_of_unit[permuted], kind="stable")]
+    sizes = np.bincount(unit, minlength=count)[order]
+    kind_sizes = np.bincount(kind_of_unit, np.bincount(unit, minlength=count)).astype(np.int64)
+    kind_end = np.cumsum(kind_sizes)
+    kind_begin = kind_end - kind_sizes
+    # A unit belongs to the part in which its middle falls: twice that, to stay with integers.
+    middle = 2 * np.cumsum(sizes) - sizes - 2 * kind_begin[kind_of_unit[order]]
+    first, last = (
+        2 * (_cut(share, kind_end) - _cut(share, kind_begin))[kind_of_unit[order]]
+        for share in (begin, end)
+    )
+    is_in = np.zeros(count, np.bool_)
+    is_in[order] = (middle > first) & (middle <= last)
+    return np.flatnonzero(is_in[unit])
+
+
+def _cut(share: float | NDArray[np.float64], num_samples: Int64s) -> Int64s:
+    """Return how many of the first samples a share is, rounded."""
+    return np.minimum(np.rint(share * num_samples).astype(np.int64), num_samples)
+
+
+def _numbered(values: NDArray[Any] | None, num_samples: int) -> tuple[Int64s, int]:
+    """Return the number of each sample's value among all values, sorted, and how many there are."""
+    if values is None:
+        return np.arange(num_samples), num_samples
+    found, numbers = np.unique(values, return_inverse=True)
+    return numbers.reshape(-1).astype(np.int64), found.size
+
+
+def _most_frequent(unit: Int64s, count: int, kind: Int64s) -> Int64s:
+    """Return the kind that most samples of each unit have."""
+    pairs, times = np.unique(np.stack([unit, kind]), axis=1, return_counts=True)
+    order = np.lexsort((pairs[1], -times, pairs[0]))  # of each unit, the most frequent comes first
+    units, first = np.unique(pairs[0][order], return_index=True)
+    found = np.zeros(count, np.int64)
+    found[units] = pairs[1][order][first]
+    return found

@@ -1,0 +1,100 @@
+"""Draws samples with replacement, each as often as its weight says.
+
+A draw takes constant time by an alias table (A. J. Walker, "An Efficient Method for Generating
+Discrete Random Variables with General Distributions", ACM Trans. Math. Softw. 3, 1977), which is
+made in linear time (M. D. Vose, IEEE Trans. Softw. Eng. 17, 1991), here by whole arrays. Its random
+numbers are those of a counter, the position of the draw (Philox 4x64: J. K. Salmon et al.,
+"Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011); so a draw depends on seed, epoch and
+position alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import weakref
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.order.sampling import round_keys
+
+Int64s = NDArray[np.int64]
+
+_BLOCK = 4096  # draws that are computed at a time
+_BITS = np.uint64(11)  # that are dropped: a float64 has 53
+
+
+class WeightedOrder:
+    """Positions that are drawn with replacement. Safe to use from many threads.
+
+    Parameters
+    ----------
+    weights
+        (n,), finite, not negative, and not all 0: of each position.
+    seed
+        Any integer.
+    """
+
+    def __init__(self, weights: NDArray[np.float64], seed: int) -> None:
+        self._seed = seed
+        self._share, self._alias = alias_table(weights)
+        own = weakref.proxy(self)  # or tables would last until a garbage collection
+        self._block = functools.lru_cache(maxsize=4)(
+            functools.partial(WeightedOrder._new_block, own)
+        )
+
+    def digest(self) -> str:
+        """Return a short text that depends on all weights."""
+        found = hashlib.blake2b(self._share.astype("<f8").tobytes(), digest_size=16)
+        found.update(self._alias.astype("<i8").tobytes())
+        return found.hexdigest()
+
+    def samples(self, epoch: int, start: int, stop: int) -> Int64s:
+        """Return what is drawn at positions `start` to `stop` of an epoch, as a new array."""
+        first, last = start // _BLOCK, max(start, stop - 1) // _BLOCK
+        found = [self._block(epoch, number) for number in range(first, last + 1)]
+        drawn: Int64s = np.concatenate(found)
+        return drawn[start - first * _BLOCK : stop - first * _BLOCK]
+
+    def _new_block(self, epoch: int, number: int) -> Int64s:
+        keys = round_keys(self._seed, epoch, "weights")
+        random = np.random.Philox(counter=number * _BLOCK, key=keys[:2])
+        raw = random.random_raw(4 * _BLOCK).reshape(-1, 4)[:, :2] >> _BITS  # 4 for each position
+        column, coin = np.ldexp(raw.T.astype(np.float64), -53)
+        count = self._share.size
+        drawn = np.minimum((column * count).astype(np.int64), count - 1)
+        return np.asarray(np.where(coin < self._share[drawn], drawn, self._alias[drawn]))
+
+
+def alias_table(weights: NDArray[np.float64]) -> tuple[NDArray[np.float64], Int64s]:
+    """Return the alias table of some weights.
+
+    Column i stands for i with probability ``share[i]``, and else for ``alias[i]``; all columns are
+    equally probable.
+
+    Returns
+    -------
+    share, alias
+        float64 (n,) and int64 (n,).
+    """
+    scaled = weights / weights.max()  # or the sum might overflow
+    scaled *= weights.size / scaled.sum()
+    is_small = scaled < 1
+    small, large = np.flatnonzero(is_small), np.flatnonzero(~is_small)
+    share, alias = np.ones(weights.size), np.arange(weights.size)
+    if not small.size or not large.size:  # of the latter, rounding may leave none
+        return share, alias
+    # What columns lack is taken from what the large ones have too much of, one after the other. A
+    # large one of which too much was taken has the rest of its column from the next one.
+    lacking, surplus = np.cumsum(1 - scaled[small]), np.cumsum(scaled[large] - 1)
+    share[small] = scaled[small]
+    before = np.append(0.0, lacking[:-1])
+    giver = np.searchsorted(surplus, before, side="right")
+    alias[small] = large[np.minimum(giver, large.size - 1)]
+    taker = np.searchsorted(lacking, surplus[:-1], side="left")
+    too_much = lacking[np.minimum(taker, small.size - 1)] - surplus[:-1]
+    is_taken = (taker < small.size) & (surplus[:-1] > 0)
+    share[large[:-1]] = np.where(is_taken, np.clip(1 - too_much, 0, 1), 1)
+    alias[large[:-1]] = large[1:]
+    return share, alias
