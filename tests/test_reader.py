@@ -1248,7 +1248,7 @@ def read(self, *arguments):
     collect()
     return inner(self, *arguments)
 BatchReader.read = read
-BatchReader.open_queue = lambda self: None
+BatchReader.open_queue = lambda *_: None
 field = "data"
 """,
     "shares are handed out": """
@@ -1259,7 +1259,7 @@ def push(*arguments):
     collect()
     return inner(*arguments)
 heapq.heappush = push
-h5async.fill.reading.BatchReader.open_queue = lambda self: None
+h5async.fill.reading.BatchReader.open_queue = lambda *_: None
 field = "data"
 """,
     "a thread comes for work": """
@@ -1278,7 +1278,7 @@ def next_to_assign(self):
     collect()
     return inner(self)
 SlotRing._next_to_assign = next_to_assign
-h5async.fill.reading.BatchReader.open_queue = lambda self: None
+h5async.fill.reading.BatchReader.open_queue = lambda *_: None
 field = "data"
 """,
 }
