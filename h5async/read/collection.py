@@ -79,7 +79,7 @@ class Collection:
         self._core = core
         self._keep: list[Any] = []  # what structures point to
         builder = TableBuilder(lambda filters: core.filters(filters) is not None, MAX_RANK)
-        tables = [builder.build(layout) for layout in layouts]
+        tables = [builder.build(*each) for each in zip(layouts, kept_nbytes, strict=True)]
         self.num_samples = layouts[0].num_samples
         self._num_fields = len(layouts)
         # Fields of which it reads something.
