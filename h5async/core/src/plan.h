@@ -302,9 +302,35 @@ static int plan_chunks(BatchPlan *plan, const Field *f, int32_t field, int32_t l
     return 1;
 }
 
-static int plan_layer(BatchPlan *plan, const Field *f, int32_t field, int32_t layer, int64_t count)
+/* Some fields with one layer each, whose segments begin at the same samples; or one layer of a field. */
+typedef struct {
+    const Field *fields;
+    const Target *targets;
+    int32_t begin, end, layer;
+} Alike;
+
+static int is_planned(const Alike *alike, int32_t field)
+{
+    return alike->targets[field].is_wanted && alike->fields[field].row_nbytes > 0;
+}
+
+/* Samples of one segment. */
+static int plan_segment(BatchPlan *plan, const Field *f, int32_t field, int32_t layer,
+                        int64_t segment, Ranks ranks)
 {
     const Layer *l = &f->layers[layer];
+    int64_t kind = l->shape[segment] < 0 ? NO_SOURCE : f->shapes[l->shape[segment]].kind;
+    if (kind == ROWS || kind == ROWS_IN_CHUNKS)
+        return plan_rows(plan, f, field, layer, segment, ranks);
+    if (kind == NO_SOURCE && (f->is_filled_first || f->num_layers > 1))
+        return 1;
+    return plan_chunks(plan, f, field, layer, segment, ranks);
+}
+
+/* Segment by segment: so items of several fields, too, come in the order of their sources. */
+static int plan_alike(BatchPlan *plan, const Alike *alike, int64_t count)
+{
+    const Layer *l = &alike->fields[alike->begin].layers[alike->layer];
     int64_t segment = 0;
     for (Ranks ranks = {0}; ranks.rank < count; ranks.rank = ranks.end) {
         const Wanted *run = &plan->sorted[ranks.run];
@@ -314,17 +340,23 @@ static int plan_layer(BatchPlan *plan, const Field *f, int32_t field, int32_t la
         run = &plan->sorted[last];
         ranks.end = behind - run->sample < run[1].rank - run->rank ? run->rank + behind - run->sample
                                                                    : run[1].rank;
-        int64_t kind = l->shape[segment] < 0 ? NO_SOURCE : f->shapes[l->shape[segment]].kind;
-        if (kind != NO_SOURCE || !(f->is_filled_first || f->num_layers > 1)) {
-            int is_good = kind == ROWS || kind == ROWS_IN_CHUNKS
-                              ? plan_rows(plan, f, field, layer, segment, ranks)
-                              : plan_chunks(plan, f, field, layer, segment, ranks);
-            if (!is_good)
+        for (int32_t field = alike->begin; field < alike->end; field++)
+            if (is_planned(alike, field) &&
+                !plan_segment(plan, &alike->fields[field], field, alike->layer, segment, ranks))
                 return 0;
-        }
         ranks.run = last + (ranks.end == run[1].rank);
     }
     return 1;
+}
+
+/* The end of the fields from `begin` on whose segments begin at the same samples. */
+static int32_t end_of_alike(const Field *fields, int32_t begin, int64_t num_fields)
+{
+    int32_t end = begin + 1;
+    while (fields[begin].num_layers == 1 && end < num_fields && fields[end].num_layers == 1 &&
+           fields[end].layers->first == fields[begin].layers->first)
+        end++;
+    return end;
 }
 
 /* Cut items of many pieces, where there are too few items for all threads. */
@@ -396,15 +428,19 @@ PUBLIC int64_t h5async_plan_batch(BatchPlan *plan, const Field *fields, const Ta
     int sorted = sort_samples(plan, samples, count, num_samples);
     if (sorted < 1)
         return sorted;
-    for (int32_t field = 0; field < num_fields; field++) {
-        const Field *f = &fields[field];
-        if (!targets[field].is_wanted || f->row_nbytes == 0)
-            continue;
-        for (int32_t layer = 0; layer < f->num_layers; layer++)
-            if (!plan_layer(plan, f, field, layer, count))
+    Alike alike = {.fields = fields, .targets = targets};
+    for (; alike.begin < num_fields; alike.begin = alike.end) {
+        alike.end = end_of_alike(fields, alike.begin, num_fields);
+        int is_wanted = 0;
+        for (int32_t field = alike.begin; field < alike.end; field++)
+            is_wanted |= is_planned(&alike, field);
+        for (alike.layer = 0; is_wanted && alike.layer < fields[alike.begin].num_layers; alike.layer++)
+            if (!plan_alike(plan, &alike, count))
                 return 0;
-        if (f->is_filled_first)
-            fill_elements(f->fill, f->itemsize, targets[field].raw, count * f->row_nbytes);
+        for (int32_t field = alike.begin; field < alike.end; field++)
+            if (fields[field].is_filled_first && is_planned(&alike, field))
+                fill_elements(fields[field].fill, fields[field].itemsize, targets[field].raw,
+                              count * fields[field].row_nbytes);
     }
     if (!cut_items(plan, parts) || !sort_items(plan))
         return 0;

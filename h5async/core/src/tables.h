@@ -18,7 +18,8 @@ typedef struct {
 } Shape;
 
 typedef struct {
-    const int64_t *first; /* [num_segments + 1], ascending; at the end, behind the last sample */
+    const int64_t *first; /* [num_segments + 1], ascending; at the end, behind the last sample. Fields
+                             whose segments begin at the same samples share it */
     const int64_t *row;   /* of the first sample in the source, and the distance to the next one */
     const int64_t *step;
     const int32_t *shape, *source; /* shape -1: nothing holds these samples */
