@@ -35,9 +35,11 @@ static int place_kept(const Work *work, const Item *item, Kept *const *found)
     for (int32_t c = item->cross; c < item->cross_end; c++) {
         if (!piece_of(&shape->dataset, c, &piece))
             return 0;
-        if (is_small(shape) && !runs_lie_within(&runs, found[c - item->cross]->nbytes / shape->dataset.sample_stride))
+        const Kept *kept = found[c - item->cross];
+        if (is_small(shape) &&
+            !runs_lie_within(&runs, kept->nbytes / shape->dataset.sample_stride))
             return 0;
-        place(&shape->dataset, &piece, &runs, found[c - item->cross]->data, target->raw);
+        place(&shape->dataset, &piece, &runs, kept->data, target->raw);
         swap_pieces(shape, c, &runs, target->raw);
     }
     transform_item(work->plan, f, target, item);
