@@ -132,6 +132,8 @@ static void probe(Work *work)
     if (!can_wait)
         is_cached = (s->was_cached >= SURE_USES && ++s->uses % USES_PER_PROBE) || seem_cached(work);
     work->is_cold = !can_wait && (!is_cached || s->was_cached < 0);
+    if (work->is_cold)
+        work->plan->was_cached = 0;
     if (!is_cached)
         s->was_cached = ask_for_items(work) ? -COLD_USES : 0;
     else if (s->was_cached < SURE_USES)

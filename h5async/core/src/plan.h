@@ -3,7 +3,9 @@
 
    The samples are sorted, and those that follow each other both in the dataset and in the batch are
    joined to runs: in order, a batch is one run. So rows that lie in a file as they are cost nothing
-   here: their items name a range of the sorted samples, which all fields share. */
+   here: their items name a range of the sorted samples, which all fields share. Where all fields are
+   such rows, each of one dataset, and the page cache holds them, any order is as good: then the
+   samples stay as they are. */
 
 enum { ITEM_NBYTES = 1 << 17 /* of rows, some 10 us */ };
 enum Status { TO_DO = 0, DONE = 1, REFUSED = 2 };
@@ -31,11 +33,12 @@ typedef struct {
     Item *items;
     int64_t *run_local, *run_position, *run_length;
     Wanted *wanted, *spare; /* room for one more than there are samples */
-    const Wanted *sorted;   /* one of the two: `num_wanted` runs, and the end */
+    const Wanted *sorted;   /* one of the two: `num_wanted` runs, and the end; see above */
     Wanted *order, *order_spare; /* of items, by source */
     int64_t num_items, num_runs, num_wanted;
     int64_t most_items, most_runs, most_wanted, most_order;
     int64_t nbytes;
+    _Atomic int64_t was_cached; /* whether all that was read by the last plan was in the page cache */
 } BatchPlan;
 
 typedef struct {
@@ -133,25 +136,27 @@ static int64_t join_wanted(Wanted *wanted, int64_t count)
     return runs;
 }
 
-/* Sort the samples of a batch; -1: there is one that no field has; 0: there is no memory. */
-static int sort_samples(BatchPlan *plan, const int64_t *samples, int64_t count, int64_t num_samples)
+/* List the samples of a batch, sorted or not; -1: there is one that no field has; 0: there is no
+   memory. */
+static int list_samples(BatchPlan *plan, const int64_t *samples, int64_t count, int64_t num_samples,
+                        int is_sorted)
 {
     if (count >= INT32_MAX || !grow_wanted(plan, count + 1))
         return 0;
     int64_t least = INT64_MAX, most = -1, before = -1;
-    int is_sorted = 1;
+    int is_good = 1;
     for (int64_t i = 0; i < count; i++) {
         int64_t sample = samples[i];
         least = sample < least ? sample : least;
         most = sample > most ? sample : most;
-        is_sorted &= before <= sample;
+        is_good &= before <= sample;
         before = sample;
         plan->wanted[i] = (Wanted){sample, (int32_t)i, 0};
     }
     if (least < 0 || most >= num_samples)
         return -1;
     Wanted *sorted = plan->wanted;
-    if (!is_sorted)
+    if (is_sorted && !is_good)
         sorted = sort_wanted(plan->wanted, plan->spare, count, least, most - least);
     plan->num_wanted = join_wanted(sorted, count);
     plan->sorted = sorted;
@@ -416,6 +421,22 @@ static int sort_items(BatchPlan *plan)
     return 1;
 }
 
+/* Whether samples need be sorted to find where they lie. */
+static int needs_order(const Field *fields, const Target *targets, int64_t num_fields)
+{
+    for (int64_t i = 0; i < num_fields; i++) {
+        const Field *f = &fields[i];
+        if (!targets[i].is_wanted || f->row_nbytes == 0)
+            continue;
+        if (f->num_layers != 1 || f->layers->num_segments != 1 || f->layers->shape[0] < 0)
+            return 1;
+        int64_t kind = f->shapes[f->layers->shape[0]].kind;
+        if (kind != ROWS && kind != ROWS_IN_CHUNKS)
+            return 1;
+    }
+    return 0;
+}
+
 /* Plan a batch of at most `rows` samples; 0: there is no memory for it; -1: there are more samples,
    or one that no field has. `parts`: threads that may work on it. */
 PUBLIC int64_t h5async_plan_batch(BatchPlan *plan, const Field *fields, const Target *targets,
@@ -425,9 +446,10 @@ PUBLIC int64_t h5async_plan_batch(BatchPlan *plan, const Field *fields, const Ta
     plan->num_items = plan->num_runs = plan->num_wanted = plan->nbytes = 0;
     if (count > rows)
         return -1;
-    int sorted = sort_samples(plan, samples, count, num_samples);
-    if (sorted < 1)
-        return sorted;
+    int is_sorted = !atomic_exchange(&plan->was_cached, 1) || needs_order(fields, targets, num_fields);
+    int listed = list_samples(plan, samples, count, num_samples, is_sorted);
+    if (listed < 1)
+        return listed;
     Alike alike = {.fields = fields, .targets = targets};
     for (; alike.begin < num_fields; alike.begin = alike.end) {
         alike.end = end_of_alike(fields, alike.begin, num_fields);
