@@ -8,6 +8,7 @@
    samples stay as they are. */
 
 enum { ITEM_NBYTES = 1 << 17 /* of rows, some 10 us */ };
+enum { RUN_NBYTES = 96 }; /* are copied while memory far from others is fetched */
 enum Status { TO_DO = 0, DONE = 1, REFUSED = 2 };
 #define MOST_COST ((int64_t)1 << 40) /* of an item: so the sum of many is a number, too */
 
@@ -242,7 +243,7 @@ static int add_run(BatchPlan *plan, Item *item, int64_t local, int64_t position,
 static int plan_rows(BatchPlan *plan, const Field *f, int32_t field, int32_t layer, int64_t segment,
                      Ranks ranks)
 {
-    int64_t per_item = ITEM_NBYTES / (f->row_nbytes + 1) + 1;
+    int64_t per_item = ITEM_NBYTES / (f->row_nbytes + RUN_NBYTES) + 1;
     while (ranks.rank < ranks.end) {
         int64_t left = ranks.end - ranks.rank, here = left < per_item ? left : per_item;
         Item *item = new_item(plan, f, field, layer, segment);
@@ -250,10 +251,10 @@ static int plan_rows(BatchPlan *plan, const Field *f, int32_t field, int32_t lay
             return 0;
         item->kind = ROWS, item->first_run = ranks.rank, item->num_runs = here;
         item->number = ranks.run;
-        item->nbytes = cost_of(f->row_nbytes, here);
         ranks.rank += here;
-        if (ranks.rank < ranks.end)
-            ranks.run = run_of_rank(plan, ranks.run, ranks.rank);
+        int64_t last = run_of_rank(plan, ranks.run, ranks.rank - 1);
+        item->nbytes = cost_of(f->row_nbytes, here) + RUN_NBYTES * (last + 1 - ranks.run);
+        ranks.run = last + (plan->sorted[last + 1].rank == ranks.rank);
     }
     return 1;
 }
