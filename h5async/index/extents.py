@@ -314,9 +314,7 @@ def _is_whole(leaf: Leaf) -> bool:
 
 
 def _one_chunk(layout: DatasetLayout, address: int) -> ChunkTable:
-    return ChunkTable(
-        None, np.array([address]), np.array([layout.nbytes]), np.zeros(1, np.uint32)
-    )
+    return ChunkTable(None, np.array([address]), np.array([layout.nbytes]), np.zeros(1, np.uint32))
 
 
 def _joined(arrays: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:

@@ -101,7 +101,9 @@ def test_a_file_that_has_changed(tmp_path, core, is_trusted, monkeypatch):
             assert_same_bits(read.arrays[0][:2], rows[[1, 3]])
         read.collection.forget_chunks()
         assert read.read([1, 3]) == 1
-        read.collection.restamp(str(paths[1]), layouts_of(paths[1:2], {"d": Field("data")})[0].stamp)
+        read.collection.restamp(
+            str(paths[1]), layouts_of(paths[1:2], {"d": Field("data")})[0].stamp
+        )
         assert read.read([1, 3]) == 0
         assert (read.arrays[0][0] == -1).all()
 
