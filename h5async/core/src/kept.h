@@ -24,6 +24,20 @@ static void fetch_piece(const Dataset *d, const Runs *runs, const Kept *kept)
         __builtin_prefetch(from + at);
 }
 
+/* Copy whole rows. */
+static void place_rows(int64_t row_nbytes, const Runs *runs, const uint8_t *chunk, uint8_t *batch)
+{
+    for (int64_t r = 0; r < runs->count; r++) {
+        const uint8_t *from = chunk + runs->local[r] * row_nbytes;
+        uint8_t *to = batch + runs->position[r] * row_nbytes;
+        int64_t nbytes = runs->length[r] * row_nbytes;
+        if (nbytes <= FEW_NBYTES)
+            copy_few(to, from, nbytes);
+        else
+            memcpy(to, from, (size_t)nbytes);
+    }
+}
+
 /* Copy the rows of an item; 0: its pieces are not within bounds. */
 static int place_kept(const Work *work, const Item *item, Kept *const *found)
 {
@@ -33,11 +47,18 @@ static int place_kept(const Work *work, const Item *item, Kept *const *found)
     Runs runs = runs_of_item(work->plan, item);
     Piece piece;
     for (int32_t c = item->cross; c < item->cross_end; c++) {
-        if (!piece_of(&shape->dataset, c, &piece))
-            return 0;
         const Kept *kept = found[c - item->cross];
+        if (shape->dataset.rows_are_whole && !shape->swaps) {
+            int64_t row_nbytes = shape->dataset.row_nbytes;
+            if (!runs_lie_within(&runs, kept->nbytes / row_nbytes))
+                return 0;
+            place_rows(row_nbytes, &runs, kept->data, target->raw);
+            continue;
+        }
         if (is_small(shape) &&
             !runs_lie_within(&runs, kept->nbytes / shape->dataset.sample_stride))
+            return 0;
+        if (!piece_of(&shape->dataset, c, &piece))
             return 0;
         place(&shape->dataset, &piece, &runs, kept->data, target->raw);
         swap_pieces(shape, c, &runs, target->raw);
