@@ -6,6 +6,7 @@ its samples alone, a curve is flat.
 
 - files: rows of 64 float32 behind gzip, chunks of 10 rows, in so many files; against the same rows
   in one file, and against `ds[i]` (shuffled) or slices (in order) over h5py files kept open.
+- labels: the same with a contiguous int64 for each row, in a dataset beside them; against one file.
 - virtual: the same files as the sources of a virtual dataset, against one file.
 - fields: so many datasets of (200000, 4) float32; against h5py slices, in order.
 - batch: batches of so many rows of 64 float32, contiguous; against h5py slices (in order) and
@@ -48,6 +49,7 @@ Step = Callable[[], int]  # does some work; returns how many samples that were
 FILE_ROWS, CHUNK_ROWS, COLUMNS = 100, 10, 64
 MOST_OPEN = 500  # h5py files
 READY = 3  # batches that a reader may have made ready while the peer was measured; not counted
+WARM_SAMPLES = 100_000  # are read before many files are measured: all are open then
 
 
 class Bench:
@@ -104,6 +106,7 @@ class Bench:
             path = self.folder / f"file{number:05d}.h5"
             with h5py.File(path, "w") as file:
                 write_rows(file, rng.standard_normal((FILE_ROWS, COLUMNS)).astype("f4"))
+                file["labels"] = np.arange(number * FILE_ROWS, (number + 1) * FILE_ROWS)
             paths.append(path)
         return paths
 
@@ -117,6 +120,7 @@ class Bench:
                     parts.append(file["data"][:])
             with h5py.File(path, "w") as file:
                 write_rows(file, np.concatenate(parts))
+                file["labels"] = np.arange(count * FILE_ROWS)
         return path
 
     def virtual(self, count: int) -> Path:
@@ -148,6 +152,13 @@ def stepper(reader: AsyncReader) -> Step:
     return batches().__next__
 
 
+def warmed(step: Step, samples: int) -> Step:
+    """Do so many samples first."""
+    while samples > 0:
+        samples -= step()
+    return step
+
+
 def reader_of(path: Any, fields: dict[str, str] | None = None, **options: Any) -> AsyncReader:
     names = {"fields": fields} if fields else {"labels_field": None}
     return AsyncReader(hdf5_path=path, device="cpu", **names, **options)
@@ -172,12 +183,29 @@ def files(bench: Bench) -> None:
             options = {"batch_size": size, "shuffle": shuffle}
             with reader_of(paths, **options) as many, reader_of(one, **options) as single:
                 check(many, lambda index, rows=rows: rows[index])
-                ours = stepper(many)
-                bench.compare("files", count, f"{order}, against one file", ours, stepper(single))
+                warm = min(len(rows), WARM_SAMPLES)
+                ours, peer = warmed(stepper(many), warm), warmed(stepper(single), warm)
+                bench.compare("files", count, f"{order}, against one file", ours, peer)
                 if shuffle != "window":
                     peer, close = h5py_files(paths[:MOST_OPEN], size, bool(shuffle))
                     bench.compare("files", count, f"{order}, against h5py files", ours, peer)
                     close()
+
+
+def labels(bench: Bench) -> None:
+    names = {"labels": "labels", "data": "data"}
+    for count in bench.sizes(10, 100, 1000, 10_000):
+        paths, one = bench.files[:count], bench.in_one(count)
+        warm = min(count * FILE_ROWS, WARM_SAMPLES)
+        for shuffle, order in ORDERS.items():
+            options = {"batch_size": 256, "shuffle": shuffle}
+            with (
+                reader_of(paths, names, **options) as many,
+                reader_of(one, names, **options) as single,
+            ):
+                check(many, lambda index: index)
+                ours, peer = warmed(stepper(many), warm), warmed(stepper(single), warm)
+                bench.compare("labels", count, f"{order}, against one file", ours, peer)
 
 
 def h5py_files(paths: list[Path], size: int, shuffled: bool) -> tuple[Step, Callable[[], None]]:
@@ -218,8 +246,8 @@ def virtual(bench: Bench) -> None:
             options = {"batch_size": 256, "shuffle": shuffle}
             with reader_of(path, **options) as many, reader_of(one, **options) as single:
                 check(many, lambda index, rows=rows: rows[index])
-                what = f"{order}, against one file"
-                bench.compare("virtual", count, what, stepper(many), stepper(single))
+                ours, peer = warmed(stepper(many), len(rows)), warmed(stepper(single), len(rows))
+                bench.compare("virtual", count, f"{order}, against one file", ours, peer)
 
 
 def fields(bench: Bench) -> None:
@@ -384,7 +412,7 @@ def consumer(bench: Bench) -> None:
 
 CURVES = {
     function.__name__: function
-    for function in (files, virtual, fields, batch, row, split, one, take, images, consumer)
+    for function in (files, labels, virtual, fields, batch, row, split, one, take, images, consumer)
 }
 
 

@@ -1,13 +1,13 @@
 """Declares the structures of the compiled core that describe tables, and the plans of batches.
 
 They hold addresses of arrays: whoever makes one keeps the arrays. `src/sources.h`, `src/store.h`,
-`src/tables.h` and `src/plan.h` say what they mean.
+`src/tables.h`, `src/plan.h` and `src/window.h` say what they mean.
 """
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_int32, c_int64, c_uint64, c_void_p
 
 from h5async.core.structures import DatasetStruct, TransformStruct
 
@@ -58,7 +58,7 @@ class ItemStruct(Structure):
 
 
 class WantedStruct(Structure):
-    """A run of the sorted samples of a batch."""
+    """A run of the samples of a batch."""
 
     _fields_ = [("sample", c_int64), ("position", c_int32), ("rank", c_int32)]
 
@@ -143,6 +143,7 @@ class BatchPlanStruct(Structure):
         ("most_wanted", c_int64),
         ("most_order", c_int64),
         ("nbytes", c_int64),
+        ("was_cached", c_int64),
     ]
 
 
@@ -150,6 +151,22 @@ class TargetStruct(Structure):
     """Where the rows of a field go in a slot."""
 
     _fields_ = [("raw", c_void_p), ("out", c_void_p), ("is_wanted", c_int64)]
+
+
+class WindowStruct(Structure):
+    """An epoch's order of `shuffle="window"`."""
+
+    _fields_ = [
+        ("unit", c_void_p),
+        ("skip", c_void_p),
+        ("count", c_void_p),
+        ("bounds", c_void_p),
+        ("delay", c_void_p),
+        ("num_units", c_int64),
+        ("size", c_int64),
+        ("group_rounds", c_int64),
+        ("keys", c_uint64 * 6),
+    ]
 
 
 STRUCTURES = {
@@ -161,4 +178,5 @@ STRUCTURES = {
     "BatchPlan": BatchPlanStruct,
     "Wanted": WantedStruct,
     "Target": TargetStruct,
+    "Window": WindowStruct,
 }

@@ -46,7 +46,7 @@ class Core:
         The shared library.
     missing
         Codec libraries that were not found; chunks that need them are decoded in Python.
-    transform, permute, permute_each
+    transform, permute, window_block
         Its functions. They release the GIL, and may be called from many threads, each with its
         own worker.
     plan_batch, read_batch, submit, next and others
@@ -83,7 +83,7 @@ class Core:
     def _find_functions(self, library: Any) -> None:
         self.transform = _function(library, "h5async_transform", 1, c_void_p, c_void_p)
         self.permute = _function(library, "h5async_permute", 1, c_int64, *[c_uint64] * 3, c_void_p)
-        self.permute_each = _function(library, "h5async_permute_each", 1, c_int64, *[c_void_p] * 5)
+        self.window_block = _function(library, "h5async_window_block", 2, c_int64, c_int64)
         self.read_encoded = _function(
             library, "h5async_read_encoded", 5, c_int64, c_void_p, c_int64
         )

@@ -21,6 +21,7 @@ from h5async.core.batch import KEPT_OVERHEAD_NBYTES, PLANNED_ROW_NBYTES, PLANNED
 from h5async.errors import BudgetError, ConfigError
 from h5async.index.extents import table_nbytes
 from h5async.index.layout import DatasetLayout
+from h5async.index.small import kept_whole_nbytes
 from h5async.plan.encoded import EncodedFormat
 from h5async.plan.plan import needs_scratch, scratch_nbytes
 from h5async.plan.transform import RowTransform
@@ -35,7 +36,8 @@ _SHARE = 0.5  # of the memory that is free, where no limit is given
 _PIECE_NBYTES, _PIECE_AXIS_NBYTES, _PLANNED_NBYTES = 128, 80, 32
 _UNIT_NBYTES = 128  # measured: what shuffle="window" takes for each unit
 _LEAST_NBYTES = 1 << 20  # what a list of chunks may take in any case
-# A dataset of encoded chunks that decodes to no more (labels, say) is decoded once.
+# A dataset of encoded chunks that decodes to no more (labels, say) is decoded once, and as much of
+# small datasets is kept.
 _KEPT_WHOLE_NBYTES = 64 << 20
 
 
@@ -273,16 +275,14 @@ class MemoryBudget:
 
 
 def wanted_kept_nbytes(config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> list[int]:
-    """Return, by field, how much memory for decoded chunks that later batches need saves work."""
+    """Return, by field, how much memory for what later batches need saves work."""
     several, wanted = list(layouts.values()), []
     for layout in several:
-        encoded = [source for source in layout.leaves() if source.filters]
-        each = (source.chunk_nbytes + KEPT_OVERHEAD_NBYTES for source in encoded)
-        nbytes = sum(
-            math.prod(source.grid) * size for source, size in zip(encoded, each, strict=True)
-        )
+        nbytes, small_nbytes = kept_whole_nbytes(layout)
         if nbytes > _KEPT_WHOLE_NBYTES:
             nbytes = _window_nbytes(config, layout, several)
+        elif nbytes + small_nbytes <= _KEPT_WHOLE_NBYTES:
+            nbytes += small_nbytes
         wanted.append(nbytes)
     return wanted
 

@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.index.chunktable import ChunkTable
 from h5async.index.layout import DatasetLayout, region_key
 from h5async.index.leaves import Leaf, leaves_of, lie_within
-from h5async.index.shapes import Kind, Shape, shape_of
+from h5async.index.shapes import Kind, Shape, shape_of, shape_of_small
 from h5async.index.slabs import TooManyRunsError
+from h5async.index.small import address_of_small, kept_whole_nbytes
 from h5async.io.stamps import FileStamp
 
 Int64s = NDArray[np.int64]
@@ -138,8 +140,11 @@ class TableBuilder:
         self.sources: list[SourceFile] = []
         self._source_numbers: dict[Any, int] = {}
 
-    def build(self, layout: DatasetLayout) -> FieldTable | None:
-        """Return the table of a field; None where it would be too large."""
+    def build(self, layout: DatasetLayout, kept_nbytes: int = 0) -> FieldTable | None:
+        """Return the table of a field; None where it would be too large.
+
+        Where all that can be kept of it fits into `kept_nbytes`, a small dataset is one chunk.
+        """
         leaves, count = [], 0
         try:
             for leaf in leaves_of(layout, self._max_rank):
@@ -149,7 +154,9 @@ class TableBuilder:
                 leaves.append(leaf)
         except TooManyRunsError:
             return None
-        return _FieldBuilder(self, layout).build(leaves)
+        nbytes = kept_whole_nbytes(layout)
+        keeps_small = 0 < nbytes.small <= kept_nbytes - nbytes.encoded
+        return _FieldBuilder(self, layout, keeps_small).build(leaves)
 
     def source_of(self, layout: DatasetLayout) -> int:
         """Return the number of the source of a dataset; one that is new is added."""
@@ -181,14 +188,15 @@ class TableBuilder:
 class _FieldBuilder:
     """Builds one field's table."""
 
-    def __init__(self, tables: TableBuilder, layout: DatasetLayout) -> None:
+    def __init__(self, tables: TableBuilder, layout: DatasetLayout, keeps_small: bool) -> None:
         self._tables = tables
         self._layout = layout
+        self._keeps_small = keeps_small
         self._shapes: list[Shape] = []
         self._shape_numbers: dict[Any, int] = {}
         # By dataset: where its extents begin, how many, whether they are sparse.
-        self._extents: dict[int, tuple[int, int, bool]] = {}
-        self._chunks: list[DatasetLayout] = []
+        self._extents: dict[Any, tuple[int, int, bool]] = {}
+        self._chunks: list[ChunkTable] = []
         self._num_extents = 0
 
     def build(self, leaves: Sequence[Leaf]) -> FieldTable:
@@ -196,7 +204,7 @@ class _FieldBuilder:
         for leaf in leaves:
             by_region.setdefault(region_key(leaf.region), []).append(leaf)
         layers = tuple(self._layer(several) for several in by_region.values())
-        tables = [layout.chunks for layout in self._chunks if layout.chunks is not None]
+        tables = self._chunks
         return FieldTable(
             layers=layers,
             shapes=tuple(self._shapes),
@@ -242,35 +250,44 @@ class _FieldBuilder:
         if kind == Kind.LEFT:
             return self._shape_number((Kind.LEFT,), lambda: Shape(Kind.LEFT)), -1, 0, 0, False
         source = self._tables.source_of(layout)
+        small = address_of_small(layout) if self._keeps_small and _is_whole(leaf) else None
+        if small is not None:
+            shape = self._shape_of(leaf, Kind.CHUNKS, is_small=True)
+            return shape, source, *self._extents_of((id(layout), small), _one_chunk(layout, small))
         shape = self._shape_of(leaf, kind)
         if layout.values is not None:
             return shape, source, 0, 0, False
         if layout.chunks is None:
             return shape, source, layout.offset, 0, False
-        found = self._extents.get(id(layout))
-        if found is None:
-            table = layout.chunks
-            found = self._num_extents, table.offset.size, table.index is not None
-            self._extents[id(layout)] = found
-            self._chunks.append(layout)
-            self._num_extents += table.offset.size
-        return shape, source, *found
+        return shape, source, *self._extents_of(id(layout), layout.chunks)
 
-    def _shape_of(self, leaf: Leaf, kind: Kind) -> int:
+    def _extents_of(self, key: Any, table: ChunkTable) -> tuple[int, int, bool]:
+        found = self._extents.get(key)
+        if found is None:
+            found = self._num_extents, table.offset.size, table.index is not None
+            self._extents[key] = found
+            self._chunks.append(table)
+            self._num_extents += table.offset.size
+        return found
+
+    def _shape_of(self, leaf: Leaf, kind: Kind, *, is_small: bool = False) -> int:
         layout = leaf.layout
-        is_whole = leaf.source_region is None and leaf.region is None and leaf.member is None
-        if not is_whole:
+        if not _is_whole(leaf):
             kind = Kind.CHUNKS
         own = (
             layout.shape
             if layout.sample_axis or (kind == Kind.CHUNKS and not layout.chunk_shape)
             else layout.shape[1:]
         )
+        how: Any = layout.chunk_shape
+        if is_small:  # so that those of any number of rows share a few shapes
+            own, how = layout.shape[1:], 1 << (layout.num_samples - 1).bit_length()
         key = (
             kind,
             own,
             layout.sample_axis,
-            layout.chunk_shape,
+            is_small,
+            how,
             layout.dtype,  # a compound's members, too, may lie elsewhere
             layout.filters,
             region_key(leaf.region),
@@ -279,7 +296,9 @@ class _FieldBuilder:
             layout.values is not None,
             layout.fill.tobytes(),
         )
-        return self._shape_number(key, lambda: shape_of(leaf, kind, self._layout, is_whole))
+        if is_small:
+            return self._shape_number(key, lambda: shape_of_small(leaf, how, self._layout))
+        return self._shape_number(key, lambda: shape_of(leaf, kind, self._layout, _is_whole(leaf)))
 
     def _shape_number(self, key: Any, make: Any) -> int:
         number = self._shape_numbers.get(key)
@@ -287,6 +306,15 @@ class _FieldBuilder:
             number = self._shape_numbers[key] = len(self._shapes)
             self._shapes.append(make())
         return number
+
+
+def _is_whole(leaf: Leaf) -> bool:
+    """Tell whether rows of the batch are whole rows of a dataset."""
+    return leaf.source_region is None and leaf.region is None and leaf.member is None
+
+
+def _one_chunk(layout: DatasetLayout, address: int) -> ChunkTable:
+    return ChunkTable(None, np.array([address]), np.array([layout.nbytes]), np.zeros(1, np.uint32))
 
 
 def _joined(arrays: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:

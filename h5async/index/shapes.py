@@ -57,7 +57,8 @@ class Shape:
     source_row_nbytes
         Between rows in the file, where they lie one after the other.
     keeps
-        Whether a batch may need a chunk that the batch before has decoded.
+        Whether a batch may need a chunk that the batch before has decoded. Without filters: the
+        chunk is a small dataset, and may have fewer rows.
     has_chunks
         False: it is its own only chunk.
     fill
@@ -189,6 +190,29 @@ def shape_of(leaf: Leaf, kind: Kind, whole: DatasetLayout, is_whole: bool) -> Sh
         has_chunks=bool(layout.chunk_shape),
         fill=_fill_of(leaf),
         swaps=0 if leaf.member is not None else swaps(layout, whole) or 0,
+    )
+
+
+def shape_of_small(leaf: Leaf, samples: int, whole: DatasetLayout) -> Shape:
+    """Return how rows lie in a small dataset, taken as one chunk of at most so many rows."""
+    layout = leaf.layout
+    itemsize, row_nbytes = layout.dtype.itemsize, layout.row_nbytes
+    stride = np.array([itemsize], np.int64)
+    return Shape(
+        kind=Kind.CHUNKS,
+        chunk_nbytes=samples * row_nbytes,
+        chunk_samples=samples,
+        sample_stride=row_nbytes,
+        itemsize=itemsize,
+        chunk_strides=stride,
+        row_strides=stride,
+        extents=np.array([[row_nbytes // itemsize]], np.int64),
+        rows_are_whole=True,
+        source_row_nbytes=row_nbytes,
+        keeps=True,
+        has_chunks=True,
+        fill=_fill_of(leaf),
+        swaps=swaps(layout, whole) or 0,
     )
 
 

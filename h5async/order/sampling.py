@@ -261,11 +261,6 @@ def permute_each(
     a = np.ceil(np.sqrt(counts)).astype(np.uint64)
     b = (above + a - np.uint64(1)) // a
     result, names = positions.astype(np.uint64), names.astype(np.uint64)
-    core = load_core()
-    if core is not None:
-        arrays = (above, a, b, names, keys)
-        core.permute_each(address(result), result.size, *map(address, arrays))
-        return result.view(np.int64)
     each = keyed_hash(names, keys[0], keys[1]) + keys[:, None]
     result = _feistel(result, a, b, each)
     outside = np.flatnonzero(result >= above)

@@ -16,6 +16,7 @@ The order is part of what users rely on to repeat a run: changing it is a breaki
 from __future__ import annotations
 
 import copy
+import ctypes
 import functools
 import itertools
 import weakref
@@ -25,6 +26,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.core.batch import WindowStruct
+from h5async.core.binding import address, load_core
 from h5async.index.layout import DatasetLayout
 from h5async.order.sampling import dealt, keyed_hash, permute, permute_each, round_keys
 from h5async.order.selection import Selection
@@ -101,6 +104,9 @@ class WindowOrder:
         self._piece, self._pieces = piece, pieces
         own = weakref.proxy(self)  # or tables would last until a garbage collection
         self._table = functools.lru_cache(maxsize=2)(functools.partial(WindowOrder._new_table, own))
+        self._struct = functools.lru_cache(maxsize=2)(
+            functools.partial(WindowOrder._new_struct, own)
+        )
         self._block = functools.lru_cache(maxsize=4)(functools.partial(WindowOrder._new_block, own))
 
     def samples(self, epoch: int, start: int, stop: int) -> Int64s:
@@ -110,9 +116,11 @@ class WindowOrder:
         begin = self._table(epoch).begin
         first = int(np.searchsorted(begin, start, side="right")) - 1
         last = int(np.searchsorted(begin, stop, side="left"))
-        blocks = [self._block(epoch, number) for number in range(first, last)]
-        offset = int(begin[first])
-        return np.concatenate(blocks)[start - offset : stop - offset]
+        found = []
+        for number in range(first, last):
+            offset = int(begin[number])
+            found.append(self._block(epoch, number)[max(0, start - offset) : stop - offset])
+        return np.concatenate(found)
 
     def _new_table(self, epoch: int) -> _Table:
         unit, skip, counts = self._units(epoch)
@@ -157,6 +165,30 @@ class WindowOrder:
 
     def _new_block(self, epoch: int, number: int) -> Int64s:
         """Return the samples of a block of rounds; callers share the array, unchanged."""
+        core = load_core()
+        if core is not None:
+            samples = np.empty(self._block_rounds * self._size, np.int64)
+            begin, keep = number * self._block_rounds, self._struct(epoch)
+            count = core.window_block(
+                ctypes.byref(keep[0]), address(samples), begin, self._block_rounds
+            )
+            if count >= 0:
+                return samples[:count]
+        return self._numpy_block(epoch, number)
+
+    def _new_struct(self, epoch: int) -> tuple[WindowStruct, object]:
+        """Return an epoch's order as the core takes it, and what has to be kept as long."""
+        table = self._table(epoch)
+        arrays = [
+            np.ascontiguousarray(array, np.int64)
+            for array in (table.unit, table.skip, table.count, self._bounds, self._delay)
+        ]
+        keys = round_keys(self._seed, epoch, "window").tolist()
+        sizes = table.unit.size, self._size, self._group_rounds
+        return WindowStruct(*map(address, arrays), *sizes, tuple(keys)), arrays
+
+    def _numpy_block(self, epoch: int, number: int) -> Int64s:
+        """Return the same, as the core computes it."""
         table, size = self._table(epoch), self._size
         keys = round_keys(self._seed, epoch, "window")
         rounds = np.arange(number * self._block_rounds, (number + 1) * self._block_rounds)

@@ -79,8 +79,9 @@ class Collection:
     ) -> None:
         self._core = core
         self._keep: list[Any] = []  # what structures point to
+        self._firsts: dict[bytes, Int64s] = {}  # of layers; equal ones are one
         builder = TableBuilder(lambda filters: core.filters(filters) is not None, MAX_RANK)
-        tables = [builder.build(layout) for layout in layouts]
+        tables = [builder.build(*each) for each in zip(layouts, kept_nbytes, strict=True)]
         self.num_samples = layouts[0].num_samples
         self._num_fields = len(layouts)
         # Fields of which it reads something.
@@ -102,6 +103,7 @@ class Collection:
         except BaseException:
             self.close()
             raise
+        self._firsts.clear()
         # Fields whose rows are transformed as they are read.
         self.transforms = [bool(struct.transform) for struct in self._fields]
 
@@ -171,8 +173,9 @@ class Collection:
 
     def _layer(self, layer: Layer) -> LayerStruct:
         names = ("first", "row", "step", "shape", "source", "begin", "count", "is_sparse")
-        held = (self._hold(np.ascontiguousarray(getattr(layer, name))) for name in names)
-        return LayerStruct(*held, layer.row.size)
+        held = [self._hold(np.ascontiguousarray(getattr(layer, name))) for name in names[1:]]
+        first = self._firsts.setdefault(layer.first.tobytes(), layer.first)
+        return LayerStruct(self._hold(first), *held, layer.row.size)
 
     def _shape(self, shape: Shape, row_nbytes: int) -> ShapeStruct:
         filters = self._core.filters(shape.filters)

@@ -55,8 +55,11 @@ def by_batches(order: WindowOrder, num_samples: int, batch_size: int, epoch: int
 
 @contextmanager
 def twin() -> Iterator[None]:
-    """Compute permutations with NumPy."""
-    with mock.patch("h5async.order.sampling.load_core", return_value=None):
+    """Compute orders with NumPy."""
+    with (
+        mock.patch("h5async.order.sampling.load_core", return_value=None),
+        mock.patch("h5async.order.window.load_core", return_value=None),
+    ):
         yield
 
 
@@ -177,7 +180,7 @@ def test_the_sample_at_a_position_depends_on_nothing_else(
 
 @pytest.mark.parametrize(
     ("num_samples", "size", "window"),
-    [(100_003, 1000, 20), (70_000, 1, 9), (5000, 2500, 2), (30_000, 13, 900)],
+    [(100_003, 1000, 20), (70_000, 1, 9), (5000, 2500, 2), (30_000, 13, 900), (200_000, 65_536, 2)],
 )
 def test_the_core_and_its_twin_agree_on_large_ones(
     num_samples: int, size: int, window: int
@@ -188,6 +191,28 @@ def test_the_core_and_its_twin_agree_on_large_ones(
             order = WindowOrder(equal_units(num_samples, size), window, 2**70)
             found.append(whole(order, num_samples, 3))
     assert np.array_equal(*found)
+
+
+@pytest.mark.parametrize("counts", [[70_000, 65_536, 9], [1, 200, 30, 7] * 90, [64] * 500 + [5]])
+def test_the_core_and_its_twin_agree_on_pieces_of_unequal_units(counts: list[int]) -> None:
+    found = []
+    for way in (mock.MagicMock(), twin()):
+        with way:
+            pieces = [WindowOrder(bounds_of(counts), 40, 1, piece, 3) for piece in range(3)]
+            sizes = [int(piece._table(2).begin[-1]) for piece in pieces]
+            found.append([whole(*each, 2) for each in zip(pieces, sizes, strict=True)])
+    for ours, theirs in zip(*found, strict=True):
+        assert np.array_equal(ours, theirs)
+    assert np.array_equal(np.sort(np.concatenate(found[0])), np.arange(sum(counts)))
+
+
+@pytest.mark.usefixtures("core")
+def test_the_core_has_no_memory_left(core: Any) -> None:
+    """NumPy computes the order then."""
+    order = WindowOrder(equal_units(1000, 10), 20, 3)
+    expected = whole(order, 1000, 1)
+    with mock.patch.object(core, "window_block", return_value=-1):
+        assert np.array_equal(whole(WindowOrder(equal_units(1000, 10), 20, 3), 1000, 1), expected)
 
 
 def test_what_is_given_is_not_changed_and_what_is_taken_is_new() -> None:

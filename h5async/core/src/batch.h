@@ -33,11 +33,18 @@ static enum Outcome read_piece(Work *work, const Field *f, const Target *target,
         d.chunk_stored = f->nbytes + (extent < 0 ? 0 : extent);
         d.chunk_mask = f->mask + (extent < 0 ? 0 : extent);
         d.num_chunks = 1;
+        if (extent >= 0 && is_small(shape)) {
+            d.chunk_nbytes = d.chunk_stored[0], d.chunk_samples = d.chunk_nbytes / d.sample_stride;
+            if (d.chunk_samples > shape->dataset.chunk_samples ||
+                !runs_lie_within(&runs, d.chunk_samples))
+                return FAILED;
+        }
     }
     int is_whole = d.rows_are_whole && runs.count == 1 && runs.length[0] == d.chunk_samples;
     Kept *kept = NULL;
     enum Claim claim = UNKEPT;
-    if (shape->keeps && extent >= 0 && !is_whole && !is_raw(&d, d.chunk_mask[0])) {
+    if (shape->keeps && extent >= 0 &&
+        (is_small(shape) || (!is_whole && !is_raw(&d, d.chunk_mask[0])))) {
         if (work->num_claims == MAX_CLAIMS)
             return IS_BUSY;
         claim = claim_chunk(f->store, (uint64_t)extent, d.chunk_nbytes,
@@ -125,6 +132,8 @@ static void probe(Work *work)
     if (!can_wait)
         is_cached = (s->was_cached >= SURE_USES && ++s->uses % USES_PER_PROBE) || seem_cached(work);
     work->is_cold = !can_wait && (!is_cached || s->was_cached < 0);
+    if (work->is_cold)
+        work->plan->was_cached = 0;
     if (!is_cached)
         s->was_cached = ask_for_items(work) ? -COLD_USES : 0;
     else if (s->was_cached < SURE_USES)

@@ -72,9 +72,16 @@ static int read_chunk(Call *call, int64_t number, int64_t cross, const Runs *run
                    runs->length[0] == d->chunk_samples &&
                    d->chunk_samples * d->row_nbytes == d->chunk_nbytes;
     uint8_t *whole = is_whole ? call->batch + runs->position[0] * d->row_nbytes : NULL;
-    if (raw && (stored != d->chunk_nbytes || state == TO_TARGET))
-        return 0; /* chunks without filters are not kept */
-    if (raw && in == NULL) {
+    if (raw && stored != d->chunk_nbytes)
+        return 0;
+    if (raw && state == TO_TARGET) {
+        if (in == NULL && !read_fully(call->file, offset, target, stored))
+            return 0;
+        if (in != NULL)
+            memcpy(target, in, (size_t)stored);
+        in = target;
+        count_time(call, &w->read_ns);
+    } else if (raw && in == NULL) {
         if (whole ? !read_fully(call->file, offset, whole, stored)
                   : !read_raw_samples(d, w, call->file, offset, runs))
             return 0;

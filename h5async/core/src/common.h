@@ -38,7 +38,11 @@
 #include <immintrin.h>
 #define AVX2 __attribute__((target("avx2")))
 #define SSSE3 __attribute__((target("ssse3")))
+#define AVX512 __attribute__((target("avx512f,avx512dq,avx512vl")))
 #define HAS_AVX2() __builtin_cpu_supports("avx2")
+#define HAS_AVX512()                                                                              \
+    (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&                   \
+     __builtin_cpu_supports("avx512vl"))
 #endif
 
 #define PUBLIC __attribute__((visibility("default")))

@@ -31,6 +31,7 @@
 #include "store.h"
 #include "tables.h"
 #include "plan.h"
+#include "window.h"
 #include "work.h"
 #include "rows.h"
 #include "kept.h"
@@ -168,12 +169,22 @@ static const Member MEMBERS[] = {
     MEMBER(BatchPlan, most_wanted),
     MEMBER(BatchPlan, most_order),
     MEMBER(BatchPlan, nbytes),
+    MEMBER(BatchPlan, was_cached),
     MEMBER(Wanted, sample),
     MEMBER(Wanted, position),
     MEMBER(Wanted, rank),
     MEMBER(Target, raw),
     MEMBER(Target, out),
     MEMBER(Target, is_wanted),
+    MEMBER(Window, unit),
+    MEMBER(Window, skip),
+    MEMBER(Window, count),
+    MEMBER(Window, bounds),
+    MEMBER(Window, delay),
+    MEMBER(Window, num_units),
+    MEMBER(Window, size),
+    MEMBER(Window, group_rounds),
+    MEMBER(Window, keys),
 };
 
 PUBLIC const Member *h5async_members(void)

@@ -3,9 +3,9 @@
    threads seldom wait for each other, and what lies in memory far apart is fetched at the same
    time. */
 
-enum { MAX_KEPT = 64, FETCHED_AHEAD = 4, LINE_NBYTES = 64, MAX_LINES = 8 };
+enum { MAX_KEPT = 64, NUM_BLOCKS = 8, FETCHED_AHEAD = 4, LINE_NBYTES = 64, MAX_LINES = 8 };
 
-/* Pieces of some items, all kept in one store or in none. */
+/* Pieces of some items of one field, all kept in its store or not at all. */
 typedef struct {
     Store *store;
     Item *items[MAX_KEPT];
@@ -24,6 +24,20 @@ static void fetch_piece(const Dataset *d, const Runs *runs, const Kept *kept)
         __builtin_prefetch(from + at);
 }
 
+/* Copy whole rows. */
+static void place_rows(int64_t row_nbytes, const Runs *runs, const uint8_t *chunk, uint8_t *batch)
+{
+    for (int64_t r = 0; r < runs->count; r++) {
+        const uint8_t *from = chunk + runs->local[r] * row_nbytes;
+        uint8_t *to = batch + runs->position[r] * row_nbytes;
+        int64_t nbytes = runs->length[r] * row_nbytes;
+        if (nbytes <= FEW_NBYTES)
+            copy_few(to, from, nbytes);
+        else
+            memcpy(to, from, (size_t)nbytes);
+    }
+}
+
 /* Copy the rows of an item; 0: its pieces are not within bounds. */
 static int place_kept(const Work *work, const Item *item, Kept *const *found)
 {
@@ -33,9 +47,20 @@ static int place_kept(const Work *work, const Item *item, Kept *const *found)
     Runs runs = runs_of_item(work->plan, item);
     Piece piece;
     for (int32_t c = item->cross; c < item->cross_end; c++) {
+        const Kept *kept = found[c - item->cross];
+        if (shape->dataset.rows_are_whole && !shape->swaps) {
+            int64_t row_nbytes = shape->dataset.row_nbytes;
+            if (!runs_lie_within(&runs, kept->nbytes / row_nbytes))
+                return 0;
+            place_rows(row_nbytes, &runs, kept->data, target->raw);
+            continue;
+        }
+        if (is_small(shape) &&
+            !runs_lie_within(&runs, kept->nbytes / shape->dataset.sample_stride))
+            return 0;
         if (!piece_of(&shape->dataset, c, &piece))
             return 0;
-        place(&shape->dataset, &piece, &runs, found[c - item->cross]->data, target->raw);
+        place(&shape->dataset, &piece, &runs, kept->data, target->raw);
         swap_pieces(shape, c, &runs, target->raw);
     }
     transform_item(work->plan, f, target, item);
@@ -72,9 +97,11 @@ static void place_block(const Work *work, KeptBlock *block)
     block->num_items = block->num_pieces = 0;
 }
 
-/* Add the pieces of an item, if all of them may be kept. */
-static void add_kept(const Work *work, KeptBlock *block, Item *item)
+/* Add the pieces of an item, if all of them may be kept. Items of several fields follow each other in
+   turns, so each field has a block of its own, or shares one with few others. */
+static void add_kept(const Work *work, KeptBlock *blocks, Item *item)
 {
+    KeptBlock *block = &blocks[item->field % NUM_BLOCKS];
     const Field *f = &work->fields[item->field];
     const Layer *l = &f->layers[item->layer];
     const Shape *shape = &f->shapes[l->shape[item->segment]];
@@ -101,16 +128,19 @@ static void add_kept(const Work *work, KeptBlock *block, Item *item)
    moment ago. */
 static void read_kept(Work *work, const Sources *sources, int64_t start, int64_t stop)
 {
-    KeptBlock block = {.num_items = 0};
+    KeptBlock blocks[NUM_BLOCKS];
+    for (int i = 0; i < NUM_BLOCKS; i++)
+        blocks[i].store = NULL, blocks[i].num_items = blocks[i].num_pieces = 0;
     for (int64_t i = start; i < stop; i++) {
         Item *item = &work->plan->items[i];
         if (item->kind != CHUNKS || item->source < 0 || item->source >= sources->count)
             continue;
         int64_t checked_ns = sources->sources[item->source].checked_ns;
         if (checked_ns && work->last_ns - checked_ns < sources->trusted_ns)
-            add_kept(work, &block, item);
+            add_kept(work, blocks, item);
     }
-    place_block(work, &block);
+    for (int i = 0; i < NUM_BLOCKS; i++)
+        place_block(work, &blocks[i]);
     int64_t now = now_ns();
     work->w->place_ns += now - work->last_ns;
     work->last_ns = now;

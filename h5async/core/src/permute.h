@@ -1,6 +1,6 @@
 /* Maps positions to sample numbers, by the permutations of order/sampling.py. */
 
-enum { ROUNDS = 6, LANES = 4 };
+enum { ROUNDS = 6, LANES = 4, MAX_LANES = 16 };
 
 ALWAYS_INLINE uint64_t hash64(uint64_t x)
 {
@@ -29,23 +29,46 @@ ALWAYS_INLINE uint64_t feistel(uint64_t x, uint64_t a, uint64_t b, const uint64_
     return right * a + left;
 }
 
-ALWAYS_INLINE void feistel_lanes(uint64_t *x, uint64_t a, uint64_t b, const uint64_t *keys)
+/* Several numbers at a time: one alone waits for its products. `lanes` is known to the compiler, which
+   has them in vectors where the processor multiplies these. */
+ALWAYS_INLINE void feistel_lanes(uint64_t *x, int lanes, uint64_t a, uint64_t b, const uint64_t *keys)
 {
-    uint64_t right[LANES], left[LANES];
-    for (int j = 0; j < LANES; j++) {
-        int is_long = (int)((x[j] | a) >> 32 != 0);
-        right[j] = is_long ? x[j] / a : (uint32_t)x[j] / (uint32_t)a;
+    uint64_t right[MAX_LANES], left[MAX_LANES], all = a;
+    for (int j = 0; j < lanes; j++)
+        all |= x[j];
+    for (int j = 0; j < lanes && all >> 32; j++)
+        right[j] = x[j] / a;
+    for (int j = 0; j < lanes && !(all >> 32); j++) /* exact: no quotient is rounded up to a number */
+        right[j] = (uint64_t)((double)x[j] / (double)a);
+    for (int j = 0; j < lanes; j++)
         left[j] = x[j] - right[j] * a;
-    }
     for (int i = 0; i < ROUNDS; i += 2) {
-        for (int j = 0; j < LANES; j++)
+        for (int j = 0; j < lanes; j++)
             left[j] = shifted(left[j], right[j], a, keys[i]);
-        for (int j = 0; j < LANES; j++)
+        for (int j = 0; j < lanes; j++)
             right[j] = shifted(right[j], left[j], b, keys[i + 1]);
     }
-    for (int j = 0; j < LANES; j++)
+    for (int j = 0; j < lanes; j++)
         x[j] = right[j] * a + left[j];
 }
+
+/* Permute numbers, `lanes` at a time; returns how many, those at the end are left. */
+ALWAYS_INLINE int64_t permute_lanes(uint64_t *numbers, int64_t n, int lanes, uint64_t a, uint64_t b,
+                                    const uint64_t *keys)
+{
+    int64_t i = 0;
+    for (; i + lanes <= n; i += lanes)
+        feistel_lanes(numbers + i, lanes, a, b, keys);
+    return i;
+}
+
+#if defined(AVX512)
+AVX512 static int64_t permute_avx512(uint64_t *numbers, int64_t n, uint64_t a, uint64_t b,
+                                     const uint64_t *keys)
+{
+    return permute_lanes(numbers, n, MAX_LANES, a, b, keys);
+}
+#endif
 
 /* Permutes numbers below `count` in place; `a` * `b` is a few more than `count`. */
 PUBLIC int64_t h5async_permute(uint64_t *numbers, int64_t n, uint64_t count, uint64_t a, uint64_t b,
@@ -54,38 +77,15 @@ PUBLIC int64_t h5async_permute(uint64_t *numbers, int64_t n, uint64_t count, uin
     int64_t i = 0;
     if (a == 0 || b == 0 || count == 0)
         return 0;
-    for (; i + LANES <= n; i += LANES) { /* several at a time: one alone waits for its products */
-        uint64_t x[LANES];
-        for (int j = 0; j < LANES; j++)
-            x[j] = numbers[i + j];
-        feistel_lanes(x, a, b, keys);
-        for (int j = 0; j < LANES; j++)
-            numbers[i + j] = x[j];
-    }
+#if defined(AVX512)
+    if (HAS_AVX512())
+        i = permute_avx512(numbers, n, a, b, keys);
+#endif
+    i += permute_lanes(numbers + i, n - i, LANES, a, b, keys);
     for (int64_t j = i; j < n; j++)
         numbers[j] = feistel(numbers[j], a, b, keys);
     for (int64_t j = 0; j < n; j++)
         while (numbers[j] >= count)
             numbers[j] = feistel(numbers[j], a, b, keys);
-    return n;
-}
-
-/* The same with a permutation, and a count, for each number. */
-PUBLIC int64_t h5async_permute_each(uint64_t *numbers, int64_t n, const uint64_t *count,
-                                    const uint64_t *a, const uint64_t *b, const uint64_t *names,
-                                    const uint64_t *keys)
-{
-    for (int64_t i = 0; i < n; i++) {
-        uint64_t own[ROUNDS];
-        if (a[i] == 0 || b[i] == 0 || count[i] == 0)
-            return i;
-        uint64_t name = hash64(hash64(names[i] + keys[0]) ^ keys[1]);
-        for (int k = 0; k < ROUNDS; k++)
-            own[k] = name + keys[k];
-        uint64_t x = feistel(numbers[i], a[i], b[i], own);
-        while (x >= count[i])
-            x = feistel(x, a[i], b[i], own);
-        numbers[i] = x;
-    }
     return n;
 }

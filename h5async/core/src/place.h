@@ -134,6 +134,15 @@ typedef struct {
     int64_t count;
 } Runs;
 
+/* Whether all samples are among the first `samples` of a chunk. */
+static int runs_lie_within(const Runs *runs, int64_t samples)
+{
+    for (int64_t r = 0; r < runs->count; r++)
+        if (runs->local[r] < 0 || runs->local[r] > samples - runs->length[r])
+            return 0;
+    return 1;
+}
+
 /* Copies one element and its neighbours of all samples, tile by tile: a tile stays in the cache. */
 static void place_strided(const Dataset *d, const Piece *p, const Runs *runs, const uint8_t *chunk,
                           uint8_t *batch)

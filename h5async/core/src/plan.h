@@ -3,9 +3,12 @@
 
    The samples are sorted, and those that follow each other both in the dataset and in the batch are
    joined to runs: in order, a batch is one run. So rows that lie in a file as they are cost nothing
-   here: their items name a range of the sorted samples, which all fields share. */
+   here: their items name a range of the sorted samples, which all fields share. Where all fields are
+   such rows, each of one dataset, and the page cache holds them, any order is as good: then the
+   samples stay as they are. */
 
 enum { ITEM_NBYTES = 1 << 17 /* of rows, some 10 us */ };
+enum { RUN_NBYTES = 96 }; /* are copied while memory far from others is fetched */
 enum Status { TO_DO = 0, DONE = 1, REFUSED = 2 };
 #define MOST_COST ((int64_t)1 << 40) /* of an item: so the sum of many is a number, too */
 
@@ -31,11 +34,12 @@ typedef struct {
     Item *items;
     int64_t *run_local, *run_position, *run_length;
     Wanted *wanted, *spare; /* room for one more than there are samples */
-    const Wanted *sorted;   /* one of the two: `num_wanted` runs, and the end */
+    const Wanted *sorted;   /* one of the two: `num_wanted` runs, and the end; see above */
     Wanted *order, *order_spare; /* of items, by source */
     int64_t num_items, num_runs, num_wanted;
     int64_t most_items, most_runs, most_wanted, most_order;
     int64_t nbytes;
+    _Atomic int64_t was_cached; /* whether all that was read by the last plan was in the page cache */
 } BatchPlan;
 
 typedef struct {
@@ -133,25 +137,27 @@ static int64_t join_wanted(Wanted *wanted, int64_t count)
     return runs;
 }
 
-/* Sort the samples of a batch; -1: there is one that no field has; 0: there is no memory. */
-static int sort_samples(BatchPlan *plan, const int64_t *samples, int64_t count, int64_t num_samples)
+/* List the samples of a batch, sorted or not; -1: there is one that no field has; 0: there is no
+   memory. */
+static int list_samples(BatchPlan *plan, const int64_t *samples, int64_t count, int64_t num_samples,
+                        int is_sorted)
 {
     if (count >= INT32_MAX || !grow_wanted(plan, count + 1))
         return 0;
     int64_t least = INT64_MAX, most = -1, before = -1;
-    int is_sorted = 1;
+    int is_good = 1;
     for (int64_t i = 0; i < count; i++) {
         int64_t sample = samples[i];
         least = sample < least ? sample : least;
         most = sample > most ? sample : most;
-        is_sorted &= before <= sample;
+        is_good &= before <= sample;
         before = sample;
         plan->wanted[i] = (Wanted){sample, (int32_t)i, 0};
     }
     if (least < 0 || most >= num_samples)
         return -1;
     Wanted *sorted = plan->wanted;
-    if (!is_sorted)
+    if (is_sorted && !is_good)
         sorted = sort_wanted(plan->wanted, plan->spare, count, least, most - least);
     plan->num_wanted = join_wanted(sorted, count);
     plan->sorted = sorted;
@@ -237,7 +243,7 @@ static int add_run(BatchPlan *plan, Item *item, int64_t local, int64_t position,
 static int plan_rows(BatchPlan *plan, const Field *f, int32_t field, int32_t layer, int64_t segment,
                      Ranks ranks)
 {
-    int64_t per_item = ITEM_NBYTES / (f->row_nbytes + 1) + 1;
+    int64_t per_item = ITEM_NBYTES / (f->row_nbytes + RUN_NBYTES) + 1;
     while (ranks.rank < ranks.end) {
         int64_t left = ranks.end - ranks.rank, here = left < per_item ? left : per_item;
         Item *item = new_item(plan, f, field, layer, segment);
@@ -245,10 +251,10 @@ static int plan_rows(BatchPlan *plan, const Field *f, int32_t field, int32_t lay
             return 0;
         item->kind = ROWS, item->first_run = ranks.rank, item->num_runs = here;
         item->number = ranks.run;
-        item->nbytes = cost_of(f->row_nbytes, here);
         ranks.rank += here;
-        if (ranks.rank < ranks.end)
-            ranks.run = run_of_rank(plan, ranks.run, ranks.rank);
+        int64_t last = run_of_rank(plan, ranks.run, ranks.rank - 1);
+        item->nbytes = cost_of(f->row_nbytes, here) + RUN_NBYTES * (last + 1 - ranks.run);
+        ranks.run = last + (plan->sorted[last + 1].rank == ranks.rank);
     }
     return 1;
 }
@@ -302,9 +308,35 @@ static int plan_chunks(BatchPlan *plan, const Field *f, int32_t field, int32_t l
     return 1;
 }
 
-static int plan_layer(BatchPlan *plan, const Field *f, int32_t field, int32_t layer, int64_t count)
+/* Some fields with one layer each, whose segments begin at the same samples; or one layer of a field. */
+typedef struct {
+    const Field *fields;
+    const Target *targets;
+    int32_t begin, end, layer;
+} Alike;
+
+static int is_planned(const Alike *alike, int32_t field)
+{
+    return alike->targets[field].is_wanted && alike->fields[field].row_nbytes > 0;
+}
+
+/* Samples of one segment. */
+static int plan_segment(BatchPlan *plan, const Field *f, int32_t field, int32_t layer,
+                        int64_t segment, Ranks ranks)
 {
     const Layer *l = &f->layers[layer];
+    int64_t kind = l->shape[segment] < 0 ? NO_SOURCE : f->shapes[l->shape[segment]].kind;
+    if (kind == ROWS || kind == ROWS_IN_CHUNKS)
+        return plan_rows(plan, f, field, layer, segment, ranks);
+    if (kind == NO_SOURCE && (f->is_filled_first || f->num_layers > 1))
+        return 1;
+    return plan_chunks(plan, f, field, layer, segment, ranks);
+}
+
+/* Segment by segment: so items of several fields, too, come in the order of their sources. */
+static int plan_alike(BatchPlan *plan, const Alike *alike, int64_t count)
+{
+    const Layer *l = &alike->fields[alike->begin].layers[alike->layer];
     int64_t segment = 0;
     for (Ranks ranks = {0}; ranks.rank < count; ranks.rank = ranks.end) {
         const Wanted *run = &plan->sorted[ranks.run];
@@ -314,17 +346,23 @@ static int plan_layer(BatchPlan *plan, const Field *f, int32_t field, int32_t la
         run = &plan->sorted[last];
         ranks.end = behind - run->sample < run[1].rank - run->rank ? run->rank + behind - run->sample
                                                                    : run[1].rank;
-        int64_t kind = l->shape[segment] < 0 ? NO_SOURCE : f->shapes[l->shape[segment]].kind;
-        if (kind != NO_SOURCE || !(f->is_filled_first || f->num_layers > 1)) {
-            int is_good = kind == ROWS || kind == ROWS_IN_CHUNKS
-                              ? plan_rows(plan, f, field, layer, segment, ranks)
-                              : plan_chunks(plan, f, field, layer, segment, ranks);
-            if (!is_good)
+        for (int32_t field = alike->begin; field < alike->end; field++)
+            if (is_planned(alike, field) &&
+                !plan_segment(plan, &alike->fields[field], field, alike->layer, segment, ranks))
                 return 0;
-        }
         ranks.run = last + (ranks.end == run[1].rank);
     }
     return 1;
+}
+
+/* The end of the fields from `begin` on whose segments begin at the same samples. */
+static int32_t end_of_alike(const Field *fields, int32_t begin, int64_t num_fields)
+{
+    int32_t end = begin + 1;
+    while (fields[begin].num_layers == 1 && end < num_fields && fields[end].num_layers == 1 &&
+           fields[end].layers->first == fields[begin].layers->first)
+        end++;
+    return end;
 }
 
 /* Cut items of many pieces, where there are too few items for all threads. */
@@ -384,6 +422,22 @@ static int sort_items(BatchPlan *plan)
     return 1;
 }
 
+/* Whether samples need be sorted to find where they lie. */
+static int needs_order(const Field *fields, const Target *targets, int64_t num_fields)
+{
+    for (int64_t i = 0; i < num_fields; i++) {
+        const Field *f = &fields[i];
+        if (!targets[i].is_wanted || f->row_nbytes == 0)
+            continue;
+        if (f->num_layers != 1 || f->layers->num_segments != 1 || f->layers->shape[0] < 0)
+            return 1;
+        int64_t kind = f->shapes[f->layers->shape[0]].kind;
+        if (kind != ROWS && kind != ROWS_IN_CHUNKS)
+            return 1;
+    }
+    return 0;
+}
+
 /* Plan a batch of at most `rows` samples; 0: there is no memory for it; -1: there are more samples,
    or one that no field has. `parts`: threads that may work on it. */
 PUBLIC int64_t h5async_plan_batch(BatchPlan *plan, const Field *fields, const Target *targets,
@@ -393,18 +447,23 @@ PUBLIC int64_t h5async_plan_batch(BatchPlan *plan, const Field *fields, const Ta
     plan->num_items = plan->num_runs = plan->num_wanted = plan->nbytes = 0;
     if (count > rows)
         return -1;
-    int sorted = sort_samples(plan, samples, count, num_samples);
-    if (sorted < 1)
-        return sorted;
-    for (int32_t field = 0; field < num_fields; field++) {
-        const Field *f = &fields[field];
-        if (!targets[field].is_wanted || f->row_nbytes == 0)
-            continue;
-        for (int32_t layer = 0; layer < f->num_layers; layer++)
-            if (!plan_layer(plan, f, field, layer, count))
+    int is_sorted = !atomic_exchange(&plan->was_cached, 1) || needs_order(fields, targets, num_fields);
+    int listed = list_samples(plan, samples, count, num_samples, is_sorted);
+    if (listed < 1)
+        return listed;
+    Alike alike = {.fields = fields, .targets = targets};
+    for (; alike.begin < num_fields; alike.begin = alike.end) {
+        alike.end = end_of_alike(fields, alike.begin, num_fields);
+        int is_wanted = 0;
+        for (int32_t field = alike.begin; field < alike.end; field++)
+            is_wanted |= is_planned(&alike, field);
+        for (alike.layer = 0; is_wanted && alike.layer < fields[alike.begin].num_layers; alike.layer++)
+            if (!plan_alike(plan, &alike, count))
                 return 0;
-        if (f->is_filled_first)
-            fill_elements(f->fill, f->itemsize, targets[field].raw, count * f->row_nbytes);
+        for (int32_t field = alike.begin; field < alike.end; field++)
+            if (fields[field].is_filled_first && is_planned(&alike, field))
+                fill_elements(fields[field].fill, fields[field].itemsize, targets[field].raw,
+                              count * fields[field].row_nbytes);
     }
     if (!cut_items(plan, parts) || !sort_items(plan))
         return 0;

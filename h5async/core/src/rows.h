@@ -141,14 +141,19 @@ static int copy_item(Work *work, const Field *f, const Shape *shape, const Targe
         item->number + count > work->plan->num_wanted || w->rank != item->first_run ||
         w[count].rank != item->first_run + count)
         return 0;
-    int64_t row = l->row[segment] + (w->sample - l->first[segment]) * l->step[segment];
-    int64_t last = row + (w[count - 1].sample - w->sample) * l->step[segment];
+    int64_t least = w->sample, most = w->sample;
+    for (int64_t i = 1; i < count; i++) {
+        least = w[i].sample < least ? w[i].sample : least;
+        most = w[i].sample > most ? w[i].sample : most;
+    }
+    int64_t row = l->row[segment] + (least - l->first[segment]) * l->step[segment];
+    int64_t last_row = row + (most - least) * l->step[segment];
     int64_t offset = offset_of_row(l, shape, segment, row);
-    if (offset < 0 || l->step[segment] < 0 ||
-        offset_of_row(l, shape, segment, last) > work->available - nbytes)
+    int64_t last = offset_of_row(l, shape, segment, last_row);
+    if (offset < 0 || l->step[segment] < 0 || last > work->available - nbytes)
         return 0;
-    const uint8_t *from = work->file->map + offset;
     int64_t stride = l->step[segment] * shape->source_row_nbytes;
+    const uint8_t *from = work->file->map + offset + (w->sample - least) * stride;
     if (nbytes == 16) /* which the compiler then knows */
         copy_singles(w, count, from, stride, target->raw, 16);
     else

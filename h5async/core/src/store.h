@@ -11,7 +11,7 @@ enum { KEPT_OVERHEAD = 128 }; /* what a chunk takes beside its bytes, and the sy
 typedef struct Kept {
     uint64_t key;
     struct Kept *next;            /* in a bucket; or in the list of those that are not used */
-    struct Kept *newer, *older;   /* among all that are there, by their last use */
+    struct Kept *newer, *older;   /* among all that are there, by their last use: see is_scarce */
     int64_t nbytes;
     int32_t state, users, is_dropped;
     uint8_t *data;
@@ -24,6 +24,7 @@ typedef struct {
     int64_t num_buckets; /* a power of two */
     Kept *newest, *oldest;
     int64_t nbytes, budget_nbytes;
+    int32_t is_scarce; /* chunks had to make way for others: their order of use is noted from then on */
     int64_t chunk_nbytes, most_chunk_nbytes; /* without KEPT_OVERHEAD: now, and at most so far */
 } Store;
 
@@ -82,6 +83,7 @@ static Kept *new_kept(Store *store, int64_t nbytes)
     Kept *again = NULL;
     for (Kept *kept = store->oldest, *newer; kept && store->nbytes + cost > most; kept = newer) {
         newer = kept->newer;
+        store->is_scarce = 1;
         if (kept->users)
             continue;
         drop_kept(store, kept);
@@ -161,10 +163,12 @@ static void take_ready(Store *store, const uint64_t *keys, int count, Kept **fou
             continue;
         }
         found[i]->users++;
-        __builtin_prefetch(found[i]->newer);
-        __builtin_prefetch(found[i]->older);
+        if (store->is_scarce) {
+            __builtin_prefetch(found[i]->newer);
+            __builtin_prefetch(found[i]->older);
+        }
     }
-    for (int i = 0; i < count; i++)
+    for (int i = 0; store->is_scarce && i < count; i++)
         if (found[i] != NULL) {
             unlink_kept(store, found[i]);
             put_newest(store, found[i]);

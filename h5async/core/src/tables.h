@@ -13,12 +13,13 @@ typedef struct {
     int64_t number_stride;       /* between the numbers of chunks that follow along the samples */
     int64_t kind;                /* enum RowsKind */
     int64_t source_row_nbytes;   /* ROWS: between rows in the file */
-    int64_t keeps;               /* whether decoded chunks are kept that a batch takes a part of */
+    int64_t keeps;               /* whether chunks are kept that a batch takes a part of */
     int64_t swaps;               /* bytes of numbers that are reversed in the batch; 0: none are */
 } Shape;
 
 typedef struct {
-    const int64_t *first; /* [num_segments + 1], ascending; at the end, behind the last sample */
+    const int64_t *first; /* [num_segments + 1], ascending; at the end, behind the last sample. Fields
+                             whose segments begin at the same samples share it */
     const int64_t *row;   /* of the first sample in the source, and the distance to the next one */
     const int64_t *step;
     const int32_t *shape, *source; /* shape -1: nothing holds these samples */
@@ -39,6 +40,13 @@ typedef struct {
     int64_t num_layers, num_extents, row_nbytes, itemsize;
     int64_t is_filled_first; /* whether parts of rows may have no source */
 } Field;
+
+/* Whether a chunk is a small dataset without filters, which is kept whole. It may have fewer rows than
+   the shape says: as many as are stored. */
+static int is_small(const Shape *shape)
+{
+    return shape->keeps && shape->dataset.num_filters == 0 && shape->dataset.begin < 0;
+}
 
 /* The extent of a chunk; -1: never allocated; -2: there is no such chunk. */
 static int64_t find_extent(const Field *f, const Layer *layer, int64_t segment, int64_t number)
