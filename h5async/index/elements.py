@@ -11,6 +11,7 @@ import h5py
 import numpy as np
 
 from h5async.errors import DatasetError
+from h5async.index.opened import Opened
 from h5async.names import name_bytes, name_text
 from h5async.system.interruptions import suppressing
 
@@ -33,14 +34,12 @@ class Element(NamedTuple):
     offset: int
 
     @property
-    def base(self) -> np.dtype[Any]:
-        """The dtype of a number, where it is an array of them, or an array of arrays."""
-        return _unpacked(self.dtype)[0]
+    def unpacked(self) -> tuple[np.dtype[Any], tuple[int, ...]]:
+        """The dtype of a number, and the dimensions of an array type of them.
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The dimensions of an array type, those of the outermost one first."""
-        return _unpacked(self.dtype)[1]
+        Of an array of arrays, those of the outermost one come first.
+        """
+        return _unpacked(self.dtype)
 
     @property
     def is_numpys(self) -> bool:
@@ -87,12 +86,12 @@ def _is_stored_as(stored: h5py.h5t.TypeID, dtype: np.dtype[Any]) -> bool:
     return False
 
 
-def has_objects(dataset: h5py.Dataset) -> bool:
+def has_objects(dataset: Opened) -> bool:
     """Tell whether elements, or members of them, are of variable length, or references."""
     try:
         return bool(dataset.dtype.hasobject)
     except UnicodeDecodeError:  # h5py has no dtype for names of members that are not UTF-8
-        return _is_object(dataset.id.get_type())
+        return _is_object(dataset.type)
 
 
 def _is_object(stored: h5py.h5t.TypeID) -> bool:
@@ -105,7 +104,7 @@ def _is_object(stored: h5py.h5t.TypeID) -> bool:
     return isinstance(stored, h5py.h5t.TypeVlenID | h5py.h5t.TypeReferenceID)
 
 
-def element_of(dataset: h5py.Dataset, member: tuple[str, ...], where: str) -> Element:
+def element_of(dataset: Opened, member: tuple[str, ...], where: str) -> Element:
     """Return what an element is; of a compound, its member at the end of the path `member`.
 
     Raises
@@ -113,7 +112,7 @@ def element_of(dataset: h5py.Dataset, member: tuple[str, ...], where: str) -> El
     DatasetError
         If there is no such member, or NumPy has no type for it; it begins with `where`.
     """
-    stored, offset = dataset.id.get_type(), 0
+    stored, offset = dataset.type, 0
     for depth, name in enumerate(member):
         label = "/".join(member[: depth + 1])
         if not isinstance(stored, h5py.h5t.TypeCompoundID):

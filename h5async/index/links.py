@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import stat
 from collections.abc import Iterator
@@ -121,6 +122,16 @@ class Located(NamedTuple):
     path: str
     rest: tuple[str, ...]
 
+    def open(self) -> h5py._objects.ObjectID:
+        """Open the object.
+
+        Raises
+        ------
+        Exception
+            Any, if it is damaged.
+        """
+        return h5py.h5o.open(self.file.id, name_bytes(self.path))
+
 
 def locate(file: h5py.File, path: str, reach: Reach, files: contextlib.ExitStack) -> Located:
     """Follow a path through groups and links.
@@ -150,22 +161,22 @@ def locate(file: h5py.File, path: str, reach: Reach, files: contextlib.ExitStack
         If a linked file cannot be opened.
     """
     todo = _components(path)
-    group: h5py.Group = file["/"]
+    group: h5py.h5g.GroupID = file.id
     done: list[str] = []
     links = 0
     while todo:
         name = todo.pop(0)
         at = name_bytes(name)  # h5py takes no other name that is not UTF-8
-        if not group.id.links.exists(at):
+        if not group.links.exists(at):
             raise KeyError(path)
-        kind = group.id.links.get_info(at).type
+        kind = group.links.get_info(at).type
         if kind == h5py.h5l.TYPE_HARD:
             done.append(name)
             if todo:
-                node = group[at]
-                if isinstance(node, h5py.Dataset):
+                node = h5py.h5o.open(group, at)
+                if isinstance(node, h5py.h5d.DatasetID):
                     return Located(file, "/".join(done), tuple(todo))
-                if not isinstance(node, h5py.Group):
+                if not isinstance(node, h5py.h5g.GroupID):
                     raise KeyError(path)
                 group = node
             continue
@@ -175,16 +186,16 @@ def locate(file: h5py.File, path: str, reach: Reach, files: contextlib.ExitStack
             raise DatasetError(f"{where}: the path leads through more than {_MAX_LINKS} links")
         if kind == h5py.h5l.TYPE_EXTERNAL:
             holder = Path(file.filename)
-            file_name, leads_to = map(name_text, group.id.links.get_val(at))
+            file_name, leads_to = map(name_text, group.links.get_val(at))
             target = reach.find(file_name, holder, "HDF5_EXT_PREFIX", where)
             if target is None:
                 raise MissingError(f"{where} leads to {file_name}, which does not exist")
             file = files.enter_context(open_permitted(target, where))
-            group, done = file["/"], []
+            group, done = file.id, []
         elif kind == h5py.h5l.TYPE_SOFT:
-            leads_to = name_text(group.id.links.get_val(at))
+            leads_to = name_text(group.links.get_val(at))
             if leads_to.startswith("/"):
-                group, done = file["/"], []
+                group, done = file.id, []
         else:
             raise KeyError(path)
         todo = _components(leads_to) + todo
@@ -201,8 +212,11 @@ def open_index(path: Path) -> Iterator[h5py.File]:
 
     HDF5 would cache up to 32 MB of them, though they are not read again.
     """
-    with open_hdf5(path) as file, metadata_cache(file, _METADATA_NBYTES):
+    file = open_hdf5(path, metadata_nbytes=_METADATA_NBYTES)
+    try:
         yield file
+    finally:
+        file.close()
 
 
 @contextlib.contextmanager
@@ -250,10 +264,18 @@ def require_in_place(path: Path, opened: FileStamp, where: str) -> None:
     raise UnsafeFileError(f"{where} refers to {path}, which was replaced while it was opened")
 
 
-def open_hdf5(path: Path, *, in_use: bool = False) -> h5py.File:
+def open_hdf5(path: Path, *, in_use: bool = False, metadata_nbytes: int | None = None) -> h5py.File:
     """Open a file for reading with h5py, which the caller closes.
 
-    `in_use`: also a file that a writer has locked, which may be writing to it.
+    Parameters
+    ----------
+    path
+        The file.
+    in_use
+        Whether to open also a file that a writer has locked, which may be writing to it.
+    metadata_nbytes
+        How many bytes of metadata HDF5 caches; None: its default. The settings of a file that is
+        open in this process stay.
 
     Raises
     ------
@@ -261,12 +283,16 @@ def open_hdf5(path: Path, *, in_use: bool = False) -> h5py.File:
         If it cannot be opened; the message says why.
     """
     try:
-        if path.is_dir():
-            raise ReadError(f"cannot open {path}: it is a directory; name a file")
-        if path.exists() and not path.is_file():  # HDF5 would wait for a pipe
-            raise ReadError(f"cannot open {path}: it is not a regular file")
+        with suppressing(FileNotFoundError, NotADirectoryError):
+            mode = os.stat(path).st_mode
+            if stat.S_ISDIR(mode):
+                raise ReadError(f"cannot open {path}: it is a directory; name a file")
+            if not stat.S_ISREG(mode):  # HDF5 would wait for a pipe
+                raise ReadError(f"cannot open {path}: it is not a regular file")
         try:
-            return h5py.File(path, "r")
+            # `h5py.File` would make new property lists for each file.
+            properties = _access_properties(metadata_nbytes)
+            return h5py.File(h5py.h5f.open(os.fsencode(path), h5py.h5f.ACC_RDONLY, properties))
         except OSError as error:
             # The caller has it open without locking, and HDF5 wants all to agree; or a writer
             # lets others read meanwhile (SWMR).
@@ -281,6 +307,19 @@ def open_hdf5(path: Path, *, in_use: bool = False) -> h5py.File:
         raise
     except (OSError, RuntimeError, ValueError) as error:
         raise ReadError(f"cannot open {path}: {_reason(path, error)}") from error
+
+
+@functools.cache
+def _access_properties(metadata_nbytes: int | None) -> h5py.h5p.PropFAID:
+    """Return what files are opened with: the defaults, but for the metadata that HDF5 caches."""
+    properties = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+    if metadata_nbytes is not None:
+        cache = properties.get_mdc_config()
+        cache.set_initial_size = True
+        cache.initial_size = cache.max_size = metadata_nbytes
+        cache.min_size = min(cache.min_size, metadata_nbytes)
+        properties.set_mdc_config(cache)
+    return properties
 
 
 def _reason(path: Path, error: Exception) -> str:

@@ -18,7 +18,6 @@ from h5async.index.datasets import Indexer
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import BESIDE, Reach, locate, metadata_cache, open_index
 from h5async.index.listing import walk
-from h5async.names import name_bytes
 from h5async.system.interruptions import passing, suppressing
 
 
@@ -39,8 +38,9 @@ def read_layouts(
         If a field's ``num_dim`` is not a dimension of its dataset.
     """
     with open_index(path) as file:
+        indexer = Indexer(file, reach)
         return {
-            name: _layout_at(file, field.path, field.num_dim, reach)
+            name: _layout_at(indexer, field.path, field.num_dim, reach)
             for name, field in fields.items()
         }
 
@@ -53,13 +53,14 @@ def list_layouts(
     They come group by group, in the order of names.
     """
     with passing(), open_index(path) as file, metadata_cache(file, LISTING_NBYTES):
+        indexer = Indexer(file, reach)
         for name, kind in walk(file):
             if kind == "group" or (kind != "dataset" and not _may_be_dataset(file, name, reach)):
                 continue
             layout: DatasetLayout | H5AsyncError
             try:
                 with passing():
-                    layout = _layout_at(file, name, 0, reach)
+                    layout = _layout_at(indexer, name, 0, reach)
             except H5AsyncError as error:
                 layout = error
             yield name, layout
@@ -70,16 +71,17 @@ def _may_be_dataset(file: h5py.File, path: str, reach: Reach) -> bool:
     with contextlib.ExitStack() as files:
         with suppressing(Exception):  # a damaged object may raise anything; the listing says what
             found = locate(file, path, reach, files)
-            return isinstance(found.file[name_bytes(found.path)], h5py.Dataset)
+            return isinstance(found.open(), h5py.h5d.DatasetID)
         return True
 
 
-def _layout_at(file: h5py.File, path: str, num_dim: int, reach: Reach) -> DatasetLayout:
-    """Read the layout of what a path leads to, in this file or another."""
+def _layout_at(indexer: Indexer, path: str, num_dim: int, reach: Reach) -> DatasetLayout:
+    """Read the layout of what a path leads to, in the file of an indexer or another."""
+    file = indexer.file
     with contextlib.ExitStack() as files:
         try:
             found = locate(file, path, reach, files)
-            node = found.file[name_bytes(found.path)]
+            node = found.open()
         except H5AsyncError:
             raise
         except MemoryError as error:
@@ -92,10 +94,12 @@ def _layout_at(file: h5py.File, path: str, num_dim: int, reach: Reach) -> Datase
                 f'{file.filename}: there is no dataset "{path}"{detail};'
                 f" {what_is_there(file, reach)}"
             ) from error
-        if not isinstance(node, h5py.Dataset):
-            kind = "group" if isinstance(node, h5py.Group) else "named type"
+        if not isinstance(node, h5py.h5d.DatasetID):
+            kind = "group" if isinstance(node, h5py.h5g.GroupID) else "named type"
             raise DatasetError(
                 f'{file.filename}: "{path}" is a {kind}, not a dataset;'
                 f" {what_is_there(file, reach)}"
             )
-        return Indexer(found.file, reach).layout(found.path, node, found.rest, num_dim)
+        if found.file is not file:
+            indexer = Indexer(found.file, reach)
+        return indexer.layout(found.path, node, found.rest, num_dim)
