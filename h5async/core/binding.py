@@ -67,8 +67,8 @@ class Core:
         exception, which is raised here. It gives the GIL away meanwhile, and takes it now and then
         to let signal handlers run.
     look_up
-        ``look_up(corner, expected, function, dataset, rank, count)`` returns how many chunks HDF5
-        finds with the sizes expected, before the first that it does not.
+        ``look_up(visit, number, expected, function, count)`` returns how many chunks HDF5 finds by
+        their numbers with the sizes expected, before the first that it does not.
 
     Raises
     ------
@@ -118,7 +118,7 @@ class Core:
         self.next = _function(library, "h5async_next", 2)
         self.do_oldest = _function(library, "h5async_do_oldest", 2)
         self.wait = _function(library, "h5async_wait", 1, c_int64, c_int64)
-        self.look_up = _function(library, "h5async_look_up", 3, *[c_int64] * 3)
+        self.look_up = _function(library, "h5async_look_up", 4, c_int64)
         self._free = _function(library, "h5async_free", 1)
 
     def _find_brief_functions(self, library: Any) -> None:

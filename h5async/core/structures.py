@@ -198,8 +198,13 @@ class VisitStruct(Structure):
         ("mask", c_void_p),
         ("capacity", c_int64),
         ("count", c_int64),
+        ("begin", c_int64),
+        ("end", c_int64),
+        ("least", c_int64),
+        ("most", c_int64),
+        ("is_ascending", c_int64),
+        ("is_apart", c_int64),
         ("is_outside", c_int64),
-        ("is_signal", c_int64),
         ("thread", c_void_p),
     ]
 

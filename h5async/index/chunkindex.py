@@ -117,7 +117,7 @@ def read_chunk_table(
         raise ReadError(f"{where}: its chunk index cannot be read ({error})") from error
     checks = _Checks(dataset, grid, visited, where)
     checks.require_within(end)
-    is_raw = None if filters else True
+    is_raw: NDArray[np.bool_] | bool = not filters
     if filters and has_raw_edges:
         # Such chunks are stored raw while their mask says that they were filtered.
         is_raw = checks.reach_over_edge()
@@ -166,12 +166,10 @@ class _Checks:
             If one does not.
         """
         offset, nbytes = self._visited.offset, self._visited.nbytes
-        bad = nbytes > end
-        bad |= offset > end - nbytes
-        if bad.any():
-            at = int(bad.argmax())
+        if self._visited.end > end:
+            at = int(((nbytes > end) | (offset > end - nbytes)).argmax())
             raise ReadError(
-                f"{self._where}, chunk {self._corner(at)}: {nbytes[at]} bytes at byte {offset[at]}"
+                f"{self._chunk(self._visited.number[at])}: {nbytes[at]} bytes at byte {offset[at]}"
                 f" do not lie in the file, which has {end} bytes; it was cut short or is damaged"
             )
 
@@ -184,7 +182,7 @@ class _Checks:
             is_partial |= cell == extent // size  # never, where chunks fit in
         return is_partial
 
-    def require_nbytes(self, is_raw: NDArray[np.bool_] | bool | None, expected: int) -> None:
+    def require_nbytes(self, is_raw: NDArray[np.bool_] | bool, expected: int) -> None:
         """Refuse raw chunks of another size than expected, and filtered ones of no bytes.
 
         Raises
@@ -192,15 +190,17 @@ class _Checks:
         ReadError
             If there is one.
         """
-        nbytes = self._visited.nbytes
-        bad = nbytes != expected if is_raw is True else nbytes == 0
-        if isinstance(is_raw, np.ndarray):
-            bad = np.where(is_raw, nbytes != expected, bad)
+        nbytes, least, most = self._visited.nbytes, self._visited.least, self._visited.most
+        if not nbytes.size or (
+            least == most == expected if is_raw is True else is_raw is False and least
+        ):
+            return
+        bad = np.where(is_raw, nbytes != expected, nbytes == 0)
         if bad.any():
             at = int(bad.argmax())
-            is_raw = is_raw[at] if isinstance(is_raw, np.ndarray) else is_raw
+            is_raw = bool(np.broadcast_to(is_raw, nbytes.shape)[at])
             raise ReadError(
-                f"{self._where}, chunk {self._corner(at)}: expected"
+                f"{self._chunk(self._visited.number[at])}: expected"
                 f" {expected if is_raw else 'some'} bytes, got {nbytes[at]}; the file is damaged"
             )
 
@@ -212,16 +212,16 @@ class _Checks:
         ReadError
             If two do.
         """
-        offset, nbytes = self._visited.offset, self._visited.nbytes
-        overlaps = offset[1:] < offset[:-1] + nbytes[:-1]
-        if overlaps.any():  # or they are not in the order of their addresses
+        offset, nbytes, what = self._visited.offset, self._visited.nbytes, ""
+        if not self._visited.is_apart:  # perhaps only not in the order of their addresses
             order = np.argsort(offset, kind="stable")
             offset, nbytes = offset[order], nbytes[order]
             overlaps = offset[1:] < offset[:-1] + nbytes[:-1]
-        has_overlap = bool(overlaps.any())
-        if has_overlap or (offset.size and offset[0] < _SUPERBLOCK_NBYTES):
-            at = offset[int(overlaps.argmax()) + 1] if has_overlap else offset[0]
-            what = "another one" if has_overlap else "the file's superblock"
+            if overlaps.any():
+                at, what = offset[int(overlaps.argmax()) + 1], "another one"
+        if not what and offset.size and self._visited.begin < _SUPERBLOCK_NBYTES:
+            at, what = self._visited.begin, "the file's superblock"
+        if what:
             raise ReadError(
                 f"{self._where}: a chunk at byte {at} overlaps {what}; the file is damaged"
             )
@@ -236,46 +236,43 @@ class _Checks:
         NotDirectError
             If HDF5 reports chunks that cannot exist.
         """
-        index, offset, nbytes, mask, is_outside = self._visited
+        index, offset, nbytes, mask = self._visited[:4]
+        is_outside = self._visited.is_outside
         obstacle = "HDF5 reports chunks outside the dataset" if is_outside else None
-        is_ascending = bool((index[1:] > index[:-1]).all())
-        if not is_ascending:
+        if not self._visited.is_ascending:
             order = np.argsort(index, kind="stable")
             index, offset, nbytes, mask = index[order], offset[order], nbytes[order], mask[order]
             if (index[1:] == index[:-1]).any():
                 obstacle = obstacle or "HDF5 reports a chunk twice"
         if self._dataset.index_kind == B_TREE_V1:
-            self._require_agreement(index, nbytes, is_ascending)
+            self._require_agreement(index, nbytes)
         if obstacle is not None:
             raise NotDirectError(obstacle)
         is_complete = index.size == math.prod(self._grid)
         return ChunkTable(None if is_complete else index, offset, nbytes, mask)
 
-    def _require_agreement(self, index: Int64s, nbytes: Int64s, is_ascending: bool) -> None:
+    def _require_agreement(self, index: Int64s, nbytes: Int64s) -> None:
         """Refuse a version 1 B-tree that contradicts itself, since it has no checksum.
 
         Its chunks must come in the order of their keys, and HDF5 must find each chunk by its key:
         all of few chunks are looked up, and some of many.
         """
-        if not is_ascending:
+        if not self._visited.is_ascending:
             raise ReadError(
                 f"{self._where}: the keys of its chunk index are not in order; it is damaged"
             )
         step = -(-index.size // _LOOKUPS) or 1
-        corners = self._corners(index[::step])
+        index, nbytes = index[::step], nbytes[::step]
         # (`get_chunk_info_by_coord` visits all chunks, and would find it.)
-        found = first_unlike(self._dataset, corners.astype(np.uint64), nbytes[::step])
-        if found < len(corners):
-            at = tuple(corners[found].tolist())
+        found = first_unlike(self._dataset, self._grid, index, nbytes)
+        if found < index.size:
             raise ReadError(
-                f"{self._where}, chunk {at}: the chunk index lists it, but HDF5 does not find it;"
+                f"{self._chunk(index[found])}: the chunk index lists it, but HDF5 does not find it;"
                 " the file is damaged"
             )
 
-    def _corner(self, at: int) -> tuple[int, ...]:
-        return tuple(self._corners(self._visited.number[at : at + 1])[0].tolist())
-
-    def _corners(self, number: Int64s) -> Int64s:
-        """Return the corners of chunks: (n, rank)."""
-        cells = np.stack(np.unravel_index(number, self._grid), axis=1)
-        return cells * np.array(self._dataset.chunks, np.int64)
+    def _chunk(self, number: np.int64) -> str:
+        """Return the name of a chunk, for messages."""
+        cell = np.unravel_index(number, self._grid)
+        corner = tuple(int(at) * n for at, n in zip(cell, self._dataset.chunks, strict=True))
+        return f"{self._where}, chunk {corner}"

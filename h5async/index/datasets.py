@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import h5py
@@ -36,7 +35,7 @@ from h5async.index.filterpipeline import (
 )
 from h5async.index.identity import indexed
 from h5async.index.layout import DatasetLayout, Part, Storage, normal_axis
-from h5async.index.links import Located, Reach
+from h5async.index.links import LastGroup, Located, Reach
 from h5async.index.obstacles import NotDirectError
 from h5async.index.opened import Opened
 from h5async.index.slabs import Slab
@@ -51,7 +50,7 @@ class Indexer:
     Parameters
     ----------
     file
-        The file.
+        The file, which is also an attribute, as is the `LastGroup` of it.
     reach
         Which other files its datasets may refer to.
     depth
@@ -60,6 +59,7 @@ class Indexer:
 
     def __init__(self, file: h5py.File, reach: Reach, depth: int = 0) -> None:
         self.file = file
+        self.last_group = LastGroup()
         self._name = file.filename
         # It is opened again later, from whatever directory is the current one then.
         self._path = os.path.abspath(self._name)
@@ -160,13 +160,13 @@ class Indexer:
             if storage == "compact":
                 values = np.asarray(_values(dataset.dataset, member))
                 values = values.reshape(layout.shape).view(layout.raw_dtype)
-                return replace(layout, values=values)
+                return layout.changed(values=values)
             require_fill(dataset, layout.stored_itemsize, where)
             if is_chunked and layout.filters:
                 nbytes = math.prod(dataset.chunks) * layout.stored_itemsize
                 require_lengths(layout.filters, nbytes, where)
                 if edges_are_raw(dataset):
-                    layout = replace(layout, has_raw_edges=True)
+                    layout = layout.changed(has_raw_edges=True)
                 require_filters(layout, dataset, where)
             self._require_direct(layout, element)
             if member:
@@ -175,7 +175,7 @@ class Indexer:
             return self._direct(layout, dataset, where, fill=fill)
         except NotDirectError as error:
             nbytes = self._stored_nbytes(layout, dataset, where)
-            return replace(layout, fallback_reason=str(error), stored_nbytes=nbytes)
+            return layout.changed(fallback_reason=str(error), stored_nbytes=nbytes)
 
     def _require_direct(self, layout: DatasetLayout, element: Element) -> None:
         if self._is_writer:
@@ -228,7 +228,7 @@ class Indexer:
             changes |= {"chunks": chunks, "filters": filters, "stored_nbytes": stored_nbytes}
         else:
             changes["offset"] = _contiguous_offset(dataset, where)
-        layout = replace(layout, **changes)
+        layout = layout.changed(**changes)
         if has_no_values(dataset.plist, layout):
             raise NotDirectError("it was never written, and its fill value is undefined")
         return layout
@@ -253,8 +253,7 @@ class Indexer:
         fill = np.zeros(layout.stored_itemsize, np.uint8)
         values = member_fill(dataset, layout.member)
         fill[element.offset : element.offset + len(values)] = np.frombuffer(values, np.uint8)
-        source = replace(
-            layout,
+        source = layout.changed(
             shape=layout.shape[:rank],
             chunk_shape=layout.chunk_shape[:rank],
             dtype=compound,
@@ -264,7 +263,7 @@ class Indexer:
         source = self._direct(source, dataset, where)
         samples = Slab.run(0, layout.num_samples)
         part = Part(source, samples, samples, member=label)
-        return replace(layout, parts=(part,) if layout.num_samples else ())
+        return layout.changed(parts=(part,) if layout.num_samples else ())
 
 
 def _values(dataset: h5py.Dataset, member: tuple[str, ...]) -> Any:

@@ -1,7 +1,4 @@
-"""Reads the datatype of a dataset, or of a member of it, as a NumPy dtype.
-
-And tells whether the stored bytes are those of that dtype.
-"""
+"""Reads the datatype of a dataset, or of a member of it, as a NumPy dtype."""
 
 from __future__ import annotations
 
@@ -12,8 +9,8 @@ import numpy as np
 
 from h5async.errors import DatasetError
 from h5async.index.opened import Opened
+from h5async.index.storedtypes import describe
 from h5async.names import name_bytes, name_text
-from h5async.system.interruptions import suppressing
 
 
 class Element(NamedTuple):
@@ -23,14 +20,14 @@ class Element(NamedTuple):
     ----------
     dtype
         As h5py gives it.
-    stored
-        The type as stored.
+    is_numpys
+        Whether the stored bytes are NumPy's.
     offset
         Of a member: its first byte within an element.
     """
 
     dtype: np.dtype[Any]
-    stored: h5py.h5t.TypeID
+    is_numpys: bool
     offset: int
 
     @property
@@ -41,11 +38,6 @@ class Element(NamedTuple):
         """
         return _unpacked(self.dtype)
 
-    @property
-    def is_numpys(self) -> bool:
-        """Whether the stored bytes are NumPy's."""
-        return _is_stored_as(self.stored, self.dtype)
-
 
 def _unpacked(dtype: np.dtype[Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:
     """Return the base and the dimensions of a dtype; NumPy's own go one level deep."""
@@ -54,36 +46,6 @@ def _unpacked(dtype: np.dtype[Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:
         shape += base.shape
         base = base.base
     return base, shape
-
-
-def _is_stored_as(stored: h5py.h5t.TypeID, dtype: np.dtype[Any]) -> bool:
-    """Tell whether the bytes of a stored type are those of a dtype."""
-    is_equal = None
-    with suppressing(Exception):  # a type that h5py can read but not write
-        is_equal = bool(stored.equal(h5py.h5t.py_create(dtype, logical=True)))
-    if is_equal is not False:
-        return bool(is_equal)
-    if isinstance(stored, h5py.h5t.TypeIntegerID) and stored.get_size() == 1:
-        # A byte order means nothing to a byte, but makes types unequal.
-        is_whole = stored.get_precision() == 8 and stored.get_offset() == 0
-        is_signed = stored.get_sign() != h5py.h5t.SGN_NONE
-        return is_whole and dtype == np.dtype("i1" if is_signed else "u1")
-    if isinstance(stored, h5py.h5t.TypeBitfieldID) and dtype.kind == "u":
-        # h5py gives bitfields as unsigned integers, but would write those as integers.
-        same = getattr(h5py.h5t, f"STD_B{8 * dtype.itemsize}LE", None)
-        return same is not None and dtype.str[0] != ">" and bool(stored.equal(same))
-    if isinstance(stored, h5py.h5t.TypeCompoundID) and dtype.fields is not None:
-        names = dtype.names or ()
-        return (
-            stored.get_size() == dtype.itemsize
-            and stored.get_nmembers() == len(names)
-            and all(
-                stored.get_member_offset(i) == dtype.fields[name][1]
-                and _is_stored_as(stored.get_member_type(i), dtype.fields[name][0])
-                for i, name in enumerate(names)
-            )
-        )
-    return False
 
 
 def has_objects(dataset: Opened) -> bool:
@@ -125,7 +87,7 @@ def element_of(dataset: Opened, member: tuple[str, ...], where: str) -> Element:
         offset += stored.get_member_offset(names.index(encoded))
         stored = stored.get_member_type(names.index(encoded))
     try:
-        return Element(stored.dtype if member else dataset.dtype, stored, offset)
+        return Element(*describe(stored.encode() if member else dataset.encoded_type), offset)
     except UnicodeDecodeError as error:
         raise DatasetError(
             f"{where}: it has members with names that are not UTF-8, and h5py has no type for"

@@ -17,7 +17,7 @@ def indexed(dataset: Opened) -> Indexed:
     The digest covers what HDF5 encodes of its type and of its creation properties (H5Tencode,
     H5Pencode2), and compact values, which are read with the index.
     """
-    digest = hashlib.blake2b(dataset.type.encode(), digest_size=16)
+    digest = hashlib.blake2b(dataset.encoded_type, digest_size=16)
     digest.update(dataset.properties)
     if dataset.layout_class == h5py.h5d.COMPACT and not dataset.dtype.hasobject:
         digest.update(np.asarray(dataset.dataset[...]).tobytes())

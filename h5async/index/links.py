@@ -116,11 +116,21 @@ BESIDE = Reach()  # only files that lie beside the file
 
 
 class Located(NamedTuple):
-    """Where a path leads: an object of a file, and the rest of the path after a dataset."""
+    """Where a path leads: an object of a file, and the rest of the path after a dataset.
+
+    Attributes
+    ----------
+    file, path, rest
+        The file, the path of the object in it, and the rest.
+    group, name
+        The group that holds the object, and its name there.
+    """
 
     file: h5py.File
     path: str
     rest: tuple[str, ...]
+    group: h5py.h5g.GroupID
+    name: bytes
 
     def open(self) -> h5py._objects.ObjectID:
         """Open the object.
@@ -130,10 +140,34 @@ class Located(NamedTuple):
         Exception
             Any, if it is damaged.
         """
-        return h5py.h5o.open(self.file.id, name_bytes(self.path))
+        return h5py.h5o.open(self.group, self.name)
 
 
-def locate(file: h5py.File, path: str, reach: Reach, files: contextlib.ExitStack) -> Located:
+class LastGroup:
+    """Keeps the group of a file in which an object was found: the next is often there, too."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._group: h5py.h5g.GroupID | None = None
+
+    def begin(self, todo: list[str]) -> tuple[h5py.h5g.GroupID | None, list[str]]:
+        """Return the group if the path leads to an object of it, and the names of the way there."""
+        if self._group is not None and todo[:-1] == self._names:
+            return self._group, list(self._names)
+        return None, []
+
+    def keep(self, names: list[str], group: h5py.h5g.GroupID) -> None:
+        """Keep a group to which only hard links lead."""
+        self._names, self._group = names, group
+
+
+def locate(
+    file: h5py.File,
+    path: str,
+    reach: Reach,
+    files: contextlib.ExitStack,
+    last: LastGroup | None = None,
+) -> Located:
     """Follow a path through groups and links.
 
     Parameters
@@ -146,6 +180,8 @@ def locate(file: h5py.File, path: str, reach: Reach, files: contextlib.ExitStack
         What external links may lead to.
     files
         Closes, later, the files that are opened on the way.
+    last
+        Keeps the group for the next path of the same file.
 
     Raises
     ------
@@ -161,21 +197,20 @@ def locate(file: h5py.File, path: str, reach: Reach, files: contextlib.ExitStack
         If a linked file cannot be opened.
     """
     todo = _components(path)
-    group: h5py.h5g.GroupID = file.id
-    done: list[str] = []
-    links = 0
+    kept, done = (None, []) if last is None else last.begin(todo)
+    group: h5py.h5g.GroupID = file.id if kept is None else kept
+    del todo[: len(done)]
+    at, links = b".", 0
     while todo:
         name = todo.pop(0)
         at = name_bytes(name)  # h5py takes no other name that is not UTF-8
-        if not group.links.exists(at):
-            raise KeyError(path)
-        kind = group.links.get_info(at).type
+        kind = _link_type(group, at)
         if kind == h5py.h5l.TYPE_HARD:
             done.append(name)
             if todo:
                 node = h5py.h5o.open(group, at)
                 if isinstance(node, h5py.h5d.DatasetID):
-                    return Located(file, "/".join(done), tuple(todo))
+                    return Located(file, "/".join(done), tuple(todo), group, at)
                 if not isinstance(node, h5py.h5g.GroupID):
                     raise KeyError(path)
                 group = node
@@ -191,15 +226,31 @@ def locate(file: h5py.File, path: str, reach: Reach, files: contextlib.ExitStack
             if target is None:
                 raise MissingError(f"{where} leads to {file_name}, which does not exist")
             file = files.enter_context(open_permitted(target, where))
-            group, done = file.id, []
+            group, done, at = file.id, [], b"."
         elif kind == h5py.h5l.TYPE_SOFT:
             leads_to = name_text(group.links.get_val(at))
+            at = b"."
             if leads_to.startswith("/"):
                 group, done = file.id, []
         else:
             raise KeyError(path)
         todo = _components(leads_to) + todo
-    return Located(file, "/".join(done) or "/", ())
+    if last is not None and not links:
+        last.keep(done[:-1], group)
+    return Located(file, "/".join(done) or "/", (), group, at)
+
+
+def _link_type(group: h5py.h5g.GroupID, name: bytes) -> int | None:
+    """Return the type of a link; None: there is none of that name.
+
+    Raises
+    ------
+    Exception
+        Any, if the group is damaged.
+    """
+    with suppressing(Exception):
+        return int(group.links.get_info(name).type)
+    return int(group.links.get_info(name).type) if group.links.exists(name) else None
 
 
 def _components(path: str) -> list[str]:
@@ -311,9 +362,14 @@ def open_hdf5(path: Path, *, in_use: bool = False, metadata_nbytes: int | None =
 
 @functools.cache
 def _access_properties(metadata_nbytes: int | None) -> h5py.h5p.PropFAID:
-    """Return what files are opened with: the defaults, but for the metadata that HDF5 caches."""
+    """Return what files are opened with: the defaults, or, to read metadata, no cache of chunks.
+
+    HDF5 would take memory for it whenever a dataset is opened.
+    """
     properties = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     if metadata_nbytes is not None:
+        unused, _slots, _nbytes, preemption = properties.get_cache()
+        properties.set_cache(unused, 0, 0, preemption)
         cache = properties.get_mdc_config()
         cache.set_initial_size = True
         cache.initial_size = cache.max_size = metadata_nbytes

@@ -80,7 +80,7 @@ def _layout_at(indexer: Indexer, path: str, num_dim: int, reach: Reach) -> Datas
     file = indexer.file
     with contextlib.ExitStack() as files:
         try:
-            found = locate(file, path, reach, files)
+            found = locate(file, path, reach, files, indexer.last_group)
             node = found.open()
         except H5AsyncError:
             raise

@@ -10,6 +10,7 @@ import h5py
 import numpy as np
 
 from h5async.index.hdf5 import encoded_properties, index_kind
+from h5async.index.storedtypes import describe
 
 Extents = tuple[int, ...]
 
@@ -23,46 +24,46 @@ class Opened:
         The dataset.
     descriptor
         Of the file that it lies in.
+
+    Attributes
+    ----------
+    plist, layout_class
+        Its creation properties, and HDF5's layout class.
+    type, encoded_type
+        Its type as stored, and as HDF5 encodes it.
+    chunks
+        Dimensions of a chunk; empty: it has none.
     """
 
     def __init__(self, identifier: h5py.h5d.DatasetID, descriptor: int) -> None:
         self.id = identifier
         self._descriptor = descriptor
+        self.plist = identifier.get_create_plist()
+        self.layout_class = int(self.plist.get_layout())
+        self.type = identifier.get_type()
+        self.encoded_type = bytes(self.type.encode())
+        is_chunked = self.layout_class == h5py.h5d.CHUNKED
+        self.chunks: Extents = tuple(self.plist.get_chunk()) if is_chunked else ()
 
     @property
     def dataset(self) -> h5py.Dataset:
         """The dataset as users of h5py have it."""
         return h5py.Dataset(self.id)
 
-    @cached_property
-    def plist(self) -> h5py.h5p.PropDCID:
-        """Its creation properties."""
-        return self.id.get_create_plist()
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Its dtype, for which h5py raises any exception where there is none."""
+        return describe(self.encoded_type).dtype
 
-    @cached_property
-    def properties(self) -> bytes:
-        """Its creation properties as HDF5 encodes them; b"" where it does not."""
-        return encoded_properties(self.plist)
-
-    @cached_property
-    def type(self) -> h5py.h5t.TypeID:
-        """Its type as stored."""
-        return self.id.get_type()
-
-    @cached_property
+    @property
     def itemsize(self) -> int:
         """Bytes of an element as stored."""
         return int(self.type.get_size())
 
     @cached_property
-    def dtype(self) -> np.dtype[Any]:
-        """Its dtype, for which h5py raises any exception where there is none."""
-        return self.type.dtype
-
-    @cached_property
-    def layout_class(self) -> int:
-        """HDF5's layout class."""
-        return int(self.plist.get_layout())
+    def properties(self) -> bytes:
+        """Its creation properties as HDF5 encodes them; b"" where it does not."""
+        return encoded_properties(self.plist)
 
     @cached_property
     def _space(self) -> h5py.h5s.SpaceID:
@@ -81,17 +82,11 @@ class Opened:
         assert self.shape is not None
         return self.shape
 
-    @cached_property
+    @property
     def maxshape(self) -> tuple[int | None, ...]:
         """How far it may grow; None: without a limit."""
         most = self._space.get_simple_extent_dims(True)
         return tuple(None if extent == h5py.h5s.UNLIMITED else extent for extent in most)
-
-    @cached_property
-    def chunks(self) -> Extents:
-        """Dimensions of a chunk; empty: it has none."""
-        is_chunked = self.layout_class == h5py.h5d.CHUNKED
-        return tuple(self.plist.get_chunk()) if is_chunked else ()
 
     @cached_property
     def index_kind(self) -> int:

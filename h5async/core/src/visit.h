@@ -20,10 +20,14 @@ typedef struct {
     int64_t *number, *offset, *nbytes; /* out, [capacity] */
     uint32_t *mask;
     int64_t capacity;
-    int64_t count;      /* out */
-    int64_t is_outside; /* out: a corner is not that of a chunk of the grid; `number` is one near */
-    int64_t is_signal;  /* out: a signal handler raised an exception, which is set */
-    void *thread;       /* used here: what Python knows this thread by */
+    /* Out: */
+    int64_t count;
+    int64_t begin, end;         /* the first byte of all chunks in the file, and behind the last */
+    int64_t least, most;        /* bytes of a chunk */
+    int64_t is_ascending;       /* each number is higher than the one before */
+    int64_t is_apart;           /* each chunk begins where the one before ends, or behind it */
+    int64_t is_outside;         /* a corner is no chunk's of the grid; `number` is one near it */
+    void *thread;               /* used here: what Python knows this thread by */
 } Visit;
 
 /* Python's signal handlers run in the main thread, when it holds the GIL. */
@@ -32,7 +36,6 @@ static int is_interrupted(Visit *v)
     v->restore_thread(v->thread);
     int status = v->check_signals();
     v->thread = v->save_thread();
-    v->is_signal = status != 0;
     return status != 0;
 }
 
@@ -52,10 +55,17 @@ static int visit_chunk(const uint64_t *corner, unsigned mask, uint64_t address, 
         }
         number = number * v->grid[a] + (int64_t)cell;
     }
-    int64_t at = v->count++;
+    int64_t at = v->count++, offset = (int64_t)address, size = (int64_t)nbytes;
+    int64_t end = size > INT64_MAX - offset ? INT64_MAX : offset + size;
+    v->is_ascending &= !at || number > v->number[at - 1];
+    v->is_apart &= !at || (offset >= v->offset[at - 1] && offset - v->offset[at - 1] >= v->nbytes[at - 1]);
+    v->begin = at && v->begin < offset ? v->begin : offset;
+    v->end = v->end > end ? v->end : end;
+    v->least = at && v->least < size ? v->least : size;
+    v->most = v->most > size ? v->most : size;
     v->number[at] = number;
-    v->offset[at] = (int64_t)address;
-    v->nbytes[at] = (int64_t)nbytes;
+    v->offset[at] = offset;
+    v->nbytes[at] = size;
     v->mask[at] = mask;
     return v->count % VISITS_BETWEEN_SIGNALS == 0 && is_interrupted(v) ? -1 : 0;
 }
@@ -66,7 +76,8 @@ PUBLIC int64_t h5async_visit(Visit *v)
 {
     if (v->rank < 1 || v->rank > MAX_VISIT_RANK)
         return -1;
-    v->count = v->is_outside = v->is_signal = 0;
+    v->count = v->begin = v->end = v->least = v->most = v->is_outside = 0;
+    v->is_ascending = v->is_apart = 1;
     v->thread = v->save_thread();
     int status = v->iterate(v->dataset, 0, visit_chunk, v);
     v->restore_thread(v->thread);
@@ -75,16 +86,20 @@ PUBLIC int64_t h5async_visit(Visit *v)
 
 typedef int (*Lookup)(int64_t dataset, const uint64_t *corner, uint64_t *nbytes);
 
-/* Looks chunks up by their corners [count][rank] (H5Dget_chunk_storage_size); returns how many of
-   them HDF5 finds with the size that is expected, before the first that it does not. */
-PUBLIC int64_t h5async_look_up(const uint64_t *corner, const int64_t *expected, Lookup look_up,
-                               int64_t dataset, int64_t rank, int64_t count)
+/* Looks chunks up by their numbers (H5Dget_chunk_storage_size); returns how many of them HDF5 finds
+   with the size that is expected, before the first that it does not. */
+PUBLIC int64_t h5async_look_up(const Visit *v, const int64_t *number, const int64_t *expected,
+                               Lookup look_up, int64_t count)
 {
+    uint64_t corner[MAX_VISIT_RANK];
+    if (v->rank < 1 || v->rank > MAX_VISIT_RANK)
+        return 0;
     for (int64_t i = 0; i < count; i++) {
+        int64_t rest = number[i];
+        for (int64_t a = v->rank; a-- > 0; rest /= v->grid[a])
+            corner[a] = (uint64_t)(rest % v->grid[a]) * (uint64_t)v->chunk[a];
         uint64_t nbytes = 0;
-        if (look_up(dataset, corner + i * rank, &nbytes) < 0)
-            return i;
-        if (nbytes > INT64_MAX || (int64_t)nbytes != expected[i])
+        if (look_up(v->dataset, corner, &nbytes) < 0 || nbytes != (uint64_t)expected[i])
             return i;
     }
     return count;
