@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from h5async.codec.filters import Filter
 from h5async.errors import H5AsyncError, ReadError
 from h5async.index.chunktable import ChunkTable, grid_of
+from h5async.index.extensible import MISREPORTED, positions_of, visit_by_positions
 from h5async.index.hdf5 import B_TREE_V1, EXTENSIBLE_ARRAY, FIXED_ARRAY, IMPLICIT
 from h5async.index.obstacles import NotDirectError
 from h5async.index.opened import Opened
@@ -30,24 +31,6 @@ class TooManyChunksError(NotDirectError):
     """HDF5 would visit more chunks than the file has room to list."""
 
 
-def require_true_coordinates(dataset: Opened) -> None:
-    """Refuse an index of which HDF5 reports wrong coordinates.
-
-    Where just one dimension is unlimited, and it is not the first, the extensible array has another
-    order of dimensions, and HDF5 does not permute the coordinates back.
-
-    Raises
-    ------
-    NotDirectError
-        If the dataset has such an index, or may have one.
-    """
-    unlimited = [axis for axis, extent in enumerate(dataset.maxshape) if extent is None]
-    if len(unlimited) != 1 or unlimited == [0]:
-        return
-    if dataset.index_kind in (EXTENSIBLE_ARRAY, -1):
-        raise NotDirectError(f"only dimension {unlimited[0]} is unlimited: HDF5 misreports chunks")
-
-
 def applies_any(dataset: Opened, positions: Sequence[int], has_raw_edges: bool) -> bool:
     """Tell whether a chunk was written with any of the filters at some positions of the pipeline.
 
@@ -61,6 +44,9 @@ def applies_any(dataset: Opened, positions: Sequence[int], has_raw_edges: bool) 
     _require_room(dataset)
     wanted = sum(1 << position for position in positions)
     shape, chunk = dataset.extents, dataset.chunks
+
+    # Where coordinates are misreported, no chunk is known to lie at the edge.
+    has_raw_edges = has_raw_edges and positions_of(dataset) is None
 
     def applies(info: h5py.h5d.StoreInfo) -> bool | None:
         corner, mask, _offset, _nbytes = info
@@ -109,8 +95,16 @@ def read_chunk_table(
     chunk_nbytes = math.prod(dataset.chunks) * dataset.itemsize
     # No two chunks share a byte, so the file has room for no more.
     most = min(math.prod(grid), end // (1 if filters else max(1, chunk_nbytes)))
+    obstacle, positions = "", None
     try:
-        visited = visit_chunks(dataset, grid, most, where)
+        positions = positions_of(dataset)
+    except NotDirectError as error:  # all but the coordinates can be checked
+        obstacle = str(error)
+    try:
+        if positions is None:
+            visited = visit_chunks(dataset, grid, most, where)
+        else:
+            visited = visit_by_positions(dataset, positions, grid, most, where)
     except (TypeError, RuntimeError, OSError) as error:
         if isinstance(error, H5AsyncError):
             raise
@@ -124,7 +118,12 @@ def read_chunk_table(
         visited.mask[is_raw] = _ALL_FILTERS
     checks.require_nbytes(is_raw, chunk_nbytes)
     checks.require_apart()
-    return checks.table()
+    if dataset.index_kind == B_TREE_V1:
+        checks.require_order()
+        checks.require_agreement()
+    if positions is not None and checks.first_unlike() is not None:
+        obstacle = MISREPORTED.format(positions.axis)
+    return checks.table(obstacle)
 
 
 def _require_room(dataset: Opened) -> None:
@@ -226,50 +225,66 @@ class _Checks:
                 f"{self._where}: a chunk at byte {at} overlaps {what}; the file is damaged"
             )
 
-    def table(self) -> ChunkTable:
-        """Return the chunks in the order of the grid.
+    def require_order(self) -> None:
+        """Refuse a version 1 B-tree, which has no checksum, whose keys are not in order.
 
         Raises
         ------
         ReadError
-            If the index contradicts itself.
-        NotDirectError
-            If HDF5 reports chunks that cannot exist.
-        """
-        index, offset, nbytes, mask = self._visited[:4]
-        is_outside = self._visited.is_outside
-        obstacle = "HDF5 reports chunks outside the dataset" if is_outside else None
-        if not self._visited.is_ascending:
-            order = np.argsort(index, kind="stable")
-            index, offset, nbytes, mask = index[order], offset[order], nbytes[order], mask[order]
-            if (index[1:] == index[:-1]).any():
-                obstacle = obstacle or "HDF5 reports a chunk twice"
-        if self._dataset.index_kind == B_TREE_V1:
-            self._require_agreement(index, nbytes)
-        if obstacle is not None:
-            raise NotDirectError(obstacle)
-        is_complete = index.size == math.prod(self._grid)
-        return ChunkTable(None if is_complete else index, offset, nbytes, mask)
-
-    def _require_agreement(self, index: Int64s, nbytes: Int64s) -> None:
-        """Refuse a version 1 B-tree that contradicts itself, since it has no checksum.
-
-        Its chunks must come in the order of their keys, and HDF5 must find each chunk by its key:
-        all of few chunks are looked up, and some of many.
+            If they are not.
         """
         if not self._visited.is_ascending:
             raise ReadError(
                 f"{self._where}: the keys of its chunk index are not in order; it is damaged"
             )
-        step = -(-index.size // _LOOKUPS) or 1
-        index, nbytes = index[::step], nbytes[::step]
-        # (`get_chunk_info_by_coord` visits all chunks, and would find it.)
-        found = first_unlike(self._dataset, self._grid, index, nbytes)
-        if found < index.size:
+
+    def require_agreement(self) -> None:
+        """Refuse an index that contradicts itself: HDF5 must find each chunk by its key.
+
+        Raises
+        ------
+        ReadError
+            If it does not.
+        """
+        unlike = self.first_unlike()
+        if unlike is not None:
             raise ReadError(
-                f"{self._chunk(index[found])}: the chunk index lists it, but HDF5 does not find it;"
-                " the file is damaged"
+                f"{self._chunk(unlike)}: the chunk index lists it, but HDF5 does not find it; the"
+                " file is damaged"
             )
+
+    def first_unlike(self) -> np.int64 | None:
+        """Return the number of a chunk that HDF5 does not find by its key, with the same size.
+
+        All of few chunks are looked up, and some of many; None: HDF5 finds these.
+        """
+        number, nbytes = self._visited.number, self._visited.nbytes
+        step = -(-number.size // _LOOKUPS) or 1
+        number, nbytes = number[::step], nbytes[::step]
+        # (`get_chunk_info_by_coord` visits all chunks, and would find it.)
+        found = first_unlike(self._dataset, self._grid, number, nbytes)
+        return number[found] if found < number.size else None
+
+    def table(self, obstacle: str) -> ChunkTable:
+        """Return the chunks in the order of the grid.
+
+        Raises
+        ------
+        NotDirectError
+            If there is an `obstacle`, or HDF5 reports chunks that cannot exist.
+        """
+        index, offset, nbytes, mask = self._visited[:4]
+        if self._visited.is_outside:
+            obstacle = obstacle or "HDF5 reports chunks outside the dataset"
+        if not self._visited.is_ascending:
+            order = np.argsort(index, kind="stable")
+            index, offset, nbytes, mask = index[order], offset[order], nbytes[order], mask[order]
+            if (index[1:] == index[:-1]).any():
+                obstacle = obstacle or "HDF5 reports a chunk twice"
+        if obstacle:
+            raise NotDirectError(obstacle)
+        is_complete = index.size == math.prod(self._grid)
+        return ChunkTable(None if is_complete else index, offset, nbytes, mask)
 
     def _chunk(self, number: np.int64) -> str:
         """Return the name of a chunk, for messages."""

@@ -18,7 +18,6 @@ from h5async.errors import DatasetError, H5AsyncError, ReadError, out_of_memory
 from h5async.index.chunkindex import (
     TooManyChunksError,
     read_chunk_table,
-    require_true_coordinates,
     without_filters,
 )
 from h5async.index.elements import Element, element_of, has_objects
@@ -218,7 +217,6 @@ class Indexer:
     ) -> DatasetLayout:
         """Find out where the bytes lie; also make other `changes` of the layout."""
         if layout.storage == "chunked":
-            require_true_coordinates(dataset)
             unused = unavailable(layout.filters)  # no chunk was written with them
             chunks = read_chunk_table(dataset, layout.filters, layout.has_raw_edges, where)
             chunks, filters = without_filters(chunks, layout.filters, unused)

@@ -27,7 +27,7 @@ from h5py import h5d, h5p, h5s, h5t, h5z
 
 from h5async import AsyncReader, DatasetError, FileChangedWarning, ReadError, UnsafeFileError
 from h5async.codec import filters
-from h5async.index import datasets, hdf5, metadata, virtual
+from h5async.index import chunkindex, datasets, extensible, hdf5, metadata, virtual
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Located, Reach
 from h5async.read import fallback
@@ -78,7 +78,7 @@ def goes_wrong(path, **options):
 def no_rules(monkeypatch):
     """Take away the rules that send a dataset to h5py for its type, its index and so on."""
     monkeypatch.setattr(datasets.Indexer, "_require_direct", lambda *_: None)
-    monkeypatch.setattr(datasets, "require_true_coordinates", lambda *_: None)
+    monkeypatch.setattr(chunkindex, "positions_of", lambda *_: None)
 
 
 def raw_dataset(file, stored_type, values, *, plist=None, maxshape=None):
@@ -143,10 +143,18 @@ def chunk_that_is_reported_in_another_place(path, libver="latest"):
 @pytest.mark.parametrize("options", [{}, GZIP, ALL_THREE])
 @pytest.mark.parametrize("axis", [1, 2])
 @pytest.mark.parametrize("libver", ["v110", "latest"])
-def test_extensible_index_of_another_axis_is_read_by_h5py(tmp_path, libver, axis, options):
+def test_extensible_index_of_another_axis_is_read_directly(tmp_path, libver, axis, options):
     path = tmp_path / "a.h5"
     kind = only_one_axis_is_unlimited(path, axis, libver=libver, **options)
     assert kind == EXTENSIBLE_ARRAY
+    check(path)
+
+
+@pytest.mark.parametrize("axis", [1, 2])
+def test_extensible_index_that_another_hdf5_reports_otherwise(tmp_path, monkeypatch, axis):
+    path = tmp_path / "a.h5"
+    only_one_axis_is_unlimited(path, axis)
+    monkeypatch.setattr(extensible, "_counts_positions", lambda: False)
     check(path, fallback=f"only dimension {axis} is unlimited")
 
 
@@ -183,7 +191,7 @@ def test_extensible_index_of_axis_0_is_read_directly(tmp_path):
 def test_misplaced_chunk(tmp_path):
     path = tmp_path / "a.h5"
     chunk_that_is_reported_in_another_place(path)
-    check(path, fallback="only dimension 1 is unlimited")
+    check(path)
 
 
 def test_misplaced_chunk_unguarded(tmp_path, no_rules):
@@ -993,7 +1001,11 @@ def test_external_link_unguarded(tmp_path, monkeypatch, name):
     """HDF5 follows the link, and tells where the bytes lie: in which file it does not say."""
     path = tmp_path / "a.h5"
     external_links(path)
-    monkeypatch.setattr(metadata, "locate", lambda file, path, *_: Located(file, path, ()))
+
+    def unguarded(file, path, *_):
+        return Located(file, path, (), file.id, path.encode())
+
+    monkeypatch.setattr(metadata, "locate", unguarded)
     assert goes_wrong(path, data_field=name)
 
 
