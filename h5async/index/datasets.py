@@ -155,6 +155,8 @@ class Indexer:
             if storage == "external":
                 layout, found = attached(layout, dataset.plist, self._reach, where)
                 self._require_direct(layout, element)
+                if element.text:
+                    raise NotDirectError("strings in external files, which HDF5 converts")
                 return external_layout(layout, dataset.plist, found)
             if storage == "compact":
                 values = np.asarray(_values(dataset.dataset, member))
@@ -168,20 +170,21 @@ class Indexer:
                     layout = layout.changed(has_raw_edges=True)
                 require_filters(layout, dataset, where)
             self._require_direct(layout, element)
+            layout = layout.changed(text=element.text) if element.text else layout
             if member:
                 return self._member(layout, dataset, element, where)
             fill = fill_value(dataset.plist, base, extra)
             return self._direct(layout, dataset, where, fill=fill)
         except NotDirectError as error:
             nbytes = self._stored_nbytes(layout, dataset, where)
-            return layout.changed(fallback_reason=str(error), stored_nbytes=nbytes)
+            return layout.changed(fallback_reason=str(error), stored_nbytes=nbytes, text=())
 
     def _require_direct(self, layout: DatasetLayout, element: Element) -> None:
         if self._is_writer:
             raise NotDirectError(
                 "the file is open for writing in this process, which may hold unwritten values"
             )
-        if not element.is_numpys:
+        if not element.is_numpys or (element.text and self._depth):
             raise NotDirectError(f"its stored type differs from NumPy's {element.dtype}")
         for entry in layout.filters:
             if is_hdf5s(entry):
@@ -218,6 +221,8 @@ class Indexer:
         """Find out where the bytes lie; also make other `changes` of the layout."""
         if layout.storage == "chunked":
             unused = unavailable(layout.filters)  # no chunk was written with them
+            if unused and layout.text:  # `join_layouts` may leave it to h5py, with all filters
+                raise NotDirectError("strings that HDF5 converts, and filters it does not have")
             chunks = read_chunk_table(dataset, layout.filters, layout.has_raw_edges, where)
             chunks, filters = without_filters(chunks, layout.filters, unused)
             if unused and not filters:
@@ -257,6 +262,7 @@ class Indexer:
             dtype=compound,
             fill=fill.view(compound).reshape(()),
             member=(),
+            text=(),
         )
         source = self._direct(source, dataset, where)
         samples = Slab.run(0, layout.num_samples)

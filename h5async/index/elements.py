@@ -8,6 +8,7 @@ import h5py
 import numpy as np
 
 from h5async.errors import DatasetError
+from h5async.index.layout import Text
 from h5async.index.opened import Opened
 from h5async.index.storedtypes import describe
 from h5async.names import name_bytes, name_text
@@ -20,14 +21,15 @@ class Element(NamedTuple):
     ----------
     dtype
         As h5py gives it.
-    is_numpys
-        Whether the stored bytes are NumPy's.
+    is_numpys, text
+        Whether the stored bytes are NumPy's, once these strings are converted.
     offset
         Of a member: its first byte within an element.
     """
 
     dtype: np.dtype[Any]
     is_numpys: bool
+    text: tuple[Text, ...]
     offset: int
 
     @property

@@ -45,6 +45,23 @@ class Indexed(NamedTuple):
     shape: tuple[int, ...]
 
 
+class Text(NamedTuple):
+    """Bytes of an element that are a string which HDF5 converts when it reads it.
+
+    Attributes
+    ----------
+    offset, nbytes
+        Where they lie in the element.
+    is_padded
+        Whether spaces fill it up, so that HDF5 gives NULs for those at the end. Else a NUL ends it,
+        and HDF5 gives NULs for whatever follows.
+    """
+
+    offset: int
+    nbytes: int
+    is_padded: bool
+
+
 @dataclass(frozen=True)
 class Part:
     """Some samples of a dataset, or pieces of them, that another dataset holds.
@@ -116,6 +133,8 @@ class DatasetLayout:
     indexed
         Tells whether a file that was changed still holds the dataset; None: the file is not an
         HDF5 file, and holds values only.
+    text
+        Strings in each element of `dtype` that HDF5 converts, and we after reading.
     """
 
     file: str
@@ -141,6 +160,7 @@ class DatasetLayout:
     extra_dims: int = 0
     attached: tuple[tuple[str, FileStamp], ...] = ()
     indexed: Indexed | None = None
+    text: tuple[Text, ...] = ()
 
     def changed(self, **changes: Any) -> DatasetLayout:
         """Return a layout with other values of some fields, as `dataclasses.replace` does.
@@ -339,6 +359,10 @@ class DatasetLayout:
         cell = np.unravel_index(number, self.grid)
         corner = [int(c) * size for c, size in zip(cell, self.chunk_shape, strict=True)]
         return needed_nbytes(self.shape, self.chunk_shape, corner, self.dtype.itemsize)
+
+    def through_h5py(self, reason: str) -> DatasetLayout:
+        """Return the layout of the same dataset, read by h5py."""
+        return self.changed(fallback_reason=reason, offset=-1, chunks=None, parts=(), text=())
 
     def leaves(self) -> Iterator[DatasetLayout]:
         """Yield the layouts that say where bytes lie: itself, or its sources."""
