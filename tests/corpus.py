@@ -616,12 +616,7 @@ INDICES = {
     "fixed array not full": {"libver": "latest", "chunks": (2, 3), "maxshape": (20, 17)},
     "extensible array": {"libver": "latest", "chunks": (2, 3), "maxshape": (None, 7)},
     "extensible array of wide rows": {"libver": "latest", "chunks": (2, 3), "maxshape": (None, 17)},
-    "extensible array of columns": {
-        "libver": "latest",
-        "chunks": (2, 3),
-        "maxshape": (9, None),
-        "way": "h5py",
-    },
+    "extensible array of columns": {"libver": "latest", "chunks": (2, 3), "maxshape": (9, None)},
     "b-tree v2": {"libver": "latest", "chunks": (2, 3), "maxshape": (None, None)},
 }
 WRITTEN = {

@@ -10,10 +10,11 @@ import pytest
 from h5py import h5d, h5p, h5s, h5t
 from rich.console import Console
 
-from h5async import AsyncReader
+from h5async import AsyncReader, ReadError
 from h5async.cli import progress
 from h5async.core.binding import load_core
 from h5async.index import visits
+from h5async.index.opened import Opened
 
 needs_core = pytest.mark.skipif(load_core() is None, reason="needs the compiled core")
 
@@ -79,6 +80,21 @@ def test_columns_that_are_too_short_at_first(tmp_path, monkeypatch, capacity):
         assert table.index is None
         assert table.offset.size == 20_000
         assert reader.get_next_batch().data.tolist() == [1] * 32
+
+
+@pytest.mark.parametrize("has_core", [True, False])
+def test_more_chunks_than_the_file_can_hold_are_refused(tmp_path, monkeypatch, has_core):
+    """As a damaged index lists them, whose branches lead to the same leaf; one may be endless."""
+    path = tmp_path / "a.h5"
+    chunked(path)
+    if not has_core:
+        monkeypatch.setattr(visits, "load_core", lambda: None)
+        monkeypatch.setattr(visits, "_BLOCK_CHUNKS", 100)
+    with h5py.File(path) as file:
+        dataset = Opened(file["data"].id, file.id.get_vfd_handle())
+        assert visits.visit_chunks(dataset, (20_000,), 20_000, "").number.size == 20_000
+        with pytest.raises(ReadError, match=r"^f: its chunk index lists more than 19999 chunks"):
+            visits.visit_chunks(dataset, (20_000,), 19_999, "f")
 
 
 INTERRUPTED = """
