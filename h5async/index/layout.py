@@ -211,7 +211,7 @@ class DatasetLayout:
         """Number of chunks along each dimension."""
         return grid_of(self.shape, self.chunk_shape)
 
-    @property
+    @cached_property
     def num_pieces(self) -> int:
         """How many pieces make up one sample: the length of `cross_section`."""
         grid = grid_of(self.shape, self.piece_shape)
