@@ -616,12 +616,7 @@ INDICES = {
     "fixed array not full": {"libver": "latest", "chunks": (2, 3), "maxshape": (20, 17)},
     "extensible array": {"libver": "latest", "chunks": (2, 3), "maxshape": (None, 7)},
     "extensible array of wide rows": {"libver": "latest", "chunks": (2, 3), "maxshape": (None, 17)},
-    "extensible array of columns": {
-        "libver": "latest",
-        "chunks": (2, 3),
-        "maxshape": (9, None),
-        "way": "h5py",
-    },
+    "extensible array of columns": {"libver": "latest", "chunks": (2, 3), "maxshape": (9, None)},
     "b-tree v2": {"libver": "latest", "chunks": (2, 3), "maxshape": (None, None)},
 }
 WRITTEN = {
@@ -1105,12 +1100,16 @@ DIRECT_TYPES = {
     "bitfield of 32": h5t.STD_B32LE,
     "u1 big-endian": h5t.STD_U8BE,
     "compound of bytes big-endian": compound(2, a=(0, h5t.STD_U8BE), b=(1, h5t.STD_I8BE)),
-    "complex big-endian and little": compound(16, r=(0, h5t.IEEE_F64LE), i=(8, h5t.IEEE_F64BE)),
-}
-H5PY_TYPES = {
     "bytes ended by nul": string_of(5, NUL_ENDED),
     "bytes padded with spaces": string_of(5, SPACE_PADDED),
     "utf-8 ended by nul": string_of(5, NUL_ENDED, h5t.CSET_UTF8),
+    "compound with a string ended by nul": compound(
+        9, a=(0, h5t.STD_I32LE), b=(4, string_of(5, NUL_ENDED))
+    ),
+    "array of strings ended by nul": h5t.array_create(string_of(5, NUL_ENDED), (2,)),
+    "complex big-endian and little": compound(16, r=(0, h5t.IEEE_F64LE), i=(8, h5t.IEEE_F64BE)),
+}
+H5PY_TYPES = {
     "bool on u1": enum_on(h5t.STD_U8LE, FALSE=0, TRUE=1),
     "bool on i4": enum_on(h5t.STD_I32LE, FALSE=0, TRUE=1),
     "bool on i2 big-endian": enum_on(h5t.STD_I16BE, FALSE=0, TRUE=1),
@@ -1123,13 +1122,12 @@ H5PY_TYPES = {
     "24 of 32 bits": integer_of(h5t.STD_I32LE, 24),
     "bfloat16": float_of(2, 8, 7, 127),
     "float8": float_of(1, 4, 3, 7),
-    "compound with a string ended by nul": compound(
-        9, a=(0, h5t.STD_I32LE), b=(4, string_of(5, NUL_ENDED))
+    "compound with a gap and a string ended by nul": compound(
+        12, a=(0, h5t.STD_I32LE), b=(4, string_of(5, NUL_ENDED))
     ),
     "compound with 12 bits": compound(
         4, a=(0, h5t.STD_U16LE), b=(2, integer_of(h5t.STD_U16LE, 12))
     ),
-    "array of strings ended by nul": h5t.array_create(string_of(5, NUL_ENDED), (2,)),
     "array of 12 bits": h5t.array_create(integer_of(h5t.STD_U16LE, 12), (3,)),
 }
 if hasattr(h5t, "COMPLEX_IEEE_F64LE"):  # HDF5 2

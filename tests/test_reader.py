@@ -1090,12 +1090,12 @@ def test_a_reader_that_is_dropped_unclosed_leaves_nothing(
 
 def test_a_reader_collected_while_a_lock_is_held_that_its_worker_waits_for(tmp_path: Path) -> None:
     """The collector runs anywhere; here where this thread is in h5py, as a worker wants to be."""
-    path, terminated = tmp_path / "texts.h5", h5py.h5t.C_S1.copy()
-    terminated.set_size(8)
-    with h5py.File(path, "w") as file:  # strings that only h5py reads
+    path, odd = tmp_path / "odd.h5", h5py.h5t.STD_I32LE.copy()
+    odd.set_precision(20)
+    with h5py.File(path, "w") as file:  # numbers that only h5py reads
         space = h5py.h5s.create_simple((NUM_SAMPLES,))
-        texts = h5py.Dataset(h5py.h5d.create(file.id, b"data", terminated, space))
-        texts[...] = np.array([b"text"] * NUM_SAMPLES)
+        h5py.h5d.create(file.id, b"data", odd, space)
+        file["data"][...] = 7
     reader = AsyncReader(hdf5_path=path, labels_field=None, num_threads=2)
     gone, fallback = weakref.ref(reader), reader._engine.filler._executors._fallback
     waits = threading.Event()

@@ -10,6 +10,7 @@ from rich.filesize import decimal
 from h5async import ReaderStats
 from h5async.bench import Measurement, alternatives, run_flat_out
 from h5async.cli.options import reader_config, takes_reader
+from h5async.cli.progress import opening
 from h5async.cli.text import safe
 
 _SHOWN_SHARE = 0.001  # of the time, below which a stage is left out
@@ -21,7 +22,8 @@ def bench(
 ) -> None:
     """Read FILE as fast as it goes, say where the time goes, and try what may be faster."""
     config = reader_config(typed)
-    given = run_flat_out(config, seconds)
+    with opening():
+        given = run_flat_out(config, seconds)
     typer.echo("\n".join(_breakdown(given.stats)))
     typer.echo(f"\n{safe(given.stats)}\n")
     typer.echo(_speed_line("as given", given, given))

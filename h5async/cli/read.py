@@ -7,15 +7,12 @@ from time import perf_counter
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from h5async import AsyncReader
 from h5async.cli.options import reader_config, takes_reader
+from h5async.cli.progress import REFRESH_SECONDS, opening, progress_bar
 from h5async.cli.text import files_text, method_text, safe
-
-_REFRESH_SECONDS = 0.1
 
 
 @takes_reader
@@ -24,7 +21,9 @@ def read(
     **typed: Any,
 ) -> None:
     """Read FILE in batches, and say how fast that was."""
-    with AsyncReader(reader_config(typed)) as reader:
+    with opening():
+        reader = AsyncReader(reader_config(typed))
+    with reader:
         tally = stream(reader, epochs)
         typer.echo(_summary(reader, epochs, tally))
 
@@ -46,28 +45,11 @@ class Tally:
         return f"{self.samples / seconds:,.0f} samples/s, {self.nbytes / seconds / 1e9:.3g} GB/s"
 
 
-def _progress() -> Progress:
-    """Return a progress bar for stderr, shown where that is a terminal."""
-    console = Console(stderr=True)
-    return Progress(
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("batches, {task.description}"),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-        auto_refresh=False,  # no thread of its own: it would take the GIL from those measured
-        transient=True,
-        redirect_stdout=False,
-        redirect_stderr=False,
-    )
-
-
 def stream(reader: AsyncReader, epochs: int) -> Tally:
     """Read epochs, counting batches, bytes and the time spent waiting for them."""
     tally = Tally()
     row_nbytes = sum(layout.row_nbytes for layout in reader.layouts.values())
-    with _progress() as progress:
+    with progress_bar("batches, {task.description}") as progress:
         task = progress.add_task(tally.speed, total=epochs * len(reader))
         began = shown = perf_counter()
         for _ in range(epochs):
@@ -83,7 +65,7 @@ def stream(reader: AsyncReader, epochs: int) -> Tally:
                 tally.batches += 1
                 tally.samples += batch.size
                 tally.nbytes += batch.size * row_nbytes
-                if now - shown > _REFRESH_SECONDS:
+                if now - shown > REFRESH_SECONDS:
                     shown = now
                     progress.update(task, completed=tally.batches, description=tally.speed)
                     progress.refresh()

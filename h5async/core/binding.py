@@ -61,6 +61,15 @@ class Core:
         anything is unusual, or for which there is no room. It decodes nothing, so that only the
         decoder finds damage within a block.
 
+    visit
+        ``visit(visit)``, of a `VisitStruct`, fills the columns with the chunks of a dataset, and
+        returns 0; -1 where HDF5 reports an error, there is no room, or a signal handler raised an
+        exception, which is raised here. It gives the GIL away meanwhile, and takes it now and then
+        to let signal handlers run.
+    look_up
+        ``look_up(visit, number, expected, function, count)`` returns how many chunks HDF5 finds by
+        their numbers with the sizes expected, before the first that it does not.
+
     Raises
     ------
     OSError
@@ -109,10 +118,12 @@ class Core:
         self.next = _function(library, "h5async_next", 2)
         self.do_oldest = _function(library, "h5async_do_oldest", 2)
         self.wait = _function(library, "h5async_wait", 1, c_int64, c_int64)
+        self.look_up = _function(library, "h5async_look_up", 4, c_int64)
         self._free = _function(library, "h5async_free", 1)
 
     def _find_brief_functions(self, library: Any) -> None:
         """Find those that take less time than to give the GIL away: they keep it."""
+        self.visit = _function(library, "h5async_visit", 1)  # gives it away itself
         self.queue_nbytes = _function(library, "h5async_queue_nbytes", 0)
         self.job_nbytes = _function(library, "h5async_job_nbytes", 0)
         self.open_queue = _function(library, "h5async_open_queue", 4, *[c_int64] * 4, c_int32)

@@ -15,7 +15,7 @@ import numpy as np
 
 from h5async.core.libraries import FUNCTIONS
 
-ABI = 8  # a number of the core's own, for changes that its structures do not show
+ABI = 9  # a number of the core's own, for changes that its structures do not show
 MAX_FILTERS, MAX_RANK = 32, 32  # what HDF5 has at most
 
 IO_MODES = {"auto": 0, "pread": 1, "map": 2}
@@ -180,6 +180,35 @@ class FramesStruct(Structure):
     ]
 
 
+class VisitStruct(Structure):
+    """Visits the chunks of a dataset, and takes their columns; see src/visit.h."""
+
+    _fields_ = [
+        ("iterate", c_void_p),
+        ("save_thread", c_void_p),
+        ("restore_thread", c_void_p),
+        ("check_signals", c_void_p),
+        ("dataset", c_int64),
+        ("rank", c_int64),
+        ("chunk", c_void_p),
+        ("grid", c_void_p),
+        ("number", c_void_p),
+        ("offset", c_void_p),
+        ("nbytes", c_void_p),
+        ("mask", c_void_p),
+        ("capacity", c_int64),
+        ("count", c_int64),
+        ("begin", c_int64),
+        ("end", c_int64),
+        ("least", c_int64),
+        ("most", c_int64),
+        ("is_ascending", c_int64),
+        ("is_apart", c_int64),
+        ("is_outside", c_int64),
+        ("thread", c_void_p),
+    ]
+
+
 class MemberStruct(Structure):
     """What a core says of one member of a structure."""
 
@@ -194,6 +223,7 @@ STRUCTURES = {
     "Dataset": DatasetStruct,
     "Transform": TransformStruct,
     "Frames": FramesStruct,
+    "Visit": VisitStruct,
 }
 
 

@@ -311,6 +311,8 @@ def _gpu_can(transform: RowTransform) -> bool:
     complex numbers was not looked into.
     """
     raw, dtype = transform.raw_dtype, transform.dtype
+    if transform.text:
+        return False
     if raw == dtype or (raw == np.uint8 and dtype == np.bool_):
         return raw.isnative
     if dtype == np.float16:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from h5async.config import ReaderConfig
 from h5async.core.binding import mapping_mode
 from h5async.errors import DatasetError, taking_memory
+from h5async.fill.progress import on_indexed
 from h5async.fill.records import FillRequest
 from h5async.fill.selecting import Selecting
 from h5async.index.joined import join_layouts
@@ -44,11 +45,14 @@ def open_dataset(config: ReaderConfig) -> dict[str, DatasetLayout]:
     reach = Reach(config.allow_external, config.allow_missing, mapping_mode(config.io))
     fields, files = config.batch_fields, config.files
     found: dict[str, list[DatasetLayout]] = {name: [] for name in fields}
-    for path in files:
+    tell = on_indexed.get()
+    for number, path in enumerate(files, 1):
         layouts = read_layouts(path, fields, reach)
         _check_lengths(layouts)
         for name, layout in layouts.items():
             found[name].append(layout)
+        if tell is not None:
+            tell(number, len(files))
         if path is files[0] and len(files) > 1:
             samples = config.batch_size * config.prefetch
             read_ahead(path, samples * sum(layout.row_nbytes for layout in layouts.values()))

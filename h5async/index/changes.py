@@ -22,6 +22,7 @@ from h5async.index.filterpipeline import filters_of
 from h5async.index.identity import indexed
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import open_hdf5
+from h5async.index.opened import Opened
 from h5async.io.localfile import LocalFile
 from h5async.io.stamps import FileStamp, changed
 from h5async.names import name_bytes
@@ -181,9 +182,12 @@ def _require_same(file: h5py.File, layout: DatasetLayout, path: str, may_grow: b
 def _difference(file: h5py.File, layout: DatasetLayout, where: str, may_grow: bool) -> str | None:
     """Return in what a dataset differs from what was indexed, or None."""
     name, known = f'dataset "{layout.path}"', layout.indexed
-    dataset = file.get(name_bytes(layout.path))
-    if known is None or not isinstance(dataset, h5py.Dataset):
+    found = file.get(name_bytes(layout.path))
+    if known is None or not isinstance(found, h5py.Dataset):
         return f"{name} is gone"
+    dataset = Opened(found.id, file.id.get_vfd_handle())
+    if dataset.shape is None:
+        return f"{name} has no dimensions any more"
     now = indexed(dataset)
     if now.digest != known.digest:
         return f"{name} has another type, chunk shape, filters, fill value, or compact values"
@@ -203,8 +207,8 @@ def _has_grown(before: tuple[int, ...], now: tuple[int, ...]) -> bool:
     return len(now) == len(before) and all(n >= b for n, b in zip(now, before, strict=True))
 
 
-def _has_same_chunks(dataset: h5py.Dataset, layout: DatasetLayout, where: str) -> bool:
-    filters, known = filters_of(dataset.id.get_create_plist()), layout.chunks
+def _has_same_chunks(dataset: Opened, layout: DatasetLayout, where: str) -> bool:
+    filters, known = filters_of(dataset.plist), layout.chunks
     assert known is not None
     found = read_chunk_table(dataset, filters, layout.has_raw_edges, where)
     # Filters that are not available, and that no chunk needed, were left out of the layout.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import h5py
@@ -14,46 +13,25 @@ from numpy.typing import NDArray
 from h5async.codec.filters import Filter
 from h5async.errors import H5AsyncError, ReadError
 from h5async.index.chunktable import ChunkTable, grid_of
-from h5async.index.hdf5 import (
-    B_TREE_V1,
-    EXTENSIBLE_ARRAY,
-    FIXED_ARRAY,
-    IMPLICIT,
-    index_kind,
-    stored_nbytes,
-)
+from h5async.index.extensible import MISREPORTED, positions_of, visit_by_positions
+from h5async.index.hdf5 import B_TREE_V1, EXTENSIBLE_ARRAY, FIXED_ARRAY, IMPLICIT
 from h5async.index.obstacles import NotDirectError
+from h5async.index.opened import Opened
+from h5async.index.visits import Visited, first_unlike, visit_chunks
 
 _MANY_CHUNKS = 1 << 24
 _SUPERBLOCK_NBYTES = 48  # at least
 _LOOKUPS = 256
 _ALL_FILTERS = 0xFFFFFFFF
-_BLOCK_CHUNKS = 1 << 13
+
+Int64s = NDArray[np.int64]
 
 
 class TooManyChunksError(NotDirectError):
     """HDF5 would visit more chunks than the file has room to list."""
 
 
-def require_true_coordinates(dataset: h5py.Dataset) -> None:
-    """Refuse an index of which HDF5 reports wrong coordinates.
-
-    Where just one dimension is unlimited, and it is not the first, the extensible array has another
-    order of dimensions, and HDF5 does not permute the coordinates back.
-
-    Raises
-    ------
-    NotDirectError
-        If the dataset has such an index, or may have one.
-    """
-    unlimited = [axis for axis, extent in enumerate(dataset.maxshape) if extent is None]
-    if len(unlimited) != 1 or unlimited == [0]:
-        return
-    if index_kind(dataset) in (EXTENSIBLE_ARRAY, -1):
-        raise NotDirectError(f"only dimension {unlimited[0]} is unlimited: HDF5 misreports chunks")
-
-
-def applies_any(dataset: h5py.Dataset, positions: Sequence[int], has_raw_edges: bool) -> bool:
+def applies_any(dataset: Opened, positions: Sequence[int], has_raw_edges: bool) -> bool:
     """Tell whether a chunk was written with any of the filters at some positions of the pipeline.
 
     Most often the first chunk was, and then no other is visited.
@@ -65,7 +43,10 @@ def applies_any(dataset: h5py.Dataset, positions: Sequence[int], has_raw_edges: 
     """
     _require_room(dataset)
     wanted = sum(1 << position for position in positions)
-    shape, chunk = dataset.shape, dataset.chunks
+    shape, chunk = dataset.extents, dataset.chunks
+
+    # Where coordinates are misreported, no chunk is known to lie at the edge.
+    has_raw_edges = has_raw_edges and positions_of(dataset) is None
 
     def applies(info: h5py.h5d.StoreInfo) -> bool | None:
         corner, mask, _offset, _nbytes = info
@@ -98,7 +79,7 @@ def without_filters(
 
 
 def read_chunk_table(
-    dataset: h5py.Dataset, filters: tuple[Filter, ...], has_raw_edges: bool, where: str
+    dataset: Opened, filters: tuple[Filter, ...], has_raw_edges: bool, where: str
 ) -> ChunkTable:
     """Read where the chunks of a dataset lie.
 
@@ -110,37 +91,42 @@ def read_chunk_table(
         If HDF5 reports chunks that cannot exist; everything else was checked then.
     """
     _require_room(dataset)
-    table = _Table(dataset, filters, has_raw_edges, where)
-    records: list[int] = []
-    append = records.extend
-
-    def collect() -> Generator[None, h5py.h5d.StoreInfo, None]:
-        while True:  # entering a generator takes half as long as calling a function
-            for _ in range(_BLOCK_CHUNKS):
-                corner, mask, offset, nbytes = yield
-                append(corner)
-                append((offset, nbytes, mask))
-            table.add(records)
-            records.clear()
-
-    collector = collect()
-    next(collector)
+    grid, end = grid_of(dataset.extents, dataset.chunks), dataset.end
+    chunk_nbytes = math.prod(dataset.chunks) * dataset.itemsize
+    # No two chunks share a byte, so the file has room for no more.
+    most = min(math.prod(grid), end // (1 if filters else max(1, chunk_nbytes)))
+    obstacle, positions = "", None
     try:
-        if math.prod(dataset.shape):
-            dataset.id.chunk_iter(collector.send)
+        positions = positions_of(dataset)
+    except NotDirectError as error:  # all but the coordinates can be checked
+        obstacle = str(error)
+    try:
+        if positions is None:
+            visited = visit_chunks(dataset, grid, most, where)
+        else:
+            visited = visit_by_positions(dataset, positions, grid, most, where)
     except (TypeError, RuntimeError, OSError) as error:
         if isinstance(error, H5AsyncError):
             raise
         raise ReadError(f"{where}: its chunk index cannot be read ({error})") from error
-    table.add(records)
-    found = table.sorted()
-    _require_agreement(dataset, found, table.is_ascending, where)
-    if table.obstacle is not None:
-        raise NotDirectError(table.obstacle)
-    return found
+    checks = _Checks(dataset, grid, visited, where)
+    checks.require_within(end)
+    is_raw: NDArray[np.bool_] | bool = not filters
+    if filters and has_raw_edges:
+        # Such chunks are stored raw while their mask says that they were filtered.
+        is_raw = checks.reach_over_edge()
+        visited.mask[is_raw] = _ALL_FILTERS
+    checks.require_nbytes(is_raw, chunk_nbytes)
+    checks.require_apart()
+    if dataset.index_kind == B_TREE_V1:
+        checks.require_order()
+        checks.require_agreement()
+    if positions is not None and checks.first_unlike() is not None:
+        obstacle = MISREPORTED.format(positions.axis)
+    return checks.table(obstacle)
 
 
-def _require_room(dataset: h5py.Dataset) -> None:
+def _require_room(dataset: Opened) -> None:
     """Leave a dataset to h5py that has more chunks than the file can list: HDF5 would visit all.
 
     (None of them may have been written.)
@@ -150,143 +136,158 @@ def _require_room(dataset: h5py.Dataset) -> None:
     TooManyChunksError
         If there are.
     """
-    count = math.prod(grid_of(dataset.shape, dataset.chunks))
-    kind = index_kind(dataset) if count > _MANY_CHUNKS else B_TREE_V1
+    count = math.prod(grid_of(dataset.extents, dataset.chunks))
+    if count <= _MANY_CHUNKS:
+        return
     each = {IMPLICIT: math.prod(dataset.chunks), FIXED_ARRAY: 4, EXTENSIBLE_ARRAY: 4}
-    end = os.fstat(dataset.file.id.get_vfd_handle()).st_size
-    if count * each.get(kind, 0) > end:
+    end = dataset.end
+    if count * each.get(dataset.index_kind, 0) > end:
         raise TooManyChunksError(f"{count} chunks, more than a file of {end} bytes can list")
 
 
-def _require_agreement(
-    dataset: h5py.Dataset, table: ChunkTable, is_ascending: bool, where: str
-) -> None:
-    """Refuse a version 1 B-tree that contradicts itself, since it has no checksum.
-
-    Its chunks must come in the order of their keys, and HDF5 must find each chunk by its key: all
-    of few chunks are looked up, and some of many.
-
-    Raises
-    ------
-    ReadError
-        If one of these does not hold.
-    """
-    if index_kind(dataset) != B_TREE_V1:
-        return
-    if not is_ascending:
-        raise ReadError(f"{where}: the keys of its chunk index are not in order; it is damaged")
-    grid = grid_of(dataset.shape, dataset.chunks)
-    step = -(-table.offset.size // _LOOKUPS) or 1
-    for item in range(0, table.offset.size, step):
-        at = item if table.index is None else int(table.index[item])
-        corner = tuple(
-            int(place) * extent
-            for place, extent in zip(np.unravel_index(at, grid), dataset.chunks, strict=True)
-        )
-        # (`get_chunk_info_by_coord` visits all chunks, and would find it.)
-        if stored_nbytes(dataset, corner) != table.nbytes[item]:
-            raise ReadError(
-                f"{where}, chunk {corner}: the chunk index lists it, but HDF5 does not find it;"
-                " the file is damaged"
-            )
-
-
-class _Table:
-    """Chunks as HDF5 reports them, checked; added in blocks, so that memory stays small."""
+class _Checks:
+    """Checks the chunks of a dataset, as HDF5 reports them, all at once."""
 
     def __init__(
-        self, dataset: h5py.Dataset, filters: tuple[Filter, ...], has_raw_edges: bool, where: str
+        self, dataset: Opened, grid: tuple[int, ...], visited: Visited, where: str
     ) -> None:
+        self._dataset = dataset
+        self._grid = grid
+        self._visited = visited
         self._where = where
-        self._chunk = np.asarray(dataset.chunks, np.int64)
-        self._shape = np.asarray(dataset.shape, np.int64)
-        self._grid = grid_of(dataset.shape, dataset.chunks)
-        self._end = os.fstat(dataset.file.id.get_vfd_handle()).st_size
-        self._has_raw_edges = has_raw_edges
-        self._nbytes_of_all = math.prod(dataset.chunks) * dataset.id.get_type().get_size()
-        self._has_filters = bool(filters)
-        self.is_ascending = True  # as HDF5 reported the chunks
-        self.obstacle: str | None = None  # why chunks cannot be read by this table
-        self._count = 0
-        self._index, self._offset, self._nbytes = (np.empty(0, np.int64) for _ in range(3))
-        self._mask = np.empty(0, np.uint32)
 
-    def add(self, records: list[int]) -> None:
-        """Add chunks, each as corner, offset, bytes and filter mask."""
-        rank = self._shape.size
-        table = np.array(records, np.int64).reshape(-1, rank + 3)
-        corners, offset, nbytes = table[:, :rank], table[:, rank], table[:, rank + 1]
-        mask = table[:, rank + 2].astype(np.uint32)
-        is_raw = np.full(len(table), not self._has_filters)
-        if self._has_raw_edges:
-            # Such chunks are stored raw while their mask says that they were filtered.
-            is_raw |= (corners + self._chunk > self._shape).any(axis=1)
-            mask[is_raw] = _ALL_FILTERS
-        self._check(corners, offset, nbytes, is_raw)
-        if ((corners % self._chunk != 0) | (corners < 0) | (corners >= self._shape)).any():
-            self.obstacle = "HDF5 reports chunks outside the dataset"
-            corners = np.clip(corners, 0, self._shape - 1)
-        index = np.ravel_multi_index(tuple((corners // self._chunk).T), self._grid)
-        where = slice(self._count, self._count + len(table))
-        self._count = where.stop
-        if where.stop > self._index.size:
-            self._resize(where.stop + self._index.size // 8)
-        self._index[where], self._mask[where] = index, mask
-        self._offset[where], self._nbytes[where] = offset, nbytes
+    def require_within(self, end: int) -> None:
+        """Refuse chunks that do not lie in the file.
 
-    def sorted(self) -> ChunkTable:
-        """Return the table in the order of the grid."""
-        self._resize(self._count)
-        index, offset, nbytes, mask = self._index, self._offset, self._nbytes, self._mask
-        self._check_apart(offset, nbytes)
-        if not (index[1:] > index[:-1]).all():
-            self.is_ascending = False
-            order = np.argsort(index, kind="stable")
-            index, offset, nbytes, mask = index[order], offset[order], nbytes[order], mask[order]
-        if (index[1:] == index[:-1]).any():
-            self.obstacle = self.obstacle or "HDF5 reports a chunk twice"
-        complete = index.size == math.prod(self._grid)
-        return ChunkTable(None if complete else index, offset, nbytes, mask)
+        Raises
+        ------
+        ReadError
+            If one does not.
+        """
+        offset, nbytes = self._visited.offset, self._visited.nbytes
+        if self._visited.end > end:
+            at = int(((nbytes > end) | (offset > end - nbytes)).argmax())
+            raise ReadError(
+                f"{self._chunk(self._visited.number[at])}: {nbytes[at]} bytes at byte {offset[at]}"
+                f" do not lie in the file, which has {end} bytes; it was cut short or is damaged"
+            )
 
-    def _check_apart(self, offset: NDArray[np.int64], nbytes: NDArray[np.int64]) -> None:
-        """Refuse chunks that overlap each other or the file's superblock."""
-        if not (offset[1:] >= offset[:-1] + nbytes[:-1]).all():
+    def reach_over_edge(self) -> NDArray[np.bool_]:
+        """Tell which chunks reach over the dataset's edge."""
+        shape, chunk = self._dataset.extents, self._dataset.chunks
+        cells = np.unravel_index(self._visited.number, self._grid)
+        is_partial = np.zeros(self._visited.number.size, np.bool_)
+        for cell, size, extent in zip(cells, chunk, shape, strict=True):
+            is_partial |= cell == extent // size  # never, where chunks fit in
+        return is_partial
+
+    def require_nbytes(self, is_raw: NDArray[np.bool_] | bool, expected: int) -> None:
+        """Refuse raw chunks of another size than expected, and filtered ones of no bytes.
+
+        Raises
+        ------
+        ReadError
+            If there is one.
+        """
+        nbytes, least, most = self._visited.nbytes, self._visited.least, self._visited.most
+        if not nbytes.size or (
+            least == most == expected if is_raw is True else is_raw is False and least
+        ):
+            return
+        bad = np.where(is_raw, nbytes != expected, nbytes == 0)
+        if bad.any():
+            at = int(bad.argmax())
+            is_raw = bool(np.broadcast_to(is_raw, nbytes.shape)[at])
+            raise ReadError(
+                f"{self._chunk(self._visited.number[at])}: expected"
+                f" {expected if is_raw else 'some'} bytes, got {nbytes[at]}; the file is damaged"
+            )
+
+    def require_apart(self) -> None:
+        """Refuse chunks that overlap each other or the file's superblock.
+
+        Raises
+        ------
+        ReadError
+            If two do.
+        """
+        offset, nbytes, what = self._visited.offset, self._visited.nbytes, ""
+        if not self._visited.is_apart:  # perhaps only not in the order of their addresses
             order = np.argsort(offset, kind="stable")
             offset, nbytes = offset[order], nbytes[order]
-        bad = np.flatnonzero(offset[1:] < offset[:-1] + nbytes[:-1])
-        if bad.size or (offset.size and offset[0] < _SUPERBLOCK_NBYTES):
-            at = offset[bad[0] + 1] if bad.size else offset[0]
-            what = "another one" if bad.size else "the file's superblock"
+            overlaps = offset[1:] < offset[:-1] + nbytes[:-1]
+            if overlaps.any():
+                at, what = offset[int(overlaps.argmax()) + 1], "another one"
+        if not what and offset.size and self._visited.begin < _SUPERBLOCK_NBYTES:
+            at, what = self._visited.begin, "the file's superblock"
+        if what:
             raise ReadError(
                 f"{self._where}: a chunk at byte {at} overlaps {what}; the file is damaged"
             )
 
-    def _resize(self, count: int) -> None:
-        """Make room in place: a copy of all would double the memory for a moment."""
-        for column in (self._index, self._offset, self._nbytes, self._mask):
-            column.resize(count, refcheck=False)
+    def require_order(self) -> None:
+        """Refuse a version 1 B-tree, which has no checksum, whose keys are not in order.
 
-    def _check(
-        self,
-        corners: NDArray[np.int64],
-        offset: NDArray[np.int64],
-        nbytes: NDArray[np.int64],
-        is_raw: NDArray[np.bool_],
-    ) -> None:
-        end = self._end
-        bad = np.flatnonzero((offset < 0) | (nbytes < 0) | (nbytes > end) | (offset > end - nbytes))
-        if bad.size:
-            at = tuple(corners[bad[0]].tolist())
+        Raises
+        ------
+        ReadError
+            If they are not.
+        """
+        if not self._visited.is_ascending:
             raise ReadError(
-                f"{self._where}, chunk {at}: {nbytes[bad[0]]} bytes at byte {offset[bad[0]]} do not"
-                f" lie in the file, which has {end} bytes; it was cut short or is damaged"
+                f"{self._where}: the keys of its chunk index are not in order; it is damaged"
             )
-        expected = self._nbytes_of_all
-        bad = np.flatnonzero(np.where(is_raw, nbytes != expected, nbytes == 0))
-        if bad.size:
-            at = tuple(corners[bad[0]].tolist())
+
+    def require_agreement(self) -> None:
+        """Refuse an index that contradicts itself: HDF5 must find each chunk by its key.
+
+        Raises
+        ------
+        ReadError
+            If it does not.
+        """
+        unlike = self.first_unlike()
+        if unlike is not None:
             raise ReadError(
-                f"{self._where}, chunk {at}: expected"
-                f" {expected if is_raw[bad[0]] else 'some'} bytes, got {nbytes[bad[0]]}; the file"
-                " is damaged"
+                f"{self._chunk(unlike)}: the chunk index lists it, but HDF5 does not find it; the"
+                " file is damaged"
             )
+
+    def first_unlike(self) -> np.int64 | None:
+        """Return the number of a chunk that HDF5 does not find by its key, with the same size.
+
+        All of few chunks are looked up, and some of many; None: HDF5 finds these.
+        """
+        number, nbytes = self._visited.number, self._visited.nbytes
+        step = -(-number.size // _LOOKUPS) or 1
+        number, nbytes = number[::step], nbytes[::step]
+        # (`get_chunk_info_by_coord` visits all chunks, and would find it.)
+        found = first_unlike(self._dataset, self._grid, number, nbytes)
+        return number[found] if found < number.size else None
+
+    def table(self, obstacle: str) -> ChunkTable:
+        """Return the chunks in the order of the grid.
+
+        Raises
+        ------
+        NotDirectError
+            If there is an `obstacle`, or HDF5 reports chunks that cannot exist.
+        """
+        index, offset, nbytes, mask = self._visited[:4]
+        if self._visited.is_outside:
+            obstacle = obstacle or "HDF5 reports chunks outside the dataset"
+        if not self._visited.is_ascending:
+            order = np.argsort(index, kind="stable")
+            index, offset, nbytes, mask = index[order], offset[order], nbytes[order], mask[order]
+            if (index[1:] == index[:-1]).any():
+                obstacle = obstacle or "HDF5 reports a chunk twice"
+        if obstacle:
+            raise NotDirectError(obstacle)
+        is_complete = index.size == math.prod(self._grid)
+        return ChunkTable(None if is_complete else index, offset, nbytes, mask)
+
+    def _chunk(self, number: np.int64) -> str:
+        """Return the name of a chunk, for messages."""
+        cell = np.unravel_index(number, self._grid)
+        corner = tuple(int(at) * n for at, n in zip(cell, self._dataset.chunks, strict=True))
+        return f"{self._where}, chunk {corner}"

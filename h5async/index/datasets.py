@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import h5py
@@ -20,13 +18,13 @@ from h5async.errors import DatasetError, H5AsyncError, ReadError, out_of_memory
 from h5async.index.chunkindex import (
     TooManyChunksError,
     read_chunk_table,
-    require_true_coordinates,
     without_filters,
 )
 from h5async.index.elements import Element, element_of, has_objects
 from h5async.index.external import attached, external_layout
 from h5async.index.fillvalue import fill_value, has_no_values, member_fill, require_fill
 from h5async.index.filterpipeline import (
+    edges_are_raw,
     filters_of,
     is_hdf5s,
     require_filters,
@@ -34,11 +32,11 @@ from h5async.index.filterpipeline import (
     require_whole,
     unavailable,
 )
-from h5async.index.hdf5 import edges_are_raw
 from h5async.index.identity import indexed
 from h5async.index.layout import DatasetLayout, Part, Storage, normal_axis
-from h5async.index.links import Located, Reach
+from h5async.index.links import LastGroup, Located, Reach
 from h5async.index.obstacles import NotDirectError
+from h5async.index.opened import Opened
 from h5async.index.slabs import Slab
 from h5async.index.sources import VirtualSources
 from h5async.io.maps import may_map
@@ -51,7 +49,7 @@ class Indexer:
     Parameters
     ----------
     file
-        The file.
+        The file, which is also an attribute, as is the `LastGroup` of it.
     reach
         Which other files its datasets may refer to.
     depth
@@ -59,30 +57,35 @@ class Indexer:
     """
 
     def __init__(self, file: h5py.File, reach: Reach, depth: int = 0) -> None:
-        self._file = file
+        self.file = file
+        self.last_group = LastGroup()
+        self._name = file.filename
         # It is opened again later, from whatever directory is the current one then.
-        self._path = Path(file.filename).absolute()
-        self._stamp = FileStamp.settled(file.id.get_vfd_handle())
+        self._path = os.path.abspath(self._name)
+        self._descriptor = file.id.get_vfd_handle()
+        self._stamp = FileStamp.settled(self._descriptor)
+        # What is being written in this process may not be in the file yet.
+        self._is_writer = bool(file.id.get_intent() & h5py.h5f.ACC_RDWR)
         self._reach = reach
         self._depth = depth
 
     def sources(self, where: str) -> VirtualSources:
         """Return what finds the sources of a virtual dataset of this file."""
-        return VirtualSources(self._file, self._reach, self._depth, self._index_source, where)
+        return VirtualSources(self.file, self._reach, self._depth, self._index_source, where)
 
     def _index_source(
-        self, found: Located, node: h5py.Dataset, axis: int, depth: int
+        self, found: Located, node: h5py.h5d.DatasetID, axis: int, depth: int
     ) -> DatasetLayout:
         return Indexer(found.file, self._reach, depth).layout(found.path, node, (), axis)
 
     def layout(
-        self, name: str, dataset: h5py.Dataset, member: Sequence[str], num_dim: int
+        self, name: str, node: h5py.h5d.DatasetID, member: Sequence[str], num_dim: int
     ) -> DatasetLayout:
         """Return the layout of a dataset, or of a member of it.
 
         Parameters
         ----------
-        name, dataset
+        name, node
             Its path, and the dataset.
         member
             The path of a member within its compound type; empty: all of it.
@@ -94,8 +97,9 @@ class Indexer:
         H5AsyncError
             As `metadata.read_layouts` says.
         """
-        where = f'{self._file.filename}: dataset "{name}"'
+        where = f'{self._name}: dataset "{name}"'
         try:
+            dataset = Opened(node, self._descriptor)
             return self._layout(name, dataset, tuple(member), num_dim, where)
         except H5AsyncError:
             raise
@@ -105,17 +109,16 @@ class Indexer:
             raise ReadError(f"{where}: its metadata cannot be read ({error})") from error
 
     def _layout(
-        self, name: str, dataset: h5py.Dataset, member: tuple[str, ...], num_dim: int, where: str
+        self, name: str, dataset: Opened, member: tuple[str, ...], num_dim: int, where: str
     ) -> DatasetLayout:
-        plist = dataset.id.get_create_plist()
-        storage = _storage(plist)
-        sources = self.sources(where)
-        if storage == "virtual":
-            sources.find(plist)
+        storage = _storage(dataset)
+        sources = self.sources(where) if storage == "virtual" else None
+        if sources is not None:
+            sources.find(dataset.plist)
         element = element_of(dataset, member, where)
-        if dataset.shape is None:
-            raise DatasetError(f"{where} is empty (a null dataspace): it holds no samples")
         shape = dataset.shape
+        if shape is None:
+            raise DatasetError(f"{where} is empty (a null dataspace): it holds no samples")
         if shape == () and self._depth:
             shape = (1,)  # as the source of a virtual dataset, it is one sample
         if shape == ():
@@ -125,10 +128,10 @@ class Indexer:
                 f"{where}: its elements are of variable length or references, so a batch of them"
                 " has no fixed size; store them with a fixed-size type"
             )
-        base, extra = element.base, element.shape
-        filters = filters_of(plist)
+        base, extra = element.unpacked
+        is_chunked = storage == "chunked"
         layout = DatasetLayout(
-            file=str(self._path),
+            file=self._path,
             stamp=self._stamp,
             path=name,
             shape=(*shape, *extra),
@@ -137,46 +140,51 @@ class Indexer:
             storage=storage,
             fallback_reason=None,
             fill=np.zeros((), base),
-            chunk_shape=(*dataset.chunks, *extra) if dataset.chunks else (),
-            filters=filters,
-            stored_nbytes=0 if storage == "chunked" else dataset.id.get_storage_size(),
+            chunk_shape=(*dataset.chunks, *extra) if is_chunked else (),
+            filters=filters_of(dataset.plist),
+            stored_nbytes=0 if is_chunked else dataset.id.get_storage_size(),
             member=member,
             # Of a type with elements of variable length, HDF5 tells the size in memory.
-            stored_itemsize=0 if has_objects(dataset) else dataset.id.get_type().get_size(),
+            stored_itemsize=0 if has_objects(dataset) else dataset.itemsize,
             extra_dims=len(extra),
             indexed=indexed(dataset),
         )
         try:
-            if storage == "virtual":
-                return sources.layout(layout, plist)
+            if sources is not None:
+                return sources.layout(layout, dataset.plist)
             if storage == "external":
-                layout, found = attached(layout, plist, self._reach, where)
+                layout, found = attached(layout, dataset.plist, self._reach, where)
                 self._require_direct(layout, element)
-                return external_layout(layout, plist, found)
+                if element.text:
+                    raise NotDirectError("strings in external files, which HDF5 converts")
+                return external_layout(layout, dataset.plist, found)
             if storage == "compact":
-                values = np.asarray(_values(dataset, member))
+                values = np.asarray(_values(dataset.dataset, member))
                 values = values.reshape(layout.shape).view(layout.raw_dtype)
-                return replace(layout, values=values)
-            require_fill(plist, layout.stored_itemsize, where)
-            if storage == "chunked" and filters:
-                require_lengths(filters, math.prod(dataset.chunks) * layout.stored_itemsize, where)
-                layout = replace(layout, has_raw_edges=edges_are_raw(dataset))
+                return layout.changed(values=values)
+            require_fill(dataset, layout.stored_itemsize, where)
+            if is_chunked and layout.filters:
+                nbytes = math.prod(dataset.chunks) * layout.stored_itemsize
+                require_lengths(layout.filters, nbytes, where)
+                if edges_are_raw(dataset):
+                    layout = layout.changed(has_raw_edges=True)
                 require_filters(layout, dataset, where)
             self._require_direct(layout, element)
+            layout = layout.changed(text=element.text) if element.text else layout
             if member:
-                return self._member(layout, dataset, plist, element, where)
-            layout = replace(layout, fill=fill_value(plist, base, extra))
-            return self._direct(layout, dataset, plist, where)
+                return self._member(layout, dataset, element, where)
+            fill = fill_value(dataset.plist, base, extra)
+            return self._direct(layout, dataset, where, fill=fill)
         except NotDirectError as error:
             nbytes = self._stored_nbytes(layout, dataset, where)
-            return replace(layout, fallback_reason=str(error), stored_nbytes=nbytes)
+            return layout.changed(fallback_reason=str(error), stored_nbytes=nbytes, text=())
 
     def _require_direct(self, layout: DatasetLayout, element: Element) -> None:
-        if self._file.id.get_intent() & h5py.h5f.ACC_RDWR:
+        if self._is_writer:
             raise NotDirectError(
                 "the file is open for writing in this process, which may hold unwritten values"
             )
-        if not element.is_numpys:
+        if not element.is_numpys or (element.text and self._depth):
             raise NotDirectError(f"its stored type differs from NumPy's {element.dtype}")
         for entry in layout.filters:
             if is_hdf5s(entry):
@@ -188,14 +196,13 @@ class Indexer:
                 ' system, or io="map"'
             )
 
-    def _stored_nbytes(self, layout: DatasetLayout, dataset: h5py.Dataset, where: str) -> int:
+    def _stored_nbytes(self, layout: DatasetLayout, dataset: Opened, where: str) -> int:
         """Return the stored size of a dataset that h5py is to read; 0: unknown.
 
         All addresses are checked, of which HDF5 itself checks few.
         """
         # What was not written yet may have no address in the file, and some sizes are unknown.
-        is_writer = self._file.id.get_intent() & h5py.h5f.ACC_RDWR
-        is_checked = layout.stored_itemsize and not is_writer
+        is_checked = layout.stored_itemsize and not self._is_writer
         try:
             if is_checked and layout.storage == "contiguous":
                 _contiguous_offset(dataset, where)
@@ -209,36 +216,33 @@ class Indexer:
         return int(dataset.id.get_storage_size())
 
     def _direct(
-        self, layout: DatasetLayout, dataset: h5py.Dataset, plist: h5py.h5p.PropDCID, where: str
+        self, layout: DatasetLayout, dataset: Opened, where: str, **changes: Any
     ) -> DatasetLayout:
-        """Find out where the bytes lie."""
+        """Find out where the bytes lie; also make other `changes` of the layout."""
         if layout.storage == "chunked":
-            require_true_coordinates(dataset)
             unused = unavailable(layout.filters)  # no chunk was written with them
+            if unused and layout.text:  # `join_layouts` may leave it to h5py, with all filters
+                raise NotDirectError("strings that HDF5 converts, and filters it does not have")
             chunks = read_chunk_table(dataset, layout.filters, layout.has_raw_edges, where)
             chunks, filters = without_filters(chunks, layout.filters, unused)
             if unused and not filters:
                 require_whole(chunks, layout, where)
             stored_nbytes = int(chunks.nbytes.sum())
-            layout = replace(layout, chunks=chunks, filters=filters, stored_nbytes=stored_nbytes)
+            changes |= {"chunks": chunks, "filters": filters, "stored_nbytes": stored_nbytes}
         else:
-            layout = replace(layout, offset=_contiguous_offset(dataset, where))
-        if has_no_values(plist, layout):
+            changes["offset"] = _contiguous_offset(dataset, where)
+        layout = layout.changed(**changes)
+        if has_no_values(dataset.plist, layout):
             raise NotDirectError("it was never written, and its fill value is undefined")
         return layout
 
     def _member(
-        self,
-        layout: DatasetLayout,
-        dataset: h5py.Dataset,
-        plist: h5py.h5p.PropDCID,
-        element: Element,
-        where: str,
+        self, layout: DatasetLayout, dataset: Opened, element: Element, where: str
     ) -> DatasetLayout:
         """Return the layout of a member: a part of the rows of the compound."""
         if not layout.stored_itemsize:
             raise NotDirectError("a member of a compound with elements of variable length")
-        rank = len(dataset.shape)
+        rank = len(dataset.extents)
         extra = layout.shape[rank:]
         label = "/".join(layout.member)
         compound: np.dtype[Any] = np.dtype(
@@ -250,20 +254,20 @@ class Indexer:
             }
         )
         fill = np.zeros(layout.stored_itemsize, np.uint8)
-        values = member_fill(plist, dataset, layout.member)
+        values = member_fill(dataset, layout.member)
         fill[element.offset : element.offset + len(values)] = np.frombuffer(values, np.uint8)
-        source = replace(
-            layout,
+        source = layout.changed(
             shape=layout.shape[:rank],
             chunk_shape=layout.chunk_shape[:rank],
             dtype=compound,
             fill=fill.view(compound).reshape(()),
             member=(),
+            text=(),
         )
-        source = self._direct(source, dataset, plist, where)
+        source = self._direct(source, dataset, where)
         samples = Slab.run(0, layout.num_samples)
         part = Part(source, samples, samples, member=label)
-        return replace(layout, parts=(part,) if layout.num_samples else ())
+        return layout.changed(parts=(part,) if layout.num_samples else ())
 
 
 def _values(dataset: h5py.Dataset, member: tuple[str, ...]) -> Any:
@@ -277,32 +281,31 @@ def _without_metadata(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return dtype if dtype.metadata is None or dtype.fields else np.dtype(dtype.str)
 
 
-def _storage(plist: h5py.h5p.PropDCID) -> Storage:
+def _storage(dataset: Opened) -> Storage:
     """Return the layout class.
 
     External storage reports itself as contiguous, and it and virtual datasets have no offset,
     just like datasets that were never written: they must be told apart first.
     """
-    kind = plist.get_layout()
+    kind = dataset.layout_class
     if kind == h5py.h5d.VIRTUAL:
         return "virtual"
-    if plist.get_external_count():
+    if dataset.plist.get_external_count():
         return "external"
     if kind == h5py.h5d.COMPACT:
         return "compact"
     return "chunked" if kind == h5py.h5d.CHUNKED else "contiguous"
 
 
-def _contiguous_offset(dataset: h5py.Dataset, where: str) -> int:
+def _contiguous_offset(dataset: Opened, where: str) -> int:
     try:
         offset = dataset.id.get_offset()
     except RuntimeError as error:
         raise ReadError(f"{where}: its address is not valid ({error})") from error
     if offset is None:
         return -1
-    nbytes = dataset.id.get_storage_size()
-    end = os.fstat(dataset.file.id.get_vfd_handle()).st_size
-    wanted = math.prod(dataset.shape) * dataset.id.get_type().get_size()
+    nbytes, end = dataset.id.get_storage_size(), dataset.end
+    wanted = math.prod(dataset.extents) * dataset.itemsize
     if nbytes < wanted:
         raise ReadError(f"{where}: {nbytes} bytes are allocated for {wanted} bytes of values")
     if offset + wanted > end:

@@ -1,7 +1,4 @@
-"""Reads the datatype of a dataset, or of a member of it, as a NumPy dtype.
-
-And tells whether the stored bytes are those of that dtype.
-"""
+"""Reads the datatype of a dataset, or of a member of it, as a NumPy dtype."""
 
 from __future__ import annotations
 
@@ -11,8 +8,10 @@ import h5py
 import numpy as np
 
 from h5async.errors import DatasetError
+from h5async.index.layout import Text
+from h5async.index.opened import Opened
+from h5async.index.storedtypes import describe
 from h5async.names import name_bytes, name_text
-from h5async.system.interruptions import suppressing
 
 
 class Element(NamedTuple):
@@ -22,30 +21,24 @@ class Element(NamedTuple):
     ----------
     dtype
         As h5py gives it.
-    stored
-        The type as stored.
+    is_numpys, text
+        Whether the stored bytes are NumPy's, once these strings are converted.
     offset
         Of a member: its first byte within an element.
     """
 
     dtype: np.dtype[Any]
-    stored: h5py.h5t.TypeID
+    is_numpys: bool
+    text: tuple[Text, ...]
     offset: int
 
     @property
-    def base(self) -> np.dtype[Any]:
-        """The dtype of a number, where it is an array of them, or an array of arrays."""
-        return _unpacked(self.dtype)[0]
+    def unpacked(self) -> tuple[np.dtype[Any], tuple[int, ...]]:
+        """The dtype of a number, and the dimensions of an array type of them.
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The dimensions of an array type, those of the outermost one first."""
-        return _unpacked(self.dtype)[1]
-
-    @property
-    def is_numpys(self) -> bool:
-        """Whether the stored bytes are NumPy's."""
-        return _is_stored_as(self.stored, self.dtype)
+        Of an array of arrays, those of the outermost one come first.
+        """
+        return _unpacked(self.dtype)
 
 
 def _unpacked(dtype: np.dtype[Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:
@@ -57,42 +50,12 @@ def _unpacked(dtype: np.dtype[Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:
     return base, shape
 
 
-def _is_stored_as(stored: h5py.h5t.TypeID, dtype: np.dtype[Any]) -> bool:
-    """Tell whether the bytes of a stored type are those of a dtype."""
-    is_equal = None
-    with suppressing(Exception):  # a type that h5py can read but not write
-        is_equal = bool(stored.equal(h5py.h5t.py_create(dtype, logical=True)))
-    if is_equal is not False:
-        return bool(is_equal)
-    if isinstance(stored, h5py.h5t.TypeIntegerID) and stored.get_size() == 1:
-        # A byte order means nothing to a byte, but makes types unequal.
-        is_whole = stored.get_precision() == 8 and stored.get_offset() == 0
-        is_signed = stored.get_sign() != h5py.h5t.SGN_NONE
-        return is_whole and dtype == np.dtype("i1" if is_signed else "u1")
-    if isinstance(stored, h5py.h5t.TypeBitfieldID) and dtype.kind == "u":
-        # h5py gives bitfields as unsigned integers, but would write those as integers.
-        same = getattr(h5py.h5t, f"STD_B{8 * dtype.itemsize}LE", None)
-        return same is not None and dtype.str[0] != ">" and bool(stored.equal(same))
-    if isinstance(stored, h5py.h5t.TypeCompoundID) and dtype.fields is not None:
-        names = dtype.names or ()
-        return (
-            stored.get_size() == dtype.itemsize
-            and stored.get_nmembers() == len(names)
-            and all(
-                stored.get_member_offset(i) == dtype.fields[name][1]
-                and _is_stored_as(stored.get_member_type(i), dtype.fields[name][0])
-                for i, name in enumerate(names)
-            )
-        )
-    return False
-
-
-def has_objects(dataset: h5py.Dataset) -> bool:
+def has_objects(dataset: Opened) -> bool:
     """Tell whether elements, or members of them, are of variable length, or references."""
     try:
         return bool(dataset.dtype.hasobject)
     except UnicodeDecodeError:  # h5py has no dtype for names of members that are not UTF-8
-        return _is_object(dataset.id.get_type())
+        return _is_object(dataset.type)
 
 
 def _is_object(stored: h5py.h5t.TypeID) -> bool:
@@ -105,7 +68,7 @@ def _is_object(stored: h5py.h5t.TypeID) -> bool:
     return isinstance(stored, h5py.h5t.TypeVlenID | h5py.h5t.TypeReferenceID)
 
 
-def element_of(dataset: h5py.Dataset, member: tuple[str, ...], where: str) -> Element:
+def element_of(dataset: Opened, member: tuple[str, ...], where: str) -> Element:
     """Return what an element is; of a compound, its member at the end of the path `member`.
 
     Raises
@@ -113,7 +76,7 @@ def element_of(dataset: h5py.Dataset, member: tuple[str, ...], where: str) -> El
     DatasetError
         If there is no such member, or NumPy has no type for it; it begins with `where`.
     """
-    stored, offset = dataset.id.get_type(), 0
+    stored, offset = dataset.type, 0
     for depth, name in enumerate(member):
         label = "/".join(member[: depth + 1])
         if not isinstance(stored, h5py.h5t.TypeCompoundID):
@@ -126,7 +89,7 @@ def element_of(dataset: h5py.Dataset, member: tuple[str, ...], where: str) -> El
         offset += stored.get_member_offset(names.index(encoded))
         stored = stored.get_member_type(names.index(encoded))
     try:
-        return Element(stored.dtype if member else dataset.dtype, stored, offset)
+        return Element(*describe(stored.encode() if member else dataset.encoded_type), offset)
     except UnicodeDecodeError as error:
         raise DatasetError(
             f"{where}: it has members with names that are not UTF-8, and h5py has no type for"

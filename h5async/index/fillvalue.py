@@ -12,11 +12,14 @@ from h5async.errors import ReadError
 from h5async.index.hdf5 import fill_nbytes
 from h5async.index.layout import DatasetLayout
 from h5async.index.obstacles import NotDirectError
+from h5async.index.opened import Opened
 
 
-def require_fill(plist: h5py.h5p.PropDCID, itemsize: int, where: str) -> None:
+def require_fill(dataset: Opened, itemsize: int, where: str) -> None:
     """Refuse a fill value of another size; HDF5 would fill with what lies after it in memory."""
-    nbytes = fill_nbytes(plist) if itemsize and _has_fill_value(plist) else None
+    nbytes = (
+        fill_nbytes(dataset.properties) if itemsize and _has_fill_value(dataset.plist) else None
+    )
     if nbytes not in (None, itemsize):
         raise ReadError(
             f"{where}: its fill value has {nbytes} bytes, but its elements have {itemsize}; its"
@@ -43,12 +46,12 @@ def fill_value(
     return fill
 
 
-def member_fill(plist: h5py.h5p.PropDCID, dataset: h5py.Dataset, member: tuple[str, ...]) -> bytes:
+def member_fill(dataset: Opened, member: tuple[str, ...]) -> bytes:
     """Return the bytes of a member's fill value; b"": zeros."""
-    if not (_has_fill_value(plist) and _is_filled(plist)):
+    if not (_has_fill_value(dataset.plist) and _is_filled(dataset.plist)):
         return b""
     values: Any = np.zeros((), dataset.dtype)
-    plist.get_fill_value(values)
+    dataset.plist.get_fill_value(values)
     for name in member:
         values = values[name]
     return bytes(np.asarray(values).tobytes())

@@ -11,7 +11,9 @@ from h5async.codec.filters import Filter, can_decode
 from h5async.errors import DatasetError, ReadError
 from h5async.index.chunkindex import applies_any
 from h5async.index.chunktable import ChunkTable
+from h5async.index.hdf5 import DONT_FILTER_PARTIAL_CHUNKS, chunk_options
 from h5async.index.layout import DatasetLayout
+from h5async.index.opened import Opened
 
 
 def filters_of(plist: h5py.h5p.PropDCID) -> tuple[Filter, ...]:
@@ -23,7 +25,20 @@ def filters_of(plist: h5py.h5p.PropDCID) -> tuple[Filter, ...]:
     )
 
 
-def require_filters(layout: DatasetLayout, dataset: h5py.Dataset, where: str) -> None:
+def edges_are_raw(dataset: Opened) -> bool:
+    """Tell whether chunks that reach over the dataset's edge are not filtered.
+
+    Raises
+    ------
+    NotDirectError
+        If HDF5 does not say so, and it matters.
+    """
+    if all(n % c == 0 for n, c in zip(dataset.extents, dataset.chunks, strict=True)):
+        return False
+    return bool(chunk_options(dataset.plist) & DONT_FILTER_PARTIAL_CHUNKS)
+
+
+def require_filters(layout: DatasetLayout, dataset: Opened, where: str) -> None:
     """Raise `DatasetError` if a chunk was written with a filter that is not available.
 
     It is available if it is decoded here, or if h5py has it, which gets more from hdf5plugin. Other

@@ -16,33 +16,29 @@ from h5async.system.interruptions import suppressing
 
 # Kinds of chunk indices (H5Dpublic.h).
 B_TREE_V1, IMPLICIT, FIXED_ARRAY, EXTENSIBLE_ARRAY = 0, 2, 3, 4
-_DONT_FILTER_PARTIAL_CHUNKS = 2  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS of H5Dpublic.h
+DONT_FILTER_PARTIAL_CHUNKS = 2  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS of H5Dpublic.h
 
 
-def index_kind(dataset: h5py.Dataset) -> int:
+def index_kind(dataset: h5py.h5d.DatasetID) -> int:
     """Return the kind of chunk index; -1 where HDF5 does not say."""
     try:
-        return _ask_hdf5("H5Dget_chunk_index_type", ctypes.c_int, dataset.id)
+        return _ask_hdf5("H5Dget_chunk_index_type", ctypes.c_int, dataset)
     except NotDirectError:
         return -1
 
 
-def edges_are_raw(dataset: h5py.Dataset) -> bool:
-    """Tell whether chunks that reach over the dataset's edge are not filtered.
+def chunk_options(plist: h5py.h5p.PropDCID) -> int:
+    """Return the flags of chunks at the dataset's edge.
 
     Raises
     ------
     NotDirectError
-        If HDF5 does not say so, and it matters.
+        If HDF5 does not tell them.
     """
-    if all(n % c == 0 for n, c in zip(dataset.shape, dataset.chunks, strict=True)):
-        return False
-    plist = dataset.id.get_create_plist()
-    options = _ask_hdf5("H5Pget_chunk_opts", ctypes.c_uint, plist)
-    return bool(options & _DONT_FILTER_PARTIAL_CHUNKS)
+    return _ask_hdf5("H5Pget_chunk_opts", ctypes.c_uint, plist)
 
 
-def stored_nbytes(dataset: h5py.Dataset, corner: tuple[int, ...]) -> int:
+def stored_nbytes(dataset: h5py.h5d.DatasetID, corner: tuple[int, ...]) -> int:
     """Return the stored size of a chunk, which HDF5 finds by its key; 0 where it was never written.
 
     0 also where HDF5 does not say. For a chunk that was never written, h5py's own
@@ -50,18 +46,18 @@ def stored_nbytes(dataset: h5py.Dataset, corner: tuple[int, ...]) -> int:
     """
     offset = (ctypes.c_uint64 * len(corner))(*corner)
     try:
-        return _ask_hdf5("H5Dget_chunk_storage_size", ctypes.c_uint64, dataset.id, offset)
+        return _ask_hdf5("H5Dget_chunk_storage_size", ctypes.c_uint64, dataset, offset)
     except NotDirectError:
         return 0
 
 
-def fill_nbytes(plist: h5py.h5p.PropDCID) -> int | None:
+def fill_nbytes(properties: bytes) -> int | None:
     """Return how many bytes a fill value has; None where HDF5 does not say.
 
-    HDF5 only says so where it encodes all properties: after the name of this one come two bytes,
+    HDF5 only says so where it encodes all `properties`: after the name of this one come two bytes,
     then the size in eight (H5P__dcrt_fill_value_enc of H5Pdcpl.c).
     """
-    _, name, value = encoded_properties(plist).rpartition(b"fill_value\0")
+    _, name, value = properties.rpartition(b"fill_value\0")
     return int.from_bytes(value[2:10], "little", signed=True) if name else None
 
 
@@ -82,16 +78,47 @@ def encoded_properties(plist: h5py.h5p.PropDCID) -> bytes:
     return encoded.raw
 
 
+def function_address(name: str) -> int:
+    """Return the address of a function of the HDF5 that h5py calls; 0 where it cannot be found."""
+    function = _hdf5_function(name)
+    return 0 if function is None else ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
 @functools.cache  # a function of ctypes refers to itself, so only a garbage collection frees it
 def _hdf5_function(name: str, *types: Any) -> Any:
     """Return a function of the HDF5 that h5py calls; it takes an identifier, and these types.
 
     None where it cannot be found.
     """
-    with suppressing(AttributeError, OSError):
-        function = ctypes.CDLL(h5py.h5p.__file__)[name]
+    library = _library()
+    with suppressing(AttributeError):
+        function = None if library is None else library[name]
+        if function is None:
+            return None
         function.argtypes, function.restype = (ctypes.c_int64, *types), ctypes.c_int
         return function
+    return None
+
+
+@functools.cache
+def _library() -> Any:
+    """Return the HDF5 that h5py calls, or None where it cannot be found.
+
+    It is looked for in what h5py's own modules were linked with. One of another version, or which
+    does not know an identifier of h5py's, is another library.
+    """
+    with suppressing(AttributeError, OSError):
+        library = ctypes.CDLL(h5py.h5p.__file__)
+        version = [ctypes.c_uint() for _ in range(3)]
+        is_valid = library.H5Iis_valid
+        is_valid.argtypes, is_valid.restype = (ctypes.c_int64,), ctypes.c_int
+        with h5py._objects.phil:
+            library.H5get_libversion(*map(ctypes.byref, version))
+            known = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+            if is_valid(known.id) <= 0:
+                return None
+        if tuple(number.value for number in version) == h5py.version.hdf5_version_tuple:
+            return library
     return None
 
 

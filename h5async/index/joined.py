@@ -8,6 +8,8 @@ from h5async.errors import DatasetError
 from h5async.index.layout import DatasetLayout, Part
 from h5async.index.slabs import Slab
 
+_UNLIKE_TEXT = "its strings end otherwise than those of other files"
+
 
 def join_layouts(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
     """Return the layout of datasets of several files as one, one after the other.
@@ -20,6 +22,11 @@ def join_layouts(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
     first = layouts[0]
     if len(layouts) == 1:
         return first
+    if any(layout.text != first.text for layout in layouts):
+        layouts = [
+            layout.through_h5py(_UNLIKE_TEXT) if layout.text else layout for layout in layouts
+        ]
+        first = layouts[0]
     parts, begin = [], 0
     for layout in layouts:
         same_rows = layout.row_shape == first.row_shape and layout.sample_axis == first.sample_axis
@@ -51,4 +58,5 @@ def join_layouts(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
         stored_nbytes=sum(layout.stored_nbytes for layout in layouts),
         parts=tuple(parts),
         file_samples=tuple(layout.num_samples for layout in layouts),
+        text=first.text,
     )

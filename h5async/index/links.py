@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import stat
 from collections.abc import Iterator
@@ -115,14 +116,58 @@ BESIDE = Reach()  # only files that lie beside the file
 
 
 class Located(NamedTuple):
-    """Where a path leads: an object of a file, and the rest of the path after a dataset."""
+    """Where a path leads: an object of a file, and the rest of the path after a dataset.
+
+    Attributes
+    ----------
+    file, path, rest
+        The file, the path of the object in it, and the rest.
+    group, name
+        The group that holds the object, and its name there.
+    """
 
     file: h5py.File
     path: str
     rest: tuple[str, ...]
+    group: h5py.h5g.GroupID
+    name: bytes
+
+    def open(self) -> h5py._objects.ObjectID:
+        """Open the object.
+
+        Raises
+        ------
+        Exception
+            Any, if it is damaged.
+        """
+        return h5py.h5o.open(self.group, self.name)
 
 
-def locate(file: h5py.File, path: str, reach: Reach, files: contextlib.ExitStack) -> Located:
+class LastGroup:
+    """Keeps the group of a file in which an object was found: the next is often there, too."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._group: h5py.h5g.GroupID | None = None
+
+    def begin(self, todo: list[str]) -> tuple[h5py.h5g.GroupID | None, list[str]]:
+        """Return the group if the path leads to an object of it, and the names of the way there."""
+        if self._group is not None and todo[:-1] == self._names:
+            return self._group, list(self._names)
+        return None, []
+
+    def keep(self, names: list[str], group: h5py.h5g.GroupID) -> None:
+        """Keep a group to which only hard links lead."""
+        self._names, self._group = names, group
+
+
+def locate(
+    file: h5py.File,
+    path: str,
+    reach: Reach,
+    files: contextlib.ExitStack,
+    last: LastGroup | None = None,
+) -> Located:
     """Follow a path through groups and links.
 
     Parameters
@@ -135,6 +180,8 @@ def locate(file: h5py.File, path: str, reach: Reach, files: contextlib.ExitStack
         What external links may lead to.
     files
         Closes, later, the files that are opened on the way.
+    last
+        Keeps the group for the next path of the same file.
 
     Raises
     ------
@@ -150,22 +197,21 @@ def locate(file: h5py.File, path: str, reach: Reach, files: contextlib.ExitStack
         If a linked file cannot be opened.
     """
     todo = _components(path)
-    group: h5py.Group = file["/"]
-    done: list[str] = []
-    links = 0
+    kept, done = (None, []) if last is None else last.begin(todo)
+    group: h5py.h5g.GroupID = file.id if kept is None else kept
+    del todo[: len(done)]
+    at, links = b".", 0
     while todo:
         name = todo.pop(0)
         at = name_bytes(name)  # h5py takes no other name that is not UTF-8
-        if not group.id.links.exists(at):
-            raise KeyError(path)
-        kind = group.id.links.get_info(at).type
+        kind = _link_type(group, at)
         if kind == h5py.h5l.TYPE_HARD:
             done.append(name)
             if todo:
-                node = group[at]
-                if isinstance(node, h5py.Dataset):
-                    return Located(file, "/".join(done), tuple(todo))
-                if not isinstance(node, h5py.Group):
+                node = h5py.h5o.open(group, at)
+                if isinstance(node, h5py.h5d.DatasetID):
+                    return Located(file, "/".join(done), tuple(todo), group, at)
+                if not isinstance(node, h5py.h5g.GroupID):
                     raise KeyError(path)
                 group = node
             continue
@@ -175,20 +221,36 @@ def locate(file: h5py.File, path: str, reach: Reach, files: contextlib.ExitStack
             raise DatasetError(f"{where}: the path leads through more than {_MAX_LINKS} links")
         if kind == h5py.h5l.TYPE_EXTERNAL:
             holder = Path(file.filename)
-            file_name, leads_to = map(name_text, group.id.links.get_val(at))
+            file_name, leads_to = map(name_text, group.links.get_val(at))
             target = reach.find(file_name, holder, "HDF5_EXT_PREFIX", where)
             if target is None:
                 raise MissingError(f"{where} leads to {file_name}, which does not exist")
             file = files.enter_context(open_permitted(target, where))
-            group, done = file["/"], []
+            group, done, at = file.id, [], b"."
         elif kind == h5py.h5l.TYPE_SOFT:
-            leads_to = name_text(group.id.links.get_val(at))
+            leads_to = name_text(group.links.get_val(at))
+            at = b"."
             if leads_to.startswith("/"):
-                group, done = file["/"], []
+                group, done = file.id, []
         else:
             raise KeyError(path)
         todo = _components(leads_to) + todo
-    return Located(file, "/".join(done) or "/", ())
+    if last is not None and not links:
+        last.keep(done[:-1], group)
+    return Located(file, "/".join(done) or "/", (), group, at)
+
+
+def _link_type(group: h5py.h5g.GroupID, name: bytes) -> int | None:
+    """Return the type of a link; None: there is none of that name.
+
+    Raises
+    ------
+    Exception
+        Any, if the group is damaged.
+    """
+    with suppressing(Exception):
+        return int(group.links.get_info(name).type)
+    return int(group.links.get_info(name).type) if group.links.exists(name) else None
 
 
 def _components(path: str) -> list[str]:
@@ -201,8 +263,11 @@ def open_index(path: Path) -> Iterator[h5py.File]:
 
     HDF5 would cache up to 32 MB of them, though they are not read again.
     """
-    with open_hdf5(path) as file, metadata_cache(file, _METADATA_NBYTES):
+    file = open_hdf5(path, metadata_nbytes=_METADATA_NBYTES)
+    try:
         yield file
+    finally:
+        file.close()
 
 
 @contextlib.contextmanager
@@ -250,10 +315,18 @@ def require_in_place(path: Path, opened: FileStamp, where: str) -> None:
     raise UnsafeFileError(f"{where} refers to {path}, which was replaced while it was opened")
 
 
-def open_hdf5(path: Path, *, in_use: bool = False) -> h5py.File:
+def open_hdf5(path: Path, *, in_use: bool = False, metadata_nbytes: int | None = None) -> h5py.File:
     """Open a file for reading with h5py, which the caller closes.
 
-    `in_use`: also a file that a writer has locked, which may be writing to it.
+    Parameters
+    ----------
+    path
+        The file.
+    in_use
+        Whether to open also a file that a writer has locked, which may be writing to it.
+    metadata_nbytes
+        How many bytes of metadata HDF5 caches; None: its default. The settings of a file that is
+        open in this process stay.
 
     Raises
     ------
@@ -261,12 +334,16 @@ def open_hdf5(path: Path, *, in_use: bool = False) -> h5py.File:
         If it cannot be opened; the message says why.
     """
     try:
-        if path.is_dir():
-            raise ReadError(f"cannot open {path}: it is a directory; name a file")
-        if path.exists() and not path.is_file():  # HDF5 would wait for a pipe
-            raise ReadError(f"cannot open {path}: it is not a regular file")
+        with suppressing(FileNotFoundError, NotADirectoryError):
+            mode = os.stat(path).st_mode
+            if stat.S_ISDIR(mode):
+                raise ReadError(f"cannot open {path}: it is a directory; name a file")
+            if not stat.S_ISREG(mode):  # HDF5 would wait for a pipe
+                raise ReadError(f"cannot open {path}: it is not a regular file")
         try:
-            return h5py.File(path, "r")
+            # `h5py.File` would make new property lists for each file.
+            properties = _access_properties(metadata_nbytes)
+            return h5py.File(h5py.h5f.open(os.fsencode(path), h5py.h5f.ACC_RDONLY, properties))
         except OSError as error:
             # The caller has it open without locking, and HDF5 wants all to agree; or a writer
             # lets others read meanwhile (SWMR).
@@ -281,6 +358,24 @@ def open_hdf5(path: Path, *, in_use: bool = False) -> h5py.File:
         raise
     except (OSError, RuntimeError, ValueError) as error:
         raise ReadError(f"cannot open {path}: {_reason(path, error)}") from error
+
+
+@functools.cache
+def _access_properties(metadata_nbytes: int | None) -> h5py.h5p.PropFAID:
+    """Return what files are opened with: the defaults, or, to read metadata, no cache of chunks.
+
+    HDF5 would take memory for it whenever a dataset is opened.
+    """
+    properties = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+    if metadata_nbytes is not None:
+        unused, _slots, _nbytes, preemption = properties.get_cache()
+        properties.set_cache(unused, 0, 0, preemption)
+        cache = properties.get_mdc_config()
+        cache.set_initial_size = True
+        cache.initial_size = cache.max_size = metadata_nbytes
+        cache.min_size = min(cache.min_size, metadata_nbytes)
+        properties.set_mdc_config(cache)
+    return properties
 
 
 def _reason(path: Path, error: Exception) -> str:

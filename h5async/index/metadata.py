@@ -25,9 +25,16 @@ from h5async.errors import (
 from h5async.index.contents import LISTING_NBYTES, what_is_there
 from h5async.index.datasets import Indexer
 from h5async.index.layout import DatasetLayout
-from h5async.index.links import BESIDE, Located, Reach, locate, metadata_cache, open_index
+from h5async.index.links import (
+    BESIDE,
+    LastGroup,
+    Located,
+    Reach,
+    locate,
+    metadata_cache,
+    open_index,
+)
 from h5async.index.listing import walk
-from h5async.names import name_bytes
 from h5async.system.interruptions import passing, suppressing
 
 
@@ -48,8 +55,9 @@ def read_layouts(
         If a field's ``num_dim`` is not a dimension of its dataset.
     """
     with open_index(path) as file:
+        indexer = Indexer(file, reach)
         return {
-            name: _layout_at(file, field.path, field.num_dim, reach)
+            name: _layout_at(indexer, field.path, field.num_dim, reach)
             for name, field in fields.items()
         }
 
@@ -62,13 +70,14 @@ def list_layouts(
     They come group by group, in the order of names.
     """
     with passing(), open_index(path) as file, metadata_cache(file, LISTING_NBYTES):
+        indexer = Indexer(file, reach)
         for name, kind in walk(file):
             if kind == "group" or (kind != "dataset" and not _may_be_dataset(file, name, reach)):
                 continue
             layout: DatasetLayout | H5AsyncError
             try:
                 with passing():
-                    layout = _layout_at(file, name, 0, reach)
+                    layout = _layout_at(indexer, name, 0, reach)
             except H5AsyncError as error:
                 layout = error
             yield name, layout
@@ -79,7 +88,7 @@ def _may_be_dataset(file: h5py.File, path: str, reach: Reach) -> bool:
     with contextlib.ExitStack() as files:
         with suppressing(Exception):  # a damaged object may raise anything; the listing says what
             found = locate(file, path, reach, files)
-            return isinstance(found.file[name_bytes(found.path)], h5py.Dataset)
+            return isinstance(found.open(), h5py.h5d.DatasetID)
         return True
 
 
@@ -109,10 +118,10 @@ def read_values(path: Path, name: str, most: int, reach: Reach = BESIDE) -> NDAr
     """
     where = f'{path}: dataset "{name}"'
     with open_index(path) as file, contextlib.ExitStack() as files:
-        found, node = _dataset_at(file, name, reach, files)
+        found, opened = _dataset_at(file, name, reach, files)
         if found.rest:
             raise DatasetError(f"{where} is a member of a compound; give a dataset")
-        plist = node.id.get_create_plist()
+        node, plist = h5py.Dataset(opened), opened.get_create_plist()
         if plist.get_layout() == h5py.h5d.VIRTUAL or plist.get_external_count():
             raise DatasetError(f"{where} must be stored in the file itself, and lies in others")
         if node.shape is None or node.ndim != 1:
@@ -127,20 +136,26 @@ def read_values(path: Path, name: str, most: int, reach: Reach = BESIDE) -> NDAr
             raise ReadError(f"{where} cannot be read ({error})") from error
 
 
-def _layout_at(file: h5py.File, path: str, num_dim: int, reach: Reach) -> DatasetLayout:
-    """Read the layout of what a path leads to, in this file or another."""
+def _layout_at(indexer: Indexer, path: str, num_dim: int, reach: Reach) -> DatasetLayout:
+    """Read the layout of what a path leads to, in the file of an indexer or another."""
     with contextlib.ExitStack() as files:
-        found, node = _dataset_at(file, path, reach, files)
-        return Indexer(found.file, reach).layout(found.path, node, found.rest, num_dim)
+        found, node = _dataset_at(indexer.file, path, reach, files, indexer.last_group)
+        if found.file is not indexer.file:
+            indexer = Indexer(found.file, reach)
+        return indexer.layout(found.path, node, found.rest, num_dim)
 
 
 def _dataset_at(
-    file: h5py.File, path: str, reach: Reach, files: contextlib.ExitStack
-) -> tuple[Located, h5py.Dataset]:
+    file: h5py.File,
+    path: str,
+    reach: Reach,
+    files: contextlib.ExitStack,
+    last_group: LastGroup | None = None,
+) -> tuple[Located, h5py.h5d.DatasetID]:
     """Open the dataset that a path leads to, in this file or another, which `files` closes."""
     try:
-        found = locate(file, path, reach, files)
-        node = found.file[name_bytes(found.path)]
+        found = locate(file, path, reach, files, last_group)
+        node = found.open()
     except H5AsyncError:
         raise
     except MemoryError as error:
@@ -152,8 +167,8 @@ def _dataset_at(
         raise DatasetError(
             f'{file.filename}: there is no dataset "{path}"{detail}; {what_is_there(file, reach)}'
         ) from error
-    if not isinstance(node, h5py.Dataset):
-        kind = "group" if isinstance(node, h5py.Group) else "named type"
+    if not isinstance(node, h5py.h5d.DatasetID):
+        kind = "group" if isinstance(node, h5py.h5g.GroupID) else "named type"
         raise DatasetError(
             f'{file.filename}: "{path}" is a {kind}, not a dataset; {what_is_there(file, reach)}'
         )

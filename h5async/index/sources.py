@@ -20,13 +20,12 @@ from h5async.index.links import Located, MissingError, Reach, locate, open_permi
 from h5async.index.mappings import Mapping, mapped_files, read_mappings, source_series
 from h5async.index.obstacles import NotDirectError
 from h5async.index.virtual import virtual_parts
-from h5async.names import name_bytes
 from h5async.system.interruptions import interruption
 
 _MAX_NESTED = 8  # virtual datasets of virtual datasets
 
 # index(where the source was found, the source, the dimension that counts its samples, depth)
-IndexSource = Callable[[Located, h5py.Dataset, int, int], DatasetLayout]
+IndexSource = Callable[[Located, h5py.h5d.DatasetID, int, int], DatasetLayout]
 
 
 class VirtualSources:
@@ -151,7 +150,7 @@ class VirtualSources:
             what = f'{self._where}: its source "{dataset_name}"'
             try:
                 found = locate(file, dataset_name, self._reach, files)
-                node = found.file[name_bytes(found.path)]
+                node = found.open()
             except KeyError as error:
                 is_known = isinstance(error, H5AsyncError) and not isinstance(error, MissingError)
                 if is_known or interruption(error) is not None:
@@ -162,6 +161,6 @@ class VirtualSources:
                     f"{what} is missing in {path}; bring it back, or read missing sources as the"
                     " fill value: allow_missing=True"
                 ) from error
-            if not isinstance(node, h5py.Dataset) or found.rest:
+            if not isinstance(node, h5py.h5d.DatasetID) or found.rest:
                 raise DatasetError(f"{what} in {path} is not a dataset")
             return self._index(found, node, axis, self._depth + 1)

@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 
 from h5async.config import Field
 from h5async.errors import ConfigError
-from h5async.index.layout import DatasetLayout, normal_axis
+from h5async.index.layout import DatasetLayout, Text, normal_axis
+
+_TEXT_BLOCK_NBYTES = 1 << 18  # that are converted at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,8 @@ class RowTransform:
         The dimensions of a raw batch (sample first) in the order of delivery.
     scale, offset
         A number, an array that broadcasts over a delivered row, or None.
+    text
+        Strings in each element that are converted as HDF5 does.
     """
 
     raw_row: tuple[int, ...]
@@ -43,6 +47,7 @@ class RowTransform:
     permutation: tuple[int, ...]
     scale: NDArray[Any] | None = None
     offset: NDArray[Any] | None = None
+    text: tuple[Text, ...] = ()
 
     @property
     def is_identity(self) -> bool:
@@ -53,6 +58,7 @@ class RowTransform:
             and self.permutation == tuple(range(len(self.permutation)))
             and self.scale is None
             and self.offset is None
+            and not self.text
         )
 
     @property
@@ -95,6 +101,8 @@ class RowTransform:
                 np.multiply(out, self.scale, out=out)
             if self.offset is not None:
                 np.add(out, self.offset, out=out)
+        for text in self.text:
+            _convert(text, out)
 
 
 def row_transform(field: Field, layout: DatasetLayout) -> RowTransform:
@@ -129,7 +137,21 @@ def row_transform(field: Field, layout: DatasetLayout) -> RowTransform:
         permutation=tuple(raw_axes.index(axis) for axis in axes),
         scale=_factor(field.scale, row, dtype, where),
         offset=_factor(field.offset, row, dtype, where),
+        text=layout.text,
     )
+
+
+def _convert(text: Text, out: NDArray[Any]) -> None:
+    """Put NULs behind the end of a string of all elements, as HDF5 does when it reads it."""
+    elements = out.reshape(-1).view(np.uint8).reshape(-1, out.dtype.itemsize)
+    block = max(1, _TEXT_BLOCK_NBYTES // text.nbytes)
+    for begin in range(0, len(elements), block):
+        string = elements[begin : begin + block, text.offset : text.offset + text.nbytes]
+        if text.is_padded:
+            is_padding = np.logical_and.accumulate(string[:, ::-1] == ord(" "), axis=1)
+            string[is_padding[:, ::-1]] = 0
+        else:
+            string *= np.logical_and.accumulate(string, axis=1)
 
 
 def _factor(

@@ -97,7 +97,7 @@ class ChunkCheck:
         is_partial = any(end > n for end, n in zip(ends, self._shape, strict=True))
         if is_partial and self.layout.has_raw_edges:
             return
-        if not stored_nbytes(dataset, corner):
+        if not stored_nbytes(dataset.id, corner):
             return
         mask, encoded = dataset.id.read_direct_chunk(corner)
         itemsize = self.layout.stored_itemsize

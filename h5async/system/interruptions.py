@@ -120,6 +120,8 @@ class passing(ContextDecorator):
         BaseException
             Whatever the signal handler raised.
         """
+        if error is None:
+            return False
         found = interruption(error)
         if found is not None and found is not error:
             raise_again(found)

@@ -27,7 +27,7 @@ from h5py import h5d, h5p, h5s, h5t, h5z
 
 from h5async import AsyncReader, DatasetError, FileChangedWarning, ReadError, UnsafeFileError
 from h5async.codec import filters
-from h5async.index import datasets, hdf5, metadata, virtual
+from h5async.index import chunkindex, datasets, extensible, hdf5, metadata, virtual
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Located, Reach
 from h5async.read import fallback
@@ -78,7 +78,7 @@ def goes_wrong(path, **options):
 def no_rules(monkeypatch):
     """Take away the rules that send a dataset to h5py for its type, its index and so on."""
     monkeypatch.setattr(datasets.Indexer, "_require_direct", lambda *_: None)
-    monkeypatch.setattr(datasets, "require_true_coordinates", lambda *_: None)
+    monkeypatch.setattr(chunkindex, "positions_of", lambda *_: None)
 
 
 def raw_dataset(file, stored_type, values, *, plist=None, maxshape=None):
@@ -143,10 +143,18 @@ def chunk_that_is_reported_in_another_place(path, libver="latest"):
 @pytest.mark.parametrize("options", [{}, GZIP, ALL_THREE])
 @pytest.mark.parametrize("axis", [1, 2])
 @pytest.mark.parametrize("libver", ["v110", "latest"])
-def test_extensible_index_of_another_axis_is_read_by_h5py(tmp_path, libver, axis, options):
+def test_extensible_index_of_another_axis_is_read_directly(tmp_path, libver, axis, options):
     path = tmp_path / "a.h5"
     kind = only_one_axis_is_unlimited(path, axis, libver=libver, **options)
     assert kind == EXTENSIBLE_ARRAY
+    check(path)
+
+
+@pytest.mark.parametrize("axis", [1, 2])
+def test_extensible_index_that_another_hdf5_reports_otherwise(tmp_path, monkeypatch, axis):
+    path = tmp_path / "a.h5"
+    only_one_axis_is_unlimited(path, axis)
+    monkeypatch.setattr(extensible, "_counts_positions", lambda: False)
     check(path, fallback=f"only dimension {axis} is unlimited")
 
 
@@ -183,7 +191,7 @@ def test_extensible_index_of_axis_0_is_read_directly(tmp_path):
 def test_misplaced_chunk(tmp_path):
     path = tmp_path / "a.h5"
     chunk_that_is_reported_in_another_place(path)
-    check(path, fallback="only dimension 1 is unlimited")
+    check(path)
 
 
 def test_misplaced_chunk_unguarded(tmp_path, no_rules):
@@ -588,15 +596,8 @@ def test_bytes_after_the_end_of_gzip_are_ignored(tmp_path):
 SHORT_ROWS, SHORT_COLUMNS = 4, 64  # of a chunk: large enough for HDF5 to reuse memory
 
 
-def string_of_eight():
-    stored = h5t.C_S1.copy()
-    stored.set_size(8)
-    stored.set_strpad(h5t.STR_NULLTERM)
-    return stored
-
-
 ONLY_H5PY = {  # stored type, and what makes elements of it out of small numbers
-    "strings": (string_of_eight, lambda n: np.char.mod("s%05d", n).astype("S8")),
+    "40 bits": (lambda: integer_of(h5t.STD_U64LE, 40), lambda n: n.astype("<u8")),
     "bfloat16": (lambda: bfloat16(), lambda n: (0x4000 + n).astype("<u2")),
     "12 bits": (lambda: integer_of(h5t.STD_U16LE, 12), lambda n: n.astype("<u2")),
 }
@@ -678,7 +679,7 @@ def test_short_chunk_that_h5py_reads_unguarded(tmp_path, monkeypatch, name):
 
 def test_each_chunk_that_h5py_reads_is_checked_once(tmp_path, monkeypatch):
     path = tmp_path / "a.h5"
-    stored_through_h5py(path, "strings", ONLY_GZIP)
+    stored_through_h5py(path, "40 bits", ONLY_GZIP)
     checked = []
     check_chunk = fallback.ChunkCheck._check
 
@@ -700,9 +701,9 @@ def test_raw_edge_chunks_that_h5py_reads(tmp_path, filters):
     plist = dataset_plist((3, 2), filters)
     options = ctypes.c_int64(plist.id), ctypes.c_uint(DONT_FILTER_PARTIAL_CHUNKS)
     assert HDF5.H5Pset_chunk_opts(*options) >= 0
-    texts = ONLY_H5PY["strings"][1](numbers(7, 5))
+    make_type, element = ONLY_H5PY["40 bits"]
     with h5py.File(path, "w", libver="latest") as file:
-        raw_dataset(file, string_of_eight(), texts.view("V8"), plist=plist)
+        raw_dataset(file, make_type(), element(numbers(7, 5)).view("V8"), plist=plist)
     check(path, fallback=DIFFERS)
 
 
@@ -731,8 +732,9 @@ def test_unwritten_chunks_that_h5py_reads(tmp_path, monkeypatch, filters, shape,
     path = tmp_path / "a.h5"
     plist = dataset_plist((2, *(3 if n > 1 else 1 for n in shape[1:])), filters)
     with h5py.File(path, "w") as file:
-        h5d.create(file.id, b"data", string_of_eight(), h5s.create_simple(shape), plist)
-        file["data"][:written] = b"abc"
+        stored = ONLY_H5PY["40 bits"][0]()
+        h5d.create(file.id, b"data", stored, h5s.create_simple(shape), plist)
+        file["data"][:written] = 7
     run = fallback.ChunkCheck.run
     monkeypatch.setattr(
         fallback.ChunkCheck,
@@ -993,7 +995,11 @@ def test_external_link_unguarded(tmp_path, monkeypatch, name):
     """HDF5 follows the link, and tells where the bytes lie: in which file it does not say."""
     path = tmp_path / "a.h5"
     external_links(path)
-    monkeypatch.setattr(metadata, "locate", lambda file, path, *_: Located(file, path, ()))
+
+    def unguarded(file, path, *_):
+        return Located(file, path, (), file.id, path.encode())
+
+    monkeypatch.setattr(metadata, "locate", unguarded)
     assert goes_wrong(path, data_field=name)
 
 
@@ -1125,8 +1131,8 @@ DIFFERS = "its stored type differs"
 # stored type, stored bytes, whether h5py must read it, whether the plain bytes would be wrong
 TYPES = {
     "null-padded string": (string_of_five(h5t.STR_NULLPAD), STRINGS, False, False),
-    "null-terminated string": (string_of_five(h5t.STR_NULLTERM), STRINGS, True, True),
-    "space-padded string": (string_of_five(h5t.STR_SPACEPAD), STRINGS, True, True),
+    "null-terminated string": (string_of_five(h5t.STR_NULLTERM), STRINGS, False, False),
+    "space-padded string": (string_of_five(h5t.STR_SPACEPAD), STRINGS, False, False),
     "bool": (bool_on(h5t.STD_I8LE), bytes([0, 1, 1, 0, 0, 1]), False, False),
     "bool, other bytes": (bool_on(h5t.STD_I8LE), bytes([0, 1, 2, 255, 128, 64]), False, False),
     "bool on uint8": (bool_on(h5t.STD_U8LE), bytes([0, 1, 1, 0, 0, 1]), True, False),
@@ -1171,8 +1177,8 @@ TYPES = {
     "array of strings": (
         h5t.array_create(string_of_five(h5t.STR_NULLTERM), (2,)),
         b"ab\0cd" * 12,
-        True,
-        True,
+        False,
+        False,
     ),
     "long double": (h5t.NATIVE_LDOUBLE, np.arange(6, dtype=np.longdouble).tobytes(), False, False),
 }

@@ -57,11 +57,14 @@ def path(tmp_path_factory):
         images = rng.integers(0, 99, (N, 6, 5, 3), "u1")
         file.create_dataset("data", data=images, chunks=(7, 3, 5, 3), compression="gzip")
         file["labels"] = np.arange(N)
-        terminated = h5py.h5t.C_S1.copy()  # strings that h5py reads
+        terminated = h5py.h5t.C_S1.copy()
         terminated.set_size(8)
-        texts = h5py.Dataset(
-            h5py.h5d.create(file.id, b"texts", terminated, h5py.h5s.create_simple((N,)))
-        )
+        odd = h5py.h5t.STD_I32LE.copy()  # numbers that h5py reads
+        odd.set_precision(20)
+        space = h5py.h5s.create_simple((N,))
+        numbers = h5py.Dataset(h5py.h5d.create(file.id, b"odd", odd, space))
+        numbers[...] = np.arange(N)
+        texts = h5py.Dataset(h5py.h5d.create(file.id, b"texts", terminated, space))
         texts[...] = np.array([b"text %d" % i for i in range(N)], "S8")
         file["flags"] = rng.integers(0, 2, N).astype(bool)
         file["nothing"] = np.zeros((N, 0), "f4")
@@ -77,6 +80,7 @@ FIELDS = {
     "raw": "data",
     "labels": "labels",
     "texts": "texts",
+    "odd": "odd",
     "flags": "flags",
     "nothing": "nothing",
     "column": Field("columns", num_dim=1),
@@ -195,7 +199,7 @@ def test_it_says_what_it_did(path):
                 pass
         stats = reader.stats()
         assert stats.batches == 14
-        assert stats.ways["texts"] == "h5py"
+        assert stats.ways["odd"] == "h5py"
         assert stats.fallback_reads == reader.fallback_reads > 0
         assert stats.cache.startswith("host, 100 % of the samples")
         assert stats.stage_seconds["decode"] > 0

@@ -38,6 +38,7 @@
 #include "batch.h"
 #include "queue.h"
 #include "frames.h"
+#include "visit.h"
 
 PUBLIC void h5async_free(Worker *w)
 {
@@ -91,6 +92,13 @@ static const Member MEMBERS[] = {
     MEMBER(Frames, copy_source), MEMBER(Frames, copy_target), MEMBER(Frames, copy_nbytes),
     MEMBER(Frames, adler), MEMBER(Frames, max_tasks), MEMBER(Frames, max_copies),
     MEMBER(Frames, num_tasks), MEMBER(Frames, num_copies),
+    MEMBER(Visit, iterate), MEMBER(Visit, save_thread), MEMBER(Visit, restore_thread),
+    MEMBER(Visit, check_signals), MEMBER(Visit, dataset), MEMBER(Visit, rank),
+    MEMBER(Visit, chunk), MEMBER(Visit, grid), MEMBER(Visit, number), MEMBER(Visit, offset),
+    MEMBER(Visit, nbytes), MEMBER(Visit, mask), MEMBER(Visit, capacity), MEMBER(Visit, count),
+    MEMBER(Visit, begin), MEMBER(Visit, end), MEMBER(Visit, least), MEMBER(Visit, most),
+    MEMBER(Visit, is_ascending), MEMBER(Visit, is_apart), MEMBER(Visit, is_outside),
+    MEMBER(Visit, thread),
     MEMBER(Source, path),
     MEMBER(Source, map),
     MEMBER(Source, map_nbytes),

@@ -1,0 +1,106 @@
+/* Visits the chunks of a dataset by HDF5's H5Dchunk_iter, and looks chunks up by their keys. Both
+   are called through pointers to functions of the HDF5 that h5py has loaded, under h5py's lock.
+
+   hid_t is 64 bits wide since HDF5 1.10, as hsize_t and haddr_t are; the visitor has these
+   parameters in 1.14 and 2.0 (H5Dpublic.h). */
+
+enum { MAX_VISIT_RANK = 32, VISITS_BETWEEN_SIGNALS = 1 << 16 };
+
+typedef int (*Visitor)(const uint64_t *corner, unsigned mask, uint64_t address, uint64_t nbytes,
+                       void *data);
+
+typedef struct {
+    int (*iterate)(int64_t dataset, int64_t transfer, Visitor visitor, void *data);
+    /* Of Python: PyEval_SaveThread, PyEval_RestoreThread, PyErr_CheckSignals. */
+    void *(*save_thread)(void);
+    void (*restore_thread)(void *);
+    int (*check_signals)(void);
+    int64_t dataset, rank;
+    const int64_t *chunk, *grid; /* [rank]: extents of a chunk, and how many chunks there are */
+    int64_t *number, *offset, *nbytes; /* out, [capacity] */
+    uint32_t *mask;
+    int64_t capacity;
+    /* Out: */
+    int64_t count;
+    int64_t begin, end;         /* the first byte of all chunks in the file, and behind the last */
+    int64_t least, most;        /* bytes of a chunk */
+    int64_t is_ascending;       /* each number is higher than the one before */
+    int64_t is_apart;           /* each chunk begins where the one before ends, or behind it */
+    int64_t is_outside;         /* a corner is no chunk's of the grid; `number` is one near it */
+    void *thread;               /* used here: what Python knows this thread by */
+} Visit;
+
+/* Python's signal handlers run in the main thread, when it holds the GIL. */
+static int is_interrupted(Visit *v)
+{
+    v->restore_thread(v->thread);
+    int status = v->check_signals();
+    v->thread = v->save_thread();
+    return status != 0;
+}
+
+static int visit_chunk(const uint64_t *corner, unsigned mask, uint64_t address, uint64_t nbytes,
+                       void *data)
+{
+    Visit *v = data;
+    if (v->count >= v->capacity || address > INT64_MAX || nbytes > INT64_MAX)
+        return -1;
+    int64_t number = 0;
+    for (int64_t a = 0; a < v->rank; a++) {
+        uint64_t extent = (uint64_t)v->chunk[a], last = (uint64_t)v->grid[a] - 1;
+        uint64_t cell = corner[a] / extent;
+        if (cell > last || cell * extent != corner[a]) {
+            v->is_outside = 1;
+            cell = cell > last ? last : cell;
+        }
+        number = number * v->grid[a] + (int64_t)cell;
+    }
+    int64_t at = v->count++, offset = (int64_t)address, size = (int64_t)nbytes;
+    int64_t end = size > INT64_MAX - offset ? INT64_MAX : offset + size;
+    v->is_ascending &= !at || number > v->number[at - 1];
+    v->is_apart &= !at || (offset >= v->offset[at - 1] && offset - v->offset[at - 1] >= v->nbytes[at - 1]);
+    v->begin = at && v->begin < offset ? v->begin : offset;
+    v->end = v->end > end ? v->end : end;
+    v->least = at && v->least < size ? v->least : size;
+    v->most = v->most > size ? v->most : size;
+    v->number[at] = number;
+    v->offset[at] = offset;
+    v->nbytes[at] = size;
+    v->mask[at] = mask;
+    return v->count % VISITS_BETWEEN_SIGNALS == 0 && is_interrupted(v) ? -1 : 0;
+}
+
+/* Fills the columns; returns 0, or -1 where HDF5 reports an error or the visitor stopped it: then
+   Python visits the chunks again, and words the error. Called with the GIL, which it gives away. */
+PUBLIC int64_t h5async_visit(Visit *v)
+{
+    if (v->rank < 1 || v->rank > MAX_VISIT_RANK)
+        return -1;
+    v->count = v->begin = v->end = v->least = v->most = v->is_outside = 0;
+    v->is_ascending = v->is_apart = 1;
+    v->thread = v->save_thread();
+    int status = v->iterate(v->dataset, 0, visit_chunk, v);
+    v->restore_thread(v->thread);
+    return status < 0 ? -1 : 0;
+}
+
+typedef int (*Lookup)(int64_t dataset, const uint64_t *corner, uint64_t *nbytes);
+
+/* Looks chunks up by their numbers (H5Dget_chunk_storage_size); returns how many of them HDF5 finds
+   with the size that is expected, before the first that it does not. */
+PUBLIC int64_t h5async_look_up(const Visit *v, const int64_t *number, const int64_t *expected,
+                               Lookup look_up, int64_t count)
+{
+    uint64_t corner[MAX_VISIT_RANK];
+    if (v->rank < 1 || v->rank > MAX_VISIT_RANK)
+        return 0;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t rest = number[i];
+        for (int64_t a = v->rank; a-- > 0; rest /= v->grid[a])
+            corner[a] = (uint64_t)(rest % v->grid[a]) * (uint64_t)v->chunk[a];
+        uint64_t nbytes = 0;
+        if (look_up(v->dataset, corner, &nbytes) < 0 || nbytes != (uint64_t)expected[i])
+            return i;
+    }
+    return count;
+}

@@ -1,0 +1,128 @@
+"""Tells what h5py makes of a stored type: its dtype, and whether stored bytes are NumPy's.
+
+Most datasets of a file, and of a thousand files, have one of a few types. So what was found out is
+kept by the encoded type.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import h5py
+import numpy as np
+
+from h5async.index.layout import Text
+from h5async.system.interruptions import suppressing
+
+_MOST_TEXTS = 64  # strings in an element
+
+
+class StoredType(NamedTuple):
+    """What h5py makes of a type.
+
+    Attributes
+    ----------
+    dtype
+        As h5py gives it.
+    is_numpys
+        Whether the stored bytes are NumPy's, once strings are converted.
+    text
+        The strings to convert in each element, or in each of those that an array type has.
+    """
+
+    dtype: np.dtype[Any]
+    is_numpys: bool
+    text: tuple[Text, ...]
+
+
+@functools.lru_cache(maxsize=256)
+def describe(encoded: bytes) -> StoredType:
+    """Describe a type, as H5Tencode encodes it.
+
+    Raises
+    ------
+    Exception
+        Any, where h5py has no dtype for it.
+    """
+    stored = h5py.h5t.decode(encoded)
+    dtype = stored.dtype
+    if _is_stored_as(stored, dtype):
+        return StoredType(dtype, True, ())
+    base = dtype
+    while isinstance(stored, h5py.h5t.TypeArrayID) and base.subdtype is not None:
+        stored, base = stored.get_super(), base.base
+    text = _texts_of(stored, base, 0)
+    if text is None or len(text) > _MOST_TEXTS:
+        return StoredType(dtype, False, ())
+    return StoredType(dtype, True, tuple(text))
+
+
+def _texts_of(stored: h5py.h5t.TypeID, dtype: np.dtype[Any], offset: int) -> list[Text] | None:
+    """Return the strings that differ from NumPy's; None: something else does."""
+    if isinstance(stored, h5py.h5t.TypeStringID):
+        if stored.is_variable_str() or dtype.kind != "S" or dtype.itemsize != stored.get_size():
+            return None
+        padding = stored.get_strpad()
+        if padding == h5py.h5t.STR_NULLPAD:
+            return []
+        if padding not in (h5py.h5t.STR_NULLTERM, h5py.h5t.STR_SPACEPAD):
+            return None
+        return [Text(offset, dtype.itemsize, padding == h5py.h5t.STR_SPACEPAD)]
+    found: list[Text] = []
+    if isinstance(stored, h5py.h5t.TypeCompoundID) and dtype.fields is not None:
+        names = dtype.names or ()
+        if stored.get_size() != dtype.itemsize or stored.get_nmembers() != len(names):
+            return None
+        inside = 0
+        for i, name in enumerate(names):
+            member, at = dtype.fields[name][:2]
+            if stored.get_member_offset(i) != at:
+                return None
+            more = _texts_of(stored.get_member_type(i), member, offset + at)
+            if more is None:
+                return None
+            found += more
+            inside += member.itemsize
+        # HDF5 leaves gaps between members as they are in memory, where it converts any.
+        return found if inside == dtype.itemsize else None
+    if isinstance(stored, h5py.h5t.TypeArrayID) and dtype.subdtype is not None:
+        count = math.prod(dtype.shape)
+        for i in range(count if count <= _MOST_TEXTS else 0):
+            more = _texts_of(stored.get_super(), dtype.base, offset + i * dtype.base.itemsize)
+            if more is None:
+                return None
+            found += more
+        return found if count <= _MOST_TEXTS else None
+    return found if _is_stored_as(stored, dtype) else None
+
+
+def _is_stored_as(stored: h5py.h5t.TypeID, dtype: np.dtype[Any]) -> bool:
+    """Tell whether the bytes of a stored type are those of a dtype."""
+    is_equal = None
+    with suppressing(Exception):  # a type that h5py can read but not write
+        is_equal = bool(stored.equal(h5py.h5t.py_create(dtype, logical=True)))
+    if is_equal is not False:
+        return bool(is_equal)
+    if isinstance(stored, h5py.h5t.TypeIntegerID) and stored.get_size() == 1:
+        # A byte order means nothing to a byte, but makes types unequal.
+        is_whole = stored.get_precision() == 8 and stored.get_offset() == 0
+        is_signed = stored.get_sign() != h5py.h5t.SGN_NONE
+        return is_whole and dtype == np.dtype("i1" if is_signed else "u1")
+    if isinstance(stored, h5py.h5t.TypeBitfieldID) and dtype.kind == "u":
+        # h5py gives bitfields as unsigned integers, but would write those as integers.
+        same = getattr(h5py.h5t, f"STD_B{8 * dtype.itemsize}LE", None)
+        return same is not None and dtype.str[0] != ">" and bool(stored.equal(same))
+    if isinstance(stored, h5py.h5t.TypeCompoundID) and dtype.fields is not None:
+        names = dtype.names or ()
+        return (
+            stored.get_size() == dtype.itemsize
+            and stored.get_nmembers() == len(names)
+            and all(
+                stored.get_member_offset(i) == dtype.fields[name][1]
+                and _is_stored_as(stored.get_member_type(i), dtype.fields[name][0])
+                for i, name in enumerate(names)
+            )
+        )
+    return False

@@ -1,0 +1,250 @@
+"""Visits the chunks of a dataset, as HDF5 lists them: by the compiled core, or in Python.
+
+A dataset and the grid of its chunks enter; the columns of a table leave, as HDF5 reported them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections.abc import Generator, Sequence
+from typing import NamedTuple
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.core.binding import address, load_core
+from h5async.core.structures import VisitStruct
+from h5async.errors import ReadError
+from h5async.index.hdf5 import function_address, stored_nbytes
+from h5async.index.opened import Opened
+from h5async.system.interruptions import suppressing
+
+_BLOCK_CHUNKS = 1 << 13
+_FIRST_CAPACITY = 1 << 24  # chunks: pages of memory that are not touched cost nothing
+_LEAST_VERSION = (1, 14)  # of HDF5, of which it is known how it calls a visitor
+_SIGNALS = "PyEval_SaveThread", "PyEval_RestoreThread", "PyErr_CheckSignals"
+
+Int64s = NDArray[np.int64]
+
+
+class Visited(NamedTuple):
+    """The chunks of a dataset, in the order in which HDF5 reports them.
+
+    Attributes
+    ----------
+    number
+        int64: the chunk's number in the C-ordered grid.
+    offset, nbytes
+        int64: address in the file, and stored size.
+    mask
+        uint32: the filter mask.
+    begin, end
+        The first byte of all chunks in the file, and behind the last one.
+    least, most
+        Bytes of the smallest and the largest chunk.
+    is_ascending
+        Whether each number is higher than the one before.
+    is_apart
+        Whether each chunk begins where the one before ends, or behind it.
+    is_outside
+        Whether a chunk does not lie in the grid; then its number is one near it.
+    """
+
+    number: Int64s
+    offset: Int64s
+    nbytes: Int64s
+    mask: NDArray[np.uint32]
+    begin: int = 0
+    end: int = 0
+    least: int = 0
+    most: int = 0
+    is_ascending: bool = True
+    is_apart: bool = True
+    is_outside: bool = False
+
+
+def visit_chunks(dataset: Opened, grid: Sequence[int], most: int, where: str) -> Visited:
+    """Visit all chunks.
+
+    Parameters
+    ----------
+    dataset, grid
+        The dataset, and how many chunks there are along each dimension.
+    most
+        How many there may be.
+
+    Raises
+    ------
+    ReadError
+        If there are more.
+    Exception
+        What h5py raises where the index is damaged.
+    """
+    if not math.prod(grid):
+        return Visited(*_columns(0))
+    visited = None
+    with suppressing(MemoryError):  # what is only reserved may be refused
+        visited = _by_core(dataset, grid, most)
+    if visited is None:
+        visited = _in_python(dataset, grid, most)
+    if visited.number.size > most:
+        raise ReadError(
+            f"{where}: its chunk index lists more than {most} chunks, which is more than the file"
+            " can hold; it is damaged"
+        )
+    return visited
+
+
+def first_unlike(dataset: Opened, grid: Sequence[int], number: Int64s, nbytes: Int64s) -> int:
+    """Look chunks up by their keys; return the index of the first of another size, or of none.
+
+    Parameters
+    ----------
+    number, nbytes
+        (n,): the chunks, and the sizes expected. n is returned where HDF5 finds all.
+    """
+    core, look_up = load_core(), function_address("H5Dget_chunk_storage_size")
+    count = len(number)
+    if core is not None and look_up:
+        number, nbytes = np.ascontiguousarray(number), np.ascontiguousarray(nbytes)
+        struct, _extents = _visit_struct(dataset, grid)
+        pointers = ctypes.byref(struct), address(number), address(nbytes), look_up
+        with h5py._objects.phil:
+            return int(core.look_up(*pointers, count))
+    cells = np.unravel_index(number, tuple(grid))
+    for item, expected in enumerate(nbytes.tolist()):
+        corner = (int(cell[item]) * n for cell, n in zip(cells, dataset.chunks, strict=True))
+        if stored_nbytes(dataset.id, tuple(corner)) != expected:
+            return item
+    return count
+
+
+def _by_core(dataset: Opened, grid: Sequence[int], most: int) -> Visited | None:
+    """Visit chunks by a compiled function; None where there is none, or HDF5 reports an error."""
+    core, iterate = load_core(), function_address("H5Dchunk_iter")
+    if core is None or not iterate or h5py.version.hdf5_version_tuple < _LEAST_VERSION:
+        return None
+    struct, _extents = _visit_struct(dataset, grid)
+    struct.iterate = iterate
+    struct.save_thread, struct.restore_thread, struct.check_signals = _python_functions()
+    capacity = _FIRST_CAPACITY
+    while True:
+        # One more than there may be, to notice that there are more.
+        columns = _columns(min(most + 1, capacity))
+        pointers = (address(column) for column in columns)
+        struct.number, struct.offset, struct.nbytes, struct.mask = pointers
+        struct.capacity = columns[0].size
+        with h5py._objects.phil:
+            status = core.visit(ctypes.byref(struct))
+        count = struct.count
+        if count == struct.capacity and count <= most:
+            capacity *= 8
+            continue
+        if status and count <= most:
+            return None
+        if count < struct.capacity // 2:
+            for column in columns:  # in place: a copy would double the memory for a moment
+                column.resize(count, refcheck=False)
+        number, offset, nbytes, mask = columns
+        return Visited(
+            number[:count],
+            offset[:count],
+            nbytes[:count],
+            mask[:count],
+            begin=struct.begin,
+            end=struct.end,
+            least=struct.least,
+            most=struct.most,
+            is_ascending=bool(struct.is_ascending),
+            is_apart=bool(struct.is_apart),
+            is_outside=bool(struct.is_outside),
+        )
+
+
+def _visit_struct(dataset: Opened, grid: Sequence[int]) -> tuple[VisitStruct, Int64s]:
+    """Return what the core needs to know of a dataset, and an array that it points to."""
+    extents = np.array([dataset.chunks, grid], np.int64)
+    at = address(extents)
+    struct = VisitStruct(
+        dataset=dataset.id.id, rank=len(grid), chunk=at, grid=at + extents.nbytes // 2
+    )
+    return struct, extents
+
+
+@functools.cache
+def _python_functions() -> tuple[int | None, int | None, int | None]:
+    save, restore, check = (
+        ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value for name in _SIGNALS
+    )
+    return save, restore, check
+
+
+def _columns(count: int) -> tuple[Int64s, Int64s, Int64s, NDArray[np.uint32]]:
+    number, offset, nbytes = (np.empty(count, np.int64) for _ in range(3))
+    return number, offset, nbytes, np.empty(count, np.uint32)
+
+
+def _in_python(dataset: Opened, grid: Sequence[int], most: int) -> Visited:
+    """Visit chunks by h5py; ends after one more than there may be."""
+    blocks: list[_Block] = []
+    records: list[int] = []
+    append = records.extend
+    chunk = np.array(dataset.chunks, np.int64)
+
+    def collect() -> Generator[bool | None, h5py.h5d.StoreInfo, None]:
+        is_full = None
+        while True:  # entering a generator takes half as long as calling a function
+            for _ in range(_BLOCK_CHUNKS):
+                corner, mask, offset, nbytes = yield is_full
+                append(corner)
+                append((offset, nbytes, mask))
+            blocks.append(_numbered(records, chunk, grid))
+            records.clear()
+            is_full = True if len(blocks) * _BLOCK_CHUNKS > most else None
+
+    collector = collect()
+    next(collector)
+    dataset.id.chunk_iter(collector.send)
+    blocks.append(_numbered(records, chunk, grid))
+    number, offset, nbytes, mask, is_outside = zip(*blocks, strict=True)
+    columns = np.concatenate(number), np.concatenate(offset), np.concatenate(nbytes)
+    return _summed_up(*columns, np.concatenate(mask), any(is_outside))
+
+
+_Block = tuple[Int64s, Int64s, Int64s, NDArray[np.uint32], bool]
+
+
+def _numbered(records: list[int], chunk: Int64s, grid: Sequence[int]) -> _Block:
+    """Return the chunks of some records, each of which is corner, offset, bytes, filter mask."""
+    rank = chunk.size
+    table = np.array(records, np.int64).reshape(-1, rank + 3)
+    corners = table[:, :rank]
+    cells = corners // chunk
+    clipped = np.clip(cells, 0, np.array(grid, np.int64) - 1)
+    is_outside = bool(((clipped != cells) | (cells * chunk != corners)).any())
+    number = np.ravel_multi_index(tuple(clipped.T), tuple(grid))
+    offset, nbytes = table[:, rank].copy(), table[:, rank + 1].copy()
+    return number, offset, nbytes, table[:, rank + 2].astype(np.uint32), is_outside
+
+
+def _summed_up(
+    number: Int64s, offset: Int64s, nbytes: Int64s, mask: NDArray[np.uint32], is_outside: bool
+) -> Visited:
+    end = np.minimum(offset.view(np.uint64) + nbytes.view(np.uint64), np.iinfo(np.int64).max)
+    apart = (offset[1:] >= offset[:-1]) & (offset[1:] - offset[:-1] >= nbytes[:-1])
+    return Visited(
+        number,
+        offset,
+        nbytes,
+        mask,
+        begin=int(offset.min(initial=np.iinfo(np.int64).max)),
+        end=int(end.max(initial=0)),
+        least=int(nbytes.min(initial=np.iinfo(np.int64).max)),
+        most=int(nbytes.max(initial=0)),
+        is_ascending=bool((number[1:] > number[:-1]).all()),
+        is_apart=bool(apart.all()),
+        is_outside=is_outside,
+    )
