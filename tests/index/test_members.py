@@ -641,7 +641,7 @@ def test_padding_of_a_table_that_h5py_reads_is_not_what_memory_held(tmp_path, mo
         data = h5py.Dataset(h5py.h5d.create(file.id, b"data", table, space))
         data[...] = np.zeros(20, data.dtype)
     monkeypatch.setattr(
-        h5async.deliver.host, "_plain_memory", lambda nbytes: np.full(nbytes, POISON, "u1")
+        h5async.deliver.host, "plain_memory", lambda nbytes: np.full(nbytes, POISON, "u1")
     )
     with AsyncReader(hdf5_path=path, labels_field=None, batch_size=7, device="cpu") as reader:
         assert reader.layouts["data"].fallback_reason
