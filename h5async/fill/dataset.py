@@ -13,7 +13,7 @@ from h5async.errors import DatasetError, taking_memory
 from h5async.index.joined import join_layouts
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
-from h5async.index.metadata import read_layouts
+from h5async.index.opening import layouts_of_files
 from h5async.io.localfile import read_ahead
 from h5async.order.sampling import Order, OrderKey, Sampling
 
@@ -34,12 +34,12 @@ def open_dataset(config: ReaderConfig) -> dict[str, DatasetLayout]:
     reach = Reach(config.allow_external, config.allow_missing, mapping_mode(config.io))
     fields, files = config.batch_fields, config.files
     found: dict[str, list[DatasetLayout]] = {name: [] for name in fields}
-    for path in files:
-        layouts = read_layouts(path, fields, reach)
+    known = layouts_of_files(files, fields, reach, config.index_cache)
+    for number, (path, layouts) in enumerate(known):
         _check_lengths(layouts)
         for name, layout in layouts.items():
             found[name].append(layout)
-        if path is files[0] and len(files) > 1:
+        if not number and len(files) > 1 and not config.names_index:
             samples = config.batch_size * config.prefetch
             read_ahead(path, samples * sum(layout.row_nbytes for layout in layouts.values()))
     return {name: join_layouts(several) for name, several in found.items()}

@@ -99,6 +99,7 @@ class Filler(SlotFiller):
     ) -> None:
         self._layouts, several = list(layouts.values()), list(transforms.values())
         self._file = str(self._layouts[0].file)
+        self._opens_ahead = not config.names_index
         postprocess = load_function(config.postprocess)
         self._cache = _open_cache(config, self._layouts[0].num_samples, several, memory_plan)
         self._resident = self._cache if isinstance(self._cache, HostCache) else device_cache
@@ -166,7 +167,8 @@ class Filler(SlotFiller):
         ReadError
             If a file cannot be opened, or the system gives no more threads.
         """
-        self._executors.open_ahead(lambda: self._pool.is_stopped)
+        if self._opens_ahead:
+            self._executors.open_ahead(lambda: self._pool.is_stopped)
         self._pool.start(self._file)
 
     @property

@@ -38,7 +38,7 @@ from h5async.index.hdf5 import edges_are_raw
 from h5async.index.identity import indexed
 from h5async.index.layout import DatasetLayout, Part, Storage, normal_axis
 from h5async.index.links import Located, Reach
-from h5async.index.obstacles import NotDirectError
+from h5async.index.obstacles import COLUMNS_REASON, NotDirectError
 from h5async.index.slabs import Slab
 from h5async.index.sources import VirtualSources
 from h5async.io.maps import may_map
@@ -62,7 +62,7 @@ class Indexer:
         self._file = file
         # It is opened again later, from whatever directory is the current one then.
         self._path = Path(file.filename).absolute()
-        self._stamp = FileStamp.settled(file.id.get_vfd_handle())
+        self._stamp = note_file(file, reach)
         self._reach = reach
         self._depth = depth
 
@@ -181,12 +181,8 @@ class Indexer:
         for entry in layout.filters:
             if is_hdf5s(entry):
                 raise NotDirectError(f"filter {entry.number} ({entry.label}) is decoded by HDF5")
-        is_columns = layout.storage in ("contiguous", "external") and layout.sample_axis != 0
-        if is_columns and not may_map(layout.file, self._reach.io):
-            raise NotDirectError(
-                "columns of a contiguous dataset are read by mapping, which needs a local file"
-                ' system, or io="map"'
-            )
+        if layout.is_columns and not may_map(layout.file, self._reach.io):
+            raise NotDirectError(COLUMNS_REASON)
 
     def _stored_nbytes(self, layout: DatasetLayout, dataset: h5py.Dataset, where: str) -> int:
         """Return the stored size of a dataset that h5py is to read; 0: unknown.
@@ -264,6 +260,14 @@ class Indexer:
         samples = Slab.run(0, layout.num_samples)
         part = Part(source, samples, samples, member=label)
         return replace(layout, parts=(part,) if layout.num_samples else ())
+
+
+def note_file(file: h5py.File, reach: Reach) -> FileStamp:
+    """Note that an open file is indexed; return its stamp."""
+    stamp = FileStamp.settled(file.id.get_vfd_handle())
+    is_written = bool(file.id.get_intent() & h5py.h5f.ACC_RDWR)
+    reach.consulted.found(Path(file.filename).absolute(), stamp, is_written=is_written)
+    return stamp
 
 
 def _values(dataset: h5py.Dataset, member: tuple[str, ...]) -> Any:

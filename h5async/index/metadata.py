@@ -14,7 +14,7 @@ import h5py
 from h5async.config import Field
 from h5async.errors import DatasetError, H5AsyncError, out_of_memory
 from h5async.index.contents import LISTING_NBYTES, what_is_there
-from h5async.index.datasets import Indexer
+from h5async.index.datasets import Indexer, note_file
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import BESIDE, Reach, locate, metadata_cache, open_index
 from h5async.index.listing import walk
@@ -39,6 +39,7 @@ def read_layouts(
         If a field's ``num_dim`` is not a dimension of its dataset.
     """
     with open_index(path) as file:
+        note_file(file, reach)
         return {
             name: _layout_at(file, field.path, field.num_dim, reach)
             for name, field in fields.items()
@@ -46,20 +47,21 @@ def read_layouts(
 
 
 def list_layouts(
-    path: Path, reach: Reach = BESIDE
+    path: Path, reach: Reach = BESIDE, num_dim: int = 0
 ) -> Iterator[tuple[str, DatasetLayout | H5AsyncError]]:
     """Yield each dataset of a file, as it is found, with its layout or why it has none.
 
-    They come group by group, in the order of names.
+    They come group by group, in the order of names; dimension `num_dim` counts their samples.
     """
     with passing(), open_index(path) as file, metadata_cache(file, LISTING_NBYTES):
+        note_file(file, reach)
         for name, kind in walk(file):
             if kind == "group" or (kind != "dataset" and not _may_be_dataset(file, name, reach)):
                 continue
             layout: DatasetLayout | H5AsyncError
             try:
                 with passing():
-                    layout = _layout_at(file, name, 0, reach)
+                    layout = _layout_at(file, name, num_dim, reach)
             except H5AsyncError as error:
                 layout = error
             yield name, layout
