@@ -187,6 +187,7 @@ class ReaderConfig(Frozen):
         "Where to keep what was learnt of the files, so that later readers open faster. True (on"
         " the command line `default`): in the user's cache folder. False (`none`): nowhere. A path:"
         " in that folder, or in that file, which ends in `.h5idx`.",
+        default_text="the user's cache folder",
         values="none|default|PATH",
         shell="Where to keep what was learnt of the files, so that later readers open faster."
         " `default`: in the user's cache folder. `none`: nowhere. A path: in that folder, or in"
