@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import MISSING, fields
 from typing import Any, NamedTuple, cast, get_args
 
 import numpy as np
@@ -21,6 +22,7 @@ from h5async.index.filterpipeline import is_hdf5s
 from h5async.index.layout import DatasetLayout, Indexed, Part, Storage
 from h5async.index.obstacles import COLUMNS_REASON
 from h5async.index.portable import (
+    NotPortableError,
     Numbers,
     dtype_from_json,
     dtype_to_json,
@@ -40,6 +42,11 @@ from h5async.io.stamps import FileStamp
 
 _MOST_DIMENSIONS = 64  # of HDF5, 32, and those of array types
 _LARGEST = (1 << 62) - 1
+
+
+_DEFAULTS = {
+    field.name: field.default for field in fields(DatasetLayout) if field.default is not MISSING
+}
 
 
 class Row(NamedTuple):
@@ -77,6 +84,16 @@ class Row(NamedTuple):
 
 class NotUsableError(Exception):
     """A layout holds for other settings of the reader, or another installation."""
+
+
+# In a row, in the template of many, and beside the rows.
+_SAVED = {
+    *("file", "stamp", "path", "shape", "offset", "stored_nbytes", "chunks"),
+    *("dtype", "sample_axis", "storage", "fallback_reason", "fill", "chunk_shape", "filters"),
+    *("member", "stored_itemsize", "has_raw_edges", "extra_dims", "indexed"),
+    *("values", "parts", "sources", "attached"),
+}
+_NOT_SAVED = _DEFAULTS.keys() - _SAVED  # a layout with another value of these cannot be saved
 
 
 # --- layouts -> header and arrays ----------------------------------------------------------------
@@ -120,6 +137,9 @@ class LayoutWriter:
         found = self._numbers_of.get(id(layout))
         if found is not None:
             return found
+        for name in _NOT_SAVED:
+            if getattr(layout, name) != _DEFAULTS[name]:
+                raise NotPortableError(f"{layout.path}: its {name}")
         extra = self._extra(layout)
         row = Row(
             self._template(layout),
@@ -522,6 +542,7 @@ def _read_template(found: Any) -> _Template:
     filters = tuple(filter_from_json(one) for one in found["filters"])
     reason, digest = found["fallback_reason"], found["digest"]
     members: dict[str, Any] = {
+        **_DEFAULTS,
         "dtype": dtype,
         "sample_axis": natural(found["sample_axis"]),
         "storage": cast("Storage", storage),
@@ -529,16 +550,10 @@ def _read_template(found: Any) -> _Template:
         "fill": np.frombuffer(fill, dtype).reshape(()) if fill else np.zeros((), dtype),
         "chunk_shape": chunk_shape,
         "filters": filters,
-        "chunks": None,
-        "values": None,
-        "parts": (),
-        "sources": (),
         "member": tuple(text(name) for name in found["member"]),
         "stored_itemsize": natural(found["stored_itemsize"]),
         "has_raw_edges": bool(found["has_raw_edges"]),
         "extra_dims": natural(found["extra_dims"]),
-        "attached": (),
-        "indexed": None,
     }
     # The installation that made the index may know other filters.
     decodes = all(map(can_decode, filters))
