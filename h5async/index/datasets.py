@@ -216,6 +216,7 @@ class Indexer:
             if unused and not filters:
                 require_whole(chunks, layout, where)
             stored_nbytes = int(chunks.nbytes.sum())
+            chunks = chunks.shortened()
             layout = replace(layout, chunks=chunks, filters=filters, stored_nbytes=stored_nbytes)
         else:
             layout = replace(layout, offset=_contiguous_offset(dataset, where))

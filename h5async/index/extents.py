@@ -291,7 +291,8 @@ class _FieldBuilder:
 
 def _joined(arrays: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
     if len(arrays) == 1:
-        return np.ascontiguousarray(arrays[0], dtype)
+        # (What is one number in memory stays so.)
+        return arrays[0] if arrays[0].dtype == dtype else np.asarray(arrays[0], dtype)
     return np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype, copy=False)
 
 

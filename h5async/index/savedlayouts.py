@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.codec.filters import can_decode
-from h5async.index.chunktable import ChunkTable, grid_of
+from h5async.index.chunktable import ChunkTable, grid_of, repeated
 from h5async.index.filterpipeline import is_hdf5s
 from h5async.index.layout import DatasetLayout, Indexed, Part, Storage
 from h5async.index.obstacles import COLUMNS_REASON
@@ -392,13 +392,13 @@ class LayoutReader:
             self._nbytes(row),
             self._column("mask", row.masks, count)
             if row.masks >= 0
-            else _repeated(row.all_mask, count, np.uint32),
+            else repeated(row.all_mask, count, np.uint32),
         )
 
     def _nbytes(self, row: Row) -> NDArray[np.int64]:
         if row.nbytes >= 0:
             return self._column("nbytes", row.nbytes, row.chunks)
-        return _repeated(row.all_nbytes, row.chunks, np.int64)
+        return repeated(row.all_nbytes, row.chunks, np.int64)
 
     def _column(self, name: str, begin: int, count: int) -> NDArray[Any]:
         return self._arrays[name][begin : begin + count]
@@ -583,10 +583,3 @@ def _extents(region: tuple[slice, ...] | None, shape: tuple[int, ...]) -> list[i
         return list(shape)
     pairs = zip(region, shape, strict=True)
     return [len(range(*piece.indices(extent))) for piece, extent in pairs]
-
-
-def _repeated(value: int, count: int, dtype: type[np.integer[Any]]) -> NDArray[Any]:
-    """Return an array that is one number again and again, in the memory of one."""
-    one = np.array([value], dtype)
-    one.flags.writeable = False
-    return np.ndarray((count,), dtype, one.data, 0, (0,)) if count else one[:0]

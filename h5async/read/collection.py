@@ -150,8 +150,9 @@ class Collection:
             *(self._shape(shape, layout.row_nbytes) for shape in table.shapes)
         )
         struct.number = self._hold(table.number) if table.number.size else None
-        struct.offset, struct.nbytes = self._hold(table.offset), self._hold(table.nbytes)
-        struct.mask = self._hold(table.mask)
+        struct.offset = self._hold(table.offset)
+        struct.nbytes, struct.nbytes_step = self._hold_column(table.nbytes)
+        struct.mask, struct.mask_step = self._hold_column(table.mask)
         fill = np.ascontiguousarray(layout.raw_fill).reshape(1).view(np.uint8)
         struct.fill = self._hold(fill)
         struct.num_layers, struct.num_extents = len(table.layers), table.offset.size
@@ -209,6 +210,11 @@ class Collection:
         array = np.ascontiguousarray(array)
         self._keep.append(array)
         return address(array)
+
+    def _hold_column(self, array: NDArray[Any]) -> tuple[int, int]:
+        """Return where a column begins, and the step to its next number: 0 where all are equal."""
+        is_one = array.strides == (0,)
+        return self._hold(array[:1] if is_one else array), 0 if is_one else 1
 
     # --- batches -------------------------------------------------------------------------------
 
