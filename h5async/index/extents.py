@@ -137,6 +137,7 @@ class TableBuilder:
         self._max_rank = max_rank
         self.sources: list[SourceFile] = []
         self._source_numbers: dict[Any, int] = {}
+        self._kinds: dict[Any, Kind] = {}
 
     def build(self, layout: DatasetLayout) -> FieldTable | None:
         """Return the table of a field; None where it would be too large."""
@@ -165,6 +166,22 @@ class TableBuilder:
 
     def kind_of(self, layout: DatasetLayout) -> Kind:
         """Tell how the rows of a dataset lie, as far as whole rows are wanted."""
+        key = (
+            layout.shape,
+            layout.chunk_shape,
+            layout.sample_axis,
+            layout.filters,
+            layout.dtype,
+            layout.fallback_reason is None,
+            layout.values is None,
+            layout.chunks is None,
+        )
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._kinds[key] = self._new_kind(layout)
+        return kind
+
+    def _new_kind(self, layout: DatasetLayout) -> Kind:
         if layout.fallback_reason is not None or len(layout.shape) > self._max_rank:
             return Kind.LEFT
         if layout.num_pieces > MOST_PIECES:

@@ -18,8 +18,8 @@ from h5async.index.savedindex import NamedIndex, Wanted
 
 def layouts_of_files(
     paths: Sequence[Path], fields: Mapping[str, Field], reach: Reach, cache: bool | Path
-) -> Iterator[tuple[Path, dict[str, DatasetLayout]]]:
-    """Yield each file, and the layouts of all fields in it, in the order of the files.
+) -> Iterator[dict[str, DatasetLayout]]:
+    """Yield the layouts of all fields in each file, in the order of the files.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ def layouts_of_files(
         else:
             found = {name: known[Wanted.of(field)] for name, field in fields.items()}
         number += 1
-        yield path, found
+        yield found
     if kept is not None:
         kept.save()
 
@@ -69,7 +69,7 @@ def _by_dataset(
 
 def _layouts_of_index(
     path: Path, fields: Mapping[str, Field], reach: Reach
-) -> Iterator[tuple[Path, dict[str, DatasetLayout]]]:
+) -> Iterator[dict[str, DatasetLayout]]:
     """Yield what a saved index has; what it does not have is read from its files."""
     index = NamedIndex(path, reach)
     wanted = {name: Wanted.of(field) for name, field in fields.items()}

@@ -320,7 +320,7 @@ class LayoutReader:
         for name, kind in {**kinds, "values": "u1"}.items():
             if arrays[name].dtype != kind:
                 raise ValueError(f"the array {name} is of {arrays[name].dtype}")
-        self._rows = [*map(Row._make, rows.tolist())]
+        self._rows: list[list[int]] = rows.tolist()
         self._made: dict[int, DatasetLayout] = {}
         self._tables: dict[int, ChunkTable] = {}
         self._maps: dict[tuple[int, IoMode], bool] = {}
@@ -351,7 +351,7 @@ class LayoutReader:
         return found
 
     def _new(self, number: int, io: IoMode) -> DatasetLayout:
-        row = self._rows[number]
+        row = Row._make(self._rows[number])
         template = self._templates[row.template]
         if not template.is_usable:
             raise NotUsableError
@@ -406,7 +406,7 @@ class LayoutReader:
     def _add_extra(self, layout: DatasetLayout, extra: Any, number: int, io: IoMode) -> None:
         members = layout.__dict__
         if "indexed_shape" in extra:
-            digest = self._templates[self._rows[number].template].digest or b""
+            digest = self._templates[self._rows[number][0]].digest or b""
             members["indexed"] = Indexed(digest, naturals(extra["indexed_shape"]))
         if "values" in extra:
             begin, nbytes = natural(extra["values"]), layout.nbytes
@@ -453,17 +453,17 @@ class LayoutReader:
             raise ValueError("a layout has a negative size")
         spans: dict[tuple[int, int], _Span] = {}
         tables = []
-        for number, row in enumerate(self._rows):
-            span = spans.get(row[0:4:3])
+        for number, (template, file, _, shape, offset, _, chunks, *_) in enumerate(self._rows):
+            span = spans.get((template, shape))
             if span is None:
-                span = spans[row[0:4:3]] = _span(
-                    self._templates[row.template].members, self._shapes[row.shape]
+                span = spans[template, shape] = _span(
+                    self._templates[template].members, self._shapes[shape]
                 )
-            end = self._files[row.file][1].nbytes
-            if row.chunks >= 0:
-                tables.append(self._table(row, span, end))
+            end = self._files[file][1].nbytes
+            if chunks >= 0:
+                tables.append(self._table(Row._make(self._rows[number]), span, end))
                 self._tables[number] = tables[-1].chunks
-            elif span.is_contiguous and 0 <= row.offset and row.offset + span.nbytes > end:
+            elif span.is_contiguous and 0 <= offset and offset + span.nbytes > end:
                 raise ValueError("values lie beyond the end of their file")
         wrong = check_chunks(tables)
         if wrong:

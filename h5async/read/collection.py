@@ -40,6 +40,7 @@ from h5async.read.scratch import CLOSED, Scratch
 from h5async.read.transform import NativeTransform
 
 Int64s = NDArray[np.int64]
+_ALL_BITS = (1 << 64) - 1
 _SOURCE, _ITEM, _WANTED = map(np.dtype, (SourceStruct, ItemStruct, WantedStruct))
 # For so long after a file was last compared with what was indexed, rows of its chunks that are kept
 # decoded are given without that: else it would cost more than they do. Batches are read ahead by
@@ -119,8 +120,9 @@ class Collection:
             path = ctypes.create_string_buffer(os.fsencode(source.path))
             self._keep.append(path)
             row["path"], row["fd"], row["may_map"] = ctypes.addressof(path), -1, mapped[device]
-            for name in ("device", "inode", "nbytes", "modified_ns", "changed_ns"):
-                row[name] = ctypes.c_int64(getattr(source.stamp, name)).value  # it wraps, as in C
+        stamps = np.array([[n & _ALL_BITS for n in source.stamp] for source in sources], np.uint64)
+        for name, column in zip(FileStamp._fields, stamps.reshape(-1, 5).T, strict=True):
+            table[name] = column.view(np.int64)  # it wraps, as in C
         self._table = table  # the core's from now on
         gives_back = len(sources) > most_files
         self._most_files = most_files
