@@ -5,9 +5,9 @@
 For one file of 1,000,000 chunks, and for 5,000 files, a process opens a reader and takes a batch:
 without an index, by the cache folder (which lies elsewhere), and by an index that is named. Its
 system calls are those that `strace -f -y` shows for the folder of the files, where the named index
-lies, too; bytes are what `read`, `pread` and their kin returned, and all of a mapped index. One rank
-of a cluster does this much; 1,000 ranks, 1,000 times as much. Times are those of other runs, without
-strace: the best of five.
+lies, too; bytes are what `read`, `pread` and their kin returned, and all of a mapped index. One
+rank of a cluster does this much; 1,000 ranks, 1,000 times as much. Times are those of other runs,
+without strace: the best of five.
 """
 
 from __future__ import annotations

@@ -35,13 +35,13 @@ def open_dataset(config: ReaderConfig) -> dict[str, DatasetLayout]:
     fields, files = config.batch_fields, config.files
     found: dict[str, list[DatasetLayout]] = {name: [] for name in fields}
     known = layouts_of_files(files, fields, reach, config.index_cache)
-    for number, (path, layouts) in enumerate(known):
+    for number, layouts in enumerate(known):
         _check_lengths(layouts)
         for name, layout in layouts.items():
             found[name].append(layout)
         if not number and len(files) > 1 and not config.names_index:
             samples = config.batch_size * config.prefetch
-            read_ahead(path, samples * sum(layout.row_nbytes for layout in layouts.values()))
+            read_ahead(files[0], samples * sum(layout.row_nbytes for layout in layouts.values()))
     return {name: join_layouts(several) for name, several in found.items()}
 
 

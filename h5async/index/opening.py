@@ -73,18 +73,15 @@ def _layouts_of_index(
     """Yield what a saved index has; what it does not have is read from its files."""
     index = NamedIndex(path, reach)
     wanted = {name: Wanted.of(field) for name, field in fields.items()}
+    several = list(wanted.values())
     for number, name in enumerate(index.paths):
-        known = index.find(number, list(wanted.values()), reach)
+        known = index.find(number, several, reach)
         missing = {name: field for name, field in fields.items() if wanted[name] not in known}
         found = read_layouts(Path(name), missing, reach) if missing else {}
         stamp = index.stamp(number)
         for layout in found.values():
             if layout.file == name and layout.stamp != stamp:
                 raise index.changed(name)
-        yield (
-            Path(name),
-            {
-                field: found[field] if field in missing else known[one]
-                for field, one in wanted.items()
-            },
-        )
+        yield {
+            field: found[field] if field in missing else known[one] for field, one in wanted.items()
+        }
