@@ -51,7 +51,7 @@ import json, os, sys, time
 from h5async import AsyncReader
 options = json.load(sys.stdin)
 begin = time.perf_counter()
-reader = AsyncReader(labels_field=None, device="cpu", shuffle="full", num_threads=1, **options)
+reader = AsyncReader(labels_field=None, device="cpu", shuffle="full", num_threads=0, **options)
 seconds = time.perf_counter() - begin
 os.access("{MARK}", os.F_OK)
 reader.get_next_batch()
