@@ -63,7 +63,7 @@ def index(
     found = list(_indexed(paths, config, reach))
     datasets = sum(len(file.layouts) for file in found)
     try:
-        write_index(path, found, reach, mode=0o644)
+        write_index(path, found, reach)
     except NotPortableError as error:
         raise H5AsyncError(f"{path} cannot be made: it cannot hold {error}") from error
     except OSError as error:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,8 @@ class ChunkTable:
         return np.where(self.index[at] == numbers, at, -1)
 
 
-def repeated(value: int, count: int, dtype: type[np.integer[Any]]) -> NDArray[Any]:
+@lru_cache(maxsize=256)
+def repeated(value: int, count: int, dtype: str) -> NDArray[Any]:
     """Return an array of one number again and again, which takes the memory of one."""
     one = np.array([value], dtype)
     one.flags.writeable = False
@@ -60,7 +62,7 @@ def shortened(column: NDArray[Any]) -> NDArray[Any]:
     """Return a column of numbers that takes the memory of one where all are equal."""
     if column.size < 2 or (column != column[0]).any():
         return column
-    return repeated(int(column[0]), column.size, column.dtype.type)
+    return repeated(int(column[0]), column.size, column.dtype.str)
 
 
 def grid_of(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> tuple[int, ...]:

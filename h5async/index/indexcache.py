@@ -208,7 +208,7 @@ class _Entry(IndexCache):
             folder = self._path.parent
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if _is_ours(folder) and self._has_settled():
-                write_index(self._path, self._all(), self._reach, key=self._key)
+                write_index(self._path, self._all(), self._reach, key=self._key, is_entry=True)
                 _remove_oldest(folder, MOST_NBYTES)
                 remove_unfinished(folder, ".")
 
@@ -253,7 +253,7 @@ class _GivenFile(IndexCache):
         try:
             if self._has_settled():
                 with suppressing(NotPortableError):
-                    write_index(self._path, self._all(), self._reach, key=self._key, mode=0o644)
+                    write_index(self._path, self._all(), self._reach, key=self._key)
         except OSError as error:
             raise ReadError(
                 f"index_cache={str(self._path)!r} cannot be written: {error.strerror or error}"

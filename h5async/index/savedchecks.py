@@ -6,13 +6,12 @@ each within the grid; those without filters have the length of a chunk. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.index.chunktable import ChunkTable
+from h5async.index.chunktable import repeated
 
 Int64s = NDArray[np.int64]
 
@@ -20,49 +19,88 @@ _SUPERBLOCK_NBYTES = 48  # at least
 _MANY_CHUNKS = 4096  # of a dataset whose arrays are not worth copying to check several at once
 
 
-class Table(NamedTuple):
-    """The chunk table of a dataset, and what it must fit.
+@dataclass(frozen=True)
+class Tables:
+    """Chunk tables, and what they must fit: of each attribute, a number for each table.
 
     Attributes
     ----------
-    chunks
-        The table.
+    count
+        Chunks. In the array of offsets, tables lie one after the other.
+    numbers, nbytes
+        Where these columns begin in their arrays; -1: the chunks are the whole grid, or all have
+        `all_nbytes`.
+    all_nbytes
+        See there.
     end, grid, expected
         Bytes of the file, chunks in the grid, and bytes of a chunk without filters; -1 where chunks
         have filters.
     """
 
-    chunks: ChunkTable
-    end: int
-    grid: int
-    expected: int
+    count: Int64s
+    numbers: Int64s
+    nbytes: Int64s
+    all_nbytes: Int64s
+    end: Int64s
+    grid: Int64s
+    expected: Int64s
 
 
-def check_chunks(tables: Sequence[Table]) -> str | None:
-    """Return what is wrong with chunk tables, or None."""
-    small = [table for table in tables if 0 < table.chunks.offset.size < _MANY_CHUNKS]
-    for chunks, end, grid, expected in tables:
-        if chunks.offset.size >= _MANY_CHUNKS:
-            first = np.zeros(1, np.int64)
-            found = _wrong(first, chunks.index, chunks.offset, chunks.nbytes, end, grid, expected)
-            if found:
-                return found
-    return _wrong_in_any(small) if small else None
+def check_chunks(tables: Tables, offset: Int64s, number: Int64s, nbytes: Int64s) -> str | None:
+    """Return what is wrong with chunk tables, or None.
+
+    Parameters
+    ----------
+    tables
+        See there.
+    offset, number, nbytes
+        The arrays in which their columns lie.
+    """
+    count = tables.count
+    if ((tables.numbers < 0) & (count != tables.grid)).any():
+        return "a chunk table does not fit its dataset"
+    for column, array in (tables.numbers, number), (tables.nbytes, nbytes):
+        if ((column >= 0) & (column > array.size - count)).any():
+            return "a chunk table lies outside its array"
+    begins = np.cumsum(count) - count
+    is_large = count >= _MANY_CHUNKS
+    for i in np.flatnonzero(is_large).tolist():
+        here = slice(int(begins[i]), int(begins[i] + count[i]))
+        at, size = int(tables.numbers[i]), int(tables.nbytes[i])
+        found = _wrong(
+            np.zeros(1, np.int64),
+            None if at < 0 else number[at : at + int(count[i])],
+            offset[here],
+            repeated(int(tables.all_nbytes[i]), int(count[i]), "i8")
+            if size < 0
+            else nbytes[size : size + int(count[i])],
+            int(tables.end[i]),
+            int(tables.grid[i]),
+            int(tables.expected[i]),
+        )
+        if found:
+            return found
+    small = np.flatnonzero(~is_large & (count > 0))
+    return _wrong_in_any(tables, small, begins, (offset, number, nbytes)) if small.size else None
 
 
-def _wrong_in_any(tables: Sequence[Table]) -> str | None:
+def _wrong_in_any(
+    tables: Tables, small: Int64s, begins: Int64s, arrays: tuple[Int64s, Int64s, Int64s]
+) -> str | None:
     """Return what is wrong with small tables, which are checked as one."""
-    count = np.array([table.chunks.offset.size for table in tables], np.int64)
+    offset, number, nbytes = arrays
+    count = tables.count[small]
     first = np.cumsum(count) - count
-    index = np.arange(count.sum()) - np.repeat(first, count)
-    for table, begin in zip(tables, first.tolist(), strict=True):
-        found = table.chunks.index
-        if found is not None:
-            index[begin : begin + found.size] = found
-    offset = np.concatenate([table.chunks.offset for table in tables])
-    nbytes = np.concatenate([table.chunks.nbytes for table in tables])
-    limits = np.array([table[1:] for table in tables], np.int64)
-    return _wrong(first, index, offset, nbytes, *np.repeat(limits, count, axis=0).T)
+    table = np.repeat(small, count)
+    inside = np.arange(table.size) - np.repeat(first, count)
+    at = tables.numbers[table]
+    numbers = inside.copy()
+    numbers[at >= 0] = number[(at + inside)[at >= 0]]
+    at = tables.nbytes[table]
+    sizes = tables.all_nbytes[table]
+    sizes[at >= 0] = nbytes[(at + inside)[at >= 0]]
+    limits = (column[table] for column in (tables.end, tables.grid, tables.expected))
+    return _wrong(first, numbers, offset[begins[table] + inside], sizes, *limits)
 
 
 def _wrong(

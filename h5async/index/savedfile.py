@@ -61,6 +61,7 @@ def write_saved(
     arrays: Mapping[str, Sequence[NDArray[Any]]],
     *,
     mode: int,
+    is_lasting: bool = True,
 ) -> None:
     """Write a saved index as a whole: what lay at the path before is replaced at once, or stays.
 
@@ -74,6 +75,8 @@ def write_saved(
         By name: arrays of one dtype, which are joined.
     mode
         Permissions of the file, but for the umask of the process.
+    is_lasting
+        Whether to wait until the disk has it: else it may be damaged where power fails.
 
     Raises
     ------
@@ -98,7 +101,7 @@ def write_saved(
     whole = _HEAD.size + len(text) + begin
     head = _HEAD.pack(_SIGNATURE, FORMAT, len(text), whole, b"")
     head = _HEAD.pack(_SIGNATURE, FORMAT, len(text), whole, _digest(head, text))
-    _replace(path, [head, text, *blocks], mode)
+    _replace(path, [head, text, *blocks], mode, is_lasting)
 
 
 def _little(array: NDArray[Any]) -> NDArray[np.uint8]:
@@ -116,7 +119,7 @@ def _digest_nbytes() -> int:
     return 16
 
 
-def _replace(path: Path, blocks: Iterable[Any], mode: int) -> None:
+def _replace(path: Path, blocks: Iterable[Any], mode: int, is_lasting: bool) -> None:
     """Write a file beside a path, and move it there."""
     prefix = f".{path.name}."
     remove_unfinished(path.parent, prefix)
@@ -126,7 +129,8 @@ def _replace(path: Path, blocks: Iterable[Any], mode: int) -> None:
             for block in blocks:
                 _write_all(file.fileno(), memoryview(block).cast("B"))
             os.fchmod(descriptor, mode & ~_umask())
-            os.fsync(descriptor)
+            if is_lasting:
+                os.fsync(descriptor)
         os.replace(name, path)
     except BaseException:
         with contextlib.suppress(OSError):

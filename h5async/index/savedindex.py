@@ -73,7 +73,7 @@ class IndexedFile(NamedTuple):
 
 
 def write_index(
-    path: Path, files: Sequence[IndexedFile], reach: Reach, *, key: str = "", mode: int = 0o600
+    path: Path, files: Sequence[IndexedFile], reach: Reach, *, key: str = "", is_entry: bool = False
 ) -> None:
     """Save what is known of some files.
 
@@ -87,8 +87,8 @@ def write_index(
         With which they were indexed.
     key
         What the index is of, for a cache.
-    mode
-        Permissions.
+    is_entry
+        Whether it is an entry of a cache: others may not read it, and it may get lost.
 
     Raises
     ------
@@ -132,7 +132,8 @@ def write_index(
     )
     arrays = writer.arrays()
     arrays["entries"] = [np.array(entries, np.int64).reshape(-1, 3)]
-    write_saved(path, header, arrays, mode=mode)
+    mode = 0o600 if is_entry else 0o644
+    write_saved(path, header, arrays, mode=mode, is_lasting=not is_entry)
 
 
 def _unseen(files: Sequence[IndexedFile], writer: LayoutWriter) -> list[int]:

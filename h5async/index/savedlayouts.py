@@ -35,7 +35,7 @@ from h5async.index.portable import (
     selection_to_json,
     text,
 )
-from h5async.index.savedchecks import Table, check_chunks
+from h5async.index.savedchecks import Tables, check_chunks
 from h5async.index.savedfile import Arrays, SavedIndexError
 from h5async.io.maps import IoMode, may_map
 from h5async.io.stamps import FileStamp
@@ -320,9 +320,8 @@ class LayoutReader:
         for name, kind in {**kinds, "values": "u1"}.items():
             if arrays[name].dtype != kind:
                 raise ValueError(f"the array {name} is of {arrays[name].dtype}")
-        self._rows: list[list[int]] = rows.tolist()
+        self._rows = rows
         self._made: dict[int, DatasetLayout] = {}
-        self._tables: dict[int, ChunkTable] = {}
         self._maps: dict[tuple[int, IoMode], bool] = {}
         self._check(rows)
 
@@ -351,7 +350,7 @@ class LayoutReader:
         return found
 
     def _new(self, number: int, io: IoMode) -> DatasetLayout:
-        row = Row._make(self._rows[number])
+        row = Row._make(self._rows[number].tolist())
         template = self._templates[row.template]
         if not template.is_usable:
             raise NotUsableError
@@ -364,7 +363,7 @@ class LayoutReader:
         members["shape"], members["offset"] = shape, row.offset
         members["stored_nbytes"] = row.stored_nbytes
         if row.chunks >= 0:
-            members["chunks"] = self._tables[number]
+            members["chunks"] = self._chunks(row)
         if template.digest is not None:
             own = _own_shape(shape, template.members["extra_dims"])
             members["indexed"] = Indexed(template.digest, own)
@@ -398,7 +397,7 @@ class LayoutReader:
     def _nbytes(self, row: Row) -> NDArray[np.int64]:
         if row.nbytes >= 0:
             return self._column("nbytes", row.nbytes, row.chunks)
-        return repeated(row.all_nbytes, row.chunks, np.int64)
+        return repeated(row.all_nbytes, row.chunks, "i8")
 
     def _column(self, name: str, begin: int, count: int) -> NDArray[Any]:
         return self._arrays[name][begin : begin + count]
@@ -406,7 +405,7 @@ class LayoutReader:
     def _add_extra(self, layout: DatasetLayout, extra: Any, number: int, io: IoMode) -> None:
         members = layout.__dict__
         if "indexed_shape" in extra:
-            digest = self._templates[self._rows[number][0]].digest or b""
+            digest = self._templates[int(self._rows[number, 0])].digest or b""
             members["indexed"] = Indexed(digest, naturals(extra["indexed_shape"]))
         if "values" in extra:
             begin, nbytes = natural(extra["values"]), layout.nbytes
@@ -445,41 +444,60 @@ class LayoutReader:
     # --- checks ----------------------------------------------------------------------------------
 
     def _check(self, rows: NDArray[np.int64]) -> None:
-        limits = map(len, (self._templates, self._files, self._paths, self._shapes))
-        for column, limit in zip(rows.T[:4], limits, strict=True):
+        lengths = map(len, (self._templates, self._files, self._paths, self._shapes))
+        for column, limit in zip(rows.T[:4], lengths, strict=True):
             if ((column < 0) | (column >= limit)).any():
                 raise ValueError("a layout names what is not there")
         if (rows[:, 4:] < -1).any() or (rows[:, 6:11] > _LARGEST).any():
             raise ValueError("a layout has a negative size")
-        spans: dict[tuple[int, int], _Span] = {}
-        tables = []
-        for number, (template, file, _, shape, offset, _, chunks, *_) in enumerate(self._rows):
-            span = spans.get((template, shape))
-            if span is None:
-                span = spans[template, shape] = _span(
-                    self._templates[template].members, self._shapes[shape]
-                )
-            end = self._files[file][1].nbytes
-            if chunks >= 0:
-                tables.append(self._table(Row._make(self._rows[number]), span, end))
-                self._tables[number] = tables[-1].chunks
-            elif span.is_contiguous and 0 <= offset and offset + span.nbytes > end:
-                raise ValueError("values lie beyond the end of their file")
-        wrong = check_chunks(tables)
+        limits = self._limits(rows)
+        stamps = np.array([stamp.nbytes for _, stamp in self._files], np.int64)
+        end, offset, has_table = stamps[rows[:, 1]], rows[:, 4], rows[:, 6] >= 0
+        is_there = ~has_table & (limits["is_contiguous"] != 0) & (offset >= 0)
+        if (offset > end - limits["nbytes"])[is_there].any():
+            raise ValueError("values lie beyond the end of their file")
+        if (has_table & (limits["is_chunked"] == 0)).any():
+            raise ValueError("a dataset without chunks has a chunk table")
+        columns = dict(zip(Row._fields, rows[has_table].T, strict=True))
+        self._check_places(columns)
+        tables = Tables(
+            count=columns["chunks"],
+            numbers=columns["numbers"],
+            nbytes=columns["nbytes"],
+            all_nbytes=columns["all_nbytes"],
+            end=end[has_table],
+            grid=limits["grid"][has_table],
+            expected=limits["chunk_nbytes"][has_table],
+        )
+        wrong = check_chunks(
+            tables, self._arrays["offset"], self._arrays["index"], self._arrays["nbytes"]
+        )
         if wrong:
             raise SavedIndexError(wrong)
 
-    def _table(self, row: Row, span: _Span, end: int) -> Table:
-        if not span.is_chunked or (row.numbers < 0 and row.chunks != span.grid):
-            raise ValueError("a chunk table does not fit its dataset")
-        begins = row.offsets, row.numbers, row.nbytes, row.masks
-        names = "offset", "index", "nbytes", "mask"
-        for name, begin in zip(names, begins, strict=True):
-            if begin >= 0 and begin > self._arrays[name].size - row.chunks:
-                raise ValueError(f"a chunk table lies outside the array {name}")
-        if row.offsets < 0 or not 0 <= row.all_mask < 1 << 32 or not 0 <= row.all_nbytes:
-            raise ValueError("a chunk table lies nowhere")
-        return Table(self._chunks(row), end, span.grid, span.chunk_nbytes)
+    def _limits(self, rows: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
+        """Return `_Span` of each row, as columns."""
+        kinds, kind = np.unique(rows[:, (0, 3)], axis=0, return_inverse=True)
+        spans = [
+            _span(self._templates[template].members, self._shapes[shape])
+            for template, shape in kinds.tolist()
+        ]
+        table = np.array(spans, np.int64).reshape(-1, len(_Span._fields))[kind.reshape(-1)]
+        return dict(zip(_Span._fields, table.T, strict=True))
+
+    def _check_places(self, columns: dict[str, NDArray[np.int64]]) -> None:
+        """Check that chunk tables lie one after the other, and have filter masks."""
+        count, masks = columns["chunks"], columns["masks"]
+        total = sum(count.tolist())  # which may be more than 64 bits hold
+        if (
+            total != self._arrays["offset"].size
+            or (columns["offsets"] != np.cumsum(count) - count).any()
+        ):
+            raise ValueError("chunk tables do not lie one after the other")
+        if ((masks >= 0) & (masks > self._arrays["mask"].size - count)).any():
+            raise ValueError("a chunk table lies outside its array")
+        if ((columns["all_mask"] < 0) | (columns["all_mask"] >= 1 << 32)).any():
+            raise ValueError("a filter mask has too many bits")
 
 
 class _Span(NamedTuple):
