@@ -180,3 +180,12 @@ def test_an_index_that_does_not_fit_on_the_disk_leaves_the_old_one(files, tmp_pa
         assert "cannot write" in result.stderr
         assert index.read_bytes() == before
         assert sorted(os.listdir(tmp_path)) == [*(path.name for path in files), "train.h5idx"]
+
+
+def test_a_file_without_datasets_has_an_index_without_any(tmp_path):
+    path, index = tmp_path / "empty.h5", tmp_path / "empty.h5idx"
+    with h5py.File(path, "w") as file:
+        file["scalar"] = 1
+    assert "1 files, 0 datasets" in succeed("index", path, "-o", index)
+    assert "holds no datasets" in succeed("inspect", index)
+    assert 'no dataset "data"' in refuse("read", index, "--no-labels")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import pickle
 import subprocess
@@ -24,6 +25,7 @@ from h5async import (
     DatasetError,
     FileChangedWarning,
     H5AsyncError,
+    ReaderConfig,
     ReadError,
     UnsafeFileError,
 )
@@ -865,3 +867,59 @@ def test_a_file_of_something_else_is_not_overwritten(tmp_path):
         rows_of(path, index_cache=path)
     with pytest.raises(ConfigError, match="index_cache"):
         rows_of(path, index_cache=3)
+
+
+def test_configurations_name_the_place(tmp_path, monkeypatch):
+    path = make(tmp_path / "a.h5")
+    (tmp_path / "c.toml").write_text('hdf5_path = "a.h5"\nindex_cache = "kept.h5idx"\n')
+    config = ReaderConfig.load(tmp_path / "c.toml")
+    assert config.index_cache == tmp_path / "kept.h5idx"
+    AsyncReader(config, labels_field=None, device="cpu").close()
+    assert (tmp_path / "kept.h5idx").exists()
+    (tmp_path / "c.toml").write_text('hdf5_path = "a.h5"\nindex_cache = false\n')
+    assert ReaderConfig.load(tmp_path / "c.toml").index_cache is False
+    for place in (True, False, tmp_path, tmp_path / "x.h5idx"):
+        config = ReaderConfig(hdf5_path=path, index_cache=place)
+        again = ReaderConfig.load(json.loads(config.model_dump_json()))
+        assert again.index_cache == place
+        assert type(again.index_cache) is type(config.index_cache)
+
+
+def test_a_writer_that_goes_on_by_swmr_is_followed(tmp_path, cache):
+    path = tmp_path / "swmr.h5"
+    with h5py.File(path, "w", libver="latest") as file:
+        dataset = file.create_dataset("data", (8, 3), "i4", maxshape=(None, 3), chunks=(4, 3))
+        dataset[...] = 1
+    for rows in (8, 12, 20):
+        with h5py.File(path, "r+", libver="latest") as file:
+            file.swmr_mode = True
+            file["data"].resize(rows, axis=0)
+            file["data"][...] = rows
+            file["data"].flush()
+        for _ in range(2):
+            assert np.array_equal(rows_of(path), truth(path))
+
+
+def test_chunks_in_any_order_with_holes_and_masks(tmp_path, cache, monkeypatch):
+    """A table of many chunks, which is checked by itself, and has all columns."""
+    path = tmp_path / "many.h5"
+    with h5py.File(path, "w") as file:
+        options = {"chunks": (1, 2), "compression": "gzip", "shuffle": True}
+        dataset = file.create_dataset("data", (9000, 2), "i4", fillvalue=-7, **options)
+        rng = np.random.default_rng(0)
+        for number in rng.permutation(9000)[:6000].tolist():
+            if number % 3:
+                dataset[number] = rng.integers(0, 1 << (number % 30), 2)
+            else:  # without its filters
+                values = np.array([number, -number], "i4").tobytes()
+                dataset.id.write_direct_chunk((number, 0), values, filter_mask=3)
+    expected, indexed = truth(path), counting(monkeypatch)
+    for _ in range(2):
+        assert np.array_equal(rows_of(path, batch_size=500), expected)
+    assert indexed == ["many.h5"]
+    with AsyncReader(hdf5_path=path, labels_field=None, device="cpu", num_threads=0) as reader:
+        chunks = reader.layouts["data"].chunks
+        assert chunks.index.size == 6000
+        assert len(set(chunks.nbytes.tolist())) > 1
+        assert set(chunks.filter_mask.tolist()) == {0, 3}
+        assert not (np.diff(chunks.offset) > 0).all()
