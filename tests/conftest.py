@@ -9,7 +9,6 @@ import gc
 import importlib
 import os
 import random
-import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -73,14 +72,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide the user's cache folder, and GPUs, unless tests for them are chosen by ``-m gpu``.
+    """Keep nothing in the cache folder, and hide GPUs, unless tests are chosen by ``-m gpu``.
 
     All others assume the CPU, which device="auto" then means, also in the processes they start.
     CUDA looks at this variable once a process: so the two kinds of tests never share one.
     """
-    folder = tempfile.TemporaryDirectory(prefix="h5async-cache-")
-    config.add_cleanup(folder.cleanup)
-    os.environ["XDG_CACHE_HOME"] = folder.name
+    os.environ["XDG_CACHE_HOME"] = os.devnull
     if "gpu" not in config.getoption("markexpr").replace("not gpu", ""):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 

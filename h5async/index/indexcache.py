@@ -56,8 +56,12 @@ def open_cache(
     if place is False:
         return None
     wanted = [*dict.fromkeys(map(Wanted.of, fields.values()))]
-    files = [str(path.absolute()) for path in paths]
-    key = _key(files, wanted, reach)
+    key = ""
+    with suppressing(OSError):  # the current directory may have been removed
+        files = [str(path.absolute()) for path in paths]
+        key = _key(files, wanted, reach)
+    if not key:
+        return None
     if place is True or place.is_dir():
         folder = cache_folder() if place is True else place
         return (

@@ -14,7 +14,6 @@ import json
 import os
 import stat
 import struct
-import tempfile
 import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -121,20 +120,20 @@ def _digest_nbytes() -> int:
 
 def _replace(path: Path, blocks: Iterable[Any], mode: int, is_lasting: bool) -> None:
     """Write a file beside a path, and move it there."""
-    prefix = f".{path.name}."
-    remove_unfinished(path.parent, prefix)
-    descriptor, name = tempfile.mkstemp(".tmp", prefix, path.parent)
+    remove_unfinished(path.parent, f".{path.name}.")
+    beside = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
     try:
-        with open(descriptor, "wb", buffering=0) as file:
-            for block in blocks:
-                _write_all(file.fileno(), memoryview(block).cast("B"))
+        with open(beside, "xb", buffering=0) as file:
+            descriptor = file.fileno()
             os.fchmod(descriptor, mode & ~_umask())
+            for block in blocks:
+                _write_all(descriptor, memoryview(block).cast("B"))
             if is_lasting:
                 os.fsync(descriptor)
-        os.replace(name, path)
+        os.replace(beside, path)
     except BaseException:
         with contextlib.suppress(OSError):
-            os.unlink(name)
+            os.unlink(beside)
         raise
 
 
@@ -186,18 +185,15 @@ def read_saved(path: Path, *, owners: Iterable[int], may_map: bool) -> SavedFile
     OSError
         If it cannot be opened or read.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        status = os.fstat(descriptor)
-        _require_ours(status, frozenset(owners))
+    believed = frozenset(owners)
+    _require_ours(os.stat(path), believed)  # before it is opened: it may be a pipe
+    with open(path, "rb", buffering=0) as file:
+        status = os.fstat(file.fileno())
+        _require_ours(status, believed)
         if status.st_size < _HEAD.size:
             raise SavedIndexError(f"it has {status.st_size} bytes, which is no saved index")
-        if may_map:
-            data = map_file(descriptor, status.st_size)
-        else:
-            data = _read(descriptor, status.st_size)
-    finally:
-        os.close(descriptor)
+        read = map_file if may_map else _read
+        data = read(file.fileno(), status.st_size)
     return _content(data)
 
 

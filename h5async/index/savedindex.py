@@ -21,7 +21,7 @@ from h5async.index.portable import NotPortableError, natural, naturals, text
 from h5async.index.savedfile import SavedIndexError, read_saved, write_saved
 from h5async.index.savedlayouts import LayoutReader, LayoutWriter, NotUsableError
 from h5async.io.stamps import FileStamp, is_at
-from h5async.system.interruptions import passing, suppressing
+from h5async.system.interruptions import interruption, passing, suppressing
 
 _MALFORMED = (
     ValueError,
@@ -209,7 +209,7 @@ class SavedIndex:
             self._layouts = LayoutReader(header, arrays, self._files)
             self._entries = self._read_entries()
         except _MALFORMED as error:
-            raise SavedIndexError(f"it makes no sense ({error!r})") from error
+            raise _not_sensible(error) from error
         self.paths = [self._files[number][0] for number in self._primary]
 
     def _number(self, value: object) -> int:
@@ -248,7 +248,7 @@ class SavedIndex:
             except NotUsableError:
                 continue
             except _MALFORMED as error:
-                raise SavedIndexError(f"it makes no sense ({error!r})") from error
+                raise _not_sensible(error) from error
         return found
 
     def stamp(self, number: int) -> FileStamp:
@@ -274,7 +274,7 @@ class SavedIndex:
         """Tell of each file whether its layouts hold, by what lies there now."""
         is_here = all(os.environ.get(name, "") == value for name, value in self._variables.items())
         folder = self._header["folder"]
-        if not is_here or folder not in (None, os.getcwd()):
+        if not is_here or (folder is not None and folder != _current_folder()):
             return [False] * len(self.paths)
         same = [is_at(*file) for file in self._files]
         return [
@@ -386,6 +386,20 @@ class NamedIndex(SavedIndex):
                 raise ReadError(
                     f"{name} is there, which was missing when {self._path} was made; {self._remedy}"
                 )
+
+
+def _current_folder() -> str | None:
+    """Return the current directory; None: it was removed."""
+    with suppressing(OSError):
+        return os.getcwd()
+    return None
+
+
+def _not_sensible(error: Exception) -> Exception:
+    """Return the error for a content that makes no sense, or the interruption that one is."""
+    if interruption(error) is not None:
+        return error
+    return SavedIndexError(f"it makes no sense ({error!r})")
 
 
 def _file(found: Sequence[Any], folder: str) -> tuple[str, FileStamp]:
