@@ -26,7 +26,9 @@ from numpy.typing import NDArray
 from h5async.io.shared import map_file
 from h5async.system.interruptions import suppressing
 
-FORMAT = 1  # of the whole file; another one is not read
+# Another number for another content, and where the same file would be indexed otherwise: what has
+# another one is not read.
+FORMAT = 1
 _SIGNATURE = b"\x89h5async\r\n\x1a\n"
 _HEAD = struct.Struct("<12sIQQ16s")
 _ALIGNMENT = 64
