@@ -23,12 +23,19 @@ Mutants with the last six are written to ``OUT/fuzz``, if there are any, and lis
 made again, but for bytes that HDF5 leaves as they were in memory:
 
     python scripts/fuzz.py --again fill_value_compound 68
+
+With ``--index``, not the file is changed but its saved index, by which it is then read; outcomes
+are in ``OUT/fuzz_index.json``. Half of the changes are made to numbers and texts in it, and have
+right checksums. Then one more outcome is
+
+    believed       other values than h5py's, since the index consistently says so
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import faulthandler
 import gzip
 import hashlib
@@ -58,7 +65,13 @@ import numpy as np
 from bench_common import RESULTS, header, save
 from corpus import QUIRKS, Quirk
 
-from h5async import AsyncReader, H5AsyncError
+from h5async import AsyncReader, Field, H5AsyncError
+from h5async.config import ReaderConfig
+from h5async.index.consulted import Consulted
+from h5async.index.links import Reach
+from h5async.index.metadata import read_layouts
+from h5async.index.savedfile import read_saved, write_saved
+from h5async.index.savedindex import IndexedFile, Wanted, write_index
 
 MEMORY_BYTES = 4 << 30  # of addresses, beyond what the program has anyway
 WALL_SECONDS = 3
@@ -134,6 +147,55 @@ def mutate(content: bytes, raw: list[tuple[int, int]], rng: random.Random) -> tu
     if rng.random() < 0.8:
         mend_checksums(data)
     return bytes(data[: len(content)]), ", ".join(what)
+
+
+# What a saved index may say in place of what it says.
+ODD = (
+    *(0, 1, -1, 2, 7, 255, 1 << 31, 1 << 40, (1 << 62) - 1, 1 << 63, 1 << 70, None, True, 1.5),
+    *("", "x", "data", "O", "<f8", "|V0", [], {}, [[]], [0], {"names": [], "formats": []}),
+)
+
+
+def save_index(path: Path, quirk: Quirk, options: dict[str, Any]) -> Path:
+    """Write the saved index of a file's first dataset beside it."""
+    config = ReaderConfig.load({"hdf5_path": path}, **options)
+    consulted = Consulted()
+    reach = Reach(config.allow_external, config.allow_missing, consulted=consulted)
+    field = Field(quirk.names[0], quirk.num_dims[0])
+    layouts = {Wanted.of(field): read_layouts(path, {"data": field}, reach)["data"]}
+    index = path.with_suffix(".h5idx")
+    write_index(index, [IndexedFile(str(path), layouts, consulted)], reach)
+    return index
+
+
+def mutate_index(index: Path, content: bytes, rng: random.Random) -> tuple[bytes, str]:
+    """Return a changed saved index, and what was changed."""
+    index.write_bytes(content)
+    if rng.random() < 0.5:
+        return mutate(content, [], rng)
+    header, arrays = read_saved(index, owners=(os.geteuid(),), may_map=False)
+    places, what = [], []
+    todo: list[Any] = [header]
+    while todo:
+        container = todo.pop()
+        keys = list(container) if isinstance(container, dict) else range(len(container))
+        places += [(container, key) for key in keys if key not in ("arrays", "checksum")]
+        todo += [container[key] for key in keys if isinstance(container[key], list | dict)]
+    changed = {name: np.array(array) for name, array in arrays.items()}
+    for _ in range(rng.choice([1, 1, 2, 3])):
+        name = rng.choice([name for name, array in changed.items() if array.size])
+        if rng.random() < 0.5:
+            container, key = rng.choice(places)
+            container[key] = copy.deepcopy(rng.choice(ODD))
+            what.append(f"mended {key}={container[key]}")
+        else:
+            at = rng.randrange(changed[name].size)
+            numbers = [0, 1, -1, -2, 5, 48, 1000, 1 << 20, 1 << 40, 1 << 62, rng.randrange(4096)]
+            number = np.int64(rng.choice(numbers))
+            changed[name].reshape(-1)[at] = number.astype(changed[name].dtype)
+            what.append(f"mended {name}[{at}]={number}")
+    write_saved(index, header, {name: [array] for name, array in changed.items()}, mode=0o600)
+    return index.read_bytes(), ", ".join(what)
 
 
 def rng_of(quirk: Quirk, seed: int, number: int) -> random.Random:
@@ -353,6 +415,18 @@ def sort_out(
     return "unchecked", reason
 
 
+def sort_out_index(
+    index: Path, quirk: Quirk, what: str, original: str, options: dict[str, Any], ours: Child
+) -> tuple[str, str]:
+    """Read a file by a changed index; return the outcome, and a text to it."""
+    outcome, text = ours.run(index, quirk.names[0], quirk.num_dims[0], options)
+    if outcome != "values":
+        return outcome, text
+    if text == original:
+        return "equal", ""
+    return ("believed" if what.startswith("mended") else "wrong"), ""
+
+
 def is_in_h5py(text: str) -> bool:
     """Tell whether a call of h5py's was on top; some are made of C, and have no frame."""
     return any(caller in text for caller in ("h5py/", "h5async/index/", "fallback.py"))
@@ -406,6 +480,42 @@ def work(quirks: list[Quirk], each: int, seed: int, folder: Path, out: Path) -> 
     theirs.close()
 
 
+def work_on_indices(quirks: list[Quirk], each: int, seed: int, folder: Path, out: Path) -> None:
+    """Try mutants of the saved indices of some files, as `work` does of the files."""
+    ours, theirs = Child(by_h5async, folder / "ours"), Child(by_h5py, folder / "theirs")
+    for quirk in quirks:
+        home = folder / quirk.name.replace("/", "_")
+        home.mkdir()
+        try:
+            path = quirk.write(home)
+        except ModuleNotFoundError:
+            continue
+        state, original = theirs.run(path, quirk.names[0], quirk.num_dims[0], {})
+        if state != "values":
+            continue
+        options = quirk.options(home) if quirk.options else {}
+        index = save_index(path, quirk, options)
+        content = index.read_bytes()
+        counts: Counter[str] = Counter()
+        kept = []
+        for number in range(each):
+            rng = rng_of(quirk, seed, number)
+            mutant, what = mutate_index(index, content, rng)
+            index.write_bytes(mutant)
+            every = {**options, "io": rng.choice(["auto", "pread"])}
+            outcome, text = sort_out_index(index, quirk, what, original, every, ours)
+            if outcome.startswith(KEPT):
+                ours.close()
+                outcome, text = sort_out_index(index, quirk, what, original, every, ours)
+            counts[outcome] += 1
+            if outcome.startswith(KEPT):
+                kept.append([number, outcome, what, text[:300], gzip.compress(mutant).hex()])
+        with out.open("a") as file:
+            file.write(json.dumps([quirk.name, counts, kept]) + "\n")
+    ours.close()
+    theirs.close()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--mutants", type=int, default=50_000)
@@ -413,6 +523,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", default="", help="names of files that contain this")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--index", action="store_true", help="change saved indices, not files")
     parser.add_argument("--again", nargs=2, metavar=("FILE", "NUMBER"), help="write this one alone")
     options = parser.parse_args()
     if options.again:
@@ -436,7 +547,8 @@ def main() -> int:
             if not child:
                 status = 1
                 try:
-                    work(quirks[job :: options.jobs], each, options.seed, own, own / "results")
+                    tries = work_on_indices if options.index else work
+                    tries(quirks[job :: options.jobs], each, options.seed, own, own / "results")
                     status = 0
                 finally:
                     sys.stdout.flush()
@@ -467,7 +579,7 @@ def main() -> int:
         "kept": [entry[:5] for entry in kept],
         "cases": cases,
     }
-    save(result, options.out / "fuzz.json")
+    save(result, options.out / ("fuzz_index.json" if options.index else "fuzz.json"))
     out = io.StringIO()
     for outcome, count in total.most_common():
         print(f"{outcome:16}{count:8}", file=out)

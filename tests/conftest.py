@@ -72,11 +72,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide the GPUs, unless tests for them are chosen by ``-m gpu``.
+    """Keep nothing in the cache folder, and hide GPUs, unless tests are chosen by ``-m gpu``.
 
     All others assume the CPU, which device="auto" then means, also in the processes they start.
     CUDA looks at this variable once a process: so the two kinds of tests never share one.
     """
+    os.environ["XDG_CACHE_HOME"] = os.devnull
     if "gpu" not in config.getoption("markexpr").replace("not gpu", ""):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 

@@ -553,6 +553,9 @@ OPTIONS = {  # what is typed -> what the reader is given
     "--rank 1 --world-size 2": {"rank": 1, "world_size": 2},
     "--allow-external a --allow-external b/c": {"allow_external": [Path("a"), Path("b/c")]},
     "--allow-missing": {"allow_missing": True},
+    "--index-cache none": {"index_cache": False},
+    "--index-cache default": {"index_cache": True},
+    "--index-cache a/b.h5idx": {"index_cache": "a/b.h5idx"},
     "--epochs 2": {},
     "": {},
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,10 +13,12 @@ from h5async import H5AsyncError, ReaderConfig
 from h5async.cli.listing import COLUMNS, Listing
 from h5async.cli.options import takes_options
 from h5async.cli.text import method_text, safe
+from h5async.config.files import INDEX_SUFFIX
 from h5async.index.cost import read_cost
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
 from h5async.index.metadata import list_layouts
+from h5async.index.savedindex import NamedIndex
 from h5async.names import printable
 
 _LEGEND = "in order, shuffled: bytes read from the file for each sample used"
@@ -24,17 +26,32 @@ _LEGEND = "in order, shuffled: bytes read from the file for each sample used"
 
 @takes_options(["allow_external", "allow_missing"])
 def inspect(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="The HDF5 file.")], **typed: Any
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help="The HDF5 file, or a saved index (.h5idx).")
+    ],
+    **typed: Any,
 ) -> None:
     """List the datasets of FILE, how each is stored and read, and what a sample costs."""
     given = {name: value for name, value in typed.items() if value is not None}
     config = ReaderConfig.load({"hdf5_path": file}, **given)
     path, reach = Path(file), Reach(config.allow_external, config.allow_missing)
     listing = Listing()
-    for name, found in list_layouts(path, reach):
+    for name, found in _datasets(path, reach):
         listing.add(tuple(safe(cell) for cell in _cells(path, name, found)))
     listing.print()
     typer.echo(f"\n{_LEGEND}" if listing.has_begun else f"{safe(path)} holds no datasets")
+
+
+def _datasets(path: Path, reach: Reach) -> Iterator[tuple[str, DatasetLayout | H5AsyncError]]:
+    """Yield the names of datasets, with their files where there are several, and their layouts."""
+    if path.suffix != INDEX_SUFFIX:
+        yield from list_layouts(path, reach)
+        return
+    index = NamedIndex(path, reach)
+    for number, file in enumerate(index.paths):
+        prefix = f"{file}: " if len(index.paths) > 1 else ""
+        for wanted, layout in index.find(number, index.datasets(number), reach).items():
+            yield prefix + wanted.path, layout
 
 
 def _cells(file: Path, name: str, found: DatasetLayout | H5AsyncError) -> Sequence[str]:

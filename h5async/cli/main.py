@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 from h5async import H5AsyncError, __version__
 from h5async.cli.bench import bench
+from h5async.cli.index import index
 from h5async.cli.inspect import inspect
 from h5async.cli.read import read
 from h5async.cli.text import safe
@@ -98,3 +99,4 @@ def _main(
 app.command()(inspect)
 app.command()(read)
 app.command()(bench)
+app.command()(index)

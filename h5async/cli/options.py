@@ -97,7 +97,7 @@ def _declaration(option: Option) -> Any:
     choices = "|".join(map(_typed_choice, option.choices))
     return typer.Option(
         names,
-        metavar=choices or option.values or None,
+        metavar=option.values or choices or None,
         help=f"{text}{repeatable}{shown}",
         show_default=False,
     )
@@ -120,8 +120,10 @@ def _default_text(option: Option) -> str:
 
 
 def _typed_choice(choice: object) -> str:
-    """Return how a choice is typed: False is "none"."""
-    return "none" if choice is False else str(choice)
+    """Return how a choice is typed: False is "none", and True "default"."""
+    if isinstance(choice, bool):
+        return "default" if choice else "none"
+    return str(choice)
 
 
 def reader_config(typed: Mapping[str, Any]) -> ReaderConfig:
@@ -153,8 +155,9 @@ def _typed_options(typed: Mapping[str, Any]) -> dict[str, Any]:
             value = _pairs(value, flag(option))
         elif option.name in _TABLES and value.startswith("{"):
             value = _table(value, flag(option))
-        elif False in option.choices and value == _typed_choice(False):
-            value = False
+        for choice in option.choices:
+            if isinstance(choice, bool) and value == _typed_choice(choice):
+                value = choice
         options[option.name] = value
     if len(options.get("hdf5_path", ())) == 1:
         options["hdf5_path"] = options["hdf5_path"][0]

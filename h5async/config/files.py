@@ -6,11 +6,13 @@ import glob
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
 from h5async.errors import ReadError
+
+INDEX_SUFFIX = ".h5idx"
 
 
 def matching_files(paths: Iterable[Path]) -> list[Path]:
@@ -59,5 +61,15 @@ def _folders(value: object) -> tuple[Path, ...]:
     raise ValueError("must be a folder, or a list of folders")
 
 
+def _place(value: object) -> bool | Path:
+    if isinstance(value, bool):
+        return value
+    path = _file_path(value)
+    if path.suffix != INDEX_SUFFIX and not path.is_dir():
+        raise ValueError(f"must be True, False, a folder, or a file that ends in {INDEX_SUFFIX}")
+    return path
+
+
 Files = Annotated[Path | tuple[Path, ...], BeforeValidator(_file_paths)]
 Folders = Annotated[tuple[Path, ...], BeforeValidator(_folders)]
+Place = Annotated[Path | Literal[False, True], BeforeValidator(_place)]

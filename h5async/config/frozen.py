@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic import Field as Bound
@@ -31,8 +31,6 @@ class _Absent:
 class Frozen(BaseModel):
     """A configuration: unknown options and values that do not fit are a `ConfigError`."""
 
-    copy: ClassVar[Any] = _Absent()  # pydantic's, which is deprecated: it may be an option's name
-
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
     def __init__(self, **options: Any) -> None:
@@ -48,6 +46,10 @@ class Frozen(BaseModel):
                 if found is not None:
                     raise_again(found)
             raise ConfigError(_message(error)) from None
+
+
+# pydantic's, which is deprecated: it may be the name of an option.
+Frozen.copy = _Absent()  # type: ignore[assignment,method-assign]
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from pydantic import (
 
 from h5async.config.cores import usable_cores
 from h5async.config.field import Field, Fields
-from h5async.config.files import Files, Folders, matching_files
+from h5async.config.files import INDEX_SUFFIX, Files, Folders, Place, matching_files
 from h5async.config.frozen import REQUIRED, Frozen, documented, option
 from h5async.config.indices import Indices, Sampler, Weights, plain_selection
 from h5async.config.tomlfile import load_toml
@@ -60,7 +60,8 @@ class ReaderConfig(Frozen):
     hdf5_path: Files = option(
         REQUIRED,
         "A file, a list of files, or a glob, whose matches are sorted. Several files are one long"
-        " dataset, in that order. In a TOML file, paths are relative to that file.",
+        " dataset, in that order. A saved index (`.h5idx`) stands for the files that it is of. In a"
+        " TOML file, paths are relative to that file.",
     )
     data_field: Name = option("data", "Path of the dataset that holds the data.")
     labels_field: Name | None = option(
@@ -195,7 +196,7 @@ class ReaderConfig(Frozen):
         "Find batches that are used too late: each is a copy, which is overwritten when the next"
         " batch is asked for.",
     )
-    copy: Bool = option(  # type: ignore[misc]  # (which `Frozen` hides)
+    copy: Bool = option(  # type: ignore[assignment]  # (which `Frozen` hides)
         False,
         "Deliver batches that have memory of their own, and last, as `batch.copy()` does.",
     )
@@ -218,6 +219,17 @@ class ReaderConfig(Frozen):
     )
     allow_missing: Bool = option(
         False, "What is missing of a virtual dataset has its fill value, and is no error."
+    )
+    index_cache: Place = option(
+        True,
+        "Where to keep what was learnt of the files, so that later readers open faster. True (on"
+        " the command line `default`): in the user's cache folder. False (`none`): nowhere. A path:"
+        " in that folder, or in that file, which ends in `.h5idx`.",
+        default_text="the user's cache folder",
+        values="none|default|PATH",
+        shell="Where to keep what was learnt of the files, so that later readers open faster."
+        " `default`: in the user's cache folder. `none`: nowhere. A path: in that folder, or in"
+        " that file, which ends in `.h5idx`.",
     )
 
     @field_validator("labels_field", mode="before")
@@ -422,6 +434,12 @@ class ReaderConfig(Frozen):
         """
         several = self.hdf5_path if isinstance(self.hdf5_path, tuple) else (self.hdf5_path,)
         return matching_files(several)
+
+    @property
+    def names_index(self) -> bool:
+        """Whether `hdf5_path` names a saved index, whose files are opened as they are needed."""
+        several = self.hdf5_path if isinstance(self.hdf5_path, tuple) else (self.hdf5_path,)
+        return any(path.suffix == INDEX_SUFFIX for path in several)
 
     @property
     def thread_count(self) -> int:

@@ -24,7 +24,7 @@ def load_toml(path: Path) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         hint = "; to read an HDF5 file, give hdf5_path=..." if path.suffix in _HDF5_SUFFIXES else ""
         raise ConfigError(f"{path} is not a TOML file: {error}{hint}") from error
-    for name in ("hdf5_path", "allow_external"):
+    for name in ("hdf5_path", "allow_external", "index_cache"):
         value = options.get(name)
         if isinstance(value, str):
             options[name] = str(path.parent / value)

@@ -114,6 +114,8 @@ class FieldStruct(Structure):
         ("fill", c_void_p),
         ("transform", POINTER(TransformStruct)),
         ("store", c_void_p),
+        ("nbytes_step", c_int64),
+        ("mask_step", c_int64),
         ("num_layers", c_int64),
         ("num_extents", c_int64),
         ("row_nbytes", c_int64),

@@ -20,7 +20,7 @@ from h5async.fill.selecting import Selecting
 from h5async.index.joined import join_layouts
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
-from h5async.index.metadata import read_layouts
+from h5async.index.opening import layouts_of_files
 from h5async.io.localfile import read_ahead
 from h5async.order.sampling import Order, OrderKey, Sampling
 
@@ -46,16 +46,16 @@ def open_dataset(config: ReaderConfig) -> dict[str, DatasetLayout]:
     fields, files = config.batch_fields, config.files
     found: dict[str, list[DatasetLayout]] = {name: [] for name in fields}
     tell = on_indexed.get()
-    for number, path in enumerate(files, 1):
-        layouts = read_layouts(path, fields, reach)
+    known = layouts_of_files(files, fields, reach, config.index_cache)
+    for number, layouts in enumerate(known):
         _check_lengths(layouts)
         for name, layout in layouts.items():
             found[name].append(layout)
         if tell is not None:
-            tell(number, len(files))
-        if path is files[0] and len(files) > 1:
+            tell(number + 1, len(files))
+        if not number and len(files) > 1 and not config.names_index:
             samples = config.batch_size * config.prefetch
-            read_ahead(path, samples * sum(layout.row_nbytes for layout in layouts.values()))
+            read_ahead(files[0], samples * sum(layout.row_nbytes for layout in layouts.values()))
     return {name: join_layouts(several) for name, several in found.items()}
 
 

@@ -102,6 +102,7 @@ class Filler(SlotFiller):
     ) -> None:
         self._layouts, several = list(layouts.values()), list(transforms.values())
         self._file = str(self._layouts[0].file)
+        self._opens_ahead = not config.names_index
         function = load_function(config.postprocess)
         postprocess = (
             None if function is None else Postprocess(function, list(layouts), config.seed)
@@ -173,7 +174,8 @@ class Filler(SlotFiller):
         ReadError
             If a file cannot be opened, or the system gives no more threads.
         """
-        self._executors.open_ahead(lambda: self._pool.is_stopped)
+        if self._opens_ahead:
+            self._executors.open_ahead(lambda: self._pool.is_stopped)
         self._pool.start(self._file)
 
     @property

@@ -6,7 +6,9 @@ Chunks make a grid; a chunk's number is that of its cell in C order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,12 +27,18 @@ class ChunkTable:
         int64: address in the file, and stored size.
     filter_mask
         uint32: bit i set where filter i of the pipeline was not applied.
+
+    Of `nbytes` and `filter_mask`, all numbers may be one number in memory (a stride of 0).
     """
 
     index: NDArray[np.int64] | None
     offset: NDArray[np.int64]
     nbytes: NDArray[np.int64]
     filter_mask: NDArray[np.uint32]
+
+    def shortened(self) -> ChunkTable:
+        """Return the same table, with the memory of one number for a column of equal ones."""
+        return replace(self, nbytes=shortened(self.nbytes), filter_mask=shortened(self.filter_mask))
 
     def find(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the indices of chunks `numbers` in the arrays; -1 where one is not allocated."""
@@ -40,6 +48,21 @@ class ChunkTable:
             return np.full(numbers.shape, -1, np.int64)
         at = np.minimum(np.searchsorted(self.index, numbers), self.index.size - 1)
         return np.where(self.index[at] == numbers, at, -1)
+
+
+@lru_cache(maxsize=256)
+def repeated(value: int, count: int, dtype: str) -> NDArray[Any]:
+    """Return an array of one number again and again, which takes the memory of one."""
+    one = np.array([value], dtype)
+    one.flags.writeable = False
+    return np.ndarray((count,), dtype, one.data, 0, (0,)) if count else one[:0]
+
+
+def shortened(column: NDArray[Any]) -> NDArray[Any]:
+    """Return a column of numbers that takes the memory of one where all are equal."""
+    if column.size < 2 or (column != column[0]).any():
+        return column
+    return repeated(int(column[0]), column.size, column.dtype.str)
 
 
 def grid_of(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import h5py
@@ -35,7 +36,7 @@ from h5async.index.filterpipeline import (
 from h5async.index.identity import indexed
 from h5async.index.layout import DatasetLayout, Part, Storage, normal_axis
 from h5async.index.links import LastGroup, Located, Reach
-from h5async.index.obstacles import NotDirectError
+from h5async.index.obstacles import COLUMNS_REASON, NotDirectError
 from h5async.index.opened import Opened
 from h5async.index.slabs import Slab
 from h5async.index.sources import VirtualSources
@@ -63,9 +64,10 @@ class Indexer:
         # It is opened again later, from whatever directory is the current one then.
         self._path = os.path.abspath(self._name)
         self._descriptor = file.id.get_vfd_handle()
-        self._stamp = FileStamp.settled(self._descriptor)
         # What is being written in this process may not be in the file yet.
         self._is_writer = bool(file.id.get_intent() & h5py.h5f.ACC_RDWR)
+        self._stamp = FileStamp.settled(self._descriptor)
+        reach.consulted.found(Path(self._path), self._stamp, is_written=self._is_writer)
         self._reach = reach
         self._depth = depth
 
@@ -189,12 +191,8 @@ class Indexer:
         for entry in layout.filters:
             if is_hdf5s(entry):
                 raise NotDirectError(f"filter {entry.number} ({entry.label}) is decoded by HDF5")
-        is_columns = layout.storage in ("contiguous", "external") and layout.sample_axis != 0
-        if is_columns and not may_map(layout.file, self._reach.io):
-            raise NotDirectError(
-                "columns of a contiguous dataset are read by mapping, which needs a local file"
-                ' system, or io="map"'
-            )
+        if layout.is_columns and not may_map(layout.file, self._reach.io):
+            raise NotDirectError(COLUMNS_REASON)
 
     def _stored_nbytes(self, layout: DatasetLayout, dataset: Opened, where: str) -> int:
         """Return the stored size of a dataset that h5py is to read; 0: unknown.
@@ -228,7 +226,11 @@ class Indexer:
             if unused and not filters:
                 require_whole(chunks, layout, where)
             stored_nbytes = int(chunks.nbytes.sum())
-            changes |= {"chunks": chunks, "filters": filters, "stored_nbytes": stored_nbytes}
+            changes |= {
+                "chunks": chunks.shortened(),
+                "filters": filters,
+                "stored_nbytes": stored_nbytes,
+            }
         else:
             changes["offset"] = _contiguous_offset(dataset, where)
         layout = layout.changed(**changes)

@@ -139,6 +139,7 @@ class TableBuilder:
         self._max_rank = max_rank
         self.sources: list[SourceFile] = []
         self._source_numbers: dict[Any, int] = {}
+        self._kinds: dict[Any, Kind] = {}
 
     def build(self, layout: DatasetLayout, kept_nbytes: int = 0) -> FieldTable | None:
         """Return the table of a field; None where it would be too large.
@@ -172,6 +173,22 @@ class TableBuilder:
 
     def kind_of(self, layout: DatasetLayout) -> Kind:
         """Tell how the rows of a dataset lie, as far as whole rows are wanted."""
+        key = (
+            layout.shape,
+            layout.chunk_shape,
+            layout.sample_axis,
+            layout.filters,
+            layout.dtype,
+            layout.fallback_reason is None,
+            layout.values is None,
+            layout.chunks is None,
+        )
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._kinds[key] = self._new_kind(layout)
+        return kind
+
+    def _new_kind(self, layout: DatasetLayout) -> Kind:
         if layout.fallback_reason is not None or len(layout.shape) > self._max_rank:
             return Kind.LEFT
         if layout.num_pieces > MOST_PIECES:
@@ -319,7 +336,8 @@ def _one_chunk(layout: DatasetLayout, address: int) -> ChunkTable:
 
 def _joined(arrays: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
     if len(arrays) == 1:
-        return np.ascontiguousarray(arrays[0], dtype)
+        # (What is one number in memory stays so.)
+        return arrays[0] if arrays[0].dtype == dtype else np.asarray(arrays[0], dtype)
     return np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype, copy=False)
 
 

@@ -20,6 +20,8 @@ from h5async.index.obstacles import NotDirectError
 from h5async.index.slabs import Slab
 from h5async.io.stamps import FileStamp
 
+_PREFIX = "HDF5_EXTFILE_PREFIX"
+
 Segment = tuple[bytes, int, int]  # name of the file, offset, bytes
 
 
@@ -39,10 +41,12 @@ def attached(
     holder = Path(layout.file)
     found = [_permitted(os.fsdecode(name), holder, reach, where) for name, _, _ in segments]
     _require_bytes(layout, segments, found, where)
+    reach.consulted.asked(_PREFIX)
     stamps = {}
     for path in found:
         stamps[str(path)] = FileStamp.settled(path)
         require_in_place(path, stamps[str(path)], where)
+        reach.consulted.found(path, stamps[str(path)])
     return replace(layout, attached=tuple(stamps.items())), found
 
 
@@ -109,9 +113,10 @@ def _permitted(name: str, holder: Path, reach: Reach, where: str) -> Path:
     """Return the real path of an external file, as HDF5 finds it: from the current directory."""
     if not name or "\0" in name:
         raise UnsafeFileError(f"{where} keeps its values in a file with the name {name!r}")
-    prefix = os.environ.get("HDF5_EXTFILE_PREFIX", "")
+    prefix = os.environ.get(_PREFIX, "")
     prefix = prefix.replace("${ORIGIN}", str(holder.parent))
-    path = Path(prefix, name).resolve()
+    unresolved = Path(prefix, name)
+    path = unresolved.resolve()
     roots = [root.resolve() for root in reach.roots]
     if not any(path.is_relative_to(root) for root in roots):
         raise UnsafeFileError(
@@ -122,6 +127,7 @@ def _permitted(name: str, holder: Path, reach: Reach, where: str) -> Path:
         raise ReadError(
             f"{where} keeps its values in {path}, which is missing or is not a regular file"
         )
+    reach.consulted.found(unresolved, FileStamp.of(path))
     return path
 
 

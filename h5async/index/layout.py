@@ -255,6 +255,11 @@ class DatasetLayout:
         return int(strides[self.sample_axis]), cells @ strides
 
     @property
+    def is_columns(self) -> bool:
+        """Whether a sample is spread over all of a contiguous dataset."""
+        return self.storage in ("contiguous", "external") and self.sample_axis != 0
+
+    @property
     def rows_are_whole(self) -> bool:
         """Whether each sample's bytes lie in one piece: sample dimension first, nothing split."""
         if self.sample_axis != 0:

@@ -138,5 +138,8 @@ def _composed(outer: PairedRuns, leaves: Sequence[Leaf]) -> Iterator[Leaf]:
 
 def lie_within(runs: PairedRuns, num_samples: int) -> bool:
     """Tell whether all rows are such that a dataset has."""
+    if runs.size == 1:  # of each file, most often
+        row, step = int(runs.row[0]), int(runs.step[0])
+        return row >= 0 and step >= 1 and row + (int(runs.length[0]) - 1) * step < num_samples
     last = runs.row + (runs.length - 1) * runs.step
     return bool((runs.row >= 0).all() and (last < num_samples).all() and (runs.step >= 1).all())

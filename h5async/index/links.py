@@ -14,13 +14,14 @@ import functools
 import os
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import h5py
 
 from h5async.errors import DatasetError, H5AsyncError, ReadError, UnsafeFileError
+from h5async.index.consulted import Consulted, NotRecorded
 from h5async.io.maps import IoMode
 from h5async.io.stamps import FileStamp
 from h5async.names import name_bytes, name_text
@@ -49,11 +50,14 @@ class Reach:
         error.
     io
         Whether files may be mapped into memory.
+    consulted
+        Records which files were looked at.
     """
 
     roots: tuple[Path, ...] = ()
     missing_is_fill: bool = False
     io: IoMode = "auto"
+    consulted: Consulted = field(default=NotRecorded(), compare=False, repr=False)
 
     def find(self, name: str, holder: Path, variable: str, where: str) -> Path | None:
         """Return the file that `holder` refers to as `name`, or None where there is none.
@@ -72,6 +76,7 @@ class Reach:
         """
         if not name or "\0" in name:
             raise UnsafeFileError(f"{where} refers to a file with the name {name!r}")
+        self.consulted.asked(variable)
         prefixes = [
             prefix.replace("${ORIGIN}", str(holder.parent))
             for prefix in os.environ.get(variable, "").split(":")
@@ -87,7 +92,9 @@ class Reach:
             if found.exists():
                 if not stat.S_ISREG(found.stat().st_mode):
                     raise ReadError(f"{where} refers to {found}, which is not a regular file")
+                self.consulted.found(candidate, FileStamp.settled(found))
                 return found
+            self.consulted.missed(candidate)
         return None
 
     def permitted(self, target: Path, holder: Path, where: str) -> Path:

@@ -63,11 +63,11 @@ def read_layouts(
 
 
 def list_layouts(
-    path: Path, reach: Reach = BESIDE
+    path: Path, reach: Reach = BESIDE, num_dim: int = 0
 ) -> Iterator[tuple[str, DatasetLayout | H5AsyncError]]:
     """Yield each dataset of a file, as it is found, with its layout or why it has none.
 
-    They come group by group, in the order of names.
+    They come group by group, in the order of names; dimension `num_dim` counts their samples.
     """
     with passing(), open_index(path) as file, metadata_cache(file, LISTING_NBYTES):
         indexer = Indexer(file, reach)
@@ -77,7 +77,7 @@ def list_layouts(
             layout: DatasetLayout | H5AsyncError
             try:
                 with passing():
-                    layout = _layout_at(indexer, name, 0, reach)
+                    layout = _layout_at(indexer, name, num_dim, reach)
             except H5AsyncError as error:
                 layout = error
             yield name, layout

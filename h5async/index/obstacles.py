@@ -9,3 +9,9 @@ from __future__ import annotations
 
 class NotDirectError(Exception):
     """Something was found that only h5py may read; the message is the reason."""
+
+
+COLUMNS_REASON = (
+    "columns of a contiguous dataset are read by mapping, which needs a local file system, or"
+    ' io="map"'
+)

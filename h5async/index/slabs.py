@@ -182,7 +182,7 @@ class PairedRuns(NamedTuple):
     @classmethod
     def one(cls, first: int, length: int, row: int, step: int = 1) -> PairedRuns:
         """Return one run."""
-        return cls(*(np.array([n], np.int64) for n in (first, length, row, step)))
+        return cls(*np.array([[first], [length], [row], [step]], np.int64))
 
     @classmethod
     def joined(cls, several: Sequence[PairedRuns]) -> PairedRuns:

@@ -243,9 +243,5 @@ def read_ahead(path: Path, nbytes: int) -> None:
     """Ask the system to read the first `nbytes` of a file, without waiting for it."""
     if not hasattr(os, "posix_fadvise"):
         return
-    with suppressing(OSError):  # it is a hint
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.posix_fadvise(descriptor, 0, nbytes, os.POSIX_FADV_WILLNEED)
-        finally:
-            os.close(descriptor)
+    with suppressing(OSError), open(path, "rb", buffering=0) as file:  # it is a hint
+        os.posix_fadvise(file.fileno(), 0, nbytes, os.POSIX_FADV_WILLNEED)

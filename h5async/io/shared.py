@@ -203,10 +203,13 @@ class _Map:
         Where it begins in the file, and in this process.
     """
 
-    def __init__(self, key: object, fd: int, offset: int, nbytes: int) -> None:
+    def __init__(
+        self, key: object, fd: int, offset: int, nbytes: int, *, is_writable: bool = True
+    ) -> None:
         libc = _libc()
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if fd < 0 else mmap.MAP_SHARED
-        address = libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset)
+        rights = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
+        address = libc.mmap(None, nbytes, rights, flags, fd, offset)
         if address in (None, _MAP_FAILED):
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
@@ -218,7 +221,7 @@ class _Map:
             libc.madvise(address, nbytes, mmap.MADV_HUGEPAGE)  # some kernels have none
         self.__array_interface__ = {
             "version": 3,
-            "data": (address, False),
+            "data": (address, not is_writable),
             "shape": (nbytes,),
             "typestr": "|u1",
         }
@@ -241,6 +244,20 @@ def _libc() -> ctypes.CDLL:
 
 def _mapped(key: object, fd: int, offset: int, nbytes: int) -> NDArray[np.uint8]:
     return np.asarray(_Map(key, fd, offset, _whole_pages(nbytes)))[:nbytes]
+
+
+def map_file(fd: int, nbytes: int) -> NDArray[np.uint8]:
+    """Map the beginning of a file for reading; processes that map it share the memory.
+
+    The descriptor may be closed then. Pages beyond the end of a file that is cut short later end
+    the process that touches them.
+
+    Raises
+    ------
+    OSError
+        If it cannot be mapped.
+    """
+    return np.asarray(_Map(None, fd, 0, _whole_pages(nbytes), is_writable=False))[:nbytes]
 
 
 def _whole_pages(nbytes: int) -> int:

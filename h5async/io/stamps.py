@@ -83,6 +83,13 @@ def lies_at(path: str, stamp: FileStamp) -> bool:
         return False
 
 
+def is_at(path: str, stamp: FileStamp) -> bool:
+    """Tell whether the file of a stamp lies at a path, and is as it was."""
+    with suppressing(OSError, ValueError):
+        return FileStamp.of(path) == stamp
+    return False
+
+
 def has_swmr_writer(descriptor: int) -> bool:
     """Tell whether an HDF5 file says that a writer has it open for SWMR.
 
@@ -104,7 +111,7 @@ def changed(path: str, what: str) -> ReadError:
     """Return the error for a file that was changed under a reader."""
     return ReadError(
         f"{path} was changed while it was being read: {what}; make a new reader, which reads it as"
-        " it is now"
+        " it is now (and a new saved index before that, if one was named)"
     )
 
 
@@ -112,6 +119,6 @@ def replaced(path: str) -> ReadError:
     """Return the error for a file that is not the one that was indexed."""
     return ReadError(
         f"{path} was replaced by another file after it had been indexed, and was not kept open:"
-        " only as many files are as the limit of open files allows (ulimit -n); make a new reader,"
-        " which reads the new file"
+        " only as many files are as the limit of open files allows (ulimit -n), and none of a saved"
+        " index that was named; make a new reader, or a new index, which reads the new file"
     )

@@ -41,6 +41,7 @@ from h5async.read.scratch import CLOSED, Scratch
 from h5async.read.transform import NativeTransform
 
 Int64s = NDArray[np.int64]
+_ALL_BITS = (1 << 64) - 1
 _SOURCE, _ITEM, _WANTED = map(np.dtype, (SourceStruct, ItemStruct, WantedStruct))
 # For so long after a file was last compared with what was indexed, rows of its chunks that are kept
 # decoded are given without that: else it would cost more than they do. Batches are read ahead by
@@ -122,8 +123,9 @@ class Collection:
             path = ctypes.create_string_buffer(os.fsencode(source.path))
             self._keep.append(path)
             row["path"], row["fd"], row["may_map"] = ctypes.addressof(path), -1, mapped[device]
-            for name in ("device", "inode", "nbytes", "modified_ns", "changed_ns"):
-                row[name] = ctypes.c_int64(getattr(source.stamp, name)).value  # it wraps, as in C
+        stamps = np.array([[n & _ALL_BITS for n in source.stamp] for source in sources], np.uint64)
+        for name, column in zip(FileStamp._fields, stamps.reshape(-1, 5).T, strict=True):
+            table[name] = column.view(np.int64)  # it wraps, as in C
         self._table = table  # the core's from now on
         gives_back = len(sources) > most_files
         self._most_files = most_files
@@ -153,8 +155,9 @@ class Collection:
             *(self._shape(shape, layout.row_nbytes) for shape in table.shapes)
         )
         struct.number = self._hold(table.number) if table.number.size else None
-        struct.offset, struct.nbytes = self._hold(table.offset), self._hold(table.nbytes)
-        struct.mask = self._hold(table.mask)
+        struct.offset = self._hold(table.offset)
+        struct.nbytes, struct.nbytes_step = self._hold_column(table.nbytes)
+        struct.mask, struct.mask_step = self._hold_column(table.mask)
         fill = np.ascontiguousarray(layout.raw_fill).reshape(1).view(np.uint8)
         struct.fill = self._hold(fill)
         struct.num_layers, struct.num_extents = len(table.layers), table.offset.size
@@ -213,6 +216,11 @@ class Collection:
         array = np.ascontiguousarray(array)
         self._keep.append(array)
         return address(array)
+
+    def _hold_column(self, array: NDArray[Any]) -> tuple[int, int]:
+        """Return where a column begins, and the step to its next number: 0 where all are equal."""
+        is_one = array.strides == (0,)
+        return self._hold(array[:1] if is_one else array), 0 if is_one else 1
 
     # --- batches -------------------------------------------------------------------------------
 

@@ -229,6 +229,16 @@ def cached(folder):
     return {**gzip(folder), "cache": "host"}
 
 
+def kept(folder):
+    return {**virtual(folder), "index_cache": folder / "kept.h5idx"}
+
+
+def indexed(folder):
+    AsyncReader(**kept(folder), device="cpu", num_threads=0).close()
+    return {"hdf5_path": folder / "kept.h5idx", "allow_missing": True}
+
+
+INDEXED = [kept, indexed]
 FORMS = [simple, gzip, linked, virtual, external, compact, globbed, toml, by_h5py, transformed]
 
 
@@ -242,9 +252,29 @@ def reader_of(options, **more):
 # --- opening --------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_saving_an_index(tmp_path):
+    """Each interruption comes out, and leaves the old index or the new one, and nothing else."""
+    path, index = plain(tmp_path), tmp_path / "x.h5idx"
+    before = fds()
+
+    def save():
+        index.unlink(missing_ok=True)
+        reader_of({"hdf5_path": path, "index_cache": index}, num_threads=0).close()
+        return True
+
+    for kind in KINDS[:3]:
+        for at in every_place(save, kind, 97):
+            assert {name.name for name in tmp_path.iterdir()} <= {"data.h5", "x.h5idx"}, at
+            gc.collect()
+            assert fds() == before, at
+    with reader_of({"hdf5_path": index}) as reader:
+        assert reader.num_samples == N
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*FORMS, *INDEXED])
 def test_opening(tmp_path, form):
     options = form(tmp_path)
     reader_of(options).close()  # what is imported, or found, once

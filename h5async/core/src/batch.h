@@ -30,8 +30,8 @@ static enum Outcome read_piece(Work *work, const Field *f, const Target *target,
             return FAILED;
         number = extent < 0 ? -1 : 0;
         d.chunk_offset = f->offset + (extent < 0 ? 0 : extent);
-        d.chunk_stored = f->nbytes + (extent < 0 ? 0 : extent);
-        d.chunk_mask = f->mask + (extent < 0 ? 0 : extent);
+        d.chunk_stored = f->nbytes + (extent < 0 ? 0 : extent) * f->nbytes_step;
+        d.chunk_mask = f->mask + (extent < 0 ? 0 : extent) * f->mask_step;
         d.num_chunks = 1;
         if (extent >= 0 && is_small(shape)) {
             d.chunk_nbytes = d.chunk_stored[0], d.chunk_samples = d.chunk_nbytes / d.sample_stride;
@@ -79,7 +79,7 @@ static int64_t offset_of_piece(const Work *work, const Item *item, int32_t cross
     int64_t extent = find_extent(f, l, item->segment, item->number + shape->cross_number[cross]);
     if (extent < 0 || extent >= f->num_extents)
         return -1;
-    *nbytes = f->nbytes[extent];
+    *nbytes = f->nbytes[extent * f->nbytes_step];
     return f->offset[extent];
 }
 

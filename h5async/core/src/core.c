@@ -143,6 +143,8 @@ static const Member MEMBERS[] = {
     MEMBER(Field, fill),
     MEMBER(Field, transform),
     MEMBER(Field, store),
+    MEMBER(Field, nbytes_step),
+    MEMBER(Field, mask_step),
     MEMBER(Field, num_layers),
     MEMBER(Field, num_extents),
     MEMBER(Field, row_nbytes),

@@ -37,6 +37,7 @@ typedef struct {
     const uint8_t *fill;
     const Transform *transform; /* as rows are read, where that can be; NULL: later, or never */
     Store *store;
+    int64_t nbytes_step, mask_step; /* to the next extent; 0: one number stands for all */
     int64_t num_layers, num_extents, row_nbytes, itemsize;
     int64_t is_filled_first; /* whether parts of rows may have no source */
 } Field;

@@ -1,0 +1,144 @@
+"""`h5async index`: saves what a reader must know of files, for readers that open them later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from h5async import ConfigError, H5AsyncError, ReaderConfig
+from h5async.cli.options import takes_options
+from h5async.cli.text import safe
+from h5async.config.files import INDEX_SUFFIX, matching_files
+from h5async.core.binding import mapping_mode
+from h5async.index.consulted import Consulted
+from h5async.index.indexcache import cache_folder, clear_cache
+from h5async.index.layout import DatasetLayout
+from h5async.index.links import Reach
+from h5async.index.metadata import list_layouts, read_layouts
+from h5async.index.portable import NotPortableError
+from h5async.index.savedindex import IndexedFile, Wanted, write_index
+
+_PATIENCE_SECONDS = 2.0  # after which a progress bar is shown
+_REFRESH_SECONDS = 0.1
+
+_Files = Annotated[
+    list[str] | None, typer.Argument(metavar="FILES...", help="HDF5 files, or globs.")
+]
+_Output = Annotated[
+    str | None, typer.Option("--output", "-o", metavar="INDEX", help="The index: train.h5idx.")
+]
+_Clear = Annotated[
+    bool, typer.Option("--clear", help="Empty the user's cache folder of what readers kept there.")
+]
+
+
+@takes_options(["fields", "num_dim", "io", "allow_external", "allow_missing"])
+def index(
+    files: _Files = None, output: _Output = None, clear: _Clear = False, **typed: Any
+) -> None:
+    """Save what a reader must know of FILES as one index, which `hdf5_path` takes in their place.
+
+    It holds all datasets of the files, by their first dimension; with --field, these alone.
+    """
+    if clear:
+        _clear()
+        if not files and output is None:
+            return
+    if not files or output is None:
+        raise typer.BadParameter("give FILES, and -o INDEX", param_hint="FILES")
+    path = Path(output)
+    if path.suffix != INDEX_SUFFIX:
+        raise ConfigError(f"the name of a saved index ends in {INDEX_SUFFIX}, found {output!r}")
+    config = _config(files, typed)
+    paths = matching_files(list(map(Path, files)))
+    reach = Reach(config.allow_external, config.allow_missing, mapping_mode(config.io))
+    found = list(_indexed(paths, config, reach))
+    datasets = sum(len(file.layouts) for file in found)
+    try:
+        write_index(path, found, reach)
+    except NotPortableError as error:
+        raise H5AsyncError(f"{path} cannot be made: it cannot hold {error}") from error
+    except OSError as error:
+        raise H5AsyncError(f"cannot write {path}: {error.strerror or error}") from error
+    nbytes = decimal(path.stat().st_size)
+    typer.echo(f"{safe(path)}: {len(found):,} files, {datasets:,} datasets, {nbytes}")
+
+
+def _config(files: Sequence[str], typed: dict[str, Any]) -> ReaderConfig:
+    given = {name: value for name, value in typed.items() if value not in (None, [], ())}
+    pairs = [entry.partition("=") for entry in given.pop("fields", ())]
+    if not all(key and path for key, _, path in pairs):
+        raise typer.BadParameter("must be NAME=PATH", param_hint="--field")
+    num_dim = given.pop("num_dim", 0)
+    if pairs:
+        fields = {key: {"path": path, "num_dim": num_dim} for key, _, path in pairs}
+        return ReaderConfig.load({"hdf5_path": list(files), "fields": fields}, **given)
+    return ReaderConfig.load({"hdf5_path": list(files), "num_dim": num_dim}, **given)
+
+
+def _indexed(paths: Sequence[Path], config: ReaderConfig, reach: Reach) -> Iterator[IndexedFile]:
+    """Yield what is learnt of each file."""
+    shown = perf_counter() + _PATIENCE_SECONDS
+    progress = _progress()
+    task = progress.add_task("files", total=len(paths))
+    try:
+        for path in paths:
+            consulted = Consulted()
+            layouts = _layouts(path, config, replace(reach, consulted=consulted))
+            yield IndexedFile(str(path.absolute()), layouts, consulted)
+            progress.advance(task)
+            if perf_counter() > shown:
+                progress.start()
+                progress.refresh()
+                shown = perf_counter() + _REFRESH_SECONDS
+    finally:
+        progress.stop()
+
+
+def _layouts(path: Path, config: ReaderConfig, reach: Reach) -> dict[Wanted, DatasetLayout]:
+    """Return the layouts of the fields that were typed, or of all datasets that can be read."""
+    if config.fields is not None:
+        found = read_layouts(path, config.fields, reach)
+        return {Wanted.of(field): found[name] for name, field in config.fields.items()}
+    return {
+        Wanted.at(name, config.num_dim): layout
+        for name, layout in list_layouts(path, reach, config.num_dim)
+        if isinstance(layout, DatasetLayout)
+    }
+
+
+def _progress() -> Progress:
+    """Return a progress bar for stderr, which is not shown yet, and only on a terminal."""
+    console = Console(stderr=True)
+    return Progress(
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.description}"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        auto_refresh=False,
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+
+
+def _clear() -> None:
+    folder = cache_folder()
+    if folder is None:
+        typer.echo("there is no cache folder, because there is no home")
+        return
+    try:
+        count, nbytes = clear_cache(folder)
+    except OSError as error:
+        raise H5AsyncError(f"cannot empty {folder}: {error.strerror or error}") from error
+    typer.echo(f"{safe(folder)}: removed {count:,} entries, {decimal(nbytes)}")

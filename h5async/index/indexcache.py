@@ -1,0 +1,302 @@
+"""Keeps what was learnt of files for later readers: in the user's cache folder, or a given file.
+
+Whatever is wrong with an entry of the folder, the files are indexed anew, and nobody is told. An
+entry is what one reader needs: its files, in their order, and its datasets.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import NoReturn
+
+import h5py
+
+from h5async.config import Field
+from h5async.config.files import INDEX_SUFFIX
+from h5async.errors import ReadError
+from h5async.index.consulted import Consulted
+from h5async.index.layout import DatasetLayout
+from h5async.index.links import Reach
+from h5async.index.portable import NotPortableError
+from h5async.index.savedfile import SavedIndexError, is_saved_index, remove_unfinished
+from h5async.index.savedindex import IndexedFile, SavedIndex, Wanted, write_index
+from h5async.io.stamps import is_at
+from h5async.system.interruptions import suppressing
+
+MOST_NBYTES = 1 << 30  # of all entries in the folder
+LEAST_SECONDS = 0.02  # that indexing takes; what is quicker is not kept
+_TOUCHED_SECONDS = 86400  # an entry is marked as used so often at most
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+def open_cache(
+    place: bool | Path, paths: Sequence[Path], fields: Mapping[str, Field], reach: Reach
+) -> IndexCache | None:
+    """Return the cache for a reader; None: nothing is kept.
+
+    Parameters
+    ----------
+    place
+        True: the user's cache folder. False: nowhere. A path: a folder, or the file itself.
+    paths, fields, reach
+        What the reader reads.
+
+    Raises
+    ------
+    ReadError
+        If a file was given that is not a saved index of this user's, or is damaged.
+    """
+    if place is False:
+        return None
+    wanted = [*dict.fromkeys(map(Wanted.of, fields.values()))]
+    key = ""
+    with suppressing(OSError):  # the current directory may have been removed
+        files = [str(path.absolute()) for path in paths]
+        key = _key(files, wanted, reach)
+    if not key:
+        return None
+    if place is True or place.is_dir():
+        folder = cache_folder() if place is True else place
+        return (
+            None if folder is None else _Entry(folder / f"{key}{INDEX_SUFFIX}", key, files, reach)
+        )
+    return _GivenFile(place, key, files, reach)
+
+
+def cache_folder() -> Path | None:
+    """Return the user's folder of entries, which may not be there; None: there is no home."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):
+        base = os.path.expanduser("~/.cache")
+    return Path(base, "h5async", "index") if os.path.isabs(base) else None
+
+
+def clear_cache(folder: Path) -> tuple[int, int]:
+    """Remove all entries of a folder; return how many, and their bytes.
+
+    Raises
+    ------
+    OSError
+        If one cannot be removed.
+    """
+    entries = _entries(folder)
+    for entry in entries:
+        os.unlink(entry.path)
+    remove_unfinished(folder, ".")
+    return len(entries), sum(entry.nbytes for entry in entries)
+
+
+def _key(files: Sequence[str], wanted: Sequence[Wanted], reach: Reach) -> str:
+    """Return a text that differs where an entry would be of something else."""
+    roots = [str(root.absolute()) for root in reach.roots]
+    versions = h5py.__version__, h5py.version.hdf5_version
+    parts = [files, wanted, roots, reach.missing_is_fill, versions]
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+
+
+class IndexCache:
+    """What was learnt of the files of one reader, and where it is kept. Used by one thread.
+
+    Parameters
+    ----------
+    path
+        Where it is kept.
+    key
+        What it is of.
+    files
+        Absolute paths of the files.
+    reach
+        With which they are indexed.
+    """
+
+    def __init__(self, path: Path, key: str, files: Sequence[str], reach: Reach) -> None:
+        self._path = path
+        self._key = key
+        self._files = files
+        self._reach = reach
+        self._begin = perf_counter()
+        self._seconds = 0.0
+        self._found: dict[int, dict[Wanted, DatasetLayout]] = {}
+        self._new: dict[int, IndexedFile] = {}
+        self._index = self._open()
+        self._is_fresh = [] if self._index is None else self._index.fresh_files()
+
+    def find(self, number: int) -> dict[Wanted, DatasetLayout]:
+        """Return what is known of a file; nothing where it has changed."""
+        self._begin = perf_counter()
+        if self._index is None or not self._is_fresh[number]:
+            return {}
+        try:
+            found = self._index.find(number, self._index.datasets(number), self._reach)
+        except SavedIndexError as error:
+            self._give_up(error)
+            return {}
+        if len(found) == len(self._index.datasets(number)):
+            self._found[number] = found
+            return found
+        return {}
+
+    def note(
+        self, number: int, layouts: Mapping[Wanted, DatasetLayout], consulted: Consulted
+    ) -> None:
+        """Take what was learnt of a file, since it was asked for."""
+        self._seconds += perf_counter() - self._begin
+        self._new[number] = IndexedFile(self._files[number], dict(layouts), consulted)
+
+    def _all(self) -> list[IndexedFile]:
+        """Return all that is known now, old and new."""
+        several = []
+        for number, path in enumerate(self._files):
+            new = self._new.get(number)
+            if new is None:
+                assert self._index is not None
+                consulted = self._index.consulted(number)
+                new = IndexedFile(path, self._found[number], consulted)
+            several.append(new)
+        return several
+
+    def _has_settled(self) -> bool:
+        """Tell whether all files are still as they were when they were indexed."""
+        return all(
+            is_at(name, stamp)
+            for file in self._new.values()
+            for name, stamp in file.consulted.files.items()
+        )
+
+    def save(self) -> None:
+        """Keep what was learnt, once all files were asked for."""
+        raise NotImplementedError
+
+    def _open(self) -> SavedIndex | None:
+        raise NotImplementedError
+
+    def _give_up(self, error: SavedIndexError) -> None:
+        raise NotImplementedError
+
+
+class _Entry(IndexCache):
+    """An entry of a folder: what is wrong with it is not told."""
+
+    def _open(self) -> SavedIndex | None:
+        with suppressing(OSError, SavedIndexError):
+            if not _is_ours(self._path.parent):
+                return None
+            # (Files are replaced there, and never written to: so they can be mapped.)
+            index = SavedIndex(
+                self._path, owners=(os.geteuid(),), may_map=self._reach.io != "pread"
+            )
+            if index.key != self._key or index.paths != self._files:
+                return None
+            if time.time() - os.stat(self._path).st_mtime > _TOUCHED_SECONDS:
+                os.utime(self._path)
+            return index
+        return None
+
+    def _give_up(self, error: SavedIndexError) -> None:
+        self._index = None
+        self._found.clear()
+        self._seconds = max(self._seconds, LEAST_SECONDS)
+
+    def save(self) -> None:
+        """Write the entry where it is worth it, and remove old ones where there are too many."""
+        if self._seconds < LEAST_SECONDS or not self._is_complete():
+            return
+        with suppressing(OSError, NotPortableError, UnicodeError):
+            folder = self._path.parent
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if _is_ours(folder) and self._has_settled():
+                write_index(self._path, self._all(), self._reach, key=self._key, is_entry=True)
+                _remove_oldest(folder, MOST_NBYTES)
+                remove_unfinished(folder, ".")
+
+    def _is_complete(self) -> bool:
+        return all(n in self._new or n in self._found for n in range(len(self._files)))
+
+
+class _GivenFile(IndexCache):
+    """A file that the user has named: one that is not what it should be is an error."""
+
+    def _open(self) -> SavedIndex | None:
+        if not os.path.lexists(self._path):
+            return None
+        try:
+            index = SavedIndex(
+                self._path, owners=(os.geteuid(), 0), may_map=self._reach.io != "pread"
+            )
+        except SavedIndexError as error:
+            self._give_up(error)
+        except OSError as error:
+            raise ReadError(
+                f"index_cache={str(self._path)!r} cannot be read: {error.strerror or error}"
+            ) from error
+        return index if index.key == self._key and index.paths == self._files else None
+
+    def _give_up(self, error: SavedIndexError) -> NoReturn:
+        kind = "remove it" if is_saved_index(self._path) else "name another file"
+        raise ReadError(
+            f"index_cache={str(self._path)!r} cannot be used: {error}; {kind}"
+        ) from error
+
+    def save(self) -> None:
+        """Write the file, if anything was learnt.
+
+        Raises
+        ------
+        ReadError
+            If it cannot be written.
+        """
+        if not self._new:
+            return
+        try:
+            if self._has_settled():
+                with suppressing(NotPortableError):
+                    write_index(self._path, self._all(), self._reach, key=self._key)
+        except OSError as error:
+            raise ReadError(
+                f"index_cache={str(self._path)!r} cannot be written: {error.strerror or error}"
+            ) from error
+
+
+class _EntryFile:
+    """An entry of the folder, as a file."""
+
+    def __init__(self, path: str, status: os.stat_result) -> None:
+        self.path = path
+        self.nbytes = status.st_size
+        self.used_ns = status.st_mtime_ns
+
+
+def _entries(folder: Path) -> list[_EntryFile]:
+    found = []
+    with suppressing(FileNotFoundError):
+        for entry in os.scandir(folder):
+            if entry.name.endswith(INDEX_SUFFIX) and not entry.name.startswith("."):
+                with suppressing(FileNotFoundError):  # another process may remove it, too
+                    found.append(_EntryFile(entry.path, entry.stat(follow_symlinks=False)))
+    return found
+
+
+def _remove_oldest(folder: Path, most_nbytes: int) -> None:
+    """Remove entries that were used least recently, until the others are small enough."""
+    entries = sorted(_entries(folder), key=lambda entry: entry.used_ns)
+    surplus = sum(entry.nbytes for entry in entries) - most_nbytes
+    for entry in entries:
+        if surplus <= 0:
+            return
+        with suppressing(FileNotFoundError):
+            os.unlink(entry.path)
+        surplus -= entry.nbytes
+
+
+def _is_ours(folder: Path) -> bool:
+    """Tell whether nobody else can have written to a folder."""
+    status = os.stat(folder)
+    is_private = status.st_uid == os.geteuid() and not status.st_mode & _OTHERS_WRITE
+    return stat.S_ISDIR(status.st_mode) and is_private

@@ -1,0 +1,193 @@
+"""Converts dtypes, selections and filters to what JSON can hold, and back. Pure.
+
+What is read back may be anything: every function that reads raises `ValueError`, `TypeError`,
+`KeyError` or `IndexError` for what makes no sense.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.codec.filters import Filter
+from h5async.index.slabs import Blocks, Selection, Slab
+
+_MOST_NESTED = 32  # compound types in compound types
+_LARGEST = (1 << 62) - 1  # of a number that stands for a place or a size
+
+
+class NotPortableError(Exception):
+    """Something has no form in which another process could read it."""
+
+
+def natural(value: object) -> int:
+    """Return a number from 0 on that was read."""
+    if type(value) is not int or not 0 <= value <= _LARGEST:
+        raise ValueError(f"{value!r} is no number of something")
+    return value
+
+
+def naturals(values: object) -> tuple[int, ...]:
+    """Return a list of numbers from 0 on that was read."""
+    if type(values) is not list:
+        raise TypeError(f"{values!r} is no list")
+    return tuple(map(natural, values))
+
+
+def text(value: object) -> str:
+    """Return text that was read."""
+    if type(value) is not str:
+        raise TypeError(f"{value!r} is no text")
+    return value
+
+
+# --- dtypes --------------------------------------------------------------------------------------
+
+
+def dtype_to_json(dtype: np.dtype[Any]) -> object:
+    """Return what `dtype_from_json` makes the same dtype of, with what h5py notes in it.
+
+    Raises
+    ------
+    NotPortableError
+        If it has no such form.
+    """
+    found: dict[str, object] = {}
+    if dtype.hasobject:
+        raise NotPortableError(f"dtype {dtype}")
+    if dtype.metadata is not None:
+        found["metadata"] = _metadata_to_json(dict(dtype.metadata))
+    if dtype.subdtype is not None:
+        base, shape = dtype.subdtype
+        found.update(base=dtype_to_json(base), shape=list(shape))
+    elif dtype.fields is not None:
+        fields = dtype.fields
+        names = list(dtype.names or ())
+        if any(len(field) != 2 for field in fields.values()) or len(fields) != len(names):
+            raise NotPortableError("a dtype with titles")
+        found.update(
+            names=names,
+            formats=[dtype_to_json(fields[name][0]) for name in names],
+            offsets=[int(fields[name][1]) for name in names],
+            itemsize=dtype.itemsize,
+        )
+    elif not found:
+        return dtype.str
+    else:
+        found["str"] = dtype.str
+    return found
+
+
+def dtype_from_json(found: object, depth: int = 0) -> np.dtype[Any]:
+    """Return the dtype that `dtype_to_json` described."""
+    if depth > _MOST_NESTED:
+        raise ValueError("types are nested too deep")
+    dtype: np.dtype[Any]
+    if isinstance(found, str):
+        dtype = np.dtype(found)
+    elif isinstance(found, dict):
+        kind: Any
+        if "base" in found:
+            kind = dtype_from_json(found["base"], depth + 1), naturals(found["shape"])
+        elif "names" in found:
+            kind = {
+                "names": [text(name) for name in found["names"]],
+                "formats": [dtype_from_json(one, depth + 1) for one in found["formats"]],
+                "offsets": list(naturals(found["offsets"])),
+                "itemsize": natural(found["itemsize"]),
+            }
+        else:
+            kind = text(found["str"])
+        metadata = found.get("metadata")
+        dtype = np.dtype(kind, metadata=metadata) if metadata is not None else np.dtype(kind)
+    else:
+        raise TypeError(f"{found!r} is no dtype")
+    if dtype.hasobject:
+        raise ValueError("a dtype of objects")
+    return dtype
+
+
+def _metadata_to_json(metadata: dict[str, Any]) -> object:
+    """Return what h5py notes in a dtype: the names of an enumeration, or an encoding."""
+    for name, value in metadata.items():
+        is_enum = isinstance(value, dict) and all(
+            isinstance(k, str) and type(v) is int for k, v in value.items()
+        )
+        if not isinstance(name, str) or not (is_enum or isinstance(value, str)):
+            raise NotPortableError(f"a dtype with metadata {metadata!r}")
+    return metadata
+
+
+# --- filters and selections ----------------------------------------------------------------------
+
+
+def filter_from_json(found: object) -> Filter:
+    """Return a filter that was written as a list of its members."""
+    number, parameters, name = cast("list[object]", found)
+    return Filter(natural(number), naturals(parameters), text(name))
+
+
+def region_to_json(region: tuple[slice, ...] | None) -> object:
+    """Return a region of a row as lists of start, stop and step."""
+    return None if region is None else [[s.start, s.stop, s.step] for s in region]
+
+
+def region_from_json(found: object, row_shape: tuple[int, ...]) -> tuple[slice, ...] | None:
+    """Return a region that lies within a row."""
+    if found is None:
+        return None
+    slices = []
+    pairs = zip(cast("list[object]", found), row_shape, strict=True)
+    for one, extent in pairs:
+        start, stop, step = cast("list[object]", one)
+        end, by = natural(stop), None if step is None else natural(step)
+        if natural(start) >= end or end > extent or by == 0:
+            raise ValueError("a region lies outside its rows")
+        slices.append(slice(start, end, by))
+    return tuple(slices)
+
+
+class Numbers:
+    """Collects arrays of int64 that a header refers to by their place."""
+
+    def __init__(self) -> None:
+        self.arrays: list[NDArray[np.int64]] = []
+        self._count = 0
+
+    def add(self, array: NDArray[Any]) -> list[int]:
+        """Take an array; return where it begins, and its length."""
+        self.arrays.append(np.ascontiguousarray(array, np.int64))
+        place = [self._count, array.size]
+        self._count += array.size
+        return place
+
+
+def selection_to_json(selection: Selection, numbers: Numbers) -> list[int]:
+    """Return the four numbers of a `Slab`, or the places of the two arrays of `Blocks`."""
+    if isinstance(selection, Slab):
+        return [selection.start, selection.stride, selection.count, selection.block]
+    return numbers.add(selection.first)[:1] + numbers.add(selection.begin)
+
+
+def selection_from_json(found: object, numbers: NDArray[np.int64], extent: int) -> Selection:
+    """Return a selection of a dimension of some extent."""
+    values = naturals(found)
+    selection: Selection
+    if len(values) == 4:
+        selection = Slab(*values)
+        if selection.stride < 1 or selection.stride < selection.block:
+            raise ValueError("a selection overlaps itself")
+    else:
+        first_at, begin_at, count = values
+        first = numbers[first_at : first_at + count - 1]
+        begin = numbers[begin_at : begin_at + count]
+        if begin.size != count or count < 2 or first.size != count - 1:
+            raise ValueError("a selection lies outside its array")
+        if begin[0] != 0 or (np.diff(begin) <= 0).any() or first.min() < 0:
+            raise ValueError("a selection is not in order")
+        selection = Blocks(first, begin)
+    if selection.end > extent:
+        raise ValueError("a selection lies outside its dataset")
+    return selection

@@ -1,0 +1,257 @@
+"""Writes and reads the file of a saved index: a header as JSON, and arrays that are mapped.
+
+What the header means, and what is in the arrays, stands in `savedlayouts.py`. The file begins with
+a fixed head: a signature, the number of the format, the lengths of the header and of the file, and
+a checksum of all that comes before the arrays. The header has a checksum of the arrays. Numbers are
+little-endian.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import stat
+import struct
+import time
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.io.shared import map_file
+from h5async.system.interruptions import suppressing
+
+# Another number for another content, and where the same file would be indexed otherwise: what has
+# another one is not read.
+FORMAT = 1
+_SIGNATURE = b"\x89h5async\r\n\x1a\n"
+_HEAD = struct.Struct("<12sIQQ16s")
+_ALIGNMENT = 64
+_LEFT_SECONDS = 3600  # after which a file that nobody finished is removed
+
+Arrays = Mapping[str, NDArray[Any]]
+
+
+class SavedIndexError(Exception):
+    """A saved index cannot be used; the message says why."""
+
+
+class SavedFile(NamedTuple):
+    """The content of a saved index.
+
+    Attributes
+    ----------
+    header
+        What JSON held.
+    arrays
+        By name; read-only, and mapped unless they were to be read.
+    """
+
+    header: dict[str, Any]
+    arrays: dict[str, NDArray[Any]]
+
+
+def write_saved(
+    path: Path,
+    header: Mapping[str, Any],
+    arrays: Mapping[str, Sequence[NDArray[Any]]],
+    *,
+    mode: int,
+    is_lasting: bool = True,
+) -> None:
+    """Write a saved index as a whole: what lay at the path before is replaced at once, or stays.
+
+    Parameters
+    ----------
+    path
+        Where to.
+    header
+        What JSON can hold.
+    arrays
+        By name: arrays of one dtype, which are joined.
+    mode
+        Permissions of the file, but for the umask of the process.
+    is_lasting
+        Whether to wait until the disk has it: else it may be damaged where power fails.
+
+    Raises
+    ------
+    OSError
+        If it cannot be written; nothing is left behind then.
+    """
+    blocks, places, begin = [], {}, 0
+    for name, several in arrays.items():
+        dtype = several[0].dtype
+        nbytes = sum(array.nbytes for array in several)
+        places[name] = [dtype.newbyteorder("<").str, begin, nbytes // dtype.itemsize]
+        blocks += [_little(array) for array in several]
+        blocks.append(np.zeros(-nbytes % _ALIGNMENT, np.uint8))
+        begin += nbytes + (-nbytes % _ALIGNMENT)
+    checksum = 0
+    for block in blocks:
+        checksum = zlib.crc32(block.data, checksum)
+    text = json.dumps(
+        {**header, "arrays": places, "checksum": checksum}, separators=(",", ":")
+    ).encode()
+    text += b" " * (-(_HEAD.size + len(text)) % _ALIGNMENT)
+    whole = _HEAD.size + len(text) + begin
+    head = _HEAD.pack(_SIGNATURE, FORMAT, len(text), whole, b"")
+    head = _HEAD.pack(_SIGNATURE, FORMAT, len(text), whole, _digest(head, text))
+    _replace(path, [head, text, *blocks], mode, is_lasting)
+
+
+def _little(array: NDArray[Any]) -> NDArray[np.uint8]:
+    array = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+    return array.reshape(-1).view(np.uint8)
+
+
+def _digest(head: bytes, text: bytes | memoryview) -> bytes:
+    digest = hashlib.blake2b(head[: -_digest_nbytes()], digest_size=_digest_nbytes())
+    digest.update(text)
+    return digest.digest()
+
+
+def _digest_nbytes() -> int:
+    return 16
+
+
+def _replace(path: Path, blocks: Iterable[Any], mode: int, is_lasting: bool) -> None:
+    """Write a file beside a path, and move it there."""
+    remove_unfinished(path.parent, f".{path.name}.")
+    beside = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
+    try:
+        with open(beside, "xb", buffering=0) as file:
+            descriptor = file.fileno()
+            os.fchmod(descriptor, mode & ~_umask())
+            for block in blocks:
+                _write_all(descriptor, memoryview(block).cast("B"))
+            if is_lasting:
+                os.fsync(descriptor)
+        os.replace(beside, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(beside)
+        raise
+
+
+def _write_all(descriptor: int, data: memoryview | bytes) -> None:
+    while len(data):
+        data = data[os.write(descriptor, data) :]
+
+
+def _umask() -> int:
+    with suppressing(OSError, ValueError, StopIteration):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("Umask:")).split()[1], 8)
+    return 0o077  # it cannot be asked for without being changed, for other threads, too
+
+
+def remove_unfinished(folder: Path, prefix: str) -> None:
+    """Remove files that a writer began long ago, and did not finish: it was killed."""
+    with suppressing(OSError):
+        for entry in os.scandir(folder):
+            if not (entry.name.startswith(prefix) and entry.name.endswith(".tmp")):
+                continue
+            if time.time() - entry.stat(follow_symlinks=False).st_mtime > _LEFT_SECONDS:
+                os.unlink(entry.path)
+
+
+def is_saved_index(path: Path) -> bool:
+    """Tell whether a file begins as a saved index does, whatever else is in it."""
+    with suppressing(OSError), open(path, "rb") as file:
+        return file.read(len(_SIGNATURE)) == _SIGNATURE
+    return False
+
+
+def read_saved(path: Path, *, owners: Iterable[int], may_map: bool) -> SavedFile:
+    """Read a saved index, and check that it is as it was written.
+
+    Parameters
+    ----------
+    path
+        Where it lies.
+    owners
+        Users whose files are believed.
+    may_map
+        Whether arrays may be mapped; else they are read into memory.
+
+    Raises
+    ------
+    SavedIndexError
+        If it is damaged, of another format, or may have been written by others.
+    OSError
+        If it cannot be opened or read.
+    """
+    believed = frozenset(owners)
+    _require_ours(os.stat(path), believed)  # before it is opened: it may be a pipe
+    with open(path, "rb", buffering=0) as file:
+        status = os.fstat(file.fileno())
+        _require_ours(status, believed)
+        if status.st_size < _HEAD.size:
+            raise SavedIndexError(f"it has {status.st_size} bytes, which is no saved index")
+        read = map_file if may_map else _read
+        data = read(file.fileno(), status.st_size)
+    return _content(data)
+
+
+def _require_ours(status: os.stat_result, owners: frozenset[int]) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise SavedIndexError("it is not a regular file")
+    if status.st_uid not in owners:
+        raise SavedIndexError(
+            f"it belongs to another user ({status.st_uid}), who could let it name any file; copy"
+            " it, if you trust that user"
+        )
+    if status.st_mode & stat.S_IWOTH:
+        raise SavedIndexError("every user may write to it; take that right away (chmod o-w)")
+
+
+def _read(descriptor: int, nbytes: int) -> NDArray[np.uint8]:
+    data = np.empty(nbytes, np.uint8)
+    view, done = data.data, 0
+    while done < nbytes:
+        count = os.preadv(descriptor, [view[done:]], done)
+        if not count:
+            raise SavedIndexError("it was cut short while it was read")
+        done += count
+    data.flags.writeable = False
+    return data
+
+
+def _content(data: NDArray[np.uint8]) -> SavedFile:
+    head = data[: _HEAD.size].tobytes()
+    signature, number, text_nbytes, nbytes, digest = _HEAD.unpack(head)
+    if signature != _SIGNATURE:
+        raise SavedIndexError("it is not a saved index")
+    if number != FORMAT:
+        raise SavedIndexError(f"it has format {number}, and this version reads format {FORMAT}")
+    if nbytes != data.size or text_nbytes > data.size - _HEAD.size:
+        raise SavedIndexError(f"expected {nbytes} bytes, got {data.size}: it is damaged")
+    begin = _HEAD.size + text_nbytes
+    text = data[_HEAD.size : begin].tobytes()
+    if _digest(head, text) != digest:
+        raise SavedIndexError("its header is damaged: the checksum differs")
+    try:
+        header = json.loads(text)
+        places, checksum = header["arrays"], header["checksum"]
+        if zlib.crc32(data[begin:].data) != checksum:
+            raise SavedIndexError("its arrays are damaged: the checksum differs")
+        arrays = {name: _array(data[begin:], *place) for name, place in places.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise SavedIndexError(f"its header is damaged ({error!r})") from error
+    return SavedFile(header, arrays)
+
+
+def _array(data: NDArray[np.uint8], dtype: str, begin: int, count: int) -> NDArray[Any]:
+    kind = np.dtype(dtype)
+    if kind.kind not in "iu" or begin < 0 or count < 0 or begin % kind.itemsize:
+        raise ValueError("an array has no valid place")
+    found = data[begin : begin + count * kind.itemsize]
+    if found.size != count * kind.itemsize:
+        raise ValueError("an array lies outside the file")
+    return found.view(kind)

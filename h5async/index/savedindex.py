@@ -1,0 +1,409 @@
+"""Defines `SavedIndex`: the layouts of some files, as they were saved, and what they depend on.
+
+The layouts of a file hold while it, and all that was consulted to read them, stays as it was.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from h5async.config import Field
+from h5async.errors import ConfigError, ReadError, UnsafeFileError
+from h5async.index.consulted import Consulted
+from h5async.index.layout import DatasetLayout
+from h5async.index.links import Reach
+from h5async.index.portable import NotPortableError, natural, naturals, text
+from h5async.index.savedfile import SavedIndexError, read_saved, write_saved
+from h5async.index.savedlayouts import LayoutReader, LayoutWriter, NotUsableError
+from h5async.io.stamps import FileStamp, is_at
+from h5async.system.interruptions import interruption, passing, suppressing
+
+_MALFORMED = (
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+)
+
+
+class Wanted(NamedTuple):
+    """A dataset of a file, or a member, by its path, and its dimension that counts samples."""
+
+    path: str
+    num_dim: int
+
+    @classmethod
+    def of(cls, field: Field) -> Wanted:
+        """Return the dataset of a field; a path may be written in several ways."""
+        return cls.at(field.path, field.num_dim)
+
+    @classmethod
+    def at(cls, path: str, num_dim: int = 0) -> Wanted:
+        """Return the dataset at a path."""
+        return cls("/".join(name for name in path.split("/") if name not in ("", ".")), num_dim)
+
+
+class IndexedFile(NamedTuple):
+    """What is known of one file: its layouts, and all files that were consulted.
+
+    Attributes
+    ----------
+    path
+        Of the file, absolute.
+    layouts
+        By dataset.
+    consulted
+        See there; the file itself is among its files.
+    """
+
+    path: str
+    layouts: Mapping[Wanted, DatasetLayout]
+    consulted: Consulted
+
+
+# --- writing -------------------------------------------------------------------------------------
+
+
+def write_index(
+    path: Path, files: Sequence[IndexedFile], reach: Reach, *, key: str = "", is_entry: bool = False
+) -> None:
+    """Save what is known of some files.
+
+    Parameters
+    ----------
+    path
+        Where to. Files that lie below its folder are named relative to that.
+    files
+        In their order.
+    reach
+        With which they were indexed.
+    key
+        What the index is of, for a cache.
+    is_entry
+        Whether it is an entry of a cache: others may not read it, and it may get lost.
+
+    Raises
+    ------
+    OSError
+        If it cannot be written.
+    NotPortableError
+        If a layout has no form in which it can be saved.
+    """
+    writer, entries, numbers = LayoutWriter(), [], []
+    wanted: dict[Wanted, int] = {}
+    needs: dict[int, list[int]] = {}
+    absent: dict[int, list[str]] = {}
+    for number, file in enumerate(files):
+        if not file.consulted.is_stable:
+            raise NotPortableError(f"{file.path}, which was changed")
+        for dataset, layout in file.layouts.items():
+            place = wanted.setdefault(dataset, len(wanted))
+            entries.append((number, place, writer.add(layout)))
+        own = file.consulted.files[file.path]
+        numbers.append(writer.file(file.path, own))
+        others = {name: stamp for name, stamp in file.consulted.files.items() if name != file.path}
+        if others:
+            needs[number] = [writer.file(*other) for other in others.items()]
+        if file.consulted.absent:
+            absent[number] = sorted(file.consulted.absent)
+    header = writer.header()
+    folder = f"{path.absolute().parent}{os.sep}"
+    header["files"] = [[name.removeprefix(folder), *stamp] for name, *stamp in header["files"]]
+    several = [file.consulted for file in files]
+    header.update(
+        key=key,
+        primary=numbers,
+        wanted=list(wanted),
+        needs=needs,
+        absent=absent,
+        at_opening=_unseen(files, writer),
+        variables={name: value for one in several for name, value in one.variables.items()},
+        folder=next((one.folder for one in several if one.folder is not None), None),
+        allow_external=[str(root.absolute()) for root in reach.roots],
+        allow_missing=reach.missing_is_fill,
+    )
+    arrays = writer.arrays()
+    arrays["entries"] = [np.array(entries, np.int64).reshape(-1, 3)]
+    mode = 0o600 if is_entry else 0o644
+    write_saved(path, header, arrays, mode=mode, is_lasting=not is_entry)
+
+
+def _unseen(files: Sequence[IndexedFile], writer: LayoutWriter) -> list[int]:
+    """Return the numbers of files whose change nobody would notice when rows are read.
+
+    Those that hold metadata of others, or values that are in the index itself, or none at all yet.
+    """
+    seen: dict[tuple[str, FileStamp], bool] = {}
+    for file in files:
+        for layout in file.layouts.values():
+            for leaf in layout.leaves():
+                place = leaf.file, leaf.stamp
+                seen[place] = seen.get(place, True) and _is_read(leaf)
+    return [number for place, number in writer.files.items() if not seen.get(place, False)]
+
+
+def _is_read(leaf: DatasetLayout) -> bool:
+    """Tell whether whoever reads any row of a dataset opens its file."""
+    if leaf.values is not None or not leaf.num_samples:
+        return False
+    if leaf.fallback_reason is not None or leaf.chunks is None:
+        return leaf.fallback_reason is not None or leaf.offset >= 0
+    return leaf.chunks.index is None and leaf.chunks.offset.size > 0
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+class SavedIndex:
+    """What was saved of some files. Used by one thread.
+
+    Parameters
+    ----------
+    path
+        Of the saved index.
+    owners
+        Users who are believed.
+    may_map
+        Whether it may be mapped into memory.
+
+    Attributes
+    ----------
+    key
+        What it is of, for a cache.
+    paths
+        Of the files, absolute, in their order.
+
+    Raises
+    ------
+    SavedIndexError
+        If it cannot be used; the message says why.
+    OSError
+        If it cannot be opened or read.
+    """
+
+    def __init__(self, path: Path, *, owners: Sequence[int], may_map: bool) -> None:
+        header, arrays = read_saved(path, owners=owners, may_map=may_map)
+        try:
+            folder = os.path.realpath(path.parent)
+            self._files = [_file(found, folder) for found in header["files"]]
+            self.key = text(header["key"])
+            self._header = header
+            self._primary = [self._number(n) for n in header["primary"]]
+            self._wanted = [Wanted(text(one), int(axis)) for one, axis in header["wanted"]]
+            self._needs = {int(n): naturals(found) for n, found in header["needs"].items()}
+            self._absent = {int(n): [*map(text, found)] for n, found in header["absent"].items()}
+            self._at_opening = [self._number(n) for n in header["at_opening"]]
+            self._variables = dict(header["variables"])
+            self._allow_external = [text(root) for root in header["allow_external"]]
+            for number in (n for found in self._needs.values() for n in found):
+                self._number(number)
+            self._arrays = arrays
+            self._layouts = LayoutReader(header, arrays, self._files)
+            self._entries = self._read_entries()
+        except _MALFORMED as error:
+            raise _not_sensible(error) from error
+        self.paths = [self._files[number][0] for number in self._primary]
+
+    def _number(self, value: object) -> int:
+        number = natural(value)
+        if number >= len(self._files):
+            raise ValueError("there is no such file")
+        return number
+
+    def _read_entries(self) -> list[dict[Wanted, int]]:
+        entries: list[dict[Wanted, int]] = [{} for _ in self._primary]
+        table = self._arrays["entries"].reshape(-1, 3)
+        limits = len(self._primary), len(self._wanted), len(self._layouts)
+        if (table < 0).any() or (table >= np.array(limits)).any():
+            raise ValueError("an entry names what is not there")
+        for file, wanted, layout in table.tolist():
+            entries[file][self._wanted[wanted]] = layout
+        return entries
+
+    def find(
+        self, number: int, wanted: Sequence[Wanted], reach: Reach
+    ) -> dict[Wanted, DatasetLayout]:
+        """Return the layouts of a file's datasets, as far as they are known and hold here.
+
+        Raises
+        ------
+        SavedIndexError
+            If a layout makes no sense.
+        """
+        found = {}
+        for one in wanted:
+            at = self._entries[number].get(one)
+            if at is None:
+                continue
+            try:
+                found[one] = self._layouts.layout(at, reach.io)
+            except NotUsableError:
+                continue
+            except _MALFORMED as error:
+                raise _not_sensible(error) from error
+        return found
+
+    def stamp(self, number: int) -> FileStamp:
+        """Return the stamp of a file, by its number."""
+        return self._files[self._primary[number]][1]
+
+    def datasets(self, number: int) -> list[Wanted]:
+        """Return which datasets of a file it knows."""
+        return list(self._entries[number])
+
+    def consulted(self, number: int) -> Consulted:
+        """Return what the layouts of a file depend on."""
+        found = Consulted()
+        for at in (self._primary[number], *self._needs.get(number, ())):
+            name, stamp = self._files[at]
+            found.files[name] = stamp
+        found.absent = set(self._absent.get(number, ()))
+        found.variables = self._variables
+        found.folder = self._header["folder"]
+        return found
+
+    def fresh_files(self) -> list[bool]:
+        """Tell of each file whether its layouts hold, by what lies there now."""
+        is_here = all(os.environ.get(name, "") == value for name, value in self._variables.items())
+        folder = self._header["folder"]
+        if not is_here or (folder is not None and folder != _current_folder()):
+            return [False] * len(self.paths)
+        same = [is_at(*file) for file in self._files]
+        return [
+            same[at]
+            and all(same[other] for other in self._needs.get(number, ()))
+            and not any(map(os.path.lexists, self._absent.get(number, ())))
+            for number, at in enumerate(self._primary)
+        ]
+
+
+class NamedIndex(SavedIndex):
+    """A saved index that a user has named in place of its files.
+
+    Only what nobody would notice later is compared with what lies there now: all other files are
+    checked when they are opened.
+
+    Parameters
+    ----------
+    path
+        Of the saved index.
+    reach
+        Which other files may be read, and how.
+
+    Raises
+    ------
+    ReadError
+        If it cannot be used, or a file has changed.
+    UnsafeFileError
+        If its files refer to others that `reach` does not permit.
+    ConfigError
+        If it was made with other settings.
+    """
+
+    def __init__(self, path: Path, reach: Reach) -> None:
+        self._path = path
+        with passing():
+            try:
+                super().__init__(path, owners=(os.geteuid(), 0), may_map=reach.io != "pread")
+                self._find_devices()
+            except SavedIndexError as error:
+                raise self._not_usable(error) from error
+            except OSError as error:
+                raise ReadError(f"cannot open {path}: {error.strerror or error}") from error
+        self._require_permitted(reach)
+        self._require_current()
+
+    def find(
+        self, number: int, wanted: Sequence[Wanted], reach: Reach
+    ) -> dict[Wanted, DatasetLayout]:
+        """Return the layouts of a file's datasets, as far as they are known and hold here.
+
+        Raises
+        ------
+        ReadError
+            If a layout makes no sense.
+        """
+        try:
+            return super().find(number, wanted, reach)
+        except SavedIndexError as error:
+            raise self._not_usable(error) from error
+
+    def changed(self, name: str) -> ReadError:
+        """Return the error for a file that is not as it was when the index was made."""
+        return ReadError(
+            f"{name} was changed, or is missing, since {self._path} was made; {self._remedy}"
+        )
+
+    @property
+    def _remedy(self) -> str:
+        return f"make it anew: h5async index FILES... -o {self._path.name}"
+
+    def _not_usable(self, error: SavedIndexError) -> ReadError:
+        return ReadError(f"{self._path} cannot be used as a saved index: {error}; {self._remedy}")
+
+    def _find_devices(self) -> None:
+        """Give devices the numbers of this machine: those of network file systems differ."""
+        first: dict[int, str] = {}
+        for name, stamp in self._files:
+            first.setdefault(stamp.device, name)
+        here: dict[int, int] = {}
+        for device, name in first.items():
+            with suppressing(OSError):
+                here[device] = os.stat(name).st_dev
+        for number, (name, stamp) in enumerate(self._files):
+            device = here.get(stamp.device, stamp.device)
+            if device != stamp.device:
+                self._files[number] = name, stamp._replace(device=device)
+
+    def _require_permitted(self, reach: Reach) -> None:
+        roots = [root.absolute() for root in reach.roots]
+        for name in self._allow_external:
+            if not any(Path(name).is_relative_to(root) for root in roots):
+                raise UnsafeFileError(
+                    f"{self._path} was made with allow_external={self._allow_external!r}; if you"
+                    " trust its files, give the reader the same"
+                )
+        if self._header["allow_missing"] and not reach.missing_is_fill:
+            raise ConfigError(
+                f"{self._path} was made with allow_missing=True: what is missing of its virtual"
+                " datasets has their fill value; give the reader the same"
+            )
+
+    def _require_current(self) -> None:
+        for name, stamp in map(self._files.__getitem__, self._at_opening):
+            if not is_at(name, stamp):
+                raise self.changed(name)
+        for name in (name for names in self._absent.values() for name in names):
+            if os.path.lexists(name):
+                raise ReadError(
+                    f"{name} is there, which was missing when {self._path} was made; {self._remedy}"
+                )
+
+
+def _current_folder() -> str | None:
+    """Return the current directory; None: it was removed."""
+    with suppressing(OSError):
+        return os.getcwd()
+    return None
+
+
+def _not_sensible(error: Exception) -> Exception:
+    """Return the error for a content that makes no sense, or the interruption that one is."""
+    if interruption(error) is not None:
+        return error
+    return SavedIndexError(f"it makes no sense ({error!r})")
+
+
+def _file(found: Sequence[Any], folder: str) -> tuple[str, FileStamp]:
+    name, *stamp = found
+    if not all(type(n) is int for n in stamp):
+        raise TypeError("a file has no stamp")
+    return os.path.join(folder, text(name)), FileStamp(*stamp)

@@ -1,0 +1,613 @@
+"""Converts layouts to the header and the arrays of a saved index, and back. Pure.
+
+Each layout is a row of numbers. What many layouts have in common, such as dtype, chunk shape and
+filters, stands once, in a template; so does each path and each shape. What few layouts have, such
+as the sources of a virtual dataset, stands beside the rows. Chunk tables lie in arrays, one after
+the other; a column of equal numbers is one number in the row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import MISSING, fields
+from typing import Any, NamedTuple, cast, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.codec.filters import can_decode
+from h5async.index.chunktable import ChunkTable, grid_of, repeated
+from h5async.index.filterpipeline import is_hdf5s
+from h5async.index.layout import DatasetLayout, Indexed, Part, Storage, Text
+from h5async.index.obstacles import COLUMNS_REASON
+from h5async.index.portable import (
+    NotPortableError,
+    Numbers,
+    dtype_from_json,
+    dtype_to_json,
+    filter_from_json,
+    natural,
+    naturals,
+    region_from_json,
+    region_to_json,
+    selection_from_json,
+    selection_to_json,
+    text,
+)
+from h5async.index.savedchecks import Tables, check_chunks
+from h5async.index.savedfile import Arrays, SavedIndexError
+from h5async.io.maps import IoMode, may_map
+from h5async.io.stamps import FileStamp
+
+_MOST_DIMENSIONS = 64  # of HDF5, 32, and those of array types
+_LARGEST = (1 << 62) - 1
+
+
+_DEFAULTS = {
+    field.name: field.default for field in fields(DatasetLayout) if field.default is not MISSING
+}
+
+
+class Row(NamedTuple):
+    """A layout as a row of int64.
+
+    Attributes
+    ----------
+    template, file, path, shape
+        Places in the lists of the header.
+    offset, stored_nbytes
+        As of the layout.
+    chunks, offsets
+        Chunks in its table, and the first of them in the array of offsets; -1: it has no table.
+    numbers, nbytes, masks
+        The first number of these columns in its array; -1: all chunks have `all_nbytes`, or
+        `all_mask`, or are allocated.
+    all_nbytes, all_mask
+        See there.
+    """
+
+    template: int
+    file: int
+    path: int
+    shape: int
+    offset: int
+    stored_nbytes: int
+    chunks: int = -1
+    offsets: int = -1
+    numbers: int = -1
+    nbytes: int = -1
+    masks: int = -1
+    all_nbytes: int = 0
+    all_mask: int = 0
+
+
+class NotUsableError(Exception):
+    """A layout holds for other settings of the reader, or another installation."""
+
+
+# In a row, in the template of many, and beside the rows.
+_SAVED = {
+    *("file", "stamp", "path", "shape", "offset", "stored_nbytes", "chunks"),
+    *("dtype", "sample_axis", "storage", "fallback_reason", "fill", "chunk_shape", "filters"),
+    *("member", "stored_itemsize", "has_raw_edges", "extra_dims", "indexed", "text"),
+    *("values", "parts", "sources", "attached"),
+}
+_NOT_SAVED = _DEFAULTS.keys() - _SAVED  # a layout with another value of these cannot be saved
+
+
+# --- layouts -> header and arrays ----------------------------------------------------------------
+
+
+class LayoutWriter:
+    """Collects layouts, which may share sources."""
+
+    def __init__(self) -> None:
+        self.files: dict[tuple[str, FileStamp], int] = {}
+        self._paths: dict[str, int] = {}
+        self._shapes: dict[tuple[int, ...], int] = {}
+        self._template_numbers: dict[Any, int] = {}
+        self._templates: list[dict[str, Any]] = []
+        self._extras: dict[int, dict[str, Any]] = {}
+        self._rows: list[Row] = []
+        self._numbers_of: dict[int, int] = {}
+        self._held: list[DatasetLayout] = []  # so that no other gets the same id
+        self._numbers = Numbers()
+        self._columns: dict[str, list[NDArray[Any]]] = {
+            "index": [np.zeros(0, np.int64)],
+            "offset": [np.zeros(0, np.int64)],
+            "nbytes": [np.zeros(0, np.int64)],
+            "mask": [np.zeros(0, np.uint32)],
+            "values": [np.zeros(0, np.uint8)],
+        }
+        self._sizes = dict.fromkeys(self._columns, 0)
+
+    def file(self, path: str, stamp: FileStamp) -> int:
+        """Return the number of a file."""
+        return self.files.setdefault((path, stamp), len(self.files))
+
+    def add(self, layout: DatasetLayout) -> int:
+        """Take a layout, and its sources; return its number.
+
+        Raises
+        ------
+        NotPortableError
+            If its dtype has no form in which another process could read it.
+        """
+        found = self._numbers_of.get(id(layout))
+        if found is not None:
+            return found
+        for name in _NOT_SAVED:
+            if getattr(layout, name) != _DEFAULTS[name]:
+                raise NotPortableError(f"{layout.path}: its {name}")
+        extra = self._extra(layout)
+        row = Row(
+            self._template(layout),
+            self.file(layout.file, layout.stamp),
+            self._paths.setdefault(layout.path, len(self._paths)),
+            self._shapes.setdefault(layout.shape, len(self._shapes)),
+            layout.offset,
+            layout.stored_nbytes,
+        )
+        if layout.chunks is not None:
+            row = self._with_chunks(row, layout.chunks)
+        number = self._numbers_of[id(layout)] = len(self._rows)
+        self._held.append(layout)
+        self._rows.append(row)
+        if extra:
+            self._extras[number] = extra
+        return number
+
+    def header(self) -> dict[str, Any]:
+        """Return the part of the header that describes the layouts."""
+        return {
+            "files": [[path, *stamp] for path, stamp in self.files],
+            "paths": list(self._paths),
+            "shapes": list(self._shapes),
+            "templates": self._templates,
+            "extras": self._extras,
+        }
+
+    def arrays(self) -> dict[str, list[NDArray[Any]]]:
+        """Return the arrays, in pieces."""
+        rows = np.array(self._rows, np.int64).reshape(-1, len(Row._fields))
+        return {
+            "rows": [rows],
+            "numbers": [np.zeros(0, np.int64), *self._numbers.arrays],
+            **self._columns,
+        }
+
+    def _template(self, layout: DatasetLayout) -> int:
+        dtype = layout.dtype
+        described = dtype.str if dtype.isbuiltin == 1 else repr(dtype_to_json(dtype))
+        key = (
+            described,
+            layout.sample_axis,
+            layout.storage,
+            layout.fallback_reason,
+            layout.fill.tobytes(),
+            layout.chunk_shape,
+            layout.filters,
+            layout.member,
+            layout.stored_itemsize,
+            layout.has_raw_edges,
+            layout.extra_dims,
+            layout.text,
+            None if layout.indexed is None else layout.indexed.digest,
+        )
+        number = self._template_numbers.get(key)
+        if number is None:
+            number = self._template_numbers[key] = len(self._templates)
+            digest = key[-1]
+            self._templates.append(
+                {
+                    "dtype": dtype_to_json(dtype),
+                    "sample_axis": layout.sample_axis,
+                    "storage": layout.storage,
+                    "fallback_reason": layout.fallback_reason,
+                    "fill": layout.fill.tobytes().hex(),
+                    "chunk_shape": layout.chunk_shape,
+                    "filters": layout.filters,
+                    "member": layout.member,
+                    "stored_itemsize": layout.stored_itemsize,
+                    "has_raw_edges": layout.has_raw_edges,
+                    "extra_dims": layout.extra_dims,
+                    "text": layout.text,
+                    "digest": None if digest is None else digest.hex(),
+                }
+            )
+        return number
+
+    def _extra(self, layout: DatasetLayout) -> dict[str, Any]:
+        extra: dict[str, Any] = {}
+        if layout.indexed is not None and layout.indexed.shape != _own_shape(
+            layout.shape, layout.extra_dims
+        ):
+            extra["indexed_shape"] = layout.indexed.shape
+        if layout.values is not None:
+            extra["values"] = self._append("values", layout.values.reshape(-1).view(np.uint8))
+        if layout.attached:
+            extra["attached"] = [self.file(path, stamp) for path, stamp in layout.attached]
+        if layout.sources:
+            extra["sources"] = [self.add(source) for source in layout.sources]
+        if layout.parts:
+            extra["parts"] = [self._part(part) for part in layout.parts]
+        return extra
+
+    def _part(self, part: Part) -> list[Any]:
+        return [
+            self.add(part.source),
+            selection_to_json(part.samples, self._numbers),
+            selection_to_json(part.source_samples, self._numbers),
+            region_to_json(part.region),
+            region_to_json(part.source_region),
+            part.member,
+        ]
+
+    def _with_chunks(self, row: Row, chunks: ChunkTable) -> Row:
+        nbytes, mask, count = chunks.nbytes, chunks.filter_mask, chunks.offset.size
+        row = row._replace(chunks=count, offsets=self._append("offset", chunks.offset))
+        if chunks.index is not None:
+            row = row._replace(numbers=self._append("index", chunks.index))
+        if count and (nbytes == nbytes[0]).all():
+            row = row._replace(all_nbytes=int(nbytes[0]))
+        elif count:
+            row = row._replace(nbytes=self._append("nbytes", nbytes))
+        if count and (mask == mask[0]).all():
+            row = row._replace(all_mask=int(mask[0]))
+        elif count:
+            row = row._replace(masks=self._append("mask", mask))
+        return row
+
+    def _append(self, name: str, array: NDArray[Any]) -> int:
+        begin = self._sizes[name]
+        self._columns[name].append(np.ascontiguousarray(array))
+        self._sizes[name] += array.size
+        return begin
+
+
+def _own_shape(shape: tuple[int, ...], extra_dims: int) -> tuple[int, ...]:
+    """Return a dataset's shape without the dimensions of an array type."""
+    return shape[: len(shape) - extra_dims]
+
+
+# --- header and arrays -> layouts ----------------------------------------------------------------
+
+
+class _Template(NamedTuple):
+    """What layouts have in common.
+
+    Attributes
+    ----------
+    members
+        Of `DatasetLayout`, by name.
+    digest
+        Of `Indexed`.
+    is_usable
+        Whether this installation would read the datasets in the same way.
+    """
+
+    members: dict[str, Any]
+    digest: bytes | None
+    is_usable: bool
+
+
+class LayoutReader:
+    """Makes the layouts of a saved index, each when it is first asked for. Used by one thread.
+
+    Parameters
+    ----------
+    header, arrays
+        Of the saved index.
+    files
+        Its files, as they are to be opened.
+
+    Raises
+    ------
+    SavedIndexError
+        If it makes no sense.
+    """
+
+    def __init__(
+        self, header: dict[str, Any], arrays: Arrays, files: Sequence[tuple[str, FileStamp]]
+    ) -> None:
+        self._files = files
+        self._paths = [text(path) for path in header["paths"]]
+        self._shapes = [_shape(shape) for shape in header["shapes"]]
+        self._templates = [_read_template(found) for found in header["templates"]]
+        self._extras: dict[str, Any] = header["extras"]
+        self._arrays = dict(arrays)
+        rows = arrays["rows"].reshape(-1, len(Row._fields))
+        kinds = {"numbers": "i8", "index": "i8", "offset": "i8", "nbytes": "i8", "mask": "u4"}
+        for name, kind in {**kinds, "values": "u1"}.items():
+            if arrays[name].dtype != kind:
+                raise ValueError(f"the array {name} is of {arrays[name].dtype}")
+        self._rows = rows
+        self._made: dict[int, DatasetLayout] = {}
+        self._maps: dict[tuple[int, IoMode], bool] = {}
+        self._check(rows)
+
+    def __len__(self) -> int:
+        """Return how many layouts there are, with all sources."""
+        return len(self._rows)
+
+    def layout(self, number: int, io: IoMode) -> DatasetLayout:
+        """Return a layout; the same sources are the same objects.
+
+        Parameters
+        ----------
+        number
+            Of the layout.
+        io
+            How files are read.
+
+        Raises
+        ------
+        NotUsableError
+            If the dataset must be indexed anew to be read by this installation, or with this `io`.
+        """
+        found = self._made.get(number)
+        if found is None:
+            found = self._made[number] = self._new(number, io)
+        return found
+
+    def _new(self, number: int, io: IoMode) -> DatasetLayout:
+        row = Row._make(self._rows[number].tolist())
+        template = self._templates[row.template]
+        if not template.is_usable:
+            raise NotUsableError
+        file, stamp = self._files[row.file]
+        layout = DatasetLayout.__new__(DatasetLayout)
+        members = layout.__dict__
+        members.update(template.members)
+        shape = self._shapes[row.shape]
+        members["file"], members["stamp"], members["path"] = file, stamp, self._paths[row.path]
+        members["shape"], members["offset"] = shape, row.offset
+        members["stored_nbytes"] = row.stored_nbytes
+        if row.chunks >= 0:
+            members["chunks"] = self._chunks(row)
+        if template.digest is not None:
+            own = _own_shape(shape, template.members["extra_dims"])
+            members["indexed"] = Indexed(template.digest, own)
+        extra = self._extras.get(str(number))
+        if extra is not None:
+            self._add_extra(layout, extra, number, io)
+        if layout.is_columns:
+            self._require_same_method(layout, row.file, io)
+        return layout
+
+    def _require_same_method(self, layout: DatasetLayout, file: int, io: IoMode) -> None:
+        """Columns of a dataset are read directly only where files may be mapped."""
+        key = file, io
+        if key not in self._maps:
+            self._maps[key] = may_map(layout.file, io)
+        if layout.fallback_reason in (None, COLUMNS_REASON):
+            if self._maps[key] != (layout.fallback_reason is None):
+                raise NotUsableError
+
+    def _chunks(self, row: Row) -> ChunkTable:
+        count = row.chunks
+        return ChunkTable(
+            self._column("index", row.numbers, count) if row.numbers >= 0 else None,
+            self._column("offset", row.offsets, count),
+            self._nbytes(row),
+            self._column("mask", row.masks, count)
+            if row.masks >= 0
+            else repeated(row.all_mask, count, np.uint32),
+        )
+
+    def _nbytes(self, row: Row) -> NDArray[np.int64]:
+        if row.nbytes >= 0:
+            return self._column("nbytes", row.nbytes, row.chunks)
+        return repeated(row.all_nbytes, row.chunks, "i8")
+
+    def _column(self, name: str, begin: int, count: int) -> NDArray[Any]:
+        return self._arrays[name][begin : begin + count]
+
+    def _add_extra(self, layout: DatasetLayout, extra: Any, number: int, io: IoMode) -> None:
+        members = layout.__dict__
+        if "indexed_shape" in extra:
+            digest = self._templates[int(self._rows[number, 0])].digest or b""
+            members["indexed"] = Indexed(digest, naturals(extra["indexed_shape"]))
+        if "values" in extra:
+            begin, nbytes = natural(extra["values"]), layout.nbytes
+            values = self._column("values", begin, nbytes)
+            members["values"] = np.ndarray(layout.shape, layout.raw_dtype, values.data)
+        if "attached" in extra:
+            members["attached"] = tuple(self._files[i] for i in naturals(extra["attached"]))
+        if "sources" in extra:
+            sources = naturals(extra["sources"])
+            members["sources"] = tuple(self._source(i, number, io) for i in sources)
+        if "parts" in extra:
+            members["parts"] = tuple(
+                self._part(part, layout, number, io) for part in extra["parts"]
+            )
+
+    def _source(self, source: int, number: int, io: IoMode) -> DatasetLayout:
+        if source >= number:
+            raise ValueError("a layout is its own source")
+        return self.layout(source, io)
+
+    def _part(self, found: Any, whole: DatasetLayout, number: int, io: IoMode) -> Part:
+        source_number, samples, source_samples, region, source_region, member = found
+        source = self._source(natural(source_number), number, io)
+        numbers = self._arrays["numbers"]
+        part = Part(
+            source,
+            selection_from_json(samples, numbers, whole.num_samples),
+            selection_from_json(source_samples, numbers, source.num_samples),
+            region_from_json(region, whole.row_shape),
+            region_from_json(source_region, source.row_shape),
+            None if member is None else text(member),
+        )
+        _check_part(part, whole)
+        return part
+
+    # --- checks ----------------------------------------------------------------------------------
+
+    def _check(self, rows: NDArray[np.int64]) -> None:
+        lengths = map(len, (self._templates, self._files, self._paths, self._shapes))
+        for column, limit in zip(rows.T[:4], lengths, strict=True):
+            if ((column < 0) | (column >= limit)).any():
+                raise ValueError("a layout names what is not there")
+        if (rows[:, 4:] < -1).any() or (rows[:, 6:11] > _LARGEST).any():
+            raise ValueError("a layout has a negative size")
+        limits = self._limits(rows)
+        stamps = np.array([stamp.nbytes for _, stamp in self._files], np.int64)
+        end, offset, has_table = stamps[rows[:, 1]], rows[:, 4], rows[:, 6] >= 0
+        is_there = ~has_table & (limits["is_contiguous"] != 0) & (offset >= 0)
+        if (offset > end - limits["nbytes"])[is_there].any():
+            raise ValueError("values lie beyond the end of their file")
+        if (has_table & (limits["is_chunked"] == 0)).any():
+            raise ValueError("a dataset without chunks has a chunk table")
+        columns = dict(zip(Row._fields, rows[has_table].T, strict=True))
+        self._check_places(columns)
+        tables = Tables(
+            count=columns["chunks"],
+            numbers=columns["numbers"],
+            nbytes=columns["nbytes"],
+            all_nbytes=columns["all_nbytes"],
+            end=end[has_table],
+            grid=limits["grid"][has_table],
+            expected=limits["chunk_nbytes"][has_table],
+        )
+        wrong = check_chunks(
+            tables, self._arrays["offset"], self._arrays["index"], self._arrays["nbytes"]
+        )
+        if wrong:
+            raise SavedIndexError(wrong)
+
+    def _limits(self, rows: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
+        """Return `_Span` of each row, as columns."""
+        kinds, kind = np.unique(rows[:, (0, 3)], axis=0, return_inverse=True)
+        spans = [
+            _span(self._templates[template].members, self._shapes[shape])
+            for template, shape in kinds.tolist()
+        ]
+        table = np.array(spans, np.int64).reshape(-1, len(_Span._fields))[kind.reshape(-1)]
+        return dict(zip(_Span._fields, table.T, strict=True))
+
+    def _check_places(self, columns: dict[str, NDArray[np.int64]]) -> None:
+        """Check that chunk tables lie one after the other, and have filter masks."""
+        count, masks = columns["chunks"], columns["masks"]
+        total = sum(count.tolist())  # which may be more than 64 bits hold
+        if (
+            total != self._arrays["offset"].size
+            or (columns["offsets"] != np.cumsum(count) - count).any()
+        ):
+            raise ValueError("chunk tables do not lie one after the other")
+        if ((masks >= 0) & (masks > self._arrays["mask"].size - count)).any():
+            raise ValueError("a chunk table lies outside its array")
+        if ((columns["all_mask"] < 0) | (columns["all_mask"] >= 1 << 32)).any():
+            raise ValueError("a filter mask has too many bits")
+
+
+class _Span(NamedTuple):
+    """How much of a file the layouts of a template and a shape take.
+
+    Attributes
+    ----------
+    is_contiguous, nbytes
+        Whether values lie at an offset, and how many bytes of them.
+    is_chunked, grid, chunk_nbytes
+        Whether values lie in chunks, how many there are, and bytes of one; -1: of any length.
+    """
+
+    is_contiguous: bool
+    nbytes: int
+    is_chunked: bool
+    grid: int
+    chunk_nbytes: int
+
+
+def _span(members: dict[str, Any], shape: tuple[int, ...]) -> _Span:
+    """Check that a shape fits a template, and return what follows from both."""
+    chunk_shape, itemsize = members["chunk_shape"], members["dtype"].itemsize
+    if members["sample_axis"] >= len(shape) or members["extra_dims"] >= len(shape):
+        raise ValueError("a dataset has too few dimensions")
+    if chunk_shape and len(chunk_shape) != len(shape):
+        raise ValueError("chunks have another rank than their dataset")
+    nbytes = math.prod(shape) * itemsize
+    grid = math.prod(grid_of(shape, chunk_shape)) if chunk_shape else 0
+    chunk_nbytes = math.prod(chunk_shape) * itemsize
+    if max(nbytes, grid, chunk_nbytes) > _LARGEST:
+        nbytes = grid = chunk_nbytes = _LARGEST  # what has chunks, or an offset, does not fit
+    return _Span(
+        is_contiguous=members["fallback_reason"] is None and not chunk_shape,
+        nbytes=nbytes,
+        is_chunked=bool(chunk_shape),
+        grid=grid,
+        chunk_nbytes=-1 if members["filters"] else chunk_nbytes,
+    )
+
+
+def _shape(found: object) -> tuple[int, ...]:
+    shape = naturals(found)
+    if len(shape) > _MOST_DIMENSIONS:
+        raise ValueError(f"{len(shape)} dimensions")
+    return shape
+
+
+def _read_template(found: Any) -> _Template:
+    dtype = dtype_from_json(found["dtype"])
+    fill = bytes.fromhex(found["fill"])
+    if len(fill) != dtype.itemsize:
+        raise ValueError("a fill value has another size than its dtype")
+    storage = text(found["storage"])
+    if storage not in get_args(Storage) or storage == "files":
+        raise ValueError(f"storage {storage!r}")
+    chunk_shape = naturals(found["chunk_shape"])
+    if chunk_shape and min(chunk_shape) < 1:
+        raise ValueError("chunks without an extent")
+    filters = tuple(filter_from_json(one) for one in found["filters"])
+    reason, digest = found["fallback_reason"], found["digest"]
+    members: dict[str, Any] = {
+        **_DEFAULTS,
+        "dtype": dtype,
+        "sample_axis": natural(found["sample_axis"]),
+        "storage": cast("Storage", storage),
+        "fallback_reason": None if reason is None else text(reason),
+        "fill": np.frombuffer(fill, dtype).reshape(()) if fill else np.zeros((), dtype),
+        "chunk_shape": chunk_shape,
+        "filters": filters,
+        "member": tuple(text(name) for name in found["member"]),
+        "stored_itemsize": natural(found["stored_itemsize"]),
+        "has_raw_edges": bool(found["has_raw_edges"]),
+        "extra_dims": natural(found["extra_dims"]),
+        "text": tuple(_read_text(one, dtype) for one in found["text"]),
+    }
+    # The installation that made the index may know other filters.
+    decodes = all(map(can_decode, filters))
+    is_usable = decodes if reason is None else all(can_decode(f) or is_hdf5s(f) for f in filters)
+    return _Template(members, None if digest is None else bytes.fromhex(digest), is_usable)
+
+
+def _read_text(found: Any, dtype: np.dtype[Any]) -> Text:
+    offset, nbytes, is_padded = found
+    if natural(offset) + natural(nbytes) > dtype.itemsize or type(is_padded) is not bool:
+        raise ValueError("a string lies outside its element")
+    return Text(offset, nbytes, is_padded)
+
+
+def _check_part(part: Part, whole: DatasetLayout) -> None:
+    if part.samples.size != part.source_samples.size:
+        raise ValueError("a part has more samples than its source")
+    source_shape, shape = part.source.row_shape, whole.row_shape
+    if part.member is not None:
+        if part.member not in (part.source.dtype.names or ()):
+            raise ValueError("a part is of a member that there is not")
+        member = part.source.dtype[part.member]
+        source_shape += member.shape
+        if member.base.itemsize != whole.dtype.itemsize:
+            raise ValueError("a member has another size than its field")
+    extents = [_extents(part.region, shape), _extents(part.source_region, source_shape)]
+    ours, theirs = ([n for n in found if n != 1] for found in extents)
+    if ours != theirs:
+        raise ValueError("a part has rows of another shape than its source")
+
+
+def _extents(region: tuple[slice, ...] | None, shape: tuple[int, ...]) -> list[int]:
+    if region is None:
+        return list(shape)
+    pairs = zip(region, shape, strict=True)
+    return [len(range(*piece.indices(extent))) for piece, extent in pairs]
