@@ -223,7 +223,11 @@ class Selecting:
 
     def _files(self) -> Sequence[tuple[Path, int]]:
         """Return the files, and how many samples each has."""
-        counts = self._first.file_samples or (self._num_samples,)
+        first = self._first
+        several = first.file_samples or ((first.file, first.num_samples),)
+        if self._config.names_index:
+            return [(Path(file), count) for file, count in several]
+        counts = [count for _, count in several]
         return list(zip(self._config.files, counts, strict=True))
 
 

@@ -57,6 +57,6 @@ def join_layouts(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
         fill=first.fill,
         stored_nbytes=sum(layout.stored_nbytes for layout in layouts),
         parts=tuple(parts),
-        file_samples=tuple(layout.num_samples for layout in layouts),
+        file_samples=tuple((layout.file, layout.num_samples) for layout in layouts),
         text=first.text,
     )

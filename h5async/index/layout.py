@@ -134,7 +134,7 @@ class DatasetLayout:
         Tells whether a file that was changed still holds the dataset; None: the file is not an
         HDF5 file, and holds values only.
     file_samples
-        Several files: samples in each, in their order.
+        Several files: the name of each, and how many samples it has, in their order.
     text
         Strings in each element of `dtype` that HDF5 converts, and we after reading.
     """
@@ -162,7 +162,7 @@ class DatasetLayout:
     extra_dims: int = 0
     attached: tuple[tuple[str, FileStamp], ...] = ()
     indexed: Indexed | None = None
-    file_samples: tuple[int, ...] = ()
+    file_samples: tuple[tuple[str, int], ...] = ()
     text: tuple[Text, ...] = ()
 
     def changed(self, **changes: Any) -> DatasetLayout:
