@@ -29,7 +29,7 @@ from h5async import (
     ReadError,
     UnsafeFileError,
 )
-from h5async.index import chunkindex, datasets
+from h5async.index import opened
 
 SAMPLES, BATCH = 24, 4
 VALUES = np.arange(SAMPLES * 30, dtype="i8").reshape(SAMPLES, 30)
@@ -64,12 +64,15 @@ def file_of_many_names(path):
     return path
 
 
+OF_40_BITS = h5py.Datatype(h5py.h5t.STD_I64LE.copy())  # which HDF5 converts
+OF_40_BITS.id.set_precision(40)
+
+
 def read_only_by_h5py(path, value=1):
     """A file whose data only h5py may read; what was there before is replaced by rename."""
     new = path.with_suffix(".new")
-    with h5py.File(new, "w", libver="latest") as file:
-        data = np.full((6, 4), value)
-        file.create_dataset("data", data=data, chunks=(2, 2), maxshape=(6, None))
+    with h5py.File(new, "w") as file:
+        file.create_dataset("data", (6, 4), OF_40_BITS, chunks=(2, 2))[...] = value
         file["labels"] = np.full(6, value)
     os.replace(new, path)
     return path
@@ -165,12 +168,11 @@ class SystemOfShortFiles:
 def test_values_that_lie_behind_the_end_of_the_file(path, how, monkeypatch):
     """HDF5 itself does not notice all of them; the layout is checked."""
     plain_file(path, **how)
-    for module in (datasets, chunkindex):
-        monkeypatch.setattr(module, "os", SystemOfShortFiles())
+    monkeypatch.setattr(opened, "os", SystemOfShortFiles())
     text = error_of(ReadError, OSError, path=path)
     assert f'{path}: dataset "data"' in text
     assert "the file" in text
-    assert "3000 bytes" in text
+    assert "3000 bytes" in text or "more than the file can hold" in text
 
 
 @pytest.mark.parametrize("how", LAYOUTS.values(), ids=LAYOUTS)
@@ -731,11 +733,9 @@ def test_reader_that_is_closed_around_an_error(path, tmp_path, taken, num_thread
 def test_error_of_h5py_names_dataset_and_samples(path):
     """A damaged chunk of a dataset that only h5py reads."""
     read_only_by_h5py(path, 1)
-    with h5py.File(path, "r+", libver="latest") as file:
+    with h5py.File(path, "r+") as file:
         del file["data"]
-        dataset = file.create_dataset(
-            "data", (6, 4), "i8", chunks=(2, 2), maxshape=(6, None), compression="gzip"
-        )
+        dataset = file.create_dataset("data", (6, 4), OF_40_BITS, chunks=(2, 2), compression="gzip")
         dataset[...] = 1
         dataset.id.write_direct_chunk((4, 2), b"\0" * 20)
     with reader_of(path, batch_size=2, num_threads=2) as reader:
