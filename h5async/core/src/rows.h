@@ -170,7 +170,7 @@ static int read_row_item(Work *work, const Field *f, const Target *target, const
     RowBlock block;
     int is_good = 1;
     if (copy_item(work, f, shape, target, item)) {
-        work->w->read_nbytes += item->nbytes;
+        work->w->read_nbytes += (ranks.end - ranks.rank) * f->row_nbytes;
         ranks.rank = ranks.end;
     }
     while (is_good && ranks.rank < ranks.end) {
