@@ -124,7 +124,8 @@ class ReaderConfig(Frozen):
     )
     epoch_samples: Positive | None = option(
         None,
-        "With `weights`: how many samples are drawn in an epoch.",
+        "With `weights`: how many samples are drawn in an epoch. With a `sampler`: how many are"
+        " taken of it at most.",
         default_text="as many as there are",
     )
     sampler: Sampler = option(
@@ -271,7 +272,7 @@ class ReaderConfig(Frozen):
 
     def _check_order(self) -> None:
         if self.sampler is not None:
-            for name in ("indices", "weights", "epoch_samples", "shuffle", "rank", "drop_last"):
+            for name in ("indices", "weights", "shuffle", "rank", "drop_last"):
                 if getattr(self, name) not in (None, False):
                     raise ValueError(
                         f"a sampler decides which samples come, and when; leave out {name}"
@@ -282,8 +283,8 @@ class ReaderConfig(Frozen):
             raise ValueError(
                 'samples are drawn in random order by weights; leave out shuffle="window"'
             )
-        if self.epoch_samples is not None and self.weights is None:
-            raise ValueError("epoch_samples needs weights")
+        if self.epoch_samples is not None and self.weights is None and self.sampler is None:
+            raise ValueError("epoch_samples needs weights, or a sampler")
 
     def _check_rank(self) -> None:
         if (self.rank is None) != (self.world_size is None):

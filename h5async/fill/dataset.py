@@ -84,7 +84,7 @@ class Samplings:
         self._made: dict[OrderKey, Sampling] = {}
         selecting = Selecting(config, layouts)
         selection = selecting.selection()
-        self.selection = selection.ascending() if config.shuffle == "window" else selection
+        self.selection = selection.ascending if config.shuffle == "window" else selection
         weights = selecting.weights(self.selection)
         self._draws = None if weights is None else _weighted(weights, config.seed)
         self.sampler = None if config.sampler is None else self._sampler_order()
@@ -96,7 +96,7 @@ class Samplings:
 
     def weights_digest(self) -> str | None:
         """Return a short text that depends on all weights; None: there are none."""
-        return None if self._draws is None else self._draws.digest()
+        return None if self._draws is None else self._draws.digest
 
     def samples(self, request: FillRequest) -> NDArray[np.int64]:
         """Return the samples of a batch, in its order, as a new array."""
@@ -134,7 +134,12 @@ class Samplings:
         from h5async.order.drawn import SamplerOrder
 
         config = self._config
-        return SamplerOrder(config.sampler, self._layouts[0].num_samples, config.batch_size)
+        return SamplerOrder(
+            config.sampler,
+            self._layouts[0].num_samples,
+            config.batch_size,
+            config.epoch_samples,
+        )
 
     def _order(self, world_size: int) -> Order | None:
         """Return the order of positions, where it is not that of `Sampling` itself."""

@@ -18,9 +18,10 @@ from h5async.core.binding import mapping_mode
 from h5async.errors import ConfigError, DatasetError, taking_memory
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
-from h5async.index.metadata import read_values
+from h5async.index.metadata import value_layout
 from h5async.order.selection import Selection
 from h5async.order.splits import part_of
+from h5async.read.whole import read_whole
 
 Int64s = NDArray[np.int64]
 
@@ -42,6 +43,7 @@ class Selecting:
         self._layouts = layouts
         self._first = next(iter(layouts.values()))
         self._num_samples = self._first.num_samples
+        self._reach = Reach(config.allow_external, config.allow_missing, mapping_mode(config.io))
 
     def selection(self) -> Selection:
         """Return which samples an epoch is made of.
@@ -90,7 +92,7 @@ class Selecting:
             raise ConfigError(f"{name}: must be integers or bools, found {array.dtype}")
         for sample in (array.min(), array.max()) if array.size else ():
             self._check(name, int(sample))
-        return Selection.of_numbers(array.astype(np.int64))
+        return Selection.of_numbers(array.astype(np.int64, copy=False))
 
     def _check(self, name: str, sample: int) -> None:
         if not 0 <= sample < self._num_samples:
@@ -125,10 +127,16 @@ class Selecting:
         return Selection.of_numbers(np.concatenate(found))
 
     def _part(self, split: Split) -> Int64s:
-        number = list(split.parts).index(split.name)
+        names = sorted(split.parts)  # in whatever order they were given
+        shares, number = [split.parts[name] for name in names], names.index(split.name)
         groups, classes = (self._values(path) for path in (split.by, split.stratify))
-        shares = list(split.parts.values())
-        return part_of(number, shares, self._num_samples, split.seed, groups, classes)
+        try:
+            return part_of(number, shares, self._num_samples, split.seed, groups, classes)
+        except TypeError as error:  # NumPy cannot sort them
+            raise DatasetError(
+                f"{self._first.file}: indices: the values of {split.by or split.stratify} have no"
+                f" order ({error}); choose a dataset of numbers or strings"
+            ) from error
 
     def weights(self, selection: Selection) -> NDArray[np.float64] | None:
         """Return the weight of each position of a selection; None: there are none.
@@ -151,7 +159,7 @@ class Selecting:
         positions = np.arange(selection.size)
         with taking_memory(f"{self._first.file}: weights", "select fewer samples"):
             if isinstance(weights, Mapping):
-                found = self._of_files(weights)[selection.samples(positions)]
+                found = self._of_files(weights, selection.samples(positions))
             elif weights == "balanced":
                 labels = self._labels()[selection.samples(positions)]
                 _, numbers, counts = np.unique(labels, return_inverse=True, return_counts=True)
@@ -178,28 +186,31 @@ class Selecting:
             )
         return found
 
-    def _of_files(self, weights: Mapping[str, float]) -> NDArray[np.float64]:
+    def _of_files(self, weights: Mapping[str, float], samples: Int64s) -> NDArray[np.float64]:
         """Return weights such that each file is drawn from as often as its own weight says."""
         given = {Path(file).resolve(): weight for file, weight in weights.items()}
-        found = []
-        for file, count in self._files():
-            if file.resolve() not in given:
+        files = [file.resolve() for file, _ in self._files()]
+        for file in files:
+            if file not in given:
                 raise ConfigError(f"weights: no weight is given for {file}")
-            found.append(np.full(count, given.pop(file.resolve()) / max(1, count)))
-        if given:
-            raise ConfigError(f"weights: {next(iter(given))} is none of the files that are read")
-        return np.concatenate(found)
+        for file in given:
+            if file not in files:
+                raise ConfigError(f"weights: {file} is none of the files that are read")
+        names = list(given)
+        which = np.array([names.index(file) for file in files])  # one file may come twice
+        ends = np.cumsum([count for _, count in self._files()])
+        chosen = which[np.searchsorted(ends, samples, side="right")]
+        counts = np.bincount(chosen, minlength=len(names))
+        each = np.array(list(given.values()), np.float64) / np.maximum(counts, 1)
+        return np.asarray(each[chosen])
 
     def _labels(self) -> NDArray[Any]:
-        fields = self._config.batch_fields
-        if "labels" not in fields:
+        if "labels" not in self._layouts:
             raise ConfigError(
                 'weights: "balanced" needs labels: name one of the fields "labels", or give weights'
                 " as an array"
             )
-        found = self._values(fields["labels"].path)
-        assert found is not None
-        return found
+        return read_whole(self._layouts["labels"], self._reach.io)
 
     def _values(self, path: str | None) -> NDArray[Any] | None:
         """Return what a dataset holds for each sample, over all files."""
@@ -217,9 +228,8 @@ class Selecting:
         return np.concatenate(found)
 
     def _read(self, file: Path, path: str, count: int) -> NDArray[Any]:
-        config = self._config
-        reach = Reach(config.allow_external, config.allow_missing, mapping_mode(config.io))
-        return read_values(file, path, max(_MOST_VALUES, _MOST_PER_SAMPLE * count), reach)
+        found = value_layout(file, path, max(_MOST_VALUES, _MOST_PER_SAMPLE * count), self._reach)
+        return found if isinstance(found, np.ndarray) else read_whole(found, self._reach.io)
 
     def _files(self) -> Sequence[tuple[Path, int]]:
         """Return the files, and how many samples each has."""

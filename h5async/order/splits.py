@@ -90,9 +90,9 @@ def _numbered(values: NDArray[Any] | None, num_samples: int) -> tuple[Int64s, in
 
 def _most_frequent(unit: Int64s, count: int, kind: Int64s) -> Int64s:
     """Return the kind that most samples of each unit have."""
-    pairs, times = np.unique(np.stack([unit, kind]), axis=1, return_counts=True)
-    order = np.lexsort((pairs[1], -times, pairs[0]))  # of each unit, the most frequent comes first
-    units, first = np.unique(pairs[0][order], return_index=True)
-    found = np.zeros(count, np.int64)
-    found[units] = pairs[1][order][first]
-    return found
+    kinds = int(kind.max(initial=0)) + 1
+    pairs, times = np.unique(unit * kinds + kind, return_counts=True)
+    units, kind = np.divmod(pairs, kinds)
+    order = np.lexsort((kind, -times, units))  # of each unit, the most frequent comes first
+    first = np.searchsorted(units, np.arange(count))
+    return kind[order][first]

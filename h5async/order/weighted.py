@@ -34,21 +34,21 @@ class WeightedOrder:
         (n,), finite, not negative, and not all 0: of each position.
     seed
         Any integer.
+
+    Attributes
+    ----------
+    digest
+        A short text that depends on all weights.
     """
 
     def __init__(self, weights: NDArray[np.float64], seed: int) -> None:
         self._seed = seed
         self._share, self._alias = alias_table(weights)
+        self.digest = hashlib.blake2b(weights.astype("<f8").tobytes(), digest_size=16).hexdigest()
         own = weakref.proxy(self)  # or tables would last until a garbage collection
         self._block = functools.lru_cache(maxsize=4)(
             functools.partial(WeightedOrder._new_block, own)
         )
-
-    def digest(self) -> str:
-        """Return a short text that depends on all weights."""
-        found = hashlib.blake2b(self._share.astype("<f8").tobytes(), digest_size=16)
-        found.update(self._alias.astype("<i8").tobytes())
-        return found.hexdigest()
 
     def samples(self, epoch: int, start: int, stop: int) -> Int64s:
         """Return what is drawn at positions `start` to `stop` of an epoch, as a new array."""
@@ -79,7 +79,8 @@ def alias_table(weights: NDArray[np.float64]) -> tuple[NDArray[np.float64], Int6
         float64 (n,) and int64 (n,).
     """
     scaled = weights / weights.max()  # or the sum might overflow
-    scaled *= weights.size / scaled.sum()
+    # One after the other: the order in which NumPy adds up depends on the processor.
+    scaled *= weights.size / np.add.accumulate(scaled)[-1]
     is_small = scaled < 1
     small, large = np.flatnonzero(is_small), np.flatnonzero(~is_small)
     share, alias = np.ones(weights.size), np.arange(weights.size)
