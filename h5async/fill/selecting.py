@@ -105,7 +105,7 @@ class Selecting:
         """Return what a dataset of the files says: bools, or numbers within each file."""
         found, first = [], 0
         for file, count in self._files():
-            array = self._read(file, path, count)
+            array = self._read("indices", file, path, count)
             if array.dtype.kind == "b" and array.size != count:
                 raise DatasetError(
                     f'{file}: dataset "{path}" must have a value for each of the {count:,} samples'
@@ -129,7 +129,7 @@ class Selecting:
     def _part(self, split: Split) -> Int64s:
         names = sorted(split.parts)  # in whatever order they were given
         shares, number = [split.parts[name] for name in names], names.index(split.name)
-        groups, classes = (self._values(path) for path in (split.by, split.stratify))
+        groups, classes = (self._values("indices", path) for path in (split.by, split.stratify))
         try:
             return part_of(number, shares, self._num_samples, split.seed, groups, classes)
         except TypeError as error:  # NumPy cannot sort them
@@ -175,7 +175,7 @@ class Selecting:
 
     def _of_samples(self, weights: str | Values) -> NDArray[Any]:
         if isinstance(weights, str):
-            found = self._values(weights)
+            found = self._values("weights", weights)
             assert found is not None
         else:
             found = weights.array
@@ -212,13 +212,13 @@ class Selecting:
             )
         return read_whole(self._layouts["labels"], self._reach.io)
 
-    def _values(self, path: str | None) -> NDArray[Any] | None:
+    def _values(self, option: str, path: str | None) -> NDArray[Any] | None:
         """Return what a dataset holds for each sample, over all files."""
         if path is None:
             return None
         found = []
         for file, count in self._files():
-            array = self._read(file, path, count)
+            array = self._read(option, file, path, count)
             if array.size != count:
                 raise DatasetError(
                     f'{file}: dataset "{path}" must have a value for each of the {count:,} samples'
@@ -227,9 +227,13 @@ class Selecting:
             found.append(array)
         return np.concatenate(found)
 
-    def _read(self, file: Path, path: str, count: int) -> NDArray[Any]:
-        found = value_layout(file, path, max(_MOST_VALUES, _MOST_PER_SAMPLE * count), self._reach)
-        return found if isinstance(found, np.ndarray) else read_whole(found, self._reach.io)
+    def _read(self, option: str, file: Path, path: str, count: int) -> NDArray[Any]:
+        most = max(_MOST_VALUES, _MOST_PER_SAMPLE * count)
+        try:
+            found = value_layout(file, path, most, self._reach)
+            return found if isinstance(found, np.ndarray) else read_whole(found, self._reach.io)
+        except DatasetError as error:
+            raise DatasetError(f"{option}: {error}") from error
 
     def _files(self) -> Sequence[tuple[Path, int]]:
         """Return the files, and how many samples each has."""

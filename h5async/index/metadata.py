@@ -122,7 +122,9 @@ def value_layout(
             return Indexer(found.file, reach).layout(found.path, node, found.rest, 0)
         plist = node.id.get_create_plist()
         if plist.get_layout() == h5py.h5d.VIRTUAL or plist.get_external_count():
-            raise DatasetError(f"{where} holds strings of variable length, which lie in other files")
+            raise DatasetError(
+                f"{where} holds strings of variable length, which lie in other files"
+            )
         try:
             return np.asarray(node[()]).reshape(-1)
         except Exception as error:  # h5py has no one type for what cannot be read

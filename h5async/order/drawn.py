@@ -224,7 +224,7 @@ class SamplerOrder:
     def _numbers(self, epoch: int) -> Iterator[tuple[Int64s, bool]]:
         """Draw an epoch: yield runs of sample numbers, and whether each of them is a batch."""
         drawn = iter(self._sampler)
-        first = next(drawn, _END)
+        first: Any = next(drawn, _END)
         if first is _END:
             return
         are_batches = isinstance(first, Iterable) and np.ndim(first) > 0  # not so tensors of one

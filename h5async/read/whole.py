@@ -63,7 +63,7 @@ def read_whole(layout: DatasetLayout, io: IoMode) -> NDArray[Any]:
     finally:
         executors.close()
     if layout.dtype.kind == "b":  # any byte but 0 is True to HDF5
-        return found != 0
+        return np.asarray(found != 0)
     return found.astype(layout.dtype.newbyteorder("="), copy=False)
 
 
