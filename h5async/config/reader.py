@@ -352,6 +352,7 @@ class ReaderConfig(Frozen):
             base = {str(name): value for name, value in config.items()}
         elif isinstance(config, str | os.PathLike):
             base = load_toml(Path(config))
+            cls.check_names(base, "toml")
         else:
             raise ConfigError(
                 "config must be a mapping, a ReaderConfig or the path of a TOML file,"

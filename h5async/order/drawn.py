@@ -227,7 +227,7 @@ class SamplerOrder:
         first: Any = next(drawn, _END)
         if first is _END:
             return
-        are_batches = isinstance(first, Iterable) and np.ndim(first) > 0  # not so tensors of one
+        are_batches = isinstance(first, Iterable) and getattr(first, "ndim", 1) > 0  # not an item
         drawn, count = itertools.chain([first], drawn), 0
         end = self._epoch_samples or self._most(are_batches) + 1
         while count < end:
