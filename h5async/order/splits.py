@@ -3,8 +3,8 @@
 What is split are *units*: samples, or groups of samples that stay together. The units of each class
 are permuted, and those of a class are cut where the count of their samples crosses the share of a
 part. So parts are complete and disjoint, and each has its share of each class, up to the size of a
-unit. What a class has too much, for want of parts of a sample, others have too little: whether a cut
-is rounded up or down goes by a sequence of little discrepancy.
+unit. Whether a cut is rounded up or down goes by a sequence of little discrepancy over the classes,
+so that each part has about its share of all samples, too.
 
 The parts are what users rely on to repeat a run: changing them is a breaking change.
 """
@@ -58,8 +58,8 @@ def part_of(
     """
     begin, end = _edge(shares[:number]), _edge(shares[: number + 1])
     if groups is None and classes is None:
-        first, last = (int(_cut(share, np.array([num_samples]))[0]) for share in (begin, end))
-        return np.sort(permute(np.arange(first, last), num_samples, seed, 0))
+        cuts = [int(_cut(share, np.array([num_samples]))[0]) for share in (begin, end)]
+        return np.sort(permute(np.arange(*cuts), num_samples, seed, 0))
     unit, count = _numbered(groups, num_samples)
     kind, _ = _numbered(classes, 1 if classes is None else num_samples)
     kind = np.broadcast_to(kind, num_samples)
