@@ -53,17 +53,24 @@ class WeightedOrder:
     def samples(self, epoch: int, start: int, stop: int) -> Int64s:
         """Return what is drawn at positions `start` to `stop` of an epoch, as a new array."""
         first, last = start // _BLOCK, max(start, stop - 1) // _BLOCK
+        begin, end = start - first * _BLOCK, stop - first * _BLOCK
+        if first == last:
+            return self._block(epoch, first)[begin:end].copy()
         found = [self._block(epoch, number) for number in range(first, last + 1)]
-        drawn: Int64s = np.concatenate(found)
-        return drawn[start - first * _BLOCK : stop - first * _BLOCK]
+        return np.concatenate(found)[begin:end]
 
     def _new_block(self, epoch: int, number: int) -> Int64s:
         keys = round_keys(self._seed, epoch, "weights")
-        random = np.random.Philox(counter=number * _BLOCK, key=keys[:2])
-        raw = random.random_raw(4 * _BLOCK).reshape(-1, 4)[:, :2] >> _BITS  # 4 for each position
-        column, coin = np.ldexp(raw.T.astype(np.float64), -53)
+        # Each count gives four numbers. (Powers of two are multiplied without rounding.)
+        random = np.random.Philox(counter=number * (_BLOCK // 2), key=keys[:2])
+        raw = random.random_raw(2 * _BLOCK)
+        raw >>= _BITS
+        uniform = raw.astype(np.float64)
+        uniform *= 2.0**-53
+        column, coin = uniform[:_BLOCK], uniform[_BLOCK:]
         count = self._share.size
-        drawn = np.minimum((column * count).astype(np.int64), count - 1)
+        column *= count
+        drawn = np.minimum(column.astype(np.int64), count - 1)
         return np.asarray(np.where(coin < self._share[drawn], drawn, self._alias[drawn]))
 
 

