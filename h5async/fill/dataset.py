@@ -15,7 +15,7 @@ from h5async.config import ReaderConfig
 from h5async.core.binding import mapping_mode
 from h5async.errors import DatasetError, taking_memory
 from h5async.fill.records import FillRequest
-from h5async.fill.selecting import Selecting
+from h5async.fill.selecting import Chosen, choose
 from h5async.index.joined import join_layouts
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
@@ -62,6 +62,8 @@ class Samplings:
     ----------
     config, layouts
         What they depend on.
+    chosen
+        Which samples an epoch is made of, where that is known already.
 
     Attributes
     ----------
@@ -78,19 +80,21 @@ class Samplings:
         If what the samples are selected by does not fit the dataset, or cannot be read.
     """
 
-    def __init__(self, config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> None:
+    def __init__(
+        self,
+        config: ReaderConfig,
+        layouts: Mapping[str, DatasetLayout],
+        chosen: Chosen | None = None,
+    ) -> None:
         self._config = config
         self._layouts = list(layouts.values())
         self._made: dict[OrderKey, Sampling] = {}
-        selecting = Selecting(config, layouts)
-        selection = selecting.selection()
-        self.selection = selection.ascending if config.shuffle == "window" else selection
-        weights = selecting.weights(self.selection)
+        self.selection, weights = choose(config, layouts) if chosen is None else chosen
         self._draws = None if weights is None else _weighted(weights, config.seed)
         self.sampler = None if config.sampler is None else self._sampler_order()
-        self.epoch_samples = selection.size
+        self.epoch_samples = self.selection.size
         if self._draws is not None:
-            self.epoch_samples = config.epoch_samples or selection.size
+            self.epoch_samples = config.epoch_samples or self.selection.size
         if self.sampler is not None:
             self.epoch_samples = self.sampler.size
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -27,6 +27,44 @@ Int64s = NDArray[np.int64]
 
 _MOST_VALUES = 1 << 20  # of a dataset that is read whole, or a few for each sample
 _MOST_PER_SAMPLE = 16
+
+
+class Chosen(NamedTuple):
+    """Which samples an epoch is made of.
+
+    Attributes
+    ----------
+    selection
+        The samples.
+    weights
+        float64 (size,): how often each of them is drawn; None: there are no weights.
+    """
+
+    selection: Selection
+    weights: NDArray[np.float64] | None
+
+    def is_same(self, other: Chosen) -> bool:
+        """Compare all samples and weights."""
+        if self.weights is None or other.weights is None:
+            has_same_weights = self.weights is other.weights
+        else:
+            has_same_weights = np.array_equal(self.weights, other.weights)
+        return has_same_weights and self.selection.digest() == other.selection.digest()
+
+
+def choose(config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> Chosen:
+    """Find out which samples an epoch is made of.
+
+    Raises
+    ------
+    H5AsyncError
+        As the methods of `Selecting` say.
+    """
+    selecting = Selecting(config, layouts)
+    selection = selecting.selection()
+    if config.shuffle == "window":
+        selection = selection.ascending
+    return Chosen(selection, selecting.weights(selection))
 
 
 class Selecting:

@@ -533,3 +533,22 @@ def test_numbers_take_eight_bytes_a_sample(files):
     assert kept.size == COUNT - 1
     assert tracemalloc.get_traced_memory()[0] < 4000  # the configuration's own numbers are used
     tracemalloc.stop()
+
+
+def test_a_new_helper_that_chooses_other_samples_is_told(files):
+    from h5async.fill.selecting import choose
+    from h5async.process.messages import Opened
+    from h5async.process.samefiles import check_same
+
+    with reader_of(files) as reader:
+        layouts = reader.layouts
+
+    def opened(**options):
+        config = ReaderConfig(hdf5_path=[str(path) for path in files], **options)
+        return Opened(layouts, choose(config, layouts))
+
+    kept = opened(indices="keep", weights="weight")
+    check_same(kept, opened(indices="keep", weights="weight"))
+    for other in (opened(indices="keep"), opened(indices="some", weights="weight"), opened()):
+        with pytest.raises(H5AsyncError, match="what indices or weights are read from has changed"):
+            check_same(kept, other)
