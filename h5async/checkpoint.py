@@ -88,8 +88,13 @@ class Checkpoints:
                 " returned"
             )
         position = SavedPosition(*cast("list[int]", numbers))
-        if self._samplings.sampler is not None and state["sampler"] is not None:
-            self._samplings.sampler.restore(position.epoch, state["sampler"])
+        sampler = self._samplings.sampler
+        if sampler is not None:
+            sampler.restore(position.epoch, state["sampler"])
+            if sampler.draws_batches:  # each stands for `batch_size` positions
+                own = self._config.batch_size
+                start = position.start // position.batch_size * own
+                position = position._replace(start=start, batch_size=own)
         return position
 
     def _check_order(self, state: Mapping[str, Any]) -> None:
@@ -117,6 +122,11 @@ class Checkpoints:
                     f" files of this reader have {value}; give it the same files, or start anew,"
                     " without the state"
                 )
+            if name in _OPTIONAL:  # of which it has a digest
+                raise ConfigError(
+                    f"the state was saved with other {name}; give the reader what it had then, or"
+                    " start anew, without the state"
+                )
             raise ConfigError(
                 f"the state was saved with {name}={state.get(name)!r}, and this reader has"
                 f" {value!r}; give the reader the same, or start anew, without the state"
@@ -134,7 +144,9 @@ class Checkpoints:
         }
         if config.shuffle == "window":
             found["window_bytes"] = config.window_bytes
-        if config.indices is not None:
+        if not self._samplings.selection.is_prefix or (
+            self._samplings.selection.size != found["num_samples"]
+        ):
             found["indices"] = self._samplings.selection.digest()
         if config.weights is not None:
             found["weights"] = self._samplings.weights_digest()

@@ -16,22 +16,17 @@ from h5async.checkpoint import Checkpoints
 from h5async.config import ReaderConfig
 from h5async.deliver.device import Device, DeviceSlot, find_device
 from h5async.deliver.devicepolicy import DevicePolicy
-from h5async.deliver.host import HostDevice, host_slot, plain_memory
-from h5async.deliver.slots import Assignment, SlotRing
-from h5async.errors import (
-    ConfigError,
-    ReaderClosedError,
-    is_lack_of_memory,
-    out_of_memory,
-    taking_memory,
-)
+from h5async.deliver.host import HostDevice
+from h5async.deliver.slotrecords import Assignment
+from h5async.deliver.slots import SlotRing
+from h5async.errors import ReaderClosedError, is_lack_of_memory, out_of_memory, taking_memory
 from h5async.fill.dataset import Samplings, open_dataset
 from h5async.fill.filling import Filler
 from h5async.fill.limits import MemoryBudget, wanted_kept_nbytes
 from h5async.fill.pool import THREAD_NAME
 from h5async.fill.records import FillOutcome, FillRequest
 from h5async.fill.resident import Budget, Residency
-from h5async.fill.selecting import sample_numbers
+from h5async.given import GivenSamples
 from h5async.index.layout import DatasetLayout
 from h5async.order.schedule import Schedule
 from h5async.plan.transform import row_transform
@@ -43,7 +38,7 @@ from h5async.system.interruptions import interruption, passing
 
 if TYPE_CHECKING:
     import numpy as np
-    from numpy.typing import ArrayLike, NDArray
+    from numpy.typing import NDArray
 
     from h5async.process.helper import HelperFiller
 
@@ -110,11 +105,10 @@ class Engine:
         config, fields = self.config, self.config.batch_fields
         self.layouts = layouts
         transforms = {name: row_transform(fields[name], layouts[name]) for name in fields}
-        self.transforms = transforms
-        samplings = self.samplings = Samplings(config, layouts)
+        samplings = Samplings(config, layouts, None if helper is None else helper.chosen)
         self.num_samples = samplings.selection.size
         self.device = find_device(config.device, config.pin_memory)
-        rows = self.rows = min(config.batch_size, max(1, samplings.epoch_samples))
+        rows = min(config.batch_size, max(1, samplings.epoch_samples))
         budget = MemoryBudget(
             config, layouts, transforms, rows, fewer_threads_do=self.fewer_threads_do
         )
@@ -176,7 +170,7 @@ class Engine:
         self.has_threads = config.thread_count > 0
         self.num_threads = max(1, min(config.thread_count, memory_plan.most_threads))
         self.counts = ReaderCounts(layouts)
-        self.warned: set[str] = set()
+        self.given = GivenSamples(config, layouts, transforms, samplings, rows)
 
     @property
     def schedule(self) -> Schedule:
@@ -203,28 +197,7 @@ class Engine:
         self._begin()
         return self.schedule.is_last(serial)
 
-    def checked(self, index: ArrayLike, most: int | None = None) -> NDArray[np.int64]:
-        """Return sample numbers that a caller has given, as a new array, `most` of them at most.
-
-        Raises
-        ------
-        ConfigError
-            If they are not sample numbers of the dataset, or too many, or none.
-        """
-        count = next(iter(self.layouts.values())).num_samples
-        found = sample_numbers(index, count, f"index: {self.config.hdf5_path}")
-        most = self.rows if most is None else most
-        if not 0 < found.size <= most:
-            raise ConfigError(
-                f"index: a batch of this reader has 1 to {most} samples, found {found.size}"
-            )
-        if self.config.cache is not None and not self.samplings.selection.has(found):
-            raise ConfigError(
-                "index: with a cache, only samples that `indices` selects can be asked for"
-            )
-        return found
-
-    def read(self, index: NDArray[np.int64]) -> tuple[Any, ...]:
+    def read(self, samples: NDArray[np.int64]) -> tuple[Any, ...]:
         """Read samples in the calling thread, to arrays of their own.
 
         Raises
@@ -232,14 +205,7 @@ class Engine:
         H5AsyncError
             As `AsyncReader.read` says.
         """
-        if not isinstance(self.filler, Filler):
-            raise ConfigError('read() reads in this process, and needs workers="thread"')
-        transforms = list(self.transforms.values())
-        what = f"{self.config.hdf5_path}: {index.size:,} samples"
-        with taking_memory(what, "read fewer at once"):
-            on_host = [not transform.is_identity for transform in transforms]
-            memory, _, _ = host_slot(index.size, transforms, on_host, plain_memory)
-        return self.device.owned(self.filler.read(index, memory))
+        return self.device.owned(self.given.read(samples, self._filler))
 
     def begin_epoch(self) -> int:
         """Go to the next epoch of which no batch was taken; return its number."""
@@ -263,22 +229,7 @@ class Engine:
         return self._requests(self.ring.assign())
 
     def _requests(self, assignments: Sequence[Assignment]) -> list[FillRequest]:
-        requests = []
-        course = self.position.course  # or a later one: then what was assigned before is dropped
-        schedule = course.schedule
-        for slot, serial in assignments:
-            given = course.given.get(serial)
-            if given is not None:
-                requests.append(FillRequest(slot, serial, -1, -1, 0, course.order, samples=given))
-                continue
-            on_device = self.device_policy.begin(serial)
-            position = schedule.position(max(serial, schedule.serial))
-            requests.append(FillRequest(slot, serial, *position, course.order, on_device))
-        return requests
-
-    def jump(self, epoch: int) -> None:
-        """Go on with the beginning of an epoch; batches that were asked for are dropped."""
-        self.position.jump(epoch)
+        return self.position.requests(assignments, self.device_policy.begin)
 
     @passing()
     def state(self) -> dict[str, Any]:
@@ -323,14 +274,6 @@ class Engine:
             return serial, filled
         finally:
             del filled, slots  # an error has this frame, where the batch was filled here
-
-    def take_warnings(self, filled: FillOutcome) -> list[str]:
-        """Return the warnings of a batch that the caller has not seen yet."""
-        if not filled.warnings:
-            return []
-        new = [text for text in filled.warnings if text not in self.warned]
-        self.warned.update(new)
-        return new
 
     def take(self, serial: int, filled: FillOutcome) -> None:
         """Put the batch that was waited for in use, or forget its error."""

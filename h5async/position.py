@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
+from h5async.deliver.slotrecords import Assignment
 from h5async.deliver.slots import SlotRing
 from h5async.errors import ConfigError
 from h5async.fill.dataset import Samplings
+from h5async.fill.records import FillRequest
 from h5async.order.ranks import Rank, Source, find_source, may_change
 from h5async.order.sampling import Sampling
 from h5async.order.schedule import Course, Schedule
@@ -159,6 +162,31 @@ class ReaderPosition:
             return course._replace(schedule=schedule, given={**given, serial: samples})
 
         return self._ring.ask_for(course_from)
+
+    def requests(
+        self, assignments: Sequence[Assignment], begin_on_device: Callable[[int], bool]
+    ) -> list[FillRequest]:
+        """Return what slots are to be filled with.
+
+        Parameters
+        ----------
+        assignments
+            Slots, and the serial numbers of their batches.
+        begin_on_device
+            Called with a serial number: whether decoding is left to the device.
+        """
+        found = []
+        course = self.course  # or a later one: then what was assigned before is dropped
+        schedule = course.schedule
+        for slot, serial in assignments:
+            given = course.given.get(serial)
+            if given is not None:
+                found.append(FillRequest(slot, serial, -1, -1, 0, course.order, samples=given))
+                continue
+            on_device = begin_on_device(serial)
+            position = schedule.position(max(serial, schedule.serial))
+            found.append(FillRequest(slot, serial, *position, course.order, on_device))
+        return found
 
     def jump(self, epoch: int) -> None:
         """Go on with the beginning of an epoch; batches that were asked for are dropped."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import os
-import sys
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
@@ -13,15 +12,11 @@ from typing import Any
 
 from numpy.typing import ArrayLike
 
-from h5async.batch import Batch, expire
+from h5async.batch import Batch
 from h5async.config import ReaderConfig, check_timeout
 from h5async.engine import Engine
-from h5async.errors import (
-    ConfigError,
-    DatasetError,
-    FileChangedWarning,
-)
-from h5async.fill.records import FillOutcome
+from h5async.errors import ConfigError, DatasetError, FileChangedWarning
+from h5async.handover import Epoch, Handover
 from h5async.index.layout import DatasetLayout
 from h5async.stats import ReaderStats
 
@@ -78,7 +73,7 @@ class AsyncReader:
             self._dropped.detach()
             raise
         self._has_settled = False  # the rank is known, and has batches
-        self._held: Batch | None = None  # with debug_lifetimes: the batch that the caller holds
+        self._handover = Handover(self._engine)
 
     @property
     def config(self) -> ReaderConfig:
@@ -97,7 +92,7 @@ class AsyncReader:
 
     @property
     def num_samples(self) -> int:
-        """Samples in the dataset."""
+        """Samples that are selected: all of the dataset, or those of the option `indices`."""
         return self._engine.num_samples
 
     @property
@@ -157,7 +152,7 @@ class AsyncReader:
             If an epoch has no batch at all.
         """
         self._settle()
-        return self._engine.fetch(None if index is None else self._engine.checked(index))
+        return self._engine.fetch(None if index is None else self._engine.given.batch(index))
 
     def get_next_batch(self, timeout: float | None = None) -> Batch:
         """Return the oldest batch that was asked for, and end the life of the one before.
@@ -185,14 +180,13 @@ class AsyncReader:
         """
         seconds = self._config.timeout if timeout is None else check_timeout(timeout)
         self._settle()
-        if self._held is not None:
-            self._expire(self._held)
+        self._handover.expire()
         engine = self._engine
         serial, filled = engine.next(seconds)
         try:
-            for message in engine.take_warnings(filled):
+            for message in engine.counts.new_warnings(filled.warnings) if filled.warnings else ():
                 warnings.warn(message, FileChangedWarning, stacklevel=2)
-            batch = self._batch(serial, filled) if filled.error is None else None
+            batch = self._handover.batch(serial, filled) if filled.error is None else None
             engine.take(serial, filled)
         except BaseException:  # Ctrl-C: the next call gives this batch
             engine.ring.put_back(serial, filled)
@@ -231,24 +225,9 @@ class AsyncReader:
         """
         engine = self._engine
         engine.check_open()
-        samples = engine.checked(index, most=sys.maxsize)
+        samples = engine.given.checked(index)
         arrays = dict(zip(engine.names, engine.read(samples), strict=True))
         return Batch(arrays, samples, -1, -1, False, engine.device)
-
-    def _batch(self, serial: int, filled: FillOutcome) -> Batch:
-        engine = self._engine
-        arrays = dict(zip(engine.names, filled.arrays, strict=True))
-        index, device, schedule = filled.index, engine.device, engine.schedule
-        epoch, number, _ = schedule.position(serial)
-        if serial in engine.position.course.given:
-            epoch = number = -1
-        batch = Batch(arrays, index, epoch, number, schedule.is_last(serial), device)
-        if self._config.copy:
-            return batch.copy()
-        if self._config.debug_lifetimes:
-            batch = self._held = batch.copy()
-            device.share()
-        return batch
 
     def __iter__(self) -> Iterator[Batch]:
         """Begin the next epoch, the first one of which no batch was taken yet.
@@ -261,7 +240,7 @@ class AsyncReader:
         engine.position.settle()
         if not engine.position.num_batches:
             return iter(())
-        return _Epoch(self, engine.begin_epoch())
+        return Epoch(engine, engine.begin_epoch(), self.get_next_batch)
 
     def set_epoch(self, epoch: int) -> None:
         """Go on with the beginning of an epoch; batches of others that were asked for are dropped.
@@ -289,7 +268,7 @@ class AsyncReader:
         self._check_not_empty()
         engine = self._engine
         if engine.schedule.position(engine.ring.next_serial)[::2] != (epoch, 0):
-            engine.jump(epoch)
+            engine.position.jump(epoch)
 
     def reset(self) -> None:
         """Go back to the first batch of epoch 0, as a new reader."""
@@ -322,7 +301,8 @@ class AsyncReader:
         Raises
         ------
         ConfigError
-            If it was saved with another seed, shuffle or window, or is not a state.
+            If it was saved with another seed, shuffle, window, selection, weights or sampler, or is
+            not a state.
         ReadError
             If a file has changed since.
         ReaderClosedError
@@ -385,12 +365,6 @@ class AsyncReader:
             f" {self.num_samples} samples, {batches}, {self.device}{state}>"
         )
 
-    def _expire(self, batch: Batch) -> None:
-        """Make uses of a batch after its life visible: fields raise, arrays hold poison."""
-        self._held = None
-        self._engine.device.poison(batch)
-        expire(batch)
-
     def _settle(self) -> None:
         """Settle the rank, and check that it has batches."""
         self._engine.check_open()
@@ -402,11 +376,19 @@ class AsyncReader:
     def _check_not_empty(self) -> None:
         self._engine.check_open()
         if not self._engine.position.num_batches:
-            remedy = "; make batch_size smaller, or drop_last False" if self.num_samples else ""
             raise DatasetError(
-                f"{self._config.hdf5_path}: an epoch has no batch: {self.num_samples} samples,"
-                f" batch_size={self._config.batch_size}, drop_last={self._config.drop_last}{remedy}"
+                f"{self._config.hdf5_path}: an epoch has no batch: {_why_empty(self)}"
             )
+
+
+def _why_empty(reader: AsyncReader) -> str:
+    config, count = reader.config, reader.num_samples
+    if config.sampler is not None:
+        return "the sampler draws no sample"
+    if not count and config.indices is not None:
+        return "`indices` selects no sample"
+    remedy = "; make batch_size smaller, or drop_last False" if count else ""
+    return f"{count} samples, batch_size={config.batch_size}, drop_last={config.drop_last}{remedy}"
 
 
 def _reopen(config: ReaderConfig, state: Mapping[str, Any]) -> AsyncReader:
@@ -414,24 +396,3 @@ def _reopen(config: ReaderConfig, state: Mapping[str, Any]) -> AsyncReader:
     reader = AsyncReader(config)
     reader.load_state_dict(state)
     return reader
-
-
-class _Epoch(Iterator[Batch]):
-    """The rest of one epoch; ends where another loop has taken the reader on.
-
-    Batches of given samples that come among its own are part of it.
-    """
-
-    def __init__(self, reader: AsyncReader, epoch: int) -> None:
-        self._reader = reader
-        self._place = reader._engine.position.course.place
-        self._epoch = epoch
-
-    def __next__(self) -> Batch:
-        engine = self._reader._engine
-        course, serial = engine.position.course, engine.ring.next_serial
-        if course.place is not self._place or (
-            serial not in course.given and course.schedule.position(serial).epoch != self._epoch
-        ):
-            raise StopIteration
-        return self._reader.get_next_batch()

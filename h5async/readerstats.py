@@ -36,6 +36,13 @@ class ReaderCounts:
         self.waits = Waits()
         self.upload_times = StageTimes()
         self.samples = 0
+        self._warned: set[str] = set()
+
+    def new_warnings(self, found: Sequence[str]) -> list[str]:
+        """Return those of some warnings that the caller has not seen yet."""
+        new = [text for text in found if text not in self._warned]
+        self._warned.update(new)
+        return new
 
     def stats(
         self,

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from h5async.deliver.slots import Assignment, SlotRing
+from h5async.deliver.slotrecords import Assignment
+from h5async.deliver.slots import SlotRing
 from h5async.fill.records import FillOutcome, FillRequest
 from h5async.fill.submissions import Submissions
 

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -126,6 +126,20 @@ class H5Dataset(IterableDataset):
                 f" batch_size to the dataset, and {_WRITE}"
             )
         return map(self._tensors, self.reader)
+
+    def __getitem__(self, index: object) -> NoReturn:
+        """Refuse: samples come in batches, and `random_split` is a matter of the option `indices`.
+
+        Raises
+        ------
+        ConfigError
+            In any case.
+        """
+        raise ConfigError(
+            "H5Dataset gives whole batches, and no item by its number; for a part of the samples,"
+            ' instead of random_split() or Subset, give it indices=Split("train", {"train": 0.9,'
+            ' "val": 0.1}), or indices= with their numbers; for some samples at once, reader.read()'
+        )
 
     def set_epoch(self, epoch: int) -> None:
         """Go on with the beginning of an epoch, as `AsyncReader.set_epoch`.

@@ -70,6 +70,12 @@ def test_the_examples_learn(name, capsys, monkeypatch):
     assert "accuracy" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("name", "least"), [("split_and_evaluate", 0.93), ("hard_negatives", 0.7)])
+def test_the_examples_of_samples_learn(name, least, capsys):
+    assert example(name).main() > least
+    assert "accuracy" in capsys.readouterr().out
+
+
 def test_the_numpy_example_learns(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["numpy_digits", "--device", "cpu"])
     assert example("numpy_digits").main() == 0

@@ -12,12 +12,15 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from h5async import H5AsyncError, __version__
+from h5async import H5AsyncError, ReaderConfig, __version__
 from h5async.cli.bench import bench
 from h5async.cli.index import index
 from h5async.cli.inspect import inspect
 from h5async.cli.read import read
 from h5async.cli.text import safe
+from h5async.config.hints import hint_for
+
+_UsageError: Any = typer.BadParameter.__base__  # click's, which typer has a copy of, or has not
 
 
 class _Group(TyperGroup):
@@ -52,6 +55,12 @@ class _Group(TyperGroup):
         except H5AsyncError as error:
             _print_error("\n".join(map(safe, str(error).splitlines())))
             raise typer.Exit(1) from None
+        except _UsageError as error:
+            name = getattr(error, "option_name", "")  # it is an option that there is not
+            hint = hint_for(name, list(ReaderConfig.model_fields), "shell")
+            if hint is None or ctx.invoked_subcommand == "inspect":
+                raise
+            raise _UsageError(f"No such option: {name}; {hint}.", error.ctx) from None
 
 
 def _print_error(message: str) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic import Field as Bound
 
+from h5async.config.hints import Where, hint_for
 from h5async.config.values import shown
 from h5async.errors import ConfigError
 from h5async.system.interruptions import interruption, raise_again
@@ -34,10 +36,7 @@ class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
     def __init__(self, **options: Any) -> None:
-        known = list(type(self).model_fields)
-        for name in options:
-            if name not in known:
-                raise ConfigError(_unknown_option(name, known))
+        self.check_names(options)
         try:
             super().__init__(**options)
         except ValidationError as error:
@@ -46,6 +45,20 @@ class Frozen(BaseModel):
                 if found is not None:
                     raise_again(found)
             raise ConfigError(_message(error)) from None
+
+    @classmethod
+    def check_names(cls, names: Iterable[str], where: Where = "keyword") -> None:
+        """Check that names, which were typed there, are options.
+
+        Raises
+        ------
+        ConfigError
+            If one is not; it says which is meant, perhaps.
+        """
+        known = list(cls.model_fields)
+        for name in names:
+            if name not in known:
+                raise ConfigError(_unknown_option(name, known, where))
 
 
 # pydantic's, which is deprecated: it may be the name of an option.
@@ -111,9 +124,13 @@ class _Docstring:
         return "\n".join([text + lines[0], *lines[1:], "", raises + rest])
 
 
-def _unknown_option(name: str, known: list[str]) -> str:
-    """Name the nearest option that is known, or all."""
+def _unknown_option(name: str, known: list[str], where: Where) -> str:
+    """Say which option does what the name promises; else name the nearest one, or all."""
     import difflib
+
+    expected = hint_for(name, known, where)
+    if expected is not None:
+        return f"unknown option {name!r}; {expected}"
 
     snake = re.sub(r"(?<=[a-z0-9])([A-Z])", r"_\1", name).lower()
     near = _ANCESTOR_NAMES.get(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 import re
 from collections.abc import Mapping
@@ -136,8 +137,14 @@ def _array(value: object, words: str) -> NDArray[Any]:
 
 def _of_slice(value: slice) -> str:
     """Return a slice as text."""
-    ends = ["" if end is None else str(int(end)) for end in (value.start, value.stop)]
-    return ":".join(ends if value.step is None else [*ends, str(int(value.step))])
+    try:
+        ends = [
+            "" if end is None else str(operator.index(end))
+            for end in (value.start, value.stop, value.step)
+        ]
+    except TypeError as error:
+        raise ValueError(_WORDS) from error
+    return ":".join(ends if ends[2] else ends[:2])
 
 
 def slice_of(text: str) -> slice | None:

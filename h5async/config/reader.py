@@ -125,7 +125,8 @@ class ReaderConfig(Frozen):
     )
     epoch_samples: Positive | None = option(
         None,
-        "With `weights`: how many samples are drawn in an epoch.",
+        "With `weights`: how many samples are drawn in an epoch. With a `sampler`: how many are"
+        " taken of it at most.",
         default_text="as many as there are",
     )
     sampler: Sampler = option(
@@ -283,7 +284,7 @@ class ReaderConfig(Frozen):
 
     def _check_order(self) -> None:
         if self.sampler is not None:
-            for name in ("indices", "weights", "epoch_samples", "shuffle", "rank", "drop_last"):
+            for name in ("indices", "weights", "shuffle", "rank", "drop_last"):
                 if getattr(self, name) not in (None, False):
                     raise ValueError(
                         f"a sampler decides which samples come, and when; leave out {name}"
@@ -294,8 +295,8 @@ class ReaderConfig(Frozen):
             raise ValueError(
                 'samples are drawn in random order by weights; leave out shuffle="window"'
             )
-        if self.epoch_samples is not None and self.weights is None:
-            raise ValueError("epoch_samples needs weights")
+        if self.epoch_samples is not None and self.weights is None and self.sampler is None:
+            raise ValueError("epoch_samples needs weights, or a sampler")
 
     def _check_rank(self) -> None:
         if (self.rank is None) != (self.world_size is None):
@@ -363,6 +364,7 @@ class ReaderConfig(Frozen):
             base = {str(name): value for name, value in config.items()}
         elif isinstance(config, str | os.PathLike):
             base = load_toml(Path(config))
+            cls.check_names(base, "toml")
         else:
             raise ConfigError(
                 "config must be a mapping, a ReaderConfig or the path of a TOML file,"

@@ -33,6 +33,9 @@ def load_toml(path: Path) -> dict[str, Any]:
     indices = options.get("indices")
     if isinstance(indices, str) and indices.endswith(".npy"):
         options["indices"] = str(path.parent / indices)
+    weights = options.get("weights")
+    if isinstance(weights, dict):
+        options["weights"] = {str(path.parent / file): of for file, of in weights.items()}
     return options
 
 

@@ -175,7 +175,7 @@ class CudaDevice:
                 self.cache = []
                 return Budget("device", nbytes, self.free_nbytes)
         self._compile()  # kernels that take rows out of it
-        self.cached = selection.ascending()
+        self.cached = selection.ascending
         return Residency(selection, nbytes, "device")
 
     def owned(self, arrays: tuple[Any, ...]) -> tuple[Any, ...]:

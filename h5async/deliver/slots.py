@@ -14,77 +14,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic
 
+from h5async.deliver.slotrecords import (
+    Assignment,
+    Completions,
+    Consumer,
+    Entry,
+    Result,
+    new_consumer,
+)
 from h5async.errors import BatchTimeoutError, H5AsyncError, ReaderClosedError
 from h5async.system.patience import Patience
-
-Result = TypeVar("Result")
-Result_co = TypeVar("Result_co", covariant=True)
-
-
-class Assignment(NamedTuple):
-    """Fill this slot with this batch."""
-
-    slot: int
-    serial: int
-
-
-class Completions(Protocol[Result_co]):
-    """What says that batches are ready without calling `SlotRing.filled`."""
-
-    def result(self, slot: int, serial: int) -> Result_co | None:
-        """Return the batch in a slot; None where it is not ready. Never blocks."""
-
-    def drop(self, slot: int, serial: int) -> bool:
-        """Say that nobody wants a batch any more; tell whether its slot may have another one."""
-
-    def events(self) -> int:
-        """Return a number that changes whenever a batch becomes ready, and by `wake`."""
-
-    def wait(self, seen: int, seconds: float | None) -> bool:
-        """Wait until `events` returns another number than `seen`; return whether it does."""
-
-    def wake(self) -> None:
-        """Have `wait` return. Never blocks."""
-
-
-class _Consumer(NamedTuple):
-    """What the consumer wants.
-
-    Attributes
-    ----------
-    next
-        Serial of the batch that is delivered next.
-    asked
-        Batches below this serial were asked for.
-    held
-        The batch that the consumer holds, if any.
-    reads_ahead
-        Whether batches that nobody asked for are filled too.
-    course
-        What the serial numbers mean, which is the caller's to say.
-    """
-
-    next: int = 0
-    asked: int = 0
-    held: int | None = None
-    reads_ahead: bool = False
-    course: Any = None
-
-
-_consumer = partial(tuple.__new__, _Consumer)  # in half the time
-
-
-@dataclass(eq=False, slots=True)
-class _Entry(Generic[Result]):
-    """A slot that has an owner."""
-
-    slot: int
-    result: Result | None = None
-    is_ready: bool = False
 
 
 class SlotRing(Generic[Result]):
@@ -106,9 +48,9 @@ class SlotRing(Generic[Result]):
         # its own threads is in here.
         self._lock = threading.RLock()
         self._num_slots = num_slots
-        self._consumer = _Consumer()
+        self._consumer = Consumer()
         # By serial, ascending. An entry goes when it is ready and nobody needs it any more.
-        self._entries: dict[int, _Entry[Result]] = {}
+        self._entries: dict[int, Entry[Result]] = {}
         self._never_given = 0  # this slot and those behind it
         # Released to wake the consumer. (An exception in the middle of Condition.wait would leave
         # the condition broken.)
@@ -141,7 +83,7 @@ class SlotRing(Generic[Result]):
         with self._lock:
             self.check_open()
             following, asked, *others = self._consumer
-            self._consumer = _consumer((following, asked + 1, *others))
+            self._consumer = new_consumer((following, asked + 1, *others))
             return asked
 
     def ask_for(self, course_from: Callable[[int, int], Any]) -> int:
@@ -161,7 +103,7 @@ class SlotRing(Generic[Result]):
             following, asked, held, reads_ahead, _ = self._consumer
             serial = max(asked, self._next_to_assign())
             course = course_from(serial, following)
-            self._consumer = _consumer((following, serial + 1, held, reads_ahead, course))
+            self._consumer = new_consumer((following, serial + 1, held, reads_ahead, course))
             return serial
 
     def skip_to(self, serial: int, *, read_ahead: bool) -> None:
@@ -170,7 +112,7 @@ class SlotRing(Generic[Result]):
             self.check_open()
             held, following = self._consumer.held, max(self._consumer.next, serial)
             asked = max(self._consumer.asked, following)
-            self._consumer = _Consumer(following, asked, held, read_ahead, self._consumer.course)
+            self._consumer = Consumer(following, asked, held, read_ahead, self._consumer.course)
 
     @property
     def course(self) -> Any:
@@ -192,14 +134,14 @@ class SlotRing(Generic[Result]):
             self.check_open()
             serial = max(self._consumer.asked, self._next_to_assign())
             course = course_from(serial)
-            self._consumer = _Consumer(serial, serial, self._consumer.held, False, course)
+            self._consumer = Consumer(serial, serial, self._consumer.held, False, course)
 
     def hand_back(self) -> None:
         """Give the slot in use back, and see that at least one batch is asked for."""
         with self._lock:
             self.check_open()
             following, asked, _, *others = self._consumer
-            self._consumer = _consumer((following, max(asked, following + 1), None, *others))
+            self._consumer = new_consumer((following, max(asked, following + 1), None, *others))
 
     def is_ready(self) -> bool:
         """Tell whether the next batch can be taken without waiting."""
@@ -274,7 +216,7 @@ class SlotRing(Generic[Result]):
             if forget and entry is not None:
                 entry.result = None
             _, asked, _, *others = self._consumer
-            self._consumer = _consumer((serial + 1, asked, serial, *others))
+            self._consumer = new_consumer((serial + 1, asked, serial, *others))
 
     def put_back(self, serial: int, result: Result) -> None:
         """Undo `take`, whether or not it was done: the batch is the next one again."""
@@ -316,7 +258,7 @@ class SlotRing(Generic[Result]):
                 if not (self._consumer.reads_ahead or serial < self._consumer.asked):
                     break
                 slot = (free or self._unused_slots(free)).pop()
-                self._entries[serial] = _Entry(slot)
+                self._entries[serial] = Entry(slot)
                 assignments.append(Assignment(slot, serial))
                 serial += 1
             return assignments
@@ -409,11 +351,11 @@ class SlotRing(Generic[Result]):
                 done.append(serial)
         return done
 
-    def _is_dropped(self, serial: int, entry: _Entry[Result]) -> bool:
+    def _is_dropped(self, serial: int, entry: Entry[Result]) -> bool:
         """Drop a batch; tell whether its slot may be given out. Holds the lock."""
         return self.completions is not None and self.completions.drop(entry.slot, serial)
 
-    def _is_done(self, serial: int, entry: _Entry[Result]) -> bool:
+    def _is_done(self, serial: int, entry: Entry[Result]) -> bool:
         """Tell whether a batch is ready, whoever says so. Holds the lock."""
         if not entry.is_ready and self.completions is not None:
             result = self.completions.result(entry.slot, serial)

@@ -16,7 +16,7 @@ from h5async.core.binding import mapping_mode
 from h5async.errors import DatasetError, taking_memory
 from h5async.fill.progress import on_indexed
 from h5async.fill.records import FillRequest
-from h5async.fill.selecting import Selecting
+from h5async.fill.selecting import Chosen, choose
 from h5async.index.joined import join_layouts
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
@@ -66,6 +66,8 @@ class Samplings:
     ----------
     config, layouts
         What they depend on.
+    chosen
+        Which samples an epoch is made of, where that is known already.
 
     Attributes
     ----------
@@ -82,25 +84,27 @@ class Samplings:
         If what the samples are selected by does not fit the dataset, or cannot be read.
     """
 
-    def __init__(self, config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> None:
+    def __init__(
+        self,
+        config: ReaderConfig,
+        layouts: Mapping[str, DatasetLayout],
+        chosen: Chosen | None = None,
+    ) -> None:
         self._config = config
         self._layouts = list(layouts.values())
         self._made: dict[OrderKey, Sampling] = {}
-        selecting = Selecting(config, layouts)
-        selection = selecting.selection()
-        self.selection = selection.ascending() if config.shuffle == "window" else selection
-        weights = selecting.weights(self.selection)
+        self.selection, weights = choose(config, layouts) if chosen is None else chosen
         self._draws = None if weights is None else _weighted(weights, config.seed)
         self.sampler = None if config.sampler is None else self._sampler_order()
-        self.epoch_samples = selection.size
+        self.epoch_samples = self.selection.size
         if self._draws is not None:
-            self.epoch_samples = config.epoch_samples or selection.size
+            self.epoch_samples = config.epoch_samples or self.selection.size
         if self.sampler is not None:
             self.epoch_samples = self.sampler.size
 
     def weights_digest(self) -> str | None:
         """Return a short text that depends on all weights; None: there are none."""
-        return None if self._draws is None else self._draws.digest()
+        return None if self._draws is None else self._draws.digest
 
     def samples(self, request: FillRequest) -> NDArray[np.int64]:
         """Return the samples of a batch, in its order, as a new array."""
@@ -138,7 +142,12 @@ class Samplings:
         from h5async.order.drawn import SamplerOrder
 
         config = self._config
-        return SamplerOrder(config.sampler, self._layouts[0].num_samples, config.batch_size)
+        return SamplerOrder(
+            config.sampler,
+            self._layouts[0].num_samples,
+            config.batch_size,
+            config.epoch_samples,
+        )
 
     def _order(self, world_size: int) -> Order | None:
         """Return the order of positions, where it is not that of `Sampling` itself."""

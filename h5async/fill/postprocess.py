@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import inspect
@@ -72,7 +73,9 @@ class Postprocess:
             if p.kind is p.KEYWORD_ONLY
             or (p.kind is p.POSITIONAL_OR_KEYWORD and (self._by_name or at >= len(names)))
         ]
-        self._wanted = [name for name in _FURTHER if name in further]
+        bound = function.keywords if isinstance(function, functools.partial) else ()
+        taken = {*bound, *(names if self._by_name else ())}
+        self._wanted = [name for name in _FURTHER if name in further and name not in taken]
 
     def __call__(
         self, arrays: tuple[NDArray[Any], ...], request: FillRequest, index: NDArray[np.int64]
@@ -85,7 +88,7 @@ class Postprocess:
 
     def _value(self, name: str, request: FillRequest, index: NDArray[np.int64]) -> Any:
         if name == "index":
-            return index
+            return index.copy()  # which the function may change
         return self._rng(request, index) if name == "rng" else getattr(request, name)
 
     def _rng(self, request: FillRequest, index: NDArray[np.int64]) -> np.random.Generator:

@@ -40,7 +40,7 @@ class Residency:
 
     def __init__(self, selection: Selection, nbytes: int, where: str) -> None:
         self.generation = 0
-        self._selection = selection.ascending()
+        self._selection = selection.ascending
         self._is_kept = np.zeros(selection.size, np.bool_)
         self._nbytes = nbytes
         self._where = where

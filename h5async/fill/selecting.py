@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -18,14 +18,53 @@ from h5async.core.binding import mapping_mode
 from h5async.errors import ConfigError, DatasetError, taking_memory
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
-from h5async.index.metadata import read_values
+from h5async.index.metadata import value_layout
 from h5async.order.selection import Selection
 from h5async.order.splits import part_of
+from h5async.read.whole import read_whole
 
 Int64s = NDArray[np.int64]
 
 _MOST_VALUES = 1 << 20  # of a dataset that is read whole, or a few for each sample
 _MOST_PER_SAMPLE = 16
+
+
+class Chosen(NamedTuple):
+    """Which samples an epoch is made of.
+
+    Attributes
+    ----------
+    selection
+        The samples.
+    weights
+        float64 (size,): how often each of them is drawn; None: there are no weights.
+    """
+
+    selection: Selection
+    weights: NDArray[np.float64] | None
+
+    def is_same(self, other: Chosen) -> bool:
+        """Compare all samples and weights."""
+        if self.weights is None or other.weights is None:
+            has_same_weights = self.weights is other.weights
+        else:
+            has_same_weights = np.array_equal(self.weights, other.weights)
+        return has_same_weights and self.selection.digest() == other.selection.digest()
+
+
+def choose(config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> Chosen:
+    """Find out which samples an epoch is made of.
+
+    Raises
+    ------
+    H5AsyncError
+        As the methods of `Selecting` say.
+    """
+    selecting = Selecting(config, layouts)
+    selection = selecting.selection()
+    if config.shuffle == "window":
+        selection = selection.ascending
+    return Chosen(selection, selecting.weights(selection))
 
 
 class Selecting:
@@ -42,6 +81,7 @@ class Selecting:
         self._layouts = layouts
         self._first = next(iter(layouts.values()))
         self._num_samples = self._first.num_samples
+        self._reach = Reach(config.allow_external, config.allow_missing, mapping_mode(config.io))
 
     def selection(self) -> Selection:
         """Return which samples an epoch is made of.
@@ -90,7 +130,7 @@ class Selecting:
             raise ConfigError(f"{name}: must be integers or bools, found {array.dtype}")
         for sample in (array.min(), array.max()) if array.size else ():
             self._check(name, int(sample))
-        return Selection.of_numbers(array.astype(np.int64))
+        return Selection.of_numbers(array.astype(np.int64, copy=False))
 
     def _check(self, name: str, sample: int) -> None:
         if not 0 <= sample < self._num_samples:
@@ -103,7 +143,7 @@ class Selecting:
         """Return what a dataset of the files says: bools, or numbers within each file."""
         found, first = [], 0
         for file, count in self._files():
-            array = self._read(file, path, count)
+            array = self._read("indices", file, path, count)
             if array.dtype.kind == "b" and array.size != count:
                 raise DatasetError(
                     f'{file}: dataset "{path}" must have a value for each of the {count:,} samples'
@@ -125,10 +165,16 @@ class Selecting:
         return Selection.of_numbers(np.concatenate(found))
 
     def _part(self, split: Split) -> Int64s:
-        number = list(split.parts).index(split.name)
-        groups, classes = (self._values(path) for path in (split.by, split.stratify))
-        shares = list(split.parts.values())
-        return part_of(number, shares, self._num_samples, split.seed, groups, classes)
+        names = sorted(split.parts)  # in whatever order they were given
+        shares, number = [split.parts[name] for name in names], names.index(split.name)
+        groups, classes = (self._values("indices", path) for path in (split.by, split.stratify))
+        try:
+            return part_of(number, shares, self._num_samples, split.seed, groups, classes)
+        except TypeError as error:  # NumPy cannot sort them
+            raise DatasetError(
+                f"{self._first.file}: indices: the values of {split.by or split.stratify} have no"
+                f" order ({error}); choose a dataset of numbers or strings"
+            ) from error
 
     def weights(self, selection: Selection) -> NDArray[np.float64] | None:
         """Return the weight of each position of a selection; None: there are none.
@@ -151,7 +197,7 @@ class Selecting:
         positions = np.arange(selection.size)
         with taking_memory(f"{self._first.file}: weights", "select fewer samples"):
             if isinstance(weights, Mapping):
-                found = self._of_files(weights)[selection.samples(positions)]
+                found = self._of_files(weights, selection.samples(positions))
             elif weights == "balanced":
                 labels = self._labels()[selection.samples(positions)]
                 _, numbers, counts = np.unique(labels, return_inverse=True, return_counts=True)
@@ -167,7 +213,7 @@ class Selecting:
 
     def _of_samples(self, weights: str | Values) -> NDArray[Any]:
         if isinstance(weights, str):
-            found = self._values(weights)
+            found = self._values("weights", weights)
             assert found is not None
         else:
             found = weights.array
@@ -178,36 +224,39 @@ class Selecting:
             )
         return found
 
-    def _of_files(self, weights: Mapping[str, float]) -> NDArray[np.float64]:
+    def _of_files(self, weights: Mapping[str, float], samples: Int64s) -> NDArray[np.float64]:
         """Return weights such that each file is drawn from as often as its own weight says."""
         given = {Path(file).resolve(): weight for file, weight in weights.items()}
-        found = []
-        for file, count in self._files():
-            if file.resolve() not in given:
+        files = [file.resolve() for file, _ in self._files()]
+        for file in files:
+            if file not in given:
                 raise ConfigError(f"weights: no weight is given for {file}")
-            found.append(np.full(count, given.pop(file.resolve()) / max(1, count)))
-        if given:
-            raise ConfigError(f"weights: {next(iter(given))} is none of the files that are read")
-        return np.concatenate(found)
+        for file in given:
+            if file not in files:
+                raise ConfigError(f"weights: {file} is none of the files that are read")
+        names = list(given)
+        which = np.array([names.index(file) for file in files])  # one file may come twice
+        ends = np.cumsum([count for _, count in self._files()])
+        chosen = which[np.searchsorted(ends, samples, side="right")]
+        counts = np.bincount(chosen, minlength=len(names))
+        each = np.array(list(given.values()), np.float64) / np.maximum(counts, 1)
+        return np.asarray(each[chosen])
 
     def _labels(self) -> NDArray[Any]:
-        fields = self._config.batch_fields
-        if "labels" not in fields:
+        if "labels" not in self._layouts:
             raise ConfigError(
                 'weights: "balanced" needs labels: name one of the fields "labels", or give weights'
                 " as an array"
             )
-        found = self._values(fields["labels"].path)
-        assert found is not None
-        return found
+        return read_whole(self._layouts["labels"], self._reach.io)
 
-    def _values(self, path: str | None) -> NDArray[Any] | None:
+    def _values(self, option: str, path: str | None) -> NDArray[Any] | None:
         """Return what a dataset holds for each sample, over all files."""
         if path is None:
             return None
         found = []
         for file, count in self._files():
-            array = self._read(file, path, count)
+            array = self._read(option, file, path, count)
             if array.size != count:
                 raise DatasetError(
                     f'{file}: dataset "{path}" must have a value for each of the {count:,} samples'
@@ -216,10 +265,13 @@ class Selecting:
             found.append(array)
         return np.concatenate(found)
 
-    def _read(self, file: Path, path: str, count: int) -> NDArray[Any]:
-        config = self._config
-        reach = Reach(config.allow_external, config.allow_missing, mapping_mode(config.io))
-        return read_values(file, path, max(_MOST_VALUES, _MOST_PER_SAMPLE * count), reach)
+    def _read(self, option: str, file: Path, path: str, count: int) -> NDArray[Any]:
+        most = max(_MOST_VALUES, _MOST_PER_SAMPLE * count)
+        try:
+            found = value_layout(file, path, most, self._reach)
+            return found if isinstance(found, np.ndarray) else read_whole(found, self._reach.io)
+        except DatasetError as error:
+            raise DatasetError(f"{option}: {error}") from error
 
     def _files(self) -> Sequence[tuple[Path, int]]:
         """Return the files, and how many samples each has."""
@@ -257,10 +309,10 @@ def sample_numbers(index: ArrayLike, count: int, where: str) -> Int64s:
             f"{where}: sample numbers must be a sequence of integers, found an array of"
             f" {found.dtype} of shape {found.shape}"
         )
-    if found.size and not 0 <= found.min() <= found.max() < count:
+    if found.size and found.astype(np.uint64, copy=False).max() >= count:  # or below 0
         odd = found.min() if found.min() < 0 else found.max()
         raise ConfigError(f"{where} has samples 0 to {count - 1}, and there is no sample {odd}")
-    return found.astype(np.int64)
+    return found.astype(np.int64, copy=False)
 
 
 def _load(path: Path) -> NDArray[Any]:

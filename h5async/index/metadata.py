@@ -6,6 +6,7 @@ Metadata are read once, and the file is open only meanwhile.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -92,8 +93,10 @@ def _may_be_dataset(file: h5py.File, path: str, reach: Reach) -> bool:
         return True
 
 
-def read_values(path: Path, name: str, most: int, reach: Reach = BESIDE) -> NDArray[Any]:
-    """Read a small dataset of one dimension whole: a mask, say, or a number for each sample.
+def value_layout(
+    path: Path, name: str, most: int, reach: Reach = BESIDE
+) -> DatasetLayout | NDArray[Any]:
+    """Find out where a small dataset lies that is read whole: a mask, or a number for each sample.
 
     Parameters
     ----------
@@ -104,32 +107,36 @@ def read_values(path: Path, name: str, most: int, reach: Reach = BESIDE) -> NDAr
 
     Returns
     -------
-    numpy.ndarray
-        (n,): as h5py gives it, strings as bytes.
+    DatasetLayout or numpy.ndarray
+        Strings of variable length, which have no layout, as (n,) bytes objects.
 
     Raises
     ------
     ReadError
-        If the file cannot be opened, or the dataset cannot be read.
+        If the file cannot be opened, or the strings cannot be read.
     DatasetError
-        If it is missing, has not one dimension, holds too much, or does not lie in the file itself.
+        If it is missing, has not one value for each of its samples, or holds too much.
     UnsafeFileError
         If a link to it leads to a file that `reach` does not permit.
     """
     where = f'{path}: dataset "{name}"'
     with open_index(path) as file, contextlib.ExitStack() as files:
         found, opened = _dataset_at(file, name, reach, files)
-        if found.rest:
-            raise DatasetError(f"{where} is a member of a compound; give a dataset")
-        node, plist = h5py.Dataset(opened), opened.get_create_plist()
-        if plist.get_layout() == h5py.h5d.VIRTUAL or plist.get_external_count():
-            raise DatasetError(f"{where} must be stored in the file itself, and lies in others")
-        if node.shape is None or node.ndim != 1:
+        node = h5py.Dataset(opened)
+        if node.shape is None or math.prod(node.shape[1:]) != 1 or not node.shape:
             raise DatasetError(f"{where} must have one dimension, and has shape {node.shape}")
         if node.size > most:
             raise DatasetError(f"{where} holds {node.size:,} values, for {most:,} at most")
+        stored = opened.get_type()
+        if not (isinstance(stored, h5py.h5t.TypeStringID) and stored.is_variable_str()):
+            return Indexer(found.file, reach).layout(found.path, opened, found.rest, 0)
+        plist = opened.get_create_plist()
+        if plist.get_layout() == h5py.h5d.VIRTUAL or plist.get_external_count():
+            raise DatasetError(
+                f"{where} holds strings of variable length, which lie in other files"
+            )
         try:
-            return np.asarray(node[()])
+            return np.asarray(node[()]).reshape(-1)
         except Exception as error:  # h5py has no one type for what cannot be read
             if is_lack_of_memory(error):
                 raise out_of_memory(where, error) from error

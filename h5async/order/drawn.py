@@ -2,17 +2,21 @@
 
 A sampler is an iterable of sample numbers, or of lists of them, which are the batches. It is begun
 anew for each epoch, after its `set_epoch`, if it has one. An epoch is drawn whole, so that its
-numbers can be asked for again, and kept while it lasts: 8 bytes a sample. Of a sampler that has a
-state, that of each epoch's beginning is kept, and an epoch that is resumed is drawn from there. One
-that has neither is begun once for each epoch before.
+numbers can be asked for again, and kept while it lasts: 8 bytes a sample.
+
+An epoch is drawn again (by a reader that goes back, or that another one's state is given to) from
+the state that the sampler had when it began, or after `set_epoch`. A sampler that has neither is
+begun once for each epoch before. What is drawn for a saved state must be what was drawn then.
 """
 
 from __future__ import annotations
 
-import collections
+import copy
+import hashlib
 import itertools
+import operator
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +28,10 @@ from h5async.system.interruptions import interruption
 Int64s = NDArray[np.int64]
 
 _EPOCHS_KEPT = 3
+_BLOCK = 8192  # numbers that are drawn at a time
+_MOST_LEAST = 1 << 20  # of a sampler without a length, more than this and
+_MOST_TIMES = 4  # so many times the dataset, are taken for no end
+_END: Any = object()
 
 
 class _Epoch(NamedTuple):
@@ -43,6 +51,13 @@ class _Epoch(NamedTuple):
     bounds: Int64s | None
     state: Any
 
+    def digest(self) -> str:
+        """Return a short text that depends on all batches."""
+        found = hashlib.blake2b(self.samples.astype("<i8").tobytes(), digest_size=16)
+        if self.bounds is not None:
+            found.update(self.bounds.astype("<i8").tobytes())
+        return found.hexdigest()
+
 
 class SamplerOrder:
     """The order that a sampler draws. Safe to use from many threads.
@@ -57,22 +72,41 @@ class SamplerOrder:
         Samples of the dataset.
     batch_size
         Samples in a batch, at most.
+    epoch_samples
+        Where an epoch ends, at the latest; None: where the sampler does.
+
+    Attributes
+    ----------
+    size
+        Positions of an epoch.
+    draws_batches
+        Whether the sampler draws lists of sample numbers.
 
     Raises
     ------
     ConfigError
-        If it draws what is no sample, or too large a batch.
+        If it draws what is no sample, too large a batch, or without an end.
     """
 
-    def __init__(self, sampler: Iterable[Any], num_samples: int, batch_size: int) -> None:
-        self._sampler = sampler
+    def __init__(
+        self,
+        sampler: Iterable[Any],
+        num_samples: int,
+        batch_size: int,
+        epoch_samples: int | None = None,
+    ) -> None:
+        self._sampler: Any = sampler
         self._num_samples = num_samples
         self._batch_size = batch_size
+        self._epoch_samples = epoch_samples
+        self._has_state = hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
+        self._has_epochs = hasattr(sampler, "set_epoch")
         self._lock = threading.RLock()
         self._epochs: dict[int, _Epoch] = {}
-        self._state: tuple[int, Any] | None = None  # an epoch, and from where it is drawn
-        self._begun = 0  # how often the sampler was begun
-        self.size = self._positions(self._epoch(0))
+        self._first: tuple[int, Any] | None = None  # the first epoch, and the state it began with
+        self._begun = 0  # the epoch that comes if the sampler is begun once more
+        first = self._epoch(0)
+        self.size, self.draws_batches = self._positions(first), first.bounds is not None
 
     def samples(self, epoch: int, start: int, stop: int) -> Int64s:
         """Return the samples at positions `start` to `stop` of an epoch, as a new array.
@@ -84,27 +118,59 @@ class SamplerOrder:
         """
         found = self._epoch(epoch)
         if self._positions(found) != self.size:
-            what = "batches" if found.bounds is not None else "samples"
-            sizes = (self._positions(found), self.size)
-            if found.bounds is not None:
-                sizes = (sizes[0] // self._batch_size, sizes[1] // self._batch_size)
-            raise ConfigError(
-                f"sampler: {sizes[0]} {what} were drawn for epoch {epoch}, and {sizes[1]} for the"
-                " first; all epochs must have equally many"
-            )
+            raise ConfigError(self._other_size(found, epoch))
         if found.bounds is None:
             return found.samples[start:stop].copy()
         batch = start // self._batch_size
         return found.samples[found.bounds[batch] : found.bounds[batch + 1]].copy()
 
-    def state(self, epoch: int) -> Any:
-        """Return the state of the sampler when an epoch was begun; None: it has none."""
-        return self._epoch(epoch).state
+    def _other_size(self, found: _Epoch, epoch: int) -> str:
+        if iter(self._sampler) is self._sampler:
+            return (
+                f"sampler: an iterator was given, which is exhausted in epoch {epoch}; give what"
+                " can be begun anew for each epoch, such as a list or an object with __iter__; of"
+                " one without an end, say by epoch_samples how many make an epoch"
+            )
+        sizes = self._positions(found), self.size
+        what = "samples"
+        if found.bounds is not None:
+            what, sizes = "batches", (sizes[0] // self._batch_size, sizes[1] // self._batch_size)
+        return (
+            f"sampler: {sizes[0]} {what} were drawn for epoch {epoch}, and {sizes[1]} for the"
+            " first; all epochs must have equally many"
+        )
 
-    def restore(self, epoch: int, state: Any) -> None:
-        """Draw an epoch from a state; what was drawn before is forgotten."""
+    def state(self, epoch: int) -> dict[str, Any]:
+        """Return from what an epoch is drawn again, and how to tell that it is the same."""
+        found = self._epoch(epoch)
+        return {"drawn": found.digest(), "state": found.state}
+
+    def restore(self, epoch: int, saved: object) -> None:
+        """Draw an epoch as it was drawn when `state` was called, by another reader, perhaps.
+
+        Raises
+        ------
+        ConfigError
+            If the sampler draws other samples, or `saved` is no such state.
+        """
+        if not isinstance(saved, Mapping):
+            raise ConfigError("the state has no valid state of a sampler; start anew, without it")
         with self._lock:
-            self._epochs, self._state = {}, (epoch, state)
+            known = self._epochs.get(epoch)
+            if known is not None and known.digest() == saved.get("drawn"):
+                return
+            self._epochs = {}
+            state = saved.get("state")
+            found = self._drawn(epoch, None if state is None else (epoch, state))
+            if not found.samples.size:  # the state of one that stood at its end
+                found = self._drawn(epoch, (epoch, None))
+            if found.digest() != saved.get("drawn"):
+                raise ConfigError(
+                    f"sampler: it draws other samples for epoch {epoch} than when the state was"
+                    " saved; give it a fixed seed, or set_epoch(), or state_dict() and"
+                    " load_state_dict(), or start anew, without the state"
+                )
+            self._epochs[epoch] = found
 
     def _positions(self, epoch: _Epoch) -> int:
         if epoch.bounds is None:
@@ -115,50 +181,101 @@ class SamplerOrder:
         with self._lock:
             found = self._epochs.get(epoch)
             if found is None:
-                found = self._drawn(epoch)
+                found = self._drawn(epoch, None)
                 kept = list(self._epochs.items())[1 - _EPOCHS_KEPT :]
                 self._epochs = {**dict(kept), epoch: found}
             return found
 
-    def _drawn(self, epoch: int) -> _Epoch:
-        sampler: Any = self._sampler
+    def _drawn(self, epoch: int, at: tuple[int, Any] | None) -> _Epoch:
+        """Draw an epoch; `at`: the state in which the sampler is to be when which one begins."""
         try:
-            has_epochs, has_state = hasattr(sampler, "set_epoch"), hasattr(sampler, "state_dict")
-            if has_state and self._state is not None and self._state[0] == epoch:
-                sampler.load_state_dict(self._state[1])
-            elif not has_epochs:
-                for _ in range(self._begun, epoch):
-                    collections.deque(sampler, maxlen=0)
+            if at is None and self._has_state and epoch < self._begun:
+                at = self._first
+            if at is not None:
+                self._begun = at[0]
+                if at[1] is not None and self._has_state:
+                    self._sampler.load_state_dict(copy.deepcopy(at[1]))
+            if not self._has_epochs:
+                while self._begun < epoch:
+                    for _ in self._numbers(self._begun):
+                        pass
                     self._begun += 1
-            if has_epochs:
-                sampler.set_epoch(epoch)
-            state = sampler.state_dict() if has_state else None
-            drawn = list(sampler)
-            self._begun = epoch + 1
+            else:
+                self._sampler.set_epoch(epoch)
+            state = copy.deepcopy(self._sampler.state_dict()) if self._has_state else None
+            found = self._collected(list(self._numbers(epoch)), state)
         except Exception as error:
             if interruption(error) is not None or isinstance(error, H5AsyncError):
                 raise
             raise ConfigError(
                 f"sampler: {type(error).__name__} was raised for epoch {epoch}: {error}"
             ) from error
-        if not drawn or not isinstance(drawn[0], Iterable):
-            return _Epoch(self._checked(drawn, epoch), None, state)
-        batches = [list(batch) for batch in drawn]
-        sizes = [len(batch) for batch in batches]
-        if min(sizes) < 1 or max(sizes) > self._batch_size:
-            raise ConfigError(
-                f"sampler: a batch of {min(sizes) or max(sizes)} samples was drawn for epoch"
-                f" {epoch}; a batch has 1 to batch_size={self._batch_size}"
-            )
-        samples = self._checked(list(itertools.chain.from_iterable(batches)), epoch)
-        return _Epoch(samples, np.cumsum([0, *sizes]), state)
+        self._begun = epoch + 1
+        if self._first is None:
+            self._first = (epoch, state)
+        return found
 
-    def _checked(self, drawn: list[Any], epoch: int) -> Int64s:
-        found = np.asarray(drawn)
-        if not found.size:
+    def _collected(self, drawn: list[tuple[Int64s, bool]], state: Any) -> _Epoch:
+        samples = np.concatenate([np.zeros(0, np.int64), *(numbers for numbers, _ in drawn)])
+        if not drawn or not drawn[0][1]:
+            return _Epoch(samples, None, state)
+        return _Epoch(samples, np.cumsum([0, *(numbers.size for numbers, _ in drawn)]), state)
+
+    def _numbers(self, epoch: int) -> Iterator[tuple[Int64s, bool]]:
+        """Draw an epoch: yield runs of sample numbers, and whether each of them is a batch."""
+        drawn = iter(self._sampler)
+        first: Any = next(drawn, _END)
+        if first is _END:
+            return
+        are_batches = isinstance(first, Iterable) and getattr(first, "ndim", 1) > 0  # not an item
+        drawn, count = itertools.chain([first], drawn), 0
+        end = self._epoch_samples or self._most(are_batches) + 1
+        while count < end:
+            if are_batches:
+                item = next(drawn, _END)
+                if item is _END:
+                    return
+                numbers = self._batch(item, epoch)[: end - count]
+            else:
+                some = itertools.islice(drawn, min(_BLOCK, end - count))
+                numbers = self._checked(list(some), epoch)
+                if not numbers.size:
+                    return
+            count += numbers.size
+            yield numbers, are_batches
+        if self._epoch_samples is None:
+            raise ConfigError(
+                f"sampler: {count:,} samples were drawn for epoch {epoch}, and there is no end; say"
+                " by epoch_samples how many make an epoch"
+            )
+
+    def _most(self, are_batches: bool) -> int:
+        """Return how many samples an epoch may have."""
+        most = max(_MOST_LEAST, _MOST_TIMES * self._num_samples)
+        length = operator.length_hint(self._sampler, 0) if hasattr(self._sampler, "__len__") else 0
+        return max(most, length * (self._batch_size if are_batches else 1))
+
+    def _batch(self, drawn: Any, epoch: int) -> Int64s:
+        found = self._checked(drawn if isinstance(drawn, np.ndarray) else list(drawn), epoch)
+        if not 1 <= found.size <= self._batch_size:
+            raise ConfigError(
+                f"sampler: a batch of {found.size} samples was drawn for epoch {epoch}; a batch has"
+                f" 1 to batch_size={self._batch_size}"
+            )
+        return found
+
+    def _checked(self, drawn: Any, epoch: int) -> Int64s:
+        try:
+            found = np.asarray(drawn)
+        except ValueError:  # items of several lengths
+            found = np.zeros(0, object)
+        if not len(drawn):
             return np.zeros(0, np.int64)
         if found.dtype.kind not in "iu" or found.ndim != 1:
-            raise ConfigError(f"sampler: must draw integers, or lists of them, found {drawn[0]!r}")
+            raise ConfigError(
+                f"sampler: must draw integers, or lists of them, and drew {drawn[0]!r} for epoch"
+                f" {epoch}"
+            )
         least, most = int(found.min()), int(found.max())
         if least < 0 or most >= self._num_samples:
             raise ConfigError(

@@ -6,6 +6,7 @@ A selection maps them to the sample numbers of the dataset.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Int64s = NDArray[np.int64]
+
+_LOOKED_AT = 1024  # first numbers, which nearly always tell that they are no range
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +43,11 @@ class Selection:
     @classmethod
     def of_numbers(cls, numbers: Int64s) -> Selection:
         """Return a selection of these samples, in their order; the caller does not change them."""
+        if numbers.size < 2:
+            return cls(int(numbers[0]) if numbers.size else 0, 1, numbers.size)
+        step = int(numbers[1] - numbers[0])
+        if step and _are_equidistant(numbers, step):
+            return cls(int(numbers[0]), step, numbers.size)
         return cls(0, 1, numbers.size, np.ascontiguousarray(numbers))
 
     @property
@@ -53,10 +61,11 @@ class Selection:
             return self.numbers[positions]
         return positions if self.is_prefix else self.start + self.step * positions
 
+    @functools.cached_property
     def ascending(self) -> Selection:
-        """Return the same samples in ascending order."""
+        """The same samples in ascending order."""
         if self.numbers is not None:
-            if (np.diff(self.numbers) >= 0).all():
+            if (self.numbers[1:] >= self.numbers[:-1]).all():
                 return self
             return Selection.of_numbers(np.sort(self.numbers))
         if self.step > 0:
@@ -71,7 +80,7 @@ class Selection:
 
     def has(self, samples: Int64s) -> bool:
         """Tell whether all of some sample numbers are selected."""
-        ascending = self.ascending()
+        ascending = self.ascending
         at = ascending.positions(samples)
         inside = (at >= 0) & (at < self.size)
         return bool(inside.all() and (ascending.samples(at) == samples).all())
@@ -102,3 +111,13 @@ class Selection:
         if self.numbers is None:
             return f"{self.start}:{self.step}:{self.size}"
         return hashlib.blake2b(self.numbers.astype("<i8").tobytes(), digest_size=16).hexdigest()
+
+
+def _are_equidistant(numbers: Int64s, step: int) -> bool:
+    """Tell whether numbers are a range of such a step, from few of them where they are not."""
+    size = min(numbers.size, _LOOKED_AT)
+    while (np.diff(numbers[:size]) == step).all():
+        if size == numbers.size:
+            return True
+        size = numbers.size
+    return False

@@ -34,36 +34,43 @@ class WeightedOrder:
         (n,), finite, not negative, and not all 0: of each position.
     seed
         Any integer.
+
+    Attributes
+    ----------
+    digest
+        A short text that depends on all weights.
     """
 
     def __init__(self, weights: NDArray[np.float64], seed: int) -> None:
         self._seed = seed
         self._share, self._alias = alias_table(weights)
+        self.digest = hashlib.blake2b(weights.astype("<f8").tobytes(), digest_size=16).hexdigest()
         own = weakref.proxy(self)  # or tables would last until a garbage collection
         self._block = functools.lru_cache(maxsize=4)(
             functools.partial(WeightedOrder._new_block, own)
         )
 
-    def digest(self) -> str:
-        """Return a short text that depends on all weights."""
-        found = hashlib.blake2b(self._share.astype("<f8").tobytes(), digest_size=16)
-        found.update(self._alias.astype("<i8").tobytes())
-        return found.hexdigest()
-
     def samples(self, epoch: int, start: int, stop: int) -> Int64s:
         """Return what is drawn at positions `start` to `stop` of an epoch, as a new array."""
         first, last = start // _BLOCK, max(start, stop - 1) // _BLOCK
+        begin, end = start - first * _BLOCK, stop - first * _BLOCK
+        if first == last:
+            return self._block(epoch, first)[begin:end].copy()
         found = [self._block(epoch, number) for number in range(first, last + 1)]
-        drawn: Int64s = np.concatenate(found)
-        return drawn[start - first * _BLOCK : stop - first * _BLOCK]
+        return np.concatenate(found)[begin:end]
 
     def _new_block(self, epoch: int, number: int) -> Int64s:
         keys = round_keys(self._seed, epoch, "weights")
-        random = np.random.Philox(counter=number * _BLOCK, key=keys[:2])
-        raw = random.random_raw(4 * _BLOCK).reshape(-1, 4)[:, :2] >> _BITS  # 4 for each position
-        column, coin = np.ldexp(raw.T.astype(np.float64), -53)
+        # Each count gives four numbers. (Powers of two are multiplied without rounding.)
+        random = np.random.Philox(counter=number * (_BLOCK // 2), key=keys[:2])
+        raw = random.random_raw(2 * _BLOCK)
+        raw >>= _BITS
+        uniform = raw.astype(np.float64)
+        uniform *= 2.0**-53
+        column, coin = uniform[:_BLOCK], uniform[_BLOCK:]
         count = self._share.size
-        drawn = np.minimum((column * count).astype(np.int64), count - 1)
+        column *= count
+        drawn = np.minimum(column.astype(np.int64), count - 1)
         return np.asarray(np.where(coin < self._share[drawn], drawn, self._alias[drawn]))
 
 
@@ -79,7 +86,8 @@ def alias_table(weights: NDArray[np.float64]) -> tuple[NDArray[np.float64], Int6
         float64 (n,) and int64 (n,).
     """
     scaled = weights / weights.max()  # or the sum might overflow
-    scaled *= weights.size / scaled.sum()
+    # One after the other: the order in which NumPy adds up depends on the processor.
+    scaled *= weights.size / np.add.accumulate(scaled)[-1]
     is_small = scaled < 1
     small, large = np.flatnonzero(is_small), np.flatnonzero(~is_small)
     share, alias = np.ones(weights.size), np.arange(weights.size)

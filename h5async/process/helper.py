@@ -22,6 +22,7 @@ from h5async.fill.limits import MemoryPlan
 from h5async.fill.pool import THREAD_NAME, join_all, start_thread
 from h5async.fill.records import FillerStats, FillOutcome, FillRequest, SlotMemory
 from h5async.fill.resident import Residency
+from h5async.fill.selecting import Chosen
 from h5async.index.layout import DatasetLayout
 from h5async.io.shared import SharedMemory
 from h5async.plan.encoded import EncodedFormat
@@ -95,7 +96,14 @@ class HelperFiller:
     @property
     def layouts(self) -> Mapping[str, DatasetLayout]:
         """By field name, in field order, after `open`."""
-        return self._supervisor.layouts
+        assert self._supervisor.opened is not None
+        return self._supervisor.opened.layouts
+
+    @property
+    def chosen(self) -> Chosen:
+        """Which samples an epoch is made of, after `open`."""
+        assert self._supervisor.opened is not None
+        return self._supervisor.opened.chosen
 
     @property
     def methods(self) -> list[str]:

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from h5async.fill.dataset import Samplings, open_dataset
 from h5async.fill.filling import Filler
 from h5async.fill.records import FillOutcome, FillRequest
 from h5async.fill.resident import Residency
-from h5async.index.layout import DatasetLayout
+from h5async.fill.selecting import choose
 from h5async.io.shared import ArraySpec, SharedMemory
 from h5async.plan.transform import row_transform
 from h5async.process.channel import Channel, channel_of
@@ -147,11 +147,12 @@ class _Helper:
             config = self._receive_config()
             with _step():
                 layouts = open_dataset(config)
-            self._channel.send(Opened(layouts))
+                opened = Opened(layouts, choose(config, layouts))
+            self._channel.send(opened)
             starting = self._channel.receive()
             assert isinstance(starting, Starting)
             with _step():
-                self._start(config, layouts, starting)
+                self._start(config, opened, starting)
         except _StepFailed as failed:
             self._channel.send(Failed(portable(failed.reason)))
             return
@@ -176,14 +177,12 @@ class _Helper:
         # This thread does nothing but receive, or the reader might wait for it to.
         return config.model_copy(update={"num_threads": max(1, config.thread_count)})
 
-    def _start(
-        self, config: ReaderConfig, layouts: Mapping[str, DatasetLayout], starting: Starting
-    ) -> None:
-        fields = config.batch_fields
+    def _start(self, config: ReaderConfig, opened: Opened, starting: Starting) -> None:
+        fields, layouts = config.batch_fields, opened.layouts
         transforms = {name: row_transform(fields[name], y) for name, y in layouts.items()}
         raws = [(t.raw_row, t.raw_dtype) for t in transforms.values()]
         self._slots = HelperSlots(self._memory, starting.slots, starting.extras, raws)
-        samplings = Samplings(config, layouts)
+        samplings = Samplings(config, layouts, opened.chosen)
         self._filler = Filler(
             config,
             samplings,

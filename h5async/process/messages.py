@@ -20,6 +20,7 @@ from h5async.config import ReaderConfig
 from h5async.errors import H5AsyncError
 from h5async.fill.limits import MemoryPlan
 from h5async.fill.records import FillerStats
+from h5async.fill.selecting import Chosen
 from h5async.index.layout import DatasetLayout
 from h5async.io.shared import ArraySpec
 from h5async.plan.encoded import EncodedFormat, EncodedPlan
@@ -35,9 +36,10 @@ class Opening(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """The dataset is open."""
+    """The dataset is open, and what its samples are chosen by was read."""
 
     layouts: dict[str, DatasetLayout]
+    chosen: Chosen
 
 
 class SlotSpecs(NamedTuple):

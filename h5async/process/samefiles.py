@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from h5async.errors import ReadError
 from h5async.index.fingerprint import fingerprint
 from h5async.index.layout import DatasetLayout
+from h5async.process.messages import Opened
 
 
-def check_same_files(before: Mapping[str, DatasetLayout], now: Mapping[str, DatasetLayout]) -> None:
+def check_same(before: Opened, now: Opened) -> None:
     """Compare what a new helper found in the files with what the first one found.
 
     Raises
     ------
     ReadError
-        If a file was replaced or rewritten.
+        If a file was replaced or rewritten, or other samples are chosen.
     """
-    for name, layout in before.items():
-        if _is_same(layout, now[name]):
+    for name, layout in before.layouts.items():
+        if _is_same(layout, now.layouts[name]):
             continue
-        pairs = zip(layout.leaves(), now[name].leaves(), strict=False)
+        pairs = zip(layout.leaves(), now.layouts[name].leaves(), strict=False)
         changed = next((old for old, new in pairs if not _is_same(old, new)), layout)
         raise ReadError(
             f"{changed.file}: this file has changed since the reader was made, which a new helper"
             " process found when it took the place of one that died; make a new reader"
+        )
+    if not before.chosen.is_same(now.chosen):
+        first = next(iter(before.layouts.values()))
+        raise ReadError(
+            f"{first.file}: what indices or weights are read from has changed since the reader was"
+            " made, which a new helper process found when it took the place of one that died; make"
+            " a new reader"
         )
 
 

@@ -19,14 +19,13 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.fill.records import FillerStats, FillOutcome, FillRequest
-from h5async.index.layout import DatasetLayout
 from h5async.io.shared import SharedMemory
 from h5async.plan.encoded import EncodedFormat
 from h5async.process.child import HelperDied, HelperProcess
@@ -40,7 +39,7 @@ from h5async.process.messages import (
     received,
 )
 from h5async.process.outstanding import Outstanding
-from h5async.process.samefiles import check_same_files
+from h5async.process.samefiles import check_same
 from h5async.process.sharedslots import ReaderSlots
 from h5async.process.steps import Steps
 from h5async.stats import STAGES, ThreadCounts
@@ -86,7 +85,7 @@ class Supervisor:
         self._folder: str | None = None
         with suppressing(OSError):
             self._folder = os.getcwd()
-        self.layouts: Mapping[str, DatasetLayout] = {}
+        self.opened: Opened | None = None
         self.methods: list[str] = []
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
@@ -197,7 +196,7 @@ class Supervisor:
         BatchTimeoutError
             If it takes longer than the timeout, and than a minute.
         """
-        step = "start its threads" if self.layouts else "open the files"
+        step = "start its threads" if self.opened else "open the files"
         self._steps.wait(f"{self._what}: the helper process did not {step}", timeout_seconds)
 
     # --- posting ----------------------------------------------------------------------------------
@@ -267,10 +266,10 @@ class Supervisor:
         process.send_bytes(self._opening)
         opened = _step(process)
         assert isinstance(opened, Opened)
-        if self.layouts:
-            check_same_files(self.layouts, opened.layouts)
+        if self.opened is not None:
+            check_same(self.opened, opened)
         else:
-            self.layouts = opened.layouts
+            self.opened = opened
             self._steps.put()
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._starting is not None)
@@ -351,7 +350,7 @@ class Supervisor:
             return False
         if not self.methods:  # the constructor of the reader raises it
             if isinstance(error, HelperDied):
-                step = "started its threads" if self.layouts else "opened the files"
+                step = "started its threads" if self.opened else "opened the files"
                 error = HelperDied(f"{error} before it had {step}; standard error may say why")
             self._steps.put(error)
             return False

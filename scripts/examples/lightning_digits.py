@@ -13,11 +13,12 @@ from typing import Any
 import lightning
 import torch
 
-from h5async import Field
+from h5async import Field, Split
 from h5async.torch import H5Dataset
 
 FILE = Path(__file__).parents[2] / "sample_data" / "digits.h5"
 FIELDS = {"data": Field("data", dtype="float32", scale=1 / 16), "labels": "labels"}
+PARTS = {"train": 0.8, "val": 0.2}
 
 
 class Digits(lightning.LightningModule):
@@ -37,6 +38,11 @@ class Digits(lightning.LightningModule):
             "accuracy", right, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(scores)
         )
         return torch.nn.functional.cross_entropy(scores, batch["labels"])
+
+    def validation_step(self, batch: dict[str, Any], _: int) -> None:
+        """Log the accuracy on images that are held out."""
+        right = (self.model(batch["data"]).argmax(1) == batch["labels"]).float().mean()
+        self.log("val_accuracy", right, sync_dist=True, batch_size=len(batch["labels"]))
 
     def configure_optimizers(self) -> Any:
         """Return the optimizer."""
@@ -60,11 +66,16 @@ def main(epochs: int = 10, **options: Any) -> float:
     torch.manual_seed(0)
     options = {"logger": False, "enable_checkpointing": False, **options}
     trainer = lightning.Trainer(max_epochs=epochs, callbacks=[WatchData()], **options)
-    with H5Dataset(hdf5_path=FILE, fields=FIELDS, batch_size=64, shuffle="full") as dataset:
-        trainer.fit(Digits(), dataset)
-    accuracy = trainer.callback_metrics["accuracy"].item()
+    shared = {"hdf5_path": FILE, "fields": FIELDS, "batch_size": 64}
+    train, val = (Split(name, PARTS, stratify="labels") for name in PARTS)
+    with (
+        H5Dataset(shared, indices=train, shuffle="full") as dataset,
+        H5Dataset(shared, indices=val) as held_out,
+    ):
+        trainer.fit(Digits(), dataset, held_out)
+    accuracy = trainer.callback_metrics["val_accuracy"].item()
     if trainer.is_global_zero:
-        print(f"Lightning: accuracy {accuracy:.2f} in the last of {epochs} epochs")
+        print(f"Lightning: accuracy {accuracy:.2f} on images that were held out")
     return accuracy
 
 

@@ -17,7 +17,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from h5async.deliver.slots import Assignment, SlotRing
+from h5async.deliver.slotrecords import Assignment
+from h5async.deliver.slots import SlotRing
 from h5async.errors import BatchTimeoutError, H5AsyncError, ReaderClosedError
 
 DEADLOCK_SECONDS = 200

@@ -308,7 +308,9 @@ def test_set_epoch_to_the_next_one_keeps_what_is_on_its_way(path, monkeypatch):
     with open_reader(path, prefetch=3) as reader:
         for _ in reader:
             pass
-        monkeypatch.setattr(reader._engine, "jump", lambda *_: pytest.fail("it was dropped"))
+        monkeypatch.setattr(
+            reader._engine.position, "jump", lambda *_: pytest.fail("it was dropped")
+        )
         reader.set_epoch(1)
         assert reader.get_next_batch().epoch == 1
 

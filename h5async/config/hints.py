@@ -1,0 +1,98 @@
+"""Says which option does what somebody expects of a name that is none.
+
+The names are those of other loaders. A hint names the option as it is spelled where the name was
+typed: as a keyword, in a TOML file, or on the command line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+Where = Literal["keyword", "toml", "shell"]
+
+
+class _Hint(NamedTuple):
+    """What to write instead of a name.
+
+    Attributes
+    ----------
+    text
+        A sentence; ``{}`` stands for the option.
+    option, value
+        The option, and an example of its value.
+    """
+
+    text: str
+    option: str
+    value: str | int | float
+
+
+_SELECT = _Hint(
+    "{} says which samples an epoch is made of, and so does a Split", "indices", "1000:"
+)
+_FUNCTION = _Hint("{} is called with the arrays of a whole batch", "postprocess", "module:function")
+_THREADS = _Hint("threads do the work of worker processes, and {} says how many", "num_threads", 8)
+_SCALE = _Hint(
+    "a Field of `fields` has dtype, scale and offset: values are delivered as x * scale + offset;"
+    " what else is to be computed, {} does",
+    "postprocess",
+    "module:function",
+)
+_SCALE_OF_FIELD = _Hint("values are delivered as x * scale + offset: {}", "scale", 0.5)
+_MIX = _Hint(
+    "{} mixes the samples of some chunks, and window_bytes says how many", "shuffle", "window"
+)
+_STEPS = _Hint(
+    "a sample is one row of each field; for several, ask for batches of their rows by"
+    " fetch_data(index), or choose them by {}",
+    "sampler",
+    "...",
+)
+_DRAWN = _Hint("{} draws samples with replacement", "weights", "balanced")
+_SEED = _Hint("{} is all that the order is made from", "seed", 0)
+
+_HINTS: dict[str, tuple[_Hint, ...]] = {
+    name: hints
+    for names, hints in (
+        ("subset split train_size test_size validation_split", (_SELECT,)),
+        ("transform transforms target_transform augment map collate collate_fn", (_FUNCTION,)),
+        ("num_workers n_workers num_proc worker_count", (_THREADS,)),
+        ("normalize normalise mean std", (_SCALE_OF_FIELD, _SCALE)),
+        ("window buffer_size shuffle_buffer", (_MIX,)),
+        ("seq_length sequence_length frame_stack num_steps", (_STEPS,)),
+        ("replacement class_weights sample_weights balanced", (_DRAWN,)),
+        ("generator random_state random_seed", (_SEED,)),
+    )
+    for name in names.split()
+}
+
+
+def hint_for(name: str, known: Sequence[str], where: Where = "keyword") -> str | None:
+    """Return what to write instead of a name, if that is known.
+
+    Parameters
+    ----------
+    name
+        As it was typed.
+    known
+        The options that there are.
+    where
+        Where it was typed.
+    """
+    for hint in _HINTS.get(name.lstrip("-").replace("-", "_").lower(), ()):
+        if hint.option in known:
+            return hint.text.format(_spelled(hint, where))
+    return None
+
+
+def _spelled(hint: _Hint, where: Where) -> str:
+    if hint.option == "sampler":  # an object
+        return "the option sampler"
+    match where:
+        case "shell":
+            return f"--{hint.option.replace('_', '-')} {hint.value}"
+        case "toml":
+            return f"{hint.option} = {json.dumps(hint.value)}"
+    return f"{hint.option}={hint.value!r}"

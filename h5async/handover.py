@@ -1,0 +1,77 @@
+"""Hands batches over to the caller: what the engine has filled enters, `Batch`es leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from h5async.batch import Batch, expire
+from h5async.engine import Engine
+from h5async.fill.records import FillOutcome
+
+
+class Handover:
+    """Makes batches of filled slots, as the options say: on the slot's memory, or copies of it.
+
+    Parameters
+    ----------
+    engine
+        Of the reader.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._held: Batch | None = None  # with debug_lifetimes: the batch that the caller holds
+
+    def batch(self, serial: int, filled: FillOutcome) -> Batch:
+        """Return a batch that was filled well."""
+        engine = self._engine
+        arrays = dict(zip(engine.names, filled.arrays, strict=True))
+        index, device, schedule = filled.index, engine.device, engine.schedule
+        epoch, number, _ = schedule.position(serial)
+        if serial in engine.position.course.given:
+            epoch = number = -1
+        batch = Batch(arrays, index, epoch, number, schedule.is_last(serial), device)
+        if engine.config.copy:
+            return batch.copy()
+        if engine.config.debug_lifetimes:
+            batch = self._held = batch.copy()
+            device.share()
+        return batch
+
+    def expire(self) -> None:
+        """Make uses of a batch after its life visible: fields raise, arrays hold poison."""
+        if self._held is not None:
+            held, self._held = self._held, None
+            self._engine.device.poison(held)
+            expire(held)
+
+
+class Epoch(Iterator[Batch]):
+    """The rest of one epoch; ends where another loop has taken the reader on.
+
+    Batches of given samples that come among its own are part of it.
+
+    Parameters
+    ----------
+    engine
+        Of the reader.
+    epoch
+        The epoch's number.
+    get_next_batch
+        The reader's.
+    """
+
+    def __init__(self, engine: Engine, epoch: int, get_next_batch: Callable[[], Batch]) -> None:
+        self._engine = engine
+        self._place = engine.position.course.place
+        self._epoch = epoch
+        self._get_next_batch = get_next_batch
+
+    def __next__(self) -> Batch:
+        engine = self._engine
+        course, serial = engine.position.course, engine.ring.next_serial
+        if course.place is not self._place or (
+            serial not in course.given and course.schedule.position(serial).epoch != self._epoch
+        ):
+            raise StopIteration
+        return self._get_next_batch()

@@ -1,0 +1,124 @@
+"""`H5Dataset` takes all options of samples, PyTorch's samplers among them."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from itertools import chain
+
+import h5py
+import numpy as np
+import pytest
+from conftest import require_extra
+
+from h5async import ConfigError, Split
+
+torch = require_extra("torch")
+
+from h5async.torch import H5Dataset  # noqa: E402
+
+N = 103
+
+
+@pytest.fixture
+def numbered(tmp_path):
+    """A file of samples that hold their numbers."""
+    found = tmp_path / "numbered.h5"
+    with h5py.File(found, "w") as file:
+        file["data"] = np.arange(N)
+    return found
+
+
+def labels_of(dataset):
+    return [batch["data"].tolist() for batch in dataset]
+
+
+@pytest.mark.parametrize("split", ["random_split", "Subset"])
+def test_splits_of_torch_say_to_use_split(numbered, split):
+    utils = torch.utils.data
+    with H5Dataset(hdf5_path=numbered, labels_field=None, device="cpu") as dataset:
+        if split == "Subset":
+            part = utils.Subset(dataset, [0, 1])
+        else:
+            part, _ = utils.random_split(dataset, [0.5, 0.5])
+        with pytest.raises(ConfigError, match=r"indices=Split\("):
+            part[0]
+        with pytest.raises(ConfigError, match=r"indices=Split\("):
+            next(iter(utils.DataLoader(part, batch_size=None)))
+
+
+def test_the_dataset_takes_the_options_of_samples(numbered):
+    shared = {"hdf5_path": numbered, "labels_field": None, "device": "cpu", "batch_size": 10}
+    parts = {"train": 0.7, "val": 0.3}
+    found = []
+    for name in parts:
+        with H5Dataset(shared, indices=Split(name, parts), shuffle="full") as dataset:
+            again = pickle.loads(pickle.dumps(dataset))
+            found.append(sorted(chain(*labels_of(dataset))))
+            with again:
+                assert sorted(chain(*labels_of(again))) == found[-1]
+    assert sorted(chain(*found)) == list(range(N))
+    with H5Dataset(shared, weights=np.arange(N) == 3, epoch_samples=20, copy=True) as dataset:
+        assert set(chain(*labels_of(dataset))) == {3}
+        assert dataset.reader.read([4]).data.tolist() == [4]
+
+
+def samplers(utils):
+    generator = torch.Generator().manual_seed(3)
+    items = range(N)
+    return {
+        "sequential": utils.SequentialSampler(items),
+        "random": utils.RandomSampler(items, generator=generator),
+        "weighted": utils.WeightedRandomSampler(torch.ones(N), 30, generator=generator),
+        "subset": utils.SubsetRandomSampler([5, 6, 7, 70], generator=generator),
+        "batches": utils.BatchSampler(
+            utils.RandomSampler(items, generator=generator), 7, drop_last=False
+        ),
+        "distributed": utils.DistributedSampler(items, num_replicas=2, rank=1, seed=4),
+    }
+
+
+@pytest.mark.parametrize(
+    "kind", ["sequential", "random", "weighted", "subset", "batches", "distributed"]
+)
+def test_samplers_of_torch(numbered, kind):
+    utils = torch.utils.data
+    model = samplers(utils)[kind]
+    with H5Dataset(
+        hdf5_path=numbered,
+        labels_field=None,
+        sampler=samplers(utils)[kind],
+        batch_size=7,
+        device="cpu",
+    ) as dataset:
+        for epoch in range(3):
+            if kind == "distributed":
+                model.set_epoch(epoch)
+            expected = list(model)
+            if kind == "batches":
+                assert labels_of(dataset) == expected
+            else:
+                assert list(chain(*labels_of(dataset))) == [int(sample) for sample in expected]
+        state = json.loads(json.dumps(dataset.state_dict()))
+        expected = labels_of(dataset)
+    with H5Dataset(
+        hdf5_path=numbered,
+        labels_field=None,
+        sampler=samplers(utils)[kind],
+        batch_size=7,
+        device="cpu",
+    ) as dataset:
+        dataset.load_state_dict(state)
+        assert labels_of(dataset) == expected
+
+
+def test_a_random_sampler_without_a_seed_is_told_when_resumed(numbered):
+    options = {"hdf5_path": numbered, "labels_field": None, "device": "cpu"}
+    sampler = torch.utils.data.RandomSampler(range(N))
+    with H5Dataset(options, sampler=sampler) as dataset:
+        state = dataset.state_dict()
+    with (
+        H5Dataset(options, sampler=sampler) as dataset,
+        pytest.raises(ConfigError, match="draws other samples for epoch 0"),
+    ):
+        dataset.load_state_dict(state)
