@@ -117,6 +117,7 @@ class Core:
         self.free_plan = _function(library, "h5async_free_plan", 1)
         self.next = _function(library, "h5async_next", 2)
         self.do_oldest = _function(library, "h5async_do_oldest", 2)
+        self.spin = _function(library, "h5async_spin", 1, c_int64)
         self.wait = _function(library, "h5async_wait", 1, c_int64, c_int64)
         self.look_up = _function(library, "h5async_look_up", 4, c_int64)
         self._free = _function(library, "h5async_free", 1)

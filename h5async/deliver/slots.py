@@ -205,7 +205,9 @@ class SlotRing(Generic[Result]):
             self.check_open()
             serial = self._consumer.next
             entry = self._entries.get(serial)
-            if entry is None or not self._is_done(serial, entry) or entry.result is None:
+            is_done = entry is not None and self._is_done(serial, entry)
+            self.check_open()  # a signal handler may have closed it meanwhile
+            if entry is None or not is_done or entry.result is None:
                 return None
             return serial, entry.slot, entry.result
 

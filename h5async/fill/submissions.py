@@ -136,14 +136,14 @@ class Submissions(Tickets):
             return FillOutcome(NO_SAMPLES, (), latest.error)
         if self._needs_python:
             return None
-        count = latest.numbers[1]
+        count, slots = latest.numbers[1], self._slots
         try:
             index = self._queue.ready(slot, serial, count)
         except MemoryError as error:
             return FillOutcome(NO_SAMPLES, (), self._out_of_memory(latest.request, error))
-        if index is None:
+        if index is None or not slots:  # or the reader was closed meanwhile
             return None
-        return FillOutcome(index, tuple([out[:count] for out in self._slots[slot].out]))
+        return FillOutcome(index, tuple([out[:count] for out in slots[slot].out]))
 
     def drop(self, slot: int, serial: int) -> bool:
         """Say that nobody wants a batch any more; tell whether its slot may have another one."""

@@ -62,7 +62,7 @@ class Indexer:
         self.last_group = LastGroup()
         self._name = file.filename
         # It is opened again later, from whatever directory is the current one then.
-        self._path = os.path.abspath(self._name)
+        self._path = str(Path(self._name).absolute())  # ("..", behind a link, leads elsewhere)
         self._descriptor = file.id.get_vfd_handle()
         # What is being written in this process may not be in the file yet.
         self._is_writer = bool(file.id.get_intent() & h5py.h5f.ACC_RDWR)

@@ -204,8 +204,8 @@ def _require_ours(status: os.stat_result, owners: frozenset[int]) -> None:
         raise SavedIndexError("it is not a regular file")
     if status.st_uid not in owners:
         raise SavedIndexError(
-            f"it belongs to another user ({status.st_uid}), who could let it name any file; copy"
-            " it, if you trust that user"
+            f"it belongs to another user ({status.st_uid}), who could let it name any file; make"
+            " one of your own (h5async index)"
         )
     if status.st_mode & stat.S_IWOTH:
         raise SavedIndexError("every user may write to it; take that right away (chmod o-w)")

@@ -116,7 +116,7 @@ def write_index(
             absent[number] = sorted(file.consulted.absent)
     header = writer.header()
     folder = f"{path.absolute().parent}{os.sep}"
-    header["files"] = [[name.removeprefix(folder), *stamp] for name, *stamp in header["files"]]
+    header["files"] = [[_below(name, folder), *stamp] for name, *stamp in header["files"]]
     several = [file.consulted for file in files]
     header.update(
         key=key,
@@ -134,6 +134,12 @@ def write_index(
     arrays["entries"] = [np.array(entries, np.int64).reshape(-1, 3)]
     mode = 0o600 if is_entry else 0o644
     write_saved(path, header, arrays, mode=mode, is_lasting=not is_entry)
+
+
+def _below(name: str, folder: str) -> str:
+    """Return the name of a file relative to a folder that it lies below; else as it is."""
+    rest = name.removeprefix(folder)
+    return name if ".." in rest.split(os.sep) else rest
 
 
 def _unseen(files: Sequence[IndexedFile], writer: LayoutWriter) -> list[int]:
@@ -192,7 +198,7 @@ class SavedIndex:
     def __init__(self, path: Path, *, owners: Sequence[int], may_map: bool) -> None:
         header, arrays = read_saved(path, owners=owners, may_map=may_map)
         try:
-            folder = os.path.realpath(path.parent)
+            folder = os.path.dirname(os.path.realpath(path))
             self._files = [_file(found, folder) for found in header["files"]]
             self.key = text(header["key"])
             self._header = header
@@ -202,6 +208,7 @@ class SavedIndex:
             self._absent = {int(n): [*map(text, found)] for n, found in header["absent"].items()}
             self._at_opening = [self._number(n) for n in header["at_opening"]]
             self._variables = dict(header["variables"])
+            self._allow_missing = bool(header["allow_missing"])
             self._allow_external = [text(root) for root in header["allow_external"]]
             for number in (n for found in self._needs.values() for n in found):
                 self._number(number)
@@ -351,13 +358,13 @@ class NamedIndex(SavedIndex):
 
     def _find_devices(self) -> None:
         """Give devices the numbers of this machine: those of network file systems differ."""
-        first: dict[int, str] = {}
-        for name, stamp in self._files:
-            first.setdefault(stamp.device, name)
         here: dict[int, int] = {}
-        for device, name in first.items():
-            with suppressing(OSError):
-                here[device] = os.stat(name).st_dev
+        for name, stamp in self._files:
+            if stamp.device not in here:
+                with suppressing(OSError, ValueError):
+                    found = os.stat(name)
+                    if found.st_ino == stamp.inode:
+                        here[stamp.device] = found.st_dev
         for number, (name, stamp) in enumerate(self._files):
             device = here.get(stamp.device, stamp.device)
             if device != stamp.device:
@@ -371,7 +378,7 @@ class NamedIndex(SavedIndex):
                     f"{self._path} was made with allow_external={self._allow_external!r}; if you"
                     " trust its files, give the reader the same"
                 )
-        if self._header["allow_missing"] and not reach.missing_is_fill:
+        if self._allow_missing and not reach.missing_is_fill:
             raise ConfigError(
                 f"{self._path} was made with allow_missing=True: what is missing of its virtual"
                 " datasets has their fill value; give the reader the same"
@@ -406,4 +413,6 @@ def _file(found: Sequence[Any], folder: str) -> tuple[str, FileStamp]:
     name, *stamp = found
     if not all(type(n) is int for n in stamp):
         raise TypeError("a file has no stamp")
-    return os.path.join(folder, text(name)), FileStamp(*stamp)
+    if not os.fsencode(text(name)) or "\0" in name:
+        raise ValueError("a file has no name")
+    return os.path.join(folder, name), FileStamp(*stamp)

@@ -167,8 +167,9 @@ class BatchQueue:
         numpy.ndarray
             int64 (count,), a new array; None while it is read, or something is left to Python.
         """
+        samples = self._samples  # none, where the reader was closed meanwhile
         at = self._core.ready_at(self._queue, slot, serial)
-        return None if at < 0 else self._samples[slot][at : at + count].copy()
+        return None if at < 0 or not samples else samples[slot][at : at + count].copy()
 
     def events(self) -> int:
         """Return the number of events so far: batches that became ready, and calls of `wake`."""
@@ -182,6 +183,8 @@ class BatchQueue:
         bool
             Whether it returns another one.
         """
+        if self._core.spin(self._queue, seen):
+            return True
         timeout_ns = -1 if seconds is None else int(min(seconds, 1e9) * 1e9)
         return bool(self._core.wait(self._queue, seen, timeout_ns))
 

@@ -127,13 +127,18 @@ PUBLIC int64_t h5async_events(Queue *queue)
     return (int64_t)atomic_load(&queue->events);
 }
 
+/* Look for another count of events than `seen` for a moment, where batches come quickly. Not a part of
+   h5async_wait: a signal that came meanwhile would not end that. */
+PUBLIC int64_t h5async_spin(Queue *queue, int64_t seen)
+{
+    spin(queue, &queue->events, (uint32_t)seen);
+    return atomic_load(&queue->events) != (uint32_t)seen;
+}
+
 /* Wait until the count of events is not `seen` any more, at most so many nanoseconds (below 0:
    without end), or until a signal comes. */
 PUBLIC int64_t h5async_wait(Queue *queue, int64_t seen, int64_t timeout_ns)
 {
-    spin(queue, &queue->events, (uint32_t)seen);
-    if (atomic_load(&queue->events) != (uint32_t)seen)
-        return 1;
     atomic_fetch_add(&queue->consumers, 1);
 #if defined(SYS_futex)
     struct timespec timeout = {.tv_sec = timeout_ns / 1000000000, .tv_nsec = timeout_ns % 1000000000};
@@ -389,7 +394,7 @@ static void wait_for_work(Queue *queue)
         uint32_t offers = atomic_load(&queue->offers) - seen;
         if (offers > 1 && queue->num_idle) /* nobody was woken for them */
             pthread_cond_signal(&queue->work);
-        if (offers)
+        if (offers || next_job(queue) != NULL) /* who offers ranges of a batch counts none */
             return;
     }
     queue->num_idle++;
