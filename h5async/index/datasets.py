@@ -7,7 +7,6 @@ ends in a `fallback_reason`, and `read/fallback.py` then reads the dataset throu
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

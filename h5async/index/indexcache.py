@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import stat
 import time
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,7 @@ from h5async.system.interruptions import suppressing
 MOST_NBYTES = 1 << 30  # of all entries in the folder
 LEAST_SECONDS = 0.02  # that indexing takes; what is quicker is not kept
 _TOUCHED_SECONDS = 86400  # an entry is marked as used so often at most
+_NAME = rf"[0-9a-f]{{32}}\{INDEX_SUFFIX}"  # of an entry: a key, as `_key` makes it
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -89,7 +91,7 @@ def clear_cache(folder: Path) -> tuple[int, int]:
     entries = _entries(folder)
     for entry in entries:
         os.unlink(entry.path)
-    remove_unfinished(folder, ".")
+    remove_unfinished(folder, _NAME)
     return len(entries), sum(entry.nbytes for entry in entries)
 
 
@@ -214,7 +216,7 @@ class _Entry(IndexCache):
             if _is_ours(folder) and self._has_settled():
                 write_index(self._path, self._all(), self._reach, key=self._key, is_entry=True)
                 _remove_oldest(folder, MOST_NBYTES)
-                remove_unfinished(folder, ".")
+                remove_unfinished(folder, _NAME)
 
     def _is_complete(self) -> bool:
         return all(n in self._new or n in self._found for n in range(len(self._files)))
@@ -236,7 +238,13 @@ class _GivenFile(IndexCache):
             raise ReadError(
                 f"index_cache={str(self._path)!r} cannot be read: {error.strerror or error}"
             ) from error
-        return index if index.key == self._key and index.paths == self._files else None
+        if index.paths != self._files or not index.key:
+            what = "was written by h5async index" if not index.key else "is of other files"
+            raise ReadError(
+                f"index_cache={str(self._path)!r} {what}, and would be overwritten; name another"
+                f" file, or, to read its files, hdf5_path={str(self._path)!r}"
+            )
+        return index if index.key == self._key else None
 
     def _give_up(self, error: SavedIndexError) -> NoReturn:
         kind = "remove it" if is_saved_index(self._path) else "name another file"
@@ -277,7 +285,8 @@ def _entries(folder: Path) -> list[_EntryFile]:
     found = []
     with suppressing(FileNotFoundError):
         for entry in os.scandir(folder):
-            if entry.name.endswith(INDEX_SUFFIX) and not entry.name.startswith("."):
+            # In a folder that the user has named, other files are the user's.
+            if re.fullmatch(_NAME, entry.name) and entry.is_file(follow_symlinks=False):
                 with suppressing(FileNotFoundError):  # another process may remove it, too
                     found.append(_EntryFile(entry.path, entry.stat(follow_symlinks=False)))
     return found

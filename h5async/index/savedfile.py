@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import stat
 import struct
 import time
@@ -122,7 +123,7 @@ def _digest_nbytes() -> int:
 
 def _replace(path: Path, blocks: Iterable[Any], mode: int, is_lasting: bool) -> None:
     """Write a file beside a path, and move it there."""
-    remove_unfinished(path.parent, f".{path.name}.")
+    remove_unfinished(path.parent, re.escape(path.name))
     beside = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
     try:
         with open(beside, "xb", buffering=0) as file:
@@ -151,11 +152,15 @@ def _umask() -> int:
     return 0o077  # it cannot be asked for without being changed, for other threads, too
 
 
-def remove_unfinished(folder: Path, prefix: str) -> None:
-    """Remove files that a writer began long ago, and did not finish: it was killed."""
+def remove_unfinished(folder: Path, names: str) -> None:
+    """Remove files that a writer began long ago, and did not finish: it was killed.
+
+    Only those of saved indices whose names match the regular expression `names`.
+    """
+    begun = re.compile(rf"\.{names}\.[0-9a-f]{{16}}\.tmp")
     with suppressing(OSError):
         for entry in os.scandir(folder):
-            if not (entry.name.startswith(prefix) and entry.name.endswith(".tmp")):
+            if not begun.fullmatch(entry.name):
                 continue
             if time.time() - entry.stat(follow_symlinks=False).st_mtime > _LEFT_SECONDS:
                 os.unlink(entry.path)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from h5async.config import Field
-from h5async.errors import ConfigError, ReadError, UnsafeFileError
+from h5async.errors import ConfigError, ReadError
 from h5async.index.consulted import Consulted
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
@@ -127,7 +127,6 @@ def write_index(
         at_opening=_unseen(files, writer),
         variables={name: value for one in several for name, value in one.variables.items()},
         folder=next((one.folder for one in several if one.folder is not None), None),
-        allow_external=[str(root.absolute()) for root in reach.roots],
         allow_missing=reach.missing_is_fill,
     )
     arrays = writer.arrays()
@@ -209,7 +208,6 @@ class SavedIndex:
             self._at_opening = [self._number(n) for n in header["at_opening"]]
             self._variables = dict(header["variables"])
             self._allow_missing = bool(header["allow_missing"])
-            self._allow_external = [text(root) for root in header["allow_external"]]
             for number in (n for found in self._needs.values() for n in found):
                 self._number(number)
             self._arrays = arrays
@@ -371,13 +369,15 @@ class NamedIndex(SavedIndex):
                 self._files[number] = name, stamp._replace(device=device)
 
     def _require_permitted(self, reach: Reach) -> None:
-        roots = [root.absolute() for root in reach.roots]
-        for name in self._allow_external:
-            if not any(Path(name).is_relative_to(root) for root in roots):
-                raise UnsafeFileError(
-                    f"{self._path} was made with allow_external={self._allow_external!r}; if you"
-                    " trust its files, give the reader the same"
-                )
+        """Check that no file refers to others which it may not refer to; links are followed."""
+        primary = set(self._primary)
+        for number, others in self._needs.items():
+            holder = Path(self.paths[number])
+            for other in set(others) - primary:
+                reach.permitted(Path(self._files[other][0]), holder, f"{self._path}: {holder}")
+        known = primary.union(*self._needs.values())
+        if len(known) < len(self._files):
+            raise self._not_usable(SavedIndexError("it names a file that no other refers to"))
         if self._allow_missing and not reach.missing_is_fill:
             raise ConfigError(
                 f"{self._path} was made with allow_missing=True: what is missing of its virtual"

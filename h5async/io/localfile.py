@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -75,11 +76,13 @@ class LocalFile:
         self._map: FileMap | None = None
         try:
             # A file object, which is closed even where Ctrl-C interrupts before it is kept.
-            self._file = open(path if descriptor is None else descriptor, "rb", buffering=0)
+            name = path if descriptor is None else descriptor
+            self._file = open(name, "rb", buffering=0, opener=_without_waiting)
             self.descriptor = self._file.fileno()
         except OSError as error:
             raise ReadError(f"cannot open {path}: {error.strerror}") from error
-        if FileStamp.of(self.descriptor).file_id != expected.file_id:
+        is_file = stat.S_ISREG(os.fstat(self.descriptor).st_mode)
+        if not is_file or FileStamp.of(self.descriptor).file_id != expected.file_id:
             self.close()
             raise replaced(path)
         self.has_swmr_writer = has_swmr_writer(self.descriptor)
@@ -228,6 +231,11 @@ class LocalFile:
             self._map = None
             return
         self.map_address, self.map_nbytes = self._map.address, self._map.nbytes
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Open a file; a pipe, whose writer may never come, too."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _skip(buffers: list[memoryview], count: int) -> list[memoryview]:

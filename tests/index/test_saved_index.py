@@ -467,7 +467,7 @@ def test_the_oldest_entries_make_way(tmp_path, cache, monkeypatch):
 def test_what_a_killed_writer_left_is_removed_later(tmp_path, cache):
     path = make(tmp_path / "a.h5")
     cache.mkdir(parents=True, mode=0o700)
-    left, recent = cache / ".x.h5idx.1.tmp", cache / ".y.h5idx.2.tmp"
+    left, recent = (cache / f".{name * 32}.h5idx.{'1' * 16}.tmp" for name in "ab")
     for file in (left, recent):
         file.write_bytes(b"half")
     os.utime(left, (1000, 1000))
@@ -751,8 +751,6 @@ def test_external_storage_is_found_from_the_current_directory(tmp_path, cache, m
             assert found[0, 0] == 1000 * number
     index = save(tmp_path, tmp_path / "a.h5", fields={"data": Field("data")}, roots=(tmp_path,))
     assert np.array_equal(rows_of(index, **options), found)
-    with pytest.raises(UnsafeFileError, match="allow_external"):
-        rows_of(index)
     np.arange(30, dtype="i4")[::-1].tofile(tmp_path / "0" / "values.bin")
     assert rows_of(tmp_path / "a.h5", **options)[0, 0] == 29
 
@@ -843,8 +841,53 @@ def test_a_given_file_follows_its_files(tmp_path, monkeypatch):
     for _ in range(2):
         assert np.array_equal(rows_of(*paths, index_cache=index), joined(*paths))
     assert indexed == ["0.h5", "1.h5", "0.h5"]
-    assert np.array_equal(rows_of(paths[1], index_cache=index), truth(paths[1]))
-    assert np.array_equal(rows_of(index), truth(paths[1]))
+    with pytest.raises(ReadError, match="is of other files, and would be overwritten"):
+        rows_of(paths[1], index_cache=index)
+    assert np.array_equal(rows_of(index), joined(*paths))
+    saved = save(tmp_path, *paths, fields={"data": Field("data")})
+    with pytest.raises(ReadError, match="written by h5async index, and would be overwritten"):
+        rows_of(*paths, index_cache=saved)
+
+
+def test_in_a_folder_that_is_given_other_files_are_left_alone(tmp_path, everything_is_kept):
+    path, folder = make(tmp_path / "a.h5"), tmp_path / "folder"
+    folder.mkdir()
+    others = [folder / ".mine.tmp", folder / "train.h5idx", folder / ".train.h5idx.1.tmp"]
+    for file in others:
+        file.write_bytes(b"mine")
+        os.utime(file, (1000, 1000))
+    rows_of(path, index_cache=folder)
+    assert all(file.exists() for file in others)
+
+
+@pytest.mark.parametrize("name", ["../data/a.h5", "link/../a.h5"])
+def test_a_path_that_goes_up(tmp_path, everything_is_kept, monkeypatch, name):
+    for folder in ("data", "here", "far/away"):
+        (tmp_path / folder).mkdir(parents=True)
+    make(tmp_path / "data" / "a.h5", 7)
+    make(tmp_path / "far" / "a.h5", 9)
+    (tmp_path / "here" / "link").symlink_to(tmp_path / "far" / "away")
+    monkeypatch.chdir(tmp_path / "here")
+    for _ in range(2):
+        assert np.array_equal(rows_of(Path(name)), truth(Path(name)))
+    index = save(tmp_path / "here", Path(name).absolute(), fields={"data": Field("data")})
+    assert np.array_equal(rows_of(index), truth(Path(name)))
+
+
+def test_an_index_does_not_get_round_allow_external(tmp_path):
+    for folder in ("data", "outside"):
+        (tmp_path / folder).mkdir()
+    other, path = make(tmp_path / "outside" / "o.h5"), tmp_path / "data" / "v.h5"
+    values = truth(other)
+    layout = h5py.VirtualLayout(values.shape, values.dtype)
+    layout[...] = h5py.VirtualSource(str(other), "data", values.shape)
+    with h5py.File(path, "w") as file:
+        file.create_virtual_dataset("data", layout)
+    fields = {"data": Field("data")}
+    index = save(tmp_path / "data", path, fields=fields, roots=(tmp_path / "outside",))
+    assert np.array_equal(rows_of(index, allow_external=[tmp_path]), values)
+    with pytest.raises(UnsafeFileError, match="allow_external"):
+        rows_of(index)
 
 
 def test_a_folder_may_be_given(tmp_path, everything_is_kept, monkeypatch):

@@ -88,11 +88,11 @@ static int open_source(const Sources *all, Source *opened)
 {
     struct stat status;
     opened->map = NULL;
-    opened->fd = open(opened->path, O_RDONLY | O_CLOEXEC);
+    opened->fd = open(opened->path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* nothing comes of a pipe */
     if (opened->fd < 0)
         return 0;
     opened->is_open = 1;
-    if (fstat(opened->fd, &status) != 0 || !is_same_file(opened, &status)) {
+    if (fstat(opened->fd, &status) != 0 || !S_ISREG(status.st_mode) || !is_same_file(opened, &status)) {
         close_source(opened);
         return 0;
     }
