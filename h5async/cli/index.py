@@ -60,7 +60,8 @@ def index(
     config = _config(files, typed)
     paths = matching_files(list(map(Path, files)))
     reach = Reach(config.allow_external, config.allow_missing, mapping_mode(config.io))
-    found = list(_indexed(paths, config, reach))
+    left_out: list[str] = []
+    found = list(_indexed(paths, config, reach, left_out))
     datasets = sum(len(file.layouts) for file in found)
     try:
         write_index(path, found, reach)
@@ -70,6 +71,9 @@ def index(
         raise H5AsyncError(f"cannot write {path}: {error.strerror or error}") from error
     nbytes = decimal(path.stat().st_size)
     typer.echo(f"{safe(path)}: {len(found):,} files, {datasets:,} datasets, {nbytes}")
+    if left_out:
+        more = f", and {len(left_out) - 1:,} more" if len(left_out) > 1 else ""
+        typer.echo(f"left out, because no reader can read it: {safe(left_out[0])}{more}", err=True)
 
 
 def _config(files: Sequence[str], typed: dict[str, Any]) -> ReaderConfig:
@@ -84,15 +88,17 @@ def _config(files: Sequence[str], typed: dict[str, Any]) -> ReaderConfig:
     return ReaderConfig.load({"hdf5_path": list(files), "num_dim": num_dim}, **given)
 
 
-def _indexed(paths: Sequence[Path], config: ReaderConfig, reach: Reach) -> Iterator[IndexedFile]:
-    """Yield what is learnt of each file."""
+def _indexed(
+    paths: Sequence[Path], config: ReaderConfig, reach: Reach, left_out: list[str]
+) -> Iterator[IndexedFile]:
+    """Yield what is learnt of each file; add what has no layout, and why, to `left_out`."""
     shown = perf_counter() + _PATIENCE_SECONDS
     progress = _progress()
     task = progress.add_task("files", total=len(paths))
     try:
         for path in paths:
             consulted = Consulted()
-            layouts = _layouts(path, config, replace(reach, consulted=consulted))
+            layouts = _layouts(path, config, replace(reach, consulted=consulted), left_out)
             yield IndexedFile(str(path.absolute()), layouts, consulted)
             progress.advance(task)
             if perf_counter() > shown:
@@ -103,16 +109,20 @@ def _indexed(paths: Sequence[Path], config: ReaderConfig, reach: Reach) -> Itera
         progress.stop()
 
 
-def _layouts(path: Path, config: ReaderConfig, reach: Reach) -> dict[Wanted, DatasetLayout]:
+def _layouts(
+    path: Path, config: ReaderConfig, reach: Reach, left_out: list[str]
+) -> dict[Wanted, DatasetLayout]:
     """Return the layouts of the fields that were typed, or of all datasets that can be read."""
     if config.fields is not None:
         found = read_layouts(path, config.fields, reach)
         return {Wanted.of(field): found[name] for name, field in config.fields.items()}
-    return {
-        Wanted.at(name, config.num_dim): layout
-        for name, layout in list_layouts(path, reach, config.num_dim)
-        if isinstance(layout, DatasetLayout)
-    }
+    layouts = {}
+    for name, layout in list_layouts(path, reach, config.num_dim):
+        if isinstance(layout, DatasetLayout):
+            layouts[Wanted.at(name, config.num_dim)] = layout
+        else:
+            left_out.append(str(layout))
+    return layouts
 
 
 def _progress() -> Progress:
