@@ -61,15 +61,20 @@ class Selection:
             return self.numbers[positions]
         return positions if self.is_prefix else self.start + self.step * positions
 
-    @functools.cached_property
+    @property
     def ascending(self) -> Selection:
         """The same samples in ascending order."""
+        return self if self._sorted is None else self._sorted
+
+    @functools.cached_property
+    def _sorted(self) -> Selection | None:
+        """The same in ascending order; None: they are in it. (One that held itself would stay.)"""
         if self.numbers is not None:
             if (self.numbers[1:] >= self.numbers[:-1]).all():
-                return self
+                return None
             return Selection.of_numbers(np.sort(self.numbers))
         if self.step > 0:
-            return self
+            return None
         return Selection(self.start + self.step * (self.size - 1), -self.step, self.size)
 
     def positions(self, samples: Int64s) -> Int64s:
