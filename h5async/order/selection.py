@@ -68,7 +68,7 @@ class Selection:
 
     @functools.cached_property
     def _sorted(self) -> Selection | None:
-        """The same in ascending order; None: they are in it. (One that held itself would stay.)"""
+        """The same in ascending order; None, and not itself, where they are in it."""
         if self.numbers is not None:
             if (self.numbers[1:] >= self.numbers[:-1]).all():
                 return None
