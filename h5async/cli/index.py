@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from time import perf_counter
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from h5async import ConfigError, H5AsyncError, ReaderConfig
 from h5async.cli.options import takes_options
+from h5async.cli.progress import opening
 from h5async.cli.text import safe
 from h5async.config.files import INDEX_SUFFIX, matching_files
 from h5async.core.binding import mapping_mode
+from h5async.fill.progress import on_indexed
 from h5async.index.consulted import Consulted
 from h5async.index.indexcache import cache_folder, clear_cache
 from h5async.index.layout import DatasetLayout
@@ -25,9 +24,6 @@ from h5async.index.links import Reach
 from h5async.index.metadata import list_layouts, read_layouts
 from h5async.index.portable import NotPortableError
 from h5async.index.savedindex import IndexedFile, Wanted, write_index
-
-_PATIENCE_SECONDS = 2.0  # after which a progress bar is shown
-_REFRESH_SECONDS = 0.1
 
 _Files = Annotated[
     list[str] | None, typer.Argument(metavar="FILES...", help="HDF5 files, or globs.")
@@ -61,7 +57,8 @@ def index(
     paths = matching_files(list(map(Path, files)))
     reach = Reach(config.allow_external, config.allow_missing, mapping_mode(config.io))
     left_out: list[str] = []
-    found = list(_indexed(paths, config, reach, left_out))
+    with opening():
+        found = list(_indexed(paths, config, reach, left_out))
     datasets = sum(len(file.layouts) for file in found)
     try:
         write_index(path, found, reach)
@@ -92,21 +89,13 @@ def _indexed(
     paths: Sequence[Path], config: ReaderConfig, reach: Reach, left_out: list[str]
 ) -> Iterator[IndexedFile]:
     """Yield what is learnt of each file; add what has no layout, and why, to `left_out`."""
-    shown = perf_counter() + _PATIENCE_SECONDS
-    progress = _progress()
-    task = progress.add_task("files", total=len(paths))
-    try:
-        for path in paths:
-            consulted = Consulted()
-            layouts = _layouts(path, config, replace(reach, consulted=consulted), left_out)
-            yield IndexedFile(str(path.absolute()), layouts, consulted)
-            progress.advance(task)
-            if perf_counter() > shown:
-                progress.start()
-                progress.refresh()
-                shown = perf_counter() + _REFRESH_SECONDS
-    finally:
-        progress.stop()
+    tell = on_indexed.get()
+    for number, path in enumerate(paths, 1):
+        consulted = Consulted()
+        layouts = _layouts(path, config, replace(reach, consulted=consulted), left_out)
+        yield IndexedFile(str(path.absolute()), layouts, consulted)
+        if tell is not None:
+            tell(number, len(paths))
 
 
 def _layouts(
@@ -123,23 +112,6 @@ def _layouts(
         else:
             left_out.append(str(layout))
     return layouts
-
-
-def _progress() -> Progress:
-    """Return a progress bar for stderr, which is not shown yet, and only on a terminal."""
-    console = Console(stderr=True)
-    return Progress(
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.description}"),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-        auto_refresh=False,
-        transient=True,
-        redirect_stdout=False,
-        redirect_stderr=False,
-    )
 
 
 def _clear() -> None:

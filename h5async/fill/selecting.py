@@ -144,11 +144,8 @@ class Selecting:
         found, first = [], 0
         for file, count in self._files():
             array = self._read("indices", file, path, count)
-            if array.dtype.kind == "b" and array.size != count:
-                raise DatasetError(
-                    f'{file}: dataset "{path}" must have a value for each of the {count:,} samples'
-                    f" of the file, and has {array.size:,}"
-                )
+            if array.dtype.kind == "b":
+                _check_length(array, file, path, count)
             if array.dtype.kind not in "biu":
                 raise DatasetError(
                     f'{file}: dataset "{path}" must hold integers or bools, found {array.dtype}'
@@ -227,18 +224,20 @@ class Selecting:
     def _of_files(self, weights: Mapping[str, float], samples: Int64s) -> NDArray[np.float64]:
         """Return weights such that each file is drawn from as often as its own weight says."""
         given = {Path(file).resolve(): weight for file, weight in weights.items()}
-        files = [file.resolve() for file, _ in self._files()]
+        numbers = {file: number for number, file in enumerate(given)}
+        several = self._files()
+        files = [file.resolve() for file, _ in several]
         for file in files:
-            if file not in given:
+            if file not in numbers:
                 raise ConfigError(f"weights: no weight is given for {file}")
+        read = set(files)
         for file in given:
-            if file not in files:
+            if file not in read:
                 raise ConfigError(f"weights: {file} is none of the files that are read")
-        names = list(given)
-        which = np.array([names.index(file) for file in files])  # one file may come twice
-        ends = np.cumsum([count for _, count in self._files()])
+        which = np.array([numbers[file] for file in files])  # one file may come twice
+        ends = np.cumsum([count for _, count in several])
         chosen = which[np.searchsorted(ends, samples, side="right")]
-        counts = np.bincount(chosen, minlength=len(names))
+        counts = np.bincount(chosen, minlength=len(given))
         each = np.array(list(given.values()), np.float64) / np.maximum(counts, 1)
         return np.asarray(each[chosen])
 
@@ -257,11 +256,7 @@ class Selecting:
         found = []
         for file, count in self._files():
             array = self._read(option, file, path, count)
-            if array.size != count:
-                raise DatasetError(
-                    f'{file}: dataset "{path}" must have a value for each of the {count:,} samples'
-                    f" of the file, and has {array.size:,}"
-                )
+            _check_length(array, file, path, count)
             found.append(array)
         return np.concatenate(found)
 
@@ -281,6 +276,14 @@ class Selecting:
             return [(Path(file), count) for file, count in several]
         counts = [count for _, count in several]
         return list(zip(self._config.files, counts, strict=True))
+
+
+def _check_length(array: NDArray[Any], file: Path, path: str, count: int) -> None:
+    if array.size != count:
+        raise DatasetError(
+            f'{file}: dataset "{path}" must have a value for each of the {count:,} samples of the'
+            f" file, and has {array.size:,}"
+        )
 
 
 def sample_numbers(index: ArrayLike, count: int, where: str) -> Int64s:
