@@ -3,7 +3,7 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from h5async.batch import Batch
-from h5async.config import Field, ReaderConfig, Split
+from h5async.config import Field, ReaderConfig, Sequences, Split
 from h5async.errors import (
     BatchExpiredError,
     BatchTimeoutError,
@@ -43,6 +43,7 @@ __all__ = [
     "ReaderClosedError",
     "ReaderConfig",
     "ReaderStats",
+    "Sequences",
     "Split",
     "UnsafeFileError",
     "__version__",

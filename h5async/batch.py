@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from h5async.deliver.device import Device
 from h5async.errors import BatchExpiredError, taking_memory
+from h5async.order.sequences import SequenceTable
 
 
 class Batch(Sequence[Any]):
@@ -33,7 +34,7 @@ class Batch(Sequence[Any]):
         Samples in the batch; the last one of an epoch may be short.
     """
 
-    __slots__ = ("_arrays", "_device", "epoch", "index", "last", "number", "size")
+    __slots__ = ("_arrays", "_device", "_sequences", "epoch", "index", "last", "number", "size")
 
     index: NDArray[np.int64]  # type: ignore[assignment]  # (a sequence's method of that name)
 
@@ -45,14 +46,26 @@ class Batch(Sequence[Any]):
         number: int,
         last: bool,
         device: Device | None = None,
+        sequences: SequenceTable | None = None,
     ) -> None:
         self._device = device
+        self._sequences = sequences
         self._arrays = arrays
         self.index = index
         self.epoch = epoch
         self.number = number
         self.last = last
         self.size: int = index.size
+
+    @property
+    def sequence(self) -> NDArray[np.int64]:
+        """In which sequence each sample lies: int64 (size,), counted from 0 over all files."""
+        return self.index * 0 if self._sequences is None else self._sequences.numbers(self.index)
+
+    @property
+    def step(self) -> NDArray[np.int64]:
+        """Which row of its sequence each sample is: int64 (size,)."""
+        return self.index if self._sequences is None else self._sequences.steps(self.index)
 
     def __len__(self) -> int:
         """Return the number of fields."""
@@ -93,7 +106,8 @@ class Batch(Sequence[Any]):
             what = f"a copy of batch {self.number} of epoch {self.epoch}"
             with taking_memory(what, "keep fewer batches, or make batch_size smaller"):
                 arrays = {name: array.copy() for name, array in self._arrays.items()}
-        return Batch(arrays, self.index, self.epoch, self.number, self.last, self._device)
+        epoch, number, last = self.epoch, self.number, self.last
+        return Batch(arrays, self.index, epoch, number, last, self._device, self._sequences)
 
 
 class _ExpiredArrays(dict[str, Any]):

@@ -105,7 +105,9 @@ class Engine:
         config, fields = self.config, self.config.batch_fields
         self.layouts = layouts
         transforms = {name: row_transform(fields[name], layouts[name]) for name in fields}
-        samplings = Samplings(config, layouts, None if helper is None else helper.chosen)
+        samplings = self.samplings = Samplings(
+            config, layouts, None if helper is None else helper.chosen
+        )
         self.num_samples = samplings.selection.size
         self.device = find_device(config.device, config.pin_memory)
         rows = min(config.batch_size, max(1, samplings.epoch_samples))

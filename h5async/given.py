@@ -58,6 +58,7 @@ class GivenSamples:
         found = sample_numbers(index, self._num_samples, f"{what}: {self._config.hdf5_path}")
         if not found.size:
             raise ConfigError(f"{what}: give at least one sample number, found none")
+        self._samplings.check(found, f"{what}: {self._config.hdf5_path}")
         return found
 
     def batch(self, index: ArrayLike) -> NDArray[np.int64]:

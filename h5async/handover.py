@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from h5async.batch import Batch, expire
 from h5async.engine import Engine
@@ -20,23 +24,50 @@ class Handover:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        fields = engine.config.batch_fields.values()
+        # The names of masks, and which rows of each sample they are of.
+        self._masks = [
+            (field.pad_mask, steps)
+            for field, steps in zip(fields, engine.samplings.steps, strict=True)
+            if steps is not None and field.pad_mask is not None
+        ]
         self._held: Batch | None = None  # with debug_lifetimes: the batch that the caller holds
 
     def batch(self, serial: int, filled: FillOutcome) -> Batch:
         """Return a batch that was filled well."""
         engine = self._engine
-        arrays = dict(zip(engine.names, filled.arrays, strict=True))
-        index, device, schedule = filled.index, engine.device, engine.schedule
+        device, schedule = engine.device, engine.schedule
         epoch, number, _ = schedule.position(serial)
         if serial in engine.position.course.given:
             epoch = number = -1
-        batch = Batch(arrays, index, epoch, number, schedule.is_last(serial), device)
+        batch = self._batch(filled.arrays, filled.index, epoch, number, schedule.is_last(serial))
         if engine.config.copy:
             return batch.copy()
         if engine.config.debug_lifetimes:
             batch = self._held = batch.copy()
             device.share()
         return batch
+
+    def given(self, samples: NDArray[np.int64], arrays: tuple[Any, ...]) -> Batch:
+        """Return a batch of no epoch, of arrays that last."""
+        return self._batch(arrays, samples, -1, -1, False)
+
+    def _batch(
+        self,
+        several: tuple[Any, ...],
+        index: NDArray[np.int64],
+        epoch: int,
+        number: int,
+        last: bool,
+    ) -> Batch:
+        engine = self._engine
+        arrays = dict(zip(engine.names, several, strict=True))
+        if self._masks:
+            masks = tuple([steps.are_there(index) for _, steps in self._masks])
+            names = [name for name, _ in self._masks]
+            arrays |= zip(names, engine.device.owned(masks), strict=True)
+        sequences = engine.samplings.sequences
+        return Batch(arrays, index, epoch, number, last, engine.device, sequences)
 
     def expire(self) -> None:
         """Make uses of a batch after its life visible: fields raise, arrays hold poison."""

@@ -226,8 +226,7 @@ class AsyncReader:
         engine = self._engine
         engine.check_open()
         samples = engine.given.checked(index)
-        arrays = dict(zip(engine.names, engine.read(samples), strict=True))
-        return Batch(arrays, samples, -1, -1, False, engine.device)
+        return self._handover.given(samples, engine.read(samples))
 
     def __iter__(self) -> Iterator[Batch]:
         """Begin the next epoch, the first one of which no batch was taken yet.

@@ -24,7 +24,7 @@ _CONFIG = typer.Option(metavar="TOML", help="File of options; those typed here w
 _NO_LABELS = typer.Option("--no-labels", help="Read no labels.")
 
 _OBJECTS = ("sampler",)  # which cannot be typed
-_TABLES = ("indices", "weights")  # which may be typed as one of TOML
+_TABLES = ("indices", "weights", "sequences")  # which may be typed as one of TOML
 
 Command = TypeVar("Command", bound=Callable[..., None])
 

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, SupportsIndex
+from typing import Annotated, Any, Literal, SupportsIndex
 
 import numpy as np
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from h5async.config.frozen import REQUIRED, Frozen, documented, option
-from h5async.config.values import Dimensions, DType, Int, Name, Number, shown
+from h5async.config.values import (
+    Dimensions,
+    DType,
+    Name,
+    Number,
+    SampleDimension,
+    Steps,
+    shown,
+)
 from h5async.errors import ConfigError
 
 _NOT_GIVEN: Any = object()
-_RESERVED_NAMES = frozenset({"copy", "count", "epoch", "index", "keys", "last", "number", "size"})
+_RESERVED_NAMES = frozenset(
+    {"copy", "count", "epoch", "index", "keys", "last", "number", "sequence", "size", "step"}
+)
 
 
 @documented
@@ -32,8 +42,10 @@ class Field(Frozen):
     """
 
     path: Name = option(REQUIRED, "Path of the dataset in the HDF5 file.")
-    num_dim: Int = option(
-        0, "The dimension that counts the samples.", default_text="0, or the first of `axes`"
+    num_dim: SampleDimension = option(
+        0,
+        "The dimension that counts the samples; or two, those of sequences and of their steps.",
+        default_text="0, or the first of `axes`",
     )
     axes: Dimensions | None = option(
         None,
@@ -51,11 +63,24 @@ class Field(Frozen):
     offset: Number | None = option(
         None, "What is added after scaling: a number, or one for each channel."
     )
+    steps: Steps = option(
+        None,
+        "Which rows are delivered of each sample, counted from its own: `range(-3, 1)`, or a list;"
+        ' in a TOML file also `"-3:1"`. A batch is (samples, steps, ...) then.',
+    )
+    pad: Literal["drop", "edge", "zero"] = option(
+        "drop",
+        "What becomes of steps that leave the sequence. `drop`: there are no such samples. `edge`:"
+        " its first or last row stands for them. `zero`: zeros do, before `scale` and `offset`.",
+    )
+    pad_mask: Name | None = option(
+        None, "The name under which a batch has which steps were there: bool (samples, steps)."
+    )
 
     def __init__(
         self,
         path: str = _NOT_GIVEN,
-        num_dim: int | None = None,
+        num_dim: int | tuple[int, int] | None = None,
         axes: tuple[int, ...] | None = None,
         dtype: Any = None,
         scale: Any = None,
@@ -78,14 +103,10 @@ class Field(Frozen):
 
     @model_validator(mode="after")
     def _check(self) -> Field:
-        if self.axes is not None:
-            if len(set(self.axes)) != len(self.axes) or not self.axes:
-                raise ValueError(f"axes must name each dimension once, found {self.axes}")
-            if self.axes[0] != self.num_dim:
-                raise ValueError(
-                    f"axes must begin with the sample dimension num_dim={self.num_dim},"
-                    f" found {self.axes}"
-                )
+        if self.steps is None and (self.pad != "drop" or self.pad_mask is not None):
+            name = "pad" if self.pad != "drop" else "pad_mask"
+            raise ValueError(f"{name} needs steps, which say what rows each sample consists of")
+        self._check_axes()
         scaled = self.scale is not None or self.offset is not None
         if scaled and self.dtype is not None and self.dtype.kind != "f":
             raise ValueError(
@@ -93,6 +114,24 @@ class Field(Frozen):
                 " dtype, or scale in postprocess"
             )
         return self
+
+    def _check_axes(self) -> None:
+        of_samples = self.sample_dimensions
+        if len(set(of_samples)) != len(of_samples):
+            raise ValueError(f"num_dim must name two dimensions, found {self.num_dim}")
+        if self.axes is not None:
+            if len(set(self.axes)) != len(self.axes) or not self.axes:
+                raise ValueError(f"axes must name each dimension once, found {self.axes}")
+            if self.axes[: len(of_samples)] != of_samples:
+                raise ValueError(
+                    f"axes must begin with the sample dimension num_dim={self.num_dim},"
+                    f" found {self.axes}"
+                )
+
+    @property
+    def sample_dimensions(self) -> tuple[int, ...]:
+        """The dimensions that count samples: one, or those of sequences and of their steps."""
+        return self.num_dim if isinstance(self.num_dim, tuple) else (self.num_dim,)
 
     @property
     def delivered_dtype(self) -> np.dtype[Any] | None:
@@ -135,7 +174,11 @@ def _fields(value: object) -> dict[Any, Field]:
 def _names_that_fit(fields: Mapping[str, Field]) -> Mapping[str, Field]:
     if not fields:
         raise ValueError("give at least one field")
-    taken = _RESERVED_NAMES.intersection(fields)
+    masks = [field.pad_mask for field in fields.values() if field.pad_mask is not None]
+    for name in masks:
+        if name in fields or masks.count(name) > 1:
+            raise ValueError(f"pad_mask: there is {name!r} already; choose another name")
+    taken = _RESERVED_NAMES.intersection(fields, masks)
     if taken:
         raise ValueError(
             f"a field cannot be named {sorted(taken)[0]!r}, because a batch has an attribute of"

@@ -22,6 +22,7 @@ from h5async.config.field import Field, Fields
 from h5async.config.files import INDEX_SUFFIX, Files, Folders, Place, matching_files
 from h5async.config.frozen import REQUIRED, Frozen, documented, option
 from h5async.config.indices import Indices, Sampler, Weights, plain_selection
+from h5async.config.sequences import SequencesOption
 from h5async.config.tomlfile import load_toml
 from h5async.config.values import (
     AsInteger,
@@ -31,6 +32,7 @@ from h5async.config.values import (
     Name,
     Natural,
     Positive,
+    SampleDimension,
     Seconds,
     function_path,
     plain,
@@ -77,7 +79,12 @@ class ReaderConfig(Frozen):
         shell="In place of `--data-field` and `--labels-field`: one field of a batch, by its name"
         " and the path of its dataset.",
     )
-    num_dim: Int = option(0, "Which dimension of the data counts the samples.")
+    num_dim: SampleDimension = option(
+        0,
+        "Which dimension of the data counts the samples; or two (on the command line `0,1`): those"
+        " of sequences, and of their steps.",
+        values="N|N,N",
+    )
     h_dim: Int | None = option(
         None,
         "Dimension of an image's height; needs `w_dim`. The data is then delivered as (N, H, W), or"
@@ -128,6 +135,14 @@ class ReaderConfig(Frozen):
         "With `weights`: how many samples are drawn in an epoch. With a `sampler`: how many are"
         " taken of it at most.",
         default_text="as many as there are",
+    )
+    sequences: SequencesOption = option(
+        None,
+        "The sequences that steps never leave: `Sequences`, or a mapping of its parameters.",
+        default_text="each file is one",
+        values="{...}",
+        shell="The sequences that steps never leave, as a table of TOML:"
+        " `{groups = 'data/demo_*'}`.",
     )
     sampler: Sampler = option(
         None,
@@ -266,6 +281,7 @@ class ReaderConfig(Frozen):
         self._check_rank()
         self._check_device()
         self._check_fields()
+        self._check_sequences()
         return self
 
     def _check_cache(self) -> None:
@@ -333,6 +349,18 @@ class ReaderConfig(Frozen):
             self.cha_dim is not None and self.h_dim is None
         ):
             raise ValueError("give h_dim and w_dim together, and cha_dim only with them")
+
+    def _check_sequences(self) -> None:
+        pairs = [isinstance(field.num_dim, tuple) for field in self.batch_fields.values()]
+        if any(pairs) and not all(pairs):
+            raise ValueError(
+                "num_dim must be a pair, of sequences and of steps, for all fields, or for none"
+            )
+        kind = None if self.sequences is None else self.sequences.kind
+        if any(pairs) and kind is not None:
+            raise ValueError(
+                f"a pair as num_dim says what a sequence is; leave out {kind} of sequences"
+            )
 
     @classmethod
     @passing()
@@ -419,10 +447,12 @@ class ReaderConfig(Frozen):
         axes: tuple[int, ...] | None = None
         if self.h_dim is not None and self.w_dim is not None:
             channels = () if self.cha_dim is None else (self.cha_dim,)
-            axes = (self.num_dim, *channels, self.h_dim, self.w_dim)
+            of_samples = self.num_dim if isinstance(self.num_dim, tuple) else (self.num_dim,)
+            axes = (*of_samples, *channels, self.h_dim, self.w_dim)
         fields = {"data": Field(self.data_field, self.num_dim, axes)}
         if self.labels_field is not None:
-            fields["labels"] = Field(self.labels_field)
+            pair = self.num_dim if isinstance(self.num_dim, tuple) else 0
+            fields["labels"] = Field(self.labels_field, pair)
         return fields
 
     @property

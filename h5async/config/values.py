@@ -31,6 +31,7 @@ from h5async.names import name_bytes, name_text
 from h5async.system.interruptions import passing, suppressing
 
 _MAX_TIMEOUT_SECONDS = 1_000_000_000  # 30 years; ten times as much overflows the system's clocks
+_MOST_STEP = 1 << 40  # farther from a sample no row lies
 _SHOWN_CHARACTERS = 200  # of a value that does not fit
 _NUMBER_WORDS = "must be a number, or one for each channel"
 _FUNCTION_WORDS = 'must be a function or "module:function"'
@@ -89,6 +90,40 @@ def _dataset_path(value: object) -> str:
     except UnicodeEncodeError as error:
         raise ValueError(f"no file can hold this name ({error.reason})") from error
     return str(name)
+
+
+def _sample_dimension(value: object) -> object:
+    """Let a pair be a list, and text be either, as it is typed at a shell: ``1``, or ``0,1``."""
+    if isinstance(value, str) and re.fullmatch(r"-?\d+(,-?\d+)?", value):
+        value = tuple(map(int, value.split(","))) if "," in value else int(value)
+    several = _several(value)
+    found = tuple(map(_integer, several if isinstance(several, list | tuple) else (several,)))
+    is_pair = isinstance(several, list | tuple)
+    if len(found) != 1 + is_pair or not all(type(dimension) is int for dimension in found):
+        raise ValueError("must be a dimension, or a pair of them: of sequences, and of steps")
+    return found if is_pair else found[0]
+
+
+def _steps(value: object) -> object:
+    """Let a range, a list, or a slice as text say which steps."""
+    words = 'must be a range or a list of integers, or a slice as text, such as "-3:1"'
+    if value is None:
+        return None
+    if isinstance(value, str):
+        found = re.fullmatch(r"(-?\d+):(-?\d+)(?::(-?\d+))?", value)
+        if found is None:
+            raise ValueError(words)
+        start, stop, step = (int(part or 1) for part in found.groups())
+        if not step:
+            raise ValueError(words)
+        value = range(start, stop, step)
+    several = _several(value)
+    if not isinstance(several, list | tuple):
+        raise ValueError(words)
+    steps = tuple(map(_integer, several))
+    if not steps or not all(type(step) is int and abs(step) < _MOST_STEP for step in steps):
+        raise ValueError(words)
+    return steps
 
 
 def _numbers(value: object) -> object:
@@ -177,6 +212,8 @@ Bool = Annotated[bool, Bound(strict=True)]
 Dimensions = Annotated[
     tuple[Int, ...], BeforeValidator(_several), _worded("must be a list of dimensions")
 ]
+SampleDimension = Annotated[Any, PlainValidator(_sample_dimension)]
+Steps = Annotated[Any, PlainValidator(_steps)]
 Number = Annotated[
     float | tuple[float, ...],
     BeforeValidator(_numbers),

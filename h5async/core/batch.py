@@ -65,7 +65,7 @@ class WantedStruct(Structure):
 
 # What a plan takes for a row of a field, at most, and for a sample: an item and a run of its own,
 # and a number and a position; and room to sort these.
-PLANNED_SAMPLE_NBYTES = 2 * ctypes.sizeof(WantedStruct)
+PLANNED_SAMPLE_NBYTES = 3 * ctypes.sizeof(WantedStruct)
 PLANNED_ROW_NBYTES = ctypes.sizeof(ItemStruct) + 3 * 8 + PLANNED_SAMPLE_NBYTES
 KEPT_OVERHEAD_NBYTES = 128  # of a decoded chunk that is kept, beside its bytes: KEPT_OVERHEAD
 REFUSED = 2  # the status of an item that is left to the Python implementation
@@ -101,6 +101,19 @@ class LayerStruct(Structure):
     ]
 
 
+class StepRowsStruct(Structure):
+    """Which rows of a field each sample is: a `StepRows`."""
+
+    _fields_ = [
+        ("offsets", c_void_p),
+        ("starts", c_void_p),
+        ("ends", c_void_p),
+        ("num_offsets", c_int64),
+        ("num_sequences", c_int64),
+        ("pad", c_int64),
+    ]
+
+
 class FieldStruct(Structure):
     """A `FieldTable`, and what its rows are made into."""
 
@@ -121,6 +134,7 @@ class FieldStruct(Structure):
         ("row_nbytes", c_int64),
         ("itemsize", c_int64),
         ("is_filled_first", c_int64),
+        ("steps", POINTER(StepRowsStruct)),
     ]
 
 
@@ -134,6 +148,7 @@ class BatchPlanStruct(Structure):
         ("run_length", c_void_p),
         ("wanted", c_void_p),
         ("spare", c_void_p),
+        ("joined", c_void_p),
         ("sorted", c_void_p),
         ("order", c_void_p),
         ("order_spare", c_void_p),
@@ -144,6 +159,8 @@ class BatchPlanStruct(Structure):
         ("most_runs", c_int64),
         ("most_wanted", c_int64),
         ("most_order", c_int64),
+        ("most_joined", c_int64),
+        ("first_wanted", c_int64),
         ("nbytes", c_int64),
         ("was_cached", c_int64),
     ]
@@ -175,6 +192,7 @@ STRUCTURES = {
     "Source": SourceStruct,
     "Shape": ShapeStruct,
     "Layer": LayerStruct,
+    "StepRows": StepRowsStruct,
     "Field": FieldStruct,
     "Item": ItemStruct,
     "BatchPlan": BatchPlanStruct,

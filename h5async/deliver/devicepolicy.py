@@ -151,5 +151,9 @@ def _formats(
     from h5async.deliver.devicedecode import find_formats
     from h5async.deliver.kernels import needs_host
 
-    on_host = [name for name, transform in transforms.items() if needs_host(transform)]
+    on_host = [
+        name
+        for name, transform in transforms.items()
+        if needs_host(transform) or transform.steps is not None
+    ]
     return find_formats(config, layouts, rows, on_host, device.free_nbytes, staging_nbytes)

@@ -6,6 +6,7 @@ Options enter; the layout of each field leaves, over all files, and how samples 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,14 +14,17 @@ from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
 from h5async.core.binding import mapping_mode
-from h5async.errors import DatasetError, taking_memory
+from h5async.errors import ConfigError, DatasetError, taking_memory
+from h5async.fill.filevalues import read_names
 from h5async.fill.progress import on_indexed
 from h5async.fill.records import FillRequest
-from h5async.fill.selecting import Chosen, choose
+from h5async.fill.selecting import Chosen, choose, step_rows
+from h5async.index.groups import Grouping
 from h5async.index.joined import join_layouts
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
 from h5async.index.opening import layouts_of_files
+from h5async.index.sequenced import aligned
 from h5async.io.localfile import read_ahead
 from h5async.order.sampling import Order, OrderKey, Sampling
 
@@ -46,8 +50,9 @@ def open_dataset(config: ReaderConfig) -> dict[str, DatasetLayout]:
     fields, files = config.batch_fields, config.files
     found: dict[str, list[DatasetLayout]] = {name: [] for name in fields}
     tell = on_indexed.get()
-    known = layouts_of_files(files, fields, reach, config.index_cache)
-    for number, layouts in enumerate(known):
+    known = layouts_of_files(files, fields, reach, config.index_cache, _grouping(config, reach))
+    for number, indexed in enumerate(known):
+        layouts = aligned(indexed)
         _check_lengths(layouts)
         for name, layout in layouts.items():
             found[name].append(layout)
@@ -57,6 +62,14 @@ def open_dataset(config: ReaderConfig) -> dict[str, DatasetLayout]:
             samples = config.batch_size * config.prefetch
             read_ahead(files[0], samples * sum(layout.row_nbytes for layout in layouts.values()))
     return {name: join_layouts(several) for name, several in found.items()}
+
+
+def _grouping(config: ReaderConfig, reach: Reach) -> Grouping | None:
+    """Return which groups of the files are sequences; None: none are."""
+    sequences = config.sequences
+    if sequences is None or sequences.groups is None:
+        return None
+    return Grouping(sequences.groups, sequences.only or "", partial(read_names, reach))
 
 
 class Samplings:
@@ -73,6 +86,10 @@ class Samplings:
     ----------
     selection
         Which samples an epoch is made of.
+    sequences
+        The sequences of rows that steps never leave.
+    steps
+        By field: which rows each sample consists of; None: its own.
     epoch_samples
         Positions in an epoch's order: how many are selected, or drawn.
     sampler
@@ -93,7 +110,9 @@ class Samplings:
         self._config = config
         self._layouts = list(layouts.values())
         self._made: dict[OrderKey, Sampling] = {}
-        self.selection, weights = choose(config, layouts) if chosen is None else chosen
+        found = choose(config, layouts) if chosen is None else chosen
+        self.selection, weights, self.sequences, self._possible = found
+        self.steps = step_rows(config, self.sequences)
         self._draws = None if weights is None else _weighted(weights, config.seed)
         self.sampler = None if config.sampler is None else self._sampler_order()
         self.epoch_samples = self.selection.size
@@ -111,6 +130,24 @@ class Samplings:
         if request.samples is not None:
             return request.samples.copy()
         return self.at(request.order).batch_at(request.epoch, request.start)
+
+    def check(self, samples: NDArray[np.int64], where: str) -> None:
+        """Check that all steps of some samples are there, where they must be.
+
+        Raises
+        ------
+        ConfigError
+            If a sample is none for that; the message begins with `where`.
+        """
+        is_possible = self._possible.are_in(samples)
+        if not is_possible.all():
+            odd = int(samples[~is_possible][0])
+            number = int(self.sequences.numbers(np.array([odd]))[0])
+            raise ConfigError(
+                f"{where}: row {odd} is no sample: it lies in sequence {number}, and"
+                " its steps leave that, or it is left out by every; choose another one, or set"
+                ' pad="edge" or pad="zero"'
+            )
 
     def at(self, order: OrderKey) -> Sampling:
         """Return the order of samples, and how it is dealt."""

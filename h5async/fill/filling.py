@@ -131,6 +131,7 @@ class Filler(SlotFiller):
                 self._executors,
                 max(1, num_threads),
                 slots,
+                samplings.steps,
             )
             self.submissions: Submissions | None = None
             selection = samplings.selection

@@ -119,11 +119,12 @@ class MemoryBudget:
             If one is.
         """
         self._check_slots()
-        for layout in self._layouts.values():
+        for name, layout in self._layouts.items():
+            rows = self._rows * self._transforms[name].rows_of_sample
             for source in _read_through_scratch(layout):
                 self._check_row(source)
             for leaf in layout.leaves():
-                self._check_pieces(leaf)
+                self._check_pieces(leaf, rows)
                 if leaf.filters or ScratchSize.of([leaf]).raw_chunk:
                     self._check_chunk(leaf)
                 for source in leaf.origins():  # of what h5py reads; HDF5 decodes chunks whole, too
@@ -195,13 +196,15 @@ class MemoryBudget:
         yield _Share("rows that only pieces are taken of", of_parts, fewer)
         kept = sum(LEAST_KEPT * _kept_chunk_nbytes(layout) for layout in layouts)
         yield _Share("chunks that two batches share", kept, "store smaller chunks")
-        read = max(_fallback_nbytes(layout, rows) for layout in layouts)
+        several = {name: rows * t.rows_of_sample for name, t in self._transforms.items()}
+        read = max(_fallback_nbytes(y, several[name]) for name, y in self._layouts.items())
         yield _Share("what h5py reads at a time", read, "make batch_size smaller")
-        plans = PLANNED_SAMPLE_NBYTES + sum(map(_num_layers, layouts)) * PLANNED_ROW_NBYTES
-        yield _Share("plans of batches", batches * rows * plans, smaller)
+        planned = sum(several[name] * _num_layers(y) for name, y in self._layouts.items())
+        plans = rows * PLANNED_SAMPLE_NBYTES + planned * PLANNED_ROW_NBYTES
+        yield _Share("plans of batches", batches * plans, smaller)
         tables = sum(map(table_nbytes, layouts))
         yield _Share("tables of chunks and files", tables, "store larger chunks")
-        lists = sum(_lists_nbytes(layout, rows, batches) for layout in layouts)
+        lists = sum(_lists_nbytes(y, several[n], batches) for n, y in self._layouts.items())
         yield _Share("lists of chunks", lists, f"{smaller}, or store larger chunks")
         if config.shuffle == "window":
             units = max(layout.most_units() for layout in layouts)
@@ -246,9 +249,9 @@ class MemoryBudget:
                 " trust the file"
             )
 
-    def _check_pieces(self, layout: DatasetLayout) -> None:
+    def _check_pieces(self, layout: DatasetLayout, rows: int) -> None:
         """Check that the lists of chunks, those of a batch among them, are within the limit."""
-        needed, limit = _lists_nbytes_of_leaf(layout, self._rows, 1), self._limit
+        needed, limit = _lists_nbytes_of_leaf(layout, rows, 1), self._limit
         if needed > max(limit, _LEAST_NBYTES):
             raise ConfigError(
                 f'{layout.file}: dataset "{layout.path}": a sample of shape {layout.row_shape} lies'

@@ -23,6 +23,7 @@ from h5async.fill.records import SlotMemory
 from h5async.fill.resident import HostCache
 from h5async.index.layout import DatasetLayout
 from h5async.order.selection import Selection
+from h5async.order.steps import NO_ROW, StepRows
 from h5async.plan.encoded import EncodedFormat, EncodedPlan, plan_encoded
 from h5async.plan.plan import plan_read
 from h5async.plan.records import BatchItems, GatherPlan, IncludedPlan, ReadPlan
@@ -48,7 +49,7 @@ class LeftRows(NamedTuple):
     field
         Number of the field.
     rows
-        int64 (n,), ascending: rows of the batch.
+        int64 (n,), ascending: rows of the field's memory.
     """
 
     field: int
@@ -74,6 +75,9 @@ class BatchReader:
         Threads for whose scratch memory is taken.
     slots
         Memory of each slot.
+    steps
+        By field: which rows of its dataset each sample consists of; None: its own. Empty: that of
+        all fields.
 
     Attributes
     ----------
@@ -96,15 +100,18 @@ class BatchReader:
         executors: Executors,
         num_threads: int,
         slots: Sequence[SlotMemory],
+        steps: Sequence[StepRows | None] = (),
     ) -> None:
         self.times = StageTimes()
+        self._steps = steps or [None] * len(layouts)
+        self._slots = slots
         self._layouts = layouts
         self._row_transforms = transforms
-        self._transforms = [_transformer(core, transform) for transform in transforms]
+        self._transforms = [_transformer(core, transform.of_one_row) for transform in transforms]
         self._cache = cache
         self._factory = executors
         self._num_threads = num_threads
-        self._collection = executors.open_collection(self._at_once(slots[0]))
+        self._collection = executors.open_collection(self._at_once(slots[0]), steps)
         self._executors: list[Executor] = executors.make()
         self._batches: list[SlotBatch] = []
         if self._collection is not None:
@@ -183,7 +190,7 @@ class BatchReader:
             elif self._collection is not None and self._collection.reads[field]:
                 plans.append(IncludedPlan())
             else:
-                plans.append(plan_read(layout, index))
+                plans.append(self._plan_rows(field, index, self._slots[slot].raw[field]))
         wanted = [isinstance(plan, IncludedPlan) for plan in plans]
         if self._collection is not None and any(wanted):
             count, nbytes = self._collection.plan(
@@ -191,6 +198,23 @@ class BatchReader:
             )
             plans.append(BatchItems(slot, count, nbytes // max(1, count)))
         return plans
+
+    def _plan_rows(self, field: int, index: NDArray[np.int64], raw: NDArray[Any]) -> ReadPlan:
+        """Plan a field alone; rows in whose place there are zeros are set here."""
+        steps, layout = self._steps[field], self._layouts[field]
+        if steps is None:
+            return plan_read(layout, index)
+        rows = steps.rows(index)
+        is_there = rows != NO_ROW
+        if is_there.all():
+            return plan_read(layout, rows)
+        self._rows(field, raw)[: rows.size][~is_there] = np.zeros((), raw.dtype)
+        places = np.flatnonzero(is_there)
+        return plan_read(layout, rows[places], places)
+
+    def _rows(self, field: int, batch: NDArray[Any]) -> NDArray[Any]:
+        """Return an array of samples as one of rows of the dataset."""
+        return self._row_transforms[field].rows(batch)
 
     def left(self, plans: BatchPlan, index: NDArray[np.int64]) -> list[LeftRows]:
         """Return what the core has left of a batch after the last share, for other threads too."""
@@ -212,13 +236,17 @@ class BatchReader:
             If bytes cannot be read or decoded.
         """
         field, rows = left
-        plan = plan_read(self._layouts[field], index[rows], rows)
+        steps = self._steps[field]
+        wanted = index if steps is None else steps.rows(index)
+        plan = plan_read(self._layouts[field], wanted[rows], rows)
+        raw = self._rows(field, memory.raw[field])
         with self._scratch() as scratch:
-            raw, out = memory.raw[field], memory.out[field]
             self._executors[field].execute(plan, 0, plan.num_items, raw, scratch)
         if self._collection is not None and self._collection.transforms[field]:
+            out = self._rows(field, memory.out[field])
             for some in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1):
-                self.transform(field, raw[some[0] : some[-1] + 1], out[some[0] : some[-1] + 1])
+                here = slice(some[0], some[-1] + 1)
+                self._transform_rows(field, raw[here], out[here])
 
     def read_rows(self, index: NDArray[np.int64], memory: SlotMemory) -> None:
         """Read and transform samples in the calling thread, to memory of as many rows.
@@ -228,11 +256,12 @@ class BatchReader:
         H5AsyncError
             If bytes cannot be read or decoded.
         """
-        for field, layout in enumerate(self._layouts):
+        for field in range(len(self._layouts)):
             raw, out = memory.raw[field], memory.out[field]
-            plan = plan_read(layout, index)
+            plan = self._plan_rows(field, index, raw)
             with self._scratch() as scratch:
-                self._executors[field].execute(plan, 0, plan.num_items, raw, scratch)
+                rows = self._rows(field, raw)
+                self._executors[field].execute(plan, 0, plan.num_items, rows, scratch)
             if raw is not out:
                 self.transform(field, raw, out)
 
@@ -280,7 +309,8 @@ class BatchReader:
             assert encoded is not None
             self._encoded_readers[field].execute(plan, start, stop, encoded, scratch)
         else:
-            self._executors[field].execute(plan, start, stop, memory.raw[field], scratch)
+            raw = self._rows(field, memory.raw[field])
+            self._executors[field].execute(plan, start, stop, raw, scratch)
 
     def transforms_at_once(self, field: int, plans: BatchPlan) -> bool:
         """Tell whether rows of a field were transformed as they were read, by the core."""
@@ -302,7 +332,10 @@ class BatchReader:
         ]
 
     def transform(self, field: int, raw: NDArray[Any], out: NDArray[Any]) -> None:
-        """Transform rows of a field, as read, to `out`."""
+        """Transform samples of a field, as read, to `out`."""
+        self._transform_rows(field, self._rows(field, raw), self._rows(field, out))
+
+    def _transform_rows(self, field: int, raw: NDArray[Any], out: NDArray[Any]) -> None:
         begin = time.perf_counter_ns()
         self._transforms[field](raw, out)
         self.times.add("transform", begin)
@@ -332,7 +365,7 @@ class BatchReader:
         self._scratches.clear()
         self._free.clear()
         self._executors, self._encoded_readers, self._cache = [], {}, None
-        self._collection, self._batches = None, []
+        self._collection, self._batches, self._slots = None, [], ()
 
     def _new_scratch(self) -> Scratch:
         scratch = Scratch.allocate(*self._size, self._stop)

@@ -5,7 +5,7 @@ Options and layouts enter; a `Selection`, and the weight of each position in it,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,19 +14,16 @@ from numpy.typing import ArrayLike, NDArray
 
 from h5async.config import ReaderConfig, Split
 from h5async.config.indices import Values, slice_of
-from h5async.core.binding import mapping_mode
 from h5async.errors import ConfigError, DatasetError, taking_memory
+from h5async.fill.filevalues import FileValues, check_length
+from h5async.fill.sequencing import sequences_of
 from h5async.index.layout import DatasetLayout
-from h5async.index.links import Reach
-from h5async.index.metadata import value_layout
 from h5async.order.selection import Selection
+from h5async.order.sequences import SequenceTable
 from h5async.order.splits import part_of
-from h5async.read.whole import read_whole
+from h5async.order.steps import StepRows
 
 Int64s = NDArray[np.int64]
-
-_MOST_VALUES = 1 << 20  # of a dataset that is read whole, or a few for each sample
-_MOST_PER_SAMPLE = 16
 
 
 class Chosen(NamedTuple):
@@ -38,10 +35,16 @@ class Chosen(NamedTuple):
         The samples.
     weights
         float64 (size,): how often each of them is drawn; None: there are no weights.
+    sequences
+        The sequences of rows that steps never leave.
+    possible
+        All rows that can be samples.
     """
 
     selection: Selection
     weights: NDArray[np.float64] | None
+    sequences: SequenceTable
+    possible: Selection
 
     def is_same(self, other: Chosen) -> bool:
         """Compare all samples and weights."""
@@ -49,7 +52,11 @@ class Chosen(NamedTuple):
             has_same_weights = self.weights is other.weights
         else:
             has_same_weights = np.array_equal(self.weights, other.weights)
-        return has_same_weights and self.selection.digest() == other.selection.digest()
+        return (
+            has_same_weights
+            and self.selection.digest() == other.selection.digest()
+            and self.sequences.is_same(other.sequences)
+        )
 
 
 def choose(config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> Chosen:
@@ -60,11 +67,27 @@ def choose(config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> Chosen
     H5AsyncError
         As the methods of `Selecting` say.
     """
-    selecting = Selecting(config, layouts)
+    values = FileValues(config, next(iter(layouts.values())))
+    sequences = sequences_of(config, layouts, values)
+    possible = sequences.samples(
+        [rows for rows in step_rows(config, sequences) if rows is not None],
+        1 if config.sequences is None else config.sequences.every,
+    )
+    selecting = Selecting(config, layouts, values, sequences, possible)
     selection = selecting.selection()
     if config.shuffle == "window":
         selection = selection.ascending
-    return Chosen(selection, selecting.weights(selection))
+    return Chosen(selection, selecting.weights(selection), sequences, possible)
+
+
+def step_rows(config: ReaderConfig, sequences: SequenceTable) -> list[StepRows | None]:
+    """Return, by field, which rows each sample consists of; None: its own."""
+    return sequences.step_rows(
+        {
+            name: None if field.steps is None else (field.steps, field.pad)
+            for name, field in config.batch_fields.items()
+        }
+    )
 
 
 class Selecting:
@@ -74,14 +97,27 @@ class Selecting:
     ----------
     config, layouts
         The options, and the layout of each field.
+    values
+        Reads other datasets of the files.
+    sequences, possible
+        As in `Chosen`.
     """
 
-    def __init__(self, config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> None:
+    def __init__(
+        self,
+        config: ReaderConfig,
+        layouts: Mapping[str, DatasetLayout],
+        values: FileValues,
+        sequences: SequenceTable,
+        possible: Selection,
+    ) -> None:
         self._config = config
+        self._in_files = values
+        self._sequences = sequences
+        self._possible = possible
         self._layouts = layouts
         self._first = next(iter(layouts.values()))
         self._num_samples = self._first.num_samples
-        self._reach = Reach(config.allow_external, config.allow_missing, mapping_mode(config.io))
 
     def selection(self) -> Selection:
         """Return which samples an epoch is made of.
@@ -94,18 +130,19 @@ class Selecting:
             If what they are read from is missing, or cannot be read.
         """
         with taking_memory(f"{self._first.file}: indices", "select fewer, or use a slice"):
-            return self._selection()
+            if self._config.indices is None:
+                return self._possible
+            if isinstance(self._config.indices, Split):
+                return Selection.of_numbers(self._part(self._config.indices))
+            selected = self._selected(self._config.indices)
+            return selected.within(self._possible, self._num_samples)
 
-    def _selection(self) -> Selection:
-        indices, count = self._config.indices, self._num_samples
-        if indices is None:
-            return Selection.of_range(range(count))
+    def _selected(self, indices: Any) -> Selection:
+        count = self._num_samples
         if isinstance(indices, range):
             for sample in (indices[0], indices[-1]) if indices else ():
                 self._check("indices", sample)
             return Selection.of_range(indices)
-        if isinstance(indices, Split):
-            return Selection.of_numbers(self._part(indices))
         if isinstance(indices, Values):
             return self._of_array("indices", indices.array)
         selected = slice_of(indices)
@@ -142,10 +179,10 @@ class Selecting:
     def _of_dataset(self, path: str) -> Selection:
         """Return what a dataset of the files says: bools, or numbers within each file."""
         found, first = [], 0
-        for file, count in self._files():
-            array = self._read("indices", file, path, count)
+        for file, count in self._in_files.files():
+            array = self._in_files.read("indices", file, path, count)
             if array.dtype.kind == "b":
-                _check_length(array, file, path, count)
+                check_length(array, file, path, count)
             if array.dtype.kind not in "biu":
                 raise DatasetError(
                     f'{file}: dataset "{path}" must hold integers or bools, found {array.dtype}'
@@ -164,14 +201,26 @@ class Selecting:
     def _part(self, split: Split) -> Int64s:
         names = sorted(split.parts)  # in whatever order they were given
         shares, number = [split.parts[name] for name in names], names.index(split.name)
-        groups, classes = (self._values("indices", path) for path in (split.by, split.stratify))
+        possible = self._possible
+        samples = possible.samples(np.arange(possible.size))
+        groups = self._values_at(split.by, samples)
+        classes = self._values_at(split.stratify, samples)
         try:
-            return part_of(number, shares, self._num_samples, split.seed, groups, classes)
+            found = part_of(number, shares, possible.size, split.seed, groups, classes)
         except TypeError as error:  # NumPy cannot sort them
             raise DatasetError(
                 f"{self._first.file}: indices: the values of {split.by or split.stratify} have no"
                 f" order ({error}); choose a dataset of numbers or strings"
             ) from error
+        return samples[found]
+
+    def _values_at(self, path: str | None, samples: Int64s) -> NDArray[Any] | None:
+        """Return what a dataset holds for some samples; or their sequences."""
+        if path is None:
+            return None
+        if path == "sequence":
+            return self._sequences.numbers(samples)
+        return self._in_files.of_samples("indices", path)[samples]
 
     def weights(self, selection: Selection) -> NDArray[np.float64] | None:
         """Return the weight of each position of a selection; None: there are none.
@@ -210,8 +259,7 @@ class Selecting:
 
     def _of_samples(self, weights: str | Values) -> NDArray[Any]:
         if isinstance(weights, str):
-            found = self._values("weights", weights)
-            assert found is not None
+            found = self._in_files.of_samples("weights", weights)
         else:
             found = weights.array
         if found.size != self._num_samples or found.dtype.kind not in "biuf":
@@ -225,7 +273,7 @@ class Selecting:
         """Return weights such that each file is drawn from as often as its own weight says."""
         given = {Path(file).resolve(): weight for file, weight in weights.items()}
         numbers = {file: number for number, file in enumerate(given)}
-        several = self._files()
+        several = self._in_files.files()
         files = [file.resolve() for file, _ in several]
         for file in files:
             if file not in numbers:
@@ -247,43 +295,7 @@ class Selecting:
                 'weights: "balanced" needs labels: name one of the fields "labels", or give weights'
                 " as an array"
             )
-        return read_whole(self._layouts["labels"], self._reach.io)
-
-    def _values(self, option: str, path: str | None) -> NDArray[Any] | None:
-        """Return what a dataset holds for each sample, over all files."""
-        if path is None:
-            return None
-        found = []
-        for file, count in self._files():
-            array = self._read(option, file, path, count)
-            _check_length(array, file, path, count)
-            found.append(array)
-        return np.concatenate(found)
-
-    def _read(self, option: str, file: Path, path: str, count: int) -> NDArray[Any]:
-        most = max(_MOST_VALUES, _MOST_PER_SAMPLE * count)
-        try:
-            found = value_layout(file, path, most, self._reach)
-            return found if isinstance(found, np.ndarray) else read_whole(found, self._reach.io)
-        except DatasetError as error:
-            raise DatasetError(f"{option}: {error}") from error
-
-    def _files(self) -> Sequence[tuple[Path, int]]:
-        """Return the files, and how many samples each has."""
-        first = self._first
-        several = first.file_samples or ((first.file, first.num_samples),)
-        if self._config.names_index:
-            return [(Path(file), count) for file, count in several]
-        counts = [count for _, count in several]
-        return list(zip(self._config.files, counts, strict=True))
-
-
-def _check_length(array: NDArray[Any], file: Path, path: str, count: int) -> None:
-    if array.size != count:
-        raise DatasetError(
-            f'{file}: dataset "{path}" must have a value for each of the {count:,} samples of the'
-            f" file, and has {array.size:,}"
-        )
+        return self._in_files.of_layout(self._layouts["labels"])
 
 
 def sample_numbers(index: ArrayLike, count: int, where: str) -> Int64s:

@@ -19,7 +19,6 @@ from typing import NoReturn
 
 import h5py
 
-from h5async.config import Field
 from h5async.config.files import INDEX_SUFFIX
 from h5async.errors import ReadError
 from h5async.index.consulted import Consulted
@@ -39,7 +38,7 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def open_cache(
-    place: bool | Path, paths: Sequence[Path], fields: Mapping[str, Field], reach: Reach
+    place: bool | Path, paths: Sequence[Path], wanted: Sequence[Wanted], reach: Reach
 ) -> IndexCache | None:
     """Return the cache for a reader; None: nothing is kept.
 
@@ -47,7 +46,7 @@ def open_cache(
     ----------
     place
         True: the user's cache folder. False: nowhere. A path: a folder, or the file itself.
-    paths, fields, reach
+    paths, wanted, reach
         What the reader reads.
 
     Raises
@@ -57,11 +56,10 @@ def open_cache(
     """
     if place is False:
         return None
-    wanted = [*dict.fromkeys(map(Wanted.of, fields.values()))]
     key = ""
     with suppressing(OSError):  # the current directory may have been removed
         files = [str(path.absolute()) for path in paths]
-        key = _key(files, wanted, reach)
+        key = _key(files, [*dict.fromkeys(wanted)], reach)
     if not key:
         return None
     if place is True or place.is_dir():

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from h5async.errors import DatasetError
-from h5async.index.layout import DatasetLayout, Part
+from h5async.index.layout import DatasetLayout, Part, SequenceLengths
 from h5async.index.slabs import Slab
 
 _UNLIKE_TEXT = "its strings end otherwise than those of other files"
@@ -28,6 +30,7 @@ def join_layouts(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
         ]
         first = layouts[0]
     parts, begin = [], 0
+    lengths = [layout.sequences for layout in layouts if layout.sequences is not None]
     for layout in layouts:
         same_rows = layout.row_shape == first.row_shape and layout.sample_axis == first.sample_axis
         if not same_rows or layout.dtype.newbyteorder("=") != first.dtype.newbyteorder("="):
@@ -59,4 +62,7 @@ def join_layouts(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
         parts=tuple(parts),
         file_samples=tuple((layout.file, layout.num_samples) for layout in layouts),
         text=first.text,
+        sequences=SequenceLengths(*map(np.concatenate, zip(*lengths, strict=True)))
+        if lengths
+        else None,
     )

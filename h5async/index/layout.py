@@ -45,6 +45,19 @@ class Indexed(NamedTuple):
     shape: tuple[int, ...]
 
 
+class SequenceLengths(NamedTuple):
+    """How many samples each sequence of a dataset has.
+
+    Attributes
+    ----------
+    room, held
+        int64 (n,): how many samples of all fields a sequence takes, and how many of this one.
+    """
+
+    room: NDArray[np.int64]
+    held: NDArray[np.int64]
+
+
 class Text(NamedTuple):
     """Bytes of an element that are a string which HDF5 converts when it reads it.
 
@@ -137,6 +150,8 @@ class DatasetLayout:
         Several files: the name of each, and how many samples it has, in their order.
     text
         Strings in each element of `dtype` that HDF5 converts, and we after reading.
+    sequences
+        Datasets of several groups, or samples that two dimensions count: the sequences they are.
     """
 
     file: str
@@ -164,6 +179,7 @@ class DatasetLayout:
     indexed: Indexed | None = None
     file_samples: tuple[tuple[str, int], ...] = ()
     text: tuple[Text, ...] = ()
+    sequences: SequenceLengths | None = None
 
     def changed(self, **changes: Any) -> DatasetLayout:
         """Return a layout with other values of some fields, as `dataclasses.replace` does.

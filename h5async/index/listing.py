@@ -66,7 +66,7 @@ def walk(file: h5py.File, most_names: int | None = None) -> Iterator[Listed]:
         raise DatasetError(
             f"{file.filename}: the file is damaged: its root group cannot be opened ({error})"
         ) from error
-    levels = [_Level(root, "", _names(root, most_names))]
+    levels = [_Level(root, "", names_in(root, most_names))]
     while levels:
         group, prefix, names = levels[-1]
         name, link = next(names, (b"", None))
@@ -90,14 +90,14 @@ def walk(file: h5py.File, most_names: int | None = None) -> Iterator[Listed]:
         seen.add(_address(info))
         yield Listed(path, _KINDS.get(info.type, "other"))
         if isinstance(node, h5py.Group):
-            levels.append(_Level(node, f"{path}/", _names(node, most_names)))
+            levels.append(_Level(node, f"{path}/", names_in(node, most_names)))
 
 
 def _address(info: h5py.h5o.ObjInfo) -> tuple[int, int]:
     return info.fileno, info.addr
 
 
-def _names(group: h5py.Group, most: int | None) -> Iterator[tuple[bytes, int]]:
+def names_in(group: h5py.Group, most: int | None = None) -> Iterator[tuple[bytes, int]]:
     """Return the names in a group, and the kinds of their links, as far as they can be read."""
     found: dict[bytes, int] = {}
 

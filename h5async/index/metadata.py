@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from h5async.config import Field
 from h5async.errors import (
+    ConfigError,
     DatasetError,
     H5AsyncError,
     ReadError,
@@ -25,7 +26,8 @@ from h5async.errors import (
 )
 from h5async.index.contents import LISTING_NBYTES, what_is_there
 from h5async.index.datasets import Indexer
-from h5async.index.layout import DatasetLayout
+from h5async.index.groups import Grouping
+from h5async.index.layout import DatasetLayout, normal_axis
 from h5async.index.links import (
     BESIDE,
     LastGroup,
@@ -36,13 +38,24 @@ from h5async.index.links import (
     open_index,
 )
 from h5async.index.listing import walk
+from h5async.index.sequenced import (
+    along_sequences,
+    is_one_run,
+    join_groups,
+    merged_dimensions,
+)
 from h5async.system.interruptions import passing, suppressing
 
 
 def read_layouts(
-    path: Path, fields: Mapping[str, Field], reach: Reach = BESIDE
+    path: Path,
+    fields: Mapping[str, Field],
+    reach: Reach = BESIDE,
+    grouping: Grouping | None = None,
 ) -> dict[str, DatasetLayout]:
     """Read the layout of each field's dataset, opening the file once.
+
+    With a `grouping`, a field's dataset is that of one group after the other.
 
     Raises
     ------
@@ -57,10 +70,17 @@ def read_layouts(
     """
     with open_index(path) as file:
         indexer = Indexer(file, reach)
-        return {
-            name: _layout_at(indexer, field.path, field.num_dim, reach)
-            for name, field in fields.items()
-        }
+        if grouping is None:
+            return {
+                name: _layout_at(indexer, field.path, field.num_dim, reach)
+                for name, field in fields.items()
+            }
+        found: dict[str, list[DatasetLayout]] = {name: [] for name in fields}
+        for group in grouping.find(path, file):
+            for name, field in fields.items():
+                at = f"{group}/{field.path}"
+                found[name].append(_layout_at(indexer, at, field.num_dim, reach))
+        return {name: join_groups(several) for name, several in found.items()}
 
 
 def list_layouts(
@@ -143,13 +163,31 @@ def value_layout(
             raise ReadError(f"{where} cannot be read ({error})") from error
 
 
-def _layout_at(indexer: Indexer, path: str, num_dim: int, reach: Reach) -> DatasetLayout:
+def _layout_at(
+    indexer: Indexer, path: str, num_dim: int | tuple[int, int], reach: Reach
+) -> DatasetLayout:
     """Read the layout of what a path leads to, in the file of an indexer or another."""
+    if isinstance(num_dim, tuple):
+        return _layout_of_two(indexer, path, *num_dim, reach)
     with contextlib.ExitStack() as files:
         found, node = _dataset_at(indexer.file, path, reach, files, indexer.last_group)
         if found.file is not indexer.file:
             indexer = Indexer(found.file, reach)
         return indexer.layout(found.path, node, found.rest, num_dim)
+
+
+def _layout_of_two(
+    indexer: Indexer, path: str, sequence_dim: int, step_dim: int, reach: Reach
+) -> DatasetLayout:
+    """Read the layout of a dataset whose samples two dimensions count."""
+    layout = _layout_at(indexer, path, sequence_dim, reach)
+    where = f'{indexer.file.filename}: dataset "{path}"'
+    axes = sequence_dim % len(layout.shape), normal_axis(step_dim, len(layout.shape), where)
+    if axes[0] == axes[1]:
+        raise ConfigError(f"{where}: num_dim names one dimension twice, found {axes}")
+    if axes == (0, 1) and is_one_run(layout):
+        return merged_dimensions(layout)
+    return along_sequences(_layout_at(indexer, path, step_dim, reach), sequence_dim, where)
 
 
 def _dataset_at(

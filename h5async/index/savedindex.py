@@ -15,6 +15,7 @@ import numpy as np
 from h5async.config import Field
 from h5async.errors import ConfigError, ReadError
 from h5async.index.consulted import Consulted
+from h5async.index.groups import Grouping
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
 from h5async.index.portable import NotPortableError, natural, naturals, text
@@ -35,20 +36,32 @@ _MALFORMED = (
 
 
 class Wanted(NamedTuple):
-    """A dataset of a file, or a member, by its path, and its dimension that counts samples."""
+    """A dataset of a file, or a member.
+
+    Attributes
+    ----------
+    path
+        Where it lies, in the file or in each group.
+    num_dim
+        The dimension that counts its samples, or the two that do.
+    groups
+        Which groups it is joined of, as text; empty: none.
+    """
 
     path: str
-    num_dim: int
+    num_dim: int | tuple[int, ...]
+    groups: str = ""
 
     @classmethod
-    def of(cls, field: Field) -> Wanted:
+    def of(cls, field: Field, grouping: Grouping | None = None) -> Wanted:
         """Return the dataset of a field; a path may be written in several ways."""
-        return cls.at(field.path, field.num_dim)
+        return cls.at(field.path, field.num_dim, "" if grouping is None else str(grouping))
 
     @classmethod
-    def at(cls, path: str, num_dim: int = 0) -> Wanted:
+    def at(cls, path: str, num_dim: int | tuple[int, ...] = 0, groups: str = "") -> Wanted:
         """Return the dataset at a path."""
-        return cls("/".join(name for name in path.split("/") if name not in ("", ".")), num_dim)
+        names = (name for name in path.split("/") if name not in ("", "."))
+        return cls("/".join(names), num_dim, groups)
 
 
 class IndexedFile(NamedTuple):
@@ -202,7 +215,10 @@ class SavedIndex:
             self.key = text(header["key"])
             self._header = header
             self._primary = [self._number(n) for n in header["primary"]]
-            self._wanted = [Wanted(text(one), int(axis)) for one, axis in header["wanted"]]
+            self._wanted = [
+                Wanted(text(one), tuple(axis) if type(axis) is list else int(axis), text(groups))
+                for one, axis, groups in header["wanted"]
+            ]
             self._needs = {int(n): naturals(found) for n, found in header["needs"].items()}
             self._absent = {int(n): [*map(text, found)] for n, found in header["absent"].items()}
             self._at_opening = [self._number(n) for n in header["at_opening"]]

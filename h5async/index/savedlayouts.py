@@ -19,7 +19,14 @@ from numpy.typing import NDArray
 from h5async.codec.filters import can_decode
 from h5async.index.chunktable import ChunkTable, grid_of, repeated
 from h5async.index.filterpipeline import is_hdf5s
-from h5async.index.layout import DatasetLayout, Indexed, Part, Storage, Text
+from h5async.index.layout import (
+    DatasetLayout,
+    Indexed,
+    Part,
+    SequenceLengths,
+    Storage,
+    Text,
+)
 from h5async.index.obstacles import COLUMNS_REASON
 from h5async.index.portable import (
     NotPortableError,
@@ -91,7 +98,7 @@ _SAVED = {
     *("file", "stamp", "path", "shape", "offset", "stored_nbytes", "chunks"),
     *("dtype", "sample_axis", "storage", "fallback_reason", "fill", "chunk_shape", "filters"),
     *("member", "stored_itemsize", "has_raw_edges", "extra_dims", "indexed", "text"),
-    *("values", "parts", "sources", "attached"),
+    *("values", "parts", "sources", "attached", "sequences"),
 }
 _NOT_SAVED = _DEFAULTS.keys() - _SAVED  # a layout with another value of these cannot be saved
 
@@ -230,6 +237,8 @@ class LayoutWriter:
             extra["attached"] = [self.file(path, stamp) for path, stamp in layout.attached]
         if layout.sources:
             extra["sources"] = [self.add(source) for source in layout.sources]
+        if layout.sequences is not None:
+            extra["sequences"] = layout.sequences.held.tolist()
         if layout.parts:
             extra["parts"] = [self._part(part) for part in layout.parts]
         return extra
@@ -418,6 +427,11 @@ class LayoutReader:
         if "sources" in extra:
             sources = naturals(extra["sources"])
             members["sources"] = tuple(self._source(i, number, io) for i in sources)
+        if "sequences" in extra:
+            held = np.array(naturals(extra["sequences"]), np.int64)
+            if (held > layout.num_samples).any() or held.sum() != layout.num_samples:
+                raise ValueError("sequences have other rows than the dataset")
+            members["sequences"] = SequenceLengths(held, held)
         if "parts" in extra:
             members["parts"] = tuple(
                 self._part(part, layout, number, io) for part in extra["parts"]

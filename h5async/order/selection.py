@@ -85,10 +85,28 @@ class Selection:
 
     def has(self, samples: Int64s) -> bool:
         """Tell whether all of some sample numbers are selected."""
+        return bool(self.are_in(samples).all())
+
+    def within(self, possible: Selection, num_samples: int) -> Selection:
+        """Return those of the samples that another selection has, too, in their order.
+
+        `num_samples`: of the dataset; where the other one has all of them, this is returned.
+        """
+        if possible.is_prefix and possible.size == num_samples:
+            return self
+        numbers = self.samples(np.arange(self.size, dtype=np.int64))
+        return Selection.of_numbers(numbers[possible.are_in(numbers)])
+
+    def are_in(self, samples: Int64s) -> NDArray[np.bool_]:
+        """Tell of each of some sample numbers whether it is selected."""
+        if not self.size:
+            return np.zeros(samples.shape, np.bool_)
         ascending = self.ascending
         at = ascending.positions(samples)
-        inside = (at >= 0) & (at < self.size)
-        return bool(inside.all() and (ascending.samples(at) == samples).all())
+        inside = np.clip(at, 0, self.size - 1)
+        is_in: NDArray[np.bool_] = ascending.samples(inside) == samples
+        is_in &= at == inside
+        return is_in
 
     def bounds(self, bounds: Int64s) -> Int64s:
         """Return where units begin, in positions of an ascending selection.

@@ -8,7 +8,7 @@ the device in one kernel on the GPU.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,9 @@ class RowTransform:
         A number, an array that broadcasts over a delivered row, or None.
     text
         Strings in each element that are converted as HDF5 does.
+    steps
+        How many rows of the dataset make up one here, in its first dimension; None: a row is one,
+        and there is no such dimension.
     """
 
     raw_row: tuple[int, ...]
@@ -48,6 +51,43 @@ class RowTransform:
     scale: NDArray[Any] | None = None
     offset: NDArray[Any] | None = None
     text: tuple[Text, ...] = ()
+    steps: int | None = None
+
+    def of_steps(self, steps: int | None) -> RowTransform:
+        """Return the transform of so many rows at a time, in a dimension of their own."""
+        if steps is None:
+            return self
+        return replace(
+            self,
+            raw_row=(steps, *self.raw_row),
+            row=(steps, *self.row),
+            permutation=(0, *(axis + 1 if axis else 1 for axis in self.permutation)),
+            steps=steps,
+        )
+
+    @property
+    def of_one_row(self) -> RowTransform:
+        """The transform of a single row of the dataset."""
+        if self.steps is None:
+            return self
+        return replace(
+            self,
+            raw_row=self.raw_row[1:],
+            row=self.row[1:],
+            permutation=tuple(axis - 1 if axis > 1 else 0 for axis in self.permutation[1:]),
+            steps=None,
+        )
+
+    @property
+    def rows_of_sample(self) -> int:
+        """Rows of the dataset in one here."""
+        return 1 if self.steps is None else self.steps
+
+    def rows(self, batch: NDArray[Any]) -> NDArray[Any]:
+        """Return an array of samples, raw or delivered, as one of rows of the dataset: a view."""
+        if self.steps is None:
+            return batch
+        return batch.reshape(batch.shape[0] * self.steps, *batch.shape[2:])
 
     @property
     def is_identity(self) -> bool:
@@ -106,7 +146,7 @@ class RowTransform:
 
 
 def row_transform(field: Field, layout: DatasetLayout) -> RowTransform:
-    """Derive the transform of a field from its options and its dataset.
+    """Derive the transform of the samples of a field from its options and its dataset.
 
     Raises
     ------
@@ -117,7 +157,7 @@ def row_transform(field: Field, layout: DatasetLayout) -> RowTransform:
     where = f'{layout.file}: dataset "{layout.path}" of shape {layout.shape}'
     rank = len(layout.shape)
     rest = [axis for axis in range(rank) if axis != layout.sample_axis]
-    axes = tuple(normal_axis(axis, rank, where) for axis in field.axes or ())
+    axes = _axes(field, rank, where)
     if not axes:
         axes = (layout.sample_axis, *rest)
     if sorted(axes) != list(range(rank)):
@@ -129,7 +169,7 @@ def row_transform(field: Field, layout: DatasetLayout) -> RowTransform:
     elif layout.dtype.kind not in "biufc" or (layout.dtype.kind == "c" and dtype.kind != "c"):
         raise ConfigError(f"{where}: {layout.dtype} cannot be cast to {dtype}; leave dtype out")
     row = tuple(layout.shape[axis] for axis in axes[1:])
-    return RowTransform(
+    transform = RowTransform(
         raw_row=tuple(layout.shape[axis] for axis in rest),
         raw_dtype=np.dtype(np.uint8) if layout.dtype.kind == "b" else layout.dtype,
         row=row,
@@ -139,6 +179,21 @@ def row_transform(field: Field, layout: DatasetLayout) -> RowTransform:
         offset=_factor(field.offset, row, dtype, where),
         text=layout.text,
     )
+    return transform.of_steps(None if field.steps is None else len(field.steps))
+
+
+def _axes(field: Field, rank: int, where: str) -> tuple[int, ...]:
+    """Return the dimensions of a layout in the order of delivery; none: in its own order."""
+    if not isinstance(field.num_dim, tuple) or field.axes is None:
+        return tuple(normal_axis(axis, rank, where) for axis in field.axes or ())
+    # In the layout, the two dimensions of samples are one, which comes first.
+    axes = [normal_axis(axis, rank + 1, where) for axis in field.axes]
+    rest = [axis for axis in range(rank + 1) if axis not in axes[:2]]
+    if sorted(axes[2:]) != rest:
+        raise ConfigError(
+            f"{where}: axes {field.axes} must name each of its {rank + 1} dimensions once"
+        )
+    return (0, *(1 + rest.index(axis) for axis in axes[2:]))
 
 
 def _convert(text: Text, out: NDArray[Any]) -> None:

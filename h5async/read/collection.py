@@ -23,6 +23,7 @@ from h5async.core.batch import (
     LayerStruct,
     ShapeStruct,
     SourceStruct,
+    StepRowsStruct,
     TargetStruct,
     WantedStruct,
 )
@@ -36,6 +37,7 @@ from h5async.io.keptfiles import affordable_maps
 from h5async.io.maps import IoMode, may_map
 from h5async.io.stamps import FileStamp
 from h5async.order.selection import Selection
+from h5async.order.steps import StepRows
 from h5async.read.queue import BatchQueue, SlotBatch
 from h5async.read.scratch import CLOSED, Scratch
 from h5async.read.transform import NativeTransform
@@ -66,6 +68,8 @@ class Collection:
         By field: for decoded chunks that later batches may need.
     transforms
         By field: what rows are made into as they are read; None: nothing, or not here.
+    steps
+        By field: which rows each sample consists of; None: its own. Empty: that of all fields.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class Collection:
         most_files: int,
         kept_nbytes: Sequence[int],
         transforms: Sequence[NativeTransform | None],
+        steps: Sequence[StepRows | None] = (),
     ) -> None:
         self._core = core
         self._keep: list[Any] = []  # what structures point to
@@ -97,6 +102,8 @@ class Collection:
         self._sources = self._open(builder.sources, io, most_files)
         self._fields = (FieldStruct * len(tables))()
         described = zip(self._fields, tables, layouts, kept_nbytes, transforms, strict=True)
+        for struct, one in zip(self._fields, self._step_structs(steps), strict=bool(steps)):
+            struct.steps = one
         try:
             for struct, table, layout, kept, transform in described:
                 if table is not None and table.can_read:
@@ -173,6 +180,23 @@ class Collection:
             struct.store = self._core.new_store(kept_nbytes, least)
             if not struct.store:
                 raise MemoryError("no memory is left for decoded chunks")
+
+    def _step_structs(self, several: Sequence[StepRows | None]) -> list[Any]:
+        """Return, by field, which rows samples consist of; the same for fields with equal steps."""
+        made: dict[StepRows, Any] = {}
+        for steps in several:
+            if steps is not None and steps not in made:
+                struct = StepRowsStruct(
+                    self._hold(np.array(steps.offsets, np.int64)),
+                    self._hold(steps.starts),
+                    self._hold(steps.ends),
+                    steps.size,
+                    steps.starts.size,
+                    steps.pad == "zero",
+                )
+                made[steps] = ctypes.pointer(struct)
+                self._keep.append(struct)
+        return [None if steps is None else made[steps] for steps in several]
 
     def _layer(self, layer: Layer) -> LayerStruct:
         names = ("first", "row", "step", "shape", "source", "begin", "count", "is_sparse")
@@ -306,7 +330,7 @@ class Collection:
         return int(refused)
 
     def left(self, batch: SlotBatch) -> Iterator[tuple[int, Int64s]]:
-        """Yield each field of which the core left something, and the rows of the batch, once."""
+        """Yield each field of which the core left something, and the rows of its memory, once."""
         items = self._items(batch)
         items = items[items["status"] == REFUSED]
         plan = batch.plan

@@ -20,6 +20,7 @@ from h5async.io.keptfiles import affordable_files
 from h5async.io.localfiles import LocalFiles
 from h5async.io.maps import IoMode
 from h5async.io.stamps import FileStamp
+from h5async.order.steps import StepRows
 from h5async.read.chunkcache import ChunkCache
 from h5async.read.collection import Collection
 from h5async.read.encoded import EncodedReader
@@ -106,13 +107,17 @@ class Executors:
         """Reads that went through h5py."""
         return self._fallback.reads
 
-    def open_collection(self, transforms: Sequence[NativeTransform | None]) -> Collection | None:
+    def open_collection(
+        self, transforms: Sequence[NativeTransform | None], steps: Sequence[StepRows | None] = ()
+    ) -> Collection | None:
         """Return what reads the rows of all fields by the core; None: it is not there.
 
         Parameters
         ----------
         transforms
             By field: what rows are made into as they are read; None: nothing, or not there.
+        steps
+            By field: which rows each sample consists of; None: its own.
         """
         if self._core is None:
             return None
@@ -123,6 +128,7 @@ class Executors:
             most_files=2 * self._kept_files,
             kept_nbytes=self._kept_nbytes,
             transforms=transforms,
+            steps=steps,
         )
         self._collections.append(collection)
         return collection

@@ -5,7 +5,10 @@
    joined to runs: in order, a batch is one run. So rows that lie in a file as they are cost nothing
    here: their items name a range of the sorted samples, which all fields share. Where all fields are
    such rows, each of one dataset, and the page cache holds them, any order is as good: then the
-   samples stay as they are. */
+   samples stay as they are.
+
+   What is called a sample here is a row of the dataset. A field with steps has several for each sample
+   of the batch; fields with equal steps are a group, whose rows are listed and sorted on their own. */
 
 enum { ITEM_NBYTES = 1 << 17 /* of rows, some 10 us */ };
 enum { RUN_NBYTES = 96 }; /* are copied while memory far from others is fetched */
@@ -34,10 +37,12 @@ typedef struct {
     Item *items;
     int64_t *run_local, *run_position, *run_length;
     Wanted *wanted, *spare; /* room for one more than there are samples */
-    const Wanted *sorted;   /* one of the two: `num_wanted` runs, and the end; see above */
+    Wanted *joined;         /* runs of all groups, where there are several */
+    const Wanted *sorted;   /* one of the three: `num_wanted` runs, and the end; see above */
     Wanted *order, *order_spare; /* of items, by source */
     int64_t num_items, num_runs, num_wanted;
-    int64_t most_items, most_runs, most_wanted, most_order;
+    int64_t most_items, most_runs, most_wanted, most_order, most_joined;
+    int64_t first_wanted; /* the first run of the group that is planned */
     int64_t nbytes;
     _Atomic int64_t was_cached; /* whether all that was read by the last plan was in the page cache */
 } BatchPlan;
@@ -120,47 +125,106 @@ static Wanted *sort_wanted(Wanted *wanted, Wanted *spare, int64_t count, int64_t
     return wanted;
 }
 
-/* Join samples that follow each other in the dataset and in the batch; returns how many runs. */
-static int64_t join_wanted(Wanted *wanted, int64_t count)
+/* Join samples that follow each other in the dataset and in the batch, and put them to `runs`, which
+   may be the same array; ranks count from `rank` on. Returns how many runs. */
+static int64_t join_wanted(const Wanted *wanted, int64_t count, int64_t rank, Wanted *runs)
 {
-    int64_t runs = 0;
+    int64_t num_runs = 0;
     for (int64_t i = 0; i < count; i++) {
         Wanted one = wanted[i];
-        int64_t length = runs ? i - wanted[runs - 1].rank : 0;
-        if (runs && wanted[runs - 1].sample + length == one.sample &&
-            wanted[runs - 1].position + length == one.position)
+        int64_t length = num_runs ? rank + i - runs[num_runs - 1].rank : 0;
+        if (num_runs && runs[num_runs - 1].sample + length == one.sample &&
+            runs[num_runs - 1].position + length == one.position)
             continue;
-        one.rank = (int32_t)i;
-        wanted[runs++] = one;
+        one.rank = (int32_t)(rank + i);
+        runs[num_runs++] = one;
     }
-    wanted[runs] = (Wanted){INT64_MAX, 0, (int32_t)count};
-    return runs;
+    runs[num_runs] = (Wanted){INT64_MAX, 0, (int32_t)(rank + count)};
+    return num_runs;
 }
 
-/* List the samples of a batch, sorted or not; -1: there is one that no field has; 0: there is no
-   memory. */
-static int list_samples(BatchPlan *plan, const int64_t *samples, int64_t count, int64_t num_samples,
-                        int is_sorted)
+/* What is known of some samples when they are listed. */
+typedef struct {
+    int64_t count, least, most;
+    int is_ascending;
+} Listed;
+
+/* List the samples of a batch. */
+static Listed list_each(Wanted *wanted, const int64_t *samples, int64_t count)
 {
-    if (count >= INT32_MAX || !grow_wanted(plan, count + 1))
-        return 0;
-    int64_t least = INT64_MAX, most = -1, before = -1;
-    int is_good = 1;
+    Listed listed = {count, INT64_MAX, -1, 1};
+    int64_t before = -1;
     for (int64_t i = 0; i < count; i++) {
         int64_t sample = samples[i];
-        least = sample < least ? sample : least;
-        most = sample > most ? sample : most;
-        is_good &= before <= sample;
+        listed.least = sample < listed.least ? sample : listed.least;
+        listed.most = sample > listed.most ? sample : listed.most;
+        listed.is_ascending &= before <= sample;
         before = sample;
-        plan->wanted[i] = (Wanted){sample, (int32_t)i, 0};
+        wanted[i] = (Wanted){sample, (int32_t)i, 0};
     }
-    if (least < 0 || most >= num_samples)
+    return listed;
+}
+
+/* List the rows of all samples of a batch, but those in whose place there are zeros. */
+static Listed list_steps(Wanted *wanted, const int64_t *samples, int64_t count, const StepRows *steps)
+{
+    Listed listed = {0, INT64_MAX, -1, 1};
+    int64_t before = -1, sequence = 0, position = 0;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t sample = samples[i];
+        if (sample < steps->starts[sequence] || (sequence + 1 < steps->num_sequences &&
+                                                 sample >= steps->starts[sequence + 1]))
+            sequence = last_at(steps->starts, steps->num_sequences, sample);
+        int64_t first = steps->starts[sequence], last = steps->ends[sequence] - 1;
+        for (int64_t k = 0; k < steps->num_offsets; k++, position++) {
+            int64_t row = sample + steps->offsets[k];
+            if (row < first || row > last) {
+                if (steps->pad == PAD_ZERO)
+                    continue;
+                row = row < first ? first : last;
+            }
+            listed.least = row < listed.least ? row : listed.least;
+            listed.most = row > listed.most ? row : listed.most;
+            listed.is_ascending &= before <= row;
+            before = row;
+            wanted[listed.count++] = (Wanted){row, (int32_t)position, 0};
+        }
+    }
+    return listed;
+}
+
+/* List the rows of a group of fields, sorted or not, behind those of the groups before it; -1: there
+   is one that no field has; 0: there is no memory. Fields with `steps` NULL: a sample is a row. */
+static int list_samples(BatchPlan *plan, const int64_t *samples, int64_t count, int64_t num_samples,
+                        int is_sorted, const StepRows *steps, int is_only_group)
+{
+    int64_t most_rows = count;
+    if (steps != NULL && __builtin_mul_overflow(count, steps->num_offsets, &most_rows))
+        return 0;
+    if (most_rows >= INT32_MAX || !grow_wanted(plan, most_rows + 1))
+        return 0;
+    Listed listed = steps == NULL ? list_each(plan->wanted, samples, count)
+                                  : list_steps(plan->wanted, samples, count, steps);
+    if (listed.least < 0 || listed.most >= num_samples)
         return -1;
     Wanted *sorted = plan->wanted;
-    if (is_sorted && !is_good)
-        sorted = sort_wanted(plan->wanted, plan->spare, count, least, most - least);
-    plan->num_wanted = join_wanted(sorted, count);
-    plan->sorted = sorted;
+    if (is_sorted && !listed.is_ascending)
+        sorted = sort_wanted(plan->wanted, plan->spare, listed.count, listed.least,
+                             listed.most - listed.least);
+    Wanted *runs = sorted;
+    int64_t rank = 0;
+    plan->first_wanted = 0;
+    if (!is_only_group) { /* behind the end of the group before */
+        rank = plan->num_wanted ? plan->joined[plan->num_wanted].rank : 0;
+        plan->first_wanted = plan->num_wanted ? plan->num_wanted + 1 : 0;
+        if (rank + listed.count >= INT32_MAX ||
+            !grow((void **[]){(void **)&plan->joined}, 1, &plan->most_joined,
+                  plan->first_wanted + listed.count + 1, sizeof(Wanted)))
+            return 0;
+        runs = plan->joined + plan->first_wanted;
+    }
+    plan->num_wanted = plan->first_wanted + join_wanted(sorted, listed.count, rank, runs);
+    plan->sorted = is_only_group ? sorted : plan->joined;
     return 1;
 }
 
@@ -334,11 +398,12 @@ static int plan_segment(BatchPlan *plan, const Field *f, int32_t field, int32_t 
 }
 
 /* Segment by segment: so items of several fields, too, come in the order of their sources. */
-static int plan_alike(BatchPlan *plan, const Alike *alike, int64_t count)
+static int plan_alike(BatchPlan *plan, const Alike *alike)
 {
     const Layer *l = &alike->fields[alike->begin].layers[alike->layer];
-    int64_t segment = 0;
-    for (Ranks ranks = {0}; ranks.rank < count; ranks.rank = ranks.end) {
+    int64_t segment = 0, end = plan->sorted[plan->num_wanted].rank;
+    Ranks ranks = {.run = plan->first_wanted, .rank = plan->sorted[plan->first_wanted].rank};
+    for (; ranks.rank < end; ranks.rank = ranks.end) {
         const Wanted *run = &plan->sorted[ranks.run];
         segment = find_segment(l, run->sample + ranks.rank - run->rank, segment);
         int64_t behind = l->first[segment + 1];
@@ -360,6 +425,7 @@ static int32_t end_of_alike(const Field *fields, int32_t begin, int64_t num_fiel
 {
     int32_t end = begin + 1;
     while (fields[begin].num_layers == 1 && end < num_fields && fields[end].num_layers == 1 &&
+           fields[end].steps == fields[begin].steps &&
            fields[end].layers->first == fields[begin].layers->first)
         end++;
     return end;
@@ -438,6 +504,61 @@ static int needs_order(const Field *fields, const Target *targets, int64_t num_f
     return 0;
 }
 
+/* Plan the fields of one group, from `begin` on. */
+static int plan_group(BatchPlan *plan, const Field *fields, const Target *targets,
+                      int64_t num_fields, int32_t begin)
+{
+    const StepRows *steps = fields[begin].steps;
+    Alike alike = {.fields = fields, .targets = targets, .begin = begin};
+    for (; alike.begin < num_fields; alike.begin = alike.end) {
+        alike.end = end_of_alike(fields, alike.begin, num_fields);
+        int is_wanted = 0;
+        for (int32_t field = alike.begin; field < alike.end; field++)
+            is_wanted |= fields[field].steps == steps && is_planned(&alike, field);
+        for (alike.layer = 0; is_wanted && alike.layer < fields[alike.begin].num_layers; alike.layer++)
+            if (!plan_alike(plan, &alike))
+                return 0;
+    }
+    return 1;
+}
+
+/* Whether a field is wanted, and is the first one of its group. */
+static int begins_group(const Field *fields, const Target *targets, int32_t field)
+{
+    for (int32_t before = field - 1; before >= 0; before--)
+        if (fields[before].steps == fields[field].steps && targets[before].is_wanted)
+            return 0;
+    return targets[field].is_wanted != 0;
+}
+
+/* Samples in whose place a field has zeros. */
+static int plan_zeros(BatchPlan *plan, const Field *f, int32_t field, const int64_t *samples,
+                      int64_t count)
+{
+    const StepRows *steps = f->steps;
+    int64_t position = 0, sequence = 0, per_item = ITEM_NBYTES / (f->row_nbytes + 1) + 1;
+    Item *item = NULL;
+    for (int64_t i = 0; i < count; i++) {
+        sequence = last_at(steps->starts, steps->num_sequences, samples[i]);
+        for (int64_t k = 0; k < steps->num_offsets; k++, position++) {
+            int64_t row = samples[i] + steps->offsets[k];
+            if (row >= steps->starts[sequence] && row < steps->ends[sequence])
+                continue;
+            if (item == NULL || item->num_runs >= per_item) {
+                if (!grow_items(plan, plan->num_items + 1))
+                    return 0;
+                item = &plan->items[plan->num_items++];
+                *item = (Item){.field = field, .kind = ZEROS, .source = -1,
+                               .first_run = plan->num_runs};
+            }
+            if (!add_run(plan, item, 0, position, 1))
+                return 0;
+            item->nbytes = cost_of(f->row_nbytes, item->num_runs);
+        }
+    }
+    return 1;
+}
+
 /* Plan a batch of at most `rows` samples; 0: there is no memory for it; -1: there are more samples,
    or one that no field has. `parts`: threads that may work on it. */
 PUBLIC int64_t h5async_plan_batch(BatchPlan *plan, const Field *fields, const Target *targets,
@@ -448,22 +569,27 @@ PUBLIC int64_t h5async_plan_batch(BatchPlan *plan, const Field *fields, const Ta
     if (count > rows)
         return -1;
     int is_sorted = !atomic_exchange(&plan->was_cached, 1) || needs_order(fields, targets, num_fields);
-    int listed = list_samples(plan, samples, count, num_samples, is_sorted);
-    if (listed < 1)
-        return listed;
-    Alike alike = {.fields = fields, .targets = targets};
-    for (; alike.begin < num_fields; alike.begin = alike.end) {
-        alike.end = end_of_alike(fields, alike.begin, num_fields);
-        int is_wanted = 0;
-        for (int32_t field = alike.begin; field < alike.end; field++)
-            is_wanted |= is_planned(&alike, field);
-        for (alike.layer = 0; is_wanted && alike.layer < fields[alike.begin].num_layers; alike.layer++)
-            if (!plan_alike(plan, &alike, count))
+    int num_groups = 0;
+    for (int32_t field = 0; field < num_fields; field++)
+        num_groups += begins_group(fields, targets, field);
+    for (int32_t field = 0; field < num_fields; field++) {
+        const Field *f = &fields[field];
+        if (begins_group(fields, targets, field)) {
+            int listed = list_samples(plan, samples, count, num_samples, is_sorted, f->steps,
+                                      num_groups == 1);
+            if (listed < 1)
+                return listed;
+            if (!plan_group(plan, fields, targets, num_fields, field))
                 return 0;
-        for (int32_t field = alike.begin; field < alike.end; field++)
-            if (fields[field].is_filled_first && is_planned(&alike, field))
-                fill_elements(fields[field].fill, fields[field].itemsize, targets[field].raw,
-                              count * fields[field].row_nbytes);
+        }
+        if (!targets[field].is_wanted || f->row_nbytes == 0)
+            continue;
+        if (f->is_filled_first)
+            fill_elements(f->fill, f->itemsize, targets[field].raw,
+                          count * (f->steps ? f->steps->num_offsets : 1) * f->row_nbytes);
+        if (f->steps != NULL && f->steps->pad == PAD_ZERO &&
+            !plan_zeros(plan, f, field, samples, count))
+            return 0;
     }
     if (!cut_items(plan, parts) || !sort_items(plan))
         return 0;
@@ -475,7 +601,8 @@ PUBLIC int64_t h5async_plan_batch(BatchPlan *plan, const Field *fields, const Ta
 PUBLIC int64_t h5async_free_plan(BatchPlan *plan)
 {
     void *memory[] = {plan->items, plan->run_local, plan->run_position, plan->run_length,
-                      plan->wanted, plan->spare, plan->order, plan->order_spare};
+                      plan->wanted, plan->spare, plan->joined, plan->order,
+                      plan->order_spare};
     for (size_t i = 0; i < sizeof memory / sizeof memory[0]; i++)
         free(memory[i]);
     *plan = (BatchPlan){0};

@@ -139,6 +139,7 @@ static int copy_item(Work *work, const Field *f, const Shape *shape, const Targe
     const Wanted *w = &work->plan->sorted[item->number];
     if (work->available <= 0 || shape->kind != ROWS || shape->swaps || nbytes > FEW_NBYTES ||
         item->number + count > work->plan->num_wanted || w->rank != item->first_run ||
+        w[count - 1].rank != item->first_run + count - 1 || /* (ends of groups have no rank) */
         w[count].rank != item->first_run + count)
         return 0;
     int64_t least = w->sample, most = w->sample;

@@ -5,7 +5,7 @@
    equal distances in one dataset of one source; datasets that are alike share a shape, which tells
    how their chunks are encoded and how their pieces lie in rows. */
 
-enum RowsKind { NO_SOURCE = 0, ROWS = 1, ROWS_IN_CHUNKS = 2, CHUNKS = 3, LEFT = 4 };
+enum RowsKind { NO_SOURCE = 0, ROWS = 1, ROWS_IN_CHUNKS = 2, CHUNKS = 3, LEFT = 4, ZEROS = 5 };
 
 typedef struct {
     Dataset dataset;             /* but for its chunks, which the segment has */
@@ -29,6 +29,17 @@ typedef struct {
     int64_t num_segments;
 } Layer;
 
+/* Which rows of a field each sample is: those at some offsets from its own, in its sequence. */
+enum Pad { PAD_EDGE = 0, PAD_ZERO = 1 };
+enum { NO_ROW = -1 }; /* in place of a row: zeros */
+
+typedef struct {
+    const int64_t *offsets; /* [num_offsets] */
+    const int64_t *starts;  /* [num_sequences], not descending: the first row of each sequence */
+    const int64_t *ends;    /* [num_sequences]: the row behind the last one */
+    int64_t num_offsets, num_sequences, pad;
+} StepRows;
+
 typedef struct {
     const Layer *layers;
     const Shape *shapes;
@@ -40,6 +51,7 @@ typedef struct {
     int64_t nbytes_step, mask_step; /* to the next extent; 0: one number stands for all */
     int64_t num_layers, num_extents, row_nbytes, itemsize;
     int64_t is_filled_first; /* whether parts of rows may have no source */
+    const StepRows *steps;   /* NULL: a sample is a row. Fields with equal steps share it */
 } Field;
 
 /* Whether a chunk is a small dataset without filters, which is kept whole. It may have fewer rows than
@@ -66,6 +78,17 @@ static int64_t find_extent(const Field *f, const Layer *layer, int64_t segment, 
             high = middle;
     }
     return low < begin + count && f->number[low] == number ? low : -1;
+}
+
+/* The last of some ascending numbers that is not above `sample`; the first one, if all are. */
+static int64_t last_at(const int64_t *starts, int64_t count, int64_t sample)
+{
+    int64_t low = 0, high = count;
+    while (low + 1 < high) {
+        int64_t middle = low + (high - low) / 2;
+        *(starts[middle] <= sample ? &low : &high) = middle;
+    }
+    return low;
 }
 
 /* The segment that holds a sample, at or behind `from`; the table has it. */

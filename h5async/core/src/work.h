@@ -58,6 +58,16 @@ static void fill_rows(const BatchPlan *plan, const Field *f, const Target *targe
     transform_item(plan, f, target, item);
 }
 
+/* Rows in whose place there are zeros. */
+static void zero_rows(const BatchPlan *plan, const Field *f, const Target *target, const Item *item)
+{
+    Runs runs = runs_of_item(plan, item);
+    for (int64_t r = 0; r < runs.count; r++)
+        memset(target->raw + runs.position[r] * f->row_nbytes, 0,
+               (size_t)(runs.length[r] * f->row_nbytes));
+    transform_item(plan, f, target, item);
+}
+
 /* Reverse the bytes of each number. */
 static void swap_bytes(uint8_t *at, int64_t nbytes, int64_t number)
 {

@@ -1,0 +1,119 @@
+"""Reads what small datasets of the files say: a value for each sample, or a list of numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.config import ReaderConfig
+from h5async.core.binding import mapping_mode
+from h5async.errors import DatasetError
+from h5async.index.layout import DatasetLayout
+from h5async.index.links import Reach
+from h5async.index.metadata import value_layout
+from h5async.names import name_text
+from h5async.read.whole import read_whole
+
+_MOST_VALUES = 1 << 20  # of a dataset that is read whole, or a few for each sample
+_MOST_PER_SAMPLE = 16
+
+
+class FileValues:
+    """Reads small datasets that the files of a reader have beside its fields.
+
+    Parameters
+    ----------
+    config
+        The options.
+    first
+        The layout of the first field, which tells how many samples each file has.
+    """
+
+    def __init__(self, config: ReaderConfig, first: DatasetLayout) -> None:
+        self._config = config
+        self._first = first
+        self._reach = Reach(config.allow_external, config.allow_missing, mapping_mode(config.io))
+
+    def of_samples(self, option: str, path: str) -> NDArray[Any]:
+        """Return what a dataset holds for each sample, over all files; errors name the option.
+
+        Raises
+        ------
+        H5AsyncError
+            As `read` does, or if a file has another number of values than samples.
+        """
+        found = []
+        for file, count in self.files():
+            array = self.read(option, file, path, count)
+            check_length(array, file, path, count)
+            found.append(array)
+        return np.concatenate(found)
+
+    def read(self, option: str, file: Path, path: str, count: int) -> NDArray[Any]:
+        """Return all values of a dataset of one file, which has so many samples.
+
+        Raises
+        ------
+        H5AsyncError
+            If it is missing, has too many values or dimensions, or cannot be read.
+        """
+        most = max(_MOST_VALUES, _MOST_PER_SAMPLE * count)
+        try:
+            found = value_layout(file, path, most, self._reach)
+            return found if isinstance(found, np.ndarray) else self.of_layout(found)
+        except DatasetError as error:
+            raise DatasetError(f"{option}: {error}") from error
+
+    def of_layout(self, layout: DatasetLayout) -> NDArray[Any]:
+        """Return all values of a dataset."""
+        return read_whole(layout, self._reach.io)
+
+    def files(self) -> Sequence[tuple[Path, int]]:
+        """Return the files, and how many samples each has."""
+        first = self._first
+        several = first.file_samples or ((first.file, first.num_samples),)
+        if self._config.names_index:
+            return [(Path(file), count) for file, count in several]
+        counts = [count for _, count in several]
+        return list(zip(self._config.files, counts, strict=True))
+
+
+def read_names(reach: Reach, file: Path, path: str) -> list[str]:
+    """Return the names that a dataset of strings holds.
+
+    Raises
+    ------
+    H5AsyncError
+        If it is missing, holds no strings, or cannot be read.
+    """
+    try:
+        found = value_layout(file, path, _MOST_VALUES, reach)
+    except DatasetError as error:
+        raise DatasetError(f"sequences: only: {error}") from error
+    array = found if isinstance(found, np.ndarray) else read_whole(found, reach.io)
+    names = [str(name_text(name)) for name in array.tolist() if isinstance(name, bytes | str)]
+    if len(names) < array.size:
+        raise DatasetError(
+            f'{file}: sequences: only: dataset "{path}" must hold names of groups, found'
+            f" {array.dtype}"
+        )
+    return names
+
+
+def check_length(array: NDArray[Any], file: Path, path: str, count: int) -> None:
+    """Check that a dataset has a value for each sample of a file.
+
+    Raises
+    ------
+    DatasetError
+        If it has not.
+    """
+    if array.size != count:
+        raise DatasetError(
+            f'{file}: dataset "{path}" must have a value for each of the {count:,} samples of the'
+            f" file, and has {array.size:,}"
+        )

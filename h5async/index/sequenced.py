@@ -1,0 +1,168 @@
+"""Makes one dataset of many sequences: of groups that are alike, or along two dimensions.
+
+Layouts enter; one leaves in which all rows follow each other, and which says how many each sequence
+has (`DatasetLayout.sequences`). Fields may differ by one row: some files store an observation more
+than actions. Then each sequence takes the room of the longest field, and what the others lack has
+their fill value, and is no sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.errors import DatasetError
+from h5async.index.joined import join_layouts
+from h5async.index.layout import DatasetLayout, Part, SequenceLengths, normal_axis
+from h5async.index.slabs import Slab
+
+_MOST_APART = 1  # rows that one field may have more than another, of the same sequence
+
+
+def join_groups(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
+    """Return the layout of datasets of several groups of a file as one, one after the other.
+
+    Raises
+    ------
+    DatasetError
+        If the shapes of their rows or their dtypes differ.
+    """
+    held = np.array([layout.num_samples for layout in layouts], np.int64)
+    return join_layouts(layouts).changed(
+        sequences=SequenceLengths(held, held), file_samples=(), path=layouts[0].path
+    )
+
+
+def is_one_run(layout: DatasetLayout) -> bool:
+    """Tell whether two dimensions that come first are one, as far as its bytes are concerned."""
+    is_plain = layout.fallback_reason is None and not (layout.text or layout.parts)
+    return is_plain and layout.storage in ("contiguous", "compact")
+
+
+def merged_dimensions(layout: DatasetLayout) -> DatasetLayout:
+    """Return a layout for which `is_one_run` with its first two dimensions as one."""
+    count, length, *row = layout.shape
+    held = np.full(count, length, np.int64)
+    shape = (count * length, *row)
+    return layout.changed(
+        shape=shape,
+        sample_axis=0,
+        values=None if layout.values is None else layout.values.reshape(shape),
+        sequences=SequenceLengths(held, held),
+    )
+
+
+def along_sequences(layout: DatasetLayout, sequence_dim: int, where: str) -> DatasetLayout:
+    """Return the layout of one sequence after the other.
+
+    Parameters
+    ----------
+    layout
+        Its sample dimension counts steps.
+    sequence_dim
+        The dimension that counts sequences.
+    where
+        Begins the messages.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such dimension.
+    """
+    axis = normal_axis(sequence_dim, len(layout.shape), where)
+    rest = [a for a in range(len(layout.shape)) if a != layout.sample_axis]
+    count, length = layout.shape[axis], layout.num_samples
+    row = [slice(0, layout.shape[a]) for a in rest]
+    all_steps, parts = Slab.run(0, length), []
+    for number in range(count if length else 0):
+        row[rest.index(axis)] = slice(number, number + 1)
+        samples = Slab.run(number * length, (number + 1) * length)
+        parts.append(Part(layout, samples, all_steps, source_region=tuple(row)))
+    held = np.full(count, length, np.int64)
+    return layout.changed(
+        shape=(count * length, *(layout.shape[a] for a in rest if a != axis)),
+        sample_axis=0,
+        storage="files",
+        offset=-1,
+        chunk_shape=(),
+        filters=(),
+        chunks=None,
+        values=None,
+        parts=tuple(parts),
+        sources=(),
+        attached=(),
+        member=(),
+        sequences=SequenceLengths(held, held),
+    )
+
+
+def aligned(layouts: Mapping[str, DatasetLayout]) -> dict[str, DatasetLayout]:
+    """Return the fields of a file with sequences that begin at equal rows.
+
+    Raises
+    ------
+    DatasetError
+        If fields have different sequences.
+    """
+    held = {name: y.sequences.held for name, y in layouts.items() if y.sequences is not None}
+    if len(held) < len(layouts):
+        return dict(layouts)
+    first_name, first = next(iter(held.items()))
+    for name, lengths in held.items():
+        if lengths.size != first.size or (abs(lengths - first) > _MOST_APART).any():
+            raise DatasetError(_unlike(layouts, first_name, name, first, lengths))
+    room = np.maximum.reduce(list(held.values()))
+    if all(np.array_equal(room, lengths) for lengths in held.values()):
+        return dict(layouts)
+    return {name: _with_room(layout, room) for name, layout in layouts.items()}
+
+
+def _unlike(
+    layouts: Mapping[str, DatasetLayout],
+    one: str,
+    other: str,
+    lengths: NDArray[np.int64],
+    others: NDArray[np.int64],
+) -> str:
+    both = f"{layouts[one].file}: {one} and {other}"
+    if lengths.size != others.size:
+        return f"{both} have {lengths.size} and {others.size} sequences; all fields must have equal"
+    at = int(np.argmax(abs(lengths - others)))
+    return (
+        f"{both} have {lengths[at]} and {others[at]} rows in sequence {at}; fields may differ by"
+        f" {_MOST_APART} row at most"
+    )
+
+
+def _with_room(layout: DatasetLayout, room: NDArray[np.int64]) -> DatasetLayout:
+    """Return a layout in which each sequence begins where that of the longest field does."""
+    assert layout.sequences is not None
+    held = layout.sequences.held
+    shift = np.cumsum(room) - room - (np.cumsum(held) - held)
+    ends = np.cumsum(held)
+    if not layout.parts:  # one run of rows
+        source = layout.changed(sequences=None)
+        parts = [
+            Part(source, Slab.run(begin + move, begin + move + size), Slab.run(begin, begin + size))
+            for begin, move, size in zip(
+                (ends - held).tolist(), shift.tolist(), held.tolist(), strict=True
+            )
+            if size
+        ]
+    else:
+        parts = []
+        for part in layout.parts:
+            at = int(np.searchsorted(ends, part.samples.start, side="right"))
+            begin = part.samples.start + int(shift[at])
+            parts.append(replace(part, samples=Slab.run(begin, begin + part.samples.size)))
+    return layout.changed(
+        shape=(int(room.sum()), *layout.shape[1:]),
+        storage="files",
+        offset=-1,
+        values=None,
+        parts=tuple(parts),
+        sequences=SequenceLengths(room, held),
+    )
