@@ -178,7 +178,7 @@ def _names_that_fit(fields: Mapping[str, Field]) -> Mapping[str, Field]:
     for name in masks:
         if name in fields or masks.count(name) > 1:
             raise ValueError(f"pad_mask: there is {name!r} already; choose another name")
-    taken = _RESERVED_NAMES.intersection(fields, masks)
+    taken = _RESERVED_NAMES.intersection([*fields, *masks])
     if taken:
         raise ValueError(
             f"a field cannot be named {sorted(taken)[0]!r}, because a batch has an attribute of"

@@ -568,7 +568,7 @@ def _read_template(found: Any) -> _Template:
     if len(fill) != dtype.itemsize:
         raise ValueError("a fill value has another size than its dtype")
     storage = text(found["storage"])
-    if storage not in get_args(Storage) or storage == "files":
+    if storage not in get_args(Storage):
         raise ValueError(f"storage {storage!r}")
     chunk_shape = naturals(found["chunk_shape"])
     if chunk_shape and min(chunk_shape) < 1:

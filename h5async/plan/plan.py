@@ -155,6 +155,8 @@ def _touched_parts(layout: DatasetLayout, sample: Int64s) -> Iterator[tuple[int,
             if chosen.size:
                 yield number, chosen, ordinal[chosen]
         return
+    if not sample.size:  # zeros stand for all rows of a batch
+        return
     order = np.argsort(sample, kind="stable")
     owner = np.searchsorted(starts, sample[order], side="right") - 1
     edges = np.flatnonzero(np.diff(owner)) + 1
