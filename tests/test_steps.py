@@ -532,3 +532,34 @@ def test_batches_know_their_sequences_without_steps(files):
         assert batch.sequence.tolist() == [n for n, c in enumerate(COUNTS) for _ in range(c)]
         assert batch.step.tolist() == [step for c in COUNTS for step in range(c)]
         assert batch.copy().step.tolist() == batch.step.tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", [None, "device", "host"])
+@pytest.mark.parametrize("workers", ["thread", "process"])
+def test_steps_on_a_gpu(files, truth, cache, workers):
+    pytest.importorskip("cupy")
+    fields = {
+        "image": Field("zipped", steps=range(-2, 1), pad="zero", axes=(0, 3, 1, 2), scale=0.5),
+        "raw": Field("image", steps=[0, 2, -1], pad="edge", pad_mask="mask"),
+        "channels": Field("sparse", steps=range(2), pad="edge", scale=[1, 2, 3]),
+        "big": Field("big", steps=[1], pad="zero"),
+        "flag": Field("flag", steps=range(3), pad="edge"),
+        "plain": Field("virtual"),
+    }
+    options = {"sequences": {"ends": "ends"}, "shuffle": "window", "batch_size": 16}
+    with (
+        reader_of(files, fields, **options) as expected,
+        reader_of(
+            files, fields, device="cuda", num_threads=2, cache=cache, workers=workers, **options
+        ) as reader,
+    ):
+        for _ in range(2):
+            for batch, other in zip(reader, expected, strict=True):
+                assert (batch.index == other.index).all()
+                for name in other.keys():
+                    assert batch[name].dtype == other[name].dtype
+                    assert batch[name].get().tobytes() == other[name].tobytes(), name
+        if workers == "thread":
+            sample = reader.read([3, 84])
+            assert sample.image.get().tobytes() == expected.read([3, 84]).image.tobytes()
