@@ -643,7 +643,23 @@ def test_the_index_lasts(train: Path) -> None:
         assert np.array_equal(np.sort(np.concatenate(indices)), np.arange(NUM_SAMPLES))
 
 
-@each("name", ["index", "epoch", "number", "last", "size", "copy", "count", "keys", "step", "sequence", "data", "x y"])
+@each(
+    "name",
+    [
+        "index",
+        "epoch",
+        "number",
+        "last",
+        "size",
+        "copy",
+        "count",
+        "keys",
+        "step",
+        "sequence",
+        "data",
+        "x y",
+    ],
+)
 def test_a_field_is_reached_by_its_name_or_the_name_is_refused(train: Path, name: str) -> None:
     try:
         reader = AsyncReader(hdf5_path=train, fields={name: "labels"})

@@ -482,7 +482,10 @@ def test_sequences_that_do_not_fit(tmp_path, name, values, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"fields": {"a": Field("a")}, "sequences": {"groups": "x", "ends": "y"}}, "groups or ends"),
+        (
+            {"fields": {"a": Field("a")}, "sequences": {"groups": "x", "ends": "y"}},
+            "groups or ends",
+        ),
         ({"sequences": {"only": "x"}}, "only needs groups"),
         ({"sequences": {"every": 0}}, "every"),
         ({"sequences": "data/*"}, "must be Sequences, or a mapping"),
@@ -563,3 +566,23 @@ def test_steps_on_a_gpu(files, truth, cache, workers):
         if workers == "thread":
             sample = reader.read([3, 84])
             assert sample.image.get().tobytes() == expected.read([3, 84]).image.tobytes()
+
+
+def test_each_chunk_is_decoded_once_in_a_window(tmp_path):
+    """Though windows of 10 rows share chunks of 16, which most of them reach beyond."""
+    values = np.arange(20 * 96 * 50).reshape(20, 96, 50).astype("i4")
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for n in range(20):
+            file.create_dataset(f"e{n}/x", data=values[n], chunks=(16, 50), compression="gzip")
+    fields = {"x": Field("x", steps=range(10), pad="edge")}
+    options = {"sequences": {"groups": "e*"}, "window_bytes": 100_000, "num_threads": 0}
+    with reader_of([tmp_path / "a.h5"], fields, shuffle="window", **options) as reader:
+        seen = []
+        for batch in reader:
+            rows = np.minimum(batch.step[:, None] + np.arange(10), 95)
+            assert (batch.x == values[batch.sequence[:, None], rows]).all()
+            seen += batch.index.tolist()
+        assert sorted(seen) == list(range(20 * 96))
+        assert seen[:500] != sorted(seen[:500])
+        if "core" in reader.stats().ways.values():
+            assert reader.stats().decoded_chunks == 120

@@ -203,6 +203,7 @@ class Samplings:
             batch_size,
             world_size,
             self.selection,
+            self.steps,
         )
 
 

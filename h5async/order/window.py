@@ -31,12 +31,15 @@ from h5async.core.binding import address, load_core
 from h5async.index.layout import DatasetLayout
 from h5async.order.sampling import dealt, keyed_hash, permute, permute_each, round_keys
 from h5async.order.selection import Selection
+from h5async.order.steps import StepRows
 
 Int64s = NDArray[np.int64]
 
 _BLOCK_SAMPLES = 1024  # computed at a time: fewer would cost about as much
 _MISSING_SAMPLES = 1 << 18  # counted at a time
 _GROUP_SAMPLES = 128  # shuffled among themselves: at least a round, at most what a small window has
+_TIMES_REACH = 16  # longer than its steps reach, a merged unit is: few samples lie at its ends
+_LEAST_UNITS = 8  # merged ones in a window
 _IN_FLIGHT_SHARE = 1 / 4  # of the memory: for units that batches in preparation need
 
 
@@ -268,10 +271,12 @@ def window_order(
     batch_size: int = 1,
     world_size: int = 1,
     selection: Selection | None = None,
+    steps: Sequence[StepRows | None] = (),
 ) -> WindowOrder | DealtOrder:
     """Return the order of `shuffle="window"` for the fields of a reader.
 
-    It is one of the positions of an ascending `selection`, where there is one.
+    It is one of the positions of an ascending `selection`, where there is one. Where samples have
+    several `steps`, neighbouring units of one sequence are one.
 
     The field with the largest units decides what a unit is. The window holds as many decoded units
     as fit into the memory, with room for others, and at most half of all units (of a rank). With
@@ -279,10 +284,13 @@ def window_order(
     """
     leader = max(layouts, key=lambda layout: (layout.unit_nbytes, layout.row_nbytes))
     bounds = leader.unit_bounds()
+    unit_nbytes = sum(layout.unit_nbytes for layout in layouts)
+    if unit_nbytes and any(steps):
+        bounds, times = _merged_bounds(bounds, steps, window_nbytes // (_LEAST_UNITS * unit_nbytes))
+        unit_nbytes *= times
     if selection is not None:
         bounds = selection.bounds(bounds)
     counts = np.diff(bounds)
-    unit_nbytes = sum(layout.unit_nbytes for layout in layouts)
     size = int(counts.max(initial=1))
     if not unit_nbytes:  # nothing is kept; the window only keeps reads near each other
         unit_nbytes = size * sum(layout.row_nbytes for layout in layouts)
@@ -295,6 +303,31 @@ def window_order(
     if world_size == 1:
         return whole
     return DealtOrder(whole, world_size, int(bounds[-1]), batch_size)
+
+
+def _merged_bounds(
+    bounds: Int64s, several: Sequence[StepRows | None], most: int
+) -> tuple[Int64s, int]:
+    """Merge units of one sequence, so that the steps of few samples reach into two of them.
+
+    Returns
+    -------
+    bounds, times
+        Of the merged units; and of how many units one consists, at most: nearly `most`.
+    """
+    steps = [one for one in several if one is not None]
+    reach = max(max(0, *one.offsets) - min(0, *one.offsets) for one in steps)
+    length = min(_TIMES_REACH * reach, max(1, most) * int(np.diff(bounds).max(initial=1)))
+    starts = steps[0].starts
+    if not reach or not starts.size:
+        return bounds, 1
+    begin = bounds[:-1]
+    number = np.maximum(0, np.searchsorted(starts, begin, side="right") - 1)
+    part = (begin - starts[number]) // length
+    is_first = np.ones(begin.size, np.bool_)
+    is_first[1:] = (np.diff(number) != 0) | (np.diff(part) != 0)
+    kept = np.flatnonzero(np.append(is_first, True))
+    return bounds[kept], int(np.diff(kept).max(initial=1))
 
 
 def kept_nbytes(layout: DatasetLayout, layouts: Sequence[DatasetLayout], window_nbytes: int) -> int:

@@ -143,6 +143,53 @@ static int runs_lie_within(const Runs *runs, int64_t samples)
     return 1;
 }
 
+#define COPY_LINES(type)                                                                          \
+    for (int64_t line = 0; line < lines.extent; line++) {                                         \
+        const uint8_t *f = from + line * lines.from_stride;                                       \
+        uint8_t *t = to + line * lines.to_stride;                                                 \
+        for (int64_t i = 0; i < inner.extent; i++) {                                              \
+            type value;                                                                           \
+            memcpy(&value, f + i * inner.from_stride, sizeof value);                              \
+            memcpy(t + i * inner.to_stride, &value, sizeof value);                                \
+        }                                                                                         \
+    }
+
+/* Copies the elements of some lines. */
+static void copy_lines(const uint8_t *from, uint8_t *to, Dim lines, Dim inner, int64_t unit)
+{
+    if (unit == 1)
+        COPY_LINES(uint8_t)
+    else if (unit == 2)
+        COPY_LINES(uint16_t)
+    else if (unit == 4)
+        COPY_LINES(uint32_t)
+    else if (unit == 8)
+        COPY_LINES(uint64_t)
+    else
+        for (int64_t line = 0; line < lines.extent; line++)
+            for (int64_t i = 0; i < inner.extent; i++)
+                memcpy(to + line * lines.to_stride + i * inner.to_stride,
+                       from + line * lines.from_stride + i * inner.from_stride, (size_t)unit);
+}
+
+/* Copies the piece of one sample. */
+static void place_sample(const Piece *p, const uint8_t *from, uint8_t *to)
+{
+    const Dim one = {1, 0, 0};
+    int64_t outer = p->rank < 2 ? 0 : p->rank - 2, index[MAX_RANK] = {0}, a;
+    do {
+        int64_t from_at = 0, to_at = p->begin;
+        for (a = 0; a < outer; a++) {
+            from_at += index[a] * p->dims[a].from_stride;
+            to_at += index[a] * p->dims[a].to_stride;
+        }
+        copy_lines(from + from_at, to + to_at, p->rank < 2 ? one : p->dims[p->rank - 2],
+                   p->dims[p->rank - 1], p->unit);
+        for (a = outer - 1; a >= 0 && ++index[a] == p->dims[a].extent; a--)
+            index[a] = 0;
+    } while (a >= 0);
+}
+
 /* Copies one element and its neighbours of all samples, tile by tile: a tile stays in the cache. */
 static void place_strided(const Dataset *d, const Piece *p, const Runs *runs, const uint8_t *chunk,
                           uint8_t *batch)
@@ -190,6 +237,13 @@ static void place(const Dataset *d, const Piece *p, const Runs *runs, const uint
                   uint8_t *batch)
 {
     chunk += p->from;
+    if (p->rank && d->sample_stride >= p->dims[0].extent * p->dims[0].from_stride) {
+        for (int64_t r = 0; r < runs->count; r++) /* samples lie apart in the chunk, too */
+            for (int64_t k = 0; k < runs->length[r]; k++)
+                place_sample(p, chunk + (runs->local[r] + k) * d->sample_stride,
+                             batch + (runs->position[r] + k) * d->row_nbytes);
+        return;
+    }
     if (p->rank) {
         place_strided(d, p, runs, chunk, batch);
         return;
