@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import h5py
 import numpy as np
 import pytest
@@ -72,7 +74,7 @@ def bounds_of(kind: str) -> list[tuple[int, int]]:
             edges = [*edges[: len(ends)], count]  # the last start lasts to the end
         if kind is None or kind == "files":
             edges = [0, count]
-        pairs = list(zip(edges[:-1], edges[1:], strict=True))
+        pairs = list(itertools.pairwise(edges))
         if kind in ("ids", "id_names", "last"):
             pairs = [pair for pair in pairs if pair[0] < pair[1]]
         found += [(first + a, first + b) for a, b in pairs]
