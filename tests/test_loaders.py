@@ -82,6 +82,7 @@ def test_robomimic(robomimic_file, frame_stack, mask, pads):
                 assert (batch.pad_mask[i] == item["pad_mask"].reshape(-1)).all()
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning:minari")
 def test_minari(tmp_path, monkeypatch):
     """Observations have a row more than actions."""
     require_extra("minari")
