@@ -69,6 +69,9 @@ class Core:
     look_up
         ``look_up(visit, number, expected, function, count)`` returns how many chunks HDF5 finds by
         their numbers with the sizes expected, before the first that it does not.
+    make_dense
+        ``make_dense(sparse)``, of a `SparseStruct`, returns how many rows it made dense before the
+        first that has an index which is no column's; -1: it does not take such dtypes.
 
     Raises
     ------
@@ -119,6 +122,7 @@ class Core:
         self.do_oldest = _function(library, "h5async_do_oldest", 2)
         self.spin = _function(library, "h5async_spin", 1, c_int64)
         self.wait = _function(library, "h5async_wait", 1, c_int64, c_int64)
+        self.make_dense = _function(library, "h5async_make_dense", 1)
         self.look_up = _function(library, "h5async_look_up", 4, c_int64)
         self._free = _function(library, "h5async_free", 1)
 
