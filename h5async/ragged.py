@@ -10,8 +10,6 @@ import numpy as np
 
 from h5async.errors import ConfigError, ReadError, needs_package
 
-_MANY_VALUES = 64  # a sample: so many are copied faster one sample at a time
-
 
 class Ragged:
     """Samples of differing lengths.
@@ -143,10 +141,7 @@ class Ragged:
             raise ConfigError(f"length={length}: samples are padded to a length of 0 or more")
         array = xp.full((len(self), length, *self.values.shape[1:]), value, self.dtype)
         mask = xp.arange(length) < lengths[:, None]
-        if xp is np and self.values.shape[0] > _MANY_VALUES * len(self):
-            for row, sample in zip(array, self, strict=True):
-                row[: len(sample)] = sample[:length]
-        elif longest <= length:
+        if longest <= length:
             array[mask] = self.values
         else:
             starts = self.offsets[:-1, None]
