@@ -36,7 +36,6 @@ from h5async.io.maps import IoMode
 from h5async.stats import ThreadCounts
 from h5async.system.interruptions import suppressing
 
-
 _STRUCTURES = structures.STRUCTURES | batch.STRUCTURES | heap.STRUCTURES
 
 
@@ -73,13 +72,13 @@ class Core:
         ``look_up(visit, number, expected, function, count)`` returns how many chunks HDF5 finds by
         their numbers with the sizes expected, before the first that it does not.
     decode_references
-        ``decode_references(heap, references, most_nbytes)``, of a `HeapStruct`, fills its lengths and
-        places, and returns how many values there are; -1 - i: element i is longer than that.
+        ``decode_references(heap, references, most_nbytes)``, of a `HeapStruct`, fills its lengths
+        and places, and returns how many values there are; -1 - i: element i is longer than that.
     read_heap
         ``read_heap(heap, file, worker, scratch, element, position, out, count, out_nbytes)`` reads
-        the values of ``element[i]`` to ``out + position[i]`` (int64 arrays), and returns `count`, or
-        the first i that cannot be done. Without an `out` it only finds their places. `scratch` is
-        memory of `heap_scratch_nbytes()`, zeros at first, that one thread uses.
+        the values of ``element[i]`` to ``out + position[i]`` (int64 arrays), and returns `count`,
+        or the first i that cannot be done. Without an `out` it only finds their places. `scratch`
+        is memory of `heap_scratch_nbytes()`, zeros at first, that one thread uses.
     make_dense
         ``make_dense(sparse)``, of a `SparseStruct`, returns how many rows it made dense before the
         first that has an index which is no column's; -1: it does not take such dtypes.

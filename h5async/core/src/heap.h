@@ -100,10 +100,12 @@ PUBLIC int64_t h5async_decode_references(const Heap *h, const uint8_t *reference
         length = address == 0 ? 0 : length;
         if (length > most_nbytes / h->value_nbytes || __builtin_add_overflow(total, length, &total))
             return -1 - i;
-        if (address < 0 || address > MOST_ADDRESS || index >= NUM_INDICES)
+        if (address == 0)
+            index = 0;
+        else if (address < 0 || address > MOST_ADDRESS || index >= NUM_INDICES)
             address = MOST_ADDRESS, index = 0; /* where no file has anything */
         h->length[i] = (uint32_t)length;
-        h->place[i] = unresolved(address, address ? index : 0);
+        h->place[i] = unresolved(address, index);
     }
     return total;
 }
