@@ -676,7 +676,7 @@ def test_thousands_of_damaged_files(core, opened):
     """The core does what its twin does; and what it reads comes from within the file."""
     rng = np.random.default_rng(SEED)
     count, heads, refused = len(opened.expected), heads_of(opened), 0
-    for _ in range(1500 if os.environ.get("H5ASYNC_TESTS") == "all" else 400):
+    for _ in range(20_000 if os.environ.get("H5ASYNC_TESTS") == "all" else 1500):
         memory = InMemory(core, opened, *mutated(rng, opened, heads))
         element = rng.integers(0, count, rng.integers(1, 2 * count)).tolist()
         refused += isinstance(memory.assert_all_agree(element), ReadError)

@@ -158,12 +158,13 @@ static int walk_collection(HeapCall *c, int64_t begin)
     return 1;
 }
 
-/* Note where the values of an element of the collection that was walked lie; 0: not there. */
+/* Note where the values of an element of the collection that was walked lie; 0: not there. No walk
+   lists an object of index 0. */
 static int resolve(const HeapCall *c, int64_t number, int64_t place)
 {
     const Heap *h = c->heap;
     const HeapObject *object = &c->scratch->object[index_of(place)];
-    if (index_of(place) == 0 || object->visit != c->scratch->visit ||
+    if (object->visit != c->scratch->visit ||
         object->nbytes != h->length[number] * h->value_nbytes)
         return 0;
     __atomic_store_n(&h->place[number], object->offset, __ATOMIC_RELAXED);
