@@ -58,7 +58,7 @@ def read_layouts(
     with open_index(path) as file:
         indexer = Indexer(file, reach)
         return {
-            name: _layout_at(indexer, field.path, field.num_dim, reach)
+            name: layout_at(indexer, field.path, field.num_dim, reach)
             for name, field in fields.items()
         }
 
@@ -78,7 +78,7 @@ def list_layouts(
             layout: DatasetLayout | H5AsyncError
             try:
                 with passing():
-                    layout = _layout_at(indexer, name, num_dim, reach)
+                    layout = layout_at(indexer, name, num_dim, reach)
             except H5AsyncError as error:
                 layout = error
             yield name, layout
@@ -143,7 +143,7 @@ def value_layout(
             raise ReadError(f"{where} cannot be read ({error})") from error
 
 
-def _layout_at(indexer: Indexer, path: str, num_dim: int, reach: Reach) -> DatasetLayout:
+def layout_at(indexer: Indexer, path: str, num_dim: int, reach: Reach) -> DatasetLayout:
     """Read the layout of what a path leads to, in the file of an indexer or another."""
     with contextlib.ExitStack() as files:
         found, node = _dataset_at(indexer.file, path, reach, files, indexer.last_group)
