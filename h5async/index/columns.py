@@ -157,6 +157,11 @@ def _older_categorical(
 
 
 def _categories(located: Located, path: str, reach: Reach) -> DatasetLayout | NDArray[Any]:
+    """Return the categories; of pandas' nullable strings, of which each has a value, the values."""
+    with contextlib.ExitStack() as files:
+        _, node = find(located.file, path, reach, files)
+        if isinstance(node, h5py.h5g.GroupID):
+            path = f"{path}/values"
     return value_layout(Path(located.file.filename), path, _MOST_CATEGORIES, reach)
 
 

@@ -110,7 +110,8 @@ class Sequences:
         return cls(form, where, found.length, found.place, total)
 
     def struct(self) -> HeapStruct:
-        """Return them as the core takes them."""
+        """Return them as the core takes them, which writes to the places."""
+        assert self.place.flags.writeable
         form = self.form
         return HeapStruct(
             length=address(self.length),
