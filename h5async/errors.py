@@ -10,6 +10,7 @@
     ├── OutOfMemoryError (MemoryError)     the system refused memory, or has too little
     │   └── BudgetError (also ConfigError)  ... for what the options ask for
     ├── DeviceError (RuntimeError)         no GPU, no CuPy, or a dtype that the GPU lacks
+    ├── MissingPackageError (ImportError)  an optional package is needed and not installed
     ├── ReaderClosedError (RuntimeError)   the reader was used after ``close()``
     ├── BatchTimeoutError (TimeoutError)   no batch within the time allowed
     ├── BatchExpiredError (RuntimeError)   a batch was used after its life, with debug_lifetimes
@@ -62,6 +63,10 @@ class DeviceError(H5AsyncError, RuntimeError):
     """The device does not exist, or cannot hold the data."""
 
 
+class MissingPackageError(H5AsyncError, ImportError):
+    """An optional package is needed, and not installed."""
+
+
 class ReaderClosedError(H5AsyncError, RuntimeError):
     """The reader was used after it had been closed."""
 
@@ -80,6 +85,31 @@ class FileChangedWarning(UserWarning):
 
 class PostprocessError(H5AsyncError):
     """The caller's `postprocess` raised or returned something unusable."""
+
+
+@contextmanager
+def needs_package(package: str, purpose: str) -> Iterator[None]:
+    """Turn an `ImportError` into an error that says what to install.
+
+    Parameters
+    ----------
+    package
+        By which name pip knows it.
+    purpose
+        What it is needed for: ``"nested tensors"``.
+
+    Raises
+    ------
+    MissingPackageError
+        If what is done within it cannot import something.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise MissingPackageError(
+            f"{purpose} need a package that cannot be imported ({error}); install it with: pip"
+            f" install {package}"
+        ) from error
 
 
 @contextmanager

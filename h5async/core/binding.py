@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from h5async.codec.entry import CoreFilter
 from h5async.codec.filters import Filter
-from h5async.core import batch, structures
+from h5async.core import batch, heap, structures
 from h5async.core.libraries import find_functions
 from h5async.core.structures import (
     MAX_FILTERS,
@@ -35,6 +35,8 @@ from h5async.errors import ConfigError
 from h5async.io.maps import IoMode
 from h5async.stats import ThreadCounts
 from h5async.system.interruptions import suppressing
+
+_STRUCTURES = structures.STRUCTURES | batch.STRUCTURES | heap.STRUCTURES
 
 
 class Core:
@@ -69,6 +71,17 @@ class Core:
     look_up
         ``look_up(visit, number, expected, function, count)`` returns how many chunks HDF5 finds by
         their numbers with the sizes expected, before the first that it does not.
+    decode_references
+        ``decode_references(heap, references, most_nbytes)``, of a `HeapStruct`, fills its lengths
+        and places, and returns how many values there are; -1 - i: element i is longer than that.
+    read_heap
+        ``read_heap(heap, file, worker, scratch, element, position, out, count, out_nbytes)`` reads
+        the values of ``element[i]`` to ``out + position[i]`` (int64 arrays), and returns `count`,
+        or the first i that cannot be done. Without an `out` it only finds their places. `scratch`
+        is memory of `heap_scratch_nbytes()`, zeros at first, that one thread uses.
+    make_dense
+        ``make_dense(sparse)``, of a `SparseStruct`, returns how many rows it made dense before the
+        first that has an index which is no column's; -1: it does not take such dtypes.
 
     Raises
     ------
@@ -80,7 +93,7 @@ class Core:
         self.path = path
         library, brief = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
         try:
-            if _members_of(library) != members(structures.STRUCTURES | batch.STRUCTURES):
+            if _members_of(library) != members(_STRUCTURES):
                 raise OSError(f"{path} was built for another version; install h5async again")
             self._find_functions(library)
             self._find_brief_functions(brief)
@@ -119,6 +132,10 @@ class Core:
         self.do_oldest = _function(library, "h5async_do_oldest", 2)
         self.spin = _function(library, "h5async_spin", 1, c_int64)
         self.wait = _function(library, "h5async_wait", 1, c_int64, c_int64)
+        self.decode_references = _function(library, "h5async_decode_references", 2, c_int64)
+        self.heap_scratch_nbytes = _function(library, "h5async_heap_scratch_nbytes", 0)
+        self.read_heap = _function(library, "h5async_read_heap", 7, c_int64, c_int64)
+        self.make_dense = _function(library, "h5async_make_dense", 1)
         self.look_up = _function(library, "h5async_look_up", 4, c_int64)
         self._free = _function(library, "h5async_free", 1)
 

@@ -209,6 +209,25 @@ class VisitStruct(Structure):
     ]
 
 
+class SparseStruct(Structure):
+    """A sparse matrix (CSR), and where its dense rows go; see src/dense.h."""
+
+    _fields_ = [
+        ("data", c_void_p),
+        ("indices", c_void_p),
+        ("indptr", c_void_p),
+        ("out", c_void_p),
+        ("rows", c_int64),
+        ("columns", c_int64),
+        ("total", c_int64),
+        ("row_nbytes", c_int64),
+        ("data_kind", c_int32),
+        ("out_kind", c_int32),
+        ("index_nbytes", c_int32),
+        ("padding", c_int32),
+    ]
+
+
 class MemberStruct(Structure):
     """What a core says of one member of a structure."""
 
@@ -224,6 +243,7 @@ STRUCTURES = {
     "Transform": TransformStruct,
     "Frames": FramesStruct,
     "Visit": VisitStruct,
+    "Sparse": SparseStruct,
 }
 
 
@@ -236,6 +256,12 @@ def members(structures: Mapping[str, type[Structure]]) -> dict[str, tuple[int, i
             found[f"{name}.{member}"] = described.offset, described.size
     return found
 
+
+# Numbers of the kinds of values in sparse matrices; see src/dense.h.
+VALUE_KINDS = {
+    np.dtype(name): kind
+    for kind, name in enumerate(("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f4", "f8"), 1)
+}
 
 # Numbers of conversions; see src/transform.h.
 _SOURCES = {"uint8": 11, "uint16": 12, "int16": 13, "float32": 14}

@@ -196,8 +196,7 @@ def _difference(file: h5py.File, layout: DatasetLayout, where: str, may_grow: bo
     if may_grow or layout.fallback_reason is not None:
         return None
     if layout.storage == "contiguous":
-        offset = dataset.id.get_offset()
-        is_same = (-1 if offset is None else offset) == layout.offset
+        is_same = dataset.offset == layout.offset
     else:
         is_same = layout.chunks is None or _has_same_chunks(dataset, layout, where)
     return None if is_same else f"the values of {name} lie elsewhere in the file"

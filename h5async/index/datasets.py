@@ -300,10 +300,10 @@ def _storage(dataset: Opened) -> Storage:
 
 def _contiguous_offset(dataset: Opened, where: str) -> int:
     try:
-        offset = dataset.id.get_offset()
+        offset = dataset.offset
     except RuntimeError as error:
         raise ReadError(f"{where}: its address is not valid ({error})") from error
-    if offset is None:
+    if offset < 0:
         return -1
     nbytes, end = dataset.id.get_storage_size(), dataset.end
     wanted = math.prod(dataset.extents) * dataset.itemsize
@@ -314,4 +314,4 @@ def _contiguous_offset(dataset: Opened, where: str) -> int:
             f"{where}: its values end at byte {offset + wanted}, but the file has {end} bytes;"
             " it was cut short"
         )
-    return int(offset)
+    return offset

@@ -72,14 +72,14 @@ def read_layouts(
         indexer = Indexer(file, reach)
         if grouping is None:
             return {
-                name: _layout_at(indexer, field.path, field.num_dim, reach)
+                name: layout_at(indexer, field.path, field.num_dim, reach)
                 for name, field in fields.items()
             }
         found: dict[str, list[DatasetLayout]] = {name: [] for name in fields}
         for group in grouping.find(path, file):
             for name, field in fields.items():
                 at = f"{group}/{field.path}"
-                found[name].append(_layout_at(indexer, at, field.num_dim, reach))
+                found[name].append(layout_at(indexer, at, field.num_dim, reach))
         return {name: join_groups(several) for name, several in found.items()}
 
 
@@ -98,7 +98,7 @@ def list_layouts(
             layout: DatasetLayout | H5AsyncError
             try:
                 with passing():
-                    layout = _layout_at(indexer, name, num_dim, reach)
+                    layout = layout_at(indexer, name, num_dim, reach)
             except H5AsyncError as error:
                 layout = error
             yield name, layout
@@ -163,7 +163,7 @@ def value_layout(
             raise ReadError(f"{where} cannot be read ({error})") from error
 
 
-def _layout_at(
+def layout_at(
     indexer: Indexer, path: str, num_dim: int | tuple[int, int], reach: Reach
 ) -> DatasetLayout:
     """Read the layout of what a path leads to, in the file of an indexer or another."""
@@ -180,14 +180,14 @@ def _layout_of_two(
     indexer: Indexer, path: str, sequence_dim: int, step_dim: int, reach: Reach
 ) -> DatasetLayout:
     """Read the layout of a dataset whose samples two dimensions count."""
-    layout = _layout_at(indexer, path, sequence_dim, reach)
+    layout = layout_at(indexer, path, sequence_dim, reach)
     where = f'{indexer.file.filename}: dataset "{path}"'
     axes = sequence_dim % len(layout.shape), normal_axis(step_dim, len(layout.shape), where)
     if axes[0] == axes[1]:
         raise ConfigError(f"{where}: num_dim names one dimension twice, found {axes}")
     if axes == (0, 1) and is_one_run(layout):
         return merged_dimensions(layout)
-    return along_sequences(_layout_at(indexer, path, step_dim, reach), sequence_dim, where)
+    return along_sequences(layout_at(indexer, path, step_dim, reach), sequence_dim, where)
 
 
 def _dataset_at(

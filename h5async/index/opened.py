@@ -94,6 +94,25 @@ class Opened:
         return index_kind(self.id)
 
     @property
+    def offset(self) -> int:
+        """The first byte of contiguous values in the file; -1: they were never written.
+
+        To an address that is undefined HDF5 adds the bytes of the userblock, as to any other.
+
+        Raises
+        ------
+        RuntimeError
+            If the address is not valid.
+        """
+        found = self.id.get_offset()
+        if found is None:
+            return -1
+        if self.id.get_storage_size() == 0:
+            created = h5py.h5i.get_file_id(self.id).get_create_plist()
+            found = -1 if found == created.get_userblock() - 1 else found
+        return int(found)
+
+    @property
     def end(self) -> int:
         """Bytes of the file now."""
         return os.fstat(self._descriptor).st_size

@@ -557,13 +557,13 @@ def test_inspect_shows_what_it_finds_as_it_finds_it(path, monkeypatch):
     monkeypatch.setattr("h5async.cli.listing.BLOCK_SECONDS", -1.0)  # nothing is held back
     monkeypatch.setattr("typer.echo", lambda text, **_: printed.append(text))
     seen = []
-    layout_at = metadata._layout_at
+    layout_at = metadata.layout_at
 
     def noted(file, name, *others):
         seen.append((name, "\n".join(printed)))
         return layout_at(file, name, *others)
 
-    monkeypatch.setattr(metadata, "_layout_at", noted)
+    monkeypatch.setattr(metadata, "layout_at", noted)
     assert CliRunner().invoke(cli.app, ["inspect", str(path)]).exit_code == 0
     for number, (name, before) in enumerate(seen):
         assert name == f"set{number:05}"

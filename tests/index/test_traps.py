@@ -968,6 +968,18 @@ def test_user_block(tmp_path, options, libver):
     check(path)
 
 
+@pytest.mark.parametrize("libver", ["earliest", "latest"])
+@pytest.mark.parametrize("fillvalue", [None, 7])
+def test_values_that_were_never_written_behind_a_user_block(tmp_path, libver, fillvalue):
+    """HDF5 says that they begin one byte before the end of the user block."""
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w", userblock_size=1024, libver=libver) as file:
+        data = file.create_dataset("data", (7, 5), "i4", fillvalue=fillvalue)
+        assert data.id.get_offset() == 1023
+        assert data.id.get_storage_size() == 0
+    check(path)
+
+
 def external_links(path):
     """Leads to another file, in which the dataset lies elsewhere; here there are values too."""
     with h5py.File(path.parent / "other.h5", "w") as file:

@@ -39,6 +39,8 @@
 #include "queue.h"
 #include "frames.h"
 #include "visit.h"
+#include "dense.h"
+#include "heap.h"
 
 PUBLIC void h5async_free(Worker *w)
 {
@@ -99,6 +101,13 @@ static const Member MEMBERS[] = {
     MEMBER(Visit, begin), MEMBER(Visit, end), MEMBER(Visit, least), MEMBER(Visit, most),
     MEMBER(Visit, is_ascending), MEMBER(Visit, is_apart), MEMBER(Visit, is_outside),
     MEMBER(Visit, thread),
+    MEMBER(Heap, length), MEMBER(Heap, place), MEMBER(Heap, count), MEMBER(Heap, base),
+    MEMBER(Heap, value_nbytes), MEMBER(Heap, address_nbytes), MEMBER(Heap, size_nbytes),
+    MEMBER(Heap, is_text), MEMBER(Heap, padding),
+    MEMBER(Sparse, data), MEMBER(Sparse, indices), MEMBER(Sparse, indptr), MEMBER(Sparse, out),
+    MEMBER(Sparse, rows), MEMBER(Sparse, columns), MEMBER(Sparse, total),
+    MEMBER(Sparse, row_nbytes), MEMBER(Sparse, data_kind), MEMBER(Sparse, out_kind),
+    MEMBER(Sparse, index_nbytes), MEMBER(Sparse, padding),
     MEMBER(Source, path),
     MEMBER(Source, map),
     MEMBER(Source, map_nbytes),

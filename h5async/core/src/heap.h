@@ -1,0 +1,336 @@
+/* Reads elements of variable-length datatypes: references enter; lengths, places and values leave.
+
+   An element is stored as a reference: its length, and the address of a collection of the global heap
+   with the index of an object there ("Global Heap" and "Variable-Length" of the HDF5 file format
+   specification). Nothing guards these, so that every bound is checked. What HDF5 refuses is refused
+   here: a collection with another signature or version, objects that end behind it, a length that is
+   not that of the object. So are two objects of one index, of which HDF5 takes the last.
+
+   The place of an element is first what its reference says, and once its collection was walked, where
+   its values begin in the file. A collection is walked once for all of its elements that are asked
+   for, and for their neighbours in the dataset. Threads may share the places: each is written whole,
+   and whoever writes it writes the same. */
+
+enum { COLLECTION_HEAD = 16, OBJECT_HEAD = 16, LEAST_COLLECTION = 4096, NUM_INDICES = 1 << 16 };
+enum { INDEX_BITS = 16, MOST_SKIPPED = 64, HEAP_WINDOW = 16 * 1024, BLOCK_SEQUENCES = 512 };
+#define MOST_ADDRESS ((INT64_C(1) << 47) - 1)
+
+/* Those of one dataset, or of any part of it. */
+typedef struct {
+    uint32_t *length;      /* [count]: in values, as stored; 0 where there is no address */
+    int64_t *place;        /* [count]: below 0: see `unresolved`; else the first byte in the file */
+    int64_t count;
+    int64_t base;          /* what addresses count from: bytes of the userblock */
+    int64_t value_nbytes;  /* of one value of a sequence; of a string 1 */
+    int32_t address_nbytes, size_nbytes; /* 4 or 8: of addresses and of sizes in the file */
+    int32_t is_text;       /* strings, which HDF5 ends at a NUL byte: those with one are refused */
+    int32_t padding;
+} Heap;
+
+typedef struct {
+    int64_t offset, nbytes, visit; /* of which walk it is */
+} HeapObject;
+
+/* Of a thread; zeros at first. */
+typedef struct {
+    HeapObject object[NUM_INDICES];
+    int64_t visit, begin, end;      /* the latest walk, and of which bytes of the file */
+    int64_t window_begin, window_end;
+    uint8_t window[HEAP_WINDOW];
+} HeapScratch;
+
+typedef struct {
+    int64_t key, number;
+} Ordered;
+
+/* What is asked for: values of `element[i]` go to `out + position[i]`. `out` NULL: only places. */
+typedef struct {
+    const Heap *heap;
+    File *file;
+    Worker *w;
+    HeapScratch *scratch;
+    const int64_t *element, *position;
+    int64_t count;
+    uint8_t *out;
+    int64_t out_nbytes;
+    Ordered *ordered;              /* [count], used here */
+    int64_t available, file_nbytes; /* of the map, if it is used; and of the file */
+    int64_t failed;                /* out: which could not be done; `count`: none */
+} HeapCall;
+
+static int64_t unresolved(int64_t address, int64_t index)
+{
+    return -1 - (address << INDEX_BITS | index);
+}
+
+static int64_t address_of(int64_t place)
+{
+    return (-1 - place) >> INDEX_BITS;
+}
+
+static int64_t index_of(int64_t place)
+{
+    return (-1 - place) & (NUM_INDICES - 1);
+}
+
+static int64_t get_place(const Heap *h, int64_t number)
+{
+    return __atomic_load_n(&h->place[number], __ATOMIC_RELAXED);
+}
+
+/* A number of 2, 4 or 8 bytes; -1: it is too large. */
+static int64_t get_number(const uint8_t *from, int32_t nbytes)
+{
+    uint64_t number = 0;
+    memcpy(&number, from, (size_t)nbytes);
+    return number > INT64_MAX ? -1 : (int64_t)number;
+}
+
+/* Decode references, of 8 bytes more than an address each, to the first elements. Returns how many
+   values they have in all; -1 - i: element i has more than `most_nbytes` bytes. */
+PUBLIC int64_t h5async_decode_references(const Heap *h, const uint8_t *references,
+                                         int64_t most_nbytes)
+{
+    const int32_t nbytes = h->address_nbytes;
+    int64_t total = 0;
+    for (int64_t i = 0; i < h->count; i++) {
+        const uint8_t *from = references + i * (nbytes + 8);
+        int64_t length = get_number(from, 4), address = get_number(from + 4, nbytes);
+        int64_t index = get_number(from + 4 + nbytes, 4);
+        length = address == 0 ? 0 : length;
+        if (length > most_nbytes / h->value_nbytes || __builtin_add_overflow(total, length, &total))
+            return -1 - i;
+        if (address == 0)
+            index = 0;
+        else if (address < 0 || address > MOST_ADDRESS || index >= NUM_INDICES)
+            address = MOST_ADDRESS, index = 0; /* where no file has anything */
+        h->length[i] = (uint32_t)length;
+        h->place[i] = unresolved(address, index);
+    }
+    return total;
+}
+
+/* The 16 bytes at an offset, out of the map or by reads; NULL: they cannot be read. */
+static const uint8_t *heap_bytes(HeapCall *c, int64_t offset)
+{
+    HeapScratch *s = c->scratch;
+    if (offset < 0 || offset > c->file_nbytes - OBJECT_HEAD)
+        return NULL;
+    if (c->available > 0)
+        return offset > c->available - OBJECT_HEAD ? NULL : c->file->map + offset;
+    if (offset < s->window_begin || offset > s->window_end - OBJECT_HEAD) {
+        int64_t rest = c->file_nbytes - offset;
+        int64_t nbytes = rest < HEAP_WINDOW ? rest : HEAP_WINDOW;
+        s->window_begin = s->window_end = 0;
+        if (!read_fully(c->file, offset, s->window, nbytes))
+            return NULL;
+        s->window_begin = offset, s->window_end = offset + nbytes;
+    }
+    return s->window + (offset - s->window_begin);
+}
+
+/* List the objects of the collection at an offset; 0: it is damaged. Free space comes last, of index
+   0, if there is room for its head. */
+static int walk_collection(HeapCall *c, int64_t begin)
+{
+    HeapScratch *s = c->scratch;
+    const uint8_t *head = heap_bytes(c, begin);
+    if (head == NULL || memcmp(head, "GCOL\1", 5) != 0)
+        return 0;
+    int64_t nbytes = get_number(head + 8, c->heap->size_nbytes);
+    if (nbytes < LEAST_COLLECTION || nbytes > c->file_nbytes - begin)
+        return 0;
+    s->visit++, s->begin = begin, s->end = begin + nbytes;
+    for (int64_t at = begin + COLLECTION_HEAD; s->end - at >= OBJECT_HEAD;) {
+        int64_t rest = s->end - at;
+        if ((head = heap_bytes(c, at)) == NULL)
+            return 0;
+        int64_t index = get_number(head, 2);
+        nbytes = get_number(head + 8, c->heap->size_nbytes);
+        if (index == 0)
+            return nbytes == rest;
+        HeapObject *object = &s->object[index];
+        if (nbytes < 0 || nbytes > rest - OBJECT_HEAD || object->visit == s->visit)
+            return 0;
+        *object = (HeapObject){at + OBJECT_HEAD, nbytes, s->visit};
+        at += OBJECT_HEAD + (nbytes + 7) / 8 * 8;
+    }
+    return 1;
+}
+
+/* Note where the values of an element of the collection that was walked lie; 0: not there. No walk
+   lists an object of index 0. */
+static int resolve(const HeapCall *c, int64_t number, int64_t place)
+{
+    const Heap *h = c->heap;
+    const HeapObject *object = &c->scratch->object[index_of(place)];
+    if (object->visit != c->scratch->visit ||
+        object->nbytes != h->length[number] * h->value_nbytes)
+        return 0;
+    __atomic_store_n(&h->place[number], object->offset, __ATOMIC_RELAXED);
+    return 1;
+}
+
+/* The same for elements before or behind one, as far as they lie in the same collection. */
+static void resolve_neighbours(const HeapCall *c, int64_t number, int64_t step, int64_t address)
+{
+    int64_t skipped = 0;
+    for (number += step; number >= 0 && number < c->heap->count; number += step) {
+        int64_t place = get_place(c->heap, number);
+        if (place < 0 && address_of(place) == address)
+            resolve(c, number, place), skipped = 0;
+        else if ((place >= 0 ? place < c->scratch->begin || place >= c->scratch->end
+                             : address_of(place) != 0) ||
+                 ++skipped > MOST_SKIPPED)
+            return;
+    }
+}
+
+static int by_key(const void *a, const void *b)
+{
+    const Ordered *one = a, *other = b;
+    return (one->key > other->key) - (one->key < other->key);
+}
+
+/* Find all that is asked for; one that is not there has failed. */
+static int resolve_all(HeapCall *c)
+{
+    const Heap *h = c->heap;
+    int64_t count = 0, walked = -1;
+    for (int64_t i = 0; i < c->count; i++) {
+        int64_t place = c->element[i] < 0 || c->element[i] >= h->count ? unresolved(MOST_ADDRESS, 0)
+                                                                       : get_place(h, c->element[i]);
+        if (place < 0 && address_of(place) != 0)
+            c->ordered[count++] = (Ordered){-1 - place, i};
+    }
+    qsort(c->ordered, (size_t)count, sizeof *c->ordered, by_key);
+    for (int64_t i = 0; i < count; i++) {
+        int64_t place = -1 - c->ordered[i].key, address = address_of(place);
+        int64_t number = c->element[c->ordered[i].number];
+        int is_new = address != walked;
+        c->failed = c->ordered[i].number;
+        if (is_stopped(c->file, c->w) || address == MOST_ADDRESS ||
+            (is_new && !walk_collection(c, h->base + address)) || !resolve(c, number, place))
+            return 0;
+        walked = address;
+        if (is_new) {
+            resolve_neighbours(c, number, -1, address);
+            resolve_neighbours(c, number, 1, address);
+        }
+    }
+    c->failed = c->count;
+    return 1;
+}
+
+typedef struct {
+    int64_t offset[BLOCK_SEQUENCES], nbytes[BLOCK_SEQUENCES], position[BLOCK_SEQUENCES];
+    int64_t number[BLOCK_SEQUENCES], count;
+} SequenceBlock;
+
+/* Copy some sequences; returns how many were copied before the first that cannot be. */
+static int64_t copy_sequences(const HeapCall *c, const SequenceBlock *b)
+{
+    Pieces p = {.offset = b->offset, .nbytes = b->nbytes, .position = b->position,
+                .count = b->count, .unit = 1, .base = c->out, .fill = (const uint8_t *)"",
+                .itemsize = 1};
+    int64_t done = c->available > 0 ? copy_pieces(c->file, c->w, &p, c->available)
+                                    : pread_pieces(c->file, c->w, &p);
+    for (int64_t i = 0; c->heap->is_text && i < done; i++)
+        if (memchr(c->out + b->position[i], 0, (size_t)b->nbytes[i]) != NULL)
+            return i;
+    for (int64_t i = 0; i < done; i++)
+        c->w->read_nbytes += b->nbytes[i];
+    return done;
+}
+
+/* Copy all that is asked for, all of which was found. Reads go through the file in order. */
+static void copy_all(HeapCall *c)
+{
+    const Heap *h = c->heap;
+    SequenceBlock b;
+    for (int64_t i = 0; i < c->count; i++)
+        c->ordered[i] = (Ordered){get_place(h, c->element[i]), i};
+    if (c->available == 0)
+        qsort(c->ordered, (size_t)c->count, sizeof *c->ordered, by_key);
+    b.count = 0;
+    for (int64_t i = 0; i < c->count; i++) {
+        int64_t number = c->ordered[i].number, position = c->position[number];
+        int64_t nbytes = h->length[c->element[number]] * h->value_nbytes;
+        c->failed = number;
+        if (position < 0 || position > c->out_nbytes - nbytes)
+            return;
+        if (nbytes > 0) {
+            b.offset[b.count] = c->ordered[i].key, b.nbytes[b.count] = nbytes;
+            b.position[b.count] = position, b.number[b.count++] = number;
+        }
+        if (b.count == BLOCK_SEQUENCES || i == c->count - 1) {
+            int64_t done = copy_sequences(c, &b);
+            if (done < b.count) {
+                c->failed = b.number[done];
+                return;
+            }
+            b.count = 0;
+        }
+    }
+    c->failed = c->count;
+}
+
+/* Whether what is asked for seems to lie in the page cache. */
+static int heap_is_cached(const HeapCall *c)
+{
+    int64_t step = c->count / MAX_PROBES + 1;
+    for (int64_t i = 0; i < c->count; i += step) {
+        int64_t number = c->element[i];
+        if (number < 0 || number >= c->heap->count)
+            continue;
+        int64_t place = get_place(c->heap, number);
+        int64_t offset = place < 0 ? c->heap->base + address_of(place) : place;
+        if (c->heap->length[number] > 0 && offset < c->file_nbytes && !is_cached(c->file, offset))
+            return 0;
+    }
+    return 1;
+}
+
+/* Call it within `steadily`; the rest of the core may too, with a call of its own. */
+static void read_heap(void *data)
+{
+    HeapCall *c = data;
+    struct stat status;
+    int64_t mappable = mappable_nbytes(c->file);
+    c->failed = c->count ? 0 : c->count;
+    if (c->file->fd >= 0)
+        c->file_nbytes = fstat(c->file->fd, &status) == 0 ? status.st_size : 0;
+    else
+        c->file_nbytes = mappable;
+    c->available = mappable > 0 && (c->file->io == IO_MAP || heap_is_cached(c)) ? mappable : 0;
+    if (c->available == 0 && c->file->fd < 0)
+        c->available = mappable;
+    c->scratch->window_begin = c->scratch->window_end = 0;
+    if ((c->available > 0 || c->file->fd >= 0) && resolve_all(c) && c->out != NULL)
+        copy_all(c);
+}
+
+PUBLIC int64_t h5async_heap_scratch_nbytes(void)
+{
+    return sizeof(HeapScratch);
+}
+
+/* Returns `count`, or the number of one that cannot be done: then nothing is known of what `out`
+   holds. An event of the file says whether anything at all was done. */
+PUBLIC int64_t h5async_read_heap(const Heap *h, File *file, Worker *w, HeapScratch *scratch,
+                                 const int64_t *element, const int64_t *position, uint8_t *out,
+                                 int64_t count, int64_t out_nbytes)
+{
+    HeapCall call = {.heap = h, .file = file, .w = w, .scratch = scratch, .element = element,
+                     .position = position, .count = count, .out = out, .out_nbytes = out_nbytes};
+    int64_t began_ns = now_ns();
+    call.ordered = malloc((size_t)(count > 0 ? count : 1) * sizeof *call.ordered);
+    if (call.ordered == NULL)
+        return 0;
+    if (!steadily(file, read_heap, &call))
+        call.failed = 0;
+    free(call.ordered);
+    w->returned_ns = now_ns();
+    w->read_ns += w->returned_ns - began_ns;
+    return call.failed;
+}

@@ -1,0 +1,180 @@
+"""Finds columns of tables that are stored as two datasets: categorical and nullable ones.
+
+A path in a file enters; a `Column` leaves, which says where its numbers lie. Such are columns of
+AnnData's ``obs`` and ``var``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.errors import DatasetError
+from h5async.index.datasets import Indexer
+from h5async.index.layout import DatasetLayout
+from h5async.index.links import BESIDE, Located, Reach
+from h5async.index.metadata import layout_at, value_layout
+from h5async.index.sparsegroup import find, reading, text_attribute
+from h5async.names import name_text
+
+_MOST_CATEGORIES = 1 << 24
+_NULLABLE = ("nullable-integer", "nullable-boolean")
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table.
+
+    Attributes
+    ----------
+    where
+        What messages call it: ``'a.h5ad: column "obs/cell_type"'``.
+    values
+        A flat dataset: the codes of a categorical, -1 where there is no value; else the values.
+    categories
+        Of a categorical: their dataset; strings of variable length as (n,) bytes objects. See
+        `category_names`.
+    is_ordered
+        Whether the categories have an order.
+    mask
+        Of a nullable column: a flat dataset, True where there is no value.
+    """
+
+    where: str
+    values: DatasetLayout
+    categories: DatasetLayout | NDArray[Any] | None = None
+    is_ordered: bool = False
+    mask: DatasetLayout | None = None
+
+
+def column(file: h5py.File, path: str, reach: Reach = BESIDE) -> Column | None:
+    """Return the categorical or nullable column that a path leads to; None: it leads to none.
+
+    Parameters
+    ----------
+    file
+        Open, under h5py's rules for threads.
+    path
+        Of its group; in files of AnnData before 0.8, of the dataset of its codes.
+    reach
+        Which other files links may lead to.
+
+    Raises
+    ------
+    DatasetError
+        If the parts do not fit together.
+    ReadError
+        If it cannot be read.
+    UnsafeFileError
+        If a link leads to a file that `reach` does not permit.
+    """
+    with contextlib.ExitStack() as files:
+        located, node = find(file, path, reach, files)
+        if located is None or isinstance(node, h5py.h5t.TypeID):
+            return None
+        where = f'{located.file.filename}: column "{located.path}"'
+        with reading(where):
+            if isinstance(node, h5py.h5d.DatasetID):
+                return _older_categorical(located, h5py.Dataset(node), reach, where)
+            group = h5py.Group(node)
+            encoding = text_attribute(group, "encoding-type")
+            is_ordered = bool(group.attrs.get("ordered", False))
+        if encoding == "categorical":
+            categories = _categories(located, f"{located.path}/categories", reach)
+            codes = _flat(located, "codes", "iu", reach, where)
+            return Column(where, codes, categories, is_ordered)
+        if encoding not in _NULLABLE:
+            return None
+        values = _flat(located, "values", "iub", reach, where)
+        mask = _flat(located, "mask", "b", reach, where)
+        if mask.num_samples != values.num_samples:
+            raise DatasetError(
+                f"{where} has {values.num_samples} values, and a mask of {mask.num_samples}"
+            )
+        return Column(where, values, mask=mask)
+
+
+def category_names(values: NDArray[Any]) -> tuple[Any, ...]:
+    """Return categories as `str`, or as numbers.
+
+    Parameters
+    ----------
+    values
+        (n,): all values of ``column.categories``.
+    """
+    return tuple(name_text(v) if isinstance(v, bytes) else v for v in values.tolist())
+
+
+def union_of(
+    categories: Sequence[Sequence[Any]],
+) -> tuple[tuple[Any, ...], list[NDArray[np.int64]]]:
+    """Unite the categories of several files.
+
+    Parameters
+    ----------
+    categories
+        The names of each file.
+
+    Returns
+    -------
+    names
+        Those of the first file, then those that the next ones add, in their order.
+    codes
+        For each file, int64 (n + 1,): ``codes[c]`` is what its code c is in the union. The last one
+        is -1, so that -1 stays what it is.
+    """
+    numbers: dict[Any, int] = {}
+    codes = []
+    for names in categories:
+        found = [numbers.setdefault(name, len(numbers)) for name in names]
+        codes.append(np.array([*found, -1], np.int64))
+    return tuple(numbers), codes
+
+
+def _older_categorical(
+    located: Located, dataset: h5py.Dataset, reach: Reach, where: str
+) -> Column | None:
+    """Return a column whose codes refer to the dataset of their categories by an attribute."""
+    reference = dataset.attrs.get("categories")
+    if not isinstance(reference, h5py.Reference) or not reference:
+        return None
+    names = located.file[reference]
+    if not isinstance(names, h5py.Dataset) or names.name is None:
+        raise DatasetError(f"{where}: its categories are no dataset of the file")
+    path = name_text(names.name).strip("/")
+    codes = _require_flat(
+        layout_at(Indexer(located.file, reach), located.path, 0, reach), "iu", where
+    )
+    is_ordered = bool(names.attrs.get("ordered", False))
+    return Column(where, codes, _categories(located, path, reach), is_ordered)
+
+
+def _categories(located: Located, path: str, reach: Reach) -> DatasetLayout | NDArray[Any]:
+    """Return the categories; of pandas' nullable strings, of which each has a value, the values."""
+    with contextlib.ExitStack() as files:
+        _, node = find(located.file, path, reach, files)
+        if isinstance(node, h5py.h5g.GroupID):
+            path = f"{path}/values"
+    return value_layout(Path(located.file.filename), path, _MOST_CATEGORIES, reach)
+
+
+def _flat(located: Located, name: str, kinds: str, reach: Reach, where: str) -> DatasetLayout:
+    """Return the layout of a member of a group, which is flat and of these kinds of dtype."""
+    layout = layout_at(Indexer(located.file, reach), f"{located.path}/{name}", 0, reach)
+    return _require_flat(layout, kinds, f'{where}, dataset "{name}"')
+
+
+def _require_flat(layout: DatasetLayout, kinds: str, where: str) -> DatasetLayout:
+    if len(layout.shape) != 1 or layout.dtype.kind not in kinds:
+        raise DatasetError(
+            f"{where} has shape {layout.shape} and dtype {layout.dtype}; a column of that kind must"
+            " be flat, and of integers or booleans"
+        )
+    return layout

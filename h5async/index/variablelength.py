@@ -1,0 +1,105 @@
+"""Tells whether a datatype is a simple one of variable length, and how its references are stored.
+
+An open dataset enters; a `VariableLength` leaves. Elements of such a dataset are references to
+sequences of values, or strings, in the global heap of the file, which `read/heaps.py` reads. A
+sequence is simple where its values have a fixed size, and are stored as NumPy has them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import h5py
+import numpy as np
+
+from h5async.index.obstacles import NotDirectError
+from h5async.index.storedtypes import describe
+
+_SIZES = (4, 8)  # of addresses and of sizes in a file, in bytes
+
+
+@dataclass(frozen=True)
+class VariableLength:
+    """How the elements of a dataset of variable length are stored.
+
+    Attributes
+    ----------
+    dtype
+        Of one value of a sequence, in the byte order of the file (h5py gives the native one); of
+        strings uint8. It may have dimensions (`dtype.subdtype`).
+    is_text, is_ascii
+        Whether the elements are strings, and such as say that they are ASCII, not UTF-8.
+    base
+        What addresses in the file count from: the bytes of its userblock.
+    address_nbytes, size_nbytes
+        Bytes of an address and of a size in the file.
+    """
+
+    dtype: np.dtype[Any]
+    is_text: bool
+    is_ascii: bool
+    base: int
+    address_nbytes: int
+    size_nbytes: int
+
+    @property
+    def reference_nbytes(self) -> int:
+        """Bytes of an element as stored; what HDF5 says of the type is its size in memory."""
+        return 4 + self.address_nbytes + 4
+
+
+def variable_length(dataset: h5py.h5d.DatasetID) -> VariableLength | None:
+    """Return how the elements of a dataset are stored; None: they are of fixed size.
+
+    Nothing is said of where the references lie; those of a virtual dataset count in its sources.
+
+    Parameters
+    ----------
+    dataset
+        Open, under h5py's rules for threads.
+
+    Raises
+    ------
+    NotDirectError
+        If elements are of variable length, but no simple ones: only h5py may read them.
+    Exception
+        Any of h5py's, where metadata are damaged.
+    """
+    stored = dataset.get_type()
+    is_text = isinstance(stored, h5py.h5t.TypeStringID) and bool(stored.is_variable_str())
+    if not is_text and not isinstance(stored, h5py.h5t.TypeVlenID):
+        return None
+    dtype = np.dtype(np.uint8) if is_text else _dtype_of(stored.get_super())
+    properties = dataset.get_create_plist()
+    if properties.fill_value_defined() == h5py.h5d.FILL_VALUE_USER_DEFINED:
+        raise NotDirectError("elements of variable length with a fill value")
+    created = h5py.h5i.get_file_id(dataset).get_create_plist()
+    address_nbytes, size_nbytes = created.get_sizes()
+    if address_nbytes not in _SIZES or size_nbytes not in _SIZES:
+        raise NotDirectError(
+            f"elements of variable length in a file with addresses of {address_nbytes} bytes and"
+            f" sizes of {size_nbytes} bytes"
+        )
+    return VariableLength(
+        dtype=dtype,
+        is_text=is_text,
+        is_ascii=is_text and stored.get_cset() == h5py.h5t.CSET_ASCII,
+        base=int(created.get_userblock()),
+        address_nbytes=int(address_nbytes),
+        size_nbytes=int(size_nbytes),
+    )
+
+
+def _dtype_of(stored: h5py.h5t.TypeID) -> np.dtype[Any]:
+    """Return the dtype of the values of a sequence."""
+    try:
+        found = describe(bytes(stored.encode()))
+    except Exception as error:  # h5py has no one type for what it cannot express
+        raise NotDirectError(f"sequences of a type that NumPy lacks ({error})") from error
+    dtype = found.dtype
+    if dtype.hasobject:
+        raise NotDirectError("sequences of sequences, of strings of variable length or references")
+    if not found.is_numpys or found.text or dtype.itemsize != stored.get_size():
+        raise NotDirectError(f"sequences whose stored values differ from NumPy's {dtype}")
+    return dtype if dtype.metadata is None or dtype.fields else np.dtype(dtype.str)

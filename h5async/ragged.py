@@ -1,0 +1,227 @@
+"""Defines `Ragged`: samples of differing lengths, as one array of values and their offsets."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from h5async.errors import ConfigError, ReadError, needs_package
+
+
+class Ragged:
+    """Samples of differing lengths.
+
+    Those of a batch share its memory, and live as long as it does; `copy` gives one that lasts. It
+    may be read from many threads.
+
+    Parameters
+    ----------
+    values, offsets
+        As the attributes.
+
+    Attributes
+    ----------
+    values
+        (total, ...): the values of all samples, one sample behind the other. A NumPy array, or a
+        CuPy array.
+    offsets
+        int64 (samples + 1,): sample i is ``values[offsets[i] : offsets[i + 1]]``; the first one
+        is 0. Of the same kind as `values`.
+
+    Raises
+    ------
+    ConfigError
+        If `values` or `offsets` have other dimensions or dtypes. That the offsets rise, and end at
+        the number of values, is left to whoever makes them.
+    """
+
+    __slots__ = ("offsets", "values")
+
+    def __init__(self, values: Any, offsets: Any) -> None:
+        if values.ndim < 1 or offsets.ndim != 1 or not offsets.size or offsets.dtype != np.int64:
+            raise ConfigError(
+                "ragged samples are made of values of one dimension or more, and int64 offsets"
+                " (samples + 1,);"
+                f" found values {values.shape} and {offsets.dtype} offsets {offsets.shape}"
+            )
+        self.values = values
+        self.offsets = offsets
+
+    @property
+    def lengths(self) -> Any:
+        """int64 (samples,): how many values each sample has; a new array."""
+        return self.offsets[1:] - self.offsets[:-1]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the values."""
+        dtype: np.dtype[Any] = self.values.dtype
+        return dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values and offsets."""
+        return int(self.values.nbytes + self.offsets.nbytes)
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return int(self.offsets.shape[0]) - 1
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return views: of one sample, an array; of a slice of samples, a `Ragged`.
+
+        Raises
+        ------
+        IndexError
+            If there is no such sample.
+        ConfigError
+            If the slice has a step.
+        """
+        if isinstance(key, slice):
+            begin, end, step = key.indices(len(self))
+            if step != 1:
+                raise ConfigError(
+                    f"a slice of ragged samples has no step, and this one has {step}; take them one"
+                    " by one"
+                )
+            end = max(begin, end)
+            offsets = self.offsets[begin : end + 1]
+            first, last = int(offsets[0]), int(offsets[-1])
+            return Ragged(self.values[first:last], offsets - first)
+        number = range(len(self))[key]
+        return self.values[int(self.offsets[number]) : int(self.offsets[number + 1])]
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the samples, as views."""
+        ends = _on_host(self.offsets).tolist()
+        for begin, end in itertools.pairwise(ends):
+            yield self.values[begin:end]
+
+    def __repr__(self) -> str:
+        """Describe it in a line."""
+        total, *inner = self.values.shape
+        each = f"{tuple(inner)} " if inner else ""
+        return f"<Ragged: {len(self):,} samples, {total:,} values of {each}{self.dtype}>"
+
+    def copy(self) -> Ragged:
+        """Return a copy with memory of its own."""
+        return Ragged(self.values.copy(), self.offsets.copy())
+
+    def to_padded(self, value: Any = 0, length: int | None = None) -> tuple[Any, Any]:
+        """Copy the samples into one array, all of one length.
+
+        Parameters
+        ----------
+        value
+            What stands behind the values of a sample.
+        length
+            The length of all of them; of longer samples the first values are taken. None: that of
+            the longest sample.
+
+        Returns
+        -------
+        array
+            (samples, length, ...) of the dtype of the values.
+        mask
+            bool (samples, length): whether it is a value of the sample.
+
+        Raises
+        ------
+        ConfigError
+            If the length is below 0.
+        """
+        xp = module_of(self.values)
+        lengths = self.lengths
+        longest = int(lengths.max()) if len(self) else 0
+        length = longest if length is None else length
+        if length < 0:
+            raise ConfigError(f"length={length}: samples are padded to a length of 0 or more")
+        array = xp.full((len(self), length, *self.values.shape[1:]), value, self.dtype)
+        mask = xp.arange(length) < lengths[:, None]
+        if longest <= length:
+            array[mask] = self.values
+        else:
+            starts = self.offsets[:-1, None]
+            array[mask] = self.values[(starts + xp.arange(length))[mask]]
+        return array, mask
+
+    def to_torch_nested(self) -> Any:
+        """Return a nested tensor of layout ``torch.jagged``, which shares the memory.
+
+        Values in another byte order than this machine's are copied.
+
+        Raises
+        ------
+        MissingPackageError
+            If PyTorch is not installed.
+        """
+        with needs_package("torch", "nested tensors"):
+            import torch
+        make = torch.from_numpy if isinstance(self.values, np.ndarray) else torch.from_dlpack
+        return torch.nested.nested_tensor_from_jagged(make(native(self.values)), make(self.offsets))
+
+    def to_awkward(self) -> Any:
+        """Return an Awkward Array, which shares the memory.
+
+        Values in another byte order than this machine's are copied.
+
+        Raises
+        ------
+        MissingPackageError
+            If awkward is not installed.
+        """
+        with needs_package("awkward", "Awkward Arrays"):
+            import awkward
+        values = awkward.contents.NumpyArray(native(self.values))
+        offsets = awkward.index.Index64(self.offsets)
+        return awkward.Array(awkward.contents.ListOffsetArray(offsets, values))
+
+    def to_strings(self) -> list[str]:
+        """Return samples of UTF-8 bytes as strings.
+
+        Raises
+        ------
+        ConfigError
+            If the values are no bytes (uint8, one dimension).
+        ReadError
+            If a sample is not valid UTF-8; it says which one.
+        """
+        if self.dtype != np.uint8 or self.values.ndim != 1:
+            raise ConfigError(
+                f"strings are made of UTF-8 bytes, and the values are {self.dtype} of shape"
+                f" {self.values.shape}"
+            )
+        data, ends = _on_host(self.values).tobytes(), _on_host(self.offsets).tolist()
+        found = []
+        for number, (begin, end) in enumerate(itertools.pairwise(ends)):
+            try:
+                found.append(data[begin:end].decode())
+            except UnicodeDecodeError as error:
+                raise ReadError(
+                    f"sample {number} of {len(self)} is not UTF-8: byte"
+                    f" 0x{data[begin + error.start]:02x} at its position {error.start}"
+                    f" ({error.reason}); use its bytes, [{number}]"
+                ) from error
+        return found
+
+
+def native(array: Any) -> Any:
+    """Return an array in this machine's byte order; one that is in it as it is."""
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
+
+
+def module_of(array: Any) -> Any:
+    """Return the library of an array: NumPy, or CuPy."""
+    if isinstance(array, np.ndarray):
+        return np
+    with needs_package("cupy-cuda13x", "arrays on a GPU"):
+        import cupy
+    return cupy
+
+
+def _on_host(array: Any) -> Any:
+    """Return an array in host memory; one that lies there as it is."""
+    return array if isinstance(array, np.ndarray) else array.get()
