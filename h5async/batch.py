@@ -93,7 +93,7 @@ class Batch(Sequence[Any]):
         where = f"Batch {self.number} of epoch {self.epoch}"
         if isinstance(self._arrays, _ExpiredArrays):
             return f"<{where}, expired>"
-        fields = ", ".join(f"{name}={a.shape} {a.dtype}" for name, a in self._arrays.items())
+        fields = ", ".join(f"{name}={_shown(array)}" for name, array in self._arrays.items())
         return f"<{where}: {fields}>"
 
     def keys(self) -> list[str]:
@@ -108,6 +108,12 @@ class Batch(Sequence[Any]):
                 arrays = {name: array.copy() for name, array in self._arrays.items()}
         epoch, number, last = self.epoch, self.number, self.last
         return Batch(arrays, self.index, epoch, number, last, self._device, self._sequences)
+
+
+def _shown(array: Any) -> str:
+    """Return shape and dtype of an array, or what samples of differing lengths say of themselves."""
+    shape = getattr(array, "shape", None)
+    return repr(array) if shape is None else f"{shape} {array.dtype}"
 
 
 class _ExpiredArrays(dict[str, Any]):

@@ -139,7 +139,7 @@ class Checkpoints:
         found: dict[str, Any] = {
             "seed": config.seed,
             "shuffle": config.shuffle,
-            "num_samples": next(iter(self._layouts.values())).num_samples,
+            "num_samples": next(iter(self._layouts.values())).sample_count,
             "fingerprint": fingerprint(self._layouts.values()),
         }
         if config.shuffle == "window":

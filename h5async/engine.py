@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from h5async import lifetime
@@ -20,6 +21,7 @@ from h5async.deliver.host import HostDevice
 from h5async.deliver.slotrecords import Assignment
 from h5async.deliver.slots import SlotRing
 from h5async.errors import ReaderClosedError, is_lack_of_memory, out_of_memory, taking_memory
+from h5async.fill.columns import SparseShape, columns_of
 from h5async.fill.dataset import Samplings, open_dataset
 from h5async.fill.filling import Filler
 from h5async.fill.limits import MemoryBudget, wanted_kept_nbytes
@@ -29,6 +31,7 @@ from h5async.fill.resident import Budget, Residency
 from h5async.given import GivenSamples
 from h5async.index.layout import DatasetLayout
 from h5async.order.schedule import Schedule
+from h5async.order.spans import SpanRows
 from h5async.plan.transform import row_transform
 from h5async.position import ReaderPosition
 from h5async.readerstats import ReaderCounts
@@ -93,24 +96,39 @@ class Engine:
     def _open_dataset(self) -> None:
         with taking_memory(f"{self.config.hdf5_path} cannot be opened", _REMEDY):
             if self.config.workers == "thread":
-                self._open(open_dataset(self.config), None)
+                opened = open_dataset(self.config)
+                self.config = opened.config
+                self._open(opened.layouts, None, opened.shapes)
             else:
                 from h5async.process.helper import HelperFiller
 
                 helper = self.filler = HelperFiller(self.config)
                 helper.open()
-                self._open(helper.layouts, helper)
+                self._open(helper.layouts, helper, {})
 
-    def _open(self, layouts: Mapping[str, DatasetLayout], helper: HelperFiller | None) -> None:
+    def _open(
+        self,
+        layouts: Mapping[str, DatasetLayout],
+        helper: HelperFiller | None,
+        shapes: Mapping[str, SparseShape],
+    ) -> None:
         config, fields = self.config, self.config.batch_fields
+        columns = columns_of(fields)
         self.layouts = layouts
-        transforms = {name: row_transform(fields[name], layouts[name]) for name in fields}
+        transforms = {name: row_transform(columns[name], layouts[name]) for name in columns}
         samplings = self.samplings = Samplings(
             config, layouts, None if helper is None else helper.chosen
         )
         self.num_samples = samplings.selection.size
-        self.device = find_device(config.device, config.pin_memory)
+        is_ragged = any(isinstance(rows, SpanRows) for rows in samplings.rows)
+        device = "cpu" if is_ragged and config.device == "auto" else config.device
+        self.device = find_device(device, config.pin_memory)
         rows = min(config.batch_size, max(1, samplings.epoch_samples))
+        may_repeat = config.weights is not None or config.sampler is not None
+        for name, one in zip(transforms, samplings.rows, strict=True):
+            if isinstance(one, SpanRows):
+                most = one.most(rows, may_repeat=may_repeat)
+                transforms[name] = replace(transforms[name], capacity=max(1, most))
         budget = MemoryBudget(
             config, layouts, transforms, rows, fewer_threads_do=self.fewer_threads_do
         )
@@ -147,6 +165,8 @@ class Engine:
                 transforms,
                 memory,
                 memory_plan=memory_plan,
+                shapes=shapes,
+                rows=rows,
                 device_cache=device_cache,
                 encoded_formats=formats,
                 next_requests=self._next_requests,

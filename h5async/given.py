@@ -6,6 +6,7 @@ Sample numbers enter in any form; an array that fits the reader, or the rows, le
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from h5async.fill.filling import Filler
 from h5async.fill.records import SlotFiller
 from h5async.fill.selecting import sample_numbers
 from h5async.index.layout import DatasetLayout
+from h5async.order.spans import SpanRows
 from h5async.plan.transform import RowTransform
 
 
@@ -42,7 +44,7 @@ class GivenSamples:
         rows: int,
     ) -> None:
         self._config = config
-        self._num_samples = next(iter(layouts.values())).num_samples
+        self._num_samples = next(iter(layouts.values())).sample_count
         self._transforms = list(transforms.values())
         self._samplings = samplings
         self._rows = rows
@@ -75,6 +77,14 @@ class GivenSamples:
                 f"index: a batch of this reader has {self._rows} samples at most, found"
                 f" {found.size}; make batch_size larger, or use read()"
             )
+        for transform, rows in zip(self._transforms, self._samplings.rows, strict=True):
+            if isinstance(rows, SpanRows) and transform.capacity is not None:
+                total = int(rows.lengths(found).sum())
+                if total > transform.capacity:
+                    raise ConfigError(
+                        f"index: these samples have {total:,} values, and a batch of this reader"
+                        f" has room for {transform.capacity:,}; give fewer, or use read()"
+                    )
         if self._config.cache is not None and not self._samplings.selection.has(found):
             raise ConfigError(
                 "index: with a cache, only samples that `indices` selects can be asked for; use"
@@ -97,5 +107,11 @@ class GivenSamples:
         what = f"{self._config.hdf5_path}: {samples.size:,} samples"
         with taking_memory(what, "read fewer at once"):
             on_host = [not transform.is_identity for transform in self._transforms]
-            memory, _, _ = host_slot(samples.size, self._transforms, on_host, plain_memory)
+            transforms = [
+                replace(transform, capacity=int(rows.lengths(samples).sum()))
+                if isinstance(rows, SpanRows)
+                else transform
+                for transform, rows in zip(self._transforms, self._samplings.rows, strict=True)
+            ]
+            memory, _, _ = host_slot(samples.size, transforms, on_host, plain_memory)
         return filler.read(samples, memory)

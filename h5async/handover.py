@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.batch import Batch, expire
+from h5async.config import RaggedField
 from h5async.engine import Engine
 from h5async.fill.records import FillOutcome
+from h5async.order.spans import SpanRows
+from h5async.order.steps import StepRows
 
 
 class Handover:
@@ -24,13 +28,17 @@ class Handover:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        fields = engine.config.batch_fields.values()
-        # The names of masks, and which rows of each sample they are of.
-        self._masks = [
-            (field.pad_mask, steps)
-            for field, steps in zip(fields, engine.samplings.steps, strict=True)
-            if steps is not None and field.pad_mask is not None
-        ]
+        fields = engine.config.batch_fields
+        rows = dict(zip(engine.layouts, engine.samplings.rows, strict=True))
+        # The names of masks, and what makes them of sample numbers.
+        self._masks: list[tuple[str, Callable[[NDArray[np.int64]], NDArray[np.bool_]]]] = []
+        for name, field in fields.items():
+            one = rows[name]
+            if isinstance(one, StepRows) and field.pad_mask is not None:
+                self._masks.append((field.pad_mask, one.are_there))
+            elif isinstance(field, RaggedField) and isinstance(one, SpanRows):
+                if field.pad_to is not None:
+                    self._masks.append((f"{name}_mask", partial(one.are_there, field.pad_to)))
         self._held: Batch | None = None  # with debug_lifetimes: the batch that the caller holds
 
     def batch(self, serial: int, filled: FillOutcome) -> Batch:
@@ -63,7 +71,7 @@ class Handover:
         engine = self._engine
         arrays = dict(zip(engine.names, several, strict=True))
         if self._masks:
-            masks = tuple([steps.are_there(index) for _, steps in self._masks])
+            masks = tuple([are_there(index) for _, are_there in self._masks])
             names = [name for name, _ in self._masks]
             arrays |= zip(names, engine.device.owned(masks), strict=True)
         sequences = engine.samplings.sequences

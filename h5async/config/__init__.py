@@ -6,8 +6,9 @@ What can be checked without opening a file is checked here. What depends on the 
 
 from h5async.config.field import Field
 from h5async.config.indices import Split
+from h5async.config.kinds import RaggedField, SparseField
 from h5async.config.reader import ReaderConfig
 from h5async.config.sequences import Sequences
 from h5async.config.values import check_timeout
 
-__all__ = ["Field", "ReaderConfig", "Sequences", "Split", "check_timeout"]
+__all__ = ["Field", "RaggedField", "ReaderConfig", "Sequences", "SparseField", "Split", "check_timeout"]

@@ -155,8 +155,25 @@ def _field(value: object) -> Field:
     if isinstance(value, str | bytes):
         return Field(value)  # type: ignore[arg-type]  # (bytes are taken, too)
     if isinstance(value, Mapping):
-        return Field(**{str(name): option for name, option in value.items()})
+        options = {str(name): option for name, option in value.items()}
+        kind = options.pop("kind", None)
+        return (Field if kind is None else _kind(kind))(**options)
     raise ConfigError(f"must be a path or a Field, found {shown(value)}")
+
+
+def _kind(name: object) -> type[Field]:
+    """Return the class of a kind of fields, by its name.
+
+    Raises
+    ------
+    ConfigError
+        If there is none.
+    """
+    from h5async.config.kinds import KINDS  # which are made of this one
+
+    if name not in KINDS:
+        raise ConfigError(f"kind: must be one of {', '.join(KINDS)}, found {shown(name)}")
+    return KINDS[str(name)]
 
 
 def _fields(value: object) -> dict[Any, Field]:

@@ -114,6 +114,12 @@ class StepRowsStruct(Structure):
     ]
 
 
+class SpanRowsStruct(Structure):
+    """The same where their number differs: a `SpanRows`."""
+
+    _fields_ = [("starts", c_void_p), ("num_samples", c_int64)]
+
+
 class FieldStruct(Structure):
     """A `FieldTable`, and what its rows are made into."""
 
@@ -135,6 +141,8 @@ class FieldStruct(Structure):
         ("itemsize", c_int64),
         ("is_filled_first", c_int64),
         ("steps", POINTER(StepRowsStruct)),
+        ("spans", POINTER(SpanRowsStruct)),
+        ("num_rows", c_int64),
     ]
 
 
@@ -169,7 +177,12 @@ class BatchPlanStruct(Structure):
 class TargetStruct(Structure):
     """Where the rows of a field go in a slot."""
 
-    _fields_ = [("raw", c_void_p), ("out", c_void_p), ("is_wanted", c_int64)]
+    _fields_ = [
+        ("raw", c_void_p),
+        ("out", c_void_p),
+        ("is_wanted", c_int64),
+        ("capacity", c_int64),
+    ]
 
 
 class WindowStruct(Structure):
@@ -193,6 +206,7 @@ STRUCTURES = {
     "Shape": ShapeStruct,
     "Layer": LayerStruct,
     "StepRows": StepRowsStruct,
+    "SpanRows": SpanRowsStruct,
     "Field": FieldStruct,
     "Item": ItemStruct,
     "BatchPlan": BatchPlanStruct,

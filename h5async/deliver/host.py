@@ -20,6 +20,8 @@ from h5async.io.shared import SharedMemory, page_memory
 from h5async.order.selection import Selection
 from h5async.plan.encoded import EncodedFormat
 from h5async.plan.transform import RowTransform
+from h5async.ragged import Ragged
+from h5async.sparse import Csr
 
 if TYPE_CHECKING:
     from h5async.deliver.device import DeviceSlot
@@ -40,17 +42,18 @@ def host_slot(
         The slot's arrays; the block, made by `empty`; and where each field begins in it.
     """
     sizes = [
-        rows * (transform.nbytes if done else transform.raw_nbytes)
+        transform.slot_rows(rows) * (transform.nbytes if done else transform.raw_nbytes)
         for transform, done in zip(transforms, on_host, strict=True)
     ]
     *begins, total = itertools.accumulate((_aligned(size) for size in sizes), initial=0)
     block = empty(total)
     raw, out = [], []
     for transform, done, begin in zip(transforms, on_host, begins, strict=True):
-        shape, dtype = (rows, *transform.raw_row), transform.raw_dtype
+        count = transform.slot_rows(rows)
+        shape, dtype = (count, *transform.raw_row), transform.raw_dtype
         if done:
             raw.append(np.empty(shape, dtype))
-            out.append(np.ndarray((rows, *transform.row), transform.dtype, block, begin))
+            out.append(np.ndarray((count, *transform.row), transform.dtype, block, begin))
         else:
             raw.append(np.ndarray(shape, dtype, block, begin))
             out.append(raw[-1])
@@ -163,7 +166,7 @@ class HostDevice:
 
     def poison(self, arrays: Iterable[Any]) -> None:
         """Fill arrays with bytes of 255."""
-        for array in arrays:
+        for array in itertools.chain.from_iterable(map(memory_of, arrays)):
             if array.dtype.hasobject:
                 array.fill(None)
             else:
@@ -171,6 +174,13 @@ class HostDevice:
 
     def close(self) -> None:
         """Do nothing."""
+
+
+def memory_of(array: Any) -> tuple[NDArray[Any], ...]:
+    """Return the arrays that a field consists of: itself, or those of ragged or sparse samples."""
+    if isinstance(array, Ragged):
+        return array.values, array.offsets
+    return (array.data, array.indices, array.indptr) if isinstance(array, Csr) else (array,)
 
 
 def plain_memory(nbytes: int) -> NDArray[np.uint8]:

@@ -7,16 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.config import ReaderConfig
+from h5async.config import Field, RaggedField, ReaderConfig, SparseField
 from h5async.core.binding import mapping_mode
 from h5async.errors import ConfigError, DatasetError, taking_memory
+from h5async.fill.columns import Rows, SparseShape, columns_of, spans_of
 from h5async.fill.filevalues import read_names
 from h5async.fill.progress import on_indexed
+from h5async.fill.ragged import (
+    SparseShapes,
+    is_ragged,
+    sparse_layouts,
+    with_kinds,
+    with_spans,
+)
 from h5async.fill.records import FillRequest
 from h5async.fill.selecting import Chosen, choose, step_rows
 from h5async.index.groups import Grouping
@@ -27,19 +35,33 @@ from h5async.index.opening import layouts_of_files
 from h5async.index.sequenced import aligned
 from h5async.io.localfile import read_ahead
 from h5async.order.sampling import Order, OrderKey, Sampling
+from h5async.order.steps import StepRows
 
 if TYPE_CHECKING:
     from h5async.order.drawn import SamplerOrder
     from h5async.order.weighted import WeightedOrder
 
 
-def open_dataset(config: ReaderConfig) -> dict[str, DatasetLayout]:
-    """Index the files one by one; the system reads the beginning of the first one meanwhile.
+class OpenedDataset(NamedTuple):
+    """What is known of a dataset.
 
-    Returns
-    -------
-    dict
-        By field name, in field order.
+    Attributes
+    ----------
+    config
+        The options, with the kinds of all fields.
+    layouts
+        By name of columns, in their order.
+    shapes
+        Of sparse fields, by name.
+    """
+
+    config: ReaderConfig
+    layouts: dict[str, DatasetLayout]
+    shapes: dict[str, SparseShape]
+
+
+def open_dataset(config: ReaderConfig) -> OpenedDataset:
+    """Index the files one by one; the system reads the beginning of the first one meanwhile.
 
     Raises
     ------
@@ -47,7 +69,84 @@ def open_dataset(config: ReaderConfig) -> dict[str, DatasetLayout]:
         As `AsyncReader` says.
     """
     reach = Reach(config.allow_external, config.allow_missing, mapping_mode(config.io))
+    try:
+        return _open(config, reach)
+    except DatasetError:  # it may be of a kind that nobody has told
+        other = with_kinds(config, reach)
+        if other is config:
+            raise
+    return _open(other, reach)
+
+
+def _open(config: ReaderConfig, reach: Reach) -> OpenedDataset:
+    fields = config.batch_fields
+    if any(map(is_ragged, fields.values())):
+        return _open_ragged(config, reach)
+    return OpenedDataset(config, _plain_layouts(config, fields, reach), {})
+
+
+def _open_ragged(config: ReaderConfig, reach: Reach) -> OpenedDataset:
+    """Open a dataset that has ragged or sparse fields."""
     fields, files = config.batch_fields, config.files
+    _check_ragged(config)
+    found: dict[str, list[DatasetLayout]] = {name: [] for name in columns_of(fields)}
+    shapes = {
+        name: SparseShapes(name, field)
+        for name, field in fields.items()
+        if isinstance(field, SparseField)
+    }
+    plain = {name: field for name, field in fields.items() if name not in shapes}
+    known = iter(())
+    if plain:
+        known = layouts_of_files(files, plain, reach, config.index_cache)
+    for path in files:
+        layouts = dict(next(known)) if plain else {}
+        for name, field in fields.items():
+            if isinstance(field, SparseField):
+                several, group = sparse_layouts(name, field, path, reach)
+                layouts |= several
+                shapes[name].add(group, path, reach)
+            elif isinstance(field, RaggedField):
+                layouts[name] = with_spans(layouts[name], field, path, reach)
+        layouts = {name: layouts[name] for name in found}
+        _check_lengths(layouts)
+        for name, layout in layouts.items():
+            found[name].append(layout)
+    for _ in known:  # what was learnt is saved at its end
+        pass
+    joined = {name: join_layouts(several) for name, several in found.items()}
+    return OpenedDataset(config, joined, {name: one.shape() for name, one in shapes.items()})
+
+
+def _check_ragged(config: ReaderConfig) -> None:
+    """Refuse what does not go together with ragged and sparse fields.
+
+    Raises
+    ------
+    ConfigError
+        If it does not.
+    """
+    name = next(name for name, field in config.batch_fields.items() if is_ragged(field))
+    for option, is_given in (
+        ("cache", config.cache is not None),
+        ("workers", config.workers != "thread"),
+        ("pin_memory", config.pin_memory),
+        ("sequences", config.sequences is not None),
+        ("an index as hdf5_path", config.names_index),
+        ("device", config.device.startswith("cuda")),
+    ):
+        if is_given:
+            raise ConfigError(
+                f"{name}: samples of differing lengths are delivered on the host, out of threads of"
+                f" this process, and not kept; leave out {option}"
+            )
+
+
+def _plain_layouts(
+    config: ReaderConfig, fields: Mapping[str, Field], reach: Reach
+) -> dict[str, DatasetLayout]:
+    """Return the layouts of fields of one shape, by name, over all files."""
+    files = config.files
     found: dict[str, list[DatasetLayout]] = {name: [] for name in fields}
     tell = on_indexed.get()
     known = layouts_of_files(files, fields, reach, config.index_cache, _grouping(config, reach))
@@ -88,8 +187,8 @@ class Samplings:
         Which samples an epoch is made of.
     sequences
         The sequences of rows that steps never leave.
-    steps
-        By field: which rows each sample consists of; None: its own.
+    rows
+        By column: which rows each sample consists of; None: its own.
     epoch_samples
         Positions in an epoch's order: how many are selected, or drawn.
     sampler
@@ -112,7 +211,9 @@ class Samplings:
         self._made: dict[OrderKey, Sampling] = {}
         found = choose(config, layouts) if chosen is None else chosen
         self.selection, weights, self.sequences, self._possible = found
-        self.steps = step_rows(config, self.sequences)
+        spans = spans_of(layouts)
+        steps = step_rows(config.batch_fields, self.sequences)
+        self.rows: list[Rows] = [spans.get(name, steps.get(name)) for name in layouts]
         self._draws = None if weights is None else _weighted(weights, config.seed)
         self.sampler = None if config.sampler is None else self._sampler_order()
         self.epoch_samples = self.selection.size
@@ -181,7 +282,7 @@ class Samplings:
         config = self._config
         return SamplerOrder(
             config.sampler,
-            self._layouts[0].num_samples,
+            self._layouts[0].sample_count,
             config.batch_size,
             config.epoch_samples,
         )
@@ -203,7 +304,7 @@ class Samplings:
             batch_size,
             world_size,
             self.selection,
-            self.steps,
+            [rows for rows in self.rows if isinstance(rows, StepRows)],
         )
 
 
@@ -217,10 +318,10 @@ def _check_lengths(layouts: Mapping[str, DatasetLayout]) -> None:
     items = list(layouts.items())
     name, first = items[0]
     for other_name, other in items[1:]:
-        if other.num_samples != first.num_samples:
+        if other.sample_count != first.sample_count:
             raise DatasetError(
-                f'{first.file}: dataset "{first.path}" ({name}) has {first.num_samples} samples'
+                f'{first.file}: dataset "{first.path}" ({name}) has {first.sample_count} samples'
                 f' along dimension {first.sample_axis}, but "{other.path}" ({other_name}) has'
-                f" {other.num_samples} along dimension {other.sample_axis}; all fields must"
+                f" {other.sample_count} along dimension {other.sample_axis}; all fields must"
                 " have the same number of samples"
             )

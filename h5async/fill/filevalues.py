@@ -75,7 +75,7 @@ class FileValues:
     def files(self) -> Sequence[tuple[Path, int]]:
         """Return the files, and how many samples each has."""
         first = self._first
-        several = first.file_samples or ((first.file, first.num_samples),)
+        several = first.file_samples or ((first.file, first.sample_count),)
         if self._config.names_index:
             return [(Path(file), count) for file, count in several]
         counts = [count for _, count in several]

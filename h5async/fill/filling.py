@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from h5async.config import ReaderConfig
 from h5async.core.binding import load_core, mapping_mode
 from h5async.errors import ReaderClosedError
+from h5async.fill.columns import Assembly, SparseShape
 from h5async.fill.dataset import Samplings
 from h5async.fill.limits import MemoryPlan
 from h5async.fill.phases import Phases
@@ -51,6 +53,10 @@ class Filler(SlotFiller):
         Memory of each slot.
     memory_plan
         What else may be taken.
+    shapes
+        Of sparse fields, by name.
+    rows
+        Samples that a slot has room for; None: as many as its first array has rows.
     next_requests
         Called in a worker, after `kick`: what is to be filled now.
     before_fill
@@ -92,6 +98,8 @@ class Filler(SlotFiller):
         slots: Sequence[SlotMemory],
         *,
         memory_plan: MemoryPlan,
+        shapes: Mapping[str, SparseShape] = MappingProxyType({}),
+        rows: int | None = None,
         device_cache: Residency | None = None,
         encoded_formats: Sequence[EncodedFormat | None] = (),
         next_requests: Callable[[], Sequence[FillRequest]],
@@ -104,9 +112,11 @@ class Filler(SlotFiller):
         self._file = str(self._layouts[0].file)
         self._opens_ahead = not config.names_index
         function = load_function(config.postprocess)
+        fields = config.batch_fields
         postprocess = (
-            None if function is None else Postprocess(function, list(layouts), config.seed)
+            None if function is None else Postprocess(function, list(fields), config.seed)
         )
+        assembly = new_assembly(config, samplings, layouts, shapes)
         self._cache = _open_cache(config, samplings.selection, several, memory_plan)
         self._resident = self._cache if isinstance(self._cache, HostCache) else device_cache
         # What a change of a file makes worthless; emptied at the end.
@@ -131,18 +141,21 @@ class Filler(SlotFiller):
                 self._executors,
                 max(1, num_threads),
                 slots,
-                samplings.steps,
+                samplings.rows,
+                rows,
             )
             self.submissions: Submissions | None = None
             selection = samplings.selection
             queue = self._reader.open_queue(selection) if may_submit else None
             if queue is not None and self._resident is None:
                 needs_python = postprocess is not None or not self._reader.transforms_all
+                needs_python |= assembly.needs_work
                 self.submissions = Submissions(
                     queue,
                     self._reader,
                     samplings,
                     slots,
+                    assembly,
                     file=self._file,
                     needs_python=needs_python,
                 )
@@ -154,6 +167,7 @@ class Filler(SlotFiller):
                 samplings=samplings,
                 transforms=several,
                 slots=slots,
+                assembly=assembly,
                 resident=self._resident,
                 postprocess=postprocess,
                 before_fill=before_fill,
@@ -287,6 +301,19 @@ class Filler(SlotFiller):
         self._resident = self._cache = None
         then()
         self._next_requests = list  # its owner holds this object
+
+
+def new_assembly(
+    config: ReaderConfig,
+    samplings: Samplings,
+    layouts: Mapping[str, DatasetLayout],
+    shapes: Mapping[str, SparseShape],
+) -> Assembly:
+    """Return what makes the arrays of fields of those of columns."""
+    first = next(iter(layouts.values()))
+    counts = [count for _, count in first.file_samples] or [first.sample_count]
+    first_samples = np.cumsum([0, *counts], dtype=np.int64)
+    return Assembly(config.batch_fields, samplings.rows, shapes, first_samples)
 
 
 def _open_cache(

@@ -212,9 +212,9 @@ class MemoryBudget:
 
     def _slots(self) -> dict[str, int]:
         """Return what the slots take, by field: rows as read, and as delivered."""
-        held = self._config.prefetch * self._rows
+        slots = self._config.prefetch
         return {
-            name: held * (t.raw_nbytes + (0 if t.is_identity else t.nbytes))
+            name: slots * t.slot_rows(self._rows) * (t.raw_nbytes + (not t.is_identity) * t.nbytes)
             for name, t in self._transforms.items()
         }
 

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import forget_frames, is_lack_of_memory, out_of_memory
+from h5async.fill.columns import Assembly
 from h5async.fill.dataset import Samplings
 from h5async.fill.pool import Work, WorkPool
 from h5async.fill.postprocess import Postprocess, postprocessed
@@ -75,6 +76,8 @@ class Phases:
         In field order.
     slots
         Memory of each slot.
+    assembly
+        Makes what is delivered of it.
     resident
         Which samples are in memory and need not be read; None: nothing is kept.
     postprocess
@@ -94,6 +97,7 @@ class Phases:
         samplings: Samplings,
         transforms: Sequence[RowTransform],
         slots: Sequence[SlotMemory],
+        assembly: Assembly,
         resident: Residency | None,
         postprocess: Postprocess | None,
         before_fill: Callable[[int], None],
@@ -107,6 +111,7 @@ class Phases:
         self._samplings = samplings
         self._raw_nbytes = [transform.raw_nbytes for transform in transforms]
         self._out_nbytes = [transform.nbytes for transform in transforms]
+        self._assembly = assembly
         self._resident = resident
         self._cache = resident if isinstance(resident, HostCache) else None
         self._postprocess = postprocess
@@ -136,11 +141,12 @@ class Phases:
     def read(self, index: NDArray[np.int64], memory: SlotMemory) -> tuple[NDArray[Any], ...]:
         """Read samples in the calling thread, and return their arrays, in field order."""
         self._reader.read_rows(index, memory)
+        arrays = self._assembly.arrays(memory, index)
         if self._postprocess is None:
-            return memory.out
+            return arrays
         where = f"{self._file}: postprocess of given samples"
-        call = partial(self._postprocess, memory.out, _given(index), index)
-        return postprocessed(call, memory.out, where)
+        call = partial(self._postprocess, arrays, _given(index), index)
+        return postprocessed(call, arrays, where)
 
     def close(self) -> None:
         """Let go of memory, and of functions whose owners hold this object."""
@@ -216,16 +222,22 @@ class Phases:
             self._finish(batch)
             return
         memory, reader = self.slots[batch.request.slot], self._reader
+        sizes = self._assembly.sizes(batch.index)
         works = [
             partial(reader.transform, field, raw[a:b], out[a:b])
             for field, (raw, out) in enumerate(zip(memory.raw, memory.out, strict=True))
             if raw is not out and not reader.transforms_at_once(field, batch.plans)
-            for a, b in self._row_shares(batch.index.size, self._out_nbytes[field])
+            for a, b in self._row_shares(sizes[field], self._out_nbytes[field])
         ]
         self._begin(batch, works, self._finish)
 
     def _finish(self, batch: _Fill) -> None:
-        arrays = tuple(out[: batch.index.size] for out in self.slots[batch.request.slot].out)
+        arrays: tuple[Any, ...] = ()
+        if batch.error is None:
+            try:
+                arrays = self._assembly.arrays(self.slots[batch.request.slot], batch.index)
+            except BaseException as error:
+                self._note_error(batch, error)
         if self._postprocess is not None and batch.error is None:
             begin = time.perf_counter_ns()
             try:

@@ -19,11 +19,12 @@ from numpy.typing import NDArray
 
 from h5async.core.binding import Core
 from h5async.errors import taking_memory
+from h5async.fill.columns import Rows
 from h5async.fill.records import SlotMemory
 from h5async.fill.resident import HostCache
 from h5async.index.layout import DatasetLayout
 from h5async.order.selection import Selection
-from h5async.order.steps import NO_ROW, StepRows
+from h5async.order.steps import NO_ROW
 from h5async.plan.encoded import EncodedFormat, EncodedPlan, plan_encoded
 from h5async.plan.plan import plan_read
 from h5async.plan.records import BatchItems, GatherPlan, IncludedPlan, ReadPlan
@@ -78,6 +79,8 @@ class BatchReader:
     steps
         By field: which rows of its dataset each sample consists of; None: its own. Empty: that of
         all fields.
+    rows
+        Samples that a slot has room for; None: as many as its first array has rows.
 
     Attributes
     ----------
@@ -100,7 +103,8 @@ class BatchReader:
         executors: Executors,
         num_threads: int,
         slots: Sequence[SlotMemory],
-        steps: Sequence[StepRows | None] = (),
+        steps: Sequence[Rows] = (),
+        rows: int | None = None,
     ) -> None:
         self.times = StageTimes()
         self._steps = steps or [None] * len(layouts)
@@ -115,7 +119,7 @@ class BatchReader:
         self._executors: list[Executor] = executors.make()
         self._batches: list[SlotBatch] = []
         if self._collection is not None:
-            self._batches = [self._collection.new_batch(slot.raw, slot.out) for slot in slots]
+            self._batches = [self._collection.new_batch(slot.raw, slot.out, rows) for slot in slots]
         self._encoded_formats = encoded_formats
         readers = (
             (field, executors.encoded_reader(layout))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from h5async.config import ReaderConfig, Split
+from h5async.config import Field, ReaderConfig, Split
 from h5async.config.indices import Values, slice_of
 from h5async.errors import ConfigError, DatasetError, taking_memory
 from h5async.fill.filevalues import FileValues, check_length
@@ -70,7 +70,7 @@ def choose(config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> Chosen
     values = FileValues(config, next(iter(layouts.values())))
     sequences = sequences_of(config, layouts, values)
     possible = sequences.samples(
-        [rows for rows in step_rows(config, sequences) if rows is not None],
+        [rows for rows in step_rows(config.batch_fields, sequences).values() if rows is not None],
         1 if config.sequences is None else config.sequences.every,
     )
     selecting = Selecting(config, layouts, values, sequences, possible)
@@ -80,14 +80,15 @@ def choose(config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> Chosen
     return Chosen(selection, selecting.weights(selection), sequences, possible)
 
 
-def step_rows(config: ReaderConfig, sequences: SequenceTable) -> list[StepRows | None]:
+def step_rows(
+    fields: Mapping[str, Field], sequences: SequenceTable
+) -> dict[str, StepRows | None]:
     """Return, by field, which rows each sample consists of; None: its own."""
-    return sequences.step_rows(
-        {
-            name: None if field.steps is None else (field.steps, field.pad)
-            for name, field in config.batch_fields.items()
-        }
-    )
+    steps = {
+        name: None if field.steps is None else (field.steps, field.pad)
+        for name, field in fields.items()
+    }
+    return dict(zip(steps, sequences.step_rows(steps), strict=True))
 
 
 class Selecting:
@@ -117,7 +118,7 @@ class Selecting:
         self._possible = possible
         self._layouts = layouts
         self._first = next(iter(layouts.values()))
-        self._num_samples = self._first.num_samples
+        self._num_samples = self._first.sample_count
 
     def selection(self) -> Selection:
         """Return which samples an epoch is made of.

@@ -46,7 +46,7 @@ def sequences_of(
     sequences = config.sequences
     kind = None if sequences is None else sequences.kind
     if sequences is None or kind is None:
-        counts = [count for _, count in first.file_samples] or [first.num_samples]
+        counts = [count for _, count in first.file_samples] or [first.sample_count]
         return SequenceTable.joined([np.cumsum([0, *counts], dtype=np.int64)])
     bounds, begin = [], 0
     for file, count in values.files():

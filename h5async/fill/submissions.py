@@ -17,7 +17,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.errors import H5AsyncError, is_lack_of_memory, out_of_memory
+from h5async.errors import DatasetError, H5AsyncError, is_lack_of_memory, out_of_memory
+from h5async.fill.columns import Assembly
 from h5async.fill.dataset import Samplings
 from h5async.fill.pool import Tickets, Work
 from h5async.fill.reading import BatchReader
@@ -63,6 +64,8 @@ class Submissions(Tickets):
         The orders of samples that requests are of.
     slots
         Memory of each slot.
+    assembly
+        Makes what is delivered of it.
     file
         Named in errors.
     needs_python
@@ -75,6 +78,7 @@ class Submissions(Tickets):
         reader: BatchReader,
         samplings: Samplings,
         slots: Sequence[SlotMemory],
+        assembly: Assembly,
         *,
         file: str,
         needs_python: bool,
@@ -84,6 +88,7 @@ class Submissions(Tickets):
         self._reader = reader
         self._samplings = samplings
         self._slots = slots
+        self._assembly = assembly
         self._needs_python = needs_python
         self._latest: list[_Submission | None] = [None] * len(slots)
         self._lock = threading.RLock()
@@ -143,7 +148,12 @@ class Submissions(Tickets):
             return FillOutcome(NO_SAMPLES, (), self._out_of_memory(latest.request, error))
         if index is None or not slots:  # or the reader was closed meanwhile
             return None
-        return FillOutcome(index, tuple([out[:count] for out in slots[slot].out]))
+        if self._assembly.is_plain:
+            return FillOutcome(index, tuple([out[:count] for out in slots[slot].out]))
+        try:
+            return FillOutcome(index, self._assembly.arrays(slots[slot], index))
+        except DatasetError as error:
+            return FillOutcome(index, (), error)
 
     def drop(self, slot: int, serial: int) -> bool:
         """Say that nobody wants a batch any more; tell whether its slot may have another one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from h5async.errors import DatasetError
 from h5async.index.layout import DatasetLayout, Part, SequenceLengths
@@ -39,10 +40,12 @@ def join_layouts(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
                 f" {first.file}, but of {layout.row_shape} {layout.dtype} in {layout.file}; several"
                 " files can be read as one where these are equal"
             )
-        count = layout.num_samples
+        # (Of ragged values, those that are in no sample are left out.)
+        first_row, behind = (0, layout.num_samples) if layout.spans is None else layout.spans[[0, -1]]
+        count = int(behind - first_row)
         if count:
             samples = Slab.run(begin, begin + count)
-            parts.append(Part(layout, samples, Slab.run(0, count)))
+            parts.append(Part(layout, samples, Slab.run(int(first_row), int(behind))))
         begin += count
     shape = list(first.shape)
     shape[first.sample_axis] = begin
@@ -60,9 +63,19 @@ def join_layouts(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
         fill=first.fill,
         stored_nbytes=sum(layout.stored_nbytes for layout in layouts),
         parts=tuple(parts),
-        file_samples=tuple((layout.file, layout.num_samples) for layout in layouts),
+        file_samples=tuple((layout.file, layout.sample_count) for layout in layouts),
         text=first.text,
         sequences=SequenceLengths(*map(np.concatenate, zip(*lengths, strict=True)))
         if lengths
         else None,
+        spans=None if first.spans is None else _joined_spans(layouts),
     )
+
+
+def _joined_spans(layouts: Sequence[DatasetLayout]) -> NDArray[np.int64]:
+    found, begin = [np.zeros(1, np.int64)], 0
+    for layout in layouts:
+        assert layout.spans is not None
+        found.append(layout.spans[1:] - layout.spans[0] + begin)
+        begin = int(found[-1][-1]) if layout.spans.size > 1 else begin
+    return np.concatenate(found)

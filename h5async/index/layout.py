@@ -150,6 +150,8 @@ class DatasetLayout:
         Several files: the name of each, and how many samples it has, in their order.
     text
         Strings in each element of `dtype` that HDF5 converts, and we after reading.
+    spans
+        Of values of a ragged field: int64 (samples + 1,): which rows each sample is.
     sequences
         Datasets of several groups, or samples that two dimensions count: the sequences they are.
     """
@@ -180,6 +182,7 @@ class DatasetLayout:
     file_samples: tuple[tuple[str, int], ...] = ()
     text: tuple[Text, ...] = ()
     sequences: SequenceLengths | None = None
+    spans: NDArray[np.int64] | None = None
 
     def changed(self, **changes: Any) -> DatasetLayout:
         """Return a layout with other values of some fields, as `dataclasses.replace` does.
@@ -194,6 +197,11 @@ class DatasetLayout:
     def num_samples(self) -> int:
         """Extent of the sample dimension."""
         return self.shape[self.sample_axis]
+
+    @property
+    def sample_count(self) -> int:
+        """Samples that its field has: `num_samples`, unless each sample is several rows."""
+        return self.num_samples if self.spans is None else self.spans.size - 1
 
     @cached_property
     def row_shape(self) -> tuple[int, ...]:
@@ -359,6 +367,13 @@ class DatasetLayout:
         if len(bounds) == 1:
             bounds.append(np.arange(0, self.num_samples, size, dtype=np.int64))
         return np.unique(np.concatenate(bounds))
+
+    def sample_bounds(self) -> NDArray[np.int64]:
+        """Return the same in samples of its field: which of them are stored together."""
+        bounds = self.unit_bounds()
+        if self.spans is None:
+            return bounds
+        return np.unique(np.append(np.searchsorted(self.spans[:-1], bounds), [0, self.spans.size - 1]))
 
     def most_units(self, row_nbytes: int = 0) -> int:
         """Return at most how many groups of samples `unit_bounds` finds, without listing them."""

@@ -283,7 +283,7 @@ def window_order(
     several ranks the order depends on `batch_size`.
     """
     leader = max(layouts, key=lambda layout: (layout.unit_nbytes, layout.row_nbytes))
-    bounds = leader.unit_bounds()
+    bounds = leader.sample_bounds()
     unit_nbytes = sum(layout.unit_nbytes for layout in layouts)
     if unit_nbytes and any(steps):
         bounds, times = _merged_bounds(bounds, steps, window_nbytes // (_LEAST_UNITS * unit_nbytes))

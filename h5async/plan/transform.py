@@ -41,6 +41,8 @@ class RowTransform:
     steps
         How many rows of the dataset make up one here, in its first dimension; None: a row is one,
         and there is no such dimension.
+    capacity
+        Of a ragged field: rows that a slot has room for; None: there is one for each sample.
     """
 
     raw_row: tuple[int, ...]
@@ -52,6 +54,11 @@ class RowTransform:
     offset: NDArray[Any] | None = None
     text: tuple[Text, ...] = ()
     steps: int | None = None
+    capacity: int | None = None
+
+    def slot_rows(self, samples: int) -> int:
+        """Return how many rows a slot of so many samples has room for."""
+        return samples if self.capacity is None else self.capacity
 
     def of_steps(self, steps: int | None) -> RowTransform:
         """Return the transform of so many rows at a time, in a dimension of their own."""

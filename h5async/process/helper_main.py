@@ -146,7 +146,7 @@ class _Helper:
         try:
             config = self._receive_config()
             with _step():
-                layouts = open_dataset(config)
+                layouts = open_dataset(config).layouts
                 opened = Opened(layouts, choose(config, layouts))
             self._channel.send(opened)
             starting = self._channel.receive()

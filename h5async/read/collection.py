@@ -23,6 +23,7 @@ from h5async.core.batch import (
     LayerStruct,
     ShapeStruct,
     SourceStruct,
+    SpanRowsStruct,
     StepRowsStruct,
     TargetStruct,
     WantedStruct,
@@ -37,6 +38,7 @@ from h5async.io.keptfiles import affordable_maps
 from h5async.io.maps import IoMode, may_map
 from h5async.io.stamps import FileStamp
 from h5async.order.selection import Selection
+from h5async.order.spans import SpanRows
 from h5async.order.steps import StepRows
 from h5async.read.queue import BatchQueue, SlotBatch
 from h5async.read.scratch import CLOSED, Scratch
@@ -81,14 +83,14 @@ class Collection:
         most_files: int,
         kept_nbytes: Sequence[int],
         transforms: Sequence[NativeTransform | None],
-        steps: Sequence[StepRows | None] = (),
+        steps: Sequence[StepRows | SpanRows | None] = (),
     ) -> None:
         self._core = core
         self._keep: list[Any] = []  # what structures point to
         self._firsts: dict[bytes, Int64s] = {}  # of layers; equal ones are one
         builder = TableBuilder(lambda filters: core.filters(filters) is not None, MAX_RANK)
         tables = [builder.build(*each) for each in zip(layouts, kept_nbytes, strict=True)]
-        self.num_samples = layouts[0].num_samples
+        self.num_samples = layouts[0].sample_count
         self._num_fields = len(layouts)
         # Fields of which it reads something.
         self.reads = [table is not None and table.can_read for table in tables]
@@ -102,8 +104,7 @@ class Collection:
         self._sources = self._open(builder.sources, io, most_files)
         self._fields = (FieldStruct * len(tables))()
         described = zip(self._fields, tables, layouts, kept_nbytes, transforms, strict=True)
-        for struct, one in zip(self._fields, self._step_structs(steps), strict=bool(steps)):
-            struct.steps = one
+        self._describe_rows(steps)
         try:
             for struct, table, layout, kept, transform in described:
                 if table is not None and table.can_read:
@@ -169,7 +170,7 @@ class Collection:
         struct.fill = self._hold(fill)
         struct.num_layers, struct.num_extents = len(table.layers), table.offset.size
         struct.row_nbytes, struct.itemsize = layout.row_nbytes, layout.dtype.itemsize
-        struct.is_filled_first = table.is_filled_first
+        struct.is_filled_first, struct.num_rows = table.is_filled_first, layout.num_samples
         is_whole = len(table.layers) == 1 and not table.is_filled_first
         is_whole &= all(s.kind != Kind.CHUNKS or s.extents.shape[0] == 1 for s in table.shapes)
         if transform is not None and is_whole:
@@ -181,22 +182,28 @@ class Collection:
             if not struct.store:
                 raise MemoryError("no memory is left for decoded chunks")
 
-    def _step_structs(self, several: Sequence[StepRows | None]) -> list[Any]:
-        """Return, by field, which rows samples consist of; the same for fields with equal steps."""
-        made: dict[StepRows, Any] = {}
-        for steps in several:
-            if steps is not None and steps not in made:
-                struct = StepRowsStruct(
-                    self._hold(np.array(steps.offsets, np.int64)),
-                    self._hold(steps.starts),
-                    self._hold(steps.ends),
-                    steps.size,
-                    steps.starts.size,
-                    steps.pad == "zero",
-                )
-                made[steps] = ctypes.pointer(struct)
-                self._keep.append(struct)
-        return [None if steps is None else made[steps] for steps in several]
+    def _describe_rows(self, several: Sequence[StepRows | SpanRows | None]) -> None:
+        """Say which rows samples consist of, by field; fields with equal rows share a structure."""
+        made: dict[Any, Any] = {}
+        for field, rows in zip(self._fields, several, strict=False):
+            if isinstance(rows, StepRows):
+                field.steps = made.setdefault(rows, self._step_struct(rows))
+            elif rows is not None:
+                struct = SpanRowsStruct(self._hold(rows.starts), rows.starts.size - 1)
+                field.spans = made.setdefault(rows, ctypes.pointer(struct))
+        self._keep.append(made)
+
+    def _step_struct(self, steps: StepRows) -> Any:
+        return ctypes.pointer(
+            StepRowsStruct(
+                self._hold(np.array(steps.offsets, np.int64)),
+                self._hold(steps.starts),
+                self._hold(steps.ends),
+                steps.size,
+                steps.starts.size,
+                steps.pad == "zero",
+            )
+        )
 
     def _layer(self, layer: Layer) -> LayerStruct:
         names = ("first", "row", "step", "shape", "source", "begin", "count", "is_sparse")
@@ -248,12 +255,18 @@ class Collection:
 
     # --- batches -------------------------------------------------------------------------------
 
-    def new_batch(self, raw: Sequence[NDArray[Any]], out: Sequence[NDArray[Any]]) -> SlotBatch:
-        """Return what plans hold of the batches of one slot; `raw` and `out` are its memory."""
+    def new_batch(
+        self, raw: Sequence[NDArray[Any]], out: Sequence[NDArray[Any]], rows: int | None = None
+    ) -> SlotBatch:
+        """Return what plans hold of the batches of one slot; `raw` and `out` are its memory.
+
+        `rows`: samples that it has room for; None: as many as the first array has rows.
+        """
+        rows = raw[0].shape[0] if rows is None else rows
         targets = (TargetStruct * self._num_fields)()
         for target, one, other in zip(targets, raw, out, strict=True):
-            target.raw, target.out = address(one), address(other)
-        batch = SlotBatch(BatchPlanStruct(), targets, raw[0].shape[0], (raw, out))
+            target.raw, target.out, target.capacity = address(one), address(other), len(one)
+        batch = SlotBatch(BatchPlanStruct(), targets, rows, (raw, out))
         self._batches.append(batch)
         return batch
 

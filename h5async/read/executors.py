@@ -20,6 +20,7 @@ from h5async.io.keptfiles import affordable_files
 from h5async.io.localfiles import LocalFiles
 from h5async.io.maps import IoMode
 from h5async.io.stamps import FileStamp
+from h5async.order.spans import SpanRows
 from h5async.order.steps import StepRows
 from h5async.read.chunkcache import ChunkCache
 from h5async.read.collection import Collection
@@ -108,7 +109,9 @@ class Executors:
         return self._fallback.reads
 
     def open_collection(
-        self, transforms: Sequence[NativeTransform | None], steps: Sequence[StepRows | None] = ()
+        self,
+        transforms: Sequence[NativeTransform | None],
+        steps: Sequence[StepRows | SpanRows | None] = (),
     ) -> Collection | None:
         """Return what reads the rows of all fields by the core; None: it is not there.
 

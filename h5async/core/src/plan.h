@@ -50,6 +50,7 @@ typedef struct {
 typedef struct {
     uint8_t *raw, *out; /* rows as read; as delivered */
     int64_t is_wanted;
+    int64_t capacity; /* rows that there is room for, of a ragged field */
 } Target;
 
 /* See that some arrays have room for `count` elements each; they keep what they hold. */
@@ -193,12 +194,119 @@ static Listed list_steps(Wanted *wanted, const int64_t *samples, int64_t count, 
     return listed;
 }
 
+/* Put runs of rows, whose `rank` is their length, in order; 0: some have rows in common. */
+static int rank_runs(const Wanted *wanted, int64_t count, int64_t rank, Wanted *runs,
+                     int64_t *num_runs)
+{
+    *num_runs = 0;
+    for (int64_t i = 0; i < count; i++) {
+        Wanted one = wanted[i];
+        int64_t length = one.rank;
+        if (i + 1 < count && one.sample + length > wanted[i + 1].sample)
+            return 0;
+        int64_t before = *num_runs ? rank - runs[*num_runs - 1].rank : 0;
+        if (!*num_runs || runs[*num_runs - 1].sample + before != one.sample ||
+            runs[*num_runs - 1].position + before != one.position) {
+            one.rank = (int32_t)rank;
+            runs[(*num_runs)++] = one;
+        }
+        rank += length;
+    }
+    runs[*num_runs] = (Wanted){INT64_MAX, 0, (int32_t)rank};
+    return 1;
+}
+
+/* List the rows of samples of a ragged field one by one, of `rows` in all. */
+static Listed list_span_rows(Wanted *wanted, const int64_t *samples, int64_t count,
+                             const SpanRows *spans)
+{
+    Listed listed = {0, INT64_MAX, -1, 0};
+    for (int64_t i = 0; i < count; i++)
+        for (int64_t row = spans->starts[samples[i]]; row < spans->starts[samples[i] + 1]; row++) {
+            listed.least = row < listed.least ? row : listed.least;
+            listed.most = row > listed.most ? row : listed.most;
+            wanted[listed.count] = (Wanted){row, (int32_t)listed.count, 0};
+            listed.count++;
+        }
+    return listed;
+}
+
+/* Where the runs of a group begin: in the arrays that were sorted, or behind those of the groups
+   before. NULL: there is no memory. */
+static Wanted *place_of_runs(BatchPlan *plan, Wanted *sorted, int64_t count, int64_t num_rows,
+                             int is_only_group, int64_t *rank)
+{
+    *rank = 0;
+    plan->first_wanted = 0;
+    if (is_only_group)
+        return sorted;
+    *rank = plan->num_wanted ? plan->joined[plan->num_wanted].rank : 0;
+    plan->first_wanted = plan->num_wanted ? plan->num_wanted + 1 : 0;
+    if (*rank + num_rows >= INT32_MAX ||
+        !grow((void **[]){(void **)&plan->joined}, 1, &plan->most_joined,
+              plan->first_wanted + count + 1, sizeof(Wanted)))
+        return NULL;
+    return plan->joined + plan->first_wanted;
+}
+
+/* List the rows of a group of ragged fields, which are runs; as list_samples does. */
+static int list_spans(BatchPlan *plan, const int64_t *samples, int64_t count, const Field *f,
+                      int64_t capacity, int is_only_group)
+{
+    const SpanRows *spans = f->spans;
+    Listed listed = {0, INT64_MAX, -1, 1};
+    int64_t total = 0, before = -1, rank, num_runs;
+    if (count >= INT32_MAX || !grow_wanted(plan, count + 1))
+        return 0;
+    for (int64_t i = 0; i < count; i++) {
+        if (samples[i] < 0 || samples[i] >= spans->num_samples)
+            return -1;
+        int64_t begin = spans->starts[samples[i]];
+        int64_t length = spans->starts[samples[i] + 1] - begin;
+        if (begin < 0 || length < 0 || begin > f->num_rows - length || length > capacity - total)
+            return -1;
+        if (length == 0)
+            continue;
+        listed.least = begin < listed.least ? begin : listed.least;
+        listed.most = begin > listed.most ? begin : listed.most;
+        listed.is_ascending &= before <= begin;
+        before = begin;
+        plan->wanted[listed.count++] = (Wanted){begin, (int32_t)total, (int32_t)length};
+        total += length;
+    }
+    if (total >= INT32_MAX)
+        return 0;
+    Wanted *sorted = plan->wanted;
+    if (!listed.is_ascending)
+        sorted = sort_wanted(plan->wanted, plan->spare, listed.count, listed.least,
+                             listed.most - listed.least);
+    Wanted *runs = place_of_runs(plan, sorted, listed.count, total, is_only_group, &rank);
+    if (runs == NULL)
+        return 0;
+    if (!rank_runs(sorted, listed.count, rank, runs, &num_runs)) { /* a sample comes twice */
+        if (!grow_wanted(plan, total + 1))
+            return 0;
+        listed = list_span_rows(plan->wanted, samples, count, spans);
+        sorted = sort_wanted(plan->wanted, plan->spare, total, listed.least,
+                             listed.most - listed.least);
+        if (!is_only_group) /* the groups before are counted as they were */
+            plan->num_wanted = plan->first_wanted ? plan->first_wanted - 1 : 0;
+        runs = place_of_runs(plan, sorted, total, total, is_only_group, &rank);
+        if (runs == NULL)
+            return 0;
+        num_runs = join_wanted(sorted, total, rank, runs);
+    }
+    plan->num_wanted = plan->first_wanted + num_runs;
+    plan->sorted = is_only_group ? runs : plan->joined;
+    return 1;
+}
+
 /* List the rows of a group of fields, sorted or not, behind those of the groups before it; -1: there
    is one that no field has; 0: there is no memory. Fields with `steps` NULL: a sample is a row. */
 static int list_samples(BatchPlan *plan, const int64_t *samples, int64_t count, int64_t num_samples,
                         int is_sorted, const StepRows *steps, int is_only_group)
 {
-    int64_t most_rows = count;
+    int64_t most_rows = count, rank;
     if (steps != NULL && __builtin_mul_overflow(count, steps->num_offsets, &most_rows))
         return 0;
     if (most_rows >= INT32_MAX || !grow_wanted(plan, most_rows + 1))
@@ -211,18 +319,9 @@ static int list_samples(BatchPlan *plan, const int64_t *samples, int64_t count, 
     if (is_sorted && !listed.is_ascending)
         sorted = sort_wanted(plan->wanted, plan->spare, listed.count, listed.least,
                              listed.most - listed.least);
-    Wanted *runs = sorted;
-    int64_t rank = 0;
-    plan->first_wanted = 0;
-    if (!is_only_group) { /* behind the end of the group before */
-        rank = plan->num_wanted ? plan->joined[plan->num_wanted].rank : 0;
-        plan->first_wanted = plan->num_wanted ? plan->num_wanted + 1 : 0;
-        if (rank + listed.count >= INT32_MAX ||
-            !grow((void **[]){(void **)&plan->joined}, 1, &plan->most_joined,
-                  plan->first_wanted + listed.count + 1, sizeof(Wanted)))
-            return 0;
-        runs = plan->joined + plan->first_wanted;
-    }
+    Wanted *runs = place_of_runs(plan, sorted, listed.count, listed.count, is_only_group, &rank);
+    if (runs == NULL)
+        return 0;
     plan->num_wanted = plan->first_wanted + join_wanted(sorted, listed.count, rank, runs);
     plan->sorted = is_only_group ? sorted : plan->joined;
     return 1;
@@ -420,12 +519,17 @@ static int plan_alike(BatchPlan *plan, const Alike *alike)
     return 1;
 }
 
+static int is_same_group(const Field *one, const Field *other)
+{
+    return one->steps == other->steps && one->spans == other->spans;
+}
+
 /* The end of the fields from `begin` on whose segments begin at the same samples. */
 static int32_t end_of_alike(const Field *fields, int32_t begin, int64_t num_fields)
 {
     int32_t end = begin + 1;
     while (fields[begin].num_layers == 1 && end < num_fields && fields[end].num_layers == 1 &&
-           fields[end].steps == fields[begin].steps &&
+           is_same_group(&fields[end], &fields[begin]) &&
            fields[end].layers->first == fields[begin].layers->first)
         end++;
     return end;
@@ -508,13 +612,13 @@ static int needs_order(const Field *fields, const Target *targets, int64_t num_f
 static int plan_group(BatchPlan *plan, const Field *fields, const Target *targets,
                       int64_t num_fields, int32_t begin)
 {
-    const StepRows *steps = fields[begin].steps;
+    const Field *first = &fields[begin];
     Alike alike = {.fields = fields, .targets = targets, .begin = begin};
     for (; alike.begin < num_fields; alike.begin = alike.end) {
         alike.end = end_of_alike(fields, alike.begin, num_fields);
         int is_wanted = 0;
         for (int32_t field = alike.begin; field < alike.end; field++)
-            is_wanted |= fields[field].steps == steps && is_planned(&alike, field);
+            is_wanted |= is_same_group(&fields[field], first) && is_planned(&alike, field);
         for (alike.layer = 0; is_wanted && alike.layer < fields[alike.begin].num_layers; alike.layer++)
             if (!plan_alike(plan, &alike))
                 return 0;
@@ -526,7 +630,7 @@ static int plan_group(BatchPlan *plan, const Field *fields, const Target *target
 static int begins_group(const Field *fields, const Target *targets, int32_t field)
 {
     for (int32_t before = field - 1; before >= 0; before--)
-        if (fields[before].steps == fields[field].steps && targets[before].is_wanted)
+        if (is_same_group(&fields[before], &fields[field]) && targets[before].is_wanted)
             return 0;
     return targets[field].is_wanted != 0;
 }
@@ -575,8 +679,11 @@ PUBLIC int64_t h5async_plan_batch(BatchPlan *plan, const Field *fields, const Ta
     for (int32_t field = 0; field < num_fields; field++) {
         const Field *f = &fields[field];
         if (begins_group(fields, targets, field)) {
-            int listed = list_samples(plan, samples, count, num_samples, is_sorted, f->steps,
-                                      num_groups == 1);
+            int listed =
+                f->spans ? list_spans(plan, samples, count, f, targets[field].capacity,
+                                      num_groups == 1)
+                         : list_samples(plan, samples, count, f->steps ? f->num_rows : num_samples,
+                                        is_sorted, f->steps, num_groups == 1);
             if (listed < 1)
                 return listed;
             if (!plan_group(plan, fields, targets, num_fields, field))
@@ -584,9 +691,12 @@ PUBLIC int64_t h5async_plan_batch(BatchPlan *plan, const Field *fields, const Ta
         }
         if (!targets[field].is_wanted || f->row_nbytes == 0)
             continue;
-        if (f->is_filled_first)
-            fill_elements(f->fill, f->itemsize, targets[field].raw,
-                          count * (f->steps ? f->steps->num_offsets : 1) * f->row_nbytes);
+        if (f->is_filled_first) {
+            int64_t rows = count * (f->steps ? f->steps->num_offsets : 1);
+            for (int64_t i = rows = f->spans ? 0 : rows; f->spans && i < count; i++)
+                rows += f->spans->starts[samples[i] + 1] - f->spans->starts[samples[i]];
+            fill_elements(f->fill, f->itemsize, targets[field].raw, rows * f->row_nbytes);
+        }
         if (f->steps != NULL && f->steps->pad == PAD_ZERO &&
             !plan_zeros(plan, f, field, samples, count))
             return 0;

@@ -40,6 +40,12 @@ typedef struct {
     int64_t num_offsets, num_sequences, pad;
 } StepRows;
 
+/* The same where their number differs: sample i is rows starts[i] to starts[i + 1]. */
+typedef struct {
+    const int64_t *starts; /* [num_samples + 1], not descending */
+    int64_t num_samples;
+} SpanRows;
+
 typedef struct {
     const Layer *layers;
     const Shape *shapes;
@@ -52,6 +58,8 @@ typedef struct {
     int64_t num_layers, num_extents, row_nbytes, itemsize;
     int64_t is_filled_first; /* whether parts of rows may have no source */
     const StepRows *steps;   /* NULL: a sample is a row. Fields with equal steps share it */
+    const SpanRows *spans;   /* the same: NULL, but of ragged fields */
+    int64_t num_rows;        /* of the dataset */
 } Field;
 
 /* Whether a chunk is a small dataset without filters, which is kept whole. It may have fewer rows than
