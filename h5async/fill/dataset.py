@@ -20,6 +20,7 @@ from h5async.fill.filevalues import read_names
 from h5async.fill.progress import on_indexed
 from h5async.fill.ragged import (
     SparseShapes,
+    heap_layout,
     is_ragged,
     sparse_layouts,
     with_kinds,
@@ -95,7 +96,16 @@ def _open_ragged(config: ReaderConfig, reach: Reach) -> OpenedDataset:
         for name, field in fields.items()
         if isinstance(field, SparseField)
     }
-    plain = {name: field for name, field in fields.items() if name not in shapes}
+    in_heaps = {
+        name: field
+        for name, field in fields.items()
+        if isinstance(field, RaggedField) and field.offsets is None
+    }
+    plain = {
+        name: field
+        for name, field in fields.items()
+        if name not in shapes and name not in in_heaps
+    }
     known = iter(())
     if plain:
         known = layouts_of_files(files, plain, reach, config.index_cache)
@@ -106,6 +116,8 @@ def _open_ragged(config: ReaderConfig, reach: Reach) -> OpenedDataset:
                 several, group = sparse_layouts(name, field, path, reach)
                 layouts |= several
                 shapes[name].add(group, path, reach)
+            elif name in in_heaps:
+                layouts[name] = heap_layout(in_heaps[name], path, reach)
             elif isinstance(field, RaggedField):
                 layouts[name] = with_spans(layouts[name], field, path, reach)
         layouts = {name: layouts[name] for name in found}

@@ -14,13 +14,16 @@ from numpy.typing import NDArray
 
 from h5async.config import Field, RaggedField, ReaderConfig, SparseField
 from h5async.config.indices import Values
+from h5async.core.binding import load_core
 from h5async.errors import ConfigError, DatasetError
 from h5async.fill.columns import INDICES, SparseShape
-from h5async.index.layout import DatasetLayout
+from h5async.index.layout import DatasetLayout, HeapFile
 from h5async.index.links import Reach, open_index
 from h5async.index.metadata import value_layout
+from h5async.index.references import may_be_variable_length, references
 from h5async.index.sparsegroup import SparseGroup, row_offsets, sparse_group
 from h5async.names import name_text
+from h5async.read.heaps import Sequences
 from h5async.read.whole import read_whole
 
 Int64s = NDArray[np.int64]
@@ -33,9 +36,13 @@ def with_kinds(config: ReaderConfig, reach: Reach) -> ReaderConfig:
     fields, found = config.batch_fields, {}
     with open_index(config.files[0]) as file:
         for name, field in fields.items():
-            if type(field) is Field and sparse_group(file, field.path, reach) is not None:
-                options = {key: getattr(field, key) for key in field.model_fields_set}
+            if type(field) is not Field:
+                continue
+            options = {key: getattr(field, key) for key in field.model_fields_set}
+            if sparse_group(file, field.path, reach) is not None:
                 found[name] = SparseField(**options)
+            elif may_be_variable_length(file, field.path, reach):
+                found[name] = RaggedField(**options)
     if not found:
         return config
     return with_fields(config, fields | found)
@@ -51,6 +58,37 @@ def is_ragged(field: Field) -> bool:
     return isinstance(field, RaggedField | SparseField)
 
 
+def heap_layout(field: RaggedField, path: Path, reach: Reach) -> DatasetLayout:
+    """Return the layout of the values of a dataset of variable length.
+
+    Raises
+    ------
+    DatasetError
+        If it is none, or cannot be read.
+    ReadError
+        If an element cannot be as long as it says.
+    """
+    layout, form = references(path, field.path, reach)
+    stored = read_whole(layout, reach.io).view(np.uint8).reshape(-1, form.reference_nbytes)
+    where = f'{path}: dataset "{field.path}"'
+    elements = Sequences.decoded(stored, form, layout.stamp.nbytes, where, load_core())
+    spans = np.zeros(elements.length.size + 1, np.int64)
+    np.cumsum(elements.length, out=spans[1:])
+    base, inner = form.dtype.subdtype or (form.dtype, ())
+    return layout.changed(
+        shape=(int(spans[-1]), *inner),
+        dtype=base,
+        storage="heap",
+        fill=np.zeros((), base),
+        offset=-1,
+        chunk_shape=(),
+        filters=(),
+        chunks=None,
+        spans=spans,
+        heaps=(HeapFile(layout.file, layout.stamp, 0, elements),),
+    )
+
+
 def with_spans(
     layout: DatasetLayout, field: RaggedField, path: Path, reach: Reach
 ) -> DatasetLayout:
@@ -63,11 +101,7 @@ def with_spans(
     H5AsyncError
         If it cannot be read.
     """
-    if field.offsets is None:
-        raise DatasetError(
-            f'{path}: dataset "{field.path}" is not of a variable-length datatype; say by offsets'
-            " where its samples begin"
-        )
+    assert field.offsets is not None
     where = f'{path}: dataset "{field.offsets}" (offsets of "{field.path}")'
     found = value_layout(path, field.offsets, _MOST_OFFSETS, reach)
     numbers = found if isinstance(found, np.ndarray) else read_whole(found, reach.io)

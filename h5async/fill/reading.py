@@ -24,10 +24,11 @@ from h5async.fill.records import SlotMemory
 from h5async.fill.resident import HostCache
 from h5async.index.layout import DatasetLayout
 from h5async.order.selection import Selection
+from h5async.order.spans import SpanRows
 from h5async.order.steps import NO_ROW
 from h5async.plan.encoded import EncodedFormat, EncodedPlan, plan_encoded
 from h5async.plan.plan import plan_read
-from h5async.plan.records import BatchItems, GatherPlan, IncludedPlan, ReadPlan
+from h5async.plan.records import BatchItems, GatherPlan, HeapPlan, IncludedPlan, ReadPlan
 from h5async.plan.shares import PlanSlice
 from h5async.plan.transform import RowTransform
 from h5async.read.execute import Executor
@@ -208,6 +209,8 @@ class BatchReader:
         steps, layout = self._steps[field], self._layouts[field]
         if steps is None:
             return plan_read(layout, index)
+        if layout.heaps and isinstance(steps, SpanRows):
+            return HeapPlan(index, steps.offsets(index), layout.row_nbytes)
         rows = steps.rows(index)
         is_there = rows != NO_ROW
         if is_there.all():

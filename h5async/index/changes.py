@@ -114,7 +114,7 @@ def _cause(error: BaseException) -> BaseException:
 def _all_of(layouts: Iterable[DatasetLayout]) -> Iterator[DatasetLayout]:
     """Yield layouts, and those of all datasets that hold their values."""
     for layout in layouts:
-        if layout.storage != "files" and not layout.parts:  # else others hold the values
+        if layout.storage not in ("files", "heap") and not layout.parts:  # else others hold the values
             yield layout
         yield from _all_of(layout.sources)
         yield from _all_of(part.source for part in layout.parts)

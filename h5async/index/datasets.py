@@ -109,6 +109,58 @@ class Indexer:
         except Exception as error:  # damaged metadata may raise anything
             raise ReadError(f"{where}: its metadata cannot be read ({error})") from error
 
+    def raw_layout(
+        self, name: str, node: h5py.h5d.DatasetID, dtype: np.dtype[Any]
+    ) -> DatasetLayout:
+        """Return the layout of a dataset whose elements are read as bytes of another dtype.
+
+        Raises
+        ------
+        NotDirectError
+            If only h5py may read it.
+        H5AsyncError
+            As `metadata.read_layouts` says.
+        """
+        where = f'{self._name}: dataset "{name}"'
+        dataset = Opened(node, self._descriptor)
+        storage = _storage(dataset)
+        if storage not in ("contiguous", "chunked"):
+            raise NotDirectError(f"elements of variable length of a {storage} dataset")
+        if self._is_writer:
+            raise NotDirectError("the file is open for writing in this process")
+        is_chunked = storage == "chunked"
+        layout = DatasetLayout(
+            file=self._path,
+            stamp=self._stamp,
+            path=name,
+            shape=dataset.shape or (),
+            dtype=dtype,
+            sample_axis=0,
+            storage=storage,
+            fallback_reason=None,
+            fill=np.zeros((), dtype),
+            chunk_shape=tuple(dataset.chunks) if is_chunked else (),
+            filters=filters_of(dataset.plist),
+            stored_itemsize=dtype.itemsize,
+            indexed=indexed(dataset),
+        )
+        for entry in layout.filters:
+            if is_hdf5s(entry):
+                raise NotDirectError(f"filter {entry.number} ({entry.label}) is decoded by HDF5")
+        if is_chunked and layout.filters:
+            nbytes = math.prod(dataset.chunks) * dtype.itemsize
+            require_lengths(layout.filters, nbytes, where)
+            require_filters(layout, dataset, where)
+        if not is_chunked:
+            offset, nbytes = dataset.offset, layout.nbytes
+            if offset >= 0 and offset + nbytes > dataset.end:
+                raise ReadError(
+                    f"{where}: its references end at byte {offset + nbytes}, but the file has"
+                    f" {dataset.end} bytes; it was cut short"
+                )
+            return layout.changed(offset=offset, stored_nbytes=nbytes)
+        return self._direct(layout, dataset, where)
+
     def _layout(
         self, name: str, dataset: Opened, member: tuple[str, ...], num_dim: int, where: str
     ) -> DatasetLayout:

@@ -30,6 +30,8 @@ def join_layouts(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
             layout.through_h5py(_UNLIKE_TEXT) if layout.text else layout for layout in layouts
         ]
         first = layouts[0]
+    if first.heaps:
+        return _joined_heaps(layouts)
     parts, begin = [], 0
     lengths = [layout.sequences for layout in layouts if layout.sequences is not None]
     for layout in layouts:
@@ -69,6 +71,27 @@ def join_layouts(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
         if lengths
         else None,
         spans=None if first.spans is None else _joined_spans(layouts),
+    )
+
+
+def _joined_heaps(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
+    """Return the layout of elements of variable length of several files as one."""
+    first, heaps, count = layouts[0], [], 0
+    for layout in layouts:
+        if layout.dtype != first.dtype or layout.shape[1:] != first.shape[1:] or not layout.heaps:
+            raise DatasetError(
+                f'dataset "{first.path}" has values of {first.dtype} in {first.file}, but of'
+                f" {layout.dtype} in {layout.file}; several files can be read as one where these"
+                " are equal"
+            )
+        heaps += [heap._replace(first_sample=heap.first_sample + count) for heap in layout.heaps]
+        count += layout.sample_count
+    return first.changed(
+        shape=(sum(layout.num_samples for layout in layouts), *first.shape[1:]),
+        stored_nbytes=sum(layout.stored_nbytes for layout in layouts),
+        file_samples=tuple((layout.file, layout.sample_count) for layout in layouts),
+        spans=_joined_spans(layouts),
+        heaps=tuple(heaps),
     )
 
 

@@ -27,7 +27,7 @@ from h5async.io.stamps import FileStamp
 _SLICES = 32  # of a contiguous dataset, so that several threads can read it
 _UNCHUNKED_UNIT_NBYTES = 1 << 20  # a read of so many bytes costs little more for each byte
 
-Storage = Literal["contiguous", "chunked", "compact", "virtual", "external", "files"]
+Storage = Literal["contiguous", "chunked", "compact", "virtual", "external", "files", "heap"]
 
 
 class Indexed(NamedTuple):
@@ -56,6 +56,25 @@ class SequenceLengths(NamedTuple):
 
     room: NDArray[np.int64]
     held: NDArray[np.int64]
+
+
+class HeapFile(NamedTuple):
+    """Elements of variable length of one file.
+
+    Attributes
+    ----------
+    file, stamp
+        The file, as it was indexed.
+    first_sample
+        The sample that its first element is.
+    elements
+        Where their values lie: a `read.heaps.Sequences`.
+    """
+
+    file: str
+    stamp: FileStamp
+    first_sample: int
+    elements: Any
 
 
 class Text(NamedTuple):
@@ -150,6 +169,9 @@ class DatasetLayout:
         Several files: the name of each, and how many samples it has, in their order.
     text
         Strings in each element of `dtype` that HDF5 converts, and we after reading.
+    heaps
+        Elements of variable length: where their values lie, by file. `spans` says how long they are,
+        and the rows of the layout are values.
     spans
         Of values of a ragged field: int64 (samples + 1,): which rows each sample is.
     sequences
@@ -181,6 +203,7 @@ class DatasetLayout:
     indexed: Indexed | None = None
     file_samples: tuple[tuple[str, int], ...] = ()
     text: tuple[Text, ...] = ()
+    heaps: tuple[HeapFile, ...] = ()
     sequences: SequenceLengths | None = None
     spans: NDArray[np.int64] | None = None
 

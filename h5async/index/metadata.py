@@ -176,6 +176,22 @@ def layout_at(
         return indexer.layout(found.path, node, found.rest, num_dim)
 
 
+@contextlib.contextmanager
+def indexer_at(
+    file: h5py.File, path: str, reach: Reach
+) -> Iterator[tuple[Indexer, Located, h5py.h5d.DatasetID]]:
+    """Follow a path to a dataset, in this file or another, and give what reads its layout.
+
+    Raises
+    ------
+    H5AsyncError
+        As `read_layouts` says.
+    """
+    with contextlib.ExitStack() as files:
+        found, node = _dataset_at(file, path, reach, files)
+        yield Indexer(found.file, reach), found, node
+
+
 def _layout_of_two(
     indexer: Indexer, path: str, sequence_dim: int, step_dim: int, reach: Reach
 ) -> DatasetLayout:

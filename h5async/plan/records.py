@@ -24,6 +24,9 @@ from numpy.typing import NDArray
 from h5async.index.layout import DatasetLayout
 
 Int64s = NDArray[np.int64]
+
+_HEAP_SAMPLES = 64  # an item, of elements of variable length
+_FOUND_NBYTES = 8192  # to find one takes as long as to copy so many bytes
 Rows = int | Int64s  # rows of a batch: the first of neighbours, or all of them, int64
 
 
@@ -226,6 +229,40 @@ class PartRead(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class HeapPlan:
+    """Elements of variable length that are read.
+
+    Attributes
+    ----------
+    samples
+        int64 (n,): sample numbers.
+    offsets
+        int64 (n + 1,): where the values of each go.
+    value_nbytes
+        Bytes of a value.
+    """
+
+    samples: Int64s
+    offsets: Int64s
+    value_nbytes: int
+
+    @property
+    def num_items(self) -> int:
+        """Blocks of samples."""
+        return -(-self.samples.size // _HEAP_SAMPLES)
+
+    def begin(self, item: int) -> int:
+        """Return the first sample of an item, or where the last one ends."""
+        return min(item * _HEAP_SAMPLES, self.samples.size)
+
+    @property
+    def item_nbytes(self) -> int:
+        """Bytes of an item, and what it costs to find them: on average."""
+        nbytes = int(self.offsets[-1]) * self.value_nbytes + self.samples.size * _FOUND_NBYTES
+        return nbytes // max(1, self.num_items)
+
+
+@dataclass(frozen=True, slots=True)
 class PartsPlan:
     """What the sources of a dataset give to a batch.
 
@@ -258,7 +295,16 @@ class PartsPlan:
         return 1 if self.is_filled_first else self.first_item[-1]
 
 
-ReadPlan = BatchItems | IncludedPlan | RowPlan | ChunkPlan | SamplesPlan | PartsPlan | GatherPlan
+ReadPlan = (
+    BatchItems
+    | IncludedPlan
+    | RowPlan
+    | ChunkPlan
+    | SamplesPlan
+    | PartsPlan
+    | GatherPlan
+    | HeapPlan
+)
 
 
 class Plan(Protocol):

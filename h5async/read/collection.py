@@ -89,7 +89,10 @@ class Collection:
         self._keep: list[Any] = []  # what structures point to
         self._firsts: dict[bytes, Int64s] = {}  # of layers; equal ones are one
         builder = TableBuilder(lambda filters: core.filters(filters) is not None, MAX_RANK)
-        tables = [builder.build(*each) for each in zip(layouts, kept_nbytes, strict=True)]
+        tables = [
+            None if layout.heaps else builder.build(layout, nbytes)
+            for layout, nbytes in zip(layouts, kept_nbytes, strict=True)
+        ]
         self.num_samples = layouts[0].sample_count
         self._num_fields = len(layouts)
         # Fields of which it reads something.

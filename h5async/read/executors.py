@@ -27,6 +27,7 @@ from h5async.read.collection import Collection
 from h5async.read.encoded import EncodedReader
 from h5async.read.execute import Executor, PlanExecutor
 from h5async.read.fallback import FallbackExecutor, FallbackReader
+from h5async.read.heapexecutor import HeapExecutor
 from h5async.read.parts import MemoryExecutor, PartsExecutor
 from h5async.read.transform import NativeTransform
 
@@ -39,6 +40,8 @@ def method_of(
         return "h5py"
     if layout.values is not None:
         return "memory"
+    if layout.heaps:
+        return "python" if core is None else "core"
     if core is None or len(layout.shape) > MAX_RANK or core.filters(layout.filters) is None:
         return "python"
     return "core"
@@ -94,6 +97,9 @@ class Executors:
             on_new_stamp=partial(_restamp, self._collections),
             descriptor_of=partial(_descriptor, self._collections),
         )
+
+        # Where values of variable length lie is not looked for anew in a file that was changed.
+        self._heap_files = LocalFiles(self._kept_files, io, python_maps=True)
 
     @property
     def methods(self) -> list[str]:
@@ -173,6 +179,7 @@ class Executors:
     def close(self) -> None:
         """Close all files, after any use. Idempotent."""
         self._files.close()
+        self._heap_files.close()
         self._fallback.close()
         self._caches.clear()
         for collection in self._collections:
@@ -180,6 +187,8 @@ class Executors:
         self._collections.clear()
 
     def _executor(self, layout: DatasetLayout, cache: ChunkCache) -> Executor:
+        if layout.heaps:
+            return HeapExecutor(self._core, layout, self._heap_files)
         if layout.parts:
             return PartsExecutor(layout, lambda source: self._executor(source, cache))
         match method_of(self._core, layout):

@@ -1,0 +1,66 @@
+"""Reads where the elements of a dataset of variable length are stored: their references.
+
+An open file and a path enter; a layout leaves, as that of any dataset, whose elements are references
+of some bytes each, and how they are to be understood.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from h5async.errors import DatasetError
+from h5async.index.layout import DatasetLayout
+from h5async.index.links import Reach, open_index
+from h5async.index.metadata import indexer_at
+from h5async.index.obstacles import NotDirectError
+from h5async.index.variablelength import VariableLength, variable_length
+
+
+def references(path: Path, name: str, reach: Reach) -> tuple[DatasetLayout, VariableLength]:
+    """Return the layout of the references of a dataset, and what they refer to.
+
+    Returns
+    -------
+    layout
+        Of shape (n,), and of a void dtype of the bytes of a reference.
+    form
+        How they are to be understood.
+
+    Raises
+    ------
+    DatasetError
+        If it is no dataset of variable length with one dimension, or one that cannot be read.
+    H5AsyncError
+        As `metadata.read_layouts` says.
+    """
+    where = f'{path}: dataset "{name}"'
+    with open_index(path) as file, indexer_at(file, name, reach) as (indexer, found, node):
+        if node.shape is None or len(node.shape) != 1 or found.rest:
+            raise DatasetError(f"{where}: samples of variable length must have one dimension")
+        try:
+            form = variable_length(node)
+            if form is None:
+                raise DatasetError(
+                    f"{where} is of {h5py.Dataset(node).dtype}, not of a variable-length datatype;"
+                    " give the path of its offsets"
+                )
+            dtype = np.dtype((np.void, form.reference_nbytes))
+            return indexer.raw_layout(found.path, node, dtype), form
+        except NotDirectError as error:
+            raise DatasetError(
+                f"{where} cannot be read: {error}; store flat values, and their offsets"
+            ) from error
+
+
+def may_be_variable_length(file: h5py.File, name: str, reach: Reach) -> bool:
+    """Tell whether a path of an open file leads to a dataset of a variable-length datatype."""
+    try:
+        with indexer_at(file, name, reach) as (_, found, node):
+            return not found.rest and variable_length(node) is not None
+    except NotDirectError:
+        return True
+    except DatasetError:
+        return False
