@@ -12,13 +12,16 @@ from h5async.errors import (
     DeviceError,
     FileChangedWarning,
     H5AsyncError,
+    MissingPackageError,
     OutOfMemoryError,
     PostprocessError,
     ReaderClosedError,
     ReadError,
     UnsafeFileError,
 )
+from h5async.ragged import Ragged
 from h5async.reader import AsyncReader
+from h5async.sparse import Csr
 from h5async.stats import ReaderStats
 
 try:
@@ -32,13 +35,16 @@ __all__ = [
     "BatchExpiredError",
     "BatchTimeoutError",
     "ConfigError",
+    "Csr",
     "DatasetError",
     "DeviceError",
     "Field",
     "FileChangedWarning",
     "H5AsyncError",
+    "MissingPackageError",
     "OutOfMemoryError",
     "PostprocessError",
+    "Ragged",
     "ReadError",
     "ReaderClosedError",
     "ReaderConfig",

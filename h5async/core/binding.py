@@ -36,8 +36,6 @@ from h5async.io.maps import IoMode
 from h5async.stats import ThreadCounts
 from h5async.system.interruptions import suppressing
 
-_STRUCTURES = structures.STRUCTURES | batch.STRUCTURES | heap.STRUCTURES
-
 
 class Core:
     """The compiled core, loaded.
@@ -93,7 +91,8 @@ class Core:
         self.path = path
         library, brief = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
         try:
-            if _members_of(library) != members(_STRUCTURES):
+            declared = structures.STRUCTURES | batch.STRUCTURES | heap.STRUCTURES
+            if _members_of(library) != members(declared):
                 raise OSError(f"{path} was built for another version; install h5async again")
             self._find_functions(library)
             self._find_brief_functions(brief)

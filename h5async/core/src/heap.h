@@ -192,6 +192,19 @@ static int by_key(const void *a, const void *b)
     return (one->key > other->key) - (one->key < other->key);
 }
 
+/* Ask the system for the collections that have to be walked, of which `ordered` has a list, before
+   the first read waits for one. */
+static void ask_for_collections(const HeapCall *c, int64_t count)
+{
+    int64_t before = -1;
+    for (int64_t i = 0; i < count && !is_stopped(c->file, c->w); i++) {
+        int64_t address = c->ordered[i].key >> INDEX_BITS, offset = c->heap->base + address;
+        if (address != before && offset < c->file_nbytes && !is_cached(c->file, offset))
+            ask_for(c->file, offset, HEAP_WINDOW);
+        before = address;
+    }
+}
+
 /* Find all that is asked for; one that is not there has failed. */
 static int resolve_all(HeapCall *c)
 {
@@ -204,6 +217,8 @@ static int resolve_all(HeapCall *c)
             c->ordered[count++] = (Ordered){-1 - place, i};
     }
     qsort(c->ordered, (size_t)count, sizeof *c->ordered, by_key);
+    if (c->available == 0)
+        ask_for_collections(c, count);
     for (int64_t i = 0; i < count; i++) {
         int64_t place = -1 - c->ordered[i].key, address = address_of(place);
         int64_t number = c->element[c->ordered[i].number];
