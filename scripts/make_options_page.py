@@ -88,7 +88,7 @@ def _values(option: Option) -> str:
     if option.is_mapping or option.is_function:
         return "mapping" if option.is_mapping else "function, or string"
     words = {bool: "bool", int: "integer", float: "number", str: "string", Path: "path"}
-    one = words[option.type]
+    one = "integer, or string" if option.takes_names else words[option.type]
     return f"{one}, or a list of them" if option.is_list else one
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from h5async.config.frozen import REQUIRED, Frozen, documented, option
-from h5async.config.values import Dimensions, DType, Int, Name, Number, shown
+from h5async.config.values import Bool, Dimension, Dimensions, DType, Name, Number, shown
 from h5async.errors import ConfigError
 
 _NOT_GIVEN: Any = object()
@@ -23,7 +23,8 @@ class Field(Frozen):
 
     The delivered value is ``stored.astype(dtype) * scale + offset``, with the dataset's
     dimensions in the order of `axes`. Arithmetic is done in `dtype`; a cast is NumPy's
-    ``astype`` (a float out of an integer's range is undefined, as there).
+    ``astype`` (a float out of an integer's range is undefined, as there). With `decode_cf`, the
+    dataset's own attributes say how its values are unpacked.
 
     Raises
     ------
@@ -32,13 +33,16 @@ class Field(Frozen):
     """
 
     path: Name = option(REQUIRED, "Path of the dataset in the HDF5 file.")
-    num_dim: Int = option(
-        0, "The dimension that counts the samples.", default_text="0, or the first of `axes`"
+    num_dim: Dimension = option(
+        0,
+        "The dimension that counts the samples: its number, or its name, where the file names its"
+        " dimensions.",
+        default_text="0, or the first of `axes`",
     )
     axes: Dimensions | None = option(
         None,
-        "The dataset's dimensions in the order of delivery, the sample dimension first. None: the"
-        " sample dimension, then the others in the file's order.",
+        "The dataset's dimensions in the order of delivery, by number or by name, the sample"
+        " dimension first. None: the sample dimension, then the others in the file's order.",
     )
     dtype: DType = option(
         None,
@@ -51,20 +55,30 @@ class Field(Frozen):
     offset: Number | None = option(
         None, "What is added after scaling: a number, or one for each channel."
     )
+    decode_cf: Bool = option(
+        False,
+        "Unpack the values as the dataset's own attributes say (the CF conventions): `scale_factor`"
+        " and `add_offset` are applied, and NaN stands for `_FillValue`, `missing_value`, and what"
+        " lies outside `valid_range`. Without a `dtype`: float32 or float64, as xarray chooses.",
+    )
 
     def __init__(
         self,
         path: str = _NOT_GIVEN,
-        num_dim: int | None = None,
-        axes: tuple[int, ...] | None = None,
+        num_dim: int | str | None = None,
+        axes: tuple[int | str, ...] | None = None,
         dtype: Any = None,
         scale: Any = None,
         offset: Any = None,
+        decode_cf: bool = False,
         **unknown: Any,
     ) -> None:
         if num_dim is None:
             first: object = next(iter(axes), 0) if isinstance(axes, Iterable) else 0
-            num_dim = operator.index(first) if isinstance(first, SupportsIndex) else 0
+            if isinstance(first, str):
+                num_dim = first
+            else:
+                num_dim = operator.index(first) if isinstance(first, SupportsIndex) else 0
         if path is not _NOT_GIVEN:
             unknown["path"] = path
         super().__init__(
@@ -73,6 +87,7 @@ class Field(Frozen):
             dtype=dtype,
             scale=scale,
             offset=offset,
+            decode_cf=decode_cf,
             **unknown,
         )
 
@@ -81,18 +96,35 @@ class Field(Frozen):
         if self.axes is not None:
             if len(set(self.axes)) != len(self.axes) or not self.axes:
                 raise ValueError(f"axes must name each dimension once, found {self.axes}")
-            if self.axes[0] != self.num_dim:
+            # (Whether a name and a number are one dimension, the file says.)
+            is_alike = isinstance(self.axes[0], str) == isinstance(self.num_dim, str)
+            if is_alike and self.axes[0] != self.num_dim:
                 raise ValueError(
-                    f"axes must begin with the sample dimension num_dim={self.num_dim},"
+                    f"axes must begin with the sample dimension num_dim={self.num_dim!r},"
                     f" found {self.axes}"
                 )
         scaled = self.scale is not None or self.offset is not None
+        if scaled and self.decode_cf:
+            raise ValueError(
+                "decode_cf takes scale and offset from the dataset's attributes; leave out scale"
+                " and offset, or compute in postprocess"
+            )
+        if self.decode_cf and self.dtype is not None and self.dtype.kind != "f":
+            raise ValueError(
+                f"decode_cf delivers NaN for what is missing and needs a float dtype, found"
+                f" dtype={self.dtype}"
+            )
         if scaled and self.dtype is not None and self.dtype.kind != "f":
             raise ValueError(
                 f"scale and offset need a float dtype, found dtype={self.dtype}; choose a float"
                 " dtype, or scale in postprocess"
             )
         return self
+
+    @property
+    def names_dimensions(self) -> bool:
+        """Whether a dimension is given by its name."""
+        return any(isinstance(one, str) for one in (self.num_dim, *(self.axes or ())))
 
     @property
     def delivered_dtype(self) -> np.dtype[Any] | None:

@@ -26,6 +26,7 @@ from h5async.config.tomlfile import load_toml
 from h5async.config.values import (
     AsInteger,
     Bool,
+    Dimension,
     Function,
     Int,
     Name,
@@ -77,15 +78,23 @@ class ReaderConfig(Frozen):
         shell="In place of `--data-field` and `--labels-field`: one field of a batch, by its name"
         " and the path of its dataset.",
     )
-    num_dim: Int = option(0, "Which dimension of the data counts the samples.")
-    h_dim: Int | None = option(
+    num_dim: Dimension = option(
+        0,
+        "Which dimension of the data counts the samples: its number, or its name, where the file"
+        " names its dimensions (`time`).",
+        values="N|NAME",
+    )
+    h_dim: Dimension | None = option(
         None,
         "Dimension of an image's height; needs `w_dim`. The data is then delivered as (N, H, W), or"
         " with `cha_dim` as (N, C, H, W).",
+        values="N|NAME",
     )
-    w_dim: Int | None = option(None, "Dimension of an image's width; needs `h_dim`.")
-    cha_dim: Int | None = option(
-        None, "Dimension of an image's channels; needs `h_dim` and `w_dim`."
+    w_dim: Dimension | None = option(
+        None, "Dimension of an image's width; needs `h_dim`.", values="N|NAME"
+    )
+    cha_dim: Dimension | None = option(
+        None, "Dimension of an image's channels; needs `h_dim` and `w_dim`.", values="N|NAME"
     )
     batch_size: Positive = option(32, "Samples in a batch.")
     shuffle: Literal[False, "full", "window"] = option(
@@ -416,7 +425,7 @@ class ReaderConfig(Frozen):
         """The fields of a batch, by name, in order; `data_field` and its kin resolved."""
         if self.fields is not None:
             return dict(self.fields)
-        axes: tuple[int, ...] | None = None
+        axes: tuple[int | str, ...] | None = None
         if self.h_dim is not None and self.w_dim is not None:
             channels = () if self.cha_dim is None else (self.cha_dim,)
             axes = (self.num_dim, *channels, self.h_dim, self.w_dim)

@@ -65,6 +65,15 @@ def _integer(value: object) -> object:
     return operator.index(value)
 
 
+def _dimension(value: object) -> object:
+    """Take a number of a dimension, or its name."""
+    if isinstance(value, str):
+        if not value:
+            raise ValueError("the name of a dimension is empty")
+        return value
+    return _integer(value)
+
+
 def _dtype(value: object) -> np.dtype[Any] | None:
     if value is None:
         return None
@@ -174,8 +183,15 @@ Int = Annotated[int, Bound(strict=True), AsInteger]
 Natural = Annotated[int, Bound(strict=True, ge=0), AsInteger]
 Positive = Annotated[int, Bound(strict=True, ge=1), AsInteger]
 Bool = Annotated[bool, Bound(strict=True)]
+Dimension = Annotated[
+    Annotated[int, Bound(strict=True)] | str,
+    BeforeValidator(_dimension),
+    _worded("must be the number of a dimension, or its name"),
+]
 Dimensions = Annotated[
-    tuple[Int, ...], BeforeValidator(_several), _worded("must be a list of dimensions")
+    tuple[Dimension, ...],
+    BeforeValidator(_several),
+    _worded("must be a list of dimensions, by number or by name"),
 ]
 Number = Annotated[
     float | tuple[float, ...],

@@ -218,7 +218,8 @@ class BatchReader:
             self._executors[field].execute(plan, 0, plan.num_items, raw, scratch)
         if self._collection is not None and self._collection.transforms[field]:
             for some in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1):
-                self.transform(field, raw[some[0] : some[-1] + 1], out[some[0] : some[-1] + 1])
+                run = slice(some[0], some[-1] + 1)
+                self.transform(field, raw[run], out[run], index[run])
 
     def read_rows(self, index: NDArray[np.int64], memory: SlotMemory) -> None:
         """Read and transform samples in the calling thread, to memory of as many rows.
@@ -234,7 +235,7 @@ class BatchReader:
             with self._scratch() as scratch:
                 self._executors[field].execute(plan, 0, plan.num_items, raw, scratch)
             if raw is not out:
-                self.transform(field, raw, out)
+                self.transform(field, raw, out, index)
 
     def read(self, plans: BatchPlan, share: Sequence[PlanSlice], memory: SlotMemory) -> None:
         """Do a share of a batch's reading; rows are transformed, too, where that costs no copy.
@@ -301,10 +302,12 @@ class BatchReader:
             for transform, raw, out in zip(self._transforms, memory.raw, memory.out, strict=True)
         ]
 
-    def transform(self, field: int, raw: NDArray[Any], out: NDArray[Any]) -> None:
-        """Transform rows of a field, as read, to `out`."""
+    def transform(
+        self, field: int, raw: NDArray[Any], out: NDArray[Any], index: NDArray[np.int64]
+    ) -> None:
+        """Transform rows of a field, those of samples `index`, as read, to `out`."""
         begin = time.perf_counter_ns()
-        self._transforms[field](raw, out)
+        self._transforms[field](raw, out, index)
         self.times.add("transform", begin)
 
     def counts(self) -> ThreadCounts:
@@ -342,6 +345,6 @@ class BatchReader:
 
 def _transformer(
     core: Core | None, transform: RowTransform
-) -> Callable[[NDArray[Any], NDArray[Any]], None]:
+) -> Callable[[NDArray[Any], NDArray[Any], NDArray[np.int64]], None]:
     native = None if core is None else native_transform(core, transform)
     return transform.apply if native is None else native

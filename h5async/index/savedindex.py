@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -35,18 +35,31 @@ _MALFORMED = (
 
 
 class Wanted(NamedTuple):
-    """A dataset of a file, or a member, by its path, and its dimension that counts samples."""
+    """A dataset of a file, or a member, by its path, and what has to be known of it.
+
+    Attributes
+    ----------
+    path
+        Of the dataset.
+    num_dim
+        The dimension that counts samples: its number, or its name.
+    has_names, has_cf
+        Whether its layout says what the names of dimensions are, and how values are packed.
+    """
 
     path: str
-    num_dim: int
+    num_dim: int | str
+    has_names: bool = False
+    has_cf: bool = False
 
     @classmethod
     def of(cls, field: Field) -> Wanted:
         """Return the dataset of a field; a path may be written in several ways."""
-        return cls.at(field.path, field.num_dim)
+        found = cls.at(field.path, field.num_dim)
+        return found._replace(has_names=field.names_dimensions, has_cf=field.decode_cf)
 
     @classmethod
-    def at(cls, path: str, num_dim: int = 0) -> Wanted:
+    def at(cls, path: str, num_dim: int | str = 0) -> Wanted:
         """Return the dataset at a path."""
         return cls("/".join(name for name in path.split("/") if name not in ("", ".")), num_dim)
 
@@ -202,7 +215,7 @@ class SavedIndex:
             self.key = text(header["key"])
             self._header = header
             self._primary = [self._number(n) for n in header["primary"]]
-            self._wanted = [Wanted(text(one), int(axis)) for one, axis in header["wanted"]]
+            self._wanted = [_wanted(*found) for found in header["wanted"]]
             self._needs = {int(n): naturals(found) for n, found in header["needs"].items()}
             self._absent = {int(n): [*map(text, found)] for n, found in header["absent"].items()}
             self._at_opening = [self._number(n) for n in header["at_opening"]]
@@ -407,6 +420,14 @@ def _not_sensible(error: Exception) -> Exception:
     if interruption(error) is not None:
         return error
     return SavedIndexError(f"it makes no sense ({error!r})")
+
+
+def _wanted(path: object, num_dim: object, has_names: object, has_cf: object) -> Wanted:
+    if type(has_names) is not bool or type(has_cf) is not bool:
+        raise TypeError("what is known of a dataset is not said")
+    if type(num_dim) not in (int, str):
+        raise TypeError(f"{num_dim!r} is no dimension")
+    return Wanted(text(path), cast("int | str", num_dim), has_names, has_cf)
 
 
 def _file(found: Sequence[Any], folder: str) -> tuple[str, FileStamp]:
