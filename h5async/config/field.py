@@ -122,9 +122,9 @@ class Field(Frozen):
         return self
 
     @property
-    def names_dimensions(self) -> bool:
-        """Whether a dimension is given by its name."""
-        return any(isinstance(one, str) for one in (self.num_dim, *(self.axes or ())))
+    def names_axes(self) -> bool:
+        """Whether `axes` has names."""
+        return any(isinstance(axis, str) for axis in self.axes or ())
 
     @property
     def delivered_dtype(self) -> np.dtype[Any] | None:

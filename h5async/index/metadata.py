@@ -84,7 +84,7 @@ class _Attributes(NamedTuple):
 
 
 def _wanted(field: Field) -> _Attributes:
-    return _Attributes(dim_names=field.names_dimensions, cf=field.decode_cf)
+    return _Attributes(dim_names=field.names_axes, cf=field.decode_cf)
 
 
 def list_layouts(

@@ -56,7 +56,7 @@ class Wanted(NamedTuple):
     def of(cls, field: Field) -> Wanted:
         """Return the dataset of a field; a path may be written in several ways."""
         found = cls.at(field.path, field.num_dim)
-        return found._replace(has_names=field.names_dimensions, has_cf=field.decode_cf)
+        return found._replace(has_names=field.names_axes, has_cf=field.decode_cf)
 
     @classmethod
     def at(cls, path: str, num_dim: int | str = 0) -> Wanted:

@@ -186,7 +186,7 @@ def _fits(values: NDArray[Any], raw: DType) -> bool:
     """Tell whether a dtype holds some values exactly."""
     with np.errstate(all="ignore"):
         cast = values.astype(raw.newbyteorder("="))
-    return bool(((cast == values) | np.isnan(values)).all())
+    return bool(((cast == values) | (np.isnan(values) & (raw.kind == "f"))).all())
 
 
 class _Form:

@@ -330,7 +330,7 @@ def cuts(content: bytes) -> list[bytes]:
 def other_formats(content: bytes) -> list[bytes]:
     """Return copies that say they are of another format, whole but for that."""
     return [
-        content[:12] + number.to_bytes(4, "little") + content[16:] for number in (0, 2, 1 << 31)
+        content[:12] + number.to_bytes(4, "little") + content[16:] for number in (0, 1, 1 << 31)
     ]
 
 
