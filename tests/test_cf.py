@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import runpy
 import warnings
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -11,6 +14,7 @@ from conftest import require_extra
 from gpus import use_gpu
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from netcdf import netcdf4_process
 from typer.testing import CliRunner
 
 from h5async import AsyncReader, ConfigError, DatasetError, Field, ReadError
@@ -52,13 +56,12 @@ def by_xarray(path, name="v"):
             return dataset[name].values
 
 
-def masked_by_netcdf4(path, name="v"):
-    netcdf4 = require_extra("netCDF4")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with netcdf4.Dataset(path) as dataset:
-            dataset[name].set_always_mask(True)
-            return np.ma.getmaskarray(dataset[name][...])
+@pytest.fixture(scope="module")
+def netcdf4():
+    if importlib.util.find_spec("netCDF4") is None:
+        require_extra("netCDF4")
+    with netcdf4_process() as process:
+        yield process
 
 
 def assert_same_bits(got, expected):
@@ -136,26 +139,13 @@ def limited(draw):
     return values, attributes
 
 
-def write_netcdf(path, values, attributes):
-    netcdf4 = require_extra("netCDF4")
-    with netcdf4.Dataset(path, "w") as dataset:
-        for number, extent in enumerate(values.shape):
-            dataset.createDimension(f"d{number}", extent)
-        dimensions = tuple(f"d{number}" for number in range(values.ndim))
-        fill = attributes.get("_FillValue")
-        variable = dataset.createVariable("v", values.dtype, dimensions, fill_value=fill)
-        variable.set_auto_maskandscale(False)
-        variable.setncatts({k: v for k, v in attributes.items() if k != "_FillValue"})
-        variable[...] = values
-    return path
-
-
 @given(limited())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_nan_stands_where_netcdf4_masks(tmp_path, case):
+def test_nan_stands_where_netcdf4_masks(tmp_path, netcdf4, case):
     values, attributes = case
-    path = write_netcdf(tmp_path / "limited.nc", values, attributes)
-    got, is_masked = read(path), masked_by_netcdf4(path)
+    path = tmp_path / "limited.nc"
+    netcdf4.write(path, values, ("x",), attributes)
+    got, is_masked = read(path), netcdf4.mask(path)
     sign = "u" if "_Unsigned" in attributes else values.dtype.kind
     stored = values.view(f"{sign}{values.dtype.itemsize}")
     expected = stored.astype(got.dtype) * attributes.get("scale_factor", 1)
@@ -164,12 +154,13 @@ def test_nan_stands_where_netcdf4_masks(tmp_path, case):
     assert np.array_equal(got[~is_masked], expected[~is_masked], equal_nan=True)
 
 
-def test_missing_values_of_unsigned_ones_are_masked_as_netcdf4_does(tmp_path):
+def test_missing_values_of_unsigned_ones_are_masked_as_netcdf4_does(tmp_path, netcdf4):
     values = np.arange(-128, 128).astype("i1")
     attributes = {"_Unsigned": "true", "missing_value": np.int8(-2), "_FillValue": np.int8(-1)}
-    path = write_netcdf(tmp_path / "unsigned.nc", values, attributes)
+    path = tmp_path / "unsigned.nc"
+    netcdf4.write(path, values, ("x",), attributes)
     got = read(path)
-    assert np.array_equal(np.isnan(got), masked_by_netcdf4(path))
+    assert np.array_equal(np.isnan(got), netcdf4.mask(path))
     assert np.array_equal(np.flatnonzero(np.isnan(got)), [126, 127])
     assert np.nanmax(got) == 253
 
@@ -435,6 +426,15 @@ def test_batches_on_a_gpu_are_unpacked(tmp_path, monkeypatch, cache, decode):
             assert isinstance(got, cupy.ndarray)
             assert_same_bits(got.get(), expected[index].transpose(0, 2, 1))
             assert_same_bits(plain.get(), raw[index])
+
+
+# --- the example ----------------------------------------------------------------------------------
+
+
+def test_the_example_learns(capsys):
+    path = Path(__file__).parents[1] / "scripts" / "examples" / "packed_weather.py"
+    assert runpy.run_path(str(path))["main"]() > 0.95
+    assert "of the variance" in capsys.readouterr().out
 
 
 # --- inspect --------------------------------------------------------------------------------------

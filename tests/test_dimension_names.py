@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 
 import h5py
 import numpy as np
 import pytest
 from conftest import require_extra
+from netcdf import netcdf4_process
 from typer.testing import CliRunner
 
 from h5async import AsyncReader, ConfigError, DatasetError, Field, ReaderConfig
@@ -46,15 +48,10 @@ def by_labels(path):
 
 
 def by_netcdf4(path):
-    netcdf4 = require_extra("netCDF4")
-    with netcdf4.Dataset(path, "w") as dataset:
-        for name, extent in zip(NAMES, VALUES.shape, strict=True):
-            dataset.createDimension(name, None if name == "time" else extent)
-        for name in ("time", "lat"):  # lon is a dimension without a variable
-            dataset.createVariable(name, "f8", (name,))[:] = np.arange(
-                VALUES.shape[NAMES.index(name)]
-            )
-        dataset.createVariable("v", "f4", NAMES)[...] = VALUES
+    if importlib.util.find_spec("netCDF4") is None:
+        require_extra("netCDF4")
+    with netcdf4_process() as netcdf4:  # (lon is a dimension without a variable)
+        netcdf4.write(path, VALUES, NAMES, unlimited=("time",), variables=("time", "lat"))
 
 
 def by_h5netcdf(path):
