@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import runpy
 import warnings
@@ -19,8 +20,19 @@ from typer.testing import CliRunner
 
 from h5async import AsyncReader, ConfigError, DatasetError, Field, ReadError
 from h5async.cli.main import app
+from h5async.core.binding import address
+from h5async.core.structures import UnpackStruct
+from h5async.index.metadata import read_layouts
+from h5async.plan.transform import row_transform
+from h5async.read.unpack import native_unpack
 
 STORED = ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "f2", "f4", "f8", ">i2", ">f4"]
+SHAPE = (40, 3, 4)
+PACKED = {
+    "scale_factor": np.float64(0.01),
+    "add_offset": np.float64(273.15),
+    "_FillValue": np.int16(-32768),
+}
 LIMITS = ("valid_range", "valid_min", "valid_max")
 
 
@@ -113,16 +125,6 @@ def packed(draw):
     return values, attributes
 
 
-@given(packed())
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_values_are_those_of_xarray_bit_for_bit(tmp_path, case):
-    path = write(tmp_path / "packed.nc", *case)
-    assert_same_bits(read(path), by_xarray(path))
-
-
-# --- what netCDF4 masks ---------------------------------------------------------------------------
-
-
 @st.composite
 def limited(draw):
     dtype = draw(st.sampled_from(["i1", "u1", "i2", "u2", "i4", "f4", "f8"]))
@@ -137,6 +139,90 @@ def limited(draw):
     if np.dtype(dtype).kind == "i" and draw(st.booleans()):
         attributes["_Unsigned"] = "true"
     return values, attributes
+
+
+@given(packed())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_values_are_those_of_xarray_bit_for_bit(tmp_path, case):
+    path = write(tmp_path / "packed.nc", *case)
+    expected = by_xarray(path)
+    assert_same_bits(read(path), expected)
+    transform = transform_of(path)
+    out = np.empty(expected.shape, transform.dtype)
+    transform.apply(case[0], out)
+    assert_same_bits(out, expected)
+
+
+# --- in the core ----------------------------------------------------------------------------------
+
+
+def transform_of(path, field=None):
+    field = field or Field("v", decode_cf=True)
+    return row_transform(field, read_layouts(Path(path), {"v": field})["v"])
+
+
+@given(st.one_of(packed(), limited()), st.sampled_from([None, "f4"]))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_core_unpacks_as_numpy_does(tmp_path, core, case, dtype):
+    values = case[0]
+    path = write(tmp_path / "packed.h5", *case)
+    transform = transform_of(path, Field("v", dtype=dtype, decode_cf=True))
+    native = native_unpack(core, transform)
+    if native is not None:
+        by_core, by_numpy = (np.zeros(values.shape, transform.dtype) for _ in range(2))
+        native(values, by_core)
+        transform.apply(values, by_numpy)
+        assert_same_bits(by_core, by_numpy)
+
+
+def test_what_the_core_unpacks(tmp_path, core):
+    """Those that are common; what it leaves to NumPy is rare."""
+
+    def is_native(values, attributes, **options):
+        path = write(tmp_path / "one.h5", values, attributes)
+        field = Field("v", decode_cf=True, **options)
+        return native_unpack(core, transform_of(path, field)) is not None
+
+    for stored_as in "i1", "u1", "i2", "u2", "f4", "f8":
+        values = np.zeros((3, 4), stored_as)
+        for scale in np.float32(0.5), np.float64(0.5):
+            own = {"scale_factor": scale, "add_offset": scale}
+            if stored_as != "f8" or scale.dtype == "f8":
+                fill = values.dtype.type(5)
+                assert is_native(values, {**own, "_FillValue": fill, "missing_value": fill})
+                assert is_native(values, {**own, "valid_range": np.zeros(2, stored_as)})
+            assert is_native(values, {"_FillValue": values.dtype.type(5)}, dtype="f4")
+    assert is_native(np.zeros((3, 4), "i4"), {**PACKED, "valid_min": np.int32(-(2**31))})
+    assert is_native(np.zeros((3, 4), "i1"), {**PACKED, "_Unsigned": "true"})
+    assert not is_native(np.zeros((3, 4), ">i2"), PACKED)
+    assert not is_native(np.zeros((3, 4), "i8"), PACKED)
+    assert not is_native(np.zeros((3, 4), "i2"), PACKED, dtype="f2")
+    assert not is_native(np.zeros((3, 4, 5), "i2"), PACKED, axes=(0, 2, 1))
+    assert not is_native(np.zeros((3, 4), "i2"), {**PACKED, "missing_value": np.int16(7)})
+
+
+def test_a_fill_value_that_floats_do_not_hold_masks_nothing(tmp_path, core):
+    values = np.full((2, 3), 16_777_216, "f4")
+    path = write(tmp_path / "rounded.h5", values, {"_FillValue": np.int32(16_777_217)})
+    assert native_unpack(core, transform_of(path)) is not None
+    assert_same_bits(read(path), values)
+    assert_same_bits(read(path), by_xarray(path))
+
+
+def test_unpackings_that_are_none(core):
+    out = np.zeros(64, np.uint8)
+    for struct in (
+        UnpackStruct(rows=1, count=1, source=0),
+        UnpackStruct(rows=1, count=1, source=9),
+        UnpackStruct(rows=-1, count=1, source=1),
+        UnpackStruct(rows=1, count=-1, source=1),
+        UnpackStruct(rows=1, count=1, source=1, is_wide=1),
+    ):
+        assert core.unpack(ctypes.byref(struct), address(out), address(out)) == 0
+    assert not out.any()
+
+
+# --- what netCDF4 masks ---------------------------------------------------------------------------
 
 
 @given(limited())
@@ -166,13 +252,6 @@ def test_missing_values_of_unsigned_ones_are_masked_as_netcdf4_does(tmp_path, ne
 
 
 # --- how they are delivered -----------------------------------------------------------------------
-
-SHAPE = (40, 3, 4)
-PACKED = {
-    "scale_factor": np.float64(0.01),
-    "add_offset": np.float64(273.15),
-    "_FillValue": np.int16(-32768),
-}
 
 
 def stored(seed=0):

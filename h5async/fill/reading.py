@@ -33,6 +33,7 @@ from h5async.read.executors import Executors
 from h5async.read.queue import BatchQueue, SlotBatch
 from h5async.read.scratch import Scratch, ScratchSize
 from h5async.read.transform import NativeTransform, native_transform
+from h5async.read.unpack import native_unpack
 from h5async.stats import StageTimes, ThreadCounts
 
 BatchPlan = Sequence[ReadPlan | EncodedPlan]  # of one batch, by field; at the end, of several
@@ -346,5 +347,6 @@ class BatchReader:
 def _transformer(
     core: Core | None, transform: RowTransform
 ) -> Callable[[NDArray[Any], NDArray[Any], NDArray[np.int64]], None]:
-    native = None if core is None else native_transform(core, transform)
-    return transform.apply if native is None else native
+    if core is None:
+        return transform.apply
+    return native_transform(core, transform) or native_unpack(core, transform) or transform.apply

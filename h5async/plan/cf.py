@@ -189,19 +189,27 @@ def _fits(values: NDArray[Any], raw: DType) -> bool:
     return bool(((cast == values) | (np.isnan(values) & (raw.kind == "f"))).all())
 
 
-class _Form:
-    """Unpacks values of datasets whose numbers alone differ: rows have numbers of their own."""
+class CfForm:
+    """Unpacks values of datasets whose numbers alone differ: rows have numbers of their own.
+
+    Attributes
+    ----------
+    stored, dtype
+        As of `Unpacking`.
+    scale, offset, low, high, fills
+        As there, of each dataset.
+    """
 
     def __init__(self, several: Sequence[Unpacking]) -> None:
         first = several[0]
-        self.stored, self._dtype = first.stored, first.dtype
+        self.stored, self.dtype = first.stored, first.dtype
         self._is_one = len(several) == 1
         columns = [
             None if first[at] is None else np.array([one[at] for one in several])
             for at in range(2, 6)
         ]
-        self._scale, self._offset, self._low, self._high = columns
-        self._fills = [
+        self.scale, self.offset, self.low, self.high = columns
+        self.fills = [
             np.array([one.fills[at] for one in several]) for at in range(len(first.fills))
         ]
 
@@ -224,24 +232,24 @@ class _Form:
             found = column[numbers]
             return found.reshape(-1, *(1,) * (out.ndim - 1)) if np.ndim(found) else found
 
-        values = out if out.dtype == self._dtype else np.empty(out.shape, self._dtype)
+        values = out if out.dtype == self.dtype else np.empty(out.shape, self.dtype)
         np.copyto(values, stored, casting="unsafe")
         is_missing: Any = None
-        for fill in self._fills:
+        for fill in self.fills:
             is_fill = values == of_rows(fill)
             is_missing = is_fill if is_missing is None else is_missing | is_fill
-        if self._low is not None:
-            is_below = stored < of_rows(self._low)
+        if self.low is not None:
+            is_below = stored < of_rows(self.low)
             is_missing = is_below if is_missing is None else is_missing | is_below
-        if self._high is not None:
-            is_above = stored > of_rows(self._high)
+        if self.high is not None:
+            is_above = stored > of_rows(self.high)
             is_missing = is_above if is_missing is None else is_missing | is_above
         if is_missing is not None:
             np.copyto(values, np.nan, where=is_missing)
-        if self._scale is not None:
-            np.multiply(values, of_rows(self._scale), out=values)
-        if self._offset is not None:
-            np.add(values, of_rows(self._offset), out=values)
+        if self.scale is not None:
+            np.multiply(values, of_rows(self.scale), out=values)
+        if self.offset is not None:
+            np.add(values, of_rows(self.offset), out=values)
         if values is not out:
             np.copyto(out, values, casting="unsafe")
 
@@ -258,6 +266,8 @@ class CfDecoder:
     ----------
     dtype
         As unpacked, of all of them.
+    forms
+        The kinds of datasets among them.
     """
 
     def __init__(self, first: Sequence[int], several: Sequence[Unpacking]) -> None:
@@ -271,7 +281,7 @@ class CfDecoder:
             place.append(len(alike))
             alike.append(one)
         self._form, self._place = np.array(form, np.int64), np.array(place, np.int64)
-        self._forms = [_Form(alike) for alike in by_form.values()]
+        self.forms = [CfForm(alike) for alike in by_form.values()]
 
     def decode(self, raw: NDArray[Any], out: NDArray[Any], index: NDArray[np.int64] | None) -> None:
         """Fill `out` with the values of `raw`, whose dimensions have the same order.
@@ -284,17 +294,24 @@ class CfDecoder:
             int64 (n,): sample numbers; None where all samples are of one dataset.
         """
         if len(self._first) == 1:
-            self._forms[0].decode(raw, out, None)
+            self.forms[0].decode(raw, out, None)
             return
-        assert index is not None, "rows of several datasets have numbers"
-        number = np.searchsorted(self._first, index, side="right") - 1
+        number = self._numbers(index)
         form, place = self._form[number], self._place[number]
         ends = [*(np.flatnonzero(np.diff(form)) + 1).tolist(), len(form)]
         begin = 0
         for end in ends if len(form) else ():
             rows = slice(begin, end)
-            self._forms[form[begin]].decode(raw[rows], out[rows], place[rows])
+            self.forms[form[begin]].decode(raw[rows], out[rows], place[rows])
             begin = end
+
+    def places(self, index: NDArray[np.int64] | None) -> NDArray[np.int64] | None:
+        """Return where in the columns of their form samples have their numbers; None: at 0."""
+        return None if len(self._first) == 1 else self._place[self._numbers(index)]
+
+    def _numbers(self, index: NDArray[np.int64] | None) -> NDArray[np.int64]:
+        assert index is not None, "rows of several datasets have numbers"
+        return np.searchsorted(self._first, index, side="right") - 1
 
 
 def cf_decoder(layout: DatasetLayout, where: str) -> CfDecoder | None:
