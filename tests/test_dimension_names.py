@@ -262,3 +262,53 @@ def test_scales_that_were_deleted_give_no_name(tmp_path):
         del file["time"]
     assert np.array_equal(read(tmp_path / "named.h5", Field("v", num_dim="lat")), VALUES)
     assert CliRunner().invoke(app, ["inspect", str(tmp_path / "named.h5")]).exit_code == 0
+
+
+# --- hostile files --------------------------------------------------------------------------------
+
+REFERENCE = h5py.special_dtype(ref=h5py.Reference)
+HOSTILE = {
+    "integers": lambda file: np.arange(3),
+    "large_elements": lambda file: np.zeros(3, [("a", "S20000")]),
+    "fewer": lambda file: np.zeros(1, "i8"),
+    "scalar": lambda file: 5,
+    "text": lambda file: "time",
+    "empty": lambda file: h5py.Empty("f8"),
+    "references": lambda file: np.array([file["v"].ref] * 3, REFERENCE),
+    "lists_of_numbers": lambda file: several([np.arange(3)] * 3, h5py.vlen_dtype("i8")),
+    "null_references": lambda file: several(
+        [np.array([h5py.Reference()], REFERENCE)] * 3, h5py.vlen_dtype(REFERENCE)
+    ),
+    "references_to_groups": lambda file: several(
+        [np.array([file["/"].ref], REFERENCE)] * 3, h5py.vlen_dtype(REFERENCE)
+    ),
+    "lists_without_any": lambda file: several(
+        [np.array([], REFERENCE)] * 3, h5py.vlen_dtype(REFERENCE)
+    ),
+}
+
+
+def several(lists, dtype):
+    found = np.empty(len(lists), dtype)
+    for number, one in enumerate(lists):
+        found[number] = one
+    return found
+
+
+@pytest.mark.parametrize("attribute", ["DIMENSION_LIST", "DIMENSION_LABELS", "CLASS"])
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_attributes_that_are_not_what_they_should_be_give_no_names(tmp_path, attribute, kind):
+    """HDF5's own functions would read them into too little memory."""
+    with h5py.File(tmp_path / "hostile.h5", "w") as file:
+        dataset = file.create_dataset("v", data=VALUES)
+        value = HOSTILE[kind](file)
+        if isinstance(value, np.ndarray) and value.dtype.hasobject:
+            dataset.attrs.create(attribute, value, dtype=value.dtype)
+        else:
+            dataset.attrs[attribute] = value
+    with pytest.raises(DatasetError, match='no dimension "time", because'):
+        read(tmp_path / "hostile.h5", Field("v", num_dim="time"))
+    assert np.array_equal(read(tmp_path / "hostile.h5", Field("v")), VALUES)
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path / "hostile.h5")])
+    assert result.exit_code == 0
+    assert "(4, 5, 3)" in result.output

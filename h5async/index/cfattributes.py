@@ -24,6 +24,7 @@ _NUMBERS = (
 )
 _NAMES = (*_NUMBERS, "_Unsigned")
 _MOST_VALUES = 64  # of an attribute: each is compared with all that is read
+_MOST_NBYTES = 1 << 16
 
 
 def cf_attributes(dataset: h5py.h5d.DatasetID, where: str) -> tuple[CfAttribute, ...]:
@@ -41,11 +42,12 @@ def cf_attributes(dataset: h5py.h5d.DatasetID, where: str) -> tuple[CfAttribute,
 
 
 def _attribute(dataset: h5py.h5d.DatasetID, name: str, where: str) -> CfAttribute:
-    shape = h5py.h5a.open(dataset, name.encode()).shape
-    if math.prod(shape or ()) > _MOST_VALUES:  # (None: of no values)
+    found = h5py.h5a.open(dataset, name.encode())
+    count, nbytes = math.prod(found.shape or ()), found.get_storage_size()  # (shape None: empty)
+    if count > _MOST_VALUES or nbytes > _MOST_NBYTES:
         raise DatasetError(
-            f"{where}: its attribute {name} has {math.prod(shape):,} values, and {_MOST_VALUES}"
-            " are the most that decode_cf takes"
+            f"{where}: its attribute {name} has {count:,} values of {nbytes:,} bytes, and"
+            f" {_MOST_VALUES} of {_MOST_NBYTES:,} bytes are the most that decode_cf takes"
         )
     value = h5py.Dataset(dataset).attrs[name]
     if isinstance(value, h5py.Empty):

@@ -6,18 +6,22 @@ which are datasets, to dimensions; h5py also sets labels (`dims[0].label`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import h5py
 
 from h5async.errors import DatasetError
 from h5async.index.layout import normal_axis
 from h5async.names import name_text, printable
+from h5async.system.interruptions import suppressing
 
 DimensionNames = tuple[tuple[str, ...], ...]
 
 _NOT_A_NAME = "This is a netCDF dimension but not a netCDF variable"  # of a scale without values
 _PHONY = "phony_dim_"
+_MOST_SCALES = 16  # of a dimension; files have one
+_MOST_NBYTES = 1 << 16  # of an attribute
 
 
 def dimension_names(
@@ -25,7 +29,9 @@ def dimension_names(
 ) -> DimensionNames:
     """Return the names of each dimension of a dataset; most have one, or none.
 
-    A scale has two where h5py's `make_scale` was given another one than that of its dataset.
+    A scale has two where h5py's `make_scale` was given another one than that of its dataset. What
+    attributes hold is checked before it is read: HDF5's own functions for scales (H5DS) trust the
+    types that a file names.
 
     Parameters
     ----------
@@ -35,30 +41,68 @@ def dimension_names(
         Names of scales of its file, by address: HDF5 searches the file for a scale's path.
     """
     known = {} if known is None else known
-    if h5py.h5ds.is_scale(dataset):  # a coordinate variable, which is its own first dimension
-        return (_scale_names(dataset, known), *((),) * (dataset.rank - 1))
-    return tuple(_names_of(dataset, dim, known) for dim in range(dataset.rank))
+    rank = int(dataset.rank)
+    if not h5py.h5a.get_num_attrs(dataset):
+        return ((),) * rank
+    if _text(_attribute(dataset, "CLASS", ())) == "DIMENSION_SCALE":
+        # A coordinate variable, which is its own first dimension.
+        return (_scale_names(dataset, known), *((),) * (rank - 1))[:rank]
+    scales = _attribute(dataset, "DIMENSION_LIST", (rank,), of_references=True)
+    labels = _attribute(dataset, "DIMENSION_LABELS", (rank,))
+    names: list[dict[str, None]] = [{} for _ in range(rank)]
+    for found, references in zip(names, () if scales is None else scales, strict=False):
+        for scale in _datasets(dataset, references):
+            found.update(dict.fromkeys(_scale_names(scale, known)))
+    for found, label in zip(names, () if labels is None else labels, strict=False):
+        if _text(label):
+            found[_text(label)] = None
+    return tuple(map(tuple, names))
 
 
-def _names_of(
-    dataset: h5py.h5d.DatasetID, dim: int, known: dict[int, tuple[str, ...]]
-) -> tuple[str, ...]:
-    names: list[str] = []
-    if h5py.h5ds.get_num_scales(dataset, dim) > 0:
-        h5py.h5ds.iterate(dataset, dim, lambda scale: names.extend(_scale_names(scale, known)), 0)
-    label = name_text(h5py.h5ds.get_label(dataset, dim))
-    return tuple(dict.fromkeys([*names, label] if label else names))
+def _attribute(
+    dataset: h5py.h5d.DatasetID,
+    name: str,
+    shape: tuple[int, ...],
+    *,
+    of_references: bool = False,
+) -> Any:
+    """Return the value of an attribute; None where it is not what it should be."""
+    if not h5py.h5a.exists(dataset, name.encode()):
+        return None
+    found = h5py.h5a.open(dataset, name.encode())
+    if found.shape != shape or found.get_storage_size() > _MOST_NBYTES:
+        return None
+    if of_references:
+        element = h5py.check_vlen_dtype(found.dtype)
+        if element is None or h5py.check_ref_dtype(element) is not h5py.Reference:
+            return None
+    return h5py.Dataset(dataset).attrs[name]
+
+
+def _datasets(
+    dataset: h5py.h5d.DatasetID, references: Sequence[Any]
+) -> Iterator[h5py.h5d.DatasetID]:
+    """Yield the datasets that references lead to; others lead to what was deleted, say."""
+    for reference in references[:_MOST_SCALES]:
+        with suppressing(ValueError, RuntimeError):
+            found = h5py.h5r.dereference(reference, dataset)
+            if isinstance(found, h5py.h5d.DatasetID):
+                yield found
 
 
 def _scale_names(scale: h5py.h5d.DatasetID, known: dict[int, tuple[str, ...]]) -> tuple[str, ...]:
     address = int(h5py.h5o.get_info(scale).addr)
     found = known.get(address)
     if found is None:
-        own = name_text(h5py.h5ds.get_scale_name(scale))
+        own = _text(_attribute(scale, "NAME", ()))
         path = name_text(h5py.h5i.get_name(scale) or b"")
         names = path.rpartition("/")[2], "" if own.startswith(_NOT_A_NAME) else own
         found = known[address] = tuple(dict.fromkeys(name for name in names if name))
     return found
+
+
+def _text(value: object) -> str:
+    return name_text(value).rstrip("\0") if isinstance(value, str | bytes) else ""
 
 
 def numbered_axis(axis: int | str, names: DimensionNames, rank: int, where: str) -> int:
