@@ -436,6 +436,11 @@ def test_options_that_exclude_each_other_are_refused(other):
         Field("v", decode_cf=True, **other)
 
 
+def test_the_name_that_xarray_has_for_it_leads_to_it():
+    with pytest.raises(ConfigError, match=r"unknown option 'mask_and_scale'; .*decode_cf=True"):
+        Field("v", mask_and_scale=True)
+
+
 def test_attributes_that_change_while_a_reader_is_open_are_an_error(tmp_path):
     path = write(tmp_path / "a.h5", stored(), PACKED)
     with AsyncReader(

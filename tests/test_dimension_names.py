@@ -186,7 +186,7 @@ def test_files_whose_other_dimensions_lie_otherwise_are_never_mixed(tmp_path):
     one = written(tmp_path / "one.h5", ("time", "x", "y"), (2, 3, 3))
     other = written(tmp_path / "other.h5", ("time", "y", "x"), (2, 3, 3))
     with pytest.raises(
-        DatasetError, match=r'no dimension "x"; its dimensions are "time", number 1'
+        DatasetError, match=r'in all of its 2 files: there is no dimension "x"; .*"time", number 1'
     ):
         read([one, other], Field("v", axes=("time", "x", "y")))
     assert len(read([one, other], Field("v", num_dim="time"))) == 4  # "x" is not asked for

@@ -133,8 +133,9 @@ def row_transform(field: Field, layout: DatasetLayout) -> RowTransform:
     where = f'{layout.file}: dataset "{layout.path}" of shape {layout.shape}'
     rank = len(layout.shape)
     rest = [axis for axis in range(rank) if axis != layout.sample_axis]
+    several = f", in all of its {len(layout.file_samples)} files" if layout.file_samples else ""
     names = layout.dim_names
-    axes = tuple(numbered_axis(axis, names, rank, where) for axis in field.axes or ())
+    axes = tuple(numbered_axis(axis, names, rank, where + several) for axis in field.axes or ())
     if not axes:
         axes = (layout.sample_axis, *rest)
     if axes[0] != layout.sample_axis:
