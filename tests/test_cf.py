@@ -402,6 +402,7 @@ def test_files_of_other_dtypes_are_an_error_that_names_both(tmp_path):
         {"scale_factor": "0.01"},
         {"add_offset": np.array([1.0, 2.0])},
         {"scale_factor": h5py.Empty("f4")},
+        {"scale_factor": np.zeros(0)},
         {"missing_value": np.zeros(1000, "i2")},
     ],
 )
@@ -413,7 +414,8 @@ def test_attributes_that_make_no_sense_are_errors_that_name_them(tmp_path, attri
 
 
 def test_fill_values_that_are_text_mask_nothing(tmp_path):
-    path = write(tmp_path / "text.h5", stored(), {"missing_value": "NaN", "_Unsigned": "no"})
+    attributes = {"missing_value": "NaN", "_Unsigned": "no", "_FillValue": h5py.Empty("i2")}
+    path = write(tmp_path / "text.h5", stored(), {**attributes, "valid_range": np.zeros(0)})
     assert_same_bits(read(path), stored())
 
 

@@ -43,7 +43,8 @@ def cf_attributes(dataset: h5py.h5d.DatasetID, where: str) -> tuple[CfAttribute,
 
 def _attribute(dataset: h5py.h5d.DatasetID, name: str, where: str) -> CfAttribute:
     found = h5py.h5a.open(dataset, name.encode())
-    count, nbytes = math.prod(found.shape or ()), found.get_storage_size()  # (shape None: empty)
+    count = 0 if found.shape is None else math.prod(found.shape)
+    nbytes = found.get_storage_size() if count else 0  # (which h5py has an error for)
     if count > _MOST_VALUES or nbytes > _MOST_NBYTES:
         raise DatasetError(
             f"{where}: its attribute {name} has {count:,} values of {nbytes:,} bytes, and"
