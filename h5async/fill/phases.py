@@ -217,7 +217,7 @@ class Phases:
             return
         memory, reader = self.slots[batch.request.slot], self._reader
         works = [
-            partial(reader.transform, field, raw[a:b], out[a:b])
+            partial(reader.transform, field, raw[a:b], out[a:b], batch.index[a:b])
             for field, (raw, out) in enumerate(zip(memory.raw, memory.out, strict=True))
             if raw is not out and not reader.transforms_at_once(field, batch.plans)
             for a, b in self._row_shares(batch.index.size, self._out_nbytes[field])

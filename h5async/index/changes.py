@@ -17,6 +17,7 @@ import h5py
 import numpy as np
 
 from h5async.errors import H5AsyncError, ReadError
+from h5async.index.cfattributes import cf_attributes
 from h5async.index.chunkindex import read_chunk_table, without_filters
 from h5async.index.filterpipeline import filters_of
 from h5async.index.identity import indexed
@@ -193,6 +194,8 @@ def _difference(file: h5py.File, layout: DatasetLayout, where: str, may_grow: bo
         return f"{name} has another type, chunk shape, filters, fill value, or compact values"
     if now.shape != known.shape and not (may_grow and _has_grown(known.shape, now.shape)):
         return f"{name} has shape {now.shape}, and had {known.shape} before"
+    if any(cf_attributes(dataset.id, where) != attributes for _, attributes in layout.cf):
+        return f"attributes of {name} that say how its values are packed are others now"
     if may_grow or layout.fallback_reason is not None:
         return None
     if layout.storage == "contiguous":

@@ -75,6 +75,24 @@ class Text(NamedTuple):
     is_padded: bool
 
 
+class CfAttribute(NamedTuple):
+    """An attribute that says how values are packed, by the CF conventions.
+
+    Attributes
+    ----------
+    name
+        Of the attribute.
+    dtype
+        Of its values, as NumPy writes it; "": text.
+    data
+        The bytes of its values; of text, those that are stored.
+    """
+
+    name: str
+    dtype: str
+    data: bytes
+
+
 @dataclass(frozen=True)
 class Part:
     """Some samples of a dataset, or pieces of them, that another dataset holds.
@@ -152,6 +170,11 @@ class DatasetLayout:
         Strings in each element of `dtype` that HDF5 converts, and we after reading.
     sequences
         Datasets of several groups, or samples that two dimensions count: the sequences they are.
+    dim_names
+        The names of each dimension, which may have none, or several; empty: nobody asked for them.
+    cf
+        How values are packed, by ranges of samples: the first sample, and the attributes that hold
+        from there on. Empty: nobody asked for it.
     """
 
     file: str
@@ -180,6 +203,8 @@ class DatasetLayout:
     file_samples: tuple[tuple[str, int], ...] = ()
     text: tuple[Text, ...] = ()
     sequences: SequenceLengths | None = None
+    dim_names: tuple[tuple[str, ...], ...] = ()
+    cf: tuple[tuple[int, tuple[CfAttribute, ...]], ...] = ()
 
     def changed(self, **changes: Any) -> DatasetLayout:
         """Return a layout with other values of some fields, as `dataclasses.replace` does.
