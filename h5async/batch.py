@@ -111,7 +111,7 @@ class Batch(Sequence[Any]):
 
 
 def _shown(array: Any) -> str:
-    """Return shape and dtype of an array, or what samples of differing lengths say of themselves."""
+    """Return shape and dtype of an array, or what ragged samples say of themselves."""
     shape = getattr(array, "shape", None)
     return repr(array) if shape is None else f"{shape} {array.dtype}"
 

@@ -30,7 +30,8 @@ In a TOML file an empty string stands for None in `labels_field` and `cache`. On
 
 Other pages say more: [batches](batches.md) (`prefetch`, `postprocess`, `timeout`, `cache`,
 `debug_lifetimes`, `max_batch_bytes`), [files](files.md) (`hdf5_path`, `fields`, `io`,
-`allow_external`), [shuffling](shuffling.md), [ranks](ranks-and-resume.md), [GPU](gpu.md) (`device`,
+`allow_external`), [dimensions and CF](dimensions-and-cf.md) (`num_dim`, `decode_cf`),
+[shuffling](shuffling.md), [ranks](ranks-and-resume.md), [GPU](gpu.md) (`device`,
 `decode`), [PyTorch](pytorch.md) (`pin_memory`) and [the helper process](helper-process.md)
 (`workers`).
 
@@ -88,7 +89,7 @@ def _values(option: Option) -> str:
     if option.is_mapping or option.is_function:
         return "mapping" if option.is_mapping else "function, or string"
     words = {bool: "bool", int: "integer", float: "number", str: "string", Path: "path"}
-    one = words[option.type]
+    one = "integer, or string" if option.takes_names else words[option.type]
     return f"{one}, or a list of them" if option.is_list else one
 
 

@@ -588,3 +588,22 @@ def test_each_chunk_is_decoded_once_in_a_window(tmp_path):
         assert seen[:500] != sorted(seen[:500])
         if "core" in reader.stats().ways.values():
             assert reader.stats().decoded_chunks == 120
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_packed_values_of_several_files(tmp_path, num_threads):
+    """Each file has its own attributes, and steps do not lead into another one."""
+    rng, paths, found = np.random.default_rng(5), [], []
+    for number, length in enumerate((9, 14)):
+        paths.append(tmp_path / f"{number}.nc")
+        stored = rng.integers(-50, 50, (length, 3)).astype("i2")
+        with h5py.File(paths[-1], "w") as file:
+            file["t"] = stored
+            file["t"].attrs.update(scale_factor=0.5 + number, add_offset=10.0 * number)
+        found.append(stored * (0.5 + number) + 10.0 * number)
+    fields = {"t": Field("t", decode_cf=True, steps=range(-2, 1), pad="edge")}
+    with reader_of(paths, fields, shuffle="full", num_threads=num_threads) as reader:
+        for batch in reader:
+            for i, (number, step) in enumerate(zip(batch.sequence, batch.step, strict=True)):
+                rows = np.maximum(step + np.arange(-2, 1), 0)
+                assert (batch.t[i] == found[number][rows]).all()

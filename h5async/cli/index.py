@@ -11,7 +11,7 @@ import typer
 from rich.filesize import decimal
 
 from h5async import ConfigError, H5AsyncError, ReaderConfig
-from h5async.cli.options import takes_options
+from h5async.cli.options import number_or_name, takes_options
 from h5async.cli.progress import opening
 from h5async.cli.text import safe
 from h5async.config.files import INDEX_SUFFIX, matching_files
@@ -78,7 +78,7 @@ def _config(files: Sequence[str], typed: dict[str, Any]) -> ReaderConfig:
     pairs = [entry.partition("=") for entry in given.pop("fields", ())]
     if not all(key and path for key, _, path in pairs):
         raise typer.BadParameter("must be NAME=PATH", param_hint="--field")
-    num_dim = given.pop("num_dim", 0)
+    num_dim = number_or_name(given.pop("num_dim", "0"))
     if pairs:
         fields = {key: {"path": path, "num_dim": num_dim} for key, _, path in pairs}
         return ReaderConfig.load({"hdf5_path": list(files), "fields": fields}, **given)

@@ -12,7 +12,7 @@ from rich.filesize import decimal
 from h5async import H5AsyncError, ReaderConfig
 from h5async.cli.listing import COLUMNS, Listing
 from h5async.cli.options import takes_options
-from h5async.cli.text import method_text, safe
+from h5async.cli.text import method_text, packing_text, safe, shape_text
 from h5async.config.files import INDEX_SUFFIX
 from h5async.index.cost import read_cost
 from h5async.index.layout import DatasetLayout
@@ -45,7 +45,7 @@ def inspect(
 def _datasets(path: Path, reach: Reach) -> Iterator[tuple[str, DatasetLayout | H5AsyncError]]:
     """Yield the names of datasets, with their files where there are several, and their layouts."""
     if path.suffix != INDEX_SUFFIX:
-        yield from list_layouts(path, reach)
+        yield from list_layouts(path, reach, with_attributes=True)
         return
     index = NamedIndex(path, reach)
     for number, file in enumerate(index.paths):
@@ -62,7 +62,7 @@ def _cells(file: Path, name: str, found: DatasetLayout | H5AsyncError) -> Sequen
     cost = read_cost(found)
     return (
         name,
-        str(found.shape),
+        shape_text(found),
         str(found.dtype),
         found.storage,
         str(found.chunk_shape) if found.chunk_shape else "-",
@@ -71,5 +71,5 @@ def _cells(file: Path, name: str, found: DatasetLayout | H5AsyncError) -> Sequen
         decimal(found.nbytes),
         decimal(round(cost.in_order)),
         decimal(round(cost.shuffled)),
-        method_text(found),
+        "; ".join(filter(None, (method_text(found), packing_text(found)))),
     )

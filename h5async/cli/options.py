@@ -6,6 +6,7 @@ choices, default and description.
 
 from __future__ import annotations
 
+import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
@@ -80,7 +81,8 @@ def _parameter(name: str, kind: Any, declaration: Any, default: Any = None) -> P
 
 
 def _type(option: Option) -> Any:
-    kind = str if option.type is Path else option.type  # a `Path` of "" would be one of "."
+    # (A `Path` of "" would be one of ".".)
+    kind = str if option.type is Path or option.takes_names else option.type
     return GenericAlias(list, (kind,)) if option.is_list else kind
 
 
@@ -155,6 +157,8 @@ def _typed_options(typed: Mapping[str, Any]) -> dict[str, Any]:
             value = _pairs(value, flag(option))
         elif option.name in _TABLES and value.startswith("{"):
             value = _table(value, flag(option))
+        elif option.takes_names:
+            value = number_or_name(value)
         for choice in option.choices:
             if isinstance(choice, bool) and value == _typed_choice(choice):
                 value = choice
@@ -168,6 +172,11 @@ def _typed_options(typed: Mapping[str, Any]) -> dict[str, Any]:
             )
         options["labels_field"] = None
     return options
+
+
+def number_or_name(text: str) -> int | str:
+    """Return what was typed for a dimension: its number, or its name."""
+    return int(text) if re.fullmatch(r"[-+]?\d+", text) else text
 
 
 def _table(text: str, name: str) -> object:

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from h5async.core.binding import load_core
+from h5async.errors import DatasetError
 from h5async.index.layout import DatasetLayout
 from h5async.names import printable
+from h5async.plan.cf import shown_value, unpacking
 from h5async.read.executors import method_of
+from h5async.system.interruptions import suppressing
 
 
 def safe(text: object) -> str:
@@ -20,6 +23,29 @@ def files_text(paths: Sequence[Path]) -> str:
     """Name one file, or the first and the last of several."""
     first, last = str(paths[0]), str(paths[-1])
     return first if len(paths) == 1 else f"{len(paths)} files, {first} to {last}"
+
+
+def shape_text(layout: DatasetLayout) -> str:
+    """Return the shape of a dataset, with the names of its dimensions, where it has some."""
+    if not any(layout.dim_names):
+        return str(layout.shape)
+    names = [*layout.dim_names, *((),) * (len(layout.shape) - len(layout.dim_names))]
+    pairs = zip(map("/".join, names), layout.shape, strict=True)
+    return f"({', '.join(f'{name} {extent}'.lstrip() for name, extent in pairs)})"
+
+
+def packing_text(layout: DatasetLayout) -> str:
+    """Say how the values of a dataset are packed; "" where they are not, and never missing."""
+    attributes = [one for _, several in layout.cf for one in several]
+    if layout.member or layout.dtype.kind not in "iuf":
+        return ""
+    with suppressing(DatasetError):  # which `decode_cf` raises
+        if unpacking(attributes, layout.dtype, "").is_identity(layout.dtype):
+            return ""
+    listed = ", ".join(f"{one.name} {shown_value(one)}" for one in attributes)
+    if {"scale_factor", "add_offset", "_Unsigned"}.isdisjoint(one.name for one in attributes):
+        return f"missing values: {listed}; decode_cf=True makes them NaN"
+    return f"packed: {listed}; decode_cf=True unpacks it"
 
 
 def method_text(layout: DatasetLayout) -> str:

@@ -11,4 +11,12 @@ from h5async.config.reader import ReaderConfig
 from h5async.config.sequences import Sequences
 from h5async.config.values import check_timeout
 
-__all__ = ["Field", "RaggedField", "ReaderConfig", "Sequences", "SparseField", "Split", "check_timeout"]
+__all__ = [
+    "Field",
+    "RaggedField",
+    "ReaderConfig",
+    "Sequences",
+    "SparseField",
+    "Split",
+    "check_timeout",
+]

@@ -33,6 +33,8 @@ class Option:
         The only values that there are, but None; empty: any.
     is_list, is_mapping, is_function
         Whether it takes several values, whether these have names, and whether it takes a function.
+    takes_names
+        Whether it takes a name in place of an integer.
     is_required, default
         Whether it has to be given, and what it is where it is not given.
     default_text
@@ -49,6 +51,7 @@ class Option:
     is_list: bool
     is_mapping: bool
     is_function: bool
+    takes_names: bool
     is_required: bool
     default: Any
     default_text: str
@@ -77,6 +80,7 @@ def _option(name: str, field: Any) -> Option:
         is_list=tuple in origins or is_mapping,
         is_mapping=is_mapping,
         is_function=Callable in origins,
+        takes_names=int in found and str in found,
         is_required=field.default is PydanticUndefined,
         default=field.default,
         default_text=words.default_text,

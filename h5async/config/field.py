@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from h5async.config.frozen import REQUIRED, Frozen, documented, option
 from h5async.config.values import (
+    Bool,
     Dimensions,
     DType,
     Name,
@@ -33,7 +34,8 @@ class Field(Frozen):
 
     The delivered value is ``stored.astype(dtype) * scale + offset``, with the dataset's
     dimensions in the order of `axes`. Arithmetic is done in `dtype`; a cast is NumPy's
-    ``astype`` (a float out of an integer's range is undefined, as there).
+    ``astype`` (a float out of an integer's range is undefined, as there). With `decode_cf`, the
+    dataset's own attributes say how its values are unpacked.
 
     Raises
     ------
@@ -44,13 +46,14 @@ class Field(Frozen):
     path: Name = option(REQUIRED, "Path of the dataset in the HDF5 file.")
     num_dim: SampleDimension = option(
         0,
-        "The dimension that counts the samples; or two, those of sequences and of their steps.",
+        "The dimension that counts the samples: its number, or its name, where the file names its"
+        " dimensions; or two of them, those of sequences and of their steps.",
         default_text="0, or the first of `axes`",
     )
     axes: Dimensions | None = option(
         None,
-        "The dataset's dimensions in the order of delivery, the sample dimension first. None: the"
-        " sample dimension, then the others in the file's order.",
+        "The dataset's dimensions in the order of delivery, by number or by name, the sample"
+        " dimension first. None: the sample dimension, then the others in the file's order.",
     )
     dtype: DType = option(
         None,
@@ -62,6 +65,12 @@ class Field(Frozen):
     )
     offset: Number | None = option(
         None, "What is added after scaling: a number, or one for each channel."
+    )
+    decode_cf: Bool = option(
+        False,
+        "Unpack the values as the dataset's own attributes say (the CF conventions): `scale_factor`"
+        " and `add_offset` are applied, and NaN stands for `_FillValue`, `missing_value`, and what"
+        " lies outside `valid_range`. Without a `dtype`: float32 or float64, as xarray chooses.",
     )
     steps: Steps = option(
         None,
@@ -80,16 +89,20 @@ class Field(Frozen):
     def __init__(
         self,
         path: str = _NOT_GIVEN,
-        num_dim: int | tuple[int, int] | None = None,
-        axes: tuple[int, ...] | None = None,
+        num_dim: int | str | tuple[int | str, int | str] | None = None,
+        axes: tuple[int | str, ...] | None = None,
         dtype: Any = None,
         scale: Any = None,
         offset: Any = None,
+        decode_cf: bool = False,
         **unknown: Any,
     ) -> None:
         if num_dim is None:
             first: object = next(iter(axes), 0) if isinstance(axes, Iterable) else 0
-            num_dim = operator.index(first) if isinstance(first, SupportsIndex) else 0
+            if isinstance(first, str):
+                num_dim = first
+            else:
+                num_dim = operator.index(first) if isinstance(first, SupportsIndex) else 0
         if path is not _NOT_GIVEN:
             unknown["path"] = path
         super().__init__(
@@ -98,6 +111,7 @@ class Field(Frozen):
             dtype=dtype,
             scale=scale,
             offset=offset,
+            decode_cf=decode_cf,
             **unknown,
         )
 
@@ -108,6 +122,16 @@ class Field(Frozen):
             raise ValueError(f"{name} needs steps, which say what rows each sample consists of")
         self._check_axes()
         scaled = self.scale is not None or self.offset is not None
+        if scaled and self.decode_cf:
+            raise ValueError(
+                "decode_cf takes scale and offset from the dataset's attributes; leave out scale"
+                " and offset, or compute in postprocess"
+            )
+        if self.decode_cf and self.dtype is not None and self.dtype.kind != "f":
+            raise ValueError(
+                f"decode_cf delivers NaN for what is missing and needs a float dtype, found"
+                f" dtype={self.dtype}"
+            )
         if scaled and self.dtype is not None and self.dtype.kind != "f":
             raise ValueError(
                 f"scale and offset need a float dtype, found dtype={self.dtype}; choose a float"
@@ -122,16 +146,25 @@ class Field(Frozen):
         if self.axes is not None:
             if len(set(self.axes)) != len(self.axes) or not self.axes:
                 raise ValueError(f"axes must name each dimension once, found {self.axes}")
-            if self.axes[: len(of_samples)] != of_samples:
+            # (Whether a name and a number are one dimension, the file says.)
+            pairs = zip(self.axes, of_samples, strict=False)
+            if len(self.axes) < len(of_samples) or any(
+                isinstance(a, str) == isinstance(b, str) and a != b for a, b in pairs
+            ):
                 raise ValueError(
-                    f"axes must begin with the sample dimension num_dim={self.num_dim},"
+                    f"axes must begin with the sample dimension num_dim={self.num_dim!r},"
                     f" found {self.axes}"
                 )
 
     @property
-    def sample_dimensions(self) -> tuple[int, ...]:
+    def sample_dimensions(self) -> tuple[int | str, ...]:
         """The dimensions that count samples: one, or those of sequences and of their steps."""
         return self.num_dim if isinstance(self.num_dim, tuple) else (self.num_dim,)
+
+    @property
+    def names_axes(self) -> bool:
+        """Whether `axes` has names."""
+        return any(isinstance(axis, str) for axis in self.axes or ())
 
     @property
     def delivered_dtype(self) -> np.dtype[Any] | None:

@@ -41,6 +41,7 @@ _SCALE = _Hint(
     "module:function",
 )
 _SCALE_OF_FIELD = _Hint("values are delivered as x * scale + offset: {}", "scale", 0.5)
+_UNPACK = _Hint("values are unpacked by the attributes of their dataset: {}", "decode_cf", True)
 _MIX = _Hint(
     "{} mixes the samples of some chunks, and window_bytes says how many", "shuffle", "window"
 )
@@ -60,6 +61,7 @@ _HINTS: dict[str, tuple[_Hint, ...]] = {
         ("transform transforms target_transform augment map collate collate_fn", (_FUNCTION,)),
         ("num_workers n_workers num_proc worker_count", (_THREADS,)),
         ("normalize normalise mean std", (_SCALE_OF_FIELD, _SCALE)),
+        ("mask_and_scale set_auto_maskandscale", (_UNPACK,)),
         ("window buffer_size shuffle_buffer", (_MIX,)),
         ("seq_length sequence_length frame_stack num_steps", (_STEPS,)),
         ("replacement class_weights sample_weights balanced", (_DRAWN,)),

@@ -41,8 +41,8 @@ class RaggedField(Field):
     pad_to: Natural | None = option(
         None,
         "Deliver an array (samples, pad_to, ...) in place of `Ragged`: shorter samples end with"
-        " zeros, and of longer ones the first values are taken. The batch has `NAME_mask`, too: bool"
-        " (samples, pad_to), whether it is a value of the sample.",
+        " zeros, and of longer ones the first values are taken. The batch has `NAME_mask`, too:"
+        " bool (samples, pad_to), whether it is a value of the sample.",
     )
 
     @model_validator(mode="after")

@@ -27,6 +27,7 @@ from h5async.config.tomlfile import load_toml
 from h5async.config.values import (
     AsInteger,
     Bool,
+    Dimension,
     Function,
     Int,
     Name,
@@ -81,18 +82,22 @@ class ReaderConfig(Frozen):
     )
     num_dim: SampleDimension = option(
         0,
-        "Which dimension of the data counts the samples; or two (on the command line `0,1`): those"
-        " of sequences, and of their steps.",
-        values="N|N,N",
+        "Which dimension of the data counts the samples: its number, or its name, where the file"
+        " names its dimensions (`time`); or two (on the command line `0,1`): those of sequences,"
+        " and of their steps.",
+        values="N|NAME|N,N",
     )
-    h_dim: Int | None = option(
+    h_dim: Dimension | None = option(
         None,
         "Dimension of an image's height; needs `w_dim`. The data is then delivered as (N, H, W), or"
         " with `cha_dim` as (N, C, H, W).",
+        values="N|NAME",
     )
-    w_dim: Int | None = option(None, "Dimension of an image's width; needs `h_dim`.")
-    cha_dim: Int | None = option(
-        None, "Dimension of an image's channels; needs `h_dim` and `w_dim`."
+    w_dim: Dimension | None = option(
+        None, "Dimension of an image's width; needs `h_dim`.", values="N|NAME"
+    )
+    cha_dim: Dimension | None = option(
+        None, "Dimension of an image's channels; needs `h_dim` and `w_dim`.", values="N|NAME"
     )
     batch_size: Positive = option(32, "Samples in a batch.")
     shuffle: Literal[False, "full", "window"] = option(
@@ -444,7 +449,7 @@ class ReaderConfig(Frozen):
         """The fields of a batch, by name, in order; `data_field` and its kin resolved."""
         if self.fields is not None:
             return dict(self.fields)
-        axes: tuple[int, ...] | None = None
+        axes: tuple[int | str, ...] | None = None
         if self.h_dim is not None and self.w_dim is not None:
             channels = () if self.cha_dim is None else (self.cha_dim,)
             of_samples = self.num_dim if isinstance(self.num_dim, tuple) else (self.num_dim,)

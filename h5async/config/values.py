@@ -66,6 +66,30 @@ def _integer(value: object) -> object:
     return operator.index(value)
 
 
+def _dimension(value: object) -> object:
+    """Take a number of a dimension, or its name."""
+    if isinstance(value, str):
+        if not value:
+            raise ValueError("the name of a dimension is empty")
+        return value
+    return _integer(value)
+
+
+def _sample_dimension(value: object) -> object:
+    """Take a number or a name, or a pair of them; as text, such as it is typed: ``0,1``."""
+    if isinstance(value, str) and re.fullmatch(r"-?\d+(,-?\d+)?", value):
+        value = tuple(map(int, value.split(","))) if "," in value else int(value)
+    several = _several(value)
+    is_pair = isinstance(several, list | tuple)
+    found = tuple(map(_dimension, several if isinstance(several, list | tuple) else (several,)))
+    if len(found) != 1 + is_pair or not all(type(one) in (int, str) for one in found):
+        raise ValueError(
+            "must be the number of a dimension, or its name; or a pair of them: of sequences, and"
+            " of steps"
+        )
+    return found if is_pair else found[0]
+
+
 def _dtype(value: object) -> np.dtype[Any] | None:
     if value is None:
         return None
@@ -90,18 +114,6 @@ def _dataset_path(value: object) -> str:
     except UnicodeEncodeError as error:
         raise ValueError(f"no file can hold this name ({error.reason})") from error
     return str(name)
-
-
-def _sample_dimension(value: object) -> object:
-    """Let a pair be a list, and text be either, as it is typed at a shell: ``1``, or ``0,1``."""
-    if isinstance(value, str) and re.fullmatch(r"-?\d+(,-?\d+)?", value):
-        value = tuple(map(int, value.split(","))) if "," in value else int(value)
-    several = _several(value)
-    found = tuple(map(_integer, several if isinstance(several, list | tuple) else (several,)))
-    is_pair = isinstance(several, list | tuple)
-    if len(found) != 1 + is_pair or not all(type(dimension) is int for dimension in found):
-        raise ValueError("must be a dimension, or a pair of them: of sequences, and of steps")
-    return found if is_pair else found[0]
 
 
 def _steps(value: object) -> object:
@@ -209,8 +221,15 @@ Int = Annotated[int, Bound(strict=True), AsInteger]
 Natural = Annotated[int, Bound(strict=True, ge=0), AsInteger]
 Positive = Annotated[int, Bound(strict=True, ge=1), AsInteger]
 Bool = Annotated[bool, Bound(strict=True)]
+Dimension = Annotated[
+    Annotated[int, Bound(strict=True)] | str,
+    BeforeValidator(_dimension),
+    _worded("must be the number of a dimension, or its name"),
+]
 Dimensions = Annotated[
-    tuple[Int, ...], BeforeValidator(_several), _worded("must be a list of dimensions")
+    tuple[Dimension, ...],
+    BeforeValidator(_several),
+    _worded("must be a list of dimensions, by number or by name"),
 ]
 SampleDimension = Annotated[Any, PlainValidator(_sample_dimension)]
 Steps = Annotated[Any, PlainValidator(_steps)]

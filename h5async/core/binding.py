@@ -103,6 +103,7 @@ class Core:
 
     def _find_functions(self, library: Any) -> None:
         self.transform = _function(library, "h5async_transform", 1, c_void_p, c_void_p)
+        self.unpack = _function(library, "h5async_unpack", 1, c_void_p, c_void_p)
         self.permute = _function(library, "h5async_permute", 1, c_int64, *[c_uint64] * 3, c_void_p)
         self.window_block = _function(library, "h5async_window_block", 2, c_int64, c_int64)
         self.read_encoded = _function(

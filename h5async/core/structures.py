@@ -125,6 +125,26 @@ class TransformStruct(Structure):
     ]
 
 
+class UnpackStruct(Structure):
+    """How stored values are unpacked, each row by the numbers at its place in the arrays."""
+
+    _fields_ = [
+        ("rows", c_int64),
+        ("count", c_int64),
+        ("source", c_int32),
+        ("is_double", c_int32),
+        ("is_wide", c_int32),
+        ("has_scale", c_int32),
+        ("has_offset", c_int32),
+        ("which", c_void_p),
+        ("scale", c_void_p),
+        ("offset", c_void_p),
+        ("fill", c_void_p),
+        ("low", c_void_p),
+        ("high", c_void_p),
+    ]
+
+
 class FramesStruct(Structure):
     """Encoded chunks, and the blocks into which they are cut; see `Core.cut_frames`.
 
@@ -241,6 +261,7 @@ STRUCTURES = {
     "Filter": FilterStruct,
     "Dataset": DatasetStruct,
     "Transform": TransformStruct,
+    "Unpack": UnpackStruct,
     "Frames": FramesStruct,
     "Visit": VisitStruct,
     "Sparse": SparseStruct,

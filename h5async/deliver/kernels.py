@@ -311,7 +311,7 @@ def _gpu_can(transform: RowTransform) -> bool:
     complex numbers was not looked into.
     """
     raw, dtype = transform.raw_dtype, transform.dtype
-    if transform.text:
+    if transform.text or transform.cf is not None:
         return False
     if raw == dtype or (raw == np.uint8 and dtype == np.bool_):
         return raw.isnative

@@ -201,5 +201,3 @@ def _ragged(field: Field, values: NDArray[Any], offsets: NDArray[np.int64]) -> A
     if isinstance(field, RaggedField) and field.pad_to is not None:
         return found.to_padded(length=field.pad_to)[0]
     return found
-
-

@@ -5,7 +5,7 @@ Options enter; the layout of each field leaves, over all files, and how samples 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -102,15 +102,13 @@ def _open_ragged(config: ReaderConfig, reach: Reach) -> OpenedDataset:
         if isinstance(field, RaggedField) and field.offsets is None
     }
     plain = {
-        name: field
-        for name, field in fields.items()
-        if name not in shapes and name not in in_heaps
+        name: field for name, field in fields.items() if name not in shapes and name not in in_heaps
     }
-    known = iter(())
+    known: Iterator[dict[str, DatasetLayout]] = iter(())
     if plain:
         known = layouts_of_files(files, plain, reach, config.index_cache)
     for path in files:
-        layouts = dict(next(known)) if plain else {}
+        layouts: dict[str, DatasetLayout] = dict(next(known)) if plain else {}
         for name, field in fields.items():
             if isinstance(field, SparseField):
                 several, group = sparse_layouts(name, field, path, reach)

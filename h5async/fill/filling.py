@@ -113,9 +113,7 @@ class Filler(SlotFiller):
         self._opens_ahead = not config.names_index
         function = load_function(config.postprocess)
         fields = config.batch_fields
-        postprocess = (
-            None if function is None else Postprocess(function, list(fields), config.seed)
-        )
+        postprocess = None if function is None else Postprocess(function, list(fields), config.seed)
         assembly = new_assembly(config, samplings, layouts, shapes)
         self._cache = _open_cache(config, samplings.selection, several, memory_plan)
         self._resident = self._cache if isinstance(self._cache, HostCache) else device_cache

@@ -224,7 +224,7 @@ class Phases:
         memory, reader = self.slots[batch.request.slot], self._reader
         sizes = self._assembly.sizes(batch.index)
         works = [
-            partial(reader.transform, field, raw[a:b], out[a:b])
+            partial(reader.transform, field, raw[a:b], out[a:b], batch.index[a:b])
             for field, (raw, out) in enumerate(zip(memory.raw, memory.out, strict=True))
             if raw is not out and not reader.transforms_at_once(field, batch.plans)
             for a, b in self._row_shares(sizes[field], self._out_nbytes[field])

@@ -33,7 +33,8 @@ _MOST_OFFSETS = 1 << 33  # of a dataset that is read whole, where a reader is ma
 
 def with_kinds(config: ReaderConfig, reach: Reach) -> ReaderConfig:
     """Return the options with fields of the kinds that their paths say in the first file."""
-    fields, found = config.batch_fields, {}
+    fields = config.batch_fields
+    found: dict[str, Field] = {}
     with open_index(config.files[0]) as file:
         for name, field in fields.items():
             if type(field) is not Field:

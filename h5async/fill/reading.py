@@ -36,6 +36,7 @@ from h5async.read.executors import Executors
 from h5async.read.queue import BatchQueue, SlotBatch
 from h5async.read.scratch import Scratch, ScratchSize
 from h5async.read.transform import NativeTransform, native_transform
+from h5async.read.unpack import native_unpack
 from h5async.stats import StageTimes, ThreadCounts
 
 BatchPlan = Sequence[ReadPlan | EncodedPlan]  # of one batch, by field; at the end, of several
@@ -252,8 +253,8 @@ class BatchReader:
         if self._collection is not None and self._collection.transforms[field]:
             out = self._rows(field, memory.out[field])
             for some in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1):
-                here = slice(some[0], some[-1] + 1)
-                self._transform_rows(field, raw[here], out[here])
+                run = slice(some[0], some[-1] + 1)
+                self._transform_rows(field, raw[run], out[run], wanted[run])
 
     def read_rows(self, index: NDArray[np.int64], memory: SlotMemory) -> None:
         """Read and transform samples in the calling thread, to memory of as many rows.
@@ -270,7 +271,7 @@ class BatchReader:
                 rows = self._rows(field, raw)
                 self._executors[field].execute(plan, 0, plan.num_items, rows, scratch)
             if raw is not out:
-                self.transform(field, raw, out)
+                self.transform(field, raw, out, index)
 
     def read(self, plans: BatchPlan, share: Sequence[PlanSlice], memory: SlotMemory) -> None:
         """Do a share of a batch's reading; rows are transformed, too, where that costs no copy.
@@ -338,13 +339,21 @@ class BatchReader:
             for transform, raw, out in zip(self._transforms, memory.raw, memory.out, strict=True)
         ]
 
-    def transform(self, field: int, raw: NDArray[Any], out: NDArray[Any]) -> None:
-        """Transform samples of a field, as read, to `out`."""
-        self._transform_rows(field, self._rows(field, raw), self._rows(field, out))
+    def transform(
+        self, field: int, raw: NDArray[Any], out: NDArray[Any], index: NDArray[np.int64]
+    ) -> None:
+        """Transform rows of a field, those of samples `index`, as read, to `out`."""
+        steps = self._steps[field]
+        # (Which rows they are says which attributes hold of them.)
+        if steps is not None and self._row_transforms[field].cf is not None:
+            index = np.maximum(steps.rows(index), 0)
+        self._transform_rows(field, self._rows(field, raw), self._rows(field, out), index)
 
-    def _transform_rows(self, field: int, raw: NDArray[Any], out: NDArray[Any]) -> None:
+    def _transform_rows(
+        self, field: int, raw: NDArray[Any], out: NDArray[Any], index: NDArray[np.int64]
+    ) -> None:
         begin = time.perf_counter_ns()
-        self._transforms[field](raw, out)
+        self._transforms[field](raw, out, index)
         self.times.add("transform", begin)
 
     def counts(self) -> ThreadCounts:
@@ -382,6 +391,7 @@ class BatchReader:
 
 def _transformer(
     core: Core | None, transform: RowTransform
-) -> Callable[[NDArray[Any], NDArray[Any]], None]:
-    native = None if core is None else native_transform(core, transform)
-    return transform.apply if native is None else native
+) -> Callable[[NDArray[Any], NDArray[Any], NDArray[np.int64]], None]:
+    if core is None:
+        return transform.apply
+    return native_transform(core, transform) or native_unpack(core, transform) or transform.apply

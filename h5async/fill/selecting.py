@@ -80,9 +80,7 @@ def choose(config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> Chosen
     return Chosen(selection, selecting.weights(selection), sequences, possible)
 
 
-def step_rows(
-    fields: Mapping[str, Field], sequences: SequenceTable
-) -> dict[str, StepRows | None]:
+def step_rows(fields: Mapping[str, Field], sequences: SequenceTable) -> dict[str, StepRows | None]:
     """Return, by field, which rows each sample consists of; None: its own."""
     steps = {
         name: None if field.steps is None else (field.steps, field.pad)

@@ -17,6 +17,7 @@ import h5py
 import numpy as np
 
 from h5async.errors import H5AsyncError, ReadError
+from h5async.index.cfattributes import cf_attributes
 from h5async.index.chunkindex import read_chunk_table, without_filters
 from h5async.index.filterpipeline import filters_of
 from h5async.index.identity import indexed
@@ -114,7 +115,9 @@ def _cause(error: BaseException) -> BaseException:
 def _all_of(layouts: Iterable[DatasetLayout]) -> Iterator[DatasetLayout]:
     """Yield layouts, and those of all datasets that hold their values."""
     for layout in layouts:
-        if layout.storage not in ("files", "heap") and not layout.parts:  # else others hold the values
+        if (
+            layout.storage not in ("files", "heap") and not layout.parts
+        ):  # else others hold the values
             yield layout
         yield from _all_of(layout.sources)
         yield from _all_of(part.source for part in layout.parts)
@@ -193,6 +196,8 @@ def _difference(file: h5py.File, layout: DatasetLayout, where: str, may_grow: bo
         return f"{name} has another type, chunk shape, filters, fill value, or compact values"
     if now.shape != known.shape and not (may_grow and _has_grown(known.shape, now.shape)):
         return f"{name} has shape {now.shape}, and had {known.shape} before"
+    if any(cf_attributes(dataset.id, where) != attributes for _, attributes in layout.cf):
+        return f"attributes of {name} that say how its values are packed are others now"
     if may_grow or layout.fallback_reason is not None:
         return None
     if layout.storage == "contiguous":

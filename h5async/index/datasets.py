@@ -20,6 +20,7 @@ from h5async.index.chunkindex import (
     read_chunk_table,
     without_filters,
 )
+from h5async.index.dimensions import dimension_names, numbered_axis
 from h5async.index.elements import Element, element_of, has_objects
 from h5async.index.external import attached, external_layout
 from h5async.index.fillvalue import fill_value, has_no_values, member_fill, require_fill
@@ -33,7 +34,7 @@ from h5async.index.filterpipeline import (
     unavailable,
 )
 from h5async.index.identity import indexed
-from h5async.index.layout import DatasetLayout, Part, Storage, normal_axis
+from h5async.index.layout import DatasetLayout, Part, Storage
 from h5async.index.links import LastGroup, Located, Reach
 from h5async.index.obstacles import COLUMNS_REASON, NotDirectError
 from h5async.index.opened import Opened
@@ -49,7 +50,8 @@ class Indexer:
     Parameters
     ----------
     file
-        The file, which is also an attribute, as is the `LastGroup` of it.
+        The file, which is also an attribute, as are the `LastGroup` of it, and the names of its
+        dimension scales.
     reach
         Which other files its datasets may refer to.
     depth
@@ -59,6 +61,7 @@ class Indexer:
     def __init__(self, file: h5py.File, reach: Reach, depth: int = 0) -> None:
         self.file = file
         self.last_group = LastGroup()
+        self.scale_names: dict[int, tuple[str, ...]] = {}
         self._name = file.filename
         # It is opened again later, from whatever directory is the current one then.
         self._path = str(Path(self._name).absolute())  # ("..", behind a link, leads elsewhere)
@@ -80,7 +83,7 @@ class Indexer:
         return Indexer(found.file, self._reach, depth).layout(found.path, node, (), axis)
 
     def layout(
-        self, name: str, node: h5py.h5d.DatasetID, member: Sequence[str], num_dim: int
+        self, name: str, node: h5py.h5d.DatasetID, member: Sequence[str], num_dim: int | str
     ) -> DatasetLayout:
         """Return the layout of a dataset, or of a member of it.
 
@@ -91,7 +94,7 @@ class Indexer:
         member
             The path of a member within its compound type; empty: all of it.
         num_dim
-            The dimension that counts the samples.
+            The dimension that counts the samples, by its number or its name.
 
         Raises
         ------
@@ -162,7 +165,7 @@ class Indexer:
         return self._direct(layout, dataset, where)
 
     def _layout(
-        self, name: str, dataset: Opened, member: tuple[str, ...], num_dim: int, where: str
+        self, name: str, dataset: Opened, member: tuple[str, ...], num_dim: int | str, where: str
     ) -> DatasetLayout:
         storage = _storage(dataset)
         sources = self.sources(where) if storage == "virtual" else None
@@ -181,6 +184,7 @@ class Indexer:
                 f"{where}: its elements are of variable length or references, so a batch of them"
                 " has no fixed size; store them with a fixed-size type"
             )
+        names = dimension_names(dataset.id, self.scale_names) if isinstance(num_dim, str) else ()
         base, extra = element.unpacked
         is_chunked = storage == "chunked"
         layout = DatasetLayout(
@@ -189,7 +193,7 @@ class Indexer:
             path=name,
             shape=(*shape, *extra),
             dtype=_without_metadata(base),
-            sample_axis=normal_axis(num_dim, len(shape), where),
+            sample_axis=numbered_axis(num_dim, names, len(shape), where),
             storage=storage,
             fallback_reason=None,
             fill=np.zeros((), base),

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import DatasetError
-from h5async.index.layout import DatasetLayout, Part, SequenceLengths
+from h5async.index.dimensions import common_names
+from h5async.index.layout import CfAttribute, DatasetLayout, Part, SequenceLengths
 from h5async.index.slabs import Slab
 
 _UNLIKE_TEXT = "its strings end otherwise than those of other files"
@@ -38,12 +39,14 @@ def join_layouts(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
         same_rows = layout.row_shape == first.row_shape and layout.sample_axis == first.sample_axis
         if not same_rows or layout.dtype.newbyteorder("=") != first.dtype.newbyteorder("="):
             raise DatasetError(
-                f'dataset "{first.path}" has samples of {first.row_shape} {first.dtype} in'
-                f" {first.file}, but of {layout.row_shape} {layout.dtype} in {layout.file}; several"
+                f'dataset "{first.path}" has samples of {_described(first, layout)} in'
+                f" {first.file}, but of {_described(layout, first)} in {layout.file}; several"
                 " files can be read as one where these are equal"
             )
         # (Of ragged values, those that are in no sample are left out.)
-        first_row, behind = (0, layout.num_samples) if layout.spans is None else layout.spans[[0, -1]]
+        first_row, behind = (
+            (0, layout.num_samples) if layout.spans is None else layout.spans[[0, -1]]
+        )
         count = int(behind - first_row)
         if count:
             samples = Slab.run(begin, begin + count)
@@ -70,8 +73,30 @@ def join_layouts(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
         sequences=SequenceLengths(*map(np.concatenate, zip(*lengths, strict=True)))
         if lengths
         else None,
+        dim_names=common_names([layout.dim_names for layout in layouts]),
+        cf=_joined_cf(layouts),
         spans=None if first.spans is None else _joined_spans(layouts),
     )
+
+
+def _described(layout: DatasetLayout, other: DatasetLayout) -> str:
+    where = f" along dimension {layout.sample_axis}"
+    is_moved = layout.sample_axis != other.sample_axis
+    return f"{layout.row_shape} {layout.dtype}{where if is_moved else ''}"
+
+
+def _joined_cf(
+    layouts: Sequence[DatasetLayout],
+) -> tuple[tuple[int, tuple[CfAttribute, ...]], ...]:
+    """Return how the samples of all layouts are packed; what goes on is said once."""
+    joined: list[tuple[int, tuple[CfAttribute, ...]]] = []
+    begin = 0
+    for layout in layouts:
+        for first, attributes in layout.cf if layout.num_samples else ():
+            if not joined or joined[-1][1] != attributes:
+                joined.append((begin + first, attributes))
+        begin += layout.num_samples
+    return tuple(joined) or layouts[0].cf
 
 
 def _joined_heaps(layouts: Sequence[DatasetLayout]) -> DatasetLayout:

@@ -94,6 +94,24 @@ class Text(NamedTuple):
     is_padded: bool
 
 
+class CfAttribute(NamedTuple):
+    """An attribute that says how values are packed, by the CF conventions.
+
+    Attributes
+    ----------
+    name
+        Of the attribute.
+    dtype
+        Of its values, as NumPy writes it; "": text.
+    data
+        The bytes of its values; of text, those that are stored.
+    """
+
+    name: str
+    dtype: str
+    data: bytes
+
+
 @dataclass(frozen=True)
 class Part:
     """Some samples of a dataset, or pieces of them, that another dataset holds.
@@ -170,12 +188,17 @@ class DatasetLayout:
     text
         Strings in each element of `dtype` that HDF5 converts, and we after reading.
     heaps
-        Elements of variable length: where their values lie, by file. `spans` says how long they are,
-        and the rows of the layout are values.
+        Elements of variable length: where their values lie, by file. `spans` says how long they
+        are, and the rows of the layout are values.
     spans
         Of values of a ragged field: int64 (samples + 1,): which rows each sample is.
     sequences
         Datasets of several groups, or samples that two dimensions count: the sequences they are.
+    dim_names
+        The names of each dimension, which may have none, or several; empty: nobody asked for them.
+    cf
+        How values are packed, by ranges of samples: the first sample, and the attributes that hold
+        from there on. Empty: nobody asked for it.
     """
 
     file: str
@@ -206,6 +229,8 @@ class DatasetLayout:
     heaps: tuple[HeapFile, ...] = ()
     sequences: SequenceLengths | None = None
     spans: NDArray[np.int64] | None = None
+    dim_names: tuple[tuple[str, ...], ...] = ()
+    cf: tuple[tuple[int, tuple[CfAttribute, ...]], ...] = ()
 
     def changed(self, **changes: Any) -> DatasetLayout:
         """Return a layout with other values of some fields, as `dataclasses.replace` does.
@@ -396,7 +421,9 @@ class DatasetLayout:
         bounds = self.unit_bounds()
         if self.spans is None:
             return bounds
-        return np.unique(np.append(np.searchsorted(self.spans[:-1], bounds), [0, self.spans.size - 1]))
+        return np.unique(
+            np.append(np.searchsorted(self.spans[:-1], bounds), [0, self.spans.size - 1])
+        )
 
     def most_units(self, row_nbytes: int = 0) -> int:
         """Return at most how many groups of samples `unit_bounds` finds, without listing them."""

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
@@ -24,10 +25,12 @@ from h5async.errors import (
     is_lack_of_memory,
     out_of_memory,
 )
+from h5async.index.cfattributes import cf_attributes
 from h5async.index.contents import LISTING_NBYTES, what_is_there
 from h5async.index.datasets import Indexer
+from h5async.index.dimensions import dimension_names
 from h5async.index.groups import Grouping
-from h5async.index.layout import DatasetLayout, normal_axis
+from h5async.index.layout import DatasetLayout
 from h5async.index.links import (
     BESIDE,
     LastGroup,
@@ -63,6 +66,7 @@ def read_layouts(
         If the file cannot be opened, or a chunk table points outside it.
     DatasetError
         If a dataset is missing, is a group, or has no samples dimension or fixed-size dtype.
+        If no dimension, or more than one, has the name that a field's ``num_dim`` is.
     UnsafeFileError
         If a dataset lies in files that `reach` does not permit.
     ConfigError
@@ -72,24 +76,49 @@ def read_layouts(
         indexer = Indexer(file, reach)
         if grouping is None:
             return {
-                name: layout_at(indexer, field.path, field.num_dim, reach)
+                name: layout_at(indexer, field.path, field.num_dim, reach, _wanted(field))
                 for name, field in fields.items()
             }
         found: dict[str, list[DatasetLayout]] = {name: [] for name in fields}
         for group in grouping.find(path, file):
             for name, field in fields.items():
                 at = f"{group}/{field.path}"
-                found[name].append(layout_at(indexer, at, field.num_dim, reach))
+                found[name].append(layout_at(indexer, at, field.num_dim, reach, _wanted(field)))
         return {name: join_groups(several) for name, several in found.items()}
 
 
+class Further(NamedTuple):
+    """What is read of a dataset beside its layout.
+
+    Attributes
+    ----------
+    dim_names, cf
+        The names of its dimensions; how it is packed.
+    is_lenient
+        Whether what cannot be read counts as not there.
+    """
+
+    dim_names: bool = False
+    cf: bool = False
+    is_lenient: bool = False
+
+
+NOTHING_FURTHER = Further()
+
+
+def _wanted(field: Field) -> Further:
+    return Further(dim_names=field.names_axes, cf=field.decode_cf)
+
+
 def list_layouts(
-    path: Path, reach: Reach = BESIDE, num_dim: int = 0
+    path: Path, reach: Reach = BESIDE, num_dim: int | str = 0, *, with_attributes: bool = False
 ) -> Iterator[tuple[str, DatasetLayout | H5AsyncError]]:
     """Yield each dataset of a file, as it is found, with its layout or why it has none.
 
-    They come group by group, in the order of names; dimension `num_dim` counts their samples.
+    They come group by group, in the order of names; dimension `num_dim` counts their samples. With
+    attributes, layouts say what the names of dimensions are, and how values are packed.
     """
+    attributes = Further(with_attributes, with_attributes, is_lenient=True)
     with passing(), open_index(path) as file, metadata_cache(file, LISTING_NBYTES):
         indexer = Indexer(file, reach)
         for name, kind in walk(file):
@@ -98,7 +127,7 @@ def list_layouts(
             layout: DatasetLayout | H5AsyncError
             try:
                 with passing():
-                    layout = layout_at(indexer, name, num_dim, reach)
+                    layout = layout_at(indexer, name, num_dim, reach, attributes)
             except H5AsyncError as error:
                 layout = error
             yield name, layout
@@ -164,16 +193,45 @@ def value_layout(
 
 
 def layout_at(
-    indexer: Indexer, path: str, num_dim: int | tuple[int, int], reach: Reach
+    indexer: Indexer,
+    path: str,
+    num_dim: int | str | tuple[int | str, int | str],
+    reach: Reach,
+    wanted: Further = NOTHING_FURTHER,
 ) -> DatasetLayout:
     """Read the layout of what a path leads to, in the file of an indexer or another."""
     if isinstance(num_dim, tuple):
-        return _layout_of_two(indexer, path, *num_dim, reach)
+        return _layout_of_two(indexer, path, num_dim, reach, wanted)
     with contextlib.ExitStack() as files:
         found, node = _dataset_at(indexer.file, path, reach, files, indexer.last_group)
         if found.file is not indexer.file:
             indexer = Indexer(found.file, reach)
-        return indexer.layout(found.path, node, found.rest, num_dim)
+        layout = indexer.layout(found.path, node, found.rest, num_dim)
+        where = f'{found.file.filename}: dataset "{found.path}"'
+        if wanted.dim_names:
+            names = partial(dimension_names, node, indexer.scale_names)
+            layout = layout.changed(dim_names=_read_attributes(names, wanted, where))
+        if wanted.cf:
+            cf = _read_attributes(partial(cf_attributes, node, where), wanted, where)
+            layout = layout.changed(cf=((0, cf),))
+        return layout
+
+
+def _read_attributes(
+    read: Callable[[], tuple[Any, ...]], wanted: Further, where: str
+) -> tuple[Any, ...]:
+    if wanted.is_lenient:
+        with suppressing(Exception):
+            return read()
+        return ()
+    try:
+        return read()
+    except H5AsyncError:
+        raise
+    except Exception as error:  # damaged attributes may raise anything
+        if is_lack_of_memory(error):
+            raise out_of_memory(f"{where}, its attributes", error) from error
+        raise ReadError(f"{where}: its attributes cannot be read ({error})") from error
 
 
 @contextlib.contextmanager
@@ -193,17 +251,23 @@ def indexer_at(
 
 
 def _layout_of_two(
-    indexer: Indexer, path: str, sequence_dim: int, step_dim: int, reach: Reach
+    indexer: Indexer,
+    path: str,
+    num_dim: tuple[int | str, int | str],
+    reach: Reach,
+    wanted: Further,
 ) -> DatasetLayout:
     """Read the layout of a dataset whose samples two dimensions count."""
-    layout = layout_at(indexer, path, sequence_dim, reach)
-    where = f'{indexer.file.filename}: dataset "{path}"'
-    axes = sequence_dim % len(layout.shape), normal_axis(step_dim, len(layout.shape), where)
+    by_sequence, by_step = (layout_at(indexer, path, dim, reach, wanted) for dim in num_dim)
+    axes = by_sequence.sample_axis, by_step.sample_axis
     if axes[0] == axes[1]:
-        raise ConfigError(f"{where}: num_dim names one dimension twice, found {axes}")
-    if axes == (0, 1) and is_one_run(layout):
-        return merged_dimensions(layout)
-    return along_sequences(layout_at(indexer, path, step_dim, reach), sequence_dim, where)
+        raise ConfigError(
+            f'{indexer.file.filename}: dataset "{path}": num_dim names one dimension twice, found'
+            f" {num_dim}"
+        )
+    if axes == (0, 1) and is_one_run(by_sequence):
+        return merged_dimensions(by_sequence)
+    return along_sequences(by_step, axes[0])
 
 
 def _dataset_at(

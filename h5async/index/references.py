@@ -1,7 +1,7 @@
 """Reads where the elements of a dataset of variable length are stored: their references.
 
-An open file and a path enter; a layout leaves, as that of any dataset, whose elements are references
-of some bytes each, and how they are to be understood.
+An open file and a path enter; a layout leaves, as that of any dataset, whose elements are
+references of some bytes each, and how they are to be understood.
 """
 
 from __future__ import annotations

@@ -36,32 +36,38 @@ _MALFORMED = (
 
 
 class Wanted(NamedTuple):
-    """A dataset of a file, or a member.
+    """A dataset of a file, or a member, and what has to be known of it.
 
     Attributes
     ----------
     path
         Where it lies, in the file or in each group.
     num_dim
-        The dimension that counts its samples, or the two that do.
+        The dimension that counts its samples, by its number or its name, or the two that do.
+    has_names, has_cf
+        Whether its layout says what the names of dimensions are, and how values are packed.
     groups
         Which groups it is joined of, as text; empty: none.
     """
 
     path: str
-    num_dim: int | tuple[int, ...]
+    num_dim: int | str | tuple[int | str, ...]
+    has_names: bool = False
+    has_cf: bool = False
     groups: str = ""
 
     @classmethod
     def of(cls, field: Field, grouping: Grouping | None = None) -> Wanted:
         """Return the dataset of a field; a path may be written in several ways."""
-        return cls.at(field.path, field.num_dim, "" if grouping is None else str(grouping))
+        groups = "" if grouping is None else str(grouping)
+        found = cls.at(field.path, field.num_dim)
+        return found._replace(has_names=field.names_axes, has_cf=field.decode_cf, groups=groups)
 
     @classmethod
-    def at(cls, path: str, num_dim: int | tuple[int, ...] = 0, groups: str = "") -> Wanted:
+    def at(cls, path: str, num_dim: int | str | tuple[int | str, ...] = 0) -> Wanted:
         """Return the dataset at a path."""
         names = (name for name in path.split("/") if name not in ("", "."))
-        return cls("/".join(names), num_dim, groups)
+        return cls("/".join(names), num_dim)
 
 
 class IndexedFile(NamedTuple):
@@ -215,10 +221,7 @@ class SavedIndex:
             self.key = text(header["key"])
             self._header = header
             self._primary = [self._number(n) for n in header["primary"]]
-            self._wanted = [
-                Wanted(text(one), tuple(axis) if type(axis) is list else int(axis), text(groups))
-                for one, axis, groups in header["wanted"]
-            ]
+            self._wanted = [_wanted(*found) for found in header["wanted"]]
             self._needs = {int(n): naturals(found) for n, found in header["needs"].items()}
             self._absent = {int(n): [*map(text, found)] for n, found in header["absent"].items()}
             self._at_opening = [self._number(n) for n in header["at_opening"]]
@@ -423,6 +426,18 @@ def _not_sensible(error: Exception) -> Exception:
     if interruption(error) is not None:
         return error
     return SavedIndexError(f"it makes no sense ({error!r})")
+
+
+def _wanted(
+    path: object, num_dim: object, has_names: object, has_cf: object, groups: object
+) -> Wanted:
+    if type(has_names) is not bool or type(has_cf) is not bool:
+        raise TypeError("what is known of a dataset is not said")
+    several = tuple(num_dim) if isinstance(num_dim, list) else (num_dim,)
+    if not all(type(one) in (int, str) for one in several):
+        raise TypeError(f"{num_dim!r} is no dimension")
+    found = several if isinstance(num_dim, list) else several[0]
+    return Wanted(text(path), found, has_names, has_cf, text(groups))
 
 
 def _file(found: Sequence[Any], folder: str) -> tuple[str, FileStamp]:

@@ -20,6 +20,7 @@ from h5async.codec.filters import can_decode
 from h5async.index.chunktable import ChunkTable, grid_of, repeated
 from h5async.index.filterpipeline import is_hdf5s
 from h5async.index.layout import (
+    CfAttribute,
     DatasetLayout,
     Indexed,
     Part,
@@ -98,7 +99,7 @@ _SAVED = {
     *("file", "stamp", "path", "shape", "offset", "stored_nbytes", "chunks"),
     *("dtype", "sample_axis", "storage", "fallback_reason", "fill", "chunk_shape", "filters"),
     *("member", "stored_itemsize", "has_raw_edges", "extra_dims", "indexed", "text"),
-    *("values", "parts", "sources", "attached", "sequences"),
+    *("values", "parts", "sources", "attached", "dim_names", "cf", "sequences"),
 }
 _NOT_SAVED = _DEFAULTS.keys() - _SAVED  # a layout with another value of these cannot be saved
 
@@ -200,6 +201,8 @@ class LayoutWriter:
             layout.has_raw_edges,
             layout.extra_dims,
             layout.text,
+            layout.dim_names,
+            layout.cf,
             None if layout.indexed is None else layout.indexed.digest,
         )
         number = self._template_numbers.get(key)
@@ -220,6 +223,8 @@ class LayoutWriter:
                     "has_raw_edges": layout.has_raw_edges,
                     "extra_dims": layout.extra_dims,
                     "text": layout.text,
+                    "dim_names": layout.dim_names,
+                    "cf": [[first, *map(_cf_to_json, found)] for first, found in layout.cf],
                     "digest": None if digest is None else digest.hex(),
                 }
             )
@@ -589,6 +594,10 @@ def _read_template(found: Any) -> _Template:
         "has_raw_edges": bool(found["has_raw_edges"]),
         "extra_dims": natural(found["extra_dims"]),
         "text": tuple(_read_text(one, dtype) for one in found["text"]),
+        "dim_names": tuple(tuple(map(text, names)) for names in found["dim_names"]),
+        "cf": tuple(
+            (natural(first), tuple(map(_read_cf, several))) for first, *several in found["cf"]
+        ),
     }
     # The installation that made the index may know other filters.
     decodes = all(map(can_decode, filters))
@@ -601,6 +610,20 @@ def _read_text(found: Any, dtype: np.dtype[Any]) -> Text:
     if natural(offset) + natural(nbytes) > dtype.itemsize or type(is_padded) is not bool:
         raise ValueError("a string lies outside its element")
     return Text(offset, nbytes, is_padded)
+
+
+def _cf_to_json(attribute: CfAttribute) -> list[str]:
+    return [attribute.name, attribute.dtype, attribute.data.hex()]
+
+
+def _read_cf(found: Any) -> CfAttribute:
+    name, dtype, data = map(text, found)
+    attribute = CfAttribute(name, dtype, bytes.fromhex(data))
+    if dtype and np.dtype(dtype).kind not in "iuf":
+        raise ValueError(f"an attribute {name} of {dtype}")
+    if dtype and len(attribute.data) % np.dtype(dtype).itemsize:
+        raise ValueError(f"an attribute {name} has another size than its dtype")
+    return attribute
 
 
 def _check_part(part: Part, whole: DatasetLayout) -> None:

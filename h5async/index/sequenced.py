@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from h5async.errors import DatasetError
 from h5async.index.joined import join_layouts
-from h5async.index.layout import DatasetLayout, Part, SequenceLengths, normal_axis
+from h5async.index.layout import DatasetLayout, Part, SequenceLengths
 from h5async.index.slabs import Slab
 
 _MOST_APART = 1  # rows that one field may have more than another, of the same sequence
@@ -55,24 +55,16 @@ def merged_dimensions(layout: DatasetLayout) -> DatasetLayout:
     )
 
 
-def along_sequences(layout: DatasetLayout, sequence_dim: int, where: str) -> DatasetLayout:
+def along_sequences(layout: DatasetLayout, axis: int) -> DatasetLayout:
     """Return the layout of one sequence after the other.
 
     Parameters
     ----------
     layout
         Its sample dimension counts steps.
-    sequence_dim
+    axis
         The dimension that counts sequences.
-    where
-        Begins the messages.
-
-    Raises
-    ------
-    ConfigError
-        If there is no such dimension.
     """
-    axis = normal_axis(sequence_dim, len(layout.shape), where)
     rest = [a for a in range(len(layout.shape)) if a != layout.sample_axis]
     count, length = layout.shape[axis], layout.num_samples
     row = [slice(0, layout.shape[a]) for a in rest]
@@ -165,4 +157,11 @@ def _with_room(layout: DatasetLayout, room: NDArray[np.int64]) -> DatasetLayout:
         values=None,
         parts=tuple(parts),
         sequences=SequenceLengths(room, held),
+        cf=tuple((_shifted(first, ends, shift), attributes) for first, attributes in layout.cf),
     )
+
+
+def _shifted(first: int, ends: NDArray[np.int64], shift: NDArray[np.int64]) -> int:
+    """Return where a row lies after its sequence was moved."""
+    at = min(int(np.searchsorted(ends, first, side="right")), shift.size - 1)
+    return first + int(shift[at]) if shift.size else first

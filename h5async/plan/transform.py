@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 
 from h5async.config import Field
 from h5async.errors import ConfigError
-from h5async.index.layout import DatasetLayout, Text, normal_axis
+from h5async.index.dimensions import DimensionNames, numbered_axis
+from h5async.index.layout import DatasetLayout, Text
+from h5async.plan.cf import CfDecoder, cf_decoder
 
 _TEXT_BLOCK_NBYTES = 1 << 18  # that are converted at a time
 
@@ -43,6 +45,8 @@ class RowTransform:
         and there is no such dimension.
     capacity
         Of a ragged field: rows that a slot has room for; None: there is one for each sample.
+    cf
+        Unpacks values as the attributes of their datasets say.
     """
 
     raw_row: tuple[int, ...]
@@ -53,6 +57,7 @@ class RowTransform:
     scale: NDArray[Any] | None = None
     offset: NDArray[Any] | None = None
     text: tuple[Text, ...] = ()
+    cf: CfDecoder | None = None
     steps: int | None = None
     capacity: int | None = None
 
@@ -106,6 +111,7 @@ class RowTransform:
             and self.scale is None
             and self.offset is None
             and not self.text
+            and self.cf is None
         )
 
     @property
@@ -132,7 +138,9 @@ class RowTransform:
             return None
         return 1
 
-    def apply(self, raw: NDArray[Any], out: NDArray[Any]) -> None:
+    def apply(
+        self, raw: NDArray[Any], out: NDArray[Any], index: NDArray[np.int64] | None = None
+    ) -> None:
         """Fill `out` from `raw` on the host, with no memory of their size taken.
 
         Parameters
@@ -141,8 +149,13 @@ class RowTransform:
             (n, *raw_row) of `raw_dtype`; not changed.
         out
             (n, *row) of `dtype`, C-contiguous, apart from `raw`.
+        index
+            int64 (n,): sample numbers, which `cf` needs where they are of several datasets.
         """
         with np.errstate(all="ignore"):  # a cast of NaN to an integer is the caller's wish
+            if self.cf is not None:
+                self.cf.decode(raw.transpose(self.permutation), out, index)
+                return
             np.copyto(out, raw.transpose(self.permutation), casting="unsafe")
             if self.scale is not None:
                 np.multiply(out, self.scale, out=out)
@@ -160,18 +173,30 @@ def row_transform(field: Field, layout: DatasetLayout) -> RowTransform:
     ConfigError
         If the field's options do not fit the dataset: an axis too many or too few, a scale of
         another length than the channels, a cast from complex numbers, strings or compounds.
+    DatasetError
+        If a dimension is given by a name that none has, or several have, or attributes that say how
+        values are packed make no sense.
     """
     where = f'{layout.file}: dataset "{layout.path}" of shape {layout.shape}'
     rank = len(layout.shape)
     rest = [axis for axis in range(rank) if axis != layout.sample_axis]
-    axes = _axes(field, rank, where)
+    several = f", in all of its {len(layout.file_samples)} files" if layout.file_samples else ""
+    axes = _axes(field, layout.dim_names, rank, where + several)
     if not axes:
         axes = (layout.sample_axis, *rest)
+    if axes[0] != layout.sample_axis:
+        raise ConfigError(
+            f"{where}: axes {field.axes} must begin with the sample dimension"
+            f" num_dim={field.num_dim!r}"
+        )
     if sorted(axes) != list(range(rank)):
         raise ConfigError(f"{where}: axes {axes} must name each of its {rank} dimensions once")
     raw_axes = [layout.sample_axis, *rest]
     dtype = field.delivered_dtype
-    if dtype is None:
+    cf = cf_decoder(layout, where) if field.decode_cf else None
+    if cf is not None:
+        dtype = cf.dtype if dtype is None else dtype
+    elif dtype is None:
         dtype = layout.dtype.newbyteorder("=")
     elif layout.dtype.kind not in "biufc" or (layout.dtype.kind == "c" and dtype.kind != "c"):
         raise ConfigError(f"{where}: {layout.dtype} cannot be cast to {dtype}; leave dtype out")
@@ -185,16 +210,17 @@ def row_transform(field: Field, layout: DatasetLayout) -> RowTransform:
         scale=_factor(field.scale, row, dtype, where),
         offset=_factor(field.offset, row, dtype, where),
         text=layout.text,
+        cf=cf,
     )
     return transform.of_steps(None if field.steps is None else len(field.steps))
 
 
-def _axes(field: Field, rank: int, where: str) -> tuple[int, ...]:
+def _axes(field: Field, names: DimensionNames, rank: int, where: str) -> tuple[int, ...]:
     """Return the dimensions of a layout in the order of delivery; none: in its own order."""
     if not isinstance(field.num_dim, tuple) or field.axes is None:
-        return tuple(normal_axis(axis, rank, where) for axis in field.axes or ())
+        return tuple(numbered_axis(axis, names, rank, where) for axis in field.axes or ())
     # In the layout, the two dimensions of samples are one, which comes first.
-    axes = [normal_axis(axis, rank + 1, where) for axis in field.axes]
+    axes = [numbered_axis(axis, names, rank + 1, where) for axis in field.axes]
     rest = [axis for axis in range(rank + 1) if axis not in axes[:2]]
     if sorted(axes[2:]) != rest:
         raise ConfigError(

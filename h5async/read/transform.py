@@ -37,7 +37,7 @@ class NativeTransform:
         self._factors = factors
         self.struct = struct
 
-    def __call__(self, raw: NDArray[Any], out: NDArray[Any]) -> None:
+    def __call__(self, raw: NDArray[Any], out: NDArray[Any], _: Any = None) -> None:
         """Fill `out` from `raw`."""
         call = TransformStruct.from_buffer_copy(self.struct)
         call.samples = len(raw)
@@ -53,6 +53,8 @@ def native_transform(core: Core, transform: RowTransform) -> NativeTransform | N
     channels = transform.channels
     is_scaled = transform.scale is not None or transform.offset is not None
     source = transform_source(transform.raw_dtype, transform.dtype, is_scaled)
+    if transform.cf is not None:
+        return None
     if source is None or channels is None or not math.prod(transform.row):
         return None
     struct = TransformStruct(

@@ -26,6 +26,7 @@
 #include "place.h"
 #include "chunks.h"
 #include "transform.h"
+#include "unpack.h"
 #include "permute.h"
 #include "sources.h"
 #include "store.h"
@@ -86,6 +87,10 @@ static const Member MEMBERS[] = {
     MEMBER(Transform, samples), MEMBER(Transform, points), MEMBER(Transform, channels),
     MEMBER(Transform, source), MEMBER(Transform, is_float), MEMBER(Transform, scale),
     MEMBER(Transform, offset),
+    MEMBER(Unpack, rows), MEMBER(Unpack, count), MEMBER(Unpack, source),
+    MEMBER(Unpack, is_double), MEMBER(Unpack, is_wide), MEMBER(Unpack, has_scale),
+    MEMBER(Unpack, has_offset), MEMBER(Unpack, which), MEMBER(Unpack, scale),
+    MEMBER(Unpack, offset), MEMBER(Unpack, fill), MEMBER(Unpack, low), MEMBER(Unpack, high),
     MEMBER(Frames, base), MEMBER(Frames, position), MEMBER(Frames, nbytes),
     MEMBER(Frames, base_nbytes), MEMBER(Frames, count), MEMBER(Frames, kind),
     MEMBER(Frames, has_checksum), MEMBER(Frames, element), MEMBER(Frames, block_nbytes),
