@@ -3,7 +3,7 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from h5async.batch import Batch
-from h5async.config import Field, ReaderConfig, Sequences, Split
+from h5async.config import Field, RaggedField, ReaderConfig, Sequences, SparseField, Split
 from h5async.errors import (
     BatchExpiredError,
     BatchTimeoutError,
@@ -45,11 +45,13 @@ __all__ = [
     "OutOfMemoryError",
     "PostprocessError",
     "Ragged",
+    "RaggedField",
     "ReadError",
     "ReaderClosedError",
     "ReaderConfig",
     "ReaderStats",
     "Sequences",
+    "SparseField",
     "Split",
     "UnsafeFileError",
     "__version__",
