@@ -80,7 +80,8 @@ def _parameter(name: str, kind: Any, declaration: Any, default: Any = None) -> P
 
 
 def _type(option: Option) -> Any:
-    kind = str if option.type is Path else option.type  # a `Path` of "" would be one of "."
+    # A `Path` of "" would be one of "."; and one of some words may be a number, too.
+    kind = str if option.type is Path or option.choices else option.type
     return GenericAlias(list, (kind,)) if option.is_list else kind
 
 

@@ -12,7 +12,7 @@ import operator
 import os
 import re
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import (
@@ -34,6 +34,7 @@ _MAX_TIMEOUT_SECONDS = 1_000_000_000  # 30 years; ten times as much overflows th
 _SHOWN_CHARACTERS = 200  # of a value that does not fit
 _NUMBER_WORDS = "must be a number, or one for each channel"
 _FUNCTION_WORDS = 'must be a function or "module:function"'
+_WORKERS_WORDS = 'must be "thread", "process", or a number of helper processes'
 
 
 def shown(value: object) -> str:
@@ -63,6 +64,12 @@ def _integer(value: object) -> object:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         return value
     return operator.index(value)
+
+
+def _workers(value: object) -> object:
+    """Let a number be a string, as which it is typed on the command line."""
+    is_typed = isinstance(value, str) and value.isascii() and value.isdecimal()
+    return int(value) if is_typed and len(value) < 10 else _integer(value)
 
 
 def _dtype(value: object) -> np.dtype[Any] | None:
@@ -174,6 +181,11 @@ Int = Annotated[int, Bound(strict=True), AsInteger]
 Natural = Annotated[int, Bound(strict=True, ge=0), AsInteger]
 Positive = Annotated[int, Bound(strict=True, ge=1), AsInteger]
 Bool = Annotated[bool, Bound(strict=True)]
+Workers = Annotated[
+    Literal["thread", "process"] | Annotated[int, Bound(strict=True, ge=1)],
+    BeforeValidator(_workers),
+    _worded(_WORKERS_WORDS),
+]
 Dimensions = Annotated[
     tuple[Int, ...], BeforeValidator(_several), _worded("must be a list of dimensions")
 ]
