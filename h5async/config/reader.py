@@ -152,8 +152,8 @@ class ReaderConfig(Frozen):
     )
     prefetch: Positive = option(
         2,
-        "Slots for batches, allocated once; 2 is double buffering. Of several helper processes, each"
-        " fills one while another one waits for it, and the loop holds one.",
+        "Slots for batches, allocated once; 2 is double buffering. Several helper processes need"
+        " more: each fills one while another one waits for it, and the loop holds one.",
         default_text="2; with `workers=N`, 2 N + 1",
     )
     device: str = option(
@@ -273,7 +273,8 @@ class ReaderConfig(Frozen):
         if "prefetch" not in self.model_fields_set and self.num_helpers > 1:
             # Each fills one while the next one waits for it, and the loop holds one. Measured: with
             # one for each, and the loop's, two helpers are 1.2 times as fast as one, not 2 times.
-            self.__dict__["prefetch"] = 2 * self.num_helpers + 1  # `model_fields_set` stays as it is
+            # (`model_fields_set` stays as it is.)
+            self.__dict__["prefetch"] = 2 * self.num_helpers + 1
         self._check_cache()
         self._check_order()
         self._check_rank()

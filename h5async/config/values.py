@@ -68,8 +68,9 @@ def _integer(value: object) -> object:
 
 def _workers(value: object) -> object:
     """Let a number be a string, as which it is typed on the command line."""
-    is_typed = isinstance(value, str) and value.isascii() and value.isdecimal()
-    return int(value) if is_typed and len(value) < 10 else _integer(value)
+    if isinstance(value, str) and re.fullmatch(r"[0-9]{1,9}", value):
+        return int(value)
+    return _integer(value)
 
 
 def _dtype(value: object) -> np.dtype[Any] | None:

@@ -226,9 +226,9 @@ class MemoryBudget:
 
         Rows as read lie in the memory of whoever reads them, unless they are delivered so.
         """
-        held = self._config.prefetch * self._rows
+        held, raws = self._config.prefetch * self._rows, self._fillers
         return {
-            name: held * (t.raw_nbytes if t.is_identity else self._fillers * t.raw_nbytes + t.nbytes)
+            name: held * (t.raw_nbytes if t.is_identity else raws * t.raw_nbytes + t.nbytes)
             for name, t in self._transforms.items()
         }
 

@@ -1,4 +1,4 @@
-"""Deals requests to helper processes that work side by side, each of which a supervisor keeps alive.
+"""Deals requests to helper processes side by side, each of which a supervisor keeps alive.
 
 A request goes to the helper that has the fewest to answer. There it stays, also where that helper
 dies and another one takes its place: so no two processes ever write to the same slot.

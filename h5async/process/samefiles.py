@@ -7,7 +7,6 @@ from h5async.index.fingerprint import fingerprint
 from h5async.index.layout import DatasetLayout
 from h5async.process.messages import Opened
 
-
 _FOUND = (
     "has changed since the reader was made, which a new helper process found when it took the"
     " place of one that died"

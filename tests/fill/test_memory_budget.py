@@ -343,7 +343,7 @@ def test_there_are_fewer_threads_where_nobody_said_how_many(
             assert_same_bits(batch.data, expected[batch.index])
         assert 1 <= reader.stats().num_threads < 8
     let_be_free(monkeypatch, 512 * KIB)  # too little for one
-    with pytest.raises(OutOfMemoryError, match="scratch of 1 thread[, ]"):
+    with pytest.raises(OutOfMemoryError, match=r"scratch of 1 thread[, ]"):
         open_reader(gzipped, num_threads=None, workers=workers)
 
 
