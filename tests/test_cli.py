@@ -610,7 +610,7 @@ def test_every_option_of_the_reader_is_an_option_here():
 def test_help_shows_the_defaults_of_the_reader():
     text = " ".join(succeed("read", "--help").stdout.split())
     shown = dict(re.findall(r"(--[a-z-]+)(?:(?! --).)*?\[default: ([^]]+)\]", text))
-    for name in ("data_field", "labels_field", "batch_size", "seed", "prefetch", "device"):
+    for name in ("data_field", "labels_field", "batch_size", "seed", "device"):
         option = "--" + name.replace("_", "-")
         assert shown[option] == str(ReaderConfig.model_fields[name].default)
     assert shown["--shuffle"] == "none"

@@ -154,7 +154,7 @@ class ReaderConfig(Frozen):
         2,
         "Slots for batches, allocated once; 2 is double buffering. Several helper processes need"
         " more: each fills one while another one waits for it, and the loop holds one.",
-        default_text="2; with `workers=N`, 2 N + 1",
+        default_text="2; with workers=N, 2 N + 1",
     )
     device: str = option(
         "auto",
