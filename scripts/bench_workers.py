@@ -204,10 +204,10 @@ def _cpu_seconds(pid: str) -> float:
     return 0.0
 
 
-def time_round(runs: dict[str, Run], batches: dict[str, int]) -> tuple[dict[str, float], float]:
+def time_round(runs: dict[str, Run], batches: int) -> tuple[dict[str, float], float]:
     """Return milliseconds a batch of each way, and the share of the CPUs that others had."""
     own, (_, busy, everything) = own_cpu_seconds(), cpu_seconds()
-    found = {way: 1e3 * seconds(run, batches[way]) / batches[way] for way, run in runs.items()}
+    found = {way: 1e3 * seconds(run, batches) / batches for way, run in runs.items()}
     own, (_, later, end) = own_cpu_seconds() - own, cpu_seconds()
     others = max(0.0, later - busy - own) / (end - everything) if end > everything else 0.0
     return found, others
@@ -216,23 +216,19 @@ def time_round(runs: dict[str, Run], batches: dict[str, int]) -> tuple[dict[str,
 def measure(runs: dict[str, Run], options: argparse.Namespace) -> dict[str, Any]:
     """Time all ways in turns, quiet rounds as far as they are had; return the figures."""
     deadline = time.monotonic() + options.patience
-    batches = {}
-    for way, run in runs.items():
-        run(10)
-        batches[way] = max(10, round(options.seconds / (seconds(run, 20) / 20)))
     rounds: list[tuple[dict[str, float], float]] = []
     while len(rounds) < options.repeats or (
         sum(others <= QUIET for _, others in rounds) < options.repeats
         and time.monotonic() < deadline
     ):
         await_quiet(deadline)
-        rounds.append(time_round(runs, batches))
+        rounds.append(time_round(runs, options.batches))
     rounds = sorted(rounds, key=lambda one: one[1] > QUIET and one[1])[: options.repeats]
     found = {way: [times[way] for times, _ in rounds] for way in runs}
     medians = {way: median(times) for way, times in found.items()}
     ours = medians[OURS]
     return {
-        "batches_a_run": batches,
+        "batches_a_run": options.batches,
         "milliseconds_a_batch": {way: [round(x, 3) for x in times] for way, times in found.items()},
         "median_milliseconds": {way: round(x, 3) for way, x in medians.items()},
         "times_as_fast": {way: round(x / ours, 3) for way, x in medians.items() if way != OURS},
@@ -252,7 +248,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     names = list(rounds)[::-1]
     rates = [1e3 / result["median_milliseconds"][name] for name in names]
     colors = ["tab:blue" if name == OURS else "lightsteelblue" for name in names]
-    panel.bar_label(panel.barh(names, rates, color=colors), fmt="%.0f", padding=8)
+    panel.bar_label(panel.barh(names, rates, color=colors), fmt="%.0f", label_type="center")
     for place, name in enumerate(names):
         panel.plot([1e3 / x for x in rounds[name]], [place] * len(rounds[name]), "k.", ms=3)
     panel.set_xlabel(f"batches of {BATCH} a second, with a postprocess that holds the GIL")
@@ -296,14 +292,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--rows", type=int, default=8192, help="images of 3 kB")
-    add("--repeats", type=int, default=9, help="rounds")
-    add("--seconds", type=float, default=0.4, help="that each way takes in a round, about")
+    add("--repeats", type=int, default=7, help="rounds")
+    add("--batches", type=int, default=100, help="that each way gives in a round")
     add("--patience", type=float, default=0, help="seconds to wait for a quiet machine")
     add("--quick", action="store_true", help="few and small rounds: no figures to quote")
     add("--out", type=Path, help="folder for the results; default: scripts/results, or none")
     options = parser.parse_args()
     if options.quick:
-        options.rows, options.repeats, options.seconds = 4 * BATCH, 2, 0.1
+        options.rows, options.repeats, options.batches = 4 * BATCH, 2, 10
     elif options.out is None:
         options.out = RESULTS
     about = header()
