@@ -169,8 +169,10 @@ class Engine:
                 on_done=self._on_done,
                 on_crash=self.ring.fail,
             )
-        self.has_threads = config.thread_count > 0
-        self.num_threads = max(1, min(config.thread_count, memory_plan.most_threads))
+        # A helper process has one in any case; and without any, the caller does the work.
+        of_each = min(config.filler_threads, memory_plan.most_threads)
+        self.has_threads = of_each > 0
+        self.num_threads = max(1, config.num_helpers) * max(1, of_each)
         self.counts = ReaderCounts(layouts)
         self.given = GivenSamples(config, layouts, transforms, samplings, rows)
 
@@ -336,14 +338,14 @@ class Engine:
         """Reads that went through h5py so far."""
         return self._filler.stats().fallback_reads
 
-    def stats(self, num_threads: int) -> ReaderStats:
-        """Return what was done so far, by `num_threads` threads at most."""
+    def stats(self) -> ReaderStats:
+        """Return what was done so far."""
         done = self._filler.stats()
         return self.counts.stats(
             done,
             self._filler.methods,
             device_chunks=self.device_policy.num_chunks,
-            num_threads=min(num_threads, self.num_threads),
+            num_threads=self.num_threads if self.has_threads else 0,
             workers=self.config.workers,
             cache=done.cache if self.cache is None else str(self.cache),
             decode=self.device_policy.sentence,

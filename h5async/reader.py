@@ -108,7 +108,7 @@ class AsyncReader:
 
     def stats(self) -> ReaderStats:
         """Return what was done so far and how long it took; ``str()`` says what to change."""
-        return self._engine.stats(self._config.thread_count)
+        return self._engine.stats()
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch.

@@ -84,12 +84,13 @@ def _typed(option: Option) -> str:
 
 
 def _values(option: Option) -> str:
-    if option.choices:
-        return ", ".join(_code(_written(choice)) for choice in option.choices)
-    if option.is_mapping or option.is_function:
-        return "mapping" if option.is_mapping else "function, or string"
     words = {bool: "bool", int: "integer", float: "number", str: "string", Path: "path"}
     one = "integer, or string" if option.takes_names else words[option.type]
+    if option.choices:
+        numbers = [] if option.type is str else [one]
+        return ", ".join([*(_code(_written(choice)) for choice in option.choices), *numbers])
+    if option.is_mapping or option.is_function:
+        return "mapping" if option.is_mapping else "function, or string"
     return f"{one}, or a list of them" if option.is_list else one
 
 

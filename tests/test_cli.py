@@ -540,6 +540,7 @@ OPTIONS = {  # what is typed -> what the reader is given
     "--no-drop-last": {"drop_last": False},
     "--num-threads 0": {"num_threads": 0},
     "--workers process": {"workers": "process"},
+    "--workers 4": {"workers": "4"},
     "--prefetch 3": {"prefetch": 3},
     "--device cuda:1": {"device": "cuda:1"},
     "--pin-memory": {"pin_memory": True},
@@ -609,7 +610,7 @@ def test_every_option_of_the_reader_is_an_option_here():
 def test_help_shows_the_defaults_of_the_reader():
     text = " ".join(succeed("read", "--help").stdout.split())
     shown = dict(re.findall(r"(--[a-z-]+)(?:(?! --).)*?\[default: ([^]]+)\]", text))
-    for name in ("data_field", "labels_field", "batch_size", "seed", "prefetch", "device"):
+    for name in ("data_field", "labels_field", "batch_size", "seed", "device"):
         option = "--" + name.replace("_", "-")
         assert shown[option] == str(ReaderConfig.model_fields[name].default)
     assert shown["--shuffle"] == "none"
@@ -658,6 +659,7 @@ def test_configurations_that_cannot_be_used(train):
         ("--window-bytes 0", "window_bytes"),
         ("--io sideways", "io"),
         ("--workers people", "workers"),
+        ("--workers 0", "workers"),
         ("--device tpu", "device"),
         ("--postprocess f", "postprocess"),
         ("--postprocess h5async_no_such_module:f", "h5async_no_such_module"),

@@ -81,8 +81,9 @@ def _parameter(name: str, kind: Any, declaration: Any, default: Any = None) -> P
 
 
 def _type(option: Option) -> Any:
-    # (A `Path` of "" would be one of ".".)
-    kind = str if option.type is Path or option.takes_names else option.type
+    # A `Path` of "" would be one of "."; and one of some words may be a number, too.
+    as_text = option.type is Path or option.takes_names or option.choices
+    kind = str if as_text else option.type
     return GenericAlias(list, (kind,)) if option.is_list else kind
 
 

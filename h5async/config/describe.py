@@ -30,7 +30,7 @@ class Option:
     type
         The type of one value, as it is typed on a command line: bool, int, float, str or Path.
     choices
-        The only values that there are, but None; empty: any.
+        The only values that there are, but None, and numbers where `type` is one; empty: any.
     is_list, is_mapping, is_function
         Whether it takes several values, whether these have names, and whether it takes a function.
     takes_names

@@ -33,7 +33,12 @@ _SELECT = _Hint(
     "{} says which samples an epoch is made of, and so does a Split", "indices", "1000:"
 )
 _FUNCTION = _Hint("{} is called with the arrays of a whole batch", "postprocess", "module:function")
-_THREADS = _Hint("threads do the work of worker processes, and {} says how many", "num_threads", 8)
+_WORKERS = _Hint(
+    "threads do the work of worker processes, and num_threads says how many; for a postprocess that"
+    " holds the GIL, {} has several processes fill batches side by side",
+    "workers",
+    4,
+)
 _SCALE = _Hint(
     "a Field of `fields` has dtype, scale and offset: values are delivered as x * scale + offset;"
     " what else is to be computed, {} does",
@@ -59,7 +64,7 @@ _HINTS: dict[str, tuple[_Hint, ...]] = {
     for names, hints in (
         ("subset split train_size test_size validation_split", (_SELECT,)),
         ("transform transforms target_transform augment map collate collate_fn", (_FUNCTION,)),
-        ("num_workers n_workers num_proc worker_count", (_THREADS,)),
+        ("num_workers n_workers num_proc worker_count", (_WORKERS,)),
         ("normalize normalise mean std", (_SCALE_OF_FIELD, _SCALE)),
         ("mask_and_scale set_auto_maskandscale", (_UNPACK,)),
         ("window buffer_size shuffle_buffer", (_MIX,)),

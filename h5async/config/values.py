@@ -12,7 +12,7 @@ import operator
 import os
 import re
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import (
@@ -35,6 +35,7 @@ _MOST_STEP = 1 << 40  # farther from a sample no row lies
 _SHOWN_CHARACTERS = 200  # of a value that does not fit
 _NUMBER_WORDS = "must be a number, or one for each channel"
 _FUNCTION_WORDS = 'must be a function or "module:function"'
+_WORKERS_WORDS = 'must be "thread", "process", or a number of helper processes'
 
 
 def shown(value: object) -> str:
@@ -88,6 +89,13 @@ def _sample_dimension(value: object) -> object:
             " of steps"
         )
     return found if is_pair else found[0]
+
+
+def _workers(value: object) -> object:
+    """Let a number be a string, as which it is typed on the command line."""
+    if isinstance(value, str) and re.fullmatch(r"[0-9]{1,9}", value):
+        return int(value)
+    return _integer(value)
 
 
 def _dtype(value: object) -> np.dtype[Any] | None:
@@ -221,6 +229,11 @@ Int = Annotated[int, Bound(strict=True), AsInteger]
 Natural = Annotated[int, Bound(strict=True, ge=0), AsInteger]
 Positive = Annotated[int, Bound(strict=True, ge=1), AsInteger]
 Bool = Annotated[bool, Bound(strict=True)]
+Workers = Annotated[
+    Literal["thread", "process"] | Annotated[int, Bound(strict=True, ge=1)],
+    BeforeValidator(_workers),
+    _worded(_WORKERS_WORDS),
+]
 Dimension = Annotated[
     Annotated[int, Bound(strict=True)] | str,
     BeforeValidator(_dimension),

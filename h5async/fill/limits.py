@@ -5,6 +5,8 @@ a few bytes may declare rows, or chunks, of any size; so all that grows with wha
 with threads or with slots is added up here, once, before any of it is taken. What a reader needs
 must fit; what only saves work, as decoded chunks that are kept, gets what is left.
 
+Helper processes share the slots; what else a filler needs, each of them has for itself.
+
 Memory is counted where it comes to be touched, because pages that never are cost nothing: of a
 thread's three buffers between filters, as many as its filters use. Not counted are the tables of
 chunks, which were read by now and are no longer free; and what `postprocess` makes.
@@ -47,9 +49,9 @@ class MemoryPlan(NamedTuple):
     Attributes
     ----------
     most_threads
-        For whose scratch there is memory; at least 1.
+        Of each filler, for whose scratch there is memory; at least 1.
     kept_nbytes
-        By field: for decoded chunks that later batches may need.
+        By field: for decoded chunks that later batches of a filler may need.
     left_nbytes
         What is free beside all that: for the rows of all samples, say.
     """
@@ -99,6 +101,7 @@ class MemoryBudget:
         self._layouts = layouts
         self._transforms = transforms
         self._rows = rows
+        self._fillers = max(1, config.num_helpers)
         self._free = free_memory_nbytes()
         half = int(self._free * _SHARE)
         self._limit = half if config.max_batch_bytes is None else config.max_batch_bytes
@@ -144,14 +147,15 @@ class MemoryBudget:
         formats
             By field: how a GPU decodes its chunks, where it does.
         wanted
-            By field: bytes of decoded chunks that are worth keeping, as `wanted_kept_nbytes` says.
+            By field: bytes of decoded chunks that are worth keeping in each filler, as
+            `wanted_kept_nbytes` says.
 
         Raises
         ------
         BudgetError
             If it does not fit; the message lists the shares.
         """
-        threads = max(1, self._config.thread_count)
+        threads = max(1, self._config.filler_threads)
         shares = list(self._shares(formats, threads))
         needed = _sum(shares)
         if needed > self._limit_of_all and self._fewer_threads_do and threads > 1:
@@ -163,9 +167,10 @@ class MemoryBudget:
         if needed > self._limit_of_all:
             raise self._too_much(shares, needed)
         room = max(0, min(self._limit_of_all, self._free) - needed)
-        total = sum(wanted)
+        total = self._fillers * sum(wanted)
         kept = tuple(wanted if total <= room else [n * room // total for n in wanted])
-        return MemoryPlan(threads, kept, max(0, self._free - needed - sum(kept)))
+        left = self._free - needed - self._fillers * sum(kept)
+        return MemoryPlan(threads, kept, max(0, left))
 
     def _too_much(self, shares: list[_Share], needed: int) -> BudgetError:
         listed = ", ".join(f"{what} {nbytes:,}" for what, nbytes, _ in shares if nbytes)
@@ -178,9 +183,8 @@ class MemoryBudget:
         )
 
     def _shares(self, formats: Sequence[EncodedFormat | None], threads: int) -> Iterator[_Share]:
-        """Yield what a reader needs, with so many threads."""
-        config, rows = self._config, self._rows
-        layouts = list(self._layouts.values())
+        """Yield what a reader needs, with so many threads in each filler."""
+        config, rows, fillers = self._config, self._rows, self._fillers
         smaller = "make batch_size or prefetch smaller"
         batches = config.prefetch
         yield _Share(f"{batches} batches of {rows} samples", sum(self._slots().values()), smaller)
@@ -189,6 +193,16 @@ class MemoryBudget:
             yield _Share("copies of batches", 2 * copied, "set debug_lifetimes=False")
         staged = batches * sum(form.staging_nbytes for form in formats if form is not None)
         yield _Share("encoded chunks for the GPU", staged, 'set decode="host"')
+        for what, nbytes, remedy in self._shares_of_filler(threads):
+            if fillers > 1:
+                what, remedy = f"{what}, in {fillers} processes", "make workers smaller"
+            yield _Share(what, fillers * nbytes, remedy)
+
+    def _shares_of_filler(self, threads: int) -> Iterator[_Share]:
+        """Yield what each filler needs for itself."""
+        config, rows, batches = self._config, self._rows, self._config.prefetch
+        layouts = list(self._layouts.values())
+        smaller = "make batch_size or prefetch smaller"
         fewer = "make num_threads smaller" if threads > 1 else "store smaller chunks"
         scratch = threads * _touched_scratch_nbytes(layouts)
         yield _Share(f"scratch of {threads} thread{'s' * (threads > 1)}", scratch, fewer)
@@ -211,10 +225,13 @@ class MemoryBudget:
             yield _Share("the order of samples", units * _UNIT_NBYTES, 'use shuffle="full"')
 
     def _slots(self) -> dict[str, int]:
-        """Return what the slots take, by field: rows as read, and as delivered."""
-        held = self._config.prefetch * self._rows
+        """Return what the slots take, by field: rows as read, and as delivered.
+
+        Rows as read lie in the memory of whoever reads them, unless they are delivered so.
+        """
+        held, raws = self._config.prefetch * self._rows, self._fillers
         return {
-            name: held * (t.raw_nbytes + (0 if t.is_identity else t.nbytes))
+            name: held * (t.raw_nbytes if t.is_identity else raws * t.raw_nbytes + t.nbytes)
             for name, t in self._transforms.items()
         }
 

@@ -1,8 +1,8 @@
-"""Makes memory that two processes share, and describes arrays in it to the other process.
+"""Makes memory that processes share, and describes arrays in it to the other ones.
 
-Shared memory is one anonymous file. Both processes have its descriptor; it has no name in the file
+Shared memory is one anonymous file. All processes have its descriptor; it has no name in the file
 system, and is gone when the last process closes it. A process maps the parts that it adds one by
-one. For arrays that the other process describes it maps the whole file once, and again when the
+one. For arrays that another process describes it maps the whole file once, and again when the
 file has grown.
 """
 
@@ -90,9 +90,7 @@ def _block_of(array: NDArray[Any]) -> object:
 
 
 class SharedMemory:
-    """Memory that another process has too. Safe to use from many threads.
-
-    Only one process at a time may call `empty`.
+    """Memory that other processes have too. Safe to use from many threads, and processes.
 
     Parameters
     ----------
@@ -178,15 +176,19 @@ class SharedMemory:
 
     def _grown(self, nbytes: int) -> NDArray[np.uint8]:
         """Return memory at the end of the file, which grows by that."""
-        # The other process may have made the file larger.
-        offset = _whole_pages(os.fstat(self.fd).st_size)
+        # Other processes make the file larger, too. (Where one dies, the system takes its lock.)
+        fcntl.lockf(self.fd, fcntl.LOCK_EX)
         try:
-            os.ftruncate(self.fd, offset + nbytes)
-            return _mapped(self._key, self.fd, offset, nbytes)
-        except (OSError, OverflowError) as error:
-            with suppressing(OSError):  # else the other process could not map the whole file
-                os.ftruncate(self.fd, offset)
-            raise _refusal(nbytes, error) from error
+            offset = _whole_pages(os.fstat(self.fd).st_size)
+            try:
+                os.ftruncate(self.fd, offset + nbytes)
+                return _mapped(self._key, self.fd, offset, nbytes)
+            except (OSError, OverflowError) as error:
+                with suppressing(OSError):  # else other processes could not map the whole file
+                    os.ftruncate(self.fd, offset)
+                raise _refusal(nbytes, error) from error
+        finally:
+            fcntl.lockf(self.fd, fcntl.LOCK_UN)
 
 
 class _Map:

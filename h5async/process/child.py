@@ -176,7 +176,7 @@ def check_interpreter() -> None:
         what = f"{sys.executable} was started as one, and is another program"
     if what is not None:
         raise ConfigError(
-            f'workers="process" needs a Python interpreter to start, but {what}; set sys.executable'
+            f"a helper process needs a Python interpreter to start, but {what}; set sys.executable"
             ' to a Python interpreter, or read with workers="thread"'
         )
 

@@ -175,13 +175,13 @@ class _Helper:
         assert isinstance(opening, Opening)
         config = opening.config
         # This thread does nothing but receive, or the reader might wait for it to.
-        return config.model_copy(update={"num_threads": max(1, config.thread_count)})
+        return config.model_copy(update={"num_threads": config.filler_threads})
 
     def _start(self, config: ReaderConfig, opened: Opened, starting: Starting) -> None:
         fields, layouts = config.batch_fields, opened.layouts
         transforms = {name: row_transform(fields[name], y) for name, y in layouts.items()}
         raws = [(t.raw_row, t.raw_dtype) for t in transforms.values()]
-        self._slots = HelperSlots(self._memory, starting.slots, starting.extras, raws)
+        self._slots = HelperSlots(self._memory, starting.slots, raws)
         samplings = Samplings(config, layouts, opened.chosen)
         self._filler = Filler(
             config,
@@ -203,7 +203,9 @@ class _Helper:
 
     def _obey(self, message: Any) -> None:
         if type(message) is tuple:
-            self._filler.fill(FillRequest(*message))
+            request, rooms = message
+            self._slots.begin(request[0], rooms)
+            self._filler.fill(FillRequest(*request))
         elif isinstance(message, NoteUploaded):
             self._filler.note_uploaded(message.slot, self._slots.index(message.slot))
         else:
