@@ -149,7 +149,7 @@ def test_file_that_is_not_hdf5(path, content):
 def test_file_that_was_cut_short_before(path, how, share):
     plain_file(path, **how)
     os.truncate(path, int(path.stat().st_size * share))
-    assert "truncated file" in error_of(ReadError, OSError, path=path)
+    assert "it is cut short: " in error_of(ReadError, OSError, path=path)
 
 
 class SystemOfShortFiles:
