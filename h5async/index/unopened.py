@@ -22,7 +22,7 @@ _FORMATS = (  # where their marks lie, the marks, and what such a file is
     (
         0,
         b"version https://git-lfs.github.com/",
-        "a Git LFS pointer; `git lfs pull` brings the file",
+        "a Git LFS pointer; run `git lfs pull`",
     ),
     (0, b"\x1f\x8b", "compressed by gzip; gunzip it"),
     (0, b"BZh", "compressed by bzip2; bunzip2 it"),

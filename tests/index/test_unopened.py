@@ -74,7 +74,7 @@ CONTENTS = {
     "HDF4": b"\x0e\x03\x13\x01" + bytes(100),
     "tar archive": b"name".ljust(257, b"\0") + b"ustar" + bytes(600),
     "web page": b"<!doctype html><html>404</html>",
-    "it begins with b'no HDF5 at all, b'": b"no HDF5 at all, but text",
+    "it begins with b'no HDF5 at all, '": b"no HDF5 at all, but text",
     "it begins with b'PK'": b"PK",
     "all zero": bytes(5000),
     "it is empty": b"",
