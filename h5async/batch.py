@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from h5async.deliver.device import Device
 from h5async.errors import BatchExpiredError, taking_memory
+from h5async.spelling import named
 
 
 class Batch(Sequence[Any]):
@@ -91,7 +92,7 @@ class Batch(Sequence[Any]):
         """Return a batch with memory of its own (on a GPU: copied on the current stream)."""
         with nullcontext() if self._device is None else self._device.current():
             what = f"a copy of batch {self.number} of epoch {self.epoch}"
-            with taking_memory(what, "keep fewer batches, or make batch_size smaller"):
+            with taking_memory(what, f"keep fewer batches, or make {named('batch_size')} smaller"):
                 arrays = {name: array.copy() for name, array in self._arrays.items()}
         return Batch(arrays, self.index, self.epoch, self.number, self.last, self._device)
 

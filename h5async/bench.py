@@ -28,6 +28,18 @@ class Measurement(NamedTuple):
         return stats.nbytes * share / stats.elapsed_seconds / 1e9 if stats.elapsed_seconds else 0.0
 
 
+def require_batches(reader: AsyncReader) -> None:
+    """Refuse a reader that has nothing to read.
+
+    Raises
+    ------
+    DatasetError
+        If an epoch has no batch; the message says why.
+    """
+    if not len(reader):
+        reader.fetch_data()
+
+
 def run_flat_out(config: ReaderConfig, seconds: float, **changed: Any) -> Measurement:
     """Read batches for some seconds, epoch after epoch.
 
@@ -39,7 +51,8 @@ def run_flat_out(config: ReaderConfig, seconds: float, **changed: Any) -> Measur
     with AsyncReader(config, **changed) as reader:
         end = perf_counter() + seconds
         batches = 0
-        while len(reader) and (perf_counter() < end or batches < _LEAST_BATCHES):
+        require_batches(reader)
+        while perf_counter() < end or batches < _LEAST_BATCHES:
             for _ in reader:
                 batches += 1
                 if perf_counter() >= end and batches >= _LEAST_BATCHES:

@@ -32,6 +32,7 @@ from h5async.order.schedule import Schedule
 from h5async.plan.transform import row_transform
 from h5async.position import ReaderPosition
 from h5async.readerstats import ReaderCounts
+from h5async.spelling import named
 from h5async.stats import ReaderStats
 from h5async.submitting import Submitter
 from h5async.system.interruptions import interruption, passing
@@ -123,7 +124,7 @@ class Engine:
         self.names = tuple(fields)
         file = next(iter(layouts.values())).file
         what = f"{file}: {config.prefetch} batches of {rows} samples"
-        with taking_memory(what, "make batch_size or prefetch smaller"):
+        with taking_memory(what, f"make {named('batch_size')} or {named('prefetch')} smaller"):
             self.slots = self.device.open_slots(
                 config.prefetch,
                 rows,

@@ -20,6 +20,7 @@ from h5async.fill.records import SlotFiller
 from h5async.fill.selecting import sample_numbers
 from h5async.index.layout import DatasetLayout
 from h5async.plan.transform import RowTransform
+from h5async.spelling import named
 
 
 class GivenSamples:
@@ -72,7 +73,7 @@ class GivenSamples:
         if found.size > self._rows:
             raise ConfigError(
                 f"index: a batch of this reader has {self._rows} samples at most, found"
-                f" {found.size}; make batch_size larger, or use read()"
+                f" {found.size}; make {named('batch_size')} larger, or use read()"
             )
         if self._config.cache is not None and not self._samplings.selection.has(found):
             raise ConfigError(
@@ -92,7 +93,9 @@ class GivenSamples:
             As `AsyncReader.read` says.
         """
         if not isinstance(filler, Filler):
-            raise ConfigError('read() reads in this process, and needs workers="thread"')
+            raise ConfigError(
+                f"read() reads in this process, and needs {named('workers', 'thread')}"
+            )
         what = f"{self._config.hdf5_path}: {samples.size:,} samples"
         with taking_memory(what, "read fewer at once"):
             on_host = [not transform.is_identity for transform in self._transforms]

@@ -18,6 +18,7 @@ from h5async.engine import Engine
 from h5async.errors import ConfigError, DatasetError, FileChangedWarning
 from h5async.handover import Epoch, Handover
 from h5async.index.layout import DatasetLayout
+from h5async.spelling import named
 from h5async.stats import ReaderStats
 
 
@@ -386,9 +387,12 @@ def _why_empty(reader: AsyncReader) -> str:
     if config.sampler is not None:
         return "the sampler draws no sample"
     if not count and config.indices is not None:
-        return "`indices` selects no sample"
-    remedy = "; make batch_size smaller, or drop_last False" if count else ""
-    return f"{count} samples, batch_size={config.batch_size}, drop_last={config.drop_last}{remedy}"
+        return f"{named('indices')} selects no sample"
+    remedy = (
+        f"; make {named('batch_size')} smaller, or use {named('drop_last', False)}" if count else ""
+    )
+    given = (named(name, getattr(config, name)) for name in ("batch_size", "drop_last"))
+    return f"{count} samples, {', '.join(given)}{remedy}"
 
 
 def _reopen(config: ReaderConfig, state: Mapping[str, Any]) -> AsyncReader:

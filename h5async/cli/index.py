@@ -11,10 +11,11 @@ import typer
 from rich.filesize import decimal
 
 from h5async import ConfigError, H5AsyncError, ReaderConfig
-from h5async.cli.options import takes_options
+from h5async.cli.options import spell_in_shell, takes_options
 from h5async.cli.progress import opening
 from h5async.cli.text import safe
-from h5async.config.files import INDEX_SUFFIX, matching_files
+from h5async.config.configfile import map_paths
+from h5async.config.files import INDEX_SUFFIX, home_path, with_variables
 from h5async.core.binding import mapping_mode
 from h5async.fill.progress import on_indexed
 from h5async.index.consulted import Consulted
@@ -50,11 +51,11 @@ def index(
             return
     if not files or output is None:
         raise typer.BadParameter("give FILES, and -o INDEX", param_hint="FILES")
-    path = Path(output)
+    path = Path(home_path(with_variables(output)))
     if path.suffix != INDEX_SUFFIX:
         raise ConfigError(f"the name of a saved index ends in {INDEX_SUFFIX}, found {output!r}")
     config = _config(files, typed)
-    paths = matching_files(list(map(Path, files)))
+    paths = config.files
     reach = Reach(config.allow_external, config.allow_missing, mapping_mode(config.io))
     left_out: list[str] = []
     with opening():
@@ -81,8 +82,10 @@ def _config(files: Sequence[str], typed: dict[str, Any]) -> ReaderConfig:
     num_dim = given.pop("num_dim", 0)
     if pairs:
         fields = {key: {"path": path, "num_dim": num_dim} for key, _, path in pairs}
-        return ReaderConfig.load({"hdf5_path": list(files), "fields": fields}, **given)
-    return ReaderConfig.load({"hdf5_path": list(files), "num_dim": num_dim}, **given)
+        given["fields"] = fields
+    else:
+        given["num_dim"] = num_dim
+    return ReaderConfig.load(map_paths({"hdf5_path": list(files), **given}, with_variables))
 
 
 def _indexed(
@@ -110,7 +113,7 @@ def _layouts(
         if isinstance(layout, DatasetLayout):
             layouts[Wanted.at(name, config.num_dim)] = layout
         else:
-            left_out.append(str(layout))
+            left_out.append(layout.spelled(spell_in_shell))
     return layouts
 
 

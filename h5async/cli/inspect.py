@@ -11,9 +11,10 @@ from rich.filesize import decimal
 
 from h5async import H5AsyncError, ReaderConfig
 from h5async.cli.listing import COLUMNS, Listing
-from h5async.cli.options import takes_options
+from h5async.cli.options import spell_in_shell, takes_options
 from h5async.cli.text import method_text, safe
-from h5async.config.files import INDEX_SUFFIX
+from h5async.config.configfile import map_paths
+from h5async.config.files import INDEX_SUFFIX, with_variables
 from h5async.index.cost import read_cost
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
@@ -33,8 +34,8 @@ def inspect(
 ) -> None:
     """List the datasets of FILE, how each is stored and read, and what a sample costs."""
     given = {name: value for name, value in typed.items() if value is not None}
-    config = ReaderConfig.load({"hdf5_path": file}, **given)
-    path, reach = Path(file), Reach(config.allow_external, config.allow_missing)
+    config = ReaderConfig.load(map_paths({"hdf5_path": file, **given}, with_variables))
+    path, reach = Path(str(config.hdf5_path)), Reach(config.allow_external, config.allow_missing)
     listing = Listing()
     for name, found in _datasets(path, reach):
         listing.add(tuple(safe(cell) for cell in _cells(path, name, found)))
@@ -57,7 +58,11 @@ def _datasets(path: Path, reach: Reach) -> Iterator[tuple[str, DatasetLayout | H
 def _cells(file: Path, name: str, found: DatasetLayout | H5AsyncError) -> Sequence[str]:
     """Return the cells of a dataset's row, in the order of `COLUMNS`."""
     if isinstance(found, H5AsyncError):
-        reason = str(found).removeprefix(printable(f'{file}: dataset "{name}"')).lstrip(":, ")
+        reason = (
+            found.spelled(spell_in_shell)
+            .removeprefix(printable(f'{file}: dataset "{name}"'))
+            .lstrip(":, ")
+        )
         return name, *("-" for _ in COLUMNS[2:]), f"refused: {reason}"
     cost = read_cost(found)
     return (

@@ -10,6 +10,7 @@ import typer
 from rich.filesize import decimal
 
 from h5async import AsyncReader
+from h5async.bench import require_batches
 from h5async.cli.options import reader_config, takes_reader
 from h5async.cli.progress import REFRESH_SECONDS, opening, progress_bar
 from h5async.cli.text import files_text, method_text, safe
@@ -24,6 +25,7 @@ def read(
     with opening():
         reader = AsyncReader(reader_config(typed))
     with reader:
+        require_batches(reader)
         tally = stream(reader, epochs)
         typer.echo(_summary(reader, epochs, tally))
 

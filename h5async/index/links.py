@@ -26,6 +26,7 @@ from h5async.index.unopened import directory_reason, reason_unopened
 from h5async.io.maps import IoMode
 from h5async.io.stamps import FileStamp
 from h5async.names import name_bytes, name_text
+from h5async.spelling import named
 from h5async.system.interruptions import suppressing
 
 _MAX_LINKS = 32  # that one path may lead through; HDF5 stops at 16
@@ -115,7 +116,7 @@ class Reach:
         if not any(resolved.is_relative_to(root) for root in allowed):
             raise UnsafeFileError(
                 f"{where} refers to {resolved}, which is not beside {holder}; if you trust this,"
-                f" allow it: allow_external=[{str(resolved.parent)!r}]"
+                f" allow it: {named('allow_external', [str(resolved.parent)])}"
             )
         return resolved
 

@@ -30,6 +30,7 @@ from h5async.process.child import HelperProcess, check_interpreter, refusal
 from h5async.process.messages import NoteUploaded, Opening, Starting, dump_opening
 from h5async.process.sharedslots import ReaderSlots
 from h5async.process.supervisor import Supervisor
+from h5async.spelling import named
 from h5async.system.patience import Patience
 
 
@@ -65,14 +66,15 @@ class HelperFiller:
         except Exception as error:
             raise ConfigError(
                 f"postprocess cannot be sent to a helper process ({type(error).__name__}:"
-                f' {error}); give it as "module:function", or read with workers="thread"'
+                f' {error}); give it as "module:function", or read with'
+                f" {named('workers', 'thread')}"
             ) from error
         try:
             self.shared = SharedMemory()
         except OSError as error:
             raise ReadError(
                 f"{self._what}: no memory could be shared with a helper process: {refusal(error)},"
-                ' or read with workers="thread"'
+                f" or read with {named('workers', 'thread')}"
             ) from error
         # A request, or True: ask for requests; False: send what was posted; None: the end.
         self._tickets: queue.SimpleQueue[FillRequest | bool | None] = queue.SimpleQueue()

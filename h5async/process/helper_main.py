@@ -42,6 +42,7 @@ from h5async.process.messages import (
     portable,
 )
 from h5async.process.sharedslots import HelperSlots
+from h5async.spelling import named
 
 # In the environment of a new helper: the number of the process that started it.
 MARK = "H5ASYNC_HELPER_OF"
@@ -170,7 +171,7 @@ class _Helper:
                 raise ConfigError(
                     f"postprocess cannot be loaded in the helper process ({type(error).__name__}:"
                     f" {error}); make its module one that a new interpreter can import, or read"
-                    ' with workers="thread"'
+                    f" with {named('workers', 'thread')}"
                 ) from error
         assert isinstance(opening, Opening)
         config = opening.config

@@ -18,6 +18,7 @@ from h5async.errors import PostprocessError
 from h5async.fill.records import FillOutcome, SlotMemory
 from h5async.io.shared import ArraySpec, SharedMemory
 from h5async.process.messages import Answer, SlotSpecs
+from h5async.spelling import named
 
 
 class ReaderSlots:
@@ -182,7 +183,7 @@ class HelperSlots:
             raise PostprocessError(
                 f"postprocess returned dtype {array.dtype}: Python objects cannot lie in memory"
                 " that processes share; return numbers or fixed-size strings, or read with"
-                ' workers="thread"'
+                f" {named('workers', 'thread')}"
             )
         room = self._extras.get((slot, field))
         if room is None or room.nbytes < array.nbytes:
