@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +64,22 @@ def read_layouts(
 
 
 def list_layouts(
-    path: Path, reach: Reach = BESIDE, num_dim: int = 0
+    path: Path,
+    reach: Reach = BESIDE,
+    num_dim: int = 0,
+    wanted: Callable[[str], bool] = lambda name: True,
 ) -> Iterator[tuple[str, DatasetLayout | H5AsyncError]]:
     """Yield each dataset of a file, as it is found, with its layout or why it has none.
 
     They come group by group, in the order of names; dimension `num_dim` counts their samples.
+    Those whose paths are not `wanted` are left out, and not opened.
     """
     with passing(), open_index(path) as file, metadata_cache(file, LISTING_NBYTES):
         indexer = Indexer(file, reach)
         for name, kind in walk(file):
-            if kind == "group" or (kind != "dataset" and not _may_be_dataset(file, name, reach)):
+            if kind == "group" or not wanted(name):
+                continue
+            if kind != "dataset" and not _may_be_dataset(file, name, reach):
                 continue
             layout: DatasetLayout | H5AsyncError
             try:
