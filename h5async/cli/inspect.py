@@ -37,7 +37,7 @@ def inspect(
     patterns: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[PATTERN]...",
+            metavar="PATTERN...",
             help="Paths of the datasets or groups that are listed: 'data/*/obs'. ** stands for any"
             " number of groups.",
         ),

@@ -105,9 +105,18 @@ def _declaration(option: Option) -> Any:
     return typer.Option(
         names,
         metavar=option.values or choices or None,
+        autocompletion=_completion(option),
         help=f"{text}{repeatable}{shown}",
         show_default=False,
     )
+
+
+def _completion(option: Option) -> Callable[[str], list[str]] | None:
+    """Return what completes a choice that is being typed in a shell; None: it completes paths."""
+    words = [_typed_choice(choice) for choice in option.choices]
+    if not words:
+        return None
+    return lambda incomplete: [word for word in words if word.startswith(incomplete)]
 
 
 def flag(option: Option) -> str:
