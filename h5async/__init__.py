@@ -1,5 +1,6 @@
 """h5async: minibatches from HDF5 for training loops, read and decoded by threads."""
 
+import logging
 from importlib.metadata import PackageNotFoundError, version
 
 from h5async.batch import Batch
@@ -20,6 +21,9 @@ from h5async.errors import (
 )
 from h5async.reader import AsyncReader
 from h5async.stats import ReaderStats
+
+# Where the program does not set up logging, nothing is printed, not even warnings.
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 try:
     __version__ = version("h5async")

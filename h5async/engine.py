@@ -31,6 +31,7 @@ from h5async.index.layout import DatasetLayout
 from h5async.order.schedule import Schedule
 from h5async.plan.transform import row_transform
 from h5async.position import ReaderPosition
+from h5async.readerlog import log_memory, log_opened, log_ways
 from h5async.readerstats import ReaderCounts
 from h5async.spelling import named
 from h5async.stats import ReaderStats
@@ -84,9 +85,11 @@ class Engine:
             As `AsyncReader` says.
         """
         self.has_opened.clear()
+        begin = time.perf_counter()
         try:
             lifetime.register(self)
             self._open_dataset()
+            log_opened(self.config, self.layouts, self.num_samples, time.perf_counter() - begin)
             self.ring.check_open()  # at exit, it may have been closed meanwhile
         finally:
             self.has_opened.set()
@@ -118,7 +121,8 @@ class Engine:
             config, self.device, layouts, transforms, rows, budget.staging_nbytes
         )
         formats = self.device_policy.formats
-        memory_plan = budget.plan(formats, wanted_kept_nbytes(config, layouts))
+        wanted = wanted_kept_nbytes(config, layouts)
+        memory_plan = budget.plan(formats, wanted)
         self.position = ReaderPosition(config, samplings, self.ring)
         self.checkpoints = Checkpoints(config, layouts, samplings)
         self.names = tuple(fields)
@@ -170,6 +174,9 @@ class Engine:
             )
         self.has_threads = config.thread_count > 0
         self.num_threads = max(1, min(config.thread_count, memory_plan.most_threads))
+        log_ways(layouts, self._filler.methods)
+        cache = self._filler.stats().cache if self.cache is None else str(self.cache)
+        log_memory(config, cache, memory_plan.most_threads, memory_plan.kept_nbytes, wanted)
         self.counts = ReaderCounts(layouts)
         self.given = GivenSamples(config, layouts, transforms, samplings, rows)
 

@@ -88,7 +88,7 @@ def _trial_lines(trials: Sequence[Trial]) -> list[str]:
     """Return a line for each trial: the median of its speeds, their spread, and the ratio's."""
     given, *others = trials
     width = max(len(_typed(trial.changed)) for trial in trials)
-    head = f"{'as given':<{width}}  {_speed_text(given)}"
+    head = f"{'as given':<{width}}  {_speed_text(given)}".rstrip()
     return [head, *(f"{_typed(trial.changed):<{width}}  {_line_of(trial)}" for trial in others)]
 
 

@@ -157,7 +157,7 @@ class _Helper:
         except _StepFailed as failed:
             self._channel.send(Failed(portable(failed.reason)))
             return
-        self._channel.send(Started(self._filler.methods))
+        self._channel.send(Started(self._filler.methods, self._filler.stats().cache))
         while True:
             self._obey(self._channel.receive())
 
