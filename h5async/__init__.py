@@ -1,7 +1,6 @@
 """h5async: minibatches from HDF5 for training loops, read and decoded by threads."""
 
 import logging
-from importlib.metadata import PackageNotFoundError, version
 
 from h5async.batch import Batch
 from h5async.config import Field, ReaderConfig, Split
@@ -25,10 +24,20 @@ from h5async.stats import ReaderStats
 # Where the program does not set up logging, nothing is printed, not even warnings.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
-try:
-    __version__ = version("h5async")
-except PackageNotFoundError:  # run from a source tree that was never installed
-    __version__ = "0+unknown"
+__version__: str
+
+
+def __getattr__(name: str) -> str:
+    """Return the version: what reads it is loaded where somebody asks."""
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("h5async")
+    except PackageNotFoundError:  # run from a source tree that was never installed
+        return "0+unknown"
+
 
 __all__ = [
     "AsyncReader",

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.deliver.device import Device
 from h5async.errors import BatchExpiredError, taking_memory
 from h5async.spelling import named
+
+if TYPE_CHECKING:
+    from h5async.deliver.device import Device
 
 
 class Batch(Sequence[Any]):

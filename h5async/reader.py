@@ -8,18 +8,19 @@ import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from numpy.typing import ArrayLike
 
+from h5async import lifetime  # noqa: F401  # registers what is done at exit, and after a fork
 from h5async.batch import Batch
 from h5async.config import ReaderConfig, check_timeout
-from h5async.engine import Engine
 from h5async.errors import ConfigError, DatasetError, FileChangedWarning
-from h5async.handover import Epoch, Handover
-from h5async.index.layout import DatasetLayout
 from h5async.spelling import named
 from h5async.stats import ReaderStats
+
+if TYPE_CHECKING:
+    from h5async.index.layout import DatasetLayout
 
 
 class AsyncReader:
@@ -63,6 +64,10 @@ class AsyncReader:
         /,
         **options: Any,
     ) -> None:
+        # Here, because they load nearly all of the package, and not every import makes a reader.
+        from h5async.engine import Engine
+        from h5async.handover import Handover
+
         self._config = ReaderConfig.load(config, **options)
         self._engine = Engine(self._config)
         self._dropped = weakref.finalize(self, self._engine.drop)
@@ -236,6 +241,8 @@ class AsyncReader:
         Of an epoch that is left before its end, batches that were asked for are dropped. The first
         batches of the following epoch are read before this one ends.
         """
+        from h5async.handover import Epoch
+
         engine = self._engine
         engine.check_open()
         engine.position.settle()

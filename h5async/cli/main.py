@@ -12,7 +12,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from h5async import H5AsyncError, ReaderConfig, __version__
+import h5async
+from h5async import H5AsyncError, ReaderConfig
 from h5async.cli.bench import bench
 from h5async.cli.index import index
 from h5async.cli.inspect import inspect
@@ -93,7 +94,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"h5async {__version__}")
+        typer.echo(f"h5async {h5async.__version__}")
         raise typer.Exit
 
 

@@ -34,7 +34,9 @@ class _Absent:
 class Frozen(BaseModel):
     """A configuration: unknown options and values that do not fit are a `ConfigError`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", arbitrary_types_allowed=True, defer_build=True
+    )
 
     def __init__(self, **options: Any) -> None:
         self.check_names(options)
