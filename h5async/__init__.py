@@ -1,6 +1,7 @@
 """h5async: minibatches from HDF5 for training loops, read and decoded by threads."""
 
 import logging
+from typing import Any
 
 from h5async.batch import Batch
 from h5async.config import Field, ReaderConfig, Split
@@ -27,10 +28,20 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())
 __version__: str
 
 
-def __getattr__(name: str) -> str:
-    """Return the version: what reads it is loaded where somebody asks."""
-    if name != "__version__":
+def __getattr__(name: str) -> Any:
+    """Return the version, or a module: what these need is loaded where somebody asks for them."""
+    if name == "__version__":
+        return _version()
+    import importlib.util
+
+    path = f"{__name__}.{name}"
+    if name.startswith("_") or importlib.util.find_spec(path) is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    importlib.import_module(f"{__name__}.engine")  # with nearly all that there is
+    return importlib.import_module(path)
+
+
+def _version() -> str:
     from importlib.metadata import PackageNotFoundError, version
 
     try:

@@ -59,6 +59,12 @@ def test_all_names_are_there():
     assert version[0].isdigit()
 
 
+def test_modules_are_attributes_all_the_same():
+    code = "import h5async; print(h5async.read.fallback.__name__, h5async.torch.__name__)"
+    pytest.importorskip("torch")
+    assert run(code) == "h5async.read.fallback h5async.torch\n"
+
+
 def test_a_name_that_is_not_there():
     import h5async
 
