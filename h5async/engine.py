@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from h5async import lifetime
 from h5async.checkpoint import Checkpoints
 from h5async.config import ReaderConfig
+from h5async.config.files import paths_text
 from h5async.deliver.device import Device, DeviceSlot, find_device
 from h5async.deliver.devicepolicy import DevicePolicy
 from h5async.deliver.host import HostDevice
@@ -95,7 +96,7 @@ class Engine:
             self.has_opened.set()
 
     def _open_dataset(self) -> None:
-        with taking_memory(f"{self.config.hdf5_path} cannot be opened", _REMEDY):
+        with taking_memory(f"{paths_text(self.config.hdf5_path)} cannot be opened", _REMEDY):
             if self.config.workers == "thread":
                 self._open(open_dataset(self.config), None)
             else:
@@ -374,7 +375,7 @@ class Engine:
             error = raised
         if is_lack_of_memory(error):  # of a helper process, or of the device
             batch = f"batch {request.number} of epoch {request.epoch}"
-            error = out_of_memory(f"{self.config.hdf5_path}: {batch}", error)
+            error = out_of_memory(f"{paths_text(self.config.hdf5_path)}: {batch}", error)
         self.ring.filled(request.serial, outcome._replace(arrays=arrays, error=error))
         del error  # its traceback may have this frame
         if self._submitter is not None and self.has_threads:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from h5async.config import ReaderConfig
+from h5async.config.files import paths_text
 from h5async.deliver.host import host_slot, plain_memory
 from h5async.errors import ConfigError, taking_memory
 from h5async.fill.dataset import Samplings
@@ -56,7 +57,9 @@ class GivenSamples:
         ConfigError
             If they are not sample numbers of the dataset, or none.
         """
-        found = sample_numbers(index, self._num_samples, f"{what}: {self._config.hdf5_path}")
+        found = sample_numbers(
+            index, self._num_samples, f"{what}: {paths_text(self._config.hdf5_path)}"
+        )
         if not found.size:
             raise ConfigError(f"{what}: give at least one sample number, found none")
         return found
@@ -96,7 +99,7 @@ class GivenSamples:
             raise ConfigError(
                 f"read() reads in this process, and needs {named('workers', 'thread')}"
             )
-        what = f"{self._config.hdf5_path}: {samples.size:,} samples"
+        what = f"{paths_text(self._config.hdf5_path)}: {samples.size:,} samples"
         with taking_memory(what, "read fewer at once"):
             on_host = [not transform.is_identity for transform in self._transforms]
             memory, _, _ = host_slot(samples.size, self._transforms, on_host, plain_memory)

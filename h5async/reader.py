@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike
 from h5async import lifetime  # noqa: F401  # registers what is done at exit, and after a fork
 from h5async.batch import Batch
 from h5async.config import ReaderConfig, check_timeout
+from h5async.config.files import paths_text
 from h5async.errors import ConfigError, DatasetError, FileChangedWarning
 from h5async.spelling import named
 from h5async.stats import ReaderStats
@@ -31,7 +32,7 @@ class AsyncReader:
     Parameters
     ----------
     config
-        Options as a mapping, a `ReaderConfig`, or the path of a TOML file.
+        Options as a mapping, a `ReaderConfig`, or the path of a TOML, JSON or YAML file.
     **options
         Single options, which win over `config`; ``help(ReaderConfig)`` describes them.
 
@@ -369,7 +370,7 @@ class AsyncReader:
         except ConfigError:  # launchers contradict each other, and no batch was asked for yet
             batches = "rank not known"
         return (
-            f"<AsyncReader {self._config.hdf5_path}: {', '.join(self._engine.names)},"
+            f"<AsyncReader {paths_text(self._config.hdf5_path)}: {', '.join(self._engine.names)},"
             f" {self.num_samples} samples, {batches}, {self.device}{state}>"
         )
 
@@ -385,7 +386,7 @@ class AsyncReader:
         self._engine.check_open()
         if not self._engine.position.num_batches:
             raise DatasetError(
-                f"{self._config.hdf5_path}: an epoch has no batch: {_why_empty(self)}"
+                f"{paths_text(self._config.hdf5_path)}: an epoch has no batch: {_why_empty(self)}"
             )
 
 
@@ -394,7 +395,7 @@ def _why_empty(reader: AsyncReader) -> str:
     if config.sampler is not None:
         return "the sampler draws no sample"
     if not count and config.indices is not None:
-        return f"{named('indices')} selects no sample"
+        return f"`{named('indices')}` selects no sample"
     remedy = (
         f"; make {named('batch_size')} smaller, or use {named('drop_last', False)}" if count else ""
     )

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from h5async.config import ReaderConfig
+from h5async.config.files import paths_text
 from h5async.core.binding import load_core
 from h5async.index.layout import DatasetLayout
 from h5async.names import printable
@@ -40,7 +40,7 @@ def log_opened(
     of_files = f" (data in {len(files):,} files)" if len(files) > 1 else ""
     _log.info(
         "opened %s%s: fields %s, %s samples, in %.3f s",
-        _paths_text(config.hdf5_path),
+        paths_text(config.hdf5_path),
         of_files,
         ", ".join(layouts),
         f"{num_samples:,}",
@@ -96,7 +96,7 @@ def log_memory(
     kept, wanted
         Bytes of decoded chunks that may be kept for later batches, by field, and that would help.
     """
-    what = _paths_text(config.hdf5_path)
+    what = paths_text(config.hdf5_path)
     if config.cache is not None and cache.startswith("none: "):
         reason = cache.removeprefix("none: ")
         _warn_once(f"{what}: no rows are kept by the option cache: {reason}")
@@ -120,10 +120,3 @@ def _warn_once(message: str) -> None:
     if is_new and len(_warned) < _MOST_WARNED:
         _warned.add(message)
     _log.log(logging.WARNING if is_new else logging.DEBUG, "%s", message)
-
-
-def _paths_text(paths: Path | Sequence[Path]) -> str:
-    if isinstance(paths, Path):
-        return printable(str(paths))
-    more = f" and {len(paths) - 1:,} more" if len(paths) > 1 else ""
-    return printable(f"{paths[0]}{more}")

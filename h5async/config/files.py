@@ -5,13 +5,14 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
 from h5async.errors import ConfigError, ReadError
+from h5async.names import printable
 
 INDEX_SUFFIX = ".h5idx"
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
@@ -63,6 +64,14 @@ def with_variables(text: str) -> str:
         return os.environ[name]
 
     return _VARIABLE.sub(value, text)
+
+
+def paths_text(paths: Path | Sequence[Path]) -> str:
+    """Name one file, or the first of several and how many more there are."""
+    if isinstance(paths, Path):
+        return printable(str(paths))
+    more = f" and {len(paths) - 1:,} more" if len(paths) > 1 else ""
+    return printable(f"{paths[0]}{more}")
 
 
 def _file_path(value: object) -> Path:

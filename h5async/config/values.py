@@ -35,7 +35,7 @@ from h5async.system.interruptions import passing, suppressing
 _MAX_TIMEOUT_SECONDS = 1_000_000_000  # 30 years; ten times as much overflows the system's clocks
 _SHOWN_CHARACTERS = 200  # of a value that does not fit
 _NUMBER_WORDS = "must be a number, or one for each channel"
-_SIZE = re.compile(r"(\d[\d_]*(?:\.\d+)?)\s*(?:([kmgtpe])(i)?)?b?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d[\d_]*(?:\.\d+)?)\s*(?:(?:([kmgtpe])(i)?)?b)?", re.IGNORECASE)
 _SIZE_WORDS = "a number of bytes, or a size such as 512MiB (of 1,024s) or 1.5GB (of 1,000s)"
 _FUNCTION_WORDS = 'must be a function or "module:function"'
 

@@ -22,6 +22,7 @@ from h5async.index.metadata import value_layout
 from h5async.order.selection import Selection
 from h5async.order.splits import part_of
 from h5async.read.whole import read_whole
+from h5async.spelling import named
 
 Int64s = NDArray[np.int64]
 
@@ -93,7 +94,9 @@ class Selecting:
         H5AsyncError
             If what they are read from is missing, or cannot be read.
         """
-        with taking_memory(f"{self._first.file}: indices", "select fewer, or use a slice"):
+        with taking_memory(
+            f"{self._first.file}: {named('indices')}", "select fewer, or use a slice"
+        ):
             return self._selection()
 
     def _selection(self) -> Selection:
@@ -102,18 +105,18 @@ class Selecting:
             return Selection.of_range(range(count))
         if isinstance(indices, range):
             for sample in (indices[0], indices[-1]) if indices else ():
-                self._check("indices", sample)
+                self._check(named("indices"), sample)
             return Selection.of_range(indices)
         if isinstance(indices, Split):
             return Selection.of_numbers(self._part(indices))
         if isinstance(indices, Values):
-            return self._of_array("indices", indices.array)
+            return self._of_array(named("indices"), indices.array)
         selected = slice_of(indices)
         if selected is not None:
             try:
                 return Selection.of_range(range(count)[selected])
             except ValueError as error:
-                raise ConfigError(f"indices: {error}, found {indices!r}") from error
+                raise ConfigError(f"{named('indices')}: {error}, found {indices!r}") from error
         if indices.endswith(".npy"):
             return self._of_array(indices, _load(Path(indices)))
         return self._of_dataset(indices)
@@ -143,7 +146,7 @@ class Selecting:
         """Return what a dataset of the files says: bools, or numbers within each file."""
         found, first = [], 0
         for file, count in self._files():
-            array = self._read("indices", file, path, count)
+            array = self._read(named("indices"), file, path, count)
             if array.dtype.kind == "b":
                 _check_length(array, file, path, count)
             if array.dtype.kind not in "biu":
@@ -164,12 +167,15 @@ class Selecting:
     def _part(self, split: Split) -> Int64s:
         names = sorted(split.parts)  # in whatever order they were given
         shares, number = [split.parts[name] for name in names], names.index(split.name)
-        groups, classes = (self._values("indices", path) for path in (split.by, split.stratify))
+        groups, classes = (
+            self._values(named("indices"), path) for path in (split.by, split.stratify)
+        )
         try:
             return part_of(number, shares, self._num_samples, split.seed, groups, classes)
         except TypeError as error:  # NumPy cannot sort them
             raise DatasetError(
-                f"{self._first.file}: indices: the values of {split.by or split.stratify} have no"
+                f"{self._first.file}: {named('indices')}: the values of"
+                f" {split.by or split.stratify} have no"
                 f" order ({error}); choose a dataset of numbers or strings"
             ) from error
 
@@ -192,7 +198,7 @@ class Selecting:
         if weights is None or not selection.size:
             return None
         positions = np.arange(selection.size)
-        with taking_memory(f"{self._first.file}: weights", "select fewer samples"):
+        with taking_memory(f"{self._first.file}: {named('weights')}", "select fewer samples"):
             if isinstance(weights, Mapping):
                 found = self._of_files(weights, selection.samples(positions))
             elif weights == "balanced":
@@ -203,20 +209,21 @@ class Selecting:
                 found = self._of_samples(weights)[selection.samples(positions)]
         if not (np.isfinite(found) & (found >= 0)).all() or not found.any():
             raise ConfigError(
-                "weights: must be finite, not below 0, and not all 0, found"
+                f"{named('weights')}: must be finite, not below 0, and not all 0, found"
                 f" {found.min()} to {found.max()} among the samples that are selected"
             )
         return found.astype(np.float64)
 
     def _of_samples(self, weights: str | Values) -> NDArray[Any]:
         if isinstance(weights, str):
-            found = self._values("weights", weights)
+            found = self._values(named("weights"), weights)
             assert found is not None
         else:
             found = weights.array
         if found.size != self._num_samples or found.dtype.kind not in "biuf":
             raise ConfigError(
-                f"weights: must be a number for each of the {self._num_samples:,} samples of the"
+                f"{named('weights')}: must be a number for each of the {self._num_samples:,}"
+                " samples of the"
                 f" dataset, found {found.size:,} values of {found.dtype}"
             )
         return found
@@ -229,11 +236,11 @@ class Selecting:
         files = [file.resolve() for file, _ in several]
         for file in files:
             if file not in numbers:
-                raise ConfigError(f"weights: no weight is given for {file}")
+                raise ConfigError(f"{named('weights')}: no weight is given for {file}")
         read = set(files)
         for file in given:
             if file not in read:
-                raise ConfigError(f"weights: {file} is none of the files that are read")
+                raise ConfigError(f"{named('weights')}: {file} is none of the files that are read")
         which = np.array([numbers[file] for file in files])  # one file may come twice
         ends = np.cumsum([count for _, count in several])
         chosen = which[np.searchsorted(ends, samples, side="right")]
@@ -244,8 +251,8 @@ class Selecting:
     def _labels(self) -> NDArray[Any]:
         if "labels" not in self._layouts:
             raise ConfigError(
-                'weights: "balanced" needs labels: name one of the fields "labels", or give weights'
-                " as an array"
+                f'{named("weights", "balanced")} needs labels: name one of the fields "labels", or'
+                " give weights as an array"
             )
         return read_whole(self._layouts["labels"], self._reach.io)
 
@@ -266,7 +273,7 @@ class Selecting:
             found = value_layout(file, path, most, self._reach)
             return found if isinstance(found, np.ndarray) else read_whole(found, self._reach.io)
         except DatasetError as error:
-            raise DatasetError(f"{option}: {error}") from error
+            raise DatasetError(f"{option}: {error.marked}") from error
 
     def _files(self) -> Sequence[tuple[Path, int]]:
         """Return the files, and how many samples each has."""
@@ -322,7 +329,9 @@ def _load(path: Path) -> NDArray[Any]:
     try:
         found = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise ConfigError(f"indices: {path} cannot be read as a .npy file ({error})") from error
+        raise ConfigError(
+            f"{named('indices')}: {path} cannot be read as a .npy file ({error})"
+        ) from error
     if not isinstance(found, np.ndarray) or found.ndim != 1:
-        raise ConfigError(f"indices: {path} must hold an array of one dimension")
+        raise ConfigError(f"{named('indices')}: {path} must hold an array of one dimension")
     return found

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
+from h5async.config.files import paths_text
 from h5async.errors import ConfigError, ReadError
 from h5async.fill.limits import MemoryPlan
 from h5async.fill.pool import THREAD_NAME, join_all, start_thread
@@ -59,7 +60,7 @@ class HelperFiller:
 
     def __init__(self, config: ReaderConfig) -> None:
         self._config = config
-        self._what = str(config.hdf5_path)
+        self._what = paths_text(config.hdf5_path)
         check_interpreter()
         try:
             opening = dump_opening(Opening(config))

@@ -225,7 +225,7 @@ class _Helper:
                 extras = self._slots.put(request.slot, outcome)
             except OutOfMemoryError as raised:
                 batch = f"batch {request.number} of epoch {request.epoch}"
-                error = portable(OutOfMemoryError(f"{batch}: {raised}"))
+                error = portable(OutOfMemoryError(f"{batch}: {raised.marked}"))
             except BaseException as raised:
                 error = portable(raised)
         answer = Answer(

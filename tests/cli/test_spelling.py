@@ -120,3 +120,17 @@ def test_what_a_file_of_options_says_is_spelled_as_in_the_file(train, name):
 def test_names_of_files_that_look_like_options_are_left_alone(tmp_path):
     path = tmp_path / "batch_size=4" / "allow_missing=True.h5"
     assert refuse("read", path) == f"error: cannot open {path}: there is no such file\n"
+
+
+SELECTING = {
+    "--indices nowhere": "--indices: ",
+    "--indices 200:100:0": "--indices",
+    "--weights balanced --no-labels": "--weights balanced needs labels",
+    "--weights data": "--weights: ",
+    "--indices missing": "read missing sources as the fill value: --allow-missing\n",
+}
+
+
+@pytest.mark.parametrize("typed", SELECTING)
+def test_what_selects_samples_is_spelled_too(train, typed):
+    assert SELECTING[typed] in refuse("read", train, *typed.split())
