@@ -332,6 +332,7 @@ class AsyncReader:
         holds stay valid.
         """
         self._engine.close(self._config.timeout)
+        self._dropped.detach()  # nothing is left to be done when the reader is collected
 
     def __enter__(self) -> AsyncReader:
         """Return the reader itself."""

@@ -122,7 +122,9 @@ def test_sizes(option, text):
     assert getattr(config, option) == SIZES[text]
 
 
-@pytest.mark.parametrize("text", ["GB", "-1GB", "1GBit", "1,5GB", "0x10", "1e9", "lots", "0.1B"])
+@pytest.mark.parametrize(
+    "text", ["GB", "-1GB", "1GBit", "1,5GB", "0x10", "1e9", "lots", "0.1B", "2M"]
+)
 def test_what_is_no_size(text):
     with pytest.raises(ConfigError, match=r"^window_bytes: must be .*found "):
         ReaderConfig(hdf5_path="a.h5", window_bytes=text)

@@ -390,7 +390,10 @@ class ReaderConfig(Frozen):
         elif isinstance(config, str | os.PathLike):
             path = Path(config)
             base = load_file(path)
-            cls.check_names(base, kind_of_file(path))
+            try:
+                cls.check_names(base, kind_of_file(path))
+            except ConfigError as error:
+                raise ConfigError(f"{path}: {error.marked}") from None
         else:
             raise ConfigError(
                 "config must be a mapping, a ReaderConfig or the path of a file of options,"
