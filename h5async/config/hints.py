@@ -1,16 +1,17 @@
 """Says which option does what somebody expects of a name that is none.
 
 The names are those of other loaders. A hint names the option as it is spelled where the name was
-typed: as a keyword, in a TOML file, or on the command line.
+typed: as a keyword, in a configuration file, or on the command line.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-Where = Literal["keyword", "toml", "shell"]
+from h5async import spelling
+
+Where = spelling.Where | Literal["shell"]
 
 
 class _Hint(NamedTuple):
@@ -97,9 +98,8 @@ def hint_for(name: str, known: Sequence[str], where: Where = "keyword") -> str |
 def _spelled(hint: _Hint, where: Where) -> str:
     if hint.option == "sampler":  # an object
         return "the option sampler"
-    match where:
-        case "shell":
-            return f"--{hint.option.replace('_', '-')} {hint.value}"
-        case "toml":
-            return f"{hint.option} = {json.dumps(hint.value)}"
-    return f"{hint.option}={hint.value!r}"
+    if where == "shell":
+        return f"--{hint.option.replace('_', '-')} {hint.value}"
+    if where == "keyword":
+        return f"{hint.option}={hint.value!r}"
+    return spelling.in_file(where)(hint.option, (hint.value,))

@@ -30,6 +30,7 @@ from h5async.plan.transform import RowTransform
 from h5async.read.chunkcache import LEAST_KEPT
 from h5async.read.fallback import span_nbytes
 from h5async.read.scratch import ScratchSize
+from h5async.spelling import named
 from h5async.system.freememory import free_memory, local_ranks
 
 _SHARE = 0.5  # of the memory that is free, where no limit is given
@@ -179,31 +180,33 @@ class MemoryBudget:
         return BudgetError(
             f"{first.file}: a reader of {', '.join(self._layouts)} takes {needed:,} bytes and does"
             f" not fit in memory: it may take {limit:,} ({self._whose(limit)}), and needs {listed};"
-            f" {largest.remedy}, or set max_batch_bytes if you trust the file. {_what_is_free()}"
+            f" {largest.remedy}, or set {named('max_batch_bytes')} if you trust the file."
+            f" {_what_is_free()}"
         )
 
     def _shares(self, formats: Sequence[EncodedFormat | None], threads: int) -> Iterator[_Share]:
         """Yield what a reader needs, with so many threads in each filler."""
         config, rows, fillers = self._config, self._rows, self._fillers
-        smaller = "make batch_size or prefetch smaller"
+        smaller = f"make {named('batch_size')} or {named('prefetch')} smaller"
         batches = config.prefetch
         yield _Share(f"{batches} batches of {rows} samples", sum(self._slots().values()), smaller)
         if config.debug_lifetimes:
             copied = sum(rows * t.nbytes for t in self._transforms.values())
-            yield _Share("copies of batches", 2 * copied, "set debug_lifetimes=False")
+            yield _Share("copies of batches", 2 * copied, f"set {named('debug_lifetimes', False)}")
         staged = batches * sum(form.staging_nbytes for form in formats if form is not None)
-        yield _Share("encoded chunks for the GPU", staged, 'set decode="host"')
+        yield _Share("encoded chunks for the GPU", staged, f"set {named('decode', 'host')}")
         for what, nbytes, remedy in self._shares_of_filler(threads):
             if fillers > 1:
-                what, remedy = f"{what}, in {fillers} processes", "make workers smaller"
+                what = f"{what}, in {fillers} processes"
+                remedy = f"make {named('workers')} smaller"
             yield _Share(what, fillers * nbytes, remedy)
 
     def _shares_of_filler(self, threads: int) -> Iterator[_Share]:
         """Yield what each filler needs for itself."""
         config, rows, batches = self._config, self._rows, self._config.prefetch
         layouts = list(self._layouts.values())
-        smaller = "make batch_size or prefetch smaller"
-        fewer = "make num_threads smaller" if threads > 1 else "store smaller chunks"
+        smaller = f"make {named('batch_size')} or {named('prefetch')} smaller"
+        fewer = f"make {named('num_threads')} smaller" if threads > 1 else "store smaller chunks"
         scratch = threads * _touched_scratch_nbytes(layouts)
         yield _Share(f"scratch of {threads} thread{'s' * (threads > 1)}", scratch, fewer)
         of_parts = threads * max(map(_parts_scratch_nbytes, layouts))
@@ -212,7 +215,7 @@ class MemoryBudget:
         yield _Share("chunks that two batches share", kept, "store smaller chunks")
         several = {name: rows * t.rows_of_sample for name, t in self._transforms.items()}
         read = max(_fallback_nbytes(y, several[name]) for name, y in self._layouts.items())
-        yield _Share("what h5py reads at a time", read, "make batch_size smaller")
+        yield _Share("what h5py reads at a time", read, f"make {named('batch_size')} smaller")
         planned = sum(several[name] * _num_layers(y) for name, y in self._layouts.items())
         plans = rows * PLANNED_SAMPLE_NBYTES + planned * PLANNED_ROW_NBYTES
         yield _Share("plans of batches", batches * plans, smaller)
@@ -222,7 +225,11 @@ class MemoryBudget:
         yield _Share("lists of chunks", lists, f"{smaller}, or store larger chunks")
         if config.shuffle == "window":
             units = max(layout.most_units() for layout in layouts)
-            yield _Share("the order of samples", units * _UNIT_NBYTES, 'use shuffle="full"')
+            yield _Share(
+                "the order of samples",
+                units * _UNIT_NBYTES,
+                f"use {named('shuffle', 'full')}",
+            )
 
     def _slots(self) -> dict[str, int]:
         """Return what the slots take, by field: rows as read, and as delivered.
@@ -238,9 +245,9 @@ class MemoryBudget:
     def _whose(self, limit: int) -> str:
         """Say where a limit comes from."""
         if limit == self._config.max_batch_bytes:
-            return "max_batch_bytes"
+            return named("max_batch_bytes")
         by = free_memory()[0].limit
-        return f"max_batch_bytes: half of the {self._free:,} that are free by {by}"
+        return f"{named('max_batch_bytes')}: half of the {self._free:,} that are free by {by}"
 
     def _check_slots(self) -> None:
         needed = self._slots()
@@ -251,7 +258,8 @@ class MemoryBudget:
                 f'{largest.file}: dataset "{largest.path}" of shape {largest.shape}:'
                 f" {self._config.prefetch} batches of {self._rows} samples take {total:,} bytes and"
                 f" do not fit in memory: they may take {limit:,} ({self._whose(limit)});"
-                " make batch_size or prefetch smaller, or set max_batch_bytes if you trust the"
+                f" make {named('batch_size')} or {named('prefetch')} smaller, or set"
+                f" {named('max_batch_bytes')} if you trust the"
                 f" file. {_what_is_free()}"
             )
 
@@ -262,7 +270,8 @@ class MemoryBudget:
             raise ConfigError(
                 f'{layout.file}: dataset "{layout.path}": only pieces of its samples are wanted,'
                 f" but each is read whole, and has {layout.row_nbytes:,} bytes, more than the"
-                f" {limit:,} that it may take ({self._whose(limit)}); set max_batch_bytes if you"
+                f" {limit:,} that it may take ({self._whose(limit)}); set"
+                f" {named('max_batch_bytes')} if you"
                 " trust the file"
             )
 
@@ -274,8 +283,8 @@ class MemoryBudget:
                 f'{layout.file}: dataset "{layout.path}": a sample of shape {layout.row_shape} lies'
                 f" in {layout.num_pieces:,} chunks of shape {layout.chunk_shape}; the list of"
                 f" those of a batch takes {needed:,} bytes, more than the {limit:,} that it may"
-                f" take ({self._whose(limit)}); make batch_size smaller, store larger chunks, or"
-                " set max_batch_bytes if you trust the file"
+                f" take ({self._whose(limit)}); make {named('batch_size')} smaller, store"
+                f" larger chunks, or set {named('max_batch_bytes')} if you trust the file"
             )
 
     def _check_chunk(self, layout: DatasetLayout) -> None:
@@ -290,7 +299,8 @@ class MemoryBudget:
             raise ConfigError(
                 f'{layout.file}: dataset "{layout.path}": a chunk of shape {layout.chunk_shape}'
                 f" {what} {nbytes:,} bytes, more than the {limit:,} that it may take"
-                f" ({self._whose(limit)});{remedy} set max_batch_bytes if you trust the file"
+                f" ({self._whose(limit)});{remedy} set {named('max_batch_bytes')} if you trust"
+                " the file"
             )
 
 

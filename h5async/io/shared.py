@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import OutOfMemoryError
+from h5async.spelling import named
 from h5async.system.interruptions import suppressing
 
 
@@ -269,7 +270,7 @@ def _whole_pages(nbytes: int) -> int:
 
 def _refusal(nbytes: int, error: Exception) -> OutOfMemoryError:
     """Return the error that says what can be done where the system gives no shared memory."""
-    hint = "make batch_size or prefetch smaller"
+    hint = f"make {named('batch_size')} or {named('prefetch')} smaller"
     number = getattr(error, "errno", None)
     if number == errno.EFBIG and _file_size_is_limited():
         hint = "raise the limit on the size of files (ulimit -f): it holds for shared memory, too"
@@ -277,7 +278,7 @@ def _refusal(nbytes: int, error: Exception) -> OutOfMemoryError:
         hint += ", or raise the limits on address space (ulimit -v) and on maps (vm.max_map_count)"
     return OutOfMemoryError(
         f"the system refuses {nbytes:,} bytes of shared memory ({error}); {hint}, or read with"
-        ' workers="thread"'
+        f" {named('workers', 'thread')}"
     )
 
 

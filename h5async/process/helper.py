@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
+from h5async.config.files import paths_text
 from h5async.errors import ConfigError, ReadError
 from h5async.fill.limits import MemoryPlan
 from h5async.fill.pool import THREAD_NAME, join_all, start_thread
@@ -31,6 +32,7 @@ from h5async.process.child import HelperProcess, check_interpreter, refusal
 from h5async.process.crew import Crew
 from h5async.process.messages import Opening, Starting, dump_opening
 from h5async.process.sharedslots import ReaderSlots
+from h5async.spelling import named
 from h5async.system.patience import Patience
 
 
@@ -59,21 +61,22 @@ class HelperFiller:
 
     def __init__(self, config: ReaderConfig) -> None:
         self._config = config
-        self._what = str(config.hdf5_path)
+        self._what = paths_text(config.hdf5_path)
         check_interpreter()
         try:
             opening = dump_opening(Opening(config))
         except Exception as error:
             raise ConfigError(
                 f"postprocess cannot be sent to a helper process ({type(error).__name__}:"
-                f' {error}); give it as "module:function", or read with workers="thread"'
+                f' {error}); give it as "module:function", or read with'
+                f" {named('workers', 'thread')}"
             ) from error
         try:
             self.shared = SharedMemory()
         except OSError as error:
             raise ReadError(
                 f"{self._what}: no memory could be shared with a helper process: {refusal(error)},"
-                ' or read with workers="thread"'
+                f" or read with {named('workers', 'thread')}"
             ) from error
         # A request, or True: ask for requests; False: send what was posted; None: the end.
         self._tickets: queue.SimpleQueue[FillRequest | bool | None] = queue.SimpleQueue()

@@ -42,6 +42,7 @@ from h5async.process.messages import (
     portable,
 )
 from h5async.process.sharedslots import HelperSlots
+from h5async.spelling import named
 
 # In the environment of a new helper: the number of the process that started it.
 MARK = "H5ASYNC_HELPER_OF"
@@ -156,7 +157,7 @@ class _Helper:
         except _StepFailed as failed:
             self._channel.send(Failed(portable(failed.reason)))
             return
-        self._channel.send(Started(self._filler.methods))
+        self._channel.send(Started(self._filler.methods, self._filler.stats().cache))
         while True:
             self._obey(self._channel.receive())
 
@@ -170,7 +171,7 @@ class _Helper:
                 raise ConfigError(
                     f"postprocess cannot be loaded in the helper process ({type(error).__name__}:"
                     f" {error}); make its module one that a new interpreter can import, or read"
-                    ' with workers="thread"'
+                    f" with {named('workers', 'thread')}"
                 ) from error
         assert isinstance(opening, Opening)
         config = opening.config
@@ -226,7 +227,7 @@ class _Helper:
                 extras = self._slots.put(request.slot, outcome)
             except OutOfMemoryError as raised:
                 batch = f"batch {request.number} of epoch {request.epoch}"
-                error = portable(OutOfMemoryError(f"{batch}: {raised}"))
+                error = portable(OutOfMemoryError(f"{batch}: {raised.marked}"))
             except BaseException as raised:
                 error = portable(raised)
         answer = Answer(

@@ -83,9 +83,10 @@ class Starting(NamedTuple):
 
 
 class Started(NamedTuple):
-    """Slots can be filled; `methods` says how each field is read."""
+    """Slots can be filled; `methods` says how each field is read, and `cache` what is kept."""
 
     methods: list[str]
+    cache: str
 
 
 class NoteUploaded(NamedTuple):

@@ -19,6 +19,7 @@ from h5async.errors import PostprocessError
 from h5async.fill.records import FillOutcome, SlotMemory
 from h5async.io.shared import ArraySpec, SharedMemory
 from h5async.process.messages import Answer, Rooms, SlotSpecs
+from h5async.spelling import named
 
 
 class ReaderSlots:
@@ -192,7 +193,7 @@ class HelperSlots:
             raise PostprocessError(
                 f"postprocess returned dtype {array.dtype}: Python objects cannot lie in memory"
                 " that processes share; return numbers or fixed-size strings, or read with"
-                ' workers="thread"'
+                f" {named('workers', 'thread')}"
             )
         room = self._room(slot, field)
         if room is None or room.nbytes < array.nbytes:

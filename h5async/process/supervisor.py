@@ -17,6 +17,7 @@ to answer, and `run` sends what was posted.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -45,6 +46,7 @@ from h5async.process.steps import Steps
 from h5async.stats import STAGES, ThreadCounts
 from h5async.system.interruptions import suppressing
 
+_log = logging.getLogger("h5async.process")
 _NOTHING_DONE = FillerStats(dict.fromkeys(STAGES, 0.0), ThreadCounts(), 0, "none")
 
 
@@ -291,6 +293,7 @@ class Supervisor:
         started = _step(process)
         assert isinstance(started, Started)
         with self._lock:
+            self._stats = _NOTHING_DONE._replace(cache=started.cache)
             self._outstanding.helper_started()
             if self._post_requests():
                 self._wake_sender()
@@ -360,6 +363,12 @@ class Supervisor:
                 error = HelperDied(f"{error} before it had {step}; standard error may say why")
             self._steps.put(error)
             return False
+        if isinstance(error, HelperDied):  # (as text: handlers may keep what they are given)
+            _log.warning(
+                "%s: %s; another helper takes its place, and goes on with what it had to deliver",
+                self._what,
+                str(error),
+            )
         for request, reason in self._victims(error):
             self._fail(request, reason)
         return True

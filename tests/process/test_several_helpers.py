@@ -108,7 +108,7 @@ def random_function(data, labels, *, rng, index, epoch, number):
         {"postprocess": in_place, "drop_last": True, "indices": "3:49:2"},
         {"weights": "labels", "epoch_samples": 90, "debug_lifetimes": True},
     ],
-    ids=str,
+    ids=lambda options: "-".join(map(str, options)),  # (not what they are: functions)
 )
 def test_batches_are_those_of_threads(path, workers, options):
     assert_same(found(path, workers, **options), expected(path, **options))
