@@ -1,6 +1,7 @@
 """h5async: minibatches from HDF5 for training loops, read and decoded by threads."""
 
-from importlib.metadata import PackageNotFoundError, version
+import logging
+from typing import Any
 
 from h5async.batch import Batch
 from h5async.config import Field, RaggedField, ReaderConfig, Sequences, SparseField, Split
@@ -24,10 +25,33 @@ from h5async.reader import AsyncReader
 from h5async.sparse import Csr
 from h5async.stats import ReaderStats
 
-try:
-    __version__ = version("h5async")
-except PackageNotFoundError:  # run from a source tree that was never installed
-    __version__ = "0+unknown"
+# Where the program does not set up logging, nothing is printed, not even warnings.
+logging.getLogger(__name__).addHandler(logging.NullHandler())
+
+__version__: str
+
+
+def __getattr__(name: str) -> Any:
+    """Return the version, or a module: what these need is loaded where somebody asks for them."""
+    if name == "__version__":
+        return _version()
+    import importlib.util
+
+    path = f"{__name__}.{name}"
+    if name.startswith("_") or importlib.util.find_spec(path) is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    importlib.import_module(f"{__name__}.engine")  # with nearly all that there is
+    return importlib.import_module(path)
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("h5async")
+    except PackageNotFoundError:  # run from a source tree that was never installed
+        return "0+unknown"
+
 
 __all__ = [
     "AsyncReader",

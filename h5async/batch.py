@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.deliver.device import Device
 from h5async.errors import BatchExpiredError, taking_memory
 from h5async.order.sequences import SequenceTable
+from h5async.spelling import named
+
+if TYPE_CHECKING:
+    from h5async.deliver.device import Device
 
 
 class Batch(Sequence[Any]):
@@ -104,7 +107,7 @@ class Batch(Sequence[Any]):
         """Return a batch with memory of its own (on a GPU: copied on the current stream)."""
         with nullcontext() if self._device is None else self._device.current():
             what = f"a copy of batch {self.number} of epoch {self.epoch}"
-            with taking_memory(what, "keep fewer batches, or make batch_size smaller"):
+            with taking_memory(what, f"keep fewer batches, or make {named('batch_size')} smaller"):
                 arrays = {name: array.copy() for name, array in self._arrays.items()}
         epoch, number, last = self.epoch, self.number, self.last
         return Batch(arrays, self.index, epoch, number, last, self._device, self._sequences)

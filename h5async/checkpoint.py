@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from h5async.config import ReaderConfig
+from h5async.config.files import paths_text
 from h5async.errors import ConfigError, ReadError
 from h5async.fill.dataset import Samplings
 from h5async.index.fingerprint import fingerprint
@@ -113,7 +114,8 @@ class Checkpoints:
                 continue
             if name == "fingerprint":
                 raise ReadError(
-                    f"{self._config.hdf5_path}: a file has changed since the state was saved: its"
+                    f"{paths_text(self._config.hdf5_path)}: a file has changed since the state"
+                    " was saved: its"
                     " size, shapes, dtypes or chunks differ; start anew, without the state"
                 )
             if name == "num_samples":

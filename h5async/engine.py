@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from h5async import lifetime
 from h5async.checkpoint import Checkpoints
 from h5async.config import ReaderConfig
+from h5async.config.files import paths_text
 from h5async.deliver.device import Device, DeviceSlot, find_device
 from h5async.deliver.devicepolicy import DevicePolicy
 from h5async.deliver.host import HostDevice
@@ -34,7 +35,9 @@ from h5async.order.schedule import Schedule
 from h5async.order.spans import SpanRows
 from h5async.plan.transform import row_transform
 from h5async.position import ReaderPosition
+from h5async.readerlog import log_memory, log_opened, log_ways
 from h5async.readerstats import ReaderCounts
+from h5async.spelling import named
 from h5async.stats import ReaderStats
 from h5async.submitting import Submitter
 from h5async.system.interruptions import interruption, passing
@@ -86,15 +89,17 @@ class Engine:
             As `AsyncReader` says.
         """
         self.has_opened.clear()
+        begin = time.perf_counter()
         try:
             lifetime.register(self)
             self._open_dataset()
+            log_opened(self.config, self.layouts, self.num_samples, time.perf_counter() - begin)
             self.ring.check_open()  # at exit, it may have been closed meanwhile
         finally:
             self.has_opened.set()
 
     def _open_dataset(self) -> None:
-        with taking_memory(f"{self.config.hdf5_path} cannot be opened", _REMEDY):
+        with taking_memory(f"{paths_text(self.config.hdf5_path)} cannot be opened", _REMEDY):
             if self.config.workers == "thread":
                 opened = open_dataset(self.config)
                 self.config = opened.config
@@ -137,13 +142,14 @@ class Engine:
             config, self.device, layouts, transforms, rows, budget.staging_nbytes
         )
         formats = self.device_policy.formats
-        memory_plan = budget.plan(formats, wanted_kept_nbytes(config, layouts))
+        wanted = wanted_kept_nbytes(config, layouts)
+        memory_plan = budget.plan(formats, wanted)
         self.position = ReaderPosition(config, samplings, self.ring)
         self.checkpoints = Checkpoints(config, layouts, samplings)
         self.names = tuple(fields)
         file = next(iter(layouts.values())).file
         what = f"{file}: {config.prefetch} batches of {rows} samples"
-        with taking_memory(what, "make batch_size or prefetch smaller"):
+        with taking_memory(what, f"make {named('batch_size')} or {named('prefetch')} smaller"):
             self.slots = self.device.open_slots(
                 config.prefetch,
                 rows,
@@ -189,8 +195,13 @@ class Engine:
                 on_done=self._on_done,
                 on_crash=self.ring.fail,
             )
-        self.has_threads = config.thread_count > 0
-        self.num_threads = max(1, min(config.thread_count, memory_plan.most_threads))
+        # A helper process has one in any case; and without any, the caller does the work.
+        of_each = min(config.filler_threads, memory_plan.most_threads)
+        self.has_threads = of_each > 0
+        self.num_threads = max(1, config.num_helpers) * max(1, of_each)
+        log_ways(layouts, self._filler.methods)
+        cache = self._filler.stats().cache if self.cache is None else str(self.cache)
+        log_memory(config, cache, memory_plan.most_threads, memory_plan.kept_nbytes, wanted)
         self.counts = ReaderCounts(layouts)
         self.given = GivenSamples(config, layouts, transforms, samplings, rows)
 
@@ -356,14 +367,14 @@ class Engine:
         """Reads that went through h5py so far."""
         return self._filler.stats().fallback_reads
 
-    def stats(self, num_threads: int) -> ReaderStats:
-        """Return what was done so far, by `num_threads` threads at most."""
+    def stats(self) -> ReaderStats:
+        """Return what was done so far."""
         done = self._filler.stats()
         return self.counts.stats(
             done,
             self._filler.methods,
             device_chunks=self.device_policy.num_chunks,
-            num_threads=min(num_threads, self.num_threads),
+            num_threads=self.num_threads if self.has_threads else 0,
             workers=self.config.workers,
             cache=done.cache if self.cache is None else str(self.cache),
             decode=self.device_policy.sentence,
@@ -388,7 +399,7 @@ class Engine:
             error = raised
         if is_lack_of_memory(error):  # of a helper process, or of the device
             batch = f"batch {request.number} of epoch {request.epoch}"
-            error = out_of_memory(f"{self.config.hdf5_path}: {batch}", error)
+            error = out_of_memory(f"{paths_text(self.config.hdf5_path)}: {batch}", error)
         self.ring.filled(request.serial, outcome._replace(arrays=arrays, error=error))
         del error  # its traceback may have this frame
         if self._submitter is not None and self.has_threads:

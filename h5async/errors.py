@@ -25,10 +25,30 @@ from contextlib import contextmanager
 from typing import TypeGuard
 
 from h5async.names import printable
+from h5async.spelling import Spell, as_keyword, has_options, named, spelled
 
 
 class H5AsyncError(Exception):
-    """Base of every error that h5async raises on purpose."""
+    """Base of every error that h5async raises on purpose.
+
+    A message names options by `h5async.spelling.named`; ``str()`` has them as keywords.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        if len(args) == 1 and isinstance(args[0], str) and has_options(args[0]):
+            self._marked = args[0]
+            self.args = (spelled(args[0], as_keyword),)
+
+    @property
+    def marked(self) -> str:
+        """The message with its options marked, for a message that contains it."""
+        found: str = self.__dict__.get("_marked") or str(self)
+        return found
+
+    def spelled(self, spell: Spell) -> str:
+        """Return the message with the options as `spell` writes them, in printable form."""
+        return printable(spelled(self.marked, spell))
 
     def __str__(self) -> str:
         """Return the message as it was given, in printable form (`KeyError` would quote it)."""
@@ -161,7 +181,8 @@ def out_of_memory(what: str, cause: BaseException, remedy: str = "") -> OutOfMem
         With `cause` as its cause.
     """
     found = f" ({cause})" if str(cause) else ""
-    remedy = remedy or "make batch_size, prefetch or num_threads smaller, or free some memory"
+    batches = f"{named('batch_size')}, {named('prefetch')}"
+    remedy = remedy or (f"make {batches} or {named('num_threads')} smaller, or free some memory")
     error = OutOfMemoryError(f"{what}: the system refused more memory{found}; {remedy}")
     error.__cause__ = cause
     return error

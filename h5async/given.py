@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from h5async.config import ReaderConfig
+from h5async.config.files import paths_text
 from h5async.deliver.host import host_slot, plain_memory
 from h5async.errors import ConfigError, taking_memory
 from h5async.fill.dataset import Samplings
@@ -22,6 +23,7 @@ from h5async.fill.selecting import sample_numbers
 from h5async.index.layout import DatasetLayout
 from h5async.order.spans import SpanRows
 from h5async.plan.transform import RowTransform
+from h5async.spelling import named
 
 
 class GivenSamples:
@@ -57,7 +59,9 @@ class GivenSamples:
         ConfigError
             If they are not sample numbers of the dataset, or none.
         """
-        found = sample_numbers(index, self._num_samples, f"{what}: {self._config.hdf5_path}")
+        found = sample_numbers(
+            index, self._num_samples, f"{what}: {paths_text(self._config.hdf5_path)}"
+        )
         if not found.size:
             raise ConfigError(f"{what}: give at least one sample number, found none")
         self._samplings.check(found, f"{what}: {self._config.hdf5_path}")
@@ -75,7 +79,7 @@ class GivenSamples:
         if found.size > self._rows:
             raise ConfigError(
                 f"index: a batch of this reader has {self._rows} samples at most, found"
-                f" {found.size}; make batch_size larger, or use read()"
+                f" {found.size}; make {named('batch_size')} larger, or use read()"
             )
         for transform, rows in zip(self._transforms, self._samplings.rows, strict=True):
             if isinstance(rows, SpanRows) and transform.capacity is not None:
@@ -103,8 +107,10 @@ class GivenSamples:
             As `AsyncReader.read` says.
         """
         if not isinstance(filler, Filler):
-            raise ConfigError('read() reads in this process, and needs workers="thread"')
-        what = f"{self._config.hdf5_path}: {samples.size:,} samples"
+            raise ConfigError(
+                f"read() reads in this process, and needs {named('workers', 'thread')}"
+            )
+        what = f"{paths_text(self._config.hdf5_path)}: {samples.size:,} samples"
         with taking_memory(what, "read fewer at once"):
             on_host = [not transform.is_identity for transform in self._transforms]
             transforms = [

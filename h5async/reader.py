@@ -8,17 +8,20 @@ import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from numpy.typing import ArrayLike
 
+from h5async import lifetime  # noqa: F401  # registers what is done at exit, and after a fork
 from h5async.batch import Batch
 from h5async.config import ReaderConfig, check_timeout
-from h5async.engine import Engine
+from h5async.config.files import paths_text
 from h5async.errors import ConfigError, DatasetError, FileChangedWarning
-from h5async.handover import Epoch, Handover
-from h5async.index.layout import DatasetLayout
+from h5async.spelling import named
 from h5async.stats import ReaderStats
+
+if TYPE_CHECKING:
+    from h5async.index.layout import DatasetLayout
 
 
 class AsyncReader:
@@ -29,7 +32,7 @@ class AsyncReader:
     Parameters
     ----------
     config
-        Options as a mapping, a `ReaderConfig`, or the path of a TOML file.
+        Options as a mapping, a `ReaderConfig`, or the path of a TOML, JSON or YAML file.
     **options
         Single options, which win over `config`; ``help(ReaderConfig)`` describes them.
 
@@ -62,6 +65,10 @@ class AsyncReader:
         /,
         **options: Any,
     ) -> None:
+        # Here, because they load nearly all of the package, and not every import makes a reader.
+        from h5async.engine import Engine
+        from h5async.handover import Handover
+
         self._config = ReaderConfig.load(config, **options)
         self._engine = Engine(self._config)
         self._dropped = weakref.finalize(self, self._engine.drop)
@@ -108,7 +115,7 @@ class AsyncReader:
 
     def stats(self) -> ReaderStats:
         """Return what was done so far and how long it took; ``str()`` says what to change."""
-        return self._engine.stats(self._config.thread_count)
+        return self._engine.stats()
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch.
@@ -234,6 +241,8 @@ class AsyncReader:
         Of an epoch that is left before its end, batches that were asked for are dropped. The first
         batches of the following epoch are read before this one ends.
         """
+        from h5async.handover import Epoch
+
         engine = self._engine
         engine.check_open()
         engine.position.settle()
@@ -322,6 +331,7 @@ class AsyncReader:
         holds stay valid.
         """
         self._engine.close(self._config.timeout)
+        self._dropped.detach()  # nothing is left to be done when the reader is collected
 
     def __enter__(self) -> AsyncReader:
         """Return the reader itself."""
@@ -360,7 +370,7 @@ class AsyncReader:
         except ConfigError:  # launchers contradict each other, and no batch was asked for yet
             batches = "rank not known"
         return (
-            f"<AsyncReader {self._config.hdf5_path}: {', '.join(self._engine.names)},"
+            f"<AsyncReader {paths_text(self._config.hdf5_path)}: {', '.join(self._engine.names)},"
             f" {self.num_samples} samples, {batches}, {self.device}{state}>"
         )
 
@@ -376,7 +386,7 @@ class AsyncReader:
         self._engine.check_open()
         if not self._engine.position.num_batches:
             raise DatasetError(
-                f"{self._config.hdf5_path}: an epoch has no batch: {_why_empty(self)}"
+                f"{paths_text(self._config.hdf5_path)}: an epoch has no batch: {_why_empty(self)}"
             )
 
 
@@ -385,9 +395,12 @@ def _why_empty(reader: AsyncReader) -> str:
     if config.sampler is not None:
         return "the sampler draws no sample"
     if not count and config.indices is not None:
-        return "`indices` selects no sample"
-    remedy = "; make batch_size smaller, or drop_last False" if count else ""
-    return f"{count} samples, batch_size={config.batch_size}, drop_last={config.drop_last}{remedy}"
+        return f"`{named('indices')}` selects no sample"
+    remedy = (
+        f"; make {named('batch_size')} smaller, or use {named('drop_last', False)}" if count else ""
+    )
+    given = (named(name, getattr(config, name)) for name in ("batch_size", "drop_last"))
+    return f"{count} samples, {', '.join(given)}{remedy}"
 
 
 def _reopen(config: ReaderConfig, state: Mapping[str, Any]) -> AsyncReader:

@@ -51,7 +51,7 @@ class ReaderCounts:
         *,
         device_chunks: int,
         num_threads: int,
-        workers: str,
+        workers: str | int,
         cache: str,
         decode: str,
     ) -> ReaderStats:

@@ -151,7 +151,7 @@ class ReaderStats:
     filters
         Names of the filters of all fields.
     workers
-        ``"thread"`` or ``"process"``: which process the threads, and their GIL, belong to.
+        As the option says it: which processes the threads, and their GIL, belong to.
     """
 
     batches: int
@@ -170,7 +170,7 @@ class ReaderStats:
     ways: Mapping[str, str]
     num_threads: int
     filters: Sequence[str] = field(default=())
-    workers: str = "thread"
+    workers: str | int = "thread"
     cache: str = "none"
     decode: str = "host"
 

@@ -35,7 +35,8 @@ class H5Dataset(IterableDataset):
 
     The reader's threads do the work of a DataLoader's worker processes. Where a DataLoader is
     needed, write ``DataLoader(dataset, batch_size=None)``: the batches exist already, and
-    `num_workers` stays 0.
+    `num_workers` stays 0. For a `postprocess` that holds the GIL, give the dataset ``workers=4``,
+    say, which has as many processes fill batches side by side.
 
     Files are opened by the first use of anything but `close`. The dataset can be pickled before and
     after that: the copy opens the files again, and goes on where this one is.
@@ -195,7 +196,8 @@ def _check_process() -> None:
         raise ConfigError(
             "H5Dataset was used in a worker process of a DataLoader; it needs none, as its own"
             " threads read and decode ahead, without the GIL and without a copy between processes;"
-            f" {_WRITE}, without num_workers, and for more threads give the dataset num_threads"
+            f" {_WRITE}, without num_workers, and for more threads give the dataset num_threads, or"
+            " for a postprocess that holds the GIL, workers=4, say"
         )
 
 

@@ -17,16 +17,27 @@ HEAD = """\
 # Options
 
 `AsyncReader` takes its options as keywords, as a mapping, as a `ReaderConfig`, or as the path of a
-TOML file. Keywords win over the others. An unknown option is a `ConfigError` that names the nearest
-known one. `help(h5async.ReaderConfig)` and `h5async read --help` show the same descriptions as this
-page, which `scripts/make_options_page.py` makes.
+[file of options](#files-of-options). Keywords win over the others. An unknown option is a
+`ConfigError` that names the nearest known one. `help(h5async.ReaderConfig)` and
+`h5async read --help` show the same descriptions as this page, which `scripts/make_options_page.py`
+makes.
+
+## Files of options
 
 ```python
 AsyncReader("options.toml", batch_size=64)
 ```
 
-In a TOML file an empty string stands for None in `labels_field` and `cache`. On the command line
-`--no-labels` stands for `labels_field=None`.
+A file of options is TOML, or JSON where its name ends in `.json`, or YAML where it ends in `.yaml`
+or `.yml`, for which `pip install 'h5async[yaml]'` brings PyYAML. In TOML, which has no null, an
+empty string stands for None in `labels_field` and `cache`.
+
+- **Paths** in it are relative to the file. `$NAME` and `${NAME}` in them are variables of the
+  environment, there and on the command line; one that is not set is an error. (Python callers have
+  `os.environ`.) `~` is the user's home everywhere.
+- **Sizes** in bytes are integers, or text: `512MiB` counts by 1,024, and `1.5GB` by 1,000.
+
+## Options of the reader
 
 Other pages say more: [batches](batches.md) (`prefetch`, `postprocess`, `timeout`, `cache`,
 `debug_lifetimes`, `max_batch_bytes`), [files](files.md) (`hdf5_path`, `fields`, `io`,
@@ -84,12 +95,15 @@ def _typed(option: Option) -> str:
 
 
 def _values(option: Option) -> str:
-    if option.choices:
-        return ", ".join(_code(_written(choice)) for choice in option.choices)
-    if option.is_mapping or option.is_function:
-        return "mapping" if option.is_mapping else "function, or string"
     words = {bool: "bool", int: "integer", float: "number", str: "string", Path: "path"}
     one = "integer, or string" if option.takes_names else words[option.type]
+    if option.choices:
+        numbers = [] if option.type is str else [one]
+        return ", ".join([*(_code(_written(choice)) for choice in option.choices), *numbers])
+    if option.is_mapping or option.is_function:
+        return "mapping" if option.is_mapping else "function, or string"
+    if option.values == "SIZE":
+        return "bytes, or a size such as `512MiB`, `1.5GB`"
     return f"{one}, or a list of them" if option.is_list else one
 
 

@@ -157,8 +157,8 @@ class Workload:
             "seed": self.random.randrange(1000),
             "num_threads": choose([0, 1, 2, 3]),
             "prefetch": choose([1, 2, 3, 4]),
-            "workers": choose(["thread", "thread", "process"]),
-            "cache": choose([None, None, "host"]),
+            "workers": (workers := choose(["thread", "thread", "process", 3])),
+            "cache": choose([None, None, "host" if workers != 3 else None]),
             "io": choose(["auto", "pread"]),
             "postprocess": functions[function],
             "device": "cpu",
@@ -181,8 +181,8 @@ class Workload:
         """Use a reader in one way; return it, or the one that goes on where it was."""
         how = self.random.choice(["loop", "pairs", "state", "epoch", "kill", "timeout"])
         if how == "kill":
-            filler = reader._engine.filler
-            process = getattr(filler, "_process", None)
+            processes = getattr(reader._engine.filler, "processes", [None])
+            process = self.random.choice(processes)
             if process is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process._popen.pid, signal.SIGKILL)

@@ -12,7 +12,7 @@ NAMES = {
     "subset": ("indices", "'1000:'"),
     "transform": ("postprocess", "'module:function'"),
     "collate_fn": ("postprocess", "'module:function'"),
-    "num_workers": ("num_threads", "8"),
+    "num_workers": ("workers", "4"),
     "normalize": ("postprocess", "'module:function'"),
     "mean": ("postprocess", "'module:function'"),
     "std": ("postprocess", "'module:function'"),

@@ -2,35 +2,69 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Annotated, Any
 
 import typer
 from rich.filesize import decimal
 
-from h5async import ReaderStats
-from h5async.bench import Measurement, alternatives, run_flat_out
-from h5async.cli.options import reader_config, takes_reader
-from h5async.cli.progress import opening
+from h5async import ReaderConfig, ReaderStats
+from h5async.bench import LEAST_ROUNDS, Trial, alternatives, compare, run_flat_out
+from h5async.cli.documents import Json, print_document
+from h5async.cli.options import reader_config, spell_in_shell, takes_reader
+from h5async.cli.progress import opening, progress_bar
 from h5async.cli.text import safe
 
 _SHOWN_SHARE = 0.001  # of the time, below which a stage is left out
+_VERDICTS = {
+    "faster": "faster",
+    "slower": "slower",
+    "same": "the same",
+    "unclear": "no verdict: the spread covers the difference",
+}
 
 
 @takes_reader
 def bench(
-    seconds: Annotated[float, typer.Option(min=0.0, help="How long to read.")] = 2.0, **typed: Any
+    seconds: Annotated[
+        float, typer.Option(min=0.0, help="How long to read with each of the options compared.")
+    ] = 2.0,
+    rounds: Annotated[
+        int, typer.Option(min=LEAST_ROUNDS, help="In how many turns each of them reads.")
+    ] = 7,
+    as_json: Json = False,
+    **typed: Any,
 ) -> None:
-    """Read FILE as fast as it goes, say where the time goes, and try what may be faster."""
+    """Read FILE as fast as it goes, say where the time goes, and try what may be faster.
+
+    Each of the options that are compared reads by turns, after a warm-up. What the turns do not
+    agree on is no verdict.
+    """
     config = reader_config(typed)
     with opening():
-        given = run_flat_out(config, seconds)
-    typer.echo("\n".join(_breakdown(given.stats)))
-    typer.echo(f"\n{safe(given.stats)}\n")
-    typer.echo(_speed_line("as given", given, given))
-    for changed in alternatives(config):
-        found = run_flat_out(config, seconds, **changed)
-        options = ", ".join(f"{name}={value!r}" for name, value in changed.items())
-        typer.echo(_speed_line(options, found, given))
+        stats = run_flat_out(config, seconds)
+    if not as_json:
+        typer.echo("\n".join(_breakdown(stats)))
+        typer.echo(f"\n{safe(stats)}\n")
+    trials = _compared(config, seconds, rounds)
+    if as_json:
+        print_document("bench", _content(config, stats, seconds, trials))
+        return
+    typer.echo("\n".join(_trial_lines(trials)))
+    typer.echo(f"\n{_verdict(trials)}")
+
+
+def _compared(config: ReaderConfig, seconds: float, rounds: int) -> list[Trial]:
+    changes = list(alternatives(config))
+    with progress_bar("measured") as progress:
+        task = progress.add_task("", total=rounds * (1 + len(changes)))
+
+        def tell() -> None:
+            progress.advance(task)
+            progress.refresh()
+
+        return compare(config, changes, seconds, rounds, tell)
 
 
 def _breakdown(stats: ReaderStats) -> list[str]:
@@ -50,6 +84,80 @@ def _breakdown(stats: ReaderStats) -> list[str]:
     ]
 
 
-def _speed_line(name: str, found: Measurement, given: Measurement) -> str:
-    ratio = found.speed / given.speed if given.speed else 0.0
-    return f"{name:<24}{found.speed:8.3g} GB/s {ratio:7.2f}x"
+def _trial_lines(trials: Sequence[Trial]) -> list[str]:
+    """Return a line for each trial: the median of its speeds, their spread, and the ratio's."""
+    given, *others = trials
+    width = max(len(_typed(trial.changed)) for trial in trials)
+    head = f"{'as given':<{width}}  {_speed_text(given)}".rstrip()
+    return [head, *(f"{_typed(trial.changed):<{width}}  {_line_of(trial)}" for trial in others)]
+
+
+def _line_of(trial: Trial) -> str:
+    return f"{_speed_text(trial)}  {_ratio_text(trial)}  {_VERDICTS[trial.verdict]}"
+
+
+def _speed_text(trial: Trial) -> str:
+    low, middle, high = (
+        f"{value / 1e9:.3g}"
+        for value in (min(trial.speeds), median(trial.speeds), max(trial.speeds))
+    )
+    spread = f"({low} to {high})"
+    return f"{middle:>6} GB/s {spread:<18}"
+
+
+def _ratio_text(trial: Trial) -> str:
+    spread = f"({min(trial.ratios):.2f} to {max(trial.ratios):.2f})"
+    return f"{median(trial.ratios):5.2f}x {spread:<16}"
+
+
+def _typed(changed: Mapping[str, Any]) -> str:
+    """Return options as they are typed."""
+    return " ".join(spell_in_shell(name, (value,)) for name, value in changed.items())
+
+
+def _fastest(trials: Sequence[Trial]) -> Trial | None:
+    faster = [trial for trial in trials[1:] if trial.verdict == "faster"]
+    return max(faster, key=lambda trial: median(trial.ratios), default=None)
+
+
+def _verdict(trials: Sequence[Trial]) -> str:
+    """Say in a sentence what to change, if the rounds agree on that."""
+    rounds, best = len(trials[0].speeds), _fastest(trials)
+    if best is not None:
+        return (
+            f"verdict: {_typed(best.changed)} is {median(best.ratios):.2f} times as fast"
+            f" ({min(best.ratios):.2f} to {max(best.ratios):.2f} in {rounds} rounds)"
+        )
+    unclear = sum(trial.verdict == "unclear" for trial in trials[1:])
+    if unclear:
+        return (
+            f"verdict: nothing that was tried is clearly faster; {unclear} of {len(trials) - 1} are"
+            " within the spread, which a longer run (--seconds) may tell apart"
+        )
+    return "verdict: nothing that was tried is faster"
+
+
+def _content(
+    config: ReaderConfig, stats: ReaderStats, seconds: float, trials: Sequence[Trial]
+) -> dict[str, Any]:
+    """Return what `docs/command-line.md` says of the document of `h5async bench`."""
+    best = _fastest(trials)
+    return {
+        "files": config.files,
+        "seconds": seconds,
+        "rounds": len(trials[0].speeds),
+        "stats": stats,
+        "sentence": str(stats),
+        "trials": [
+            {
+                "options": trial.changed,
+                "typed": _typed(trial.changed),
+                "bytes_per_second": trial.speeds,
+                "ratios": trial.ratios,
+                "verdict": trial.verdict if number else None,
+            }
+            for number, trial in enumerate(trials)
+        ],
+        "fastest": None if best is None else _typed(best.changed),
+        "verdict": _verdict(trials).removeprefix("verdict: "),
+    }

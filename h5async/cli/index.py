@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,10 +11,12 @@ import typer
 from rich.filesize import decimal
 
 from h5async import ConfigError, H5AsyncError, ReaderConfig
-from h5async.cli.options import number_or_name, takes_options
+from h5async.cli.documents import Json, print_document
+from h5async.cli.options import number_or_name, spell_in_shell, takes_options
 from h5async.cli.progress import opening
 from h5async.cli.text import safe
-from h5async.config.files import INDEX_SUFFIX, matching_files
+from h5async.config.configfile import map_paths
+from h5async.config.files import INDEX_SUFFIX, home_path, with_variables
 from h5async.core.binding import mapping_mode
 from h5async.fill.progress import on_indexed
 from h5async.index.consulted import Consulted
@@ -38,23 +40,30 @@ _Clear = Annotated[
 
 @takes_options(["fields", "num_dim", "io", "allow_external", "allow_missing"])
 def index(
-    files: _Files = None, output: _Output = None, clear: _Clear = False, **typed: Any
+    files: _Files = None,
+    output: _Output = None,
+    clear: _Clear = False,
+    as_json: Json = False,
+    **typed: Any,
 ) -> None:
     """Save what a reader must know of FILES as one index, which `hdf5_path` takes in their place.
 
     It holds all datasets of the files, by their first dimension; with --field, these alone.
     """
-    if clear:
-        _clear()
-        if not files and output is None:
-            return
+    cleared = _clear() if clear else None
+    if cleared is not None and not as_json:
+        typer.echo(cleared.sentence)
+    if clear and not files and output is None:
+        if as_json:
+            print_document("index", {"index": None, "left_out": [], "cleared": cleared})
+        return
     if not files or output is None:
         raise typer.BadParameter("give FILES, and -o INDEX", param_hint="FILES")
-    path = Path(output)
+    path = Path(home_path(with_variables(output)))
     if path.suffix != INDEX_SUFFIX:
         raise ConfigError(f"the name of a saved index ends in {INDEX_SUFFIX}, found {output!r}")
     config = _config(files, typed)
-    paths = matching_files(list(map(Path, files)))
+    paths = config.files
     reach = Reach(config.allow_external, config.allow_missing, mapping_mode(config.io))
     left_out: list[str] = []
     with opening():
@@ -66,8 +75,13 @@ def index(
         raise H5AsyncError(f"{path} cannot be made: it cannot hold {error}") from error
     except OSError as error:
         raise H5AsyncError(f"cannot write {path}: {error.strerror or error}") from error
-    nbytes = decimal(path.stat().st_size)
-    typer.echo(f"{safe(path)}: {len(found):,} files, {datasets:,} datasets, {nbytes}")
+    nbytes = path.stat().st_size
+    if as_json:
+        made = {"path": path, "files": len(found), "datasets": datasets, "nbytes": nbytes}
+        content = {"index": made, "left_out": left_out, "cleared": cleared}
+        print_document("index", content)
+        return
+    typer.echo(f"{safe(path)}: {len(found):,} files, {datasets:,} datasets, {decimal(nbytes)}")
     if left_out:
         more = f", and {len(left_out) - 1:,} more" if len(left_out) > 1 else ""
         typer.echo(f"left out, because no reader can read it: {safe(left_out[0])}{more}", err=True)
@@ -81,8 +95,10 @@ def _config(files: Sequence[str], typed: dict[str, Any]) -> ReaderConfig:
     num_dim = number_or_name(given.pop("num_dim", "0"))
     if pairs:
         fields = {key: {"path": path, "num_dim": num_dim} for key, _, path in pairs}
-        return ReaderConfig.load({"hdf5_path": list(files), "fields": fields}, **given)
-    return ReaderConfig.load({"hdf5_path": list(files), "num_dim": num_dim}, **given)
+        given["fields"] = fields
+    else:
+        given["num_dim"] = num_dim
+    return ReaderConfig.load(map_paths({"hdf5_path": list(files), **given}, with_variables))
 
 
 def _indexed(
@@ -110,17 +126,30 @@ def _layouts(
         if isinstance(layout, DatasetLayout):
             layouts[Wanted.at(name, config.num_dim)] = layout
         else:
-            left_out.append(str(layout))
+            left_out.append(layout.spelled(spell_in_shell))
     return layouts
 
 
-def _clear() -> None:
+@dataclass(frozen=True)
+class _Cleared:
+    """What was removed of the user's cache folder; None: there is no home."""
+
+    folder: Path | None
+    entries: int
+    nbytes: int
+
+    @property
+    def sentence(self) -> str:
+        if self.folder is None:
+            return "there is no cache folder, because there is no home"
+        return f"{safe(self.folder)}: removed {self.entries:,} entries, {decimal(self.nbytes)}"
+
+
+def _clear() -> _Cleared:
     folder = cache_folder()
     if folder is None:
-        typer.echo("there is no cache folder, because there is no home")
-        return
+        return _Cleared(None, 0, 0)
     try:
-        count, nbytes = clear_cache(folder)
+        return _Cleared(folder, *clear_cache(folder))
     except OSError as error:
         raise H5AsyncError(f"cannot empty {folder}: {error.strerror or error}") from error
-    typer.echo(f"{safe(folder)}: removed {count:,} entries, {decimal(nbytes)}")

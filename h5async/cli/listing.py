@@ -33,17 +33,24 @@ class Listing:
     ----------
     has_begun
         Whether anything was printed.
+    has_heads
+        Whether there were lines of a single cell.
     """
 
     def __init__(self) -> None:
         self.has_begun = False
+        self.has_heads = False
         self._rows: list[Sequence[str]] = []
         self._widths = [cell_len(name) for name in COLUMNS]
         self._console = Console(highlight=False)
         self._since = 0.0
 
     def add(self, row: Sequence[str]) -> None:
-        """Take a row, which may be printed somewhat later, for the sake of even columns."""
+        """Take a row, which may be printed somewhat later, for the sake of even columns.
+
+        One of a single cell is a line of its own, which says what the rows below it belong to.
+        """
+        self.has_heads |= len(row) == 1
         if not self._rows:
             self._since = perf_counter()
         self._rows.append(row)
@@ -55,7 +62,8 @@ class Listing:
         if not self._rows:
             return
         for row in self._rows:
-            self._widths = [max(n, cell_len(c)) for n, c in zip(self._widths, row, strict=True)]
+            if len(row) > 1:
+                self._widths = [max(n, cell_len(c)) for n, c in zip(self._widths, row, strict=True)]
         console, width = self._console, sum(self._widths) + 2 * (len(COLUMNS) - 1)
         if console.is_terminal and width > console.width:
             with console.capture() as capture:
@@ -68,6 +76,8 @@ class Listing:
         self._rows.clear()
 
     def _line(self, row: Sequence[str]) -> str:
+        if len(row) == 1:
+            return row[0]
         cells = []
         for name, cell, width in zip(COLUMNS, row, self._widths, strict=True):
             space = " " * (width - cell_len(cell))
@@ -90,6 +100,9 @@ def _stacked(rows: Sequence[Sequence[str]]) -> Table:
         right = not _RIGHT.isdisjoint(names)
         table.add_column("\n".join(names), overflow="fold", justify="right" if right else "left")
     for row in rows:
+        if len(row) == 1:
+            table.add_row(Text(row[0]))
+            continue
         cell = dict(zip(COLUMNS, row, strict=True))
         stacks = ([cell[name] for name in names if cell[name] != "-"] for names in _STACKED_COLUMNS)
         table.add_row(*(Text("\n".join(stack) or "-") for stack in stacks))

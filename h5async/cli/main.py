@@ -12,10 +12,12 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from h5async import H5AsyncError, ReaderConfig, __version__
+import h5async
+from h5async import H5AsyncError, ReaderConfig
 from h5async.cli.bench import bench
 from h5async.cli.index import index
 from h5async.cli.inspect import inspect
+from h5async.cli.options import spell_in_shell
 from h5async.cli.read import read
 from h5async.cli.text import safe
 from h5async.config.hints import hint_for
@@ -53,7 +55,7 @@ class _Group(TyperGroup):
         try:
             return super().invoke(ctx)
         except H5AsyncError as error:
-            _print_error("\n".join(map(safe, str(error).splitlines())))
+            _print_error("\n".join(map(safe, error.spelled(spell_in_shell).splitlines())))
             raise typer.Exit(1) from None
         except _UsageError as error:
             name = getattr(error, "option_name", "")  # it is an option that there is not
@@ -84,7 +86,7 @@ def _output_error() -> OSError | None:
 app = typer.Typer(
     cls=_Group,
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # names and messages hold brackets; its panels break long messages
 )
@@ -92,7 +94,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"h5async {__version__}")
+        typer.echo(f"h5async {h5async.__version__}")
         raise typer.Exit
 
 

@@ -6,10 +6,11 @@ choices, default and description.
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from inspect import Parameter, signature
 from pathlib import Path
 from types import GenericAlias
@@ -18,10 +19,16 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 from pydantic import BaseModel
 
-from h5async import ReaderConfig
+from h5async import ConfigError, ReaderConfig
+from h5async.config.configfile import kind_of_file, load_file, map_paths
 from h5async.config.describe import Option, options_of
+from h5async.config.files import with_variables
+from h5async.names import shell_word
+from h5async.spelling import as_keyword, in_file, named, spelled
 
-_CONFIG = typer.Option(metavar="TOML", help="File of options; those typed here win.")
+_CONFIG = typer.Option(
+    metavar="FILE", help="File of options (TOML, .json, .yaml); those typed here win."
+)
 _NO_LABELS = typer.Option("--no-labels", help="Read no labels.")
 
 _OBJECTS = ("sampler",)  # which cannot be typed
@@ -81,8 +88,9 @@ def _parameter(name: str, kind: Any, declaration: Any, default: Any = None) -> P
 
 
 def _type(option: Option) -> Any:
-    # (A `Path` of "" would be one of ".".)
-    kind = str if option.type is Path or option.takes_names else option.type
+    # A `Path` of "" would be one of "."; and one of some words may be a number, too.
+    as_text = option.type is Path or option.takes_names or option.choices
+    kind = str if as_text else option.type
     return GenericAlias(list, (kind,)) if option.is_list else kind
 
 
@@ -92,7 +100,7 @@ def _declaration(option: Option) -> Any:
         return typer.Argument(metavar="FILE...", help=f"{text} May be left to --config.")
     names = flag(option)
     if option.type is bool:
-        names = f"{names}/--no-{names.removeprefix('--')}"
+        names = f"{names}/{_negated(names)}"
     repeatable = " Repeatable." if option.is_list else ""
     default = _default_text(option)
     shown = f" [default: {default}]" if default else ""
@@ -100,9 +108,18 @@ def _declaration(option: Option) -> Any:
     return typer.Option(
         names,
         metavar=option.values or choices or None,
+        autocompletion=_completion(option),
         help=f"{text}{repeatable}{shown}",
         show_default=False,
     )
+
+
+def _completion(option: Option) -> Callable[[str], list[str]] | None:
+    """Return what completes a choice that is being typed in a shell; None: it completes paths."""
+    words = [_typed_choice(choice) for choice in option.choices]
+    if not words:
+        return None
+    return lambda incomplete: [word for word in words if word.startswith(incomplete)]
 
 
 def flag(option: Option) -> str:
@@ -140,10 +157,56 @@ def reader_config(typed: Mapping[str, Any]) -> ReaderConfig:
     """
     if not typed["hdf5_path"] and typed["config"] is None:
         raise typer.BadParameter("give it, or --config with an hdf5_path", param_hint="FILE")
-    config = ReaderConfig.load(typed["config"], **_typed_options(typed))
+    given, path = map_paths(_typed_options(typed), with_variables), typed["config"]
+    try:
+        config = ReaderConfig.load(path, **given)
+    except ConfigError as error:
+        if path is None:
+            raise
+        raise ConfigError(_spelled_as_in(path, error.marked, given)) from error
     if config.postprocess is not None:
         sys.path.insert(0, "")  # as `python -m` has it; a script finds no modules next to the user
     return config
+
+
+def _spelled_as_in(path: Path, message: str, typed: Container[str]) -> str:
+    """Spell the options that a file has, and nobody typed, as they are in the file."""
+    try:
+        in_path = load_file(path)
+    except ConfigError:
+        return message
+    spell = in_file(kind_of_file(path))
+    is_there = [name for name in in_path if name not in typed]
+    return spelled(
+        message, lambda name, value: spell(name, value) if name in is_there else named(name, *value)
+    )
+
+
+def spell_in_shell(name: str, value: tuple[Any, ...]) -> str:
+    """Spell an option, which a message names, as it is typed in a shell."""
+    option = _options().get(name)
+    if option is None or name in _OBJECTS:
+        return as_keyword(name, value)
+    if option.is_required:
+        return " ".join(map(shell_word, map(str, value))) or "FILE"
+    if name == "labels_field" and value == (None,):
+        return "--no-labels"
+    typed = flag(option)
+    if not value or option.is_mapping:
+        return typed
+    if option.type is bool:
+        return typed if value[0] else _negated(typed)
+    several = value[0] if isinstance(value[0], list | tuple) else value
+    return " ".join(f"{typed} {shell_word(_typed_choice(one))}" for one in several)
+
+
+@functools.cache
+def _options() -> dict[str, Option]:
+    return {option.name: option for option in options_of(ReaderConfig)}
+
+
+def _negated(name: str) -> str:
+    return f"--no-{name.removeprefix('--')}"
 
 
 def _typed_options(typed: Mapping[str, Any]) -> dict[str, Any]:

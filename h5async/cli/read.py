@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Annotated, Any
 
@@ -10,6 +10,8 @@ import typer
 from rich.filesize import decimal
 
 from h5async import AsyncReader
+from h5async.bench import require_batches
+from h5async.cli.documents import Json, field_facts, print_document
 from h5async.cli.options import reader_config, takes_reader
 from h5async.cli.progress import REFRESH_SECONDS, opening, progress_bar
 from h5async.cli.text import files_text, method_text, safe
@@ -18,14 +20,19 @@ from h5async.cli.text import files_text, method_text, safe
 @takes_reader
 def read(
     epochs: Annotated[int, typer.Option(min=1, help="How often to read everything.")] = 1,
+    as_json: Json = False,
     **typed: Any,
 ) -> None:
     """Read FILE in batches, and say how fast that was."""
     with opening():
         reader = AsyncReader(reader_config(typed))
     with reader:
+        require_batches(reader)
         tally = stream(reader, epochs)
-        typer.echo(_summary(reader, epochs, tally))
+        if as_json:
+            print_document("read", _content(reader, epochs, tally))
+        else:
+            typer.echo(_summary(reader, epochs, tally))
 
 
 @dataclass(slots=True)
@@ -70,6 +77,20 @@ def stream(reader: AsyncReader, epochs: int) -> Tally:
                     progress.update(task, completed=tally.batches, description=tally.speed)
                     progress.refresh()
     return tally
+
+
+def _content(reader: AsyncReader, epochs: int, tally: Tally) -> dict[str, Any]:
+    """Return what `docs/command-line.md` says of the document of `h5async read`."""
+    layouts = reader.layouts.items()
+    return {
+        "files": reader.config.files,
+        "fields": [field_facts(name, layout) for name, layout in layouts],
+        "epochs": epochs,
+        "device": reader.device,
+        **asdict(tally),
+        "stats": reader.stats(),
+        "sentence": str(reader.stats()),
+    }
 
 
 def _summary(reader: AsyncReader, epochs: int, tally: Tally) -> str:

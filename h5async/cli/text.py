@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from h5async.core.binding import load_core
@@ -25,13 +25,12 @@ def files_text(paths: Sequence[Path]) -> str:
     return first if len(paths) == 1 else f"{len(paths)} files, {first} to {last}"
 
 
-def shape_text(layout: DatasetLayout) -> str:
-    """Return the shape of a dataset, with the names of its dimensions, where it has some."""
+def dimensions_of(layout: DatasetLayout) -> tuple[str, ...] | None:
+    """Return the name of each dimension, empty where it has none; None: none has one."""
     if not any(layout.dim_names):
-        return str(layout.shape)
+        return None
     names = [*layout.dim_names, *((),) * (len(layout.shape) - len(layout.dim_names))]
-    pairs = zip(map("/".join, names), layout.shape, strict=True)
-    return f"({', '.join(f'{name} {extent}'.lstrip() for name, extent in pairs)})"
+    return tuple(map("/".join, names))
 
 
 def packing_text(layout: DatasetLayout) -> str:
@@ -52,7 +51,17 @@ def method_text(layout: DatasetLayout) -> str:
     """Say how a dataset is read: directly, and by what, or through h5py, and why."""
     if layout.fallback_reason is not None:
         return f"h5py: {layout.fallback_reason}"
+    return direct_text(*methods_of(layout))
+
+
+def methods_of(layout: DatasetLayout) -> tuple[tuple[str, ...], int]:
+    """Return by what a dataset is read directly, and how many datasets its values lie in."""
     methods = {method_of(load_core(), source) for source in layout.leaves()}
-    by = ", by the core" if methods == {"core"} else ", in Python" if "python" in methods else ""
     sources = len({(source.file, source.path) for source in layout.leaves()})
+    return tuple(sorted(methods)), sources
+
+
+def direct_text(methods: Collection[str], sources: int) -> str:
+    """Say by what a dataset is read directly, and out of how many."""
+    by = ", by the core" if set(methods) == {"core"} else ", in Python" * ("python" in methods)
     return f"direct{by}, from {sources} sources" if sources > 1 else f"direct{by}"

@@ -28,9 +28,10 @@ class Option:
     name, description, shell
         Its name, what it means, and what it means on the command line.
     type
-        The type of one value, as it is typed on a command line: bool, int, float, str or Path.
+        The type of one value, as it is typed on a command line: bool, int, float, str or Path; str
+        for numbers that are typed in a way of their own, which `values` says.
     choices
-        The only values that there are, but None; empty: any.
+        The only values that there are, but None, and numbers where `type` is one; empty: any.
     is_list, is_mapping, is_function
         Whether it takes several values, whether these have names, and whether it takes a function.
     takes_names
@@ -75,7 +76,7 @@ def _option(name: str, field: Any) -> Option:
         name=name,
         description=description,
         shell=words.shell or description,
-        type=found[0] if found else str,
+        type=str if not found or (found[0] is int and words.values) else found[0],
         choices=tuple(v for k in kinds if get_origin(k) is Literal for v in get_args(k)),
         is_list=tuple in origins or is_mapping,
         is_mapping=is_mapping,

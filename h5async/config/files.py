@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from h5async.errors import ReadError
+from h5async.errors import ConfigError, ReadError
+from h5async.names import printable
 
 INDEX_SUFFIX = ".h5idx"
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 
 
 def matching_files(paths: Iterable[Path]) -> list[Path]:
@@ -35,12 +38,48 @@ def matching_files(paths: Iterable[Path]) -> list[Path]:
     return found
 
 
+def home_path(text: str) -> str:
+    """Return a path that begins with ``~`` or ``~user`` as one of that home; others as they are."""
+    return os.path.expanduser(text)
+
+
+def with_variables(text: str) -> str:
+    """Return a path with the environment variables that it names, as ``$NAME`` or ``${NAME}``.
+
+    This is for paths that are typed on a command line or in a configuration file. One that exists
+    as it was typed is left alone.
+
+    Raises
+    ------
+    ConfigError
+        If the environment has no such variable.
+    """
+    if "$" not in text or os.path.exists(text):
+        return text
+
+    def value(found: re.Match[str]) -> str:
+        name = found[1] or found[2]
+        if name not in os.environ:
+            raise ConfigError(f"{text}: there is no environment variable {name}")
+        return os.environ[name]
+
+    return _VARIABLE.sub(value, text)
+
+
+def paths_text(paths: Path | Sequence[Path]) -> str:
+    """Name one file, or the first of several and how many more there are."""
+    if isinstance(paths, Path):
+        return printable(str(paths))
+    more = f" and {len(paths) - 1:,} more" if len(paths) > 1 else ""
+    return printable(f"{paths[0]}{more}")
+
+
 def _file_path(value: object) -> Path:
     if not isinstance(value, str | bytes | os.PathLike):
         raise ValueError("must be a path")
     if not os.fspath(value):
         raise ValueError("the path is empty")
-    return Path(os.fsdecode(value))
+    return Path(home_path(os.fsdecode(value)))
 
 
 def _file_paths(value: object) -> Path | tuple[Path, ...]:

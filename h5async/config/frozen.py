@@ -14,6 +14,7 @@ from pydantic import Field as Bound
 from h5async.config.hints import Where, hint_for
 from h5async.config.values import shown
 from h5async.errors import ConfigError
+from h5async.spelling import named
 from h5async.system.interruptions import interruption, raise_again
 
 REQUIRED: Any = ...
@@ -33,7 +34,9 @@ class _Absent:
 class Frozen(BaseModel):
     """A configuration: unknown options and values that do not fit are a `ConfigError`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", arbitrary_types_allowed=True, defer_build=True
+    )
 
     def __init__(self, **options: Any) -> None:
         self.check_names(options)
@@ -151,9 +154,10 @@ def _message(error: ValidationError) -> str:
         if not names:
             lines.append(message)
         elif item["type"] == "missing":
-            lines.append(f"{names[0]} is required")
+            lines.append(f"{named(names[0])} is required")
         else:
-            where = ".".join(name for name in names if name.isidentifier())
+            inner = "".join(f".{name}" for name in names[1:] if name.isidentifier())
+            where = f"{named(names[0])}{inner}"
             line = f"{where}: {message[0].lower()}{message[1:]}"
             is_told = isinstance(item.get("ctx", {}).get("error"), ConfigError)
             lines.append(line if is_told else f"{line}, found {shown(item['input'])}")

@@ -1,16 +1,17 @@
 """Says which option does what somebody expects of a name that is none.
 
 The names are those of other loaders. A hint names the option as it is spelled where the name was
-typed: as a keyword, in a TOML file, or on the command line.
+typed: as a keyword, in a configuration file, or on the command line.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-Where = Literal["keyword", "toml", "shell"]
+from h5async import spelling
+
+Where = spelling.Where | Literal["shell"]
 
 
 class _Hint(NamedTuple):
@@ -33,7 +34,12 @@ _SELECT = _Hint(
     "{} says which samples an epoch is made of, and so does a Split", "indices", "1000:"
 )
 _FUNCTION = _Hint("{} is called with the arrays of a whole batch", "postprocess", "module:function")
-_THREADS = _Hint("threads do the work of worker processes, and {} says how many", "num_threads", 8)
+_WORKERS = _Hint(
+    "threads do the work of worker processes, and num_threads says how many; for a postprocess that"
+    " holds the GIL, {} has several processes fill batches side by side",
+    "workers",
+    4,
+)
 _SCALE = _Hint(
     "a Field of `fields` has dtype, scale and offset: values are delivered as x * scale + offset;"
     " what else is to be computed, {} does",
@@ -59,7 +65,7 @@ _HINTS: dict[str, tuple[_Hint, ...]] = {
     for names, hints in (
         ("subset split train_size test_size validation_split", (_SELECT,)),
         ("transform transforms target_transform augment map collate collate_fn", (_FUNCTION,)),
-        ("num_workers n_workers num_proc worker_count", (_THREADS,)),
+        ("num_workers n_workers num_proc worker_count", (_WORKERS,)),
         ("normalize normalise mean std", (_SCALE_OF_FIELD, _SCALE)),
         ("mask_and_scale set_auto_maskandscale", (_UNPACK,)),
         ("window buffer_size shuffle_buffer", (_MIX,)),
@@ -92,9 +98,8 @@ def hint_for(name: str, known: Sequence[str], where: Where = "keyword") -> str |
 def _spelled(hint: _Hint, where: Where) -> str:
     if hint.option == "sampler":  # an object
         return "the option sampler"
-    match where:
-        case "shell":
-            return f"--{hint.option.replace('_', '-')} {hint.value}"
-        case "toml":
-            return f"{hint.option} = {json.dumps(hint.value)}"
-    return f"{hint.option}={hint.value!r}"
+    if where == "shell":
+        return f"--{hint.option.replace('_', '-')} {hint.value}"
+    if where == "keyword":
+        return f"{hint.option}={hint.value!r}"
+    return spelling.in_file(where)(hint.option, (hint.value,))

@@ -12,7 +12,8 @@ import operator
 import os
 import re
 from collections.abc import Callable
-from typing import Annotated, Any
+from fractions import Fraction
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import (
@@ -28,13 +29,17 @@ from pydantic import Field as Bound
 
 from h5async.errors import ConfigError
 from h5async.names import name_bytes, name_text
+from h5async.spelling import named
 from h5async.system.interruptions import passing, suppressing
 
 _MAX_TIMEOUT_SECONDS = 1_000_000_000  # 30 years; ten times as much overflows the system's clocks
 _MOST_STEP = 1 << 40  # farther from a sample no row lies
 _SHOWN_CHARACTERS = 200  # of a value that does not fit
 _NUMBER_WORDS = "must be a number, or one for each channel"
+_SIZE = re.compile(r"(\d[\d_]*(?:\.\d+)?)\s*(?:(?:([kmgtpe])(i)?)?b)?", re.IGNORECASE)
+_SIZE_WORDS = "a number of bytes, or a size such as 512MiB (of 1,024s) or 1.5GB (of 1,000s)"
 _FUNCTION_WORDS = 'must be a function or "module:function"'
+_WORKERS_WORDS = 'must be "thread", "process", or a number of helper processes'
 
 
 def shown(value: object) -> str:
@@ -88,6 +93,25 @@ def _sample_dimension(value: object) -> object:
             " of steps"
         )
     return found if is_pair else found[0]
+
+
+def _workers(value: object) -> object:
+    """Let a number be a string, as which it is typed on the command line."""
+    if isinstance(value, str) and re.fullmatch(r"[0-9]{1,9}", value):
+        return int(value)
+    return _integer(value)
+
+
+def _nbytes(value: object) -> object:
+    """Let text such as "512MiB" and "1.5 GB" count as numbers of bytes."""
+    if not isinstance(value, str):
+        return _integer(value)
+    found = _SIZE.fullmatch(value.strip())
+    if found is None:
+        raise ValueError(f"must be {_SIZE_WORDS}")
+    number, prefix, binary = found.groups()
+    factor = (1024 if binary else 1000) ** " kmgtpe".index((prefix or " ").lower())
+    return int(Fraction(number.replace("_", "")) * factor)
 
 
 def _dtype(value: object) -> np.dtype[Any] | None:
@@ -176,7 +200,7 @@ def check_timeout(value: object) -> float | None:
     try:
         return _seconds(value)
     except ValueError as error:
-        raise ConfigError(f"timeout: {error}; found {shown(value)}") from error
+        raise ConfigError(f"{named('timeout')}: {error}; found {shown(value)}") from error
 
 
 def function_path(value: object) -> object:
@@ -198,7 +222,8 @@ def function_path(value: object) -> object:
         found = None
     if found is not value or module == "__main__":
         raise ConfigError(
-            f"postprocess: {shown(value)} cannot be saved, because another process could not"
+            f"{named('postprocess')}: {shown(value)} cannot be saved, because another process"
+            " could not"
             ' import it; give it as "module:function"'
         )
     return f"{module}:{name}"
@@ -220,7 +245,15 @@ AsInteger = BeforeValidator(_integer)
 Int = Annotated[int, Bound(strict=True), AsInteger]
 Natural = Annotated[int, Bound(strict=True, ge=0), AsInteger]
 Positive = Annotated[int, Bound(strict=True, ge=1), AsInteger]
+_AsSize = BeforeValidator(_nbytes, json_schema_input_type=int | str)
+Size = Annotated[int, Bound(strict=True, ge=1), _AsSize]
+SizeOrZero = Annotated[int, Bound(strict=True, ge=0), _AsSize]
 Bool = Annotated[bool, Bound(strict=True)]
+Workers = Annotated[
+    Literal["thread", "process"] | Annotated[int, Bound(strict=True, ge=1)],
+    BeforeValidator(_workers),
+    _worded(_WORKERS_WORDS),
+]
 Dimension = Annotated[
     Annotated[int, Bound(strict=True)] | str,
     BeforeValidator(_dimension),
@@ -231,7 +264,7 @@ Dimensions = Annotated[
     BeforeValidator(_several),
     _worded("must be a list of dimensions, by number or by name"),
 ]
-SampleDimension = Annotated[Any, PlainValidator(_sample_dimension)]
+SampleDimension = Annotated[int | str | Any, PlainValidator(_sample_dimension)]
 Steps = Annotated[Any, PlainValidator(_steps)]
 Number = Annotated[
     float | tuple[float, ...],

@@ -33,6 +33,7 @@ from h5async.io.shared import SharedMemory
 from h5async.order.selection import Selection
 from h5async.plan.encoded import EncodedFormat
 from h5async.plan.transform import RowTransform
+from h5async.spelling import named
 
 if TYPE_CHECKING:
     from h5async.deliver.device import DeviceSlot
@@ -89,7 +90,8 @@ class CudaDevice:
             if not cupy_has(transform.dtype):
                 raise DeviceError(
                     f'field "{name}": dtype {transform.dtype} cannot lie on a GPU: CuPy has only'
-                    ' booleans and numbers; leave the field out, or read with device="cpu"'
+                    " booleans and numbers; leave the field out, or read with"
+                    f" {named('device', 'cpu')}"
                 )
         todo = list(transforms.values())
         on_host = [
@@ -112,7 +114,7 @@ class CudaDevice:
                     raise
             raise DeviceError(
                 f"{count} slots of {rows} rows do not fit the memory of {self.name} ({error});"
-                " make batch_size or prefetch smaller"
+                f" make {named('batch_size')} or {named('prefetch')} smaller"
             ) from error
         self._row_nbytes = [array.nbytes // rows for array in slots[0].memory.out]
         self._slots = slots

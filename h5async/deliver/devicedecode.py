@@ -26,6 +26,7 @@ from h5async.deliver.nvcomp import Nvcomp, NvcompError, load_nvcomp
 from h5async.errors import DeviceError
 from h5async.index.layout import DatasetLayout
 from h5async.plan.encoded import EncodedFormat, EncodedPlan, encoded_format
+from h5async.spelling import named
 
 EmptyPinned = Callable[[tuple[int, ...], np.dtype[Any]], NDArray[Any]]
 
@@ -296,9 +297,9 @@ def find_formats(
     except NvcompError as error:
         if config.decode == "device":
             raise DeviceError(
-                f"decode=\"device\": {error}; install it with: pip install 'h5async[nvcomp13]', or"
-                " 'h5async[nvcomp12]' for a driver of CUDA 12. To decode on the host:"
-                ' decode="host"'
+                f"{named('decode', 'device')}: {error}; install it with: pip install"
+                " 'h5async[nvcomp13]', or 'h5async[nvcomp12]' for a driver of CUDA 12. To decode on"
+                f" the host: {named('decode', 'host')}"
             ) from error
         return nothing, str(error)
     core, formats, reasons = load_core(), list(nothing), []
@@ -328,8 +329,8 @@ def find_formats(
         reasons.append(f'field "{name}": {found}')
     if config.decode == "device" and reasons:
         raise DeviceError(
-            f'decode="device" is not possible for {"; ".join(reasons)}; decode="auto" or "host"'
-            " reads it"
+            f"{named('decode', 'device')} is not possible for {'; '.join(reasons)};"
+            f' {named("decode", "auto")} or "host" reads it'
         )
     return formats, None if any(formats) else "; ".join(reasons)
 

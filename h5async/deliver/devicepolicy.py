@@ -18,6 +18,7 @@ from h5async.fill.records import FillOutcome, FillRequest, SlotFiller
 from h5async.index.layout import DatasetLayout
 from h5async.plan.encoded import EncodedFormat
 from h5async.plan.transform import RowTransform
+from h5async.spelling import named
 
 
 class DevicePolicy:
@@ -146,7 +147,7 @@ def _formats(
     """Return how each field is decoded on the device, or None, and why none is, if so."""
     if device.name == "cpu":
         if config.decode == "device":
-            raise DeviceError('decode="device" needs a GPU, and none was found')
+            raise DeviceError(f"{named('decode', 'device')} needs a GPU, and none was found")
         return [None] * len(transforms), "there is no GPU"
     from h5async.deliver.devicedecode import find_formats
     from h5async.deliver.kernels import needs_host

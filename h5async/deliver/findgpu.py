@@ -13,6 +13,7 @@ from typing import Any
 
 from h5async.deliver.gpu import Gpu
 from h5async.errors import DeviceError
+from h5async.spelling import named
 
 # Which of the processes of its node this is: PyTorch's launchers, Open MPI, Slurm. The inner
 # launcher comes first, where one starts the other.
@@ -39,7 +40,8 @@ def import_cupy() -> Any:
     except ImportError as error:
         raise MissingGpuError(
             f"CuPy is not installed ({error}); install it with: pip install 'h5async[cuda13]', or"
-            " 'h5async[cuda12]' for a driver of CUDA 12. To read without a GPU: device=\"cpu\""
+            " 'h5async[cuda12]' for a driver of CUDA 12. To read without a GPU:"
+            f" {named('device', 'cpu')}"
         ) from error
 
 
@@ -65,7 +67,7 @@ def find_gpu(number: int | None = None) -> tuple[Gpu, str]:
         kind = MissingGpuError if _is_missing(cupy, error) else DeviceError
         raise kind(
             f"CuPy {cupy.__version__} is installed but finds no usable GPU ({error}); check"
-            ' with: nvidia-smi. To read without one: device="cpu"'
+            f" with: nvidia-smi. To read without one: {named('device', 'cpu')}"
         ) from error
     reason = "the option device"
     if number is None and count:
@@ -73,7 +75,7 @@ def find_gpu(number: int | None = None) -> tuple[Gpu, str]:
     if not count or number is None or number >= count:
         raise MissingGpuError(
             f"there is no GPU {number or 0}: CuPy finds {count}; check with: nvidia-smi."
-            ' To read without one: device="cpu"'
+            f" To read without one: {named('device', 'cpu')}"
         )
     return Gpu(cupy, number), reason
 

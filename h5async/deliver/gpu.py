@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from h5async.errors import DeviceError
 from h5async.fill.pool import THREAD_NAME, start_thread
 from h5async.io.shared import call_before_unmap
+from h5async.spelling import named
 
 _MEMORY_ALLOCATION = 2  # of cudaError_t
 
@@ -99,11 +100,12 @@ class Gpu:
             yield
         except self.errors as error:
             hint = (
-                "its memory is used up: make batch_size, prefetch or cache_bytes smaller, or end"
+                f"its memory is used up: make {named('batch_size')}, {named('prefetch')} or"
+                f" {named('cache_bytes')} smaller, or end"
                 " what else uses it"
                 if self.is_lack_of_memory(error)
                 else "after a fault of the GPU this process has to be started again, perhaps with"
-                ' decode="host"'
+                f" {named('decode', 'host')}"
             )
             raise DeviceError(f"{self.name}: {what} ({error}); {hint}") from error
 

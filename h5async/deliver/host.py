@@ -22,6 +22,7 @@ from h5async.plan.encoded import EncodedFormat
 from h5async.plan.transform import RowTransform
 from h5async.ragged import Ragged
 from h5async.sparse import Csr
+from h5async.spelling import named
 
 if TYPE_CHECKING:
     from h5async.deliver.device import DeviceSlot
@@ -142,7 +143,8 @@ class HostDevice:
             In any case.
         """
         raise DeviceError(
-            'cache="device" keeps rows on a GPU, and none was found; use cache="host"'
+            f"{named('cache', 'device')} keeps rows on a GPU, and none was found; use"
+            f" {named('cache', 'host')}"
         )
 
     def drop_decoders(self, slots: Iterable[DeviceSlot]) -> None:

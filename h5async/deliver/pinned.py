@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from h5async.errors import DeviceError
 from h5async.io.shared import call_before_unmap
+from h5async.spelling import named
 from h5async.system.interruptions import suppressing
 
 _PORTABLE = 1  # cudaHostRegisterPortable: for all GPUs
@@ -61,7 +62,8 @@ class Pinning:
             self._clear_last_error()
             raise DeviceError(
                 f"{memory.nbytes} bytes could not be pinned ({cudart.cudaGetErrorString(error)});"
-                " make batch_size or prefetch smaller, or do without pin_memory"
+                f" make {named('batch_size')} or {named('prefetch')} smaller, or do without"
+                f" {named('pin_memory')}"
             )
         call_before_unmap(memory, partial(self._unpin, memory.ctypes.data))
 

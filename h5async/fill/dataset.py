@@ -37,6 +37,7 @@ from h5async.index.sequenced import aligned
 from h5async.io.localfile import read_ahead
 from h5async.order.sampling import Order, OrderKey, Sampling
 from h5async.order.steps import StepRows
+from h5async.spelling import named
 
 if TYPE_CHECKING:
     from h5async.order.drawn import SamplerOrder
@@ -257,7 +258,7 @@ class Samplings:
             raise ConfigError(
                 f"{where}: row {odd} is no sample: it lies in sequence {number}, and"
                 " its steps leave that, or it is left out by every; choose another one, or set"
-                ' pad="edge" or pad="zero"'
+                f" {named('pad', 'edge')} or {named('pad', 'zero')}"
             )
 
     def at(self, order: OrderKey) -> Sampling:
@@ -265,7 +266,7 @@ class Samplings:
         found = self._made.get(order)
         if found is None:
             what = f"{self._layouts[0].file}: the order of samples"
-            with taking_memory(what, 'use shuffle="full"'):
+            with taking_memory(what, f"use {named('shuffle', 'full')}"):
                 found = self._new(*order)
             # The others are those of epochs that are over, nearly always.
             self._made = {order: found}

@@ -17,6 +17,7 @@ from h5async.index.links import Reach
 from h5async.index.metadata import value_layout
 from h5async.names import name_text
 from h5async.read.whole import read_whole
+from h5async.spelling import named
 
 _MOST_VALUES = 1 << 20  # of a dataset that is read whole, or a few for each sample
 _MOST_PER_SAMPLE = 16
@@ -66,7 +67,7 @@ class FileValues:
             found = value_layout(file, path, most, self._reach)
             return found if isinstance(found, np.ndarray) else self.of_layout(found)
         except DatasetError as error:
-            raise DatasetError(f"{option}: {error}") from error
+            raise DatasetError(f"{option}: {error.marked}") from error
 
     def of_layout(self, layout: DatasetLayout) -> NDArray[Any]:
         """Return all values of a dataset."""
@@ -93,12 +94,12 @@ def read_names(reach: Reach, file: Path, path: str) -> list[str]:
     try:
         found = value_layout(file, path, _MOST_VALUES, reach)
     except DatasetError as error:
-        raise DatasetError(f"sequences: only: {error}") from error
+        raise DatasetError(f"{named('sequences')}: only: {error.marked}") from error
     array = found if isinstance(found, np.ndarray) else read_whole(found, reach.io)
     names = [str(name_text(name)) for name in array.tolist() if isinstance(name, bytes | str)]
     if len(names) < array.size:
         raise DatasetError(
-            f'{file}: sequences: only: dataset "{path}" must hold names of groups, found'
+            f'{file}: {named("sequences")}: only: dataset "{path}" must hold names of groups, found'
             f" {array.dtype}"
         )
     return names

@@ -5,6 +5,8 @@ a few bytes may declare rows, or chunks, of any size; so all that grows with wha
 with threads or with slots is added up here, once, before any of it is taken. What a reader needs
 must fit; what only saves work, as decoded chunks that are kept, gets what is left.
 
+Helper processes share the slots; what else a filler needs, each of them has for itself.
+
 Memory is counted where it comes to be touched, because pages that never are cost nothing: of a
 thread's three buffers between filters, as many as its filters use. Not counted are the tables of
 chunks, which were read by now and are no longer free; and what `postprocess` makes.
@@ -28,6 +30,7 @@ from h5async.plan.transform import RowTransform
 from h5async.read.chunkcache import LEAST_KEPT
 from h5async.read.fallback import span_nbytes
 from h5async.read.scratch import ScratchSize
+from h5async.spelling import named
 from h5async.system.freememory import free_memory, local_ranks
 
 _SHARE = 0.5  # of the memory that is free, where no limit is given
@@ -47,9 +50,9 @@ class MemoryPlan(NamedTuple):
     Attributes
     ----------
     most_threads
-        For whose scratch there is memory; at least 1.
+        Of each filler, for whose scratch there is memory; at least 1.
     kept_nbytes
-        By field: for decoded chunks that later batches may need.
+        By field: for decoded chunks that later batches of a filler may need.
     left_nbytes
         What is free beside all that: for the rows of all samples, say.
     """
@@ -99,6 +102,7 @@ class MemoryBudget:
         self._layouts = layouts
         self._transforms = transforms
         self._rows = rows
+        self._fillers = max(1, config.num_helpers)
         self._free = free_memory_nbytes()
         half = int(self._free * _SHARE)
         self._limit = half if config.max_batch_bytes is None else config.max_batch_bytes
@@ -144,14 +148,15 @@ class MemoryBudget:
         formats
             By field: how a GPU decodes its chunks, where it does.
         wanted
-            By field: bytes of decoded chunks that are worth keeping, as `wanted_kept_nbytes` says.
+            By field: bytes of decoded chunks that are worth keeping in each filler, as
+            `wanted_kept_nbytes` says.
 
         Raises
         ------
         BudgetError
             If it does not fit; the message lists the shares.
         """
-        threads = max(1, self._config.thread_count)
+        threads = max(1, self._config.filler_threads)
         shares = list(self._shares(formats, threads))
         needed = _sum(shares)
         if needed > self._limit_of_all and self._fewer_threads_do and threads > 1:
@@ -163,9 +168,10 @@ class MemoryBudget:
         if needed > self._limit_of_all:
             raise self._too_much(shares, needed)
         room = max(0, min(self._limit_of_all, self._free) - needed)
-        total = sum(wanted)
+        total = self._fillers * sum(wanted)
         kept = tuple(wanted if total <= room else [n * room // total for n in wanted])
-        return MemoryPlan(threads, kept, max(0, self._free - needed - sum(kept)))
+        left = self._free - needed - self._fillers * sum(kept)
+        return MemoryPlan(threads, kept, max(0, left))
 
     def _too_much(self, shares: list[_Share], needed: int) -> BudgetError:
         listed = ", ".join(f"{what} {nbytes:,}" for what, nbytes, _ in shares if nbytes)
@@ -174,22 +180,33 @@ class MemoryBudget:
         return BudgetError(
             f"{first.file}: a reader of {', '.join(self._layouts)} takes {needed:,} bytes and does"
             f" not fit in memory: it may take {limit:,} ({self._whose(limit)}), and needs {listed};"
-            f" {largest.remedy}, or set max_batch_bytes if you trust the file. {_what_is_free()}"
+            f" {largest.remedy}, or set {named('max_batch_bytes')} if you trust the file."
+            f" {_what_is_free()}"
         )
 
     def _shares(self, formats: Sequence[EncodedFormat | None], threads: int) -> Iterator[_Share]:
-        """Yield what a reader needs, with so many threads."""
-        config, rows = self._config, self._rows
-        layouts = list(self._layouts.values())
-        smaller = "make batch_size or prefetch smaller"
+        """Yield what a reader needs, with so many threads in each filler."""
+        config, rows, fillers = self._config, self._rows, self._fillers
+        smaller = f"make {named('batch_size')} or {named('prefetch')} smaller"
         batches = config.prefetch
         yield _Share(f"{batches} batches of {rows} samples", sum(self._slots().values()), smaller)
         if config.debug_lifetimes:
             copied = sum(rows * t.nbytes for t in self._transforms.values())
-            yield _Share("copies of batches", 2 * copied, "set debug_lifetimes=False")
+            yield _Share("copies of batches", 2 * copied, f"set {named('debug_lifetimes', False)}")
         staged = batches * sum(form.staging_nbytes for form in formats if form is not None)
-        yield _Share("encoded chunks for the GPU", staged, 'set decode="host"')
-        fewer = "make num_threads smaller" if threads > 1 else "store smaller chunks"
+        yield _Share("encoded chunks for the GPU", staged, f"set {named('decode', 'host')}")
+        for what, nbytes, remedy in self._shares_of_filler(threads):
+            if fillers > 1:
+                what = f"{what}, in {fillers} processes"
+                remedy = f"make {named('workers')} smaller"
+            yield _Share(what, fillers * nbytes, remedy)
+
+    def _shares_of_filler(self, threads: int) -> Iterator[_Share]:
+        """Yield what each filler needs for itself."""
+        config, rows, batches = self._config, self._rows, self._config.prefetch
+        layouts = list(self._layouts.values())
+        smaller = f"make {named('batch_size')} or {named('prefetch')} smaller"
+        fewer = f"make {named('num_threads')} smaller" if threads > 1 else "store smaller chunks"
         scratch = threads * _touched_scratch_nbytes(layouts)
         yield _Share(f"scratch of {threads} thread{'s' * (threads > 1)}", scratch, fewer)
         of_parts = threads * max(map(_parts_scratch_nbytes, layouts))
@@ -198,7 +215,7 @@ class MemoryBudget:
         yield _Share("chunks that two batches share", kept, "store smaller chunks")
         several = {name: rows * t.rows_of_sample for name, t in self._transforms.items()}
         read = max(_fallback_nbytes(y, several[name]) for name, y in self._layouts.items())
-        yield _Share("what h5py reads at a time", read, "make batch_size smaller")
+        yield _Share("what h5py reads at a time", read, f"make {named('batch_size')} smaller")
         planned = sum(several[name] * _num_layers(y) for name, y in self._layouts.items())
         plans = rows * PLANNED_SAMPLE_NBYTES + planned * PLANNED_ROW_NBYTES
         yield _Share("plans of batches", batches * plans, smaller)
@@ -208,22 +225,31 @@ class MemoryBudget:
         yield _Share("lists of chunks", lists, f"{smaller}, or store larger chunks")
         if config.shuffle == "window":
             units = max(layout.most_units() for layout in layouts)
-            yield _Share("the order of samples", units * _UNIT_NBYTES, 'use shuffle="full"')
+            yield _Share(
+                "the order of samples",
+                units * _UNIT_NBYTES,
+                f"use {named('shuffle', 'full')}",
+            )
 
     def _slots(self) -> dict[str, int]:
-        """Return what the slots take, by field: rows as read, and as delivered."""
-        slots = self._config.prefetch
+        """Return what the slots take, by field: rows as read, and as delivered.
+
+        Rows as read lie in the memory of whoever reads them, unless they are delivered so.
+        """
+        slots, raws = self._config.prefetch, self._fillers
         return {
-            name: slots * t.slot_rows(self._rows) * (t.raw_nbytes + (not t.is_identity) * t.nbytes)
+            name: slots
+            * t.slot_rows(self._rows)
+            * (t.raw_nbytes if t.is_identity else raws * t.raw_nbytes + t.nbytes)
             for name, t in self._transforms.items()
         }
 
     def _whose(self, limit: int) -> str:
         """Say where a limit comes from."""
         if limit == self._config.max_batch_bytes:
-            return "max_batch_bytes"
+            return named("max_batch_bytes")
         by = free_memory()[0].limit
-        return f"max_batch_bytes: half of the {self._free:,} that are free by {by}"
+        return f"{named('max_batch_bytes')}: half of the {self._free:,} that are free by {by}"
 
     def _check_slots(self) -> None:
         needed = self._slots()
@@ -234,7 +260,8 @@ class MemoryBudget:
                 f'{largest.file}: dataset "{largest.path}" of shape {largest.shape}:'
                 f" {self._config.prefetch} batches of {self._rows} samples take {total:,} bytes and"
                 f" do not fit in memory: they may take {limit:,} ({self._whose(limit)});"
-                " make batch_size or prefetch smaller, or set max_batch_bytes if you trust the"
+                f" make {named('batch_size')} or {named('prefetch')} smaller, or set"
+                f" {named('max_batch_bytes')} if you trust the"
                 f" file. {_what_is_free()}"
             )
 
@@ -245,7 +272,8 @@ class MemoryBudget:
             raise ConfigError(
                 f'{layout.file}: dataset "{layout.path}": only pieces of its samples are wanted,'
                 f" but each is read whole, and has {layout.row_nbytes:,} bytes, more than the"
-                f" {limit:,} that it may take ({self._whose(limit)}); set max_batch_bytes if you"
+                f" {limit:,} that it may take ({self._whose(limit)}); set"
+                f" {named('max_batch_bytes')} if you"
                 " trust the file"
             )
 
@@ -257,8 +285,8 @@ class MemoryBudget:
                 f'{layout.file}: dataset "{layout.path}": a sample of shape {layout.row_shape} lies'
                 f" in {layout.num_pieces:,} chunks of shape {layout.chunk_shape}; the list of"
                 f" those of a batch takes {needed:,} bytes, more than the {limit:,} that it may"
-                f" take ({self._whose(limit)}); make batch_size smaller, store larger chunks, or"
-                " set max_batch_bytes if you trust the file"
+                f" take ({self._whose(limit)}); make {named('batch_size')} smaller, store"
+                f" larger chunks, or set {named('max_batch_bytes')} if you trust the file"
             )
 
     def _check_chunk(self, layout: DatasetLayout) -> None:
@@ -273,7 +301,8 @@ class MemoryBudget:
             raise ConfigError(
                 f'{layout.file}: dataset "{layout.path}": a chunk of shape {layout.chunk_shape}'
                 f" {what} {nbytes:,} bytes, more than the {limit:,} that it may take"
-                f" ({self._whose(limit)});{remedy} set max_batch_bytes if you trust the file"
+                f" ({self._whose(limit)});{remedy} set {named('max_batch_bytes')} if you trust"
+                " the file"
             )
 
 

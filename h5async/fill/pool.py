@@ -16,6 +16,7 @@ from functools import partial
 from typing import Protocol
 
 from h5async.errors import ReadError
+from h5async.spelling import named
 from h5async.system.interruptions import interruption
 from h5async.system.patience import Patience
 
@@ -270,11 +271,12 @@ def start_thread(thread: threading.Thread, what: str) -> None:
         if "shutdown" in str(error):
             raise ReadError(
                 f"{what}: the interpreter is ending, and starts no more threads; make the reader"
-                " earlier, or read with num_threads=0"
+                f" earlier, or read with {named('num_threads', 0)}"
             ) from error
         raise ReadError(
-            f"{what}: the system gives this process no more threads ({error}); make num_threads"
-            " smaller, or raise the limit (ulimit -u, pids.max of the control group, memory)"
+            f"{what}: the system gives this process no more threads ({error}); make"
+            f" {named('num_threads')} smaller, or raise the limit (ulimit -u, pids.max of the"
+            " control group, memory)"
         ) from error
 
 

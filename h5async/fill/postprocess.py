@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from h5async.errors import ConfigError, PostprocessError, postprocess_error
 from h5async.fill.records import FillRequest
+from h5async.spelling import named
 from h5async.system.interruptions import suppressing
 
 _FURTHER = ("rng", "index", "epoch", "number")
@@ -35,9 +36,9 @@ def load_function(function: Callable[..., Any] | str | None) -> Callable[..., An
         for part in name.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"postprocess: cannot import {function!r}: {error}") from error
+        raise ConfigError(f"{named('postprocess')}: cannot import {function!r}: {error}") from error
     if not callable(found):
-        raise ConfigError(f"postprocess: {function!r} is not callable")
+        raise ConfigError(f"{named('postprocess')}: {function!r} is not callable")
     return cast("Callable[..., Any]", found)
 
 

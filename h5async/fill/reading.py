@@ -37,6 +37,7 @@ from h5async.read.queue import BatchQueue, SlotBatch
 from h5async.read.scratch import Scratch, ScratchSize
 from h5async.read.transform import NativeTransform, native_transform
 from h5async.read.unpack import native_unpack
+from h5async.spelling import named
 from h5async.stats import StageTimes, ThreadCounts
 
 BatchPlan = Sequence[ReadPlan | EncodedPlan]  # of one batch, by field; at the end, of several
@@ -133,7 +134,7 @@ class BatchReader:
         self._stop = c_int32()  # not 0: what is under way ends as soon as it can
         self._scratches: list[Scratch] = []
         what = f"{layouts[0].file}: scratch of {num_threads} threads, for chunks to be decoded"
-        with taking_memory(what, "make num_threads smaller, or store smaller chunks"):
+        with taking_memory(what, f"make {named('num_threads')} smaller, or store smaller chunks"):
             self._free = deque(self._new_scratch() for _ in range(num_threads))
 
     def open_queue(self, selection: Selection) -> BatchQueue | None:

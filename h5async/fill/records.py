@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from h5async.order.sampling import OrderKey
 from h5async.plan.encoded import EncodedPlan
-from h5async.stats import ThreadCounts
+from h5async.stats import STAGES, ThreadCounts
 
 NO_SAMPLES = np.zeros(0, np.int64)
 
@@ -129,9 +129,19 @@ class FillerStats(NamedTuple):
     fallback_reads: int
     cache: str
 
+    def plus(self, other: FillerStats) -> FillerStats:
+        """Return what this and another filler have done; both keep the same in memory."""
+        mine, others = self.stage_seconds, other.stage_seconds
+        return FillerStats(
+            {stage: mine[stage] + others[stage] for stage in STAGES},
+            self.counts.plus(other.counts),
+            self.fallback_reads + other.fallback_reads,
+            self.cache,
+        )
+
 
 class SlotFiller(Protocol):
-    """What fills slots: threads of this process (`Filler`), or a helper process.
+    """What fills slots: threads of this process (`Filler`), or helper processes.
 
     It is made with four functions that it calls in its threads: ``next_requests()`` says, after
     `kick`, what is to be filled now; ``before_fill(slot)`` returns when the slot may be written to;

@@ -22,6 +22,7 @@ from h5async.order.selection import Selection
 from h5async.order.sequences import SequenceTable
 from h5async.order.splits import part_of
 from h5async.order.steps import StepRows
+from h5async.spelling import named
 
 Int64s = NDArray[np.int64]
 
@@ -128,7 +129,9 @@ class Selecting:
         H5AsyncError
             If what they are read from is missing, or cannot be read.
         """
-        with taking_memory(f"{self._first.file}: indices", "select fewer, or use a slice"):
+        with taking_memory(
+            f"{self._first.file}: {named('indices')}", "select fewer, or use a slice"
+        ):
             if self._config.indices is None:
                 return self._possible
             if isinstance(self._config.indices, Split):
@@ -140,16 +143,16 @@ class Selecting:
         count = self._num_samples
         if isinstance(indices, range):
             for sample in (indices[0], indices[-1]) if indices else ():
-                self._check("indices", sample)
+                self._check(named("indices"), sample)
             return Selection.of_range(indices)
         if isinstance(indices, Values):
-            return self._of_array("indices", indices.array)
+            return self._of_array(named("indices"), indices.array)
         selected = slice_of(indices)
         if selected is not None:
             try:
                 return Selection.of_range(range(count)[selected])
             except ValueError as error:
-                raise ConfigError(f"indices: {error}, found {indices!r}") from error
+                raise ConfigError(f"{named('indices')}: {error}, found {indices!r}") from error
         if indices.endswith(".npy"):
             return self._of_array(indices, _load(Path(indices)))
         return self._of_dataset(indices)
@@ -179,7 +182,7 @@ class Selecting:
         """Return what a dataset of the files says: bools, or numbers within each file."""
         found, first = [], 0
         for file, count in self._in_files.files():
-            array = self._in_files.read("indices", file, path, count)
+            array = self._in_files.read(named("indices"), file, path, count)
             if array.dtype.kind == "b":
                 check_length(array, file, path, count)
             if array.dtype.kind not in "biu":
@@ -208,7 +211,8 @@ class Selecting:
             found = part_of(number, shares, possible.size, split.seed, groups, classes)
         except TypeError as error:  # NumPy cannot sort them
             raise DatasetError(
-                f"{self._first.file}: indices: the values of {split.by or split.stratify} have no"
+                f"{self._first.file}: {named('indices')}: the values of"
+                f" {split.by or split.stratify} have no"
                 f" order ({error}); choose a dataset of numbers or strings"
             ) from error
         return samples[found]
@@ -219,7 +223,7 @@ class Selecting:
             return None
         if path == "sequence":
             return self._sequences.numbers(samples)
-        return self._in_files.of_samples("indices", path)[samples]
+        return self._in_files.of_samples(named("indices"), path)[samples]
 
     def weights(self, selection: Selection) -> NDArray[np.float64] | None:
         """Return the weight of each position of a selection; None: there are none.
@@ -240,7 +244,7 @@ class Selecting:
         if weights is None or not selection.size:
             return None
         positions = np.arange(selection.size)
-        with taking_memory(f"{self._first.file}: weights", "select fewer samples"):
+        with taking_memory(f"{self._first.file}: {named('weights')}", "select fewer samples"):
             if isinstance(weights, Mapping):
                 found = self._of_files(weights, selection.samples(positions))
             elif weights == "balanced":
@@ -251,19 +255,20 @@ class Selecting:
                 found = self._of_samples(weights)[selection.samples(positions)]
         if not (np.isfinite(found) & (found >= 0)).all() or not found.any():
             raise ConfigError(
-                "weights: must be finite, not below 0, and not all 0, found"
+                f"{named('weights')}: must be finite, not below 0, and not all 0, found"
                 f" {found.min()} to {found.max()} among the samples that are selected"
             )
         return found.astype(np.float64)
 
     def _of_samples(self, weights: str | Values) -> NDArray[Any]:
         if isinstance(weights, str):
-            found = self._in_files.of_samples("weights", weights)
+            found = self._in_files.of_samples(named("weights"), weights)
         else:
             found = weights.array
         if found.size != self._num_samples or found.dtype.kind not in "biuf":
             raise ConfigError(
-                f"weights: must be a number for each of the {self._num_samples:,} samples of the"
+                f"{named('weights')}: must be a number for each of the {self._num_samples:,}"
+                " samples of the"
                 f" dataset, found {found.size:,} values of {found.dtype}"
             )
         return found
@@ -276,11 +281,11 @@ class Selecting:
         files = [file.resolve() for file, _ in several]
         for file in files:
             if file not in numbers:
-                raise ConfigError(f"weights: no weight is given for {file}")
+                raise ConfigError(f"{named('weights')}: no weight is given for {file}")
         read = set(files)
         for file in given:
             if file not in read:
-                raise ConfigError(f"weights: {file} is none of the files that are read")
+                raise ConfigError(f"{named('weights')}: {file} is none of the files that are read")
         which = np.array([numbers[file] for file in files])  # one file may come twice
         ends = np.cumsum([count for _, count in several])
         chosen = which[np.searchsorted(ends, samples, side="right")]
@@ -291,8 +296,8 @@ class Selecting:
     def _labels(self) -> NDArray[Any]:
         if "labels" not in self._layouts:
             raise ConfigError(
-                'weights: "balanced" needs labels: name one of the fields "labels", or give weights'
-                " as an array"
+                f'{named("weights", "balanced")} needs labels: name one of the fields "labels", or'
+                " give weights as an array"
             )
         return self._in_files.of_layout(self._layouts["labels"])
 
@@ -333,7 +338,9 @@ def _load(path: Path) -> NDArray[Any]:
     try:
         found = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise ConfigError(f"indices: {path} cannot be read as a .npy file ({error})") from error
+        raise ConfigError(
+            f"{named('indices')}: {path} cannot be read as a .npy file ({error})"
+        ) from error
     if not isinstance(found, np.ndarray) or found.ndim != 1:
-        raise ConfigError(f"indices: {path} must hold an array of one dimension")
+        raise ConfigError(f"{named('indices')}: {path} must hold an array of one dimension")
     return found

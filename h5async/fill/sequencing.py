@@ -17,6 +17,7 @@ from h5async.errors import DatasetError
 from h5async.fill.filevalues import FileValues, check_length
 from h5async.index.layout import DatasetLayout
 from h5async.order.sequences import SequenceTable
+from h5async.spelling import named
 
 Int64s = NDArray[np.int64]
 
@@ -82,8 +83,8 @@ def _bounds(sequences: Sequences, kind: str, values: FileValues, file: Path, cou
         ids = _of_rows(values, file, path, count)
         changes = np.flatnonzero(ids[1:] != ids[:-1]) + 1
         return np.concatenate(([0], changes, [count] if count else [])).astype(np.int64)
-    array = values.read("sequences", file, path, count)
-    where = f'{file}: sequences: dataset "{path}"'
+    array = values.read(named("sequences"), file, path, count)
+    where = f'{file}: {named("sequences")}: dataset "{path}"'
     if array.dtype.kind not in "iu":
         raise DatasetError(f"{where} must hold integers, found {array.dtype}")
     numbers = array.astype(np.int64)
@@ -99,7 +100,7 @@ def _bounds(sequences: Sequences, kind: str, values: FileValues, file: Path, cou
 
 
 def _of_rows(values: FileValues, file: Path, path: str, count: int) -> NDArray[Any]:
-    array = values.read("sequences", file, path, count)
+    array = values.read(named("sequences"), file, path, count)
     check_length(array, file, path, count)
     return array
 

@@ -19,6 +19,7 @@ from h5async.index.links import Reach, require_in_place
 from h5async.index.obstacles import NotDirectError
 from h5async.index.slabs import Slab
 from h5async.io.stamps import FileStamp
+from h5async.spelling import named
 
 _PREFIX = "HDF5_EXTFILE_PREFIX"
 
@@ -121,7 +122,7 @@ def _permitted(name: str, holder: Path, reach: Reach, where: str) -> Path:
     if not any(path.is_relative_to(root) for root in roots):
         raise UnsafeFileError(
             f"{where} keeps its values in an external file, {path}; if you trust this, allow"
-            f" it: allow_external=[{str(path.parent)!r}]"
+            f" it: {named('allow_external', [str(path.parent)])}"
         )
     if not path.is_file():
         raise ReadError(

@@ -28,6 +28,7 @@ from h5async.index.portable import NotPortableError
 from h5async.index.savedfile import SavedIndexError, is_saved_index, remove_unfinished
 from h5async.index.savedindex import IndexedFile, SavedIndex, Wanted, write_index
 from h5async.io.stamps import is_at
+from h5async.spelling import named
 from h5async.system.interruptions import suppressing
 
 MOST_NBYTES = 1 << 30  # of all entries in the folder
@@ -234,20 +235,21 @@ class _GivenFile(IndexCache):
             self._give_up(error)
         except OSError as error:
             raise ReadError(
-                f"index_cache={str(self._path)!r} cannot be read: {error.strerror or error}"
+                f"{named('index_cache', str(self._path))} cannot be read: {error.strerror or error}"
             ) from error
         if index.paths != self._files or not index.key:
             what = "was written by h5async index" if not index.key else "is of other files"
             raise ReadError(
-                f"index_cache={str(self._path)!r} {what}, and would be overwritten; name another"
-                f" file, or, to read its files, hdf5_path={str(self._path)!r}"
+                f"{named('index_cache', str(self._path))} {what}, and would be overwritten;"
+                " name another"
+                f" file, or, to read its files, {named('hdf5_path', str(self._path))}"
             )
         return index if index.key == self._key else None
 
     def _give_up(self, error: SavedIndexError) -> NoReturn:
         kind = "remove it" if is_saved_index(self._path) else "name another file"
         raise ReadError(
-            f"index_cache={str(self._path)!r} cannot be used: {error}; {kind}"
+            f"{named('index_cache', str(self._path))} cannot be used: {error}; {kind}"
         ) from error
 
     def save(self) -> None:
@@ -266,7 +268,8 @@ class _GivenFile(IndexCache):
                     write_index(self._path, self._all(), self._reach, key=self._key)
         except OSError as error:
             raise ReadError(
-                f"index_cache={str(self._path)!r} cannot be written: {error.strerror or error}"
+                f"{named('index_cache', str(self._path))} cannot be written:"
+                f" {error.strerror or error}"
             ) from error
 
 

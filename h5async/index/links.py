@@ -22,10 +22,12 @@ import h5py
 
 from h5async.errors import DatasetError, H5AsyncError, ReadError, UnsafeFileError
 from h5async.index.consulted import Consulted, NotRecorded
+from h5async.index.unopened import directory_reason, reason_unopened
 from h5async.io.maps import IoMode
 from h5async.io.stamps import FileStamp
 from h5async.names import name_bytes, name_text
-from h5async.system.interruptions import interruption, suppressing
+from h5async.spelling import named
+from h5async.system.interruptions import suppressing
 
 _MAX_LINKS = 32  # that one path may lead through; HDF5 stops at 16
 
@@ -114,7 +116,7 @@ class Reach:
         if not any(resolved.is_relative_to(root) for root in allowed):
             raise UnsafeFileError(
                 f"{where} refers to {resolved}, which is not beside {holder}; if you trust this,"
-                f" allow it: allow_external=[{str(resolved.parent)!r}]"
+                f" allow it: {named('allow_external', [str(resolved.parent)])}"
             )
         return resolved
 
@@ -344,7 +346,7 @@ def open_hdf5(path: Path, *, in_use: bool = False, metadata_nbytes: int | None =
         with suppressing(FileNotFoundError, NotADirectoryError):
             mode = os.stat(path).st_mode
             if stat.S_ISDIR(mode):
-                raise ReadError(f"cannot open {path}: it is a directory; name a file")
+                raise ReadError(f"cannot open {path}: {directory_reason(path)}")
             if not stat.S_ISREG(mode):  # HDF5 would wait for a pipe
                 raise ReadError(f"cannot open {path}: it is not a regular file")
         try:
@@ -364,7 +366,7 @@ def open_hdf5(path: Path, *, in_use: bool = False, metadata_nbytes: int | None =
     except H5AsyncError:
         raise
     except (OSError, RuntimeError, ValueError) as error:
-        raise ReadError(f"cannot open {path}: {_reason(path, error)}") from error
+        raise ReadError(f"cannot open {path}: {reason_unopened(path, error)}") from error
 
 
 @functools.cache
@@ -383,17 +385,3 @@ def _access_properties(metadata_nbytes: int | None) -> h5py.h5p.PropFAID:
         cache.min_size = min(cache.min_size, metadata_nbytes)
         properties.set_mdc_config(cache)
     return properties
-
-
-def _reason(path: Path, error: Exception) -> str:
-    """Say why a file cannot be opened; HDF5 does not say so of one that is missing."""
-    try:
-        path.stat()
-    except (OSError, ValueError) as reason:
-        if interruption(reason) is not None:
-            raise
-        if isinstance(reason, FileNotFoundError | ValueError):  # the latter: a NUL in it
-            return "there is no such file"
-        # Its folder may not be entered, say, or its name is too long.
-        return reason.strerror or str(reason)
-    return str(error)

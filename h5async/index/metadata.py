@@ -111,18 +111,26 @@ def _wanted(field: Field) -> Further:
 
 
 def list_layouts(
-    path: Path, reach: Reach = BESIDE, num_dim: int | str = 0, *, with_attributes: bool = False
+    path: Path,
+    reach: Reach = BESIDE,
+    num_dim: int | str = 0,
+    wanted: Callable[[str], bool] = lambda name: True,
+    *,
+    with_attributes: bool = False,
 ) -> Iterator[tuple[str, DatasetLayout | H5AsyncError]]:
     """Yield each dataset of a file, as it is found, with its layout or why it has none.
 
-    They come group by group, in the order of names; dimension `num_dim` counts their samples. With
-    attributes, layouts say what the names of dimensions are, and how values are packed.
+    They come group by group, in the order of names; dimension `num_dim` counts their samples.
+    Those whose paths are not `wanted` are left out, and not opened. With attributes, layouts say
+    what the names of dimensions are, and how values are packed.
     """
     attributes = Further(with_attributes, with_attributes, is_lenient=True)
     with passing(), open_index(path) as file, metadata_cache(file, LISTING_NBYTES):
         indexer = Indexer(file, reach)
         for name, kind in walk(file):
-            if kind == "group" or (kind != "dataset" and not _may_be_dataset(file, name, reach)):
+            if kind == "group" or not wanted(name):
+                continue
+            if kind != "dataset" and not _may_be_dataset(file, name, reach):
                 continue
             layout: DatasetLayout | H5AsyncError
             try:

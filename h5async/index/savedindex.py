@@ -22,6 +22,7 @@ from h5async.index.portable import NotPortableError, natural, naturals, text
 from h5async.index.savedfile import SavedIndexError, read_saved, write_saved
 from h5async.index.savedlayouts import LayoutReader, LayoutWriter, NotUsableError
 from h5async.io.stamps import FileStamp, is_at
+from h5async.spelling import named
 from h5async.system.interruptions import interruption, passing, suppressing
 
 _MALFORMED = (
@@ -399,8 +400,8 @@ class NamedIndex(SavedIndex):
             raise self._not_usable(SavedIndexError("it names a file that no other refers to"))
         if self._allow_missing and not reach.missing_is_fill:
             raise ConfigError(
-                f"{self._path} was made with allow_missing=True: what is missing of its virtual"
-                " datasets has their fill value; give the reader the same"
+                f"{self._path} was made with {named('allow_missing', True)}: what is missing of"
+                " its virtual datasets has their fill value; give the reader the same"
             )
 
     def _require_current(self) -> None:

@@ -20,6 +20,7 @@ from h5async.index.links import Located, MissingError, Reach, locate, open_permi
 from h5async.index.mappings import Mapping, mapped_files, read_mappings, source_series
 from h5async.index.obstacles import NotDirectError
 from h5async.index.virtual import virtual_parts
+from h5async.spelling import named
 from h5async.system.interruptions import interruption
 
 _MAX_NESTED = 8  # virtual datasets of virtual datasets
@@ -133,7 +134,7 @@ class VirtualSources:
             raise DatasetError(
                 f'{self._where}: its source "{dataset_name}" lies in {file_name}, which is missing;'
                 " bring the file back, or read missing sources as the fill value:"
-                " allow_missing=True"
+                f" {named('allow_missing', True)}"
             )
         return found
 
@@ -159,7 +160,7 @@ class VirtualSources:
                     return None
                 raise DatasetError(
                     f"{what} is missing in {path}; bring it back, or read missing sources as the"
-                    " fill value: allow_missing=True"
+                    f" fill value: {named('allow_missing', True)}"
                 ) from error
             if not isinstance(node, h5py.h5d.DatasetID) or found.rest:
                 raise DatasetError(f"{what} in {path} is not a dataset")

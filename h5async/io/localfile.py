@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from h5async.errors import ReadError
 from h5async.io.maps import FileMap, IoMode, may_map
 from h5async.io.stamps import FileStamp, has_swmr_writer, replaced
+from h5async.spelling import named
 from h5async.system.interruptions import interruption, suppressing
 
 _IOV_MAX = 1024  # POSIX guarantees 16; Linux and macOS take this many buffers a call
@@ -224,7 +225,8 @@ class LocalFile:
             if self.io == "map":
                 self.close()
                 raise ReadError(
-                    f'{self.path} cannot be mapped into memory: {error}; read it with io="pread"'
+                    f"{self.path} cannot be mapped into memory: {error}; read it with"
+                    f" {named('io', 'pread')}"
                 ) from error
             if interruption(error) is not None:
                 raise

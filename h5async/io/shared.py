@@ -1,8 +1,8 @@
-"""Makes memory that two processes share, and describes arrays in it to the other process.
+"""Makes memory that processes share, and describes arrays in it to the other ones.
 
-Shared memory is one anonymous file. Both processes have its descriptor; it has no name in the file
+Shared memory is one anonymous file. All processes have its descriptor; it has no name in the file
 system, and is gone when the last process closes it. A process maps the parts that it adds one by
-one. For arrays that the other process describes it maps the whole file once, and again when the
+one. For arrays that another process describes it maps the whole file once, and again when the
 file has grown.
 """
 
@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import OutOfMemoryError
+from h5async.spelling import named
 from h5async.system.interruptions import suppressing
 
 
@@ -90,9 +91,7 @@ def _block_of(array: NDArray[Any]) -> object:
 
 
 class SharedMemory:
-    """Memory that another process has too. Safe to use from many threads.
-
-    Only one process at a time may call `empty`.
+    """Memory that other processes have too. Safe to use from many threads, and processes.
 
     Parameters
     ----------
@@ -178,15 +177,19 @@ class SharedMemory:
 
     def _grown(self, nbytes: int) -> NDArray[np.uint8]:
         """Return memory at the end of the file, which grows by that."""
-        # The other process may have made the file larger.
-        offset = _whole_pages(os.fstat(self.fd).st_size)
+        # Other processes make the file larger, too. (Where one dies, the system takes its lock.)
+        fcntl.lockf(self.fd, fcntl.LOCK_EX)
         try:
-            os.ftruncate(self.fd, offset + nbytes)
-            return _mapped(self._key, self.fd, offset, nbytes)
-        except (OSError, OverflowError) as error:
-            with suppressing(OSError):  # else the other process could not map the whole file
-                os.ftruncate(self.fd, offset)
-            raise _refusal(nbytes, error) from error
+            offset = _whole_pages(os.fstat(self.fd).st_size)
+            try:
+                os.ftruncate(self.fd, offset + nbytes)
+                return _mapped(self._key, self.fd, offset, nbytes)
+            except (OSError, OverflowError) as error:
+                with suppressing(OSError):  # else other processes could not map the whole file
+                    os.ftruncate(self.fd, offset)
+                raise _refusal(nbytes, error) from error
+        finally:
+            fcntl.lockf(self.fd, fcntl.LOCK_UN)
 
 
 class _Map:
@@ -267,7 +270,7 @@ def _whole_pages(nbytes: int) -> int:
 
 def _refusal(nbytes: int, error: Exception) -> OutOfMemoryError:
     """Return the error that says what can be done where the system gives no shared memory."""
-    hint = "make batch_size or prefetch smaller"
+    hint = f"make {named('batch_size')} or {named('prefetch')} smaller"
     number = getattr(error, "errno", None)
     if number == errno.EFBIG and _file_size_is_limited():
         hint = "raise the limit on the size of files (ulimit -f): it holds for shared memory, too"
@@ -275,7 +278,7 @@ def _refusal(nbytes: int, error: Exception) -> OutOfMemoryError:
         hint += ", or raise the limits on address space (ulimit -v) and on maps (vm.max_map_count)"
     return OutOfMemoryError(
         f"the system refuses {nbytes:,} bytes of shared memory ({error}); {hint}, or read with"
-        ' workers="thread"'
+        f" {named('workers', 'thread')}"
     )
 
 

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import ConfigError, H5AsyncError
+from h5async.spelling import named
 from h5async.system.interruptions import interruption
 
 Int64s = NDArray[np.int64]
@@ -129,7 +130,7 @@ class SamplerOrder:
             return (
                 f"sampler: an iterator was given, which is exhausted in epoch {epoch}; give what"
                 " can be begun anew for each epoch, such as a list or an object with __iter__; of"
-                " one without an end, say by epoch_samples how many make an epoch"
+                f" one without an end, say by {named('epoch_samples')} how many make an epoch"
             )
         sizes = self._positions(found), self.size
         what = "samples"
@@ -246,7 +247,7 @@ class SamplerOrder:
         if self._epoch_samples is None:
             raise ConfigError(
                 f"sampler: {count:,} samples were drawn for epoch {epoch}, and there is no end; say"
-                " by epoch_samples how many make an epoch"
+                f" by {named('epoch_samples')} how many make an epoch"
             )
 
     def _most(self, are_batches: bool) -> int:

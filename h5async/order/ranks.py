@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from h5async.config.reader import MAX_WORLD_SIZE
 from h5async.errors import ConfigError
+from h5async.spelling import named
 from h5async.system.interruptions import suppressing
 
 
@@ -102,7 +103,8 @@ def find_source(environment: Mapping[str, str] = os.environ) -> Source:
         listed = "; ".join(f"{source.found} ({source.name})" for source in sources)
         raise ConfigError(
             f"the rank of this process is not clear, because sources disagree: {listed}; give the"
-            " options rank and world_size, or unset the variables that are wrong"
+            f" options {named('rank')} and {named('world_size')}, or unset the variables that"
+            " are wrong"
         )
     return Source(Rank(0, 1), "no launcher of several processes was found", "", None)
 
@@ -202,15 +204,15 @@ def _check_complete(environment: Mapping[str, str], sources: list[Source]) -> No
                 others = "".join(f"; {source.found} ({source.name})" for source in sources)
                 raise ConfigError(
                     f"{there} is set in the environment and {missing} is not (found:"
-                    f" {there}={value}{others}); set both, or neither, or give the options rank"
-                    " and world_size"
+                    f" {there}={value}{others}); set both, or neither, or give the"
+                    f" options {named('rank')} and {named('world_size')}"
                 )
     local = environment.get("LOCAL_WORLD_SIZE", "1")
     if not sources and local != "1":
         raise ConfigError(
             f"LOCAL_WORLD_SIZE={local} is set in the environment, and neither RANK nor WORLD_SIZE"
             " is, though a launcher that sets the one sets the others; pass them on, or give the"
-            " options rank and world_size"
+            f" options {named('rank')} and {named('world_size')}"
         )
 
 
@@ -225,7 +227,7 @@ def _parse(launcher: str, rank: str, world_size: str, environment: Mapping[str, 
         raise ConfigError(
             f"{rank}={found[0]} and {world_size}={found[1]} in the environment, which {launcher}"
             f" sets, are not a rank below a world size of at most {MAX_WORLD_SIZE}; give the"
-            " options rank and world_size"
+            f" options {named('rank')} and {named('world_size')}"
         )
     return Rank(int(found[0]), int(found[1]))
 

@@ -22,6 +22,7 @@ from h5async.io.shared import duplicate
 from h5async.process.channel import channel_of, socket_pair
 from h5async.process.helper_main import GROUP_SIGNALS, MARK
 from h5async.process.messages import dump, load
+from h5async.spelling import named
 
 _END_SECONDS = 2.0  # that a helper has to end after it was told to; then it is killed
 
@@ -80,7 +81,7 @@ class HelperProcess:
             except OSError as error:
                 raise ReadError(
                     f"{what}: no helper process could be started: {refusal(error, folder)}, or"
-                    ' read with workers="thread"'
+                    f" read with {named('workers', 'thread')}"
                 ) from error
             self._resources = stack.pop_all()
 
@@ -176,8 +177,8 @@ def check_interpreter() -> None:
         what = f"{sys.executable} was started as one, and is another program"
     if what is not None:
         raise ConfigError(
-            f'workers="process" needs a Python interpreter to start, but {what}; set sys.executable'
-            ' to a Python interpreter, or read with workers="thread"'
+            f"a helper process needs a Python interpreter to start, but {what}; set sys.executable"
+            f" to a Python interpreter, or read with {named('workers', 'thread')}"
         )
 
 

@@ -1,10 +1,11 @@
-"""Fills slots in the threads of one helper process, for `workers="process"`.
+"""Fills slots in the threads of helper processes, for `workers="process"` and `workers=N`.
 
-`HelperFiller` is used as a `Filler` is. The helper process runs a `Filler`, over slots in memory
-that both processes have (`helper_main.py`).
+`HelperFiller` is used as a `Filler` is. Each helper process runs a `Filler`, over slots in memory
+that all processes have (`helper_main.py`).
 
-There are two threads. One keeps the helper alive and takes its answers (`supervisor.py`). The other
-takes tickets, asks for requests, waits until a slot may be written to, and sends.
+Each helper has a thread here, which keeps it alive and takes its answers (`supervisor.py`). One
+thread more takes tickets, asks for requests, waits until a slot may be written to, deals the
+requests out to the helpers (`crew.py`), and sends.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
+from h5async.config.files import paths_text
 from h5async.errors import ConfigError, ReadError
 from h5async.fill.limits import MemoryPlan
 from h5async.fill.pool import THREAD_NAME, join_all, start_thread
@@ -27,16 +29,17 @@ from h5async.index.layout import DatasetLayout
 from h5async.io.shared import SharedMemory
 from h5async.plan.encoded import EncodedFormat
 from h5async.process.child import HelperProcess, check_interpreter, refusal
-from h5async.process.messages import NoteUploaded, Opening, Starting, dump_opening
+from h5async.process.crew import Crew
+from h5async.process.messages import Opening, Starting, dump_opening
 from h5async.process.sharedslots import ReaderSlots
-from h5async.process.supervisor import Supervisor
+from h5async.spelling import named
 from h5async.system.patience import Patience
 
 
 class HelperFiller:
-    """Fills slots in the threads of one helper process. Safe to call from many threads.
+    """Fills slots in the threads of helper processes. Safe to call from many threads.
 
-    `open` starts the helper, which opens the dataset; `start` has it fill slots.
+    `open` starts the helpers, each of which opens the dataset; `start` has them fill slots.
 
     Parameters
     ----------
@@ -46,7 +49,7 @@ class HelperFiller:
     Attributes
     ----------
     shared
-        Memory that the helper has too, for the slots.
+        Memory that the helpers have too, for the slots.
 
     Raises
     ------
@@ -58,29 +61,34 @@ class HelperFiller:
 
     def __init__(self, config: ReaderConfig) -> None:
         self._config = config
-        self._what = str(config.hdf5_path)
+        self._what = paths_text(config.hdf5_path)
         check_interpreter()
         try:
             opening = dump_opening(Opening(config))
         except Exception as error:
             raise ConfigError(
                 f"postprocess cannot be sent to a helper process ({type(error).__name__}:"
-                f' {error}); give it as "module:function", or read with workers="thread"'
+                f' {error}); give it as "module:function", or read with'
+                f" {named('workers', 'thread')}"
             ) from error
         try:
             self.shared = SharedMemory()
         except OSError as error:
             raise ReadError(
                 f"{self._what}: no memory could be shared with a helper process: {refusal(error)},"
-                ' or read with workers="thread"'
+                f" or read with {named('workers', 'thread')}"
             ) from error
         # A request, or True: ask for requests; False: send what was posted; None: the end.
         self._tickets: queue.SimpleQueue[FillRequest | bool | None] = queue.SimpleQueue()
         tickets = self._tickets
-        self._supervisor = Supervisor(
-            self._what, opening, self.shared, wake_sender=lambda: tickets.put(False)
+        self._crew = Crew(
+            config.num_helpers,
+            self._what,
+            opening,
+            self.shared,
+            wake_sender=lambda: tickets.put(False),
         )
-        self._lock = self._supervisor.lock
+        self._lock = self._crew.lock
         self._closed = False
         self._then: Callable[[], None] = _nothing
         self._working = 0  # threads
@@ -96,37 +104,38 @@ class HelperFiller:
     @property
     def layouts(self) -> Mapping[str, DatasetLayout]:
         """By field name, in field order, after `open`."""
-        assert self._supervisor.opened is not None
-        return self._supervisor.opened.layouts
+        assert self._crew.opened is not None
+        return self._crew.opened.layouts
 
     @property
     def chosen(self) -> Chosen:
         """Which samples an epoch is made of, after `open`."""
-        assert self._supervisor.opened is not None
-        return self._supervisor.opened.chosen
+        assert self._crew.opened is not None
+        return self._crew.opened.chosen
 
     @property
     def methods(self) -> list[str]:
         """How each field is read, in field order, after `start`."""
-        return self._supervisor.methods
+        return self._crew.methods
 
     @property
-    def process(self) -> HelperProcess | None:
-        """The present helper process; None while there is none."""
-        return self._supervisor.process
+    def processes(self) -> list[HelperProcess | None]:
+        """The present helper processes; None for one that is not there."""
+        return [supervisor.process for supervisor in self._crew.supervisors]
 
     def open(self) -> None:
-        """Start a helper, which opens the dataset.
+        """Start the helpers, each of which opens the dataset.
 
         Raises
         ------
         H5AsyncError
-            As `AsyncReader` says; `ReadError` if the helper process dies of the files.
+            As `AsyncReader` says; `ReadError` if a helper process dies of the files.
         BatchTimeoutError
             If that takes longer than the option ``timeout``, and than a minute.
         """
-        self._start_thread(self._supervisor.run, "helper")
-        self._supervisor.await_step(self._config.timeout)
+        for number, supervisor in enumerate(self._crew.supervisors):
+            self._start_thread(supervisor.run, f"helper_{number}")
+        self._crew.await_opened(self._config.timeout)
 
     def start(
         self,
@@ -159,11 +168,11 @@ class HelperFiller:
         self._on_crash = on_crash
         self._device_cache = device_cache
         starting = Starting(
-            self._slots.specs, memory_plan, list(encoded_formats), device_cache is not None, {}
+            self._slots.specs, memory_plan, list(encoded_formats), device_cache is not None
         )
-        self._supervisor.start_filling(self._slots, starting, on_done)
+        self._crew.start_filling(self._slots, starting, on_done)
         self._start_thread(self._send_all, "send")
-        self._supervisor.await_step(self._config.timeout)
+        self._crew.await_started(self._config.timeout)
 
     def kick(self) -> None:
         """Have requests asked for. Never blocks; extra calls are harmless."""
@@ -178,32 +187,32 @@ class HelperFiller:
         return False
 
     def abandon(self) -> bool:
-        """Return False: an exception in the calling thread interrupts nothing in the helper."""
+        """Return False: an exception in the calling thread interrupts nothing in a helper."""
         return False
 
     def note_uploaded(self, slot: int, index: NDArray[np.int64]) -> None:
         """Note that the device cache has the samples of the batch in a slot."""
         assert self._device_cache is not None
         self._device_cache.add(index)
-        self._supervisor.note(NoteUploaded(slot))
+        self._crew.note_uploaded(slot)
 
     def drop_encoded(self, slots: Sequence[SlotMemory]) -> None:
         """Take slots without memory for encoded chunks, as `Filler.drop_encoded`."""
         with self._lock:
             if self._slots is not None:
                 self._slots.drop_encoded(slots)
-                self._supervisor.drop_encoded()
+                self._crew.drop_encoded()
 
     def stats(self) -> FillerStats:
         """Return what all helpers have done so far."""
-        return self._supervisor.stats()
+        return self._crew.stats()
 
     def stop(self, then: Callable[[], None]) -> None:
-        """Drop all requests, end the helper, then call `then`. As `Filler.stop`."""
+        """Drop all requests, end the helpers, then call `then`. As `Filler.stop`."""
         with self._lock:
             if not self._has_ended:
                 self._closed, self._then = True, then
-            self._supervisor.close()
+            self._crew.close()
             is_idle = not self._working
         self._tickets.put(None)
         if is_idle:
@@ -228,10 +237,10 @@ class HelperFiller:
                 except BaseException as error:
                     self._on_done(request, FillOutcome(np.zeros(0, np.int64), (), error))
                     continue
-                if not self._supervisor.request(request):
+                if not self._crew.request(request):
                     return
-                self._supervisor.flush()
-            self._supervisor.flush()
+                self._crew.flush()
+            self._crew.flush()
 
     def _start_thread(self, target: Callable[[], None], name: str) -> None:
         name = f"{THREAD_NAME}-{name}"
@@ -265,7 +274,7 @@ class HelperFiller:
         self._slots = None
         # These functions are bound to what has this object.
         self._next_requests, self._before_fill, self._on_done = list, _nothing, _nothing
-        self._supervisor.release()
+        self._crew.release()
         then, self._then = self._then, _nothing
         then()
 

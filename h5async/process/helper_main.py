@@ -42,6 +42,7 @@ from h5async.process.messages import (
     portable,
 )
 from h5async.process.sharedslots import HelperSlots
+from h5async.spelling import named
 
 # In the environment of a new helper: the number of the process that started it.
 MARK = "H5ASYNC_HELPER_OF"
@@ -156,7 +157,7 @@ class _Helper:
         except _StepFailed as failed:
             self._channel.send(Failed(portable(failed.reason)))
             return
-        self._channel.send(Started(self._filler.methods))
+        self._channel.send(Started(self._filler.methods, self._filler.stats().cache))
         while True:
             self._obey(self._channel.receive())
 
@@ -170,18 +171,18 @@ class _Helper:
                 raise ConfigError(
                     f"postprocess cannot be loaded in the helper process ({type(error).__name__}:"
                     f" {error}); make its module one that a new interpreter can import, or read"
-                    ' with workers="thread"'
+                    f" with {named('workers', 'thread')}"
                 ) from error
         assert isinstance(opening, Opening)
         config = opening.config
         # This thread does nothing but receive, or the reader might wait for it to.
-        return config.model_copy(update={"num_threads": max(1, config.thread_count)})
+        return config.model_copy(update={"num_threads": config.filler_threads})
 
     def _start(self, config: ReaderConfig, opened: Opened, starting: Starting) -> None:
         fields, layouts = config.batch_fields, opened.layouts
         transforms = {name: row_transform(fields[name], y) for name, y in layouts.items()}
         raws = [(t.raw_row, t.raw_dtype) for t in transforms.values()]
-        self._slots = HelperSlots(self._memory, starting.slots, starting.extras, raws)
+        self._slots = HelperSlots(self._memory, starting.slots, raws)
         samplings = Samplings(config, layouts, opened.chosen)
         self._filler = Filler(
             config,
@@ -203,7 +204,9 @@ class _Helper:
 
     def _obey(self, message: Any) -> None:
         if type(message) is tuple:
-            self._filler.fill(FillRequest(*message))
+            request, rooms = message
+            self._slots.begin(request[0], rooms)
+            self._filler.fill(FillRequest(*request))
         elif isinstance(message, NoteUploaded):
             self._filler.note_uploaded(message.slot, self._slots.index(message.slot))
         else:
@@ -224,7 +227,7 @@ class _Helper:
                 extras = self._slots.put(request.slot, outcome)
             except OutOfMemoryError as raised:
                 batch = f"batch {request.number} of epoch {request.epoch}"
-                error = portable(OutOfMemoryError(f"{batch}: {raised}"))
+                error = portable(OutOfMemoryError(f"{batch}: {raised.marked}"))
             except BaseException as raised:
                 error = portable(raised)
         answer = Answer(

@@ -1,8 +1,8 @@
 """Defines the messages between a reader and its helper process, and pickles them.
 
 First `Opening` is answered by `Opened`, and `Starting` by `Started`. Then the reader sends requests
-to fill slots (`FillRequest`, as a plain tuple), each of which gets one `Answer`, in any order, and
-notes, which get none (`NoteUploaded`, `DropEncoded`). Arrays stay in shared memory.
+to fill slots (`FillRequest` and `Rooms`, as plain tuples), each of which gets one `Answer`, in any
+order, and notes, which get none (`NoteUploaded`, `DropEncoded`). Arrays stay in shared memory.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import pickle
 import traceback
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import cloudpickle  # type: ignore[import-untyped]
 
@@ -24,6 +24,10 @@ from h5async.fill.selecting import Chosen
 from h5async.index.layout import DatasetLayout
 from h5async.io.shared import ArraySpec
 from h5async.plan.encoded import EncodedFormat, EncodedPlan
+
+# By field: offset and bytes of the memory beside a slot that helpers have added for what
+# `postprocess` returns; None where there is none. Empty: there is none of any field.
+Rooms: TypeAlias = tuple[tuple[int, int] | None, ...]
 
 _MAX_CAUSES = 8
 _KNOWN = {kind for kind in vars(errors).values() if isinstance(kind, type)}
@@ -70,21 +74,19 @@ class Starting(NamedTuple):
         As of `Filler`.
     has_device_cache
         Whether the reader notes which samples the device's cache has.
-    extras
-        By slot and field: memory that earlier helpers added for what `postprocess` returns.
     """
 
     slots: list[SlotSpecs]
     memory_plan: MemoryPlan
     encoded_formats: list[EncodedFormat | None]
     has_device_cache: bool
-    extras: dict[tuple[int, int], ArraySpec]
 
 
 class Started(NamedTuple):
-    """Slots can be filled; `methods` says how each field is read."""
+    """Slots can be filled; `methods` says how each field is read, and `cache` what is kept."""
 
     methods: list[str]
+    cache: str
 
 
 class NoteUploaded(NamedTuple):

@@ -3,12 +3,13 @@
 `ReaderSlots` is for the reader's process, which makes the slots; `HelperSlots` for the helper
 process, which fills them. An array that `postprocess` returns, where it is not the slot's own, is
 copied into shared memory beside the slots: an *extra* array. Each slot and field has memory for
-one, which is replaced by twice as much where it is too small.
+one, its *room*, which is replaced by twice as much where it is too small. Whichever helper fills a
+slot is told its rooms: so there are as many, however many helpers there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ from numpy.typing import NDArray
 from h5async.errors import PostprocessError
 from h5async.fill.records import FillOutcome, SlotMemory
 from h5async.io.shared import ArraySpec, SharedMemory
-from h5async.process.messages import Answer, SlotSpecs
+from h5async.process.messages import Answer, Rooms, SlotSpecs
+from h5async.spelling import named
 
 
 class ReaderSlots:
@@ -33,9 +35,7 @@ class ReaderSlots:
     Attributes
     ----------
     specs
-        What the helper is told of them.
-    extras
-        By slot and field: memory of extra arrays.
+        What helpers are told of them.
     """
 
     def __init__(self, shared: SharedMemory, slots: Sequence[SlotMemory]) -> None:
@@ -45,7 +45,7 @@ class ReaderSlots:
         numbers = shared.empty(len(slots) * rows * 8).view(np.int64).reshape(len(slots), rows)
         self._numbers = list(numbers)
         self.specs = [self._specs(*of_slot) for of_slot in zip(slots, numbers, strict=True)]
-        self.extras: dict[tuple[int, int], ArraySpec] = {}
+        self._rooms: list[Rooms] = [()] * len(slots)
 
     def drop_encoded(self, slots: Sequence[SlotMemory]) -> None:
         """Take slots without memory for encoded chunks."""
@@ -65,18 +65,27 @@ class ReaderSlots:
             If memory that the helper added cannot be mapped.
         """
         slot, size = answer.request[0], answer.size
+        if any(answer.extras):
+            self._note_rooms(slot, answer.extras)
         pairs = zip(self._slots[slot].out, answer.extras, strict=True)
         return tuple(
-            out[:size] if spec is None else self._extra(slot, field, spec)
-            for field, (out, spec) in enumerate(pairs)
+            out[:size] if spec is None else self._shared.array(spec) for out, spec in pairs
         )
 
-    def _extra(self, slot: int, field: int, spec: ArraySpec) -> NDArray[Any]:
-        known = self.extras.get((slot, field))
-        if known is None or known.offset != spec.offset or known.nbytes < spec.nbytes:
-            room = ArraySpec(spec.offset, (spec.nbytes,), np.dtype(np.uint8))
-            self.extras[slot, field] = room
-        return self._shared.array(spec)
+    def rooms(self, slot: int) -> Rooms:
+        """Return the memory beside a slot, for the helper that fills it next."""
+        return self._rooms[slot]
+
+    def _note_rooms(self, slot: int, extras: Sequence[ArraySpec | None]) -> None:
+        rooms: list[tuple[int, int] | None] = list(self._rooms[slot] or [None] * len(extras))
+        for field, spec in enumerate(extras):
+            if spec is not None:
+                offset, nbytes = rooms[field] or (-1, 0)
+                rooms[field] = (
+                    spec.offset,
+                    max(nbytes, spec.nbytes) if offset == spec.offset else spec.nbytes,
+                )
+        self._rooms[slot] = tuple(rooms)
 
     def _specs(self, slot: SlotMemory, numbers: NDArray[np.int64]) -> SlotSpecs:
         spec = self._shared.spec
@@ -98,7 +107,7 @@ class HelperSlots:
     ----------
     shared
         The memory.
-    specs, extras
+    specs
         What the reader's process told of them.
     raws
         By field: shape and dtype of a row as it is read.
@@ -113,21 +122,23 @@ class HelperSlots:
         self,
         shared: SharedMemory,
         specs: Sequence[SlotSpecs],
-        extras: Mapping[tuple[int, int], ArraySpec],
         raws: Sequence[tuple[tuple[int, ...], np.dtype[Any]]],
     ) -> None:
         self._shared = shared
         self._specs = specs
         self._numbers: list[NDArray[np.int64]] = [shared.array(spec.numbers) for spec in specs]
         self._sizes = [0] * len(specs)  # samples in the batches
-        self._extras: dict[tuple[int, int], NDArray[np.uint8]] = {
-            key: shared.array(spec) for key, spec in extras.items()
-        }
+        self._told: list[Rooms] = [()] * len(specs)
+        self._rooms: dict[tuple[int, int], NDArray[np.uint8]] = {}  # that this process has mapped
         self.slots = [self._slot(spec, raws) for spec in specs]
 
     def index(self, slot: int) -> NDArray[np.int64]:
         """Return the sample numbers of the batch in a slot, in memory of their own."""
         return self._numbers[slot][: self._sizes[slot]].copy()
+
+    def begin(self, slot: int, rooms: Rooms) -> None:
+        """Note the memory beside a slot, which is to be filled."""
+        self._told[slot] = rooms
 
     def put(self, slot: int, outcome: FillOutcome) -> tuple[ArraySpec | None, ...]:
         """Put what a batch has beside its slot into shared memory; different slots in any threads.
@@ -182,12 +193,23 @@ class HelperSlots:
             raise PostprocessError(
                 f"postprocess returned dtype {array.dtype}: Python objects cannot lie in memory"
                 " that processes share; return numbers or fixed-size strings, or read with"
-                ' workers="thread"'
+                f" {named('workers', 'thread')}"
             )
-        room = self._extras.get((slot, field))
+        room = self._room(slot, field)
         if room is None or room.nbytes < array.nbytes:
             twice = 0 if room is None else 2 * room.nbytes
-            room = self._extras[slot, field] = self._shared.empty(max(array.nbytes, twice))
+            room = self._rooms[slot, field] = self._shared.empty(max(array.nbytes, twice))
         target: NDArray[Any] = np.ndarray(array.shape, array.dtype, room)
         np.copyto(target, array)
         return self._shared.spec(target)
+
+    def _room(self, slot: int, field: int) -> NDArray[np.uint8] | None:
+        told = self._told[slot][field] if self._told[slot] else None
+        if told is None:
+            return None
+        known = self._rooms.get((slot, field))
+        spec = None if known is None else self._shared.spec(known)
+        if spec is None or spec.offset != told[0]:  # another helper has added it
+            room = ArraySpec(told[0], (told[1],), np.dtype(np.uint8))
+            known = self._rooms[slot, field] = self._shared.array(room)
+        return known

@@ -1,4 +1,4 @@
-"""Keeps a helper process alive: posts requests and notes to it, and takes its answers.
+"""Keeps one helper process alive: posts requests and notes to it, and takes its answers.
 
 Where a helper dies, a new one is started as soon as there is a request for it, and given what the
 old one had not answered: a kill from outside costs time alone. What a request that kills helpers
@@ -17,6 +17,7 @@ to answer, and `run` sends what was posted.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -45,6 +46,7 @@ from h5async.process.steps import Steps
 from h5async.stats import STAGES, ThreadCounts
 from h5async.system.interruptions import suppressing
 
+_log = logging.getLogger("h5async.process")
 _NOTHING_DONE = FillerStats(dict.fromkeys(STAGES, 0.0), ThreadCounts(), 0, "none")
 
 
@@ -61,21 +63,26 @@ class Supervisor:
         The first message to a helper, pickled.
     shared
         Memory that helpers have too.
+    lock
+        Reentrant: the garbage collector may close a reader in any place, also where it is held.
     wake_sender
         Has the other thread call `flush`.
 
     Attributes
     ----------
-    lock
-        Reentrant: the garbage collector may close a reader in any place, also where it is held.
-    layouts
-        By field name, in field order, once a helper has opened the dataset.
+    opened
+        What the first helper found, once it has opened the dataset.
     methods
         How each field is read, in field order, once a helper has started to fill slots.
     """
 
     def __init__(
-        self, what: str, opening: bytes, shared: SharedMemory, wake_sender: Callable[[], None]
+        self,
+        what: str,
+        opening: bytes,
+        shared: SharedMemory,
+        lock: threading.RLock,
+        wake_sender: Callable[[], None],
     ) -> None:
         self._what = what
         self._opening = opening
@@ -87,8 +94,8 @@ class Supervisor:
             self._folder = os.getcwd()
         self.opened: Opened | None = None
         self.methods: list[str] = []
-        self.lock = threading.RLock()
-        self._changed = threading.Condition(self.lock)
+        self._lock = lock
+        self._changed = threading.Condition(lock)
         self._closed = False
         self._process: HelperProcess | None = None
         self._takes_notes = False  # it was sent `Starting`, and messages may be posted behind that
@@ -106,6 +113,11 @@ class Supervisor:
         """The present helper process."""
         return self._process
 
+    @property
+    def num_outstanding(self) -> int:
+        """Requests that are not answered yet."""
+        return len(self._outstanding)
+
     def start_filling(
         self,
         slots: ReaderSlots,
@@ -119,7 +131,7 @@ class Supervisor:
         slots
             To be filled.
         starting
-            The message that says so; its `extras` are filled in for each helper.
+            The message that says so.
         on_done
             Called in `run`, and in a caller of `fail`, with each request and its outcome.
         """
@@ -147,7 +159,7 @@ class Supervisor:
 
         The slots of `start_filling` must have been told before.
         """
-        with self.lock:
+        with self._lock:
             assert self._starting is not None
             assert self._slots is not None
             formats: list[EncodedFormat | None] = [None] * len(self._starting.encoded_formats)
@@ -158,20 +170,15 @@ class Supervisor:
 
     def flush(self) -> None:
         """Send what was posted; blocks until the helper has received it or has ended."""
-        with self.lock:
+        with self._lock:
             process = self._process
         if process is not None:
             process.flush()
 
     def stats(self) -> FillerStats:
-        """Return what all helpers have done so far."""
-        now, before = self._stats, self._former_stats
-        return FillerStats(
-            {stage: now.stage_seconds[stage] + before.stage_seconds[stage] for stage in STAGES},
-            now.counts.plus(before.counts),
-            now.fallback_reads + before.fallback_reads,
-            now.cache,
-        )
+        """Return what this helper and those before it have done so far."""
+        with self._lock:
+            return self._stats.plus(self._former_stats)
 
     def close(self) -> None:
         """Drop all requests, and have the helper and `run` end. Never waits. Idempotent."""
@@ -202,7 +209,7 @@ class Supervisor:
     # --- posting ----------------------------------------------------------------------------------
 
     def _post(self, message: Any) -> None:
-        with self.lock:
+        with self._lock:
             if self._takes_notes and self._process is not None:
                 self._process.post(message)
 
@@ -210,7 +217,9 @@ class Supervisor:
         """Post the requests that the helper may have now; return whether there are any."""
         requests = self._outstanding.next_to_send()
         for request in requests:
-            self._post(tuple(request))  # pickled ten times as fast
+            assert self._slots is not None
+            # Plain tuples are pickled ten times as fast.
+            self._post((tuple(request), self._slots.rooms(request.slot)))
         return bool(requests)
 
     # --- the thread -------------------------------------------------------------------------------
@@ -229,7 +238,7 @@ class Supervisor:
         except BaseException as error:
             return None if self._closed else error
         finally:
-            with self.lock:
+            with self._lock:
                 self._former_stats = self.stats()
                 self._stats = _NOTHING_DONE._replace(cache=self._stats.cache)
 
@@ -252,12 +261,12 @@ class Supervisor:
     @contextlib.contextmanager
     def _registered(self, process: HelperProcess) -> Iterator[None]:
         """See that nothing is posted to a process any more before it is closed."""
-        with self.lock:
+        with self._lock:
             self._process = process
         try:
             yield
         finally:
-            with self.lock:
+            with self._lock:
                 self._process, self._takes_notes = None, False
                 self._outstanding.helper_ends()
 
@@ -275,16 +284,16 @@ class Supervisor:
             self._changed.wait_for(lambda: self._closed or self._starting is not None)
             if self._starting is None or self._slots is None:
                 return False
-            # Whatever is noted from here on is posted behind this.
-            process.post(self._starting._replace(extras=dict(self._slots.extras)))
-            self._takes_notes = True
+            process.post(self._starting)
+            self._takes_notes = True  # whatever is noted from here on is posted behind that
         if self._is_alone:
             process.flush()
         else:
             self._wake_sender()  # this thread must receive, and does not send
         started = _step(process)
         assert isinstance(started, Started)
-        with self.lock:
+        with self._lock:
+            self._stats = _NOTHING_DONE._replace(cache=started.cache)
             self._outstanding.helper_started()
             if self._post_requests():
                 self._wake_sender()
@@ -309,7 +318,7 @@ class Supervisor:
 
     def _take(self, answer: Answer) -> None:
         request = FillRequest(*answer.request)
-        with self.lock:
+        with self._lock:
             self._stats = answer.stats
             if not self._outstanding.remove(request):
                 return
@@ -354,13 +363,19 @@ class Supervisor:
                 error = HelperDied(f"{error} before it had {step}; standard error may say why")
             self._steps.put(error)
             return False
+        if isinstance(error, HelperDied):  # (as text: handlers may keep what they are given)
+            _log.warning(
+                "%s: %s; another helper takes its place, and goes on with what it had to deliver",
+                self._what,
+                str(error),
+            )
         for request, reason in self._victims(error):
             self._fail(request, reason)
         return True
 
     def _victims(self, error: BaseException) -> list[tuple[FillRequest, BaseException]]:
         """Return requests that fail because a helper came to its end, each with its error."""
-        with self.lock:
+        with self._lock:
             blamed = self._outstanding.blame()
             oldest = self._outstanding.oldest()
             has_started = self._outstanding.has_started
@@ -371,7 +386,7 @@ class Supervisor:
         return [] if oldest is None else [(oldest, error)]
 
     def _fail(self, request: FillRequest, error: BaseException) -> None:
-        with self.lock:
+        with self._lock:
             is_there = self._outstanding.remove(request)
         if is_there:
             self._on_done(request, FillOutcome(np.zeros(0, np.int64), (), error))

@@ -520,17 +520,16 @@ def test_toml(files, tmp_path):
 def test_numbers_take_eight_bytes_a_sample(files):
     import tracemalloc
 
-    from h5async.fill.selecting import Selecting
+    from h5async.fill.selecting import choose
 
     with reader_of(files) as reader:
         layouts = reader.layouts
     chosen = np.random.default_rng(0).permutation(COUNT)[: COUNT - 1]
     config = ReaderConfig(hdf5_path=[str(path) for path in files], indices=chosen)
-    selecting = Selecting(config, layouts)
-    selecting.selection()
+    choose(config, layouts)
     tracemalloc.start()
-    kept = selecting.selection()
-    assert kept.size == COUNT - 1
+    kept = choose(config, layouts)
+    assert kept.selection.size == COUNT - 1
     assert tracemalloc.get_traced_memory()[0] < 4000  # the configuration's own numbers are used
     tracemalloc.stop()
 

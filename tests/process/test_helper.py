@@ -133,7 +133,7 @@ def make(path, **options):
 
 
 def pid_of(reader):
-    return reader._engine.filler.process._popen.pid
+    return reader._engine.filler.processes[0]._popen.pid
 
 
 def epochs(path, workers, count=2, **options):
@@ -679,7 +679,7 @@ def test_standard_streams_that_are_closed(path, tmp_path, closed):
         "with AsyncReader(hdf5_path=sys.argv[1], workers='process', batch_size=8, prefetch=1,\n"
         "                 device='cpu', timeout=120) as reader:\n"
         "    print(reader.get_next_batch().labels.tolist(), file=found)\n"
-        "    os.kill(reader._engine.filler.process._popen.pid, signal.SIGKILL)\n"
+        "    os.kill(reader._engine.filler.processes[0]._popen.pid, signal.SIGKILL)\n"
         "    try: reader.get_next_batch()\n"
         "    except ReadError: pass\n"
         "    print(reader.get_next_batch().number, file=found, flush=True)\n"
@@ -757,7 +757,7 @@ def test_nobody_waits_for_a_helper_that_does_not_receive(path, tmp_path, num_thr
         "except BatchTimeoutError: pass\n"
         "from h5async.process.messages import NoteUploaded\n"
         "for turn in range(5000):\n"
-        "    reader._engine.filler._supervisor.note(NoteUploaded(0))\n"
+        "    reader._engine.filler._crew.supervisors[0].note(NoteUploaded(0))\n"
         "reader.close()\n"
         "assert not [t.name for t in threading.enumerate() if t.name.startswith('h5async')]\n"
     )
@@ -775,7 +775,7 @@ def test_a_helper_receives_while_a_fill_hangs(path, tmp_path, monkeypatch, num_t
         reader.fetch_data()
         wait_until(lambda: any(type(note) is tuple for note in notes))
         for _ in range(2000):
-            reader._engine.filler._supervisor.note(NoteUploaded(0))
+            reader._engine.filler._crew.supervisors[0].note(NoteUploaded(0))
         wait_until(lambda: sum(isinstance(note, NoteUploaded) for note in notes) == 2000)
 
 
@@ -893,7 +893,7 @@ def test_the_helper_dies_with_its_parent(path, tmp_path, how):
         "                     batch_size=8, device='cpu')\n"
         "reader.get_next_batch()\n"
         "reader.fetch_data()\n"
-        "print(reader._engine.filler.process._popen.pid, flush=True)\n" + ends[how] + "\n"
+        "print(reader._engine.filler.processes[0]._popen.pid, flush=True)\n" + ends[how] + "\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
@@ -914,7 +914,7 @@ def test_ctrl_c_is_the_readers(path, tmp_path):
         "import os, signal, sys, time\n"
         "from h5async import AsyncReader\n"
         "reader = AsyncReader(hdf5_path=sys.argv[1], workers='process', batch_size=8)\n"
-        "pid = reader._engine.filler.process._popen.pid\n"
+        "pid = reader._engine.filler.processes[0]._popen.pid\n"
         "for turn in range(3):\n"
         "    try:\n"
         "        os.killpg(0, signal.SIGINT)\n"
@@ -923,7 +923,7 @@ def test_ctrl_c_is_the_readers(path, tmp_path):
         "    except KeyboardInterrupt:\n"
         "        pass\n"
         "    assert reader.get_next_batch().number == turn\n"
-        "assert reader._engine.filler.process._popen.pid == pid\n"
+        "assert reader._engine.filler.processes[0]._popen.pid == pid\n"
         "print('fine')\n"
     )
     assert run(script, path, start_new_session=True).stdout == "fine\n"

@@ -260,8 +260,9 @@ def test_saving_an_index(tmp_path):
 
     def save():
         index.unlink(missing_ok=True)
-        reader_of({"hdf5_path": path, "index_cache": index}, num_threads=0).close()
-        return True
+        reader = reader_of({"hdf5_path": path, "index_cache": index}, num_threads=0)
+        reader.close()
+        return reader  # which is collected outside: nothing comes out of its finalizer
 
     for kind in KINDS[:3]:
         for at in every_place(save, kind, 97):

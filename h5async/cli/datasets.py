@@ -1,0 +1,165 @@
+"""What `h5async inspect` tells of a dataset: facts for programs, and the cells of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.filesize import decimal
+
+from h5async import H5AsyncError
+from h5async.cli.options import spell_in_shell
+from h5async.cli.text import dimensions_of, direct_text, methods_of, packing_text
+from h5async.index.cost import read_cost
+from h5async.index.layout import DatasetLayout
+from h5async.names import printable
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """One dataset, or, merged, those of the same name in several groups that are alike.
+
+    Attributes
+    ----------
+    path, file
+        Its path, and the file that it lies in.
+    shape, dtype, layout, chunks, filters
+        As HDF5 has them; `chunks` is None where there are none. Of several: those of the first.
+    stored_nbytes, nbytes
+        In the file, and decoded.
+    in_order_nbytes, shuffled_nbytes
+        That are read from the file for each sample used.
+    read
+        ``"direct"``, ``"h5py"``, or ``"refused"``.
+    by
+        Where it is read directly: ``"core"``, ``"python"``, or ``"memory"``; or several of these.
+    sources
+        Datasets of other paths or files that its values lie in, itself left out.
+    reason
+        Why it is not read directly, or why it is refused.
+    dimensions
+        The name of each dimension, empty where it has none; None: none has one.
+    packing
+        How its values are packed, in words; None: they are not.
+    most_samples, has_several_chunks
+        Of several: the largest first dimension, and whether the shapes of their chunks differ.
+    """
+
+    path: str
+    file: str
+    read: str
+    shape: tuple[int, ...] | None = None
+    dtype: str | None = None
+    layout: str | None = None
+    chunks: tuple[int, ...] | None = None
+    filters: tuple[str, ...] = ()
+    stored_nbytes: int | None = None
+    nbytes: int | None = None
+    in_order_nbytes: float | None = None
+    shuffled_nbytes: float | None = None
+    by: tuple[str, ...] = ()
+    sources: int = 0
+    reason: str | None = None
+    dimensions: tuple[str, ...] | None = None
+    packing: str | None = None
+    most_samples: int | None = None
+    has_several_chunks: bool = False
+    samples: int = 0
+
+    def is_like(self, other: Dataset) -> bool:
+        """Tell whether two datasets differ in their numbers of samples, and sizes, alone."""
+        return self._kind() == other._kind()
+
+    def _kind(self) -> tuple[object, ...]:
+        shape = None if self.shape is None else (len(self.shape), self.shape[1:])
+        of_values = shape, self.dtype, self.layout, self.chunks is None, self.filters
+        return *of_values, self.read, self.by, self.sources, self.reason, self.packing
+
+    def merged(self, other: Dataset) -> Dataset:
+        """Return the facts of both, which are alike: sums of sizes, and means for each sample."""
+        if self.shape is None or other.shape is None:
+            return self
+        samples = self.samples + other.samples
+        lengths = [n for one in (self, other) for n in (one.shape or ())[:1]]
+        lengths += [one.most_samples for one in (self, other) if one.most_samples is not None]
+        several = self.has_several_chunks or other.has_several_chunks or self.chunks != other.chunks
+        return replace(
+            self,
+            shape=(min(lengths), *self.shape[1:]),
+            most_samples=max(lengths),
+            has_several_chunks=several,
+            samples=samples,
+            stored_nbytes=(self.stored_nbytes or 0) + (other.stored_nbytes or 0),
+            nbytes=(self.nbytes or 0) + (other.nbytes or 0),
+            in_order_nbytes=self._mean("in_order_nbytes", other, samples),
+            shuffled_nbytes=self._mean("shuffled_nbytes", other, samples),
+        )
+
+    def _mean(self, name: str, other: Dataset, samples: int) -> float:
+        total = sum((getattr(one, name) or 0.0) * one.samples for one in (self, other))
+        return total / samples if samples else 0.0
+
+    def cells(self, name: str) -> Sequence[str]:
+        """Return the cells of its row, under a name, in the order of `listing.COLUMNS`."""
+        if self.shape is None:
+            return name, *("-" for _ in range(9)), f"refused: {self.reason}"
+        return (
+            name,
+            self._shape_text(self.shape),
+            str(self.dtype),
+            str(self.layout),
+            "various" if self.has_several_chunks else str(self.chunks) if self.chunks else "-",
+            "+".join(self.filters) or "-",
+            decimal(self.stored_nbytes or 0),
+            decimal(self.nbytes or 0),
+            decimal(round(self.in_order_nbytes or 0)),
+            decimal(round(self.shuffled_nbytes or 0)),
+            "; ".join(filter(None, (self._method_text(), self.packing))),
+        )
+
+    def _method_text(self) -> str:
+        if self.read == "h5py":
+            return f"h5py: {self.reason}"
+        return direct_text(self.by, self.sources)
+
+    def _shape_text(self, shape: tuple[int, ...]) -> str:
+        extents = list(map(str, shape))
+        if self.most_samples not in (None, *shape[:1]):
+            extents[0] = f"{shape[0]} to {self.most_samples}"
+        elif self.dimensions is None:
+            return str(shape)
+        names = self.dimensions or ("",) * len(extents)
+        named = [f"{name} {extent}".lstrip() for name, extent in zip(names, extents, strict=True)]
+        is_bare = len(shape) == 1 and self.dimensions is None
+        return f"({', '.join(named)}{',' * is_bare})"
+
+
+def dataset_of(path: str, file: Path, found: DatasetLayout | H5AsyncError) -> Dataset:
+    """Return what there is to tell of a dataset, by its layout or the reason why it has none."""
+    if isinstance(found, H5AsyncError):
+        where = printable(f'{file}: dataset "{path}"')
+        reason = found.spelled(spell_in_shell).removeprefix(where).lstrip(":, ")
+        return Dataset(path, str(file), "refused", reason=reason)
+    cost = read_cost(found)
+    by, sources = ((), 0) if found.fallback_reason is not None else methods_of(found)
+    return Dataset(
+        path,
+        str(file),
+        read="direct" if found.fallback_reason is None else "h5py",
+        shape=found.shape,
+        dtype=str(found.dtype),
+        layout=found.storage,
+        chunks=found.chunk_shape or None,
+        filters=tuple(entry.label for entry in found.filters),
+        stored_nbytes=found.stored_nbytes,
+        nbytes=found.nbytes,
+        in_order_nbytes=cost.in_order,
+        shuffled_nbytes=cost.shuffled,
+        by=by,
+        sources=sources,
+        reason=found.fallback_reason,
+        samples=found.num_samples,
+        dimensions=dimensions_of(found),
+        packing=packing_text(found) or None,
+    )

@@ -1,0 +1,62 @@
+"""Writes what a command found as one JSON document; docs/command-line.md says what is in it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from h5async.cli.text import methods_of
+from h5async.index.layout import DatasetLayout
+from h5async.names import printable
+
+VERSION = 1  # of all schemas: raised where a key is renamed or removed, not where one is added
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, for programs.")]
+
+
+def print_document(command: str, content: Mapping[str, Any]) -> None:
+    """Print a document on standard output.
+
+    Parameters
+    ----------
+    command
+        Whose schema it has.
+    content
+        Its keys and values: what JSON has, and dataclasses, of which each attribute is a key.
+    """
+    whole = {"schema": f"h5async {command} {VERSION}", **content}
+    typer.echo(json.dumps(plain(whole), indent=2, allow_nan=False))
+
+
+def field_facts(name: str, layout: DatasetLayout) -> dict[str, Any]:
+    """Return how a field of a reader is read."""
+    is_direct = layout.fallback_reason is None
+    return {
+        "name": name,
+        "path": layout.path,
+        "shape": layout.shape,
+        "dtype": str(layout.dtype),
+        "read": "direct" if is_direct else "h5py",
+        "by": methods_of(layout)[0] if is_direct else (),
+        "reason": layout.fallback_reason,
+    }
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON has it: numbers that are not finite are null, and paths are text."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {one.name: plain(getattr(value, one.name)) for one in fields(value)}
+    if isinstance(value, Mapping):
+        return {printable(str(name)): plain(one) for name, one in value.items()}
+    if isinstance(value, str | Path):
+        return printable(str(value))
+    if isinstance(value, Sequence):
+        return [plain(one) for one in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value

@@ -1,0 +1,218 @@
+"""Folds groups that hold the same datasets into one: a file may have one for each episode.
+
+Datasets enter in the order in which a file is walked, and lines leave as soon as it is clear that
+nothing will be folded with them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import NamedTuple
+
+from h5async.cli.datasets import Dataset
+
+_LEAST_NUMBERED = 3  # groups alike that are folded, where their names differ in numbers alone
+_LEAST_OTHERS = 10  # ... whatever their names are
+_MOST_HELD = 500  # lines of one group, before they are printed in any case
+_INDENT = "  "
+
+
+class Line(NamedTuple):
+    """A line of the listing: a dataset, or, without one, what the lines below it belong to."""
+
+    text: str
+    dataset: Dataset | None
+
+
+@dataclass
+class _One:
+    """A dataset, by its path from the group that holds it."""
+
+    path: str
+    dataset: Dataset
+
+
+@dataclass
+class _Run:
+    """Neighbouring groups that are alike, and what they hold together."""
+
+    names: list[str]
+    content: list[_Item]
+    members: list[list[_Item]] = field(default_factory=list)
+
+    def add(self, name: str, content: list[_Item]) -> None:
+        self.names.append(name)
+        self.content = _merged(self.content, content)
+        if len(self.names) < _LEAST_OTHERS:
+            self.members.append(content)
+        else:
+            self.members.clear()  # they are folded, whatever comes
+
+    def items(self) -> Iterator[_Item]:
+        """Yield the groups, folded where there are enough of them."""
+        if not self.members:
+            yield self
+            return
+        pairs = list(zip(self.names, self.members, strict=True))
+        for _, found in groupby(pairs, lambda pair: re.sub(r"\d+", "0", pair[0])):
+            several = list(found)
+            if len(several) >= _LEAST_NUMBERED:
+                yield _run_of(several)
+                continue
+            for name, content in several:
+                yield from (_within(name, item) for item in content)
+
+
+_Item = _One | _Run
+
+
+@dataclass
+class _Level:
+    """An open group: what it holds so far, and the groups at its end that are alike."""
+
+    name: str
+    items: list[_Item] = field(default_factory=list)
+    run: _Run | None = None
+    is_printed: bool = False  # all that it held until now, so it cannot be folded itself
+
+    def end_run(self) -> None:
+        if self.run is not None:
+            self.items += self.run.items()
+            self.run = None
+
+    def close(self, name: str, content: list[_Item]) -> None:
+        """Take what a group in this one holds, which is complete."""
+        if self.run is not None and _are_alike(self.run.content, content):
+            self.run.add(name, content)
+            return
+        self.end_run()
+        self.run = _Run([name], content, [content])
+
+
+class Folding:
+    """Makes lines of the datasets of one file.
+
+    Parameters
+    ----------
+    is_wanted
+        Whether groups that are alike are folded at all.
+    """
+
+    def __init__(self, is_wanted: bool = True) -> None:
+        self._is_wanted = is_wanted
+        self._levels = [_Level("", is_printed=True)]
+
+    def add(self, dataset: Dataset) -> Iterator[Line]:
+        """Take the next dataset; yield lines that are complete."""
+        if not self._is_wanted:
+            yield Line(dataset.path, dataset)
+            return
+        *groups, name = dataset.path.split("/")
+        same = 0
+        for level, group in zip(self._levels[1:], groups, strict=False):
+            if level.name != group:
+                break
+            same += 1
+        self._close_to(same)
+        self._levels += map(_Level, groups[same:])
+        last = self._levels[-1]
+        last.end_run()
+        last.items.append(_One(name, dataset))
+        if len(last.items) > _MOST_HELD:
+            for level in self._levels:
+                level.end_run()
+                level.is_printed = True
+        yield from self._lines()
+
+    def end(self) -> Iterator[Line]:
+        """Yield the lines that were held back."""
+        self._close_to(0)
+        self._levels[0].end_run()
+        yield from self._lines()
+
+    def _close_to(self, depth: int) -> None:
+        """Close all groups but so many."""
+        while len(self._levels) > depth + 1:
+            level = self._levels.pop()
+            level.end_run()
+            parent = self._levels[-1]
+            if level.is_printed:
+                parent.end_run()
+                parent.items += (_within(level.name, item) for item in level.items)
+            else:
+                parent.close(level.name, level.items)
+
+    def _lines(self) -> Iterator[Line]:
+        """Yield what the groups from the root on hold that cannot be folded any more."""
+        prefix = ""
+        for level in self._levels:
+            if not level.is_printed:
+                return
+            prefix += f"{level.name}/" if level.name else ""
+            for item in level.items:
+                yield from _lines_of(item, prefix, "")
+            level.items.clear()
+            if level.run is not None:  # what comes next would come before it
+                return
+
+
+def _lines_of(item: _Item, prefix: str, indent: str) -> Iterator[Line]:
+    if isinstance(item, _One):
+        yield Line(f"{indent}{prefix}{item.path}", item.dataset)
+        return
+    first = min(item.names, key=_natural)
+    last = max(item.names, key=_natural)
+    count = f"({len(item.names):,} groups alike)"
+    yield Line(f"{indent}{prefix}{first} … {prefix}{last} {count}", None)
+    for inner in item.content:
+        yield from _lines_of(inner, "", indent + _INDENT)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Return a key by which 10 comes behind 9."""
+    return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _within(name: str, item: _Item) -> _Item:
+    """Return an item of a group as one of the group around it."""
+    if isinstance(item, _One):
+        return _One(f"{name}/{item.path}", item.dataset)
+    names = [f"{name}/{inner}" for inner in item.names]
+    members = item.members
+    return _Run(names, item.content, members)
+
+
+def _run_of(pairs: Sequence[tuple[str, list[_Item]]]) -> _Run:
+    (name, content), *others = pairs
+    run = _Run([name], content)
+    for other, found in others:
+        run.names.append(other)
+        run.content = _merged(run.content, found)
+    return run
+
+
+def _are_alike(some: Sequence[_Item], others: Sequence[_Item]) -> bool:
+    return len(some) == len(others) and all(map(_is_alike, some, others))
+
+
+def _is_alike(one: _Item, other: _Item) -> bool:
+    if isinstance(one, _One) and isinstance(other, _One):
+        return one.path == other.path and one.dataset.is_like(other.dataset)
+    if isinstance(one, _Run) and isinstance(other, _Run):
+        return one.names == other.names and _are_alike(one.content, other.content)
+    return False
+
+
+def _merged(some: Sequence[_Item], others: Sequence[_Item]) -> list[_Item]:
+    return [_merged_item(one, other) for one, other in zip(some, others, strict=True)]
+
+
+def _merged_item(one: _Item, other: _Item) -> _Item:
+    if isinstance(one, _One) and isinstance(other, _One):
+        return _One(one.path, one.dataset.merged(other.dataset))
+    assert isinstance(one, _Run)
+    assert isinstance(other, _Run)
+    return _Run(one.names, _merged(one.content, other.content))

@@ -1,0 +1,167 @@
+"""Says why HDF5 does not open a file, in the words of whoever has to mend it.
+
+HDF5's own words ("file signature not found") are the same for a download that failed and for a file
+of another format. What the file begins with, its size and the superblock tell more.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+from h5async.system.interruptions import interruption, suppressing
+
+SIGNATURE = b"\x89HDF\r\n\x1a\n"
+_LEAST_USER_BLOCK = 512  # the superblock lies at 0, or at a power of 2 from here on
+_BEGINNING_NBYTES = 512
+_SHOWN_NBYTES = 16
+_SUPERBLOCK_NBYTES = 64  # that have the end-of-file address, in any version
+_FORMATS = (  # where their marks lie, the marks, and what such a file is
+    (
+        0,
+        b"version https://git-lfs.github.com/",
+        "a Git LFS pointer; run `git lfs pull`",
+    ),
+    (0, b"\x1f\x8b", "compressed by gzip; gunzip it"),
+    (0, b"BZh", "compressed by bzip2; bunzip2 it"),
+    (0, b"\xfd7zXZ\0", "compressed by xz; unxz it"),
+    (0, b"\x28\xb5\x2f\xfd", "compressed by Zstandard; unzstd it"),
+    (0, b"PK\x03\x04", "a zip archive (.npz and zipped Zarr are such, too); unpack it"),
+    (257, b"ustar", "a tar archive; unpack it"),
+    (0, b"CDF\x01", "netCDF-3; `nccopy -k nc4 OLD NEW` makes netCDF-4 of it, which is HDF5"),
+    (0, b"CDF\x02", "netCDF-3; `nccopy -k nc4 OLD NEW` makes netCDF-4 of it, which is HDF5"),
+    (0, b"CDF\x05", "netCDF-3; `nccopy -k nc4 OLD NEW` makes netCDF-4 of it, which is HDF5"),
+    (0, b"\x0e\x03\x13\x01", "HDF4; `h4toh5 OLD NEW` makes HDF5 of it"),
+    (0, b"MATLAB 5.0 MAT-file", "an older .mat file of MATLAB; save it there with '-v7.3'"),
+    (0, b"\x89h5async\r\n\x1a\n", "a saved index of h5async; its name has to end in .h5idx"),
+    (0, b"\x93NUMPY", "a .npy file of NumPy"),
+    (0, b"PAR1", "a Parquet file"),
+    (0, b"<!DOCTYPE", "a web page, as servers send in place of a file; download it again"),
+    (0, b"<html", "a web page, as servers send in place of a file; download it again"),
+    (0, b"<?xml", "XML, as servers send in place of a file; download it again"),
+)
+_ZARR_NAMES = (".zgroup", ".zarray", ".zattrs", "zarr.json")
+_LOCKED = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES)
+
+
+def directory_reason(path: Path) -> str:
+    """Say that a path is a directory, and of what format, where that shows."""
+    if any((path / name).exists() for name in _ZARR_NAMES):
+        return "it is a directory of Zarr, not an HDF5 file"
+    return "it is a directory; name a file"
+
+
+def reason_unopened(path: Path, error: Exception) -> str:
+    """Say why a file was not opened.
+
+    Parameters
+    ----------
+    path
+        The file.
+    error
+        What h5py raised.
+
+    Returns
+    -------
+    str
+        What follows ``cannot open FILE:``, in our words where the cause is known, else in HDF5's.
+    """
+    try:
+        path.stat()
+        if "unable to lock file" in str(error):
+            return _lock_reason(error)
+        with path.open("rb") as file:
+            return _content_reason(file) or _other_reason(error)
+    except (OSError, ValueError) as reason:
+        if interruption(reason) is not None:
+            raise
+        if isinstance(reason, FileNotFoundError | ValueError):  # the latter: a NUL in it
+            return "there is no such file"
+        # It, or its folder, may not be read, say, or its name is too long.
+        return reason.strerror or str(reason)
+
+
+def _lock_reason(error: Exception) -> str:
+    if getattr(error, "errno", None) in _LOCKED:
+        return (
+            "it is locked by a writer: another process has it open for writing; wait until that"
+            " has closed it. (The environment variable HDF5_USE_FILE_LOCKING=FALSE opens it all"
+            " the same, while it may be incomplete.)"
+        )
+    return (
+        f"its file system does not lock files ({error}); set the environment variable"
+        " HDF5_USE_FILE_LOCKING=FALSE"
+    )
+
+
+def _other_reason(error: Exception) -> str:
+    if "already open for write" in str(error):
+        return (
+            "it is open for writing, or its writer ended without closing it; close it, or where"
+            " nobody writes to it any more, `h5clear -s FILE` clears its mark"
+        )
+    return str(error)
+
+
+def _content_reason(file: BinaryIO) -> str | None:
+    """Say what is wrong with the first bytes of a file, or with its length; None: nothing."""
+    size = os.fstat(file.fileno()).st_size
+    if not size:
+        return "it is empty"
+    at = _superblock_at(file, size)
+    if at is None:
+        return _format_reason(_bytes_at(file, 0, _BEGINNING_NBYTES))
+    superblock = _bytes_at(file, at, _SUPERBLOCK_NBYTES)
+    end = _end_of_file(superblock)
+    if end is None and at + _SUPERBLOCK_NBYTES > size:
+        return f"it is cut short: only {size:,} bytes are there"
+    if end is not None and end > size:
+        return f"it is cut short: {size:,} of {end:,} bytes are there; copy or download it again"
+    return None
+
+
+def _format_reason(beginning: bytes) -> str:
+    for at, mark, what in _FORMATS:
+        if beginning[at : at + len(mark)].lower() == mark.lower():
+            return f"it is not an HDF5 file, but {what}"
+    if not any(beginning):
+        return f"it is not an HDF5 file: its first {len(beginning)} bytes are all zero"
+    shown = beginning[:_SHOWN_NBYTES]
+    if SIGNATURE.startswith(beginning):
+        return f"it is cut short: only {len(beginning)} bytes are there"
+    return f"it is not an HDF5 file: it begins with {shown!r}"
+
+
+def _superblock_at(file: BinaryIO, size: int) -> int | None:
+    """Return where HDF5 would find the superblock, behind a user block or none."""
+    at = 0
+    while at + len(SIGNATURE) <= size:
+        if _bytes_at(file, at, len(SIGNATURE)) == SIGNATURE:
+            return at
+        at = 2 * at or _LEAST_USER_BLOCK
+    return None
+
+
+def _end_of_file(superblock: bytes) -> int | None:
+    """Return the end-of-file address that a superblock has: the size of the whole file.
+
+    The file format specification of HDF5, section II.A, says where it lies.
+    """
+    with suppressing(IndexError):
+        version = superblock[8]
+        if version > 3:
+            return None
+        address_nbytes = superblock[13] if version < 2 else superblock[9]
+        addresses_at = {0: 24, 1: 28}.get(version, 12)
+        at = addresses_at + 2 * address_nbytes
+        found = superblock[at : at + address_nbytes]
+        if len(found) == address_nbytes and found.strip(b"\xff"):
+            return int.from_bytes(found, "little")
+    return None
+
+
+def _bytes_at(file: BinaryIO, at: int, nbytes: int) -> bytes:
+    file.seek(at)
+    return file.read(nbytes)

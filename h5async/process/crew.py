@@ -1,0 +1,131 @@
+"""Deals requests to helper processes side by side, each of which a supervisor keeps alive.
+
+A request goes to the helper that has the fewest to answer. There it stays, also where that helper
+dies and another one takes its place: so no two processes ever write to the same slot.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+
+from h5async.fill.records import FillerStats, FillOutcome, FillRequest
+from h5async.io.shared import SharedMemory
+from h5async.process.messages import NoteUploaded, Opened, Starting
+from h5async.process.samefiles import check_same
+from h5async.process.sharedslots import ReaderSlots
+from h5async.process.supervisor import Supervisor
+
+_FOUND = "was changed while the reader was made, of which helper processes have found two versions"
+
+
+class Crew:
+    """Supervisors of helper processes, as one. Made in the thread that opens the reader.
+
+    Methods are safe to call from many threads, but `flush`, which has one.
+
+    Parameters
+    ----------
+    num_helpers
+        How many there are.
+    what, opening, shared, wake_sender
+        As of `Supervisor`.
+
+    Attributes
+    ----------
+    lock
+        Of all of them. Reentrant: the garbage collector may close a reader in any place, also where
+        it is held.
+    supervisors
+        One for each helper; each is to be `run` in a thread of its own.
+    """
+
+    def __init__(
+        self,
+        num_helpers: int,
+        what: str,
+        opening: bytes,
+        shared: SharedMemory,
+        wake_sender: Callable[[], None],
+    ) -> None:
+        self.lock = threading.RLock()
+        self.supervisors = [
+            Supervisor(what, opening, shared, self.lock, wake_sender) for _ in range(num_helpers)
+        ]
+        self._first = self.supervisors[0]
+
+    @property
+    def opened(self) -> Opened | None:
+        """What helpers found, once they have opened the dataset."""
+        return self._first.opened
+
+    @property
+    def methods(self) -> list[str]:
+        """How each field is read, in field order, once helpers have started to fill slots."""
+        return self._first.methods
+
+    def await_opened(self, timeout_seconds: float | None) -> None:
+        """Wait until all helpers have opened the files.
+
+        Raises
+        ------
+        H5AsyncError
+            As `Supervisor.await_step` says; `ReadError` if they found different files.
+        """
+        for supervisor in self.supervisors:
+            supervisor.await_step(timeout_seconds)
+            assert self._first.opened is not None
+            assert supervisor.opened is not None
+            check_same(self._first.opened, supervisor.opened, _FOUND)
+            supervisor.opened = self._first.opened  # tables of chunks are kept once
+
+    def start_filling(
+        self,
+        slots: ReaderSlots,
+        starting: Starting,
+        on_done: Callable[[FillRequest, FillOutcome], None],
+    ) -> None:
+        """Have helpers fill slots, as `Supervisor.start_filling`."""
+        for supervisor in self.supervisors:
+            supervisor.start_filling(slots, starting, on_done)
+
+    def await_started(self, timeout_seconds: float | None) -> None:
+        """Wait until all helpers have started; raises what `Supervisor.await_step` does."""
+        for supervisor in self.supervisors:
+            supervisor.await_step(timeout_seconds)
+
+    def request(self, request: FillRequest) -> bool:
+        """Post a request to one helper; return False where this is closed."""
+        with self.lock:
+            freest = min(self.supervisors, key=lambda supervisor: supervisor.num_outstanding)
+            return freest.request(request)
+
+    def note_uploaded(self, slot: int) -> None:
+        """Note that the device's cache has the samples of the batch in a slot."""
+        (only,) = self.supervisors  # the options allow no others with a cache
+        only.note(NoteUploaded(slot))
+
+    def drop_encoded(self) -> None:
+        """Have all helpers do without memory for encoded chunks."""
+        for supervisor in self.supervisors:
+            supervisor.drop_encoded()
+
+    def flush(self) -> None:
+        """Send what was posted, as `Supervisor.flush`."""
+        for supervisor in self.supervisors:
+            supervisor.flush()
+
+    def stats(self) -> FillerStats:
+        """Return what all helpers have done so far."""
+        return functools.reduce(FillerStats.plus, [each.stats() for each in self.supervisors])
+
+    def close(self) -> None:
+        """Drop all requests, and have all helpers end. Never waits. Idempotent."""
+        for supervisor in self.supervisors:
+            supervisor.close()
+
+    def release(self) -> None:
+        """Let go of slots and functions, after all threads have ended."""
+        for supervisor in self.supervisors:
+            supervisor.release()

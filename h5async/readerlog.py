@@ -1,0 +1,122 @@
+"""Logs what a reader has opened, which way each field is read, and what memory did not allow.
+
+These records are all made in the process that made the reader, wherever its fields are read. A
+warning is logged once in a process: readers of the same files follow one another.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from h5async.config import ReaderConfig
+from h5async.config.files import paths_text
+from h5async.core.binding import load_core
+from h5async.index.layout import DatasetLayout
+from h5async.names import printable
+
+_log = logging.getLogger("h5async.reader")
+_MOST_WARNED = 1000  # that are remembered
+_warned: set[str] = set()
+
+
+def log_opened(
+    config: ReaderConfig, layouts: Mapping[str, DatasetLayout], num_samples: int, seconds: float
+) -> None:
+    """Log what was opened.
+
+    Parameters
+    ----------
+    config, layouts
+        Of the reader, by field name.
+    num_samples
+        How many are selected.
+    seconds
+        How long it took until batches could be filled.
+    """
+    if not _log.isEnabledFor(logging.INFO):
+        return
+    files = {source.file for layout in layouts.values() for source in layout.leaves()}
+    of_files = f" (data in {len(files):,} files)" if len(files) > 1 else ""
+    _log.info(
+        "opened %s%s: fields %s, %s samples, in %.3f s",
+        paths_text(config.hdf5_path),
+        of_files,
+        ", ".join(layouts),
+        f"{num_samples:,}",
+        seconds,
+    )
+
+
+def log_ways(layouts: Mapping[str, DatasetLayout], methods: Sequence[str]) -> None:
+    """Log which way each field is read, and why not the fastest: that is a warning.
+
+    Parameters
+    ----------
+    layouts
+        By field name.
+    methods
+        How each field is read, as in `ReaderStats.ways`.
+    """
+    if load_core() is None:
+        _warn_once(
+            "the compiled core is missing or switched off (H5ASYNC_CORE=0): Python does its work,"
+            " more slowly"
+        )
+    for (name, layout), method in zip(layouts.items(), methods, strict=True):
+        what = printable(f'{layout.file}: field {name}, dataset "{layout.path}"')
+        if layout.fallback_reason is not None:
+            _warn_once(
+                f"{what}: is read through h5py, one read at a time: {layout.fallback_reason}"
+            )
+        elif "python" in method and load_core() is not None:
+            filters = "+".join(dict.fromkeys(f.label for y in layout.leaves() for f in y.filters))
+            reason = f" ({filters})" if filters else ""
+            _warn_once(
+                f"{what}: is read directly, but in Python, because the core does not read its"
+                f" storage or undo its filters{reason}"
+            )
+        else:
+            _log.info("%s: is read directly (%s)", what, method)
+
+
+def log_memory(
+    config: ReaderConfig, cache: str, most_threads: int, kept: Sequence[int], wanted: Sequence[int]
+) -> None:
+    """Log what memory did not allow.
+
+    Parameters
+    ----------
+    config
+        Of the reader.
+    cache
+        As in `ReaderStats.cache`.
+    most_threads
+        For which there is memory.
+    kept, wanted
+        Bytes of decoded chunks that may be kept for later batches, by field, and that would help.
+    """
+    what = paths_text(config.hdf5_path)
+    if config.cache is not None and cache.startswith("none: "):
+        reason = cache.removeprefix("none: ")
+        _warn_once(f"{what}: no rows are kept by the option cache: {reason}")
+    elif config.cache is not None:
+        _log.info("%s: rows are kept: %s", what, cache)
+    if most_threads < config.thread_count:
+        _warn_once(
+            f"{what}: there is memory for {most_threads} threads, of {config.thread_count}:"
+            " max_batch_bytes, or what is free, allows no more"
+        )
+    if sum(kept) < sum(wanted):
+        _warn_once(
+            f"{what}: {sum(wanted):,} bytes of decoded chunks would be kept for later batches, and"
+            f" {sum(kept):,} are free for them: chunks are decoded more than once"
+        )
+
+
+def _warn_once(message: str) -> None:
+    """Log a warning, or what was one before at level DEBUG."""
+    is_new = message not in _warned
+    if is_new and len(_warned) < _MOST_WARNED:
+        _warned.add(message)
+    _log.log(logging.WARNING if is_new else logging.DEBUG, "%s", message)

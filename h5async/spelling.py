@@ -1,0 +1,86 @@
+"""Spells options in messages as they are written where somebody reads them.
+
+A message names options by `named`, which marks them. Python reads ``allow_missing=True``; the
+command line spells the same message with ``--allow-missing``, and a configuration file with
+``allow_missing = true``. So nobody searches messages for words that look like options.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable
+from typing import Any, Final, Literal
+
+Where = Literal["keyword", "toml", "json", "yaml"]
+Spell = Callable[[str, tuple[Any, ...]], str]
+
+# Noncharacters of Unicode, which no text holds.
+_BEGIN, _VALUE, _END = "\ufdd0", "\ufdd1", "\ufdd2"
+_MARKED = re.compile(f"{_BEGIN}([^{_BEGIN}{_END}{_VALUE}]*)(?:{_VALUE}([^{_BEGIN}{_END}]*))?{_END}")
+_NOT_GIVEN: Final = object()
+
+
+def named(name: str, value: object = _NOT_GIVEN) -> str:
+    """Return an option, and perhaps its value, as messages hold it: marked.
+
+    Parameters
+    ----------
+    name
+        Of the option, as a keyword.
+    value
+        A literal of Python: None, a bool, a number, a string, or a list of these.
+    """
+    shown = "" if value is _NOT_GIVEN else f"{_VALUE}{value!r}"
+    return f"{_BEGIN}{name}{shown}{_END}"
+
+
+def has_options(text: str) -> bool:
+    """Tell whether a message holds a marked option."""
+    return _BEGIN in text
+
+
+def spelled(text: str, spell: Spell) -> str:
+    """Return a message with its options as `spell` writes them.
+
+    Parameters
+    ----------
+    text
+        A message with options as `named` marked them.
+    spell
+        Takes the name of an option, and its value in a tuple: an empty one where none is told.
+    """
+
+    def one(found: re.Match[str]) -> str:
+        value = () if found[2] is None else (_literal(found[2]),)
+        return spell(found[1], value)
+
+    return _MARKED.sub(one, text)
+
+
+def as_keyword(name: str, value: tuple[Any, ...]) -> str:
+    """Spell an option as a keyword of Python."""
+    return name if not value else f"{name}={_quoted(value[0])}"
+
+
+def in_file(where: Where) -> Spell:
+    """Return what spells options as a configuration file of some kind has them."""
+    if where == "keyword":
+        return as_keyword
+    form = {"toml": "{} = {}", "json": '"{}": {}', "yaml": "{}: {}"}[where]
+    return lambda name, value: form.format(name, json.dumps(value[0])) if value else name
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _quoted(value: object) -> str:
+    """Return a value as Python has it; the messages have strings in double quotes."""
+    if isinstance(value, str) and value.isprintable() and not set(value) & {'"', "\\"}:
+        return f'"{value}"'
+    return repr(value)
