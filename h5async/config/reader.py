@@ -393,6 +393,7 @@ class ReaderConfig(Frozen):
         elif isinstance(config, str | os.PathLike):
             base = load_toml(Path(config))
             cls.check_names(base, "toml")
+            _check_tables(base)
         else:
             raise ConfigError(
                 "config must be a mapping, a ReaderConfig or the path of a TOML file,"
@@ -480,3 +481,19 @@ class ReaderConfig(Frozen):
         These are what its affinity allows, but no more than its control groups have time for.
         """
         return usable_cores() if self.num_threads is None else self.num_threads
+
+
+def _check_tables(options: Mapping[str, Any]) -> None:
+    """Check the names of options in a TOML file's tables of fields.
+
+    Raises
+    ------
+    ConfigError
+        If one is unknown.
+    """
+    fields = options.get("fields")
+    for name, field in fields.items() if isinstance(fields, dict) else ():
+        try:
+            Field.check_names(field if isinstance(field, dict) else (), "toml")
+        except ConfigError as error:
+            raise ConfigError(f"fields: {name}: {error}") from error
