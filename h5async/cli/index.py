@@ -11,11 +11,12 @@ import typer
 from rich.filesize import decimal
 
 from h5async import ConfigError, H5AsyncError, ReaderConfig
-from h5async.cli.options import takes_options
+from h5async.cli.options import table, takes_options
 from h5async.cli.progress import opening
 from h5async.cli.text import safe
 from h5async.config.files import INDEX_SUFFIX, matching_files
 from h5async.core.binding import mapping_mode
+from h5async.fill.dataset import grouping_of
 from h5async.fill.progress import on_indexed
 from h5async.index.consulted import Consulted
 from h5async.index.indexcache import cache_folder, clear_cache
@@ -36,13 +37,14 @@ _Clear = Annotated[
 ]
 
 
-@takes_options(["fields", "num_dim", "io", "allow_external", "allow_missing"])
+@takes_options(["fields", "num_dim", "sequences", "io", "allow_external", "allow_missing"])
 def index(
     files: _Files = None, output: _Output = None, clear: _Clear = False, **typed: Any
 ) -> None:
     """Save what a reader must know of FILES as one index, which `hdf5_path` takes in their place.
 
-    It holds all datasets of the files, by their first dimension; with --field, these alone.
+    It holds all datasets of the files, by their first dimension; with --field, these alone. Where
+    readers have groups as their sequences, give the same --sequences here.
     """
     if clear:
         _clear()
@@ -79,6 +81,8 @@ def _config(files: Sequence[str], typed: dict[str, Any]) -> ReaderConfig:
     if not all(key and path for key, _, path in pairs):
         raise typer.BadParameter("must be NAME=PATH", param_hint="--field")
     num_dim = given.pop("num_dim", 0)
+    if "sequences" in given:
+        given["sequences"] = table(given["sequences"], "--sequences")
     if pairs:
         fields = {key: {"path": path, "num_dim": num_dim} for key, _, path in pairs}
         return ReaderConfig.load({"hdf5_path": list(files), "fields": fields}, **given)
@@ -102,13 +106,15 @@ def _layouts(
     path: Path, config: ReaderConfig, reach: Reach, left_out: list[str]
 ) -> dict[Wanted, DatasetLayout]:
     """Return the layouts of the fields that were typed, or of all datasets that can be read."""
+    grouping = grouping_of(config, reach)
     if config.fields is not None:
-        found = read_layouts(path, config.fields, reach)
-        return {Wanted.of(field): found[name] for name, field in config.fields.items()}
+        found = read_layouts(path, config.fields, reach, grouping)
+        return {Wanted.of(field, grouping): found[name] for name, field in config.fields.items()}
+    groups = "" if grouping is None else str(grouping)
     layouts = {}
-    for name, layout in list_layouts(path, reach, config.num_dim):
+    for name, layout in list_layouts(path, reach, config.num_dim, grouping):
         if isinstance(layout, DatasetLayout):
-            layouts[Wanted.at(name, config.num_dim)] = layout
+            layouts[Wanted.at(name, config.num_dim, groups)] = layout
         else:
             left_out.append(str(layout))
     return layouts

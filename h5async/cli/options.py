@@ -154,7 +154,7 @@ def _typed_options(typed: Mapping[str, Any]) -> dict[str, Any]:
         if option.is_mapping:
             value = _pairs(value, flag(option))
         elif option.name in _TABLES and value.startswith("{"):
-            value = _table(value, flag(option))
+            value = table(value, flag(option))
         for choice in option.choices:
             if isinstance(choice, bool) and value == _typed_choice(choice):
                 value = choice
@@ -170,8 +170,14 @@ def _typed_options(typed: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _table(text: str, name: str) -> object:
-    """Return what was typed as a table of TOML."""
+def table(text: str, name: str) -> object:
+    """Return what was typed as a table of TOML.
+
+    Raises
+    ------
+    typer.BadParameter
+        If it is none.
+    """
     try:
         return tomllib.loads(f"table = {text}")["table"]
     except tomllib.TOMLDecodeError as error:

@@ -84,9 +84,9 @@ _HINTS: dict[str, tuple[_Hint, ...]] = {
         ("normalize normalise mean std", (_SCALE_OF_FIELD, _SCALE)),
         ("window buffer_size shuffle_buffer", (_MIX,)),
         (
-            "seq_length seq_len sequence_length frame_stack num_frames num_steps n_steps window_size"
-            " window_length n_steps_input n_steps_output n_obs_steps obs_horizon action_horizon"
-            " pred_horizon horizon context_length history episode_length episode_len",
+            "seq_length seq_len sequence_length frame_stack num_frames num_steps n_steps"
+            " window_size window_length n_steps_input n_steps_output n_obs_steps obs_horizon"
+            " action_horizon pred_horizon horizon context_length history episode_length episode_len",
             (_STEPS_OF_FIELD, _STEPS),
         ),
         ("padding pad_seq_length pad_frame_stack", (_PAD, _STEPS)),

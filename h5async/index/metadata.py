@@ -84,17 +84,22 @@ def read_layouts(
 
 
 def list_layouts(
-    path: Path, reach: Reach = BESIDE, num_dim: int = 0
+    path: Path,
+    reach: Reach = BESIDE,
+    num_dim: int | tuple[int, int] = 0,
+    grouping: Grouping | None = None,
 ) -> Iterator[tuple[str, DatasetLayout | H5AsyncError]]:
     """Yield each dataset of a file, as it is found, with its layout or why it has none.
 
-    They come group by group, in the order of names; dimension `num_dim` counts their samples.
+    They come group by group, in the order of names; dimension `num_dim` counts their samples. With
+    a `grouping`: the datasets that its groups have, each joined of all of them.
     """
     with passing(), open_index(path) as file, metadata_cache(file, LISTING_NBYTES):
         indexer = Indexer(file, reach)
-        for name, kind in walk(file):
-            if kind == "group" or (kind != "dataset" and not _may_be_dataset(file, name, reach)):
-                continue
+        if grouping is not None:
+            yield from _list_joined(indexer, grouping.find(path, file), num_dim, reach)
+            return
+        for name in _datasets(file, reach):
             layout: DatasetLayout | H5AsyncError
             try:
                 with passing():
@@ -102,6 +107,38 @@ def list_layouts(
             except H5AsyncError as error:
                 layout = error
             yield name, layout
+
+
+def _list_joined(
+    indexer: Indexer, groups: list[str], num_dim: int | tuple[int, int], reach: Reach
+) -> Iterator[tuple[str, DatasetLayout | H5AsyncError]]:
+    """Yield each dataset that one of the groups has, with its layout over all of them."""
+    parents, depth = set(groups), groups[0].count("/") + 1
+    parts = (name.split("/") for name in _datasets(indexer.file, reach))
+    names = ("/".join(p[depth:]) for p in parts if "/".join(p[:depth]) in parents)
+    found: dict[str, list[DatasetLayout]] = {name: [] for name in names if name}
+    failed: dict[str, H5AsyncError] = {}
+    for group in groups:
+        for name in found:
+            if name in failed:
+                continue
+            try:
+                with passing():
+                    found[name].append(_layout_at(indexer, f"{group}/{name}", num_dim, reach))
+            except H5AsyncError as error:
+                failed[name] = error
+    for name, several in found.items():
+        try:
+            yield name, failed[name] if name in failed else join_groups(several)
+        except H5AsyncError as error:
+            yield name, error
+
+
+def _datasets(file: h5py.File, reach: Reach) -> Iterator[str]:
+    """Yield the paths of what is a dataset, or cannot be opened."""
+    for name, kind in walk(file):
+        if kind == "dataset" or (kind != "group" and _may_be_dataset(file, name, reach)):
+            yield name
 
 
 def _may_be_dataset(file: h5py.File, path: str, reach: Reach) -> bool:
