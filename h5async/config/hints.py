@@ -86,7 +86,7 @@ _HINTS: dict[str, tuple[_Hint, ...]] = {
         (
             "seq_length seq_len sequence_length frame_stack num_frames num_steps n_steps"
             " window_size window_length n_steps_input n_steps_output n_obs_steps obs_horizon"
-            " action_horizon pred_horizon horizon context_length history episode_length episode_len",
+            " action_horizon pred_horizon horizon context_length episode_length episode_len",
             (_STEPS_OF_FIELD, _STEPS),
         ),
         ("padding pad_seq_length pad_frame_stack", (_PAD, _STEPS)),
