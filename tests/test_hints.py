@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from typer.testing import CliRunner
 
@@ -45,10 +47,54 @@ def test_the_command_line(name, option, value, command):
     assert f"--{option.replace('_', '-')} {value}" in " ".join(result.output.split())
 
 
-@pytest.mark.parametrize("name", ["seq_length", "frame_stack"])
-def test_samples_of_several_rows(name):
-    with pytest.raises(ConfigError, match=rf"unknown option '{name}'; .*fetch_data\(index\)"):
+STEPS = ("seq_length", "sequence_length", "frame_stack", "num_steps", "window_size")
+STEPS += ("n_steps_input", "episode_length", "pad_seq_length", "get_pad_mask")
+OF_FIELD = {"pad_seq_length": "pad='edge'", "get_pad_mask": "pad_mask='mask'"}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_samples_of_several_rows(name, tmp_path):
+    with pytest.raises(ConfigError) as caught:
         ReaderConfig(hdf5_path="x.h5", **{name: 4})
+    assert f"unknown option '{name}'; " in str(caught.value)
+    assert 'fields={"x": Field("x", steps=range(0, 10))}' in str(caught.value)
+
+    wanted = OF_FIELD.get(name, "steps=range(0, 10)")
+    with pytest.raises(ConfigError, match=rf"unknown option '{name}'; .*{re.escape(wanted)}"):
+        Field("x", **{name: 4})
+
+    path = tmp_path / "options.toml"
+    path.write_text(f'hdf5_path = "x.h5"\n{name} = 4\n')
+    with pytest.raises(ConfigError) as caught:
+        ReaderConfig.load(path)
+    assert 'fields.x = {path = "x", steps = "0:10"}' in str(caught.value)
+
+    path.write_text(f'hdf5_path = "x.h5"\nfields.y = "y"\nfields.x = {{path = "x", {name} = 4}}\n')
+    wanted = OF_FIELD.get(name, "steps='0:10'").replace("=", " = ").replace("'", '"')
+    with pytest.raises(ConfigError, match=rf"fields: x: unknown option '{name}'; .*{wanted}"):
+        ReaderConfig.load(path)
+
+    typed = f"--{name.replace('_', '-')}"
+    result = CliRunner(env={"COLUMNS": "400"}).invoke(app, ["read", "x.h5", typed, "4"])
+    assert result.exit_code == 2
+    assert 'fields.x = {path = "x", steps = "0:10"} in the file of --config' in result.output
+
+
+def test_what_the_hints_say_is_taken(tmp_path):
+    for steps in range(10), "0:10":
+        assert ReaderConfig(hdf5_path="x.h5", fields={"x": Field("x", steps=steps)})
+    (tmp_path / "x.toml").write_text("""
+        hdf5_path = "x.h5"
+        fields.x = {path = "x", steps = "0:10", pad = "edge", pad_mask = "mask"}
+        sequences = {groups = "data/demo_*", only = "mask/train"}
+    """)
+    assert ReaderConfig.load(tmp_path / "x.toml").fields["x"].steps == tuple(range(10))
+
+
+@pytest.mark.parametrize("name", ["filter_by_attribute", "hdf5_filter_key"])
+def test_some_groups(name):
+    with pytest.raises(ConfigError, match=r'sequences=Sequences\(.*, only="mask/train"\)'):
+        ReaderConfig(hdf5_path="x.h5", **{name: "train"})
 
 
 def test_fields_have_hints_of_their_own():

@@ -76,6 +76,12 @@ def test_the_examples_of_samples_learn(name, least, capsys):
     assert "accuracy" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("name", "least"), [("behavioural_cloning", 0.9), ("forecasting", 0.999)])
+def test_the_examples_of_sequences_learn(name, least, capsys):
+    assert example(name).main() > least
+    assert "held out" in capsys.readouterr().out
+
+
 def test_the_numpy_example_learns(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["numpy_digits", "--device", "cpu"])
     assert example("numpy_digits").main() == 0

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from conftest import require_extra
 
-from h5async import ConfigError, Split
+from h5async import ConfigError, Field, Sequences, Split
 
 torch = require_extra("torch")
 
@@ -122,3 +122,55 @@ def test_a_random_sampler_without_a_seed_is_told_when_resumed(numbered):
         pytest.raises(ConfigError, match="draws other samples for epoch 0"),
     ):
         dataset.load_state_dict(state)
+
+
+@pytest.mark.parametrize("cache", [None, "host"])
+def test_steps_around_samples_and_their_masks(tmp_path, cache):
+    """Tensors (N, steps, ...), also through a DataLoader; a copy of the dataset goes on."""
+    rng, lengths = np.random.default_rng(0), (9, 1, 14, 6)
+    values = [rng.integers(0, 255, (length, 3, 4), dtype=np.uint8) for length in lengths]
+    with h5py.File(tmp_path / "demos.h5", "w") as file:
+        for n, images in enumerate(values):
+            chunks = (min(4, len(images)), 3, 2)
+            data = file.create_group(f"demo_{n}")
+            data.create_dataset("obs/image", data=images, chunks=chunks, compression="gzip")
+            data["actions"] = images[:, 0].astype(">f8")
+    fields = {
+        "image": Field("obs/image", steps=range(-1, 1), pad="edge", scale=1 / 255),
+        "actions": Field("actions", steps=range(5), pad="zero", pad_mask="is_there"),
+    }
+    with H5Dataset(
+        hdf5_path=tmp_path / "demos.h5",
+        fields=fields,
+        sequences=Sequences(groups="demo_*"),
+        shuffle="window",
+        batch_size=8,
+        cache=cache,
+        copy=True,
+        device="cpu",
+    ) as dataset:
+        batches = list(torch.utils.data.DataLoader(dataset, batch_size=None))
+        again = pickle.loads(pickle.dumps(dataset))
+        rest = list(dataset)
+        with again:
+            for batch, other in zip(rest, again, strict=True):
+                assert all(torch.equal(batch[name], other[name]) for name in batch)
+    assert len(batches) == -(-sum(lengths) // 8)
+    batch = {name: torch.cat([found[name] for found in batches]) for name in batches[0]}
+    assert {name: (t.dtype, tuple(t.shape[1:])) for name, t in batch.items()} == {
+        "image": (torch.float32, (2, 3, 4)),
+        "actions": (torch.float64, (5, 4)),
+        "is_there": (torch.bool, (5,)),
+    }
+    found = sorted(
+        (tuple(mask), *map(tuple, actions))
+        for mask, actions in zip(batch["is_there"].tolist(), batch["actions"].tolist(), strict=True)
+    )
+    expected = []
+    for images in values:
+        padded = np.concatenate((images[:, 0], np.zeros((4, 4))))
+        for step in range(len(images)):
+            mask = np.arange(step, step + 5) < len(images)
+            expected.append((tuple(mask.tolist()), *map(tuple, padded[step : step + 5].tolist())))
+    assert found == sorted(expected)
+    assert torch.equal(batch["image"][:, 1, 0], batch["actions"][:, 0].float() * (1 / 255))

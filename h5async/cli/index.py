@@ -12,12 +12,13 @@ from rich.filesize import decimal
 
 from h5async import ConfigError, H5AsyncError, ReaderConfig
 from h5async.cli.documents import Json, print_document
-from h5async.cli.options import number_or_name, spell_in_shell, takes_options
+from h5async.cli.options import number_or_name, spell_in_shell, table, takes_options
 from h5async.cli.progress import opening
 from h5async.cli.text import safe
 from h5async.config.configfile import map_paths
 from h5async.config.files import INDEX_SUFFIX, home_path, with_variables
 from h5async.core.binding import mapping_mode
+from h5async.fill.dataset import grouping_of
 from h5async.fill.progress import on_indexed
 from h5async.index.consulted import Consulted
 from h5async.index.indexcache import cache_folder, clear_cache
@@ -38,7 +39,7 @@ _Clear = Annotated[
 ]
 
 
-@takes_options(["fields", "num_dim", "io", "allow_external", "allow_missing"])
+@takes_options(["fields", "num_dim", "sequences", "io", "allow_external", "allow_missing"])
 def index(
     files: _Files = None,
     output: _Output = None,
@@ -48,7 +49,8 @@ def index(
 ) -> None:
     """Save what a reader must know of FILES as one index, which `hdf5_path` takes in their place.
 
-    It holds all datasets of the files, by their first dimension; with --field, these alone.
+    It holds all datasets of the files, by their first dimension; with --field, these alone. Where
+    readers have groups as their sequences, give the same --sequences here.
     """
     cleared = _clear() if clear else None
     if cleared is not None and not as_json:
@@ -93,6 +95,8 @@ def _config(files: Sequence[str], typed: dict[str, Any]) -> ReaderConfig:
     if not all(key and path for key, _, path in pairs):
         raise typer.BadParameter("must be NAME=PATH", param_hint="--field")
     num_dim = number_or_name(given.pop("num_dim", "0"))
+    if "sequences" in given:
+        given["sequences"] = table(given["sequences"], "--sequences")
     if pairs:
         fields = {key: {"path": path, "num_dim": num_dim} for key, _, path in pairs}
         given["fields"] = fields
@@ -118,13 +122,15 @@ def _layouts(
     path: Path, config: ReaderConfig, reach: Reach, left_out: list[str]
 ) -> dict[Wanted, DatasetLayout]:
     """Return the layouts of the fields that were typed, or of all datasets that can be read."""
+    grouping = grouping_of(config, reach)
     if config.fields is not None:
-        found = read_layouts(path, config.fields, reach)
-        return {Wanted.of(field): found[name] for name, field in config.fields.items()}
+        found = read_layouts(path, config.fields, reach, grouping)
+        return {Wanted.of(field, grouping): found[name] for name, field in config.fields.items()}
+    groups = "" if grouping is None else str(grouping)
     layouts = {}
-    for name, layout in list_layouts(path, reach, config.num_dim):
+    for name, layout in list_layouts(path, reach, config.num_dim, grouping=grouping):
         if isinstance(layout, DatasetLayout):
-            layouts[Wanted.at(name, config.num_dim)] = layout
+            layouts[Wanted.at(name, config.num_dim)._replace(groups=groups)] = layout
         else:
             left_out.append(layout.spelled(spell_in_shell))
     return layouts

@@ -219,7 +219,7 @@ def _typed_options(typed: Mapping[str, Any]) -> dict[str, Any]:
         if option.is_mapping:
             value = _pairs(value, flag(option))
         elif option.name in _TABLES and value.startswith("{"):
-            value = _table(value, flag(option))
+            value = table(value, flag(option))
         elif option.takes_names:
             value = number_or_name(value)
         for choice in option.choices:
@@ -242,8 +242,14 @@ def number_or_name(text: str) -> int | str:
     return int(text) if re.fullmatch(r"[-+]?\d+", text) else text
 
 
-def _table(text: str, name: str) -> object:
-    """Return what was typed as a table of TOML."""
+def table(text: str, name: str) -> object:
+    """Return what was typed as a table of TOML.
+
+    Raises
+    ------
+    typer.BadParameter
+        If it is none.
+    """
     try:
         return tomllib.loads(f"table = {text}")["table"]
     except tomllib.TOMLDecodeError as error:

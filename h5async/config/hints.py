@@ -6,7 +6,7 @@ typed: as a keyword, in a configuration file, or on the command line.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from h5async import spelling
@@ -23,11 +23,14 @@ class _Hint(NamedTuple):
         A sentence; ``{}`` stands for the option.
     option, value
         The option, and an example of its value.
+    spelled
+        How that is written, by where, if the option's value is not just written behind its name.
     """
 
     text: str
     option: str
-    value: str | int | float
+    value: str | int | float = ""
+    spelled: Mapping[Where, str] = {}
 
 
 _SELECT = _Hint(
@@ -52,10 +55,29 @@ _MIX = _Hint(
     "{} mixes the samples of some chunks, and window_bytes says how many", "shuffle", "window"
 )
 _STEPS = _Hint(
-    "a sample is one row of each field; for several, ask for batches of their rows by"
-    " fetch_data(index), or choose them by {}",
-    "sampler",
-    "...",
+    "steps of a Field say which rows each sample consists of: {}",
+    "fields",
+    spelled={
+        "keyword": 'fields={"x": Field("x", steps=range(0, 10))}',
+        "toml": 'fields.x = {path = "x", steps = "0:10"}',
+        "shell": 'fields.x = {path = "x", steps = "0:10"} in the file of --config',
+    },
+)
+_STEPS_OF_FIELD = _Hint(
+    "{} delivers the row of each sample and the nine behind it",
+    "steps",
+    spelled={"keyword": "steps=range(0, 10)", "toml": 'steps = "0:10"'},
+)
+_PAD = _Hint("{} repeats the first or last row of a sequence", "pad", "edge")
+_MASK = _Hint("{} names what a batch has of which steps were there", "pad_mask", "mask")
+_ONLY = _Hint(
+    "{} reads the groups whose names a dataset holds",
+    "sequences",
+    spelled={
+        "keyword": 'sequences=Sequences(groups="data/demo_*", only="mask/train")',
+        "toml": 'sequences = {groups = "data/demo_*", only = "mask/train"}',
+        "shell": "--sequences \"{groups = 'data/demo_*', only = 'mask/train'}\"",
+    },
 )
 _DRAWN = _Hint("{} draws samples with replacement", "weights", "balanced")
 _SEED = _Hint("{} is all that the order is made from", "seed", 0)
@@ -69,7 +91,15 @@ _HINTS: dict[str, tuple[_Hint, ...]] = {
         ("normalize normalise mean std", (_SCALE_OF_FIELD, _SCALE)),
         ("mask_and_scale set_auto_maskandscale", (_UNPACK,)),
         ("window buffer_size shuffle_buffer", (_MIX,)),
-        ("seq_length sequence_length frame_stack num_steps", (_STEPS,)),
+        (
+            "seq_length seq_len sequence_length frame_stack num_frames num_steps n_steps"
+            " window_size window_length n_steps_input n_steps_output n_obs_steps obs_horizon"
+            " action_horizon pred_horizon horizon context_length episode_length episode_len",
+            (_STEPS_OF_FIELD, _STEPS),
+        ),
+        ("padding pad_seq_length pad_frame_stack", (_PAD, _STEPS)),
+        ("get_pad_mask", (_MASK, _STEPS)),
+        ("filter_by_attribute filter_key hdf5_filter_key", (_ONLY,)),
         ("replacement class_weights sample_weights balanced", (_DRAWN,)),
         ("generator random_state random_seed", (_SEED,)),
     )
@@ -96,8 +126,8 @@ def hint_for(name: str, known: Sequence[str], where: Where = "keyword") -> str |
 
 
 def _spelled(hint: _Hint, where: Where) -> str:
-    if hint.option == "sampler":  # an object
-        return "the option sampler"
+    if where in hint.spelled:
+        return hint.spelled[where]
     if where == "shell":
         return f"--{hint.option.replace('_', '-')} {hint.value}"
     if where == "keyword":

@@ -42,6 +42,7 @@ from h5async.config.values import (
     plain,
 )
 from h5async.errors import ConfigError
+from h5async.spelling import Where as Spelling
 from h5async.spelling import named
 from h5async.system.interruptions import passing
 
@@ -444,6 +445,7 @@ class ReaderConfig(Frozen):
             base = load_file(path)
             try:
                 cls.check_names(base, kind_of_file(path))
+                _check_tables(base, kind_of_file(path))
             except ConfigError as error:
                 raise ConfigError(f"{path}: {error.marked}") from None
         else:
@@ -546,3 +548,19 @@ class ReaderConfig(Frozen):
         """Threads of this process, or of each helper process, which has one at least."""
         helpers = self.num_helpers
         return max(1, self.thread_count // helpers) if helpers else self.thread_count
+
+
+def _check_tables(options: Mapping[str, Any], where: Spelling) -> None:
+    """Check the names of options in a file's tables of fields.
+
+    Raises
+    ------
+    ConfigError
+        If one is unknown.
+    """
+    fields = options.get("fields")
+    for name, field in fields.items() if isinstance(fields, dict) else ():
+        try:
+            Field.check_names(field if isinstance(field, dict) else (), where)
+        except ConfigError as error:
+            raise ConfigError(f"fields: {name}: {error.marked}") from error

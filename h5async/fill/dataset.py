@@ -160,7 +160,7 @@ def _plain_layouts(
     files = config.files
     found: dict[str, list[DatasetLayout]] = {name: [] for name in fields}
     tell = on_indexed.get()
-    known = layouts_of_files(files, fields, reach, config.index_cache, _grouping(config, reach))
+    known = layouts_of_files(files, fields, reach, config.index_cache, grouping_of(config, reach))
     for number, indexed in enumerate(known):
         layouts = aligned(indexed)
         _check_lengths(layouts)
@@ -174,7 +174,7 @@ def _plain_layouts(
     return {name: join_layouts(several) for name, several in found.items()}
 
 
-def _grouping(config: ReaderConfig, reach: Reach) -> Grouping | None:
+def grouping_of(config: ReaderConfig, reach: Reach) -> Grouping | None:
     """Return which groups of the files are sequences; None: none are."""
     sequences = config.sequences
     if sequences is None or sequences.groups is None:

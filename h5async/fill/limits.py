@@ -128,6 +128,8 @@ class MemoryBudget:
             for source in _read_through_scratch(layout):
                 self._check_row(source)
             for leaf in layout.leaves():
+                if leaf.chunks is None and not (leaf.filters or leaf.sources):
+                    continue  # no chunks: nothing of it is listed, or held whole
                 self._check_pieces(leaf, rows)
                 if leaf.filters or ScratchSize.of([leaf]).raw_chunk:
                     self._check_chunk(leaf)

@@ -34,7 +34,7 @@ from h5async.index.filterpipeline import (
     unavailable,
 )
 from h5async.index.identity import indexed
-from h5async.index.layout import DatasetLayout, Part, Storage
+from h5async.index.layout import DatasetLayout, Indexed, Part, Storage
 from h5async.index.links import LastGroup, Located, Reach
 from h5async.index.obstacles import COLUMNS_REASON, NotDirectError
 from h5async.index.opened import Opened
@@ -42,6 +42,8 @@ from h5async.index.slabs import Slab
 from h5async.index.sources import VirtualSources
 from h5async.io.maps import may_map
 from h5async.io.stamps import FileStamp
+
+_Kind = tuple[bytes, bytes, int, int]  # type and properties as HDF5 encodes them; rank, dimension
 
 
 class Indexer:
@@ -72,6 +74,7 @@ class Indexer:
         reach.consulted.found(Path(self._path), self._stamp, is_written=self._is_writer)
         self._reach = reach
         self._depth = depth
+        self._alike: dict[_Kind, DatasetLayout] = {}  # contiguous ones that were found before
 
     def sources(self, where: str) -> VirtualSources:
         """Return what finds the sources of a virtual dataset of this file."""
@@ -104,7 +107,14 @@ class Indexer:
         where = f'{self._name}: dataset "{name}"'
         try:
             dataset = Opened(node, self._descriptor)
-            return self._layout(name, dataset, tuple(member), num_dim, where)
+            kind = self._kind(dataset, member, num_dim)
+            known = None if kind is None else self._alike.get(kind)
+            if known is not None:
+                return self._again(known, name, dataset, where)
+            layout = self._layout(name, dataset, tuple(member), num_dim, where)
+            if kind is not None and layout.fallback_reason is None and layout.offset >= 0:
+                self._alike[kind] = layout
+            return layout
         except H5AsyncError:
             raise
         except MemoryError as error:
@@ -163,6 +173,31 @@ class Indexer:
                 )
             return layout.changed(offset=offset, stored_nbytes=nbytes)
         return self._direct(layout, dataset, where)
+
+    def _kind(self, dataset: Opened, member: Sequence[str], num_dim: int | str) -> _Kind | None:
+        """Return what the layouts of contiguous datasets depend on, but for size and address."""
+        if isinstance(num_dim, str):
+            return None  # which dimension that is, each dataset says
+        if member or self._depth or _storage(dataset) != "contiguous":
+            return None
+        undefined = dataset.plist.fill_value_defined() == h5py.h5d.FILL_VALUE_UNDEFINED
+        if undefined or not dataset.properties or not dataset.shape:
+            return None
+        return dataset.encoded_type, dataset.properties, len(dataset.shape), num_dim
+
+    def _again(self, known: DatasetLayout, name: str, dataset: Opened, where: str) -> DatasetLayout:
+        """Return the layout of a dataset that is like a known one.
+
+        Most files have thousands of datasets of a few kinds.
+        """
+        shape = dataset.extents
+        return known.changed(
+            path=name,
+            shape=(*shape, *known.shape[len(shape) :]),
+            stored_nbytes=dataset.id.get_storage_size(),
+            indexed=None if known.indexed is None else Indexed(known.indexed.digest, shape),
+            offset=_contiguous_offset(dataset, where),
+        )
 
     def _layout(
         self, name: str, dataset: Opened, member: tuple[str, ...], num_dim: int | str, where: str

@@ -113,25 +113,26 @@ def _wanted(field: Field) -> Further:
 def list_layouts(
     path: Path,
     reach: Reach = BESIDE,
-    num_dim: int | str = 0,
+    num_dim: int | str | tuple[int | str, int | str] = 0,
     wanted: Callable[[str], bool] = lambda name: True,
     *,
     with_attributes: bool = False,
+    grouping: Grouping | None = None,
 ) -> Iterator[tuple[str, DatasetLayout | H5AsyncError]]:
     """Yield each dataset of a file, as it is found, with its layout or why it has none.
 
     They come group by group, in the order of names; dimension `num_dim` counts their samples.
     Those whose paths are not `wanted` are left out, and not opened. With attributes, layouts say
-    what the names of dimensions are, and how values are packed.
+    what the names of dimensions are, and how values are packed. With a `grouping`: the datasets
+    that its groups have, each joined of all of them.
     """
     attributes = Further(with_attributes, with_attributes, is_lenient=True)
     with passing(), open_index(path) as file, metadata_cache(file, LISTING_NBYTES):
         indexer = Indexer(file, reach)
-        for name, kind in walk(file):
-            if kind == "group" or not wanted(name):
-                continue
-            if kind != "dataset" and not _may_be_dataset(file, name, reach):
-                continue
+        if grouping is not None:
+            yield from _list_joined(indexer, grouping.find(path, file), num_dim, reach)
+            return
+        for name in _datasets(file, reach, wanted):
             layout: DatasetLayout | H5AsyncError
             try:
                 with passing():
@@ -139,6 +140,46 @@ def list_layouts(
             except H5AsyncError as error:
                 layout = error
             yield name, layout
+
+
+def _list_joined(
+    indexer: Indexer,
+    groups: list[str],
+    num_dim: int | str | tuple[int | str, int | str],
+    reach: Reach,
+) -> Iterator[tuple[str, DatasetLayout | H5AsyncError]]:
+    """Yield each dataset that one of the groups has, with its layout over all of them."""
+    parents, depth = set(groups), groups[0].count("/") + 1
+    parts = (name.split("/") for name in _datasets(indexer.file, reach))
+    names = ("/".join(p[depth:]) for p in parts if "/".join(p[:depth]) in parents)
+    found: dict[str, list[DatasetLayout]] = {name: [] for name in names if name}
+    failed: dict[str, H5AsyncError] = {}
+    for group in groups:
+        for name in found:
+            if name in failed:
+                continue
+            try:
+                with passing():
+                    at = f"{group}/{name}"
+                    found[name].append(_layout_at(indexer, at, num_dim, reach, _Attributes()))
+            except H5AsyncError as error:
+                failed[name] = error
+    for name, several in found.items():
+        try:
+            yield name, failed[name] if name in failed else join_groups(several)
+        except H5AsyncError as error:
+            yield name, error
+
+
+def _datasets(
+    file: h5py.File, reach: Reach, wanted: Callable[[str], bool] = lambda name: True
+) -> Iterator[str]:
+    """Yield the paths of what is a dataset, or cannot be opened."""
+    for name, kind in walk(file):
+        if not wanted(name):
+            continue
+        if kind == "dataset" or (kind != "group" and _may_be_dataset(file, name, reach)):
+            yield name
 
 
 def _may_be_dataset(file: h5py.File, path: str, reach: Reach) -> bool:

@@ -37,7 +37,7 @@ class ScratchSize(NamedTuple):
     @classmethod
     def of(cls, layouts: Iterable[DatasetLayout]) -> ScratchSize:
         """Return what any field needs, at most."""
-        leaves = (leaf for layout in layouts for leaf in layout.leaves())
+        leaves = (y for layout in layouts for y in layout.leaves() if y.chunks is not None)
         return cls(*map(max, *map(_scratch_size, leaves), (0, 0, 0), (0, 0, 0)))
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from h5async import AsyncReader
+from h5async import AsyncReader, Field, Sequences
 from h5async.cli import app
 from h5async.index import indexcache, opening
 
@@ -189,3 +189,81 @@ def test_a_file_without_datasets_has_an_index_without_any(tmp_path):
     assert "1 files, 0 datasets" in succeed("index", path, "-o", index)
     assert "holds no datasets" in succeed("inspect", index)
     assert 'no dataset "data"' in refuse("read", index, "--no-labels")
+
+
+@pytest.fixture
+def demos(tmp_path: Path) -> Path:
+    """Make a file of groups, of which one lacks a dataset, and one is linked to."""
+    path = tmp_path / "demos.h5"
+    with h5py.File(path, "w") as file:
+        for n, length in enumerate((4, 7, 3)):
+            rows = np.arange(length * 2.0).reshape(length, 2) + 100 * n
+            group = file.create_group(f"store/{n}" if n == 1 else f"data/demo_{n}")
+            group.create_dataset("obs/position", data=rows, chunks=(2, 2), compression="gzip")
+            group["actions"] = np.arange(length) + 100 * n
+            if n:
+                group["rewards"] = np.zeros(length)
+        file["data/demo_1"] = h5py.SoftLink("/store/1")
+        file["mask/train"] = np.array(["demo_2", "demo_1"], "S8")
+    return path
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("only", [None, "mask/train"])
+def test_groups_that_are_sequences(demos, tmp_path, monkeypatch, named, only):
+    """A reader with the same sequences opens from the index; its fields have steps of their own."""
+    index = tmp_path / "train.h5idx"
+    table = "groups = 'data/demo_*'" + (f", only = '{only}'" if only else "")
+    options = ["--field", "p=obs/position", "--field", "a=actions"] if named else []
+    result = run("index", demos, "-o", index, "--sequences", f"{{{table}}}", *options)
+    assert result.exit_code == 0, result.output
+    count = 3 if only and not named else 2
+    assert f"1 files, {count} datasets" in result.stdout
+    lacks = 'no dataset "data/demo_0/rewards"'
+    assert (lacks in result.stderr) == (only is None and not named)
+    assert "position" in succeed("inspect", index)
+    indexed_never(monkeypatch)
+    fields = {"position": Field("obs/position", steps=range(2), pad="edge"), "action": "actions"}
+    groups = Sequences(groups="data/demo_*", only=only)
+    with AsyncReader(
+        hdf5_path=index, fields=fields, sequences=groups, device="cpu", num_threads=0
+    ) as reader:
+        batch = reader.get_next_batch()
+    lengths = {1: 7, 2: 3} if only else {0: 4, 1: 7, 2: 3}
+    rows = [(100 * n, step, length - 1) for n, length in lengths.items() for step in range(length)]
+    assert batch.action.tolist() == [first + step for first, step, _ in rows]
+    stacks = [[first + 2 * step, first + 2 * min(step + 1, last)] for first, step, last in rows]
+    assert batch.position[:, :, 0].tolist() == stacks
+    with pytest.raises(AssertionError, match="was indexed"):
+        AsyncReader(hdf5_path=index, fields={"action": "data/demo_0/actions"}, device="cpu")
+
+
+def test_two_dimensions_that_count_samples(tmp_path, monkeypatch):
+    path, index = tmp_path / "well.h5", tmp_path / "well.h5idx"
+    values = np.arange(3 * 5 * 2).reshape(3, 5, 2)
+    with h5py.File(path, "w") as file:
+        file.create_dataset("t0_fields/x", data=values, chunks=(1, 2, 2))
+        file["time"] = np.arange(5)
+    result = run("index", path, "-o", index, "--num-dim", "0,1")
+    assert "1 files, 1 datasets" in result.stdout
+    assert "left out" in result.stderr
+    indexed_never(monkeypatch)
+    fields = {"x": Field("t0_fields/x", (0, 1), steps=range(5))}
+    with AsyncReader(hdf5_path=index, fields=fields, device="cpu", num_threads=0) as reader:
+        assert (reader.get_next_batch().x == values).all()
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("{groups = 'episode_*'}", 'no group matches "episode_*"'),
+        ("{group = 'demo_*'}", "did you mean 'groups'"),
+        ("groups = 'demo_*'", "is no table of TOML"),
+    ],
+)
+def test_sequences_that_do_not_fit(demos, tmp_path, typed, message):
+    index = tmp_path / "train.h5idx"
+    result = run("index", demos, "-o", index, "--sequences", typed)
+    assert result.exit_code
+    assert message in " ".join(result.stderr.split())
+    assert not index.exists()
