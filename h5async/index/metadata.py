@@ -161,7 +161,7 @@ def _list_joined(
             try:
                 with passing():
                     at = f"{group}/{name}"
-                    found[name].append(_layout_at(indexer, at, num_dim, reach, _Attributes()))
+                    found[name].append(layout_at(indexer, at, num_dim, reach))
             except H5AsyncError as error:
                 failed[name] = error
     for name, several in found.items():
