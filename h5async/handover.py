@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from h5async.batch import Batch, expire
 from h5async.engine import Engine
+from h5async.fill.postprocess import masks_of
 from h5async.fill.records import FillOutcome
 
 
@@ -24,13 +25,7 @@ class Handover:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        fields = engine.config.batch_fields.values()
-        # The names of masks, and which rows of each sample they are of.
-        self._masks = [
-            (field.pad_mask, steps)
-            for field, steps in zip(fields, engine.samplings.steps, strict=True)
-            if steps is not None and field.pad_mask is not None
-        ]
+        self._masks = masks_of(engine.config.batch_fields, engine.samplings.steps)
         self._held: Batch | None = None  # with debug_lifetimes: the batch that the caller holds
 
     def batch(self, serial: int, filled: FillOutcome) -> Batch:
@@ -63,9 +58,8 @@ class Handover:
         engine = self._engine
         arrays = dict(zip(engine.names, several, strict=True))
         if self._masks:
-            masks = tuple([steps.are_there(index) for _, steps in self._masks])
-            names = [name for name, _ in self._masks]
-            arrays |= zip(names, engine.device.owned(masks), strict=True)
+            masks = tuple([are_there(index) for are_there in self._masks.values()])
+            arrays |= zip(self._masks, engine.device.owned(masks), strict=True)
         sequences = engine.samplings.sequences
         return Batch(arrays, index, epoch, number, last, engine.device, sequences)
 

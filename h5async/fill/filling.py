@@ -24,7 +24,7 @@ from h5async.fill.dataset import Samplings
 from h5async.fill.limits import MemoryPlan
 from h5async.fill.phases import Phases
 from h5async.fill.pool import Work, WorkPool
-from h5async.fill.postprocess import Postprocess, load_function
+from h5async.fill.postprocess import Postprocess, load_function, masks_of
 from h5async.fill.reading import BatchReader
 from h5async.fill.records import FillerStats, FillOutcome, FillRequest, SlotFiller, SlotMemory
 from h5async.fill.resident import Budget, HostCache, Residency, open_host_cache
@@ -104,9 +104,10 @@ class Filler(SlotFiller):
         self._file = str(self._layouts[0].file)
         self._opens_ahead = not config.names_index
         function = load_function(config.postprocess)
-        postprocess = (
-            None if function is None else Postprocess(function, list(layouts), config.seed)
-        )
+        postprocess = None
+        if function is not None:
+            masks = masks_of(config.batch_fields, samplings.steps)
+            postprocess = Postprocess(function, list(layouts), config.seed, masks)
         self._cache = _open_cache(config, samplings.selection, several, memory_plan)
         self._resident = self._cache if isinstance(self._cache, HostCache) else device_cache
         # What a change of a file makes worthless; emptied at the end.

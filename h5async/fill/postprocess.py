@@ -6,18 +6,23 @@ import functools
 import hashlib
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.config import Field
 from h5async.errors import ConfigError, PostprocessError, postprocess_error
 from h5async.fill.records import FillRequest
+from h5async.order.steps import StepRows
 from h5async.spelling import named
 from h5async.system.interruptions import suppressing
 
 _FURTHER = ("rng", "index", "epoch", "number")
+
+Mask = Callable[[NDArray[np.int64]], NDArray[np.bool_]]
 
 
 def load_function(function: Callable[..., Any] | str | None) -> Callable[..., Any] | None:
@@ -42,6 +47,15 @@ def load_function(function: Callable[..., Any] | str | None) -> Callable[..., An
     return cast("Callable[..., Any]", found)
 
 
+def masks_of(fields: Mapping[str, Field], several: Sequence[StepRows | None]) -> dict[str, Mask]:
+    """Return what makes each mask of a batch of its sample numbers, by the mask's name."""
+    return {
+        field.pad_mask: steps.are_there
+        for field, steps in zip(fields.values(), several, strict=True)
+        if steps is not None and field.pad_mask is not None
+    }
+
+
 class Postprocess:
     """A user's function, as it is called for a batch. Safe to use from many threads, if that is.
 
@@ -57,10 +71,19 @@ class Postprocess:
         Of the fields, in order.
     seed
         Of the reader.
+    masks
+        By name: what makes a mask of sample numbers; a parameter of that name is given it.
     """
 
-    def __init__(self, function: Callable[..., Any], names: Sequence[str], seed: int) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        names: Sequence[str],
+        seed: int,
+        masks: Mapping[str, Mask] = MappingProxyType({}),
+    ) -> None:
         self._function = function
+        self._masks = masks
         self._names = names
         self._seed = seed
         parameters: list[inspect.Parameter] = []
@@ -76,7 +99,8 @@ class Postprocess:
         ]
         bound = function.keywords if isinstance(function, functools.partial) else ()
         taken = {*bound, *(names if self._by_name else ())}
-        self._wanted = [name for name in _FURTHER if name in further and name not in taken]
+        known = *_FURTHER, *masks
+        self._wanted = [name for name in known if name in further and name not in taken]
 
     def __call__(
         self, arrays: tuple[NDArray[Any], ...], request: FillRequest, index: NDArray[np.int64]
@@ -88,6 +112,8 @@ class Postprocess:
         return self._function(*arrays, **further)
 
     def _value(self, name: str, request: FillRequest, index: NDArray[np.int64]) -> Any:
+        if name in self._masks:
+            return self._masks[name](index)
         if name == "index":
             return index.copy()  # which the function may change
         return self._rng(request, index) if name == "rng" else getattr(request, name)

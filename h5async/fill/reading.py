@@ -340,7 +340,8 @@ class BatchReader:
         steps = self._steps[field]
         # (Which rows they are says which attributes hold of them.)
         if steps is not None and self._row_transforms[field].cf is not None:
-            index = np.maximum(steps.rows(index), 0)
+            rows = steps.rows(index)  # zeros count as packed like the sample's own row
+            index = np.where(rows == NO_ROW, np.repeat(index, steps.size), rows)
         self._transform_rows(field, self._rows(field, raw), self._rows(field, out), index)
 
     def _transform_rows(
