@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.batch import Batch, expire
-from h5async.config import RaggedField
 from h5async.engine import Engine
+from h5async.fill.postprocess import masks_of
 from h5async.fill.records import FillOutcome
-from h5async.order.spans import SpanRows
-from h5async.order.steps import StepRows
 
 
 class Handover:
@@ -28,17 +25,7 @@ class Handover:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        fields = engine.config.batch_fields
-        rows = dict(zip(engine.layouts, engine.samplings.rows, strict=True))
-        # The names of masks, and what makes them of sample numbers.
-        self._masks: list[tuple[str, Callable[[NDArray[np.int64]], NDArray[np.bool_]]]] = []
-        for name, field in fields.items():
-            one = rows[name]
-            if isinstance(one, StepRows) and field.pad_mask is not None:
-                self._masks.append((field.pad_mask, one.are_there))
-            elif isinstance(field, RaggedField) and isinstance(one, SpanRows):
-                if field.pad_to is not None:
-                    self._masks.append((f"{name}_mask", partial(one.are_there, field.pad_to)))
+        self._masks = masks_of(engine.config.batch_fields, engine.layouts, engine.samplings.rows)
         self._held: Batch | None = None  # with debug_lifetimes: the batch that the caller holds
 
     def batch(self, serial: int, filled: FillOutcome) -> Batch:
@@ -71,9 +58,8 @@ class Handover:
         engine = self._engine
         arrays = dict(zip(engine.names, several, strict=True))
         if self._masks:
-            masks = tuple([are_there(index) for _, are_there in self._masks])
-            names = [name for name, _ in self._masks]
-            arrays |= zip(names, engine.device.owned(masks), strict=True)
+            masks = tuple([are_there(index) for are_there in self._masks.values()])
+            arrays |= zip(self._masks, engine.device.owned(masks), strict=True)
         sequences = engine.samplings.sequences
         return Batch(arrays, index, epoch, number, last, engine.device, sequences)
 

@@ -10,7 +10,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from h5async import AsyncReader, ConfigError, DatasetError, Field, H5AsyncError, Sequences, Split
+from h5async import (
+    AsyncReader,
+    ConfigError,
+    DatasetError,
+    Field,
+    H5AsyncError,
+    Sequences,
+    Split,
+    UnsafeFileError,
+)
 
 COUNTS = (83, 0, 1, 46)  # rows of each file
 ENDS = ((5, 5, 40, 77), (), (1,), (46,))  # of sequences; rows behind the last are in none
@@ -607,3 +616,126 @@ def test_packed_values_of_several_files(tmp_path, num_threads):
             for i, (number, step) in enumerate(zip(batch.sequence, batch.step, strict=True)):
                 rows = np.maximum(step + np.arange(-2, 1), 0)
                 assert (batch.t[i] == found[number][rows]).all()
+
+
+# --- what a review found ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batches", [False, True])
+def test_a_sampler_draws_rows_and_not_positions(files, truth, batches):
+    drawn = [8, 60, 3, 90, 76, 8]
+    fields = {"images": Field("image", steps=range(-3, 1))}
+    sampler = [drawn[:4], drawn[4:]] if batches else drawn
+    with reader_of(files, fields, sequences={"ends": "ends"}, sampler=sampler) as reader:
+        for _ in range(2):
+            assert [n for batch in reader for n in batch.index.tolist()] == drawn
+    for odd in (6, 78):
+        with pytest.raises(ConfigError, match=f"sampler: row {odd} is no sample"):
+            reader_of(files, fields, sequences={"ends": "ends"}, sampler=[8, odd])
+
+
+def test_a_chunk_of_one_row_is_decoded_once_in_a_window(tmp_path):
+    """As most files of frames have them."""
+    values = np.arange(120 * 64).reshape(120, 64).astype("i4")
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("x", data=values, chunks=(1, 64), compression="gzip")
+    fields = {"x": Field("x", steps=range(-9, 1), pad="edge")}
+    with reader_of([tmp_path / "a.h5"], fields, shuffle="window", num_threads=2) as reader:
+        seen = []
+        for batch in reader:
+            rows = np.maximum(batch.index[:, None] + np.arange(-9, 1), 0)
+            assert (batch.x == values[rows]).all()
+            seen += batch.index.tolist()
+        assert sorted(seen) == list(range(120))
+        if "core" in reader.stats().ways.values():
+            assert reader.stats().decoded_chunks <= 240
+
+
+def test_zeros_are_unpacked_as_the_samples_own_rows(tmp_path):
+    for number, offset in enumerate((100.0, -20.0)):
+        with h5py.File(tmp_path / f"{number}.h5", "w") as file:
+            file["t"] = np.arange(5, dtype="i2")
+            file["t"].attrs.update(scale_factor=2.0, add_offset=offset)
+    fields = {"t": Field("t", decode_cf=True, steps=[-1, 0], pad="zero")}
+    for num_threads in (0, 2):
+        paths = sorted(tmp_path.iterdir())
+        with reader_of(paths, fields, num_threads=num_threads, batch_size=10) as reader:
+            (batch,) = reader
+            assert batch.t[0, 0] == 100
+            assert batch.t[5, 0] == -20
+
+
+def test_which_groups_are_meant(tmp_path):
+    path = tmp_path / "a.h5"
+    with h5py.File(tmp_path / "other.h5", "w") as file:
+        file["demo_9/x"] = np.full(3, 9)
+    with h5py.File(path, "w") as file:
+        for parent in "ab":
+            for demo in range(2):
+                file[f"{parent}/demo_{demo}/x"] = np.full(2 + demo, ord(parent))
+                file[f"runs/{parent}{demo}/traj/x"] = np.arange(2)
+        file.create_group("runs/empty")
+        file["none"] = np.array([], "S8")
+        file["first"] = np.array(["demo_0"], "S8")
+        file["links/soft"] = h5py.SoftLink("/a/demo_1")
+        file["links/to_data"] = h5py.SoftLink("/a/demo_1/x")
+        file["links/nowhere"] = h5py.SoftLink("/a/demo_7")
+        file["outside"] = h5py.ExternalLink(str(tmp_path / "deeper" / "o.h5"), "/")
+        file["beside"] = h5py.ExternalLink("other.h5", "/")
+
+    def samples(**sequences):
+        with reader_of([path], {"x": "x"}, sequences=sequences, batch_size=99) as reader:
+            return [] if not reader.num_samples else reader.get_next_batch().x.tolist()
+
+    assert samples(groups="[ab]/demo_*") == [97] * 5 + [98] * 5
+    assert samples(groups="[ab]/demo_*", only="first") == [97, 97, 98, 98]
+    assert samples(groups="runs/*/traj") == [0, 1] * 4
+    assert samples(groups="links/*") == [97] * 3
+    assert samples(groups="beside/demo_*") == [9] * 3
+    assert samples(groups="a/demo_1") == [97] * 3
+    for sequences, message in (
+        ({"groups": "a/demo_*", "only": "none"}, "names no group"),
+        ({"groups": "a/demo_7"}, 'no group matches "a/demo_7"'),
+        ({"groups": "a/demo_1/x"}, "no group matches"),
+    ):
+        with pytest.raises(DatasetError, match=message):
+            samples(**sequences)
+    (tmp_path / "deeper").mkdir()
+    with h5py.File(tmp_path / "deeper" / "o.h5", "w") as file:
+        file["demo_0/x"] = np.zeros(2)
+    with h5py.File(path, "a") as file:
+        del file["outside"]
+        file["outside"] = h5py.ExternalLink(str(tmp_path.parent / "far.h5"), "/")
+    with h5py.File(tmp_path.parent / "far.h5", "w") as file:
+        file["demo_0/x"] = np.zeros(2)
+    with pytest.raises(UnsafeFileError, match=r"far\.h5"):
+        samples(groups="outside/demo_*")
+
+
+def test_zeros_and_ones_as_indices_are_refused(tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["x"], file["keep"] = np.arange(9), (np.arange(9) % 2).astype("i1")
+        file["names"] = np.array(["a"] * 9, "S1")
+    with pytest.raises(DatasetError, match="store a mask as bools"):
+        reader_of([tmp_path / "a.h5"], {"x": "x"}, indices="keep")
+    with pytest.raises(DatasetError, match="must hold bools, or integers"):
+        reader_of([tmp_path / "a.h5"], {"x": "x"}, sequences={"last": "names"})
+
+
+@pytest.mark.parametrize("steps", [range(10**9), "0:1000000000", range(5, 5)])
+def test_steps_without_number(steps):
+    with pytest.raises(ConfigError, match="steps"):
+        Field("x", steps=steps)
+
+
+def masked(images, actions, label, *, mask, index):
+    assert mask.shape == actions.shape[:2]
+    return images, actions * mask[..., None], label
+
+
+@pytest.mark.parametrize("workers", ["thread", 2])
+def test_postprocess_is_given_masks(files, workers):
+    options = {"postprocess": masked, "workers": workers, "num_threads": 2}
+    with reader_of(files, sequences={"ends": "ends"}, **options) as reader:
+        for batch in reader:
+            assert (batch.actions[~batch.mask] == 0).all()

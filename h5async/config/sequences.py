@@ -59,6 +59,8 @@ class Sequences(Frozen):
         given = [name for name in _KINDS if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"give {given[0]} or {given[1]}, not both")
+        if self.last == ():
+            raise ValueError("last needs the path of a dataset, or several")
         if self.only is not None and self.groups is None:
             raise ValueError("only needs groups, of which it names some")
         return self

@@ -33,6 +33,7 @@ from h5async.spelling import named
 from h5async.system.interruptions import passing, suppressing
 
 _MAX_TIMEOUT_SECONDS = 1_000_000_000  # 30 years; ten times as much overflows the system's clocks
+_MOST_STEPS = 1 << 20  # of a sample
 _MOST_STEP = 1 << 40  # farther from a sample no row lies
 _SHOWN_CHARACTERS = 200  # of a value that does not fit
 _NUMBER_WORDS = "must be a number, or one for each channel"
@@ -82,7 +83,7 @@ def _dimension(value: object) -> object:
 
 def _sample_dimension(value: object) -> object:
     """Take a number or a name, or a pair of them; as text, such as it is typed: ``0,1``."""
-    if isinstance(value, str) and re.fullmatch(r"-?\d+(,-?\d+)?", value):
+    if isinstance(value, str) and re.fullmatch(r"-?\d+(, *-?\d+)?", value):
         value = tuple(map(int, value.split(","))) if "," in value else int(value)
     several = _several(value)
     is_pair = isinstance(several, list | tuple)
@@ -153,6 +154,8 @@ def _steps(value: object) -> object:
         if not step:
             raise ValueError(words)
         value = range(start, stop, step)
+    if isinstance(value, range) and not 0 < len(value) <= _MOST_STEPS:
+        raise ValueError(f"must be 1 to {_MOST_STEPS:,} steps")
     several = _several(value)
     if not isinstance(several, list | tuple):
         raise ValueError(words)

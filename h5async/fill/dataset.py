@@ -171,7 +171,11 @@ def _plain_layouts(
         if not number and len(files) > 1 and not config.names_index:
             samples = config.batch_size * config.prefetch
             read_ahead(files[0], samples * sum(layout.row_nbytes for layout in layouts.values()))
-    return {name: join_layouts(several) for name, several in found.items()}
+    joined = {name: join_layouts(several) for name, several in found.items()}
+    for name, field in fields.items():
+        if field.steps is not None:
+            joined[name] = joined[name].shared()
+    return joined
 
 
 def grouping_of(config: ReaderConfig, reach: Reach) -> Grouping | None:
@@ -255,6 +259,10 @@ class Samplings:
         if not is_possible.all():
             odd = int(samples[~is_possible][0])
             number = int(self.sequences.numbers(np.array([odd]))[0])
+            if number < 0 or odd >= self.sequences.ends[number]:
+                raise ConfigError(
+                    f"{where}: row {odd} is no sample, because it lies in no sequence"
+                )
             raise ConfigError(
                 f"{where}: row {odd} is no sample: it lies in sequence {number}, and"
                 " its steps leave that, or it is left out by every; choose another one, or set"
@@ -281,7 +289,7 @@ class Samplings:
             seed=config.seed,
             drop_last=config.drop_last,
             order=self._order(world_size),
-            selection=None if self.selection.is_prefix else self.selection,
+            selection=None if self.sampler or self.selection.is_prefix else self.selection,
             rank=rank,
             world_size=world_size,
             resumed=(resumed[0], self._window(*resumed[1:])) if resumed and is_window else None,
@@ -291,11 +299,13 @@ class Samplings:
         from h5async.order.drawn import SamplerOrder
 
         config = self._config
+        is_all = self._possible.is_prefix and self._possible.size == self._layouts[0].num_samples
         return SamplerOrder(
             config.sampler,
             self._layouts[0].sample_count,
             config.batch_size,
             config.epoch_samples,
+            None if is_all else partial(self.check, where=f"{self._layouts[0].file}: sampler"),
         )
 
     def _order(self, world_size: int) -> Order | None:

@@ -26,7 +26,7 @@ from h5async.fill.dataset import Samplings
 from h5async.fill.limits import MemoryPlan
 from h5async.fill.phases import Phases
 from h5async.fill.pool import Work, WorkPool
-from h5async.fill.postprocess import Postprocess, load_function
+from h5async.fill.postprocess import Postprocess, load_function, masks_of
 from h5async.fill.reading import BatchReader
 from h5async.fill.records import FillerStats, FillOutcome, FillRequest, SlotFiller, SlotMemory
 from h5async.fill.resident import Budget, HostCache, Residency, open_host_cache
@@ -112,9 +112,11 @@ class Filler(SlotFiller):
         self._file = str(self._layouts[0].file)
         self._opens_ahead = not config.names_index
         function = load_function(config.postprocess)
-        fields = config.batch_fields
-        postprocess = None if function is None else Postprocess(function, list(fields), config.seed)
         assembly = new_assembly(config, samplings, layouts, shapes)
+        postprocess = None
+        if function is not None:
+            masks = masks_of(config.batch_fields, layouts, samplings.rows)
+            postprocess = Postprocess(function, list(config.batch_fields), config.seed, masks)
         self._cache = _open_cache(config, samplings.selection, several, memory_plan)
         self._resident = self._cache if isinstance(self._cache, HostCache) else device_cache
         # What a change of a file makes worthless; emptied at the end.

@@ -6,18 +6,26 @@ import functools
 import hashlib
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.config import Field, RaggedField
 from h5async.errors import ConfigError, PostprocessError, postprocess_error
+from h5async.fill.columns import Rows
 from h5async.fill.records import FillRequest
+from h5async.order.spans import SpanRows
+from h5async.order.steps import StepRows
 from h5async.spelling import named
 from h5async.system.interruptions import suppressing
 
 _FURTHER = ("rng", "index", "epoch", "number")
+
+Mask = Callable[[NDArray[np.int64]], NDArray[np.bool_]]
 
 
 def load_function(function: Callable[..., Any] | str | None) -> Callable[..., Any] | None:
@@ -42,6 +50,22 @@ def load_function(function: Callable[..., Any] | str | None) -> Callable[..., An
     return cast("Callable[..., Any]", found)
 
 
+def masks_of(
+    fields: Mapping[str, Field], columns: Iterable[str], several: Sequence[Rows]
+) -> dict[str, Mask]:
+    """Return what makes each mask of a batch of its sample numbers, by the mask's name."""
+    rows = dict(zip(columns, several, strict=True))
+    found: dict[str, Mask] = {}
+    for name, field in fields.items():
+        one = rows[name]
+        if isinstance(one, StepRows) and field.pad_mask is not None:
+            found[field.pad_mask] = one.are_there
+        elif isinstance(one, SpanRows) and isinstance(field, RaggedField):
+            if field.pad_to is not None:
+                found[f"{name}_mask"] = partial(one.are_there, field.pad_to)
+    return found
+
+
 class Postprocess:
     """A user's function, as it is called for a batch. Safe to use from many threads, if that is.
 
@@ -57,10 +81,19 @@ class Postprocess:
         Of the fields, in order.
     seed
         Of the reader.
+    masks
+        By name: what makes a mask of sample numbers; a parameter of that name is given it.
     """
 
-    def __init__(self, function: Callable[..., Any], names: Sequence[str], seed: int) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        names: Sequence[str],
+        seed: int,
+        masks: Mapping[str, Mask] = MappingProxyType({}),
+    ) -> None:
         self._function = function
+        self._masks = masks
         self._names = names
         self._seed = seed
         parameters: list[inspect.Parameter] = []
@@ -76,7 +109,8 @@ class Postprocess:
         ]
         bound = function.keywords if isinstance(function, functools.partial) else ()
         taken = {*bound, *(names if self._by_name else ())}
-        self._wanted = [name for name in _FURTHER if name in further and name not in taken]
+        known = *_FURTHER, *masks
+        self._wanted = [name for name in known if name in further and name not in taken]
 
     def __call__(
         self, arrays: tuple[NDArray[Any], ...], request: FillRequest, index: NDArray[np.int64]
@@ -88,6 +122,8 @@ class Postprocess:
         return self._function(*arrays, **further)
 
     def _value(self, name: str, request: FillRequest, index: NDArray[np.int64]) -> Any:
+        if name in self._masks:
+            return self._masks[name](index)
         if name == "index":
             return index.copy()  # which the function may change
         return self._rng(request, index) if name == "rng" else getattr(request, name)

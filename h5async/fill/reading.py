@@ -25,7 +25,7 @@ from h5async.fill.resident import HostCache
 from h5async.index.layout import DatasetLayout
 from h5async.order.selection import Selection
 from h5async.order.spans import SpanRows
-from h5async.order.steps import NO_ROW
+from h5async.order.steps import NO_ROW, StepRows
 from h5async.plan.encoded import EncodedFormat, EncodedPlan, plan_encoded
 from h5async.plan.plan import plan_read
 from h5async.plan.records import BatchItems, GatherPlan, HeapPlan, IncludedPlan, ReadPlan
@@ -346,8 +346,9 @@ class BatchReader:
         """Transform rows of a field, those of samples `index`, as read, to `out`."""
         steps = self._steps[field]
         # (Which rows they are says which attributes hold of them.)
-        if steps is not None and self._row_transforms[field].cf is not None:
-            index = np.maximum(steps.rows(index), 0)
+        if isinstance(steps, StepRows) and self._row_transforms[field].cf is not None:
+            rows = steps.rows(index)  # zeros count as packed like the sample's own row
+            index = np.where(rows == NO_ROW, np.repeat(index, steps.size), rows)
         self._transform_rows(field, self._rows(field, raw), self._rows(field, out), index)
 
     def _transform_rows(

@@ -191,6 +191,11 @@ class Selecting:
                 )
             if array.dtype.kind == "b":
                 array = np.flatnonzero(array)
+            elif _is_like_a_mask(array, count):
+                raise DatasetError(
+                    f'{file}: dataset "{path}" holds {array.dtype} zeros and ones, one for each'
+                    " sample, which would be sample numbers; store a mask as bools"
+                )
             elif array.size and not 0 <= array.min() <= array.max() < count:
                 raise DatasetError(
                     f'{file}: dataset "{path}" selects samples {array.min()} to {array.max()}, and'
@@ -300,6 +305,11 @@ class Selecting:
                 " give weights as an array"
             )
         return self._in_files.of_layout(self._layouts["labels"])
+
+
+def _is_like_a_mask(array: NDArray[Any], count: int) -> bool:
+    """Tell whether integers seem to be meant as bools: some writers have none."""
+    return bool(array.size == count > 2 and array.min() >= 0 and array.max() <= 1)
 
 
 def sample_numbers(index: ArrayLike, count: int, where: str) -> Int64s:

@@ -74,6 +74,12 @@ def _bounds(sequences: Sequences, kind: str, values: FileValues, file: Path, cou
     if kind == "last":
         paths = sequences.last or ()
         several = [_of_rows(values, file, path, count) for path in paths]
+        for path, array in zip(paths, several, strict=True):
+            if array.dtype.kind not in "biu":
+                raise DatasetError(
+                    f'{file}: {named("sequences")}: dataset "{path}" must hold bools, or integers,'
+                    f" found {array.dtype}"
+                )
         is_last = np.any([array.astype(np.bool_) for array in several], axis=0)
         ends = np.flatnonzero(is_last) + 1
         behind = [count] if count and (not ends.size or ends[-1] < count) else []

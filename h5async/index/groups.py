@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import h5py
 
-from h5async.errors import DatasetError
+from h5async.errors import DatasetError, H5AsyncError
+from h5async.index.links import Reach, locate
 from h5async.index.listing import names_in
-from h5async.names import name_text
+from h5async.names import name_bytes, name_text
 
 _WILDCARDS = re.compile(r"[*?\[]")
 _NUMBER = re.compile(r"(\d+)")
@@ -39,7 +41,7 @@ class Grouping(NamedTuple):
         """Return a text that is the same for the same groups."""
         return f"{self.pattern}\n{self.only}" if self.only else self.pattern
 
-    def find(self, path: Path, file: h5py.File) -> list[str]:
+    def find(self, path: Path, file: h5py.File, reach: Reach) -> list[str]:
         """Return the paths of the groups of an open file, in natural order.
 
         Raises
@@ -47,12 +49,15 @@ class Grouping(NamedTuple):
         DatasetError
             If there is none, or one that is named is not there.
         H5AsyncError
-            If the names cannot be read.
+            If the names cannot be read, or a link leads where `reach` does not permit.
         """
-        found = matching_groups(file, self.pattern)
+        found = matching_groups(file, self.pattern, reach)
         if not self.only or self.read_names is None:
             return found
-        by_name = {name.rpartition("/")[2]: name for name in found} | {name: name for name in found}
+        by_name: dict[str, list[str]] = {}
+        for name in found:
+            for known in {name, name.rpartition("/")[2]}:
+                by_name.setdefault(known, []).append(name)
         wanted = [name.strip("/") for name in self.read_names(path, self.only)]
         missing = [name for name in wanted if name not in by_name]
         if missing:
@@ -60,10 +65,12 @@ class Grouping(NamedTuple):
                 f'{path}: dataset "{self.only}" names "{missing[0]}", and no group that matches'
                 f' "{self.pattern}" has that name'
             )
-        return sorted({by_name[name] for name in wanted}, key=natural_key)
+        if not wanted:
+            raise DatasetError(f'{path}: dataset "{self.only}" names no group')
+        return sorted({one for name in wanted for one in by_name[name]}, key=natural_key)
 
 
-def matching_groups(file: h5py.File, pattern: str) -> list[str]:
+def matching_groups(file: h5py.File, pattern: str, reach: Reach) -> list[str]:
     """Return the paths of the groups that match a pattern, in natural order.
 
     Parameters
@@ -72,17 +79,21 @@ def matching_groups(file: h5py.File, pattern: str) -> list[str]:
         Open file.
     pattern
         A path; ``*``, ``?`` and ``[...]`` in one of its names stand for what they do in names of
-        files. Links count as groups, wherever they lead.
+        files.
+    reach
+        Which other files links may lead to.
 
     Raises
     ------
     DatasetError
         If there is none.
+    UnsafeFileError
+        If a link leads to a file that `reach` does not permit.
     """
     found = [""]
     names = [name for name in pattern.split("/") if name not in ("", ".")]
     for name in names:
-        found = [path for parent in found for path in _children(file, parent, name)]
+        found = [path for parent in found for path in _children(file, parent, name, reach)]
     if not found or not names:
         raise DatasetError(f'{file.filename}: no group matches "{pattern}"')
     return sorted(found, key=natural_key)
@@ -94,25 +105,47 @@ def natural_key(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(p), p) if p.isdecimal() and p.isascii() else (1, 0, p) for p in parts]
 
 
-def _children(file: h5py.File, parent: str, name: str) -> list[str]:
-    prefix = f"{parent}/" if parent else ""
-    if not _WILDCARDS.search(name):
-        return [prefix + name]
+def _children(file: h5py.File, parent: str, name: str, reach: Reach) -> list[str]:
+    """Return the paths of the groups of a name, or of names that match it, in a group."""
+    with contextlib.ExitStack() as files:
+        group = _group_at(file, parent, reach, files)
+        if group is None:
+            return []
+        pattern, known = re.compile(fnmatch.translate(name)), name_bytes(name)
+        matches = [known]
+        if _WILDCARDS.search(name):
+            matches = [found for found, _ in names_in(group) if pattern.match(name_text(found))]
+        prefix = f"{parent}/" if parent else ""
+        kinds = [_kind(group, found) for found in matches]
+        paths = [prefix + name_text(found) for found in matches]
+        return [
+            path
+            for path, kind in zip(paths, kinds, strict=True)
+            if kind == "group"
+            or (kind == "link" and _group_at(file, path, reach, files) is not None)
+        ]
+
+
+def _group_at(
+    file: h5py.File, path: str, reach: Reach, files: contextlib.ExitStack
+) -> h5py.Group | None:
+    """Open a group, in this file or another, which `files` closes; None: there is none."""
+    if not path:
+        return file["/"]
     try:
-        group = file[parent or "/"]
+        node = locate(file, path, reach, files).open()
+    except H5AsyncError:
+        raise
     except Exception:  # it is not there, or damaged
-        return []
-    if not isinstance(group, h5py.Group):
-        return []
-    pattern = re.compile(fnmatch.translate(name))
-    matches = [found for found, _ in names_in(group) if pattern.match(name_text(found))]
-    return [prefix + name_text(found) for found in matches if _may_be_group(group, found)]
+        return None
+    return h5py.Group(node) if isinstance(node, h5py.h5g.GroupID) else None
 
 
-def _may_be_group(group: h5py.Group, name: bytes) -> bool:
+def _kind(group: h5py.Group, name: bytes) -> Literal["group", "link", "other"]:
     try:
         if group.id.links.get_info(name).type != h5py.h5l.TYPE_HARD:
-            return True
-        return bool(h5py.h5o.get_info(group.id, name).type == h5py.h5o.TYPE_GROUP)
-    except Exception:  # a damaged object may raise anything; whoever opens it says what
-        return True
+            return "link"
+        is_group = h5py.h5o.get_info(group.id, name).type == h5py.h5o.TYPE_GROUP
+    except Exception:  # it is not there, or damaged
+        return "other"
+    return "group" if is_group else "other"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -192,6 +192,8 @@ class DatasetLayout:
         are, and the rows of the layout are values.
     spans
         Of values of a ragged field: int64 (samples + 1,): which rows each sample is.
+    is_shared
+        Whether several samples consist of the same rows.
     sequences
         Datasets of several groups, or samples that two dimensions count: the sequences they are.
     dim_names
@@ -229,6 +231,7 @@ class DatasetLayout:
     heaps: tuple[HeapFile, ...] = ()
     sequences: SequenceLengths | None = None
     spans: NDArray[np.int64] | None = None
+    is_shared: bool = False
     dim_names: tuple[tuple[str, ...], ...] = ()
     cf: tuple[tuple[int, tuple[CfAttribute, ...]], ...] = ()
 
@@ -439,9 +442,21 @@ class DatasetLayout:
         """Decoded bytes that are kept of a group of samples to give them to several batches."""
         if self.parts:
             return max(part.source.unit_nbytes for part in self.parts)
-        if not self.filters or (self.rows_are_whole and self.chunk_shape[0] == 1):
+        if not self.filters or self.is_row_a_chunk:
             return 0
         return self.chunk_nbytes * self.num_pieces
+
+    @property
+    def is_row_a_chunk(self) -> bool:
+        """Whether each row is a chunk, which one sample needs."""
+        return not self.is_shared and self.rows_are_whole and self.chunk_shape[0] == 1
+
+    def shared(self) -> DatasetLayout:
+        """Return the layout of rows of which several samples consist."""
+        if self.parts:
+            parts = tuple(replace(part, source=part.source.shared()) for part in self.parts)
+            return self.changed(parts=parts, is_shared=True)
+        return self.changed(is_shared=True)
 
     def needed_nbytes(self, number: int) -> int:
         """Return how many bytes of chunk `number` there are up to the last within the dataset."""

@@ -80,7 +80,7 @@ def read_layouts(
                 for name, field in fields.items()
             }
         found: dict[str, list[DatasetLayout]] = {name: [] for name in fields}
-        for group in grouping.find(path, file):
+        for group in grouping.find(path, file, reach):
             for name, field in fields.items():
                 at = f"{group}/{field.path}"
                 found[name].append(layout_at(indexer, at, field.num_dim, reach, _wanted(field)))
@@ -130,7 +130,7 @@ def list_layouts(
     with passing(), open_index(path) as file, metadata_cache(file, LISTING_NBYTES):
         indexer = Indexer(file, reach)
         if grouping is not None:
-            yield from _list_joined(indexer, grouping.find(path, file), num_dim, reach)
+            yield from _list_joined(indexer, grouping.find(path, file, reach), num_dim, reach)
             return
         for name in _datasets(file, reach, wanted):
             layout: DatasetLayout | H5AsyncError

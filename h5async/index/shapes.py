@@ -186,7 +186,7 @@ def shape_of(leaf: Leaf, kind: Kind, whole: DatasetLayout, is_whole: bool) -> Sh
         number_stride=int(grid_strides[axis]) if grid_strides is not None else 1,
         rows_are_whole=rows_are_whole,
         source_row_nbytes=row_nbytes,
-        keeps=bool(layout.filters) and not (is_whole and samples == 1),
+        keeps=bool(layout.filters) and (layout.is_shared or not (is_whole and samples == 1)),
         has_chunks=bool(layout.chunk_shape),
         fill=_fill_of(leaf),
         swaps=0 if leaf.member is not None else swaps(layout, whole) or 0,

@@ -16,7 +16,7 @@ import hashlib
 import itertools
 import operator
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,6 +75,8 @@ class SamplerOrder:
         Samples in a batch, at most.
     epoch_samples
         Where an epoch ends, at the latest; None: where the sampler does.
+    check
+        Raises for numbers that are no samples, though the dataset has them.
 
     Attributes
     ----------
@@ -95,8 +97,10 @@ class SamplerOrder:
         num_samples: int,
         batch_size: int,
         epoch_samples: int | None = None,
+        check: Callable[[Int64s], None] | None = None,
     ) -> None:
         self._sampler: Any = sampler
+        self._check = check
         self._num_samples = num_samples
         self._batch_size = batch_size
         self._epoch_samples = epoch_samples
@@ -283,4 +287,7 @@ class SamplerOrder:
                 f"sampler: sample {least if least < 0 else most} was drawn for epoch {epoch}, and"
                 f" the dataset has samples 0 to {self._num_samples - 1}"
             )
-        return found.astype(np.int64)
+        numbers = found.astype(np.int64)
+        if self._check is not None:
+            self._check(numbers)
+        return numbers

@@ -40,7 +40,8 @@ static enum Outcome read_piece(Work *work, const Field *f, const Target *target,
                 return FAILED;
         }
     }
-    int is_whole = d.rows_are_whole && runs.count == 1 && runs.length[0] == d.chunk_samples;
+    int is_whole = d.rows_are_whole && runs.count == 1 && runs.length[0] == d.chunk_samples &&
+                   f->steps == NULL; /* else other samples need it, too */
     Kept *kept = NULL;
     enum Claim claim = UNKEPT;
     if (shape->keeps && extent >= 0 &&
