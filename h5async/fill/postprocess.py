@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from h5async.errors import ConfigError, PostprocessError, postprocess_error
 from h5async.fill.records import FillRequest
+from h5async.ragged import Ragged
+from h5async.sparse import Csr
 from h5async.system.interruptions import suppressing
 
 _FURTHER = ("rng", "index", "epoch", "number")
@@ -104,8 +106,8 @@ class Postprocess:
 
 
 def postprocessed(
-    function: Callable[[], Any], arrays: tuple[NDArray[Any], ...], where: str
-) -> tuple[NDArray[Any], ...]:
+    function: Callable[[], Any], arrays: tuple[Any, ...], where: str
+) -> tuple[Any, ...]:
     """Return what a function makes of the arrays of a batch.
 
     Parameters
@@ -137,11 +139,11 @@ def postprocessed(
             " worked in place"
         )
     try:
-        made = tuple(np.asarray(array) for array in result)
+        made = tuple(a if isinstance(a, Ragged | Csr) else np.asarray(a) for a in result)
     except Exception as error:  # rows of unequal lengths, say
         raise postprocess_error(f"{where} returned no arrays: {error}", error) from error
-    if len({len(array) for array in made if array.ndim}) > 1:
-        shapes = ", ".join(str(array.shape) for array in made)
+    if len({len(array) for array in made if getattr(array, "ndim", 1)}) > 1:
+        shapes = ", ".join(str(getattr(array, "shape", (len(array),))) for array in made)
         raise PostprocessError(
             f"{where} returned arrays of unequal numbers of rows, of shapes {shapes}; each row is"
             " a sample, so all arrays must have the same number of rows"
