@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from typing import Any
 
 import h5py
@@ -16,6 +17,8 @@ from h5async import (
     AsyncReader,
     ConfigError,
     Csr,
+    DatasetError,
+    Field,
     H5AsyncError,
     PostprocessError,
     Ragged,
@@ -282,7 +285,7 @@ def test_a_resumed_reader_gives_the_rest(mixed, shuffle):
             check(batch, mixed[1])
             found.append(batch.index.tolist())
     assert found == wanted
-    assert sorted(seen + sum(found, [])) == list(range(62))
+    assert sorted(seen + [i for some in found for i in some]) == list(range(62))
 
 
 @pytest.mark.parametrize(
@@ -408,3 +411,372 @@ def test_postprocess_that_returns_other_numbers_of_samples(mixed):
         pytest.raises(PostprocessError, match="unequal numbers of rows"),
     ):
         reader.get_next_batch()
+
+
+# --- what a reader says of itself --------------------------------------------------------------
+
+
+def test_bytes_are_those_of_the_values(mixed):
+    paths, truths = mixed
+    fields = {name: truths[name].field for name in ("ends", "csr", "vlen", "plain")}
+    total = sum(len(one) for one in truths["ends"].samples)
+    nbytes = total * 8 + total * (4 + 4) + total * 4 + 62 * 24
+    with AsyncReader(hdf5_path=paths, fields=fields, batch_size=8, device="cpu") as reader:
+        assert reader.nbytes == nbytes
+        for _ in reader:
+            pass
+        assert reader.stats().nbytes == nbytes
+        assert reader.stats().direct_share == 1
+    chosen = {"indices": [0, 1, 61], "batch_size": 8, "device": "cpu"}
+    with AsyncReader(hdf5_path=paths, fields={"x": truths["ends"].field}, **chosen) as reader:
+        assert reader.nbytes == sum(len(truths["ends"].samples[i]) * 8 for i in (0, 1, 61))
+
+
+def test_users_see_one_entry_for_each_field(mixed):
+    paths, truths = mixed
+    fields = {name: truths[name].field for name in ("csr", "some", "plain")}
+    with AsyncReader(hdf5_path=paths, fields=fields, batch_size=8, device="cpu") as reader:
+        assert list(reader.layouts) == list(fields)
+        assert reader.layouts["csr"].path == "csr/data"
+        assert list(reader.stats().ways) == list(fields)
+        assert "\0" not in f"{reader!r} {reader.stats()} {next(iter(reader))!r}"
+
+
+# --- errors ------------------------------------------------------------------------------------
+
+
+def sparse_file(path, rows=6, columns=4):
+    scipy = require_extra("scipy.sparse")
+    matrix = scipy.csr_matrix(np.arange(rows * columns, dtype="f4").reshape(rows, columns))
+    with h5py.File(path, "w") as file:
+        put_sparse(file, "X", matrix, "contiguous")
+        file["y"] = np.arange(rows)
+    return path
+
+
+def flat_file(path, offsets, values=10):
+    with h5py.File(path, "w") as file:
+        file["v"] = np.arange(values)
+        file["at"] = np.asarray(offsets)
+        file["y"] = np.arange(3)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "offsets", "message"),
+    [
+        ("offsets", [0, 5, 3, 10], r'"at" .*sample 1 would begin at value 5 and end at value 3'),
+        ("offsets", [0, 5, 11], r'"at" .*end at value 11, and there are 10 values'),
+        ("offsets", [-1, 5, 6], r'"at" .*begin at value -1'),
+        ("offsets", np.zeros(0, int), r'"at" .*is empty'),
+        ("offsets", [0.0, 5.0], r'"at" .*must hold integers, found float64'),
+        ("offsets", np.array([0, 1 << 63], "u8"), r'"at" .*above 2\*\*63'),
+        ("ends", [5, 3], r'"at" .*sample 1 would begin at value 5'),
+        ("ends", [-1, 3], r'"at" .*sample 0 would begin at value 0 and end at value -1'),
+        ("ends", [5, 11], r'"at" .*end at value 11'),
+        ("lengths", [5, 6], r'"at" .*end at value 11'),
+        ("lengths", [5, -1], r'"at" .*length below 0: -1'),
+        ("lengths", [1 << 62, 1 << 62, 1 << 62, 1 << 62, 3], r'"at" .*'),
+        ("lengths", np.array([(1 << 63) + 5, 3], "u8"), r'"at" .*'),
+    ],
+)
+def test_offsets_that_lie(tmp_path, kind, offsets, message):
+    path = flat_file(tmp_path / "a.h5", offsets)
+    field = RaggedField("v", offsets="at", offsets_kind=kind)
+    with pytest.raises(DatasetError, match=r"a\.h5.*" + message):
+        AsyncReader(hdf5_path=path, fields={"x": field})
+
+
+def test_numbers_of_samples_that_differ(tmp_path):
+    path = flat_file(tmp_path / "a.h5", [0, 5, 10])
+    with pytest.raises(DatasetError, match=r"has 2 samples.* has 3"):
+        AsyncReader(hdf5_path=path, fields={"x": RaggedField("v", offsets="at"), "y": "y"})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"x": RaggedField("v", offsets="none")}, 'no dataset "none"'),
+        ({"x": RaggedField("none", offsets="at")}, 'no dataset "none"'),
+        ({"x": RaggedField("none")}, 'no dataset "none"'),
+        ({"x": RaggedField("v")}, "not of a variable-length datatype; give the path of its off"),
+        ({"x": SparseField("v")}, "no group of a sparse matrix"),
+        ({"x": SparseField("none")}, "no group of a sparse matrix"),
+    ],
+)
+def test_paths_that_lead_to_something_else(tmp_path, fields, message):
+    path = flat_file(tmp_path / "a.h5", [0, 5, 10])
+    with pytest.raises(DatasetError, match=rf"a\.h5.*{message}"):
+        AsyncReader(hdf5_path=path, fields=fields)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"offsets_kind": "ends"}, "offsets_kind needs offsets"),
+        ({"offsets": "at", "offsets_kind": "starts"}, "offsets_kind"),
+        ({"pad_to": -1}, "pad_to"),
+        ({"steps": range(3)}, "steps"),
+        ({"num_dim": 1}, "num_dim must be 0"),
+    ],
+)
+def test_options_that_do_not_fit(options, message):
+    with pytest.raises(ConfigError, match=message):
+        RaggedField("v", **options)
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ([0, 4], "numbers from 0 to 3, found 0 to 4"),
+        ([-1], "numbers from 0 to 3"),
+        ([1, 1], "twice"),
+        ([True, False], "a value for each of the 4"),
+        (3, "columns"),
+        ("a", "columns"),
+        ([0.5], "columns"),
+    ],
+)
+def test_columns_that_are_none(tmp_path, columns, message):
+    path = sparse_file(tmp_path / "a.h5")
+    with pytest.raises(ConfigError, match=message):
+        AsyncReader(hdf5_path=path, fields={"x": SparseField("X", columns=columns)})
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"dense": True}, {"columns": [1, 0]}, {"columns": [2], "dense": True}]
+)
+@pytest.mark.parametrize("number", [4, -1, -(1 << 31)])
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_an_index_that_is_no_column_names_file_and_sample(tmp_path, options, number, num_threads):
+    paths = [sparse_file(tmp_path / name) for name in ("a.h5", "b.h5")]
+    with h5py.File(paths[1], "r+") as file:
+        row = file["X/indptr"][4]
+        file["X/indices"][row + 1] = number
+    with AsyncReader(
+        hdf5_path=paths,
+        fields={"x": SparseField("X", **options), "y": "y"},
+        batch_size=3,
+        num_threads=num_threads,
+        device="cpu",
+    ) as reader:
+        for _ in range(3):
+            reader.get_next_batch()
+        message = rf'b\.h5: group "X": row 4 \(sample 10\) has the index {number}, .* 4 columns'
+        with pytest.raises(DatasetError, match=message):
+            reader.get_next_batch()
+        with pytest.raises(DatasetError, match=message):
+            reader.read([10, 1])
+        assert reader.get_next_batch().y.tolist() == [0, 1, 2]
+
+
+def test_a_second_file_with_other_columns(tmp_path):
+    paths = [sparse_file(tmp_path / "a.h5"), sparse_file(tmp_path / "b.h5", columns=5)]
+    with pytest.raises(DatasetError, match=r"b\.h5.* has 5 columns, and .*a\.h5.* has 4; .*names"):
+        AsyncReader(hdf5_path=paths, fields={"x": "X"})
+
+
+def test_columns_by_name_over_files_that_differ(tmp_path):
+    paths = [sparse_file(tmp_path / "a.h5"), sparse_file(tmp_path / "b.h5", columns=5)]
+    for path, names in zip(paths, ["abcd", "ecbxa"], strict=True):
+        with h5py.File(path, "r+") as file:
+            file["var/_index"] = list(names)
+    field = SparseField("X", columns=["c", "x", "a", "none"], dense=True)
+    with AsyncReader(hdf5_path=paths, fields={"x": field}, batch_size=12, device="cpu") as reader:
+        found = reader.get_next_batch().x
+    first = np.arange(24.0).reshape(6, 4)
+    second = np.arange(30.0).reshape(6, 5)
+    zero = np.zeros(6)
+    np.testing.assert_array_equal(found[:6], np.c_[first[:, 2], zero, first[:, 0], zero])
+    np.testing.assert_array_equal(found[6:], np.c_[second[:, 1], second[:, 3], second[:, 4], zero])
+
+
+def test_compressed_columns_are_refused_with_a_command(tmp_path):
+    path = sparse_file(tmp_path / "a.h5")
+    with h5py.File(path, "r+") as file:
+        file["X"].attrs["encoding-type"] = "csc_matrix"
+    with pytest.raises(DatasetError, match=r"compressed columns .*python -c"):
+        AsyncReader(hdf5_path=path, fields={"x": "X"})
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("cache", "host"),
+        ("workers", "process"),
+        ("pin_memory", True),
+        ("device", "cuda"),
+    ],
+)
+def test_options_that_are_refused_for_now(tmp_path, option, value):
+    path = sparse_file(tmp_path / "a.h5")
+    with pytest.raises(ConfigError, match=rf'"X" \(x\).*{option}'):
+        AsyncReader(hdf5_path=path, fields={"x": SparseField("X")}, **{option: value})
+
+
+def test_kinds_in_toml(tmp_path):
+    sparse_file(tmp_path / "a.h5")
+    options = tmp_path / "options.toml"
+    options.write_text(
+        f"hdf5_path = '{tmp_path / 'a.h5'}'\nbatch_size = 6\n"
+        'device = "cpu"\n'
+        'fields.x = {path = "X", kind = "sparse", columns = [3, 0], dense = true}\n'
+    )
+    with AsyncReader(options) as reader:
+        wanted = np.arange(24).reshape(6, 4)[:, [3, 0]]
+        np.testing.assert_array_equal(reader.get_next_batch().x, wanted)
+    options.write_text(
+        f'hdf5_path = \'{tmp_path / "a.h5"}\'\nfields.x = {{path = "X", kind = "rugged"}}\n'
+    )
+    with pytest.raises(ConfigError, match=r"kind: must be one of ragged, sparse"):
+        AsyncReader(options)
+
+
+def test_a_file_without_samples(tmp_path_factory):
+    paths, truths = several(tmp_path_factory, [[]], KINDS, "contiguous")
+    with AsyncReader(hdf5_path=paths, fields=fields_of(truths), device="cpu") as reader:
+        assert (reader.num_samples, reader.nbytes, list(reader)) == (0, 0, [])
+
+
+def test_the_command_line_reads_and_lists_them(mixed):
+    from typer.testing import CliRunner
+
+    from h5async.cli import app
+
+    path, fields = str(mixed[0][0]), [f"{name}={name}" for name in ("csr", "vlen", "strings")]
+    options = [word for field in fields for word in ("--field", field)]
+    read = CliRunner().invoke(app, ["read", path, *options, "--batch-size", "7"])
+    assert read.exit_code == 0, read.output
+    assert "csr/data" in read.output
+    assert "\0" not in read.output
+    assert "nan" not in read.output
+    listed = CliRunner().invoke(app, ["inspect", path])
+    assert listed.exit_code == 0, listed.output
+    for name in ("csr/data", "vlen", "strings"):
+        assert any(line.startswith(f"{name} ") for line in listed.output.splitlines())
+
+
+# --- columns of tables -------------------------------------------------------------------------
+
+
+def annotated(path, kinds, seed=0):
+    """Write a file by anndata, whose cells are of these kinds; return its ``obs``."""
+    anndata, pandas = require_extra("anndata"), require_extra("pandas")
+    scipy = require_extra("scipy.sparse")
+    rng, count = np.random.default_rng(seed), len(kinds)
+    numbers = pandas.array(rng.integers(0, 9, count), dtype="Int16")
+    numbers[::5] = None
+    flags = pandas.array(rng.integers(0, 2, count).astype(bool), dtype="boolean")
+    flags[::3] = None
+    obs = pandas.DataFrame(
+        {
+            "kind": pandas.Categorical(np.array(kinds, object)),
+            "donor": pandas.Categorical(rng.integers(5, 8, count), categories=[5, 6, 7]),
+            "amount": numbers,
+            "flag": flags,
+            "plain": rng.random(count),
+        },
+        index=[f"cell{i}" for i in range(count)],
+    )
+    x = scipy.csr_matrix(rng.integers(0, 3, (count, 7)).astype("f4"))
+    found = anndata.AnnData(x, obs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found.write_h5ad(path)
+    return found
+
+
+OBS = {name: f"obs/{name}" for name in ("kind", "donor", "amount", "flag", "plain")}
+
+
+def check_obs(batch, categories, obs):
+    rows = obs.iloc[batch.index]
+    for name in ("kind", "donor"):
+        names = np.array([*categories[name], None], object)
+        wanted = [None if v != v or v is None else v for v in rows[name].tolist()]
+        assert names[batch[name]].tolist() == wanted
+    for name in ("amount", "flag"):
+        mask = rows[name].isna().to_numpy()
+        np.testing.assert_array_equal(batch[f"{name}_mask"], mask)
+        wanted = rows[name][~mask].to_numpy(dtype=batch[name].dtype)
+        np.testing.assert_array_equal(batch[name][~mask], wanted)
+    np.testing.assert_array_equal(batch.plain, rows["plain"].to_numpy())
+
+
+@pytest.mark.parametrize("with_x", [False, True])
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_columns_of_obs(tmp_path, with_x, num_threads):
+    found = annotated(tmp_path / "a.h5ad", ["T", "B", None, "Mönozyt", "T", "B"] * 5)
+    fields = OBS | ({"x": "X"} if with_x else {})
+    with AsyncReader(
+        hdf5_path=tmp_path / "a.h5ad",
+        fields=fields,
+        batch_size=7,
+        shuffle="full",
+        num_threads=num_threads,
+        device="cpu",
+    ) as reader:
+        assert reader.categories == {"kind": ("B", "Mönozyt", "T"), "donor": (5, 6, 7)}
+        for batch in reader:
+            check_obs(batch, reader.categories, found.obs)
+            assert batch.kind.dtype == np.int8
+            if with_x:
+                wanted = found.X[batch.index].toarray()
+                np.testing.assert_array_equal(batch.x.to_dense(), wanted)
+        check_obs(reader.read([3, 3, 29]), reader.categories, found.obs)
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_categories_of_files_that_differ_are_united(tmp_path, num_threads):
+    pandas = require_extra("pandas")
+    kinds = [["T", None, "B"] * 4, ["NK", "T", None, "A", "B"] * 3, ["B"] * 4]
+    paths = [tmp_path / f"{i}.h5ad" for i in range(3)]
+    several = [annotated(p, k, i).obs for i, (p, k) in enumerate(zip(paths, kinds, strict=True))]
+    obs = pandas.concat([one.astype({"kind": object}) for one in several])
+    with AsyncReader(
+        hdf5_path=paths,
+        fields=OBS,
+        batch_size=8,
+        shuffle="full",
+        num_threads=num_threads,
+        device="cpu",
+    ) as reader:
+        assert reader.categories["kind"] == ("B", "T", "A", "NK")
+        for _ in range(2):
+            for batch in reader:
+                check_obs(batch, reader.categories, obs)
+        check_obs(reader.read([30, 0, 13]), reader.categories, obs)
+
+
+def test_a_code_that_is_no_category_names_file_and_sample(tmp_path):
+    paths = [tmp_path / "a.h5ad", tmp_path / "b.h5ad"]
+    annotated(paths[0], ["A", "B"] * 3)
+    annotated(paths[1], ["C", "B"] * 3)
+    with h5py.File(paths[1], "r+") as file:
+        file["obs/kind/codes"][2] = 9
+    with (
+        AsyncReader(hdf5_path=paths, fields={"kind": "obs/kind"}, device="cpu") as reader,
+        pytest.raises(
+            DatasetError, match=r'b\.h5ad.*obs/kind": row 2 \(sample 8\) .* code 9'
+        ),
+    ):
+        reader.get_next_batch()
+
+
+def test_columns_that_are_refused(tmp_path):
+    paths = [tmp_path / "a.h5ad", tmp_path / "b.h5ad"]
+    annotated(paths[0], ["A", "B"] * 3)
+    annotated(paths[1], ["C", "B"] * 3)
+    for options, message in (
+        ({"fields": {"k": Field("obs/kind", scale=2)}}, "scale is not supported"),
+        ({"fields": {"k": "obs/kind"}, "device": "cuda"}, "device"),
+        ({"fields": {"n": "obs/amount", "n_mask": "obs/plain"}}, '"n_mask", and there is a field'),
+        ({"fields": {"k": "obs/kind"}, "workers": "process"}, 'set workers="thread"'),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            AsyncReader(hdf5_path=paths, **options)
+    with h5py.File(paths[1], "r+") as file:
+        del file["obs/kind"]
+        file["obs/kind/codes"] = np.zeros(6, "i1")
+    with pytest.raises(DatasetError, match=r"b\.h5ad.*is no categorical column"):
+        AsyncReader(hdf5_path=paths, fields={"k": "obs/kind"})
