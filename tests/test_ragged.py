@@ -756,9 +756,7 @@ def test_a_code_that_is_no_category_names_file_and_sample(tmp_path):
         file["obs/kind/codes"][2] = 9
     with (
         AsyncReader(hdf5_path=paths, fields={"kind": "obs/kind"}, device="cpu") as reader,
-        pytest.raises(
-            DatasetError, match=r'b\.h5ad.*obs/kind": row 2 \(sample 8\) .* code 9'
-        ),
+        pytest.raises(DatasetError, match=r'b\.h5ad.*obs/kind": row 2 \(sample 8\) .* code 9'),
     ):
         reader.get_next_batch()
 
