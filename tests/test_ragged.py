@@ -652,8 +652,12 @@ def test_the_command_line_reads_and_lists_them(mixed):
     assert "nan" not in read.output
     listed = CliRunner().invoke(app, ["inspect", path])
     assert listed.exit_code == 0, listed.output
-    for name in ("csr/data", "vlen", "strings"):
-        assert any(line.startswith(f"{name} ") for line in listed.output.splitlines())
+    lines = {line.split()[0]: line for line in listed.output.splitlines() if line}
+    assert "direct, by" in lines["csr/data"]
+    for name, what in (("vlen", ">f4 of any length"), ("strings", "text of any length")):
+        assert what in lines[name]
+        assert "(41,)" in lines[name]
+        assert lines[name].endswith("direct, as Ragged")
 
 
 # --- columns of tables -------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.filesize import decimal
 
-from h5async import H5AsyncError, ReaderConfig
+from h5async import DatasetError, H5AsyncError, ReaderConfig
 from h5async.cli.listing import COLUMNS, Listing
 from h5async.cli.options import takes_options
 from h5async.cli.text import method_text, packing_text, safe, shape_text
@@ -18,6 +18,7 @@ from h5async.index.cost import read_cost
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
 from h5async.index.metadata import list_layouts
+from h5async.index.references import references
 from h5async.index.savedindex import NamedIndex
 from h5async.names import printable
 
@@ -37,7 +38,10 @@ def inspect(
     path, reach = Path(file), Reach(config.allow_external, config.allow_missing)
     listing = Listing()
     for name, found in _datasets(path, reach):
-        listing.add(tuple(safe(cell) for cell in _cells(path, name, found)))
+        cells = _cells(path, name, found)
+        if isinstance(found, DatasetError) and path.suffix != INDEX_SUFFIX:
+            cells = _ragged_cells(path, name, reach) or cells
+        listing.add(tuple(safe(cell) for cell in cells))
     listing.print()
     typer.echo(f"\n{_LEGEND}" if listing.has_begun else f"{safe(path)} holds no datasets")
 
@@ -72,4 +76,25 @@ def _cells(file: Path, name: str, found: DatasetLayout | H5AsyncError) -> Sequen
         decimal(round(cost.in_order)),
         decimal(round(cost.shuffled)),
         "; ".join(filter(None, (method_text(found), packing_text(found)))),
+    )
+
+
+def _ragged_cells(file: Path, name: str, reach: Reach) -> Sequence[str] | None:
+    """Return the cells of a dataset of variable length; None: it is none that can be read."""
+    try:
+        layout, form = references(file, name, reach)
+    except H5AsyncError:
+        return None
+    return (
+        name,
+        shape_text(layout),
+        "text of any length" if form.is_text else f"{form.dtype} of any length",
+        layout.storage,
+        str(layout.chunk_shape) if layout.chunk_shape else "-",
+        "+".join(entry.label for entry in layout.filters) or "-",
+        decimal(layout.stored_nbytes),
+        "-",  # what they decode to, only their references say
+        "-",
+        "-",
+        "direct, as Ragged",
     )
