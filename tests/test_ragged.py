@@ -75,7 +75,7 @@ def put_sparse(file, name, matrix, storage):
     group.attrs["encoding-version"] = "0.1.0"
     group.attrs["shape"] = matrix.shape
     put(group, "data", matrix.data, storage)
-    put(group, "indices", matrix.indices, "contiguous" if storage == "big-endian" else storage)
+    put(group, "indices", matrix.indices, storage)
     group["indptr"] = matrix.indptr
     return group
 
@@ -774,6 +774,7 @@ def test_columns_that_are_refused(tmp_path):
         ({"fields": {"k": "obs/kind"}, "device": "cuda"}, "device"),
         ({"fields": {"n": "obs/amount", "n_mask": "obs/plain"}}, '"n_mask", and there is a field'),
         ({"fields": {"k": "obs/kind"}, "workers": "process"}, 'set workers="thread"'),
+        ({"fields": {"n": "obs/amount"}, "workers": "process"}, 'path of the values, "obs/amount/'),
     ):
         with pytest.raises(ConfigError, match=message):
             AsyncReader(hdf5_path=paths, **options)

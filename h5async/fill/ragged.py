@@ -69,7 +69,7 @@ def with_kinds(config: ReaderConfig, reach: Reach) -> Kinds:
             if sparse_group(file, field.path, reach) is not None:
                 found[name] = SparseField(**options)
             elif (of_table := column(file, field.path, reach)) is not None:
-                found |= column_fields(name, field, of_table, fields)
+                found |= column_fields(name, field, of_table, config)
                 if of_table.categories is not None:
                     columns[name] = field.path
             elif may_be_variable_length(file, field.path, reach):

@@ -18,9 +18,7 @@ from h5async.index.links import Reach, open_index
 from h5async.read.whole import read_whole
 
 
-def column_fields(
-    name: str, field: Field, found: Column, fields: Mapping[str, Field]
-) -> dict[str, Field]:
+def column_fields(name: str, field: Field, found: Column, config: ReaderConfig) -> dict[str, Field]:
     """Return the fields that a field of a column stands for: its codes, or values and a mask.
 
     Parameters
@@ -29,14 +27,20 @@ def column_fields(
         As the user has it.
     found
         What its path leads to.
-    fields
-        All of the user's, by name.
+    config
+        The options.
 
     Raises
     ------
     ConfigError
-        If there is a field of the name of the mask.
+        If there is a field of the name of the mask, or a helper process would read them.
     """
+    if config.workers != "thread":
+        raise ConfigError(
+            f"{found.where} ({name}) is stored as several datasets, for which"
+            f' workers="{config.workers}" is not supported; set workers="thread", or give the path'
+            f' of the values, "{found.values.path}"'
+        )
     path = field.path.rstrip("/")
     member = found.values.path.rpartition("/")[2]
     is_group = found.mask is not None or member == "codes" != path.rpartition("/")[2]
@@ -46,7 +50,7 @@ def column_fields(
     if found.mask is None:
         return made
     mask = f"{name}_mask"
-    if mask in fields:
+    if mask in config.batch_fields:
         raise ConfigError(
             f'{found.where} ({name}) has a mask, which is delivered as "{mask}", and there is a'
             " field of that name already; choose another name"
@@ -81,18 +85,12 @@ def find_categories(
 
 def _categories(name: str, path: str, config: ReaderConfig, reach: Reach) -> Categories:
     several, where = [], []
-    for number, at in enumerate(config.files):
+    for at in config.files:
         with open_index(at) as file:
             found = column(file, path, reach)
         if found is None or found.categories is None:
             raise DatasetError(
                 f'{at}: "{path}" ({name}) is no categorical column, as it is in {config.files[0]}'
-            )
-        if not number and config.workers != "thread":
-            raise ConfigError(
-                f'{found.where} ({name}) is categorical, for which workers="{config.workers}" is'
-                f' not supported; set workers="thread", or give the path of its codes,'
-                f' "{found.values.path}"'
             )
         several.append(category_names(_values(found.categories, reach)))
         where.append(found.where)
