@@ -22,7 +22,7 @@ from h5async.deliver.host import HostDevice
 from h5async.deliver.slotrecords import Assignment
 from h5async.deliver.slots import SlotRing
 from h5async.errors import ReaderClosedError, is_lack_of_memory, out_of_memory, taking_memory
-from h5async.fill.columns import SparseShape, columns_of
+from h5async.fill.columns import Categories, SparseShape, columns_of
 from h5async.fill.dataset import Samplings, open_dataset
 from h5async.fill.filling import Filler
 from h5async.fill.limits import MemoryBudget, wanted_kept_nbytes
@@ -76,6 +76,7 @@ class Engine:
         self.has_opened = threading.Event()  # or is not being opened
         self.has_opened.set()
         self.slots: list[DeviceSlot] = []
+        self.categories: Mapping[str, Categories] = {}
         self.device: Device = HostDevice()
         self._submitter: Submitter | None = None  # None: workers ask for requests
 
@@ -103,6 +104,7 @@ class Engine:
             if self.config.workers == "thread":
                 opened = open_dataset(self.config)
                 self.config = opened.config
+                self.categories = opened.categories
                 self._open(opened.layouts, None, opened.shapes)
             else:
                 from h5async.process.helper import HelperFiller
@@ -125,8 +127,9 @@ class Engine:
             config, layouts, None if helper is None else helper.chosen
         )
         self.num_samples = samplings.selection.size
-        is_ragged = any(isinstance(rows, SpanRows) for rows in samplings.rows)
-        device = "cpu" if is_ragged and config.device == "auto" else config.device
+        on_host = any(isinstance(rows, SpanRows) for rows in samplings.rows)
+        on_host |= any(one.tables is not None for one in self.categories.values())
+        device = "cpu" if on_host and config.device == "auto" else config.device
         self.device = find_device(device, config.pin_memory)
         rows = min(config.batch_size, max(1, samplings.epoch_samples))
         may_repeat = config.weights is not None or config.sampler is not None
@@ -172,6 +175,7 @@ class Engine:
                 memory,
                 memory_plan=memory_plan,
                 shapes=shapes,
+                categories=self.categories,
                 rows=rows,
                 device_cache=device_cache,
                 encoded_formats=formats,
@@ -202,7 +206,7 @@ class Engine:
         log_ways(layouts, self._filler.methods)
         cache = self._filler.stats().cache if self.cache is None else str(self.cache)
         log_memory(config, cache, memory_plan.most_threads, memory_plan.kept_nbytes, wanted)
-        self.counts = ReaderCounts(layouts)
+        self.counts = ReaderCounts(layouts, samplings.rows)
         self.given = GivenSamples(config, layouts, transforms, samplings, rows)
 
     @property
@@ -315,7 +319,7 @@ class Engine:
         if filled.error is not None and self._submitter is not None:
             self._submitter.drop_error(serial)
         if filled.error is None:
-            self.counts.samples += filled.index.size
+            self.counts.note(filled.index)
 
     @passing()
     def _fill_here(self) -> None:

@@ -67,7 +67,6 @@ class AsyncReader:
     ) -> None:
         # Here, because they load nearly all of the package, and not every import makes a reader.
         from h5async.engine import Engine
-        from h5async.handover import Handover
 
         self._config = ReaderConfig.load(config, **options)
         self._engine = Engine(self._config)
@@ -94,8 +93,21 @@ class AsyncReader:
 
     @property
     def layouts(self) -> dict[str, DatasetLayout]:
-        """Where the values of each field lie, and why h5py reads them where it does."""
-        return dict(self._engine.layouts)
+        """Where the values of each field lie, and why h5py reads them where it does.
+
+        Of a sparse field, that is the layout of the values that are stored.
+        """
+        from h5async.fill.columns import by_field  # which takes long to import
+
+        return by_field(self._engine.layouts, lambda values, indices: values)
+
+    @property
+    def categories(self) -> dict[str, tuple[Any, ...]]:
+        """What the codes of categorical fields stand for, by field: code c for the name number c.
+
+        -1 stands for no value. Where several files have other categories, these are all of them.
+        """
+        return {name: one.names for name, one in self._engine.categories.items()}
 
     @property
     def num_samples(self) -> int:
@@ -104,9 +116,12 @@ class AsyncReader:
 
     @property
     def nbytes(self) -> int:
-        """Decoded bytes of one epoch, of all fields, in the dtypes of the file."""
-        row = sum(layout.row_nbytes for layout in self._engine.layouts.values())
-        return row * self._engine.position.epoch_samples
+        """Decoded bytes of one epoch, of all fields, in the dtypes of the file.
+
+        Where samples of differing lengths are left out, or drawn, their mean length counts.
+        """
+        engine = self._engine
+        return engine.counts.epoch_nbytes(engine.samplings.selection, engine.position.epoch_samples)
 
     @property
     def fallback_reads(self) -> int:
@@ -241,8 +256,6 @@ class AsyncReader:
         Of an epoch that is left before its end, batches that were asked for are dropped. The first
         batches of the following epoch are read before this one ends.
         """
-        from h5async.handover import Epoch
-
         engine = self._engine
         engine.check_open()
         engine.position.settle()

@@ -7,9 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.fill.columns import Rows, by_field
 from h5async.fill.records import FillerStats
 from h5async.index.cost import direct_share
 from h5async.index.layout import DatasetLayout
+from h5async.order.selection import Selection
+from h5async.order.spans import SpanRows
 from h5async.stats import ReaderStats, StageTimes, Waits
 
 
@@ -19,7 +25,9 @@ class ReaderCounts:
     Parameters
     ----------
     layouts
-        Layouts of all fields, by name.
+        Layouts of all columns, by name.
+    rows
+        By column: which rows each sample consists of.
 
     Attributes
     ----------
@@ -27,16 +35,41 @@ class ReaderCounts:
         The consumer's waits, which its thread notes.
     upload_times
         Time of uploads, of all threads.
-    samples
-        Samples that were delivered.
+    samples, nbytes
+        Samples that were delivered, and their bytes, in the dtypes of the file.
     """
 
-    def __init__(self, layouts: Mapping[str, DatasetLayout]) -> None:
+    def __init__(self, layouts: Mapping[str, DatasetLayout], rows: Sequence[Rows]) -> None:
         self._layouts = layouts
+        self._plain_nbytes = 0
+        self._ragged: dict[SpanRows, int] = {}  # and the bytes of one of their rows
+        for layout, one in zip(layouts.values(), rows, strict=True):
+            if isinstance(one, SpanRows):
+                self._ragged[one] = self._ragged.get(one, 0) + layout.row_nbytes
+            else:
+                self._plain_nbytes += layout.row_nbytes
+        self.nbytes = 0
         self.waits = Waits()
         self.upload_times = StageTimes()
         self.samples = 0
         self._warned: set[str] = set()
+
+    def note(self, index: NDArray[np.int64]) -> None:
+        """Count the samples of a batch that is delivered."""
+        self.samples += index.size
+        self.nbytes += self._plain_nbytes * index.size
+        for rows, nbytes in self._ragged.items():
+            self.nbytes += int(rows.lengths(index).sum()) * nbytes
+
+    def epoch_nbytes(self, selection: Selection, samples: int) -> int:
+        """Return the bytes of so many samples, of the mean length of those that are selected."""
+        found = self._plain_nbytes * samples
+        if self._ragged and selection.size:
+            selected = selection.samples(np.arange(selection.size))
+            for rows, nbytes in self._ragged.items():
+                total = int(rows.lengths(selected).sum())
+                found += total * nbytes * samples // selection.size
+        return found
 
     def new_warnings(self, found: Sequence[str]) -> list[str]:
         """Return those of some warnings that the caller has not seen yet."""
@@ -69,18 +102,19 @@ class ReaderCounts:
             As in `ReaderStats`.
         """
         layouts, waits, counts = self._layouts.values(), self.waits, filler.counts
+        ways = dict(zip(self._layouts, methods, strict=True))
         stages = dict(filler.stage_seconds)
         stages["upload"] += self.upload_times.seconds()["upload"]
         stages["read"] += counts.read_ns / 1e9
         stages["decode"] += counts.decode_ns / 1e9
         stages["place"] += counts.place_ns / 1e9
-        row_nbytes = sum(layout.row_nbytes for layout in layouts)
-        direct = sum(layout.row_nbytes * direct_share(layout) for layout in layouts)
+        row_nbytes = sum(map(_sample_nbytes, layouts))
+        direct = sum(_sample_nbytes(layout) * direct_share(layout) for layout in layouts)
         names = [f.label for layout in layouts for leaf in layout.leaves() for f in leaf.filters]
         return ReaderStats(
             batches=waits.count,
             samples=self.samples,
-            nbytes=self.samples * row_nbytes,
+            nbytes=self.nbytes,
             elapsed_seconds=waits.elapsed_seconds,
             wait_seconds=waits.seconds,
             wait_p50_seconds=waits.percentile(50),
@@ -91,10 +125,22 @@ class ReaderCounts:
             decoded_chunks=counts.decoded_chunks + device_chunks,
             fallback_reads=filler.fallback_reads,
             direct_share=direct / row_nbytes if row_nbytes else 1.0,
-            ways=dict(zip(self._layouts, methods, strict=True)),
+            ways=by_field(ways, _both_ways),
             num_threads=num_threads,
             filters=tuple(dict.fromkeys(names)),
             workers=workers,
             cache=cache,
             decode=decode,
         )
+
+
+def _sample_nbytes(layout: DatasetLayout) -> float:
+    """Return the bytes of a sample, of ragged ones on average."""
+    if layout.spans is None:
+        return float(layout.row_nbytes)
+    values = int(layout.spans[-1] - layout.spans[0])
+    return layout.row_nbytes * values / max(1, layout.sample_count)
+
+
+def _both_ways(one: str, other: str) -> str:
+    return " and ".join(sorted({*one.split(" and "), *other.split(" and ")}))

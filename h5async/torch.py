@@ -18,7 +18,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 from h5async.batch import Batch
 from h5async.config import ReaderConfig
 from h5async.errors import ConfigError, DatasetError, ReaderClosedError
+from h5async.ragged import Ragged
 from h5async.reader import AsyncReader
+from h5async.sparse import Csr
 
 _WRITE = "write DataLoader(dataset, batch_size=None)"
 
@@ -32,6 +34,9 @@ class H5Dataset(IterableDataset):
     ``debug_lifetimes``, tensors that are kept too long hold NaN, -1 or 255.) The same holds with
     ``pin_memory``: the reader waits for a copy to a GPU that is still running then, if the copy was
     made on the stream that is PyTorch's current one when the next batch is asked for.
+
+    Sparse rows are tensors of layout ``torch.sparse_csr``, and samples of differing lengths nested
+    tensors of layout ``torch.jagged``, over the same buffers.
 
     The reader's threads do the work of a DataLoader's worker processes. Where a DataLoader is
     needed, write ``DataLoader(dataset, batch_size=None)``: the batches exist already, and
@@ -226,8 +231,12 @@ def _check_dtypes(reader: AsyncReader) -> None:
 
 
 def _tensor(array: Any, name: str, where: str = "") -> Any:
-    """Return a tensor over the memory of an array, NumPy's or CuPy's."""
+    """Return a tensor over the memory of an array, NumPy's or CuPy's, or of several samples'."""
     try:
+        if isinstance(array, Ragged):
+            return array.to_torch_nested()
+        if isinstance(array, Csr):
+            return array.to_torch()
         return torch.from_dlpack(array)
     except (BufferError, TypeError) as error:
         raise DatasetError(

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from h5async import Field, ReaderConfig
 from h5async.cli.options import flag
 from h5async.config.describe import Option, options_of
+from h5async.config.kinds import KINDS
 
 PAGE = Path(__file__).parents[1] / "docs" / "options.md"
 
@@ -58,6 +60,13 @@ or in a TOML file `fields.image = {path = "data", dtype = "f4"}`. The delivered 
 
 """
 
+KIND = """
+## {name}
+
+{meaning} In a TOML file: `kind = "{kind}"`. [More](ragged.md). Beside the parameters of `Field`:
+
+"""
+
 ANCESTOR = """
 ## Names in torch.async-hdf5-reader
 
@@ -72,15 +81,28 @@ def page() -> str:
         (_code(o.name), _typed(o), _values(o), _default(o), o.description)
         for o in options_of(ReaderConfig)
     ]
-    fields = [(_code(o.name), _default(o), o.description) for o in options_of(Field)]
     return "".join(
         (
             HEAD,
             _table(("option", "command line", "values", "default", "meaning"), options),
             FIELD,
-            _table(("parameter", "default", "meaning"), fields),
+            _table(("parameter", "default", "meaning"), _parameters(Field)),
+            *(_kind(kind, field) for kind, field in KINDS.items()),
             ANCESTOR,
         )
+    )
+
+
+def _parameters(field: type[Field], but: Collection[str] = ()) -> list[tuple[str, ...]]:
+    options = (o for o in options_of(field) if o.name not in but)
+    return [(_code(o.name), _default(o), o.description) for o in options]
+
+
+def _kind(kind: str, field: type[Field]) -> str:
+    meaning = (field.__doc__ or "").partition("\n")[0]
+    of_all = [option.name for option in options_of(Field)]
+    return KIND.format(name=field.__name__, meaning=meaning, kind=kind) + _table(
+        ("parameter", "default", "meaning"), _parameters(field, of_all)
     )
 
 

@@ -292,7 +292,6 @@ def test_inspect_takes_what_is_missing_for_the_fill_value_where_it_is_allowed(qu
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("names", "variable length"),
         ("scalar", "is a scalar"),
         ("nothing", "is empty"),
         ("external", "if you trust this, allow it"),

@@ -82,6 +82,13 @@ def test_the_examples_of_sequences_learn(name, least, capsys):
     assert "held out" in capsys.readouterr().out
 
 
+@pytest.mark.filterwarnings("ignore")  # what anndata says of its own next versions
+def test_the_example_of_cells_learns(capsys):
+    require_extra("anndata")
+    assert example("cell_types").main() > 0.95
+    assert "of the cells" in capsys.readouterr().out
+
+
 def test_the_numpy_example_learns(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["numpy_digits", "--device", "cpu"])
     assert example("numpy_digits").main() == 0

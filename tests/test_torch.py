@@ -22,8 +22,10 @@ from h5async import (
     DatasetError,
     Field,
     H5AsyncError,
+    RaggedField,
     ReaderClosedError,
     ReaderConfig,
+    SparseField,
 )
 
 torch = require_extra("torch")
@@ -519,3 +521,72 @@ def test_lightning_goes_on_in_the_middle_of_an_epoch(path, tmp_path, through):
     assert sorted(chain(*whole[11:22])) == list(range(N))
     for step in (2, 16, 22):
         assert fit(ckpt_path=tmp_path / f"step={step}.ckpt") == whole[step:]
+
+
+# --- sparse and ragged samples -----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ragged_path(tmp_path_factory):
+    """Return a file with a sparse matrix, tokens and their offsets, and elements of any length."""
+    scipy = require_extra("scipy.sparse")
+    path = tmp_path_factory.mktemp("torch") / "ragged.h5"
+    rng = np.random.default_rng(2)
+    matrix = scipy.random(N, 20, 0.3, "csr", random_state=0, dtype="f4")
+    lengths = rng.integers(0, 9, N)
+    with h5py.File(path, "w") as file:
+        group = file.create_group("X")
+        group.attrs["encoding-type"], group.attrs["shape"] = "csr_matrix", matrix.shape
+        group["data"], group["indices"], group["indptr"] = (
+            matrix.data,
+            matrix.indices,
+            matrix.indptr,
+        )
+        file["tokens"] = rng.integers(0, 99, lengths.sum())
+        file["lengths"] = lengths
+        ragged = file.create_dataset("ragged", (N,), h5py.vlen_dtype("f4"))
+        for number, length in enumerate(lengths):
+            ragged[number] = rng.random(length)
+        file["y"] = np.arange(N)
+    return path
+
+
+RAGGED = {
+    "x": "X",
+    "tokens": RaggedField("tokens", offsets="lengths", offsets_kind="lengths"),
+    "ragged": "ragged",
+    "y": "y",
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+def test_sparse_rows_and_ragged_samples_are_tensors_over_the_same_memory(ragged_path):
+    with AsyncReader(hdf5_path=ragged_path, fields=RAGGED, batch_size=16, device="cpu") as reader:
+        wanted = [batch.copy() for batch in reader]
+        loader = DataLoader(H5Dataset(reader), batch_size=None)
+        for batch, one in zip(loader, wanted, strict=True):
+            x, tokens, ragged = batch["x"], batch["tokens"], batch["ragged"]
+            assert (x.layout, x.dtype) == (torch.sparse_csr, torch.float32)
+            np.testing.assert_array_equal(x.to_dense().numpy(), one.x.to_dense())
+            assert tokens.is_nested
+            assert tokens.layout == torch.jagged
+            for mine, truth in zip(tokens.unbind(), one.tokens, strict=True):
+                np.testing.assert_array_equal(mine.numpy(), truth)
+            np.testing.assert_array_equal(ragged.values().numpy(), one.ragged.values)
+            np.testing.assert_array_equal(batch["y"].numpy(), one.y)
+        held = reader.get_next_batch()
+        found = H5Dataset(reader)._tensors(held)
+        assert found["x"].values().data_ptr() == held.x.data.ctypes.data
+        assert found["x"].col_indices().data_ptr() == held.x.indices.ctypes.data
+        assert found["tokens"].values().data_ptr() == held.tokens.values.ctypes.data
+        assert found["ragged"].values().data_ptr() == held.ragged.values.ctypes.data
+
+
+def test_kinds_of_fields_that_the_paths_tell_are_opened_by_the_dataset(ragged_path):
+    with make(ragged_path, fields={"x": SparseField("X", dense=True), "t": "ragged"}) as dataset:
+        again = pickle.loads(pickle.dumps(dataset))
+        for batch in dataset:
+            assert batch["x"].shape[1:] == (20,)
+        with again:
+            assert len(list(again)) == 11

@@ -13,6 +13,7 @@ from h5async.cli.options import spell_in_shell
 from h5async.cli.text import dimensions_of, direct_text, methods_of, packing_text
 from h5async.index.cost import read_cost
 from h5async.index.layout import DatasetLayout
+from h5async.index.variablelength import VariableLength
 from h5async.names import printable
 
 
@@ -162,4 +163,23 @@ def dataset_of(path: str, file: Path, found: DatasetLayout | H5AsyncError) -> Da
         samples=found.num_samples,
         dimensions=dimensions_of(found),
         packing=packing_text(found) or None,
+    )
+
+
+def ragged_dataset(path: str, file: Path, found: DatasetLayout, form: VariableLength) -> Dataset:
+    """Return what there is to tell of a dataset of variable length, by its references."""
+    return Dataset(
+        path,
+        str(file),
+        read="direct",
+        shape=found.shape,
+        dtype="text of any length" if form.is_text else f"{form.dtype} of any length",
+        layout=found.storage,
+        chunks=found.chunk_shape or None,
+        filters=tuple(entry.label for entry in found.filters),
+        stored_nbytes=found.stored_nbytes,
+        by=methods_of(found)[0],
+        sources=1,
+        samples=found.num_samples,
+        packing="as Ragged",
     )

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from h5async import DatasetError, ReaderConfig
-from h5async.cli.datasets import Dataset, dataset_of
+from h5async import DatasetError, H5AsyncError, ReaderConfig
+from h5async.cli.datasets import Dataset, dataset_of, ragged_dataset
 from h5async.cli.documents import Json, plain, print_document
 from h5async.cli.folding import Folding, Line
 from h5async.cli.listing import Listing
@@ -23,7 +23,9 @@ from h5async.config.files import INDEX_SUFFIX, with_variables
 from h5async.core.binding import load_core
 from h5async.index.links import Reach
 from h5async.index.metadata import list_layouts
+from h5async.index.references import references
 from h5async.index.savedindex import NamedIndex
+from h5async.system.interruptions import suppressing
 
 _LEGEND = "in order, shuffled: bytes read from the file for each sample used"
 _FOLDED = "groups alike: from the least samples to the most, and the sizes of all together"
@@ -111,7 +113,11 @@ def _datasets(path: Path, reach: Reach, patterns: Sequence[str]) -> Iterator[Dat
     """Yield the datasets of a file that are meant."""
     wanted = partial(is_meant, patterns=patterns)
     for name, found in list_layouts(path, reach, wanted=wanted, with_attributes=True):
-        yield dataset_of(name, path, found)
+        ragged = None
+        if isinstance(found, DatasetError):
+            with suppressing(H5AsyncError):
+                ragged = ragged_dataset(name, path, *references(path, name, reach))
+        yield dataset_of(name, path, found) if ragged is None else ragged
 
 
 def _indexed(index: NamedIndex, reach: Reach, patterns: Sequence[str]) -> Iterator[Dataset]:

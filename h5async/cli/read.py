@@ -53,9 +53,8 @@ class Tally:
 
 
 def stream(reader: AsyncReader, epochs: int) -> Tally:
-    """Read epochs, counting batches, bytes and the time spent waiting for them."""
+    """Read epochs by a new reader, counting batches, bytes and the time spent waiting for them."""
     tally = Tally()
-    row_nbytes = sum(layout.row_nbytes for layout in reader.layouts.values())
     with progress_bar("batches, {task.description}") as progress:
         task = progress.add_task(tally.speed, total=epochs * len(reader))
         began = shown = perf_counter()
@@ -71,11 +70,11 @@ def stream(reader: AsyncReader, epochs: int) -> Tally:
                     break
                 tally.batches += 1
                 tally.samples += batch.size
-                tally.nbytes += batch.size * row_nbytes
                 if now - shown > REFRESH_SECONDS:
-                    shown = now
+                    shown, tally.nbytes = now, reader.stats().nbytes
                     progress.update(task, completed=tally.batches, description=tally.speed)
                     progress.refresh()
+    tally.nbytes = reader.stats().nbytes
     return tally
 
 

@@ -6,9 +6,10 @@ columns enter, as they lie in a slot; the arrays of fields leave: `Ragged`, `Csr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,8 @@ from h5async.order.spans import SpanRows
 from h5async.order.steps import StepRows
 from h5async.ragged import Ragged
 from h5async.sparse import Csr
+
+T = TypeVar("T")
 
 INDICES = "\0indices"  # behind the name of a field: its column of indices
 
@@ -37,6 +40,15 @@ def columns_of(fields: Mapping[str, Field]) -> dict[str, Field]:
             found[name + INDICES] = Field(f"{field.path}/indices")
         else:
             found[name] = field
+    return found
+
+
+def by_field(columns: Mapping[str, T], join: Callable[[T, T], T]) -> dict[str, T]:
+    """Return what is by column by field; `join` makes one of that of two columns of a field."""
+    found: dict[str, T] = {}
+    for name, one in columns.items():
+        field = name.removesuffix(INDICES)
+        found[field] = join(found[field], one) if field in found else one
     return found
 
 
@@ -61,10 +73,32 @@ class SparseShape:
     places
         By file: int64 (columns of the file,): where each is delivered; -1: it is not. None: all
         are, as they are.
+    where
+        By file: what messages call the matrix.
     """
 
     columns: int
     places: tuple[NDArray[np.int64], ...] | None = None
+    where: tuple[str, ...] = ()
+
+
+class Categories(NamedTuple):
+    """What is known of the categories of a field.
+
+    Attributes
+    ----------
+    names
+        Of all files together: code c stands for ``names[c]``.
+    tables
+        By file: int64 (categories of the file + 1,): the code here of each of its codes, and -1.
+        None: its codes are those here.
+    where
+        By file: what messages call the column.
+    """
+
+    names: tuple[Any, ...]
+    tables: tuple[NDArray[np.int64], ...] | None = None
+    where: tuple[str, ...] = ()
 
 
 class Assembly:
@@ -80,11 +114,13 @@ class Assembly:
         Of sparse fields, by name.
     first_samples
         int64 (files + 1,): the first sample of each file.
+    categories
+        Of categorical fields, by name.
 
     Attributes
     ----------
     is_plain
-        Whether each field is one array with a row for each sample.
+        Whether each field is one array with a row for each sample, as it is in the slot.
     needs_work
         Whether there is more to be done than to make views.
     """
@@ -95,13 +131,15 @@ class Assembly:
         rows: Sequence[Rows],
         shapes: Mapping[str, SparseShape],
         first_samples: NDArray[np.int64],
+        categories: Mapping[str, Categories] = MappingProxyType({}),
     ) -> None:
+        self._united = {n: one for n, one in categories.items() if one.tables is not None}
         self._fields = dict(fields)
         self._rows = rows
         self._shapes = shapes
         self._first_samples = first_samples
-        self.is_plain = not any(isinstance(one, SpanRows) for one in rows)
-        self.needs_work = any(
+        self.is_plain = not self._united and not any(isinstance(one, SpanRows) for one in rows)
+        self.needs_work = bool(self._united) or any(
             (isinstance(field, RaggedField) and field.pad_to is not None)
             or (isinstance(field, SparseField) and (field.dense or shapes[name].places is not None))
             for name, field in fields.items()
@@ -121,7 +159,7 @@ class Assembly:
         Raises
         ------
         DatasetError
-            If an index of a sparse row is none of its columns.
+            If an index of a sparse row is none of its columns, or a code that of no category.
         """
         if self.is_plain:
             return tuple([out[: index.size] for out in memory.out])
@@ -129,6 +167,9 @@ class Assembly:
         for name, field in self._fields.items():
             rows, out = self._rows[column], memory.out[column]
             column += 1
+            if name in self._united:
+                found.append(self._codes(self._united[name], field, out[: index.size], index))
+                continue
             if not isinstance(rows, SpanRows):
                 found.append(out[: index.size])
                 continue
@@ -141,6 +182,33 @@ class Assembly:
             else:
                 found.append(_ragged(field, values, offsets))
         return tuple(found)
+
+    def _codes(
+        self, of: Categories, field: Field, values: NDArray[Any], index: NDArray[np.int64]
+    ) -> NDArray[Any]:
+        """Return the codes of samples in the categories of all files together."""
+        assert of.tables is not None
+        least = np.promote_types(values.dtype, np.min_scalar_type(-max(1, len(of.names))))
+        found = np.empty(values.shape, least if field.dtype is None else field.dtype)
+        file = self._files(index)
+        for number in np.unique(file).tolist():
+            here, table = np.flatnonzero(file == number), of.tables[number]
+            codes = values[here].astype(np.int64)
+            outside = (codes < -1) | (codes >= table.size - 1)
+            if outside.any():
+                at = int(outside.argmax())
+                sample = int(index[here[at]])
+                raise DatasetError(
+                    f"{of.where[number]}: row {sample - int(self._first_samples[number])} (sample"
+                    f" {sample}) has the code {codes[at]}, and there are {table.size - 1:,}"
+                    " categories; the file is damaged"
+                )
+            found[here] = table[codes]
+        return found
+
+    def _files(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return in which file each sample lies."""
+        return np.searchsorted(self._first_samples, samples, side="right") - 1
 
     def _sparse(
         self,
@@ -155,9 +223,11 @@ class Assembly:
         if shape.places is not None:
             values, indices, offsets = self._chosen(shape, values, indices, offsets, index)
         rows = Csr(values, indices, offsets, (index.size, shape.columns))
+        if shape.places is None:
+            outside = _are_outside(indices, shape.columns)
+            if outside.any():
+                raise self._no_column(shape, indices, offsets, index, int(outside.argmax()))
         if not field.dense:
-            if shape.places is None:
-                _check_indices(indices, shape.columns)
             return rows
         dtype = np.float32 if field.delivered_dtype is None else field.delivered_dtype
         if np.can_cast(values.dtype, dtype, "same_kind"):
@@ -174,26 +244,42 @@ class Assembly:
     ) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.int64]]:
         """Return what is left of sparse rows where only some columns are delivered."""
         assert shape.places is not None
-        file = np.searchsorted(self._first_samples, index, side="right") - 1
+        file = self._files(index)
         place = np.empty(indices.size, np.int64)
         of_value = np.repeat(file, np.diff(offsets))
         for number in np.unique(file).tolist():
             here, places = of_value == number, shape.places[number]
-            some = indices[here]
-            _check_indices(some, places.size)
-            place[here] = places[some]
+            outside = here & _are_outside(indices, places.size)
+            if outside.any():
+                raise self._no_column(shape, indices, offsets, index, int(outside.argmax()))
+            place[here] = places[indices[here]]
         kept = place >= 0
         ends = np.concatenate(([0], np.cumsum(kept)))[offsets]
         return values[kept], place[kept].astype(indices.dtype, copy=False), ends
 
-
-def _check_indices(indices: NDArray[Any], columns: int) -> None:
-    # (Seen as unsigned, those below 0 are too large, too.)
-    if indices.size and int(indices.view(f"u{indices.itemsize}").max()) >= columns:
-        raise DatasetError(
-            f"a sparse row has an index that is none of its {columns:,} columns; the file holds a"
-            " damaged matrix"
+    def _no_column(
+        self,
+        shape: SparseShape,
+        indices: NDArray[Any],
+        offsets: NDArray[np.int64],
+        index: NDArray[np.int64],
+        at: int,
+    ) -> DatasetError:
+        """Return the error of a batch whose index number `at` is that of no column."""
+        sample = int(index[np.searchsorted(offsets, at, side="right") - 1])
+        file = int(self._files(np.array([sample]))[0])
+        columns = shape.columns if shape.places is None else shape.places[file].size
+        return DatasetError(
+            f"{shape.where[file]}: row {sample - int(self._first_samples[file])} (sample {sample})"
+            f" has the index {indices[at]}, which is none of the {columns:,} columns; the file is"
+            " damaged"
         )
+
+
+def _are_outside(indices: NDArray[Any], columns: int) -> NDArray[np.bool_]:
+    # (Seen as unsigned, those below 0 are too large, too.)
+    found: NDArray[np.bool_] = indices.view(f"u{indices.itemsize}") >= columns
+    return found
 
 
 def _ragged(field: Field, values: NDArray[Any], offsets: NDArray[np.int64]) -> Any:

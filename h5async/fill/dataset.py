@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from h5async.config import Field, RaggedField, ReaderConfig, SparseField
 from h5async.core.binding import mapping_mode
 from h5async.errors import ConfigError, DatasetError, taking_memory
-from h5async.fill.columns import Rows, SparseShape, columns_of, spans_of
+from h5async.fill.columns import Categories, Rows, SparseShape, columns_of, spans_of
 from h5async.fill.filevalues import read_names
 from h5async.fill.progress import on_indexed
 from h5async.fill.ragged import (
@@ -28,6 +28,7 @@ from h5async.fill.ragged import (
 )
 from h5async.fill.records import FillRequest
 from h5async.fill.selecting import Chosen, choose, step_rows
+from h5async.fill.tables import find_categories
 from h5async.index.groups import Grouping
 from h5async.index.joined import join_layouts
 from h5async.index.layout import DatasetLayout
@@ -55,11 +56,14 @@ class OpenedDataset(NamedTuple):
         By name of columns, in their order.
     shapes
         Of sparse fields, by name.
+    categories
+        Of categorical fields, by name.
     """
 
     config: ReaderConfig
     layouts: dict[str, DatasetLayout]
     shapes: dict[str, SparseShape]
+    categories: dict[str, Categories]
 
 
 def open_dataset(config: ReaderConfig) -> OpenedDataset:
@@ -71,24 +75,31 @@ def open_dataset(config: ReaderConfig) -> OpenedDataset:
         As `AsyncReader` says.
     """
     reach = Reach(config.allow_external, config.allow_missing, mapping_mode(config.io))
-    try:
-        return _open(config, reach)
-    except DatasetError:  # it may be of a kind that nobody has told
-        other = with_kinds(config, reach)
-        if other is config:
-            raise
-    return _open(other, reach)
+    if any(map(is_ragged, config.batch_fields.values())):
+        _check_ragged(config)
+        found = with_kinds(config, reach)
+    else:
+        try:
+            layouts = _plain_layouts(config, config.batch_fields, reach)
+            return OpenedDataset(config, layouts, {}, {})
+        except DatasetError:  # it may be of a kind that nobody has told
+            if config.names_index:
+                raise
+            found = with_kinds(config, reach)
+            if found.config is config:
+                raise
+    config = found.config
+    if any(map(is_ragged, config.batch_fields.values())):
+        layouts, shapes = _open_ragged(config, reach)
+    else:
+        layouts, shapes = _plain_layouts(config, config.batch_fields, reach), {}
+    return OpenedDataset(config, layouts, shapes, find_categories(config, found.columns, reach))
 
 
-def _open(config: ReaderConfig, reach: Reach) -> OpenedDataset:
-    fields = config.batch_fields
-    if any(map(is_ragged, fields.values())):
-        return _open_ragged(config, reach)
-    return OpenedDataset(config, _plain_layouts(config, fields, reach), {})
-
-
-def _open_ragged(config: ReaderConfig, reach: Reach) -> OpenedDataset:
-    """Open a dataset that has ragged or sparse fields."""
+def _open_ragged(
+    config: ReaderConfig, reach: Reach
+) -> tuple[dict[str, DatasetLayout], dict[str, SparseShape]]:
+    """Return the layouts of a dataset that has ragged or sparse fields, and the shapes of these."""
     fields, files = config.batch_fields, config.files
     _check_ragged(config)
     found: dict[str, list[DatasetLayout]] = {name: [] for name in columns_of(fields)}
@@ -126,7 +137,7 @@ def _open_ragged(config: ReaderConfig, reach: Reach) -> OpenedDataset:
     for _ in known:  # what was learnt is saved at its end
         pass
     joined = {name: join_layouts(several) for name, several in found.items()}
-    return OpenedDataset(config, joined, {name: one.shape() for name, one in shapes.items()})
+    return joined, {name: one.shape() for name, one in shapes.items()}
 
 
 def _check_ragged(config: ReaderConfig) -> None:
@@ -137,19 +148,19 @@ def _check_ragged(config: ReaderConfig) -> None:
     ConfigError
         If it does not.
     """
-    name = next(name for name, field in config.batch_fields.items() if is_ragged(field))
-    for option, is_given in (
-        ("cache", config.cache is not None),
-        ("workers", config.workers != "thread"),
-        ("pin_memory", config.pin_memory),
-        ("sequences", config.sequences is not None),
-        ("an index as hdf5_path", config.names_index),
-        ("device", config.device.startswith("cuda")),
+    name, field = next(item for item in config.batch_fields.items() if is_ragged(item[1]))
+    for is_given, option, remedy in (
+        (config.cache is not None, f'cache="{config.cache}"', "leave it out"),
+        (config.workers != "thread", f'workers="{config.workers}"', 'set workers="thread"'),
+        (config.pin_memory, "pin_memory", "leave it out"),
+        (config.sequences is not None, "sequences", "leave it out"),
+        (config.names_index, "a saved index as hdf5_path", "give the HDF5 files themselves"),
+        (config.device.startswith("cuda"), f'device="{config.device}"', 'set device="cpu"'),
     ):
         if is_given:
             raise ConfigError(
-                f"{name}: samples of differing lengths are delivered on the host, out of threads of"
-                f" this process, and not kept; leave out {option}"
+                f'"{field.path}" ({name}) has samples of differing lengths, for which {option} is'
+                f" not supported; {remedy}"
             )
 
 

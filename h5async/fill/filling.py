@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from h5async.config import ReaderConfig
 from h5async.core.binding import load_core, mapping_mode
 from h5async.errors import ReaderClosedError
-from h5async.fill.columns import Assembly, SparseShape
+from h5async.fill.columns import Assembly, Categories, SparseShape
 from h5async.fill.dataset import Samplings
 from h5async.fill.limits import MemoryPlan
 from h5async.fill.phases import Phases
@@ -55,6 +55,8 @@ class Filler(SlotFiller):
         What else may be taken.
     shapes
         Of sparse fields, by name.
+    categories
+        Of categorical fields, by name.
     rows
         Samples that a slot has room for; None: as many as its first array has rows.
     next_requests
@@ -99,6 +101,7 @@ class Filler(SlotFiller):
         *,
         memory_plan: MemoryPlan,
         shapes: Mapping[str, SparseShape] = MappingProxyType({}),
+        categories: Mapping[str, Categories] = MappingProxyType({}),
         rows: int | None = None,
         device_cache: Residency | None = None,
         encoded_formats: Sequence[EncodedFormat | None] = (),
@@ -112,7 +115,7 @@ class Filler(SlotFiller):
         self._file = str(self._layouts[0].file)
         self._opens_ahead = not config.names_index
         function = load_function(config.postprocess)
-        assembly = new_assembly(config, samplings, layouts, shapes)
+        assembly = new_assembly(config, samplings, layouts, shapes, categories)
         postprocess = None
         if function is not None:
             masks = masks_of(config.batch_fields, layouts, samplings.rows)
@@ -308,12 +311,13 @@ def new_assembly(
     samplings: Samplings,
     layouts: Mapping[str, DatasetLayout],
     shapes: Mapping[str, SparseShape],
+    categories: Mapping[str, Categories],
 ) -> Assembly:
     """Return what makes the arrays of fields of those of columns."""
     first = next(iter(layouts.values()))
     counts = [count for _, count in first.file_samples] or [first.sample_count]
     first_samples = np.cumsum([0, *counts], dtype=np.int64)
-    return Assembly(config.batch_fields, samplings.rows, shapes, first_samples)
+    return Assembly(config.batch_fields, samplings.rows, shapes, first_samples, categories)
 
 
 def _open_cache(

@@ -193,7 +193,7 @@ class MemoryBudget:
         batches = config.prefetch
         yield _Share(f"{batches} batches of {rows} samples", sum(self._slots().values()), smaller)
         if config.debug_lifetimes:
-            copied = sum(rows * t.nbytes for t in self._transforms.values())
+            copied = sum(t.slot_rows(rows) * t.nbytes for t in self._transforms.values())
             yield _Share("copies of batches", 2 * copied, f"set {named('debug_lifetimes', False)}")
         staged = batches * sum(form.staging_nbytes for form in formats if form is not None)
         yield _Share("encoded chunks for the GPU", staged, f"set {named('decode', 'host')}")
@@ -216,7 +216,8 @@ class MemoryBudget:
         kept = sum(LEAST_KEPT * _kept_chunk_nbytes(layout) for layout in layouts)
         yield _Share("chunks that two batches share", kept, "store smaller chunks")
         several = {name: rows * t.rows_of_sample for name, t in self._transforms.items()}
-        read = max(_fallback_nbytes(y, several[name]) for name, y in self._layouts.items())
+        at_once = {n: t.slot_rows(rows) * t.rows_of_sample for n, t in self._transforms.items()}
+        read = max(_fallback_nbytes(y, at_once[name]) for name, y in self._layouts.items())
         yield _Share("what h5py reads at a time", read, f"make {named('batch_size')} smaller")
         planned = sum(several[name] * _num_layers(y) for name, y in self._layouts.items())
         plans = rows * PLANNED_SAMPLE_NBYTES + planned * PLANNED_ROW_NBYTES

@@ -20,6 +20,8 @@ from h5async.fill.columns import Rows
 from h5async.fill.records import FillRequest
 from h5async.order.spans import SpanRows
 from h5async.order.steps import StepRows
+from h5async.ragged import Ragged
+from h5async.sparse import Csr
 from h5async.spelling import named
 from h5async.system.interruptions import suppressing
 
@@ -141,8 +143,8 @@ class Postprocess:
 
 
 def postprocessed(
-    function: Callable[[], Any], arrays: tuple[NDArray[Any], ...], where: str
-) -> tuple[NDArray[Any], ...]:
+    function: Callable[[], Any], arrays: tuple[Any, ...], where: str
+) -> tuple[Any, ...]:
     """Return what a function makes of the arrays of a batch.
 
     Parameters
@@ -174,11 +176,11 @@ def postprocessed(
             " worked in place"
         )
     try:
-        made = tuple(np.asarray(array) for array in result)
+        made = tuple(a if isinstance(a, Ragged | Csr) else np.asarray(a) for a in result)
     except Exception as error:  # rows of unequal lengths, say
         raise postprocess_error(f"{where} returned no arrays: {error}", error) from error
-    if len({len(array) for array in made if array.ndim}) > 1:
-        shapes = ", ".join(str(array.shape) for array in made)
+    if len({len(array) for array in made if getattr(array, "ndim", 1)}) > 1:
+        shapes = ", ".join(str(getattr(array, "shape", (len(array),))) for array in made)
         raise PostprocessError(
             f"{where} returned arrays of unequal numbers of rows, of shapes {shapes}; each row is"
             " a sample, so all arrays must have the same number of rows"

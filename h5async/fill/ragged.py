@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,8 @@ from h5async.config.indices import Values
 from h5async.core.binding import load_core
 from h5async.errors import ConfigError, DatasetError
 from h5async.fill.columns import INDICES, SparseShape
+from h5async.fill.tables import column_fields
+from h5async.index.columns import column
 from h5async.index.layout import DatasetLayout, HeapFile
 from h5async.index.links import Reach, open_index
 from h5async.index.metadata import value_layout
@@ -31,10 +33,34 @@ Int64s = NDArray[np.int64]
 _MOST_OFFSETS = 1 << 33  # of a dataset that is read whole, where a reader is made
 
 
-def with_kinds(config: ReaderConfig, reach: Reach) -> ReaderConfig:
-    """Return the options with fields of the kinds that their paths say in the first file."""
+class Kinds(NamedTuple):
+    """What the paths of fields lead to.
+
+    Attributes
+    ----------
+    config
+        The options, with fields of those kinds; the same object where nothing is changed.
+    columns
+        Of categorical fields, by name: the path of the column.
+    """
+
+    config: ReaderConfig
+    columns: dict[str, str]
+
+
+def with_kinds(config: ReaderConfig, reach: Reach) -> Kinds:
+    """Return the options with fields of the kinds that their paths say in the first file.
+
+    Raises
+    ------
+    ConfigError
+        If the name of a mask is taken.
+    H5AsyncError
+        If a field is of a kind that cannot be read.
+    """
     fields = config.batch_fields
     found: dict[str, Field] = {}
+    columns: dict[str, str] = {}
     with open_index(config.files[0]) as file:
         for name, field in fields.items():
             if type(field) is not Field:
@@ -42,11 +68,15 @@ def with_kinds(config: ReaderConfig, reach: Reach) -> ReaderConfig:
             options = {key: getattr(field, key) for key in field.model_fields_set}
             if sparse_group(file, field.path, reach) is not None:
                 found[name] = SparseField(**options)
+            elif (of_table := column(file, field.path, reach)) is not None:
+                found |= column_fields(name, field, of_table, config)
+                if of_table.categories is not None:
+                    columns[name] = field.path
             elif may_be_variable_length(file, field.path, reach):
                 found[name] = RaggedField(**options)
     if not found:
-        return config
-    return with_fields(config, fields | found)
+        return Kinds(config, columns)
+    return Kinds(with_fields(config, fields | found), columns)
 
 
 def with_fields(config: ReaderConfig, fields: Mapping[str, Field]) -> ReaderConfig:
@@ -174,6 +204,7 @@ class SparseShapes:
     def __init__(self, name: str, field: SparseField) -> None:
         self._name, self._field = name, field
         self._places: list[Int64s] = []
+        self._where: list[str] = []
         self._first: SparseGroup | None = None
 
     def add(self, group: SparseGroup, path: Path, reach: Reach) -> None:
@@ -187,6 +218,7 @@ class SparseShapes:
             If there are no such columns.
         """
         field, columns = self._field, group.shape[1]
+        self._where.append(group.where)
         if self._first is None:
             self._first = group
         if not isinstance(field.columns, tuple) and columns != self._first.shape[1]:
@@ -236,13 +268,13 @@ class SparseShapes:
         assert self._first is not None
         wanted = self._field.columns
         if wanted is None:
-            return SparseShape(self._first.shape[1])
+            return SparseShape(self._first.shape[1], where=tuple(self._where))
         if isinstance(wanted, tuple):
             count = len(wanted)
         else:
             is_mask = wanted.array.dtype.kind == "b"
             count = int(np.count_nonzero(wanted.array)) if is_mask else wanted.array.size
-        return SparseShape(count, tuple(self._places))
+        return SparseShape(count, tuple(self._places), tuple(self._where))
 
 
 def _names(path: Path, matrix: str, reach: Reach) -> Sequence[str]:

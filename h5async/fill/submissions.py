@@ -144,16 +144,13 @@ class Submissions(Tickets):
         count, slots = latest.numbers[1], self._slots
         try:
             index = self._queue.ready(slot, serial, count)
-        except MemoryError as error:
-            return FillOutcome(NO_SAMPLES, (), self._out_of_memory(latest.request, error))
-        if index is None or not slots:  # or the reader was closed meanwhile
-            return None
-        if self._assembly.is_plain:
-            return FillOutcome(index, tuple([out[:count] for out in slots[slot].out]))
-        try:
+            if index is None or not slots:  # or the reader was closed meanwhile
+                return None
             return FillOutcome(index, self._assembly.arrays(slots[slot], index))
         except DatasetError as error:
-            return FillOutcome(index, (), error)
+            return FillOutcome(NO_SAMPLES, (), error)
+        except MemoryError as error:
+            return FillOutcome(NO_SAMPLES, (), self._out_of_memory(latest.request, error))
 
     def drop(self, slot: int, serial: int) -> bool:
         """Say that nobody wants a batch any more; tell whether its slot may have another one."""
