@@ -3,7 +3,15 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from h5async.batch import Batch
-from h5async.config import Field, RaggedField, ReaderConfig, Sequences, SparseField, Split
+from h5async.config import (
+    Field,
+    ImageField,
+    RaggedField,
+    ReaderConfig,
+    Sequences,
+    SparseField,
+    Split,
+)
 from h5async.errors import (
     BatchExpiredError,
     BatchTimeoutError,
@@ -19,6 +27,7 @@ from h5async.errors import (
     ReadError,
     UnsafeFileError,
 )
+from h5async.images import Images
 from h5async.ragged import Ragged
 from h5async.reader import AsyncReader
 from h5async.sparse import Csr
@@ -41,6 +50,8 @@ __all__ = [
     "Field",
     "FileChangedWarning",
     "H5AsyncError",
+    "ImageField",
+    "Images",
     "MissingPackageError",
     "OutOfMemoryError",
     "PostprocessError",

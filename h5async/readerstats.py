@@ -97,4 +97,5 @@ class ReaderCounts:
             workers=workers,
             cache=cache,
             decode=decode,
+            broken_images=filler.broken_images,
         )

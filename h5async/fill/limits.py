@@ -19,6 +19,7 @@ from typing import NamedTuple
 from h5async.config import ReaderConfig
 from h5async.core.batch import KEPT_OVERHEAD_NBYTES, PLANNED_ROW_NBYTES, PLANNED_SAMPLE_NBYTES
 from h5async.errors import BudgetError, ConfigError
+from h5async.fill.images import sized_nbytes
 from h5async.index.extents import table_nbytes
 from h5async.index.layout import DatasetLayout
 from h5async.index.small import kept_whole_nbytes
@@ -52,11 +53,14 @@ class MemoryPlan(NamedTuple):
         By field: for decoded chunks that later batches may need.
     left_nbytes
         What is free beside all that: for the rows of all samples, say.
+    limit_nbytes
+        What any one thing may take whose size is known when it is read: a batch of images.
     """
 
     most_threads: int
     kept_nbytes: tuple[int, ...]
     left_nbytes: int
+    limit_nbytes: int
 
 
 class _Share(NamedTuple):
@@ -165,7 +169,8 @@ class MemoryBudget:
         room = max(0, min(self._limit_of_all, self._free) - needed)
         total = sum(wanted)
         kept = tuple(wanted if total <= room else [n * room // total for n in wanted])
-        return MemoryPlan(threads, kept, max(0, self._free - needed - sum(kept)))
+        left = max(0, self._free - needed - sum(kept))
+        return MemoryPlan(threads, kept, left, self._limit)
 
     def _too_much(self, shares: list[_Share], needed: int) -> BudgetError:
         listed = ", ".join(f"{what} {nbytes:,}" for what, nbytes, _ in shares if nbytes)
@@ -214,7 +219,11 @@ class MemoryBudget:
         """Return what the slots take, by field: rows as read, and as delivered."""
         slots = self._config.prefetch
         return {
-            name: slots * t.slot_rows(self._rows) * (t.raw_nbytes + (not t.is_identity) * t.nbytes)
+            name: slots
+            * (
+                t.slot_rows(self._rows) * (t.raw_nbytes + (not t.is_identity) * t.nbytes)
+                + sized_nbytes(self._config.batch_fields.get(name), self._rows)
+            )
             for name, t in self._transforms.items()
         }
 
