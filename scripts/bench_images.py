@@ -156,7 +156,7 @@ def measure(options: argparse.Namespace, folder: Path, console: Console) -> list
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--images", type=int, default=1024)
+    parser.add_argument("--images", type=int, default=512)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--threads", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--repeats", type=int, default=3, help="rounds")

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from h5async.codec.images import CHANNELS, ImageHeader, decode_rgb, read_header
 from h5async.config import Field, ImageField
 from h5async.core.binding import Core
-from h5async.errors import ReadError, needs_package
+from h5async.errors import DatasetError, ReadError, needs_package
 from h5async.fill.reading import transformer
 from h5async.images import Images
 from h5async.index.layout import DatasetLayout
@@ -30,7 +30,6 @@ from h5async.ragged import Ragged
 _AREA_ABOVE = 2  # where an image shrinks by more, neighbours are not all there is between
 
 Empty = Callable[[int], NDArray[np.uint8]]  # returns so much memory
-Resize = Callable[[NDArray[np.uint8], NDArray[np.uint8]], None]
 
 
 class ImageDecoder:
@@ -53,6 +52,8 @@ class ImageDecoder:
 
     Raises
     ------
+    DatasetError
+        If a dataset has no bytes.
     MissingPackageError
         If OpenCV is needed and not installed.
     """
@@ -271,6 +272,8 @@ class ImageFieldDecoder:
 
     Raises
     ------
+    DatasetError
+        If the dataset has no bytes.
     MissingPackageError
         If OpenCV is needed and not installed.
     """
@@ -278,12 +281,17 @@ class ImageFieldDecoder:
     def __init__(
         self, field: ImageField, layout: DatasetLayout, core: Core | None, limit_nbytes: int
     ) -> None:
+        if layout.dtype.kind not in "iu" or layout.row_nbytes != 1:
+            raise DatasetError(
+                f'{layout.file}: dataset "{layout.path}": images are bytes (uint8), found'
+                f" {layout.dtype}{list(layout.row_shape) or ''}; give the dataset of encoded images"
+            )
         self._field = field
         self._layout = layout
         self._limit_nbytes = limit_nbytes
         self.is_random = field.flip or field.crop == "random"
         self._own = threading.local()
-        self._resize = None if field.size is None else _resize(field.interpolation)
+        self._cv2 = None if field.size is None and not field.flip else _opencv()
         counts = [count for _, count in layout.file_samples]
         self._ends = np.cumsum(counts or [layout.sample_count])
         # (Shapes come again and again, but there may be very many.)
@@ -312,7 +320,7 @@ class ImageFieldDecoder:
         ReadError
             As `ImageDecoder.batch` says.
         """
-        size = self._field.size
+        encoded, size = Ragged(encoded.values.view(np.uint8), encoded.offsets), self._field.size
         if size is not None:
             transform = self.transform((*size, CHANNELS))
             block = empty(transform.nbytes * index.size)
@@ -385,20 +393,19 @@ class ImageFieldDecoder:
         shape = header.shape if field.size is None else (*field.size, CHANNELS)
         is_plain = self._transforms(shape)[1] is None
         try:
-            pixels = out if field.size is None and is_plain else self._scratch(header.shape)
+            pixels = out if field.size is None and is_plain else self._scratch("decoded", header.shape)
             decode_rgb(data, header, pixels)
         except ValueError as error:
             raise ReadError(f"{self._where(sample)} {error}; {_REMEDY}") from error
         if field.size is not None:
             box = self._box(header, numbers)
             part = pixels[box.top : box.top + box.height, box.left : box.left + box.width]
-            pixels = out if is_plain else np.empty(shape, np.uint8)
-            assert self._resize is not None
+            pixels = out if is_plain else self._scratch("resized", shape)
             self._resize(part, pixels)
         if field.flip and is_flipped(numbers):
-            flipped = np.ascontiguousarray(pixels[:, ::-1])
-            self._deliver(flipped, out)
-        elif pixels is not out:
+            assert self._cv2 is not None
+            self._cv2.flip(pixels, 1, dst=pixels)
+        if pixels is not out:
             self._deliver(pixels, out)
 
     def _box(self, header: ImageHeader, numbers: list[float]) -> Box:
@@ -409,6 +416,15 @@ class ImageFieldDecoder:
         bounds = field.crop_scale, field.crop_ratio
         return random_box(header.height, header.width, *bounds, numbers)
 
+    def _resize(self, image: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
+        assert self._cv2 is not None
+        height, width = out.shape[:2]
+        shrinks = max(image.shape[0] / height, image.shape[1] / width)
+        how = self._field.interpolation
+        by_area = how == "area" or (how == "auto" and shrinks > _AREA_ABOVE)
+        flag = self._cv2.INTER_AREA if by_area else self._cv2.INTER_LINEAR
+        self._cv2.resize(image, (width, height), dst=out, interpolation=flag)
+
     def _deliver(self, pixels: NDArray[np.uint8], out: NDArray[Any]) -> None:
         """Transform pixels to their place."""
         apply = self._transforms(pixels.shape)[1]
@@ -417,11 +433,12 @@ class ImageFieldDecoder:
         else:
             apply(pixels[np.newaxis], out[np.newaxis], np.zeros(1, np.int64))
 
-    def _scratch(self, shape: tuple[int, int, int]) -> NDArray[np.uint8]:
+    def _scratch(self, name: str, shape: tuple[int, int, int]) -> NDArray[np.uint8]:
         """Return memory of the calling thread."""
-        memory = getattr(self._own, "memory", None)
+        memory = getattr(self._own, name, None)
         if memory is None:
-            memory = self._own.memory = SlotPixels(0)
+            memory = SlotPixels(0)
+            setattr(self._own, name, memory)
         nbytes = shape[0] * shape[1] * shape[2]
         found: NDArray[np.uint8] = memory.empty(nbytes).reshape(shape)
         return found
@@ -445,24 +462,14 @@ def sized_nbytes(field: Field | None, rows: int) -> int:
     return rows * image_transform(field, (*field.size, CHANNELS)).nbytes
 
 
-def _resize(interpolation: str) -> Resize:
-    """Return what resizes an image, by OpenCV.
+def _opencv() -> Any:
+    """Import OpenCV.
 
     Raises
     ------
     MissingPackageError
-        If that is not installed.
+        If it is not installed.
     """
-    with needs_package("opencv-python-headless", "resized images"):
+    with needs_package("opencv-python-headless", "images that are resized or flipped"):
         import cv2
-
-    def resize(image: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
-        height, width = out.shape[:2]
-        by_area = interpolation == "area" or (
-            interpolation == "auto"
-            and max(image.shape[0] / height, image.shape[1] / width) > _AREA_ABOVE
-        )
-        how = cv2.INTER_AREA if by_area else cv2.INTER_LINEAR
-        cv2.resize(image, (width, height), dst=out, interpolation=how)
-
-    return resize
+    return cv2
