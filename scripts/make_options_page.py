@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from h5async import Field, ReaderConfig
+from h5async import Field, ImageField, ReaderConfig
 from h5async.cli.options import flag
 from h5async.config.describe import Option, options_of
 
@@ -47,6 +47,14 @@ or in a TOML file `fields.image = {path = "data", dtype = "f4"}`. The delivered 
 
 """
 
+IMAGE = """
+## ImageField
+
+`ImageField` is a field of [encoded images](images.md), in a TOML file one of `kind = "image"`. It
+has the parameters of `Field` as well; `axes`, `dtype`, `scale` and `offset` are of the pixels.
+
+"""
+
 ANCESTOR = """
 ## Names in torch.async-hdf5-reader
 
@@ -62,12 +70,20 @@ def page() -> str:
         for o in options_of(ReaderConfig)
     ]
     fields = [(_code(o.name), _default(o), o.description) for o in options_of(Field)]
+    of_field = {o.name for o in options_of(Field)} | {"pad_to"}
+    images = [
+        (_code(o.name), _default(o), o.description)
+        for o in options_of(ImageField)
+        if o.name not in of_field
+    ]
     return "".join(
         (
             HEAD,
             _table(("option", "command line", "values", "default", "meaning"), options),
             FIELD,
             _table(("parameter", "default", "meaning"), fields),
+            IMAGE,
+            _table(("parameter", "default", "meaning"), images),
             ANCESTOR,
         )
     )
