@@ -1,7 +1,7 @@
 """Measures fields of images against the bare decoder and OpenCV, called by as many threads.
 
 The file has JPEG images as elements of variable length. Each case is measured in turns with its
-peer, in the same run, with warm caches; what counts is the ratio of the medians. The peers have all
+peer, in the same run, with warm caches; what counts is the median of the ratios. The peers have all
 bytes in memory, as Python objects, and write to arrays that they were given before.
 
 - decode: images of one size, full shuffle; against `imagecodecs.jpeg8_decode(out=)`.
@@ -144,11 +144,13 @@ def measure(options: argparse.Namespace, folder: Path, console: Console) -> list
                     theirs.append(peer(images, out, threads))
                 reading.reader.close()
                 mine, other = map(statistics.median, (ours, theirs))
-                point = {"images": what, "case": case, "threads": threads, "ratio": other / mine}
+                # Of each round: other work on the machine comes and goes.
+                ratio = statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
+                point = {"images": what, "case": case, "threads": threads, "ratio": ratio}
                 points.append(point | {"rate": len(images) / mine, "peer": len(images) / other})
                 console.print(
                     f"{what} {case:7} {threads} threads: {len(images) / mine:7,.0f} images/s,"
-                    f" peer {len(images) / other:7,.0f}, ratio {other / mine:.2f}",
+                    f" peer {len(images) / other:7,.0f}, ratio {ratio:.2f}",
                     highlight=False,
                 )
     return points

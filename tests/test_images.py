@@ -490,3 +490,43 @@ def test_a_mask_of_steps_and_images_do_not_mix(equal):
         batch = reader.get_next_batch()
         assert batch.x.shape == (2, 60, 80, 3)
         assert batch.y.tolist() == [[0, 1], [1, 2]]
+
+
+def test_damaged_bytes_are_what_pillow_makes_of_them_or_an_error():
+    rng = np.random.default_rng(0)
+    for number in range(300):
+        data = bytearray(encoded((20, 30), form="JPEG", seed=number % 4))
+        for _ in range(rng.integers(1, 4)):
+            data[rng.integers(0, len(data))] = rng.integers(0, 256)
+        try:
+            array = np.frombuffer(data, np.uint8)
+            header = read_header(array)
+            if header.nbytes > 1 << 24:
+                continue
+            out = np.empty(header.shape, np.uint8)
+            decode_rgb(array, header, out)
+        except ValueError:
+            continue
+        assert_same_bits(out, by_pillow(bytes(data)))
+
+
+def test_lifetimes_and_copies(mixed, equal):
+    for path, pixels in ((mixed[0], mixed[1]), equal):
+        with reading(path, debug_lifetimes=True) as reader:
+            kept = [batch.copy() for batch in reader]
+        with reading(path, copy=True) as reader:
+            batches = list(reader)
+        for batch in (*kept, *batches):
+            for image, number in zip(batch.image, batch.index.tolist(), strict=True):
+                assert_same_bits(image, pixels[number])
+
+
+def test_tensors_of_images(equal):
+    pytest.importorskip("torch")
+    from h5async.torch import H5Dataset
+
+    field = ImageField("jpeg", size=9, axes=(0, 3, 1, 2), scale=1 / 255)
+    fields = {"image": field, "label": "labels"}
+    for image, label in H5Dataset(hdf5_path=equal[0], fields=fields, batch_size=5):
+        assert tuple(image.shape) == (len(label), 3, 9, 9)
+        assert str(image.dtype) == "torch.float32"

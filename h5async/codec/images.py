@@ -18,6 +18,7 @@ _JPEG, _END = b"\xff\xd8\xff", b"\xff\xd9"
 _STAND_ALONE = (0x01, *range(0xD0, 0xD9))  # markers of JPEG without a length
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 CHANNELS = 3
+_CMYK_NBYTES = 44  # of a pixel: itself, and the arrays of which RGB is computed
 
 
 class ImageHeader(NamedTuple):
@@ -49,8 +50,13 @@ class ImageHeader(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes that are taken at most while the image is decoded."""
-        samples = 4 if self.is_png else max(CHANNELS, self.components)
-        return self.height * self.width * samples * max(1, self.depth // 8)
+        if self.is_png:
+            of_pixel = CHANNELS + (16 if self.depth > 8 else 4)  # of 16 bits, the upper 8 too
+        else:  # a progressive JPEG keeps coefficients of 16 bits
+            of_pixel = CHANNELS + 2 * max(CHANNELS, self.components)
+        if self.components == 4:
+            of_pixel += _CMYK_NBYTES
+        return self.height * self.width * of_pixel
 
 
 def read_header(data: NDArray[np.uint8]) -> ImageHeader:

@@ -392,10 +392,9 @@ class ImageFieldDecoder:
         field = self._field
         shape = header.shape if field.size is None else (*field.size, CHANNELS)
         is_plain = self._transforms(shape)[1] is None
+        goes_there = is_plain and field.size is None
         try:
-            pixels = (
-                out if field.size is None and is_plain else self._scratch("decoded", header.shape)
-            )
+            pixels = out if goes_there else self._scratch("decoded", header.shape)
             decode_rgb(data, header, pixels)
         except ValueError as error:
             raise ReadError(f"{self._where(sample)} {error}; {_REMEDY}") from error
