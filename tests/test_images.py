@@ -527,6 +527,7 @@ def test_tensors_of_images(equal):
 
     field = ImageField("jpeg", size=9, axes=(0, 3, 1, 2), scale=1 / 255)
     fields = {"image": field, "label": "labels"}
-    for image, label in H5Dataset(hdf5_path=equal[0], fields=fields, batch_size=5):
+    dataset = H5Dataset(hdf5_path=equal[0], fields=fields, batch_size=5, as_tuple=True)
+    for image, label in dataset:
         assert tuple(image.shape) == (len(label), 3, 9, 9)
         assert str(image.dtype) == "torch.float32"
