@@ -4,7 +4,15 @@ import logging
 from typing import Any
 
 from h5async.batch import Batch
-from h5async.config import Field, RaggedField, ReaderConfig, Sequences, SparseField, Split
+from h5async.config import (
+    Field,
+    ImageField,
+    RaggedField,
+    ReaderConfig,
+    Sequences,
+    SparseField,
+    Split,
+)
 from h5async.errors import (
     BatchExpiredError,
     BatchTimeoutError,
@@ -20,6 +28,7 @@ from h5async.errors import (
     ReadError,
     UnsafeFileError,
 )
+from h5async.images import Images
 from h5async.ragged import Ragged
 from h5async.reader import AsyncReader
 from h5async.sparse import Csr
@@ -65,6 +74,8 @@ __all__ = [
     "Field",
     "FileChangedWarning",
     "H5AsyncError",
+    "ImageField",
+    "Images",
     "MissingPackageError",
     "OutOfMemoryError",
     "PostprocessError",

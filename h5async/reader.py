@@ -67,6 +67,7 @@ class AsyncReader:
     ) -> None:
         # Here, because they load nearly all of the package, and not every import makes a reader.
         from h5async.engine import Engine
+        from h5async.handover import Handover
 
         self._config = ReaderConfig.load(config, **options)
         self._engine = Engine(self._config)
@@ -256,6 +257,8 @@ class AsyncReader:
         Of an epoch that is left before its end, batches that were asked for are dropped. The first
         batches of the following epoch are read before this one ends.
         """
+        from h5async.handover import Epoch
+
         engine = self._engine
         engine.check_open()
         engine.position.settle()

@@ -131,6 +131,7 @@ class ReaderCounts:
             workers=workers,
             cache=cache,
             decode=decode,
+            broken_images=filler.broken_images,
         )
 
 

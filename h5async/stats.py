@@ -150,6 +150,8 @@ class ReaderStats:
         Threads of the pool; 0: the consumer's thread does the work.
     filters
         Names of the filters of all fields.
+    broken_images
+        Images that were replaced because they cannot be decoded; see `ImageField`.
     workers
         As the option says it: which processes the threads, and their GIL, belong to.
     """
@@ -173,6 +175,7 @@ class ReaderStats:
     workers: str | int = "thread"
     cache: str = "none"
     decode: str = "host"
+    broken_images: int = 0
 
     @property
     def waited_share(self) -> float:

@@ -89,6 +89,12 @@ def test_the_example_of_cells_learns(capsys):
     assert "of the cells" in capsys.readouterr().out
 
 
+def test_the_example_of_images_learns(capsys):
+    require_extra("cv2")
+    assert example("jpeg_shapes").main(epochs=4, count=300) > 0.8
+    assert "accuracy" in capsys.readouterr().out
+
+
 def test_the_numpy_example_learns(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["numpy_digits", "--device", "cpu"])
     assert example("numpy_digits").main() == 0

@@ -1,4 +1,4 @@
-"""Kinds of fields whose samples are not arrays of one shape: ragged and sparse ones."""
+"""Kinds of fields whose samples are not stored as arrays of one shape."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import PlainSerializer, PlainValidator, model_validator
+from pydantic import BeforeValidator, PlainSerializer, PlainValidator, model_validator
+from pydantic import Field as Bound
 
 from h5async.config.field import Field
 from h5async.config.frozen import documented, option
 from h5async.config.indices import Values, plain_selection
 from h5async.config.values import Bool, Name, Natural
+
+_Pixels = Annotated[int, Bound(ge=1, le=1 << 14)]
+_Positive = Annotated[float, Bound(gt=0, allow_inf_nan=False)]
 
 
 @documented
@@ -50,6 +54,80 @@ class RaggedField(Field):
         _require_rows(self)
         if self.offsets is None and self.offsets_kind != "offsets":
             raise ValueError("offsets_kind needs offsets")
+        return self
+
+
+def _size(value: object) -> object:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value, value
+    return value
+
+
+@documented
+class ImageField(RaggedField):
+    """Encoded images (JPEG or PNG), delivered as RGB pixels (samples, height, width, 3).
+
+    The bytes of an image are an element of a variable-length dataset, or flat ones with `offsets`.
+    `axes`, `dtype`, `scale` and `offset` are of the pixels: ``axes=(0, 3, 1, 2)`` delivers channels
+    first.
+
+    Raises
+    ------
+    ConfigError
+        If a value does not fit.
+    """
+
+    size: Annotated[tuple[_Pixels, _Pixels] | None, BeforeValidator(_size)] = option(
+        None,
+        "Resize images to this height and width (a number: both), by OpenCV. None: they keep their"
+        " sizes, and a batch of images of differing sizes is `Images`.",
+    )
+    crop: Literal["center", "random"] = option(
+        "center",
+        "What part is resized to `size`. `center`: the largest one in the middle that has its"
+        " proportions. `random`: one of random area, proportions and place, as torchvision's"
+        " RandomResizedCrop chooses it.",
+    )
+    crop_scale: tuple[_Positive, _Positive] = option(
+        (0.08, 1.0), "Bounds of the area of a random part, of that of the image."
+    )
+    crop_ratio: tuple[_Positive, _Positive] = option(
+        (3 / 4, 4 / 3),
+        "Bounds of its width divided by its height.",
+        default_text="`(3 / 4, 4 / 3)`",
+    )
+    flip: Bool = option(False, "Flip every other image, chosen at random, left to right.")
+    interpolation: Literal["auto", "linear", "area"] = option(
+        "auto",
+        "How OpenCV resizes. `linear`: between neighbours. `area`: the mean of an area, which is"
+        " free of aliasing, and slower. `auto`: `area` where an image shrinks to less than half,"
+        " else `linear`.",
+    )
+    on_error: Literal["raise", "zero"] = option(
+        "raise",
+        "What becomes of an image that cannot be decoded. `raise`: the batch is a `ReadError`."
+        " `zero`: it is black, and counted in `ReaderStats.broken_images`; this needs `size`.",
+    )
+
+    @model_validator(mode="after")
+    def _check_image(self) -> ImageField:
+        if self.pad_to is not None:
+            raise ValueError("pad_to is of ragged fields; images of one size are made by size")
+        if self.decode_cf:
+            raise ValueError("decode_cf does not go with images; use scale and offset")
+        if self.axes is not None and sorted(self.axes, key=str) != [0, 1, 2, 3]:
+            raise ValueError(
+                "axes must have the numbers of samples (0), height (1), width (2) and channels (3)"
+            )
+        if self.size is None and self.crop == "random":
+            raise ValueError('crop="random" needs size')
+        if self.size is None and self.on_error == "zero":
+            raise ValueError('on_error="zero" needs size: the size of a broken image is not known')
+        for name, (low, high) in (("scale", self.crop_scale), ("ratio", self.crop_ratio)):
+            if low > high:
+                raise ValueError(f"crop_{name} must have the lower bound first")
+        if self.crop_scale[1] > 1:
+            raise ValueError("crop_scale must be 1 or less: a part is no larger than its image")
         return self
 
 
@@ -114,4 +192,8 @@ def _require_rows(field: Field) -> None:
         raise ValueError(f"num_dim must be 0 for this kind of field, found {field.num_dim}")
 
 
-KINDS: Mapping[str, type[Field]] = {"ragged": RaggedField, "sparse": SparseField}
+KINDS: Mapping[str, type[Field]] = {
+    "image": ImageField,
+    "ragged": RaggedField,
+    "sparse": SparseField,
+}

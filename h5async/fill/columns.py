@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.config import Field, RaggedField, SparseField
+from h5async.config import Field, ImageField, RaggedField, SparseField
 from h5async.errors import DatasetError
 from h5async.fill.records import SlotMemory
 from h5async.index.layout import DatasetLayout
@@ -38,6 +38,10 @@ def columns_of(fields: Mapping[str, Field]) -> dict[str, Field]:
             delivered = {"dtype": field.dtype, "scale": field.scale, "offset": field.offset}
             found[name] = Field(f"{field.path}/data", **delivered)
             found[name + INDICES] = Field(f"{field.path}/indices")
+        elif isinstance(field, ImageField):  # its other options are of pixels
+            found[name] = RaggedField(
+                path=field.path, offsets=field.offsets, offsets_kind=field.offsets_kind
+            )
         else:
             found[name] = field
     return found
@@ -140,7 +144,8 @@ class Assembly:
         self._first_samples = first_samples
         self.is_plain = not self._united and not any(isinstance(one, SpanRows) for one in rows)
         self.needs_work = bool(self._united) or any(
-            (isinstance(field, RaggedField) and field.pad_to is not None)
+            isinstance(field, ImageField)
+            or (isinstance(field, RaggedField) and field.pad_to is not None)
             or (isinstance(field, SparseField) and (field.dense or shapes[name].places is not None))
             for name, field in fields.items()
         )

@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.config import ReaderConfig
-from h5async.core.binding import load_core, mapping_mode
+from h5async.config import ImageField, ReaderConfig
+from h5async.core.binding import Core, load_core, mapping_mode
 from h5async.errors import ReaderClosedError
 from h5async.fill.columns import Assembly, Categories, SparseShape
 from h5async.fill.dataset import Samplings
+from h5async.fill.images import ImageDecoder
 from h5async.fill.limits import MemoryPlan
 from h5async.fill.phases import Phases
 from h5async.fill.pool import Work, WorkPool
@@ -147,6 +148,9 @@ class Filler(SlotFiller):
                 samplings.rows,
                 rows,
             )
+            self._images = _image_decoder(
+                config, layouts, core, len(slots), rows, max(1, num_threads), memory_plan
+            )
             self.submissions: Submissions | None = None
             selection = samplings.selection
             queue = self._reader.open_queue(selection) if may_submit else None
@@ -171,6 +175,7 @@ class Filler(SlotFiller):
                 transforms=several,
                 slots=slots,
                 assembly=assembly,
+                images=self._images,
                 resident=self._resident,
                 postprocess=postprocess,
                 before_fill=before_fill,
@@ -263,6 +268,7 @@ class Filler(SlotFiller):
             self._reader.counts(),
             self._executors.fallback_reads,
             str(self._cache or "none"),
+            0 if self._images is None else self._images.broken_images,
         )
 
     def note_uploaded(self, slot: int, index: NDArray[np.int64]) -> None:
@@ -304,6 +310,31 @@ class Filler(SlotFiller):
         self._resident = self._cache = None
         then()
         self._next_requests = list  # its owner holds this object
+
+
+def _image_decoder(
+    config: ReaderConfig,
+    layouts: Mapping[str, DatasetLayout],
+    core: Core | None,
+    slots: int,
+    rows: int | None,
+    threads: int,
+    memory_plan: MemoryPlan,
+) -> ImageDecoder | None:
+    """Return what decodes images, where a field has any."""
+    fields = config.batch_fields
+    if not any(isinstance(field, ImageField) for field in fields.values()):
+        return None
+    return ImageDecoder(
+        fields,
+        layouts,
+        config.seed,
+        core,
+        slots=slots,
+        rows=config.batch_size if rows is None else rows,
+        threads=threads,
+        limit_nbytes=memory_plan.limit_nbytes,
+    )
 
 
 def new_assembly(

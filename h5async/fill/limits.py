@@ -21,6 +21,7 @@ from typing import NamedTuple
 from h5async.config import ReaderConfig
 from h5async.core.batch import KEPT_OVERHEAD_NBYTES, PLANNED_ROW_NBYTES, PLANNED_SAMPLE_NBYTES
 from h5async.errors import BudgetError, ConfigError
+from h5async.fill.images import sized_nbytes
 from h5async.index.extents import table_nbytes
 from h5async.index.layout import DatasetLayout
 from h5async.index.small import kept_whole_nbytes
@@ -55,11 +56,14 @@ class MemoryPlan(NamedTuple):
         By field: for decoded chunks that later batches of a filler may need.
     left_nbytes
         What is free beside all that: for the rows of all samples, say.
+    limit_nbytes
+        What any one thing may take whose size is known when it is read: a batch of images.
     """
 
     most_threads: int
     kept_nbytes: tuple[int, ...]
     left_nbytes: int
+    limit_nbytes: int
 
 
 class _Share(NamedTuple):
@@ -173,7 +177,7 @@ class MemoryBudget:
         total = self._fillers * sum(wanted)
         kept = tuple(wanted if total <= room else [n * room // total for n in wanted])
         left = self._free - needed - self._fillers * sum(kept)
-        return MemoryPlan(threads, kept, max(0, left))
+        return MemoryPlan(threads, kept, max(0, left), self._limit)
 
     def _too_much(self, shares: list[_Share], needed: int) -> BudgetError:
         listed = ", ".join(f"{what} {nbytes:,}" for what, nbytes, _ in shares if nbytes)
@@ -242,8 +246,11 @@ class MemoryBudget:
         slots, raws = self._config.prefetch, self._fillers
         return {
             name: slots
-            * t.slot_rows(self._rows)
-            * (t.raw_nbytes if t.is_identity else raws * t.raw_nbytes + t.nbytes)
+            * (
+                t.slot_rows(self._rows)
+                * (t.raw_nbytes if t.is_identity else raws * t.raw_nbytes + t.nbytes)
+                + sized_nbytes(self._config.batch_fields.get(name), self._rows)
+            )
             for name, t in self._transforms.items()
         }
 

@@ -1,4 +1,4 @@
-"""Takes batches through the phases of a fill: plan, read, keep, transform, postprocess.
+"""Takes batches through the phases of a fill: from the plan to `postprocess`.
 
 A request enters; its outcome leaves. The work of a phase is cut into *shares*, which all threads
 take from one heap, oldest batch first, so that a batch is ready as early as possible. Whoever
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from h5async.errors import forget_frames, is_lack_of_memory, out_of_memory
 from h5async.fill.columns import Assembly
 from h5async.fill.dataset import Samplings
+from h5async.fill.images import BatchImages, ImageDecoder
 from h5async.fill.pool import Work, WorkPool
 from h5async.fill.postprocess import Postprocess, postprocessed
 from h5async.fill.reading import BatchPlan, BatchReader, LeftRows
@@ -41,6 +42,7 @@ class _Fill:
         "busy_ns",
         "error",
         "generation",
+        "images",
         "index",
         "is_resident",
         "plans",
@@ -55,6 +57,7 @@ class _Fill:
         self.busy_ns = 0
         self.is_resident = False
         self.generation = 0  # of what is resident
+        self.images: BatchImages | None = None
         self.shares_left = 0
         self.error: BaseException | None = None
 
@@ -78,6 +81,8 @@ class Phases:
         Memory of each slot.
     assembly
         Makes what is delivered of it.
+    images
+        Decodes images; None: no field has any.
     resident
         Which samples are in memory and need not be read; None: nothing is kept.
     postprocess
@@ -98,6 +103,7 @@ class Phases:
         transforms: Sequence[RowTransform],
         slots: Sequence[SlotMemory],
         assembly: Assembly,
+        images: ImageDecoder | None,
         resident: Residency | None,
         postprocess: Postprocess | None,
         before_fill: Callable[[int], None],
@@ -112,6 +118,7 @@ class Phases:
         self._raw_nbytes = [transform.raw_nbytes for transform in transforms]
         self._out_nbytes = [transform.nbytes for transform in transforms]
         self._assembly = assembly
+        self._images = images
         self._resident = resident
         self._cache = resident if isinstance(resident, HostCache) else None
         self._postprocess = postprocess
@@ -142,6 +149,10 @@ class Phases:
         """Read samples in the calling thread, and return their arrays, in field order."""
         self._reader.read_rows(index, memory)
         arrays = self._assembly.arrays(memory, index)
+        if self._images is not None:
+            images = self._images.batch(arrays, index, -1, None)
+            images.work(lambda: self._pool.is_stopped)
+            arrays = images.arrays
         if self._postprocess is None:
             return arrays
         where = f"{self._file}: postprocess of given samples"
@@ -152,6 +163,8 @@ class Phases:
         """Let go of memory, and of functions whose owners hold this object."""
         self.slots = ()  # the caller may still hold a batch; nothing else keeps its memory
         self._resident = self._cache = None
+        if self._images is not None:
+            self._images.close()
         self._before_fill = self._on_done = _do_nothing
         self._postprocess = None  # the caller's, who may hold the reader there
 
@@ -215,7 +228,7 @@ class Phases:
             self._note_error(batch, error)
         self._begin_transform(batch)
 
-    # --- transform and postprocess ----------------------------------------------------------------
+    # --- transform --------------------------------------------------------------------------------
 
     def _begin_transform(self, batch: _Fill) -> None:
         if batch.error is not None or batch.is_resident:
@@ -229,11 +242,34 @@ class Phases:
             if raw is not out and not reader.transforms_at_once(field, batch.plans)
             for a, b in self._row_shares(sizes[field], self._out_nbytes[field])
         ]
+        self._begin(batch, works, self._begin_images)
+
+    # --- images -----------------------------------------------------------------------------------
+
+    def _begin_images(self, batch: _Fill) -> None:
+        if self._images is None or batch.error is not None:
+            self._finish(batch)
+            return
+        request = batch.request
+        arrays = self._assembly.arrays(self.slots[request.slot], batch.index)
+        images = self._images.batch(arrays, batch.index, request.epoch, request.slot)
+        batch.images = images
+        parts = max(1, min(self._pool.num_threads, images.count))
+        works = [partial(self._decode_images, batch, images)] * parts
         self._begin(batch, works, self._finish)
+
+    def _decode_images(self, batch: _Fill, images: BatchImages) -> None:
+        begin = time.perf_counter_ns()
+        images.work(lambda: batch.error is not None or self._pool.is_stopped)
+        self._reader.times.add("decode", begin)
+
+    # --- postprocess ------------------------------------------------------------------------------
 
     def _finish(self, batch: _Fill) -> None:
         arrays: tuple[Any, ...] = ()
-        if batch.error is None:
+        if batch.error is None and batch.images is not None:
+            arrays = batch.images.arrays
+        elif batch.error is None:
             try:
                 arrays = self._assembly.arrays(self.slots[batch.request.slot], batch.index)
             except BaseException as error:

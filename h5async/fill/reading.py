@@ -114,7 +114,7 @@ class BatchReader:
         self._slots = slots
         self._layouts = layouts
         self._row_transforms = transforms
-        self._transforms = [_transformer(core, transform.of_one_row) for transform in transforms]
+        self._transforms = [transformer(core, transform.of_one_row) for transform in transforms]
         self._cache = cache
         self._factory = executors
         self._num_threads = num_threads
@@ -391,9 +391,10 @@ class BatchReader:
         return scratch
 
 
-def _transformer(
+def transformer(
     core: Core | None, transform: RowTransform
 ) -> Callable[[NDArray[Any], NDArray[Any], NDArray[np.int64]], None]:
+    """Return what transforms rows: the compiled core, or NumPy where that cannot."""
     if core is None:
         return transform.apply
     return native_transform(core, transform) or native_unpack(core, transform) or transform.apply

@@ -122,12 +122,15 @@ class FillerStats(NamedTuple):
         Reads that went through h5py.
     cache
         What is kept in memory, or why not.
+    broken_images
+        Images that were replaced because they cannot be decoded.
     """
 
     stage_seconds: Mapping[str, float]
     counts: ThreadCounts
     fallback_reads: int
     cache: str
+    broken_images: int = 0
 
     def plus(self, other: FillerStats) -> FillerStats:
         """Return what this and another filler have done; both keep the same in memory."""

@@ -215,6 +215,30 @@ def row_transform(field: Field, layout: DatasetLayout) -> RowTransform:
     return transform.of_steps(None if field.steps is None else len(field.steps))
 
 
+def image_transform(field: Field, shape: tuple[int, int, int]) -> RowTransform:
+    """Derive the transform of decoded images of a shape from the options of their field.
+
+    Raises
+    ------
+    ConfigError
+        If a scale or offset has another length than the channels.
+    """
+    axes = field.axes or (0, 1, 2, 3)
+    order = tuple(axis for axis in axes if isinstance(axis, int))
+    row = tuple(shape[axis - 1] for axis in order[1:])
+    dtype = np.dtype(np.uint8) if field.delivered_dtype is None else field.delivered_dtype
+    where = f'images of "{field.path}"'
+    return RowTransform(
+        raw_row=shape,
+        raw_dtype=np.dtype(np.uint8),
+        row=row,
+        dtype=dtype,
+        permutation=order,
+        scale=_factor(field.scale, row, dtype, where),
+        offset=_factor(field.offset, row, dtype, where),
+    )
+
+
 def _axes(field: Field, names: DimensionNames, rank: int, where: str) -> tuple[int, ...]:
     """Return the dimensions of a layout in the order of delivery; none: in its own order."""
     if not isinstance(field.num_dim, tuple) or field.axes is None:

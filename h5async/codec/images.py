@@ -1,0 +1,170 @@
+"""Decodes JPEG and PNG images: their bytes enter, RGB pixels leave, as Pillow has them.
+
+The header is read first, so that a caller knows how much memory an image takes before any of it is
+taken. Decoding holds no GIL.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, NamedTuple
+
+import imagecodecs
+import numpy as np
+from numpy.typing import NDArray
+
+_PNG = b"\x89PNG\r\n\x1a\n"
+_JPEG, _END = b"\xff\xd8\xff", b"\xff\xd9"
+_STAND_ALONE = (0x01, *range(0xD0, 0xD9))  # markers of JPEG without a length
+_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+CHANNELS = 3
+_CMYK_NBYTES = 44  # of a pixel: itself, and the arrays of which RGB is computed
+
+
+class ImageHeader(NamedTuple):
+    """What the first bytes of an image say.
+
+    Attributes
+    ----------
+    is_png
+        PNG, else JPEG.
+    height, width
+        In pixels; both are 1 or more.
+    components
+        Of a JPEG: 1 (grey), 3 (colour) or 4 (CMYK). 0 for a PNG.
+    depth
+        Bits of each sample of a pixel.
+    """
+
+    is_png: bool
+    height: int
+    width: int
+    components: int
+    depth: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The shape of the decoded pixels."""
+        return self.height, self.width, CHANNELS
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are taken at most while the image is decoded."""
+        if self.is_png:
+            of_pixel = CHANNELS + (16 if self.depth > 8 else 4)  # of 16 bits, the upper 8 too
+        else:  # a progressive JPEG keeps coefficients of 16 bits
+            of_pixel = CHANNELS + 2 * max(CHANNELS, self.components)
+        if self.components == 4:
+            of_pixel += _CMYK_NBYTES
+        return self.height * self.width * of_pixel
+
+
+def read_header(data: NDArray[np.uint8]) -> ImageHeader:
+    """Read the header of an image.
+
+    Raises
+    ------
+    ValueError
+        If it is none, or damaged; the message goes on after "the image".
+    """
+    if not data.size:
+        raise ValueError("has no bytes")
+    start = data[:32].tobytes()
+    if start.startswith(_PNG):
+        if len(start) < 26 or start[12:16] != b"IHDR":
+            raise ValueError("is a PNG without a header")
+        width, height = struct.unpack(">II", start[16:24])
+        return _checked(ImageHeader(True, height, width, 0, start[24]))
+    if start.startswith(_JPEG):
+        return _checked(_jpeg_header(data))
+    raise ValueError(f"is neither a JPEG nor a PNG (its first bytes are {start[:8].hex(' ')})")
+
+
+def _checked(header: ImageHeader) -> ImageHeader:
+    if not header.height or not header.width:
+        raise ValueError(f"has {header.height} x {header.width} pixels")
+    return header
+
+
+def _jpeg_header(array: NDArray[np.uint8]) -> ImageHeader:
+    """Walk over the segments of a JPEG to its frame header."""
+    data = array.data
+    at, end = 2, len(data)
+    while at + 4 <= end:
+        if data[at] != 0xFF:
+            raise ValueError(f"is a damaged JPEG: there is no marker at byte {at:,}")
+        marker = data[at + 1]
+        if marker == 0xFF:  # padding
+            at += 1
+        elif marker in _STAND_ALONE:
+            at += 2
+        elif marker in _FRAMES:
+            if at + 10 > end:
+                break
+            depth, height, width, components = struct.unpack(">BHHB", data[at + 4 : at + 10])
+            _check_end(data, at)
+            return ImageHeader(False, height, width, components, depth)
+        else:
+            at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+    raise ValueError("is a JPEG without a frame, or cut off before it")
+
+
+def _check_end(data: memoryview, at: int) -> None:
+    """Check that the end of a JPEG is there: its decoder would put grey for what is missing."""
+    if bytes(data[-2:]) != _END and _END not in bytes(data[at:]):
+        raise ValueError("is a JPEG that was cut off: its end is missing")
+
+
+def decode_rgb(data: NDArray[np.uint8], header: ImageHeader, out: NDArray[np.uint8]) -> None:
+    """Decode an image.
+
+    Parameters
+    ----------
+    data
+        Its bytes.
+    header
+        What `read_header` found.
+    out
+        uint8 of the header's shape, C-contiguous.
+
+    Raises
+    ------
+    ValueError
+        If it is damaged, or of a kind that is not decoded.
+    """
+    try:
+        if header.is_png:
+            _decode_png(data, header, out)
+        elif header.components == 4:
+            cmyk = imagecodecs.jpeg8_decode(data, outcolorspace="CMYK")
+            _rgb_of_cmyk(cmyk, out)
+        else:
+            imagecodecs.jpeg8_decode(data, outcolorspace="RGB", out=out)
+    except (imagecodecs.Jpeg8Error, imagecodecs.PngError, ValueError) as error:
+        raise ValueError(f"cannot be decoded: {error}") from error
+
+
+def _decode_png(data: NDArray[np.uint8], header: ImageHeader, out: NDArray[np.uint8]) -> None:
+    pixels: NDArray[Any] = imagecodecs.png_decode(data)
+    if pixels.ndim == 2:
+        pixels = pixels[..., np.newaxis]
+    if pixels.shape[:2] != header.shape[:2]:
+        raise ValueError(f"it has {pixels.shape[:2]} pixels and declares {header.shape[:2]}")
+    is_grey = pixels.shape[2] < CHANNELS
+    if pixels.dtype == np.uint16:
+        if is_grey:
+            raise ValueError(
+                "it has 16 bits of grey, which 8 bits do not hold; store such images as arrays"
+            )
+        pixels = pixels >> 8
+    # Transparency is left out, as Pillow leaves it out.
+    np.copyto(out, pixels[..., :1] if is_grey else pixels[..., :CHANNELS], casting="unsafe")
+
+
+def _rgb_of_cmyk(cmyk: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
+    """Convert CMYK, stored inverted as Adobe does, by the integer arithmetic of Pillow."""
+    if (*cmyk.shape[:2], CHANNELS) != out.shape:
+        raise ValueError(f"it has pixels {cmyk.shape} and declares {out.shape}")
+    black = cmyk[..., 3:].astype(np.int32)
+    product = (255 - cmyk[..., :3].astype(np.int32)) * black + 128
+    np.copyto(out, np.maximum(black - (((product >> 8) + product) >> 8), 0), casting="unsafe")

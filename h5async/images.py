@@ -1,0 +1,65 @@
+"""Defines `Images`: images of differing sizes, as one array of pixels and their shapes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from h5async.ragged import Ragged
+
+
+class Images(Ragged):
+    """Images of differing sizes: `Ragged` samples that each have a shape of their own.
+
+    ``images[i]`` is an array of three dimensions. `values`, `offsets`, `lengths`, and what is made
+    of them for other libraries, are of all elements one behind the other.
+
+    Parameters
+    ----------
+    values, offsets
+        As of `Ragged`; values have one dimension.
+    shapes
+        int64 (samples, 3): the shape of each image.
+
+    Attributes
+    ----------
+    shapes
+        As the parameter.
+    """
+
+    __slots__ = ("shapes",)
+
+    def __init__(self, values: Any, offsets: Any, shapes: Any) -> None:
+        super().__init__(values, offsets)
+        self.shapes = shapes
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return views: of one image, an array; of a slice of them, `Images`.
+
+        Raises
+        ------
+        IndexError
+            If there is no such image.
+        ConfigError
+            If the slice has a step.
+        """
+        found = super().__getitem__(key)
+        if isinstance(key, slice):
+            return Images(found.values, found.offsets, self.shapes[key][: len(found)])
+        return found.reshape(self.shapes[key].tolist())
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the images, as views."""
+        return itertools.starmap(
+            lambda values, shape: values.reshape(shape),
+            zip(super().__iter__(), self.shapes.tolist(), strict=True),
+        )
+
+    def __repr__(self) -> str:
+        """Describe it in a line."""
+        return f"<Images: {len(self):,} of differing sizes, {self.dtype}>"
+
+    def copy(self) -> Images:
+        """Return a copy with memory of its own."""
+        return Images(self.values.copy(), self.offsets.copy(), self.shapes.copy())

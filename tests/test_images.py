@@ -1,0 +1,533 @@
+"""Fields of encoded images, against Pillow and OpenCV."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import struct
+import zlib
+
+import h5py
+import numpy as np
+import pytest
+from conftest import assert_same_bits
+from hypothesis import given
+from hypothesis import strategies as st
+
+from h5async import AsyncReader, Field, ImageField, Images, MissingPackageError
+from h5async.codec.images import decode_rgb, read_header
+from h5async.errors import BudgetError, ConfigError, DatasetError, ReadError
+from h5async.plan.crops import center_box, random_box, random_numbers
+
+Image = pytest.importorskip("PIL.Image", reason="needs Pillow")
+cv2 = pytest.importorskip("cv2", reason="needs OpenCV")
+
+
+def encoded(size=(20, 30), mode="RGB", form="JPEG", seed=0, **how):
+    """Return a smooth random image of a height and a width, as Pillow encodes it."""
+    rng = np.random.default_rng(seed)
+    small = Image.fromarray(rng.integers(0, 256, (5, 6, 3), np.uint8))
+    stream = io.BytesIO()
+    small.resize(size[::-1], Image.BILINEAR).convert(mode).save(stream, form, **how)
+    return stream.getvalue()
+
+
+def by_pillow(data):
+    return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+
+
+def decoded(data):
+    array = np.frombuffer(data, np.uint8)
+    header = read_header(array)
+    out = np.empty(header.shape, np.uint8)
+    decode_rgb(array, header, out)
+    return out
+
+
+def write(path, images, ragged=False):
+    """Write images as elements of variable length, or as flat bytes with their ends."""
+    with h5py.File(path, "w") as file:
+        if ragged:
+            file["jpeg"] = np.frombuffer(b"".join(images), np.uint8)
+            file["ends"] = np.cumsum([len(one) for one in images])
+        else:
+            data = file.create_dataset("jpeg", (len(images),), h5py.vlen_dtype("u1"))
+            for number, one in enumerate(images):
+                data[number] = np.frombuffer(one, np.uint8)
+        file["labels"] = np.arange(len(images))
+    return path
+
+
+def reading(path, field=None, **options):
+    field = field or ImageField("jpeg")
+    given = {"hdf5_path": path, "fields": {"image": field, "label": "labels"}, "batch_size": 4}
+    return AsyncReader(**(given | options))
+
+
+def all_of(path, field=None, **options):
+    """Return the image of each sample, and the arrays of all batches."""
+    found, batches = {}, []
+    with reading(path, field, **options) as reader:
+        for batch in reader:
+            copied = batch.copy()
+            batches.append(copied.image)
+            found |= dict(zip(batch.index.tolist(), copied.image, strict=True))
+    return found, batches
+
+
+JPEGS = [("L", {}), ("RGB", {}), ("CMYK", {}), ("RGB", {"progressive": True})]
+JPEGS += [("RGB", {"subsampling": 0}), ("RGB", {"quality": 100}), ("RGB", {"optimize": True})]
+JPEGS += [("RGB", {"keep_rgb": True}), ("RGB", {"restart_marker_blocks": 2})]
+JPEGS += [("RGB", {"exif": b"Exif\0\0" + bytes(3000)}), ("RGB", {"comment": b"\xff\xd9 no end"})]
+PNGS = [(mode, {}) for mode in ("1", "L", "LA", "RGB", "RGBA", "P")]
+PNGS += [("P", {"transparency": 0}), ("P", {"bits": 4}), ("L", {"transparency": 3})]
+
+
+@given(
+    st.sampled_from([("JPEG", *one) for one in JPEGS] + [("PNG", *one) for one in PNGS]),
+    st.tuples(st.integers(1, 70), st.integers(1, 70)),
+    st.integers(0, 9),
+)
+def test_pixels_are_those_of_pillow(kind, size, seed):
+    form, mode, how = kind
+    data = encoded(size, mode, form, seed, **how)
+    assert_same_bits(decoded(data), by_pillow(data))
+
+
+def png(width, height, depth, colour, rows=b""):
+    def chunk(name, body):
+        return (
+            struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+        )
+
+    head = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
+    parts = [chunk(b"IHDR", head), chunk(b"IDAT", zlib.compress(rows)), chunk(b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+def test_of_16_bits_of_colour_the_upper_8_are_taken():
+    values = np.arange(2 * 3 * 3, dtype=">u2").reshape(2, 3, 3) * 3333
+    data = png(3, 2, 16, 2, b"".join(b"\0" + row.tobytes() for row in values))
+    assert_same_bits(decoded(data), by_pillow(data))
+
+
+def test_16_bits_of_grey_are_refused():
+    data = png(1, 1, 16, 0, b"\0\1\2")
+    with pytest.raises(ValueError, match="16 bits of grey"):
+        decoded(data)
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    """A file of images of many kinds and sizes, and their pixels."""
+    kinds = [("JPEG", mode) for mode, _ in JPEGS[:3]] + [("PNG", mode) for mode, _ in PNGS[:6]]
+    images = [
+        encoded((10 + number % 7, 12 + number % 5), mode, form, number)
+        for number, (form, mode) in enumerate(kinds * 2)
+    ]
+    path = write(tmp_path_factory.mktemp("images") / "mixed.h5", images)
+    return path, list(map(by_pillow, images))
+
+
+@pytest.fixture(scope="module")
+def equal(tmp_path_factory):
+    """Two files of 11 and 6 images of one size, and all pixels."""
+    images = [encoded((60, 80), seed=number) for number in range(17)]
+    folder = tmp_path_factory.mktemp("images")
+    paths = [write(folder / "a.h5", images[:11]), write(folder / "b.h5", images[11:])]
+    return paths, list(map(by_pillow, images))
+
+
+@pytest.mark.parametrize("threads", [0, 1, 2])
+def test_images_of_one_size_are_an_array(equal, threads):
+    paths, pixels = equal
+    found, batches = all_of(paths, shuffle="full", num_threads=threads)
+    assert [batch.shape for batch in batches] == [(4, 60, 80, 3)] * 4 + [(1, 60, 80, 3)]
+    for number, image in enumerate(pixels):
+        assert_same_bits(found[number], image)
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+@pytest.mark.parametrize("batch_size", [1, 5, 30])
+def test_images_of_several_sizes_are_ragged(mixed, threads, batch_size):
+    path, pixels = mixed
+    found, batches = all_of(path, shuffle="full", num_threads=threads, batch_size=batch_size)
+    assert len(found) == len(pixels)
+    for number, image in enumerate(pixels):
+        assert_same_bits(found[number], image)
+    for batch in batches:
+        assert isinstance(batch, Images if batch_size > 1 else np.ndarray)
+
+
+def test_ragged_images(mixed):
+    path, pixels = mixed
+    with reading(path, batch_size=6) as reader:
+        batch = reader.get_next_batch()
+        images = batch.image
+        assert images.shapes.tolist() == [list(one.shape) for one in pixels[:6]]
+        for several in (images, images.copy(), images[:], images[2:5].copy()):
+            first = 2 if len(several) == 3 else 0
+            assert isinstance(several, Images)
+            for number, image in enumerate(several):
+                assert_same_bits(image, pixels[first + number])
+                assert_same_bits(several[number], image)
+        assert np.shares_memory(images[1], images.values)
+        assert "6 of differing sizes" in repr(images)
+        given = reader.read([7, 3]).image
+        assert_same_bits(given[0], pixels[7])
+        assert_same_bits(given[1], pixels[3])
+
+
+def test_flat_bytes_with_ends(tmp_path):
+    images = [encoded((9, 8 + number), seed=number) for number in range(7)]
+    path = write(tmp_path / "flat.h5", images, ragged=True)
+    field = ImageField("jpeg", offsets="ends", offsets_kind="ends")
+    for threads in (0, 2):
+        found, _ = all_of(path, field, num_threads=threads, shuffle="full")
+        for number, image in enumerate(images):
+            assert_same_bits(found[number], by_pillow(image))
+
+
+def test_the_options_of_pixels(equal):
+    paths, pixels = equal
+    scales, offsets = (0.5, 0.25, 2.0), (1.0, -1.0, 0.0)
+    first = ImageField("jpeg", axes=(0, 3, 1, 2))
+    field = ImageField("jpeg", axes=(0, 3, 1, 2), scale=scales, offset=offsets)
+    planes, scaled = all_of(paths, first)[0], all_of(paths, field)[0]
+    for number, image in enumerate(pixels):
+        moved = image.transpose(2, 0, 1)
+        assert_same_bits(planes[number], np.ascontiguousarray(moved))
+        factors = (np.array(f, "f4")[:, None, None] for f in (scales, offsets))
+        wanted = moved.astype("f4") * next(factors) + next(factors)
+        assert_same_bits(scaled[number], np.ascontiguousarray(wanted))
+    halves = all_of(paths, ImageField("jpeg", dtype="f2", size=7))[1][0]
+    assert halves.shape == (4, 7, 7, 3)
+    assert halves.dtype == np.float16
+
+
+def test_scaled_images_of_several_sizes(mixed):
+    path, pixels = mixed
+    found, _ = all_of(path, ImageField("jpeg", axes=(0, 3, 1, 2), scale=1 / 256))
+    for number, image in enumerate(pixels):
+        wanted = image.transpose(2, 0, 1).astype("f4") / 256
+        assert_same_bits(found[number], np.ascontiguousarray(wanted))
+
+
+@pytest.mark.parametrize(("how", "flag"), [("linear", 1), ("area", 3), ("auto", 1)])
+def test_a_part_in_the_middle_is_resized_by_opencv(equal, how, flag):
+    paths, pixels = equal
+    found, _ = all_of(paths, ImageField("jpeg", size=(36, 32), interpolation=how))
+    for number, image in enumerate(pixels):
+        part = image[:, 13:66]
+        wanted = cv2.resize(part, (32, 36), interpolation=flag)
+        assert_same_bits(found[number], wanted)
+
+
+def test_what_shrinks_to_less_than_half_is_averaged(equal):
+    paths, pixels = equal
+    found, _ = all_of(paths, ImageField("jpeg", size=20))
+    wanted = cv2.resize(pixels[3][:, 10:70], (20, 20), interpolation=cv2.INTER_AREA)
+    assert_same_bits(found[3], wanted)
+
+
+def test_resized_images_are_near_those_of_pillow(equal):
+    paths, pixels = equal
+    found, _ = all_of(paths, ImageField("jpeg", size=(30, 40)))
+    for number, image in enumerate(pixels):
+        by = Image.fromarray(image).resize((40, 30), Image.BILINEAR)
+        assert np.abs(found[number].astype(int) - np.asarray(by)).mean() < 2
+
+
+RANDOM = {"size": (24, 20), "crop": "random", "flip": True}
+
+
+def test_random_parts_depend_on_seed_epoch_and_sample_alone(equal):
+    paths, _ = equal
+    field = ImageField("jpeg", **RANDOM)
+
+    def epochs(**options):
+        with reading(paths, field, **options) as reader:
+            found = []
+            for _ in range(2):
+                found.append({})
+                for batch in reader:
+                    found[-1] |= dict(zip(batch.index.tolist(), batch.copy().image, strict=True))
+            return found
+
+    first = epochs(shuffle="full", num_threads=0)
+    for options in (
+        {"shuffle": "full", "num_threads": 2},
+        {"shuffle": False, "num_threads": 3, "batch_size": 7},
+        {"shuffle": "window", "num_threads": 1, "prefetch": 4},
+    ):
+        for mine, theirs in zip(epochs(**options), first, strict=True):
+            assert all(np.array_equal(mine[number], theirs[number]) for number in range(17))
+    assert not any(np.array_equal(first[0][number], first[1][number]) for number in range(17))
+    other = epochs(shuffle="full", seed=1)
+    assert not any(np.array_equal(first[0][number], other[0][number]) for number in range(17))
+
+
+@pytest.mark.parametrize("size", [None, (24, 20)])
+@pytest.mark.parametrize("axes", [(0, 1, 2, 3), (0, 3, 1, 2)])
+def test_half_of_the_images_are_flipped(equal, size, axes):
+    paths, _ = equal
+    plain, _ = all_of(paths, ImageField("jpeg", size=size, axes=axes))
+    found, _ = all_of(paths, ImageField("jpeg", size=size, axes=axes, flip=True))
+    across = axes.index(2) - 1
+    is_flipped = []
+    for number in range(17):
+        is_flipped.append(not np.array_equal(found[number], plain[number]))
+        if is_flipped[-1]:
+            assert_same_bits(found[number], np.flip(plain[number], across).copy())
+    assert 2 < sum(is_flipped) < 15
+
+
+def test_two_fields_are_cut_alike(equal):
+    paths, _ = equal
+    fields = {"a": ImageField("jpeg", **RANDOM), "b": ImageField("jpeg", **RANDOM)}
+    with AsyncReader(hdf5_path=paths, fields=fields, shuffle="full", batch_size=5) as reader:
+        for batch in reader:
+            assert_same_bits(batch.a, batch.b)
+
+
+def test_random_parts_go_on_after_resume(equal):
+    paths, _ = equal
+    options = {"field": ImageField("jpeg", **RANDOM), "shuffle": "full", "num_threads": 2}
+    with reading(paths, **options) as reader:
+        batches = itertools.chain.from_iterable(itertools.repeat(reader))
+        for _ in range(3):
+            next(batches)
+        state = reader.state_dict()
+        wanted = [next(batches).copy() for _ in range(5)]
+    with reading(paths, **options) as reader:
+        reader.load_state_dict(state)
+        batches = itertools.chain.from_iterable(itertools.repeat(reader))
+        for one in wanted:
+            found = next(batches)
+            assert_same_bits(found.image, one.image)
+            assert np.array_equal(found.index, one.index)
+
+
+sides = st.integers(1, 2000)
+pairs = st.tuples(st.floats(0.01, 1), st.floats(0.01, 1)).map(lambda pair: tuple(sorted(pair)))
+ratios = st.tuples(st.floats(0.1, 10), st.floats(0.1, 10)).map(lambda pair: tuple(sorted(pair)))
+
+
+@given(sides, sides, pairs, ratios, st.integers(0, 1 << 40))
+def test_random_boxes_lie_in_the_image(height, width, scale, ratio, sample):
+    numbers = random_numbers(3, 1, np.array([sample]))[0]
+    assert ((numbers >= 0) & (numbers < 1)).all()
+    box = random_box(height, width, scale, ratio, numbers.tolist())
+    assert box.height > 0
+    assert box.width > 0
+    assert 0 <= box.top <= height - box.height
+    assert 0 <= box.left <= width - box.width
+
+
+def test_random_boxes_have_the_areas_and_ratios_asked_for():
+    rows = random_numbers(0, 0, np.arange(4000)).tolist()
+    boxes = np.array([random_box(1000, 1200, (0.2, 0.6), (0.5, 2), row) for row in rows])
+    area = boxes[:, 2] * boxes[:, 3] / 1.2e6
+    ratio = np.log2(boxes[:, 3] / boxes[:, 2])
+    assert 0.199 < area.min() < 0.21
+    assert 0.55 < area.max() < 0.601
+    assert abs(area.mean() - 0.4) < 0.02
+    assert -1.01 < ratio.min() < -0.9
+    assert 0.9 < ratio.max() < 1.01
+    assert abs(np.mean([row[-1] < 0.5 for row in rows]) - 0.5) < 0.05
+
+
+@given(sides, sides, st.tuples(st.integers(1, 300), st.integers(1, 300)))
+def test_boxes_in_the_middle(height, width, size):
+    box = center_box(height, width, size)
+    assert box.height == height or box.width == width
+    assert 1 <= box.height <= height
+    assert 1 <= box.width <= width
+    assert box.top == (height - box.height) // 2
+    assert box.left == (width - box.width) // 2
+
+
+GOOD = encoded((60, 80))
+# Images that declare very many pixels in a few bytes.
+BOMB = png(30_000, 30_000, 8, 2)
+JPEG_BOMB = GOOD[: GOOD.index(b"\xff\xc0") + 5] + b"\xff\xdc\xff\xdc" + GOOD[-800:]
+BROKEN = {
+    "empty": (b"", "has no bytes"),
+    "no image": (b"GIF89a" + bytes(90), "neither a JPEG nor a PNG"),
+    "cut off": (GOOD[: len(GOOD) // 2], "its end is missing"),
+    "a byte short": (GOOD[:-1], "its end is missing"),
+    "cut off in its header": (GOOD[:30], "cut off before it"),
+    "only the start": (GOOD[:3], "cut off before it"),
+    "no markers": (GOOD[:2] + b"\xff\xe0\0\4" + bytes(50), "no marker at byte"),
+    "no tables": (GOOD[:2] + GOOD[GOOD.index(b"\xff\xc0") :], "cannot be decoded"),
+    "PNG cut off": (encoded(form="PNG")[:-40], "cannot be decoded"),
+    "PNG's start": (encoded(form="PNG")[:20], "PNG without a header"),
+    "PNG of no pixels": (png(0, 5, 8, 2), "has 5 x 0 pixels"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("threads", [0, 2])
+def test_a_broken_image_names_file_dataset_and_sample(tmp_path, name, threads):
+    data, words = BROKEN[name]
+    paths = [write(tmp_path / "a.h5", [GOOD] * 5), write(tmp_path / "b.h5", [GOOD, data, GOOD])]
+    where = rf'b\.h5: dataset "jpeg": the image of sample 6 \(sample 1 of this file\) .*{words}'
+    for field in (ImageField("jpeg"), ImageField("jpeg", size=9)):
+        with reading(paths, field, num_threads=threads) as reader:
+            reader.get_next_batch()
+            with pytest.raises(ReadError, match=where):
+                reader.get_next_batch()
+            assert reader.read([7]).image.shape[0] == 1  # it goes on
+    zero = ImageField("jpeg", size=9, on_error="zero", offset=1)
+    with reading(paths, zero, num_threads=threads, batch_size=8) as reader:
+        image = reader.get_next_batch().image
+        assert (image[6] == 1).all()
+        assert (image[7] == image[0]).all()
+        assert (image[0] != 1).any()
+        assert reader.stats().broken_images >= 1
+
+
+@pytest.mark.parametrize("data", [BOMB, JPEG_BOMB], ids=["PNG", "JPEG"])
+@pytest.mark.parametrize("field", [ImageField("jpeg"), ImageField("jpeg", size=9)])
+def test_declared_sizes_take_no_memory(tmp_path, data, field):
+    path = write(tmp_path / "bomb.h5", [GOOD, data])
+    with reading(path, field, max_batch_bytes=10_000_000, num_threads=1) as reader:
+        with pytest.raises(ReadError, match=r"sample 1 declares .*set max_batch_bytes"):
+            reader.get_next_batch()
+
+
+def test_the_pixels_of_a_batch_are_bounded(tmp_path):
+    path = write(tmp_path / "many.h5", [encoded((300, 300))] * 40)
+    with reading(path, max_batch_bytes=2_000_000, batch_size=40, num_threads=1) as reader:
+        with pytest.raises(ReadError, match="the others of its batch have 10,800,000 bytes"):
+            reader.get_next_batch()
+    with pytest.raises(BudgetError, match="make batch_size or prefetch smaller"):
+        reading(path, ImageField("jpeg", size=300), max_batch_bytes=2_000_000, batch_size=40)
+
+
+def test_memory_of_slots_is_used_again(equal):
+    paths, _ = equal
+    for field in (ImageField("jpeg"), ImageField("jpeg", size=8)):
+        with reading(paths, field, prefetch=2) as reader:
+            places = {
+                batch.image.ctypes.data for _ in range(3) for batch in reader if batch.size == 4
+            }
+        assert len(places) <= 2
+
+
+def test_postprocess_has_the_pixels(equal):
+    paths, pixels = equal
+
+    def means(image, label, rng):
+        assert image.shape[1:] == (60, 80, 3)
+        return image.mean((1, 2, 3)), label
+
+    found, _ = all_of(paths, postprocess=means)
+    assert np.allclose([found[i] for i in range(17)], [one.mean() for one in pixels])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"crop": "random"}, "needs size"),
+        ({"on_error": "zero"}, "needs size"),
+        ({"pad_to": 9}, "pad_to"),
+        ({"size": 0}, "size"),
+        ({"size": (3, 4, 5)}, "size"),
+        ({"size": 9, "crop_scale": (0.5, 0.2)}, "lower bound first"),
+        ({"size": 9, "crop_scale": (0.5, 2)}, "1 or less"),
+        ({"size": 9, "crop_ratio": (0, 2)}, "crop_ratio"),
+        ({"axes": (0, 1)}, "axes must have"),
+        ({"axes": ("a", "b", "c", "d"), "num_dim": 0}, "axes must"),
+        ({"decode_cf": True}, "decode_cf"),
+        ({"steps": [0, 1]}, "steps"),
+        ({"scale": 2, "dtype": "u1"}, "float dtype"),
+        ({"sise": 9}, "did you mean 'size'"),
+    ],
+)
+def test_options_that_do_not_fit(options, words):
+    with pytest.raises(ConfigError, match=words):
+        ImageField("jpeg", **options)
+
+
+def test_factors_of_another_number_are_refused_at_opening(equal):
+    with pytest.raises(ConfigError, match='images of "jpeg": 2 values of scale'):
+        reading(equal[0], ImageField("jpeg", size=9, axes=(0, 3, 1, 2), scale=(1, 2)))
+
+
+def test_options_in_a_toml_file(equal, tmp_path):
+    text = f"""
+        hdf5_path = "{equal[0][0]}"
+        batch_size = 3
+        fields.image = {{ path = "jpeg", kind = "image", size = [8, 9], crop = "random" }}
+        fields.label = "labels"
+    """
+    (tmp_path / "options.toml").write_text(text)
+    with AsyncReader(tmp_path / "options.toml") as reader:
+        assert reader.get_next_batch().image.shape == (3, 8, 9, 3)
+
+
+def test_without_opencv_the_error_names_the_package(equal, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "cv2", None)
+    with pytest.raises(MissingPackageError, match="pip install opencv-python-headless"):
+        reading(equal[0], ImageField("jpeg", size=9))
+    assert len(all_of(equal[0])[0]) == 17  # decoding needs none
+
+
+def test_datasets_of_other_values_are_refused(tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("words", (2,), h5py.vlen_dtype("i4"))
+        file["flat"] = np.zeros((9, 2))
+        file["ends"] = [3, 9]
+    for field in (ImageField("words"), ImageField("flat", offsets="ends", offsets_kind="ends")):
+        with pytest.raises(DatasetError, match="images are bytes"):
+            AsyncReader(hdf5_path=tmp_path / "a.h5", fields={"x": field})
+
+
+def test_a_mask_of_steps_and_images_do_not_mix(equal):
+    fields = {"x": ImageField("jpeg"), "y": Field("labels", steps=[0, 1], pad="edge")}
+    with AsyncReader(hdf5_path=equal[0], fields=fields, batch_size=2) as reader:
+        batch = reader.get_next_batch()
+        assert batch.x.shape == (2, 60, 80, 3)
+        assert batch.y.tolist() == [[0, 1], [1, 2]]
+
+
+def test_damaged_bytes_are_what_pillow_makes_of_them_or_an_error():
+    rng = np.random.default_rng(0)
+    for number in range(300):
+        data = bytearray(encoded((20, 30), form="JPEG", seed=number % 4))
+        for _ in range(rng.integers(1, 4)):
+            data[rng.integers(0, len(data))] = rng.integers(0, 256)
+        try:
+            array = np.frombuffer(data, np.uint8)
+            header = read_header(array)
+            if header.nbytes > 1 << 24:
+                continue
+            out = np.empty(header.shape, np.uint8)
+            decode_rgb(array, header, out)
+        except ValueError:
+            continue
+        assert_same_bits(out, by_pillow(bytes(data)))
+
+
+def test_lifetimes_and_copies(mixed, equal):
+    for path, pixels in ((mixed[0], mixed[1]), equal):
+        with reading(path, debug_lifetimes=True) as reader:
+            kept = [batch.copy() for batch in reader]
+        with reading(path, copy=True) as reader:
+            batches = list(reader)
+        for batch in (*kept, *batches):
+            for image, number in zip(batch.image, batch.index.tolist(), strict=True):
+                assert_same_bits(image, pixels[number])
+
+
+def test_tensors_of_images(equal):
+    pytest.importorskip("torch")
+    from h5async.torch import H5Dataset
+
+    field = ImageField("jpeg", size=9, axes=(0, 3, 1, 2), scale=1 / 255)
+    fields = {"image": field, "label": "labels"}
+    dataset = H5Dataset(hdf5_path=equal[0], fields=fields, batch_size=5, as_tuple=True)
+    for image, label in dataset:
+        assert tuple(image.shape) == (len(label), 3, 9, 9)
+        assert str(image.dtype) == "torch.float32"
