@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.core.binding import address, load_core
-from h5async.core.structures import VALUE_KINDS, SparseStruct
 from h5async.errors import ConfigError, DatasetError, needs_package
 from h5async.ragged import module_of, native
 
@@ -223,6 +221,10 @@ class Csr:
 
     def _made_by_core(self, out: NDArray[Any]) -> int | None:
         """Have the core make the rows; return how many it made. None: it takes no such arrays."""
+        # Here, because this takes long to import, and not every program makes dense rows.
+        from h5async.core.binding import address, load_core
+        from h5async.core.structures import VALUE_KINDS, SparseStruct
+
         core, data = load_core(), self.data
         kinds = VALUE_KINDS.get(data.dtype), VALUE_KINDS.get(out.dtype)
         is_near = out.strides[1] == out.itemsize or out.shape[1] <= 1

@@ -1206,8 +1206,6 @@ def array_type_adds_dimensions(file, base):
 
 
 REFUSED_TYPES = {
-    "vlen string": {"dtype": h5py.string_dtype()},
-    "vlen sequence": {"dtype": h5py.vlen_dtype(np.int32)},
     "reference": {"dtype": h5py.ref_dtype},
     "region reference": {"dtype": h5py.regionref_dtype},
     "compound with a vlen string": {"dtype": np.dtype([("a", "i4"), ("b", h5py.string_dtype())])},

@@ -33,6 +33,7 @@ from h5async.index.groups import Grouping
 from h5async.index.joined import join_layouts
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
+from h5async.index.obstacles import OtherKindError
 from h5async.index.opening import layouts_of_files
 from h5async.index.sequenced import aligned
 from h5async.io.localfile import read_ahead
@@ -82,7 +83,7 @@ def open_dataset(config: ReaderConfig) -> OpenedDataset:
         try:
             layouts = _plain_layouts(config, config.batch_fields, reach)
             return OpenedDataset(config, layouts, {}, {})
-        except DatasetError:  # it may be of a kind that nobody has told
+        except OtherKindError:  # nobody has told of which
             if config.names_index:
                 raise
             found = with_kinds(config, reach)

@@ -36,7 +36,7 @@ from h5async.index.filterpipeline import (
 from h5async.index.identity import indexed
 from h5async.index.layout import DatasetLayout, Indexed, Part, Storage
 from h5async.index.links import LastGroup, Located, Reach
-from h5async.index.obstacles import COLUMNS_REASON, NotDirectError
+from h5async.index.obstacles import COLUMNS_REASON, NotDirectError, OtherKindError
 from h5async.index.opened import Opened
 from h5async.index.slabs import Slab
 from h5async.index.sources import VirtualSources
@@ -215,7 +215,7 @@ class Indexer:
         if shape == ():
             raise DatasetError(f"{where} is a scalar: it has no dimension that counts samples")
         if element.dtype.hasobject:
-            raise DatasetError(
+            raise OtherKindError(
                 f"{where}: its elements are of variable length or references, so a batch of them"
                 " has no fixed size; store them with a fixed-size type"
             )

@@ -41,6 +41,7 @@ from h5async.index.links import (
     open_index,
 )
 from h5async.index.listing import walk
+from h5async.index.obstacles import OtherKindError
 from h5async.index.sequenced import (
     along_sequences,
     is_one_run,
@@ -343,7 +344,7 @@ def _dataset_at(
         ) from error
     if not isinstance(node, h5py.h5d.DatasetID):
         kind = "group" if isinstance(node, h5py.h5g.GroupID) else "named type"
-        raise DatasetError(
+        raise OtherKindError(
             f'{file.filename}: "{path}" is a {kind}, not a dataset; {what_is_there(file, reach)}'
         )
     return found, node

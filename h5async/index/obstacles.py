@@ -6,6 +6,8 @@ through h5py.
 
 from __future__ import annotations
 
+from h5async.errors import DatasetError
+
 
 class NotDirectError(Exception):
     """Something was found that only h5py may read; the message is the reason."""
@@ -15,3 +17,7 @@ COLUMNS_REASON = (
     "columns of a contiguous dataset are read by mapping, which needs a local file system, or"
     ' io="map"'
 )
+
+
+class OtherKindError(DatasetError):
+    """A path leads to what is no array, but may be a field of another kind."""

@@ -256,7 +256,7 @@ def budget(path, monkeypatch, free, **options):
     monkeypatch.setattr(h5async.fill.limits, "free_memory_nbytes", lambda: free)
     fields = {"data": Field("data", dtype="f8", scale=0.5)}
     config = ReaderConfig(hdf5_path=path, fields=fields, **{**OPTIONS, "prefetch": 4, **options})
-    layouts = open_dataset(config)
+    layouts = open_dataset(config).layouts
     transforms = {"data": row_transform(fields["data"], layouts["data"])}
     return MemoryBudget(config, layouts, transforms, 8, fewer_threads_do=True)
 
