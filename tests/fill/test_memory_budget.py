@@ -693,6 +693,7 @@ def limit(more):
 options = dict(hdf5_path=path, labels_field=None, batch_size=64, device="cpu", shuffle="full",
                num_threads=num_threads)
 if at == "before":
+    AsyncReader(**options).close()  # what is loaded late, is now
     limit(6 << 20)
     try:
         AsyncReader(**options, max_batch_bytes=1 << 40).close()

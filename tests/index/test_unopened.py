@@ -128,6 +128,10 @@ def test_locked_by_a_writer(tmp_path, monkeypatch):
 AS_NOBODY = """
 import os, sys
 from h5async import AsyncReader, ReadError
+try:
+    AsyncReader(hdf5_path="/there/is/none.h5", device="cpu")  # what is loaded late, is now
+except ReadError:
+    pass
 os.setgid(65534)
 os.setuid(65534)
 try:
