@@ -2,7 +2,8 @@
 
     python scripts/fuzz.py --mutants 50000
 
-The files are those of `tests/corpus.py`: every layout, filter and type. Some bytes of a file are
+The files are those of `tests/corpus.py`: every layout, filter and type, and of
+`tests/raggedcorpus.py`: samples of differing lengths. Some bytes of a file are
 changed, in its metadata or in its chunks (flips, zeros, addresses, other numbers, pieces moved,
 the end cut off). Each mutant is read by h5async in a process of its own, with limits on time and
 memory; what is not refused is then read by h5py in another one. Outcomes:
@@ -40,6 +41,7 @@ import faulthandler
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import os
 import pickle
@@ -64,8 +66,9 @@ import h5py
 import numpy as np
 from bench_common import RESULTS, header, save
 from corpus import QUIRKS, Quirk
+from raggedcorpus import RAGGED, RaggedQuirk
 
-from h5async import AsyncReader, Field, H5AsyncError
+from h5async import AsyncReader, Csr, Field, H5AsyncError, Ragged
 from h5async.config import ReaderConfig
 from h5async.index.consulted import Consulted
 from h5async.index.links import Reach
@@ -78,6 +81,7 @@ WALL_SECONDS = 3
 SLOW_SECONDS = 0.2  # files that take longer are left out
 KEPT = ("wrong", "unchecked", "unexpected", "memory", "hang", "crash")
 MAX_FILE_NBYTES = 300_000  # larger ones take too long to write
+FILES: dict[str, Quirk] = {**QUIRKS, **RAGGED}
 
 
 # --- mutants -------------------------------------------------------------------------------------
@@ -205,7 +209,7 @@ def rng_of(quirk: Quirk, seed: int, number: int) -> random.Random:
 
 def write_again(name: str, number: int, seed: int, out: Path) -> None:
     """Write one mutant to ``OUT/fuzz``, and say what was changed."""
-    quirk = QUIRKS[name]
+    quirk = FILES[name]
     (out / "fuzz").mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         path = quirk.write(Path(folder))
@@ -308,6 +312,40 @@ def by_h5async(path: Path, name: str, axis: int, options: dict[str, Any]) -> str
         return digest(np.concatenate([nothing, *batches]))
 
 
+def digest_of_samples(samples: list[np.ndarray]) -> str:
+    """Hash samples of differing lengths."""
+    texts = [digest(np.asarray(sample)) for sample in samples]
+    return hashlib.blake2b(repr(texts).encode(), digest_size=12).hexdigest()
+
+
+def ragged_by_h5async(path: Path, name: str, axis: int, options: dict[str, Any]) -> str:
+    """Read the field of a ragged quirk; `name` is the quirk's."""
+    found: list[np.ndarray] = []
+    with AsyncReader(
+        hdf5_path=path,
+        fields={"data": RAGGED[name].field},
+        device="cpu",
+        **{"num_threads": 0, "batch_size": 7, **options},
+    ) as reader:
+        for batch in reader if len(reader) else ():
+            found += samples_of(batch.data)
+    return digest_of_samples(found)
+
+
+def samples_of(data: Ragged | Csr | np.ndarray) -> list[np.ndarray]:
+    """Return copies of the samples of a batch; of sparse rows, columns and values of each."""
+    if isinstance(data, Csr):
+        rows = itertools.pairwise(data.indptr.tolist())
+        return [part[a:b].copy() for a, b in rows for part in (data.indices, data.data)]
+    return [np.array(sample) for sample in data]
+
+
+def ragged_by_h5py(path: Path, name: str, axis: int, options: dict[str, Any]) -> str:
+    """Read the field of a ragged quirk as h5py has it."""
+    with h5py.File(path) as file:
+        return digest_of_samples(RAGGED[name].truth(file))
+
+
 def by_h5py(path: Path, name: str, axis: int, options: dict[str, Any]) -> str:
     with h5py.File(path) as file:
         try:
@@ -400,7 +438,7 @@ def sort_out(
     path: Path, quirk: Quirk, original: str, options: dict[str, Any], ours: Child, theirs: Child
 ) -> tuple[str, str]:
     """Read a mutant; return its outcome, and a text to it."""
-    arguments = path, quirk.names[0], quirk.num_dims[0], options
+    arguments = path, name_of(quirk), quirk.num_dims[0], options
     outcome, text = ours.run(*arguments)
     if outcome in ("crash", "hang"):
         alone = theirs.run(*arguments)[0] in ("crash", "hang")
@@ -432,13 +470,25 @@ def is_in_h5py(text: str) -> bool:
     return any(caller in text for caller in ("h5py/", "h5async/index/", "fallback.py"))
 
 
+def name_of(quirk: Quirk) -> str:
+    """Return what a process is told to read."""
+    return quirk.name if isinstance(quirk, RaggedQuirk) else quirk.names[0]
+
+
 # --- many of them --------------------------------------------------------------------------------
 
 
 def work(quirks: list[Quirk], each: int, seed: int, folder: Path, out: Path) -> None:
     """Try mutants of some files; append a line of JSON for each file to `out`."""
-    ours, theirs = Child(by_h5async, folder / "ours"), Child(by_h5py, folder / "theirs")
+    pairs = {
+        False: (Child(by_h5async, folder / "ours"), Child(by_h5py, folder / "theirs")),
+        True: (
+            Child(ragged_by_h5async, folder / "ours of samples"),
+            Child(ragged_by_h5py, folder / "theirs of samples"),
+        ),
+    }
     for quirk in quirks:
+        ours, theirs = pairs[isinstance(quirk, RaggedQuirk)]
         home = folder / quirk.name.replace("/", "_")
         home.mkdir()
         try:
@@ -449,11 +499,11 @@ def work(quirks: list[Quirk], each: int, seed: int, folder: Path, out: Path) -> 
         if len(content) > MAX_FILE_NBYTES:
             continue
         options = quirk.options(home) if quirk.options else {}
-        state, original = theirs.run(path, quirk.names[0], quirk.num_dims[0], {})
+        state, original = theirs.run(path, name_of(quirk), quirk.num_dims[0], {})
         if state != "values":
             continue
         begin = time.monotonic()
-        ours.run(path, quirk.names[0], quirk.num_dims[0], options)
+        ours.run(path, name_of(quirk), quirk.num_dims[0], options)
         if time.monotonic() - begin > SLOW_SECONDS:
             continue
         raw = raw_ranges(path, quirk.names)
@@ -476,8 +526,9 @@ def work(quirks: list[Quirk], each: int, seed: int, folder: Path, out: Path) -> 
                 kept.append([number, outcome, what, text[:300], packed.hex()])
         with out.open("a") as file:
             file.write(json.dumps([quirk.name, counts, kept]) + "\n")
-    ours.close()
-    theirs.close()
+    for children in pairs.values():
+        for child in children:
+            child.close()
 
 
 def work_on_indices(quirks: list[Quirk], each: int, seed: int, folder: Path, out: Path) -> None:
@@ -531,7 +582,7 @@ def main() -> int:
         return 0
     quirks = [
         quirk
-        for name, quirk in QUIRKS.items()
+        for name, quirk in (QUIRKS if options.index else FILES).items()
         if quirk.way in ("direct", "h5py") and options.only in name
     ]
     each = -(-options.mutants // len(quirks))
