@@ -89,6 +89,12 @@ def test_the_example_of_cells_learns(capsys):
     assert "of the cells" in capsys.readouterr().out
 
 
+def test_the_example_of_tokens_learns(capsys):
+    require_extra("torch")
+    assert example("token_lengths").main() > 0.9
+    assert "of the texts" in capsys.readouterr().out
+
+
 def test_the_example_of_images_learns(capsys):
     require_extra("cv2")
     assert example("jpeg_shapes").main(epochs=4, count=300) > 0.8
