@@ -1,8 +1,8 @@
 """Tell how a text is meant by its words: sequences of tokens of any length, as nested tensors.
 
-All tokens lie in one dataset, one text behind the other, and another one says where each text ends.
-Batches are jagged nested tensors over the reader's memory: nothing is padded, neither in the file, nor
-in memory, nor in the network.
+All tokens lie in one dataset, one text behind the other, and another one says where each text
+ends. Batches are jagged nested tensors over the reader's memory: nothing is padded, neither in the
+file, nor in memory, nor in the network.
 """
 
 from __future__ import annotations
