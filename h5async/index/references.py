@@ -17,6 +17,7 @@ from h5async.index.links import Reach, open_index
 from h5async.index.metadata import indexer_at
 from h5async.index.obstacles import NotDirectError
 from h5async.index.variablelength import VariableLength, variable_length
+from h5async.system.interruptions import suppressing
 
 
 def references(path: Path, name: str, reach: Reach) -> tuple[DatasetLayout, VariableLength]:
@@ -44,7 +45,7 @@ def references(path: Path, name: str, reach: Reach) -> tuple[DatasetLayout, Vari
             form = variable_length(node)
             if form is None:
                 raise DatasetError(
-                    f"{where} is of {h5py.Dataset(node).dtype}, not of a variable-length datatype;"
+                    f"{where} is of {_name_of_type(node)}, not of a variable-length datatype;"
                     " give the path of its offsets"
                 )
             dtype = np.dtype((np.void, form.reference_nbytes))
@@ -64,3 +65,9 @@ def may_be_variable_length(file: h5py.File, name: str, reach: Reach) -> bool:
         return True
     except DatasetError:
         return False
+
+
+def _name_of_type(node: h5py.h5d.DatasetID) -> str:
+    with suppressing(Exception):  # h5py has no one type for what it cannot express
+        return str(node.dtype)
+    return "a datatype that NumPy does not have"
