@@ -604,8 +604,6 @@ def test_compressed_columns_are_refused_with_a_command(tmp_path):
     [
         ("cache", "host"),
         ("workers", "process"),
-        ("pin_memory", True),
-        ("device", "cuda"),
     ],
 )
 def test_options_that_are_refused_for_now(tmp_path, option, value):
@@ -771,7 +769,7 @@ def test_columns_that_are_refused(tmp_path):
     annotated(paths[1], ["C", "B"] * 3)
     for options, message in (
         ({"fields": {"k": Field("obs/kind", scale=2)}}, "scale is not supported"),
-        ({"fields": {"k": "obs/kind"}, "device": "cuda"}, "device"),
+        ({"fields": {"k": "obs/kind"}, "cache": "device"}, 'cache="device" is not supported'),
         ({"fields": {"n": "obs/amount", "n_mask": "obs/plain"}}, '"n_mask", and there is a field'),
         ({"fields": {"k": "obs/kind"}, "workers": "process"}, 'set workers="thread"'),
         ({"fields": {"n": "obs/amount"}, "workers": "process"}, 'path of the values, "obs/amount/'),

@@ -164,9 +164,11 @@ class CudaField:
         """Return a plain array, made of samples of differing lengths."""
         of_samples = self._kernels.of_samples
         if self._index_dtype is not None:
-            of_samples.dense(*arrays, out, self._bad)
+            data, indices, indptr = arrays
+            of_samples.dense(data, indices, indptr, out, self._bad)
         else:
-            of_samples.padded(*arrays, self._zero, out, self._mask[: len(out)])
+            values, offsets = arrays
+            of_samples.padded(values, offsets, self._zero, out, self._mask[: len(out)])
         return out
 
     def _changed_values(self, raw: Any) -> Any:

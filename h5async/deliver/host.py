@@ -315,11 +315,12 @@ def memory_of(array: Any) -> tuple[Any, ...]:
 
 def with_memory(array: Any, several: Sequence[Any]) -> Any:
     """Return such samples of other arrays, of which `memory_of` has returned as many."""
+    first, *others = several
     if isinstance(array, Images):
-        return Images(*several, array.shapes)
+        return Images(first, others[0], array.shapes)
     if isinstance(array, Ragged):
-        return Ragged(*several)
-    return Csr(*several, array.shape) if isinstance(array, Csr) else several[0]
+        return Ragged(first, others[0])
+    return Csr(first, others[0], others[1], array.shape) if isinstance(array, Csr) else first
 
 
 def _aligned(nbytes: int) -> int:

@@ -203,8 +203,8 @@ class Assembly:
                 is_whole = not field.dense or name in left
                 found.append(several if is_whole else _dense(several, field, made))
             else:
-                is_whole = not isinstance(field, RaggedField) or name in left
-                pad_to = None if is_whole else field.pad_to
+                is_padded = name not in left
+                pad_to = field.pad_to if is_padded and isinstance(field, RaggedField) else None
                 found.append(_ragged(values, offsets, pad_to, made))
         return tuple(found)
 

@@ -72,26 +72,35 @@ def outlines_of(
     can_transform
         Whether a device can do a transform; None: nothing is left to it.
     """
-    found, column = [], 0
+    found: list[Outline] = []
+    column = 0
     for name, field in fields.items():
         transform = transforms[name]
         columns = tuple(range(column, column + 1 + (name + INDICES in transforms)))
         column += len(columns)
         outline = Outline(name, columns, transform.capacity is not None)
         if isinstance(field, ImageField):
-            outline = outline._replace(is_encoded=True)
-            pixels = pixel_transform(field)
-            if can_transform is not None and pixels is not None and not pixels.is_identity:
-                if can_transform(pixels):
-                    outline = outline._replace(pixels=pixels, is_left=True)
+            outline = _of_images(outline, field, can_transform)
         elif isinstance(field, SparseField) and field.dense:
-            dtype = dense_dtype(field)
-            # (Complex values are cast to real ones by NumPy.)
-            is_left = can_transform is not None and {transform.dtype.kind, dtype.kind} <= {*"biuf"}
-            made = (shapes[name].columns,), dtype
-            outline = outline._replace(made=made, is_left=is_left)
+            # NumPy casts complex values to real ones.
+            kinds = {transform.dtype.kind, dense_dtype(field).kind}
+            outline = outline._replace(
+                made=((shapes[name].columns,), dense_dtype(field)),
+                is_left=can_transform is not None and kinds <= {*"biuf"},
+            )
         elif isinstance(field, RaggedField) and field.pad_to is not None:
-            made = (field.pad_to, *transform.row), transform.dtype
-            outline = outline._replace(made=made, is_left=can_transform is not None)
+            outline = outline._replace(
+                made=((field.pad_to, *transform.row), transform.dtype),
+                is_left=can_transform is not None,
+            )
         found.append(outline)
     return tuple(found)
+
+
+def _of_images(
+    outline: Outline, field: ImageField, can_transform: Callable[[RowTransform], bool] | None
+) -> Outline:
+    pixels = pixel_transform(field)
+    if can_transform is None or pixels is None or pixels.is_identity or not can_transform(pixels):
+        return outline._replace(is_encoded=True)
+    return outline._replace(is_encoded=True, pixels=pixels, is_left=True)
