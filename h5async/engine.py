@@ -141,7 +141,7 @@ class Engine:
                 most = one.most(rows, may_repeat=may_repeat)
                 likely = min(most, one.likely(rows))
                 transforms[name] = replace(transforms[name], capacity=max(1, most), likely=likely)
-        leaves = is_on_gpu and config.postprocess is None
+        leaves = is_on_gpu and helper is None and config.postprocess is None
         outlines = outlines_of(
             fields, shapes, transforms, self.device.can_transform if leaves else None
         )

@@ -150,11 +150,10 @@ class Ragged:
             return array, put_padded(self.values, self.offsets, array)
         cupy = module_of(self.values)
         array = cupy.empty(shape, self.dtype)
-        mask = cupy.empty(shape[:2], np.bool_)
         values = cupy.ascontiguousarray(self.values)
         behind = cupy.full(1, value, self.dtype)
-        sample_kernels(cupy).padded(values, self.offsets, behind, array, mask)
-        return array, mask
+        sample_kernels(cupy).padded(values, self.offsets, behind, array)
+        return array, cupy.arange(length) < self.lengths[:, None]
 
     def to_torch_nested(self) -> Any:
         """Return a nested tensor of layout ``torch.jagged``, which shares the memory.

@@ -75,11 +75,8 @@ for (long long at = from; at < to; ++at) {{
 # A thread makes one value of one sample; `inner` of them are one value of the file.
 _PADDED = """
 const long long sample = i / (length * inner), rest = i - sample * (length * inner);
-const long long from = offsets[sample], at = rest / inner;
-const bool is_there = at < offsets[sample + 1] - from;
-padded[i] = is_there ? values[from * inner + rest] : value[0];
-if (rest - at * inner == 0)
-    mask[sample * length + at] = is_there;
+const long long from = offsets[sample] * inner, to = offsets[sample + 1] * inner;
+padded[i] = rest < to - from ? values[from + rest] : value[0];
 """
 
 
@@ -104,7 +101,7 @@ class SampleKernels:
         )
         self._padded = cupy.ElementwiseKernel(
             "raw T values, raw int64 offsets, int64 length, int64 inner, raw T value",
-            "raw T padded, raw bool mask",
+            "raw T padded",
             _PADDED,
             "h5async_padded",
             options=OPTIONS,
@@ -127,7 +124,7 @@ class SampleKernels:
             arrays = data, indices, indptr, columns
             self._dense(*arrays, out.reshape(-1), bad, size=rows * _LANES)
 
-    def padded(self, values: Any, offsets: Any, value: Any, out: Any, mask: Any) -> None:
+    def padded(self, values: Any, offsets: Any, value: Any, out: Any) -> None:
         """Pad samples to one length; of longer ones the first values are taken.
 
         Parameters
@@ -138,14 +135,12 @@ class SampleKernels:
             (1,), of the dtype of the values: what stands behind them.
         out
             (samples, length, ...), of that dtype, C-contiguous: where they go.
-        mask
-            bool (samples, length): where it goes whether it is a value of the sample.
         """
-        samples, length = mask.shape
         if out.size:
+            samples, length = out.shape[:2]
             inner = out.size // (samples * length)
             flat = values.reshape(-1), offsets, length, inner, value
-            self._padded(*flat, out.reshape(-1), mask.reshape(-1), size=out.size)
+            self._padded(*flat, out.reshape(-1), size=out.size)
 
 
 @functools.cache

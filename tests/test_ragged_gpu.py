@@ -528,7 +528,7 @@ def test_samples_of_any_length_are_decoded_on_the_host(cupy, path):
 
 
 @pytest.mark.parametrize("num_threads", [0, 2])
-def test_other_fields_are_decoded_on_the_gpu(cupy, tmp_path, num_threads):
+def test_the_gpu_decodes_other_fields(cupy, tmp_path, num_threads):
     rng = np.random.default_rng(SEED)
     path = tmp_path / "a.h5"
     with h5py.File(path, "w") as file:

@@ -70,12 +70,7 @@ class CudaField:
         self._outline = outline
         self._parts = parts
         self._is_pinned = is_pinned
-        several: list[int] = []
-        if transform is not None:
-            value = transform.nbytes if is_done else transform.raw_nbytes
-            several = [value] if index_dtype is None else [value, index_dtype.itemsize]
-            several = [transform.likely * nbytes for nbytes in several]
-        self._on_device = [self._room(nbytes) for nbytes in several]  # by array
+        self._on_device: list[Growing] = []  # by array
         self._pinned: list[Growing] = []  # for what is pinned nowhere else
         pixels = None if outline is None else outline.pixels
         self._transform = transform if pixels is None else pixels
@@ -83,6 +78,8 @@ class CudaField:
         if self._transform is not None and not (is_done or self._transform.is_identity):
             self._change = kernels.row_change(self._transform, gpu.on_device)
         self._changed = self._room(0)
+        if transform is not None:
+            self._begin(transform, index_dtype, is_done)
         self._every: Any = None  # numbers from 0 on
         self._index_dtype = index_dtype
         self._made: Any = None
@@ -91,6 +88,17 @@ class CudaField:
             self._reserve(outline, rows)
         self._batch: Any = None  # on its way: as it is in host memory,
         self._arrays: list[Any] = []  # and its arrays on the device
+
+    def _begin(
+        self, transform: RowTransform, index_dtype: np.dtype[Any] | None, is_done: bool
+    ) -> None:
+        """Take memory for a batch of the usual size."""
+        value_nbytes = transform.nbytes if is_done else transform.raw_nbytes
+        self._on_device.append(self._room(transform.likely * value_nbytes))
+        if index_dtype is not None:
+            self._on_device.append(self._room(transform.likely * index_dtype.itemsize))
+        if self._change is not None:
+            self._changed = self._room(transform.likely * transform.nbytes)
 
     def _reserve(self, outline: Outline, rows: int) -> None:
         """Take memory for the plain array that is made here."""
@@ -103,7 +111,6 @@ class CudaField:
             self._bad = cupy.empty(1, np.int32)
             if self._index_dtype is None:
                 self._zero = self._gpu.on_device(np.zeros(1, dtype))
-                self._mask = cupy.empty((rows, row[0]), np.bool_)
 
     def _room(self, nbytes: int) -> Growing:
         return Growing(partial(_new_room, self._gpu), nbytes)
@@ -168,7 +175,7 @@ class CudaField:
             of_samples.dense(data, indices, indptr, out, self._bad)
         else:
             values, offsets = arrays
-            of_samples.padded(values, offsets, self._zero, out, self._mask[: len(out)])
+            of_samples.padded(values, offsets, self._zero, out)
         return out
 
     def _changed_values(self, raw: Any) -> Any:

@@ -137,7 +137,7 @@ class CudaSlot:
             return None
         gpu, kernels = self._gpu, self._device.kernels
         if outline.is_encoded:  # what is decoded has pinned memory of its own
-            is_pinned = not postprocess
+            is_pinned = self._shared is None and not postprocess
             return CudaField(gpu, kernels, self._rows, outline, is_pinned=is_pinned)
         first, *others = outline.columns
         parts = [
