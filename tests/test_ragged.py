@@ -454,6 +454,31 @@ def sparse_file(path, rows=6, columns=4):
     return path
 
 
+def test_dense_and_padded_arrays_lie_in_the_slot(tmp_path):
+    path = sparse_file(tmp_path / "a.h5", 9, 50)
+    with h5py.File(path, "r+") as file:
+        file["v"], file["at"] = np.arange(30), np.arange(10) * 3
+    fields = {
+        "x": SparseField("X", dense=True),
+        "v": RaggedField("v", offsets="at", pad_to=5),
+    }
+    wanted = np.arange(450.0).reshape(9, 50), np.zeros((9, 5), int)
+    wanted[1][:, :3] = np.arange(27).reshape(9, 3)
+    options = {"hdf5_path": path, "fields": fields, "batch_size": 4, "device": "cpu"}
+    for num_threads in (0, 2):
+        with AsyncReader(prefetch=1, num_threads=num_threads, **options) as reader:
+            places = set()
+            kept = reader.read([1, 2])
+            for batch in reader:
+                places.add((batch.x.ctypes.data, batch.v.ctypes.data))
+                for found, all_of_it in zip(batch[:2], wanted, strict=True):
+                    np.testing.assert_array_equal(found, all_of_it[batch.index])
+            assert len(places) == 1
+            np.testing.assert_array_equal(kept.x, wanted[0][1:3])
+    with pytest.raises(ConfigError, match="max_batch_bytes"):
+        AsyncReader(max_batch_bytes=2 * 4 * 50 * 4, **options)
+
+
 def flat_file(path, offsets, values=10):
     with h5py.File(path, "w") as file:
         file["v"] = np.arange(values)
