@@ -486,7 +486,7 @@ def change(x, small, values, dense, padded, labels, plain, counts_scaled):
     small.values[...] += 1
     ends = np.arange(len(values) + 1) * 2
     others = Ragged(np.arange(ends[-1] * 1.0), ends)
-    return x, small, others, np.asfortranarray(dense[:, ::7]), padded.sum(1), labels, plain, values
+    return x, small, others, np.asfortranarray(dense[:, ::7]), padded.sum(1), x, plain, values
 
 
 def test_postprocess_is_given_what_the_host_delivers(cupy, path):

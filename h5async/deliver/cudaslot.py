@@ -353,9 +353,10 @@ class CudaSlot:
         return out
 
 
-def _is_same(array: NDArray[Any], own: NDArray[Any]) -> bool:
+def _is_same(array: Any, own: NDArray[Any]) -> bool:
     return (
-        array.ctypes.data == own.ctypes.data
+        isinstance(array, np.ndarray)
+        and array.ctypes.data == own.ctypes.data
         and array.dtype == own.dtype
         and array.shape == own.shape
         and array.strides == own.strides
