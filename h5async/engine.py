@@ -26,7 +26,9 @@ from h5async.fill.columns import Categories, SparseShape, columns_of
 from h5async.fill.dataset import Samplings, open_dataset
 from h5async.fill.filling import Filler
 from h5async.fill.limits import MemoryBudget, wanted_kept_nbytes
+from h5async.fill.outlines import outlines_of
 from h5async.fill.pool import THREAD_NAME
+from h5async.fill.postprocess import masks_of
 from h5async.fill.records import FillOutcome, FillRequest
 from h5async.fill.resident import Budget, Residency
 from h5async.given import GivenSamples
@@ -127,22 +129,39 @@ class Engine:
             config, layouts, None if helper is None else helper.chosen
         )
         self.num_samples = samplings.selection.size
-        on_host = any(isinstance(rows, SpanRows) for rows in samplings.rows)
-        on_host |= any(one.tables is not None for one in self.categories.values())
-        device = "cpu" if on_host and config.device == "auto" else config.device
-        self.device = find_device(device, config.pin_memory)
+        self.device = find_device(config.device, config.pin_memory)
+        is_on_gpu = self.device.name != "cpu"
+        # A GPU makes them with the batch; on the host they are made as it is handed over.
+        self.masks = masks_of(fields, layouts, samplings.rows)
+        self._masks_of_device = list(self.masks.values()) if is_on_gpu else []
         rows = min(config.batch_size, max(1, samplings.epoch_samples))
         may_repeat = config.weights is not None or config.sampler is not None
         for name, one in zip(transforms, samplings.rows, strict=True):
             if isinstance(one, SpanRows):
                 most = one.most(rows, may_repeat=may_repeat)
-                transforms[name] = replace(transforms[name], capacity=max(1, most))
+                likely = min(most, one.likely(rows))
+                transforms[name] = replace(transforms[name], capacity=max(1, most), likely=likely)
+        leaves = is_on_gpu and helper is None and config.postprocess is None
+        outlines = outlines_of(
+            fields, shapes, transforms, self.device.can_transform if leaves else None
+        )
         budget = MemoryBudget(
-            config, layouts, transforms, rows, fewer_threads_do=self.fewer_threads_do
+            config,
+            layouts,
+            transforms,
+            rows,
+            made_nbytes={one.name: one.made_on_host_nbytes for one in outlines},
+            fewer_threads_do=self.fewer_threads_do,
         )
         budget.check()
         self.device_policy = DevicePolicy(
-            config, self.device, layouts, transforms, rows, budget.staging_nbytes
+            config,
+            self.device,
+            layouts,
+            transforms,
+            rows,
+            budget.staging_nbytes,
+            [name for name, one in self.categories.items() if one.tables is not None],
         )
         formats = self.device_policy.formats
         wanted = wanted_kept_nbytes(config, layouts)
@@ -160,6 +179,7 @@ class Engine:
                 config.postprocess is not None,
                 formats,
                 None if helper is None else helper.shared,
+                outlines,
             )
         self.cache: Residency | Budget | None = None  # on the device
         if config.cache == "device":
@@ -177,6 +197,8 @@ class Engine:
                 shapes=shapes,
                 categories=self.categories,
                 rows=rows,
+                left=frozenset(outline.name for outline in outlines if outline.is_left),
+                new_memory=self.device.host_memory,
                 device_cache=device_cache,
                 encoded_formats=formats,
                 next_requests=self._next_requests,
@@ -418,7 +440,8 @@ class Engine:
         begin = time.perf_counter_ns()
         try:
             slot = self.slots[request.slot]
-            arrays = slot.upload(outcome)
+            masks = [are_there(outcome.index) for are_there in self._masks_of_device]
+            arrays = slot.upload(outcome, masks)
             # A thread that uploads what the GPU decodes waits there, and fills nothing meanwhile.
             seconds = outcome.busy_seconds + (time.perf_counter_ns() - begin) / 1e9
             if isinstance(self.cache, Residency):

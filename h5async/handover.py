@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from h5async.batch import Batch, expire
 from h5async.engine import Engine
-from h5async.fill.postprocess import masks_of
 from h5async.fill.records import FillOutcome
 
 
@@ -25,7 +24,6 @@ class Handover:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._masks = masks_of(engine.config.batch_fields, engine.layouts, engine.samplings.rows)
         self._held: Batch | None = None  # with debug_lifetimes: the batch that the caller holds
 
     def batch(self, serial: int, filled: FillOutcome) -> Batch:
@@ -56,10 +54,13 @@ class Handover:
         last: bool,
     ) -> Batch:
         engine = self._engine
+        several, made = several[: len(engine.names)], several[len(engine.names) :]
         arrays = dict(zip(engine.names, several, strict=True))
-        if self._masks:
-            masks = tuple([are_there(index) for are_there in self._masks.values()])
-            arrays |= zip(self._masks, engine.device.owned(masks), strict=True)
+        if engine.masks:
+            if not made:
+                masks = tuple([are_there(index) for are_there in engine.masks.values()])
+                made = engine.device.owned(masks)
+            arrays |= zip(engine.masks, made, strict=True)
         sequences = engine.samplings.sequences
         return Batch(arrays, index, epoch, number, last, engine.device, sequences)
 

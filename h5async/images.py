@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from h5async.ragged import Ragged
+from h5async.ragged import Ragged, on_host
 
 
 class Images(Ragged):
@@ -20,7 +20,7 @@ class Images(Ragged):
     values, offsets
         As of `Ragged`; values have one dimension.
     shapes
-        int64 (samples, 3): the shape of each image.
+        int64 (samples, 3), in host memory: the shape of each image.
 
     Attributes
     ----------
@@ -59,6 +59,10 @@ class Images(Ragged):
     def __repr__(self) -> str:
         """Describe it in a line."""
         return f"<Images: {len(self):,} of differing sizes, {self.dtype}>"
+
+    def get(self) -> Images:
+        """Return the images in host memory; a copy of those on a GPU."""
+        return Images(on_host(self.values), on_host(self.offsets), self.shapes)
 
     def copy(self) -> Images:
         """Return a copy with memory of its own."""

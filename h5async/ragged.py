@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from h5async.errors import ConfigError, ReadError, needs_package
+from h5async.samplekernels import sample_kernels
 
 
 class Ragged:
@@ -96,7 +98,7 @@ class Ragged:
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the samples, as views."""
-        ends = _on_host(self.offsets).tolist()
+        ends = on_host(self.offsets).tolist()
         for begin, end in itertools.pairwise(ends):
             yield self.values[begin:end]
 
@@ -110,8 +112,12 @@ class Ragged:
         """Return a copy with memory of its own."""
         return Ragged(self.values.copy(), self.offsets.copy())
 
+    def get(self) -> Ragged:
+        """Return the samples in host memory, as CuPy's arrays do; a copy of those on a GPU."""
+        return Ragged(on_host(self.values), on_host(self.offsets))
+
     def to_padded(self, value: Any = 0, length: int | None = None) -> tuple[Any, Any]:
-        """Copy the samples into one array, all of one length.
+        """Copy the samples into one array, all of one length; on a GPU, if they are there.
 
         Parameters
         ----------
@@ -133,20 +139,21 @@ class Ragged:
         ConfigError
             If the length is below 0.
         """
-        xp = module_of(self.values)
-        lengths = self.lengths
-        longest = int(lengths.max()) if len(self) else 0
+        ends = on_host(self.offsets)
+        longest = int(np.diff(ends).max()) if len(self) else 0
         length = longest if length is None else length
         if length < 0:
             raise ConfigError(f"length={length}: samples are padded to a length of 0 or more")
-        array = xp.full((len(self), length, *self.values.shape[1:]), value, self.dtype)
-        mask = xp.arange(length) < lengths[:, None]
-        if longest <= length:
-            array[mask] = self.values
-        else:
-            starts = self.offsets[:-1, None]
-            array[mask] = self.values[(starts + xp.arange(length))[mask]]
-        return array, mask
+        shape = len(self), length, *self.values.shape[1:]
+        if isinstance(self.values, np.ndarray):
+            array = np.full(shape, value, self.dtype)
+            return array, put_padded(self.values, self.offsets, array)
+        cupy = module_of(self.values)
+        array = cupy.empty(shape, self.dtype)
+        values = cupy.ascontiguousarray(self.values)
+        behind = cupy.full(1, value, self.dtype)
+        sample_kernels(cupy).padded(values, self.offsets, behind, array)
+        return array, cupy.arange(length) < self.lengths[:, None]
 
     def to_torch_nested(self) -> Any:
         """Return a nested tensor of layout ``torch.jagged``, which shares the memory.
@@ -166,7 +173,7 @@ class Ragged:
     def to_awkward(self) -> Any:
         """Return an Awkward Array, which shares the memory.
 
-        Values in another byte order than this machine's are copied.
+        Values in another byte order than this machine's, or on a GPU, are copied.
 
         Raises
         ------
@@ -175,8 +182,8 @@ class Ragged:
         """
         with needs_package("awkward", "Awkward Arrays"):
             import awkward
-        values = awkward.contents.NumpyArray(native(self.values))
-        offsets = awkward.index.Index64(self.offsets)
+        values = awkward.contents.NumpyArray(native(on_host(self.values)))
+        offsets = awkward.index.Index64(on_host(self.offsets))
         return awkward.Array(awkward.contents.ListOffsetArray(offsets, values))
 
     def to_strings(self) -> list[str]:
@@ -194,7 +201,7 @@ class Ragged:
                 f"strings are made of UTF-8 bytes, and the values are {self.dtype} of shape"
                 f" {self.values.shape}"
             )
-        data, ends = _on_host(self.values).tobytes(), _on_host(self.offsets).tolist()
+        data, ends = on_host(self.values).tobytes(), on_host(self.offsets).tolist()
         found = []
         for number, (begin, end) in enumerate(itertools.pairwise(ends)):
             try:
@@ -222,6 +229,32 @@ def module_of(array: Any) -> Any:
     return cupy
 
 
-def _on_host(array: Any) -> Any:
+def put_padded(
+    values: NDArray[Any], offsets: NDArray[np.int64], out: NDArray[Any]
+) -> NDArray[np.bool_]:
+    """Put samples in host memory into rows of one length; what stands behind them is left alone.
+
+    Parameters
+    ----------
+    values, offsets
+        As of `Ragged`.
+    out
+        (samples, length, ...): where they go; of longer samples the first values.
+
+    Returns
+    -------
+    numpy.ndarray
+        bool (samples, length): whether it is a value of the sample.
+    """
+    lengths, length = np.diff(offsets), out.shape[1]
+    mask: NDArray[np.bool_] = np.arange(length) < lengths[:, None]
+    if lengths.max(initial=0) <= length:
+        out[mask] = values
+    else:
+        out[mask] = values[(offsets[:-1, None] + np.arange(length))[mask]]
+    return mask
+
+
+def on_host(array: Any) -> Any:
     """Return an array in host memory; one that lies there as it is."""
     return array if isinstance(array, np.ndarray) else array.get()

@@ -10,7 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import ConfigError, DatasetError, needs_package
-from h5async.ragged import module_of, native
+from h5async.ragged import module_of, native, on_host
+from h5async.samplekernels import sample_kernels
+
+_OF_CUPYX = "?fdFD"  # NumPy's one-letter codes
 
 
 class Csr:
@@ -114,8 +117,12 @@ class Csr:
         """Return a copy with memory of its own."""
         return Csr(self.data.copy(), self.indices.copy(), self.indptr.copy(), self.shape)
 
+    def get(self) -> Csr:
+        """Return the rows in host memory, as CuPy's arrays do; a copy of those on a GPU."""
+        return Csr(on_host(self.data), on_host(self.indices), on_host(self.indptr), self.shape)
+
     def to_scipy(self) -> Any:
-        """Return a ``scipy.sparse.csr_matrix``, as AnnData has it, of rows in host memory.
+        """Return a ``scipy.sparse.csr_matrix``, as AnnData has it; of rows on a GPU, a copy.
 
         It shares the memory of the values, and of the indices where they are int32 or int64, except
         of those in another byte order than this machine's. The matrix is not checked, which would
@@ -128,11 +135,12 @@ class Csr:
         """
         with needs_package("scipy", "sparse matrices of SciPy"):
             import scipy.sparse
-        data = native(self.data)
+        rows = self.get()
+        data = native(rows.data)
         matrix = scipy.sparse.csr_matrix(self.shape, dtype=data.dtype)
         # Its own constructor may look at all indices, and copy them to another dtype.
         matrix.data = data
-        matrix.indices, matrix.indptr = self._signed()
+        matrix.indices, matrix.indptr = rows._signed()
         return matrix
 
     def to_torch(self) -> Any:
@@ -155,18 +163,26 @@ class Csr:
         )
 
     def to_cupy(self) -> Any:
-        """Return a ``cupyx.scipy.sparse.csr_matrix``; it shares the memory of rows on a GPU.
+        """Return a ``cupyx.scipy.sparse.csr_matrix``, which shares the memory of rows on a GPU.
 
-        Rows in host memory are uploaded to the current device.
+        It shares the values, and the indices where they are int32, which CuPy wants. Rows in host
+        memory are uploaded to the current device.
 
         Raises
         ------
         MissingPackageError
             If CuPy is not installed.
+        ConfigError
+            If CuPy has no sparse matrices of such values, as integers.
         """
         with needs_package("cupy-cuda13x", "sparse matrices of CuPy"):
             import cupy
             import cupyx.scipy.sparse
+        if self.dtype.char not in _OF_CUPYX:
+            raise ConfigError(
+                f"CuPy has no sparse matrices of {self.dtype}, but of bool, float32, float64,"
+                ' complex64 and complex128; give the field dtype="float32", say'
+            )
         arrays = tuple(map(cupy.asarray, (native(self.data), *self._signed())))
         return cupyx.scipy.sparse.csr_matrix(arrays, shape=self.shape)
 
@@ -175,7 +191,8 @@ class Csr:
 
         Values of the same row and column are added up. For rows in host memory this is done
         without the GIL, where the compiled core takes the dtypes (the values are integers or
-        floats of 4 or 8 bytes; `out` is of their dtype, or float32).
+        floats of 4 or 8 bytes; `out` is of their dtype, or float32). Rows on a GPU are made dense
+        there, on the current stream, which is then waited for.
 
         Parameters
         ----------
@@ -203,7 +220,10 @@ class Csr:
                 f"out is a {out.dtype} array of shape {out.shape}; {self.dtype} rows of shape"
                 f" {self.shape} need one of their shape, and of a dtype to which they can be cast"
             )
-        rows = self._made_by_core(out) if isinstance(out, np.ndarray) else None
+        if not isinstance(out, np.ndarray):
+            self._make_on_gpu(out)
+            return out if given is None else given
+        rows = self._made_by_core(out)
         if rows is None:
             self._make_dense(out)
         elif rows < len(self):
@@ -254,17 +274,32 @@ class Csr:
         made: int = core.make_dense(ctypes.byref(sparse))
         return None if made < 0 else made
 
-    def _make_dense(self, out: Any) -> None:
-        """Make the rows by NumPy, or CuPy."""
-        xp = module_of(out)
+    def _make_dense(self, out: NDArray[Any]) -> None:
+        """Make the rows by NumPy."""
         out[...] = 0
-        total = self.data.shape[0]
-        row = xp.searchsorted(self.indptr, xp.arange(total), side="right") - 1
+        row = np.searchsorted(self.indptr, np.arange(self.data.shape[0]), side="right") - 1
         indices = self.indices.astype(np.int64)
+        self._check(indices, self.indptr)
+        np.add.at(out, (row, indices), self.data.astype(out.dtype))
+
+    def _make_on_gpu(self, out: Any) -> None:
+        """Make the rows by a kernel."""
+        cupy = module_of(out)
+        dense = out if out.flags.c_contiguous else cupy.empty(out.shape, out.dtype)
+        bad = cupy.zeros(1, np.int32)
+        indptr = self.indptr.astype(np.int64, copy=False)
+        sample_kernels(cupy).dense(self.data, self.indices, indptr, dense, bad)
+        if int(bad[0]):
+            self._check(on_host(self.indices).astype(np.int64), on_host(self.indptr))
+        if dense is not out:
+            out[...] = dense
+
+    def _check(self, indices: NDArray[np.int64], indptr: NDArray[Any]) -> None:
+        """Raise where an index is that of no column."""
         is_outside = (indices < 0) | (indices >= self.shape[1])
-        if bool(is_outside.any()):
-            raise self._no_column(int(row[is_outside.argmax()]))
-        xp.add.at(out, (row, indices), self.data.astype(out.dtype))
+        if is_outside.any():
+            at = int(is_outside.argmax())
+            raise self._no_column(int(np.searchsorted(indptr, at, side="right")) - 1)
 
     def _no_column(self, row: int) -> DatasetError:
         return DatasetError(

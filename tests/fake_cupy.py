@@ -174,7 +174,7 @@ def make(seed):
         simulation.put(current(), lambda: np.copyto(out, source, casting=casting))
 
     class ElementwiseKernel:
-        def __init__(self, in_params, out_params, operation, name, options, preamble):
+        def __init__(self, in_params, out_params, operation, name, options, preamble=""):
             assert options == ("--fmad=false",)
             self.text = in_params, out_params, operation, name, preamble
 

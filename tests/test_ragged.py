@@ -454,6 +454,31 @@ def sparse_file(path, rows=6, columns=4):
     return path
 
 
+def test_dense_and_padded_arrays_lie_in_the_slot(tmp_path):
+    path = sparse_file(tmp_path / "a.h5", 9, 50)
+    with h5py.File(path, "r+") as file:
+        file["v"], file["at"] = np.arange(30), np.arange(10) * 3
+    fields = {
+        "x": SparseField("X", dense=True),
+        "v": RaggedField("v", offsets="at", pad_to=5),
+    }
+    wanted = np.arange(450.0).reshape(9, 50), np.zeros((9, 5), int)
+    wanted[1][:, :3] = np.arange(27).reshape(9, 3)
+    options = {"hdf5_path": path, "fields": fields, "batch_size": 4, "device": "cpu"}
+    for num_threads in (0, 2):
+        with AsyncReader(prefetch=1, num_threads=num_threads, **options) as reader:
+            places = set()
+            kept = reader.read([1, 2])
+            for batch in reader:
+                places.add((batch.x.ctypes.data, batch.v.ctypes.data))
+                for found, all_of_it in zip(batch[:2], wanted, strict=True):
+                    np.testing.assert_array_equal(found, all_of_it[batch.index])
+            assert len(places) == 1
+            np.testing.assert_array_equal(kept.x, wanted[0][1:3])
+    with pytest.raises(ConfigError, match="max_batch_bytes"):
+        AsyncReader(max_batch_bytes=2 * 4 * 50 * 4, **options)
+
+
 def flat_file(path, offsets, values=10):
     with h5py.File(path, "w") as file:
         file["v"] = np.arange(values)
@@ -604,8 +629,6 @@ def test_compressed_columns_are_refused_with_a_command(tmp_path):
     [
         ("cache", "host"),
         ("workers", "process"),
-        ("pin_memory", True),
-        ("device", "cuda"),
     ],
 )
 def test_options_that_are_refused_for_now(tmp_path, option, value):
@@ -771,7 +794,7 @@ def test_columns_that_are_refused(tmp_path):
     annotated(paths[1], ["C", "B"] * 3)
     for options, message in (
         ({"fields": {"k": Field("obs/kind", scale=2)}}, "scale is not supported"),
-        ({"fields": {"k": "obs/kind"}, "device": "cuda"}, "device"),
+        ({"fields": {"k": "obs/kind"}, "cache": "device"}, 'cache="device" is not supported'),
         ({"fields": {"n": "obs/amount", "n_mask": "obs/plain"}}, '"n_mask", and there is a field'),
         ({"fields": {"k": "obs/kind"}, "workers": "process"}, 'set workers="thread"'),
         ({"fields": {"n": "obs/amount"}, "workers": "process"}, 'path of the values, "obs/amount/'),

@@ -11,7 +11,7 @@ from conftest import assert_same_bits, require_extra
 from hypothesis import given
 from hypothesis import strategies as st
 
-import h5async.sparse
+import h5async.core.binding
 from h5async.errors import ConfigError, DatasetError, MissingPackageError
 from h5async.sparse import Csr
 
@@ -27,7 +27,7 @@ def way(request, monkeypatch):
     if request.param == "core":
         request.getfixturevalue("core")
     else:
-        monkeypatch.setattr(h5async.sparse, "load_core", lambda: None)
+        monkeypatch.setattr(h5async.core.binding, "load_core", lambda: None)
     return request.param
 
 

@@ -14,25 +14,32 @@ The caller's streams are CuPy's current one and, where PyTorch uses the GPU, PyT
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from h5async.core.binding import load_core
-from h5async.deliver.cudaslot import CudaSlot, cupy_has
+from h5async.deliver.cudafield import cupy_has
+from h5async.deliver.cudaslot import CudaSlot
 from h5async.deliver.devicedecode import DeviceDecoder
 from h5async.deliver.gpu import Gpu, in_own_thread
+from h5async.deliver.host import memory_of, with_memory
 from h5async.deliver.kernels import Kernels, needs_host
 from h5async.deliver.nvcomp import load_nvcomp
 from h5async.errors import DeviceError, H5AsyncError, forget_frames
+from h5async.fill.columns import INDICES
+from h5async.fill.outlines import Outline
 from h5async.fill.resident import Budget, Residency
 from h5async.io.shared import SharedMemory
 from h5async.order.selection import Selection
 from h5async.plan.encoded import EncodedFormat
 from h5async.plan.transform import RowTransform
+from h5async.ragged import native
 from h5async.spelling import named
 
 if TYPE_CHECKING:
@@ -78,6 +85,7 @@ class CudaDevice:
         postprocess: bool,
         encoded_formats: Sequence[EncodedFormat | None],
         shared: SharedMemory | None = None,
+        outlines: Sequence[Outline] = (),
     ) -> list[DeviceSlot]:
         """Allocate pinned host slots and device slots of `rows` rows.
 
@@ -86,10 +94,13 @@ class CudaDevice:
         DeviceError
             If CuPy lacks a dtype, memory is short, or the GPU fails.
         """
-        for name, transform in transforms.items():
-            if not cupy_has(transform.dtype):
+        outlines = outlines or [Outline(name, (i,)) for i, name in enumerate(transforms)]
+        dtypes = {name.partition(INDICES)[0]: one.dtype for name, one in transforms.items()}
+        dtypes |= {one.name: one.made[1] for one in outlines if one.made is not None}
+        for name, dtype in dtypes.items():
+            if not cupy_has(dtype):
                 raise DeviceError(
-                    f'field "{name}": dtype {transform.dtype} cannot lie on a GPU: CuPy has only'
+                    f'field "{name}": dtype {dtype} cannot lie on a GPU: CuPy has only'
                     " booleans and numbers; leave the field out, or read with"
                     f" {named('device', 'cpu')}"
                 )
@@ -106,7 +117,10 @@ class CudaDevice:
                     if form is not None and core is not None:
                         decoder = DeviceDecoder(gpu, self.kernels, load_nvcomp(), core, form)
                         self.decoders[field] = decoder
-                slots = [CudaSlot(self, rows, todo, on_host, shared) for _ in range(count)]
+                slots = [
+                    CudaSlot(self, rows, todo, on_host, shared, outlines, postprocess)
+                    for _ in range(count)
+                ]
         except lacks as error:
             forget_frames(error)  # which hold the slots that there was memory for
             if not (isinstance(error, MemoryError) or gpu.is_lack_of_memory(error)):
@@ -184,7 +198,27 @@ class CudaDevice:
         """Return copies of host arrays on the GPU, made on the current stream; blocks."""
         gpu = self.gpu
         with gpu.working("samples could not be uploaded"), gpu.allocating(), gpu.current():
-            return tuple([gpu.cupy.asarray(array, blocking=True) for array in arrays])
+            return tuple(
+                with_memory(
+                    one, [gpu.cupy.asarray(native(a), blocking=True) for a in memory_of(one)]
+                )
+                for one in arrays
+            )
+
+    def host_memory(self, nbytes: int) -> NDArray[np.uint8]:
+        """Return pinned memory.
+
+        Raises
+        ------
+        DeviceError
+            If the GPU refuses.
+        """
+        with self.gpu.working(f"{nbytes:,} bytes of host memory could not be pinned"):
+            return self.gpu.pinned_memory(nbytes)
+
+    def can_transform(self, transform: RowTransform) -> bool:
+        """Tell whether the GPU transforms rows to the very bits of the host."""
+        return not needs_host(transform)
 
     def share(self) -> None:
         """Order the caller's other streams behind what its current one was given."""
@@ -204,8 +238,11 @@ class CudaDevice:
             current, *others = self.gpu.streams()
             for stream in others:
                 self._order(stream, current)
-            for array in arrays:  # C-contiguous, all of them
-                self.gpu.cupy.cuda.runtime.memsetAsync(array.data.ptr, 255, array.nbytes, current)
+            for array in itertools.chain.from_iterable(map(memory_of, arrays)):
+                # C-contiguous, all of them.
+                if array.nbytes:
+                    runtime = self.gpu.cupy.cuda.runtime
+                    runtime.memsetAsync(array.data.ptr, 255, array.nbytes, current)
 
     @property
     def is_writable_at_once(self) -> bool:

@@ -14,23 +14,40 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.deliver.cudafield import CudaField
 from h5async.deliver.device import NotDecoded
 from h5async.deliver.devicedecode import Staging
-from h5async.deliver.host import host_slot
-from h5async.errors import DeviceError
+from h5async.deliver.host import LaidOut, host_slot, made_on_host
+from h5async.deliver.pinnedpart import PinnedPart
+from h5async.fill.outlines import Outline
 from h5async.fill.records import FillOutcome
-from h5async.io.shared import SharedMemory
+from h5async.io.shared import SharedMemory, page_memory
 from h5async.plan.transform import RowTransform
 
 if TYPE_CHECKING:
     from h5async.deliver.cuda import CudaDevice
 
-_CUPY_TYPES = "?bhilqBHILQefdFD"  # NumPy's one-letter codes
 _BYTE = np.dtype(np.uint8)
 
 
 class CudaSlot:
-    """Pinned host arrays, and device arrays of the same batch."""
+    """Pinned host arrays, and device arrays of the same batch.
+
+    Parameters
+    ----------
+    device
+        Where the batches go.
+    rows
+        Samples in a batch.
+    transforms, on_host
+        By column: what is done, and whether it is done on the host.
+    shared
+        Where a helper process fills the slot: the memory that it has too.
+    outlines
+        How each field is put together of its columns.
+    postprocess
+        Whether arrays are whatever a function of the user's returns.
+    """
 
     def __init__(
         self,
@@ -39,6 +56,8 @@ class CudaSlot:
         transforms: Sequence[RowTransform],
         on_host: Sequence[bool],
         shared: SharedMemory | None,
+        outlines: Sequence[Outline],
+        postprocess: bool,
     ) -> None:
         gpu, cupy = device.gpu, device.gpu.cupy
         self._device, self._gpu = device, gpu
@@ -48,34 +67,55 @@ class CudaSlot:
             field: Staging(gpu, decoder.form, self._empty_filled)
             for field, decoder in device.decoders.items()
         }
-        # What is uploaded of all fields lies in one piece, on both sides, to be sent in one go.
-        memory, self._host_block, begins = host_slot(
-            rows, transforms, on_host, lambda nbytes: self._empty_filled((nbytes,), _BYTE)
+        # What is uploaded of all columns that have a row for each sample lies in one piece, on both
+        # sides, to be sent in one go. Of other columns only what a batch has is sent.
+        self._rows = rows
+        laid_out = host_slot(
+            rows, transforms, on_host, self._empty_block, outlines, self._empty_pages
         )
+        self._host_block, begins = laid_out.block, laid_out.begins
         self._device_block = cupy.empty(self._host_block.nbytes, np.uint8)
-        self.memory = memory._replace(
+        self._made_parts: list[PinnedPart] = []
+        self.memory = laid_out.memory._replace(
             encoded=tuple(
-                self._staging[field].encoded if field in self._staging else None
-                for field in range(len(transforms))
-            )
+                self._staging[column].encoded if column in self._staging else None
+                for column in range(len(transforms))
+            ),
+            made=made_on_host(rows, outlines, self._empty_made),
         )
+        # By column; for those that are not in the block, nothing.
+        self._in_block = [transform.capacity is None for transform in transforms]
+        nothing = cupy.empty(0, np.uint8)
         self._raw = [
             self._device_block[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
-            for begin, array in zip(begins, self.memory.out, strict=True)
+            if is_in
+            else nothing
+            for begin, array, is_in in zip(begins, self.memory.out, self._in_block, strict=True)
         ]
         self._delivered = [
-            raw if done or todo.is_identity else cupy.empty((rows, *todo.row), todo.dtype)
-            for raw, todo, done in zip(self._raw, transforms, on_host, strict=True)
+            raw
+            if done or todo.is_identity or not is_in
+            else cupy.empty((rows, *todo.row), todo.dtype)
+            for raw, todo, done, is_in in zip(
+                self._raw, transforms, on_host, self._in_block, strict=True
+            )
         ]
         self._change = [
-            device.kernels.row_change(transform, gpu.on_device) for transform in transforms
+            device.kernels.row_change(transform, gpu.on_device) if is_in else None
+            for transform, is_in in zip(transforms, self._in_block, strict=True)
         ]
+        # By field: what is not in the block; None: it is.
+        self._fields = [
+            self._new_field(outline, laid_out, transforms, on_host, postprocess)
+            for outline in outlines
+        ]
+        self._columns = [outline.columns[0] for outline in outlines]
         # Sample numbers, for the cache.
         self._index = self._empty_pinned((rows,), np.dtype(np.int64))
         self._index_on_device = cupy.empty(rows, np.int64)
         self._every = gpu.on_device(np.arange(rows, dtype=np.int64))
         # What `postprocess` returns may be of any shape; memory for it is made when it comes.
-        self._other: list[tuple[Any, Any] | None] = [None] * len(transforms)
+        self._others: dict[int, CudaField] = {}
         self._uploaded = gpu.event(blocks=True)
         self._ready = gpu.event()
         self._decoded = gpu.event(blocks=True)
@@ -83,6 +123,53 @@ class CudaSlot:
         self._begun = [gpu.event(is_timed=True) for _ in range(2)]  # the upload, and the kernels
         self._sent = gpu.event(is_timed=True)
         self._released = [gpu.event()]
+
+    def _new_field(
+        self,
+        outline: Outline,
+        laid_out: LaidOut,
+        transforms: Sequence[RowTransform],
+        on_host: Sequence[bool],
+        postprocess: bool,
+    ) -> CudaField | None:
+        """Return a field that is not in the block; None: it is."""
+        if not outline.is_varying:
+            return None
+        gpu, kernels = self._gpu, self._device.kernels
+        if outline.is_encoded:  # what is decoded has pinned memory of its own
+            is_pinned = self._shared is None and not postprocess
+            return CudaField(gpu, kernels, self._rows, outline, is_pinned=is_pinned)
+        first, *others = outline.columns
+        parts = [
+            PinnedPart(
+                laid_out.varying[column],
+                gpu.pin,
+                transforms[column].likely * laid_out.memory.out[column][:1].nbytes,
+            )
+            for column in outline.columns
+        ]
+        return CudaField(
+            gpu,
+            kernels,
+            self._rows,
+            outline,
+            transforms[first],
+            transforms[others[0]].dtype if others else None,
+            [*parts, *self._made_parts],
+            is_done=on_host[first],
+        )
+
+    def _empty_block(self, nbytes: int) -> NDArray[np.uint8]:
+        return self._empty_filled((nbytes,), _BYTE)
+
+    def _empty_pages(self, nbytes: int) -> NDArray[np.uint8]:
+        """Return memory that is not pinned yet."""
+        return page_memory(nbytes) if self._shared is None else self._shared.empty(nbytes)
+
+    def _empty_made(self, nbytes: int) -> NDArray[np.uint8]:
+        memory = self._empty_pages(nbytes)
+        self._made_parts.append(PinnedPart(memory, self._gpu.pin, nbytes))
+        return memory
 
     def _empty_filled(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
         """Return pinned memory that whoever fills the slot has too."""
@@ -104,13 +191,16 @@ class CudaSlot:
         """
         cache = self._device.cache
         for i, (raw, change) in enumerate(zip(self._raw, self._change, strict=True)):
-            if self._delivered[i] is raw:
+            if change is None or self._delivered[i] is raw:
                 continue
             for rows in sorted({1, min(2, len(raw)), len(raw)}):
                 index, out = self._every[:rows], self._delivered[i][:rows]
                 change.change(raw[:rows], index, out)
                 if cache and change.gathers:
                     change.change(cache[i].view(raw.dtype), index, out)
+        for field in self._fields:
+            if field is not None:
+                field.warm_up()
         self._gpu.cupy.cuda.get_current_stream().synchronize()
 
     def wait_writable(self) -> None:
@@ -118,13 +208,15 @@ class CudaSlot:
         with self._gpu.working("an upload failed"):
             self._uploaded.synchronize()
 
-    def upload(self, outcome: FillOutcome) -> tuple[Any, ...]:
+    def upload(
+        self, outcome: FillOutcome, masks: Sequence[NDArray[np.bool_]] = ()
+    ) -> tuple[Any, ...]:
         """Upload on the copy stream; permute, cast and scale in one kernel on the work stream.
 
         Returns
         -------
-        tuple of cupy.ndarray
-            Views of the device slot, to be used after `acquire`.
+        tuple of cupy.ndarray, Ragged or Csr
+            Views of the device slot, to be used after `acquire`: fields, and masks behind them.
 
         Raises
         ------
@@ -143,7 +235,7 @@ class CudaSlot:
                     for i, plan in enumerate(outcome.encoded):
                         if plan is not None:
                             device.decoders[i].upload(plan, self._staging[i], stream)
-                    others = self._upload_rows(outcome, stream)
+                    fields = self._upload_fields(outcome, masks, stream)
                     self._sent.record(stream.ptr)
                 finally:  # whatever was put on the stream, the next fill waits for it
                     self._uploaded.record(stream.ptr)
@@ -153,8 +245,10 @@ class CudaSlot:
                 try:
                     self._decode(outcome, stream)
                     delivered = tuple(
-                        self._transformed(i, outcome) if other is None else other
-                        for i, other in enumerate(others)
+                        self._transformed(self._columns[i], outcome)
+                        if field is None
+                        else field.deliver()
+                        for i, field in enumerate(fields)
                     )
                 finally:  # whatever was put on the stream, the next upload waits for it
                     self._ready.record(stream.ptr)
@@ -168,29 +262,43 @@ class CudaSlot:
             sent = self._sent.seconds_since(self._begun[0])
             return max(sent, self._done.seconds_since(self._begun[1]))
 
-    def _upload_rows(self, outcome: FillOutcome, stream: Any) -> list[Any]:
-        """Upload rows, and return arrays of what is none of the slot's, for which there is more."""
+    def _upload_fields(
+        self, outcome: FillOutcome, masks: Sequence[NDArray[np.bool_]], stream: Any
+    ) -> list[CudaField | None]:
+        """Upload rows; return, by field and mask, what has what is none of the slot's rows."""
         size = outcome.index.size
         if self._device.cache:
             self._index[:size] = self._device.cached.positions(outcome.index)
             self._gpu.upload(self._index_on_device[:size], self._index[:size], stream)
-        others: list[Any] = [None] * len(self._raw)
-        if outcome.is_resident:
-            return others
+        found: list[CudaField | None] = [None] * len(self._fields)
         mine = []
-        for i, array in enumerate(outcome.arrays):
-            if outcome.encoded and outcome.encoded[i] is not None:
+        for i, array in enumerate(outcome.arrays if not outcome.is_resident else ()):
+            column = self._columns[i]
+            if outcome.encoded and outcome.encoded[column] is not None:
                 continue
-            if _is_same(array, self.memory.out[i][:size]):
-                mine.append(i)
+            if self._in_block[column] and _is_same(array, self.memory.out[column][:size]):
+                mine.append(column)
             else:
-                others[i] = self._upload_other(i, array)
-        if len(mine) == len(self._raw) and size == len(self._raw[0]):
-            self._gpu.upload(self._device_block, self._host_block, stream)
-            return others
-        for i in mine:
-            self._gpu.upload(self._raw[i][:size], outcome.arrays[i], stream)
-        return others
+                found[i] = self._uploaded_other(i, array, stream)
+        for i, mask in enumerate(masks, len(found)):
+            found.append(self._uploaded_other(i, mask, stream))
+        if len(mine) == sum(self._in_block) and size == self._rows:
+            if self._host_block.nbytes:
+                self._gpu.upload(self._device_block, self._host_block, stream)
+            return found
+        for column in mine:
+            self._gpu.upload(self._raw[column][:size], self.memory.out[column][:size], stream)
+        return found
+
+    def _uploaded_other(self, i: int, array: Any, stream: Any) -> CudaField:
+        """Upload what is none of the slot's rows."""
+        field = self._fields[i] if i < len(self._fields) else None
+        if field is None:
+            field = self._others.get(i)
+        if field is None:
+            field = self._others[i] = CudaField(self._gpu, self._device.kernels, self._rows)
+        field.upload(array, stream)
+        return field
 
     def _decode(self, outcome: FillOutcome, stream: Any) -> None:
         """Decode chunks on the work stream; wait, and see that they are what they should be.
@@ -231,54 +339,25 @@ class CudaSlot:
 
     def _transformed(self, i: int, outcome: FillOutcome) -> Any:
         device, size = self._device, outcome.index.size
-        raw, out = self._raw[i][:size], self._delivered[i][:size]
+        raw, out, change = self._raw[i][:size], self._delivered[i][:size], self._change[i]
+        assert change is not None
         index, rows = self._every[:size], raw
         if device.cache and not outcome.is_resident:
             device.kernels.scatter(raw, self._index_on_device[:size], device.cache[i])
-        elif device.cache and self._change[i].gathers and self._delivered[i] is not self._raw[i]:
+        elif device.cache and change.gathers and self._delivered[i] is not self._raw[i]:
             index, rows = self._index_on_device[:size], device.cache[i].view(raw.dtype)
         elif device.cache:
             device.kernels.gather(device.cache[i], self._index_on_device[:size], raw)
         if self._delivered[i] is not self._raw[i]:
-            self._change[i].change(rows, index, out)
+            change.change(rows, index, out)
         return out
 
-    def _upload_other(self, i: int, array: NDArray[Any]) -> Any:
-        """Upload an array that `postprocess` made, through pinned memory of its size."""
-        if not cupy_has(array.dtype):
-            raise DeviceError(f"postprocess returned dtype {array.dtype}, which CuPy lacks")
-        array = array.astype(array.dtype.newbyteorder("="), copy=False)
-        other = self._other[i]
-        if other is None or not _fits(array, other[0]):
-            pinned = self._empty_pinned(array.shape, array.dtype)
-            with self._gpu.allocating():
-                other = pinned, self._gpu.cupy.empty(array.shape, array.dtype)
-            self._other[i] = other
-        rows = slice(len(array)) if array.ndim else ...
-        pinned, on_device = other[0][rows], other[1][rows]
-        np.copyto(pinned, array)
-        self._gpu.upload(on_device, pinned, self._copy_stream)
-        return on_device
 
-
-def cupy_has(dtype: np.dtype[Any]) -> bool:
-    """Tell whether CuPy has a type for the elements."""
-    return dtype.char in _CUPY_TYPES
-
-
-def _is_same(array: NDArray[Any], own: NDArray[Any]) -> bool:
+def _is_same(array: Any, own: NDArray[Any]) -> bool:
     return (
-        array.ctypes.data == own.ctypes.data
+        isinstance(array, np.ndarray)
+        and array.ctypes.data == own.ctypes.data
         and array.dtype == own.dtype
         and array.shape == own.shape
         and array.strides == own.strides
-    )
-
-
-def _fits(array: NDArray[Any], room: NDArray[Any]) -> bool:
-    return (
-        array.dtype == room.dtype
-        and array.shape[1:] == room.shape[1:]
-        and len(array.shape) == len(room.shape)
-        and array.shape[:1] <= room.shape[:1]
     )

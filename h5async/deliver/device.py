@@ -11,7 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from h5async.deliver.host import HostDevice
+from h5async.fill.outlines import Outline
 from h5async.fill.records import FillOutcome, SlotMemory
 from h5async.fill.resident import Budget, Residency
 from h5async.io.shared import SharedMemory
@@ -34,8 +38,10 @@ class DeviceSlot(Protocol):
     def wait_writable(self) -> None:
         """Block until the host arrays may be overwritten; in a worker."""
 
-    def upload(self, outcome: FillOutcome) -> tuple[Any, ...]:
-        """Begin to bring a filled batch to the device; in a worker.
+    def upload(
+        self, outcome: FillOutcome, masks: Sequence[NDArray[np.bool_]] = ()
+    ) -> tuple[Any, ...]:
+        """Begin to bring a filled batch to the device, and masks behind it; in a worker.
 
         Raises
         ------
@@ -79,6 +85,7 @@ class Device(Protocol):
         postprocess: bool,
         encoded_formats: Sequence[EncodedFormat | None],
         shared: SharedMemory | None = None,
+        outlines: Sequence[Outline] = (),
     ) -> list[DeviceSlot]:
         """Allocate slots of `rows` rows.
 
@@ -87,14 +94,22 @@ class Device(Protocol):
         count, rows
             Slots, and samples in each.
         transforms
-            By field.
+            By column.
         postprocess
             Whether it wants delivered arrays on the host.
         encoded_formats
-            How chunks of each field are decoded on the device, where they are.
+            How chunks of each column are decoded on the device, where they are.
         shared
             Where a helper process fills the slots: the memory that it has too.
+        outlines
+            How each field is put together of its columns; empty: a column is a field.
         """
+
+    def host_memory(self, nbytes: int) -> NDArray[np.uint8]:
+        """Return host memory for arrays that a worker makes beside a slot's; in any thread."""
+
+    def can_transform(self, transform: RowTransform) -> bool:
+        """Tell whether the device transforms rows to the very bits of the host."""
 
     def open_cache(self, selection: Selection, cache_bytes: int | None) -> Residency | Budget:
         """Make room for the rows of all samples, after `open_slots`, if the budget allows it."""

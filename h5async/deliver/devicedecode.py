@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from h5async.deliver.gpu import Gpu
 from h5async.deliver.kernels import Kernels
 from h5async.deliver.nvcomp import Nvcomp, NvcompError, load_nvcomp
 from h5async.errors import DeviceError
+from h5async.fill.columns import INDICES
 from h5async.index.layout import DatasetLayout
 from h5async.plan.encoded import EncodedFormat, EncodedPlan, encoded_format
 from h5async.spelling import named
@@ -251,7 +252,7 @@ def find_formats(
     config: ReaderConfig,
     layouts: Mapping[str, DatasetLayout],
     rows: int,
-    on_host: Collection[str],
+    on_host: Mapping[str, str],
     free_nbytes: int,
     staging_nbytes: int,
 ) -> tuple[list[EncodedFormat | None], str | None]:
@@ -262,11 +263,11 @@ def find_formats(
     config
         Says whether it should.
     layouts
-        By field name.
+        By column name.
     rows
         Samples in a batch.
     on_host
-        Fields that are transformed on the host.
+        Why the host decodes some columns in any case, by name.
     free_nbytes
         Of the GPU's memory.
     staging_nbytes
@@ -308,7 +309,7 @@ def find_formats(
             continue
         found = encoded_format(layout, core, rows, in_order=not config.shuffle)
         if name in on_host:
-            found = "its rows are transformed on the host"
+            found = on_host[name]
         if isinstance(found, EncodedFormat):
             needed = _device_nbytes(found, nvcomp, config.prefetch)
             staged = config.prefetch * found.staging_nbytes
@@ -326,7 +327,7 @@ def find_formats(
                 found = (
                     f"it takes {needed / 1e9:.2g} GB of {free_nbytes / 1e9:.2g} GB that are free"
                 )
-        reasons.append(f'field "{name}": {found}')
+        reasons.append(f'field "{name.partition(INDICES)[0]}": {found}')
     if config.decode == "device" and reasons:
         raise DeviceError(
             f"{named('decode', 'device')} is not possible for {'; '.join(reasons)};"

@@ -8,7 +8,7 @@ needs is given back, when no batch is left on its way that may be decoded there.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from h5async.config import ReaderConfig
 from h5async.deliver.decodechoice import DecodeChoice
@@ -31,11 +31,13 @@ class DevicePolicy:
     device
         Where batches are delivered.
     layouts, transforms
-        By field.
+        By column.
     rows
         Samples in a batch.
     staging_nbytes
         What encoded chunks may take of the host's memory, in all slots.
+    mapped
+        Columns of codes that are mapped to others.
 
     Raises
     ------
@@ -51,11 +53,14 @@ class DevicePolicy:
         transforms: Mapping[str, RowTransform],
         rows: int,
         staging_nbytes: int,
+        mapped: Collection[str] = (),
     ) -> None:
         self._device = device
         self._lock = threading.Lock()
         self._serials: set[int] = set()  # batches on their way that may be decoded there
-        self.formats, obstacle = _formats(config, device, layouts, transforms, rows, staging_nbytes)
+        self.formats, obstacle = _formats(
+            config, device, layouts, transforms, rows, staging_nbytes, mapped
+        )
         self._choice = DecodeChoice(config.decode, obstacle)
         self._holds_memory = any(self.formats)  # else nothing is decoded there, any more
         self.num_chunks = 0  # that were decoded there
@@ -143,8 +148,9 @@ def _formats(
     transforms: Mapping[str, RowTransform],
     rows: int,
     staging_nbytes: int,
+    mapped: Collection[str],
 ) -> tuple[list[EncodedFormat | None], str | None]:
-    """Return how each field is decoded on the device, or None, and why none is, if so."""
+    """Return how each column is decoded on the device, or None, and why none is, if so."""
     if device.name == "cpu":
         if config.decode == "device":
             raise DeviceError(f"{named('decode', 'device')} needs a GPU, and none was found")
@@ -152,9 +158,10 @@ def _formats(
     from h5async.deliver.devicedecode import find_formats
     from h5async.deliver.kernels import needs_host
 
-    on_host = [
-        name
-        for name, transform in transforms.items()
-        if needs_host(transform) or transform.steps is not None
-    ]
+    on_host = dict.fromkeys(mapped, "its codes are mapped on the host")
+    for name, transform in transforms.items():
+        if transform.capacity is not None:
+            on_host[name] = "its samples have differing lengths"
+        elif needs_host(transform) or transform.steps is not None:
+            on_host[name] = "its rows are transformed on the host"
     return find_formats(config, layouts, rows, on_host, device.free_nbytes, staging_nbytes)

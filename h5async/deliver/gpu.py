@@ -225,11 +225,17 @@ class Gpu:
         self._freed_with(owner, runtime.freeHost, address)
         return np.asarray(owner)
 
-    def pin(self, memory: NDArray[np.uint8]) -> None:
-        """Pin memory of whole pages until it is unmapped, this GPU being current."""
+    def pin(self, memory: NDArray[np.uint8]) -> Callable[[], object]:
+        """Pin memory of whole pages until it is unmapped, this GPU being current.
+
+        Returns
+        -------
+        callable
+            Unpins it before.
+        """
         address = memory.ctypes.data
         self.cupy.cuda.runtime.hostRegister(address, memory.nbytes, 0)
-        call_before_unmap(memory, partial(self._free, self._unregister, address))
+        return call_before_unmap(memory, partial(self._free, self._unregister, address))
 
     def _unregister(self, address: int) -> None:
         # What still copies out of it is waited for.

@@ -6,16 +6,21 @@ That memory may be pinned, for copies to a GPU that the caller makes.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.deliver.pinnedpart import PinnedPart
 from h5async.errors import DeviceError
+from h5async.fill.outlines import Outline
 from h5async.fill.records import FillOutcome, SlotMemory
 from h5async.fill.resident import Budget, Residency
+from h5async.images import Images
+from h5async.io.growing import plain_memory
 from h5async.io.shared import SharedMemory, page_memory
 from h5async.order.selection import Selection
 from h5async.plan.encoded import EncodedFormat
@@ -29,44 +34,118 @@ if TYPE_CHECKING:
     from h5async.deliver.pinned import Pinning
 
 
+class LaidOut(NamedTuple):
+    """The host memory of a slot.
+
+    Attributes
+    ----------
+    memory
+        Its arrays.
+    block
+        What is delivered, or raw, of all columns with a row for each sample, in one piece.
+    begins
+        By column: where it begins in the block.
+    varying
+        By number: the memory of columns with any number of rows for each sample.
+    """
+
+    memory: SlotMemory
+    block: NDArray[np.uint8]
+    begins: list[int]
+    varying: dict[int, NDArray[np.uint8]]
+
+
 def host_slot(
     rows: int,
     transforms: Sequence[RowTransform],
     on_host: Sequence[bool],
     empty: Callable[[int], NDArray[np.uint8]],
-) -> tuple[SlotMemory, NDArray[np.uint8], list[int]]:
-    """Lay a slot's delivered rows, or raw ones that need no work on the host, out in one block.
+    outlines: Sequence[Outline] = (),
+    empty_varying: Callable[[int], NDArray[np.uint8]] | None = None,
+) -> LaidOut:
+    """Lay a slot's delivered rows, or raw ones that need no work on the host, out in memory.
 
-    Returns
-    -------
-    memory, block, begins
-        The slot's arrays; the block, made by `empty`; and where each field begins in it.
+    Parameters
+    ----------
+    rows
+        Samples.
+    transforms, on_host
+        By column: what is done, and whether it is done on the host.
+    empty
+        Returns new memory.
+    outlines
+        Of all fields. Encoded ones, and arrays that the host makes of others, lie beside.
+    empty_varying
+        Returns new memory for columns with any number of rows for each sample; None: as `empty`.
     """
+    empty_varying = empty if empty_varying is None else empty_varying
+    encoded = {column for one in outlines if one.is_encoded for column in one.columns}
     sizes = [
         transform.slot_rows(rows) * (transform.nbytes if done else transform.raw_nbytes)
         for transform, done in zip(transforms, on_host, strict=True)
     ]
-    *begins, total = itertools.accumulate((_aligned(size) for size in sizes), initial=0)
+    in_block = [
+        size if transform.capacity is None else 0
+        for size, transform in zip(sizes, transforms, strict=True)
+    ]
+    *begins, total = itertools.accumulate((_aligned(size) for size in in_block), initial=0)
     block = empty(total)
     raw, out = [], []
-    for transform, done, begin in zip(transforms, on_host, begins, strict=True):
+    varying: dict[int, NDArray[np.uint8]] = {}
+    several = enumerate(zip(transforms, on_host, begins, strict=True))
+    for number, (transform, done, begin) in several:
+        home = block
+        if number in encoded:
+            home = plain_memory(sizes[number])
+        elif transform.capacity is not None:
+            home = varying[number] = empty_varying(sizes[number])
         count = transform.slot_rows(rows)
         shape, dtype = (count, *transform.raw_row), transform.raw_dtype
+        at = begin if home is block else 0
         if done:
             raw.append(np.empty(shape, dtype))
-            out.append(np.ndarray((count, *transform.row), transform.dtype, block, begin))
+            out.append(np.ndarray((count, *transform.row), transform.dtype, home, at))
         else:
-            raw.append(np.ndarray(shape, dtype, block, begin))
+            raw.append(np.ndarray(shape, dtype, home, at))
             out.append(raw[-1])
-    return SlotMemory(tuple(raw), tuple(out), (None,) * len(raw)), block, begins
+    memory = SlotMemory(tuple(raw), tuple(out), (None,) * len(raw))
+    return LaidOut(memory, block, begins, varying)
+
+
+def made_on_host(
+    rows: int, outlines: Sequence[Outline], empty: Callable[[int], NDArray[np.uint8]]
+) -> tuple[NDArray[Any] | None, ...]:
+    """Return memory for the arrays that the host makes of samples of differing lengths."""
+    found: list[NDArray[Any] | None] = []
+    for outline in outlines:
+        if outline.made is None or outline.is_left:
+            found.append(None)
+            continue
+        row, dtype = outline.made
+        nbytes = rows * math.prod(row) * dtype.itemsize
+        found.append(np.ndarray((rows, *row), dtype, empty(nbytes)))
+    return tuple(found)
 
 
 class HostSlot:
-    """A slot in host memory: nothing is copied, and who refills pinned memory waits for copies."""
+    """A slot in host memory: nothing is copied, and who refills pinned memory waits for copies.
 
-    def __init__(self, memory: SlotMemory, pinning: Pinning | None) -> None:
+    Parameters
+    ----------
+    memory
+        Its arrays.
+    pinning
+        Pins memory, if given.
+    parts
+        Memory of which only as much is pinned as batches use.
+    """
+
+    def __init__(
+        self, memory: SlotMemory, pinning: Pinning | None, parts: Sequence[PinnedPart] = ()
+    ) -> None:
         self.memory = memory
         self._pinning = pinning
+        self._parts = parts
         self._copies: Sequence[Any] = ()  # events: what the caller did with the last batch
 
     def wait_writable(self) -> None:
@@ -74,9 +153,22 @@ class HostSlot:
         if self._pinning is not None:
             self._pinning.wait(self._copies)
 
-    def upload(self, outcome: FillOutcome) -> tuple[Any, ...]:
-        """Return the arrays themselves."""
-        return outcome.arrays
+    def upload(
+        self, outcome: FillOutcome, masks: Sequence[NDArray[np.bool_]] = ()
+    ) -> tuple[Any, ...]:
+        """Return the arrays themselves, and see that they are pinned, where that is asked for.
+
+        Raises
+        ------
+        DeviceError
+            If they cannot be pinned.
+        """
+        if self._parts:
+            for array in itertools.chain.from_iterable(map(memory_of, outcome.arrays)):
+                for part in self._parts:
+                    if part.has(array):
+                        part.reach(array)
+        return (*outcome.arrays, *masks)
 
     def transfer_seconds(self) -> float:
         """Return 0: nothing is transferred."""
@@ -117,17 +209,53 @@ class HostDevice:
         postprocess: bool,
         encoded_formats: Sequence[EncodedFormat | None],
         shared: SharedMemory | None = None,
+        outlines: Sequence[Outline] = (),
     ) -> list[DeviceSlot]:
         """Allocate slots of `rows` rows; all transforming is the filler's."""
         todo = list(transforms.values())
         on_host = [not transform.is_identity for transform in todo]
-        slots: list[DeviceSlot] = []
-        for _ in range(count):
-            memory, block, _ = host_slot(rows, todo, on_host, self._empty(shared))
-            if self._pinning is not None and block.nbytes:
-                self._pinning.pin(block)
-            slots.append(HostSlot(memory, self._pinning))
-        return slots
+        return [self._slot(rows, todo, on_host, shared, outlines) for _ in range(count)]
+
+    def _slot(
+        self,
+        rows: int,
+        todo: Sequence[RowTransform],
+        on_host: Sequence[bool],
+        shared: SharedMemory | None,
+        outlines: Sequence[Outline],
+    ) -> DeviceSlot:
+        empty = self._empty(shared)
+        laid_out = host_slot(rows, todo, on_host, empty, outlines)
+        made = made_on_host(rows, outlines, empty if shared is not None else self.host_memory)
+        memory = laid_out.memory._replace(made=made)
+        if self._pinning is None:
+            return HostSlot(memory, None)
+        pin = self._pinning.pin
+        if laid_out.block.nbytes:
+            pin(laid_out.block)
+        parts = [
+            PinnedPart(varying, pin, todo[number].likely * todo[number].nbytes)
+            for number, varying in laid_out.varying.items()
+        ]
+        return HostSlot(memory, self._pinning, parts)
+
+    def host_memory(self, nbytes: int) -> NDArray[np.uint8]:
+        """Return memory for what is delivered.
+
+        Raises
+        ------
+        DeviceError
+            If it cannot be pinned.
+        """
+        if self._pinning is None or not nbytes:
+            return plain_memory(nbytes)
+        memory = page_memory(nbytes)
+        self._pinning.pin(memory)
+        return memory
+
+    def can_transform(self, transform: RowTransform) -> bool:
+        """Return False: there is no device."""
+        return False
 
     def _empty(self, shared: SharedMemory | None) -> Callable[[int], NDArray[np.uint8]]:
         if shared is not None:
@@ -178,16 +306,21 @@ class HostDevice:
         """Do nothing."""
 
 
-def memory_of(array: Any) -> tuple[NDArray[Any], ...]:
+def memory_of(array: Any) -> tuple[Any, ...]:
     """Return the arrays that a field consists of: itself, or those of ragged or sparse samples."""
     if isinstance(array, Ragged):
         return array.values, array.offsets
     return (array.data, array.indices, array.indptr) if isinstance(array, Csr) else (array,)
 
 
-def plain_memory(nbytes: int) -> NDArray[np.uint8]:
-    """Return memory that is not pinned."""
-    return np.empty(nbytes, np.uint8)
+def with_memory(array: Any, several: Sequence[Any]) -> Any:
+    """Return such samples of other arrays, of which `memory_of` has returned as many."""
+    first, *others = several
+    if isinstance(array, Images):
+        return Images(first, others[0], array.shapes)
+    if isinstance(array, Ragged):
+        return Ragged(first, others[0])
+    return Csr(first, others[0], others[1], array.shape) if isinstance(array, Csr) else first
 
 
 def _aligned(nbytes: int) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.plan.transform import RowTransform
+from h5async.samplekernels import EXACT, OPTIONS, SampleKernels
 
 # Of one sample; beyond, neighbouring threads read too far apart.
 _MAX_PLANES = 16
@@ -39,49 +40,6 @@ _MAX_BLOCKS = 64  # of one piece
 _PIECE_NBYTES = 64 * 1024  # what pieces of unlike sizes are taken for
 _MAX_GRID_Y = 65535
 
-# The results are those of the host, bit for bit (but for what of a NaN is no NaN's business): no
-# fused multiply-add, and numbers below the smallest normal one stay what they are, though CuPy
-# compiles all for -ftz=true. There is no PTX where a CPU runs this, in tests.
-_OPTIONS = ("--fmad=false",)
-_EXACT = """
-template <class T, class S>
-static __device__ inline T h5async_to(const S &value) { return T(value); }
-template <class T>
-static __device__ inline T h5async_mul(const T &a, const T &b) { return T(a * b); }
-template <class T>
-static __device__ inline T h5async_add(const T &a, const T &b) { return T(a + b); }
-#ifdef __CUDA_ARCH__
-template <>
-__device__ inline float h5async_to<float, double>(const double &value)
-{
-    float result;
-    asm("cvt.rn.f32.f64 %0, %1;" : "=f"(result) : "d"(value));
-    return result;
-}
-template <>
-__device__ inline double h5async_to<double, float>(const float &value)
-{
-    double result;
-    asm("cvt.f64.f32 %0, %1;" : "=d"(result) : "f"(value));
-    return result;
-}
-template <>
-__device__ inline float h5async_mul<float>(const float &a, const float &b)
-{
-    float result;
-    asm("mul.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
-    return result;
-}
-template <>
-__device__ inline float h5async_add<float>(const float &a, const float &b)
-{
-    float result;
-    asm("add.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
-    return result;
-}
-#endif
-"""
-
 
 class RowChange(NamedTuple):
     """What does a transform on the device; the bits are those of `RowTransform.apply`.
@@ -100,44 +58,51 @@ class RowChange(NamedTuple):
 
 
 class Kernels:
-    """The kernels of one GPU. Safe to use from many threads."""
+    """The kernels of one GPU. Safe to use from many threads.
+
+    Attributes
+    ----------
+    of_samples
+        Those of sparse and ragged samples.
+    """
 
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
         source = Path(__file__).with_name("kernels.cu").read_text()
         self._module = cupy.RawModule(code=source, options=("-std=c++17",))
         self._functions: dict[str, Any] = {}
+        self.of_samples = SampleKernels(cupy)
         self._move = cupy.ElementwiseKernel(
             _PLANES_PARAMETERS,
             "raw T delivered",
             _PLANES.format(value=_STORED),
             "h5async_planes",
-            options=_OPTIONS,
-            preamble=_EXACT,
+            options=OPTIONS,
+            preamble=EXACT,
         )
         self._move_scaled = cupy.ElementwiseKernel(
             f"{_PLANES_PARAMETERS}, raw T scale, raw T offset",
             "raw T delivered",
             _PLANES.format(value=_scaled(_STORED, "scale[c]", "offset[c]")),
             "h5async_planes_scaled",
-            options=_OPTIONS,
-            preamble=_EXACT,
+            options=OPTIONS,
+            preamble=EXACT,
         )
         self._scale = cupy.ElementwiseKernel(
             "S stored, T scale, T offset",
             "T delivered",
             f"delivered = {_scaled('h5async_to<T>(stored)', 'scale', 'offset')}",
             "h5async_scale",
-            options=_OPTIONS,
-            preamble=_EXACT,
+            options=OPTIONS,
+            preamble=EXACT,
         )
         self._cast = cupy.ElementwiseKernel(
             "S stored",
             "T delivered",
             "delivered = h5async_to<T>(stored)",
             "h5async_cast",
-            options=_OPTIONS,
-            preamble=_EXACT,
+            options=OPTIONS,
+            preamble=EXACT,
         )
 
     def row_change(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -43,13 +43,18 @@ class Pinning:
         if not self._torch.cuda.is_available():
             raise DeviceError(f"PyTorch {self._torch.__version__} finds no GPU; {hint}")
 
-    def pin(self, memory: NDArray[np.uint8]) -> None:
+    def pin(self, memory: NDArray[np.uint8]) -> Callable[[], object]:
         """Pin memory, until the last array over it is gone.
 
         Parameters
         ----------
         memory
             Of whole pages, as `page_memory` returns it.
+
+        Returns
+        -------
+        callable
+            Unpins it before.
 
         Raises
         ------
@@ -65,7 +70,7 @@ class Pinning:
                 f" make {named('batch_size')} or {named('prefetch')} smaller, or do without"
                 f" {named('pin_memory')}"
             )
-        call_before_unmap(memory, partial(self._unpin, memory.ctypes.data))
+        return call_before_unmap(memory, partial(self._unpin, memory.ctypes.data))
 
     def record(self) -> Sequence[Any]:
         """Return events that are done when all is that the caller's streams were given.

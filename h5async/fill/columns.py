@@ -6,7 +6,7 @@ columns enter, as they lie in a slot; the arrays of fields leave: `Ragged`, `Csr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -20,7 +20,7 @@ from h5async.fill.records import SlotMemory
 from h5async.index.layout import DatasetLayout
 from h5async.order.spans import SpanRows
 from h5async.order.steps import StepRows
-from h5async.ragged import Ragged
+from h5async.ragged import Ragged, put_padded
 from h5async.sparse import Csr
 
 T = TypeVar("T")
@@ -105,6 +105,11 @@ class Categories(NamedTuple):
     where: tuple[str, ...] = ()
 
 
+def dense_dtype(field: SparseField) -> np.dtype[Any]:
+    """Return the dtype of dense rows."""
+    return np.dtype(np.float32) if field.delivered_dtype is None else field.delivered_dtype
+
+
 class Assembly:
     """Makes what is delivered of the arrays of columns. Safe to use from many threads.
 
@@ -158,8 +163,17 @@ class Assembly:
                 totals[one] = int(one.lengths(index).sum())
         return [totals[one] if isinstance(one, SpanRows) else index.size for one in self._rows]
 
-    def arrays(self, memory: SlotMemory, index: NDArray[np.int64]) -> tuple[Any, ...]:
+    def arrays(
+        self, memory: SlotMemory, index: NDArray[np.int64], left: Collection[str] = ()
+    ) -> tuple[Any, ...]:
         """Return the arrays of a batch, by field; views of a slot's memory, where that is possible.
+
+        Parameters
+        ----------
+        memory, index
+            Of the batch.
+        left
+            Names of fields whose samples a device pads, or makes dense.
 
         Raises
         ------
@@ -168,8 +182,10 @@ class Assembly:
         """
         if self.is_plain:
             return tuple([out[: index.size] for out in memory.out])
-        found, column = [], 0
-        for name, field in self._fields.items():
+        found: list[Any] = []
+        column = 0
+        for number, (name, field) in enumerate(self._fields.items()):
+            made = memory.made[number] if memory.made and name not in left else None
             rows, out = self._rows[column], memory.out[column]
             column += 1
             if name in self._united:
@@ -183,9 +199,13 @@ class Assembly:
             if isinstance(field, SparseField):
                 indices = memory.out[column][: offsets[-1]]
                 column += 1
-                found.append(self._sparse(name, field, values, indices, offsets, index))
+                several = self._sparse(name, values, indices, offsets, index)
+                is_whole = not field.dense or name in left
+                found.append(several if is_whole else _dense(several, field, made))
             else:
-                found.append(_ragged(field, values, offsets))
+                is_padded = name not in left
+                pad_to = field.pad_to if is_padded and isinstance(field, RaggedField) else None
+                found.append(_ragged(values, offsets, pad_to, made))
         return tuple(found)
 
     def _codes(
@@ -218,12 +238,11 @@ class Assembly:
     def _sparse(
         self,
         name: str,
-        field: SparseField,
         values: NDArray[Any],
         indices: NDArray[Any],
         offsets: NDArray[np.int64],
         index: NDArray[np.int64],
-    ) -> Any:
+    ) -> Csr:
         shape = self._shapes[name]
         if shape.places is not None:
             values, indices, offsets = self._chosen(shape, values, indices, offsets, index)
@@ -232,12 +251,7 @@ class Assembly:
             outside = _are_outside(indices, shape.columns)
             if outside.any():
                 raise self._no_column(shape, indices, offsets, index, int(outside.argmax()))
-        if not field.dense:
-            return rows
-        dtype = np.float32 if field.delivered_dtype is None else field.delivered_dtype
-        if np.can_cast(values.dtype, dtype, "same_kind"):
-            return rows.to_dense(np.empty(rows.shape, dtype))
-        return rows.to_dense().astype(dtype)
+        return rows
 
     def _chosen(
         self,
@@ -287,8 +301,26 @@ def _are_outside(indices: NDArray[Any], columns: int) -> NDArray[np.bool_]:
     return found
 
 
-def _ragged(field: Field, values: NDArray[Any], offsets: NDArray[np.int64]) -> Any:
-    found = Ragged(values, offsets)
-    if isinstance(field, RaggedField) and field.pad_to is not None:
-        return found.to_padded(length=field.pad_to)[0]
+def _dense(rows: Csr, field: SparseField, out: NDArray[Any] | None) -> NDArray[Any]:
+    """Return dense rows, in the memory of the slot where that is given."""
+    dtype = dense_dtype(field)
+    found = np.empty(rows.shape, dtype) if out is None else out[: len(rows)]
+    if np.can_cast(rows.dtype, dtype, "same_kind"):
+        rows.to_dense(found)
+    else:
+        found[...] = rows.to_dense().astype(dtype)
+    return found
+
+
+def _ragged(
+    values: NDArray[Any], offsets: NDArray[np.int64], pad_to: int | None, out: NDArray[Any] | None
+) -> Any:
+    """Return samples, or, padded, an array, in the memory of the slot where that is given."""
+    if pad_to is None:
+        return Ragged(values, offsets)
+    size = offsets.size - 1
+    shape = size, pad_to, *values.shape[1:]
+    found = np.empty(shape, values.dtype) if out is None else out[:size]
+    found[...] = np.zeros((), values.dtype)
+    put_padded(values, offsets, found)
     return found

@@ -153,10 +153,8 @@ def _check_ragged(config: ReaderConfig) -> None:
     for is_given, option, remedy in (
         (config.cache is not None, f'cache="{config.cache}"', "leave it out"),
         (config.workers != "thread", f'workers="{config.workers}"', 'set workers="thread"'),
-        (config.pin_memory, "pin_memory", "leave it out"),
         (config.sequences is not None, "sequences", "leave it out"),
         (config.names_index, "a saved index as hdf5_path", "give the HDF5 files themselves"),
-        (config.device.startswith("cuda"), f'device="{config.device}"', 'set device="cpu"'),
     ):
         if is_given:
             raise ConfigError(

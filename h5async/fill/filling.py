@@ -10,7 +10,7 @@ batch goes through (`phases.py`), and what plans and reads rows (`reading.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -33,6 +33,7 @@ from h5async.fill.records import FillerStats, FillOutcome, FillRequest, SlotFill
 from h5async.fill.resident import Budget, HostCache, Residency, open_host_cache
 from h5async.fill.submissions import Submissions
 from h5async.index.layout import DatasetLayout
+from h5async.io.growing import plain_memory
 from h5async.order.selection import Selection
 from h5async.plan.encoded import EncodedFormat
 from h5async.plan.transform import RowTransform
@@ -60,6 +61,10 @@ class Filler(SlotFiller):
         Of categorical fields, by name.
     rows
         Samples that a slot has room for; None: as many as its first array has rows.
+    left
+        Names of fields that the device puts together.
+    new_memory
+        Returns host memory for pixels, from which the device uploads.
     next_requests
         Called in a worker, after `kick`: what is to be filled now.
     before_fill
@@ -104,6 +109,8 @@ class Filler(SlotFiller):
         shapes: Mapping[str, SparseShape] = MappingProxyType({}),
         categories: Mapping[str, Categories] = MappingProxyType({}),
         rows: int | None = None,
+        left: Collection[str] = (),
+        new_memory: Callable[[int], NDArray[np.uint8]] = plain_memory,
         device_cache: Residency | None = None,
         encoded_formats: Sequence[EncodedFormat | None] = (),
         next_requests: Callable[[], Sequence[FillRequest]],
@@ -149,7 +156,15 @@ class Filler(SlotFiller):
                 rows,
             )
             self._images = _image_decoder(
-                config, layouts, core, len(slots), rows, max(1, num_threads), memory_plan
+                config,
+                layouts,
+                core,
+                len(slots),
+                rows,
+                max(1, num_threads),
+                memory_plan,
+                left,
+                new_memory,
             )
             self.submissions: Submissions | None = None
             selection = samplings.selection
@@ -175,6 +190,7 @@ class Filler(SlotFiller):
                 transforms=several,
                 slots=slots,
                 assembly=assembly,
+                left=left,
                 images=self._images,
                 resident=self._resident,
                 postprocess=postprocess,
@@ -320,6 +336,8 @@ def _image_decoder(
     rows: int | None,
     threads: int,
     memory_plan: MemoryPlan,
+    left: Collection[str],
+    new_memory: Callable[[int], NDArray[np.uint8]],
 ) -> ImageDecoder | None:
     """Return what decodes images, where a field has any."""
     fields = config.batch_fields
@@ -334,6 +352,8 @@ def _image_decoder(
         rows=config.batch_size if rows is None else rows,
         threads=threads,
         limit_nbytes=memory_plan.limit_nbytes,
+        left=left,
+        new_memory=new_memory,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache, partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from h5async.errors import DatasetError, ReadError, needs_package
 from h5async.fill.reading import transformer
 from h5async.images import Images
 from h5async.index.layout import DatasetLayout
+from h5async.io.growing import Growing, plain_memory
 from h5async.plan.crops import Box, center_box, is_flipped, random_box, random_numbers
 from h5async.plan.transform import RowTransform, image_transform
 from h5async.ragged import Ragged
@@ -49,6 +50,10 @@ class ImageDecoder:
         That decode at a time.
     limit_nbytes
         What pixels may take, in all slots, and beside them while they are decoded.
+    left
+        Names of fields whose pixels a device transforms: batches have them as they were decoded.
+    new_memory
+        Returns host memory for the pixels of a slot.
 
     Raises
     ------
@@ -69,6 +74,8 @@ class ImageDecoder:
         rows: int,
         threads: int,
         limit_nbytes: int,
+        left: Collection[str] = (),
+        new_memory: Empty = plain_memory,
     ) -> None:
         self._seed = seed
         self._of_batch = limit_nbytes // max(1, slots)
@@ -78,8 +85,16 @@ class ImageDecoder:
             for number, (name, field) in enumerate(fields.items())
             if isinstance(field, ImageField)
         }
+        self._of_slots = self.fields | {
+            number: ImageFieldDecoder(as_decoded(field), layouts[name], core, of_image)
+            for number, (name, field) in enumerate(fields.items())
+            if isinstance(field, ImageField) and name in left
+        }
         self._memory = [
-            {number: SlotPixels(one.sized_nbytes(rows)) for number, one in self.fields.items()}
+            {
+                number: Growing(new_memory, one.sized_nbytes(rows))
+                for number, one in self._of_slots.items()
+            }
             for _ in range(slots)
         ]
         self._lock = threading.Lock()
@@ -109,7 +124,7 @@ class ImageDecoder:
         epoch
             On which random numbers depend.
         slot
-            Whose memory is used; None: new memory.
+            Whose memory is used; None: new memory, and pixels are transformed in any case.
 
         Raises
         ------
@@ -117,9 +132,9 @@ class ImageDecoder:
             If a header must be read, and is broken, or images take too much memory.
         """
         found, todo, most = list(arrays), [], self._of_batch
-        for number, field in self.fields.items():
-            of_slot = {number: SlotPixels(0)} if slot is None else self._memory[slot]
-            task = field.task(arrays[number], index, of_slot[number].empty, most)
+        for number, field in (self.fields if slot is None else self._of_slots).items():
+            memory = Growing(plain_memory) if slot is None else self._memory[slot][number]
+            task = field.task(arrays[number], index, memory.of, most)
             found[number] = task.delivered
             todo.append(task)
         numbers = None
@@ -130,25 +145,6 @@ class ImageDecoder:
     def close(self) -> None:
         """Let go of the memory."""
         self._memory = []
-
-
-class SlotPixels:
-    """Memory for the pixels of a field in one slot; used by whoever fills that.
-
-    Parameters
-    ----------
-    nbytes
-        Taken at once.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        self._block = np.empty(nbytes, np.uint8)
-
-    def empty(self, nbytes: int) -> NDArray[np.uint8]:
-        """Return so much memory: the same each time, while that suffices."""
-        if nbytes > self._block.nbytes:
-            self._block = np.empty(nbytes + nbytes // 4, np.uint8)
-        return self._block[:nbytes]
 
 
 class BatchImages:
@@ -438,10 +434,10 @@ class ImageFieldDecoder:
         """Return memory of the calling thread."""
         memory = getattr(self._own, name, None)
         if memory is None:
-            memory = SlotPixels(0)
+            memory = Growing(plain_memory)
             setattr(self._own, name, memory)
         nbytes = shape[0] * shape[1] * shape[2]
-        found: NDArray[np.uint8] = memory.empty(nbytes).reshape(shape)
+        found: NDArray[np.uint8] = memory.of(nbytes).reshape(shape)
         return found
 
     def _where(self, sample: int) -> str:
@@ -456,11 +452,26 @@ class ImageFieldDecoder:
 _REMEDY = 'mend the file, leave the sample out by indices, or set on_error="zero" and a size'
 
 
+def as_decoded(field: ImageField) -> ImageField:
+    """Return a field whose pixels are delivered as they were decoded."""
+    return field.model_copy(update={"axes": None, "dtype": None, "scale": None, "offset": None})
+
+
+def pixel_transform(field: ImageField) -> RowTransform | None:
+    """Return how pixels are delivered; None where images keep their sizes.
+
+    Raises
+    ------
+    ConfigError
+        If a scale or offset has another length than the channels.
+    """
+    return None if field.size is None else image_transform(field, (*field.size, CHANNELS))
+
+
 def sized_nbytes(field: Field | None, rows: int) -> int:
     """Return what the pixels of a field take in a slot where images are resized; else 0."""
-    if not isinstance(field, ImageField) or field.size is None:
-        return 0
-    return rows * image_transform(field, (*field.size, CHANNELS)).nbytes
+    transform = pixel_transform(field) if isinstance(field, ImageField) else None
+    return 0 if transform is None else rows * transform.nbytes
 
 
 def _opencv() -> Any:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from h5async.config import ReaderConfig
@@ -88,6 +89,8 @@ class MemoryBudget:
         By field name, in field order.
     rows
         Samples in a slot.
+    made_nbytes
+        By field name: bytes of a row of an array that is made of samples of differing lengths.
     fewer_threads_do
         Whether there may be fewer threads than the configuration has.
     """
@@ -99,8 +102,10 @@ class MemoryBudget:
         transforms: Mapping[str, RowTransform],
         rows: int,
         *,
+        made_nbytes: Mapping[str, int] = MappingProxyType({}),
         fewer_threads_do: bool = False,
     ) -> None:
+        self._made_nbytes = made_nbytes
         self._fewer_threads_do = fewer_threads_do
         self._config = config
         self._layouts = layouts
@@ -241,7 +246,8 @@ class MemoryBudget:
     def _slots(self) -> dict[str, int]:
         """Return what the slots take, by field: rows as read, and as delivered.
 
-        Rows as read lie in the memory of whoever reads them, unless they are delivered so.
+        Rows as read lie in the memory of whoever reads them, unless they are delivered so. Arrays
+        that are made of samples of differing lengths come with the first column.
         """
         slots, raws = self._config.prefetch, self._fillers
         return {
@@ -250,6 +256,7 @@ class MemoryBudget:
                 t.slot_rows(self._rows)
                 * (t.raw_nbytes if t.is_identity else raws * t.raw_nbytes + t.nbytes)
                 + sized_nbytes(self._config.batch_fields.get(name), self._rows)
+                + self._made_nbytes.get(name, 0) * self._rows
             )
             for name, t in self._transforms.items()
         }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -81,6 +81,8 @@ class Phases:
         Memory of each slot.
     assembly
         Makes what is delivered of it.
+    left
+        Names of fields that a device puts together.
     images
         Decodes images; None: no field has any.
     resident
@@ -103,6 +105,7 @@ class Phases:
         transforms: Sequence[RowTransform],
         slots: Sequence[SlotMemory],
         assembly: Assembly,
+        left: Collection[str],
         images: ImageDecoder | None,
         resident: Residency | None,
         postprocess: Postprocess | None,
@@ -118,6 +121,7 @@ class Phases:
         self._raw_nbytes = [transform.raw_nbytes for transform in transforms]
         self._out_nbytes = [transform.nbytes for transform in transforms]
         self._assembly = assembly
+        self._left = left
         self._images = images
         self._resident = resident
         self._cache = resident if isinstance(resident, HostCache) else None
@@ -244,6 +248,10 @@ class Phases:
         ]
         self._begin(batch, works, self._begin_images)
 
+    def _arrays(self, batch: _Fill) -> tuple[Any, ...]:
+        """Return the arrays of a batch, as a device that puts them together wants them."""
+        return self._assembly.arrays(self.slots[batch.request.slot], batch.index, self._left)
+
     # --- images -----------------------------------------------------------------------------------
 
     def _begin_images(self, batch: _Fill) -> None:
@@ -251,7 +259,7 @@ class Phases:
             self._finish(batch)
             return
         request = batch.request
-        arrays = self._assembly.arrays(self.slots[request.slot], batch.index)
+        arrays = self._arrays(batch)
         images = self._images.batch(arrays, batch.index, request.epoch, request.slot)
         batch.images = images
         parts = max(1, min(self._pool.num_threads, images.count))
@@ -271,7 +279,7 @@ class Phases:
             arrays = batch.images.arrays
         elif batch.error is None:
             try:
-                arrays = self._assembly.arrays(self.slots[batch.request.slot], batch.index)
+                arrays = self._arrays(batch)
             except BaseException as error:
                 self._note_error(batch, error)
         if self._postprocess is not None and batch.error is None:

@@ -19,7 +19,7 @@ NO_SAMPLES = np.zeros(0, np.int64)
 
 
 class SlotMemory(NamedTuple):
-    """The host arrays of a slot, one of each kind for each field.
+    """The host arrays of a slot, one of each kind for each column (`fill/columns.py`).
 
     Attributes
     ----------
@@ -30,11 +30,15 @@ class SlotMemory(NamedTuple):
         to transform.
     encoded
         uint8: encoded chunks, for the device to decode; None where it cannot.
+    made
+        By field, where there are any: (batch, ...), plain arrays that are made of samples of
+        differing lengths; None where none are, or where they get memory of their own.
     """
 
     raw: tuple[NDArray[Any], ...]
     out: tuple[NDArray[Any], ...]
     encoded: tuple[NDArray[np.uint8] | None, ...]
+    made: tuple[NDArray[Any] | None, ...] = ()
 
 
 class FillRequest(NamedTuple):

@@ -112,7 +112,7 @@ def _check_mapping(name: str, field: Field, config: ReaderConfig, where: list[st
         (field.offset is not None, "offset"),
         (field.steps is not None, "steps"),
         (field.dtype is not None and field.dtype.kind != "i", f"dtype={field.dtype}"),
-        (config.device.startswith("cuda"), f'device="{config.device}"'),
+        (config.cache == "device", 'cache="device"'),
     ):
         if is_given:
             raise ConfigError(

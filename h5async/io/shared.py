@@ -65,7 +65,9 @@ def page_memory(nbytes: int) -> NDArray[np.uint8]:
         raise MemoryError(f"{nbytes} bytes of whole pages: {error}") from error
 
 
-def call_before_unmap(memory: NDArray[Any], function: Callable[[], None]) -> None:
+def call_before_unmap(
+    memory: NDArray[Any], function: Callable[[], None]
+) -> weakref.finalize[Any, Any]:
     """Have a function called when the last array over some memory is gone, and before its pages go.
 
     What was registered last is called first; nothing is called at the end of the interpreter.
@@ -76,10 +78,17 @@ def call_before_unmap(memory: NDArray[Any], function: Callable[[], None]) -> Non
         As `page_memory` and `SharedMemory.empty` return it.
     function
         Must not refer to the memory.
+
+    Returns
+    -------
+    weakref.finalize
+        Calls the function now, and not again.
     """
     block = _block_of(memory)
     assert isinstance(block, _Map), "this memory is not mapped here"
-    weakref.finalize(block, function).atexit = False
+    found = weakref.finalize(block, function)
+    found.atexit = False
+    return found
 
 
 def _block_of(array: NDArray[Any]) -> object:

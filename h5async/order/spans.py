@@ -61,3 +61,8 @@ class SpanRows:
         if count < lengths.size:
             lengths = np.partition(lengths, lengths.size - count)[-count:]
         return int(lengths.sum())
+
+    def likely(self, count: int) -> int:
+        """Return how many rows `count` samples have in the mean, and a quarter more."""
+        rows, samples = int(self.starts[-1] - self.starts[0]), self.starts.size - 1
+        return -(-5 * count * rows // (4 * samples)) if samples else 0

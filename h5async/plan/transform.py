@@ -45,6 +45,8 @@ class RowTransform:
         and there is no such dimension.
     capacity
         Of a ragged field: rows that a slot has room for; None: there is one for each sample.
+    likely
+        Of a ragged field: rows that a batch has, but for a few.
     cf
         Unpacks values as the attributes of their datasets say.
     """
@@ -60,6 +62,7 @@ class RowTransform:
     cf: CfDecoder | None = None
     steps: int | None = None
     capacity: int | None = None
+    likely: int = 0
 
     def slot_rows(self, samples: int) -> int:
         """Return how many rows a slot of so many samples has room for."""

@@ -6,6 +6,8 @@ No GPU is needed: a stand-in for `torch.cuda` does copies when the test says so.
 from __future__ import annotations
 
 import gc
+import io
+import itertools
 import sys
 import threading
 import types
@@ -16,7 +18,15 @@ import numpy as np
 import pytest
 from cases import each
 
-from h5async import AsyncReader, ConfigError, DeviceError, Field
+from h5async import (
+    AsyncReader,
+    ConfigError,
+    DeviceError,
+    Field,
+    ImageField,
+    RaggedField,
+    SparseField,
+)
 from h5async.deliver.pinned import Pinning
 
 N = 40
@@ -49,6 +59,7 @@ class FakeCuda:
     def cudaHostRegister(self, address, nbytes, flags):
         assert address % 4096 == 0
         self.last_error = self.refuses
+        assert not any(a < address + nbytes and address < a + n for a, n in self.registered.items())
         if not self.refuses:
             self.registered[address] = nbytes
         return self.refuses
@@ -75,7 +86,8 @@ class FakeCuda:
     def copy_later(self, source, target):
         """Copy at the GPU's leisure, as ``.to("cuda", non_blocking=True)`` does."""
         at = source.ctypes.data
-        assert any(a <= at < a + n for a, n in self.registered.items()), "not pinned"
+        is_in = [a <= at and at + source.nbytes <= a + n for a, n in self.registered.items()]
+        assert any(is_in), "not pinned"
         with self.lock:
             self.queue.append((source, target))
 
@@ -249,3 +261,131 @@ def test_a_fault_of_the_gpu_is_a_device_error(path, cuda, monkeypatch, when):
 def test_it_is_for_batches_on_the_host(path, other):
     with pytest.raises(ConfigError, match="pin_memory leaves batches on the host, found"):
         AsyncReader(**options(path, **other))
+
+
+# --- samples of any length ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def ragged_path(tmp_path):
+    """Samples of 0 to 5,000 values, and later ever longer ones."""
+    rng = np.random.default_rng(3)
+    path = tmp_path / "ragged.h5"
+    lengths = np.append(rng.integers(0, 5000, N - 4), [20_000, 60_000, 70_000, 300_000])
+    ends, total = np.cumsum(lengths), int(lengths.sum())
+    with h5py.File(path, "w") as file:
+        file["values"], file["ends"] = rng.integers(-999, 999, total).astype("i2"), ends
+        group = file.create_group("X")
+        group.attrs["encoding-type"], group.attrs["shape"] = "csr_matrix", (N, 400_000)
+        group["data"] = rng.normal(size=total)
+        group["indices"] = np.concatenate([np.arange(n) for n in lengths]).astype("i4")
+        group["indptr"] = np.append(0, ends)
+        narrow = file.create_group("narrow")
+        narrow.attrs["encoding-type"], narrow.attrs["shape"] = "csr_matrix", (N, 3)
+        narrow["data"], narrow["indices"] = np.arange(2.0 * N), np.tile([0, 2], N)
+        narrow["indptr"] = 2 * np.arange(N + 1)
+    return path
+
+
+RAGGED = {
+    "values": RaggedField("values", offsets="ends", offsets_kind="ends"),
+    "scaled": RaggedField("values", offsets="ends", offsets_kind="ends", dtype="f4", scale=0.5),
+    "x": SparseField("X"),
+    "dense": SparseField("narrow", dense=True),
+    "padded": RaggedField("values", offsets="ends", offsets_kind="ends", pad_to=9),
+}
+
+
+def large_pieces(batch):
+    """Return what is pinned of a batch: not the offsets, which CUDA copies at once."""
+    x = batch.x
+    return batch.values.values, batch.scaled.values, x.data, x.indices, batch.dense, batch.padded
+
+
+@each("num_threads", [0, 3])
+@each("prefetch", [1, 2])
+def test_late_copies_of_samples_of_any_length(ragged_path, cuda, num_threads, prefetch):
+    options = {"hdf5_path": ragged_path, "fields": RAGGED, "batch_size": 3, "shuffle": "full"}
+    options |= {"num_threads": num_threads, "prefetch": prefetch}
+    kept, wanted = [], []
+    with (
+        AsyncReader(pin_memory=True, **options) as reader,
+        AsyncReader(device="cpu", copy=True, **options) as truth,
+    ):
+        for batch, other in zip(
+            itertools.chain(reader, reader), itertools.chain(truth, truth), strict=True
+        ):
+            assert batch.index.tolist() == other.index.tolist()
+            for source, value in zip(large_pieces(batch), large_pieces(other), strict=True):
+                kept.append(np.zeros_like(source))
+                wanted.append(value)
+                if source.nbytes:
+                    cuda.copy_later(source, kept[-1])
+        cuda.run(None)
+    assert all(map(np.array_equal, kept, wanted))
+
+
+def test_what_is_pinned_grows_with_the_batches(ragged_path, cuda):
+    fields = {"values": RAGGED["values"]}
+    options = {"hdf5_path": ragged_path, "fields": fields, "prefetch": 1, "num_threads": 0}
+    with h5py.File(ragged_path) as file:
+        lengths = np.diff(file["ends"][()], prepend=0)
+    bound, mean = 2 * int(np.sort(lengths)[-4:].sum()), 2 * 4 * lengths.mean()
+    with AsyncReader(batch_size=4, pin_memory=True, **options) as reader:
+        seen = [max(cuda.registered.values())]
+        assert mean <= seen[0] <= mean * 1.25 + 2
+        for batch in reader:
+            seen.append(max(cuda.registered.values()))
+            if seen[-1] > seen[-2]:
+                assert seen[-1] == min(bound, batch.values.values.nbytes * 5 // 4)
+        assert len(set(seen)) > 1
+        assert len(cuda.registered) == 1
+        array = batch.values.values
+    del batch, reader
+    gc.collect()
+    assert cuda.registered
+    del array
+    gc.collect()
+    assert not cuda.registered
+
+
+def test_more_memory_that_cannot_be_pinned(ragged_path, cuda):
+    """The batch fails, and the next one is pinned anew."""
+    fields = {"values": RAGGED["values"]}
+    options = {"hdf5_path": ragged_path, "fields": fields, "prefetch": 1, "num_threads": 1}
+    with AsyncReader(batch_size=1, pin_memory=True, **options) as reader:
+        for _ in range(N - 4):
+            reader.get_next_batch()
+        cuda.refuses = 2
+        with pytest.raises(DeviceError, match=r"could not be pinned \(out of memory\)"):
+            list(reader)
+        cuda.refuses = 0
+        for batch in reader:
+            if batch.values.values.nbytes:
+                cuda.copy_later(batch.values.values, np.zeros_like(batch.values.values))
+
+
+def test_pixels_are_pinned(tmp_path, cuda):
+    Image = pytest.importorskip("PIL.Image", reason="needs Pillow")
+    pytest.importorskip("cv2", reason="needs OpenCV")
+    path = tmp_path / "images.h5"
+    with h5py.File(path, "w") as file:
+        node = file.create_dataset("jpeg", (N,), h5py.vlen_dtype("u1"))
+        for number in range(N):
+            stream = io.BytesIO()
+            Image.new("RGB", (20 + number % 2, 30), (number, 2, 3)).save(stream, "JPEG")
+            node[number] = np.frombuffer(stream.getvalue(), np.uint8)
+    fields = {"any": ImageField("jpeg"), "sized": ImageField("jpeg", size=9, dtype="f4")}
+    options = {"hdf5_path": path, "fields": fields, "batch_size": 4}
+    with (
+        AsyncReader(pin_memory=True, **options) as reader,
+        AsyncReader(device="cpu", **options) as o,
+    ):
+        for batch, other in zip(reader, o, strict=True):
+            for source, wanted in (
+                (batch["any"].values, other["any"].values),
+                (batch.sized, other.sized),
+            ):
+                cuda.copy_later(source, target := np.zeros_like(source))
+                cuda.run(None)
+                assert np.array_equal(target, wanted)

@@ -1,0 +1,242 @@
+"""One field of a slot on a GPU, the arrays of which differ in size from batch to batch.
+
+Sparse or ragged samples, images, or whatever `postprocess` has made enter, in host memory; the same
+of CuPy arrays leaves, or the plain array that is made of it here. Only what a batch has is
+uploaded. `cuda.py` tells what keeps the order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.deliver.host import memory_of, with_memory
+from h5async.deliver.pinnedpart import PinnedPart
+from h5async.errors import DeviceError
+from h5async.io.growing import MORE, Growing
+from h5async.plan.transform import RowTransform
+from h5async.ragged import native
+
+if TYPE_CHECKING:
+    from h5async.deliver.gpu import Gpu
+    from h5async.deliver.kernels import Kernels, RowChange
+    from h5async.fill.outlines import Outline
+
+_CUPY_TYPES = "?bhilqBHILQefdFD"  # NumPy's one-letter codes
+
+
+class CudaField:
+    """What a slot has of a field beside its rows. Used by whoever fills the slot.
+
+    Parameters
+    ----------
+    gpu, kernels
+        Where the field goes, and what works there.
+    rows
+        Samples that the slot has room for.
+    outline
+        How the field is put together; None: it is uploaded as it is.
+    transform
+        Of the values of samples.
+    index_dtype
+        Of the indices of sparse samples.
+    parts
+        Memory of the slot that is pinned, or is pinned as it is used; what lies elsewhere is copied
+        to pinned memory first.
+    is_done
+        Whether it is done on the host.
+    is_pinned
+        Whether its values lie in pinned memory wherever they do.
+    """
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        kernels: Kernels,
+        rows: int,
+        outline: Outline | None = None,
+        transform: RowTransform | None = None,
+        index_dtype: np.dtype[Any] | None = None,
+        parts: Sequence[PinnedPart] = (),
+        *,
+        is_done: bool = False,
+        is_pinned: bool = False,
+    ) -> None:
+        self._gpu, self._kernels = gpu, kernels
+        self._outline = outline
+        self._parts = parts
+        self._is_pinned = is_pinned
+        self._on_device: list[Growing] = []  # by array
+        self._pinned: list[Growing] = []  # for what is pinned nowhere else
+        pixels = None if outline is None else outline.pixels
+        self._transform = transform if pixels is None else pixels
+        self._change: RowChange | None = None
+        if self._transform is not None and not (is_done or self._transform.is_identity):
+            self._change = kernels.row_change(self._transform, gpu.on_device)
+        self._changed = self._room(0)
+        if transform is not None:
+            self._begin(transform, index_dtype, is_done)
+        self._every: Any = None  # numbers from 0 on
+        self._index_dtype = index_dtype
+        self._made: Any = None
+        self._bad: Any = None
+        if outline is not None and outline.is_left:
+            self._reserve(outline, rows)
+        self._batch: Any = None  # on its way: as it is in host memory,
+        self._arrays: list[Any] = []  # and its arrays on the device
+
+    def _begin(
+        self, transform: RowTransform, index_dtype: np.dtype[Any] | None, is_done: bool
+    ) -> None:
+        """Take memory for a batch of the usual size."""
+        value_nbytes = transform.nbytes if is_done else transform.raw_nbytes
+        self._on_device.append(self._room(transform.likely * value_nbytes))
+        if index_dtype is not None:
+            self._on_device.append(self._room(transform.likely * index_dtype.itemsize))
+        if self._change is not None:
+            self._changed = self._room(transform.likely * transform.nbytes)
+
+    def _reserve(self, outline: Outline, rows: int) -> None:
+        """Take memory for the plain array that is made here."""
+        cupy = self._gpu.cupy
+        if outline.pixels is not None:
+            self._made = cupy.empty((rows, *outline.pixels.row), outline.pixels.dtype)
+        if outline.made is not None:
+            row, dtype = outline.made
+            self._made = cupy.empty((rows, *row), dtype)
+            self._bad = cupy.empty(1, np.int32)
+            if self._index_dtype is None:
+                self._zero = self._gpu.on_device(np.zeros(1, dtype))
+
+    def _room(self, nbytes: int) -> Growing:
+        return Growing(partial(_new_room, self._gpu), nbytes)
+
+    def upload(self, batch: Any, stream: Any) -> None:
+        """Put the upload of a batch's arrays on a stream.
+
+        Raises
+        ------
+        DeviceError
+            If CuPy lacks a dtype.
+        """
+        several = [native(array) for array in memory_of(batch)]
+        while len(self._on_device) < len(several):
+            self._on_device.append(self._room(0))
+        while len(self._pinned) < len(several):
+            self._pinned.append(Growing(self._gpu.pinned_memory))
+        self._batch = batch
+        self._arrays = [
+            self._upload_array(number, array, stream) for number, array in enumerate(several)
+        ]
+
+    def _upload_array(self, number: int, array: NDArray[Any], stream: Any) -> Any:
+        if not cupy_has(array.dtype):
+            raise DeviceError(f"postprocess returned dtype {array.dtype}, which CuPy lacks")
+        room = self._on_device[number].of(array.nbytes)
+        found = room.view(array.dtype).reshape(array.shape)
+        if array.nbytes:
+            self._gpu.upload(found, self._in_pinned_memory(number, array), stream)
+        return found
+
+    def _in_pinned_memory(self, number: int, array: NDArray[Any]) -> NDArray[Any]:
+        if array.flags.c_contiguous:
+            if self._is_pinned and not number:
+                return array
+            for part in self._parts:
+                if part.has(array):
+                    part.reach(array)
+                    return array
+        pinned: NDArray[Any] = self._pinned[number].of(array.nbytes)
+        pinned = pinned.view(array.dtype).reshape(array.shape)
+        np.copyto(pinned, array)
+        return pinned
+
+    def deliver(self) -> Any:
+        """Put what is left to do on the current stream; return what is delivered."""
+        batch, self._batch = self._batch, None
+        arrays, self._arrays = self._arrays, []
+        if self._outline is not None and self._outline.pixels is not None:
+            return self._changed_rows(arrays[0], self._made[: len(arrays[0])])
+        if self._change is not None:
+            arrays[0] = self._changed_values(arrays[0])
+        if self._made is None:
+            return with_memory(batch, arrays)
+        return self._plain(arrays, self._made[: len(batch)])
+
+    def _plain(self, arrays: Sequence[Any], out: Any) -> Any:
+        """Return a plain array, made of samples of differing lengths."""
+        of_samples = self._kernels.of_samples
+        if self._index_dtype is not None:
+            data, indices, indptr = arrays
+            of_samples.dense(data, indices, indptr, out, self._bad)
+        else:
+            values, offsets = arrays
+            of_samples.padded(values, offsets, self._zero, out)
+        return out
+
+    def _changed_values(self, raw: Any) -> Any:
+        """Return transformed values of samples."""
+        transform = self._transform
+        assert transform is not None
+        shape = len(raw), *transform.row
+        found = self._changed.of(len(raw) * transform.nbytes).view(transform.dtype).reshape(shape)
+        return self._changed_rows(raw, found)
+
+    def _changed_rows(self, raw: Any, out: Any) -> Any:
+        change, transform = self._change, self._transform
+        assert change is not None
+        assert transform is not None
+        if not out.size:
+            return out
+        if change.gathers and transform.channels == 1:  # all values are as good as one row
+            change.change(raw.reshape(1, -1), self._numbers(1), out.reshape(1, -1))
+        else:
+            numbers = self._numbers(len(raw)) if change.gathers else None
+            change.change(raw, numbers, out)
+        return out
+
+    def _numbers(self, count: int) -> Any:
+        """Return the numbers from 0 on."""
+        if self._every is None or count > self._every.size:
+            with self._gpu.allocating():
+                every = np.arange(max(64, count + count // MORE), dtype=np.int64)
+                self._every = self._gpu.on_device(every)
+        return self._every[:count]
+
+    def warm_up(self) -> None:
+        """Run each kernel, on the current stream, which is to be waited for."""
+        transform, outline = self._transform, self._outline
+        for rows in (1, 2):
+            if transform is not None and self._change is not None:
+                raw = self._zeros(rows, transform.raw_row, transform.raw_dtype)
+                if outline is not None and outline.pixels is not None:
+                    self._changed_rows(raw[: len(self._made)], self._made[:rows])
+                else:
+                    self._changed_values(raw)
+        if outline is None or outline.made is None or self._made is None:
+            return
+        assert transform is not None
+        values = self._zeros(2, transform.row, transform.dtype)
+        for out in (self._made[:1], self._made):
+            offsets = self._zeros(len(out) + 1, (), np.dtype(np.int64))
+            if self._index_dtype is None:
+                self._plain([values, offsets], out)
+            else:
+                self._plain([values, self._zeros(2, (), self._index_dtype), offsets], out)
+
+    def _zeros(self, rows: int, row: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        return self._gpu.on_device(np.zeros((rows, *row), dtype))
+
+
+def _new_room(gpu: Gpu, nbytes: int) -> Any:
+    with gpu.allocating():
+        return gpu.cupy.empty(nbytes, np.uint8)
+
+
+def cupy_has(dtype: np.dtype[Any]) -> bool:
+    """Tell whether CuPy has a type for the elements."""
+    return dtype.char in _CUPY_TYPES

@@ -1,0 +1,68 @@
+"""Pins the beginning of host memory: as much of it as batches use.
+
+A slot has room for the longest samples that may meet in a batch. The system gives such memory only
+where it is touched; but to pin it is to touch all of it. So what is pinned begins at what batches
+have in the mean, and a quarter more, and grows by a quarter when a batch has more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.io.growing import MORE
+
+# Pins memory of whole pages, and returns what unpins it, once.
+Pin = Callable[[NDArray[np.uint8]], Callable[[], object]]
+
+
+class PinnedPart:
+    """Host memory of one slot, the beginning of which is pinned.
+
+    Parameters
+    ----------
+    memory
+        uint8 (nbytes,), of whole pages.
+    pin
+        Pins memory.
+    nbytes
+        To be pinned at once.
+
+    Raises
+    ------
+    Exception
+        What `pin` raises, as `reach` does.
+    """
+
+    def __init__(self, memory: NDArray[np.uint8], pin: Pin, nbytes: int) -> None:
+        self._memory = memory
+        self._begin = memory.ctypes.data
+        self._pin = pin
+        self._unpin: Callable[[], object] | None = None
+        self._pinned_nbytes = 0
+        self._pin_all_of(min(nbytes, memory.nbytes))
+
+    def has(self, array: NDArray[Any]) -> bool:
+        """Tell whether a C-contiguous array lies in the memory."""
+        begin = array.ctypes.data
+        return self._begin <= begin and begin + array.nbytes <= self._begin + self._memory.nbytes
+
+    def reach(self, array: NDArray[Any]) -> None:
+        """Have all of the memory pinned from its beginning to the end of an array in it.
+
+        Called while the slot is filled, when nothing copies out of the memory.
+        """
+        nbytes = array.ctypes.data + array.nbytes - self._begin
+        if nbytes > self._pinned_nbytes:
+            self._pin_all_of(min(nbytes + nbytes // MORE, self._memory.nbytes))
+
+    def _pin_all_of(self, nbytes: int) -> None:
+        if self._unpin is not None:
+            unpin, self._unpin, self._pinned_nbytes = self._unpin, None, 0
+            unpin()
+        if nbytes:
+            self._unpin = self._pin(self._memory[:nbytes])
+            self._pinned_nbytes = nbytes
