@@ -6,7 +6,7 @@ columns enter, as they lie in a slot; the arrays of fields leave: `Ragged`, `Csr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -45,6 +45,11 @@ def columns_of(fields: Mapping[str, Field]) -> dict[str, Field]:
         else:
             found[name] = field
     return found
+
+
+def first_columns_of(columns: Iterable[str]) -> list[int]:
+    """Return, by field, the number of its first column."""
+    return [number for number, name in enumerate(columns) if not name.endswith(INDICES)]
 
 
 def by_field(columns: Mapping[str, T], join: Callable[[T, T], T]) -> dict[str, T]:
@@ -168,8 +173,10 @@ class Assembly:
         """
         if self.is_plain:
             return tuple([out[: index.size] for out in memory.out])
-        found, column = [], 0
+        found: list[Any] = []
+        column = 0
         for name, field in self._fields.items():
+            made = memory.made[len(found)] if memory.made else None
             rows, out = self._rows[column], memory.out[column]
             column += 1
             if name in self._united:
@@ -183,7 +190,7 @@ class Assembly:
             if isinstance(field, SparseField):
                 indices = memory.out[column][: offsets[-1]]
                 column += 1
-                found.append(self._sparse(name, field, values, indices, offsets, index))
+                found.append(self._sparse(name, field, values, indices, offsets, index, made))
             else:
                 found.append(_ragged(field, values, offsets))
         return tuple(found)
@@ -223,6 +230,7 @@ class Assembly:
         indices: NDArray[Any],
         offsets: NDArray[np.int64],
         index: NDArray[np.int64],
+        made: NDArray[np.uint8] | None,
     ) -> Any:
         shape = self._shapes[name]
         if shape.places is not None:
@@ -235,9 +243,13 @@ class Assembly:
         if not field.dense:
             return rows
         dtype = np.float32 if field.delivered_dtype is None else field.delivered_dtype
+        out: NDArray[Any] = (
+            np.empty(rows.shape, dtype) if made is None else np.ndarray(rows.shape, dtype, made)
+        )
         if np.can_cast(values.dtype, dtype, "same_kind"):
-            return rows.to_dense(np.empty(rows.shape, dtype))
-        return rows.to_dense().astype(dtype)
+            return rows.to_dense(out)
+        np.copyto(out, rows.to_dense(), casting="unsafe")
+        return out
 
     def _chosen(
         self,

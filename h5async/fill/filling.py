@@ -149,7 +149,7 @@ class Filler(SlotFiller):
                 rows,
             )
             self._images = _image_decoder(
-                config, layouts, core, len(slots), rows, max(1, num_threads), memory_plan
+                config, layouts, core, slots, rows, max(1, num_threads), memory_plan
             )
             self.submissions: Submissions | None = None
             selection = samplings.selection
@@ -316,7 +316,7 @@ def _image_decoder(
     config: ReaderConfig,
     layouts: Mapping[str, DatasetLayout],
     core: Core | None,
-    slots: int,
+    slots: Sequence[SlotMemory],
     rows: int | None,
     threads: int,
     memory_plan: MemoryPlan,
@@ -332,7 +332,7 @@ def _image_decoder(
         core,
         slots=slots,
         rows=config.batch_size if rows is None else rows,
-        threads=threads,
+        threads=threads * max(1, config.num_helpers),
         limit_nbytes=memory_plan.limit_nbytes,
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from h5async.config import Field, ImageField
 from h5async.core.binding import Core
 from h5async.errors import DatasetError, ReadError, needs_package
 from h5async.fill.reading import transformer
+from h5async.fill.records import SlotMemory
 from h5async.images import Images
 from h5async.index.layout import DatasetLayout
 from h5async.plan.crops import Box, center_box, is_flipped, random_box, random_numbers
@@ -44,9 +45,9 @@ class ImageDecoder:
     core
         The compiled core; None: do without.
     slots, rows
-        Slots, and samples that each has room for.
+        Memory of the slots, and samples that each has room for.
     threads
-        That decode at a time.
+        That decode at a time, in all processes.
     limit_nbytes
         What pixels may take, in all slots, and beside them while they are decoded.
 
@@ -65,13 +66,13 @@ class ImageDecoder:
         seed: int,
         core: Core | None,
         *,
-        slots: int,
+        slots: Sequence[SlotMemory],
         rows: int,
         threads: int,
         limit_nbytes: int,
     ) -> None:
         self._seed = seed
-        self._of_batch = limit_nbytes // max(1, slots)
+        self._of_batch = limit_nbytes // max(1, len(slots))
         of_image = limit_nbytes // max(1, threads)
         self.fields = {
             number: ImageFieldDecoder(field, layouts[name], core, of_image)
@@ -79,8 +80,11 @@ class ImageDecoder:
             if isinstance(field, ImageField)
         }
         self._memory = [
-            {number: SlotPixels(one.sized_nbytes(rows)) for number, one in self.fields.items()}
-            for _ in range(slots)
+            {
+                number: SlotPixels(one.sized_nbytes(rows), slot.made[number] if slot.made else None)
+                for number, one in self.fields.items()
+            }
+            for slot in slots
         ]
         self._lock = threading.Lock()
         self._broken = 0
@@ -139,10 +143,12 @@ class SlotPixels:
     ----------
     nbytes
         Taken at once.
+    block
+        Memory that is there already.
     """
 
-    def __init__(self, nbytes: int) -> None:
-        self._block = np.empty(nbytes, np.uint8)
+    def __init__(self, nbytes: int, block: NDArray[np.uint8] | None = None) -> None:
+        self._block = np.empty(nbytes, np.uint8) if block is None else block
 
     def empty(self, nbytes: int) -> NDArray[np.uint8]:
         """Return so much memory: the same each time, while that suffices."""

@@ -16,12 +16,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from h5async.config import ReaderConfig
 from h5async.core.batch import KEPT_OVERHEAD_NBYTES, PLANNED_ROW_NBYTES, PLANNED_SAMPLE_NBYTES
 from h5async.errors import BudgetError, ConfigError
+from h5async.fill.columns import SparseShape
 from h5async.fill.images import sized_nbytes
+from h5async.fill.slotsizes import dense_nbytes
 from h5async.index.extents import table_nbytes
 from h5async.index.layout import DatasetLayout
 from h5async.index.small import kept_whole_nbytes
@@ -88,6 +91,8 @@ class MemoryBudget:
         By field name, in field order.
     rows
         Samples in a slot.
+    shapes
+        Of sparse fields, by name.
     fewer_threads_do
         Whether there may be fewer threads than the configuration has.
     """
@@ -99,9 +104,11 @@ class MemoryBudget:
         transforms: Mapping[str, RowTransform],
         rows: int,
         *,
+        shapes: Mapping[str, SparseShape] = MappingProxyType({}),
         fewer_threads_do: bool = False,
     ) -> None:
         self._fewer_threads_do = fewer_threads_do
+        self._shapes = shapes
         self._config = config
         self._layouts = layouts
         self._transforms = transforms
@@ -244,12 +251,14 @@ class MemoryBudget:
         Rows as read lie in the memory of whoever reads them, unless they are delivered so.
         """
         slots, raws = self._config.prefetch, self._fillers
+        fields, shapes, rows = self._config.batch_fields, self._shapes, self._rows
         return {
             name: slots
             * (
-                t.slot_rows(self._rows)
+                t.slot_rows(rows)
                 * (t.raw_nbytes if t.is_identity else raws * t.raw_nbytes + t.nbytes)
-                + sized_nbytes(self._config.batch_fields.get(name), self._rows)
+                + sized_nbytes(fields.get(name), rows)
+                + dense_nbytes(fields.get(name), shapes.get(name), rows)
             )
             for name, t in self._transforms.items()
         }

@@ -30,11 +30,15 @@ class SlotMemory(NamedTuple):
         to transform.
     encoded
         uint8: encoded chunks, for the device to decode; None where it cannot.
+    made
+        By field, uint8: where dense rows or pixels go that are made of the columns; None, or empty:
+        to memory of their own.
     """
 
     raw: tuple[NDArray[Any], ...]
     out: tuple[NDArray[Any], ...]
     encoded: tuple[NDArray[np.uint8] | None, ...]
+    made: tuple[NDArray[np.uint8] | None, ...] = ()
 
 
 class FillRequest(NamedTuple):
@@ -140,6 +144,7 @@ class FillerStats(NamedTuple):
             self.counts.plus(other.counts),
             self.fallback_reads + other.fallback_reads,
             self.cache,
+            self.broken_images + other.broken_images,
         )
 
 
