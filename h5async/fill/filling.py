@@ -33,7 +33,7 @@ from h5async.fill.records import FillerStats, FillOutcome, FillRequest, SlotFill
 from h5async.fill.resident import Budget, HostCache, Residency, open_host_cache
 from h5async.fill.submissions import Submissions
 from h5async.index.layout import DatasetLayout
-from h5async.order.selection import Selection
+from h5async.order.spans import SpanRows
 from h5async.plan.encoded import EncodedFormat
 from h5async.plan.transform import RowTransform
 from h5async.read.executors import Executors
@@ -121,7 +121,7 @@ class Filler(SlotFiller):
         if function is not None:
             masks = masks_of(config.batch_fields, layouts, samplings.rows)
             postprocess = Postprocess(function, list(config.batch_fields), config.seed, masks)
-        self._cache = _open_cache(config, samplings.selection, several, memory_plan)
+        self._cache = _open_cache(config, samplings, several, memory_plan)
         self._resident = self._cache if isinstance(self._cache, HostCache) else device_cache
         # What a change of a file makes worthless; emptied at the end.
         self._residencies = [] if self._resident is None else [self._resident]
@@ -353,7 +353,7 @@ def new_assembly(
 
 def _open_cache(
     config: ReaderConfig,
-    selection: Selection,
+    samplings: Samplings,
     transforms: Sequence[RowTransform],
     memory_plan: MemoryPlan,
 ) -> HostCache | Budget | None:
@@ -361,7 +361,9 @@ def _open_cache(
     if config.cache != "host":
         return None
     row_nbytes = [transform.raw_nbytes for transform in transforms]
-    return open_host_cache(selection, row_nbytes, config.cache_bytes, memory_plan.left_nbytes)
+    spans = [one if isinstance(one, SpanRows) else None for one in samplings.rows]
+    left_nbytes = memory_plan.left_nbytes
+    return open_host_cache(samplings.selection, row_nbytes, config.cache_bytes, left_nbytes, spans)
 
 
 def _forget(residencies: Sequence[Residency]) -> None:

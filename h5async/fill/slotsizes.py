@@ -34,7 +34,8 @@ def slot_transforms(
     """
     columns = columns_of(config.batch_fields)
     transforms = {name: row_transform(columns[name], layouts[name]) for name in columns}
-    may_repeat = config.weights is not None or config.sampler is not None
+    is_drawn = config.weights is not None or config.sampler is not None
+    may_repeat = is_drawn or samplings.selection.has_repeats
     for name, one in zip(transforms, samplings.rows, strict=True):
         if isinstance(one, SpanRows):
             most = one.most(rows, may_repeat=may_repeat)
