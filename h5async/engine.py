@@ -29,7 +29,7 @@ from h5async.fill.pool import THREAD_NAME
 from h5async.fill.ragged import with_fields
 from h5async.fill.records import FillOutcome, FillRequest
 from h5async.fill.resident import Budget, Residency
-from h5async.fill.slotsizes import made_nbytes, samples_of_slot, slot_transforms
+from h5async.fill.slotsizes import made_nbytes, samples_of_slot, slot_transforms, with_dense
 from h5async.given import GivenSamples
 from h5async.index.layout import DatasetLayout
 from h5async.order.schedule import Schedule
@@ -163,10 +163,12 @@ class Engine:
                 formats,
                 None if helper is None else helper.shared,
             )
+            memory = [slot.memory for slot in self.slots]
+            if helper is None and isinstance(self.device, HostDevice):
+                memory = with_dense(memory, fields, shapes, rows)
         self.cache: Residency | Budget | None = None  # on the device
         if config.cache == "device":
             self.cache = self.device.open_cache(samplings.selection, config.cache_bytes)
-        memory = [slot.memory for slot in self.slots]
         device_cache = self.cache if isinstance(self.cache, Residency) else None
         if helper is None:
             filler = self.filler = Filler(

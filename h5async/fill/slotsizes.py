@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +12,7 @@ from h5async.config import Field, ImageField, ReaderConfig, SparseField
 from h5async.fill.columns import SparseShape, columns_of
 from h5async.fill.dataset import Samplings
 from h5async.fill.images import sized_nbytes
+from h5async.fill.records import SlotMemory
 from h5async.index.layout import DatasetLayout
 from h5async.order.spans import SpanRows
 from h5async.plan.transform import RowTransform, row_transform
@@ -49,6 +50,26 @@ def dense_nbytes(field: Field | None, shape: SparseShape | None, rows: int) -> i
         return 0
     dtype = np.dtype(np.float32) if field.delivered_dtype is None else field.delivered_dtype
     return math.prod((rows, shape.columns, dtype.itemsize))
+
+
+def with_dense(
+    slots: Sequence[SlotMemory],
+    fields: Mapping[str, Field],
+    shapes: Mapping[str, SparseShape],
+    rows: int,
+) -> list[SlotMemory]:
+    """Return slots with memory for their dense rows.
+
+    Raises
+    ------
+    MemoryError
+        If the system refuses it.
+    """
+    sizes = [dense_nbytes(field, shapes.get(name), rows) for name, field in fields.items()]
+    return [
+        slot._replace(made=tuple(np.empty(size, np.uint8) if size else None for size in sizes))
+        for slot in slots
+    ]
 
 
 def made_nbytes(
