@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from h5async import lifetime
@@ -22,20 +21,20 @@ from h5async.deliver.host import HostDevice
 from h5async.deliver.slotrecords import Assignment
 from h5async.deliver.slots import SlotRing
 from h5async.errors import ReaderClosedError, is_lack_of_memory, out_of_memory, taking_memory
-from h5async.fill.columns import Categories, SparseShape, columns_of
+from h5async.fill.columns import Categories, SparseShape
 from h5async.fill.dataset import Samplings, open_dataset
 from h5async.fill.filling import Filler
-from h5async.fill.limits import MemoryBudget, wanted_kept_nbytes
+from h5async.fill.limits import MemoryBudget, free_memory_nbytes, wanted_kept_nbytes
 from h5async.fill.outlines import outlines_of
 from h5async.fill.pool import THREAD_NAME
 from h5async.fill.postprocess import masks_of
+from h5async.fill.ragged import with_fields
 from h5async.fill.records import FillOutcome, FillRequest
 from h5async.fill.resident import Budget, Residency
+from h5async.fill.slotsizes import pixels_nbytes, samples_of_slot, slot_transforms
 from h5async.given import GivenSamples
 from h5async.index.layout import DatasetLayout
 from h5async.order.schedule import Schedule
-from h5async.order.spans import SpanRows
-from h5async.plan.transform import row_transform
 from h5async.position import ReaderPosition
 from h5async.readerlog import log_memory, log_opened, log_ways
 from h5async.readerstats import ReaderCounts
@@ -112,8 +111,11 @@ class Engine:
                 from h5async.process.helper import HelperFiller
 
                 helper = self.filler = HelperFiller(self.config)
-                helper.open()
-                self._open(helper.layouts, helper, {})
+                found = helper.open()
+                if found.fields is not None:
+                    self.config = with_fields(self.config, found.fields)
+                self.categories = found.categories
+                self._open(found.layouts, helper, found.shapes)
 
     def _open(
         self,
@@ -122,9 +124,7 @@ class Engine:
         shapes: Mapping[str, SparseShape],
     ) -> None:
         config, fields = self.config, self.config.batch_fields
-        columns = columns_of(fields)
         self.layouts = layouts
-        transforms = {name: row_transform(columns[name], layouts[name]) for name in columns}
         samplings = self.samplings = Samplings(
             config, layouts, None if helper is None else helper.chosen
         )
@@ -134,13 +134,8 @@ class Engine:
         # A GPU makes them with the batch; on the host they are made as it is handed over.
         self.masks = masks_of(fields, layouts, samplings.rows)
         self._masks_of_device = list(self.masks.values()) if is_on_gpu else []
-        rows = min(config.batch_size, max(1, samplings.epoch_samples))
-        may_repeat = config.weights is not None or config.sampler is not None
-        for name, one in zip(transforms, samplings.rows, strict=True):
-            if isinstance(one, SpanRows):
-                most = one.most(rows, may_repeat=may_repeat)
-                likely = min(most, one.likely(rows))
-                transforms[name] = replace(transforms[name], capacity=max(1, most), likely=likely)
+        rows = samples_of_slot(config, samplings)
+        transforms = slot_transforms(config, layouts, samplings, rows)
         leaves = is_on_gpu and helper is None and config.postprocess is None
         outlines = outlines_of(
             fields, shapes, transforms, self.device.can_transform if leaves else None
@@ -181,10 +176,10 @@ class Engine:
                 None if helper is None else helper.shared,
                 outlines,
             )
+            memory = [slot.memory for slot in self.slots]
         self.cache: Residency | Budget | None = None  # on the device
         if config.cache == "device":
             self.cache = self.device.open_cache(samplings.selection, config.cache_bytes)
-        memory = [slot.memory for slot in self.slots]
         device_cache = self.cache if isinstance(self.cache, Residency) else None
         if helper is None:
             filler = self.filler = Filler(
@@ -211,8 +206,11 @@ class Engine:
                 self._submitter = Submitter(self.ring, filler.submissions)
             filler.start()
         else:
+            most_pixels = min(memory_plan.limit_nbytes, free_memory_nbytes()) // config.prefetch
             helper.start(
                 memory,
+                rows=rows,
+                pixels_nbytes=pixels_nbytes(fields, rows, most_pixels),
                 memory_plan=memory_plan,
                 device_cache=device_cache,
                 encoded_formats=formats,

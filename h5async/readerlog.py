@@ -102,9 +102,9 @@ def log_memory(
         _warn_once(f"{what}: no rows are kept by the option cache: {reason}")
     elif config.cache is not None:
         _log.info("%s: rows are kept: %s", what, cache)
-    if most_threads < config.thread_count:
+    if most_threads < config.filler_threads:
         _warn_once(
-            f"{what}: there is memory for {most_threads} threads, of {config.thread_count}:"
+            f"{what}: there is memory for {most_threads} threads, of {config.filler_threads}:"
             " max_batch_bytes, or what is free, allows no more"
         )
     if sum(kept) < sum(wanted):

@@ -627,8 +627,7 @@ def test_compressed_columns_are_refused_with_a_command(tmp_path):
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("cache", "host"),
-        ("workers", "process"),
+        ("cache", "device"),
     ],
 )
 def test_options_that_are_refused_for_now(tmp_path, option, value):
@@ -796,8 +795,6 @@ def test_columns_that_are_refused(tmp_path):
         ({"fields": {"k": Field("obs/kind", scale=2)}}, "scale is not supported"),
         ({"fields": {"k": "obs/kind"}, "cache": "device"}, 'cache="device" is not supported'),
         ({"fields": {"n": "obs/amount", "n_mask": "obs/plain"}}, '"n_mask", and there is a field'),
-        ({"fields": {"k": "obs/kind"}, "workers": "process"}, 'set workers="thread"'),
-        ({"fields": {"n": "obs/amount"}, "workers": "process"}, 'path of the values, "obs/amount/'),
     ):
         with pytest.raises(ConfigError, match=message):
             AsyncReader(hdf5_path=paths, **options)

@@ -80,6 +80,9 @@ class Core:
     make_dense
         ``make_dense(sparse)``, of a `SparseStruct`, returns how many rows it made dense before the
         first that has an index which is no column's; -1: it does not take such dtypes.
+    copy_runs
+        ``copy_runs(to, from, to_begin, from_begin, nbytes, count)`` copies ``nbytes[i]`` bytes from
+        ``from + from_begin[i]`` to ``to + to_begin[i]`` (int64 arrays); the caller checks bounds.
 
     Raises
     ------
@@ -136,6 +139,7 @@ class Core:
         self.heap_scratch_nbytes = _function(library, "h5async_heap_scratch_nbytes", 0)
         self.read_heap = _function(library, "h5async_read_heap", 7, c_int64, c_int64)
         self.make_dense = _function(library, "h5async_make_dense", 1)
+        self.copy_runs = _function(library, "h5async_copy_runs", 5, c_int64)
         self.look_up = _function(library, "h5async_look_up", 4, c_int64)
         self._free = _function(library, "h5async_free", 1)
 

@@ -6,7 +6,7 @@ columns enter, as they lie in a slot; the arrays of fields leave: `Ragged`, `Csr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -45,6 +45,11 @@ def columns_of(fields: Mapping[str, Field]) -> dict[str, Field]:
         else:
             found[name] = field
     return found
+
+
+def first_columns_of(columns: Iterable[str]) -> list[int]:
+    """Return, by field, the number of its first column."""
+    return [number for number, name in enumerate(columns) if not name.endswith(INDICES)]
 
 
 def by_field(columns: Mapping[str, T], join: Callable[[T, T], T]) -> dict[str, T]:

@@ -151,8 +151,7 @@ def _check_ragged(config: ReaderConfig) -> None:
     """
     name, field = next(item for item in config.batch_fields.items() if is_ragged(item[1]))
     for is_given, option, remedy in (
-        (config.cache is not None, f'cache="{config.cache}"', "leave it out"),
-        (config.workers != "thread", f'workers="{config.workers}"', 'set workers="thread"'),
+        (config.cache == "device", f'cache="{config.cache}"', 'set cache="host"'),
         (config.sequences is not None, "sequences", "leave it out"),
         (config.names_index, "a saved index as hdf5_path", "give the HDF5 files themselves"),
     ):

@@ -34,7 +34,7 @@ from h5async.fill.resident import Budget, HostCache, Residency, open_host_cache
 from h5async.fill.submissions import Submissions
 from h5async.index.layout import DatasetLayout
 from h5async.io.growing import plain_memory
-from h5async.order.selection import Selection
+from h5async.order.spans import SpanRows
 from h5async.plan.encoded import EncodedFormat
 from h5async.plan.transform import RowTransform
 from h5async.read.executors import Executors
@@ -128,7 +128,7 @@ class Filler(SlotFiller):
         if function is not None:
             masks = masks_of(config.batch_fields, layouts, samplings.rows)
             postprocess = Postprocess(function, list(config.batch_fields), config.seed, masks)
-        self._cache = _open_cache(config, samplings.selection, several, memory_plan)
+        self._cache = _open_cache(config, samplings, several, memory_plan)
         self._resident = self._cache if isinstance(self._cache, HostCache) else device_cache
         # What a change of a file makes worthless; emptied at the end.
         self._residencies = [] if self._resident is None else [self._resident]
@@ -159,7 +159,7 @@ class Filler(SlotFiller):
                 config,
                 layouts,
                 core,
-                len(slots),
+                slots,
                 rows,
                 max(1, num_threads),
                 memory_plan,
@@ -332,7 +332,7 @@ def _image_decoder(
     config: ReaderConfig,
     layouts: Mapping[str, DatasetLayout],
     core: Core | None,
-    slots: int,
+    slots: Sequence[SlotMemory],
     rows: int | None,
     threads: int,
     memory_plan: MemoryPlan,
@@ -350,7 +350,7 @@ def _image_decoder(
         core,
         slots=slots,
         rows=config.batch_size if rows is None else rows,
-        threads=threads,
+        threads=threads * max(1, config.num_helpers),
         limit_nbytes=memory_plan.limit_nbytes,
         left=left,
         new_memory=new_memory,
@@ -373,7 +373,7 @@ def new_assembly(
 
 def _open_cache(
     config: ReaderConfig,
-    selection: Selection,
+    samplings: Samplings,
     transforms: Sequence[RowTransform],
     memory_plan: MemoryPlan,
 ) -> HostCache | Budget | None:
@@ -381,7 +381,9 @@ def _open_cache(
     if config.cache != "host":
         return None
     row_nbytes = [transform.raw_nbytes for transform in transforms]
-    return open_host_cache(selection, row_nbytes, config.cache_bytes, memory_plan.left_nbytes)
+    spans = [one if isinstance(one, SpanRows) else None for one in samplings.rows]
+    left_nbytes = memory_plan.left_nbytes
+    return open_host_cache(samplings.selection, row_nbytes, config.cache_bytes, left_nbytes, spans)
 
 
 def _forget(residencies: Sequence[Residency]) -> None:

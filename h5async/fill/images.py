@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from h5async.config import Field, ImageField
 from h5async.core.binding import Core
 from h5async.errors import DatasetError, ReadError, needs_package
 from h5async.fill.reading import transformer
+from h5async.fill.records import SlotMemory
 from h5async.images import Images
 from h5async.index.layout import DatasetLayout
 from h5async.io.growing import Growing, plain_memory
@@ -45,9 +46,9 @@ class ImageDecoder:
     core
         The compiled core; None: do without.
     slots, rows
-        Slots, and samples that each has room for.
+        Memory of the slots, and samples that each has room for.
     threads
-        That decode at a time.
+        That decode at a time, in all processes.
     limit_nbytes
         What pixels may take, in all slots, and beside them while they are decoded.
     left
@@ -70,7 +71,7 @@ class ImageDecoder:
         seed: int,
         core: Core | None,
         *,
-        slots: int,
+        slots: Sequence[SlotMemory],
         rows: int,
         threads: int,
         limit_nbytes: int,
@@ -78,7 +79,7 @@ class ImageDecoder:
         new_memory: Empty = plain_memory,
     ) -> None:
         self._seed = seed
-        self._of_batch = limit_nbytes // max(1, slots)
+        self._of_batch = limit_nbytes // max(1, len(slots))
         of_image = limit_nbytes // max(1, threads)
         self.fields = {
             number: ImageFieldDecoder(field, layouts[name], core, of_image)
@@ -92,10 +93,12 @@ class ImageDecoder:
         }
         self._memory = [
             {
-                number: Growing(new_memory, one.sized_nbytes(rows))
+                number: Growing(
+                    new_memory, one.sized_nbytes(rows), slot.made[number] if slot.made else None
+                )
                 for number, one in self._of_slots.items()
             }
-            for _ in range(slots)
+            for slot in slots
         ]
         self._lock = threading.Lock()
         self._broken = 0

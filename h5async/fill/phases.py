@@ -27,7 +27,7 @@ from h5async.fill.reading import BatchPlan, BatchReader, LeftRows
 from h5async.fill.records import NO_SAMPLES, FillOutcome, FillRequest, SlotMemory
 from h5async.fill.resident import HostCache, Residency
 from h5async.plan.encoded import EncodedPlan
-from h5async.plan.records import GatherPlan
+from h5async.plan.records import GatherPlan, GatherRunsPlan
 from h5async.plan.shares import PlanSlice, cut
 from h5async.plan.transform import RowTransform
 from h5async.system.interruptions import interruption
@@ -118,7 +118,6 @@ class Phases:
         self._reader = reader
         self._file = file
         self._samplings = samplings
-        self._raw_nbytes = [transform.raw_nbytes for transform in transforms]
         self._out_nbytes = [transform.nbytes for transform in transforms]
         self._assembly = assembly
         self._left = left
@@ -213,14 +212,15 @@ class Phases:
 
     def _begin_keep(self, batch: _Fill) -> None:
         cache, index = self._cache, batch.index
-        if cache is None or batch.error is not None or isinstance(batch.plans[0], GatherPlan):
+        is_gathered = any(isinstance(p, GatherPlan | GatherRunsPlan) for p in batch.plans[:1])
+        if cache is None or batch.error is not None or is_gathered:
             self._begin_transform(batch)
             return
         raws = self.slots[batch.request.slot].raw
         works = [
-            partial(cache.keep, field, index[a:b], raws[field][a:b])
-            for field, nbytes in enumerate(self._raw_nbytes)
-            for a, b in self._row_shares(index.size, nbytes)
+            partial(cache.keep, column, plan, a, b, raws[column])
+            for column, plan in enumerate(cache.plans(index))
+            for a, b in self._row_shares(plan.num_items, plan.item_nbytes)
         ]
         self._begin(batch, works, self._note_kept)
 

@@ -28,7 +28,14 @@ from h5async.order.spans import SpanRows
 from h5async.order.steps import NO_ROW, StepRows
 from h5async.plan.encoded import EncodedFormat, EncodedPlan, plan_encoded
 from h5async.plan.plan import plan_read
-from h5async.plan.records import BatchItems, GatherPlan, HeapPlan, IncludedPlan, ReadPlan
+from h5async.plan.records import (
+    BatchItems,
+    GatherPlan,
+    GatherRunsPlan,
+    HeapPlan,
+    IncludedPlan,
+    ReadPlan,
+)
 from h5async.plan.shares import PlanSlice
 from h5async.plan.transform import RowTransform
 from h5async.read.execute import Executor
@@ -309,7 +316,7 @@ class BatchReader:
         if isinstance(plan, BatchItems):
             assert self._collection is not None
             self._collection.read(self._batches[plan.slot], start, stop, scratch)
-        elif isinstance(plan, GatherPlan):
+        elif isinstance(plan, GatherPlan | GatherRunsPlan):
             assert self._cache is not None
             with scratch.counts.timed("read_ns"):
                 self._cache.gather(field, plan, start, stop, memory.raw[field])

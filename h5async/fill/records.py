@@ -32,7 +32,8 @@ class SlotMemory(NamedTuple):
         uint8: encoded chunks, for the device to decode; None where it cannot.
     made
         By field, where there are any: (batch, ...), plain arrays that are made of samples of
-        differing lengths; None where none are, or where they get memory of their own.
+        differing lengths; in helper processes also uint8 memory for the pixels of images. None
+        where nothing is made, or where it gets memory of its own.
     """
 
     raw: tuple[NDArray[Any], ...]
@@ -144,6 +145,7 @@ class FillerStats(NamedTuple):
             self.counts.plus(other.counts),
             self.fallback_reads + other.fallback_reads,
             self.cache,
+            self.broken_images + other.broken_images,
         )
 
 

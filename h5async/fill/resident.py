@@ -2,19 +2,22 @@
 
 Rows that were read enter; they leave again when their samples come next. Where a dataset fits a
 budget (`cache="host"` or `"device"`), the rows of each batch are kept, as read, when it first comes
-by. A batch of which every sample was kept is gathered, not read.
+by: of ragged and sparse fields, the values that samples have. A batch of which every sample was
+kept is gathered, not read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.core.binding import address, load_core
 from h5async.order.selection import Selection
-from h5async.plan.records import GatherPlan, Int64s
+from h5async.order.spans import SpanRows
+from h5async.plan.records import GatherPlan, GatherRunsPlan, Int64s
 from h5async.system.freememory import free_memory
 
 _HOST_SHARE = 0.5  # of what is free, where no budget is given
@@ -101,6 +104,60 @@ class Budget(NamedTuple):
         )
 
 
+class _KeptRows:
+    """The rows of one column, where each sample is one.
+
+    Parameters
+    ----------
+    size, row_nbytes
+        Samples, and bytes of each.
+    """
+
+    def __init__(self, size: int, row_nbytes: int) -> None:
+        self._rows = np.empty((size, row_nbytes), np.uint8)
+
+    def plan(self, index: Int64s, positions: Int64s) -> GatherPlan:
+        return GatherPlan(positions, self._rows.shape[1])
+
+    def keep(self, plan: Any, start: int, stop: int, raw: NDArray[Any]) -> None:
+        rows = _as_bytes(raw[start:stop], self._rows.shape[1])
+        self._rows[plan.sample[start:stop]] = rows
+
+    def gather(self, plan: Any, start: int, stop: int, raw: NDArray[Any]) -> None:
+        out = _as_bytes(raw[start:stop], plan.row_nbytes)
+        np.take(self._rows, plan.sample[start:stop], axis=0, out=out, mode="clip")
+
+
+class _KeptRuns:
+    """The rows of one column, where samples are runs of any length: one sample behind the other.
+
+    Parameters
+    ----------
+    starts
+        int64 (samples + 1,): the rows of each sample, counted from any number.
+    rows
+        Which rows each sample is in the dataset.
+    row_nbytes
+        Bytes of a row.
+    """
+
+    def __init__(self, starts: Int64s, rows: SpanRows, row_nbytes: int) -> None:
+        self._starts, self._spans, self._row_nbytes = starts, rows, row_nbytes
+        self._rows = np.empty(int(starts[-1] - starts[0]) * row_nbytes, np.uint8)
+
+    def plan(self, index: Int64s, positions: Int64s) -> GatherRunsPlan:
+        begin = (self._starts[positions] - self._starts[0]) * self._row_nbytes
+        return GatherRunsPlan(begin, self._spans.offsets(index) * self._row_nbytes)
+
+    def keep(self, plan: Any, start: int, stop: int, raw: NDArray[Any]) -> None:
+        begins = plan.begin[start:stop], plan.offsets[start:stop]
+        _copy_runs(self._rows, _flat(raw), *begins, np.diff(plan.offsets[start : stop + 1]))
+
+    def gather(self, plan: Any, start: int, stop: int, raw: NDArray[Any]) -> None:
+        begins = plan.offsets[start:stop], plan.begin[start:stop]
+        _copy_runs(_flat(raw), self._rows, *begins, np.diff(plan.offsets[start : stop + 1]))
+
+
 class HostCache(Residency):
     """The rows of all samples, in the memory of this machine. Safe to use from many threads.
 
@@ -109,29 +166,52 @@ class HostCache(Residency):
     selection
         The samples.
     row_nbytes
-        Bytes of a row of each field, as read.
+        Bytes of a row of each column, as read.
+    spans
+        By column: which rows each sample is, where their number differs; empty: it does nowhere.
     """
 
-    def __init__(self, selection: Selection, row_nbytes: Sequence[int]) -> None:
-        super().__init__(selection, selection.size * sum(row_nbytes), "host")
-        self._rows = [np.empty((selection.size, nbytes), np.uint8) for nbytes in row_nbytes]
+    def __init__(
+        self,
+        selection: Selection,
+        row_nbytes: Sequence[int],
+        spans: Sequence[SpanRows | None] = (),
+    ) -> None:
+        starts = _starts(selection, spans)
+        super().__init__(selection, _nbytes(selection, row_nbytes, spans, starts), "host")
+        self._columns: list[_KeptRows | _KeptRuns] = [
+            _KeptRows(selection.size, nbytes)
+            if one is None
+            else _KeptRuns(starts[one], one, nbytes)
+            for nbytes, one in zip(row_nbytes, spans or [None] * len(row_nbytes), strict=True)
+        ]
 
-    def plans(self, index: Int64s) -> list[GatherPlan]:
-        """Return how each field of a batch comes out of memory; all its samples are there."""
-        found = self._selection.positions(index)
-        return [GatherPlan(found, rows.shape[1]) for rows in self._rows]
+    def plans(self, index: Int64s) -> list[GatherPlan | GatherRunsPlan]:
+        """Return how each column of a batch goes to memory, or comes out of it."""
+        positions = self._selection.positions(index)
+        return [column.plan(index, positions) for column in self._columns]
 
-    def keep(self, field: int, index: Int64s, raw: NDArray[Any]) -> None:
-        """Keep rows of one field; whoever has kept all of a batch calls `add`."""
-        rows = self._rows[field]
-        rows[self._selection.positions(index)] = _as_bytes(raw, rows.shape[1])
+    def keep(
+        self,
+        column: int,
+        plan: GatherPlan | GatherRunsPlan,
+        start: int,
+        stop: int,
+        raw: NDArray[Any],
+    ) -> None:
+        """Keep items `start` to `stop` of a plan; whoever has kept all of a batch calls `add`."""
+        self._columns[column].keep(plan, start, stop, raw)
 
     def gather(
-        self, field: int, plan: GatherPlan, start: int, stop: int, raw: NDArray[Any]
+        self,
+        column: int,
+        plan: GatherPlan | GatherRunsPlan,
+        start: int,
+        stop: int,
+        raw: NDArray[Any],
     ) -> None:
-        """Bring items `start` to `stop` of a plan to a batch of shape (batch, *raw_row)."""
-        out = _as_bytes(raw[start:stop], plan.row_nbytes)
-        np.take(self._rows[field], plan.sample[start:stop], axis=0, out=out, mode="clip")
+        """Bring items `start` to `stop` of a plan to the memory of a batch; all are there."""
+        self._columns[column].gather(plan, start, stop, raw)
 
 
 def open_host_cache(
@@ -139,6 +219,7 @@ def open_host_cache(
     row_nbytes: Sequence[int],
     cache_bytes: int | None,
     free_nbytes: int | None = None,
+    spans: Sequence[SpanRows | None] = (),
 ) -> HostCache | Budget:
     """Reserve memory for the rows of all samples, where there is as much.
 
@@ -152,6 +233,8 @@ def open_host_cache(
         What they may take; None: half of what is free.
     free_nbytes
         What is free beside all that the reader needs; None: what is free now.
+    spans
+        As in `HostCache`.
 
     Returns
     -------
@@ -162,16 +245,70 @@ def open_host_cache(
         free_nbytes = free_memory()[0].nbytes
     if cache_bytes is None:
         cache_bytes = int(free_nbytes * _HOST_SHARE)
-    nbytes = selection.size * sum(row_nbytes)
+    try:
+        starts = _starts(selection, spans)
+    except MemoryError:
+        return Budget("host", 0, cache_bytes, ": the system does not give as much")
+    nbytes = _nbytes(selection, row_nbytes, spans, starts)
     budget = Budget("host", nbytes, cache_bytes)
     if not budget.suffices:
         return budget
     if nbytes + selection.size > free_nbytes:  # `Residency` takes a byte for each sample
         return Budget("host", nbytes, free_nbytes, ", which is what is free")
     try:
-        return HostCache(selection, row_nbytes)
+        return HostCache(selection, row_nbytes, spans)
     except MemoryError:
         return Budget("host", nbytes, cache_bytes, ": the system does not give as much")
+
+
+def _starts(selection: Selection, spans: Sequence[SpanRows | None]) -> dict[SpanRows, Int64s]:
+    """Return where the rows of each sample of a selection begin, in ascending order."""
+    found: dict[SpanRows, Int64s] = {}
+    ascending = selection.ascending
+    for one in spans:
+        if one is None or one in found:
+            continue
+        if ascending.is_prefix and ascending.size == one.starts.size - 1:
+            found[one] = one.starts
+        else:
+            found[one] = one.offsets(ascending.samples(np.arange(selection.size)))
+    return found
+
+
+def _nbytes(
+    selection: Selection,
+    row_nbytes: Sequence[int],
+    spans: Sequence[SpanRows | None],
+    starts: Mapping[SpanRows, Int64s],
+) -> int:
+    """Return what the rows of all samples take."""
+    total = 0
+    for nbytes, one in zip(row_nbytes, spans or [None] * len(row_nbytes), strict=True):
+        rows = selection.size if one is None else int(starts[one][-1] - starts[one][0])
+        total += rows * nbytes
+    return total
+
+
+def _copy_runs(
+    to: NDArray[np.uint8],
+    source: NDArray[np.uint8],
+    to_begin: Int64s,
+    source_begin: Int64s,
+    nbytes: Int64s,
+) -> None:
+    """Copy runs of bytes, from and to places that the caller has checked."""
+    core = load_core()
+    if core is not None:
+        places = [np.ascontiguousarray(one, np.int64) for one in (to_begin, source_begin, nbytes)]
+        core.copy_runs(address(to), address(source), *map(address, places), nbytes.size)
+        return
+    runs = zip(to_begin.tolist(), source_begin.tolist(), nbytes.tolist(), strict=True)
+    for there, here, count in runs:
+        to[there : there + count] = source[here : here + count]
+
+
+def _flat(raw: NDArray[Any]) -> NDArray[np.uint8]:
+    return raw.reshape(-1).view(np.uint8)
 
 
 def _as_bytes(raw: NDArray[Any], row_nbytes: int) -> NDArray[np.uint8]:

@@ -33,14 +33,8 @@ def column_fields(name: str, field: Field, found: Column, config: ReaderConfig) 
     Raises
     ------
     ConfigError
-        If there is a field of the name of the mask, or a helper process would read them.
+        If there is a field of the name of the mask.
     """
-    if config.workers != "thread":
-        raise ConfigError(
-            f"{found.where} ({name}) is stored as several datasets, for which"
-            f' workers="{config.workers}" is not supported; set workers="thread", or give the path'
-            f' of the values, "{found.values.path}"'
-        )
     path = field.path.rstrip("/")
     member = found.values.path.rpartition("/")[2]
     is_group = found.mask is not None or member == "codes" != path.rpartition("/")[2]

@@ -22,11 +22,13 @@ class Growing:
         Returns so many bytes of new memory: uint8 (nbytes,), a NumPy or a CuPy array.
     nbytes
         Taken at once.
+    block
+        Memory that is there already, in their place.
     """
 
-    def __init__(self, make: Callable[[int], Any], nbytes: int = 0) -> None:
+    def __init__(self, make: Callable[[int], Any], nbytes: int = 0, block: Any = None) -> None:
         self._make = make
-        self._block = make(nbytes) if nbytes else None
+        self._block = make(nbytes) if nbytes and block is None else block
 
     def of(self, nbytes: int) -> Any:
         """Return so much memory: the same each time, while that suffices.

@@ -77,6 +77,12 @@ class Selection:
             return None
         return Selection(self.start + self.step * (self.size - 1), -self.step, self.size)
 
+    @property
+    def has_repeats(self) -> bool:
+        """Whether a sample is selected more than once."""
+        numbers = self.ascending.numbers
+        return numbers is not None and bool((numbers[1:] == numbers[:-1]).any())
+
     def positions(self, samples: Int64s) -> Int64s:
         """Return where sample numbers stand, of an ascending selection that has all of them."""
         if self.numbers is not None:

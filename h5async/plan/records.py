@@ -4,7 +4,8 @@ Two kinds of plan cover what lies in one file. Where every row lies in one piece
 `RowPlan` is one file offset a sample. Else a `ChunkPlan` lists each chunk that the batch touches
 once, and, shared by all chunks that hold pieces of the same samples, the runs of neighbouring
 samples that go from a chunk to the batch. A `SamplesPlan` leaves the rest to h5py, or to memory. A
-`PartsPlan` is made of plans for the sources of a dataset. A `GatherPlan` needs no file at all.
+`PartsPlan` is made of plans for the sources of a dataset. A `GatherPlan`, or a `GatherRunsPlan`,
+needs no file at all.
 
 Every plan is a number of items, which do not depend on each other: so it can be executed in slices,
 by any thread.
@@ -206,6 +207,32 @@ class GatherPlan:
         return self.row_nbytes
 
 
+@dataclass(frozen=True, slots=True)
+class GatherRunsPlan:
+    """Samples of differing lengths whose rows a cache holds.
+
+    Attributes
+    ----------
+    begin
+        int64 (n,): the first byte of each sample in the cache.
+    offsets
+        int64 (n + 1,): the byte of the batch to which each goes.
+    """
+
+    begin: Int64s
+    offsets: Int64s
+
+    @property
+    def num_items(self) -> int:
+        """Samples to copy."""
+        return self.begin.size
+
+    @property
+    def item_nbytes(self) -> int:
+        """Bytes of an item, on average: what it costs."""
+        return int(self.offsets[-1]) // max(1, self.begin.size) + 1
+
+
 class PartRead(NamedTuple):
     """What one source of a dataset gives to a batch.
 
@@ -303,6 +330,7 @@ ReadPlan = (
     | SamplesPlan
     | PartsPlan
     | GatherPlan
+    | GatherRunsPlan
     | HeapPlan
 )
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from h5async.config import ReaderConfig
 from h5async.config.files import paths_text
 from h5async.errors import ConfigError, ReadError
+from h5async.fill.columns import first_columns_of
 from h5async.fill.limits import MemoryPlan
 from h5async.fill.pool import THREAD_NAME, join_all, start_thread
 from h5async.fill.records import FillerStats, FillOutcome, FillRequest, SlotMemory
@@ -30,7 +31,7 @@ from h5async.io.shared import SharedMemory
 from h5async.plan.encoded import EncodedFormat
 from h5async.process.child import HelperProcess, check_interpreter, refusal
 from h5async.process.crew import Crew
-from h5async.process.messages import Opening, Starting, dump_opening
+from h5async.process.messages import Opened, Opening, Starting, dump_opening
 from h5async.process.sharedslots import ReaderSlots
 from h5async.spelling import named
 from h5async.system.patience import Patience
@@ -103,7 +104,7 @@ class HelperFiller:
 
     @property
     def layouts(self) -> Mapping[str, DatasetLayout]:
-        """By field name, in field order, after `open`."""
+        """By name of columns, in their order, after `open`."""
         assert self._crew.opened is not None
         return self._crew.opened.layouts
 
@@ -123,8 +124,8 @@ class HelperFiller:
         """The present helper processes; None for one that is not there."""
         return [supervisor.process for supervisor in self._crew.supervisors]
 
-    def open(self) -> None:
-        """Start the helpers, each of which opens the dataset.
+    def open(self) -> Opened:
+        """Start the helpers, each of which opens the dataset; return what they found.
 
         Raises
         ------
@@ -136,11 +137,15 @@ class HelperFiller:
         for number, supervisor in enumerate(self._crew.supervisors):
             self._start_thread(supervisor.run, f"helper_{number}")
         self._crew.await_opened(self._config.timeout)
+        assert self._crew.opened is not None
+        return self._crew.opened
 
     def start(
         self,
         slots: Sequence[SlotMemory],
         *,
+        rows: int,
+        pixels_nbytes: Sequence[int],
         memory_plan: MemoryPlan,
         device_cache: Residency | None,
         encoded_formats: Sequence[EncodedFormat | None],
@@ -155,6 +160,10 @@ class HelperFiller:
         ----------
         slots
             Arrays in `shared`; raw ones of their own where the filler transforms them.
+        rows
+            Samples that a slot has room for.
+        pixels_nbytes
+            By field: what the pixels of a batch of images take, at most.
         memory_plan, device_cache, encoded_formats, next_requests, before_fill, on_done, on_crash
             As of `Filler`. Functions are called in threads of this object.
 
@@ -163,12 +172,13 @@ class HelperFiller:
         H5AsyncError
             As `Filler` says.
         """
-        self._slots = ReaderSlots(self.shared, slots)
+        first_columns = first_columns_of(self.layouts)
+        self._slots = ReaderSlots(self.shared, slots, rows, first_columns, pixels_nbytes)
         self._next_requests, self._before_fill, self._on_done = next_requests, before_fill, on_done
         self._on_crash = on_crash
         self._device_cache = device_cache
         starting = Starting(
-            self._slots.specs, memory_plan, list(encoded_formats), device_cache is not None
+            self._slots.specs, rows, memory_plan, list(encoded_formats), device_cache is not None
         )
         self._crew.start_filling(self._slots, starting, on_done)
         self._start_thread(self._send_all, "send")

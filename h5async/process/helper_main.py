@@ -20,13 +20,14 @@ from typing import Any
 
 from h5async.config import ReaderConfig
 from h5async.errors import ConfigError, H5AsyncError, OutOfMemoryError
-from h5async.fill.dataset import Samplings, open_dataset
+from h5async.fill.columns import first_columns_of
+from h5async.fill.dataset import OpenedDataset, Samplings, open_dataset
 from h5async.fill.filling import Filler
 from h5async.fill.records import FillOutcome, FillRequest
 from h5async.fill.resident import Residency
-from h5async.fill.selecting import choose
-from h5async.io.shared import ArraySpec, SharedMemory
-from h5async.plan.transform import row_transform
+from h5async.fill.selecting import Chosen, choose
+from h5async.fill.slotsizes import slot_transforms
+from h5async.io.shared import SharedMemory
 from h5async.process.channel import Channel, channel_of
 from h5async.process.messages import (
     Answer,
@@ -35,6 +36,8 @@ from h5async.process.messages import (
     NoteUploaded,
     Opened,
     Opening,
+    Rooms,
+    SentField,
     Started,
     Starting,
     dump,
@@ -147,13 +150,13 @@ class _Helper:
         try:
             config = self._receive_config()
             with _step():
-                layouts = open_dataset(config).layouts
-                opened = Opened(layouts, choose(config, layouts))
-            self._channel.send(opened)
+                opened = open_dataset(config)
+                chosen = choose(opened.config, opened.layouts)
+            self._channel.send(_told(config, opened, chosen))
             starting = self._channel.receive()
             assert isinstance(starting, Starting)
             with _step():
-                self._start(config, opened, starting)
+                self._start(opened, chosen, starting)
         except _StepFailed as failed:
             self._channel.send(Failed(portable(failed.reason)))
             return
@@ -178,12 +181,12 @@ class _Helper:
         # This thread does nothing but receive, or the reader might wait for it to.
         return config.model_copy(update={"num_threads": config.filler_threads})
 
-    def _start(self, config: ReaderConfig, opened: Opened, starting: Starting) -> None:
-        fields, layouts = config.batch_fields, opened.layouts
-        transforms = {name: row_transform(fields[name], y) for name, y in layouts.items()}
+    def _start(self, opened: OpenedDataset, chosen: Chosen, starting: Starting) -> None:
+        config, layouts = opened.config, opened.layouts
+        samplings = Samplings(config, layouts, chosen)
+        transforms = slot_transforms(config, layouts, samplings, starting.rows)
         raws = [(t.raw_row, t.raw_dtype) for t in transforms.values()]
-        self._slots = HelperSlots(self._memory, starting.slots, raws)
-        samplings = Samplings(config, layouts, opened.chosen)
+        self._slots = HelperSlots(self._memory, starting.slots, raws, first_columns_of(layouts))
         self._filler = Filler(
             config,
             samplings,
@@ -191,6 +194,9 @@ class _Helper:
             transforms,
             self._slots.slots,
             memory_plan=starting.memory_plan,
+            shapes=opened.shapes,
+            categories=opened.categories,
+            rows=starting.rows,
             device_cache=(
                 Residency(samplings.selection, 0, "device") if starting.has_device_cache else None
             ),
@@ -221,10 +227,11 @@ class _Helper:
                 error = portable(outcome.error)
             except BaseException:
                 error = portable(H5AsyncError(f"{type(outcome.error).__name__} was raised"))
-        extras: tuple[ArraySpec | None, ...] = ()
+        fields: tuple[SentField | None, ...] = ()
+        rooms: Rooms = {}
         if not error:
             try:
-                extras = self._slots.put(request.slot, outcome)
+                fields, rooms = self._slots.put(request.slot, outcome)
             except OutOfMemoryError as raised:
                 batch = f"batch {request.number} of epoch {request.epoch}"
                 error = portable(OutOfMemoryError(f"{batch}: {raised.marked}"))
@@ -233,7 +240,8 @@ class _Helper:
         answer = Answer(
             tuple(request),
             outcome.index.size,
-            extras,
+            fields,
+            rooms,
             error,
             outcome.is_resident,
             outcome.encoded,
@@ -244,7 +252,19 @@ class _Helper:
         try:
             self._channel.send(answer)
         except BaseException as raised:  # it cannot be pickled
-            self._channel.send(answer._replace(extras=(), encoded=(), error=portable(raised)))
+            self._channel.send(answer._replace(fields=(), encoded=(), error=portable(raised)))
+
+
+def _told(config: ReaderConfig, opened: OpenedDataset, chosen: Chosen) -> Opened:
+    """Return what the reader is told of a dataset; it does without what only reads need."""
+    layouts = {
+        name: layout.changed(heaps=tuple(one._replace(elements=None) for one in layout.heaps))
+        if layout.heaps
+        else layout
+        for name, layout in opened.layouts.items()
+    }
+    fields = None if opened.config is config else opened.config.batch_fields
+    return Opened(layouts, chosen, fields, opened.shapes, opened.categories)
 
 
 def _give_up(error: BaseException) -> None:

@@ -11,13 +11,15 @@ import contextlib
 import itertools
 import pickle
 import traceback
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import cloudpickle  # type: ignore[import-untyped]
 
 from h5async import errors
-from h5async.config import ReaderConfig
+from h5async.config import Field, ReaderConfig
 from h5async.errors import H5AsyncError
+from h5async.fill.columns import Categories, SparseShape
 from h5async.fill.limits import MemoryPlan
 from h5async.fill.records import FillerStats
 from h5async.fill.selecting import Chosen
@@ -25,9 +27,12 @@ from h5async.index.layout import DatasetLayout
 from h5async.io.shared import ArraySpec
 from h5async.plan.encoded import EncodedFormat, EncodedPlan
 
-# By field: offset and bytes of the memory beside a slot that helpers have added for what
-# `postprocess` returns; None where there is none. Empty: there is none of any field.
-Rooms: TypeAlias = tuple[tuple[int, int] | None, ...]
+# Offset and bytes of the memory beside a slot that helpers have added, by its number. Not changed.
+Rooms: TypeAlias = Mapping[int, tuple[int, int]]
+
+# An array in shared memory; or, where it is the first rows of a column of the slot, the column's
+# number and how many rows.
+Part: TypeAlias = ArraySpec | tuple[int, int]
 
 _MAX_CAUSES = 8
 _KNOWN = {kind for kind in vars(errors).values() if isinstance(kind, type)}
@@ -40,10 +45,23 @@ class Opening(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """The dataset is open, and what its samples are chosen by was read."""
+    """The dataset is open, and what its samples are chosen by was read.
+
+    Attributes
+    ----------
+    layouts, chosen
+        Of all columns, by name; of elements of variable length without where they lie.
+    fields
+        Those that were found where nobody had told their kinds; None: those of the options.
+    shapes, categories
+        Of sparse and of categorical fields, by name.
+    """
 
     layouts: dict[str, DatasetLayout]
     chosen: Chosen
+    fields: dict[str, Field] | None = None
+    shapes: Mapping[str, SparseShape] = {}
+    categories: Mapping[str, Categories] = {}
 
 
 class SlotSpecs(NamedTuple):
@@ -51,8 +69,8 @@ class SlotSpecs(NamedTuple):
 
     Attributes
     ----------
-    raw, out, encoded
-        By field; None for an array that is not in shared memory, or that is not needed.
+    raw, out, encoded, made
+        As in `SlotMemory`; None for an array that is not in shared memory, or that is not needed.
     numbers
         int64 (batch,): sample numbers.
     """
@@ -60,6 +78,7 @@ class SlotSpecs(NamedTuple):
     raw: tuple[ArraySpec | None, ...]
     out: tuple[ArraySpec, ...]
     encoded: tuple[ArraySpec | None, ...]
+    made: tuple[ArraySpec | None, ...]
     numbers: ArraySpec
 
 
@@ -68,8 +87,8 @@ class Starting(NamedTuple):
 
     Attributes
     ----------
-    slots
-        To be filled.
+    slots, rows
+        To be filled, and samples that each has room for.
     memory_plan, encoded_formats
         As of `Filler`.
     has_device_cache
@@ -77,6 +96,7 @@ class Starting(NamedTuple):
     """
 
     slots: list[SlotSpecs]
+    rows: int
     memory_plan: MemoryPlan
     encoded_formats: list[EncodedFormat | None]
     has_device_cache: bool
@@ -99,6 +119,20 @@ class DropEncoded(NamedTuple):
     """Give the memory for encoded chunks back."""
 
 
+class SentField(NamedTuple):
+    """Where the arrays of a field of a batch lie.
+
+    Attributes
+    ----------
+    kind, parts, columns
+        As of `FieldParts`.
+    """
+
+    kind: str
+    parts: tuple[Part, ...]
+    columns: int = 0
+
+
 class Answer(NamedTuple):
     """What became of a request.
 
@@ -108,8 +142,10 @@ class Answer(NamedTuple):
         The `FillRequest`, as a plain tuple.
     size
         Samples in the batch.
-    extras
-        By field: the array that the batch has beside the slot; None where it has the slot's own.
+    fields
+        By field: its arrays; None where it is the slot's own array.
+    rooms
+        Memory beside the slot that was added for them.
     error
         What went wrong, if anything, by `portable`.
     is_resident, encoded, busy_seconds, warnings
@@ -120,7 +156,8 @@ class Answer(NamedTuple):
 
     request: tuple[Any, ...]
     size: int
-    extras: tuple[ArraySpec | None, ...]
+    fields: tuple[SentField | None, ...]
+    rooms: Rooms
     error: tuple[bytes, ...]
     is_resident: bool
     encoded: tuple[EncodedPlan | None, ...]

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
 from h5async.errors import ReadError
 from h5async.index.fingerprint import fingerprint
 from h5async.index.layout import DatasetLayout
@@ -28,6 +33,9 @@ def check_same(before: Opened, now: Opened, found: str = _FOUND) -> None:
     ReadError
         If a file was replaced or rewritten, or other samples are chosen.
     """
+    if list(before.layouts) != list(now.layouts):  # a path leads to data of another kind
+        first = next(iter(before.layouts.values()))
+        raise ReadError(f"{first.file}: this file {found}; make a new reader")
     for name, layout in before.layouts.items():
         if _is_same(layout, now.layouts[name]):
             continue
@@ -39,11 +47,47 @@ def check_same(before: Opened, now: Opened, found: str = _FOUND) -> None:
         raise ReadError(
             f"{first.file}: what indices or weights are read from {found}; make a new reader"
         )
+    if not _has_same_columns(before, now):
+        first = next(iter(before.layouts.values()))
+        raise ReadError(
+            f"{first.file}: a table of categories or columns {found}; make a new reader"
+        )
+
+
+def _has_same_columns(before: Opened, now: Opened) -> bool:
+    """Compare what codes stand for, and which columns are delivered."""
+    if list(before.shapes) != list(now.shapes) or list(before.categories) != list(now.categories):
+        return False
+    shapes = zip(before.shapes.values(), now.shapes.values(), strict=True)
+    tables = zip(before.categories.values(), now.categories.values(), strict=True)
+    return all(
+        a.columns == b.columns and _are_all_equal(a.places, b.places) for a, b in shapes
+    ) and all(a.names == b.names and _are_all_equal(a.tables, b.tables) for a, b in tables)
+
+
+def _are_all_equal(
+    several: tuple[NDArray[Any], ...] | None, others: tuple[NDArray[Any], ...] | None
+) -> bool:
+    if several is None or others is None:
+        return several is others
+    return len(several) == len(others) and all(map(np.array_equal, several, others))
 
 
 def _is_same(one: DatasetLayout, other: DatasetLayout) -> bool:
-    return _files(one) == _files(other) and fingerprint([one]) == fingerprint([other])
+    return (
+        _files(one) == _files(other)
+        and fingerprint([one]) == fingerprint([other])
+        and one.file_samples == other.file_samples
+        and _are_equal(one.spans, other.spans)
+    )
 
 
 def _files(layout: DatasetLayout) -> list[object]:
-    return [(leaf.file, leaf.stamp.file_id) for leaf in layout.leaves()]
+    leaves = [(leaf.file, leaf.stamp.file_id) for leaf in layout.leaves()]
+    return [*leaves, *((heap.file, heap.stamp.file_id) for heap in layout.heaps)]
+
+
+def _are_equal(one: NDArray[Any] | None, other: NDArray[Any] | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return np.array_equal(one, other)

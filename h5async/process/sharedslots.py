@@ -1,10 +1,11 @@
 """Describes slots in shared memory to the other process, and gives arrays for descriptions.
 
 `ReaderSlots` is for the reader's process, which makes the slots; `HelperSlots` for the helper
-process, which fills them. An array that `postprocess` returns, where it is not the slot's own, is
-copied into shared memory beside the slots: an *extra* array. Each slot and field has memory for
-one, its *room*, which is replaced by twice as much where it is too small. Whichever helper fills a
-slot is told its rooms: so there are as many, however many helpers there are.
+process, which fills them. A field of a batch consists of arrays (`fieldparts.py`). One that does
+not lie in the slot, such as what `postprocess` returns, or where ragged samples begin, is copied
+into shared memory beside the slots. Each slot, field and part has memory for one, its *room*, which
+is replaced by twice as much where it is too small. Whichever helper fills a slot is told its rooms:
+so there are as many, however many helpers there are.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.errors import PostprocessError
+from h5async.errors import OutOfMemoryError, PostprocessError
 from h5async.fill.records import FillOutcome, SlotMemory
 from h5async.io.shared import ArraySpec, SharedMemory
-from h5async.process.messages import Answer, Rooms, SlotSpecs
+from h5async.process.fieldparts import MOST_PARTS, put_together, taken_apart
+from h5async.process.messages import Answer, Part, Rooms, SentField, SlotSpecs
 from h5async.spelling import named
 
 
@@ -31,6 +33,12 @@ class ReaderSlots:
         The memory.
     slots
         Arrays in it; raw ones of other memory where the filler transforms them.
+    rows
+        Samples that a slot has room for.
+    first_columns
+        By field: the number of its first column.
+    pixels_nbytes
+        By field: what the pixels of a batch of images take, at most.
 
     Attributes
     ----------
@@ -38,14 +46,24 @@ class ReaderSlots:
         What helpers are told of them.
     """
 
-    def __init__(self, shared: SharedMemory, slots: Sequence[SlotMemory]) -> None:
+    def __init__(
+        self,
+        shared: SharedMemory,
+        slots: Sequence[SlotMemory],
+        rows: int,
+        first_columns: Sequence[int],
+        pixels_nbytes: Sequence[int],
+    ) -> None:
         self._shared = shared
         self._slots = slots
-        rows = len(slots[0].out[0])
+        self._first_columns = first_columns
         numbers = shared.empty(len(slots) * rows * 8).view(np.int64).reshape(len(slots), rows)
         self._numbers = list(numbers)
-        self.specs = [self._specs(*of_slot) for of_slot in zip(slots, numbers, strict=True)]
-        self._rooms: list[Rooms] = [()] * len(slots)
+        self._pixels = [[self._new(nbytes) for nbytes in pixels_nbytes] for _ in slots]
+        self.specs = [
+            self._specs(*of_slot) for of_slot in zip(slots, self._pixels, numbers, strict=True)
+        ]
+        self._rooms: list[Rooms] = [{}] * len(slots)
 
     def drop_encoded(self, slots: Sequence[SlotMemory]) -> None:
         """Take slots without memory for encoded chunks."""
@@ -56,8 +74,8 @@ class ReaderSlots:
         """Return the sample numbers of the batch in a slot, in memory of their own."""
         return self._numbers[slot][:size].copy()
 
-    def arrays(self, answer: Answer) -> tuple[NDArray[Any], ...]:
-        """Return the arrays of a batch, where the helper put them.
+    def arrays(self, answer: Answer) -> tuple[Any, ...]:
+        """Return the fields of a batch, over the memory where the helper put them.
 
         Raises
         ------
@@ -65,30 +83,46 @@ class ReaderSlots:
             If memory that the helper added cannot be mapped.
         """
         slot, size = answer.request[0], answer.size
-        if any(answer.extras):
-            self._note_rooms(slot, answer.extras)
-        pairs = zip(self._slots[slot].out, answer.extras, strict=True)
+        if answer.rooms:
+            self._rooms[slot] = {**self._rooms[slot], **answer.rooms}
+        out = self._slots[slot].out
         return tuple(
-            out[:size] if spec is None else self._shared.array(spec) for out, spec in pairs
+            out[column][:size]
+            if sent is None
+            else put_together(
+                sent.kind, [self._array(out, part) for part in sent.parts], sent.columns
+            )
+            for column, sent in zip(self._first_columns, answer.fields, strict=True)
         )
 
     def rooms(self, slot: int) -> Rooms:
         """Return the memory beside a slot, for the helper that fills it next."""
         return self._rooms[slot]
 
-    def _note_rooms(self, slot: int, extras: Sequence[ArraySpec | None]) -> None:
-        rooms: list[tuple[int, int] | None] = list(self._rooms[slot] or [None] * len(extras))
-        for field, spec in enumerate(extras):
-            if spec is not None:
-                offset, nbytes = rooms[field] or (-1, 0)
-                rooms[field] = (
-                    spec.offset,
-                    max(nbytes, spec.nbytes) if offset == spec.offset else spec.nbytes,
-                )
-        self._rooms[slot] = tuple(rooms)
+    def _array(self, out: Sequence[NDArray[Any]], part: Part) -> NDArray[Any]:
+        if isinstance(part, ArraySpec):
+            return self._shared.array(part)
+        column, count = part
+        return out[column][:count]
 
-    def _specs(self, slot: SlotMemory, numbers: NDArray[np.int64]) -> SlotSpecs:
+    def _new(self, nbytes: int) -> NDArray[np.uint8] | None:
+        """Return memory for pixels; None: they are copied out of the helpers'."""
+        try:
+            return self._shared.empty(nbytes) if nbytes else None
+        except OutOfMemoryError:
+            return None
+
+    def _specs(
+        self,
+        slot: SlotMemory,
+        pixels: Sequence[NDArray[np.uint8] | None],
+        numbers: NDArray[np.int64],
+    ) -> SlotSpecs:
         spec = self._shared.spec
+        made = [
+            slot.made[number] if slot.made and slot.made[number] is not None else of_field
+            for number, of_field in enumerate(pixels)
+        ]
         out = [spec(array) for array in slot.out]
         of_numbers = spec(numbers)
         assert of_numbers is not None
@@ -96,6 +130,7 @@ class ReaderSlots:
             tuple(spec(array) for array in slot.raw),
             tuple(found for found in out if found is not None),
             tuple(None if array is None else spec(array) for array in slot.encoded),
+            tuple(None if array is None else spec(array) for array in made),
             of_numbers,
         )
 
@@ -110,7 +145,9 @@ class HelperSlots:
     specs
         What the reader's process told of them.
     raws
-        By field: shape and dtype of a row as it is read.
+        By column: shape and dtype of a row as it is read.
+    first_columns
+        By field: the number of its first column.
 
     Attributes
     ----------
@@ -123,14 +160,18 @@ class HelperSlots:
         shared: SharedMemory,
         specs: Sequence[SlotSpecs],
         raws: Sequence[tuple[tuple[int, ...], np.dtype[Any]]],
+        first_columns: Sequence[int],
     ) -> None:
         self._shared = shared
         self._specs = specs
+        self._first_columns = first_columns
         self._numbers: list[NDArray[np.int64]] = [shared.array(spec.numbers) for spec in specs]
         self._sizes = [0] * len(specs)  # samples in the batches
-        self._told: list[Rooms] = [()] * len(specs)
-        self._rooms: dict[tuple[int, int], NDArray[np.uint8]] = {}  # that this process has mapped
+        self._told: list[Rooms] = [{}] * len(specs)
+        # By slot and number: those that this process has mapped.
+        self._rooms: dict[tuple[int, int], NDArray[np.uint8]] = {}
         self.slots = [self._slot(spec, raws) for spec in specs]
+        self._blocks = [_blocks(slot, spec) for slot, spec in zip(self.slots, specs, strict=True)]
 
     def index(self, slot: int) -> NDArray[np.int64]:
         """Return the sample numbers of the batch in a slot, in memory of their own."""
@@ -140,13 +181,17 @@ class HelperSlots:
         """Note the memory beside a slot, which is to be filled."""
         self._told[slot] = rooms
 
-    def put(self, slot: int, outcome: FillOutcome) -> tuple[ArraySpec | None, ...]:
+    def put(
+        self, slot: int, outcome: FillOutcome
+    ) -> tuple[tuple[SentField | None, ...], dict[int, tuple[int, int]]]:
         """Put what a batch has beside its slot into shared memory; different slots in any threads.
 
         Returns
         -------
-        tuple of ArraySpec or None
-            By field: the extra array; None where it is the slot's own.
+        fields
+            By field: its arrays; None where it is the slot's own array.
+        rooms
+            Memory that was added for them.
 
         Raises
         ------
@@ -157,9 +202,12 @@ class HelperSlots:
         """
         size = self._sizes[slot] = outcome.index.size
         self._numbers[slot][:size] = outcome.index
-        return tuple(
-            self._put_array(slot, field, array) for field, array in enumerate(outcome.arrays)
+        added: dict[int, tuple[int, int]] = {}
+        fields = tuple(
+            self._put_field(slot, field, value, size, added)
+            for field, value in enumerate(outcome.arrays)
         )
+        return fields, added
 
     def drop_encoded(self) -> list[SlotMemory]:
         """Give the memory for encoded chunks back; return the slots without it."""
@@ -179,37 +227,92 @@ class HelperSlots:
                 specs.raw, specs.out, out, raws, strict=True
             )
         )
-        encoded = tuple(
-            None if spec is None else self._shared.array(spec) for spec in specs.encoded
+        encoded, made = (
+            tuple(None if spec is None else self._shared.array(spec) for spec in several)
+            for several in (specs.encoded, specs.made)
         )
-        return SlotMemory(raw, out, encoded)
+        return SlotMemory(raw, out, encoded, made)
 
-    def _put_array(self, slot: int, field: int, array: NDArray[Any]) -> ArraySpec | None:
-        own = self.slots[slot].out[field]
-        if array.ctypes.data == own.ctypes.data and array.dtype == own.dtype:
-            if array.shape == (len(array), *own.shape[1:]) and array.flags.c_contiguous:
-                return None
+    def _put_field(
+        self, slot: int, field: int, value: Any, size: int, added: dict[int, tuple[int, int]]
+    ) -> SentField | None:
+        kind, arrays, columns = taken_apart(value)
+        first = self._first_columns[field]
+        parts: list[Part] = []
+        for number, array in enumerate(arrays):
+            column = first + number
+            if column < len(self.slots[slot].out) and self._is_column(slot, column, array):
+                parts.append((column, len(array)))
+            else:
+                room = MOST_PARTS * field + number
+                parts.append(self._inside(slot, array) or self._copied(slot, room, array, added))
+        is_own = kind == "array" and parts[0] == (first, size)
+        return None if is_own else SentField(kind, tuple(parts), columns)
+
+    def _is_column(self, slot: int, column: int, array: NDArray[Any]) -> bool:
+        """Tell whether an array is the first rows of a column of a slot."""
+        own = self.slots[slot].out[column]
+        return (
+            array.ctypes.data == own.ctypes.data
+            and array.dtype == own.dtype
+            and array.ndim > 0
+            and array.shape[1:] == own.shape[1:]
+            and array.flags.c_contiguous
+        )
+
+    def _inside(self, slot: int, array: NDArray[Any]) -> ArraySpec | None:
+        """Describe an array that lies in a slot; None: it does not."""
+        if not array.flags.c_contiguous or array.dtype.hasobject:
+            return None
+        address = array.ctypes.data
+        for begin, nbytes, offset in self._blocks[slot]:
+            if begin <= address and address + array.nbytes <= begin + nbytes:
+                return ArraySpec(offset + address - begin, array.shape, array.dtype)
+        return None
+
+    def _copied(
+        self, slot: int, number: int, array: NDArray[Any], added: dict[int, tuple[int, int]]
+    ) -> ArraySpec:
+        """Copy an array to its room; describe the copy."""
         if array.dtype.hasobject:
             raise PostprocessError(
                 f"postprocess returned dtype {array.dtype}: Python objects cannot lie in memory"
                 " that processes share; return numbers or fixed-size strings, or read with"
                 f" {named('workers', 'thread')}"
             )
-        room = self._room(slot, field)
+        room = self._room(slot, number)
         if room is None or room.nbytes < array.nbytes:
             twice = 0 if room is None else 2 * room.nbytes
-            room = self._rooms[slot, field] = self._shared.empty(max(array.nbytes, twice))
+            new = self._shared.empty(max(array.nbytes, twice))
+            of_new = self._shared.spec(new)
+            assert of_new is not None
+            if room is not None and (of_old := self._shared.spec(room)) is not None:
+                self._shared.discard(of_old)  # the batch that was there is no longer in use
+            room = self._rooms[slot, number] = new
+            added[number] = (of_new.offset, new.nbytes)
         target: NDArray[Any] = np.ndarray(array.shape, array.dtype, room)
         np.copyto(target, array)
-        return self._shared.spec(target)
+        spec = self._shared.spec(target)
+        assert spec is not None
+        return spec
 
-    def _room(self, slot: int, field: int) -> NDArray[np.uint8] | None:
-        told = self._told[slot][field] if self._told[slot] else None
+    def _room(self, slot: int, number: int) -> NDArray[np.uint8] | None:
+        told = self._told[slot].get(number)
         if told is None:
             return None
-        known = self._rooms.get((slot, field))
+        known = self._rooms.get((slot, number))
         spec = None if known is None else self._shared.spec(known)
         if spec is None or spec.offset != told[0]:  # another helper has added it
             room = ArraySpec(told[0], (told[1],), np.dtype(np.uint8))
-            known = self._rooms[slot, field] = self._shared.array(room)
+            known = self._rooms[slot, number] = self._shared.array(room)
         return known
+
+
+def _blocks(slot: SlotMemory, specs: SlotSpecs) -> list[tuple[int, int, int]]:
+    """Return where blocks of a slot begin here, their bytes, and where they begin for all."""
+    pairs = zip((*slot.out, *slot.made), (*specs.out, *specs.made), strict=True)
+    return [
+        (array.ctypes.data, array.nbytes, spec.offset)
+        for array, spec in pairs
+        if array is not None and spec is not None
+    ]

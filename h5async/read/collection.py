@@ -349,6 +349,8 @@ class Collection:
         """Yield each field of which the core left something, and the rows of its memory, once."""
         items = self._items(batch)
         items = items[items["status"] == REFUSED]
+        if not items.size:
+            return  # (of sparse rows, there may be a million numbers below)
         plan = batch.plan
         wanted = _array(plan.sorted, plan.num_wanted + 1, _WANTED)
         ranks = np.arange(wanted["rank"][-1])

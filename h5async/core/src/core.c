@@ -41,6 +41,7 @@
 #include "frames.h"
 #include "visit.h"
 #include "dense.h"
+#include "runs.h"
 #include "heap.h"
 
 PUBLIC void h5async_free(Worker *w)

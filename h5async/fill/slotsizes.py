@@ -1,0 +1,59 @@
+"""Tells what slots must have room for: fields, layouts and orders of samples enter, sizes leave."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from h5async.config import Field, ImageField, ReaderConfig
+from h5async.fill.columns import columns_of
+from h5async.fill.dataset import Samplings
+from h5async.fill.images import sized_nbytes
+from h5async.index.layout import DatasetLayout
+from h5async.order.spans import SpanRows
+from h5async.plan.transform import RowTransform, row_transform
+
+
+def samples_of_slot(config: ReaderConfig, samplings: Samplings) -> int:
+    """Return how many samples a slot has room for."""
+    return min(config.batch_size, max(1, samplings.epoch_samples))
+
+
+def slot_transforms(
+    config: ReaderConfig, layouts: Mapping[str, DatasetLayout], samplings: Samplings, rows: int
+) -> dict[str, RowTransform]:
+    """Return the transform of each column, with how many rows slots of `rows` samples have.
+
+    Raises
+    ------
+    ConfigError
+        If the options of a field do not fit its dataset.
+    """
+    columns = columns_of(config.batch_fields)
+    transforms = {name: row_transform(columns[name], layouts[name]) for name in columns}
+    is_drawn = config.weights is not None or config.sampler is not None
+    may_repeat = is_drawn or samplings.selection.has_repeats
+    for name, one in zip(transforms, samplings.rows, strict=True):
+        if isinstance(one, SpanRows):
+            most = one.most(rows, may_repeat=may_repeat)
+            likely = min(most, one.likely(rows))
+            transforms[name] = replace(transforms[name], capacity=max(1, most), likely=likely)
+    return transforms
+
+
+def pixels_nbytes(fields: Mapping[str, Field], rows: int, most: int) -> list[int]:
+    """Return, by field, what the pixels of a batch of images take, at most; 0: it has none.
+
+    Parameters
+    ----------
+    fields
+        By name.
+    rows
+        Samples.
+    most
+        What images of any size may take.
+    """
+    return [
+        (sized_nbytes(field, rows) if field.size else most) if isinstance(field, ImageField) else 0
+        for field in fields.values()
+    ]
