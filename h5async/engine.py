@@ -131,11 +131,11 @@ class Engine:
         on_host |= any(one.tables is not None for one in self.categories.values())
         device = "cpu" if on_host and config.device == "auto" else config.device
         self.device = find_device(device, config.pin_memory)
-        rows = min(config.batch_size, max(1, samplings.epoch_samples))
         may_repeat = config.weights is not None or config.sampler is not None
+        rows = samplings.most_samples(may_repeat=may_repeat)
         for name, one in zip(transforms, samplings.rows, strict=True):
             if isinstance(one, SpanRows):
-                most = one.most(rows, may_repeat=may_repeat)
+                most = samplings.most_rows(one, rows, may_repeat=may_repeat)
                 transforms[name] = replace(transforms[name], capacity=max(1, most))
         budget = MemoryBudget(
             config, layouts, transforms, rows, fewer_threads_do=self.fewer_threads_do

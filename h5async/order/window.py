@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from h5async.core.batch import WindowStruct
 from h5async.core.binding import address, load_core
 from h5async.index.layout import DatasetLayout
-from h5async.order.sampling import dealt, keyed_hash, permute, permute_each, round_keys
+from h5async.order.sampling import Order, dealt, keyed_hash, permute, permute_each, round_keys
 from h5async.order.selection import Selection
 from h5async.order.steps import StepRows
 
@@ -240,6 +240,10 @@ class DealtOrder:
         self._num_samples = num_samples
         self._batch_size = batch_size
         self.window = whole.window
+
+    def piece(self, rank: int) -> Order:
+        """Return the order of the piece of a rank."""
+        return self._piece(rank)
 
     def samples(self, epoch: int, start: int, stop: int) -> Int64s:
         """Return the samples at positions `start` to `stop` of an epoch, as a new array."""
