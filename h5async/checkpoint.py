@@ -129,8 +129,8 @@ class Checkpoints:
                 )
             if name == "lengths":
                 raise ReadError(
-                    f"{paths_text(self._config.hdf5_path)}: samples have other lengths than when the"
-                    " state was saved; start anew, without the state"
+                    f"{paths_text(self._config.hdf5_path)}: samples have other lengths than when"
+                    " the state was saved; start anew, without the state"
                 )
             if name in _DIGESTS:
                 raise ConfigError(

@@ -110,9 +110,9 @@ class ReaderConfig(Frozen):
     batch_values: Positive | None = option(
         None,
         "Fill batches with samples of ragged and sparse fields up to so many values; `batch_size`,"
-        " where it is given, is a bound still. A sample counts the values of its longest field. With"
-        " `bucket`, padding counts, too: samples times the longest one's values. A sample that has"
-        " more is a batch of its own.",
+        " where it is given, remains a bound. A sample counts the values of its longest field. With"
+        " `bucket`, padding counts, too: samples times the values of the longest one. A sample that"
+        " has more is a batch of its own.",
     )
     bucket: Positive | None = option(
         None,

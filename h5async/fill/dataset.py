@@ -384,6 +384,7 @@ class Samplings:
             world_size,
             self.selection,
             [rows for rows in self.rows if isinstance(rows, StepRows)],
+            0 if self.lengths is None else self.lengths.moved_samples(batch_size),
         )
 
 

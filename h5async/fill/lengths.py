@@ -39,8 +39,8 @@ def lengths_of(config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> Le
     first = next(iter(layouts.values()))
     if not counting:
         raise ConfigError(
-            f"{first.file}: {named(option)} is for fields that are delivered as samples of differing"
-            f" lengths, and none of {', '.join(fields)} is; leave it out, and use"
+            f"{first.file}: {named(option)} is for fields that are delivered as samples of"
+            f" differing lengths, and none of {', '.join(fields)} is; leave it out, and use"
             f" {named('batch_size')}"
         )
     with taking_memory(f"{first.file}: lengths of samples", f"leave out {named(option)}"):

@@ -76,7 +76,7 @@ def cut(lengths: Int64s, limits: Limits, *, is_end: bool) -> Int64s:
 
 def _cut(lengths: Int64s, limits: Limits) -> Int64s:
     """Return what the core computes."""
-    total = memoryview(np.cumsum(lengths, dtype=np.int64))
+    total = np.cumsum(lengths, dtype=np.int64).data
     found, at, before = [], 0, 0
     while at < lengths.size:
         most = min(at + limits.samples, lengths.size)
@@ -122,7 +122,7 @@ def _cut_sorted(lengths: Int64s, windows: Int64s, limits: Limits) -> tuple[Int64
     np.clip(most, 1, limits.samples, out=most)
     most += np.arange(lengths.size)
     np.minimum(most, np.repeat(windows, sizes), out=most)
-    ends, at, found = memoryview(most), 0, []
+    ends, at, found = most.data, 0, []
     while at < lengths.size:
         at = ends[at]
         found.append(at)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -59,6 +60,15 @@ class Lengths:
         """Return what a batch of so many samples at most may hold."""
         values = NO_LIMIT if self.values is None else self.values
         return Limits(min(NO_LIMIT, samples), min(NO_LIMIT, values))
+
+    def moved_samples(self, samples: int) -> int:
+        """Return how far samples are moved, about, by sorting and shuffling."""
+        if self.bucket is None or not self.of_sample.size:
+            return 0
+        if self.values is not None:
+            mean = int(self.of_sample.sum(dtype=np.int64)) / self.of_sample.size
+            samples = min(samples, int(self.values / max(1.0, mean)))
+        return 2 * self.bucket * samples
 
     def most_samples(self, selection: Selection, most: int, *, may_repeat: bool) -> int:
         """Return how many of the samples, of `most`, fit in a batch at most."""
@@ -168,10 +178,8 @@ class SamplingByLength(Sampling):
         a, b = dealt_or_repeated(end - begin, self.rank - of_batch, behind - of_batch)
         return begin + a, begin + b
 
-    @property
-    def is_computed(self) -> bool:  # type: ignore[override]
-        """Whether positions are those of the selection, or mapped to them by `permutation_of`."""
-        return self.lengths.bucket is None and Sampling.is_computed.func(self)
+    def _is_computed(self) -> bool:
+        return self.lengths.bucket is None and Sampling._is_computed(self)
 
     def samples(self, epoch: int, start: int, stop: int) -> Int64s:
         """Return the sample numbers at some positions of an epoch's order, as a new array."""
@@ -236,12 +244,11 @@ class SamplingByLength(Sampling):
         With ``shuffle="window"``, each rank has chunks of its own.
         """
         if not isinstance(self.order, DealtOrder):
-            return [(lambda start, stop: self._positions(epoch, start, stop), self.num_samples)]
+            return [(partial(self._positions, epoch), self.num_samples)]
         lanes: list[tuple[Callable[[int, int], Int64s], int]] = []
         for rank in range(self.world_size):
             begin, end = dealt(self.num_samples, rank, self.world_size)
-            piece = self.order.piece(rank)
-            lanes.append((lambda a, b, piece=piece: piece.samples(epoch, a, b), end - begin))
+            lanes.append((partial(self.order.piece(rank).samples, epoch), end - begin))
         return lanes
 
     def _cut(

@@ -149,6 +149,9 @@ class Sampling:
     @functools.cached_property
     def is_computed(self) -> bool:
         """Whether positions are those of the selection, or mapped to them by `permutation_of`."""
+        return self._is_computed()
+
+    def _is_computed(self) -> bool:
         if self.order is not None:
             return False
         return not self.shuffle or self.num_samples > _SORTED_UP_TO
