@@ -29,6 +29,7 @@ from h5async import (
     Split,
 )
 from h5async.cli import app
+from h5async.fill import limits
 
 SEED = 20160704
 COLUMNS = 30
@@ -560,21 +561,23 @@ def test_given_samples_have_the_room_of_a_batch(dataset):
         assert reader.read([long, long]).tokens.values.size == 2 * LONG
 
 
-def test_a_window_decodes_each_chunk_once(tmp_path):
+def test_a_window_is_smaller_where_samples_are_moved(tmp_path, monkeypatch):
+    """Chunks that wait for samples to be sorted take a part of `window_bytes`."""
+    monkeypatch.setattr(limits, "_KEPT_WHOLE_NBYTES", 0)
     path = tmp_path / "data.h5"
     rng = np.random.default_rng(SEED)
-    lengths = rng.integers(1, 60, 2000)
+    lengths = rng.integers(1, 60, 8000)
     with h5py.File(path, "w") as file:
         values = rng.integers(0, 9, lengths.sum()).astype("i8")
-        chunks = file.create_dataset("tokens", data=values, chunks=(600,), compression="gzip")
+        file.create_dataset("tokens", data=values, chunks=(600,), compression="gzip")
         file["lengths"] = lengths
-        count = chunks.id.get_num_chunks()
-    options = {"window_bytes": 60 * 4800, "batch_values": 1000, "bucket": 4}
-    field = {"tokens": TOKENS}
-    with opened([[path]], fields=field, shuffle="window", num_threads=1, **options) as reader:
-        for _ in reader:
-            pass
-        assert reader.stats().decoded_chunks <= 1.1 * count
+    given = {"window_bytes": 40 * 600 * 8, "shuffle": "window", "num_threads": 1}
+    counts = []
+    for options in ({"batch_size": 32}, {"batch_values": 1000, "bucket": 8}):
+        with opened([[path]], fields={"tokens": TOKENS}, **given, **options) as reader:
+            assert sum(1 for _ in reader) == len(reader)
+            counts.append(reader.stats().decoded_chunks)
+    assert counts[1] <= 1.12 * counts[0]
 
 
 # --- PyTorch --------------------------------------------------------------------------------------
