@@ -105,7 +105,7 @@ class ReaderConfig(Frozen):
         None, "Dimension of an image's channels; needs `h_dim` and `w_dim`.", values="N|NAME"
     )
     batch_size: Positive = option(
-        32, "Samples in a batch.", default_text="32; with `batch_values`, as many as fit"
+        32, "Samples in a batch.", default_text="32; with batch_values, as many as fit"
     )
     batch_values: Positive | None = option(
         None,
@@ -118,7 +118,7 @@ class ReaderConfig(Frozen):
         None,
         "Put ragged or sparse samples of like length together, so that little is to be padded:"
         " samples are sorted by length within windows of so many batches, and these batches are"
-        " shuffled, where `shuffle` is not False.",
+        " shuffled, if samples are.",
     )
     shuffle: Literal[False, "full", "window"] = option(
         False,

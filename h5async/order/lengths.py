@@ -5,6 +5,8 @@ order of the epoch is cut into them, and with `bucket`, samples of like length a
 before. Each rank gets every so many-th batch. What grows with the dataset are arrays: 4 bytes a
 sample for the lengths, 8 for each batch and, where the sequence differs from the order, 4 for each
 sample, of two epochs (8, of more than 4 billion samples).
+
+The batches are part of what users rely on to repeat a run: changing them is a breaking change.
 """
 
 from __future__ import annotations
@@ -285,8 +287,9 @@ class SamplingByLength(Sampling):
     def _is_short(self, lengths: Int64s, ends: Int64s, limits: Limits) -> bool:
         """Tell whether the last batch would have got more samples if there were more."""
         last = lengths[ends[-2] if ends.size > 1 else 0 : ends[-1]]
-        values = last.sum() if self.lengths.bucket is None else last.max() * last.size
-        return not limits.are_reached(last.size, int(values))
+        values = int(last.sum() if self.lengths.bucket is None else last.max())
+        values *= 1 if self.lengths.bucket is None else last.size
+        return not limits.are_reached(last.size, values)
 
     def _shuffled(self, epoch: int, which: Int64s, bucket: int) -> Int64s:
         """Shuffle the steps within windows of `bucket`, but not what is left for the last one."""
