@@ -172,6 +172,16 @@ def test_a_sample_that_is_too_long_is_a_batch_of_its_own(dataset):
             assert batch.size == 1
 
 
+def test_samples_that_are_too_long_are_a_warning(tmp_path, caplog):
+    path = tmp_path / "data.h5"
+    write(path, [5, 90, 3, 100])
+    with caplog.at_level("WARNING", logger="h5async"):
+        opened([[path]], batch_values=100).close()
+        assert "values (batch_values)" not in caplog.text
+        opened([[path]], batch_values=80).close()
+    assert "2 samples have more than 80 values (batch_values), up to 100: each is" in caplog.text
+
+
 def test_padding_is_spared(dataset):
     def share(**options):
         values = padded = 0
