@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,10 +18,11 @@ from h5async.config import Field, ImageField, RaggedField, ReaderConfig, SparseF
 from h5async.errors import ConfigError, taking_memory
 from h5async.fill.columns import spans_of
 from h5async.index.layout import DatasetLayout
-from h5async.order.cutting import NO_LIMIT
-from h5async.order.lengths import Lengths
 from h5async.order.spans import SpanRows
 from h5async.spelling import named
+
+if TYPE_CHECKING:
+    from h5async.order.lengths import Lengths
 
 
 def lengths_of(config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> Lengths | None:
@@ -34,6 +36,9 @@ def lengths_of(config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> Le
     option = "bucket" if config.batch_values is None else "batch_values"
     if getattr(config, option) is None:
         return None
+    from h5async.order.cutting import NO_LIMIT
+    from h5async.order.lengths import Lengths  # which no other reader needs
+
     spans, fields = spans_of(layouts), config.batch_fields
     counting = [name for name in fields if name in spans and _counts(fields[name])]
     first = next(iter(layouts.values()))
