@@ -13,12 +13,15 @@ from h5async.config import ReaderConfig
 from h5async.config.files import paths_text
 from h5async.errors import ConfigError, ReadError
 from h5async.fill.dataset import Samplings
+from h5async.fill.lengths import digest
 from h5async.index.fingerprint import fingerprint
 from h5async.index.layout import DatasetLayout
 from h5async.position import SavedPosition
 
 _VERSION = 1
-_OPTIONAL = ("indices", "weights", "sampler")  # parts of a state that not every reader has
+# Parts of a state that not every reader has; of those in the first line it has a digest.
+_DIGESTS = ("indices", "weights", "sampler")
+_OPTIONAL = (*_DIGESTS, "batch_values", "bucket")
 _MOST_RANKS = 1 << 20  # a saved state is not to be trusted with more
 
 
@@ -124,7 +127,12 @@ class Checkpoints:
                     f" files of this reader have {value}; give it the same files, or start anew,"
                     " without the state"
                 )
-            if name in _OPTIONAL:  # of which it has a digest
+            if name == "lengths":
+                raise ReadError(
+                    f"{paths_text(self._config.hdf5_path)}: samples have other lengths than when"
+                    " the state was saved; start anew, without the state"
+                )
+            if name in _DIGESTS:
                 raise ConfigError(
                     f"the state was saved with other {name}; give the reader what it had then, or"
                     " start anew, without the state"
@@ -153,4 +161,9 @@ class Checkpoints:
         if config.weights is not None:
             found["weights"] = self._samplings.weights_digest()
             found["epoch_samples"] = self._samplings.epoch_samples
+        lengths = self._samplings.lengths
+        if lengths is not None:
+            given = {"batch_values": lengths.values, "bucket": lengths.bucket}
+            found |= {name: value for name, value in given.items() if value is not None}
+            found["lengths"] = digest(lengths)
         return found

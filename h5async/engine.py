@@ -36,7 +36,7 @@ from h5async.given import GivenSamples
 from h5async.index.layout import DatasetLayout
 from h5async.order.schedule import Schedule
 from h5async.position import ReaderPosition
-from h5async.readerlog import log_memory, log_opened, log_ways
+from h5async.readerlog import log_long_samples, log_memory, log_opened, log_ways
 from h5async.readerstats import ReaderCounts
 from h5async.spelling import named
 from h5async.stats import ReaderStats
@@ -226,6 +226,8 @@ class Engine:
         log_ways(layouts, self._filler.methods)
         cache = self._filler.stats().cache if self.cache is None else str(self.cache)
         log_memory(config, cache, memory_plan.most_threads, memory_plan.kept_nbytes, wanted)
+        if samplings.lengths is not None:
+            log_long_samples(config, samplings.lengths.of_sample)
         self.counts = ReaderCounts(layouts, samplings.rows)
         self.given = GivenSamples(config, layouts, transforms, samplings, rows)
 

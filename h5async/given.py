@@ -78,9 +78,11 @@ class GivenSamples:
         """
         found = self.checked(index)
         if found.size > self._rows:
+            by = "batch_size" if self._rows == self._config.batch_size else "batch_values"
+            option = "batch_size" if self._config.batch_values is None else by
             raise ConfigError(
                 f"index: a batch of this reader has {self._rows} samples at most, found"
-                f" {found.size}; make {named('batch_size')} larger, or use read()"
+                f" {found.size}; make {named(option)} larger, or use read()"
             )
         for transform, rows in zip(self._transforms, self._samplings.rows, strict=True):
             if isinstance(rows, SpanRows) and transform.capacity is not None:

@@ -33,6 +33,8 @@ class Handover:
         epoch, number, _ = schedule.position(serial)
         if serial in engine.position.course.given:
             epoch = number = -1
+        else:
+            engine.position.looped_epoch = epoch
         batch = self._batch(filled.arrays, filled.index, epoch, number, schedule.is_last(serial))
         if engine.config.copy:
             return batch.copy()
@@ -99,5 +101,6 @@ class Epoch(Iterator[Batch]):
         if course.place is not self._place or (
             serial not in course.given and course.schedule.position(serial).epoch != self._epoch
         ):
+            engine.position.looped_epoch = None
             raise StopIteration
         return self._get_next_batch()

@@ -63,6 +63,8 @@ class ReaderPosition:
     ----------
     has_settled
         Whether the rank is known for good.
+    looped_epoch
+        The epoch of the caller's last batch, until the epoch ends for it.
 
     Raises
     ------
@@ -75,6 +77,7 @@ class ReaderPosition:
         self._samplings = samplings
         self._ring = ring
         self.has_settled = False
+        self.looped_epoch: int | None = None
         self._go_to(self._expected_rank(), 0, 0, None)
 
     def settle(self) -> None:
@@ -131,20 +134,37 @@ class ReaderPosition:
 
     @property
     def num_batches(self) -> int:
-        """Batches in an epoch; before the first batch, as the rank seems to be by now."""
-        return self._sampling_by_now().num_batches
+        """Batches in an epoch; before the first batch, as the rank seems to be by now.
+
+        Where epochs differ: in that of the last batch; from its end on, in the next one.
+        """
+        return self._sampling_by_now().batches_in(self._epoch_by_now())
 
     @property
     def epoch_samples(self) -> int:
         """Samples in an epoch of all ranks, likewise."""
-        return self._sampling_by_now().epoch_samples
+        return self._sampling_by_now().samples_in(self._epoch_by_now())
+
+    def _epoch_by_now(self) -> int:
+        if self.sampling.is_uniform:
+            return 0
+        if self.looped_epoch is not None:
+            return self.looped_epoch
+        schedule = self.schedule
+        if not schedule.start and not schedule.sampling.batches_in(schedule.epoch):
+            return schedule.epoch  # and there is no next batch
+        return schedule.position(self._ring.next_serial).epoch
 
     def _sampling_by_now(self) -> Sampling:
         """Return what says how many batches there are, and settle nothing."""
         if self.has_settled:
             return self.sampling
         rank = self._find_source().rank
-        return dataclasses.replace(self.sampling, rank=rank.rank, world_size=rank.world_size)
+        if rank == self.course.rank:
+            return self.sampling
+        if self.sampling.is_uniform:
+            return dataclasses.replace(self.sampling, rank=rank.rank, world_size=rank.world_size)
+        return self._samplings.at((*rank,))
 
     def give(self, samples: NDArray[np.int64]) -> int:
         """Ask for a batch of these samples, behind all that slots were given to.
@@ -215,7 +235,8 @@ class ReaderPosition:
         """
         own = self._config.batch_size, rank.world_size
         origin = own if begun_with is None or not start else begun_with
-        order = (*rank,) if origin == own else (*rank, epoch, *origin)
+        is_whole = origin == own and not (start and self._samplings.lengths)
+        order = (*rank,) if is_whole else (*rank, epoch, *origin, start)
         sampling = self._samplings.at(order)
 
         def course_from(serial: int) -> Course:
@@ -223,3 +244,4 @@ class ReaderPosition:
             return Course(rank, (epoch, start, begun_with), (epoch, origin), order, schedule)
 
         self._ring.restart(course_from)
+        self.looped_epoch = None

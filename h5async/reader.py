@@ -136,8 +136,9 @@ class AsyncReader:
     def __len__(self) -> int:
         """Return the number of batches in an epoch.
 
-        Where the rank is not given as an option, it is settled with the first batch; until then
-        this is the number for the rank as it is found now.
+        With `batch_values` or `bucket`, epochs may differ: it is that of the epoch under way and,
+        between two, of the next one. Where the rank is not given as an option, it is settled with
+        the first batch; until then this is the number for the rank as it is found now.
 
         Raises
         ------
@@ -325,8 +326,8 @@ class AsyncReader:
         Raises
         ------
         ConfigError
-            If it was saved with another seed, shuffle, window, selection, weights or sampler, or is
-            not a state.
+            If it was saved with another seed, shuffle, window, selection, weights, sampler,
+            `batch_values` or `bucket`, or is not a state.
         ReadError
             If a file has changed since.
         ReaderClosedError

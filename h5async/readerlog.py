@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
 from h5async.config.files import paths_text
@@ -111,6 +115,19 @@ def log_memory(
         _warn_once(
             f"{what}: {sum(wanted):,} bytes of decoded chunks would be kept for later batches, and"
             f" {sum(kept):,} are free for them: chunks are decoded more than once"
+        )
+
+
+def log_long_samples(config: ReaderConfig, lengths: NDArray[Any]) -> None:
+    """Log how many samples have more values than a batch is to have; `lengths`: of each."""
+    if config.batch_values is None:
+        return
+    count = int(np.count_nonzero(lengths > min(config.batch_values, np.iinfo(np.int64).max)))
+    if count:
+        _warn_once(
+            f"{paths_text(config.hdf5_path)}: {count:,} samples have more than"
+            f" {config.batch_values:,} values (batch_values), up to {int(lengths.max()):,}: each is"
+            " a batch of its own"
         )
 
 

@@ -19,6 +19,8 @@ NAMES = {
     "mean": ("postprocess", "'module:function'"),
     "std": ("postprocess", "'module:function'"),
     "window": ("shuffle", "'window'"),
+    "max_tokens": ("batch_values", "65536"),
+    "group_by_length": ("bucket", "8"),
 }
 
 

@@ -80,6 +80,10 @@ _ONLY = _Hint(
     },
 )
 _DRAWN = _Hint("{} draws samples with replacement", "weights", "balanced")
+_VALUES = _Hint(
+    "{} fills batches with samples of differing lengths up to so many values", "batch_values", 65536
+)
+_BUCKET = _Hint("{} puts samples of like length together", "bucket", 8)
 _SEED = _Hint("{} is all that the order is made from", "seed", 0)
 
 _HINTS: dict[str, tuple[_Hint, ...]] = {
@@ -101,6 +105,12 @@ _HINTS: dict[str, tuple[_Hint, ...]] = {
         ("get_pad_mask", (_MASK, _STEPS)),
         ("filter_by_attribute filter_key hdf5_filter_key", (_ONLY,)),
         ("replacement class_weights sample_weights balanced", (_DRAWN,)),
+        (
+            "max_tokens max_token_count max_tokens_per_batch batch_tokens tokens_per_batch"
+            " max_frames max_batch_length",
+            (_VALUES,),
+        ),
+        ("group_by_length bucket_by_length bucket_size num_buckets buckets", (_BUCKET,)),
         ("generator random_state random_seed", (_SEED,)),
     )
     for name in names.split()

@@ -104,7 +104,22 @@ class ReaderConfig(Frozen):
     cha_dim: Dimension | None = option(
         None, "Dimension of an image's channels; needs `h_dim` and `w_dim`.", values="N|NAME"
     )
-    batch_size: Positive = option(32, "Samples in a batch.")
+    batch_size: Positive = option(
+        32, "Samples in a batch.", default_text="32; with batch_values, as many as fit"
+    )
+    batch_values: Positive | None = option(
+        None,
+        "Fill batches with samples of ragged and sparse fields up to so many values; `batch_size`,"
+        " where it is given, remains a bound. A sample counts the values of its longest field. With"
+        " `bucket`, padding counts, too: samples times the values of the longest one. A sample that"
+        " has more is a batch of its own.",
+    )
+    bucket: Positive | None = option(
+        None,
+        "Put ragged or sparse samples of like length together, so that little is to be padded:"
+        " samples are sorted by length within windows of so many batches, and these batches are"
+        " shuffled, if samples are.",
+    )
     shuffle: Literal[False, "full", "window"] = option(
         False,
         "The order of the samples. False (on the command line `none`): as in the file. `full`, or"
@@ -302,6 +317,8 @@ class ReaderConfig(Frozen):
             # one for each, and the loop's, two helpers are 1.2 times as fast as one, not 2 times.
             # (`model_fields_set` stays as it is.)
             self.__dict__["prefetch"] = 2 * self.num_helpers + 1
+        if "batch_size" not in self.model_fields_set and self.batch_values is not None:
+            self.__dict__["batch_size"] = self.batch_values  # no bound but that of values
         self._check_cache()
         self._check_order()
         self._check_rank()
@@ -337,7 +354,10 @@ class ReaderConfig(Frozen):
 
     def _check_order(self) -> None:
         if self.sampler is not None:
-            for name in ("indices", "weights", "shuffle", "rank", "drop_last"):
+            for name in (
+                *("indices", "weights", "shuffle", "rank", "drop_last"),
+                *("batch_values", "bucket"),
+            ):
                 if getattr(self, name) not in (None, False):
                     raise ValueError(
                         f"a sampler decides which samples come, and when; leave out {named(name)}"

@@ -46,7 +46,7 @@ class Core:
         The shared library.
     missing
         Codec libraries that were not found; chunks that need them are decoded in Python.
-    transform, permute, window_block
+    transform, permute, window_block, cut, cut_sorted
         Its functions. They release the GIL, and may be called from many threads, each with its
         own worker.
     plan_batch, read_batch, submit, next and others
@@ -109,6 +109,8 @@ class Core:
         self.unpack = _function(library, "h5async_unpack", 1, c_void_p, c_void_p)
         self.permute = _function(library, "h5async_permute", 1, c_int64, *[c_uint64] * 3, c_void_p)
         self.window_block = _function(library, "h5async_window_block", 2, c_int64, c_int64)
+        self.cut = _function(library, "h5async_cut", 2, *[c_int64] * 3)
+        self.cut_sorted = _function(library, "h5async_cut_sorted", 4, *[c_int64] * 3)
         self.read_encoded = _function(
             library, "h5async_read_encoded", 5, c_int64, c_void_p, c_int64
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from h5async.core.binding import mapping_mode
 from h5async.errors import ConfigError, DatasetError, taking_memory
 from h5async.fill.columns import Categories, Rows, SparseShape, columns_of, spans_of
 from h5async.fill.filevalues import read_names
+from h5async.fill.lengths import lengths_of
 from h5async.fill.progress import on_indexed
 from h5async.fill.ragged import (
     SparseShapes,
@@ -38,6 +39,7 @@ from h5async.index.opening import layouts_of_files
 from h5async.index.sequenced import aligned
 from h5async.io.localfile import read_ahead
 from h5async.order.sampling import Order, OrderKey, Sampling
+from h5async.order.spans import SpanRows
 from h5async.order.steps import StepRows
 from h5async.spelling import named
 
@@ -217,6 +219,8 @@ class Samplings:
         Positions in an epoch's order: how many are selected, or drawn.
     sampler
         The order of the option `sampler`, if there is one.
+    lengths
+        How many values samples count, where that says which make up a batch.
 
     Raises
     ------
@@ -238,6 +242,7 @@ class Samplings:
         spans = spans_of(layouts)
         steps = step_rows(config.batch_fields, self.sequences)
         self.rows: list[Rows] = [spans.get(name, steps.get(name)) for name in layouts]
+        self.lengths = lengths_of(config, layouts)
         self._draws = None if weights is None else _weighted(weights, config.seed)
         self.sampler = None if config.sampler is None else self._sampler_order()
         self.epoch_samples = self.selection.size
@@ -289,20 +294,61 @@ class Samplings:
             self._made = {order: found}
         return found
 
+    def most_samples(self, *, may_repeat: bool) -> int:
+        """Return how many samples a batch of an epoch has at most."""
+        most = min(self._config.batch_size, max(1, self.epoch_samples))
+        if self.lengths is None:
+            return most
+        return self.lengths.most_samples(self.selection, most, may_repeat=may_repeat)
+
+    def most_rows(self, rows: SpanRows, samples: int, *, may_repeat: bool) -> int:
+        """Return how many rows of a column a batch of so many samples at most has at most."""
+        most = rows.most(samples, may_repeat=may_repeat)
+        if self.lengths is None or self.lengths.values is None or samples < 2:
+            return most
+        own = np.diff(rows.starts)
+        # Rows of a sample that do not count (those of images, say) are not limited.
+        if (own > self.lengths.of_sample).any():
+            return most
+        return min(most, max(self.lengths.values, int(own.max(initial=0))))
+
     def _new(self, rank: int, world_size: int, *resumed: int) -> Sampling:
+        if self.lengths is not None:
+            return self._new_by_length(rank, world_size, *resumed)
         config, is_window = self._config, self._config.shuffle == "window"
         return Sampling(
-            num_samples=self.epoch_samples,
-            batch_size=config.batch_size,
-            shuffle=config.shuffle,
-            seed=config.seed,
-            drop_last=config.drop_last,
-            order=self._order(world_size),
-            selection=None if self.sampler or self.selection.is_prefix else self.selection,
-            rank=rank,
-            world_size=world_size,
-            resumed=(resumed[0], self._window(*resumed[1:])) if resumed and is_window else None,
+            **self._dealing(rank, world_size, config.batch_size),
+            resumed=(resumed[0], self._window(*resumed[1:3])) if resumed and is_window else None,
         )
+
+    def _new_by_length(self, rank: int, world_size: int, *resumed: int) -> Sampling:
+        from h5async.order.lengths import SamplingByLength
+
+        begun, own = None, (self._config.batch_size, world_size)
+        assert self.lengths is not None
+        if resumed:
+            epoch, batch_size, ranks, start = resumed
+            origin = None
+            if (batch_size, ranks) != own:
+                dealing = self._dealing(0, ranks, batch_size)
+                origin = SamplingByLength(**dealing, lengths=self.lengths)
+            begun = epoch, start, origin
+        dealing = self._dealing(rank, world_size, own[0])
+        return SamplingByLength(**dealing, lengths=self.lengths, begun=begun)
+
+    def _dealing(self, rank: int, world_size: int, batch_size: int) -> dict[str, Any]:
+        """Return the parameters of a `Sampling`."""
+        return {
+            "num_samples": self.epoch_samples,
+            "batch_size": batch_size,
+            "shuffle": self._config.shuffle,
+            "seed": self._config.seed,
+            "drop_last": self._config.drop_last,
+            "order": self._order(batch_size, world_size),
+            "selection": None if self.sampler or self.selection.is_prefix else self.selection,
+            "rank": rank,
+            "world_size": world_size,
+        }
 
     def _sampler_order(self) -> SamplerOrder:
         from h5async.order.drawn import SamplerOrder
@@ -317,10 +363,10 @@ class Samplings:
             None if is_all else partial(self.check, where=f"{self._layouts[0].file}: sampler"),
         )
 
-    def _order(self, world_size: int) -> Order | None:
+    def _order(self, batch_size: int, world_size: int) -> Order | None:
         """Return the order of positions, where it is not that of `Sampling` itself."""
         if self._config.shuffle == "window":
-            return self._window(self._config.batch_size, world_size)
+            return self._window(batch_size, world_size)
         return self._draws if self.sampler is None else self.sampler
 
     def _window(self, batch_size: int, world_size: int) -> Order:
@@ -335,6 +381,7 @@ class Samplings:
             world_size,
             self.selection,
             [rows for rows in self.rows if isinstance(rows, StepRows)],
+            0 if self.lengths is None else self.lengths.moved_samples(batch_size),
         )
 
 

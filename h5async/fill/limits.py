@@ -39,6 +39,8 @@ _SHARE = 0.5  # of the memory that is free, where no limit is given
 # Measured: what is kept for each piece of a sample, for each of its dimensions, and what a plan
 # takes for each piece of a batch.
 _PIECE_NBYTES, _PIECE_AXIS_NBYTES, _PLANNED_NBYTES = 128, 80, 32
+# Of each sample, what batches by length take: its length, and its place in two epochs.
+_LENGTH_NBYTES = 4 + 2 * 4
 _UNIT_NBYTES = 128  # measured: what shuffle="window" takes for each unit
 _LEAST_NBYTES = 1 << 20  # what a list of chunks may take in any case
 # A dataset of encoded chunks that decodes to no more (labels, say) is decoded once, and as much of
@@ -198,7 +200,7 @@ class MemoryBudget:
     def _shares(self, formats: Sequence[EncodedFormat | None], threads: int) -> Iterator[_Share]:
         """Yield what a reader needs, with so many threads in each filler."""
         config, rows, fillers = self._config, self._rows, self._fillers
-        smaller = f"make {named('batch_size')} or {named('prefetch')} smaller"
+        smaller = f"make {self._batch_option} or {named('prefetch')} smaller"
         batches = config.prefetch
         yield _Share(f"{batches} batches of {rows} samples", sum(self._slots().values()), smaller)
         if config.debug_lifetimes:
@@ -216,7 +218,7 @@ class MemoryBudget:
         """Yield what each filler needs for itself."""
         config, rows, batches = self._config, self._rows, self._config.prefetch
         layouts = list(self._layouts.values())
-        smaller = f"make {named('batch_size')} or {named('prefetch')} smaller"
+        smaller = f"make {self._batch_option} or {named('prefetch')} smaller"
         fewer = f"make {named('num_threads')} smaller" if threads > 1 else "store smaller chunks"
         scratch = threads * _touched_scratch_nbytes(layouts)
         yield _Share(f"scratch of {threads} thread{'s' * (threads > 1)}", scratch, fewer)
@@ -242,6 +244,15 @@ class MemoryBudget:
                 units * _UNIT_NBYTES,
                 f"use {named('shuffle', 'full')}",
             )
+        if config.batch_values is not None or config.bucket is not None:
+            samples = layouts[0].sample_count * _LENGTH_NBYTES
+            option = "bucket" if config.batch_values is None else "batch_values"
+            yield _Share("batches by length", samples, f"leave out {named(option)}")
+
+    @property
+    def _batch_option(self) -> str:
+        """What makes batches smaller."""
+        return named("batch_size" if self._config.batch_values is None else "batch_values")
 
     def _slots(self) -> dict[str, int]:
         """Return what the slots take, by field: rows as read, and as delivered.
@@ -277,7 +288,7 @@ class MemoryBudget:
                 f'{largest.file}: dataset "{largest.path}" of shape {largest.shape}:'
                 f" {self._config.prefetch} batches of {self._rows} samples take {total:,} bytes and"
                 f" do not fit in memory: they may take {limit:,} ({self._whose(limit)});"
-                f" make {named('batch_size')} or {named('prefetch')} smaller, or set"
+                f" make {self._batch_option} or {named('prefetch')} smaller, or set"
                 f" {named('max_batch_bytes')} if you trust the"
                 f" file. {_what_is_free()}"
             )

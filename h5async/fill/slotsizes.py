@@ -16,7 +16,7 @@ from h5async.plan.transform import RowTransform, row_transform
 
 def samples_of_slot(config: ReaderConfig, samplings: Samplings) -> int:
     """Return how many samples a slot has room for."""
-    return min(config.batch_size, max(1, samplings.epoch_samples))
+    return samplings.most_samples(may_repeat=_may_repeat(config, samplings))
 
 
 def slot_transforms(
@@ -31,14 +31,19 @@ def slot_transforms(
     """
     columns = columns_of(config.batch_fields)
     transforms = {name: row_transform(columns[name], layouts[name]) for name in columns}
-    is_drawn = config.weights is not None or config.sampler is not None
-    may_repeat = is_drawn or samplings.selection.has_repeats
+    may_repeat = _may_repeat(config, samplings)
     for name, one in zip(transforms, samplings.rows, strict=True):
         if isinstance(one, SpanRows):
-            most = one.most(rows, may_repeat=may_repeat)
+            most = samplings.most_rows(one, rows, may_repeat=may_repeat)
             likely = min(most, one.likely(rows))
             transforms[name] = replace(transforms[name], capacity=max(1, most), likely=likely)
     return transforms
+
+
+def _may_repeat(config: ReaderConfig, samplings: Samplings) -> bool:
+    """Tell whether a sample may come several times in a batch."""
+    is_drawn = config.weights is not None or config.sampler is not None
+    return is_drawn or samplings.selection.has_repeats
 
 
 def pixels_nbytes(fields: Mapping[str, Field], rows: int, most: int) -> list[int]:

@@ -126,7 +126,7 @@ class Submissions(Tickets):
         if request.samples is not None:
             return 0, request.samples.size, None, request.samples
         sampling, epoch = self._samplings.at(request.order), request.epoch
-        begin, end = sampling.dealt_at(request.start)
+        begin, end = sampling.dealt_at(epoch, request.start)
         if sampling.is_computed:
             return begin, end - begin, sampling.permutation_of(epoch), None
         samples = sampling.samples(epoch, begin, end)

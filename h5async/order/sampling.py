@@ -21,7 +21,7 @@ import functools
 import hashlib
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,6 +94,8 @@ class Sampling:
     resumed: tuple[int, Order] | None = None
     selection: Selection | None = None
 
+    is_uniform: ClassVar[bool] = True  # whether all epochs have equally many batches
+
     @functools.cached_property  # these are asked for with every batch
     def step_samples(self) -> int:
         """Samples that are dealt to all ranks at a time."""
@@ -102,40 +104,54 @@ class Sampling:
     @functools.cached_property
     def num_batches(self) -> int:
         """Batches in an epoch."""
-        return self.batches_from(0)
+        return self.batches_from(0, 0)
 
-    def batches_from(self, start: int) -> int:
-        """Return how many batches there are from a position of the epoch's order on."""
+    def batches_in(self, epoch: int) -> int:
+        """Return how many batches an epoch has."""
+        return self.num_batches
+
+    def batches_from(self, epoch: int, start: int) -> int:
+        """Return how many batches there are from a position of an epoch's order on."""
         full, rest = divmod(max(0, self.num_samples - start), self.step_samples)
         return full + (rest > 0 and not self.drop_last)
 
     @property
     def epoch_samples(self) -> int:
         """Samples in an epoch, of all ranks: all, less those of dropped last batches."""
+        return self.samples_in(0)
+
+    def samples_in(self, epoch: int) -> int:
+        """Return the same of any epoch."""
         return min(self.num_samples, self.num_batches * self.step_samples)
+
+    def step_at(self, epoch: int, start: int, passed: int) -> tuple[int, int]:
+        """Return number and position of the step that is `passed` steps behind that at `start`."""
+        start += passed * self.step_samples
+        return start // self.step_samples, start
 
     def batch(self, epoch: int, number: int) -> NDArray[np.int64]:
         """Return the sample numbers of batch `number` of `epoch`, in order, as a new array."""
-        return self.batch_at(epoch, number * self.step_samples)
+        return self.batch_at(epoch, self.step_at(epoch, 0, number)[1])
 
     def batch_at(self, epoch: int, start: int) -> NDArray[np.int64]:
         """Return the samples of this rank's batch in the step that begins at a position."""
-        return self.samples(epoch, *self.dealt_at(start))
+        return self.samples(epoch, *self.dealt_at(epoch, start))
 
-    def dealt_at(self, start: int) -> tuple[int, int]:
+    def dealt_at(self, epoch: int, start: int) -> tuple[int, int]:
         """Return begin and end of this rank's positions in the step that begins at a position."""
         rank, size = self.rank, self.batch_size
         left = self.num_samples - start
         if left >= self.step_samples:
             return start + rank * size, start + (rank + 1) * size
-        begin, end = dealt(left, rank, self.world_size)
-        if begin == end:
-            begin, end = rank % left, rank % left + 1
+        begin, end = dealt_or_repeated(left, rank, self.world_size)
         return start + begin, start + end
 
     @functools.cached_property
     def is_computed(self) -> bool:
         """Whether positions are those of the selection, or mapped to them by `permutation_of`."""
+        return self._is_computed()
+
+    def _is_computed(self) -> bool:
         if self.order is not None:
             return False
         return not self.shuffle or self.num_samples > _SORTED_UP_TO
@@ -175,6 +191,12 @@ class Sampling:
 def dealt(count: int, rank: int, world_size: int) -> tuple[int, int]:
     """Return begin and end of what a rank gets of `count` things, dealt as evenly as possible."""
     return count * rank // world_size, count * (rank + 1) // world_size
+
+
+def dealt_or_repeated(count: int, rank: int, world_size: int) -> tuple[int, int]:
+    """Return the same, and for a rank that gets nothing, one of the things once more."""
+    begin, end = dealt(count, rank, world_size)
+    return (begin, end) if begin < end else (rank % count, rank % count + 1)
 
 
 @functools.lru_cache(maxsize=8)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import bisect
 import functools
+import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -62,14 +63,15 @@ class Schedule:
     @functools.cached_property
     def _first(self) -> int:
         """Batches in the first epoch, or the rest of it."""
-        return self.sampling.batches_from(self.start)
+        return self.sampling.batches_from(self.epoch, self.start)
 
     @classmethod
     def beginning(cls, sampling: Sampling, serial: int, epoch: int, start: int) -> Schedule:
         """Make a schedule; where no batch of the epoch is left, it begins with the next epoch."""
-        if start and not sampling.batches_from(start):
+        if start and not sampling.batches_from(epoch, start):
             epoch, start = epoch + 1, 0
-        return cls(sampling, serial, epoch, start)
+        kind = Schedule if sampling.is_uniform else VaryingSchedule
+        return kind(sampling, serial, epoch, start)
 
     def position(self, serial: int) -> Position:
         """Return which batch has a serial number; of one of no epoch, the batch that follows it."""
@@ -118,7 +120,60 @@ class Schedule:
             return replace(self, others=(*self.others, serial))
         epoch, _, start = self.position(following)
         others = (*self.others[gone:], serial)
-        return Schedule(self.sampling, following, epoch, start, others)
+        return type(self)(self.sampling, following, epoch, start, others)
+
+
+@dataclass(frozen=True)
+class VaryingSchedule(Schedule):
+    """The same where epochs have differing numbers of batches."""
+
+    # How many batches have passed at the end of the first epoch, and of those behind it.
+    _ends: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
+    _lock: threading.Lock = field(
+        default_factory=threading.Lock, init=False, repr=False, compare=False
+    )
+
+    def _epoch_of(self, passed: int) -> tuple[int, int, int]:
+        """Return in which epoch a batch is, counted from the first one, and its begin and end."""
+        with self._lock:
+            ends = self._ends
+            if not ends:
+                ends.append(self._first)
+            while ends[-1] <= passed:
+                ends.append(ends[-1] + self.sampling.batches_in(self.epoch + len(ends)))
+            later = bisect.bisect_right(ends, passed)
+            return later, ends[later - 1] if later else 0, ends[later]
+
+    def _passed(self, serial: int) -> int:
+        """Return how many batches of epochs come before a serial number."""
+        return serial - self.serial - bisect.bisect_left(self.others, serial)
+
+    def position(self, serial: int) -> Position:
+        """Return which batch has a serial number; of one of no epoch, the batch that follows it."""
+        passed = self._passed(serial)
+        later, begin, _ = self._epoch_of(passed)
+        epoch, start = self.epoch + later, 0 if later else self.start
+        return _position((epoch, *self.sampling.step_at(epoch, start, passed - begin)))
+
+    def is_last(self, serial: int) -> bool:
+        """Tell whether a batch is the last of its epoch."""
+        if serial in self.others:
+            return False
+        passed = self._passed(serial)
+        return self._epoch_of(passed)[2] == passed + 1
+
+    def epoch_begin(self, serial: int) -> int:
+        """Return the first serial number, from `serial` on, at which an epoch or a rest begins.
+
+        Batches of no epoch that come right before it are left out.
+        """
+        passed = self._passed(serial)
+        found = self.serial
+        if passed > 0:
+            found += self._epoch_of(passed - 1)[2]
+        for other in self.others:
+            found += other <= found
+        return max(found, serial)
 
 
 class Course(NamedTuple):

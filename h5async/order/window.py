@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from h5async.core.batch import WindowStruct
 from h5async.core.binding import address, load_core
 from h5async.index.layout import DatasetLayout
-from h5async.order.sampling import dealt, keyed_hash, permute, permute_each, round_keys
+from h5async.order.sampling import Order, dealt, keyed_hash, permute, permute_each, round_keys
 from h5async.order.selection import Selection
 from h5async.order.steps import StepRows
 
@@ -241,6 +241,10 @@ class DealtOrder:
         self._batch_size = batch_size
         self.window = whole.window
 
+    def piece(self, rank: int) -> Order:
+        """Return the order of the piece of a rank."""
+        return self._piece(rank)
+
     def samples(self, epoch: int, start: int, stop: int) -> Int64s:
         """Return the samples at positions `start` to `stop` of an epoch, as a new array."""
         found = [np.zeros(0, np.int64)]
@@ -272,6 +276,7 @@ def window_order(
     world_size: int = 1,
     selection: Selection | None = None,
     steps: Sequence[StepRows | None] = (),
+    moved_samples: int = 0,
 ) -> WindowOrder | DealtOrder:
     """Return the order of `shuffle="window"` for the fields of a reader.
 
@@ -280,7 +285,8 @@ def window_order(
 
     The field with the largest units decides what a unit is. The window holds as many decoded units
     as fit into the memory, with room for others, and at most half of all units (of a rank). With
-    several ranks the order depends on `batch_size`.
+    several ranks the order depends on `batch_size`. Where samples are put in another order
+    afterwards, that moves them by `moved_samples` at most.
     """
     leader = max(layouts, key=lambda layout: (layout.unit_nbytes, layout.row_nbytes))
     bounds = leader.sample_bounds()
@@ -295,6 +301,7 @@ def window_order(
     if not unit_nbytes:  # nothing is kept; the window only keeps reads near each other
         unit_nbytes = size * sum(layout.row_nbytes for layout in layouts)
     fitting = (1 - _IN_FLIGHT_SHARE) * window_nbytes / max(1, unit_nbytes) - 2
+    fitting -= moved_samples / size  # units that start while others wait for their samples
     # A unit's samples come `window / size` rounds apart, and others start meanwhile; more start in
     # a group of rounds, which is a quarter of the window at most.
     most = -(-counts.size // (2 * world_size))

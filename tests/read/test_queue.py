@@ -172,7 +172,9 @@ def test_a_sample_that_there_is_not_is_an_error_and_no_fault(path, monkeypatch):
 
     monkeypatch.setattr(Sampling, "is_computed", False)
     monkeypatch.setattr(Sampling, "samples", spoilt)
-    monkeypatch.setattr(Sampling, "batch_at", lambda *a: samples(a[0], a[1], *a[0].dealt_at(a[2])))
+    monkeypatch.setattr(
+        Sampling, "batch_at", lambda *a: samples(a[0], a[1], *a[0].dealt_at(*a[1:]))
+    )
     with opened(path, num_threads=2) as reader:
         for batch in reader:  # the Python implementation begins it anew, and asks for others
             check(batch, path)

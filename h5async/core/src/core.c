@@ -33,6 +33,7 @@
 #include "tables.h"
 #include "plan.h"
 #include "window.h"
+#include "cut.h"
 #include "work.h"
 #include "rows.h"
 #include "kept.h"

@@ -1,0 +1,301 @@
+"""Deals samples to batches by how many values they have: `batch_values`, and `bucket`.
+
+The batches of an epoch are a sequence that all ranks share, and that is computed once an epoch: the
+order of the epoch is cut into them, and with `bucket`, samples of like length are put together
+before. Each rank gets every so many-th batch. What grows with the dataset are arrays: 4 bytes a
+sample for the lengths, 8 for each batch and, where the sequence differs from the order, 4 for each
+sample, of two epochs (8, of more than 4 billion samples).
+
+The batches are part of what users rely on to repeat a run: changing them is a breaking change.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.order.cutting import (
+    NO_LIMIT,
+    Limits,
+    cut,
+    cut_sorted,
+    interleaved,
+    moved,
+    shuffled,
+    split,
+)
+from h5async.order.sampling import Sampling, dealt, dealt_or_repeated, keyed_hash, round_keys
+from h5async.order.selection import Selection
+from h5async.order.window import DealtOrder
+
+Int64s = NDArray[np.int64]
+
+_BLOCK = 1 << 18  # samples that are cut at a time
+_EPOCHS_KEPT = 2  # that which is under way, and that which is read ahead
+
+
+@dataclass(frozen=True, eq=False)
+class Lengths:
+    """How many values samples count, and what is made of that.
+
+    Attributes
+    ----------
+    of_sample
+        (samples of the dataset,), uint32 or int64: values of each.
+    values
+        Of a batch at most; None: any number.
+    bucket
+        Batches in a window within which samples are sorted; None: they are not.
+    """
+
+    of_sample: NDArray[Any]
+    values: int | None
+    bucket: int | None
+
+    def limits(self, samples: int) -> Limits:
+        """Return what a batch of so many samples at most may hold."""
+        values = NO_LIMIT if self.values is None else self.values
+        return Limits(min(NO_LIMIT, samples), min(NO_LIMIT, values))
+
+    def moved_samples(self, samples: int) -> int:
+        """Return how far samples are moved, about, by sorting and shuffling."""
+        if self.bucket is None or not self.of_sample.size:
+            return 0
+        if self.values is not None:
+            mean = int(self.of_sample.sum(dtype=np.int64)) / self.of_sample.size
+            samples = min(samples, int(self.values / max(1.0, mean)))
+        return 2 * self.bucket * samples
+
+    def most_samples(self, selection: Selection, most: int, *, may_repeat: bool) -> int:
+        """Return how many of the samples, of `most`, fit in a batch at most."""
+        if self.values is None or not selection.size:
+            return most
+        if selection.is_prefix:
+            lengths = self.of_sample[: selection.size]
+        else:
+            lengths = self.of_sample[selection.samples(np.arange(selection.size, dtype=np.int64))]
+        if may_repeat:
+            shortest = int(lengths.min())
+            return min(most, max(1, self.values // shortest)) if shortest else most
+        most = min(most, lengths.size)
+        if most < lengths.size:
+            lengths = np.partition(lengths, most)[:most]
+        total = np.cumsum(np.sort(lengths), dtype=np.int64)
+        return max(1, int(np.searchsorted(total, self.values, side="right")))
+
+
+class _Epoch(NamedTuple):
+    """The batches of an epoch, laid end to end.
+
+    Attributes
+    ----------
+    order
+        The position in the selection of each place; None: that of the epoch's order.
+    bounds
+        int64 (batches + 1,): the place at which each batch begins.
+    number, steps
+        Of the first step, and how many there are.
+    sampling
+        Whose order it is.
+    """
+
+    order: NDArray[Any] | None
+    bounds: Int64s
+    number: int
+    steps: int
+    sampling: SamplingByLength
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SamplingByLength(Sampling):
+    """The order of an epoch's samples where their lengths say which make up a batch.
+
+    A position is a place in the sequence of batches. All ranks have equally many batches: those
+    that are left at the end, fewer than ranks, are divided among them; or left out, by `drop_last`,
+    and so is a batch that is short because the samples are at an end.
+
+    Parameters
+    ----------
+    lengths
+        Values of samples.
+    begun
+        An epoch that was begun with other `batch_size` or `world_size`, or at a place where it has
+        no step; that place; and the sampling with which it was begun. The rest of it has the
+        batches that it would have had, in their order; those that are too large are divided.
+    """
+
+    lengths: Lengths
+    begun: tuple[int, int, SamplingByLength | None] | None = None
+
+    is_uniform: ClassVar[bool] = False
+
+    _lock: Any = field(default_factory=threading.RLock, init=False, repr=False)
+    _epochs: dict[int, _Epoch] = field(default_factory=dict, init=False, repr=False)
+    _counts: dict[int, int] = field(default_factory=dict, init=False, repr=False)
+
+    def batches_in(self, epoch: int) -> int:
+        """Return how many batches an epoch has."""
+        with self._lock:
+            if epoch not in self._counts:
+                found = self._epoch(epoch)
+                self._counts[epoch] = found.number + found.steps
+            return self._counts[epoch]
+
+    def batches_from(self, epoch: int, start: int) -> int:
+        """Return how many batches there are from a position of an epoch's order on."""
+        found = self._epoch(epoch)
+        return max(0, found.steps - self._step(found, start))
+
+    def samples_in(self, epoch: int) -> int:
+        """Return how many samples an epoch has, of all ranks."""
+        if not self.drop_last:
+            return self.num_samples
+        bounds = self._epoch(epoch).bounds
+        return int(bounds[(bounds.size - 1) // self.world_size * self.world_size])
+
+    def step_at(self, epoch: int, start: int, passed: int) -> tuple[int, int]:
+        """Return number and position of the step that is `passed` steps behind that at `start`."""
+        found = self._epoch(epoch)
+        step = self._step(found, start) + passed
+        return found.number + step, int(found.bounds[step * self.world_size])
+
+    def dealt_at(self, epoch: int, start: int) -> tuple[int, int]:
+        """Return begin and end of this rank's positions in the step that begins at a position."""
+        bounds, ranks = self._epoch(epoch).bounds, self.world_size
+        first = int(np.searchsorted(bounds, start))
+        left = bounds.size - 1 - first
+        if left >= ranks:
+            begin, end = bounds[first + self.rank : first + self.rank + 2].tolist()
+            return begin, end
+        # The batches that are left are dealt ranks, and each is dealt to its own.
+        batch = ((self.rank + 1) * left - 1) // ranks
+        begin, end = bounds[first + batch : first + batch + 2].tolist()
+        of_batch, behind = dealt(ranks, batch, left)
+        a, b = dealt_or_repeated(end - begin, self.rank - of_batch, behind - of_batch)
+        return begin + a, begin + b
+
+    def _is_computed(self) -> bool:
+        return self.lengths.bucket is None and Sampling._is_computed(self)
+
+    def samples(self, epoch: int, start: int, stop: int) -> Int64s:
+        """Return the sample numbers at some positions of an epoch's order, as a new array."""
+        found = self._epoch(epoch)
+        if found.order is None:
+            return Sampling.samples(found.sampling, epoch, start, stop)
+        positions = found.order[start:stop].astype(np.int64)
+        return positions if self.selection is None else self.selection.samples(positions)
+
+    # --- the batches of an epoch ------------------------------------------------------------------
+
+    def _step(self, found: _Epoch, start: int) -> int:
+        return -(-int(np.searchsorted(found.bounds, start)) // self.world_size)
+
+    def _epoch(self, epoch: int) -> _Epoch:
+        with self._lock:
+            found = self._epochs.get(epoch)
+            if found is None:
+                for other in list(self._epochs)[: 1 - _EPOCHS_KEPT]:
+                    del self._epochs[other]  # before memory for this one is taken
+                found = self._epochs[epoch] = self._new_epoch(epoch)
+            return found
+
+    def _new_epoch(self, epoch: int) -> _Epoch:
+        sampling, start = self, 0
+        if self.begun is not None and self.begun[0] == epoch:
+            start, sampling = self.begun[1], self.begun[2] or self
+        order, bounds = sampling._sequence(epoch)
+        first = int(np.searchsorted(bounds, start, side="right")) - 1
+        if bounds[first] < start:
+            bounds = np.append(start, bounds[first + 1 :])
+        else:
+            bounds = bounds[first:]
+        bounds = split(bounds, self.batch_size)
+        steps, left = divmod(bounds.size - 1, self.world_size)
+        steps += bool(left) and not self.drop_last
+        return _Epoch(order, bounds, first // self.world_size, steps, sampling)
+
+    def _sequence(self, epoch: int) -> tuple[NDArray[Any] | None, Int64s]:
+        """Return the batches of all ranks: what they consist of, and where they begin."""
+        lanes = self._lanes(epoch)
+        bucket, order = self.lengths.bucket, None
+        if len(lanes) > 1 or bucket is not None:
+            order = np.empty(self.num_samples, np.uint32 if self.num_samples >> 32 == 0 else "i8")
+        bounds, first = [], 0
+        for positions, size in lanes:
+            own = None if order is None else order[first : first + size]
+            bounds.append(first + self._cut(positions, size, own))
+            first += size
+        if order is None:
+            return None, bounds[0]
+        which = interleaved([one.size - 1 for one in bounds])
+        if bucket is not None and self.shuffle:
+            which = self._shuffled(epoch, which, bucket)
+        begins = np.concatenate([one[:-1] for one in bounds])
+        sizes = np.concatenate([np.diff(one) for one in bounds])
+        return moved(order, begins, sizes, which)
+
+    def _lanes(self, epoch: int) -> list[tuple[Callable[[int, int], Int64s], int]]:
+        """Return what is cut for itself: the positions of each lane, and how many they are.
+
+        With ``shuffle="window"``, each rank has chunks of its own.
+        """
+        if not isinstance(self.order, DealtOrder):
+            return [(partial(self._positions, epoch), self.num_samples)]
+        lanes: list[tuple[Callable[[int, int], Int64s], int]] = []
+        for rank in range(self.world_size):
+            begin, end = dealt(self.num_samples, rank, self.world_size)
+            lanes.append((partial(self.order.piece(rank).samples, epoch), end - begin))
+        return lanes
+
+    def _cut(
+        self, positions: Callable[[int, int], Int64s], size: int, order: NDArray[Any] | None
+    ) -> Int64s:
+        """Cut a lane into batches; return where they begin and end, and note their positions."""
+        limits, bucket = self.lengths.limits(self.batch_size), self.lengths.bucket
+        ranks = 1 if isinstance(self.order, DealtOrder) else self.world_size
+        window = limits.times(ranks * (bucket or 1))  # so that those of a step are alike
+        found, done, rest = [np.zeros(1, np.int64)], 0, np.zeros(0, np.int64)
+        for start in range(0, size, _BLOCK):
+            stop = min(start + _BLOCK, size)
+            some = np.concatenate((rest, positions(start, stop)))
+            lengths = self._lengths_of(some)
+            if bucket is None:
+                ends = cut(lengths, limits, is_end=stop == size)
+            else:
+                windows = cut(lengths, window, is_end=stop == size)
+                which, ends = cut_sorted(lengths[: windows[-1:].sum()], windows, limits)
+                some[: which.size], lengths[: which.size] = some[which], lengths[which]
+            count = int(ends[-1]) if ends.size else 0
+            if order is not None:
+                order[done : done + count] = some[:count]
+            if stop == size and self.drop_last and ends.size:
+                ends = ends[: ends.size - self._is_short(lengths, ends, limits)]
+            found.append(ends + done)
+            done, rest = done + count, some[count:]
+        return np.concatenate(found)
+
+    def _lengths_of(self, positions: Int64s) -> Int64s:
+        samples = positions if self.selection is None else self.selection.samples(positions)
+        return self.lengths.of_sample[samples].astype(np.int64)
+
+    def _is_short(self, lengths: Int64s, ends: Int64s, limits: Limits) -> bool:
+        """Tell whether the last batch would have got more samples if there were more."""
+        last = lengths[ends[-2] if ends.size > 1 else 0 : ends[-1]]
+        values = int(last.sum() if self.lengths.bucket is None else last.max())
+        values *= 1 if self.lengths.bucket is None else last.size
+        return not limits.are_reached(last.size, values)
+
+    def _shuffled(self, epoch: int, which: Int64s, bucket: int) -> Int64s:
+        """Shuffle the steps within windows of `bucket`, but not what is left for the last one."""
+        ranks = self.world_size
+        steps = which.size // ranks
+        keys = round_keys(self.seed, epoch, "bucket")
+        hashes = keyed_hash(np.arange(steps, dtype=np.uint64), keys[0], keys[1])
+        in_steps = which[: steps * ranks].reshape(steps, ranks)
+        return np.concatenate((in_steps[shuffled(hashes, bucket)].ravel(), which[steps * ranks :]))
