@@ -6,7 +6,8 @@ are 1, and AnnData writes the file, raw or behind gzip, in the chunks that it ch
 
 - window: against scDataset over AnnData in backed mode, with blocks of 32 cells, and as many cells
   mixed as in our window; without workers, and in a DataLoader with 2, whichever is faster. Against
-  annbatch, over the zarr that it makes of the raw file; ours reads the .h5ad as it is.
+  annbatch, over the zarr that it makes of the raw file, with cells in random order there, in its
+  chunks of 256 cells; ours reads the .h5ad as it is.
 - full: against AnnLoader over AnnData in backed mode.
 
 What no loader can pass, two threads do with nothing else to do: `pread` and libdeflate. Window: each
@@ -47,7 +48,8 @@ from h5async.core.libraries import find_functions
 
 GENES, DEPTH = 20_000, 1_900  # counts of a cell in the median: some 1,320 values
 THREADS = 2
-BLOCK, FETCHES = 32, 16  # of scDataset: cells of a block, batches that are mixed
+MIXED = 4096  # cells that a window mixes
+BLOCK, CHUNK = 32, 256  # of scDataset and annbatch: cells that are read together
 STORED = {"raw": None, "gzip": "gzip"}
 TARGETS = {
     ("raw", "window"): {"scDataset": 15, "annbatch": 7, "bound": 0.7},
@@ -220,7 +222,7 @@ def of_scdataset(path: Path, batch_size: int, seconds: float) -> tuple[str, Way]
             backed(path),
             BlockShuffling(block_size=BLOCK),
             batch_size=batch_size,
-            fetch_factor=max(1, FETCHES * 256 // batch_size),
+            fetch_factor=MIXED // batch_size,
             fetch_callback=lambda data, index: data.X[index],
             seed=0,
         )
@@ -252,31 +254,31 @@ def of_annloader(path: Path, batch_size: int) -> Way:
 
 def of_annbatch(path: Path, batch_size: int) -> Way:
     """Return annbatch, over the collection that it makes of a file, beside it."""
+    import zarr
     from annbatch import DatasetCollection, Loader
 
+    zarr.config.set({"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"})  # as annbatch recommends
     store = path.parent / "annbatch.zarr"
-    collection = DatasetCollection(store, mode="w" if not store.exists() else "r")
-    if collection.is_empty:
-        collection.add_adatas([path], shuffle=True)
+    if not store.exists():
+        DatasetCollection(store, mode="a").add_adatas([path], shuffle=True)
 
     def sizes() -> Iterator[int]:
         while True:
             loader = Loader(
                 batch_size=batch_size,
-                chunk_size=BLOCK,
-                preload_nchunks=FETCHES * 256 // BLOCK,
+                chunk_size=CHUNK,
+                preload_nchunks=MIXED // CHUNK,
                 shuffle=True,
                 preload_to_gpu=False,
-                to_torch=False,
             )
-            for batch in loader.use_collection(collection):
+            for batch in loader.use_collection(DatasetCollection(store, mode="r")):
                 yield batch["X"].shape[0]
 
     return paced(sizes())
 
 
 def ours(path: Path, shuffle: str, batch_size: int, cells: sp.csr_matrix) -> AsyncReader:
-    nbytes = 8 * cells.nnz / cells.shape[0] * FETCHES * 256
+    nbytes = 8 * cells.nnz / cells.shape[0] * MIXED
     return AsyncReader(
         hdf5_path=path,
         fields={"x": "X"},

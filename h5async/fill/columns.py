@@ -6,7 +6,7 @@ columns enter, as they lie in a slot; the arrays of fields leave: `Ragged`, `Csr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -120,6 +120,8 @@ class Assembly:
         int64 (files + 1,): the first sample of each file.
     categories
         Of categorical fields, by name.
+    limited
+        Names of columns whose values the core checks as it reads them: `DatasetLayout.limit`.
 
     Attributes
     ----------
@@ -136,9 +138,11 @@ class Assembly:
         shapes: Mapping[str, SparseShape],
         first_samples: NDArray[np.int64],
         categories: Mapping[str, Categories] = MappingProxyType({}),
+        limited: Collection[str] = (),
     ) -> None:
         self._united = {n: one for n, one in categories.items() if one.tables is not None}
         self._fields = dict(fields)
+        self._limited = frozenset(limited)
         self._rows = rows
         self._shapes = shapes
         self._first_samples = first_samples
@@ -158,8 +162,12 @@ class Assembly:
                 totals[one] = int(one.lengths(index).sum())
         return [totals[one] if isinstance(one, SpanRows) else index.size for one in self._rows]
 
-    def arrays(self, memory: SlotMemory, index: NDArray[np.int64]) -> tuple[Any, ...]:
+    def arrays(
+        self, memory: SlotMemory, index: NDArray[np.int64], *, are_checked: bool = False
+    ) -> tuple[Any, ...]:
         """Return the arrays of a batch, by field; views of a slot's memory, where that is possible.
+
+        `are_checked`: the core has read all of it, and checked indices that have a limit.
 
         Raises
         ------
@@ -183,7 +191,10 @@ class Assembly:
             if isinstance(field, SparseField):
                 indices = memory.out[column][: offsets[-1]]
                 column += 1
-                found.append(self._sparse(name, field, values, indices, offsets, index))
+                is_checked = are_checked and name + INDICES in self._limited
+                found.append(
+                    self._sparse(name, field, values, indices, offsets, index, is_checked)
+                )
             else:
                 found.append(_ragged(field, values, offsets))
         return tuple(found)
@@ -223,12 +234,13 @@ class Assembly:
         indices: NDArray[Any],
         offsets: NDArray[np.int64],
         index: NDArray[np.int64],
+        is_checked: bool,
     ) -> Any:
         shape = self._shapes[name]
         if shape.places is not None:
             values, indices, offsets = self._chosen(shape, values, indices, offsets, index)
         rows = Csr(values, indices, offsets, (index.size, shape.columns))
-        if shape.places is None:
+        if shape.places is None and not is_checked:
             outside = _are_outside(indices, shape.columns)
             if outside.any():
                 raise self._no_column(shape, indices, offsets, index, int(outside.argmax()))

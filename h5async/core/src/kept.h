@@ -64,7 +64,7 @@ static int place_kept(const Work *work, const Item *item, Kept *const *found)
         swap_pieces(shape, c, &runs, target->raw);
     }
     transform_item(work->plan, f, target, item);
-    return 1;
+    return item_is_within(work->plan, f, target, item);
 }
 
 static int is_found(const KeptBlock *block, int number)
