@@ -10,9 +10,10 @@ are 1, and AnnData writes the file, raw or behind gzip, in the chunks that it ch
   chunks of 256 cells; ours reads the .h5ad as it is.
 - full: against AnnLoader over AnnData in backed mode.
 
-What no loader can pass, two threads do with nothing else to do: `pread` and libdeflate. Window: each
-chunk once, of which no row is copied. Full: of each batch of random rows, the chunks that it touches,
-once; raw, the bytes of each row, to their places in a batch.
+What no loader can pass, two threads do with nothing else to do. Window: they read and decode each
+chunk once, by `pread` and libdeflate, and copy no row. Full: of each batch of random rows, they read
+and decode the chunks that it touches, once; raw, the bytes of each row, to their places in a batch.
+Raw, each is measured with `pread`, and copying out of a map.
 
 Needs anndata, scdataset and torch. Without annbatch, which needs Python 3.12, it is left out.
 """
@@ -22,13 +23,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import functools
 import importlib.metadata
 import importlib.util
 import os
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,16 +63,22 @@ TARGETS = {
 LOOPS = """
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 #include <unistd.h>
 
 typedef int (*Inflate)(void *, const void *, size_t, void *, size_t, size_t *);
 
-/* Read pieces to their places, or decode each to the same memory; returns how many were read. */
-int64_t read_all(int fd, const int64_t *offset, const int64_t *nbytes, const int64_t *place,
+/* Read pieces to their places, or copy them there, if there is a map; or decode each to the same
+   memory. Returns how many were read. */
+int64_t read_all(int fd, const char *map, const int64_t *offset, const int64_t *nbytes, const int64_t *place,
                  int64_t count, char *in, char *out, int64_t room, Inflate inflate, void *state)
 {
     for (int64_t i = 0; i < count; i++) {
         size_t n = (size_t)nbytes[i], done;
+        if (map != NULL) {
+            memcpy(out + (place ? place[i] : 0), map + offset[i], n);
+            continue;
+        }
         if (pread(fd, inflate ? in : out + (place ? place[i] : 0), n, offset[i]) != nbytes[i])
             return i;
         if (inflate && inflate(state, in, n, out, (size_t)room, &done) != 0)
@@ -102,15 +110,16 @@ def counts(cells: int) -> sp.csr_matrix:
 # --- bare loops ----------------------------------------------------------------------------------
 
 
-def compiled(folder: Path) -> Any:
+@functools.cache
+def compiled() -> Any:
     """Return a function that reads pieces, and decodes them, without the GIL."""
-    source, library = folder / "loops.c", folder / "loops.so"
-    if not library.exists():
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder, "loops.c"), Path(folder, "loops.so")
         source.write_text(LOOPS)
         subprocess.run(["cc", "-O3", "-shared", "-fPIC", "-o", library, source], check=True)
-    function = ctypes.CDLL(str(library)).read_all
+        function = ctypes.CDLL(str(library)).read_all
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    function.argtypes = [ctypes.c_int, *[pointer] * 3, number, *[pointer] * 2, number, *[pointer] * 2]
+    function.argtypes = [ctypes.c_int, *[pointer] * 4, number, *[pointer] * 2, number, *[pointer] * 2]
     function.restype = number
     return function
 
@@ -119,8 +128,9 @@ class Loops:
     """Where the chunks of a file's values and indices lie, and loops that read them."""
 
     def __init__(self, path: Path) -> None:
-        self.read_all = compiled(path.parent)
+        self.read_all = compiled()
         self.descriptor = os.open(path, os.O_RDONLY)
+        self.mapped = np.memmap(path, np.uint8, "r")
         with h5py.File(path) as file:
             self.indptr = file["X/indptr"][:].astype(np.int64)
             several = [file["X/data"], file["X/indices"]]
@@ -138,10 +148,11 @@ class Loops:
         )
 
     def _read(self, pieces: np.ndarray, places: np.ndarray | None, memory: Any) -> None:
-        scratch, out, state = memory
+        scratch, out, state, address = memory
         offset, nbytes = (np.ascontiguousarray(column) for column in pieces.reshape(-1, 2).T)
         done = self.read_all(
             self.descriptor,
+            address,
             offset.ctypes.data,
             nbytes.ctypes.data,
             None if places is None else places.ctypes.data,
@@ -154,13 +165,15 @@ class Loops:
         )
         assert done == offset.size
 
-    def _memory(self, nbytes: int) -> Any:
+    def _memory(self, nbytes: int, is_mapped: bool) -> Any:
         scratch = np.ones(self.chunks[..., 1].max(), np.uint8)
-        return scratch, np.ones(nbytes, np.uint8), None if self.is_raw else self.new_state()
+        state = None if self.is_raw else self.new_state()
+        address = self.mapped.ctypes.data if is_mapped else None
+        return scratch, np.ones(nbytes, np.uint8), state, address
 
-    def once(self, seed: int, at_once: int = 16) -> Iterator[int]:
+    def once(self, seed: int, is_mapped: bool, at_once: int = 16) -> Iterator[int]:
         """Read and decode each chunk in random order; yield how many cells lie there."""
-        rng, memory = np.random.default_rng(seed), self._memory(4 * self.chunk)
+        rng, memory = np.random.default_rng(seed), self._memory(4 * self.chunk, is_mapped)
         mean = self.indptr[-1] / (self.indptr.size - 1)
         while True:
             order = rng.permutation(self.chunks.shape[1])
@@ -168,11 +181,11 @@ class Loops:
                 self._read(self.chunks[:, order[begin : begin + at_once]], None, memory)
                 yield round(at_once * self.chunk / mean)
 
-    def random(self, seed: int, batch_size: int) -> Iterator[int]:
+    def random(self, seed: int, is_mapped: bool, batch_size: int) -> Iterator[int]:
         """Read what batches of random rows need: their bytes, or chunks, each once a batch."""
         rng, starts = np.random.default_rng(seed), self.indptr
-        memory = self._memory(8 * batch_size * int(np.diff(starts).max()) if self.is_raw else
-                              4 * self.chunk)
+        room = 2 * batch_size * int(np.diff(starts).max()) if self.is_raw else self.chunk
+        memory = self._memory(4 * room, is_mapped)
         while True:
             rows = np.sort(rng.integers(starts.size - 1, size=batch_size))
             begin, end = starts[rows], starts[rows + 1]
@@ -199,6 +212,15 @@ class Loops:
         inside = 4 * (first - chunk * self.chunk)
         pieces = [np.column_stack((self.chunks[k, chunk, 0] + inside, sizes)) for k in (0, 1)]
         return np.concatenate(pieces), np.concatenate((places[:-1], places[:-1] + places[-1]))
+
+
+def bare(loops: Loops, what: str, work: Callable[[int, bool], Iterator[int]]) -> dict[str, Way]:
+    """Return bare loops in as many threads as a reader has, by name."""
+    kinds = {"pread": False} | ({"map": True} if loops.is_raw else {})
+    return {
+        f"{what}, {kind}": threaded([work(i, is_mapped) for i in range(THREADS)])
+        for kind, is_mapped in kinds.items()
+    }
 
 
 # --- loaders -------------------------------------------------------------------------------------
@@ -304,18 +326,17 @@ def measure(bench: Bench, batch_size: int, cells: sp.csr_matrix) -> None:
         loops, ways = Loops(path), {}
         if shuffle == "window":
             name, way = of_scdataset(path, batch_size, bench.options.seconds)
-            ways = {name: way, "each chunk once": threaded([loops.once(i) for i in range(THREADS)])}
-            targets = [("scDataset", name), ("bound", "each chunk once")]
+            ways = {name: way} | bare(loops, "each chunk once", loops.once)
+            targets = [("scDataset", name)]
             if has_annbatch:
                 ways["annbatch"] = of_annbatch(bench.folder / "raw.h5ad", batch_size)
                 targets.append(("annbatch", "annbatch"))
         else:
-            random = [loops.random(i, batch_size) for i in range(THREADS)]
-            ways = {
-                "AnnLoader": of_annloader(path, batch_size),
-                "chunks of random rows": threaded(random),
-            }
-            targets = [("AnnLoader", "AnnLoader"), ("bound", "chunks of random rows")]
+            what = "random rows" if loops.is_raw else "chunks of random rows"
+            ways = {"AnnLoader": of_annloader(path, batch_size)}
+            ways |= bare(loops, what, functools.partial(loops.random, batch_size=batch_size))
+            targets = [("AnnLoader", "AnnLoader")]
+        targets += [("bound", name) for name in ways if name.endswith(("pread", "map"))]
         with ours(path, shuffle, batch_size, cells) as reader:
             check(reader, cells)
             ways["ours"] = paced(reader_sizes(reader))
