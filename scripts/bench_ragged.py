@@ -4,8 +4,8 @@ All ways of a case take turns, in the same run, with warm caches; what counts is
 medians. Batches have 256 samples. The peer is h5py in one thread, whose lock lets no more read.
 
 - bytes: elements of 5 to 50 kB of uint8; tokens: of 0 to 399 int32, with references behind gzip;
-  strings of 3 to 40 characters. All of a variable-length datatype. Random, against `ds[sorted]`, which
-  reads a batch in one call; in order, against slices.
+  strings of 3 to 40 characters. All of a variable-length datatype. Random, against `ds[sorted]`,
+  which reads a batch in one call; in order, against slices.
 - offsets: the same tokens as flat values, raw and behind gzip, in chunks of 16,384 values; random,
   against a slice of each sample.
 """
@@ -51,8 +51,9 @@ def write(path: Path, case: str, samples: int) -> None:
         else:
             dataset = file.create_dataset("x", (samples,), h5py.vlen_dtype("u1"))
             noise = rng.integers(0, 256, 1 << 20, np.uint8)
-            lengths, begins = rng.integers(5_000, 50_001, samples), rng.integers(1 << 19, size=samples)
-            spans = zip(begins.tolist(), lengths.tolist(), strict=True)
+            begins = rng.integers(1 << 19, size=samples).tolist()
+            lengths = rng.integers(5_000, 50_001, samples).tolist()
+            spans = zip(begins, lengths, strict=True)
             write_elements(dataset, [noise[begin : begin + n] for begin, n in spans])
 
 

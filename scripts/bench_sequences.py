@@ -52,6 +52,7 @@ DISTINCT = 20  # episodes that differ; others have copies of their images
 THREADS = 2
 INPUTS, OUTPUTS = 4, 1
 
+
 def loader_sizes(loader: Any, field: str) -> Iterator[int]:
     while True:
         for batch in loader:

@@ -1,4 +1,4 @@
-"""Measures batches of single cells out of an .h5ad file: sparse rows, shuffled in full or in windows.
+"""Measures sparse rows, single cells out of an .h5ad file: shuffled in full, and in windows.
 
 All ways of a case take turns, in the same run, with warm caches; what counts is the ratio of the
 medians. The cells have counts as such data have: genes differ by orders of magnitude, most counts
@@ -11,8 +11,9 @@ are 1, and AnnData writes the file, raw or behind gzip, in the chunks that it ch
 - full: against AnnLoader over AnnData in backed mode.
 
 What no loader can pass, two threads do with nothing else to do. Window: they read and decode each
-chunk once, by `pread` and libdeflate, and copy no row. Full: of each batch of random rows, they read
-and decode the chunks that it touches, once; raw, the bytes of each row, to their places in a batch.
+chunk once, by `pread` and libdeflate, and copy no row. Full: of each batch of random rows, they
+read and decode the chunks that it touches, once; raw, the bytes of each row, to their places in a
+batch.
 Raw, each is measured with `pread`, and copying out of a map.
 
 Needs anndata, scdataset and torch. Without annbatch, which needs Python 3.12, it is left out.
@@ -70,8 +71,9 @@ typedef int (*Inflate)(void *, const void *, size_t, void *, size_t, size_t *);
 
 /* Read pieces to their places, or copy them there, if there is a map; or decode each to the same
    memory. Returns how many were read. */
-int64_t read_all(int fd, const char *map, const int64_t *offset, const int64_t *nbytes, const int64_t *place,
-                 int64_t count, char *in, char *out, int64_t room, Inflate inflate, void *state)
+int64_t read_all(int fd, const char *map, const int64_t *offset, const int64_t *nbytes,
+                 const int64_t *place, int64_t count, char *in, char *out, int64_t room,
+                 Inflate inflate, void *state)
 {
     for (int64_t i = 0; i < count; i++) {
         size_t n = (size_t)nbytes[i], done;
@@ -119,7 +121,8 @@ def compiled() -> Any:
         subprocess.run(["cc", "-O3", "-shared", "-fPIC", "-o", library, source], check=True)
         function = ctypes.CDLL(str(library)).read_all
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    function.argtypes = [ctypes.c_int, *[pointer] * 4, number, *[pointer] * 2, number, *[pointer] * 2]
+    buffers = [*[pointer] * 2, number, *[pointer] * 2]
+    function.argtypes = [ctypes.c_int, *[pointer] * 4, number, *buffers]
     function.restype = number
     return function
 

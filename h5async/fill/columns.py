@@ -192,9 +192,7 @@ class Assembly:
                 indices = memory.out[column][: offsets[-1]]
                 column += 1
                 is_checked = are_checked and name + INDICES in self._limited
-                found.append(
-                    self._sparse(name, field, values, indices, offsets, index, is_checked)
-                )
+                found.append(self._sparse(name, field, values, indices, offsets, index, is_checked))
             else:
                 found.append(_ragged(field, values, offsets))
         return tuple(found)

@@ -195,10 +195,11 @@ def sparse_layouts(
 def _limit(group: SparseGroup) -> int | None:
     """Return the `DatasetLayout.limit` of the indices of a matrix."""
     layout, columns = group.indices, group.shape[1]
-    if not layout.dtype.isnative or layout.dtype.kind not in "iu" or layout.row_nbytes not in (4, 8):
+    dtype = layout.dtype
+    if not dtype.isnative or dtype.kind not in "iu" or dtype.itemsize not in (4, 8):
         return None
     # (What was never written is filled, and not looked at.)
-    is_good = 0 <= int(layout.raw_fill) < columns <= 1 << (8 * layout.row_nbytes - 1)
+    is_good = 0 <= int(layout.raw_fill) < columns <= 1 << (8 * dtype.itemsize - 1)
     return columns if is_good else None
 
 

@@ -41,8 +41,8 @@ _MISSING_SAMPLES = 1 << 18  # counted at a time
 _GROUP_SAMPLES = 128  # shuffled among themselves: at least a round, at most what a small window has
 _TIMES_REACH = 16  # longer than its steps reach, a merged unit is: few samples lie at its ends
 _LEAST_UNITS = 8  # merged ones in a window
-# Chunks of ragged rows that a unit consists of: its last row reaches into one more, which is decoded
-# for it, too.
+# Chunks of ragged rows that a unit consists of: its last row reaches into one more, which is
+# decoded for it, too.
 _RAGGED_CHUNKS = 8
 _IN_FLIGHT_SHARE = 1 / 4  # of the memory: for units that batches in preparation need
 
