@@ -29,7 +29,6 @@ import mmap
 import statistics
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,6 +39,7 @@ import imagecodecs
 import numpy as np
 import torch
 from bench_common import RESULTS, header, save
+from bench_turns import Bench, Target, Way, paced, plot, reader_sizes, threaded
 from rich.console import Console
 from torch.utils.data import DataLoader, Dataset
 
@@ -49,96 +49,8 @@ from h5async.cli import app
 SIDE, CAMERAS, STEPS, BATCH = 84, ("agentview", "wrist"), 10, 16
 ROW_NBYTES = SIDE * SIDE * 3
 DISTINCT = 20  # episodes that differ; others have copies of their images
-READY = 5  # batches that a way may have made before its turn
 THREADS = 2
 INPUTS, OUTPUTS = 4, 1
-
-Way = Callable[[float], float]  # for so many seconds; returns samples a second
-
-
-class Target(NamedTuple):
-    """What one way is to be of another: `least` times as fast."""
-
-    way: str
-    other: str
-    least: float
-
-
-class Bench:
-    """The folder with the files, and what was measured."""
-
-    def __init__(self, options: argparse.Namespace, folder: Path, console: Console) -> None:
-        self.options = options
-        self.folder = folder
-        self.console = console
-        self.speeds: list[dict[str, Any]] = []
-        self.ratios: list[dict[str, Any]] = []
-
-    def measure(self, case: str, ways: dict[str, Way], targets: list[Target]) -> None:
-        """Measure all ways in turns, and note the ratios of their medians."""
-        rounds = self.options.repeats
-        found: dict[str, list[float]] = {name: [] for name in ways}
-        for _ in range(rounds):
-            for name, way in ways.items():
-                found[name].append(way(self.options.seconds))
-        medians = {name: statistics.median(speeds) for name, speeds in found.items()}
-        for name, speed in medians.items():
-            rounded = [round(one, 1) for one in found[name]]
-            self.speeds.append({"case": case, "way": name, "speed": speed, "rounds": rounded})
-            self.print(f"{case:16} {name:34} {speed:>12,.0f} a second")
-        for way, other, least in targets:
-            self.note(case, way, other, medians[way] / medians[other], least)
-
-    def note(self, case: str, way: str, other: str, ratio: float, least: float) -> None:
-        """Note a ratio, and how large it is to be."""
-        point = {"case": case, "way": way, "other": other, "ratio": ratio, "wanted": least}
-        self.ratios.append(point)
-        self.print(f"{case:16} {way} / {other}: {ratio:.2f} (wanted: {least})")
-
-    def print(self, line: str) -> None:
-        """Print a line as it is."""
-        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def paced(sizes: Iterator[int]) -> Way:
-    """Return a way that takes batches, of which it is told the sizes."""
-
-    def way(duration: float) -> float:
-        for _ in range(READY):
-            next(sizes)
-        count, begin = 0, time.perf_counter()
-        while (taken := time.perf_counter() - begin) < duration:
-            count += next(sizes)
-        return count / taken
-
-    return way
-
-
-def threaded(works: list[Iterator[int]]) -> Way:
-    """Return a way in which each thread does its own work, which tells how many samples it did."""
-
-    def way(duration: float) -> float:
-        counts = [0] * len(works)
-        begin = time.perf_counter()
-
-        def run(number: int) -> None:
-            while time.perf_counter() - begin < duration:
-                counts[number] += next(works[number])
-
-        threads = [threading.Thread(target=run, args=(n,)) for n in range(len(works))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return sum(counts) / (time.perf_counter() - begin)
-
-    return way
-
-
-def reader_sizes(reader: AsyncReader) -> Iterator[int]:
-    while True:
-        for batch in reader:
-            yield batch.size
 
 
 def loader_sizes(loader: Any, field: str) -> Iterator[int]:
@@ -575,27 +487,6 @@ def opening(bench: Bench) -> None:
 
 
 CASES = {function.__name__: function for function in (episodes, simulations, opening)}
-
-
-def plot(ratios: list[dict[str, Any]], path: Path) -> None:
-    """Draw each ratio as a share of what is wanted."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, panel = plt.subplots(figsize=(9, 0.45 * len(ratios) + 1), layout="constrained")
-    names = [f"{p['case']}: {p['way']} / {p['other']}" for p in ratios]
-    shares = [p["ratio"] / p["wanted"] for p in ratios]
-    bars = panel.barh(names[::-1], shares[::-1], color="tab:blue")
-    labels = [f"{p['ratio']:.2f} of {p['wanted']:g}" for p in ratios]
-    panel.bar_label(bars, labels=labels[::-1], padding=3)
-    panel.axvline(1, color="black", lw=0.8)
-    panel.set_xlim(0, 1.3 * max(shares))
-    panel.set_xlabel("speed relative to the other, as a share of what is wanted")
-    panel.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def main() -> None:

@@ -143,6 +143,7 @@ class FieldStruct(Structure):
         ("steps", POINTER(StepRowsStruct)),
         ("spans", POINTER(SpanRowsStruct)),
         ("num_rows", c_int64),
+        ("limit", c_int64),
     ]
 
 

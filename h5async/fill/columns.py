@@ -130,6 +130,8 @@ class Assembly:
         int64 (files + 1,): the first sample of each file.
     categories
         Of categorical fields, by name.
+    limited
+        Names of columns whose values the core checks as it reads them: `DatasetLayout.limit`.
 
     Attributes
     ----------
@@ -146,9 +148,11 @@ class Assembly:
         shapes: Mapping[str, SparseShape],
         first_samples: NDArray[np.int64],
         categories: Mapping[str, Categories] = MappingProxyType({}),
+        limited: Collection[str] = (),
     ) -> None:
         self._united = {n: one for n, one in categories.items() if one.tables is not None}
         self._fields = dict(fields)
+        self._limited = frozenset(limited)
         self._rows = rows
         self._shapes = shapes
         self._first_samples = first_samples
@@ -169,7 +173,12 @@ class Assembly:
         return [totals[one] if isinstance(one, SpanRows) else index.size for one in self._rows]
 
     def arrays(
-        self, memory: SlotMemory, index: NDArray[np.int64], left: Collection[str] = ()
+        self,
+        memory: SlotMemory,
+        index: NDArray[np.int64],
+        left: Collection[str] = (),
+        *,
+        are_checked: bool = False,
     ) -> tuple[Any, ...]:
         """Return the arrays of a batch, by field; views of a slot's memory, where that is possible.
 
@@ -179,6 +188,8 @@ class Assembly:
             Of the batch.
         left
             Names of fields whose samples a device pads, or makes dense.
+        are_checked
+            The core has read all of it, and checked indices that have a limit.
 
         Raises
         ------
@@ -204,7 +215,8 @@ class Assembly:
             if isinstance(field, SparseField):
                 indices = memory.out[column][: offsets[-1]]
                 column += 1
-                several = self._sparse(name, values, indices, offsets, index)
+                is_checked = are_checked and name + INDICES in self._limited
+                several = self._sparse(name, values, indices, offsets, index, is_checked)
                 is_whole = not field.dense or name in left
                 found.append(several if is_whole else _dense(several, field, made))
             else:
@@ -247,12 +259,13 @@ class Assembly:
         indices: NDArray[Any],
         offsets: NDArray[np.int64],
         index: NDArray[np.int64],
+        is_checked: bool,
     ) -> Csr:
         shape = self._shapes[name]
         if shape.places is not None:
             values, indices, offsets = self._chosen(shape, values, indices, offsets, index)
         rows = Csr(values, indices, offsets, (index.size, shape.columns))
-        if shape.places is None:
+        if shape.places is None and not is_checked:
             outside = _are_outside(indices, shape.columns)
             if outside.any():
                 raise self._no_column(shape, indices, offsets, index, int(outside.argmax()))

@@ -368,7 +368,8 @@ def new_assembly(
     first = next(iter(layouts.values()))
     counts = [count for _, count in first.file_samples] or [first.sample_count]
     first_samples = np.cumsum([0, *counts], dtype=np.int64)
-    return Assembly(config.batch_fields, samplings.rows, shapes, first_samples, categories)
+    limited = [name for name, layout in layouts.items() if layout.limit is not None]
+    return Assembly(config.batch_fields, samplings.rows, shapes, first_samples, categories, limited)
 
 
 def _open_cache(

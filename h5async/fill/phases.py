@@ -239,11 +239,15 @@ class Phases:
             self._finish(batch)
             return
         memory, reader = self.slots[batch.request.slot], self._reader
-        sizes = self._assembly.sizes(batch.index)
-        works = [
-            partial(reader.transform, field, raw[a:b], out[a:b], batch.index[a:b])
+        several = [
+            (field, raw, out)
             for field, (raw, out) in enumerate(zip(memory.raw, memory.out, strict=True))
             if raw is not out and not reader.transforms_at_once(field, batch.plans)
+        ]
+        sizes = self._assembly.sizes(batch.index) if several else []
+        works = [
+            partial(reader.transform, field, raw[a:b], out[a:b], batch.index[a:b])
+            for field, raw, out in several
             for a, b in self._row_shares(sizes[field], self._out_nbytes[field])
         ]
         self._begin(batch, works, self._begin_images)

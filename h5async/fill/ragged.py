@@ -187,9 +187,20 @@ def sparse_layouts(
     spans = row_offsets(read_whole(group.indptr, reach.io), group)
     layouts = {
         name: group.data.changed(spans=spans),
-        name + INDICES: group.indices.changed(spans=spans),
+        name + INDICES: group.indices.changed(spans=spans, limit=_limit(group)),
     }
     return layouts, group
+
+
+def _limit(group: SparseGroup) -> int | None:
+    """Return the `DatasetLayout.limit` of the indices of a matrix."""
+    layout, columns = group.indices, group.shape[1]
+    dtype = layout.dtype
+    if not dtype.isnative or dtype.kind not in "iu" or dtype.itemsize not in (4, 8):
+        return None
+    # (What was never written is filled, and not looked at.)
+    is_good = 0 <= int(layout.raw_fill) < columns <= 1 << (8 * dtype.itemsize - 1)
+    return columns if is_good else None
 
 
 class SparseShapes:

@@ -146,7 +146,7 @@ class Submissions(Tickets):
             index = self._queue.ready(slot, serial, count)
             if index is None or not slots:  # or the reader was closed meanwhile
                 return None
-            return FillOutcome(index, self._assembly.arrays(slots[slot], index))
+            return FillOutcome(index, self._assembly.arrays(slots[slot], index, are_checked=True))
         except DatasetError as error:
             return FillOutcome(NO_SAMPLES, (), error)
         except MemoryError as error:

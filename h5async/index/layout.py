@@ -192,6 +192,9 @@ class DatasetLayout:
         are, and the rows of the layout are values.
     spans
         Of values of a ragged field: int64 (samples + 1,): which rows each sample is.
+    limit
+        Of indices of sparse rows, native ones of 4 or 8 bytes: what each must be below, and is
+        checked to be where the core reads it. None: whoever delivers them checks them.
     is_shared
         Whether several samples consist of the same rows.
     sequences
@@ -231,6 +234,7 @@ class DatasetLayout:
     heaps: tuple[HeapFile, ...] = ()
     sequences: SequenceLengths | None = None
     spans: NDArray[np.int64] | None = None
+    limit: int | None = None
     is_shared: bool = False
     dim_names: tuple[tuple[str, ...], ...] = ()
     cf: tuple[tuple[int, tuple[CfAttribute, ...]], ...] = ()

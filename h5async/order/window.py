@@ -19,6 +19,7 @@ import copy
 import ctypes
 import functools
 import itertools
+import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,6 +41,9 @@ _MISSING_SAMPLES = 1 << 18  # counted at a time
 _GROUP_SAMPLES = 128  # shuffled among themselves: at least a round, at most what a small window has
 _TIMES_REACH = 16  # longer than its steps reach, a merged unit is: few samples lie at its ends
 _LEAST_UNITS = 8  # merged ones in a window
+# Chunks of ragged rows that a unit consists of: its last row reaches into one more, which is
+# decoded for it, too.
+_RAGGED_CHUNKS = 8
 _IN_FLIGHT_SHARE = 1 / 4  # of the memory: for units that batches in preparation need
 
 
@@ -283,7 +287,8 @@ def window_order(
     It is one of the positions of an ascending `selection`, where there is one. Where samples have
     several `steps`, neighbouring units of one sequence are one.
 
-    The field with the largest units decides what a unit is. The window holds as many decoded units
+    The field with the largest units decides what a unit is. Of ragged rows, several neighbouring
+    units are one, too. The window holds as many decoded units
     as fit into the memory, with room for others, and at most half of all units (of a rank). With
     several ranks the order depends on `batch_size`. Where samples are put in another order
     afterwards, that moves them by `moved_samples` at most.
@@ -291,8 +296,13 @@ def window_order(
     leader = max(layouts, key=lambda layout: (layout.unit_nbytes, layout.row_nbytes))
     bounds = leader.sample_bounds()
     unit_nbytes = sum(layout.unit_nbytes for layout in layouts)
-    if unit_nbytes and any(steps):
-        bounds, times = _merged_bounds(bounds, steps, window_nbytes // (_LEAST_UNITS * unit_nbytes))
+    if unit_nbytes:
+        most = max(1, window_nbytes // (_LEAST_UNITS * unit_nbytes))
+        if any(steps):
+            bounds, times = _merged_bounds(bounds, steps, most)
+        else:
+            times = min(most, _ragged_times(bounds, layouts))
+            bounds = np.append(bounds[:-1:times], bounds[-1:])
         unit_nbytes *= times
     if selection is not None:
         bounds = selection.bounds(bounds)
@@ -310,6 +320,19 @@ def window_order(
     if world_size == 1:
         return whole
     return DealtOrder(whole, world_size, int(bounds[-1]), batch_size)
+
+
+def _ragged_times(bounds: Int64s, layouts: Sequence[DatasetLayout]) -> int:
+    """Return how many units are to be one, so that few ragged rows reach into two of them."""
+    times = 1
+    for layout in layouts:
+        chunk = max((leaf.chunk_shape[0] for leaf in layout.leaves() if leaf.filters), default=0)
+        if layout.spans is None or not chunk or not layout.num_samples:
+            continue
+        length = layout.num_samples / max(1, layout.sample_count)
+        mean = layout.num_samples / max(1, bounds.size - 1)  # rows of a unit
+        times = max(times, math.ceil(_RAGGED_CHUNKS * max(chunk, length) / mean))
+    return times
 
 
 def _merged_bounds(

@@ -174,6 +174,7 @@ class Collection:
         struct.num_layers, struct.num_extents = len(table.layers), table.offset.size
         struct.row_nbytes, struct.itemsize = layout.row_nbytes, layout.dtype.itemsize
         struct.is_filled_first, struct.num_rows = table.is_filled_first, layout.num_samples
+        struct.limit = layout.limit or 0
         is_whole = len(table.layers) == 1 and not table.is_filled_first
         is_whole &= all(s.kind != Kind.CHUNKS or s.extents.shape[0] == 1 for s in table.shapes)
         if transform is not None and is_whole:

@@ -7,6 +7,7 @@ executor whose rows are found by what was read when the dataset was indexed (`He
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from ctypes import c_int32
 from functools import partial
 from typing import Any
@@ -22,6 +23,8 @@ from h5async.io.stamps import FileStamp
 from h5async.plan.records import HeapPlan
 from h5async.read.heaps import HeapReader
 from h5async.read.scratch import Scratch
+
+Int64s = NDArray[np.int64]
 
 
 class HeapExecutor:
@@ -52,20 +55,28 @@ class HeapExecutor:
         begin, end = plan.begin(start), plan.begin(stop)
         samples, places = plan.samples[begin:end], plan.offsets[begin:end] * self._value_nbytes
         out = raw.reshape(-1).view(np.uint8)
-        which = np.searchsorted(self._first, samples, side="right") - 1
         with scratch.counts.timed("read_ns"):
-            for number in np.unique(which).tolist():
-                here, heap = which == number, self._heaps[number]
-                element = np.ascontiguousarray(samples[here] - heap.first_sample)
-                place = np.ascontiguousarray(places[here])
+            for heap, element, place in self._by_file(samples, places):
                 work = partial(self._read, heap, element, place, out, scratch.stop)
                 self._files.read(heap.file, heap.stamp, work)
+
+    def _by_file(
+        self, samples: Int64s, places: Int64s
+    ) -> Iterator[tuple[HeapFile, Int64s, Int64s]]:
+        """Yield the elements of each file that are wanted, and where their values go."""
+        if len(self._heaps) == 1:
+            yield self._heaps[0], samples - self._heaps[0].first_sample, places
+            return
+        which = np.searchsorted(self._first, samples, side="right") - 1
+        for number in np.unique(which).tolist():
+            here, heap = which == number, self._heaps[number]
+            yield heap, samples[here] - heap.first_sample, places[here]
 
     def _read(
         self,
         heap: HeapFile,
-        element: NDArray[np.int64],
-        place: NDArray[np.int64],
+        element: Int64s,
+        place: Int64s,
         out: NDArray[np.uint8],
         stop: c_int32 | None,
         file: LocalFile,

@@ -175,6 +175,8 @@ static void do_section(void *data)
             if (outcome == READ)
                 transform_item(plan, f, target, item);
         }
+        if (outcome == READ && !item_is_within(plan, f, target, item))
+            outcome = FAILED;
         if (outcome != IS_BUSY)
             item->status = outcome == READ ? DONE : REFUSED;
         else if (work->skipped == work->end)

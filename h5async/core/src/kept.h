@@ -19,7 +19,10 @@ static void fetch_piece(const Dataset *d, const Runs *runs, const Kept *kept)
 {
     const uint8_t *from = kept->data + runs->local[0] * d->sample_stride;
     int64_t nbytes = d->sample_stride * runs->length[0];
-    nbytes = nbytes < MAX_LINES * LINE_NBYTES ? nbytes : MAX_LINES * LINE_NBYTES;
+    if (nbytes > MAX_LINES * LINE_NBYTES) {
+        fetch_early(from, nbytes);
+        return;
+    }
     for (int64_t at = 0; at < nbytes; at += LINE_NBYTES)
         __builtin_prefetch(from + at);
 }
@@ -64,7 +67,7 @@ static int place_kept(const Work *work, const Item *item, Kept *const *found)
         swap_pieces(shape, c, &runs, target->raw);
     }
     transform_item(work->plan, f, target, item);
-    return 1;
+    return item_is_within(work->plan, f, target, item);
 }
 
 static int is_found(const KeptBlock *block, int number)

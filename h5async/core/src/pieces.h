@@ -40,6 +40,7 @@ static int pieces_are_cached(File *file, const Worker *w, const Pieces *p)
 }
 
 enum { FEW_NBYTES = 512, LINES_AHEAD = 32, LEAST_AHEAD = 4, MOST_AHEAD = 16 };
+enum { EARLY_NBYTES = 32 * 1024, AHEAD_NBYTES = 4096 };
 
 /* Copy so few bytes that a call costs more than they do: two moves may overlap. */
 ALWAYS_INLINE void copy_few(uint8_t *to, const uint8_t *from, int64_t nbytes)
@@ -96,15 +97,28 @@ ALWAYS_INLINE int64_t copy_small(File *file, const Worker *w, const Pieces *p, i
     return p->count;
 }
 
+/* Fetch what is copied soon into the second cache. By itself the processor begins anew in each piece,
+   and at the end of each page. */
+ALWAYS_INLINE void fetch_early(const uint8_t *from, int64_t nbytes)
+{
+    for (int64_t at = 0; at < nbytes && at < EARLY_NBYTES; at += 64)
+        __builtin_prefetch(from + at, 0, 2);
+}
+
 static int64_t copy_pieces(File *file, const Worker *w, const Pieces *p, int64_t available)
 {
     if (p->nbytes == NULL && p->position != NULL && p->unit <= FEW_NBYTES)
         return copy_small(file, w, p, available, p->unit);
+    int64_t ahead = 0, fetched = 0; /* bytes from piece i on; pieces */
     for (int64_t i = 0; i < p->count; i++) {
         int64_t offset = p->offset[i], nbytes = nbytes_of_piece(p, i);
-        if (nbytes < 4096 && i + 8 < p->count && p->offset[i + 8] >= 0 &&
-            p->offset[i + 8] < available)
-            __builtin_prefetch(file->map + p->offset[i + 8]);
+        for (; fetched < p->count && (fetched <= i || ahead - nbytes < AHEAD_NBYTES); fetched++) {
+            int64_t next = nbytes_of_piece(p, fetched);
+            if (p->offset[fetched] >= 0 && p->offset[fetched] <= available - next)
+                fetch_early(file->map + p->offset[fetched], next);
+            ahead += next;
+        }
+        ahead -= nbytes;
         if (is_stopped(file, w))
             return i;
         if (offset < 0)

@@ -13,6 +13,51 @@ static Ranks ranks_of_item(const Item *item)
     return (Ranks){item->number, item->first_run, item->first_run + item->num_runs};
 }
 
+/* Whether some numbers are from 0 on and not above `last`. (The highest bit of one that is not, or of
+   what it lacks, is set.) */
+#define ARE_WITHIN(name, Number, bits)                                                            \
+    static int name(const uint8_t *at, int64_t count, Number last)                                \
+    {                                                                                             \
+        const Number *number = (const Number *)(const void *)at;                                  \
+        Number outside = 0;                                                                       \
+        for (int64_t i = 0; i < count; i++)                                                       \
+            outside |= number[i] | (last - number[i]);                                            \
+        return !(outside >> (bits - 1));                                                          \
+    }
+ARE_WITHIN(are_within32, uint32_t, 32)
+ARE_WITHIN(are_within64, uint64_t, 64)
+
+static int rows_are_within(const Field *f, const Target *target, int64_t position, int64_t length)
+{
+    const uint8_t *at = target->raw + position * f->row_nbytes;
+    return f->row_nbytes == 4 ? are_within32(at, length, (uint32_t)(f->limit - 1))
+                              : are_within64(at, length, (uint64_t)(f->limit - 1));
+}
+
+/* Whether what was read of an item is below the limit of its field, while it lies in the cache. */
+static int item_is_within(const BatchPlan *plan, const Field *f, const Target *target,
+                          const Item *item)
+{
+    int are_within = 1;
+    if (f->limit == 0)
+        return 1;
+    if (item->kind == ROWS) {
+        Ranks ranks = ranks_of_item(item);
+        for (; are_within && ranks.rank < ranks.end; ranks.run++) {
+            const Wanted *w = &plan->sorted[ranks.run];
+            int64_t behind = w[1].rank < ranks.end ? w[1].rank : ranks.end;
+            are_within = rows_are_within(f, target, w->position + ranks.rank - w->rank,
+                                         behind - ranks.rank);
+            ranks.rank = behind;
+        }
+        return are_within;
+    }
+    Runs runs = runs_of_item(plan, item);
+    for (int64_t r = 0; are_within && r < runs.count; r++)
+        are_within = rows_are_within(f, target, runs.position[r], runs.length[r]);
+    return are_within;
+}
+
 /* Where a row lies in the file; -1: it was never written; INT64_MAX: where no read takes it from. */
 static int64_t offset_of_row(const Layer *l, const Shape *shape, int64_t segment, int64_t row)
 {

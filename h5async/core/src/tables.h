@@ -60,6 +60,7 @@ typedef struct {
     const StepRows *steps;   /* NULL: a sample is a row. Fields with equal steps share it */
     const SpanRows *spans;   /* the same: NULL, but of ragged fields */
     int64_t num_rows;        /* of the dataset */
+    int64_t limit; /* of indices, of 4 or 8 bytes: each must be from 0 on and below it; 0: any may be */
 } Field;
 
 /* Whether a chunk is a small dataset without filters, which is kept whole. It may have fewer rows than
