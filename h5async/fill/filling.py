@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from h5async.config import ImageField, ReaderConfig
 from h5async.core.binding import Core, load_core, mapping_mode
 from h5async.errors import ReaderClosedError
-from h5async.fill.columns import Assembly, Categories, SparseShape
+from h5async.fill.columns import Assembly, Categories, Rows, SparseShape
 from h5async.fill.dataset import Samplings
 from h5async.fill.images import ImageDecoder
 from h5async.fill.limits import MemoryPlan
@@ -149,7 +149,14 @@ class Filler(SlotFiller):
                 rows,
             )
             self._images = _image_decoder(
-                config, layouts, core, len(slots), rows, max(1, num_threads), memory_plan
+                config,
+                layouts,
+                dict(zip(layouts, samplings.rows, strict=True)),
+                core,
+                len(slots),
+                rows,
+                max(1, num_threads),
+                memory_plan,
             )
             self.submissions: Submissions | None = None
             selection = samplings.selection
@@ -315,6 +322,7 @@ class Filler(SlotFiller):
 def _image_decoder(
     config: ReaderConfig,
     layouts: Mapping[str, DatasetLayout],
+    spans: Mapping[str, Rows],
     core: Core | None,
     slots: int,
     rows: int | None,
@@ -328,6 +336,7 @@ def _image_decoder(
     return ImageDecoder(
         fields,
         layouts,
+        spans,
         config.seed,
         core,
         slots=slots,

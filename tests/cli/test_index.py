@@ -51,10 +51,11 @@ def files(tmp_path: Path) -> list[Path]:
 
 
 def indexed_never(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse_to(path: Path, *_: object) -> None:
+    def refuse_to(path: Path, *_: object, **__: object) -> None:
         raise AssertionError(f"{path} was indexed")
 
     monkeypatch.setattr(opening, "read_layouts", refuse_to)
+    monkeypatch.setattr(known, "read_layouts", refuse_to)
 
 
 def test_all_datasets_that_can_be_read_are_in_the_index(files, tmp_path, monkeypatch):
