@@ -118,8 +118,6 @@ def read_known(
     needs: Mapping[str, Need],
     reach: Reach,
     grouping: Grouping | None,
-    *,
-    may_be_codes: bool = True,
 ) -> dict[str, DatasetLayout]:
     """Read what must be known of a file.
 
@@ -131,8 +129,6 @@ def read_known(
         By name.
     grouping
         Which groups are sequences, that columns are joined of.
-    may_be_codes
-        As of `read_layouts`.
 
     Raises
     ------
@@ -142,7 +138,7 @@ def read_known(
     found: dict[str, DatasetLayout] = {}
     plain = {name: need.field for name, need in needs.items() if not need.wanted.kind}
     if plain:
-        found |= read_layouts(path, plain, reach, grouping, may_be_codes=may_be_codes)
+        found |= read_layouts(path, plain, reach, grouping, may_be_codes=True)
     rest = {name: need for name, need in needs.items() if need.wanted.kind}
     if not rest:
         return found

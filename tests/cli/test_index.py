@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 from h5async import AsyncReader, Field, Sequences
 from h5async.cli import app
+from h5async.fill import known
 from h5async.index import indexcache, opening
 
 

@@ -30,6 +30,7 @@ from h5async import (
     UnsafeFileError,
 )
 from h5async.config import Field
+from h5async.fill import known
 from h5async.index import indexcache, opening
 from h5async.index.consulted import Consulted
 from h5async.index.fingerprint import fingerprint
