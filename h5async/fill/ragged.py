@@ -20,12 +20,14 @@ from h5async.index.links import Reach, open_index
 from h5async.index.metadata import value_layout
 from h5async.index.references import references
 from h5async.index.sparsegroup import row_offsets, sparse_group
-from h5async.read.whole import read_whole
+from h5async.io.maps import IoMode
+from h5async.read.whole import read_blocks
 from h5async.spelling import named
 
 Int64s = NDArray[np.int64]
 
 _MOST_OFFSETS = 1 << 33  # of a dataset that is read whole, where a reader is made
+_MOST_OFFSET = (1 << 63) - 1
 
 
 def is_ragged(field: Field) -> bool:
@@ -44,9 +46,14 @@ def heap_layout(at: str, path: Path, reach: Reach) -> DatasetLayout:
         If an element cannot be as long as it says.
     """
     layout, form = references(path, at, reach)
-    stored = read_whole(layout, reach.io).view(np.uint8).reshape(-1, form.reference_nbytes)
+    blocks = (
+        (first, block.view(np.uint8).reshape(-1, form.reference_nbytes))
+        for first, block in read_blocks(layout, reach.io)
+    )
     where = f'{layout.file}: dataset "{layout.path}"'
-    elements = Sequences.decoded(stored, form, layout.stamp.nbytes, where, load_core())
+    elements = Sequences.decoded_blocks(
+        layout.num_samples, blocks, form, layout.stamp.nbytes, where, load_core()
+    )
     base, inner = form.dtype.subdtype or (form.dtype, ())
     return layout.changed(
         shape=(elements.total, *inner),
@@ -86,12 +93,9 @@ def with_spans(
     """
     where = f'{path}: dataset "{offsets}" (offsets of "{layout.path}")'
     found = value_layout(path, offsets, _MOST_OFFSETS, reach)
-    numbers = found if isinstance(found, np.ndarray) else read_whole(found, reach.io)
-    if numbers.dtype.kind not in "iu":
-        raise DatasetError(f"{where} must hold integers, found {numbers.dtype}")
-    if numbers.dtype.kind == "u" and numbers.max(initial=0) > np.iinfo(np.int64).max:
-        raise DatasetError(f"{where} has numbers above 2**63; the file is damaged")
-    spans = _spans(numbers.astype(np.int64, copy=False), kind, where)
+    if isinstance(found, np.ndarray) or found.dtype.kind not in "iu":
+        raise DatasetError(f"{where} must hold integers, found {found.dtype}")
+    spans = _spans(found, kind, where, reach.io)
     if spans[0] < 0 or spans[-1] > layout.num_samples:
         raise DatasetError(
             f"{where}: samples begin at value {spans[0]} and end at value {spans[-1]}, and there"
@@ -104,19 +108,30 @@ def with_spans(
             f"{where}: sample {at} would begin at value {spans[at]} and end at value"
             f" {spans[at + 1]}"
         )
-    return layout.changed(spans=np.ascontiguousarray(spans))
+    return layout.changed(spans=spans)
 
 
-def _spans(numbers: Int64s, kind: str, where: str) -> Int64s:
-    if kind == "ends":
-        return np.concatenate((np.zeros(1, np.int64), numbers))
-    if kind == "lengths":
-        if numbers.size and numbers.min() < 0:
-            raise DatasetError(f"{where} has a length below 0: {numbers.min()}")
-        return np.concatenate((np.zeros(1, np.int64), np.cumsum(numbers, dtype=np.int64)))
-    if not numbers.size:
+def _spans(offsets: DatasetLayout, kind: str, where: str, io: IoMode) -> Int64s:
+    """Read where samples begin, block by block: there may be very many."""
+    count = offsets.num_samples
+    if kind == "offsets" and not count:
         raise DatasetError(f"{where} is empty; it must hold one number more than there are samples")
-    return numbers
+    found = np.zeros(count + (kind != "offsets"), np.int64)
+    own = found[found.size - count :]
+    for first, block in read_blocks(offsets, io):
+        if block.dtype.kind == "u" and block.dtype.itemsize == 8 and block.max() > _MOST_OFFSET:
+            raise DatasetError(f"{where} has numbers above 2**63; the file is damaged")
+        here = own[first : first + block.size]
+        if kind != "lengths":
+            here[...] = block
+            continue
+        if block.min() < 0:
+            raise DatasetError(f"{where} has a length below 0: {block.min()}")
+        np.cumsum(block, dtype=np.int64, out=here)
+        if here[0] < 0 or (np.diff(here) < 0).any():
+            raise DatasetError(f"{where} has lengths of more than 2**63 in all")
+        here += found[first]
+    return found
 
 
 def sparse_layouts(
@@ -135,7 +150,8 @@ def sparse_layouts(
         group = sparse_group(file, at, reach)
     if group is None:
         raise DatasetError(f'{path}: "{at}" is no group of a sparse matrix')
-    spans = row_offsets(read_whole(group.indptr, reach.io), group)
+    where = f'{group.indptr.file}: dataset "{group.indptr.path}"'
+    spans = row_offsets(_spans(group.indptr, "offsets", where, reach.io), group)
     layouts = {
         name: group.data.changed(spans=spans),
         name + INDICES: group.indices.changed(spans=spans),

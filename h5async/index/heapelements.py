@@ -7,6 +7,7 @@ read. What they refer to is read by `read/heaps.py`. Neither references nor file
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,12 +59,36 @@ class Sequences:
         where: str,
         core: Core | None,
     ) -> Sequences:
-        """Decode references.
+        """Decode references; see `decoded_blocks`, of which this is the only one.
 
         Parameters
         ----------
         references
             (n, reference_nbytes), C-contiguous: as stored.
+        form, file_nbytes, where, core
+            See there.
+        """
+        blocks = [(0, references)] if len(references) else []
+        return cls.decoded_blocks(len(references), blocks, form, file_nbytes, where, core)
+
+    @classmethod
+    def decoded_blocks(
+        cls,
+        count: int,
+        blocks: Iterable[tuple[int, NDArray[np.uint8]]],
+        form: VariableLength,
+        file_nbytes: int,
+        where: str,
+        core: Core | None,
+    ) -> Sequences:
+        """Decode references, some at a time: as stored, they take more memory than what leaves.
+
+        Parameters
+        ----------
+        count
+            How many there are in all.
+        blocks
+            The number of the first reference, and (n, reference_nbytes), C-contiguous.
         form, where
             As the attributes.
         file_nbytes
@@ -76,23 +101,26 @@ class Sequences:
         ReadError
             If an element is longer than the file.
         """
-        count = len(references)
-        found = cls(form, where, np.empty(count, np.uint32), np.empty(count, np.int64), 0)
-        if core is None:
-            total = _decode(references, found, file_nbytes)
-        else:
-            heap = found.struct()
-            total = core.decode_references(
-                ctypes.byref(heap), address(np.ascontiguousarray(references)), file_nbytes
-            )
-        if total < 0:
-            number = -1 - total
-            length = int.from_bytes(references[number, :4].tobytes(), "little")
-            raise ReadError(
-                f"{where}, element {number}: its {length} values of {form.dtype.itemsize} bytes do"
-                f" not fit into the file of {file_nbytes} bytes{DAMAGED}"
-            )
-        return cls(form, where, found.length, found.place, total)
+        length, place, total = np.empty(count, np.uint32), np.empty(count, np.int64), 0
+        for first, references in blocks:
+            here = slice(first, first + len(references))
+            found = cls(form, where, length[here], place[here], 0)
+            if core is None:
+                more = _decode(references, found, file_nbytes)
+            else:
+                heap = found.struct()
+                stored = np.ascontiguousarray(references)
+                more = core.decode_references(ctypes.byref(heap), address(stored), file_nbytes)
+            if more < 0:
+                number = -1 - more
+                values = int.from_bytes(references[number, :4].tobytes(), "little")
+                raise ReadError(
+                    f"{where}, element {first + number}: its {values} values of"
+                    f" {form.dtype.itemsize} bytes do not fit into the file of {file_nbytes}"
+                    f" bytes{DAMAGED}"
+                )
+            total += more
+        return cls(form, where, length, place, total)
 
     def struct(self) -> HeapStruct:
         """Return them as the core takes them, which writes to the places."""

@@ -83,6 +83,8 @@ class SpanRows:
             return max(int(lengths.max()) for lengths in self._all_lengths()) * count
         longest: NDArray[Any] = np.zeros(0, np.int64)
         for lengths in self._all_lengths():
+            if longest.size == count:  # few are longer
+                lengths = lengths[lengths > longest.min()]
             longest = np.concatenate((longest, lengths))
             if count < longest.size:
                 longest = np.partition(longest, longest.size - count)[-count:]
