@@ -657,7 +657,10 @@ def test_the_command_line_reads_and_lists_them(mixed):
     for name, what in (("vlen", ">f4 of any length"), ("strings", "text of any length")):
         assert what in lines[name]
         assert "(41,)" in lines[name]
-        assert lines[name].endswith("direct, as Ragged")
+        assert "direct, by the core; as Ragged, " in lines[name]
+        assert lines[name].endswith(" values each")
+    assert "(41, 117)" in lines["csr"]
+    assert "as Csr, " in lines["csr"]
 
 
 # --- columns of tables -------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 
@@ -11,7 +12,16 @@ import pytest
 from test_ragged import KINDS, SEED, check, fields_of, several
 from typer.testing import CliRunner
 
-from h5async import AsyncReader, DatasetError, Field, H5AsyncError, ReadError, SparseField
+from h5async import (
+    AsyncReader,
+    DatasetError,
+    Field,
+    H5AsyncError,
+    ReaderConfig,
+    ReadError,
+    SparseField,
+    bench,
+)
 from h5async.cli import app
 from h5async.fill import dataset, kinds
 from h5async.index import indexcache
@@ -261,6 +271,56 @@ def test_columns_by_name(tmp_path, monkeypatch):
     there = SparseField("X", columns=["gene1", "gene0"], missing="error", dense=True)
     with AsyncReader(hdf5_path=tmp_path / "a.h5idx", fields={"x": there}, device="cpu") as reader:
         assert reader.get_next_batch().x.tolist() == [[0, 1], [2, 0], [0, 0]]
+
+
+# --- what they are -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by_index", [False, True])
+def test_inspect_says_what_groups_and_datasets_are_read_as(tmp_path, by_index):
+    path = cells_file(tmp_path / "a.h5ad", [0, -1, 1, 1], ["T", "B"])
+    with h5py.File(path, "r+") as file:
+        data = file.create_dataset("tokens", (4,), h5py.vlen_dtype("i4"))
+        for number in range(4):
+            data[number] = np.arange(number)
+        x = file.create_group("tenx")
+        x["data"], x["indices"], x["indptr"] = np.ones(6), np.zeros(6, int), [0, 2, 6]
+        x["shape"] = [5, 2]
+        x.create_dataset("barcodes", data=["a", "b"], dtype=h5py.string_dtype())
+    if by_index:
+        run("index", path, "-o", tmp_path / "a.h5idx")
+        path = tmp_path / "a.h5idx"
+    found = {d["path"]: d for d in json.loads(run("inspect", path, "--json"))["datasets"]}
+    for name, kind, shape, mean in (
+        ("X", "sparse", [4, 9], 1.0),
+        ("tenx", "sparse", [2, 5], 3.0),
+        ("tokens", "ragged", [4], 1.5),
+        ("tenx/barcodes", "ragged", [2], 1.0),
+        ("obs/kind", "categorical", [4], None),
+        ("obs/age", "nullable", [4], None),
+        ("obs/age/values", "dataset", [4], None),
+    ):
+        here = found[name]
+        assert (here["kind"], here["shape"], here["mean_length"]) == (kind, shape, mean), name
+        assert here["read"] == "direct"
+    assert found["obs/kind"]["categories"] == 2
+    assert found["tokens"]["in_order_nbytes"] == 6
+    assert found["X"]["in_order_nbytes"] == 4 + 8
+    text = run("inspect", path)
+    for words in (
+        "as Csr, 3 values each",
+        "as Ragged, 1.5 values each",
+        "as codes of 2 categories",
+    ):
+        assert words in text
+
+
+def test_bench_counts_the_values_of_samples(tmp_path, monkeypatch):
+    """A batch is the whole epoch, and takes a second."""
+    path = tokens_file(tmp_path / "a.h5", (2, 0, 30))
+    monkeypatch.setattr(bench, "perf_counter", map(float, itertools.count()).__next__)
+    config = ReaderConfig.load(hdf5_path=path, fields={"x": "vlen"}, batch_size=3, device="cpu")
+    assert bench._speed(config, {}, 1.0) == 4 * 32
 
 
 # --- groups ------------------------------------------------------------------------------------
