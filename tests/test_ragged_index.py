@@ -319,7 +319,9 @@ def test_bench_counts_the_values_of_samples(tmp_path, monkeypatch):
     """A batch is the whole epoch, and takes a second."""
     path = tokens_file(tmp_path / "a.h5", (2, 0, 30))
     monkeypatch.setattr(bench, "perf_counter", map(float, itertools.count()).__next__)
-    config = ReaderConfig.load(hdf5_path=path, fields={"x": "vlen"}, batch_size=3, device="cpu")
+    config = ReaderConfig.load(
+        {"hdf5_path": path, "fields": {"x": "vlen"}, "batch_size": 3, "device": "cpu"}
+    )
     assert bench._speed(config, {}, 1.0) == 4 * 32
 
 
@@ -371,7 +373,7 @@ def test_arrays_that_lie(mixed, tmp_path, name, value):
     paths, truths = mixed
     index = tmp_path / "all.h5idx"
     run("index", paths[0], "-o", index, *typed(fields_of(truths)))
-    header, arrays = read_saved(index, owners=[os.geteuid()], may_map=False)
+    header, arrays, _ = read_saved(index, owners=[os.geteuid()], may_map=False)
     rng = np.random.default_rng(SEED)
     for place in rng.integers(0, arrays[name].size, 6).tolist():
         changed = {key: array.copy() for key, array in arrays.items()}

@@ -162,7 +162,9 @@ def _group(parent: str, member: str, path: Path, reach: Reach) -> Dataset | None
         if of_table.mask is not None:
             return group_dataset(parent, path, (of_table.values, of_table.mask), "nullable")
         names, codes = of_table.categories, of_table.values
-        count = names.num_samples if isinstance(names, DatasetLayout) else 0 if names is None else len(names)
+        if names is None:
+            return None
+        count = names.num_samples if isinstance(names, DatasetLayout) else len(names)
         return replace(group_dataset(parent, path, (codes,), "categorical"), categories=count)
     return None
 

@@ -219,7 +219,7 @@ class SavedIndex:
     """
 
     def __init__(self, path: Path, *, owners: Sequence[int], may_map: bool) -> None:
-        header, arrays = read_saved(path, owners=owners, may_map=may_map)
+        header, arrays, forget = read_saved(path, owners=owners, may_map=may_map)
         try:
             folder = os.path.dirname(os.path.realpath(path))
             self._files = [_file(found, folder) for found in header["files"]]
@@ -235,7 +235,7 @@ class SavedIndex:
             for number in (n for found in self._needs.values() for n in found):
                 self._number(number)
             self._arrays = arrays
-            self._layouts = LayoutReader(header, arrays, self._files)
+            self._layouts = LayoutReader(header, arrays, self._files, forget)
             self._entries = self._read_entries()
         except _MALFORMED as error:
             raise _not_sensible(error) from error

@@ -9,7 +9,7 @@ the other; a column of equal numbers is one number in the row.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, NamedTuple, cast, get_args
 
@@ -349,6 +349,8 @@ class LayoutReader:
         Of the saved index.
     files
         Its files, as they are to be opened.
+    forget
+        Of the saved index, too.
 
     Raises
     ------
@@ -357,8 +359,13 @@ class LayoutReader:
     """
 
     def __init__(
-        self, header: dict[str, Any], arrays: Arrays, files: Sequence[tuple[str, FileStamp]]
+        self,
+        header: dict[str, Any],
+        arrays: Arrays,
+        files: Sequence[tuple[str, FileStamp]],
+        forget: Callable[[NDArray[Any]], None],
     ) -> None:
+        self._forget = forget
         self._files = files
         self._paths = [text(path) for path in header["paths"]]
         self._shapes = [_shape(shape) for shape in header["shapes"]]
@@ -505,7 +512,9 @@ class LayoutReader:
             raise ValueError("a dataset is not of variable length")
         heaps, end = [], 0
         for number, first, at, size, where, dtype, *form in extra["heaps"]:
-            places = self._column("places", natural(at), natural(size)).copy()
+            stored = self._column("places", natural(at), natural(size))
+            places = stored.copy()
+            self._forget(stored)
             own = lengths[natural(first) : first + size]
             file, stamp = self._files[natural(number)]
             described = _form(dtype_from_json(dtype), *form)
