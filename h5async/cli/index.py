@@ -20,7 +20,16 @@ from h5async.config.files import INDEX_SUFFIX, home_path, with_variables
 from h5async.core.binding import mapping_mode
 from h5async.fill.dataset import grouping_of
 from h5async.fill.kinds import with_kinds
-from h5async.fill.known import Need, list_known, needs_of, read_known
+from h5async.fill.known import (
+    CATEGORIES,
+    NULLABLE,
+    SHAPE,
+    TEXTS,
+    Need,
+    list_known,
+    needs_of,
+    read_known,
+)
 from h5async.fill.progress import on_indexed
 from h5async.index.consulted import Consulted
 from h5async.index.groups import Grouping
@@ -72,7 +81,7 @@ def index(
     left_out: list[str] = []
     with opening():
         found = list(_indexed(paths, config, reach, left_out))
-    datasets = sum(len(file.layouts) for file in found)
+    datasets = sum(len({one.path for one in file.layouts if _is_dataset(one)}) for file in found)
     try:
         write_index(path, found, reach)
     except NotPortableError as error:
@@ -141,6 +150,11 @@ def _layouts(
         else:
             left_out.append(layout.spelled(spell_in_shell))
     return layouts
+
+
+def _is_dataset(wanted: Wanted) -> bool:
+    """Tell whether it is the layout of a dataset, and not what is known beside those."""
+    return wanted.kind not in (SHAPE, TEXTS, CATEGORIES, NULLABLE)
 
 
 @dataclass(frozen=True)

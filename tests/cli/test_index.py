@@ -62,7 +62,7 @@ def indexed_never(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_all_datasets_that_can_be_read_are_in_the_index(files, tmp_path, monkeypatch):
     index = tmp_path / "train.h5idx"
     told = succeed("index", *files, "-o", index)
-    assert "3 files, 12 datasets" in told
+    assert "3 files, 15 datasets" in told
     assert os.stat(index).st_mode & 0o077 == 0o044
     expected = [
         np.concatenate([h5py.File(path)[n][...] for path in files]) for n in ("data", "labels")
