@@ -57,7 +57,7 @@ def write(folder: Path, count: int) -> None:
     rng = np.random.default_rng(0)
     lengths = rng.integers(0, 4, count).astype(np.uint16)
     ends = np.cumsum(lengths, dtype=np.int64)
-    gzip = {"chunks": (CHUNK,), "compression": "gzip", "shuffle": True}
+    gzip = {"chunks": (min(CHUNK, count),), "compression": "gzip", "shuffle": True}
     with h5py.File(folder / "flat.h5", "w") as file:
         file["tokens"] = np.zeros(int(ends[-1]), np.uint8)
         offsets = np.append(0, ends)
@@ -86,11 +86,12 @@ def write_vlen(path: Path, count: int) -> None:
     with h5py.File(path, "r+") as file:
         offset = file["few"].id.get_offset()
         stored = np.fromfile(path, np.uint8, few * 16, offset=offset).reshape(few, 16)
+        size = min(CHUNK, count)
         for name in ("tokens", "tokens_gzip"):
             more = {"compression": "gzip"} if name == "tokens_gzip" else {}
-            data = file.create_dataset(name, (count,), dtype, chunks=(CHUNK,), **more)
-            for begin in range(0, count, CHUNK):
-                block = stored[np.arange(begin, begin + CHUNK) % few].tobytes()
+            data = file.create_dataset(name, (count,), dtype, chunks=(size,), **more)
+            for begin in range(0, count, size):
+                block = stored[np.arange(begin, begin + size) % few].tobytes()
                 data.id.write_direct_chunk((begin,), zlib.compress(block, 4) if more else block)
 
 
@@ -101,7 +102,8 @@ def decode_seconds(path: Path, name: str) -> float:
         if data.chunks is None or data.compression is None:
             return 0.0
         several = [
-            data.id.read_direct_chunk((begin,))[1] for begin in range(0, data.shape[0], CHUNK)
+            data.id.read_direct_chunk((begin,))[1]
+            for begin in range(0, data.shape[0], data.chunks[0])
         ]
         out = np.empty(data.chunks[0] * (16 if data.dtype.hasobject else data.dtype.itemsize), "u1")
     begin = time.perf_counter()
@@ -230,10 +232,8 @@ def main() -> None:
         rows = run(folder, options.runs)
     finally:
         shutil.rmtree(folder)
-    save(
-        options.out / "bench_ragged_opening.json",
-        {**header(), "count": options.count, "runs": options.runs, "cases": rows},
-    )
+    result = {**header(), "count": options.count, "runs": options.runs, "cases": rows}
+    save(result, options.out / "bench_ragged_opening.json")
     plot(rows, options.count, options.out / "bench_ragged_opening.png")
 
 
