@@ -135,21 +135,20 @@ def _speed(config: ReaderConfig, changed: Mapping[str, Any], seconds: float) -> 
     """Return decoded bytes a second of a new reader that has warmed up."""
     with AsyncReader(config, **changed) as reader:
         require_batches(reader)
-        row_nbytes = sum(layout.row_nbytes for layout in reader.layouts.values())
         warm_up = reader.config.prefetch + 1  # batches: so many are read before the first is taken
-        samples = counted = 0
+        counted = read_before = 0
         begin = since = perf_counter()
-        for batches, batch in enumerate(_endless(reader), 1):
+        for batches, _ in enumerate(_endless(reader), 1):
             now = perf_counter()
-            samples += batch.size
             if not counted and (batches < warm_up or now - begin < _WARM_UP_SHARE * seconds):
                 continue
             if not counted:
-                since, samples = now, 0
+                since, read_before = now, reader.stats().nbytes
             counted += 1
             if counted > _LEAST_BATCHES and now - begin >= seconds:
                 break
-        return samples * row_nbytes / (now - since) if now > since else 0.0
+        nbytes = reader.stats().nbytes - read_before
+        return nbytes / (now - since) if now > since else 0.0
 
 
 def _endless(reader: AsyncReader) -> Iterator[Any]:

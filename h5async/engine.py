@@ -28,7 +28,6 @@ from h5async.fill.limits import MemoryBudget, free_memory_nbytes, wanted_kept_nb
 from h5async.fill.outlines import outlines_of
 from h5async.fill.pool import THREAD_NAME
 from h5async.fill.postprocess import masks_of
-from h5async.fill.ragged import with_fields
 from h5async.fill.records import FillOutcome, FillRequest
 from h5async.fill.resident import Budget, Residency
 from h5async.fill.slotsizes import pixels_nbytes, samples_of_slot, slot_transforms
@@ -113,7 +112,7 @@ class Engine:
                 helper = self.filler = HelperFiller(self.config)
                 found = helper.open()
                 if found.fields is not None:
-                    self.config = with_fields(self.config, found.fields)
+                    self.config = self.config.model_copy(update={"fields": found.fields})
                 self.categories = found.categories
                 self._open(found.layouts, helper, found.shapes)
 

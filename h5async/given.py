@@ -86,7 +86,7 @@ class GivenSamples:
             )
         for transform, rows in zip(self._transforms, self._samplings.rows, strict=True):
             if isinstance(rows, SpanRows) and transform.capacity is not None:
-                total = int(rows.lengths(found).sum())
+                total = rows.total(found)
                 if total > transform.capacity:
                     raise ConfigError(
                         f"index: these samples have {total:,} values, and a batch of this reader"
@@ -117,7 +117,7 @@ class GivenSamples:
         with taking_memory(what, "read fewer at once"):
             on_host = [not transform.is_identity for transform in self._transforms]
             transforms = [
-                replace(transform, capacity=int(rows.lengths(samples).sum()))
+                replace(transform, capacity=rows.total(samples))
                 if isinstance(rows, SpanRows)
                 else transform
                 for transform, rows in zip(self._transforms, self._samplings.rows, strict=True)

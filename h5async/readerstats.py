@@ -137,9 +137,9 @@ class ReaderCounts:
 
 def _sample_nbytes(layout: DatasetLayout) -> float:
     """Return the bytes of a sample, of ragged ones on average."""
-    if layout.spans is None:
+    if not layout.is_ragged:
         return float(layout.row_nbytes)
-    values = int(layout.spans[-1] - layout.spans[0])
+    values = layout.num_samples if layout.spans is None else int(layout.spans[-1] - layout.spans[0])
     return layout.row_nbytes * values / max(1, layout.sample_count)
 
 

@@ -225,6 +225,7 @@ def test_an_index_of_the_command_line_may_be_by_name(path, tmp_path, monkeypatch
         assert CliRunner().invoke(app, command).exit_code == 0
         with monkeypatch.context() as patch:
             patch.setattr("h5async.index.opening.read_layouts", None)
+            patch.setattr("h5async.fill.known.read_layouts", None)
             assert np.array_equal(read(tmp_path / "all.h5idx", Field("v", num_dim="time")), BY_TIME)
         assert np.array_equal(read(tmp_path / "all.h5idx", Field("v")), VALUES)
 

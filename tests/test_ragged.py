@@ -650,7 +650,7 @@ def test_kinds_in_toml(tmp_path):
     options.write_text(
         f'hdf5_path = \'{tmp_path / "a.h5"}\'\nfields.x = {{path = "X", kind = "rugged"}}\n'
     )
-    with pytest.raises(ConfigError, match=r"kind: must be one of ragged, sparse"):
+    with pytest.raises(ConfigError, match=r"kind: must be one of image, ragged, sparse"):
         AsyncReader(options)
 
 
@@ -679,7 +679,10 @@ def test_the_command_line_reads_and_lists_them(mixed):
     for name, what in (("vlen", ">f4 of any length"), ("strings", "text of any length")):
         assert what in lines[name]
         assert "(41,)" in lines[name]
-        assert lines[name].endswith("direct, as Ragged")
+        assert "direct, by the core; as Ragged, " in lines[name]
+        assert lines[name].endswith(" values each")
+    assert "(41, 117)" in lines["csr"]
+    assert "as Csr, " in lines["csr"]
 
 
 # --- columns of tables -------------------------------------------------------------------------

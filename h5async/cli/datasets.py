@@ -43,6 +43,13 @@ class Dataset:
         The name of each dimension, empty where it has none; None: none has one.
     packing
         How its values are packed, in words; None: they are not.
+    kind
+        What it can be read as: ``"dataset"``, ``"ragged"``; and, of groups, ``"sparse"``,
+        ``"categorical"`` and ``"nullable"``.
+    mean_length
+        Values of a sample, on average: of ragged and sparse ones; None: nobody has counted.
+    categories
+        How many there are, of a categorical column.
     most_samples, has_several_chunks
         Of several: the largest first dimension, and whether the shapes of their chunks differ.
     """
@@ -64,6 +71,9 @@ class Dataset:
     reason: str | None = None
     dimensions: tuple[str, ...] | None = None
     packing: str | None = None
+    kind: str = "dataset"
+    mean_length: float | None = None
+    categories: int | None = None
     most_samples: int | None = None
     has_several_chunks: bool = False
     samples: int = 0
@@ -75,7 +85,8 @@ class Dataset:
     def _kind(self) -> tuple[object, ...]:
         shape = None if self.shape is None else (len(self.shape), self.shape[1:])
         of_values = shape, self.dtype, self.layout, self.chunks is None, self.filters
-        return *of_values, self.read, self.by, self.sources, self.reason, self.packing
+        how = self.read, self.by, self.sources, self.reason, self.packing
+        return *of_values, *how, self.kind, self.categories
 
     def merged(self, other: Dataset) -> Dataset:
         """Return the facts of both, which are alike: sums of sizes, and means for each sample."""
@@ -95,6 +106,9 @@ class Dataset:
             nbytes=(self.nbytes or 0) + (other.nbytes or 0),
             in_order_nbytes=self._mean("in_order_nbytes", other, samples),
             shuffled_nbytes=self._mean("shuffled_nbytes", other, samples),
+            mean_length=None
+            if self.mean_length is None or other.mean_length is None
+            else self._mean("mean_length", other, samples),
         )
 
     def _mean(self, name: str, other: Dataset, samples: int) -> float:
@@ -116,8 +130,22 @@ class Dataset:
             decimal(self.nbytes or 0),
             decimal(round(self.in_order_nbytes or 0)),
             decimal(round(self.shuffled_nbytes or 0)),
-            "; ".join(filter(None, (self._method_text(), self.packing))),
+            "; ".join(filter(None, (self._method_text(), self.packing, self._kind_text()))),
         )
+
+    def _kind_text(self) -> str | None:
+        """Say what it is read as, where that is no array of rows of one shape."""
+        mean = "" if self.mean_length is None else f", {self.mean_length:.4g} values each"
+        match self.kind:
+            case "ragged":
+                return f"as Ragged{mean}"
+            case "sparse":
+                return f"as Csr{mean}"
+            case "categorical":
+                return f"as codes of {self.categories:,} categories"
+            case "nullable":
+                return "as values and a mask"
+        return None
 
     def _method_text(self) -> str:
         if self.read == "h5py":
@@ -166,8 +194,11 @@ def dataset_of(path: str, file: Path, found: DatasetLayout | H5AsyncError) -> Da
     )
 
 
-def ragged_dataset(path: str, file: Path, found: DatasetLayout, form: VariableLength) -> Dataset:
+def ragged_dataset(
+    path: str, file: Path, found: DatasetLayout, form: VariableLength, mean_length: float | None
+) -> Dataset:
     """Return what there is to tell of a dataset of variable length, by its references."""
+    nbytes = None if mean_length is None else mean_length * form.dtype.itemsize
     return Dataset(
         path,
         str(file),
@@ -181,5 +212,66 @@ def ragged_dataset(path: str, file: Path, found: DatasetLayout, form: VariableLe
         by=methods_of(found)[0],
         sources=1,
         samples=found.num_samples,
-        packing="as Ragged",
+        kind="ragged",
+        mean_length=mean_length,
+        nbytes=None if nbytes is None else round(nbytes * found.num_samples),
+        in_order_nbytes=nbytes,
+        shuffled_nbytes=nbytes,
     )
+
+
+def group_dataset(path: str, file: Path, parts: Sequence[DatasetLayout], kind: str) -> Dataset:
+    """Return what there is to tell of a group that is read as one field.
+
+    Parameters
+    ----------
+    path, file
+        Of the group.
+    parts
+        The layouts of its datasets; the first one is of the values.
+    kind
+        As of `Dataset`.
+    """
+    first = parts[0]
+    methods = {method for part in parts for method in methods_of(part)[0]}
+    reason = next((p.fallback_reason for p in parts if p.fallback_reason is not None), None)
+    return Dataset(
+        path,
+        str(file),
+        read="direct" if reason is None else "h5py",
+        reason=reason,
+        shape=(first.sample_count,),
+        dtype=str(first.dtype),
+        layout="group",
+        filters=tuple(dict.fromkeys(entry.label for part in parts for entry in part.filters)),
+        stored_nbytes=sum(part.stored_nbytes for part in parts),
+        nbytes=sum(part.nbytes for part in parts),
+        by=tuple(sorted(methods)) if reason is None else (),
+        sources=1,
+        samples=first.sample_count,
+        kind=kind,
+    )
+
+
+def sparse_dataset(
+    path: str, file: Path, parts: Sequence[DatasetLayout], shape: tuple[int, int]
+) -> Dataset:
+    """Return what there is to tell of a sparse matrix of some shape."""
+    found = group_dataset(path, file, parts, "sparse")
+    mean = parts[0].num_samples / shape[0] if shape[0] else None
+    in_order, shuffled = _costs(parts, mean or 0.0)
+    return replace(
+        found,
+        shape=shape,
+        samples=shape[0],
+        mean_length=mean,
+        in_order_nbytes=in_order,
+        shuffled_nbytes=shuffled,
+    )
+
+
+def _costs(parts: Sequence[DatasetLayout], length: float) -> tuple[float, float]:
+    """Return what a row of so many values costs; shuffled, whole chunks are read for it."""
+    costs = [read_cost(part) for part in parts]
+    in_order = sum(cost.in_order for cost in costs) * length
+    return in_order, sum(max(cost.in_order * length, cost.shuffled) for cost in costs)

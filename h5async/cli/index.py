@@ -12,19 +12,30 @@ from rich.filesize import decimal
 
 from h5async import ConfigError, H5AsyncError, ReaderConfig
 from h5async.cli.documents import Json, print_document
-from h5async.cli.options import number_or_name, spell_in_shell, table, takes_options
+from h5async.cli.options import fields_of, number_or_name, spell_in_shell, table, takes_options
 from h5async.cli.progress import opening
 from h5async.cli.text import safe
 from h5async.config.configfile import map_paths
 from h5async.config.files import INDEX_SUFFIX, home_path, with_variables
 from h5async.core.binding import mapping_mode
 from h5async.fill.dataset import grouping_of
+from h5async.fill.kinds import with_kinds
+from h5async.fill.known import (
+    CATEGORIES,
+    NULLABLE,
+    SHAPE,
+    TEXTS,
+    Need,
+    list_known,
+    needs_of,
+    read_known,
+)
 from h5async.fill.progress import on_indexed
 from h5async.index.consulted import Consulted
+from h5async.index.groups import Grouping
 from h5async.index.indexcache import cache_folder, clear_cache
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
-from h5async.index.metadata import list_layouts, read_layouts
 from h5async.index.portable import NotPortableError
 from h5async.index.savedindex import IndexedFile, Wanted, write_index
 
@@ -70,7 +81,7 @@ def index(
     left_out: list[str] = []
     with opening():
         found = list(_indexed(paths, config, reach, left_out))
-    datasets = sum(len(file.layouts) for file in found)
+    datasets = sum(len({one.path for one in file.layouts if _is_dataset(one)}) for file in found)
     try:
         write_index(path, found, reach)
     except NotPortableError as error:
@@ -91,15 +102,15 @@ def index(
 
 def _config(files: Sequence[str], typed: dict[str, Any]) -> ReaderConfig:
     given = {name: value for name, value in typed.items() if value not in (None, [], ())}
-    pairs = [entry.partition("=") for entry in given.pop("fields", ())]
-    if not all(key and path for key, _, path in pairs):
-        raise typer.BadParameter("must be NAME=PATH", param_hint="--field")
+    typed_fields = fields_of(given.pop("fields", ()), "--field")
     num_dim = number_or_name(given.pop("num_dim", "0"))
     if "sequences" in given:
         given["sequences"] = table(given["sequences"], "--sequences")
-    if pairs:
-        fields = {key: {"path": path, "num_dim": num_dim} for key, _, path in pairs}
-        given["fields"] = fields
+    if typed_fields:
+        given["fields"] = {
+            key: {"path": field, "num_dim": num_dim} if isinstance(field, str) else field
+            for key, field in typed_fields.items()
+        }
     else:
         given["num_dim"] = num_dim
     return ReaderConfig.load(map_paths({"hdf5_path": list(files), **given}, with_variables))
@@ -110,30 +121,40 @@ def _indexed(
 ) -> Iterator[IndexedFile]:
     """Yield what is learnt of each file; add what has no layout, and why, to `left_out`."""
     tell = on_indexed.get()
+    grouping = grouping_of(config, reach)
+    needs: dict[str, Need] = {}
+    if config.fields is not None:
+        kinds = with_kinds(config, reach, grouping, {})
+        needs = needs_of(kinds.config.batch_fields, kinds.columns, grouping)
     for number, path in enumerate(paths, 1):
         consulted = Consulted()
-        layouts = _layouts(path, config, replace(reach, consulted=consulted), left_out)
+        recorded = replace(reach, consulted=consulted)
+        if needs:
+            found = read_known(path, needs, recorded, grouping)
+            layouts = {need.wanted: found[name] for name, need in needs.items()}
+        else:
+            layouts = _layouts(path, config, recorded, grouping, left_out)
         yield IndexedFile(str(path.absolute()), layouts, consulted)
         if tell is not None:
             tell(number, len(paths))
 
 
 def _layouts(
-    path: Path, config: ReaderConfig, reach: Reach, left_out: list[str]
+    path: Path, config: ReaderConfig, reach: Reach, grouping: Grouping | None, left_out: list[str]
 ) -> dict[Wanted, DatasetLayout]:
-    """Return the layouts of the fields that were typed, or of all datasets that can be read."""
-    grouping = grouping_of(config, reach)
-    if config.fields is not None:
-        found = read_layouts(path, config.fields, reach, grouping)
-        return {Wanted.of(field, grouping): found[name] for name, field in config.fields.items()}
-    groups = "" if grouping is None else str(grouping)
+    """Return what is known of all datasets of a file that can be read."""
     layouts = {}
-    for name, layout in list_layouts(path, reach, config.num_dim, grouping=grouping):
+    for wanted, layout in list_known(path, reach, config.num_dim, grouping):
         if isinstance(layout, DatasetLayout):
-            layouts[Wanted.at(name, config.num_dim)._replace(groups=groups)] = layout
+            layouts[wanted] = layout
         else:
             left_out.append(layout.spelled(spell_in_shell))
     return layouts
+
+
+def _is_dataset(wanted: Wanted) -> bool:
+    """Tell whether it is the layout of a dataset, and not what is known beside those."""
+    return wanted.kind not in (SHAPE, TEXTS, CATEGORIES, NULLABLE)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -11,7 +12,13 @@ from typing import Annotated, Any
 import typer
 
 from h5async import DatasetError, H5AsyncError, ReaderConfig
-from h5async.cli.datasets import Dataset, dataset_of, ragged_dataset
+from h5async.cli.datasets import (
+    Dataset,
+    dataset_of,
+    group_dataset,
+    ragged_dataset,
+    sparse_dataset,
+)
 from h5async.cli.documents import Json, plain, print_document
 from h5async.cli.folding import Folding, Line
 from h5async.cli.listing import Listing
@@ -21,14 +28,20 @@ from h5async.cli.text import safe
 from h5async.config.configfile import map_paths
 from h5async.config.files import INDEX_SUFFIX, with_variables
 from h5async.core.binding import load_core
-from h5async.index.links import Reach
+from h5async.fill.known import CATEGORIES, NULLABLE, ROWS, SHAPE, TEXTS, shape_of
+from h5async.fill.ragged import heap_layout
+from h5async.index.columns import column
+from h5async.index.layout import DatasetLayout
+from h5async.index.links import Reach, open_index
 from h5async.index.metadata import list_layouts
 from h5async.index.references import references
-from h5async.index.savedindex import NamedIndex
+from h5async.index.savedindex import NamedIndex, Wanted
+from h5async.index.sparsegroup import sparse_group
 from h5async.system.interruptions import suppressing
 
 _LEGEND = "in order, shuffled: bytes read from the file for each sample used"
 _FOLDED = "groups alike: from the least samples to the most, and the sizes of all together"
+_MOST_REFERENCES = 64 << 20  # bytes that are read to tell the mean length of samples
 _OF_TABLE = ("most_samples", "has_several_chunks", "samples")  # facts of several datasets
 
 
@@ -110,19 +123,100 @@ def _content(path: Path, datasets: Sequence[Dataset]) -> dict[str, Any]:
 
 
 def _datasets(path: Path, reach: Reach, patterns: Sequence[str]) -> Iterator[Dataset]:
-    """Yield the datasets of a file that are meant."""
+    """Yield the datasets of a file that are meant, and groups that are read as one field."""
     wanted = partial(is_meant, patterns=patterns)
     for name, found in list_layouts(path, reach, wanted=wanted, with_attributes=True):
         ragged = None
         if isinstance(found, DatasetError):
             with suppressing(H5AsyncError):
-                ragged = ragged_dataset(name, path, *references(path, name, reach))
+                ragged = _ragged(name, path, reach)
         yield dataset_of(name, path, found) if ragged is None else ragged
+        parent, _, member = name.rpartition("/")
+        group = None
+        with suppressing(H5AsyncError):  # its datasets are listed in any case
+            group = _group(parent, member, path, reach)
+        if group is not None:
+            yield group
+
+
+def _ragged(name: str, path: Path, reach: Reach) -> Dataset:
+    layout, form = references(path, name, reach)
+    mean = None
+    if layout.nbytes <= _MOST_REFERENCES and layout.num_samples:
+        mean = heap_layout(name, path, reach).num_samples / layout.num_samples
+    return ragged_dataset(name, path, layout, form, mean)
+
+
+def _group(parent: str, member: str, path: Path, reach: Reach) -> Dataset | None:
+    """Return the group whose last part in the order of names is a dataset, if it is read as one."""
+    if member == "indptr":
+        with open_index(path) as file:
+            matrix = sparse_group(file, parent, reach)
+        if matrix is not None:
+            return sparse_dataset(parent, path, (matrix.data, matrix.indices), matrix.shape)
+    if member in ("codes", "values"):
+        with open_index(path) as file:
+            of_table = column(file, parent, reach)
+        if of_table is None:
+            return None
+        if of_table.mask is not None:
+            return group_dataset(parent, path, (of_table.values, of_table.mask), "nullable")
+        names, codes = of_table.categories, of_table.values
+        if names is None:
+            return None
+        count = names.num_samples if isinstance(names, DatasetLayout) else len(names)
+        return replace(group_dataset(parent, path, (codes,), "categorical"), categories=count)
+    return None
 
 
 def _indexed(index: NamedIndex, reach: Reach, patterns: Sequence[str]) -> Iterator[Dataset]:
     """Yield the datasets of a saved index that are meant."""
     for number, file in enumerate(index.paths):
         known = [one for one in index.datasets(number) if is_meant(one.path, patterns)]
-        for wanted, layout in index.find(number, known, reach).items():
-            yield dataset_of(wanted.path, Path(file), layout)
+        layouts = index.find(number, index.datasets(number), reach)
+        for wanted in known:
+            found = _known(wanted, layouts, Path(file)) if wanted in layouts else None
+            if found is not None:
+                yield found
+
+
+def _known(wanted: Wanted, layouts: Mapping[Wanted, DatasetLayout], file: Path) -> Dataset | None:
+    """Return what there is to tell of what an index knows; None: it is part of something else."""
+    layout = layouts[wanted]
+
+    def part(name: str, kind: str = "") -> DatasetLayout | None:
+        return layouts.get(Wanted.at(f"{wanted.path}/{name}")._replace(kind=kind))
+
+    parts: list[DatasetLayout | None] = []
+    if wanted.kind == SHAPE:
+        parts = [part("data", ROWS), part("indices", ROWS)]
+        there = [one for one in parts if one is not None]
+        return sparse_dataset(wanted.path, file, there, shape_of(layout)) if all(parts) else None
+    if wanted.kind in (CATEGORIES, NULLABLE):
+        is_codes = wanted.kind == CATEGORIES
+        parts = [part("codes")] if is_codes else [part("values"), part("mask")]
+        there = [one for one in parts if one is not None]
+        if len(there) < len(parts):
+            return None
+        found = group_dataset(wanted.path, file, there, "categorical" if is_codes else "nullable")
+        return replace(found, categories=layout.sample_count if is_codes else None)
+    if wanted.kind in (ROWS, TEXTS):
+        return None
+    found = dataset_of(wanted.path, file, layout)
+    if not layout.is_ragged:
+        return found
+    mean = layout.num_samples / layout.sample_count if layout.sample_count else None
+    in_order, shuffled = found.in_order_nbytes or 0.0, found.shuffled_nbytes or 0.0
+    if layout.heaps:  # whose values are read alone
+        in_order = shuffled = layout.row_nbytes
+    is_text = any(heap.elements.form.is_text for heap in layout.heaps)
+    return replace(
+        found,
+        shape=(layout.sample_count,),
+        samples=layout.sample_count,
+        dtype="text of any length" if is_text else f"{layout.dtype} of any length",
+        kind="ragged",
+        mean_length=mean,
+        in_order_nbytes=in_order * (mean or 0),
+        shuffled_nbytes=max(shuffled, in_order * (mean or 0)),
+    )

@@ -217,7 +217,7 @@ def _typed_options(typed: Mapping[str, Any]) -> dict[str, Any]:
         if value is None or value in ([], ()):
             continue
         if option.is_mapping:
-            value = _pairs(value, flag(option))
+            value = fields_of(value, flag(option))
         elif option.name in _TABLES and value.startswith("{"):
             value = table(value, flag(option))
         elif option.takes_names:
@@ -256,12 +256,21 @@ def table(text: str, name: str) -> object:
         raise typer.BadParameter(f"is no table of TOML: {error}", param_hint=name) from error
 
 
-def _pairs(entries: Iterable[str], name: str) -> dict[str, str]:
-    """Return what was typed as NAME=PATH."""
+def fields_of(entries: Iterable[str], name: str) -> dict[str, Any]:
+    """Return what was typed as NAME=PATH, or as NAME= and a table of the field's options.
+
+    Raises
+    ------
+    typer.BadParameter
+        If it is something else, or two have the same name.
+    """
     pairs = [entry.partition("=") for entry in entries]
     if not all(key and value for key, _, value in pairs):
         raise typer.BadParameter("must be NAME=PATH", param_hint=name)
-    found = {key: value for key, _, value in pairs}
+    found = {
+        key: table(value, name) if value.lstrip().startswith("{") else value
+        for key, _, value in pairs
+    }
     if len(found) < len(pairs):
         raise typer.BadParameter("two fields have the same name", param_hint=name)
     return found

@@ -189,13 +189,12 @@ def _field(value: object) -> Field:
         return Field(value)  # type: ignore[arg-type]  # (bytes are taken, too)
     if isinstance(value, Mapping):
         options = {str(name): option for name, option in value.items()}
-        kind = options.pop("kind", None)
-        return (Field if kind is None else _kind(kind))(**options)
+        return kind_of(options.pop("kind", None))(**options)
     raise ConfigError(f"must be a path or a Field, found {shown(value)}")
 
 
-def _kind(name: object) -> type[Field]:
-    """Return the class of a kind of fields, by its name.
+def kind_of(name: object) -> type[Field]:
+    """Return the class of a kind of fields, by its name; None: that of plain ones.
 
     Raises
     ------
@@ -204,6 +203,8 @@ def _kind(name: object) -> type[Field]:
     """
     from h5async.config.kinds import KINDS  # which are made of this one
 
+    if name is None:
+        return Field
     if name not in KINDS:
         raise ConfigError(f"kind: must be one of {', '.join(KINDS)}, found {shown(name)}")
     return KINDS[str(name)]

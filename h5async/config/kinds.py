@@ -51,7 +51,9 @@ class RaggedField(Field):
 
     @model_validator(mode="after")
     def _check_ragged(self) -> RaggedField:
-        _require_rows(self)
+        if not isinstance(self, ImageField):
+            _require_no_steps(self)
+        _require_first_dimension(self)
         if self.offsets is None and self.offsets_kind != "offsets":
             raise ValueError("offsets_kind needs offsets")
         return self
@@ -69,7 +71,7 @@ class ImageField(RaggedField):
 
     The bytes of an image are an element of a variable-length dataset, or flat ones with `offsets`.
     `axes`, `dtype`, `scale` and `offset` are of the pixels: ``axes=(0, 3, 1, 2)`` delivers channels
-    first.
+    first. With `steps`, which need `size`: (samples, steps, height, width, 3).
 
     Raises
     ------
@@ -119,6 +121,8 @@ class ImageField(RaggedField):
             raise ValueError(
                 "axes must have the numbers of samples (0), height (1), width (2) and channels (3)"
             )
+        if self.size is None and self.steps is not None:
+            raise ValueError("steps need size: all images of a sample must have one")
         if self.size is None and self.crop == "random":
             raise ValueError('crop="random" needs size')
         if self.size is None and self.on_error == "zero":
@@ -178,16 +182,31 @@ class SparseField(Field):
         " `var/_index`. They come in this order.",
     )
 
+    missing: Literal["zero", "error"] = option(
+        "zero",
+        "What becomes of a column that is chosen by its name, and that a file lacks. `zero`: it is"
+        " 0 there. `error`: the reader is a `DatasetError`.",
+    )
+
     @model_validator(mode="after")
     def _check_sparse(self) -> SparseField:
-        _require_rows(self)
+        _require_no_steps(self)
+        _require_first_dimension(self)
+        if self.missing != "zero" and not isinstance(self.columns, tuple):
+            raise ValueError("missing is of columns that are chosen by their names")
         return self
 
 
-def _require_rows(field: Field) -> None:
-    """Refuse options of fields whose samples have one shape."""
+def _require_no_steps(field: Field) -> None:
+    """Refuse steps of fields whose samples have no one shape."""
     if field.steps is not None:
-        raise ValueError("steps are of fields whose samples have one shape; leave them out")
+        raise ValueError(
+            "steps are of fields whose samples have one shape, and of images with a size; leave"
+            " them out"
+        )
+
+
+def _require_first_dimension(field: Field) -> None:
     if field.num_dim != 0:
         raise ValueError(f"num_dim must be 0 for this kind of field, found {field.num_dim}")
 

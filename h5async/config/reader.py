@@ -19,7 +19,7 @@ from pydantic import (
 
 from h5async.config.configfile import kind_of_file, load_file
 from h5async.config.cores import usable_cores
-from h5async.config.field import Field, Fields
+from h5async.config.field import Field, Fields, kind_of
 from h5async.config.files import INDEX_SUFFIX, Files, Folders, Place, matching_files
 from h5async.config.frozen import REQUIRED, Frozen, documented, option
 from h5async.config.indices import Indices, Sampler, Weights, plain_selection
@@ -576,11 +576,12 @@ def _check_tables(options: Mapping[str, Any], where: Spelling) -> None:
     Raises
     ------
     ConfigError
-        If one is unknown.
+        If one is unknown, or a kind of fields.
     """
     fields = options.get("fields")
     for name, field in fields.items() if isinstance(fields, dict) else ():
         try:
-            Field.check_names(field if isinstance(field, dict) else (), where)
+            names = dict(field) if isinstance(field, dict) else {}
+            kind_of(names.pop("kind", None)).check_names(names, where)
         except ConfigError as error:
             raise ConfigError(f"fields: {name}: {error.marked}") from error

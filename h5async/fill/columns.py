@@ -18,7 +18,7 @@ from h5async.config import Field, ImageField, RaggedField, SparseField
 from h5async.errors import DatasetError
 from h5async.fill.records import SlotMemory
 from h5async.index.layout import DatasetLayout
-from h5async.order.spans import SpanRows
+from h5async.order.spans import LengthRows, SpanRows, StepSpans
 from h5async.order.steps import StepRows
 from h5async.ragged import Ragged, put_padded
 from h5async.sparse import Csr
@@ -52,6 +52,13 @@ def first_columns_of(columns: Iterable[str]) -> list[int]:
     return [number for number, name in enumerate(columns) if not name.endswith(INDICES)]
 
 
+def steps_of(rows: Rows) -> StepRows | None:
+    """Return the steps of the samples of a column; None: it has none."""
+    if isinstance(rows, StepSpans):
+        return rows.steps
+    return rows if isinstance(rows, StepRows) else None
+
+
 def by_field(columns: Mapping[str, T], join: Callable[[T, T], T]) -> dict[str, T]:
     """Return what is by column by field; `join` makes one of that of two columns of a field."""
     found: dict[str, T] = {}
@@ -61,13 +68,24 @@ def by_field(columns: Mapping[str, T], join: Callable[[T, T], T]) -> dict[str, T
     return found
 
 
-def spans_of(layouts: Mapping[str, DatasetLayout]) -> dict[str, SpanRows]:
-    """Return which rows each sample is, of columns of ragged fields; one object for each field."""
+def spans_of(
+    layouts: Mapping[str, DatasetLayout], steps: Mapping[str, StepRows | None]
+) -> dict[str, SpanRows]:
+    """Return which rows each sample is, of columns of ragged fields; one object for each field.
+
+    `steps`: by field, which samples' rows each sample consists of; None: its own.
+    """
     found: dict[str, SpanRows] = {}
     for name, layout in layouts.items():
-        if layout.spans is not None:
-            first = found.get(name.removesuffix(INDICES))
-            found[name] = SpanRows(layout.spans) if first is None else first
+        if not layout.is_ragged:
+            continue
+        first, one = found.get(name.removesuffix(INDICES)), steps.get(name)
+        if first is None:
+            spans = (
+                SpanRows(layout.starts()) if layout.lengths is None else LengthRows(layout.lengths)
+            )
+            first = spans if one is None else StepSpans(spans, one)
+        found[name] = first
     return found
 
 
@@ -169,7 +187,7 @@ class Assembly:
         totals: dict[SpanRows, int] = {}
         for one in self._rows:
             if isinstance(one, SpanRows) and one not in totals:
-                totals[one] = int(one.lengths(index).sum())
+                totals[one] = one.total(index)
         return [totals[one] if isinstance(one, SpanRows) else index.size for one in self._rows]
 
     def arrays(

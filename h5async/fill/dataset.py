@@ -5,42 +5,55 @@ Options enter; the layout of each field leaves, over all files, and how samples 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.config import Field, RaggedField, ReaderConfig, SparseField
+from h5async.config import ReaderConfig, SparseField
+from h5async.config.files import INDEX_SUFFIX
 from h5async.core.binding import mapping_mode
 from h5async.errors import ConfigError, DatasetError, taking_memory
-from h5async.fill.columns import Categories, Rows, SparseShape, columns_of, spans_of
+from h5async.fill.columns import (
+    INDICES,
+    Categories,
+    Rows,
+    SparseShape,
+    columns_of,
+    spans_of,
+    steps_of,
+)
 from h5async.fill.filevalues import read_names
+from h5async.fill.kinds import Kinds, with_kinds
+from h5async.fill.known import (
+    CATEGORIES_OF,
+    NAMES_OF,
+    SHAPE_OF,
+    needs_of,
+    read_known,
+    shape_of,
+    texts_of,
+)
 from h5async.fill.lengths import lengths_of
 from h5async.fill.progress import on_indexed
-from h5async.fill.ragged import (
-    SparseShapes,
-    heap_layout,
-    is_ragged,
-    sparse_layouts,
-    with_kinds,
-    with_spans,
-)
+from h5async.fill.ragged import SparseShapes, is_ragged
 from h5async.fill.records import FillRequest
 from h5async.fill.selecting import Chosen, choose, step_rows
-from h5async.fill.tables import find_categories
+from h5async.fill.tables import categories_of, of_one_dtype
 from h5async.index.groups import Grouping
 from h5async.index.joined import join_layouts
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
 from h5async.index.obstacles import OtherKindError
-from h5async.index.opening import layouts_of_files
+from h5async.index.opening import known_of_files, layouts_of_files
+from h5async.index.savedindex import NamedIndex
 from h5async.index.sequenced import aligned
 from h5async.io.localfile import read_ahead
 from h5async.order.sampling import Order, OrderKey, Sampling
-from h5async.order.spans import SpanRows
-from h5async.order.steps import StepRows
+from h5async.order.spans import SpanRows, StepSpans
 from h5async.spelling import named
 
 if TYPE_CHECKING:
@@ -78,69 +91,100 @@ def open_dataset(config: ReaderConfig) -> OpenedDataset:
         As `AsyncReader` says.
     """
     reach = Reach(config.allow_external, config.allow_missing, mapping_mode(config.io))
+    grouping = grouping_of(config, reach)
+    indices = {
+        path: NamedIndex(path, reach) for path in config.files if path.suffix == INDEX_SUFFIX
+    }
     if any(map(is_ragged, config.batch_fields.values())):
         _check_ragged(config)
-        found = with_kinds(config, reach)
-    else:
+    elif not indices:
         try:
-            layouts = _plain_layouts(config, config.batch_fields, reach)
+            layouts = _plain_layouts(config, reach, grouping)
             return OpenedDataset(config, layouts, {}, {})
         except OtherKindError:  # nobody has told of which
-            if config.names_index:
-                raise
-            found = with_kinds(config, reach)
+            found = with_kinds(config, reach, grouping, indices)
             if found.config is config:
                 raise
+            return _open_kinds(found, reach, grouping, indices)
+    return _open_kinds(with_kinds(config, reach, grouping, indices), reach, grouping, indices)
+
+
+def _open_kinds(
+    found: Kinds, reach: Reach, grouping: Grouping | None, indices: Mapping[Path, NamedIndex]
+) -> OpenedDataset:
+    """Open a dataset whose fields' kinds are known."""
     config = found.config
     if any(map(is_ragged, config.batch_fields.values())):
-        layouts, shapes = _open_ragged(config, reach)
-    else:
-        layouts, shapes = _plain_layouts(config, config.batch_fields, reach), {}
-    return OpenedDataset(config, layouts, shapes, find_categories(config, found.columns, reach))
+        _check_ragged(config)
+    needs = needs_of(config.batch_fields, found.columns, grouping)
 
+    def read(path: Path, names: Sequence[str], reach: Reach) -> dict[str, DatasetLayout]:
+        return read_known(path, {name: needs[name] for name in names}, reach, grouping)
 
-def _open_ragged(
-    config: ReaderConfig, reach: Reach
-) -> tuple[dict[str, DatasetLayout], dict[str, SparseShape]]:
-    """Return the layouts of a dataset that has ragged or sparse fields, and the shapes of these."""
-    fields, files = config.batch_fields, config.files
-    _check_ragged(config)
-    found: dict[str, list[DatasetLayout]] = {name: [] for name in columns_of(fields)}
-    shapes = {
-        name: SparseShapes(name, field)
-        for name, field in fields.items()
-        if isinstance(field, SparseField)
-    }
-    in_heaps = {
-        name: field
-        for name, field in fields.items()
-        if isinstance(field, RaggedField) and field.offsets is None
-    }
-    plain = {
-        name: field for name, field in fields.items() if name not in shapes and name not in in_heaps
-    }
-    known: Iterator[dict[str, DatasetLayout]] = iter(())
-    if plain:
-        known = layouts_of_files(files, plain, reach, config.index_cache)
-    for path in files:
-        layouts: dict[str, DatasetLayout] = dict(next(known)) if plain else {}
-        for name, field in fields.items():
-            if isinstance(field, SparseField):
-                several, group = sparse_layouts(name, field, path, reach)
-                layouts |= several
-                shapes[name].add(group, path, reach)
-            elif name in in_heaps:
-                layouts[name] = heap_layout(in_heaps[name], path, reach)
-            elif isinstance(field, RaggedField):
-                layouts[name] = with_spans(layouts[name], field, path, reach)
-        layouts = {name: layouts[name] for name in found}
+    wanted = {name: need.wanted for name, need in needs.items()}
+    several = known_of_files(config.files, wanted, read, reach, config.index_cache, indices)
+    names = list(columns_of(config.batch_fields))
+    columns: dict[str, list[DatasetLayout]] = {name: [] for name in names}
+    further: dict[str, list[DatasetLayout]] = {name: [] for name in needs if name not in columns}
+    for known in _telling(several, config):
+        layouts = aligned({name: known[name] for name in names})
         _check_lengths(layouts)
         for name, layout in layouts.items():
-            found[name].append(layout)
-    for _ in known:  # what was learnt is saved at its end
-        pass
-    joined = {name: join_layouts(several) for name, several in found.items()}
-    return joined, {name: one.shape() for name, one in shapes.items()}
+            columns[name].append(layout)
+        for name, kept in further.items():
+            kept.append(known[name])
+    for name in found.columns:
+        columns[name] = of_one_dtype(columns[name], reach.io)
+    return OpenedDataset(
+        config,
+        _joined(config, columns),
+        _shapes(config, further),
+        _categories(config, found.columns, further),
+    )
+
+
+def _joined(
+    config: ReaderConfig, columns: Mapping[str, Sequence[DatasetLayout]]
+) -> dict[str, DatasetLayout]:
+    """Return the layouts of columns over all files."""
+    joined = {name: join_layouts(several) for name, several in columns.items()}
+    for name, field in config.batch_fields.items():
+        if field.steps is not None:
+            joined[name] = joined[name].shared()
+        if name + INDICES in joined:  # its rows are those of the values: kept once
+            spans = joined[name].spans
+            joined[name + INDICES] = joined[name + INDICES].changed(spans=spans)
+    return joined
+
+
+def _shapes(
+    config: ReaderConfig, further: Mapping[str, Sequence[DatasetLayout]]
+) -> dict[str, SparseShape]:
+    """Return the shapes of sparse fields over all files."""
+    found = {}
+    for name, field in config.batch_fields.items():
+        if isinstance(field, SparseField):
+            shapes = SparseShapes(name, field)
+            named_columns = further.get(name + NAMES_OF, [None] * len(further[name + SHAPE_OF]))
+            for shape, names in zip(further[name + SHAPE_OF], named_columns, strict=True):
+                where = f'{shape.file}: group "{shape.path}"'
+                shapes.add(shape_of(shape)[1], where, () if names is None else texts_of(names))
+            found[name] = shapes.shape()
+    return found
+
+
+def _categories(
+    config: ReaderConfig,
+    columns: Mapping[str, str],
+    further: Mapping[str, Sequence[DatasetLayout]],
+) -> dict[str, Categories]:
+    """Return the categories of fields over all files."""
+    found = {}
+    for name in columns:
+        several = further[name + CATEGORIES_OF]
+        where = [f'{one.file}: column "{one.path}"' for one in several]
+        found[name] = categories_of(name, config, list(map(texts_of, several)), where)
+    return found
 
 
 def _check_ragged(config: ReaderConfig) -> None:
@@ -154,8 +198,7 @@ def _check_ragged(config: ReaderConfig) -> None:
     name, field = next(item for item in config.batch_fields.items() if is_ragged(item[1]))
     for is_given, option, remedy in (
         (config.cache == "device", f'cache="{config.cache}"', 'set cache="host"'),
-        (config.sequences is not None, "sequences", "leave it out"),
-        (config.names_index, "a saved index as hdf5_path", "give the HDF5 files themselves"),
+        (config.cache is not None and field.steps is not None, "cache with steps", "leave it out"),
     ):
         if is_given:
             raise ConfigError(
@@ -165,28 +208,33 @@ def _check_ragged(config: ReaderConfig) -> None:
 
 
 def _plain_layouts(
-    config: ReaderConfig, fields: Mapping[str, Field], reach: Reach
+    config: ReaderConfig, reach: Reach, grouping: Grouping | None
 ) -> dict[str, DatasetLayout]:
     """Return the layouts of fields of one shape, by name, over all files."""
-    files = config.files
+    fields = config.batch_fields
     found: dict[str, list[DatasetLayout]] = {name: [] for name in fields}
-    tell = on_indexed.get()
-    known = layouts_of_files(files, fields, reach, config.index_cache, grouping_of(config, reach))
-    for number, indexed in enumerate(known):
+    known = layouts_of_files(config.files, fields, reach, config.index_cache, grouping)
+    for number, indexed in enumerate(_telling(known, config)):
         layouts = aligned(indexed)
         _check_lengths(layouts)
         for name, layout in layouts.items():
             found[name].append(layout)
-        if tell is not None:
-            tell(number + 1, len(files))
-        if not number and len(files) > 1 and not config.names_index:
+        if not number and len(config.files) > 1:
             samples = config.batch_size * config.prefetch
-            read_ahead(files[0], samples * sum(layout.row_nbytes for layout in layouts.values()))
-    joined = {name: join_layouts(several) for name, several in found.items()}
-    for name, field in fields.items():
-        if field.steps is not None:
-            joined[name] = joined[name].shared()
-    return joined
+            nbytes = samples * sum(layout.row_nbytes for layout in layouts.values())
+            read_ahead(config.files[0], nbytes)
+    return _joined(config, found)
+
+
+def _telling(
+    known: Iterator[dict[str, DatasetLayout]], config: ReaderConfig
+) -> Iterator[dict[str, DatasetLayout]]:
+    """Yield what is known of each file, and say after each how far this is."""
+    tell = on_indexed.get()
+    for number, found in enumerate(known, 1):
+        yield found
+        if tell is not None:
+            tell(number, len(config.files))
 
 
 def grouping_of(config: ReaderConfig, reach: Reach) -> Grouping | None:
@@ -239,8 +287,8 @@ class Samplings:
         self._made: dict[OrderKey, Sampling] = {}
         found = choose(config, layouts) if chosen is None else chosen
         self.selection, weights, self.sequences, self._possible = found
-        spans = spans_of(layouts)
         steps = step_rows(config.batch_fields, self.sequences)
+        spans = spans_of(layouts, steps)
         self.rows: list[Rows] = [spans.get(name, steps.get(name)) for name in layouts]
         self.lengths = lengths_of(config, layouts)
         self._draws = None if weights is None else _weighted(weights, config.seed)
@@ -306,7 +354,9 @@ class Samplings:
         most = rows.most(samples, may_repeat=may_repeat)
         if self.lengths is None or self.lengths.values is None or samples < 2:
             return most
-        own = np.diff(rows.starts)
+        if isinstance(rows, StepSpans):
+            return most
+        own = rows.all_lengths()
         # Rows of a sample that do not count (those of images, say) are not limited.
         if (own > self.lengths.of_sample).any():
             return most
@@ -380,7 +430,7 @@ class Samplings:
             batch_size,
             world_size,
             self.selection,
-            [rows for rows in self.rows if isinstance(rows, StepRows)],
+            list(filter(None, map(steps_of, self.rows))),
             0 if self.lengths is None else self.lengths.moved_samples(batch_size),
         )
 

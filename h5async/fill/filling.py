@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from h5async.config import ImageField, ReaderConfig
 from h5async.core.binding import Core, load_core, mapping_mode
 from h5async.errors import ReaderClosedError
-from h5async.fill.columns import Assembly, Categories, SparseShape
+from h5async.fill.columns import Assembly, Categories, Rows, SparseShape
 from h5async.fill.dataset import Samplings
 from h5async.fill.images import ImageDecoder
 from h5async.fill.limits import MemoryPlan
@@ -158,6 +158,7 @@ class Filler(SlotFiller):
             self._images = _image_decoder(
                 config,
                 layouts,
+                dict(zip(layouts, samplings.rows, strict=True)),
                 core,
                 slots,
                 rows,
@@ -331,6 +332,7 @@ class Filler(SlotFiller):
 def _image_decoder(
     config: ReaderConfig,
     layouts: Mapping[str, DatasetLayout],
+    spans: Mapping[str, Rows],
     core: Core | None,
     slots: Sequence[SlotMemory],
     rows: int | None,
@@ -346,6 +348,7 @@ def _image_decoder(
     return ImageDecoder(
         fields,
         layouts,
+        spans,
         config.seed,
         core,
         slots=slots,

@@ -2,16 +2,17 @@
 
 Encoded images enter, as `Ragged` bytes; arrays of pixels leave, or `Images` where sizes differ.
 Pixels lie in memory of the slot, which is taken once where their size is known, and else grows with
-the largest batch.
+the largest batch. An image that several samples of a batch have among their steps is decoded once.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,11 +21,14 @@ from h5async.codec.images import CHANNELS, ImageHeader, decode_rgb, read_header
 from h5async.config import Field, ImageField
 from h5async.core.binding import Core
 from h5async.errors import DatasetError, ReadError, needs_package
+from h5async.fill.columns import Rows
 from h5async.fill.reading import transformer
 from h5async.fill.records import SlotMemory
 from h5async.images import Images
 from h5async.index.layout import DatasetLayout
 from h5async.io.growing import Growing, plain_memory
+from h5async.order.spans import StepSpans
+from h5async.order.steps import NO_ROW
 from h5async.plan.crops import Box, center_box, is_flipped, random_box, random_numbers
 from h5async.plan.transform import RowTransform, image_transform
 from h5async.ragged import Ragged
@@ -41,6 +45,8 @@ class ImageDecoder:
     ----------
     fields, layouts
         By name; layouts of all columns.
+    spans
+        By column: which images each sample is.
     seed
         Of the reader.
     core
@@ -68,6 +74,7 @@ class ImageDecoder:
         self,
         fields: Mapping[str, Field],
         layouts: Mapping[str, DatasetLayout],
+        spans: Mapping[str, Rows],
         seed: int,
         core: Core | None,
         *,
@@ -82,12 +89,12 @@ class ImageDecoder:
         self._of_batch = limit_nbytes // max(1, len(slots))
         of_image = limit_nbytes // max(1, threads)
         self.fields = {
-            number: ImageFieldDecoder(field, layouts[name], core, of_image)
+            number: ImageFieldDecoder(field, layouts[name], spans[name], core, of_image)
             for number, (name, field) in enumerate(fields.items())
             if isinstance(field, ImageField)
         }
         self._of_slots = self.fields | {
-            number: ImageFieldDecoder(as_decoded(field), layouts[name], core, of_image)
+            number: ImageFieldDecoder(as_decoded(field), layouts[name], spans[name], core, of_image)
             for number, (name, field) in enumerate(fields.items())
             if isinstance(field, ImageField) and name in left
         }
@@ -143,7 +150,7 @@ class ImageDecoder:
         numbers = None
         if any(field.is_random for field in self.fields.values()):
             numbers = random_numbers(self._seed, epoch, index)
-        return BatchImages(tuple(found), todo, numbers, index.size, self.note_broken)
+        return BatchImages(tuple(found), todo, numbers, self.note_broken)
 
     def close(self) -> None:
         """Let go of the memory."""
@@ -160,9 +167,7 @@ class BatchImages:
     tasks
         One for each field of images.
     numbers
-        (count, ...): random numbers by sample.
-    count
-        Samples.
+        (samples, ...): random numbers by sample.
     note_broken
         Called for each image that is replaced.
     """
@@ -172,11 +177,11 @@ class BatchImages:
         arrays: tuple[Any, ...],
         tasks: list[FieldTask],
         numbers: NDArray[np.float64] | None,
-        count: int,
         note_broken: Callable[[], None],
     ) -> None:
         self.arrays = arrays
-        self.count = count * len(tasks)
+        self._first = [0, *itertools.accumulate(task.count for task in tasks)]
+        self.count = self._first[-1]
         self._tasks = tasks
         self._numbers = numbers
         self._note_broken = note_broken
@@ -200,10 +205,24 @@ class BatchImages:
             number = next(self._todo)
             if number >= self.count:
                 return
-            row, task = divmod(number, len(self._tasks))
-            numbers = [] if self._numbers is None else self._numbers[row].tolist()
-            if not self._tasks[task].decode(row, numbers):
+            task = bisect.bisect_right(self._first, number) - 1
+            if not self._tasks[task].decode(number - self._first[task], self._numbers):
                 self._note_broken()
+
+
+class Place(NamedTuple):
+    """Where an image goes.
+
+    Attributes
+    ----------
+    out
+        Its pixels there.
+    row
+        Which sample of the batch has it.
+    """
+
+    out: NDArray[Any]
+    row: int
 
 
 class FieldTask:
@@ -213,43 +232,68 @@ class FieldTask:
     ----------
     field
         Decodes them.
-    encoded, index
-        Their bytes, and their sample numbers.
-    rows
-        Where each goes.
+    encoded, runs
+        The bytes of each image, and its number in the dataset.
+    places
+        Where each goes: in one place, or several.
     headers
         Theirs, where these were read.
     delivered
         What the batch has.
+    missing
+        Places in which no image is, but zeros.
+
+    Attributes
+    ----------
+    count
+        Pieces of work.
     """
 
     def __init__(
         self,
         field: ImageFieldDecoder,
         encoded: Ragged,
-        index: NDArray[np.int64],
-        rows: Any,
+        runs: NDArray[np.int64],
+        places: Sequence[Sequence[Place]],
         headers: list[ImageHeader] | None,
         delivered: Any,
+        missing: Sequence[NDArray[Any]] = (),
     ) -> None:
         self._field = field
         self._encoded = encoded
-        self._index = index
-        self._rows = rows
+        self._runs = runs
+        self._places = places
         self._headers = headers
+        self._missing = missing
         self.delivered = delivered
+        self.count = len(places) + bool(missing)
 
-    def decode(self, row: int, numbers: list[float]) -> bool:
-        """Decode one image to its place; return False where it is broken, and was replaced.
+    def decode(self, number: int, numbers: NDArray[np.float64] | None) -> bool:
+        """Do a piece of work: decode one image to its places, or put zeros where there is none.
+
+        Parameters
+        ----------
+        number
+            Of the piece.
+        numbers
+            (samples, ...): random numbers.
+
+        Returns
+        -------
+        bool
+            False where the image is broken, and was replaced.
 
         Raises
         ------
         ReadError
             If it is broken.
         """
-        header = None if self._headers is None else self._headers[row]
-        data, out = self._encoded[row], self._rows[row]
-        return self._field.decode(data, header, out, int(self._index[row]), numbers)
+        if number == len(self._places):
+            self._field.blacken(self._missing)
+            return True
+        header = None if self._headers is None else self._headers[number]
+        data, places = self._encoded[number], self._places[number]
+        return self._field.decode(data, header, places, int(self._runs[number]), numbers)
 
 
 class ImageFieldDecoder:
@@ -259,6 +303,8 @@ class ImageFieldDecoder:
     ----------
     field, layout
         Its options, and where its bytes lie.
+    spans
+        Which images each sample is.
     core
         The compiled core; None: do without.
     limit_nbytes
@@ -278,7 +324,12 @@ class ImageFieldDecoder:
     """
 
     def __init__(
-        self, field: ImageField, layout: DatasetLayout, core: Core | None, limit_nbytes: int
+        self,
+        field: ImageField,
+        layout: DatasetLayout,
+        spans: Rows,
+        core: Core | None,
+        limit_nbytes: int,
     ) -> None:
         if layout.dtype.kind not in "iu" or layout.row_nbytes != 1:
             raise DatasetError(
@@ -287,6 +338,7 @@ class ImageFieldDecoder:
             )
         self._field = field
         self._layout = layout
+        self._spans = spans
         self._limit_nbytes = limit_nbytes
         self.is_random = field.flip or field.crop == "random"
         self._own = threading.local()
@@ -321,10 +373,7 @@ class ImageFieldDecoder:
         """
         encoded, size = Ragged(encoded.values.view(np.uint8), encoded.offsets), self._field.size
         if size is not None:
-            transform = self.transform((*size, CHANNELS))
-            block = empty(transform.nbytes * index.size)
-            array = np.ndarray((index.size, *transform.row), transform.dtype, block)
-            return FieldTask(self, encoded, index, array, None, array)
+            return self._sized_task(encoded, index, empty, self.transform((*size, CHANNELS)))
         headers = [
             self._header(data, sample) for data, sample in zip(encoded, index.tolist(), strict=True)
         ]
@@ -342,30 +391,56 @@ class ImageFieldDecoder:
         first = transforms[0]
         if all(one.row == first.row for one in transforms):
             array = np.ndarray((index.size, *first.row), first.dtype, block)
-            return FieldTask(self, encoded, index, array, headers, array)
+            return FieldTask(self, encoded, index, _rows_of(array), headers, array)
         shapes = np.array([one.row for one in transforms], np.int64)
         images = Images(block.view(first.dtype), offsets // first.dtype.itemsize, shapes)
-        return FieldTask(self, encoded, index, images, headers, images)
+        return FieldTask(self, encoded, index, _rows_of(images), headers, images)
+
+    def _sized_task(
+        self, encoded: Ragged, index: NDArray[np.int64], empty: Empty, transform: RowTransform
+    ) -> FieldTask:
+        """Return what is to be done for images of one size."""
+        if not isinstance(self._spans, StepSpans):
+            block = empty(transform.nbytes * index.size)
+            array = np.ndarray((index.size, *transform.row), transform.dtype, block)
+            return FieldTask(self, encoded, index, _rows_of(array), None, array)
+        runs, at = self._spans.places(index)
+        block = empty(transform.nbytes * at.size)
+        array = np.ndarray((*at.shape, *transform.row), transform.dtype, block)
+        places: list[list[Place]] = [[] for _ in runs]
+        missing = []
+        for (row, step), number in np.ndenumerate(at):
+            if number == NO_ROW:
+                missing.append(array[row, step])
+            else:
+                places[number].append(Place(array[row, step], row))
+        return FieldTask(self, encoded, runs, places, None, array, missing)
 
     def decode(
         self,
         data: NDArray[np.uint8],
         header: ImageHeader | None,
-        out: NDArray[Any],
+        places: Sequence[Place],
         sample: int,
-        numbers: list[float],
+        numbers: NDArray[np.float64] | None,
     ) -> bool:
         """Decode one image; see `FieldTask.decode`."""
-        size = self._field.size
         try:
             header = self._header(data, sample) if header is None else header
-            self._decode(data, header, out, sample, numbers)
+            self._decode(data, header, places, sample, numbers)
         except ReadError:
-            if self._field.on_error == "raise" or size is None:
+            if self._field.on_error == "raise" or self._field.size is None:
                 raise
-            self._deliver(np.zeros((*size, CHANNELS), np.uint8), out)
+            self.blacken([place.out for place in places])
             return False
         return True
+
+    def blacken(self, several: Sequence[NDArray[Any]]) -> None:
+        """Put zeros, as if they were pixels, in place of images that are resized."""
+        assert self._field.size is not None
+        pixels = np.zeros((*self._field.size, CHANNELS), np.uint8)
+        for out in several:
+            self._deliver(pixels, out)
 
     def _header(self, data: NDArray[np.uint8], sample: int) -> ImageHeader:
         try:
@@ -384,22 +459,37 @@ class ImageFieldDecoder:
         self,
         data: NDArray[np.uint8],
         header: ImageHeader,
-        out: NDArray[Any],
+        places: Sequence[Place],
         sample: int,
-        numbers: list[float],
+        numbers: NDArray[np.float64] | None,
     ) -> None:
-        field = self._field
-        shape = header.shape if field.size is None else (*field.size, CHANNELS)
-        is_plain = self._transforms(shape)[1] is None
-        goes_there = is_plain and field.size is None
+        field, first = self._field, places[0].out
+        goes_there = field.size is None and self._transforms(header.shape)[1] is None
         try:
-            pixels = out if goes_there else self._scratch("decoded", header.shape)
+            pixels = first if goes_there else self._scratch("decoded", header.shape)
             decode_rgb(data, header, pixels)
         except ValueError as error:
             raise ReadError(f"{self._where(sample)} {error}; {_REMEDY}") from error
+        for number, (out, row) in enumerate(places):
+            if number and numbers is None:
+                np.copyto(out, first)
+                continue
+            self._place(pixels, header, out, [] if numbers is None else numbers[row].tolist())
+
+    def _place(
+        self,
+        pixels: NDArray[np.uint8],
+        header: ImageHeader,
+        out: NDArray[Any],
+        numbers: list[float],
+    ) -> None:
+        """Make what is delivered of decoded pixels, in one place; they may lie there already."""
+        field = self._field
         if field.size is not None:
+            shape = (*field.size, CHANNELS)
             box = self._box(header, numbers)
             part = pixels[box.top : box.top + box.height, box.left : box.left + box.width]
+            is_plain = self._transforms(shape)[1] is None
             pixels = out if is_plain else self._scratch("resized", shape)
             self._resize(part, pixels)
         if field.flip and is_flipped(numbers):
@@ -446,6 +536,10 @@ class ImageFieldDecoder:
     def _where(self, sample: int) -> str:
         """Name an image, for messages."""
         layout, number = self._layout, int(np.searchsorted(self._ends, sample, side="right"))
+        if layout.sequences is not None and layout.heaps:  # each of a dataset of its own
+            heap = [one for one in layout.heaps if one.first_sample <= sample][-1]
+            element = sample - heap.first_sample
+            return f"{heap.elements.where}: the image of element {element} (sample {sample})"
         file = layout.file_samples[number][0] if layout.file_samples else layout.file
         first = int(self._ends[number - 1]) if number else 0
         among = f" (sample {sample - first} of this file)" if first else ""
@@ -471,10 +565,18 @@ def pixel_transform(field: ImageField) -> RowTransform | None:
     return None if field.size is None else image_transform(field, (*field.size, CHANNELS))
 
 
+def _rows_of(several: Any) -> list[list[Place]]:
+    """Return the places of images of which each sample has one."""
+    return [[Place(out, row)] for row, out in enumerate(several)]
+
+
 def sized_nbytes(field: Field | None, rows: int) -> int:
     """Return what the pixels of a field take in a slot where images are resized; else 0."""
     transform = pixel_transform(field) if isinstance(field, ImageField) else None
-    return 0 if transform is None else rows * transform.nbytes
+    if transform is None:
+        return 0
+    steps = 1 if field is None or field.steps is None else len(field.steps)
+    return rows * steps * transform.nbytes
 
 
 def _opencv() -> Any:

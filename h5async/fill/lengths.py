@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +39,7 @@ def lengths_of(config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> Le
     from h5async.order.cutting import NO_LIMIT
     from h5async.order.lengths import Lengths  # which no other reader needs
 
-    spans, fields = spans_of(layouts), config.batch_fields
+    spans, fields = spans_of(layouts, {}), config.batch_fields
     counting = [name for name in fields if name in spans and _counts(fields[name])]
     first = next(iter(layouts.values()))
     if not counting:
@@ -79,5 +79,5 @@ def _pad_to(field: Field) -> int | None:
     return field.pad_to if isinstance(field, RaggedField) else None
 
 
-def _values(rows: SpanRows, pad_to: int | None) -> NDArray[np.int64] | int:
-    return np.diff(rows.starts) if pad_to is None else pad_to
+def _values(rows: SpanRows, pad_to: int | None) -> NDArray[Any] | int:
+    return rows.all_lengths() if pad_to is None else pad_to

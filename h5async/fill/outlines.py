@@ -100,7 +100,7 @@ def outlines_of(
 def _of_images(
     outline: Outline, field: ImageField, can_transform: Callable[[RowTransform], bool] | None
 ) -> Outline:
-    pixels = pixel_transform(field)
+    pixels = pixel_transform(field) if field.steps is None else None
     if can_transform is None or pixels is None or pixels.is_identity or not can_transform(pixels):
         return outline._replace(is_encoded=True)
     return outline._replace(is_encoded=True, pixels=pixels, is_left=True)

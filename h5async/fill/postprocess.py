@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 
 from h5async.config import Field, RaggedField
 from h5async.errors import ConfigError, PostprocessError, postprocess_error
-from h5async.fill.columns import Rows
+from h5async.fill.columns import Rows, steps_of
 from h5async.fill.records import FillRequest
 from h5async.order.spans import SpanRows
-from h5async.order.steps import StepRows
 from h5async.ragged import Ragged
 from h5async.sparse import Csr
 from h5async.spelling import named
@@ -60,8 +59,9 @@ def masks_of(
     found: dict[str, Mask] = {}
     for name, field in fields.items():
         one = rows[name]
-        if isinstance(one, StepRows) and field.pad_mask is not None:
-            found[field.pad_mask] = one.are_there
+        steps = steps_of(one)
+        if steps is not None and field.pad_mask is not None:
+            found[field.pad_mask] = steps.are_there
         elif isinstance(one, SpanRows) and isinstance(field, RaggedField):
             if field.pad_to is not None:
                 found[f"{name}_mask"] = partial(one.are_there, field.pad_to)

@@ -1,87 +1,33 @@
-"""Opens ragged and sparse fields: where the rows of each sample begin, and the shapes of matrices.
-
-Fields whose kind was not told find it here: what their path leads to says it.
-"""
+"""Opens ragged and sparse fields: where their samples begin, and the shapes of matrices."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.config import Field, RaggedField, ReaderConfig, SparseField
+from h5async.config import Field, RaggedField, SparseField
 from h5async.config.indices import Values
 from h5async.core.binding import load_core
 from h5async.errors import ConfigError, DatasetError
 from h5async.fill.columns import INDICES, SparseShape
-from h5async.fill.tables import column_fields
-from h5async.index.columns import column
+from h5async.index.heapelements import Sequences
 from h5async.index.layout import DatasetLayout, HeapFile
 from h5async.index.links import Reach, open_index
 from h5async.index.metadata import value_layout
-from h5async.index.references import may_be_variable_length, references
+from h5async.index.references import references
 from h5async.index.sparsegroup import SparseGroup, row_offsets, sparse_group
-from h5async.names import name_text
-from h5async.read.heaps import Sequences
-from h5async.read.whole import read_whole
+from h5async.io.maps import IoMode
+from h5async.read.whole import read_blocks
+from h5async.spelling import named
 
 Int64s = NDArray[np.int64]
 
 _MOST_OFFSETS = 1 << 33  # of a dataset that is read whole, where a reader is made
-
-
-class Kinds(NamedTuple):
-    """What the paths of fields lead to.
-
-    Attributes
-    ----------
-    config
-        The options, with fields of those kinds; the same object where nothing is changed.
-    columns
-        Of categorical fields, by name: the path of the column.
-    """
-
-    config: ReaderConfig
-    columns: dict[str, str]
-
-
-def with_kinds(config: ReaderConfig, reach: Reach) -> Kinds:
-    """Return the options with fields of the kinds that their paths say in the first file.
-
-    Raises
-    ------
-    ConfigError
-        If the name of a mask is taken.
-    H5AsyncError
-        If a field is of a kind that cannot be read.
-    """
-    fields = config.batch_fields
-    found: dict[str, Field] = {}
-    columns: dict[str, str] = {}
-    with open_index(config.files[0]) as file:
-        for name, field in fields.items():
-            if type(field) is not Field:
-                continue
-            options = {key: getattr(field, key) for key in field.model_fields_set}
-            if sparse_group(file, field.path, reach) is not None:
-                found[name] = SparseField(**options)
-            elif (of_table := column(file, field.path, reach)) is not None:
-                found |= column_fields(name, field, of_table, config)
-                if of_table.categories is not None:
-                    columns[name] = field.path
-            elif may_be_variable_length(file, field.path, reach):
-                found[name] = RaggedField(**options)
-    if not found:
-        return Kinds(config, columns)
-    return Kinds(with_fields(config, fields | found), columns)
-
-
-def with_fields(config: ReaderConfig, fields: Mapping[str, Field]) -> ReaderConfig:
-    """Return the options with other fields."""
-    return config.model_copy(update={"fields": dict(fields)})
+_MOST_OFFSET = (1 << 63) - 1
 
 
 def is_ragged(field: Field) -> bool:
@@ -89,8 +35,8 @@ def is_ragged(field: Field) -> bool:
     return isinstance(field, RaggedField | SparseField)
 
 
-def heap_layout(field: RaggedField, path: Path, reach: Reach) -> DatasetLayout:
-    """Return the layout of the values of a dataset of variable length.
+def heap_layout(at: str, path: Path, reach: Reach) -> DatasetLayout:
+    """Return the layout of the values of a dataset of variable length, at a path of a file.
 
     Raises
     ------
@@ -99,15 +45,18 @@ def heap_layout(field: RaggedField, path: Path, reach: Reach) -> DatasetLayout:
     ReadError
         If an element cannot be as long as it says.
     """
-    layout, form = references(path, field.path, reach)
-    stored = read_whole(layout, reach.io).view(np.uint8).reshape(-1, form.reference_nbytes)
-    where = f'{path}: dataset "{field.path}"'
-    elements = Sequences.decoded(stored, form, layout.stamp.nbytes, where, load_core())
-    spans = np.zeros(elements.length.size + 1, np.int64)
-    np.cumsum(elements.length, out=spans[1:])
+    layout, form = references(path, at, reach)
+    blocks = (
+        (first, block.view(np.uint8).reshape(-1, form.reference_nbytes))
+        for first, block in read_blocks(layout, reach.io)
+    )
+    where = f'{layout.file}: dataset "{layout.path}"'
+    elements = Sequences.decoded_blocks(
+        layout.num_samples, blocks, form, layout.stamp.nbytes, where, load_core()
+    )
     base, inner = form.dtype.subdtype or (form.dtype, ())
     return layout.changed(
-        shape=(int(spans[-1]), *inner),
+        shape=(elements.total, *inner),
         dtype=base,
         storage="heap",
         fill=np.zeros((), base),
@@ -115,15 +64,25 @@ def heap_layout(field: RaggedField, path: Path, reach: Reach) -> DatasetLayout:
         chunk_shape=(),
         filters=(),
         chunks=None,
-        spans=spans,
+        indexed=None,
+        lengths=elements.length,
         heaps=(HeapFile(layout.file, layout.stamp, 0, elements),),
     )
 
 
 def with_spans(
-    layout: DatasetLayout, field: RaggedField, path: Path, reach: Reach
+    layout: DatasetLayout, kind: str, offsets: str, path: Path, reach: Reach
 ) -> DatasetLayout:
     """Return the layout of flat values with which of them each sample is.
+
+    Parameters
+    ----------
+    layout
+        Of the values.
+    kind, offsets
+        `offsets_kind` of their field, and the path of that dataset.
+    path, reach
+        The file, and which others it may refer to.
 
     Raises
     ------
@@ -132,15 +91,11 @@ def with_spans(
     H5AsyncError
         If it cannot be read.
     """
-    assert field.offsets is not None
-    where = f'{path}: dataset "{field.offsets}" (offsets of "{field.path}")'
-    found = value_layout(path, field.offsets, _MOST_OFFSETS, reach)
-    numbers = found if isinstance(found, np.ndarray) else read_whole(found, reach.io)
-    if numbers.dtype.kind not in "iu":
-        raise DatasetError(f"{where} must hold integers, found {numbers.dtype}")
-    if numbers.dtype.kind == "u" and numbers.max(initial=0) > np.iinfo(np.int64).max:
-        raise DatasetError(f"{where} has numbers above 2**63; the file is damaged")
-    spans = _spans(numbers.astype(np.int64, copy=False), field.offsets_kind, where)
+    where = f'{path}: dataset "{offsets}" (offsets of "{layout.path}")'
+    found = value_layout(path, offsets, _MOST_OFFSETS, reach)
+    if isinstance(found, np.ndarray) or found.dtype.kind not in "iu":
+        raise DatasetError(f"{where} must hold integers, found {found.dtype}")
+    spans = _spans(found, kind, where, reach.io)
     if spans[0] < 0 or spans[-1] > layout.num_samples:
         raise DatasetError(
             f"{where}: samples begin at value {spans[0]} and end at value {spans[-1]}, and there"
@@ -153,25 +108,36 @@ def with_spans(
             f"{where}: sample {at} would begin at value {spans[at]} and end at value"
             f" {spans[at + 1]}"
         )
-    return layout.changed(spans=np.ascontiguousarray(spans))
+    return layout.changed(spans=spans)
 
 
-def _spans(numbers: Int64s, kind: str, where: str) -> Int64s:
-    if kind == "ends":
-        return np.concatenate((np.zeros(1, np.int64), numbers))
-    if kind == "lengths":
-        if numbers.size and numbers.min() < 0:
-            raise DatasetError(f"{where} has a length below 0: {numbers.min()}")
-        return np.concatenate((np.zeros(1, np.int64), np.cumsum(numbers, dtype=np.int64)))
-    if not numbers.size:
+def _spans(offsets: DatasetLayout, kind: str, where: str, io: IoMode) -> Int64s:
+    """Read where samples begin, block by block: there may be very many."""
+    count = offsets.num_samples
+    if kind == "offsets" and not count:
         raise DatasetError(f"{where} is empty; it must hold one number more than there are samples")
-    return numbers
+    found = np.zeros(count + (kind != "offsets"), np.int64)
+    own = found[found.size - count :]
+    for first, block in read_blocks(offsets, io):
+        if block.dtype.kind == "u" and block.dtype.itemsize == 8 and block.max() > _MOST_OFFSET:
+            raise DatasetError(f"{where} has numbers above 2**63; the file is damaged")
+        here = own[first : first + block.size]
+        if kind != "lengths":
+            here[...] = block
+            continue
+        if block.min() < 0:
+            raise DatasetError(f"{where} has a length below 0: {block.min()}")
+        np.cumsum(block, dtype=np.int64, out=here)
+        if here[0] < 0 or (np.diff(here) < 0).any():
+            raise DatasetError(f"{where} has lengths of more than 2**63 in all")
+        here += found[first]
+    return found
 
 
 def sparse_layouts(
-    name: str, field: SparseField, path: Path, reach: Reach
-) -> tuple[dict[str, DatasetLayout], SparseGroup]:
-    """Return the layouts of the columns of a sparse field in one file.
+    name: str, at: str, path: Path, reach: Reach
+) -> tuple[dict[str, DatasetLayout], tuple[int, int]]:
+    """Return the layouts of the columns of a sparse field in one file, and its shape.
 
     Raises
     ------
@@ -181,15 +147,16 @@ def sparse_layouts(
         If it cannot be read.
     """
     with open_index(path) as file:
-        group = sparse_group(file, field.path, reach)
+        group = sparse_group(file, at, reach)
     if group is None:
-        raise DatasetError(f'{path}: "{field.path}" is no group of a sparse matrix')
-    spans = row_offsets(read_whole(group.indptr, reach.io), group)
+        raise DatasetError(f'{path}: "{at}" is no group of a sparse matrix')
+    where = f'{group.indptr.file}: dataset "{group.indptr.path}"'
+    spans = row_offsets(_spans(group.indptr, "offsets", where, reach.io), group)
     layouts = {
         name: group.data.changed(spans=spans),
         name + INDICES: group.indices.changed(spans=spans, limit=_limit(group)),
     }
-    return layouts, group
+    return layouts, group.shape
 
 
 def _limit(group: SparseGroup) -> int | None:
@@ -216,44 +183,61 @@ class SparseShapes:
         self._name, self._field = name, field
         self._places: list[Int64s] = []
         self._where: list[str] = []
-        self._first: SparseGroup | None = None
+        self._columns = 0
 
-    def add(self, group: SparseGroup, path: Path, reach: Reach) -> None:
+    def add(self, columns: int, where: str, names: Sequence[str]) -> None:
         """Take the matrix of one more file.
+
+        Parameters
+        ----------
+        columns
+            How many it has.
+        where
+            What messages call it.
+        names
+            Of the columns, if they are chosen by name.
 
         Raises
         ------
         DatasetError
-            If it has other columns than the first one.
+            If it has other columns than the first one, or lacks one that must be there.
         ConfigError
             If there are no such columns.
         """
-        field, columns = self._field, group.shape[1]
-        self._where.append(group.where)
-        if self._first is None:
-            self._first = group
-        if not isinstance(field.columns, tuple) and columns != self._first.shape[1]:
+        field = self._field
+        if not self._where:
+            self._columns = columns
+        self._where.append(where)
+        if not isinstance(field.columns, tuple) and columns != self._columns:
             raise DatasetError(
-                f"{group.where} has {columns:,} columns, and {self._first.where} has"
-                f" {self._first.shape[1]:,}; choose columns by their names"
+                f"{where} has {columns:,} columns, and {self._where[0]} has"
+                f" {self._columns:,}; choose columns by their names"
             )
         if field.columns is None:
             return
-        wanted = self._numbers(field, columns, path, reach)
+        wanted = self._numbers(field, columns, where, names)
         places = np.full(columns, -1, np.int64)
         places[wanted[wanted >= 0]] = np.flatnonzero(wanted >= 0)
         self._places.append(places)
 
-    def _numbers(self, field: SparseField, columns: int, path: Path, reach: Reach) -> Int64s:
+    def _numbers(
+        self, field: SparseField, columns: int, where: str, names: Sequence[str]
+    ) -> Int64s:
         """Return the number of each column that is delivered; -1: the file has none."""
         if isinstance(field.columns, tuple):
-            names = _names(path, field.path, reach)
             if len(names) != columns:
                 raise DatasetError(
-                    f"{path}: there are {len(names):,} names of columns, and the matrix"
-                    f' "{field.path}" has {columns:,}'
+                    f"{where}: there are {len(names):,} names of columns, and the matrix has"
+                    f" {columns:,}"
                 )
             numbers = {name: number for number, name in enumerate(names)}
+            missing = [name for name in field.columns if name not in numbers]
+            if missing and field.missing == "error":
+                more = f", and {len(missing) - 1:,} more" if len(missing) > 1 else ""
+                raise DatasetError(
+                    f'{where} has no column "{missing[0]}"{more}; leave it out of columns, or set'
+                    f" {named('missing', 'zero')}"
+                )
             return np.array([numbers.get(name, -1) for name in field.columns], np.int64)
         assert isinstance(field.columns, Values)
         array: NDArray[Any] = field.columns.array
@@ -276,21 +260,12 @@ class SparseShapes:
 
     def shape(self) -> SparseShape:
         """Return what was found."""
-        assert self._first is not None
         wanted = self._field.columns
         if wanted is None:
-            return SparseShape(self._first.shape[1], where=tuple(self._where))
+            return SparseShape(self._columns, where=tuple(self._where))
         if isinstance(wanted, tuple):
             count = len(wanted)
         else:
             is_mask = wanted.array.dtype.kind == "b"
             count = int(np.count_nonzero(wanted.array)) if is_mask else wanted.array.size
         return SparseShape(count, tuple(self._places), tuple(self._where))
-
-
-def _names(path: Path, matrix: str, reach: Reach) -> Sequence[str]:
-    """Return the names of the columns of a matrix of AnnData: those of its ``var``."""
-    prefix = "raw/" if matrix.strip("/").startswith("raw/") else ""
-    found = value_layout(path, f"{prefix}var/_index", _MOST_OFFSETS, reach)
-    array = found if isinstance(found, np.ndarray) else read_whole(found, reach.io)
-    return [str(name_text(n)) if isinstance(n, bytes | str) else str(n) for n in array.tolist()]

@@ -219,7 +219,7 @@ class BatchReader:
         if steps is None:
             return plan_read(layout, index)
         if layout.heaps and isinstance(steps, SpanRows):
-            return HeapPlan(index, steps.offsets(index), layout.row_nbytes)
+            return HeapPlan(steps.runs(index), steps.offsets(index), layout.row_nbytes)
         rows = steps.rows(index)
         is_there = rows != NO_ROW
         if is_there.all():

@@ -268,7 +268,7 @@ def _starts(selection: Selection, spans: Sequence[SpanRows | None]) -> dict[Span
     for one in spans:
         if one is None or one in found:
             continue
-        if ascending.is_prefix and ascending.size == one.starts.size - 1:
+        if ascending.is_prefix and ascending.size == one.size:
             found[one] = one.starts
         else:
             found[one] = one.offsets(ascending.samples(np.arange(selection.size)))

@@ -1,93 +1,38 @@
-"""Makes fields of columns of tables: categorical ones, and those with a mask.
-
-The path of a column enters, as AnnData writes it in ``obs``; plain fields of the datasets that it
-consists of leave, and what its codes stand for.
-"""
+"""Unites the categories of a column over several files, and the dtypes of its codes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
+
+import numpy as np
 
 from h5async.config import Field, ReaderConfig
-from h5async.errors import ConfigError, DatasetError
+from h5async.errors import ConfigError
 from h5async.fill.columns import Categories
-from h5async.index.columns import Column, category_names, column, union_of
+from h5async.fill.known import Texts
+from h5async.index.columns import union_of
 from h5async.index.layout import DatasetLayout
-from h5async.index.links import Reach, open_index
+from h5async.io.maps import IoMode
 from h5async.read.whole import read_whole
 
 
-def column_fields(name: str, field: Field, found: Column, config: ReaderConfig) -> dict[str, Field]:
-    """Return the fields that a field of a column stands for: its codes, or values and a mask.
+def categories_of(
+    name: str, config: ReaderConfig, several: Sequence[Texts], where: Sequence[str]
+) -> Categories:
+    """Return what the codes of a categorical field stand for, over all files.
 
     Parameters
     ----------
-    name, field
-        As the user has it.
-    found
-        What its path leads to.
-    config
-        The options.
+    name, config
+        The field, and the options.
+    several, where
+        By file: the categories, and what messages call the column.
 
     Raises
     ------
-    ConfigError
-        If there is a field of the name of the mask.
-    """
-    path = field.path.rstrip("/")
-    member = found.values.path.rpartition("/")[2]
-    is_group = found.mask is not None or member == "codes" != path.rpartition("/")[2]
-    if not is_group:  # the dataset of codes itself, in files of AnnData before 0.8
-        return {name: field}
-    made = {name: field.model_copy(update={"path": f"{path}/{member}"})}
-    if found.mask is None:
-        return made
-    mask = f"{name}_mask"
-    if mask in config.batch_fields:
-        raise ConfigError(
-            f'{found.where} ({name}) has a mask, which is delivered as "{mask}", and there is a'
-            " field of that name already; choose another name"
-        )
-    options = {"num_dim": field.num_dim, "steps": field.steps, "pad": field.pad}
-    return made | {mask: Field(f"{path}/mask", **options)}
-
-
-def find_categories(
-    config: ReaderConfig, columns: Mapping[str, str], reach: Reach
-) -> dict[str, Categories]:
-    """Return what the codes of categorical fields stand for, over all files.
-
-    Parameters
-    ----------
-    config
-        The options.
-    columns
-        Paths of the columns, by field.
-    reach
-        Which other files links may lead to.
-
-    Raises
-    ------
-    DatasetError
-        If a file has no such column, or its categories cannot be read.
     ConfigError
         If codes have to be mapped, and other options do not go together with that.
     """
-    return {name: _categories(name, path, config, reach) for name, path in columns.items()}
-
-
-def _categories(name: str, path: str, config: ReaderConfig, reach: Reach) -> Categories:
-    several, where = [], []
-    for at in config.files:
-        with open_index(at) as file:
-            found = column(file, path, reach)
-        if found is None or found.categories is None:
-            raise DatasetError(
-                f'{at}: "{path}" ({name}) is no categorical column, as it is in {config.files[0]}'
-            )
-        several.append(category_names(_values(found.categories, reach)))
-        where.append(found.where)
     names, tables = union_of(several)
     if all(one == several[0] for one in several):
         return Categories(names)
@@ -95,11 +40,38 @@ def _categories(name: str, path: str, config: ReaderConfig, reach: Reach) -> Cat
     return Categories(names, tuple(tables), tuple(where))
 
 
-def _values(found: Any, reach: Reach) -> Any:
-    return read_whole(found, reach.io) if isinstance(found, DatasetLayout) else found
+def of_one_dtype(layouts: Sequence[DatasetLayout], io: IoMode) -> list[DatasetLayout]:
+    """Return the codes of several files in the widest of their dtypes.
+
+    Those of other dtypes are read here, and kept: they are a few bytes for each sample.
+    """
+    dtypes = [layout.dtype.newbyteorder("=") for layout in layouts]
+    if len(set(dtypes)) == 1 or any(dtype.kind not in "iu" for dtype in dtypes):
+        return list(layouts)
+    widest = np.result_type(*dtypes)
+    if widest.kind not in "iu":  # of 64 bits, with and without a sign
+        return list(layouts)
+    return [layout if layout.dtype == widest else _cast(layout, widest, io) for layout in layouts]
 
 
-def _check_mapping(name: str, field: Field, config: ReaderConfig, where: list[str]) -> None:
+def _cast(layout: DatasetLayout, dtype: np.dtype[np.integer], io: IoMode) -> DatasetLayout:
+    values = read_whole(layout, io).astype(dtype)
+    return DatasetLayout(
+        file=layout.file,
+        stamp=layout.stamp,
+        path=layout.path,
+        shape=values.shape,
+        dtype=dtype,
+        sample_axis=0,
+        storage="compact",
+        fallback_reason=None,
+        fill=np.zeros((), dtype),
+        stored_nbytes=layout.stored_nbytes,
+        values=values,
+    )
+
+
+def _check_mapping(name: str, field: Field, config: ReaderConfig, where: Sequence[str]) -> None:
     """Refuse what does not go together with codes that are mapped while they are read."""
     for is_given, option in (
         (field.scale is not None, "scale"),

@@ -21,6 +21,7 @@ from h5async.index.datasets import Indexer
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import BESIDE, Located, Reach
 from h5async.index.metadata import layout_at, value_layout
+from h5async.index.oldercategories import older_categories
 from h5async.index.sparsegroup import find, reading, text_attribute
 from h5async.names import name_text
 
@@ -141,18 +142,14 @@ def union_of(
 def _older_categorical(
     located: Located, dataset: h5py.Dataset, reach: Reach, where: str
 ) -> Column | None:
-    """Return a column whose codes refer to the dataset of their categories by an attribute."""
-    reference = dataset.attrs.get("categories")
-    if not isinstance(reference, h5py.Reference) or not reference:
+    """Return a column whose codes are a dataset, apart from that of their categories."""
+    path = older_categories(located, dataset.id)
+    if path is None:
         return None
-    names = located.file[reference]
-    if not isinstance(names, h5py.Dataset) or names.name is None:
-        raise DatasetError(f"{where}: its categories are no dataset of the file")
-    path = name_text(names.name).strip("/")
     codes = _require_flat(
         layout_at(Indexer(located.file, reach), located.path, 0, reach), "iu", where
     )
-    is_ordered = bool(names.attrs.get("ordered", False))
+    is_ordered = bool(located.file[path].attrs.get("ordered", False))
     return Column(where, codes, _categories(located, path, reach), is_ordered)
 
 

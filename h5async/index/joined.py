@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import DatasetError
 from h5async.index.dimensions import common_names
-from h5async.index.layout import CfAttribute, DatasetLayout, Part, SequenceLengths
+from h5async.index.layout import CfAttribute, DatasetLayout, HeapFile, Part, SequenceLengths
 from h5async.index.slabs import Slab
 
 _UNLIKE_TEXT = "its strings end otherwise than those of other files"
@@ -34,7 +35,6 @@ def join_layouts(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
     if first.heaps:
         return _joined_heaps(layouts)
     parts, begin = [], 0
-    lengths = [layout.sequences for layout in layouts if layout.sequences is not None]
     for layout in layouts:
         same_rows = layout.row_shape == first.row_shape and layout.sample_axis == first.sample_axis
         if not same_rows or layout.dtype.newbyteorder("=") != first.dtype.newbyteorder("="):
@@ -50,7 +50,8 @@ def join_layouts(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
         count = int(behind - first_row)
         if count:
             samples = Slab.run(begin, begin + count)
-            parts.append(Part(layout, samples, Slab.run(int(first_row), int(behind))))
+            source = layout if layout.spans is None else layout.changed(spans=None)
+            parts.append(Part(source, samples, Slab.run(int(first_row), int(behind))))
         begin += count
     shape = list(first.shape)
     shape[first.sample_axis] = begin
@@ -70,9 +71,7 @@ def join_layouts(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
         parts=tuple(parts),
         file_samples=tuple((layout.file, layout.sample_count) for layout in layouts),
         text=first.text,
-        sequences=SequenceLengths(*map(np.concatenate, zip(*lengths, strict=True)))
-        if lengths
-        else None,
+        sequences=_joined_sequences(layouts),
         dim_names=common_names([layout.dim_names for layout in layouts]),
         cf=_joined_cf(layouts),
         spans=None if first.spans is None else _joined_spans(layouts),
@@ -112,13 +111,43 @@ def _joined_heaps(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
             )
         heaps += [heap._replace(first_sample=heap.first_sample + count) for heap in layout.heaps]
         count += layout.sample_count
-    return first.changed(
+    lengths = np.concatenate([y.lengths for y in layouts if y.lengths is not None])
+    joined = first.changed(
         shape=(sum(layout.num_samples for layout in layouts), *first.shape[1:]),
         stored_nbytes=sum(layout.stored_nbytes for layout in layouts),
         file_samples=tuple((layout.file, layout.sample_count) for layout in layouts),
-        spans=_joined_spans(layouts),
-        heaps=tuple(heaps),
+        sequences=_joined_sequences(layouts),
     )
+    return with_lengths(joined, lengths, heaps)
+
+
+def with_lengths(
+    layout: DatasetLayout, lengths: NDArray[np.uint32], heaps: Sequence[HeapFile]
+) -> DatasetLayout:
+    """Return a layout whose samples are elements of variable length, of some files.
+
+    Parameters
+    ----------
+    layout
+        All the rest of it.
+    lengths
+        uint32 (samples,): how many values each has. The elements of the files come to share it.
+    heaps
+        The elements.
+    """
+    shared = []
+    for heap in heaps:
+        end = heap.first_sample + heap.elements.length.size
+        own = replace(heap.elements, length=lengths[heap.first_sample : end])
+        shared.append(heap._replace(elements=own))
+    return layout.changed(lengths=lengths, heaps=tuple(shared))
+
+
+def _joined_sequences(layouts: Sequence[DatasetLayout]) -> SequenceLengths | None:
+    several = [layout.sequences for layout in layouts if layout.sequences is not None]
+    if not several:
+        return None
+    return SequenceLengths(*map(np.concatenate, zip(*several, strict=True)))
 
 
 def _joined_spans(layouts: Sequence[DatasetLayout]) -> NDArray[np.int64]:

@@ -188,10 +188,12 @@ class DatasetLayout:
     text
         Strings in each element of `dtype` that HDF5 converts, and we after reading.
     heaps
-        Elements of variable length: where their values lie, by file. `spans` says how long they
+        Elements of variable length: where their values lie, by file. `lengths` says how long they
         are, and the rows of the layout are values.
     spans
         Of values of a ragged field: int64 (samples + 1,): which rows each sample is.
+    lengths
+        The same of elements of variable length: uint32 (samples,), how many values each has.
     limit
         Of indices of sparse rows, native ones of 4 or 8 bytes: what each must be below, and is
         checked to be where the core reads it. None: whoever delivers them checks them.
@@ -234,6 +236,7 @@ class DatasetLayout:
     heaps: tuple[HeapFile, ...] = ()
     sequences: SequenceLengths | None = None
     spans: NDArray[np.int64] | None = None
+    lengths: NDArray[np.uint32] | None = None
     limit: int | None = None
     is_shared: bool = False
     dim_names: tuple[tuple[str, ...], ...] = ()
@@ -256,7 +259,27 @@ class DatasetLayout:
     @property
     def sample_count(self) -> int:
         """Samples that its field has: `num_samples`, unless each sample is several rows."""
+        if self.lengths is not None:
+            return self.lengths.size
         return self.num_samples if self.spans is None else self.spans.size - 1
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether samples of its field are runs of rows."""
+        return self.spans is not None or self.lengths is not None
+
+    def starts(self) -> NDArray[np.int64]:
+        """Return the first row of each sample, and the end of the last: int64 (samples + 1,).
+
+        Those of elements of variable length are computed, and take memory for as long as they are
+        held.
+        """
+        if self.spans is not None:
+            return self.spans
+        assert self.lengths is not None
+        found = np.zeros(self.lengths.size + 1, np.int64)
+        np.cumsum(self.lengths, out=found[1:])
+        return found
 
     @cached_property
     def row_shape(self) -> tuple[int, ...]:
@@ -426,11 +449,10 @@ class DatasetLayout:
     def sample_bounds(self) -> NDArray[np.int64]:
         """Return the same in samples of its field: which of them are stored together."""
         bounds = self.unit_bounds()
-        if self.spans is None:
+        if not self.is_ragged:
             return bounds
-        return np.unique(
-            np.append(np.searchsorted(self.spans[:-1], bounds), [0, self.spans.size - 1])
-        )
+        starts = self.starts()
+        return np.unique(np.append(np.searchsorted(starts[:-1], bounds), [0, starts.size - 1]))
 
     def most_units(self, row_nbytes: int = 0) -> int:
         """Return at most how many groups of samples `unit_bounds` finds, without listing them."""

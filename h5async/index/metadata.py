@@ -42,6 +42,7 @@ from h5async.index.links import (
 )
 from h5async.index.listing import walk
 from h5async.index.obstacles import OtherKindError
+from h5async.index.oldercategories import older_categories
 from h5async.index.sequenced import (
     along_sequences,
     is_one_run,
@@ -56,10 +57,14 @@ def read_layouts(
     fields: Mapping[str, Field],
     reach: Reach = BESIDE,
     grouping: Grouping | None = None,
+    *,
+    may_be_codes: bool = False,
 ) -> dict[str, DatasetLayout]:
     """Read the layout of each field's dataset, opening the file once.
 
-    With a `grouping`, a field's dataset is that of one group after the other.
+    With a `grouping`, a field's dataset is that of one group after the other. Datasets that hold
+    the codes of categories, as AnnData wrote them before 0.8, are an `OtherKindError` unless they
+    `may_be_codes`.
 
     Raises
     ------
@@ -75,16 +80,17 @@ def read_layouts(
     """
     with open_index(path) as file:
         indexer = Indexer(file, reach)
+        wanted = {name: _wanted(field, may_be_codes) for name, field in fields.items()}
         if grouping is None:
             return {
-                name: layout_at(indexer, field.path, field.num_dim, reach, _wanted(field))
+                name: layout_at(indexer, field.path, field.num_dim, reach, wanted[name])
                 for name, field in fields.items()
             }
         found: dict[str, list[DatasetLayout]] = {name: [] for name in fields}
         for group in grouping.find(path, file, reach):
             for name, field in fields.items():
                 at = f"{group}/{field.path}"
-                found[name].append(layout_at(indexer, at, field.num_dim, reach, _wanted(field)))
+                found[name].append(layout_at(indexer, at, field.num_dim, reach, wanted[name]))
         return {name: join_groups(several) for name, several in found.items()}
 
 
@@ -97,18 +103,22 @@ class Further(NamedTuple):
         The names of its dimensions; how it is packed.
     is_lenient
         Whether what cannot be read counts as not there.
+    may_be_codes
+        Whether it may hold the codes of categories, as AnnData wrote them before 0.8; else that is
+        an `OtherKindError`.
     """
 
     dim_names: bool = False
     cf: bool = False
     is_lenient: bool = False
+    may_be_codes: bool = True
 
 
 NOTHING_FURTHER = Further()
 
 
-def _wanted(field: Field) -> Further:
-    return Further(dim_names=field.names_axes, cf=field.decode_cf)
+def _wanted(field: Field, may_be_codes: bool) -> Further:
+    return Further(dim_names=field.names_axes, cf=field.decode_cf, may_be_codes=may_be_codes)
 
 
 def list_layouts(
@@ -258,6 +268,8 @@ def layout_at(
             indexer = Indexer(found.file, reach)
         layout = indexer.layout(found.path, node, found.rest, num_dim)
         where = f'{found.file.filename}: dataset "{found.path}"'
+        if not wanted.may_be_codes and _has_categories(found, node):
+            raise OtherKindError(f"{where} holds the codes of categories")
         if wanted.dim_names:
             names = partial(dimension_names, node, indexer.scale_names)
             layout = layout.changed(dim_names=_read_attributes(names, wanted, where))
@@ -265,6 +277,12 @@ def layout_at(
             cf = _read_attributes(partial(cf_attributes, node, where), wanted, where)
             layout = layout.changed(cf=((0, cf),))
         return layout
+
+
+def _has_categories(found: Located, node: h5py.h5d.DatasetID) -> bool:
+    with suppressing(Exception):  # damaged metadata may raise anything, and are of no interest
+        return older_categories(found, node) is not None
+    return False
 
 
 def _read_attributes(

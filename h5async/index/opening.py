@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 from h5async.config import Field
 from h5async.config.files import INDEX_SUFFIX
@@ -46,44 +47,73 @@ def layouts_of_files(
     H5AsyncError
         As `read_layouts` does.
     """
-    plain = [path for path in paths if path.suffix != INDEX_SUFFIX]
+
+    def read(path: Path, names: Sequence[str], reach: Reach) -> dict[str, DatasetLayout]:
+        return read_layouts(path, {name: fields[name] for name in names}, reach, grouping)
+
     wanted = {name: Wanted.of(field, grouping) for name, field in fields.items()}
+    return known_of_files(paths, wanted, read, reach, cache)
+
+
+def known_of_files(
+    paths: Sequence[Path],
+    wanted: Mapping[str, Wanted],
+    read: Callable[[Path, Sequence[str], Reach], Mapping[str, DatasetLayout]],
+    reach: Reach,
+    cache: bool | Path,
+    indices: Mapping[Path, NamedIndex] = MappingProxyType({}),
+) -> Iterator[dict[str, DatasetLayout]]:
+    """Yield what is wanted of each file, in the order of the files; see `layouts_of_files`.
+
+    Parameters
+    ----------
+    paths, reach, cache
+        See there.
+    wanted
+        By name.
+    read
+        Reads what no index knows: some names, of one file.
+    indices
+        Saved indices that are open already.
+    """
+    plain = [path for path in paths if path.suffix != INDEX_SUFFIX]
     kept = open_cache(cache, plain, list(wanted.values()), reach) if plain else None
     number = 0
     for path in paths:
         if path.suffix == INDEX_SUFFIX:
-            yield from _layouts_of_index(path, fields, reach, grouping)
+            index = indices.get(path) or NamedIndex(path, reach)
+            yield from _known_of_index(index, wanted, read, reach)
             continue
         known = {} if kept is None else kept.find(number)
+        found: Mapping[str, DatasetLayout]
         if not known and kept is not None:
             consulted = Consulted()
-            found = read_layouts(path, fields, replace(reach, consulted=consulted), grouping)
+            found = read(path, list(wanted), replace(reach, consulted=consulted))
             kept.note(number, {one: found[name] for name, one in wanted.items()}, consulted)
         elif kept is None:
-            found = read_layouts(path, fields, reach, grouping)
+            found = read(path, list(wanted), reach)
         else:
             found = {name: known[one] for name, one in wanted.items()}
         number += 1
-        yield found
+        yield dict(found)
     if kept is not None:
         kept.save()
 
 
-def _layouts_of_index(
-    path: Path, fields: Mapping[str, Field], reach: Reach, grouping: Grouping | None
+def _known_of_index(
+    index: NamedIndex,
+    wanted: Mapping[str, Wanted],
+    read: Callable[[Path, Sequence[str], Reach], Mapping[str, DatasetLayout]],
+    reach: Reach,
 ) -> Iterator[dict[str, DatasetLayout]]:
     """Yield what a saved index has; what it does not have is read from its files."""
-    index = NamedIndex(path, reach)
-    wanted = {name: Wanted.of(field, grouping) for name, field in fields.items()}
     several = list(wanted.values())
     for number, name in enumerate(index.paths):
         known = index.find(number, several, reach)
-        missing = {name: field for name, field in fields.items() if wanted[name] not in known}
-        found = read_layouts(Path(name), missing, reach, grouping) if missing else {}
+        missing = [name for name, one in wanted.items() if one not in known]
+        found = read(Path(name), missing, reach) if missing else {}
         stamp = index.stamp(number)
         for layout in found.values():
             if layout.file == name and layout.stamp != stamp:
                 raise index.changed(name)
-        yield {
-            field: found[field] if field in missing else known[one] for field, one in wanted.items()
-        }
+        yield {field: found.get(field) or known[one] for field, one in wanted.items()}

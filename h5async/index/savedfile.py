@@ -17,19 +17,19 @@ import stat
 import struct
 import time
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.io.shared import map_file
+from h5async.io.shared import forget_pages, map_file
 from h5async.system.interruptions import suppressing
 
 # Another number for another content, and where the same file would be indexed otherwise: what has
 # another one is not read.
-FORMAT = 2
+FORMAT = 3
 _SIGNATURE = b"\x89h5async\r\n\x1a\n"
 _HEAD = struct.Struct("<12sIQQ16s")
 _ALIGNMENT = 64
@@ -42,6 +42,10 @@ class SavedIndexError(Exception):
     """A saved index cannot be used; the message says why."""
 
 
+def _keep(array: NDArray[Any]) -> None:
+    pass
+
+
 class SavedFile(NamedTuple):
     """The content of a saved index.
 
@@ -51,10 +55,13 @@ class SavedFile(NamedTuple):
         What JSON held.
     arrays
         By name; read-only, and mapped unless they were to be read.
+    forget
+        Called with an array, or a part of one, that will hardly be used again.
     """
 
     header: dict[str, Any]
     arrays: dict[str, NDArray[Any]]
+    forget: Callable[[NDArray[Any]], None] = _keep
 
 
 def write_saved(
@@ -201,7 +208,11 @@ def read_saved(path: Path, *, owners: Iterable[int], may_map: bool) -> SavedFile
             raise SavedIndexError(f"it has {status.st_size} bytes, which is no saved index")
         read = map_file if may_map else _read
         data = read(file.fileno(), status.st_size)
-    return _content(data)
+    found = _content(data)
+    if not may_map:
+        return found
+    forget_pages(data)  # all of it was read for the checksum
+    return found._replace(forget=forget_pages)
 
 
 def _require_ours(status: os.stat_result, owners: frozenset[int]) -> None:

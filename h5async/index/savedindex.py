@@ -49,6 +49,8 @@ class Wanted(NamedTuple):
         Whether its layout says what the names of dimensions are, and how values are packed.
     groups
         Which groups it is joined of, as text; empty: none.
+    kind
+        What is known of it, where that is not the layout of a dataset alone: see `fill.known`.
     """
 
     path: str
@@ -56,6 +58,7 @@ class Wanted(NamedTuple):
     has_names: bool = False
     has_cf: bool = False
     groups: str = ""
+    kind: str = ""
 
     @classmethod
     def of(cls, field: Field, grouping: Grouping | None = None) -> Wanted:
@@ -171,7 +174,8 @@ def _unseen(files: Sequence[IndexedFile], writer: LayoutWriter) -> list[int]:
         for layout in file.layouts.values():
             for leaf in layout.leaves():
                 place = leaf.file, leaf.stamp
-                seen[place] = seen.get(place, True) and _is_read(leaf)
+                is_read = _is_read(leaf) and not layout.is_ragged
+                seen[place] = seen.get(place, True) and is_read
     return [number for place, number in writer.files.items() if not seen.get(place, False)]
 
 
@@ -215,7 +219,7 @@ class SavedIndex:
     """
 
     def __init__(self, path: Path, *, owners: Sequence[int], may_map: bool) -> None:
-        header, arrays = read_saved(path, owners=owners, may_map=may_map)
+        header, arrays, forget = read_saved(path, owners=owners, may_map=may_map)
         try:
             folder = os.path.dirname(os.path.realpath(path))
             self._files = [_file(found, folder) for found in header["files"]]
@@ -231,7 +235,7 @@ class SavedIndex:
             for number in (n for found in self._needs.values() for n in found):
                 self._number(number)
             self._arrays = arrays
-            self._layouts = LayoutReader(header, arrays, self._files)
+            self._layouts = LayoutReader(header, arrays, self._files, forget)
             self._entries = self._read_entries()
         except _MALFORMED as error:
             raise _not_sensible(error) from error
@@ -430,7 +434,12 @@ def _not_sensible(error: Exception) -> Exception:
 
 
 def _wanted(
-    path: object, num_dim: object, has_names: object, has_cf: object, groups: object
+    path: object,
+    num_dim: object,
+    has_names: object,
+    has_cf: object,
+    groups: object,
+    kind: object,
 ) -> Wanted:
     if type(has_names) is not bool or type(has_cf) is not bool:
         raise TypeError("what is known of a dataset is not said")
@@ -438,7 +447,7 @@ def _wanted(
     if not all(type(one) in (int, str) for one in several):
         raise TypeError(f"{num_dim!r} is no dimension")
     found = several if isinstance(num_dim, list) else several[0]
-    return Wanted(text(path), found, has_names, has_cf, text(groups))
+    return Wanted(text(path), found, has_names, has_cf, text(groups), text(kind))
 
 
 def _file(found: Sequence[Any], folder: str) -> tuple[str, FileStamp]:

@@ -9,7 +9,7 @@ the other; a column of equal numbers is one number in the row.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, NamedTuple, cast, get_args
 
@@ -19,9 +19,11 @@ from numpy.typing import NDArray
 from h5async.codec.filters import can_decode
 from h5async.index.chunktable import ChunkTable, grid_of, repeated
 from h5async.index.filterpipeline import is_hdf5s
+from h5async.index.heapelements import Sequences
 from h5async.index.layout import (
     CfAttribute,
     DatasetLayout,
+    HeapFile,
     Indexed,
     Part,
     SequenceLengths,
@@ -45,6 +47,7 @@ from h5async.index.portable import (
 )
 from h5async.index.savedchecks import Tables, check_chunks
 from h5async.index.savedfile import Arrays, SavedIndexError
+from h5async.index.variablelength import VariableLength
 from h5async.io.maps import IoMode, may_map
 from h5async.io.stamps import FileStamp
 
@@ -100,6 +103,7 @@ _SAVED = {
     *("dtype", "sample_axis", "storage", "fallback_reason", "fill", "chunk_shape", "filters"),
     *("member", "stored_itemsize", "has_raw_edges", "extra_dims", "indexed", "text"),
     *("values", "parts", "sources", "attached", "dim_names", "cf", "sequences"),
+    *("spans", "lengths", "heaps"),
 }
 _NOT_SAVED = _DEFAULTS.keys() - _SAVED  # a layout with another value of these cannot be saved
 
@@ -127,7 +131,11 @@ class LayoutWriter:
             "nbytes": [np.zeros(0, np.int64)],
             "mask": [np.zeros(0, np.uint32)],
             "values": [np.zeros(0, np.uint8)],
+            "spans": [np.zeros(0, np.int64)],
+            "lengths": [np.zeros(0, np.uint32)],
+            "places": [np.zeros(0, np.int64)],
         }
+        self._spans: dict[int, list[int]] = {}  # by the array's id, while it is held
         self._sizes = dict.fromkeys(self._columns, 0)
 
     def file(self, path: str, stamp: FileStamp) -> int:
@@ -246,7 +254,33 @@ class LayoutWriter:
             extra["sequences"] = layout.sequences.held.tolist()
         if layout.parts:
             extra["parts"] = [self._part(part) for part in layout.parts]
+        if layout.spans is not None:
+            if id(layout.spans) not in self._spans:
+                place = [self._append("spans", layout.spans), layout.spans.size]
+                self._spans[id(layout.spans)] = place
+            extra["spans"] = self._spans[id(layout.spans)]
+        if layout.lengths is not None:
+            extra["lengths"] = [self._append("lengths", layout.lengths), layout.lengths.size]
+            extra["heaps"] = [self._heap(heap) for heap in layout.heaps]
         return extra
+
+    def _heap(self, heap: HeapFile) -> list[Any]:
+        """Describe elements of variable length; their lengths are those of the layout."""
+        elements: Sequences = heap.elements
+        form = elements.form
+        return [
+            self.file(heap.file, heap.stamp),
+            heap.first_sample,
+            self._append("places", elements.place),
+            elements.place.size,
+            elements.where.removeprefix(heap.file),
+            dtype_to_json(form.dtype),
+            form.is_text,
+            form.is_ascii,
+            form.base,
+            form.address_nbytes,
+            form.size_nbytes,
+        ]
 
     def _part(self, part: Part) -> list[Any]:
         return [
@@ -315,6 +349,8 @@ class LayoutReader:
         Of the saved index.
     files
         Its files, as they are to be opened.
+    forget
+        Of the saved index, too.
 
     Raises
     ------
@@ -323,8 +359,13 @@ class LayoutReader:
     """
 
     def __init__(
-        self, header: dict[str, Any], arrays: Arrays, files: Sequence[tuple[str, FileStamp]]
+        self,
+        header: dict[str, Any],
+        arrays: Arrays,
+        files: Sequence[tuple[str, FileStamp]],
+        forget: Callable[[NDArray[Any]], None],
     ) -> None:
+        self._forget = forget
         self._files = files
         self._paths = [text(path) for path in header["paths"]]
         self._shapes = [_shape(shape) for shape in header["shapes"]]
@@ -333,11 +374,13 @@ class LayoutReader:
         self._arrays = dict(arrays)
         rows = arrays["rows"].reshape(-1, len(Row._fields))
         kinds = {"numbers": "i8", "index": "i8", "offset": "i8", "nbytes": "i8", "mask": "u4"}
-        for name, kind in {**kinds, "values": "u1"}.items():
+        kinds |= {"values": "u1", "spans": "i8", "lengths": "u4", "places": "i8"}
+        for name, kind in kinds.items():
             if arrays[name].dtype != kind:
                 raise ValueError(f"the array {name} is of {arrays[name].dtype}")
         self._rows = rows
         self._made: dict[int, DatasetLayout] = {}
+        self._checked: dict[tuple[int, int], NDArray[np.int64]] = {}  # spans, by their place
         self._maps: dict[tuple[int, IoMode], bool] = {}
         self._check(rows)
 
@@ -432,15 +475,60 @@ class LayoutReader:
         if "sources" in extra:
             sources = naturals(extra["sources"])
             members["sources"] = tuple(self._source(i, number, io) for i in sources)
+        if "spans" in extra:
+            members["spans"] = self._spans(layout, *naturals(extra["spans"]))
+        if "heaps" in extra:
+            self._add_heaps(layout, extra)
         if "sequences" in extra:
             held = np.array(naturals(extra["sequences"]), np.int64)
-            if (held > layout.num_samples).any() or held.sum() != layout.num_samples:
+            if (held > layout.sample_count).any() or held.sum() != layout.sample_count:
                 raise ValueError("sequences have other rows than the dataset")
             members["sequences"] = SequenceLengths(held, held)
         if "parts" in extra:
             members["parts"] = tuple(
                 self._part(part, layout, number, io) for part in extra["parts"]
             )
+
+    def _spans(self, layout: DatasetLayout, begin: int, count: int) -> NDArray[np.int64]:
+        """Return where the samples of a layout begin, which are runs of its rows."""
+        key = begin, count
+        if key not in self._checked:
+            found = self._column("spans", begin, count)
+            if found.size != count or not count or (found[1:] < found[:-1]).any():
+                raise ValueError("samples do not follow each other")
+            self._checked[key] = found
+        spans = self._checked[key]
+        if spans[0] < 0 or spans[-1] > layout.num_samples:
+            raise ValueError("samples lie outside their dataset")
+        return spans
+
+    def _add_heaps(self, layout: DatasetLayout, extra: Any) -> None:
+        """Say where elements of variable length lie. Their places are written to, and so copied."""
+        begin, count = naturals(extra["lengths"])
+        lengths = self._column("lengths", begin, count)
+        if lengths.size != count or int(lengths.sum(dtype=np.int64)) != layout.num_samples:
+            raise ValueError("elements have other lengths than their dataset")
+        if layout.storage != "heap" or layout.sample_axis:
+            raise ValueError("a dataset is not of variable length")
+        heaps, end = [], 0
+        for number, first, at, size, where, dtype, *form in extra["heaps"]:
+            stored = self._column("places", natural(at), natural(size))
+            places = stored.copy()
+            self._forget(stored)
+            own = lengths[natural(first) : first + size]
+            file, stamp = self._files[natural(number)]
+            described = _form(dtype_from_json(dtype), *form)
+            if first < end or places.size != size or own.size != size or (places >= 0).any():
+                raise ValueError("elements have no places")
+            if own.size and int(own.max()) * described.dtype.itemsize > stamp.nbytes:
+                raise ValueError("an element is longer than its file")
+            if described.dtype.base != layout.dtype:
+                raise ValueError("elements are of another dtype than their dataset")
+            total = int(own.sum(dtype=np.int64))
+            elements = Sequences(described, file + text(where), own, places, total)
+            heaps.append(HeapFile(file, stamp, first, elements))
+            end = first + size
+        layout.__dict__.update(lengths=lengths, heaps=tuple(heaps))
 
     def _source(self, source: int, number: int, io: IoMode) -> DatasetLayout:
         if source >= number:
@@ -610,6 +698,28 @@ def _read_text(found: Any, dtype: np.dtype[Any]) -> Text:
     if natural(offset) + natural(nbytes) > dtype.itemsize or type(is_padded) is not bool:
         raise ValueError("a string lies outside its element")
     return Text(offset, nbytes, is_padded)
+
+
+def _form(
+    dtype: np.dtype[Any],
+    is_text: object,
+    is_ascii: object,
+    base: object,
+    address_nbytes: object,
+    size_nbytes: object,
+) -> VariableLength:
+    """Return how elements of variable length are stored."""
+    found = VariableLength(
+        dtype,
+        is_text is True,
+        is_ascii is True,
+        natural(base),
+        natural(address_nbytes),
+        natural(size_nbytes),
+    )
+    if {found.address_nbytes, found.size_nbytes} - {4, 8} or not dtype.itemsize:
+        raise ValueError("elements have references of no known size")
+    return found
 
 
 def _cf_to_json(attribute: CfAttribute) -> list[str]:

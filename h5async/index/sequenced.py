@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import DatasetError
-from h5async.index.joined import join_layouts
+from h5async.index.joined import join_layouts, with_lengths
 from h5async.index.layout import DatasetLayout, Part, SequenceLengths
 from h5async.index.slabs import Slab
 
@@ -30,7 +30,7 @@ def join_groups(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
     DatasetError
         If the shapes of their rows or their dtypes differ.
     """
-    held = np.array([layout.num_samples for layout in layouts], np.int64)
+    held = np.array([layout.sample_count for layout in layouts], np.int64)
     return join_layouts(layouts).changed(
         sequences=SequenceLengths(held, held), file_samples=(), path=layouts[0].path
     )
@@ -135,6 +135,8 @@ def _with_room(layout: DatasetLayout, room: NDArray[np.int64]) -> DatasetLayout:
     held = layout.sequences.held
     shift = np.cumsum(room) - room - (np.cumsum(held) - held)
     ends = np.cumsum(held)
+    if layout.is_ragged:
+        return _ragged_with_room(layout, room, shift)
     if not layout.parts:  # one run of rows
         source = layout.changed(sequences=None)
         parts = [
@@ -159,6 +161,30 @@ def _with_room(layout: DatasetLayout, room: NDArray[np.int64]) -> DatasetLayout:
         sequences=SequenceLengths(room, held),
         cf=tuple((_shifted(first, ends, shift), attributes) for first, attributes in layout.cf),
     )
+
+
+def _ragged_with_room(
+    layout: DatasetLayout, room: NDArray[np.int64], shift: NDArray[np.int64]
+) -> DatasetLayout:
+    """Do the same where samples are runs of rows: what is in no sequence has no rows."""
+    assert layout.sequences is not None
+    held = layout.sequences.held
+    at = np.arange(int(held.sum())) + np.repeat(shift, held)
+    sequences = SequenceLengths(room, held)
+    if layout.lengths is not None:
+        lengths = np.zeros(int(room.sum()), np.uint32)
+        lengths[at] = layout.lengths
+        first = np.cumsum(held) - held
+        heaps = []
+        for heap in layout.heaps:
+            number = int(np.searchsorted(first, heap.first_sample, side="right")) - 1
+            moved = heap.first_sample + int(shift[number]) if shift.size else heap.first_sample
+            heaps.append(heap._replace(first_sample=moved))
+        return with_lengths(layout.changed(sequences=sequences), lengths, heaps)
+    starts = layout.starts()
+    counts = np.zeros(int(room.sum()) + 1, np.int64)
+    counts[0], counts[at + 1] = starts[0], np.diff(starts)
+    return layout.changed(sequences=sequences, spans=np.cumsum(counts))
 
 
 def _shifted(first: int, ends: NDArray[np.int64], shift: NDArray[np.int64]) -> int:

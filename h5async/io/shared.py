@@ -16,6 +16,7 @@ import math
 import mmap
 import os
 import resource
+import sys
 import tempfile
 import threading
 import weakref
@@ -270,6 +271,20 @@ def map_file(fd: int, nbytes: int) -> NDArray[np.uint8]:
         If it cannot be mapped.
     """
     return np.asarray(_Map(None, fd, 0, _whole_pages(nbytes), is_writable=False))[:nbytes]
+
+
+def forget_pages(array: NDArray[Any]) -> None:
+    """Let go of what was read of an array of `map_file`; what is used again is read again.
+
+    Pages that are only in part the array's are kept. Never to be called of other memory.
+    """
+    page = mmap.PAGESIZE
+    begin = -(-array.ctypes.data // page) * page
+    nbytes = (array.ctypes.data + array.nbytes) // page * page - begin
+    if nbytes > 0 and sys.platform == "linux":  # elsewhere it may mean other things
+        ctypes.CDLL(None).madvise(
+            ctypes.c_void_p(begin), ctypes.c_size_t(nbytes), mmap.MADV_DONTNEED
+        )
 
 
 def _whole_pages(nbytes: int) -> int:

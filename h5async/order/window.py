@@ -327,7 +327,7 @@ def _ragged_times(bounds: Int64s, layouts: Sequence[DatasetLayout]) -> int:
     times = 1
     for layout in layouts:
         chunk = max((leaf.chunk_shape[0] for leaf in layout.leaves() if leaf.filters), default=0)
-        if layout.spans is None or not chunk or not layout.num_samples:
+        if not layout.is_ragged or not chunk or not layout.num_samples:
             continue
         length = layout.num_samples / max(1, layout.sample_count)
         mean = layout.num_samples / max(1, bounds.size - 1)  # rows of a unit

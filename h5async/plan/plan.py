@@ -51,6 +51,22 @@ def plan_read(layout: DatasetLayout, sample: Int64s, rows: Rows = 0) -> ReadPlan
     return _plan_chunks(layout, sample, rows)
 
 
+def plan_run(layout: DatasetLayout, begin: int, end: int) -> ReadPlan:
+    """Plan how neighbouring samples are read, in their order: at a cost by chunk, not by sample.
+
+    Parameters
+    ----------
+    layout
+        Of the dataset.
+    begin, end
+        The first sample, and the one behind the last.
+    """
+    is_read = layout.fallback_reason is None and layout.values is None
+    if layout.parts or not is_read or layout.chunks is None or begin == end:
+        return plan_read(layout, np.arange(begin, end))
+    return _plan_of_chunks(layout, _Runs.of_run(begin, end, layout.chunk_shape[layout.sample_axis]))
+
+
 def rows_at(rows: Rows, chosen: Int64s) -> Int64s:
     """Return those of some rows whose indices are `chosen`."""
     return chosen + rows if isinstance(rows, int) else rows[chosen]
@@ -98,8 +114,6 @@ def _plan_contiguous_columns(layout: DatasetLayout, sample: Int64s, rows: Rows) 
 
 
 def _plan_chunks(layout: DatasetLayout, sample: Int64s, rows: Rows) -> ChunkPlan:
-    chunks = layout.chunks
-    assert chunks is not None
     axis = layout.sample_axis
     order = np.argsort(sample, kind="stable")
     goes_to = rows_at(rows, order)
@@ -107,6 +121,12 @@ def _plan_chunks(layout: DatasetLayout, sample: Int64s, rows: Rows) -> ChunkPlan
         runs = _Runs.of_one_each(sample[order], goes_to)
     else:
         runs = _Runs.of(*np.divmod(sample[order], layout.chunk_shape[axis]), goes_to)
+    return _plan_of_chunks(layout, runs)
+
+
+def _plan_of_chunks(layout: DatasetLayout, runs: _Runs) -> ChunkPlan:
+    chunks = layout.chunks
+    assert chunks is not None
     stride, first = layout.cross_numbers
     numbers = (runs.group_number[:, None] * stride + first).ravel()
     group = np.arange(runs.group_number.size, dtype=np.int32)
@@ -217,6 +237,14 @@ class _Runs(NamedTuple):
         count = number.size
         zeros, ones = np.zeros(count, np.int64), np.ones(count, np.int64)
         return cls(number, np.arange(count + 1), zeros, position, ones)
+
+    @classmethod
+    def of_run(cls, begin: int, end: int, size: int) -> _Runs:
+        """Group neighbouring samples of chunks of some size, which go to the first rows."""
+        number = np.arange(begin // size, -(-end // size))
+        first = np.maximum(number * size, begin)
+        length = np.minimum((number + 1) * size, end) - first
+        return cls(number, np.arange(number.size + 1), first - number * size, first - begin, length)
 
     @classmethod
     def of(cls, number: Int64s, local: Int64s, position: Int64s) -> _Runs:

@@ -79,6 +79,7 @@ def _is_same(one: DatasetLayout, other: DatasetLayout) -> bool:
         and fingerprint([one]) == fingerprint([other])
         and one.file_samples == other.file_samples
         and _are_equal(one.spans, other.spans)
+        and _are_equal(one.lengths, other.lengths)
     )
 
 

@@ -38,7 +38,7 @@ from h5async.io.keptfiles import affordable_maps
 from h5async.io.maps import IoMode, may_map
 from h5async.io.stamps import FileStamp
 from h5async.order.selection import Selection
-from h5async.order.spans import SpanRows
+from h5async.order.spans import SpanRows, StepSpans
 from h5async.order.steps import StepRows
 from h5async.read.queue import BatchQueue, SlotBatch
 from h5async.read.scratch import CLOSED, Scratch
@@ -96,7 +96,12 @@ class Collection:
         self.num_samples = layouts[0].sample_count
         self._num_fields = len(layouts)
         # Fields of which it reads something.
-        self.reads = [table is not None and table.can_read for table in tables]
+        # (Not where samples share runs of rows, of which each is read once.)
+        own_rows = [not isinstance(rows, StepSpans) for rows in steps] or [True] * len(tables)
+        self.reads = [
+            table is not None and table.can_read and is_own
+            for table, is_own in zip(tables, own_rows, strict=True)
+        ]
         self._numbers: dict[str, list[int]] = {}
         for i, source in enumerate(builder.sources):
             if source.values is None:
@@ -109,8 +114,10 @@ class Collection:
         described = zip(self._fields, tables, layouts, kept_nbytes, transforms, strict=True)
         self._describe_rows(steps)
         try:
-            for struct, table, layout, kept, transform in described:
-                if table is not None and table.can_read:
+            for (struct, table, layout, kept, transform), reads in zip(
+                described, self.reads, strict=True
+            ):
+                if table is not None and reads:
                     self._describe_field(struct, table, layout, kept, transform)
         except BaseException:
             self.close()
@@ -189,7 +196,9 @@ class Collection:
     def _describe_rows(self, several: Sequence[StepRows | SpanRows | None]) -> None:
         """Say which rows samples consist of, by field; fields with equal rows share a structure."""
         made: dict[Any, Any] = {}
-        for field, rows in zip(self._fields, several, strict=False):
+        for field, rows, is_read in zip(self._fields, several, self.reads, strict=False):
+            if not is_read:
+                continue
             if isinstance(rows, StepRows):
                 field.steps = made.setdefault(rows, self._step_struct(rows))
             elif rows is not None:

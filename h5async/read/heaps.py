@@ -1,7 +1,6 @@
-"""Reads elements of variable length: their references enter, values leave in given memory.
+"""Reads elements of variable length: `Sequences` enter, their values leave in given memory.
 
-References are decoded first, so that all lengths are known before anything else is read. Then the
-compiled core finds and copies values (core/src/heap.h). The Python implementation here does the
+The compiled core finds and copies values (core/src/heap.h). The Python implementation here does the
 same, and words the errors. The elements and files are not trusted.
 """
 
@@ -12,16 +11,15 @@ import os
 import struct
 from collections.abc import Callable
 from ctypes import c_int32
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import Core, address
-from h5async.core.heap import INDEX_BITS, MOST_ADDRESS, HeapStruct
+from h5async.core.heap import INDEX_BITS, MOST_ADDRESS
 from h5async.core.structures import IO_MODES, Event, FileStruct
 from h5async.errors import ReaderClosedError, ReadError
-from h5async.index.variablelength import VariableLength
+from h5async.index.heapelements import DAMAGED, Sequences
 from h5async.io.localfile import LocalFile
 from h5async.io.localfiles import FileEventError
 from h5async.io.stamps import FileStamp
@@ -31,98 +29,8 @@ _NUM_INDICES = 1 << INDEX_BITS
 _COLLECTION_HEAD = _OBJECT_HEAD = 16
 _LEAST_COLLECTION, _WINDOW_NBYTES = 4096, 16 * 1024
 _NULLS = -_NUM_INDICES  # places from here to -1 have no address
-_DAMAGED = "; the file is damaged"
 
 ReadInto = Callable[[int, list[memoryview]], None]
-
-
-@dataclass(frozen=True)
-class Sequences:
-    """Elements of a dataset, or of a part of it: how long they are, and where they lie.
-
-    12 bytes each. Many threads may read them at once: places are refined as they are found, and
-    whoever does so writes the same number.
-
-    Attributes
-    ----------
-    form
-        How they are stored.
-    where
-        What messages call the dataset: ``'a.h5: dataset "tokens"'``.
-    length
-        uint32 (n,): how many values each has; 0 where there is no address.
-    place
-        int64 (n,): the first byte of its values in the file; below 0: ``-1 - (address << 16 |
-        index)``, where its collection was not walked yet.
-    total
-        How many values there are in all.
-    """
-
-    form: VariableLength
-    where: str
-    length: NDArray[np.uint32]
-    place: NDArray[np.int64]
-    total: int
-
-    @classmethod
-    def decoded(
-        cls,
-        references: NDArray[np.uint8],
-        form: VariableLength,
-        file_nbytes: int,
-        where: str,
-        core: Core | None,
-    ) -> Sequences:
-        """Decode references.
-
-        Parameters
-        ----------
-        references
-            (n, reference_nbytes), C-contiguous: as stored.
-        form, where
-            As the attributes.
-        file_nbytes
-            Of the file: no element has more.
-        core
-            The compiled core; None: it is done in Python.
-
-        Raises
-        ------
-        ReadError
-            If an element is longer than the file.
-        """
-        count = len(references)
-        found = cls(form, where, np.empty(count, np.uint32), np.empty(count, np.int64), 0)
-        if core is None:
-            total = _decode(references, found, file_nbytes)
-        else:
-            heap = found.struct()
-            total = core.decode_references(
-                ctypes.byref(heap), address(np.ascontiguousarray(references)), file_nbytes
-            )
-        if total < 0:
-            number = -1 - total
-            length = int.from_bytes(references[number, :4].tobytes(), "little")
-            raise ReadError(
-                f"{where}, element {number}: its {length} values of {form.dtype.itemsize} bytes do"
-                f" not fit into the file of {file_nbytes} bytes{_DAMAGED}"
-            )
-        return cls(form, where, found.length, found.place, total)
-
-    def struct(self) -> HeapStruct:
-        """Return them as the core takes them, which writes to the places."""
-        assert self.place.flags.writeable
-        form = self.form
-        return HeapStruct(
-            length=address(self.length),
-            place=address(self.place),
-            count=self.length.size,
-            base=form.base,
-            value_nbytes=form.dtype.itemsize,
-            address_nbytes=form.address_nbytes,
-            size_nbytes=form.size_nbytes,
-            is_text=form.is_text,
-        )
 
 
 class HeapReader:
@@ -214,23 +122,6 @@ class HeapReader:
         return bool(done == element.size)
 
 
-def _decode(references: NDArray[np.uint8], found: Sequences, most_nbytes: int) -> int:
-    """Do what the core's `decode_references` does."""
-    width = found.form.address_nbytes
-    fields = [("length", "<u4"), ("address", f"<u{width}"), ("index", "<u4")]
-    stored = np.ascontiguousarray(references).view(np.dtype(fields)).reshape(-1)
-    start, index = stored["address"].astype(np.uint64), stored["index"].astype(np.uint64)
-    length = np.where(start == 0, 0, stored["length"]).astype(np.uint32)
-    too_long = np.flatnonzero(length > most_nbytes // found.form.dtype.itemsize)
-    if too_long.size:
-        return -1 - int(too_long[0])
-    is_odd = (start > MOST_ADDRESS) | ((index >= _NUM_INDICES) & (start != 0))
-    start[is_odd], index[is_odd | (start == 0)] = MOST_ADDRESS, 0
-    found.length[...] = length
-    found.place[...] = -1 - (start << np.uint64(INDEX_BITS) | index).astype(np.int64)
-    return int(length.sum(dtype=np.int64))
-
-
 def read_in_python(
     sequences: Sequences,
     read_into: ReadInto,
@@ -273,7 +164,7 @@ class _Heap:
             begin = self._sequences.form.base + start
             raise ReadError(
                 f"{self._sequences.where}, element {number}: the heap collection at byte"
-                f" {begin}, where its values should lie, {error}{_DAMAGED}"
+                f" {begin}, where its values should lie, {error}{DAMAGED}"
             ) from None
 
     def copy(self, number: int, position: int, out: NDArray[np.uint8]) -> None:
@@ -287,7 +178,7 @@ class _Heap:
         if sequences.form.is_text and not target.all():
             raise ReadError(
                 f"{sequences.where}, element {number}: the string has a NUL byte, where HDF5 would"
-                f" end it{_DAMAGED}"
+                f" end it{DAMAGED}"
             )
 
     def _nbytes_of(self, number: int) -> int:

@@ -1,11 +1,12 @@
 """Reads a small dataset whole, in the calling thread: a mask, say, or a number for each sample.
 
-A layout enters; its values leave, one for each sample.
+A layout enters; its values leave, one for each sample: all of them, or block by block.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,11 @@ from numpy.typing import NDArray
 from h5async.errors import DatasetError
 from h5async.index.layout import DatasetLayout
 from h5async.io.maps import IoMode
-from h5async.plan.plan import plan_read
+from h5async.plan.plan import plan_run
 from h5async.read.executors import Executors
 from h5async.read.scratch import Scratch, ScratchSize
 
-_BLOCK_SAMPLES = 1 << 18  # of which the plan takes some times more memory than the values
+_BLOCK_SAMPLES = 1 << 18
 
 
 def read_whole(layout: DatasetLayout, io: IoMode) -> NDArray[Any]:
@@ -43,28 +44,48 @@ def read_whole(layout: DatasetLayout, io: IoMode) -> NDArray[Any]:
     ReadError
         If it cannot be read.
     """
+    found = np.empty(layout.num_samples, layout.dtype.newbyteorder("="))
+    for first, block in read_blocks(layout, io):
+        found[first : first + block.size] = block
+    return found
+
+
+def read_blocks(layout: DatasetLayout, io: IoMode) -> Iterator[tuple[int, NDArray[Any]]]:
+    """Yield the same block by block: the number of its first sample, and its values.
+
+    The memory of a block is that of the next one, too. Values are in the dataset's byte order.
+
+    Raises
+    ------
+    DatasetError
+        If it has several values for a sample, or none.
+    ReadError
+        If it cannot be read.
+    """
     count = layout.num_samples
     if math.prod(layout.shape) != count:
         raise DatasetError(
             f'{layout.file}: dataset "{layout.path}" must have one value for each sample, and has'
             f" shape {layout.shape}"
         )
-    shape = [1] * len(layout.shape)
-    found = np.empty(count, layout.raw_dtype)
+    shape = [1] * (len(layout.shape) - 1)
+    # (Whole chunks: what of one goes to two blocks would be decoded twice.)
+    size = layout.chunk_shape[layout.sample_axis] if layout.chunk_shape else 1
+    size *= max(1, _BLOCK_SAMPLES // size)
+    memory = np.empty(min(size, count), layout.raw_dtype)
     executors = Executors(None, [layout], io, [layout.unit_nbytes], _do_nothing)
     try:
         executor = executors.make()[0]
         scratch = Scratch.allocate(*ScratchSize.of([layout]))
-        for first in range(0, count, _BLOCK_SAMPLES):
-            samples = np.arange(first, min(first + _BLOCK_SAMPLES, count))
-            plan = plan_read(layout, samples)
-            rows = found[first : first + samples.size].reshape(samples.size, *shape[1:])
-            executor.execute(plan, 0, plan.num_items, rows, scratch)
+        for first in range(0, count, size):
+            end = min(first + size, count)
+            plan = plan_run(layout, first, end)
+            block = memory[: end - first]
+            executor.execute(plan, 0, plan.num_items, block.reshape(-1, *shape), scratch)
+            # Any byte but 0 is True to HDF5.
+            yield first, block != 0 if layout.dtype.kind == "b" else block
     finally:
         executors.close()
-    if layout.dtype.kind == "b":  # any byte but 0 is True to HDF5
-        return np.asarray(found != 0)
-    return found.astype(layout.dtype.newbyteorder("="), copy=False)
 
 
 def _do_nothing() -> None:

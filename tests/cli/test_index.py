@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 from h5async import AsyncReader, Field, Sequences
 from h5async.cli import app
+from h5async.fill import known
 from h5async.index import indexcache, opening
 
 
@@ -51,16 +52,17 @@ def files(tmp_path: Path) -> list[Path]:
 
 
 def indexed_never(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse_to(path: Path, *_: object) -> None:
+    def refuse_to(path: Path, *_: object, **__: object) -> None:
         raise AssertionError(f"{path} was indexed")
 
     monkeypatch.setattr(opening, "read_layouts", refuse_to)
+    monkeypatch.setattr(known, "read_layouts", refuse_to)
 
 
 def test_all_datasets_that_can_be_read_are_in_the_index(files, tmp_path, monkeypatch):
     index = tmp_path / "train.h5idx"
     told = succeed("index", *files, "-o", index)
-    assert "3 files, 12 datasets" in told
+    assert "3 files, 15 datasets" in told
     assert os.stat(index).st_mode & 0o077 == 0o044
     expected = [
         np.concatenate([h5py.File(path)[n][...] for path in files]) for n in ("data", "labels")
