@@ -29,7 +29,7 @@ from h5async.system.interruptions import suppressing
 
 # Another number for another content, and where the same file would be indexed otherwise: what has
 # another one is not read.
-FORMAT = 2
+FORMAT = 3
 _SIGNATURE = b"\x89h5async\r\n\x1a\n"
 _HEAD = struct.Struct("<12sIQQ16s")
 _ALIGNMENT = 64

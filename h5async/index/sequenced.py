@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import DatasetError
+from h5async.index.alike import AlikeParts, alike_parts
 from h5async.index.joined import join_layouts
 from h5async.index.layout import DatasetLayout, Part, SequenceLengths
 from h5async.index.slabs import Slab
@@ -31,8 +32,12 @@ def join_groups(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
         If the shapes of their rows or their dtypes differ.
     """
     held = np.array([layout.num_samples for layout in layouts], np.int64)
-    return join_layouts(layouts).changed(
-        sequences=SequenceLengths(held, held), file_samples=(), path=layouts[0].path
+    joined = join_layouts(layouts)
+    return joined.changed(
+        sequences=SequenceLengths(held, held),
+        file_samples=(),
+        path=layouts[0].path,
+        parts=alike_parts(joined.parts),
     )
 
 
@@ -135,6 +140,7 @@ def _with_room(layout: DatasetLayout, room: NDArray[np.int64]) -> DatasetLayout:
     held = layout.sequences.held
     shift = np.cumsum(room) - room - (np.cumsum(held) - held)
     ends = np.cumsum(held)
+    parts: list[Part] | AlikeParts
     if not layout.parts:  # one run of rows
         source = layout.changed(sequences=None)
         parts = [
@@ -144,6 +150,9 @@ def _with_room(layout: DatasetLayout, room: NDArray[np.int64]) -> DatasetLayout:
             )
             if size
         ]
+    elif isinstance(layout.parts, AlikeParts):
+        first = layout.parts.columns.first
+        parts = layout.parts.moved(first + shift[np.searchsorted(ends, first, side="right")])
     else:
         parts = []
         for part in layout.parts:
@@ -155,7 +164,7 @@ def _with_room(layout: DatasetLayout, room: NDArray[np.int64]) -> DatasetLayout:
         storage="files",
         offset=-1,
         values=None,
-        parts=tuple(parts),
+        parts=parts if isinstance(parts, AlikeParts) else tuple(parts),
         sequences=SequenceLengths(room, held),
         cf=tuple((_shifted(first, ends, shift), attributes) for first, attributes in layout.cf),
     )
