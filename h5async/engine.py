@@ -251,7 +251,11 @@ class Engine:
 
     def fetch(self, samples: NDArray[np.int64] | None = None) -> bool:
         """Ask for one more batch, or one of these samples; tell whether its epoch ends with it."""
-        serial = self.ring.ask() if samples is None else self.position.give(samples)
+        if samples is not None:
+            self.position.give(samples)
+            self._begin()
+            return False
+        serial = self.ring.ask()
         self._begin()
         return self.schedule.is_last(serial)
 

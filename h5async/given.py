@@ -48,9 +48,15 @@ class GivenSamples:
     ) -> None:
         self._config = config
         self._num_samples = next(iter(layouts.values())).sample_count
+        self._where = paths_text(config.hdf5_path)
         self._transforms = list(transforms.values())
         self._samplings = samplings
         self._rows = rows
+        self._ragged = [
+            (transform.capacity, field)
+            for transform, field in zip(self._transforms, samplings.rows, strict=True)
+            if isinstance(field, SpanRows) and transform.capacity is not None
+        ]
 
     def checked(self, index: ArrayLike, what: str = "index") -> NDArray[np.int64]:
         """Return sample numbers as a new array, which is not empty.
@@ -60,12 +66,10 @@ class GivenSamples:
         ConfigError
             If they are not sample numbers of the dataset, or none.
         """
-        found = sample_numbers(
-            index, self._num_samples, f"{what}: {paths_text(self._config.hdf5_path)}"
-        )
+        found = sample_numbers(index, self._num_samples, f"{what}: {self._where}")
         if not found.size:
             raise ConfigError(f"{what}: give at least one sample number, found none")
-        self._samplings.check(found, f"{what}: {self._config.hdf5_path}")
+        self._samplings.check(found, f"{what}: {self._where}")
         return found
 
     def batch(self, index: ArrayLike) -> NDArray[np.int64]:
@@ -84,14 +88,13 @@ class GivenSamples:
                 f"index: a batch of this reader has {self._rows} samples at most, found"
                 f" {found.size}; make {named(option)} larger, or use read()"
             )
-        for transform, rows in zip(self._transforms, self._samplings.rows, strict=True):
-            if isinstance(rows, SpanRows) and transform.capacity is not None:
-                total = rows.total(found)
-                if total > transform.capacity:
-                    raise ConfigError(
-                        f"index: these samples have {total:,} values, and a batch of this reader"
-                        f" has room for {transform.capacity:,}; give fewer, or use read()"
-                    )
+        for capacity, rows in self._ragged:
+            total = rows.total(found)
+            if total > capacity:
+                raise ConfigError(
+                    f"index: these samples have {total:,} values, and a batch of this reader"
+                    f" has room for {capacity:,}; give fewer, or use read()"
+                )
         if self._config.cache is not None and not self._samplings.selection.has(found):
             raise ConfigError(
                 "index: with a cache, only samples that `indices` selects can be asked for; use"

@@ -29,13 +29,13 @@ class Handover:
     def batch(self, serial: int, filled: FillOutcome) -> Batch:
         """Return a batch that was filled well."""
         engine = self._engine
-        device, schedule = engine.device, engine.schedule
-        epoch, number, _ = schedule.position(serial)
-        if serial in engine.position.course.given:
-            epoch = number = -1
-        else:
+        device, course = engine.device, engine.position.course
+        epoch, number, is_last = -1, -1, False
+        if serial not in course.given:
+            epoch, number, _ = course.schedule.position(serial)
+            is_last = course.schedule.is_last(serial)
             engine.position.looped_epoch = epoch
-        batch = self._batch(filled.arrays, filled.index, epoch, number, schedule.is_last(serial))
+        batch = self._batch(filled.arrays, filled.index, epoch, number, is_last)
         if engine.config.copy:
             return batch.copy()
         if engine.config.debug_lifetimes:

@@ -176,10 +176,11 @@ class ReaderPosition:
         """
 
         def course_from(serial: int, following: int) -> Course:
-            course = self.course
-            given = {other: of for other, of in course.given.items() if other >= following}
-            schedule = course.schedule.with_other(serial, following)
-            return course._replace(schedule=schedule, given={**given, serial: samples})
+            rank, place, origin, order, schedule, known = self.course
+            given = {other: of for other, of in known.items() if other >= following}
+            given[serial] = samples
+            schedule = schedule.with_other(serial, following)
+            return Course(rank, place, origin, order, schedule, given)
 
         return self._ring.ask_for(course_from)
 

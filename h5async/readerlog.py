@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from h5async.config import ReaderConfig
 from h5async.config.files import paths_text
 from h5async.core.binding import load_core
+from h5async.index.alike import kinds_of
 from h5async.index.layout import DatasetLayout
 from h5async.names import printable
 
@@ -40,7 +41,7 @@ def log_opened(
     """
     if not _log.isEnabledFor(logging.INFO):
         return
-    files = {source.file for layout in layouts.values() for source in layout.leaves()}
+    files = {source.file for layout in layouts.values() for source, _ in kinds_of(layout)}
     of_files = f" (data in {len(files):,} files)" if len(files) > 1 else ""
     _log.info(
         "opened %s%s: fields %s, %s samples, in %.3f s",
@@ -74,7 +75,9 @@ def log_ways(layouts: Mapping[str, DatasetLayout], methods: Sequence[str]) -> No
                 f"{what}: is read through h5py, one read at a time: {layout.fallback_reason}"
             )
         elif "python" in method and load_core() is not None:
-            filters = "+".join(dict.fromkeys(f.label for y in layout.leaves() for f in y.filters))
+            filters = "+".join(
+                dict.fromkeys(f.label for y, _ in kinds_of(layout) for f in y.filters)
+            )
             reason = f" ({filters})" if filters else ""
             _warn_once(
                 f"{what}: is read directly, but in Python, because the core does not read its"

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from h5async.fill.columns import Rows, by_field
 from h5async.fill.records import FillerStats
+from h5async.index.alike import kinds_of
 from h5async.index.cost import direct_share
 from h5async.index.layout import DatasetLayout
 from h5async.order.selection import Selection
@@ -110,7 +111,9 @@ class ReaderCounts:
         stages["place"] += counts.place_ns / 1e9
         row_nbytes = sum(map(_sample_nbytes, layouts))
         direct = sum(_sample_nbytes(layout) * direct_share(layout) for layout in layouts)
-        names = [f.label for layout in layouts for leaf in layout.leaves() for f in leaf.filters]
+        names = [
+            f.label for layout in layouts for leaf, _ in kinds_of(layout) for f in leaf.filters
+        ]
         return ReaderStats(
             batches=waits.count,
             samples=self.samples,

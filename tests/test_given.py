@@ -355,3 +355,26 @@ def test_copies_last(path):
         check(batch)
     assert labels.size == COUNT
     assert sorted(np.concatenate([batch.index for batch in batches])) == list(range(COUNT))
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_very_many_given_batches_change_nothing_of_the_order(path, num_threads):
+    """Those that were delivered are forgotten, a few dozen at a time."""
+    with reader_of(path, num_threads=num_threads) as reader:
+        expected = [(b.epoch, b.number, b.index.tolist(), b.last) for _ in range(3) for b in reader]
+        reader.reset()
+        rng, found = np.random.default_rng(0), []
+        while len(found) < len(expected):
+            given = rng.integers(COUNT, size=(int(rng.integers(1, 9)), 3))
+            assert not any([reader.fetch_data(index) for index in given])
+            is_last = reader.fetch_data()
+            for index in given:
+                batch = reader.get_next_batch()
+                assert (batch.epoch, batch.number, batch.last) == (-1, -1, False)
+                assert batch.index.tolist() == index.tolist()
+                check(batch)
+            batch = reader.get_next_batch()
+            check(batch)
+            assert batch.last == is_last
+            found.append((batch.epoch, batch.number, batch.index.tolist(), batch.last))
+        assert found == expected

@@ -46,7 +46,7 @@ class Core:
         The shared library.
     missing
         Codec libraries that were not found; chunks that need them are decoded in Python.
-    transform, permute, window_block, cut, cut_sorted
+    transform, permute, draw, window_block, cut, cut_sorted
         Its functions. They release the GIL, and may be called from many threads, each with its
         own worker.
     plan_batch, read_batch, submit, next and others
@@ -108,6 +108,7 @@ class Core:
         self.transform = _function(library, "h5async_transform", 1, c_void_p, c_void_p)
         self.unpack = _function(library, "h5async_unpack", 1, c_void_p, c_void_p)
         self.permute = _function(library, "h5async_permute", 1, c_int64, *[c_uint64] * 3, c_void_p)
+        self.draw = _function(library, "h5async_draw", 3, *[c_int64] * 3)
         self.window_block = _function(library, "h5async_window_block", 2, c_int64, c_int64)
         self.cut = _function(library, "h5async_cut", 2, *[c_int64] * 3)
         self.cut_sorted = _function(library, "h5async_cut_sorted", 4, *[c_int64] * 3)
@@ -152,6 +153,7 @@ class Core:
         self.job_nbytes = _function(library, "h5async_job_nbytes", 0)
         self.open_queue = _function(library, "h5async_open_queue", 4, *[c_int64] * 4, c_int32)
         self.select = _function(library, "h5async_select", 2, c_int64, c_int64)
+        self.draw_from = _function(library, "h5async_draw_from", 2, c_int64)
         self.open_job = _function(library, "h5async_open_job", 4, c_int64, c_int64)
         self.submit = _function(
             library, "h5async_submit", 1, c_void_p, c_void_p, *[c_int64] * 4, c_int32

@@ -265,8 +265,8 @@ class Samplings:
         By column: which rows each sample consists of; None: its own.
     epoch_samples
         Positions in an epoch's order: how many are selected, or drawn.
-    sampler
-        The order of the option `sampler`, if there is one.
+    draws, sampler
+        The orders of the options `weights` and `sampler`, if there are such.
     lengths
         How many values samples count, where that says which make up a batch.
 
@@ -287,21 +287,23 @@ class Samplings:
         self._made: dict[OrderKey, Sampling] = {}
         found = choose(config, layouts) if chosen is None else chosen
         self.selection, weights, self.sequences, self._possible = found
+        count = self._layouts[0].sample_count
+        self._all_are_possible = self._possible.is_prefix and self._possible.size == count
         steps = step_rows(config.batch_fields, self.sequences)
         spans = spans_of(layouts, steps)
         self.rows: list[Rows] = [spans.get(name, steps.get(name)) for name in layouts]
         self.lengths = lengths_of(config, layouts)
-        self._draws = None if weights is None else _weighted(weights, config.seed)
+        self.draws = None if weights is None else _weighted(weights, config.seed)
         self.sampler = None if config.sampler is None else self._sampler_order()
         self.epoch_samples = self.selection.size
-        if self._draws is not None:
+        if self.draws is not None:
             self.epoch_samples = config.epoch_samples or self.selection.size
         if self.sampler is not None:
             self.epoch_samples = self.sampler.size
 
     def weights_digest(self) -> str | None:
         """Return a short text that depends on all weights; None: there are none."""
-        return None if self._draws is None else self._draws.digest
+        return None if self.draws is None else self.draws.digest
 
     def samples(self, request: FillRequest) -> NDArray[np.int64]:
         """Return the samples of a batch, in its order, as a new array."""
@@ -317,6 +319,8 @@ class Samplings:
         ConfigError
             If a sample is none for that; the message begins with `where`.
         """
+        if self._all_are_possible:
+            return
         is_possible = self._possible.are_in(samples)
         if not is_possible.all():
             odd = int(samples[~is_possible][0])
@@ -395,6 +399,7 @@ class Samplings:
             "seed": self._config.seed,
             "drop_last": self._config.drop_last,
             "order": self._order(batch_size, world_size),
+            "draws": self.draws,
             "selection": None if self.sampler or self.selection.is_prefix else self.selection,
             "rank": rank,
             "world_size": world_size,
@@ -404,20 +409,21 @@ class Samplings:
         from h5async.order.drawn import SamplerOrder
 
         config = self._config
-        is_all = self._possible.is_prefix and self._possible.size == self._layouts[0].num_samples
         return SamplerOrder(
             config.sampler,
             self._layouts[0].sample_count,
             config.batch_size,
             config.epoch_samples,
-            None if is_all else partial(self.check, where=f"{self._layouts[0].file}: sampler"),
+            None
+            if self._all_are_possible
+            else partial(self.check, where=f"{self._layouts[0].file}: sampler"),
         )
 
     def _order(self, batch_size: int, world_size: int) -> Order | None:
         """Return the order of positions, where it is not that of `Sampling` itself."""
         if self._config.shuffle == "window":
             return self._window(batch_size, world_size)
-        return self._draws if self.sampler is None else self.sampler
+        return self.sampler
 
     def _window(self, batch_size: int, world_size: int) -> Order:
         from h5async.order.window import window_order

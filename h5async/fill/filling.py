@@ -173,6 +173,8 @@ class Filler(SlotFiller):
             if queue is not None and self._resident is None:
                 needs_python = postprocess is not None or not self._reader.transforms_all
                 needs_python |= assembly.needs_work
+                if samplings.draws is not None:
+                    queue.draw_from(samplings.draws.table)
                 self.submissions = Submissions(
                     queue,
                     self._reader,

@@ -23,6 +23,7 @@ from h5async.config import ReaderConfig
 from h5async.core.batch import KEPT_OVERHEAD_NBYTES, PLANNED_ROW_NBYTES, PLANNED_SAMPLE_NBYTES
 from h5async.errors import BudgetError, ConfigError
 from h5async.fill.images import sized_nbytes
+from h5async.index.alike import kinds_of
 from h5async.index.extents import table_nbytes
 from h5async.index.layout import DatasetLayout
 from h5async.index.small import kept_whole_nbytes
@@ -138,7 +139,7 @@ class MemoryBudget:
             rows = self._rows * self._transforms[name].rows_of_sample
             for source in _read_through_scratch(layout):
                 self._check_row(source)
-            for leaf in layout.leaves():
+            for leaf, _ in kinds_of(layout):
                 if leaf.chunks is None and not (leaf.filters or leaf.sources):
                     continue  # no chunks: nothing of it is listed, or held whole
                 self._check_pieces(leaf, rows)
@@ -355,7 +356,7 @@ def _window_nbytes(
     from h5async.order.window import kept_nbytes
 
     nbytes = kept_nbytes(layout, layouts, config.window_bytes)
-    least = min((source.chunk_nbytes for source in layout.leaves() if source.filters), default=0)
+    least = min((leaf.chunk_nbytes for leaf, _ in kinds_of(layout) if leaf.filters), default=0)
     return nbytes + nbytes // max(1, least) * KEPT_OVERHEAD_NBYTES
 
 
@@ -374,7 +375,7 @@ def _what_is_free() -> str:
 
 def _read_through_scratch(layout: DatasetLayout) -> Iterator[DatasetLayout]:
     """Yield the sources of which whole rows are held to take pieces of them."""
-    for part in layout.parts:
+    for part in layout.some_parts:
         if needs_scratch(layout, part):
             yield part.source
         yield from _read_through_scratch(part.source)
@@ -385,7 +386,7 @@ def _parts_scratch_nbytes(layout: DatasetLayout) -> int:
     return max(
         (
             scratch_nbytes(layout, part) + _parts_scratch_nbytes(part.source)
-            for part in layout.parts
+            for part in layout.some_parts
         ),
         default=0,
     )
@@ -394,24 +395,24 @@ def _parts_scratch_nbytes(layout: DatasetLayout) -> int:
 def _touched_scratch_nbytes(layouts: Sequence[DatasetLayout]) -> int:
     """Return what a thread comes to use of its scratch, which is as large as any field needs."""
     size = ScratchSize.of(layouts)
-    filters = max(len(leaf.filters) for layout in layouts for leaf in layout.leaves())
+    filters = max(len(leaf.filters) for layout in layouts for leaf, _ in kinds_of(layout))
     return size.encoded + size.raw_chunk + size.between * min(3, filters)
 
 
 def _num_layers(layout: DatasetLayout) -> int:
     """Return of how many pieces rows are put together that lie in different datasets."""
-    regions = {str(part.region) for part in layout.parts}
-    return max(1, len(regions), *(_num_layers(part.source) for part in layout.parts))
+    regions = {str(part.region) for part in layout.some_parts}
+    return max(1, len(regions), *(_num_layers(part.source) for part in layout.some_parts))
 
 
 def _kept_chunk_nbytes(layout: DatasetLayout) -> int:
-    return max((y.chunk_nbytes for y in layout.leaves() if y.unit_nbytes), default=0)
+    return max((leaf.chunk_nbytes for leaf, _ in kinds_of(layout) if leaf.unit_nbytes), default=0)
 
 
 def _fallback_nbytes(layout: DatasetLayout, rows: int) -> int:
     """Return what is held for a moment to read through h5py, by one thread at a time."""
     most = 0
-    for leaf in layout.leaves():
+    for leaf, _ in kinds_of(layout):
         if leaf.fallback_reason is None:
             continue
         read = min(leaf.nbytes, span_nbytes(leaf, rows))
@@ -440,9 +441,9 @@ def _lists_nbytes(layout: DatasetLayout, rows: int, batches: int) -> int:
     A batch has `rows` samples, however many leaves these lie in.
     """
     kept = planned = 0
-    for leaf in layout.leaves():
+    for leaf, count in kinds_of(layout):
         of_leaf = _lists_nbytes_of_leaf(leaf, rows, 0)
-        kept += of_leaf
+        kept += count * of_leaf
         planned = max(planned, _lists_nbytes_of_leaf(leaf, rows, batches) - of_leaf)
     return kept + planned
 

@@ -338,7 +338,9 @@ def sample_numbers(index: ArrayLike, count: int, where: str) -> Int64s:
             f"{where}: sample numbers must be a sequence of integers, found an array of"
             f" {found.dtype} of shape {found.shape}"
         )
-    if found.size and found.astype(np.uint64, copy=False).max() >= count:  # or below 0
+    is_usual = found.dtype == np.int64
+    unsigned = found.view(np.uint64) if is_usual else found.astype(np.uint64, copy=False)
+    if found.size and unsigned.max() >= count:  # or below 0
         odd = found.min() if found.min() < 0 else found.max()
         raise ConfigError(f"{where} has samples 0 to {count - 1}, and there is no sample {odd}")
     return found.astype(np.int64, copy=False)

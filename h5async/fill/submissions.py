@@ -30,7 +30,7 @@ from h5async.system.interruptions import interruption
 Resume = Callable[[FillRequest, NDArray[np.int64], bool], None]
 
 
-# The arguments `begin`, `count`, `permutation` and `samples` of `BatchQueue.submit`.
+# The arguments `begin`, `count`, `mapping` and `samples` of `BatchQueue.submit`.
 _Numbers = tuple[int, int, NDArray[np.uint64] | None, NDArray[np.int64] | None]
 _NO_NUMBERS: _Numbers = 0, 0, None, NO_SAMPLES
 
@@ -128,7 +128,7 @@ class Submissions(Tickets):
         sampling, epoch = self._samplings.at(request.order), request.epoch
         begin, end = sampling.dealt_at(epoch, request.start)
         if sampling.is_computed:
-            return begin, end - begin, sampling.permutation_of(epoch), None
+            return begin, end - begin, sampling.mapping_of(epoch), None
         samples = sampling.samples(epoch, begin, end)
         return begin, samples.size, None, samples
 

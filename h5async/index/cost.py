@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.index.alike import AlikeParts
 from h5async.index.layout import DatasetLayout
 from h5async.index.leaves import Leaf, leaves_of
 from h5async.index.shapes import cells_of
@@ -47,6 +48,8 @@ def direct_share(layout: DatasetLayout) -> float:
     """Return the share of a dataset's samples that are read directly, without h5py."""
     if not layout.parts:
         return float(layout.fallback_reason is None)
+    if isinstance(layout.parts, AlikeParts):
+        return direct_share(layout.parts.like)
     held = sum(part.samples.size for part in layout.parts)
     return sum(direct_share(p.source) * p.samples.size for p in layout.parts) / max(1, held)
 

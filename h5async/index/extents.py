@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.index.alike import AlikeParts
 from h5async.index.chunktable import ChunkTable
 from h5async.index.layout import DatasetLayout, region_key
 from h5async.index.leaves import Leaf, leaves_of, lie_within
 from h5async.index.shapes import Kind, Shape, shape_of, shape_of_small
-from h5async.index.slabs import TooManyRunsError
-from h5async.index.small import address_of_small, kept_whole_nbytes
+from h5async.index.slabs import TooManyRunsError, runs_between
+from h5async.index.small import address_of_small, addresses_of_small, kept_whole_nbytes
 from h5async.io.stamps import FileStamp
 
 Int64s = NDArray[np.int64]
@@ -110,13 +111,18 @@ def table_nbytes(layout: DatasetLayout) -> int:
     """Return what the table of a field takes at most, beside those that its datasets have."""
     if not layout.parts:
         return 0
-    datasets = {id(leaf): leaf for leaf in layout.leaves()}.values()
-    extents = sum(leaf.chunks.offset.size for leaf in datasets if leaf.chunks is not None)
+    if isinstance(layout.parts, AlikeParts):
+        extents = max(len(layout.parts), int(layout.parts.chunk_begin[-1]))
+    else:
+        datasets = {id(leaf): leaf for leaf in layout.leaves()}.values()
+        extents = sum(leaf.chunks.offset.size for leaf in datasets if leaf.chunks is not None)
     return extents * EXTENT_NBYTES + min(MOST_SEGMENTS, _most_runs(layout)) * 2 * SEGMENT_NBYTES
 
 
 def _most_runs(layout: DatasetLayout) -> int:
     """Return how many runs of samples there are at most, without listing them."""
+    if isinstance(layout.parts, AlikeParts):
+        return 1 + 3 * len(layout.parts)
     return 1 + sum(
         part.samples.num_blocks + part.source_samples.num_blocks + _most_runs(part.source)
         for part in layout.parts
@@ -146,6 +152,10 @@ class TableBuilder:
 
         Where all that can be kept of it fits into `kept_nbytes`, a small dataset is one chunk.
         """
+        nbytes = kept_whole_nbytes(layout)
+        keeps_small = 0 < nbytes.small <= kept_nbytes - nbytes.encoded
+        if isinstance(layout.parts, AlikeParts) and len(layout.parts) <= MOST_SEGMENTS:
+            return _FieldBuilder(self, layout, keeps_small).build_alike(layout.parts)
         leaves, count = [], 0
         try:
             for leaf in leaves_of(layout, self._max_rank):
@@ -155,8 +165,6 @@ class TableBuilder:
                 leaves.append(leaf)
         except TooManyRunsError:
             return None
-        nbytes = kept_whole_nbytes(layout)
-        keeps_small = 0 < nbytes.small <= kept_nbytes - nbytes.encoded
         return _FieldBuilder(self, layout, keeps_small).build(leaves)
 
     def source_of(self, layout: DatasetLayout) -> int:
@@ -221,6 +229,65 @@ class _FieldBuilder:
         for leaf in leaves:
             by_region.setdefault(region_key(leaf.region), []).append(leaf)
         layers = tuple(self._layer(several) for several in by_region.values())
+        is_one = len(layers) == 1 and next(iter(by_region)) is None
+        return self._table(layers, is_one)
+
+    def build_alike(self, parts: AlikeParts) -> FieldTable:
+        """Build the table of datasets that are alike: what `build` makes of their parts."""
+        columns, count = parts.columns, len(parts)
+        small = addresses_of_small(parts) if self._keeps_small else np.full(count, -1, np.int64)
+        first_part = parts[0]
+        runs = runs_between(first_part.samples, first_part.source_samples)
+        kind, source = self._tables.kind_of(parts.like), -1
+        shape, begin = np.empty(count, np.int32), columns.offset.copy()
+        extents = np.zeros(count, np.int64)
+        if kind != Kind.LEFT:
+            source = self._tables.source_of(parts.like)
+        is_small = (small >= 0) & (kind != Kind.LEFT)
+        sizes = np.frexp(columns.rows - 1)[1]  # bits of the number
+        for size in np.unique(sizes[is_small]).tolist():
+            here = is_small & (sizes == size)
+            one = parts[int(here.argmax())].source
+            leaf = Leaf(one, runs, None, None, None, False)
+            shape[here] = self._shape_of(leaf, Kind.CHUNKS, is_small=True)
+        if is_small.any():
+            begin[is_small] = np.arange(np.count_nonzero(is_small)) + self._num_extents
+            extents[is_small] = 1
+            nbytes = columns.rows[is_small] * parts.like.row_nbytes
+            zeros = np.zeros(nbytes.size, np.uint32)
+            self._add_extents(ChunkTable(None, small[is_small], nbytes, zeros))
+        if kind == Kind.LEFT:
+            shape[:] = self._shape_number((Kind.LEFT,), lambda: Shape(Kind.LEFT))
+            begin[:] = 0
+        elif not is_small.all():
+            leaf = Leaf(first_part.source, runs, None, None, None, False)
+            shape[~is_small] = self._shape_of(leaf, kind)
+        if columns.chunks is not None and kind != Kind.LEFT and not is_small.all():
+            begin[~is_small] = (parts.chunk_begin[:-1] + self._num_extents)[~is_small]
+            extents[~is_small] = parts.chunk_counts[~is_small]
+            self._add_extents(columns.chunks)
+        layer = _without_gaps(
+            columns.first,
+            columns.rows,
+            {
+                "row": np.zeros(count, np.int64),
+                "step": np.ones(count, np.int64),
+                "shape": shape,
+                "source": np.full(count, source, np.int32),
+                "begin": begin,
+                "count": extents,
+                "is_sparse": np.zeros(count, np.bool_),
+            },
+            self._layout.num_samples,
+        )
+        return self._table((layer,), is_one_whole=True)
+
+    def _add_extents(self, table: ChunkTable) -> None:
+        self._chunks.append(table)
+        self._num_extents += table.offset.size
+
+    def _table(self, layers: tuple[Layer, ...], is_one_whole: bool) -> FieldTable:
+        """Return the table; `is_one_whole`: there is one layer, of whole rows."""
         tables = self._chunks
         return FieldTable(
             layers=layers,
@@ -234,9 +301,7 @@ class _FieldBuilder:
             nbytes=_joined([t.nbytes for t in tables], np.int64),
             mask=_joined([t.filter_mask for t in tables], np.uint32),
             is_filled_first=(
-                bool(self._layout.parts)
-                and self._layout.has_gaps
-                and (len(layers) != 1 or next(iter(by_region)) is not None)
+                not is_one_whole and bool(self._layout.parts) and self._layout.has_gaps
             ),
         )
 
@@ -283,8 +348,7 @@ class _FieldBuilder:
         if found is None:
             found = self._num_extents, table.offset.size, table.index is not None
             self._extents[key] = found
-            self._chunks.append(table)
-            self._num_extents += table.offset.size
+            self._add_extents(table)
         return found
 
     def _shape_of(self, leaf: Leaf, kind: Kind, *, is_small: bool = False) -> int:

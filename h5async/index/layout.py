@@ -9,10 +9,10 @@ is a part of its rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,9 @@ from h5async.index.chunktable import ChunkTable, grid_of, needed_nbytes
 from h5async.index.geometry import PieceGeometry
 from h5async.index.slabs import MOST_RUNS, Blocks, Selection, most_runs, runs_between
 from h5async.io.stamps import FileStamp
+
+if TYPE_CHECKING:
+    from h5async.index.alike import AlikeParts
 
 _SLICES = 32  # of a contiguous dataset, so that several threads can read it
 _UNCHUNKED_UNIT_NBYTES = 1 << 20  # a read of so many bytes costs little more for each byte
@@ -223,7 +226,7 @@ class DatasetLayout:
     chunks: ChunkTable | None = None
     stored_nbytes: int = 0
     values: NDArray[Any] | None = None
-    parts: tuple[Part, ...] = ()
+    parts: tuple[Part, ...] | AlikeParts = ()
     sources: tuple[DatasetLayout, ...] = ()
     member: tuple[str, ...] = ()
     stored_itemsize: int = 0
@@ -410,6 +413,8 @@ class DatasetLayout:
     @cached_property
     def has_gaps(self) -> bool:
         """Whether some samples, or pieces of them, lie in no part: those have the fill value."""
+        if not isinstance(self.parts, tuple):
+            return int(self.parts.columns.rows.sum()) < self.num_samples
         held = sum(
             part.samples.size
             * math.prod(
@@ -467,7 +472,7 @@ class DatasetLayout:
     def unit_nbytes(self) -> int:
         """Decoded bytes that are kept of a group of samples to give them to several batches."""
         if self.parts:
-            return max(part.source.unit_nbytes for part in self.parts)
+            return max(part.source.unit_nbytes for part in self.some_parts)
         if not self.filters or self.is_row_a_chunk:
             return 0
         return self.chunk_nbytes * self.num_pieces
@@ -479,6 +484,8 @@ class DatasetLayout:
 
     def shared(self) -> DatasetLayout:
         """Return the layout of rows of which several samples consist."""
+        if not isinstance(self.parts, tuple):
+            return self.changed(parts=self.parts.shared(), is_shared=True)
         if self.parts:
             parts = tuple(replace(part, source=part.source.shared()) for part in self.parts)
             return self.changed(parts=parts, is_shared=True)
@@ -493,6 +500,11 @@ class DatasetLayout:
     def through_h5py(self, reason: str) -> DatasetLayout:
         """Return the layout of the same dataset, read by h5py."""
         return self.changed(fallback_reason=reason, offset=-1, chunks=None, parts=(), text=())
+
+    @property
+    def some_parts(self) -> Sequence[Part]:
+        """Parts of all kinds that there are; none of the others needs more memory."""
+        return self.parts if isinstance(self.parts, tuple) else self.parts.largest
 
     def leaves(self) -> Iterator[DatasetLayout]:
         """Yield the layouts that say where bytes lie: itself, or its sources."""

@@ -164,6 +164,14 @@ class Numbers:
         return place
 
 
+def numbers_at(place: object, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return an array that was added to `Numbers`, from its place."""
+    begin, count = naturals(place)
+    if begin + count > numbers.size:
+        raise ValueError("numbers lie outside their array")
+    return numbers[begin : begin + count]
+
+
 def selection_to_json(selection: Selection, numbers: Numbers) -> list[int]:
     """Return the four numbers of a `Slab`, or the places of the two arrays of `Blocks`."""
     if isinstance(selection, Slab):

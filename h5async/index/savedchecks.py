@@ -6,15 +6,20 @@ each within the grid; those without filters have the length of a chunk. Pure.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.index.alike import AlikeColumns
 from h5async.index.chunktable import repeated
+from h5async.index.layout import DatasetLayout
+from h5async.index.savedfile import SavedIndexError
 
 Int64s = NDArray[np.int64]
 
+_LARGEST = (1 << 62) - 1  # of a number of bytes, or of chunks
 _SUPERBLOCK_NBYTES = 48  # at least
 _MANY_CHUNKS = 4096  # of a dataset whose arrays are not worth copying to check several at once
 
@@ -44,6 +49,63 @@ class Tables:
     end: Int64s
     grid: Int64s
     expected: Int64s
+
+
+def check_alike(like: DatasetLayout, columns: AlikeColumns, whole: DatasetLayout) -> None:
+    """Check what is said of datasets that are like one, and make up a whole.
+
+    Raises
+    ------
+    ValueError
+        If it makes no sense.
+    SavedIndexError
+        If chunks cannot lie where they are said to.
+    """
+    _check_rows(like, columns, whole)
+    rows, offset, chunks, end = columns.rows, columns.offset, columns.chunks, like.stamp.nbytes
+    if chunks is None:
+        if (offset < -1).any() or (offset > end - rows * like.row_nbytes)[offset >= 0].any():
+            raise ValueError("values lie beyond the end of their file")
+        return
+    each = math.prod(like.grid[1:])
+    if int(rows.max()) * each > _LARGEST:
+        raise ValueError("datasets that are alike have too many chunks")
+    grid = -(-rows // like.chunk_shape[0]) * each
+    sizes = {sum(grid.tolist()), chunks.nbytes.size, chunks.filter_mask.size}
+    if sizes != {chunks.offset.size}:
+        raise ValueError("chunk tables do not fit their datasets")
+    zeros = np.zeros(rows.size, np.int64)
+    tables = Tables(
+        count=grid,
+        numbers=zeros - 1,
+        nbytes=np.cumsum(grid) - grid,
+        all_nbytes=zeros,
+        end=zeros + end,
+        grid=grid,
+        expected=zeros + (-1 if like.filters else like.chunk_nbytes),
+    )
+    wrong = check_chunks(tables, chunks.offset, np.zeros(0, np.int64), chunks.nbytes)
+    if wrong:
+        raise SavedIndexError(wrong)
+
+
+def _check_rows(like: DatasetLayout, columns: AlikeColumns, whole: DatasetLayout) -> None:
+    first, rows = columns.first, columns.rows
+    sizes = {array.size for array in (first, rows, columns.offset, columns.stored_nbytes)}
+    if sizes != {len(columns.paths)} or not rows.size:
+        raise ValueError("datasets that are alike lack some numbers")
+    is_direct = like.fallback_reason is None and like.sample_axis == 0 == whole.sample_axis
+    is_plain = not (like.parts or like.sources) and like.values is None
+    if not (is_direct and is_plain and like.storage in ("contiguous", "chunked")):
+        raise ValueError("datasets that are alike are not read directly")
+    if bool(like.chunk_shape) != (columns.chunks is not None) or like.dtype != whole.dtype:
+        raise ValueError("datasets that are alike are none")
+    if (rows < 1).any() or (rows > whole.num_samples).any() or (first < 0).any():
+        raise ValueError("datasets that are alike have no samples")
+    if (first > whole.num_samples - rows).any() or (first[1:] < first[:-1] + rows[:-1]).any():
+        raise ValueError("datasets that are alike do not follow each other")
+    if int(rows.max()) * like.row_nbytes > _LARGEST or (columns.stored_nbytes < 0).any():
+        raise ValueError("datasets that are alike are too large")
 
 
 def check_chunks(tables: Tables, offset: Int64s, number: Int64s, nbytes: Int64s) -> str | None:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.codec.filters import can_decode
+from h5async.index.alike import AlikeColumns, AlikeParts
 from h5async.index.chunktable import ChunkTable, grid_of, repeated
 from h5async.index.filterpipeline import is_hdf5s
 from h5async.index.heapelements import Sequences
@@ -39,13 +40,14 @@ from h5async.index.portable import (
     filter_from_json,
     natural,
     naturals,
+    numbers_at,
     region_from_json,
     region_to_json,
     selection_from_json,
     selection_to_json,
     text,
 )
-from h5async.index.savedchecks import Tables, check_chunks
+from h5async.index.savedchecks import Tables, check_alike, check_chunks
 from h5async.index.savedfile import Arrays, SavedIndexError
 from h5async.index.variablelength import VariableLength
 from h5async.io.maps import IoMode, may_map
@@ -54,6 +56,10 @@ from h5async.io.stamps import FileStamp
 _MOST_DIMENSIONS = 64  # of HDF5, 32, and those of array types
 _LARGEST = (1 << 62) - 1
 
+
+# Of `AlikeColumns`, and of their chunks: names of arrays.
+_ALIKE = ("first", "rows", "offset", "stored_nbytes")
+_ALIKE_CHUNKS = {"chunk_offset": "offset", "chunk_nbytes": "nbytes", "chunk_mask": "filter_mask"}
 
 _DEFAULTS = {
     field.name: field.default for field in fields(DatasetLayout) if field.default is not MISSING
@@ -251,8 +257,10 @@ class LayoutWriter:
         if layout.sources:
             extra["sources"] = [self.add(source) for source in layout.sources]
         if layout.sequences is not None:
-            extra["sequences"] = layout.sequences.held.tolist()
-        if layout.parts:
+            extra["sequences"] = self._numbers.add(layout.sequences.held)
+        if isinstance(layout.parts, AlikeParts):
+            extra["alike"] = self._alike(layout.parts)
+        elif layout.parts:
             extra["parts"] = [self._part(part) for part in layout.parts]
         if layout.spans is not None:
             if id(layout.spans) not in self._spans:
@@ -281,6 +289,14 @@ class LayoutWriter:
             form.address_nbytes,
             form.size_nbytes,
         ]
+
+    def _alike(self, parts: AlikeParts) -> dict[str, Any]:
+        columns, chunks = parts.columns, parts.columns.chunks
+        arrays = {name: getattr(columns, name) for name in _ALIKE}
+        if chunks is not None:
+            arrays |= {name: getattr(chunks, member) for name, member in _ALIKE_CHUNKS.items()}
+        places = {name: self._numbers.add(array) for name, array in arrays.items()}
+        return {"like": self.add(parts[0].source), "paths": list(columns.paths), "arrays": places}
 
     def _part(self, part: Part) -> list[Any]:
         return [
@@ -480,10 +496,13 @@ class LayoutReader:
         if "heaps" in extra:
             self._add_heaps(layout, extra)
         if "sequences" in extra:
-            held = np.array(naturals(extra["sequences"]), np.int64)
-            if (held > layout.sample_count).any() or held.sum() != layout.sample_count:
+            held = numbers_at(extra["sequences"], self._arrays["numbers"])
+            most = layout.sample_count
+            if (held < 0).any() or (held > most).any() or sum(held.tolist()) != most:
                 raise ValueError("sequences have other rows than the dataset")
             members["sequences"] = SequenceLengths(held, held)
+        if "alike" in extra:
+            members["parts"] = self._read_alike(extra["alike"], layout, number, io)
         if "parts" in extra:
             members["parts"] = tuple(
                 self._part(part, layout, number, io) for part in extra["parts"]
@@ -529,6 +548,26 @@ class LayoutReader:
             heaps.append(HeapFile(file, stamp, first, elements))
             end = first + size
         layout.__dict__.update(lengths=lengths, heaps=tuple(heaps))
+
+    def _read_alike(self, found: Any, whole: DatasetLayout, number: int, io: IoMode) -> AlikeParts:
+        like = self._source(natural(found["like"]), number, io)
+        paths = [text(path) for path in found["paths"]]
+        arrays = {
+            name: numbers_at(place, self._arrays["numbers"])
+            for name, place in found["arrays"].items()
+        }
+        chunks = None
+        if like.chunks is not None:
+            chunk_offset, nbytes, mask = (arrays[name] for name in _ALIKE_CHUNKS)
+            if (mask < 0).any() or (mask >= 1 << 32).any():
+                raise ValueError("a filter mask has too many bits")
+            chunks = ChunkTable(None, chunk_offset, nbytes, mask.astype(np.uint32)).shortened()
+        first, rows, offset, stored = (arrays[name] for name in _ALIKE)
+        columns = AlikeColumns(paths, first, rows, offset, stored, chunks)
+        check_alike(like, columns, whole)
+        parts = AlikeParts(like, columns)
+        _check_part(parts[0], whole)
+        return parts
 
     def _source(self, source: int, number: int, io: IoMode) -> DatasetLayout:
         if source >= number:

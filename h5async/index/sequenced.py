@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import DatasetError
+from h5async.index.alike import AlikeParts, alike_parts
 from h5async.index.joined import join_layouts, with_lengths
 from h5async.index.layout import DatasetLayout, Part, SequenceLengths
 from h5async.index.slabs import Slab
@@ -31,8 +32,12 @@ def join_groups(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
         If the shapes of their rows or their dtypes differ.
     """
     held = np.array([layout.sample_count for layout in layouts], np.int64)
-    return join_layouts(layouts).changed(
-        sequences=SequenceLengths(held, held), file_samples=(), path=layouts[0].path
+    joined = join_layouts(layouts)
+    return joined.changed(
+        sequences=SequenceLengths(held, held),
+        file_samples=(),
+        path=layouts[0].path,
+        parts=joined.parts if joined.is_ragged else alike_parts(joined.parts),
     )
 
 
@@ -137,6 +142,7 @@ def _with_room(layout: DatasetLayout, room: NDArray[np.int64]) -> DatasetLayout:
     ends = np.cumsum(held)
     if layout.is_ragged:
         return _ragged_with_room(layout, room, shift)
+    parts: list[Part] | AlikeParts
     if not layout.parts:  # one run of rows
         source = layout.changed(sequences=None)
         parts = [
@@ -146,6 +152,9 @@ def _with_room(layout: DatasetLayout, room: NDArray[np.int64]) -> DatasetLayout:
             )
             if size
         ]
+    elif isinstance(layout.parts, AlikeParts):
+        first = layout.parts.columns.first
+        parts = layout.parts.moved(first + shift[np.searchsorted(ends, first, side="right")])
     else:
         parts = []
         for part in layout.parts:
@@ -157,7 +166,7 @@ def _with_room(layout: DatasetLayout, room: NDArray[np.int64]) -> DatasetLayout:
         storage="files",
         offset=-1,
         values=None,
-        parts=tuple(parts),
+        parts=parts if isinstance(parts, AlikeParts) else tuple(parts),
         sequences=SequenceLengths(room, held),
         cf=tuple((_shifted(first, ends, shift), attributes) for first, attributes in layout.cf),
     )

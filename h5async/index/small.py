@@ -10,7 +10,11 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from h5async.core.batch import KEPT_OVERHEAD_NBYTES
+from h5async.index.alike import AlikeParts
 from h5async.index.layout import DatasetLayout
 
 SMALL_NBYTES = 1 << 16  # of a dataset: to read it whole takes little longer than to read a row
@@ -34,6 +38,8 @@ class KeptNbytes(NamedTuple):
 
 def kept_whole_nbytes(layout: DatasetLayout) -> KeptNbytes:
     """Return what it takes to keep all chunks of a field, and all of its small datasets."""
+    if isinstance(layout.parts, AlikeParts):
+        return _kept_of_alike(layout.parts)
     leaves = {id(leaf): leaf for leaf in layout.leaves()}.values()
     encoded = sum(
         math.prod(leaf.grid) * (leaf.chunk_nbytes + KEPT_OVERHEAD_NBYTES)
@@ -44,6 +50,35 @@ def kept_whole_nbytes(layout: DatasetLayout) -> KeptNbytes:
     if len(small) < MANY:
         return KeptNbytes(encoded, 0)
     return KeptNbytes(encoded, sum(small) + len(small) * KEPT_OVERHEAD_NBYTES)
+
+
+def _kept_of_alike(parts: AlikeParts) -> KeptNbytes:
+    like, rows = parts.like, parts.columns.rows
+    encoded = 0
+    if like.filters:
+        encoded = int(parts.chunk_begin[-1]) * (like.chunk_nbytes + KEPT_OVERHEAD_NBYTES)
+    is_small = addresses_of_small(parts) >= 0
+    count = int(np.count_nonzero(is_small))
+    if count < MANY:
+        return KeptNbytes(encoded, 0)
+    nbytes = int(rows[is_small].sum()) * like.row_nbytes
+    return KeptNbytes(encoded, nbytes + count * KEPT_OVERHEAD_NBYTES)
+
+
+def addresses_of_small(parts: AlikeParts) -> NDArray[np.int64]:
+    """Return `address_of_small` of each of datasets that are alike; -1: it is another one."""
+    like, columns = parts.like, parts.columns
+    none = np.full(len(parts), -1, np.int64)
+    if like.fallback_reason is not None or not like.rows_are_whole or like.filters:
+        return none
+    if not like.row_nbytes:
+        return none
+    is_small = (columns.rows > 0) & (columns.rows <= SMALL_NBYTES // like.row_nbytes)
+    if columns.chunks is None:
+        return np.where(is_small, columns.offset, -1)
+    is_small &= parts.chunk_counts == 1
+    first = np.minimum(parts.chunk_begin[:-1], columns.chunks.offset.size - 1)
+    return np.where(is_small, columns.chunks.offset[first], -1)
 
 
 def address_of_small(layout: DatasetLayout) -> int | None:

@@ -21,13 +21,16 @@ import functools
 import hashlib
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import address, load_core
 from h5async.order.selection import Selection
+
+if TYPE_CHECKING:
+    from h5async.order.weighted import WeightedOrder
 
 _ROUNDS = 6
 _BLOCK = 1024
@@ -81,6 +84,8 @@ class Sampling:
         another `batch_size` or `world_size`, on which the order depends.
     selection
         The samples to which positions are mapped; None: they are sample numbers.
+    draws
+        Draws positions of the selection with replacement, in place of all these orders.
     """
 
     num_samples: int
@@ -93,6 +98,7 @@ class Sampling:
     world_size: int = 1
     resumed: tuple[int, Order] | None = None
     selection: Selection | None = None
+    draws: WeightedOrder | None = None
 
     is_uniform: ClassVar[bool] = True  # whether all epochs have equally many batches
 
@@ -148,19 +154,23 @@ class Sampling:
 
     @functools.cached_property
     def is_computed(self) -> bool:
-        """Whether positions are those of the selection, or mapped to them by `permutation_of`."""
+        """Whether positions are those of the selection, or mapped to them by `mapping_of`."""
         return self._is_computed()
 
     def _is_computed(self) -> bool:
+        if self.draws is not None:
+            return True
         if self.order is not None:
             return False
         return not self.shuffle or self.num_samples > _SORTED_UP_TO
 
-    def permutation_of(self, epoch: int) -> NDArray[np.uint64] | None:
+    def mapping_of(self, epoch: int) -> NDArray[np.uint64] | None:
         """Return what maps the positions of an epoch to those of the selection; None: nothing.
 
-        Only where `is_computed`. See the function `permutation`.
+        Only where `is_computed`. See the functions `permutation` and `WeightedOrder.mapping`.
         """
+        if self.draws is not None:
+            return self.draws.mapping(epoch)
         return permutation(self.num_samples, self.seed, epoch) if self.shuffle else None
 
     def samples(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
@@ -169,6 +179,8 @@ class Sampling:
         return found if self.selection is None else self.selection.samples(found)
 
     def _positions(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
+        if self.draws is not None:
+            return self.draws.samples(epoch, start, stop)
         if self.order is not None:
             if self.resumed is not None and self.resumed[0] == epoch:
                 return self.resumed[1].samples(epoch, start, stop)

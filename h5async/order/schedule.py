@@ -37,6 +37,7 @@ class Position(NamedTuple):
     start: int
 
 
+_MANY_OTHERS = 64  # to forget some takes longer than to look among so many
 _position = functools.partial(tuple.__new__, Position)  # in half the time
 
 
@@ -113,8 +114,11 @@ class Schedule:
     def with_other(self, serial: int, following: int) -> Schedule:
         """Return the schedule in which a batch of no epoch has a serial number.
 
-        Those before `following` were delivered, and are forgotten.
+        Those before `following` were delivered. Once there are many of them, they are forgotten.
         """
+        if len(self.others) < _MANY_OTHERS:
+            others = (*self.others, serial)
+            return Schedule(self.sampling, self.serial, self.epoch, self.start, others)
         gone = bisect.bisect_left(self.others, following)
         if not gone:
             return replace(self, others=(*self.others, serial))

@@ -13,10 +13,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import weakref
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.core.binding import address, load_core
 from h5async.order.sampling import round_keys
 
 Int64s = NDArray[np.int64]
@@ -39,11 +41,13 @@ class WeightedOrder:
     ----------
     digest
         A short text that depends on all weights.
+    table
+        That is drawn from; see `alias_table`.
     """
 
     def __init__(self, weights: NDArray[np.float64], seed: int) -> None:
         self._seed = seed
-        self._share, self._alias = alias_table(weights)
+        self.table = alias_table(weights)
         self.digest = hashlib.blake2b(weights.astype("<f8").tobytes(), digest_size=16).hexdigest()
         own = weakref.proxy(self)  # or tables would last until a garbage collection
         self._block = functools.lru_cache(maxsize=4)(
@@ -52,6 +56,13 @@ class WeightedOrder:
 
     def samples(self, epoch: int, start: int, stop: int) -> Int64s:
         """Return what is drawn at positions `start` to `stop` of an epoch, as a new array."""
+        core = load_core()
+        if core is not None:
+            drawn = np.empty(stop - start, np.int64)
+            keys = self.mapping(epoch)[3:]
+            where = address(self.table), address(keys), address(drawn)
+            core.draw(*where, self.table.size, start, drawn.size)
+            return drawn
         first, last = start // _BLOCK, max(start, stop - 1) // _BLOCK
         begin, end = start - first * _BLOCK, stop - first * _BLOCK
         if first == last:
@@ -59,8 +70,19 @@ class WeightedOrder:
         found = [self._block(epoch, number) for number in range(first, last + 1)]
         return np.concatenate(found)[begin:end]
 
+    def mapping(self, epoch: int) -> NDArray[np.uint64]:
+        """Return what the draws of an epoch depend on, beside the table, as the core takes it.
+
+        Returns
+        -------
+        numpy.ndarray
+            uint64 (9,): how many columns the table has, two zeros, the keys. Callers share the
+            array, and do not change it.
+        """
+        return _mapping(self.table.size, self._seed, epoch)
+
     def _new_block(self, epoch: int, number: int) -> Int64s:
-        keys = round_keys(self._seed, epoch, "weights")
+        keys = self.mapping(epoch)[3:]
         # Each count gives four numbers. (Powers of two are multiplied without rounding.)
         random = np.random.Philox(counter=number * (_BLOCK // 2), key=keys[:2])
         raw = random.random_raw(2 * _BLOCK)
@@ -68,13 +90,20 @@ class WeightedOrder:
         uniform = raw.astype(np.float64)
         uniform *= 2.0**-53
         column, coin = uniform[:_BLOCK], uniform[_BLOCK:]
-        count = self._share.size
+        count = self.table.size
         column *= count
         drawn = np.minimum(column.astype(np.int64), count - 1)
-        return np.asarray(np.where(coin < self._share[drawn], drawn, self._alias[drawn]))
+        found = self.table[drawn]
+        return np.asarray(np.where(coin < found["share"], drawn, found["alias"]))
 
 
-def alias_table(weights: NDArray[np.float64]) -> tuple[NDArray[np.float64], Int64s]:
+@functools.lru_cache(maxsize=8)
+def _mapping(count: int, seed: int, epoch: int) -> NDArray[np.uint64]:
+    head = np.array([count, 0, 0], np.uint64)
+    return np.concatenate((head, round_keys(seed, epoch, "weights")))
+
+
+def alias_table(weights: NDArray[np.float64]) -> NDArray[Any]:
     """Return the alias table of some weights.
 
     Column i stands for i with probability ``share[i]``, and else for ``alias[i]``; all columns are
@@ -82,17 +111,19 @@ def alias_table(weights: NDArray[np.float64]) -> tuple[NDArray[np.float64], Int6
 
     Returns
     -------
-    share, alias
-        float64 (n,) and int64 (n,).
+    numpy.ndarray
+        (n,), of a dtype with the members ``share``, float64, and ``alias``, int64.
     """
     scaled = weights / weights.max()  # or the sum might overflow
     # One after the other: the order in which NumPy adds up depends on the processor.
     scaled *= weights.size / np.add.accumulate(scaled)[-1]
     is_small = scaled < 1
     small, large = np.flatnonzero(is_small), np.flatnonzero(~is_small)
-    share, alias = np.ones(weights.size), np.arange(weights.size)
+    table = np.empty(weights.size, [("share", np.float64), ("alias", np.int64)])
+    share, alias = table["share"], table["alias"]
+    share[:], alias[:] = 1, np.arange(weights.size)
     if not small.size or not large.size:  # of the latter, rounding may leave none
-        return share, alias
+        return table
     # What columns lack is taken from what the large ones have too much of, one after the other. A
     # large one of which too much was taken has the rest of its column from the next one.
     lacking, surplus = np.cumsum(1 - scaled[small]), np.cumsum(scaled[large] - 1)
@@ -105,4 +136,4 @@ def alias_table(weights: NDArray[np.float64]) -> tuple[NDArray[np.float64], Int6
     is_taken = (taker < small.size) & (surplus[:-1] > 0)
     share[large[:-1]] = np.where(is_taken, np.clip(1 - too_much, 0, 1), 1)
     alias[large[:-1]] = large[1:]
-    return share, alias
+    return table

@@ -14,6 +14,7 @@ from typing import Literal
 
 from h5async.core.binding import Core
 from h5async.core.structures import MAX_RANK
+from h5async.index.alike import kinds_of
 from h5async.index.changes import FileChanges
 from h5async.index.layout import DatasetLayout
 from h5async.io.keptfiles import affordable_files
@@ -105,7 +106,7 @@ class Executors:
     def methods(self) -> list[str]:
         """How each field is read, in field order; see `ReaderStats.ways`."""
         return [
-            " and ".join(sorted({method_of(self._core, leaf) for leaf in layout.leaves()}))
+            " and ".join(sorted({method_of(self._core, leaf) for leaf, _ in kinds_of(layout)}))
             for layout in self._layouts
         ]
 
@@ -168,7 +169,7 @@ class Executors:
             if collection.open_ahead(is_closed):
                 reads = collection.reads
         for layout, is_read in zip(self._layouts, reads, strict=True):
-            for source in itertools.islice(layout.leaves(), self._kept_files):
+            for source, _ in itertools.islice(kinds_of(layout), self._kept_files):
                 if is_closed():
                     return
                 if source.fallback_reason is not None:

@@ -61,7 +61,7 @@ class PartsExecutor:
         self._executor_of = executor_of
         self._executors: dict[int, Executor] = {}
         self._fill = layout.raw_fill
-        self._scratch_nbytes = max(scratch_nbytes(layout, part) for part in layout.parts)
+        self._scratch_nbytes = max(scratch_nbytes(layout, part) for part in layout.some_parts)
         self._buffers: deque[Bytes] = deque()
 
     def execute(

@@ -98,8 +98,8 @@ class BatchQueue:
         numbers = None if selection.numbers is None else address(selection.numbers)
         core.select(self._queue, numbers, selection.start, selection.step)
         self._samples: list[Int64s] = []  # by slot
-        self._permutation: Uint64s | None = None
-        self._permutation_at = 0  # its address, which NumPy takes long to tell
+        self._mapping: Uint64s | None = None
+        self._mapping_at = 0  # its address, which NumPy takes long to tell
         for slot, batch in enumerate(batches):
             for target in batch.targets:
                 target.is_wanted = True
@@ -107,6 +107,11 @@ class BatchQueue:
             plan = ctypes.byref(batch.plan)
             core.open_job(self._queue, plan, batch.targets, address(samples), slot, batch.rows)
             self._samples.append(samples)
+
+    def draw_from(self, table: NDArray[Any]) -> None:
+        """Say from which alias table samples are drawn; before the first batch is submitted."""
+        self._keep += (table,)
+        self._core.draw_from(self._queue, address(table), table.size)
 
     # --- the consumer's calls ---------------------------------------------------------------------
 
@@ -116,7 +121,7 @@ class BatchQueue:
         serial: int,
         begin: int,
         count: int,
-        permutation: Uint64s | None,
+        mapping: Uint64s | None,
         samples: Int64s | None,
         needs_python: bool,
     ) -> None:
@@ -129,22 +134,22 @@ class BatchQueue:
         begin, count
             Positions in the selection: so many from `begin` on, as many as the slot has rows at
             most.
-        permutation
-            What `order.sampling.permutation` returned, and maps these before; None: nothing does.
+        mapping
+            What `Sampling.mapping_of` returned, and maps these before; None: nothing does.
         samples
             int64 (count,), C-contiguous: sample numbers in place of all this.
         needs_python
             Whether a thread is to return from `next` with it when its rows are read.
         """
-        if permutation is None:
-            permutation_at = None
+        if mapping is None:
+            mapping_at = None
         else:
-            if permutation is not self._permutation:
-                self._permutation_at, self._permutation = address(permutation), permutation
-            permutation_at = self._permutation_at
+            if mapping is not self._mapping:
+                self._mapping_at, self._mapping = address(mapping), mapping
+            mapping_at = self._mapping_at
         given = None if samples is None else address(samples)
         taken = self._core.submit(
-            self._queue, given, permutation_at, begin, count, slot, serial, needs_python
+            self._queue, given, mapping_at, begin, count, slot, serial, needs_python
         )
         assert taken, f"slot {slot} is in use"
 

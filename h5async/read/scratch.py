@@ -15,6 +15,7 @@ import numpy as np
 from h5async.codec.decoding import Bytes
 from h5async.core.binding import Core, CoreWorker
 from h5async.errors import ReaderClosedError
+from h5async.index.alike import kinds_of
 from h5async.index.layout import DatasetLayout
 from h5async.stats import ThreadCounts
 
@@ -37,7 +38,7 @@ class ScratchSize(NamedTuple):
     @classmethod
     def of(cls, layouts: Iterable[DatasetLayout]) -> ScratchSize:
         """Return what any field needs, at most."""
-        leaves = (y for layout in layouts for y in layout.leaves() if y.chunks is not None)
+        leaves = (y for layout in layouts for y, _ in kinds_of(layout) if y.chunks is not None)
         return cls(*map(max, *map(_scratch_size, leaves), (0, 0, 0), (0, 0, 0)))
 
 

@@ -37,7 +37,7 @@ from h5async.index.fingerprint import fingerprint
 from h5async.index.layout import DatasetLayout, Part
 from h5async.index.links import Reach
 from h5async.index.metadata import read_layouts
-from h5async.index.savedfile import read_saved, write_saved
+from h5async.index.savedfile import FORMAT, read_saved, write_saved
 from h5async.index.savedindex import IndexedFile, SavedIndex, Wanted, write_index
 
 
@@ -332,9 +332,8 @@ def cuts(content: bytes) -> list[bytes]:
 
 def other_formats(content: bytes) -> list[bytes]:
     """Return copies that say they are of another format, whole but for that."""
-    return [
-        content[:12] + number.to_bytes(4, "little") + content[16:] for number in (0, 1, 2, 1 << 31)
-    ]
+    others = 0, 1, FORMAT - 1, FORMAT + 1, 1 << 31
+    return [content[:12] + number.to_bytes(4, "little") + content[16:] for number in others]
 
 
 @pytest.mark.parametrize("damage", [flips, cuts, other_formats])

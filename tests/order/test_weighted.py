@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from h5async.core.binding import load_core
 from h5async.order.weighted import WeightedOrder, alias_table
 
 positive = st.floats(0, 1e300) | st.integers(0, 5).map(float) | st.just(5e-324)
@@ -16,7 +17,7 @@ weights_lists = st.lists(positive, min_size=1, max_size=60).filter(any)
 
 
 def probabilities(weights):
-    share, alias = alias_table(weights)
+    share, alias = (alias_table(weights)[name] for name in ("share", "alias"))
     assert ((share >= 0) & (share <= 1)).all()
     found = share / weights.size
     np.add.at(found, alias, (1 - share) / weights.size)
@@ -38,6 +39,23 @@ def test_draws_depend_on_their_position_alone(weights, start, count, epoch):
     whole = order.samples(epoch, 0, start + count)
     assert order.samples(epoch, start, start + count).tolist() == whole[start:].tolist()
     assert other.samples(epoch, start, start + count).tolist() == whole[start:].tolist()
+
+
+@pytest.mark.skipif(load_core() is None, reason="needs the compiled core")
+@given(
+    weights_lists,
+    st.integers(0, 1 << 40) | st.integers(0, 9_000),
+    st.integers(0, 9_000),
+    st.integers(-(1 << 70), 1 << 70),
+    st.integers(0, 9),
+)
+def test_the_core_and_its_twin_agree(weights, start, count, seed, epoch):
+    order = WeightedOrder(np.array(weights), seed)
+    found = order.samples(epoch, start, start + count)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("h5async.order.weighted.load_core", lambda: None)
+        expected = order.samples(epoch, start, start + count)
+    assert (found.dtype, found.tolist()) == (expected.dtype, expected.tolist())
 
 
 def test_draws_are_new_arrays():

@@ -28,6 +28,7 @@
 #include "transform.h"
 #include "unpack.h"
 #include "permute.h"
+#include "draw.h"
 #include "sources.h"
 #include "store.h"
 #include "tables.h"

@@ -692,8 +692,8 @@ PUBLIC int64_t h5async_plan_batch(BatchPlan *plan, const Field *fields, const Ta
         if (!targets[field].is_wanted || f->row_nbytes == 0)
             continue;
         if (f->is_filled_first) {
-            int64_t filled = count * (f->steps ? f->steps->num_offsets : 1);
-            for (int64_t i = filled = f->spans ? 0 : filled; f->spans && i < count; i++)
+            int64_t filled = f->spans ? 0 : count * (f->steps ? f->steps->num_offsets : 1);
+            for (int64_t i = 0; f->spans && i < count; i++)
                 filled += f->spans->starts[samples[i] + 1] - f->spans->starts[samples[i]];
             fill_elements(f->fill, f->itemsize, targets[field].raw, filled * f->row_nbytes);
         }

@@ -23,12 +23,18 @@ enum JobState { NO_JOB = 0, TO_PLAN, IN_PLAN, TO_READ, WITH_PYTHON, READY_JOB };
 /* What is to be done next, if not a batch of which work is left: then it is its slot. */
 enum Next { NEXT_END = -1, NEXT_TICKET = -2, NEXT_NOTHING = -3, NEXT_READY = -4 };
 
+/* To what positions are mapped: to those that they are permuted to; where `a` is 0, to what is drawn
+   there; where all is 0, to themselves. */
+typedef struct {
+    uint64_t count, a, b, keys[ROUNDS];
+} Mapping;
+
 /* What was submitted. */
 typedef struct {
     int64_t *samples; /* of the job: room for sample numbers */
     int64_t count, serial;
     int64_t begin; /* a run of positions, from here on, that is mapped to samples; -1: they are there */
-    uint64_t permuted, a, b, keys[ROUNDS]; /* permuted: numbers that are permuted; 0: none are */
+    Mapping mapping;
     int32_t needs_python;
 } Wish;
 
@@ -51,6 +57,8 @@ typedef struct {
     int64_t num_fields, num_samples, num_jobs, num_threads;
     const int64_t *selected; /* the sample of each position of runs; NULL: start + step * position */
     int64_t start, step;
+    const Column *table; /* an alias table, of which samples are drawn */
+    int64_t num_columns;
     int64_t tickets, num_idle, plan_ns, submitted_ns;
     int32_t is_ended, may_spin;
     int32_t spinners; /* threads that look for batches in a loop: 0 or 1 */
@@ -98,6 +106,13 @@ PUBLIC int64_t h5async_open_queue(Queue *queue, Job *jobs, const Field *fields, 
 PUBLIC int64_t h5async_select(Queue *queue, const int64_t *selected, int64_t start, int64_t step)
 {
     queue->selected = selected, queue->start = start, queue->step = step;
+    return 1;
+}
+
+/* Say from which table samples are drawn, which the caller keeps. */
+PUBLIC int64_t h5async_draw_from(Queue *queue, const Column *table, int64_t count)
+{
+    queue->table = table, queue->num_columns = count;
     return 1;
 }
 
@@ -171,18 +186,15 @@ static int is_to_be_woken(Queue *queue)
 /* Submit a batch, or do nothing where it was submitted before.
 
    `samples` are its numbers, which are copied; NULL: they are those of `count` positions from `begin`
-   on, or, with `permutation` (their count, a, b and the keys of permute.h; else NULL), of what these
-   are permuted to. Returns 0 where the slot has another batch that is not ready, and was not dropped. */
-PUBLIC int64_t h5async_submit(Queue *queue, const int64_t *samples, const uint64_t *permutation,
+   on, or, with a `mapping` (else NULL), of what these are mapped to. Returns 0 where the slot has another batch that is not ready, and was not dropped. */
+PUBLIC int64_t h5async_submit(Queue *queue, const int64_t *samples, const Mapping *mapping,
                               int64_t begin, int64_t count, int64_t slot, int64_t serial,
                               int32_t needs_python)
 {
     int is_good = 1, wakes = 0;
     Wish wish = {.count = count, .serial = serial, .begin = begin, .needs_python = needs_python};
-    if (permutation != NULL) {
-        wish.permuted = permutation[0], wish.a = permutation[1], wish.b = permutation[2];
-        memcpy(wish.keys, permutation + 3, sizeof wish.keys);
-    }
+    if (mapping != NULL)
+        wish.mapping = *mapping;
     pthread_mutex_lock(&queue->lock);
     Job *job = &queue->jobs[slot];
     if (job->wish.serial != serial && job->following.serial != serial && !queue->is_ended) {
@@ -305,6 +317,26 @@ static Job *next_job(Queue *queue)
     return found;
 }
 
+/* Compute the sample numbers of a batch from its positions. */
+static void find_samples(const Queue *queue, const Wish *wish)
+{
+    const Mapping *mapping = &wish->mapping;
+    int64_t *samples = wish->samples, count = wish->count;
+    if (mapping->count && !mapping->a) {
+        h5async_draw(queue->table, mapping->keys, samples, queue->num_columns, wish->begin, count);
+    } else {
+        for (int64_t i = 0; i < count; i++)
+            samples[i] = wish->begin + i;
+        if (mapping->count)
+            h5async_permute((uint64_t *)samples, count, mapping->count, mapping->a, mapping->b,
+                            mapping->keys);
+    }
+    for (int64_t i = 0; queue->selected != NULL && i < count; i++)
+        samples[i] = queue->selected[samples[i]];
+    for (int64_t i = 0; queue->selected == NULL && i < count; i++)
+        samples[i] = queue->start + queue->step * samples[i];
+}
+
 /* Plan a batch. Holds the lock, but not meanwhile. */
 static void plan_job(Queue *queue, Job *job)
 {
@@ -312,15 +344,8 @@ static void plan_job(Queue *queue, Job *job)
     pthread_mutex_unlock(&queue->lock);
     int64_t begin = now_ns();
     const Wish *wish = &job->wish;
-    for (int64_t i = 0; wish->begin >= 0 && i < wish->count; i++)
-        wish->samples[i] = wish->begin + i;
-    if (wish->permuted)
-        h5async_permute((uint64_t *)wish->samples, wish->count, wish->permuted, wish->a, wish->b,
-                        wish->keys);
-    for (int64_t i = 0; wish->begin >= 0 && queue->selected != NULL && i < wish->count; i++)
-        wish->samples[i] = queue->selected[wish->samples[i]];
-    for (int64_t i = 0; wish->begin >= 0 && queue->selected == NULL && i < wish->count; i++)
-        wish->samples[i] = queue->start + queue->step * wish->samples[i];
+    if (wish->begin >= 0)
+        find_samples(queue, wish);
     job->is_planned = h5async_plan_batch(job->plan, queue->fields, job->targets, queue->num_fields,
                                          wish->samples, wish->count, job->rows, queue->num_samples,
                                          queue->num_threads) == 1;
