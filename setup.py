@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: for which Pythons a wheel is, and how to build one without a core.
+"""What pyproject.toml cannot say: for which Pythons a wheel is, and how to build one of no core.
 
 With H5ASYNC_PURE=1 in the environment nothing is compiled. Such a wheel serves every platform, and
 so does one that was built where no compiler works: Python does the core's work then, more slowly.
@@ -27,8 +27,9 @@ class WheelOfAnyPython(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
         """Return the tags of Python, ABI and platform."""
         # The core is optional: where it could not be compiled, the build went on without it.
-        built = self.get_finalized_command("build_ext").get_outputs() if not self.root_is_pure else []
-        self.root_is_pure = not any(map(os.path.exists, built))
+        if not self.root_is_pure:
+            built = self.get_finalized_command("build_ext").get_outputs()
+            self.root_is_pure = not any(map(os.path.exists, built))
         return "py3", "none", "any" if self.root_is_pure else super().get_tag()[2]
 
 

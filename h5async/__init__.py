@@ -13,6 +13,7 @@ from h5async.config import (
     SparseField,
     Split,
 )
+from h5async.config.keywords import ReaderOptions
 from h5async.errors import (
     BatchExpiredError,
     BatchTimeoutError,
@@ -84,6 +85,7 @@ __all__ = [
     "ReadError",
     "ReaderClosedError",
     "ReaderConfig",
+    "ReaderOptions",
     "ReaderStats",
     "Sequences",
     "SparseField",

@@ -36,7 +36,7 @@ from h5async.io.maps import IoMode
 from h5async.stats import ThreadCounts
 from h5async.system.interruptions import suppressing
 
-# Measured on two cores: images of 1 KB and vectors of 64 bytes, raw and in gzip, in chunks of 1 and 64.
+# Measured on two cores, of images of 1 KB and vectors of 64 bytes: raw, and in gzip.
 _COST = (
     "Python does its work, and shuffled samples come 3 to 13 times more slowly; values are the same"
 )

@@ -23,6 +23,7 @@ from h5async.index.chunktable import ChunkTable, grid_of, needed_nbytes
 from h5async.index.geometry import PieceGeometry
 from h5async.index.slabs import MOST_RUNS, Blocks, Selection, most_runs, runs_between
 from h5async.io.stamps import FileStamp
+from h5async.names import printable
 
 _SLICES = 32  # of a contiguous dataset, so that several threads can read it
 _UNCHUNKED_UNIT_NBYTES = 1 << 20  # a read of so many bytes costs little more for each byte
@@ -234,6 +235,16 @@ class DatasetLayout:
     is_shared: bool = False
     dim_names: tuple[tuple[str, ...], ...] = ()
     cf: tuple[tuple[int, tuple[CfAttribute, ...]], ...] = ()
+
+    def __repr__(self) -> str:
+        """Describe the layout in a line."""
+        parts = [str(self.dtype), self.storage, *(entry.label for entry in self.filters)]
+        if self.chunk_shape:
+            parts[1] += f" {self.chunk_shape}"
+        why = self.fallback_reason
+        parts.append("read directly" if why is None else f"read through h5py: {why}")
+        what = printable(f'{self.file}: "{self.path}"')
+        return f"<DatasetLayout {what} {self.shape} {', '.join(parts)}>"
 
     def changed(self, **changes: Any) -> DatasetLayout:
         """Return a layout with other values of some fields, as `dataclasses.replace` does.
