@@ -41,7 +41,16 @@ HEAD = """\
 [file of options](#files-of-options). Keywords win over the others. An unknown option is a
 `ConfigError` that names the nearest known one. `help(h5async.ReaderConfig)` and
 `h5async read --help` show the same descriptions as this page, which `scripts/make_options_page.py`
-makes.
+makes. So do `AsyncReader?` in a notebook, and editors, which complete the names, too. mypy and
+pyright reject wrong ones, also in functions of yours that hand them on:
+
+```python
+from typing import Unpack
+from h5async import AsyncReader, ReaderOptions
+
+def training_set(**options: Unpack[ReaderOptions]) -> AsyncReader:
+    return AsyncReader({"hdf5_path": "train.h5", "shuffle": "full"}, **options)
+```
 
 ## Files of options
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import pydoc
 import runpy
 import subprocess
@@ -140,3 +141,29 @@ def test_a_layout_says_why_h5py_reads_it(tmp_path):
     with AsyncReader(hdf5_path=path, labels_field=None, device="cpu") as reader:
         shown = repr(reader.layouts["data"])
     assert shown.endswith("read through h5py: its stored type differs from NumPy's int32>")
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("", ["inspect", "read", "bench", "index"]),
+        ("read --batch-s", ["--batch-size"]),
+        ("read --shuffle w", ["window"]),
+        ("read --shuffle ", ["none", "full", "window"]),
+    ],
+)
+def test_a_shell_completes_commands_options_and_choices(typed, expected):
+    words = f"h5async {typed}"
+    place = {
+        "_H5ASYNC_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(words.count(" ")),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "h5async"],
+        env={**os.environ, **place},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.stdout.split(), done.stderr) == (expected, "")

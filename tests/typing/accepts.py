@@ -141,7 +141,7 @@ def datasets(reader: AsyncReader, options: ReaderOptions) -> None:
 
 
 def of_mine(**options: Unpack[ReaderOptions]) -> AsyncReader:
-    return AsyncReader(**options)
+    return AsyncReader({"hdf5_path": "train.h5", "shuffle": "full"}, **options)
 
 
 def several(rows: Csr, text: Ragged, images: Images) -> None:
