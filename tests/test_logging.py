@@ -132,6 +132,7 @@ def test_without_the_core_one_warning_says_so(path, caplog, monkeypatch):
     ]
 
 
+@needs_core
 def test_a_helper_that_restarts(path, caplog):
     with reader_of(path, workers="process") as reader:
         reader.get_next_batch()
@@ -147,6 +148,7 @@ def test_a_helper_that_restarts(path, caplog):
     assert not any(isinstance(arg, BaseException) for r in caplog.records for arg in r.args or ())
 
 
+@needs_core
 def test_a_file_that_changes_stays_a_warning_and_is_not_logged(path, caplog):
     with reader_of(path, prefetch=1) as reader, warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
