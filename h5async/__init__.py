@@ -1,7 +1,7 @@
 """h5async: minibatches from HDF5 for training loops, read and decoded by threads."""
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from h5async.batch import Batch
 from h5async.config import (
@@ -34,6 +34,9 @@ from h5async.reader import AsyncReader
 from h5async.sparse import Csr
 from h5async.stats import ReaderStats
 
+if TYPE_CHECKING:
+    from h5async.config.keywords import ReaderOptions
+
 # Where the program does not set up logging, nothing is printed, not even warnings.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
@@ -44,6 +47,10 @@ def __getattr__(name: str) -> Any:
     """Return the version, or a module: what these need is loaded where somebody asks for them."""
     if name == "__version__":
         return _version()
+    if name == "ReaderOptions":
+        from h5async.config.keywords import ReaderOptions
+
+        return ReaderOptions
     import importlib.util
 
     path = f"{__name__}.{name}"
@@ -84,6 +91,7 @@ __all__ = [
     "ReadError",
     "ReaderClosedError",
     "ReaderConfig",
+    "ReaderOptions",
     "ReaderStats",
     "Sequences",
     "SparseField",

@@ -91,6 +91,10 @@ class Batch(Sequence[Any]):
         except KeyError:
             raise AttributeError(f"a batch of {', '.join(self._arrays)} has no {name!r}") from None
 
+    def __dir__(self) -> list[str]:
+        """List the fields, too, for completion in a notebook."""
+        return sorted({*super().__dir__(), *filter(str.isidentifier, self._arrays)})
+
     def __repr__(self) -> str:
         """Describe the batch in a line."""
         where = f"Batch {self.number} of epoch {self.epoch}"

@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from numpy.typing import ArrayLike
 
@@ -16,14 +16,17 @@ from h5async import lifetime  # noqa: F401  # registers what is done at exit, an
 from h5async.batch import Batch
 from h5async.config import ReaderConfig, check_timeout
 from h5async.config.files import paths_text
+from h5async.config.signature import takes_options
 from h5async.errors import ConfigError, DatasetError, FileChangedWarning
 from h5async.spelling import named
 from h5async.stats import ReaderStats
 
 if TYPE_CHECKING:
+    from h5async.config.keywords import ReaderOptions
     from h5async.index.layout import DatasetLayout
 
 
+@takes_options
 class AsyncReader:
     """Reads minibatches from HDF5 files in threads, ahead of the loop that uses them.
 
@@ -34,7 +37,7 @@ class AsyncReader:
     config
         Options as a mapping, a `ReaderConfig`, or the path of a TOML, JSON or YAML file.
     **options
-        Single options, which win over `config`; ``help(ReaderConfig)`` describes them.
+        Single options, which win over `config`: those below.
 
     Raises
     ------
@@ -61,9 +64,14 @@ class AsyncReader:
 
     def __init__(
         self,
-        config: ReaderConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        config: ReaderConfig
+        | ReaderOptions
+        | Mapping[str, Any]
+        | str
+        | os.PathLike[str]
+        | None = None,
         /,
-        **options: Any,
+        **options: Unpack[ReaderOptions],
     ) -> None:
         # Here, because they load nearly all of the package, and not every import makes a reader.
         from h5async.engine import Engine

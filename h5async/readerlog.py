@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
 from h5async.config.files import paths_text
-from h5async.core.binding import load_core
+from h5async.core.binding import why_no_core
 from h5async.index.alike import kinds_of
 from h5async.index.layout import DatasetLayout
 from h5async.names import printable
@@ -63,25 +63,23 @@ def log_ways(layouts: Mapping[str, DatasetLayout], methods: Sequence[str]) -> No
     methods
         How each field is read, as in `ReaderStats.ways`.
     """
-    if load_core() is None:
-        _warn_once(
-            "the compiled core is missing or switched off (H5ASYNC_CORE=0): Python does its work,"
-            " more slowly"
-        )
+    reason = why_no_core()
+    if reason is not None:
+        _warn_once(reason)
     for (name, layout), method in zip(layouts.items(), methods, strict=True):
         what = printable(f'{layout.file}: field {name}, dataset "{layout.path}"')
         if layout.fallback_reason is not None:
             _warn_once(
                 f"{what}: is read through h5py, one read at a time: {layout.fallback_reason}"
             )
-        elif "python" in method and load_core() is not None:
+        elif "python" in method and reason is None:
             filters = "+".join(
                 dict.fromkeys(f.label for y, _ in kinds_of(layout) for f in y.filters)
             )
-            reason = f" ({filters})" if filters else ""
+            named = f" ({filters})" if filters else ""
             _warn_once(
                 f"{what}: is read directly, but in Python, because the core does not read its"
-                f" storage or undo its filters{reason}"
+                f" storage or undo its filters{named}"
             )
         else:
             _log.info("%s: is read directly (%s)", what, method)

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 import numpy as np
 import torch
@@ -17,14 +17,19 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from h5async.batch import Batch
 from h5async.config import ReaderConfig
+from h5async.config.signature import takes_options
 from h5async.errors import ConfigError, DatasetError, ReaderClosedError
 from h5async.ragged import Ragged
 from h5async.reader import AsyncReader
 from h5async.sparse import Csr
 
+if TYPE_CHECKING:
+    from h5async.config.keywords import ReaderOptions
+
 _WRITE = "write DataLoader(dataset, batch_size=None)"
 
 
+@takes_options
 class H5Dataset(IterableDataset):
     """An iterable dataset of whole batches, for a loop, a DataLoader or a Lightning Trainer.
 
@@ -58,7 +63,7 @@ class H5Dataset(IterableDataset):
     as_tuple
         Give tuples in field order instead of dicts. (A DataLoader makes lists of them.)
     **options
-        As for `AsyncReader`.
+        Single options, which win over `config`: those below.
 
     Raises
     ------
@@ -80,6 +85,7 @@ class H5Dataset(IterableDataset):
         self,
         config: AsyncReader
         | ReaderConfig
+        | ReaderOptions
         | Mapping[str, Any]
         | str
         | os.PathLike[str]
@@ -87,7 +93,7 @@ class H5Dataset(IterableDataset):
         /,
         *,
         as_tuple: bool = False,
-        **options: Any,
+        **options: Unpack[ReaderOptions],
     ) -> None:
         super().__init__()
         self._as_tuple = as_tuple

@@ -27,7 +27,7 @@ from h5async.cli.patterns import is_meant
 from h5async.cli.text import safe
 from h5async.config.configfile import map_paths
 from h5async.config.files import INDEX_SUFFIX, with_variables
-from h5async.core.binding import load_core
+from h5async.core.binding import load_core, why_no_core
 from h5async.fill.known import CATEGORIES, NULLABLE, ROWS, SHAPE, TEXTS, shape_of
 from h5async.fill.ragged import heap_layout
 from h5async.index.columns import column
@@ -85,6 +85,9 @@ def inspect(
     _require_some(listing.has_begun, path, wanted)
     legend = f"\n{_LEGEND}" + f"\n{_FOLDED}" * listing.has_heads
     typer.echo(legend if listing.has_begun else f"{safe(path)} holds no datasets")
+    reason = why_no_core()
+    if reason is not None:
+        typer.echo(f"\n{safe(reason)}", err=True)
 
 
 def _require_some(found: bool, path: Path, patterns: Sequence[str]) -> None:
@@ -119,7 +122,12 @@ def _content(path: Path, datasets: Sequence[Dataset]) -> dict[str, Any]:
     for facts in listed:
         for name in _OF_TABLE:
             del facts[name]
-    return {"file": path, "core": load_core() is not None, "datasets": listed}
+    return {
+        "file": path,
+        "core": load_core() is not None,
+        "no_core_because": why_no_core(),
+        "datasets": listed,
+    }
 
 
 def _datasets(path: Path, reach: Reach, patterns: Sequence[str]) -> Iterator[Dataset]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal, SupportsIndex
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, SupportsIndex, Unpack
 
 import numpy as np
 from pydantic import AfterValidator, BeforeValidator, model_validator
@@ -21,6 +21,16 @@ from h5async.config.values import (
     shown,
 )
 from h5async.errors import ConfigError
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, DTypeLike
+
+    from h5async.config.keywords import (
+        DatasetPath,
+        DimensionLike,
+        SampleDimensionLike,
+        StepsOptions,
+    )
 
 _NOT_GIVEN: Any = object()
 _RESERVED_NAMES = frozenset(
@@ -88,14 +98,14 @@ class Field(Frozen):
 
     def __init__(
         self,
-        path: str = _NOT_GIVEN,
-        num_dim: int | str | tuple[int | str, int | str] | None = None,
-        axes: tuple[int | str, ...] | None = None,
-        dtype: Any = None,
-        scale: Any = None,
-        offset: Any = None,
+        path: DatasetPath = _NOT_GIVEN,
+        num_dim: SampleDimensionLike | None = None,
+        axes: Sequence[DimensionLike] | None = None,
+        dtype: DTypeLike | None = None,
+        scale: ArrayLike | None = None,
+        offset: ArrayLike | None = None,
         decode_cf: bool = False,
-        **unknown: Any,
+        **others: Unpack[StepsOptions],
     ) -> None:
         if num_dim is None:
             first: object = next(iter(axes), 0) if isinstance(axes, Iterable) else 0
@@ -103,8 +113,7 @@ class Field(Frozen):
                 num_dim = first
             else:
                 num_dim = operator.index(first) if isinstance(first, SupportsIndex) else 0
-        if path is not _NOT_GIVEN:
-            unknown["path"] = path
+        of_path = {} if path is _NOT_GIVEN else {"path": path}
         super().__init__(
             num_dim=num_dim,
             axes=axes,
@@ -112,7 +121,8 @@ class Field(Frozen):
             scale=scale,
             offset=offset,
             decode_cf=decode_cf,
-            **unknown,
+            **others,
+            **of_path,
         )
 
     @model_validator(mode="after")
@@ -186,7 +196,7 @@ def _field(value: object) -> Field:
     if isinstance(value, Field):
         return value
     if isinstance(value, str | bytes):
-        return Field(value)  # type: ignore[arg-type]  # (bytes are taken, too)
+        return Field(value)
     if isinstance(value, Mapping):
         options = {str(name): option for name, option in value.items()}
         return kind_of(options.pop("kind", None))(**options)

@@ -117,14 +117,19 @@ class _Docstring:
         self._text = text
 
     def __get__(self, _: object, model: type[BaseModel]) -> str:
-        import textwrap
+        return with_descriptions(self._text, "Parameters", model)
 
-        text, raises, rest = inspect.cleandoc(self._text).partition("Raises\n------")
-        lines = ["Parameters", "----------"]
-        for name, field in model.model_fields.items():
-            description = textwrap.fill(field.description or "", _LINE_LENGTH)
-            lines += [name, textwrap.indent(description, "    ")]
-        return "\n".join([text + lines[0], *lines[1:], "", raises + rest])
+
+def with_descriptions(docstring: str, section: str, model: type[BaseModel]) -> str:
+    """Return a docstring with a section of the descriptions of all options before its Raises."""
+    import textwrap
+
+    text, raises, rest = inspect.cleandoc(docstring).partition("Raises\n------")
+    lines = [section, "-" * len(section)]
+    for name, field in model.model_fields.items():
+        description = textwrap.fill(field.description or "", _LINE_LENGTH)
+        lines += [name, textwrap.indent(description, "    ")]
+    return "\n".join([text + lines[0], *lines[1:], "", raises + rest])
 
 
 def _unknown_option(name: str, known: list[str], where: Where) -> str:

@@ -7,7 +7,7 @@ import operator
 import os
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,9 @@ from pydantic import BeforeValidator, PlainSerializer, PlainValidator, model_val
 from h5async.config.frozen import REQUIRED, Frozen, documented, option
 from h5async.config.values import Int, Name, shown
 from h5async.errors import ConfigError
+
+if TYPE_CHECKING:
+    from h5async.config.keywords import SplitOptions
 
 _SLICE = re.compile(r"(-?\d+)?:(-?\d+)?(:(-?\d+)?)?")
 _WORDS = (
@@ -84,11 +87,14 @@ class Split(Frozen):
     )
 
     def __init__(
-        self, name: str = _NOT_GIVEN, parts: Mapping[str, float] = _NOT_GIVEN, **options: Any
+        self,
+        name: str = _NOT_GIVEN,
+        parts: Mapping[str, float] = _NOT_GIVEN,
+        **options: Unpack[SplitOptions],
     ) -> None:
         given = {"name": name, "parts": parts}
-        options |= {key: value for key, value in given.items() if value is not _NOT_GIVEN}
-        super().__init__(**options)
+        found = {key: value for key, value in given.items() if value is not _NOT_GIVEN}
+        super().__init__(**options, **found)
 
     @model_validator(mode="after")
     def _check(self) -> Split:

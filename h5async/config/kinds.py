@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Unpack
 
 import numpy as np
 from pydantic import BeforeValidator, PlainSerializer, PlainValidator, model_validator
@@ -13,6 +13,14 @@ from h5async.config.field import Field
 from h5async.config.frozen import documented, option
 from h5async.config.indices import Values, plain_selection
 from h5async.config.values import Bool, Name, Natural
+
+if TYPE_CHECKING:
+    from h5async.config.keywords import (
+        DatasetPath,
+        ImageFieldOptions,
+        RaggedFieldOptions,
+        SparseFieldOptions,
+    )
 
 _Pixels = Annotated[int, Bound(ge=1, le=1 << 14)]
 _Positive = Annotated[float, Bound(gt=0, allow_inf_nan=False)]
@@ -30,6 +38,10 @@ class RaggedField(Field):
     ConfigError
         If a value does not fit.
     """
+
+    if TYPE_CHECKING:
+
+        def __init__(self, path: DatasetPath, **options: Unpack[RaggedFieldOptions]) -> None: ...
 
     offsets: Name | None = option(
         None,
@@ -78,6 +90,10 @@ class ImageField(RaggedField):
     ConfigError
         If a value does not fit.
     """
+
+    if TYPE_CHECKING:
+
+        def __init__(self, path: DatasetPath, **options: Unpack[ImageFieldOptions]) -> None: ...
 
     size: Annotated[tuple[_Pixels, _Pixels] | None, BeforeValidator(_size)] = option(
         None,
@@ -168,6 +184,10 @@ class SparseField(Field):
     ConfigError
         If a value does not fit.
     """
+
+    if TYPE_CHECKING:
+
+        def __init__(self, path: DatasetPath, **options: Unpack[SparseFieldOptions]) -> None: ...
 
     dense: Bool = option(
         False, "Deliver ordinary arrays (samples, columns), float32 where `dtype` says no other."

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Unpack
 
 from pydantic import Field as Bound
 from pydantic import (
@@ -46,6 +46,9 @@ from h5async.spelling import Where as Spelling
 from h5async.spelling import named
 from h5async.system.interruptions import passing
 
+if TYPE_CHECKING:
+    from h5async.config.keywords import ReaderOptions
+
 MAX_WORLD_SIZE = 2**31 - 1  # MPI, PyTorch and JAX count processes by 32-bit integers
 
 _WINDOW = (
@@ -64,6 +67,10 @@ class ReaderConfig(Frozen):
     ConfigError
         If an option is unknown or its value does not fit.
     """
+
+    if TYPE_CHECKING:
+
+        def __init__(self, **options: Unpack[ReaderOptions]) -> None: ...
 
     hdf5_path: Files = option(
         REQUIRED,
@@ -435,8 +442,8 @@ class ReaderConfig(Frozen):
     @passing()
     def load(
         cls,
-        config: ReaderConfig | Mapping[str, Any] | str | os.PathLike[str] | None,
-        **options: Any,
+        config: ReaderConfig | ReaderOptions | Mapping[str, Any] | str | os.PathLike[str] | None,
+        **options: Unpack[ReaderOptions],
     ) -> ReaderConfig:
         """Merge a configuration in any form with options, which win over it.
 

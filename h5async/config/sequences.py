@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 from pydantic import BeforeValidator, PlainSerializer, model_validator
 
 from h5async.config.frozen import Frozen, documented, option
 from h5async.config.values import Name, Positive
+
+if TYPE_CHECKING:
+    from h5async.config.keywords import SequencesOptions
 
 _KINDS = ("groups", "ends", "starts", "lengths", "ids", "last")
 
@@ -30,6 +33,10 @@ class Sequences(Frozen):
     ConfigError
         If a value does not fit.
     """
+
+    if TYPE_CHECKING:
+
+        def __init__(self, **options: Unpack[SequencesOptions]) -> None: ...
 
     groups: Name | None = option(
         None,

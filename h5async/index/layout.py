@@ -23,6 +23,7 @@ from h5async.index.chunktable import ChunkTable, grid_of, needed_nbytes
 from h5async.index.geometry import PieceGeometry
 from h5async.index.slabs import MOST_RUNS, Blocks, Selection, most_runs, runs_between
 from h5async.io.stamps import FileStamp
+from h5async.names import printable
 
 if TYPE_CHECKING:
     from h5async.index.alike import AlikeParts
@@ -244,6 +245,16 @@ class DatasetLayout:
     is_shared: bool = False
     dim_names: tuple[tuple[str, ...], ...] = ()
     cf: tuple[tuple[int, tuple[CfAttribute, ...]], ...] = ()
+
+    def __repr__(self) -> str:
+        """Describe the layout in a line."""
+        parts = [str(self.dtype), self.storage, *(entry.label for entry in self.filters)]
+        if self.chunk_shape:
+            parts[1] += f" {self.chunk_shape}"
+        why = self.fallback_reason
+        parts.append("read directly" if why is None else f"read through h5py: {why}")
+        what = printable(f'{self.file}: "{self.path}"')
+        return f"<DatasetLayout {what} {self.shape} {', '.join(parts)}>"
 
     def changed(self, **changes: Any) -> DatasetLayout:
         """Return a layout with other values of some fields, as `dataclasses.replace` does.

@@ -97,8 +97,8 @@ def test_patterns_open_nothing_else(demos, monkeypatch):
     opened = []
     from h5async.index import metadata
 
-    layout_at = metadata._layout_at
-    monkeypatch.setattr(metadata, "_layout_at", lambda *a: opened.append(a[1]) or layout_at(*a))
+    layout_at = metadata.layout_at
+    monkeypatch.setattr(metadata, "layout_at", lambda *a: opened.append(a[1]) or layout_at(*a))
     run("inspect", demos, "data/demo_7/obs")
     assert opened == ["data/demo_7/obs/image", "data/demo_7/obs/joint"]
 

@@ -1,0 +1,288 @@
+"""The keywords that readers and fields take, with the types of their values, for type checkers.
+
+``AsyncReader(**options: Unpack[ReaderOptions])`` is how editors know the names, and what fits.
+`ReaderConfig` and its kin say the same of validated values, and describe each option. The
+docstrings here are copies of these descriptions, which ``scripts/make_options_page.py`` writes, and
+a test compares.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, SupportsIndex, TypeAlias, TypedDict
+
+from numpy.typing import ArrayLike, DTypeLike
+
+from h5async.config.indices import Split
+from h5async.config.sequences import Sequences
+
+FilePath: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes]
+DatasetPath: TypeAlias = str | bytes
+Integer: TypeAlias = int | SupportsIndex  # NumPy's, too
+DimensionLike: TypeAlias = Integer | str
+SampleDimensionLike: TypeAlias = DimensionLike | Sequence[DimensionLike]
+SizeLike: TypeAlias = Integer | str  # bytes, or "512MiB"
+SelectionLike: TypeAlias = slice | range | ArrayLike | os.PathLike[str] | Split | Mapping[str, Any]
+WeightsLike: TypeAlias = ArrayLike | Mapping[Any, float]
+
+
+class ReaderOptions(TypedDict, total=False):
+    """The options of `AsyncReader`, `H5Dataset` and `ReaderConfig`."""
+
+    hdf5_path: FilePath | Sequence[FilePath]
+    """A file, a list of files, or a glob, whose matches are sorted. Several files are one long
+    dataset, in that order. A saved index (`.h5idx`) stands for the files that it is of. `~` is the
+    user's home. In a configuration file, paths are relative to that file.
+    """
+    data_field: DatasetPath
+    """Path of the dataset that holds the data."""
+    labels_field: DatasetPath | None
+    """Path of the dataset that holds the labels. None (in a TOML file `""`): no labels."""
+    fields: Mapping[str, Any] | None  # of paths and fields, which mypy takes for objects
+    """In place of `data_field` and `labels_field`: the fields of a batch, in their order. A mapping
+    of names to paths, or to `Field`s, which say how samples are delivered.
+    """
+    num_dim: SampleDimensionLike
+    """Which dimension of the data counts the samples: its number, or its name, where the file names
+    its dimensions (`time`); or two (on the command line `0,1`): those of sequences, and of their
+    steps.
+    """
+    h_dim: DimensionLike | None
+    """Dimension of an image's height; needs `w_dim`. The data is then delivered as (N, H, W), or
+    with `cha_dim` as (N, C, H, W).
+    """
+    w_dim: DimensionLike | None
+    """Dimension of an image's width; needs `h_dim`."""
+    cha_dim: DimensionLike | None
+    """Dimension of an image's channels; needs `h_dim` and `w_dim`."""
+    batch_size: Integer
+    """Samples in a batch."""
+    shuffle: bool | Literal["full", "window"]
+    """The order of the samples. False (on the command line `none`): as in the file. `full`, or
+    True: a uniform permutation of all samples. `window`: chunks in random order, their samples
+    mixed, so that each chunk is decoded once.
+    """
+    window_bytes: SizeLike
+    """Memory for the chunks whose samples `shuffle=window` mixes."""
+    seed: Integer
+    """The order depends on the seed, the epoch and the position alone."""
+    indices: SelectionLike | None
+    """Which samples an epoch is made of: a slice, as text too (`40000:`); a range; an array of
+    integers, or of bools, one for each sample; the path of a `.npy` file that holds such an array,
+    or of a dataset in the file; or a `Split`. `batch.index` has the dataset's numbers all the same.
+    """
+    weights: WeightsLike | None
+    """Draw samples with replacement, as often as these say: an array, or the path of a dataset in
+    the file, with a number for each sample of the dataset; `balanced`: all labels are equally
+    frequent; or a mapping of files to numbers.
+    """
+    epoch_samples: Integer | None
+    """With `weights`: how many samples are drawn in an epoch. With a `sampler`: how many are taken
+    of it at most.
+    """
+    sequences: Sequences | Mapping[str, Any] | None
+    """The sequences that steps never leave: `Sequences`, or a mapping of its parameters."""
+    sampler: Iterable[Any] | None
+    """An order of your own: an iterable of sample numbers, or of lists of them, which are the
+    batches; it is begun anew for each epoch, after `set_epoch(epoch)`, if it has that. PyTorch's
+    samplers are such. Each process has its own.
+    """
+    drop_last: bool
+    """Leave out the last batch of an epoch where it is short."""
+    num_threads: Integer | None
+    """Threads that read and decode. 0: all work is done in `get_next_batch()`, or by one thread of
+    a helper process.
+    """
+    workers: Literal["thread", "process"] | Integer
+    """Where the threads run. `thread`: in this process. `process`: in one helper process. A number:
+    in so many helper processes, which fill slots side by side and divide `num_threads` among them,
+    for a `postprocess` that holds the GIL.
+    """
+    prefetch: Integer
+    """Slots for batches, allocated once; 2 is double buffering. Several helper processes need more:
+    each fills one while another one waits for it, and the loop holds one.
+    """
+    device: str
+    """Where batches are delivered. `cpu`: as NumPy arrays. `cuda`, or `cuda:1`: as CuPy arrays on a
+    GPU. `auto`: on a GPU if there is one.
+    """
+    pin_memory: bool
+    """Leave batches on the host, in pinned memory, from which PyTorch copies to a GPU without
+    blocking.
+    """
+    postprocess: Callable[..., Any] | str | None
+    """A function, or `module:function`, that workers call as `f(*arrays)` with the host arrays of a
+    batch. It returns the same number of arrays, each with the same number of rows, or None if it
+    changed the arrays in place.
+    """
+    timeout: float | None
+    """Seconds that `get_next_batch()` waits at most, up to 1,000,000,000."""
+    max_batch_bytes: SizeLike | None
+    """Memory that all slots may take together, and any one chunk, row or list of chunks that must
+    be held whole.
+    """
+    decode: Literal["auto", "host", "device"]
+    """Where chunks are decoded for a GPU. `host`: by the threads. `device`: on the GPU. `auto`:
+    where it is faster.
+    """
+    cache: Literal["host", "device"] | None
+    """Keep all rows for later epochs, in the memory of the host or of the GPU."""
+    cache_bytes: SizeLike | None
+    """Memory that the cache may take."""
+    debug_lifetimes: bool
+    """Find batches that are used too late: each is a copy, which is overwritten when the next batch
+    is asked for.
+    """
+    copy: bool
+    """Deliver batches that have memory of their own, and last, as `batch.copy()` does."""
+    rank: Integer | None
+    """The number of this process among `world_size`."""
+    world_size: Integer | None
+    """How many processes share each epoch."""
+    io: Literal["auto", "pread", "map"]
+    """How files are read. `pread`: never through a memory map. `map`: always. `auto`: mapped on
+    local file systems.
+    """
+    allow_external: FilePath | Sequence[FilePath]
+    """Folders below which a file may refer to other files, if these do not lie beside it."""
+    allow_missing: bool
+    """What is missing of a virtual dataset has its fill value, and is no error."""
+    index_cache: bool | FilePath
+    """Where to keep what was learnt of the files, so that later readers open faster. True (on the
+    command line `default`): in the user's cache folder. False (`none`): nowhere. A path: in that
+    folder, or in that file, which ends in `.h5idx`.
+    """
+
+
+class StepsOptions(TypedDict, total=False):
+    """What `Field` takes by keyword alone."""
+
+    steps: str | ArrayLike | range | None
+    """Which rows are delivered of each sample, counted from its own: `range(-3, 1)`, or a list; in
+    a TOML file also `"-3:1"`. A batch is (samples, steps, ...) then.
+    """
+    pad: Literal["drop", "edge", "zero"]
+    """What becomes of steps that leave the sequence. `drop`: there are no such samples. `edge`: its
+    first or last row stands for them. `zero`: zeros do, before `scale` and `offset`.
+    """
+    pad_mask: DatasetPath | None
+    """The name under which a batch has which steps were there: bool (samples, steps)."""
+
+
+class FieldOptions(StepsOptions, total=False):
+    """The parameters of `Field` but its path."""
+
+    num_dim: SampleDimensionLike | None
+    """The dimension that counts the samples: its number, or its name, where the file names its
+    dimensions; or two of them, those of sequences and of their steps.
+    """
+    axes: Sequence[DimensionLike] | None
+    """The dataset's dimensions in the order of delivery, by number or by name, the sample dimension
+    first. None: the sample dimension, then the others in the file's order.
+    """
+    dtype: DTypeLike | None
+    """Delivered dtype. None: the file's, in native byte order; with a `scale` or `offset`: float32.
+    """
+    scale: ArrayLike | None
+    """A factor, or one for each channel (index along the second delivered axis)."""
+    offset: ArrayLike | None
+    """What is added after scaling: a number, or one for each channel."""
+    decode_cf: bool
+    """Unpack the values as the dataset's own attributes say (the CF conventions): `scale_factor`
+    and `add_offset` are applied, and NaN stands for `_FillValue`, `missing_value`, and what lies
+    outside `valid_range`. Without a `dtype`: float32 or float64, as xarray chooses.
+    """
+
+
+class RaggedFieldOptions(FieldOptions, total=False):
+    """The parameters of `RaggedField` but its path."""
+
+    offsets: DatasetPath | None
+    """Path of the dataset that says where samples begin, if the values have no variable-length
+    datatype.
+    """
+    offsets_kind: Literal["offsets", "ends", "lengths"]
+    """What that dataset holds. `offsets`: where each sample begins, and, as one number more, where
+    the last one ends. `ends`: where each sample ends. `lengths`: how many values each sample has.
+    """
+    pad_to: Integer | None
+    """Deliver an array (samples, pad_to, ...) in place of `Ragged`: shorter samples end with zeros,
+    and of longer ones the first values are taken. The batch has `NAME_mask`, too: bool (samples,
+    pad_to), whether it is a value of the sample.
+    """
+
+
+class ImageFieldOptions(RaggedFieldOptions, total=False):
+    """The parameters of `ImageField` but its path."""
+
+    size: int | Sequence[int] | None
+    """Resize images to this height and width (a number: both), by OpenCV. None: they keep their
+    sizes, and a batch of images of differing sizes is `Images`.
+    """
+    crop: Literal["center", "random"]
+    """What part is resized to `size`. `center`: the largest one in the middle that has its
+    proportions. `random`: one of random area, proportions and place, as torchvision's
+    RandomResizedCrop chooses it.
+    """
+    crop_scale: Sequence[float]
+    """Bounds of the area of a random part, of that of the image."""
+    crop_ratio: Sequence[float]
+    """Bounds of its width divided by its height."""
+    flip: bool
+    """Flip every other image, chosen at random, left to right."""
+    interpolation: Literal["auto", "linear", "area"]
+    """How OpenCV resizes. `linear`: between neighbours. `area`: the mean of an area, which is free
+    of aliasing, and slower. `auto`: `area` where an image shrinks to less than half, else `linear`.
+    """
+    on_error: Literal["raise", "zero"]
+    """What becomes of an image that cannot be decoded. `raise`: the batch is a `ReadError`. `zero`:
+    it is black, and counted in `ReaderStats.broken_images`; this needs `size`.
+    """
+
+
+class SparseFieldOptions(FieldOptions, total=False):
+    """The parameters of `SparseField` but its path."""
+
+    dense: bool
+    """Deliver ordinary arrays (samples, columns), float32 where `dtype` says no other."""
+    columns: ArrayLike | Sequence[str] | None
+    """Which columns: their numbers, a mask, or names, which are looked up in each file in
+    `var/_index`. They come in this order.
+    """
+
+
+class SequencesOptions(TypedDict, total=False):
+    """The parameters of `Sequences`."""
+
+    groups: DatasetPath | None
+    """A pattern of groups, such as `data/demo_*`: each group that matches is a sequence, in natural
+    order (`demo_2` before `demo_10`), and the paths of fields begin there.
+    """
+    only: DatasetPath | None
+    """With `groups`: path of a dataset of names; other groups are left out."""
+    ends: DatasetPath | None
+    """Path of a dataset: the row behind the last one of each sequence."""
+    starts: DatasetPath | None
+    """Path of a dataset: the first row of each sequence."""
+    lengths: DatasetPath | None
+    """Path of a dataset: how many rows each sequence has."""
+    ids: DatasetPath | None
+    """Path of a dataset with a value for each row; a sequence ends where it changes."""
+    last: DatasetPath | Sequence[DatasetPath] | None
+    """Path of a dataset with a bool for each row, or several: a row for which one of them is true
+    is the last of its sequence. Rows behind the last such row are a sequence, too.
+    """
+    every: Integer
+    """Only every so many rows of a sequence is a sample."""
+
+
+class SplitOptions(TypedDict, total=False):
+    """The parameters of `Split` that are given by keyword."""
+
+    seed: Integer
+    """Another seed makes other parts."""
+    by: DatasetPath | None
+    """Path of a dataset: samples for which it has the same value stay together."""
+    stratify: DatasetPath | None
+    """Path of a dataset: each part has its share of the samples of each value."""

@@ -1,0 +1,147 @@
+"""What is said of a missing core, and that the files about the package agree with each other."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from conftest import require_extra
+from typer.testing import CliRunner
+
+from h5async.cli import app
+from h5async.core import binding
+
+ROOT = Path(__file__).parents[1]
+DIGITS = ROOT / "sample_data" / "digits.h5"
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
+COST = "3 to 13 times more slowly"
+
+
+def yaml_of(path):
+    return require_extra("yaml").safe_load((ROOT / path).read_text())
+
+
+@pytest.fixture
+def forget(monkeypatch):
+    """Let this test find the core anew."""
+    monkeypatch.delenv("H5ASYNC_CORE", raising=False)
+    monkeypatch.setattr(binding, "load_core", functools.cache(binding.load_core.__wrapped__))
+
+
+def test_with_the_core_nothing_is_said(core, forget):
+    assert binding.why_no_core() is None
+    result = CliRunner().invoke(app, ["inspect", str(DIGITS)])
+    assert (result.exit_code, result.stderr) == (0, "")
+
+
+def test_switched_off(forget, monkeypatch):
+    monkeypatch.setenv("H5ASYNC_CORE", "0")
+    told = binding.why_no_core()
+    assert told.startswith("the compiled core is switched off by H5ASYNC_CORE=0: ")
+    assert COST in told
+
+
+def test_not_built(forget, monkeypatch):
+    monkeypatch.setattr(binding, "_installed", list)
+    told = binding.why_no_core()
+    assert told.startswith("the compiled core is missing: ")
+    assert COST in told
+    assert told.endswith("install h5async where a C compiler is, or from a wheel for this platform")
+
+
+def test_built_for_something_else(forget, monkeypatch, tmp_path):
+    path = tmp_path / "_core.so"
+    path.write_bytes(b"no library")
+    monkeypatch.setattr(binding, "_installed", lambda: [path])
+    told = binding.why_no_core()
+    assert told.startswith("the compiled core cannot be loaded (")
+    assert str(path) in told
+    assert COST in told
+
+
+def test_inspect_says_so_on_standard_error_and_as_json():
+    def inspect(*options):
+        command = [sys.executable, "-m", "h5async", "inspect", str(DIGITS), *options]
+        return subprocess.run(
+            command,
+            env={**os.environ, "H5ASYNC_CORE": "0"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+
+    shown = inspect()
+    assert "in order, shuffled: " in shown.stdout
+    assert "core is" not in shown.stdout
+    assert shown.stderr.strip().startswith("the compiled core is switched off")
+    document = inspect("--json")
+    assert document.stderr == ""
+    found = json.loads(document.stdout)
+    assert found["core"] is False
+    assert COST in found["no_core_because"]
+
+
+# --- files about the package ------------------------------------------------------------------
+
+
+def test_one_version_everywhere():
+    version = PROJECT["version"]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert yaml_of("recipe/recipe.yaml")["context"]["version"] == version
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert re.search(r"^## (\S+)", changes, re.MULTILINE)[1] == version
+
+
+def test_the_recipe_has_the_dependencies_of_the_package():
+    recipe = yaml_of("recipe/recipe.yaml")
+    python, *others = recipe["requirements"]["run"]
+    assert python == "python >=${{ python_min }}"
+    assert f">={recipe['context']['python_min']}" == PROJECT["requires-python"]
+    assert [other.replace(" ", "") for other in others] == PROJECT["dependencies"]
+
+
+def test_classifiers_name_the_versions_of_python_that_are_tested():
+    prefix = "Programming Language :: Python :: 3."
+    named = [c.removeprefix(prefix) for c in PROJECT["classifiers"] if c.startswith(prefix)]
+    assert f">=3.{named[0]}" == PROJECT["requires-python"]
+    for script in ("test_versions", "check_packages"):
+        loop = re.search(r"for version in ([\d. ]+)", (ROOT / "scripts" / script).read_text())[1]
+        assert set(loop.split()) <= {f"3.{minor}" for minor in named}
+    assert PYPROJECT["tool"]["cibuildwheel"]["build"] == [f"cp3{minor}-*" for minor in named]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        str(path.relative_to(ROOT))
+        for path in (
+            *ROOT.glob(".github/**/*.yml"),
+            *ROOT.glob("recipe/*.yaml"),
+            ROOT / ".pre-commit-config.yaml",
+            ROOT / "CITATION.cff",
+        )
+    ],
+)
+def test_files_of_yaml_can_be_read_and_name_what_is_there(path):
+    assert isinstance(yaml_of(path), dict)
+    for script in re.findall(
+        r"(?<![\w./])((?:scripts|\.ci)/\w+(?:\.\w+)?)", (ROOT / path).read_text()
+    ):
+        assert (ROOT / script).exists() or script == "scripts/check_", script
+
+
+def test_hooks_run_what_scripts_check_runs():
+    check = (ROOT / "scripts" / "check").read_text()
+    (repository,) = yaml_of(".pre-commit-config.yaml")["repos"]
+    for hook in repository["hooks"]:
+        command = re.match(r"\.venv/bin/\S+( check| format)?", hook["entry"])[0]
+        assert command in check
