@@ -80,7 +80,7 @@ class ReaderConfig(Frozen):
     fields: Fields | None = option(
         None,
         "In place of `data_field` and `labels_field`: the fields of a batch, in their order. A"
-        " mapping of names to paths, or to `Field`s, which say how samples are delivered.",
+        " mapping of names to paths, or to values of `Field`, which say how samples are delivered.",
         values="NAME=PATH",
         shell="In place of `--data-field` and `--labels-field`: one field of a batch, by its name"
         " and the path of its dataset.",
