@@ -38,6 +38,7 @@ myst_heading_anchors = 4  # as GitHub makes them
 # `names` in docstrings link to what is there, and are code otherwise.
 default_role = "py:obj"
 
+toc_object_entries_show_parents = "hide"
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the signature has them, where they are of use
 autodoc_mock_imports = [
