@@ -1,4 +1,4 @@
-"""Checks a site in a folder: its links and anchors lead somewhere, and it loads nothing from elsewhere.
+"""Checks a site: its links and anchors lead somewhere, and it loads nothing from elsewhere.
 
 .venv/bin/python scripts/check_site.py build/site
 """
@@ -41,28 +41,35 @@ class Page(HTMLParser):
 
 def faults(site: Path) -> list[str]:
     """Return a line for each link that leads nowhere, and for all that is loaded from elsewhere."""
-    pages = {path: Page(path.read_text()) for path in site.rglob("*.html") if "_static" not in path.parts}
+    paths = [path for path in site.rglob("*.html") if "_static" not in path.parts]  # (templates)
+    pages = {path.resolve(): Page(path.read_text()) for path in paths}
     found = []
     for path, page in pages.items():
-        where = path.relative_to(site)
+        where = path.relative_to(site.resolve())
         found += [f"{where}: loads {url}" for url in page.loaded if urlsplit(url).netloc]
         for link in (*page.links, *page.loaded):
-            parts = urlsplit(link)
-            if parts.scheme or parts.netloc:
-                continue
-            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path.resolve()
-            if target.is_dir():
-                target /= "index.html"
-            anchor = unquote(parts.fragment)
-            there = pages.get(site / target.relative_to(site.resolve()))
-            if not target.exists():
-                found.append(f"{where}: {link}: there is no such file")
-            elif anchor and there is not None and anchor not in there.anchors:
-                found.append(f"{where}: {link}: there is no such anchor")
+            fault = _fault(pages, path, link)
+            found += [f"{where}: {link}: {fault}"] if fault else []
     for path in site.rglob("*.css"):
         if IN_STYLES.search(path.read_text()):
             found.append(f"{path.relative_to(site)}: loads something from elsewhere")
     return sorted(set(found))
+
+
+def _fault(pages: dict[Path, Page], path: Path, link: str) -> str:
+    """Say what is wrong with a link of a page; one that leads out of the site is not looked at."""
+    parts = urlsplit(link)
+    if parts.scheme or parts.netloc:
+        return ""
+    target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+    if target.is_dir():
+        target /= "index.html"
+    if not target.exists():
+        return "there is no such file"
+    anchor = unquote(parts.fragment)
+    if anchor and target in pages and anchor not in pages[target].anchors:
+        return "there is no such anchor"
+    return ""
 
 
 def main(folder: str) -> int:

@@ -90,9 +90,8 @@ def rect(kind: str, x: float, y: float, width: float, height: float, radius: flo
 def arrow(x: float, y: float, to_x: float, to_y: float) -> str:
     """Return a vertical arrow."""
     tip = 5 if to_y > y else -5
-    return (
-        f'<path class="line" d="M{x:g} {y:g}L{to_x:g} {to_y:g}m-4 {-tip:g}l4 {tip:g}l4 {-tip:g}"/>\n'
-    )
+    head = f"m-4 {-tip:g}l4 {tip:g}l4 {-tip:g}"
+    return f'<path class="line" d="M{x:g} {y:g}L{to_x:g} {to_y:g}{head}"/>\n'
 
 
 # --- throughput, beside the tools that people use now --------------------------------------------
@@ -126,8 +125,8 @@ def panels() -> list[Panel]:
             "Robot episodes, gzip: windows of 10 steps",
             "episodes, gzip",
             {
-                "ours, window": 'h5async, window',
-                "ours, full": 'h5async, full',
+                "ours, window": "h5async, window",
+                "ours, full": "h5async, full",
                 "robomimic, 2 workers": "robomimic",
             },
         ),

@@ -41,9 +41,7 @@ default_role = "py:obj"
 toc_object_entries_show_parents = "hide"
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the signature has them, where they are of use
-autodoc_mock_imports = [
-    name for name in ("torch",) if importlib.util.find_spec(name) is None
-]
+autodoc_mock_imports = [name for name in ("torch",) if importlib.util.find_spec(name) is None]
 numpydoc_show_class_members = False
 numpydoc_xref_param_type = False
 copybutton_prompt_text = r">>> |\.\.\. |\$ "

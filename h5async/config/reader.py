@@ -63,6 +63,15 @@ class ReaderConfig(Frozen):
     ------
     ConfigError
         If an option is unknown or its value does not fit.
+
+    Examples
+    --------
+    >>> config = ReaderConfig(hdf5_path="sample_data/digits.h5", batch_size=64)
+    >>> config.batch_size, config.shuffle, config.prefetch
+    (64, False, 2)
+    >>> with AsyncReader(config, shuffle="full") as reader:
+    ...     print(reader.config.shuffle)
+    full
     """
 
     hdf5_path: Files = option(
@@ -433,6 +442,12 @@ class ReaderConfig(Frozen):
         ------
         ConfigError
             If the file cannot be read, an option is unknown or a value does not fit.
+
+        Examples
+        --------
+        >>> config = ReaderConfig.load({"hdf5_path": "sample_data/digits.h5"}, batch_size=64)
+        >>> config.batch_size
+        64
         """
         if config is None:
             base: dict[str, Any] = {}
