@@ -13,7 +13,7 @@ from conftest import require_extra
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     str(page.relative_to(ROOT))
-    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("sample_data/*.md"))
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("sample_data/*.md"))
 )
 FENCE = re.compile(r"^```(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\[\]]*\]\(([^()\s]+)\)")

@@ -14,7 +14,7 @@ version = release = PROJECT["version"]
 copyright = "the h5async developers, MIT licence"
 
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "numpydoc",
     "sphinx.ext.autodoc",
     "sphinx.ext.viewcode",
@@ -32,6 +32,12 @@ include_patterns = [
     "sample_data/README.md",
 ]
 exclude_patterns = [".*", "build", "dist", "*.egg-info", "**/__pycache__"]
+
+# Notebooks are Markdown, and run as the site is built; what fails ends the build.
+nb_execution_mode = "force"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 120
+nb_merge_streams = True
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4  # as GitHub makes them
@@ -68,4 +74,6 @@ html_theme_options = {
     "footer_end": [],
     "back_to_top_button": False,
 }
-html_sidebars = {"docs/site/index": [], "docs/tutorial": [], "CHANGELOG": [], "SECURITY": []}
+html_sidebars = dict.fromkeys(
+    ("docs/site/index", "docs/tutorial", "docs/performance", "CHANGELOG", "SECURITY"), []
+)
