@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import tomllib
 from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx.application import Sphinx
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -41,8 +46,9 @@ nb_merge_streams = True
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4  # as GitHub makes them
-# `names` in docstrings link to what is there, and are code otherwise.
-default_role = "py:obj"
+# `names` in docstrings link to what is there, and all else in backticks is code.
+default_role = "name_or_code"
+NAME = re.compile(r"[A-Za-z_][\w.]*(\(\))?")
 
 toc_object_entries_show_parents = "hide"
 autodoc_member_order = "bysource"
@@ -74,6 +80,20 @@ html_theme_options = {
     "footer_end": [],
     "back_to_top_button": False,
 }
-html_sidebars = dict.fromkeys(
-    ("docs/site/index", "docs/tutorial", "docs/performance", "CHANGELOG", "SECURITY"), []
-)
+WITHOUT_SECTION = ("docs/site/index", "docs/tutorial", "docs/performance", "CHANGELOG", "SECURITY")
+html_sidebars: dict[str, list[str]] = {page: [] for page in WITHOUT_SECTION}
+
+
+def name_or_code(
+    role: str, raw: str, text: str, line: int, inliner: Any, options: Any = None, content: Any = ()
+) -> Any:
+    """Make what a docstring has in single backticks a link where it is a name, else code."""
+    if NAME.fullmatch(text) is None:
+        return [nodes.literal(raw, text)], []
+    link = inliner.document.settings.env.get_domain("py").role("obj")
+    return link("py:obj", raw, text, line, inliner, options or {}, list(content))
+
+
+def setup(app: Sphinx) -> None:
+    """Add the role to Sphinx."""
+    app.add_role("name_or_code", name_or_code)
