@@ -35,6 +35,17 @@ class Batch(Sequence[Any]):
         Whether it is the last batch of its epoch.
     size
         Samples in the batch; the last one of an epoch may be short.
+
+    Examples
+    --------
+    >>> with AsyncReader(hdf5_path="sample_data/digits.h5", batch_size=64) as reader:
+    ...     batch = reader.get_next_batch()
+    ...     data, labels = batch
+    ...     kept = batch.copy()
+    >>> kept.keys(), kept.size, kept.epoch, kept.number, kept.last
+    (['data', 'labels'], 64, 0, 0, False)
+    >>> kept.labels[:4], kept["labels"][:4], kept.index[:4]
+    (array([0, 1, 2, 3]), array([0, 1, 2, 3]), array([0, 1, 2, 3]))
     """
 
     __slots__ = ("_arrays", "_device", "_sequences", "epoch", "index", "last", "number", "size")

@@ -32,6 +32,14 @@ class H5AsyncError(Exception):
     """Base of every error that h5async raises on purpose.
 
     A message names options by `h5async.spelling.named`; ``str()`` has them as keywords.
+
+    Examples
+    --------
+    >>> try:
+    ...     AsyncReader(hdf5_path="nowhere.h5")
+    ... except H5AsyncError as error:
+    ...     print(error)
+    cannot open nowhere.h5: there is no such file
     """
 
     def __init__(self, *args: object) -> None:
@@ -56,23 +64,66 @@ class H5AsyncError(Exception):
 
 
 class ConfigError(H5AsyncError, ValueError):
-    """An option is unknown, or its value does not fit it or the dataset."""
+    """An option is unknown, or its value does not fit it or the dataset.
+
+    Examples
+    --------
+    >>> AsyncReader(hdf5_path="sample_data/digits.h5", batchsize=64)
+    Traceback (most recent call last):
+        ...
+    h5async.errors.ConfigError: unknown option 'batchsize'; did you mean 'batch_size'?
+    """
 
 
 class DatasetError(H5AsyncError, KeyError):
-    """A dataset is missing, or cannot be delivered in batches."""
+    """A dataset is missing, or cannot be delivered in batches.
+
+    Examples
+    --------
+    >>> AsyncReader(hdf5_path="sample_data/digits.h5", data_field="images")
+    Traceback (most recent call last):
+        ...
+    h5async.errors.DatasetError: sample_data/digits.h5: there is no dataset "images"; ...
+    """
 
 
 class ReadError(H5AsyncError, OSError):
-    """Bytes of a file could not be read or decoded."""
+    """Bytes of a file could not be read or decoded.
+
+    Examples
+    --------
+    >>> AsyncReader(hdf5_path="sample_data/README.md")
+    Traceback (most recent call last):
+        ...
+    h5async.errors.ReadError: cannot open sample_data/README.md: it is not an HDF5 file: ...
+    """
 
 
 class UnsafeFileError(H5AsyncError, PermissionError):
-    """A file refers to data outside itself, which is not permitted."""
+    """A file refers to data outside itself, which is not permitted.
+
+    Examples
+    --------
+    >>> with h5py.File("linked.h5", "w") as file:
+    ...     file["data"] = h5py.ExternalLink("/etc/hostname", "/data")
+    >>> AsyncReader(hdf5_path="linked.h5", labels_field=None)
+    Traceback (most recent call last):
+        ...
+    h5async.errors.UnsafeFileError: ...
+    """
 
 
 class OutOfMemoryError(H5AsyncError, MemoryError):
-    """The system refused memory that a reader needs, or has less than it would need."""
+    """The system refused memory that a reader needs, or has less than it would need.
+
+    Examples
+    --------
+    >>> try:
+    ...     AsyncReader(hdf5_path="sample_data/digits.h5", max_batch_bytes=1000)
+    ... except OutOfMemoryError as error:
+    ...     print(error)  # doctest: +ELLIPSIS
+    /...: dataset "data" of shape (1797, 8, 8): 2 batches of 32 samples take 4,608 bytes ...
+    """
 
 
 class BudgetError(OutOfMemoryError, ConfigError):
@@ -80,31 +131,106 @@ class BudgetError(OutOfMemoryError, ConfigError):
 
 
 class DeviceError(H5AsyncError, RuntimeError):
-    """The device does not exist, or cannot hold the data."""
+    """The device does not exist, or cannot hold the data.
+
+    Examples
+    --------
+    >>> try:
+    ...     AsyncReader(hdf5_path="sample_data/digits.h5", device="cuda:99")
+    ... except DeviceError:
+    ...     reader = AsyncReader(hdf5_path="sample_data/digits.h5", device="cpu")
+    >>> reader.device
+    'cpu'
+    >>> reader.close()
+    """
 
 
 class MissingPackageError(H5AsyncError, ImportError):
-    """An optional package is needed, and not installed."""
+    """An optional package is needed, and not installed.
+
+    Examples
+    --------
+    >>> issubclass(MissingPackageError, ImportError)
+    True
+    """
 
 
 class ReaderClosedError(H5AsyncError, RuntimeError):
-    """The reader was used after it had been closed."""
+    """The reader was used after it had been closed.
+
+    Examples
+    --------
+    >>> reader = AsyncReader(hdf5_path="sample_data/digits.h5")
+    >>> reader.close()
+    >>> reader.get_next_batch()
+    Traceback (most recent call last):
+        ...
+    h5async.errors.ReaderClosedError: the reader is closed; make a new one
+    """
 
 
 class BatchTimeoutError(H5AsyncError, TimeoutError):
-    """The batch was not ready within the time allowed; the next call waits for it again."""
+    """The batch was not ready within the time allowed; the next call waits for it again.
+
+    Examples
+    --------
+    >>> import threading
+    >>> go_on = threading.Event()
+    >>> def slow(data, labels):
+    ...     go_on.wait()
+    >>> with AsyncReader(hdf5_path="sample_data/digits.h5", postprocess=slow) as reader:
+    ...     try:
+    ...         reader.get_next_batch(timeout=0.01)
+    ...     except BatchTimeoutError:
+    ...         go_on.set()
+    ...         print(reader.get_next_batch().number)
+    0
+    """
 
 
 class BatchExpiredError(H5AsyncError, RuntimeError):
-    """A batch was used after its life, which the next call ended; see ``debug_lifetimes``."""
+    """A batch was used after its life, which the next call ended; see ``debug_lifetimes``.
+
+    Examples
+    --------
+    >>> with AsyncReader(hdf5_path="sample_data/digits.h5", debug_lifetimes=True) as reader:
+    ...     first, second = reader.get_next_batch(), reader.get_next_batch()
+    ...     try:
+    ...         first.data
+    ...     except BatchExpiredError as error:
+    ...         print(error)  # doctest: +ELLIPSIS
+    batch 0 of epoch 0 was used after the next one had been asked for, ...
+    """
 
 
 class FileChangedWarning(UserWarning):
-    """A file was changed while a reader had it open; its chunks still lie where they did."""
+    """A file was changed while a reader had it open; its chunks still lie where they did.
+
+    Examples
+    --------
+    >>> import warnings
+    >>> with warnings.catch_warnings():
+    ...     warnings.simplefilter("error", FileChangedWarning)  # a changed file ends this training
+    ...     with AsyncReader(hdf5_path="sample_data/digits.h5") as reader:
+    ...         print(sum(batch.size for batch in reader))
+    1797
+    """
 
 
 class PostprocessError(H5AsyncError):
-    """The caller's `postprocess` raised or returned something unusable."""
+    """The caller's `postprocess` raised or returned something unusable.
+
+    Examples
+    --------
+    >>> def fails(data, labels):
+    ...     return 1 / 0
+    >>> with AsyncReader(hdf5_path="sample_data/digits.h5", postprocess=fails) as reader:
+    ...     try:
+    ...         reader.get_next_batch()
+    ...     except ZeroDivisionError as error:
+    ...         print(isinstance(error, PostprocessError))
+    True
+    """
 
 
 @contextmanager

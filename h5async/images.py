@@ -26,6 +26,15 @@ class Images(Ragged):
     ----------
     shapes
         As the parameter.
+
+    Examples
+    --------
+    >>> pixels = np.arange(39, dtype=np.uint8)  # of an image of 3 x 3 and one of 2 x 2, RGB
+    >>> images = Images(pixels, np.array([0, 27, 39]), np.array([[3, 3, 3], [2, 2, 3]]))
+    >>> images
+    <Images: 2 of differing sizes, uint8>
+    >>> images[1].shape
+    (2, 2, 3)
     """
 
     __slots__ = ("shapes",)

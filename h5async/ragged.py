@@ -38,6 +38,15 @@ class Ragged:
     ConfigError
         If `values` or `offsets` have other dimensions or dtypes. That the offsets rise, and end at
         the number of values, is left to whoever makes them.
+
+    Examples
+    --------
+    >>> values, offsets = np.array([3, 1, 4, 1, 5, 9]), np.array([0, 3, 3, 6])
+    >>> samples = Ragged(values, offsets)
+    >>> samples[0], samples.lengths, len(samples)
+    (array([3, 1, 4]), array([3, 0, 3]), 3)
+    >>> samples[1:]
+    <Ragged: 2 samples, 3 values of int64>
     """
 
     __slots__ = ("offsets", "values")
@@ -138,6 +147,17 @@ class Ragged:
         ------
         ConfigError
             If the length is below 0.
+
+        Examples
+        --------
+        >>> samples = Ragged(np.array([3, 1, 4, 1, 5, 9]), np.array([0, 3, 3, 6]))
+        >>> array, mask = samples.to_padded(value=-1)
+        >>> array
+        array([[ 3,  1,  4],
+               [-1, -1, -1],
+               [ 1,  5,  9]])
+        >>> mask.sum(axis=1)
+        array([3, 0, 3])
         """
         ends = on_host(self.offsets)
         longest = int(np.diff(ends).max()) if len(self) else 0
@@ -195,6 +215,12 @@ class Ragged:
             If the values are no bytes (uint8, one dimension).
         ReadError
             If a sample is not valid UTF-8; it says which one.
+
+        Examples
+        --------
+        >>> text = np.frombuffer("oneforty-two".encode(), np.uint8)
+        >>> Ragged(text, np.array([0, 3, 12])).to_strings()
+        ['one', 'forty-two']
         """
         if self.dtype != np.uint8 or self.values.ndim != 1:
             raise ConfigError(

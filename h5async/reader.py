@@ -56,10 +56,13 @@ class AsyncReader:
 
     Examples
     --------
-    >>> reader = AsyncReader(hdf5_path="train.h5", batch_size=256, shuffle="full")
-    >>> for epoch in range(90):
-    ...     for data, labels in reader:
-    ...         step(data, labels)
+    >>> file = "sample_data/digits.h5"
+    >>> with AsyncReader(hdf5_path=file, batch_size=256, shuffle="full") as reader:
+    ...     for epoch in range(2):
+    ...         for data, labels in reader:
+    ...             loss = data.mean()  # your step(data, labels)
+    ...     print(data.shape, labels.shape, reader.num_samples)
+    (5, 8, 8) (5,) 1797
     """
 
     def __init__(
@@ -115,6 +118,16 @@ class AsyncReader:
         """What the codes of categorical fields stand for, by field: code c for the name number c.
 
         -1 stands for no value. Where several files have other categories, these are all of them.
+
+        Examples
+        --------
+        >>> with h5py.File("cells.h5", "w") as file:  # as AnnData writes it
+        ...     file["obs/kind/codes"] = np.array([1, 0, -1], "i1")
+        ...     file["obs/kind/categories"] = ["B", "T"]
+        ...     file["obs/kind"].attrs["encoding-type"] = "categorical"
+        >>> with AsyncReader(hdf5_path="cells.h5", fields={"kind": "obs/kind"}) as reader:
+        ...     print(reader.get_next_batch().kind, reader.categories)
+        [ 1  0 -1] {'kind': ('B', 'T')}
         """
         return {name: one.names for name, one in self._engine.categories.items()}
 
@@ -138,7 +151,19 @@ class AsyncReader:
         return self._engine.fallback_reads
 
     def stats(self) -> ReaderStats:
-        """Return what was done so far and how long it took; ``str()`` says what to change."""
+        """Return what was done so far and how long it took; ``str()`` says what to change.
+
+        Examples
+        --------
+        >>> with AsyncReader(hdf5_path="sample_data/digits.h5", batch_size=64) as reader:
+        ...     for data, labels in reader:
+        ...         pass
+        ...     stats = reader.stats()
+        >>> stats.batches, stats.samples, stats.filters
+        (29, 1797, ('deflate', 'shuffle'))
+        >>> print(stats)  # doctest: +SKIP
+        data-bound: waited 31 % of the time; the limit is deflate decoding, 0.9 GB/s on 2 threads
+        """
         return self._engine.stats()
 
     def __len__(self) -> int:
@@ -182,6 +207,15 @@ class AsyncReader:
             If the reader is closed.
         DatasetError
             If an epoch has no batch at all.
+
+        Examples
+        --------
+        >>> reader = AsyncReader(hdf5_path="sample_data/digits.h5", batch_size=1000)
+        >>> reader.fetch_data(), reader.fetch_data(), reader.fetch_data([3, 17, 42])
+        (False, True, False)
+        >>> [reader.get_next_batch().size for _ in range(3)]
+        [1000, 797, 3]
+        >>> reader.close()
         """
         self._settle()
         return self._engine.fetch(None if index is None else self._engine.given.batch(index))
@@ -209,6 +243,13 @@ class AsyncReader:
             If the reader is closed, before the call or during it.
         DatasetError
             If an epoch has no batch at all.
+
+        Examples
+        --------
+        >>> with AsyncReader(hdf5_path="sample_data/digits.h5", batch_size=64) as reader:
+        ...     batch = reader.get_next_batch(timeout=60)
+        ...     print(batch)
+        <Batch 0 of epoch 0: data=(64, 8, 8) uint8, labels=(64,) int64>
         """
         seconds = self._config.timeout if timeout is None else check_timeout(timeout)
         self._settle()
@@ -254,6 +295,13 @@ class AsyncReader:
             If they cannot be read.
         ReaderClosedError
             If the reader is closed.
+
+        Examples
+        --------
+        >>> with AsyncReader(hdf5_path="sample_data/digits.h5") as reader:
+        ...     batch = reader.read([3, 17, 42])
+        >>> batch.labels
+        array([3, 7, 1])
         """
         engine = self._engine
         engine.check_open()
@@ -291,6 +339,13 @@ class AsyncReader:
             If it is not an integer, or negative.
         ReaderClosedError
             If the reader is closed.
+
+        Examples
+        --------
+        >>> with AsyncReader(hdf5_path="sample_data/digits.h5", shuffle="full") as reader:
+        ...     reader.set_epoch(5)
+        ...     print(reader.get_next_batch().epoch)
+        5
         """
         try:
             epoch = operator.index(epoch)
@@ -313,6 +368,15 @@ class AsyncReader:
         Batches count that `get_next_batch` returned, not those that are on their way. The state is
         small for any dataset, can be written as JSON, and is the same in all ranks. It describes
         the files as they were when the reader was made.
+
+        Examples
+        --------
+        >>> with AsyncReader(hdf5_path="sample_data/digits.h5", batch_size=64) as reader:
+        ...     for number in range(10):
+        ...         batch = reader.get_next_batch()
+        ...     state = reader.state_dict()
+        >>> state["epoch"], state["position"]
+        (0, 640)
         """
         self._check_not_empty()
         return self._engine.state()
@@ -340,6 +404,18 @@ class AsyncReader:
             If a file has changed since.
         ReaderClosedError
             If the reader is closed.
+
+        Examples
+        --------
+        >>> options = {"hdf5_path": "sample_data/digits.h5", "batch_size": 64, "shuffle": "full"}
+        >>> with AsyncReader(options) as reader:
+        ...     for number in range(10):
+        ...         batch = reader.get_next_batch()
+        ...     state = reader.state_dict()
+        >>> with AsyncReader(options) as reader:
+        ...     reader.load_state_dict(state)
+        ...     print(reader.get_next_batch())
+        <Batch 10 of epoch 0: data=(64, 8, 8) uint8, labels=(64,) int64>
         """
         self._check_not_empty()
         if not isinstance(state, Mapping):

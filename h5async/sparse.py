@@ -45,6 +45,15 @@ class Csr:
     ConfigError
         If the arrays do not fit together. That `indptr` rises, and indices are columns, is left to
         whoever makes them.
+
+    Examples
+    --------
+    >>> data, indices = np.array([1.0, 2.0, 3.0], "f4"), np.array([7, 99, 0])
+    >>> rows = Csr(data, indices, np.array([0, 2, 3]), shape=(2, 100))
+    >>> rows
+    <Csr: 2 rows of 100 columns, 3 values of float32>
+    >>> rows[0]
+    (array([ 7, 99]), array([1., 2.], dtype=float32))
     """
 
     __slots__ = ("data", "indices", "indptr", "shape")
@@ -211,6 +220,13 @@ class Csr:
             If `out` has another shape, or a dtype that the values cannot be cast to.
         DatasetError
             If an index is that of no column; `out` then holds other rows.
+
+        Examples
+        --------
+        >>> rows = Csr(np.array([1.0, 2.0]), np.array([0, 2]), np.array([0, 1, 2]), shape=(2, 3))
+        >>> rows.to_dense()
+        array([[1., 0., 0.],
+               [0., 0., 2.]])
         """
         given = out
         if out is None:

@@ -75,10 +75,12 @@ class H5Dataset(IterableDataset):
 
     Examples
     --------
-    >>> dataset = H5Dataset(hdf5_path="train.h5", batch_size=256, shuffle="full")
-    >>> for epoch in range(90):
-    ...     for batch in dataset:
-    ...         step(batch["data"], batch["labels"])
+    >>> with H5Dataset(hdf5_path="sample_data/digits.h5", batch_size=256) as dataset:
+    ...     for epoch in range(2):
+    ...         for batch in dataset:
+    ...             loss = batch["data"].float().mean()  # your step
+    ...     print(batch["data"].shape, len(dataset))
+    torch.Size([5, 8, 8]) 8
     """
 
     def __init__(

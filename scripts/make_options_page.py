@@ -91,7 +91,7 @@ or in a TOML file `fields.image = {path = "data", dtype = "f4"}`. The delivered 
 KIND = """
 ## {name}
 
-{meaning} In a TOML file: `kind = "{kind}"`. [More](ragged.md). Beside the parameters of `Field`:
+{meaning} In a TOML file: `kind = "{kind}"`. [More]({page}). Beside the parameters of `Field`:
 
 """
 
@@ -129,7 +129,8 @@ def _parameters(field: type[Field], but: Collection[str] = ()) -> list[tuple[str
 def _kind(kind: str, field: type[Field]) -> str:
     meaning = (field.__doc__ or "").partition("\n")[0]
     of_all = [option.name for option in options_of(Field)]
-    return KIND.format(name=field.__name__, meaning=meaning, kind=kind) + _table(
+    page = "images.md" if kind == "image" else "ragged.md"
+    return KIND.format(name=field.__name__, meaning=meaning, kind=kind, page=page) + _table(
         ("parameter", "default", "meaning"), _parameters(field, of_all)
     )
 

@@ -8,11 +8,12 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+from conftest import require_extra
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     str(page.relative_to(ROOT))
-    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("sample_data/*.md"))
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("sample_data/*.md"))
 )
 FENCE = re.compile(r"^```(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\[\]]*\]\(([^()\s]+)\)")
@@ -43,12 +44,30 @@ def snippets(page):
     ]
 
 
-def python_snippets(runnable):
+def is_runnable(info):
+    return info.split()[:2] == ["python", "runnable"]
+
+
+def runnable_snippets():
+    """Return runnable blocks; one that is "continued" follows those before it, as one program."""
+    found = []
+    for page in PAGES:
+        before = ""
+        for info, line, code in snippets(page):
+            if is_runnable(info):
+                words = info.split()[2:]
+                before = before if "continued" in words else ""
+                before += "\n" * (line - 1 - before.count("\n")) + code  # errors name its lines
+                found.append(pytest.param(page, line, words, before, id=f"{page}:{line}"))
+    return found
+
+
+def other_snippets():
     return [
         pytest.param(page, line, code, id=f"{page}:{line}")
         for page in PAGES
         for info, line, code in snippets(page)
-        if info.split()[:1] == ["python"] and ("runnable" in info.split()) == runnable
+        if info.split()[:1] == ["python"] and not is_runnable(info)
     ]
 
 
@@ -84,20 +103,22 @@ def test_paths_that_are_named_exist(page):
     assert missing == []
 
 
-@pytest.mark.parametrize(("page", "line", "code"), python_snippets(runnable=True))
-def test_runnable_snippets_run(page, line, code, monkeypatch, capsys):
+@pytest.mark.parametrize(("page", "line", "words", "code"), runnable_snippets())
+def test_runnable_snippets_run(page, line, words, code, monkeypatch, capsys):
+    if "torch" in words:
+        require_extra("torch")
     monkeypatch.chdir(ROOT)
     exec(compile(code, f"{page}:{line}", "exec"), {"__name__": "snippet"})
     assert capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("page", "line", "code"), python_snippets(runnable=False))
+@pytest.mark.parametrize(("page", "line", "code"), other_snippets())
 def test_other_snippets_compile(page, line, code):
     compile(code, f"{page}:{line}", "exec")
 
 
 def test_there_is_a_snippet_that_runs():
-    assert [case.values[0] for case in python_snippets(runnable=True)].count("README.md") == 1
+    assert [case.values[0] for case in runnable_snippets()].count("README.md") == 1
 
 
 # --- the map in docs/architecture.md -----------------------------------------------------------

@@ -51,6 +51,14 @@ class Field(Frozen):
     ------
     ConfigError
         If a value does not fit.
+
+    Examples
+    --------
+    >>> fields = {"image": Field("data", scale=1 / 16), "digit": "labels"}
+    >>> with AsyncReader(hdf5_path="sample_data/digits.h5", fields=fields) as reader:
+    ...     batch = reader.get_next_batch()
+    >>> batch
+    <Batch 0 of epoch 0: image=(32, 8, 8) float32, digit=(32,) int64>
     """
 
     path: Name = option(REQUIRED, "Path of the dataset in the HDF5 file.")

@@ -72,6 +72,16 @@ class Split(Frozen):
     ------
     ConfigError
         If a value does not fit.
+
+    Examples
+    --------
+    >>> parts = {"train": 0.9, "val": 0.1}
+    >>> for name in parts:
+    ...     split = Split(name, parts, stratify="labels")
+    ...     with AsyncReader(hdf5_path="sample_data/digits.h5", indices=split) as reader:
+    ...         print(name, reader.num_samples)
+    train 1618
+    val 179
     """
 
     name: str = option(REQUIRED, "Which of the parts.")

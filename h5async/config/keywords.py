@@ -41,7 +41,7 @@ class ReaderOptions(TypedDict, total=False):
     """Path of the dataset that holds the labels. None (in a TOML file `""`): no labels."""
     fields: Mapping[str, Any] | None  # of paths and fields, which mypy takes for objects
     """In place of `data_field` and `labels_field`: the fields of a batch, in their order. A mapping
-    of names to paths, or to `Field`s, which say how samples are delivered.
+    of names to paths, or to values of `Field`, which say how samples are delivered.
     """
     num_dim: SampleDimensionLike
     """Which dimension of the data counts the samples: its number, or its name, where the file names

@@ -37,6 +37,19 @@ class RaggedField(Field):
     ------
     ConfigError
         If a value does not fit.
+
+    Examples
+    --------
+    >>> with h5py.File("texts.h5", "w") as file:
+    ...     file["tokens"] = [3, 1, 4, 1, 5, 9]
+    ...     file["ends"] = [3, 3, 6]
+    >>> tokens = RaggedField("tokens", offsets="ends", offsets_kind="ends")
+    >>> with AsyncReader(hdf5_path="texts.h5", fields={"tokens": tokens}) as reader:
+    ...     batch = reader.get_next_batch()
+    >>> batch.tokens.to_padded()[0]
+    array([[3, 1, 4],
+           [0, 0, 0],
+           [1, 5, 9]])
     """
 
     if TYPE_CHECKING:
@@ -89,6 +102,19 @@ class ImageField(RaggedField):
     ------
     ConfigError
         If a value does not fit.
+
+    Examples
+    --------
+    >>> import imagecodecs
+    >>> pixels = np.zeros((8, 6, 3), np.uint8)
+    >>> with h5py.File("photographs.h5", "w") as file:
+    ...     png = file.create_dataset("png", (10,), h5py.vlen_dtype(np.uint8))
+    ...     for number in range(10):
+    ...         png[number] = np.frombuffer(imagecodecs.png_encode(pixels), np.uint8)
+    >>> image = ImageField("png", axes=(0, 3, 1, 2), scale=1 / 255)
+    >>> with AsyncReader(hdf5_path="photographs.h5", fields={"image": image}) as reader:
+    ...     print(reader.get_next_batch())
+    <Batch 0 of epoch 0: image=(10, 3, 8, 6) float32>
     """
 
     if TYPE_CHECKING:
@@ -183,6 +209,18 @@ class SparseField(Field):
     ------
     ConfigError
         If a value does not fit.
+
+    Examples
+    --------
+    >>> with h5py.File("counts.h5", "w") as file:  # as AnnData writes it
+    ...     group = file.create_group("X")
+    ...     group.attrs["encoding-type"], group.attrs["shape"] = "csr_matrix", (2, 4)
+    ...     group["data"], group["indices"], group["indptr"] = [1.0, 2.0], [3, 0], [0, 1, 2]
+    >>> fields = {"x": SparseField("X", dense=True)}
+    >>> with AsyncReader(hdf5_path="counts.h5", fields=fields) as reader:
+    ...     reader.get_next_batch().x
+    array([[0., 0., 0., 1.],
+           [2., 0., 0., 0.]], dtype=float32)
     """
 
     if TYPE_CHECKING:

@@ -66,6 +66,15 @@ class ReaderConfig(Frozen):
     ------
     ConfigError
         If an option is unknown or its value does not fit.
+
+    Examples
+    --------
+    >>> config = ReaderConfig(hdf5_path="sample_data/digits.h5", batch_size=64)
+    >>> config.batch_size, config.shuffle, config.prefetch
+    (64, False, 2)
+    >>> with AsyncReader(config, shuffle="full") as reader:
+    ...     print(reader.config.shuffle)
+    full
     """
 
     if TYPE_CHECKING:
@@ -87,7 +96,7 @@ class ReaderConfig(Frozen):
     fields: Fields | None = option(
         None,
         "In place of `data_field` and `labels_field`: the fields of a batch, in their order. A"
-        " mapping of names to paths, or to `Field`s, which say how samples are delivered.",
+        " mapping of names to paths, or to values of `Field`, which say how samples are delivered.",
         values="NAME=PATH",
         shell="In place of `--data-field` and `--labels-field`: one field of a batch, by its name"
         " and the path of its dataset.",
@@ -460,6 +469,12 @@ class ReaderConfig(Frozen):
         ------
         ConfigError
             If the file cannot be read, an option is unknown or a value does not fit.
+
+        Examples
+        --------
+        >>> config = ReaderConfig.load({"hdf5_path": "sample_data/digits.h5"}, batch_size=64)
+        >>> config.batch_size
+        64
         """
         if config is None:
             base: dict[str, Any] = {}

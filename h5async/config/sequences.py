@@ -32,6 +32,19 @@ class Sequences(Frozen):
     ------
     ConfigError
         If a value does not fit.
+
+    Examples
+    --------
+    >>> with h5py.File("demos.h5", "w") as file:
+    ...     for number in range(3):
+    ...         file[f"data/demo_{number}/actions"] = np.zeros((10, 7))
+    >>> with AsyncReader(
+    ...     hdf5_path="demos.h5",
+    ...     fields={"actions": Field("actions", steps=range(4))},
+    ...     sequences=Sequences(groups="data/demo_*"),
+    ... ) as reader:
+    ...     print(reader.num_samples, reader.get_next_batch())
+    21 <Batch 0 of epoch 0: actions=(21, 4, 7) float64>
     """
 
     if TYPE_CHECKING:
