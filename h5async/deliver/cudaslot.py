@@ -21,6 +21,7 @@ from h5async.deliver.host import LaidOut, host_slot, made_on_host
 from h5async.deliver.pinnedpart import PinnedPart
 from h5async.fill.outlines import Outline
 from h5async.fill.records import FillOutcome
+from h5async.io.growing import plain_memory
 from h5async.io.shared import SharedMemory, page_memory
 from h5async.plan.transform import RowTransform
 
@@ -71,7 +72,13 @@ class CudaSlot:
         # sides, to be sent in one go. Of other columns only what a batch has is sent.
         self._rows = rows
         laid_out = host_slot(
-            rows, transforms, on_host, self._empty_block, outlines, self._empty_pages
+            rows,
+            transforms,
+            on_host,
+            self._empty_block,
+            outlines,
+            self._empty_pages,
+            plain_memory if shared is None else shared.empty,
         )
         self._host_block, begins = laid_out.block, laid_out.begins
         self._device_block = cupy.empty(self._host_block.nbytes, np.uint8)

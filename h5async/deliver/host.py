@@ -62,6 +62,7 @@ def host_slot(
     empty: Callable[[int], NDArray[np.uint8]],
     outlines: Sequence[Outline] = (),
     empty_varying: Callable[[int], NDArray[np.uint8]] | None = None,
+    empty_encoded: Callable[[int], NDArray[np.uint8]] = plain_memory,
 ) -> LaidOut:
     """Lay a slot's delivered rows, or raw ones that need no work on the host, out in memory.
 
@@ -77,6 +78,8 @@ def host_slot(
         Of all fields. Encoded ones, and arrays that the host makes of others, lie beside.
     empty_varying
         Returns new memory for columns with any number of rows for each sample; None: as `empty`.
+    empty_encoded
+        Returns new memory for encoded columns.
     """
     empty_varying = empty if empty_varying is None else empty_varying
     encoded = {column for one in outlines if one.is_encoded for column in one.columns}
@@ -96,7 +99,7 @@ def host_slot(
     for number, (transform, done, begin) in several:
         home = block
         if number in encoded:
-            home = plain_memory(sizes[number])
+            home = empty_encoded(sizes[number])
         elif transform.capacity is not None:
             home = varying[number] = empty_varying(sizes[number])
         count = transform.slot_rows(rows)
@@ -225,7 +228,9 @@ class HostDevice:
         outlines: Sequence[Outline],
     ) -> DeviceSlot:
         empty = self._empty(shared)
-        laid_out = host_slot(rows, todo, on_host, empty, outlines)
+        # Helper processes put encoded images there, too.
+        empty_encoded = plain_memory if shared is None else empty
+        laid_out = host_slot(rows, todo, on_host, empty, outlines, None, empty_encoded)
         made = made_on_host(rows, outlines, empty if shared is not None else self.host_memory)
         memory = laid_out.memory._replace(made=made)
         if self._pinning is None:

@@ -160,13 +160,10 @@ def _column_fields(
         in groups.
     """
     where = f'{config.files[0]}: column "{field.path}" ({name})'
-    is_in_groups = config.sequences is not None and config.sequences.groups is not None
-    if config.workers != "thread" or is_in_groups:
-        option = "groups of sequences" if is_in_groups else f'workers="{config.workers}"'
-        remedy = "" if is_in_groups else 'set workers="thread", or '
+    if config.sequences is not None and config.sequences.groups is not None:
         raise ConfigError(
-            f"{where} is stored as several datasets, for which {option} is not supported; {remedy}"
-            f'give the path of the values, "{values}"'
+            f"{where} is stored as several datasets, for which groups of sequences are not"
+            f' supported; give the path of the values, "{values}"'
         )
     path = field.path.rstrip("/")
     if values == Wanted.at(path).path:  # the codes themselves, in files of AnnData before 0.8
