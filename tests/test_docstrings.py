@@ -19,6 +19,7 @@ MODULES = (
     "h5async.batch",
     "h5async.config.field",
     "h5async.config.indices",
+    "h5async.config.keywords",
     "h5async.config.kinds",
     "h5async.config.reader",
     "h5async.config.sequences",

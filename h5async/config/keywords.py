@@ -28,7 +28,15 @@ WeightsLike: TypeAlias = ArrayLike | Mapping[Any, float]
 
 
 class ReaderOptions(TypedDict, total=False):
-    """The options of `AsyncReader`, `H5Dataset` and `ReaderConfig`."""
+    """The options of `AsyncReader`, `H5Dataset` and `ReaderConfig`, for type checkers.
+
+    Examples
+    --------
+    >>> options: ReaderOptions = {"hdf5_path": "sample_data/digits.h5", "batch_size": 64}
+    >>> with AsyncReader(**options) as reader:
+    ...     print(len(reader))
+    29
+    """
 
     hdf5_path: FilePath | Sequence[FilePath]
     """A file, a list of files, or a glob, whose matches are sorted. Several files are one long

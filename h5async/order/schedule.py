@@ -118,7 +118,7 @@ class Schedule:
         """
         if len(self.others) < _MANY_OTHERS:
             others = (*self.others, serial)
-            return Schedule(self.sampling, self.serial, self.epoch, self.start, others)
+            return type(self)(self.sampling, self.serial, self.epoch, self.start, others)
         gone = bisect.bisect_left(self.others, following)
         if not gone:
             return replace(self, others=(*self.others, serial))

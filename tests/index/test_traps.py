@@ -1273,8 +1273,6 @@ def test_integers_of_three_bytes_have_no_numpy_type(tmp_path):
 
 
 VARIABLE_LENGTH = {
-    "string": h5py.string_dtype(),
-    "sequence": h5py.vlen_dtype(np.int32),
     "reference": h5py.ref_dtype,
     "region": h5py.regionref_dtype,
     "compound": np.dtype([("a", "i4"), ("b", h5py.string_dtype())]),
@@ -1288,6 +1286,17 @@ def test_variable_length_and_references_are_refused(tmp_path, dtype):
         file.create_dataset("data", (3,), dtype)
     with pytest.raises(DatasetError, match=r'"data".*fixed size'):
         reader_of(path)
+
+
+@pytest.mark.parametrize("dtype", [h5py.string_dtype(), h5py.vlen_dtype(np.int32)])
+def test_elements_of_variable_length_that_were_never_written(tmp_path, dtype):
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("data", (3,), dtype)
+        assert [len(element) for element in file["data"][...]] == [0, 0, 0]
+    with reader_of(path) as reader:
+        batch = reader.get_next_batch()
+        assert batch.data.lengths.tolist() == [0] * batch.size
 
 
 # --- files that others write ---------------------------------------------------------------------
