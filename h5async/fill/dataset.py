@@ -39,7 +39,7 @@ from h5async.fill.known import (
 )
 from h5async.fill.lengths import lengths_of
 from h5async.fill.progress import on_indexed
-from h5async.fill.ragged import SparseShapes, is_ragged
+from h5async.fill.ragged import SparseShapes, is_ragged, limit_of
 from h5async.fill.records import FillRequest
 from h5async.fill.selecting import Chosen, choose, step_rows
 from h5async.fill.tables import categories_of, of_one_dtype
@@ -135,12 +135,12 @@ def _open_kinds(
             kept.append(known[name])
     for name in found.columns:
         columns[name] = of_one_dtype(columns[name], reach.io)
-    return OpenedDataset(
-        config,
-        _joined(config, columns),
-        _shapes(config, further),
-        _categories(config, found.columns, further),
-    )
+    joined, shapes = _joined(config, columns), _shapes(config, further)
+    for name, shape in shapes.items():
+        if shape.places is None:
+            of_field = joined[name + INDICES]
+            joined[name + INDICES] = of_field.changed(limit=limit_of(of_field, shape.columns))
+    return OpenedDataset(config, joined, shapes, _categories(config, found.columns, further))
 
 
 def _joined(

@@ -19,7 +19,7 @@ from h5async.index.layout import DatasetLayout, HeapFile
 from h5async.index.links import Reach, open_index
 from h5async.index.metadata import value_layout
 from h5async.index.references import references
-from h5async.index.sparsegroup import SparseGroup, row_offsets, sparse_group
+from h5async.index.sparsegroup import row_offsets, sparse_group
 from h5async.io.maps import IoMode
 from h5async.read.whole import read_blocks
 from h5async.spelling import named
@@ -154,20 +154,22 @@ def sparse_layouts(
     spans = row_offsets(_spans(group.indptr, "offsets", where, reach.io), group)
     layouts = {
         name: group.data.changed(spans=spans),
-        name + INDICES: group.indices.changed(spans=spans, limit=_limit(group)),
+        name + INDICES: group.indices.changed(spans=spans),
     }
     return layouts, group.shape
 
 
-def _limit(group: SparseGroup) -> int | None:
-    """Return the `DatasetLayout.limit` of the indices of a matrix."""
-    layout, columns = group.indices, group.shape[1]
-    dtype = layout.dtype
+def limit_of(indices: DatasetLayout, columns: int) -> int | None:
+    """Return the `DatasetLayout.limit` of the indices of a matrix of so many columns."""
+    dtype = indices.dtype
     if not dtype.isnative or dtype.kind not in "iu" or dtype.itemsize not in (4, 8):
         return None
+    if columns > 1 << (8 * dtype.itemsize - 1):
+        return None
     # (What was never written is filled, and not looked at.)
-    is_good = 0 <= int(layout.raw_fill) < columns <= 1 << (8 * dtype.itemsize - 1)
-    return columns if is_good else None
+    leaves = indices.leaves()
+    are_good = (leaf.dtype == dtype and 0 <= int(leaf.raw_fill) < columns for leaf in leaves)
+    return columns if all(are_good) else None
 
 
 class SparseShapes:

@@ -75,7 +75,6 @@ def join_layouts(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
         dim_names=common_names([layout.dim_names for layout in layouts]),
         cf=_joined_cf(layouts),
         spans=None if first.spans is None else _joined_spans(layouts),
-        limit=first.limit if all(layout.limit == first.limit for layout in layouts) else None,
     )
 
 
