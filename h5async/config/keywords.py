@@ -66,6 +66,17 @@ class ReaderOptions(TypedDict, total=False):
     """Dimension of an image's channels; needs `h_dim` and `w_dim`."""
     batch_size: Integer
     """Samples in a batch."""
+    batch_values: Integer | None
+    """Fill batches with samples of ragged and sparse fields up to so many values; `batch_size`,
+    where it is given, remains a bound. A sample counts the values of its longest field. With
+    `bucket`, padding counts, too: samples times the values of the longest one. A sample that has
+    more is a batch of its own.
+    """
+    bucket: Integer | None
+    """Put ragged or sparse samples of like length together, so that little is to be padded: samples
+    are sorted by length within windows of so many batches, and these batches are shuffled, if
+    samples are.
+    """
     shuffle: bool | Literal["full", "window"]
     """The order of the samples. False (on the command line `none`): as in the file. `full`, or
     True: a uniform permutation of all samples. `window`: chunks in random order, their samples
@@ -257,6 +268,10 @@ class SparseFieldOptions(FieldOptions, total=False):
     columns: ArrayLike | Sequence[str] | None
     """Which columns: their numbers, a mask, or names, which are looked up in each file in
     `var/_index`. They come in this order.
+    """
+    missing: Literal["zero", "error"]
+    """What becomes of a column that is chosen by its name, and that a file lacks. `zero`: it is 0
+    there. `error`: the reader is a `DatasetError`.
     """
 
 
