@@ -118,7 +118,9 @@ def _cut_sorted(lengths: Int64s, windows: Int64s, limits: Limits) -> tuple[Int64
     """Return what the core computes."""
     sizes = np.diff(windows, prepend=0)
     order = _longest_first(lengths, np.repeat(np.arange(windows.size), sizes))
-    most = limits.values // np.maximum(lengths[order], 1)
+    longest = lengths[order]
+    most = np.full(lengths.size, limits.samples, np.int64)
+    np.floor_divide(limits.values, longest, out=most, where=longest > 0)
     np.clip(most, 1, limits.samples, out=most)
     most += np.arange(lengths.size)
     np.minimum(most, np.repeat(windows, sizes), out=most)

@@ -515,3 +515,11 @@ def test_without_memory_the_twin_sorts(monkeypatch):
     order, ends = cut_sorted(np.array([1, 5, 3]), np.array([3]), Limits(2))
     assert order.tolist() == [1, 2, 0]
     assert ends.tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("with_core", [False, True])
+def test_samples_without_values_fit_in_any_batch(with_core):
+    with twin(not with_core):
+        order, ends = cut_sorted(np.array([0, 3, 0, 0], np.int64), np.array([4]), Limits(3, 1))
+    assert order.tolist() == [1, 0, 2, 3]
+    assert ends.tolist() == [1, 4]

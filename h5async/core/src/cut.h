@@ -46,7 +46,7 @@ PUBLIC int64_t h5async_cut_sorted(const int64_t *lengths, const int64_t *window,
             if (i < end)
                 continue;
             int64_t length = -sorted[i].sample;
-            int64_t fitting = most_values / (length > 0 ? length : 1);
+            int64_t fitting = length > 0 ? most_values / length : most_samples;
             fitting = fitting < 1 ? 1 : fitting > most_samples ? most_samples : fitting;
             end = fitting < count - i ? i + fitting : count;
             ends[found++] = first + end;
