@@ -1,4 +1,4 @@
-"""Sparse rows whose columns are chosen by names that are many, or not unique."""
+"""Columns that are chosen by names which are many or not unique; chunks of references."""
 
 from __future__ import annotations
 
@@ -55,3 +55,29 @@ def test_a_name_of_several_columns_is_refused(tmp_path):
     others = SparseField("X", columns=["c", "b"], dense=True)
     with AsyncReader(options, fields={"x": others}) as reader:
         np.testing.assert_array_equal(reader.get_next_batch().x, values[:, [3, 1]])
+
+
+@pytest.mark.parametrize("sizes", [(8, 8), (4, 4)])
+@pytest.mark.parametrize("libver", ["earliest", "latest"])
+@pytest.mark.parametrize("kind", ["text", "sequences"])
+@pytest.mark.parametrize("storage", [{"chunks": (3,)}, {"chunks": (10,)}, {"maxshape": (None,)}])
+def test_references_in_chunks_without_filters(tmp_path, sizes, libver, kind, storage):
+    if sizes == (4, 4) and libver == "latest" and "maxshape" in storage:
+        pytest.skip("HDF5 itself cannot open such a file")
+    path, is_text = tmp_path / "a.h5", kind == "text"
+    created = h5py.h5p.create(h5py.h5p.FILE_CREATE)
+    created.set_sizes(*sizes)
+    access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+    oldest = {"earliest": h5py.h5f.LIBVER_EARLIEST, "latest": h5py.h5f.LIBVER_LATEST}[libver]
+    access.set_libver_bounds(oldest, h5py.h5f.LIBVER_LATEST)
+    opened = h5py.h5f.create(bytes(path), h5py.h5f.ACC_TRUNC, created, access)
+    dtype = h5py.string_dtype() if is_text else h5py.vlen_dtype("i4")
+    with h5py.File(opened) as file:
+        dataset = file.create_dataset("v", (10,), dtype, **storage)
+        for number in range(10):
+            dataset[number] = "x" * number if is_text else np.arange(number)
+    with AsyncReader(hdf5_path=path, fields={"v": "v"}, device="cpu", timeout=60) as reader:
+        found = reader.get_next_batch().v
+        for number, one in enumerate(found):
+            expected = [ord("x")] * number if is_text else range(number)
+            np.testing.assert_array_equal(one, expected)
