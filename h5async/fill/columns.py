@@ -333,7 +333,7 @@ class Assembly:
 
 
 def _index_dtype(stored: np.dtype[Any], columns: int) -> np.dtype[Any]:
-    """Return the dtype of the indices of chosen columns: the file may have fewer than are chosen."""
+    """Return the dtype of indices of chosen columns, of which the file may have fewer."""
     fits = columns - 1 <= np.iinfo(stored).max
     return stored if fits else np.dtype(np.int32 if columns <= 1 << 31 else np.int64)
 
