@@ -1,4 +1,4 @@
-"""Columns that are chosen by names which are many or not unique; chunks of references."""
+"""Columns that are chosen by names which are many or not unique; chunks of references; files that are not mapped."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from conftest import require_extra
 
-from h5async import AsyncReader, ConfigError, DatasetError, SparseField
+from h5async import AsyncReader, ConfigError, DatasetError, RaggedField, SparseField
 
 
 def write(path, rows, names, index_dtype="i4"):
@@ -81,3 +81,24 @@ def test_references_in_chunks_without_filters(tmp_path, sizes, libver, kind, sto
         for number, one in enumerate(found):
             expected = [ord("x")] * number if is_text else range(number)
             np.testing.assert_array_equal(one, expected)
+
+
+@pytest.mark.parametrize("io", ["auto", "map", "pread"])
+@pytest.mark.parametrize(("count", "chunk"), [(10, 3), (10, 10), (10, 16), (1000, 600)])
+def test_chunks_without_filters_that_reach_over_the_edge(tmp_path, io, count, chunk):
+    lengths = np.arange(count) % 4
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        storage = {"chunks": (chunk,), "maxshape": (None,)}
+        file["values"] = np.arange(lengths.sum())
+        file.create_dataset("lengths", data=lengths, **storage)
+        file.create_dataset("is_taken", data=lengths != 2, **storage)
+        texts = file.create_dataset("texts", (count,), h5py.string_dtype(), **storage)
+        texts[...] = ["x" * length for length in lengths]
+    values = RaggedField("values", offsets="lengths", offsets_kind="lengths")
+    options = {"io": io, "indices": "is_taken", "batch_size": count, "device": "cpu"}
+    fields = {"values": values, "texts": "texts"}
+    with AsyncReader(hdf5_path=tmp_path / "a.h5", fields=fields, timeout=60, **options) as reader:
+        batch = reader.get_next_batch()
+    np.testing.assert_array_equal(batch.index, np.flatnonzero(lengths != 2))
+    np.testing.assert_array_equal(batch.values.lengths, lengths[batch.index])
+    np.testing.assert_array_equal(batch.texts.lengths, lengths[batch.index])
