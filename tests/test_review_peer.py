@@ -1,4 +1,4 @@
-"""Columns that are chosen by names which are many or not unique; chunks of references; files that are not mapped."""
+"""Columns chosen by names that are many or not unique; references in chunks without filters."""
 
 from __future__ import annotations
 
