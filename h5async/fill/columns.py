@@ -310,7 +310,8 @@ class Assembly:
             place[here] = places[indices[here]]
         kept = place >= 0
         ends = np.concatenate(([0], np.cumsum(kept)))[offsets]
-        return values[kept], place[kept].astype(indices.dtype, copy=False), ends
+        dtype = _index_dtype(indices.dtype, shape.columns)
+        return values[kept], place[kept].astype(dtype, copy=False), ends
 
     def _no_column(
         self,
@@ -329,6 +330,12 @@ class Assembly:
             f" has the index {indices[at]}, which is none of the {columns:,} columns; the file is"
             " damaged"
         )
+
+
+def _index_dtype(stored: np.dtype[Any], columns: int) -> np.dtype[Any]:
+    """Return the dtype of indices of chosen columns, of which the file may have fewer."""
+    fits = columns - 1 <= np.iinfo(stored).max
+    return stored if fits else np.dtype(np.int32 if columns <= 1 << 31 else np.int64)
 
 
 def _are_outside(indices: NDArray[Any], columns: int) -> NDArray[np.bool_]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -232,7 +232,12 @@ class SparseShapes:
                     f"{where}: there are {len(names):,} names of columns, and the matrix has"
                     f" {columns:,}"
                 )
+            wanted = dict.fromkeys(field.columns)
+            if len(wanted) < len(field.columns):
+                twice = next(name for name in wanted if field.columns.count(name) > 1)
+                raise ConfigError(f'{self._name}: columns: "{twice}" comes twice')
             numbers = {name: number for number, name in enumerate(names)}
+            self._require_single(wanted, names, numbers, where)
             missing = [name for name in field.columns if name not in numbers]
             if missing and field.missing == "error":
                 more = f", and {len(missing) - 1:,} more" if len(missing) > 1 else ""
@@ -259,6 +264,20 @@ class SparseShapes:
         if np.unique(found).size < found.size:
             raise ConfigError(f"{self._name}: columns: a column comes twice")
         return found
+
+    @staticmethod
+    def _require_single(
+        wanted: Collection[str], names: Sequence[str], last: Mapping[str, int], where: str
+    ) -> None:
+        """Raise where several columns have a name that is wanted; `last` has the last of each."""
+        if len(last) == len(names):
+            return
+        for number, name in enumerate(names):
+            if name in wanted and last[name] != number:
+                raise DatasetError(
+                    f'{where} has several columns "{name}": {number} and {last[name]} at least;'
+                    " make the names unique, or choose columns by their numbers"
+                )
 
     def shape(self) -> SparseShape:
         """Return what was found."""

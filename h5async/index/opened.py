@@ -57,7 +57,12 @@ class Opened:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element as stored."""
+        """Bytes of an element as stored; of variable length, it is a reference."""
+        is_text = isinstance(self.type, h5py.h5t.TypeStringID)
+        if isinstance(self.type, h5py.h5t.TypeVlenID) or (is_text and self.type.is_variable_str()):
+            # HDF5 says how large such an element is in memory.
+            created = h5py.h5i.get_file_id(self.id).get_create_plist()
+            return 4 + int(created.get_sizes()[0]) + 4
         return int(self.type.get_size())
 
     @cached_property
