@@ -82,11 +82,14 @@ class GivenSamples:
         """
         found = self.checked(index)
         if found.size > self._rows:
-            by = "batch_size" if self._rows == self._config.batch_size else "batch_values"
-            option = "batch_size" if self._config.batch_values is None else by
+            remedy = "use read()"  # an epoch has no more samples
+            if self._rows == self._config.batch_size:
+                remedy = f"make {named('batch_size')} larger, or {remedy}"
+            elif self._config.batch_values is not None:
+                remedy = f"make {named('batch_values')} larger, or {remedy}"
             raise ConfigError(
                 f"index: a batch of this reader has {self._rows} samples at most, found"
-                f" {found.size}; make {named(option)} larger, or use read()"
+                f" {found.size}; {remedy}"
             )
         for capacity, rows in self._ragged:
             total = rows.total(found)
