@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -233,6 +234,8 @@ class SparseShapes:
                     f" {columns:,}"
                 )
             numbers = {name: number for number, name in enumerate(names)}
+            if len(numbers) < len(names):
+                self._check_unique(field.columns, where, names)
             missing = [name for name in field.columns if name not in numbers]
             if missing and field.missing == "error":
                 more = f", and {len(missing) - 1:,} more" if len(missing) > 1 else ""
@@ -259,6 +262,18 @@ class SparseShapes:
         if np.unique(found).size < found.size:
             raise ConfigError(f"{self._name}: columns: a column comes twice")
         return found
+
+    @staticmethod
+    def _check_unique(wanted: Sequence[str], where: str, names: Sequence[str]) -> None:
+        """Raise where a name that is wanted is that of several columns."""
+        counts = Counter(names)
+        several = [name for name in wanted if counts[name] > 1]
+        if several:
+            raise DatasetError(
+                f'{where} has {counts[several[0]]} columns of the name "{several[0]}"; give the'
+                " numbers of columns, or store names that are unique (var_names_make_unique() of"
+                " AnnData)"
+            )
 
     def shape(self) -> SparseShape:
         """Return what was found."""

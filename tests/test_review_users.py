@@ -1,0 +1,84 @@
+"""Files of single cells as users have them: names of genes, categories, splits by donors."""
+
+from __future__ import annotations
+
+import h5py
+import numpy as np
+import pytest
+import scipy.sparse as sp
+from typer.testing import CliRunner
+
+import h5async.fill.known
+from h5async import AsyncReader, SparseField
+from h5async.cli import app
+from h5async.errors import DatasetError
+
+CELLS = np.arange(20, dtype="f4").reshape(4, 5)
+
+
+def write_cells(path, genes, index="_index"):
+    """Write a matrix, and names of genes in a column that the table names as its index."""
+    matrix = sp.csr_matrix(CELLS)
+    with h5py.File(path, "w") as file:
+        group = file.create_group("X")
+        group.attrs["encoding-type"], group.attrs["shape"] = "csr_matrix", matrix.shape
+        for part in ("data", "indices", "indptr"):
+            group[part] = getattr(matrix, part)
+        if index is None:  # AnnData before 0.7
+            table = np.zeros(len(genes), [("index", "S9"), ("n", "i4")])
+            table["index"] = genes
+            file["var"] = table
+        else:
+            file.create_group("var").attrs["_index"] = index
+            file["var"].create_dataset(index, data=genes, dtype=h5py.string_dtype())
+
+
+def write_column(path, names, codes, *, older=False):
+    with h5py.File(path, "w") as file:
+        file["number"] = np.arange(len(codes))
+        if older:
+            file["obs/donor"] = np.array(codes, "i1")
+            file.create_dataset("obs/__categories/donor", data=names, dtype=h5py.string_dtype())
+            return
+        group = file.create_group("obs/donor")
+        group.attrs["encoding-type"], group.attrs["ordered"] = "categorical", False
+        group["codes"] = np.array(codes, "i1")
+        group.create_dataset("categories", data=names, dtype=h5py.string_dtype())
+
+
+def chosen(path, names, **options):
+    field = SparseField("X", columns=names, dense=True)
+    with AsyncReader(
+        hdf5_path=path, fields={"x": field}, batch_size=4, device="cpu", **options
+    ) as reader:
+        return reader.get_next_batch().x.copy()
+
+
+@pytest.mark.parametrize("index", ["_index", "gene_symbols", None])
+@pytest.mark.parametrize("saved", [False, True])
+def test_columns_are_found_by_the_index_that_the_table_names(tmp_path, index, saved):
+    path, options = tmp_path / "cells.h5ad", {"index_cache": False}
+    write_cells(path, list("abcde"), index)
+    if saved:
+        options["index_cache"] = tmp_path / "cells.h5idx"
+        chosen(path, ["e", "b"], **options)
+    np.testing.assert_array_equal(chosen(path, ["e", "b"], **options), CELLS[:, [4, 1]])
+
+
+@pytest.mark.parametrize("index", ["gene_symbols", None])
+def test_a_saved_index_has_the_names_of_columns_wherever_the_table_has_them(
+    tmp_path, monkeypatch, index
+):
+    path, saved = tmp_path / "cells.h5ad", tmp_path / "cells.h5idx"
+    write_cells(path, list("abcde"), index)
+    assert CliRunner().invoke(app, ["index", str(path), "-o", str(saved)]).exit_code == 0
+    monkeypatch.delattr(h5async.fill.known, "_index_layout")  # which reads them from the file
+    np.testing.assert_array_equal(chosen(saved, ["e", "b"]), CELLS[:, [4, 1]])
+
+
+def test_a_name_of_two_columns_is_an_error_where_it_is_chosen(tmp_path):
+    path = tmp_path / "cells.h5ad"
+    write_cells(path, list("aacde"))
+    with pytest.raises(DatasetError, match=r'2 columns of the name "a".*var_names_make_unique'):
+        chosen(path, ["e", "a"])
+    np.testing.assert_array_equal(chosen(path, ["e", "c"]), CELLS[:, [4, 2]])
