@@ -9,7 +9,7 @@ import scipy.sparse as sp
 from typer.testing import CliRunner
 
 import h5async.fill.known
-from h5async import AsyncReader, SparseField
+from h5async import AsyncReader, SparseField, Split
 from h5async.cli import app
 from h5async.errors import DatasetError
 
@@ -82,3 +82,55 @@ def test_a_name_of_two_columns_is_an_error_where_it_is_chosen(tmp_path):
     with pytest.raises(DatasetError, match=r'2 columns of the name "a".*var_names_make_unique'):
         chosen(path, ["e", "a"])
     np.testing.assert_array_equal(chosen(path, ["e", "c"]), CELLS[:, [4, 2]])
+
+
+@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize("use", ["by", "stratify"])
+def test_a_split_goes_by_the_names_of_categories(tmp_path, older, use):
+    # Code 0 is another donor in each of the files, and each donor has cells in both.
+    paths = [tmp_path / "a.h5ad", tmp_path / "b.h5ad"]
+    donors = [f"d{i}" for i in range(6)]
+    write_column(paths[0], donors, [0, 1, 2, 3, 4, 5] * 4, older=older)
+    write_column(paths[1], donors[::-1], [5, 4, 3, 2, 1, 0] * 4, older=older)
+    numbers = np.array([*range(6)] * 8)
+    split = Split("train", {"train": 0.5, "val": 0.5}, **{use: "obs/donor"})
+    options = {"fields": {"x": "number"}, "batch_size": 48, "device": "cpu", "indices": split}
+    with AsyncReader(hdf5_path=paths, **options) as reader:
+        index = reader.get_next_batch().index
+    counts = np.bincount(numbers[index], minlength=6)
+    assert index.size == 24
+    assert sorted(counts) == ([0, 0, 0, 8, 8, 8] if use == "by" else [4] * 6)
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_balanced_weights_go_by_the_names_of_categories(tmp_path, older):
+    # 9 cells of B and 3 of T: as many codes 0 as codes 1.
+    write_column(tmp_path / "a.h5ad", ["B", "T"], [0] * 6, older=older)
+    write_column(tmp_path / "b.h5ad", ["T", "B"], [1] * 3 + [0] * 3, older=older)
+    options = {"fields": {"labels": "obs/donor"}, "weights": "balanced", "epoch_samples": 4000}
+    paths = [tmp_path / "a.h5ad", tmp_path / "b.h5ad"]
+    with AsyncReader(hdf5_path=paths, batch_size=4000, device="cpu", **options) as reader:
+        counts = np.bincount(reader.get_next_batch().labels)
+        assert reader.categories["labels"] == ("B", "T")
+    assert abs(counts[0] - counts[1]) < 400
+
+
+def test_a_split_by_a_column_that_one_file_has_otherwise_says_so(tmp_path):
+    write_column(tmp_path / "a.h5ad", ["d"], [0, 0])
+    with h5py.File(tmp_path / "b.h5ad", "w") as file:
+        file["number"], file["obs/donor"] = [0, 1], [0, 1]
+    split = Split("train", {"train": 0.5, "val": 0.5}, by="obs/donor")
+    with pytest.raises(DatasetError, match=r'b\.h5ad: "obs/donor" must be a categorical column'):
+        AsyncReader(
+            hdf5_path=str(tmp_path / "*.h5ad"), fields={"x": "number"}, indices=split, device="cpu"
+        )
+
+
+def test_codes_of_a_category_that_comes_twice_are_those_of_its_name(tmp_path):
+    path = tmp_path / "cells.h5ad"
+    write_column(path, ["B", "B", "T"], [0, 1, 2, -1])
+    with AsyncReader(
+        hdf5_path=path, fields={"x": "obs/donor"}, batch_size=4, device="cpu"
+    ) as reader:
+        assert reader.categories["x"] == ("B", "T")
+        assert reader.get_next_batch().x.tolist() == [0, 0, 1, -1]
