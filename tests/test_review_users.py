@@ -6,10 +6,11 @@ import h5py
 import numpy as np
 import pytest
 import scipy.sparse as sp
+from imagecodecs import png_encode as encode_png
 from typer.testing import CliRunner
 
 import h5async.fill.known
-from h5async import AsyncReader, SparseField, Split
+from h5async import AsyncReader, ImageField, SparseField, Split
 from h5async.cli import app
 from h5async.errors import DatasetError
 
@@ -113,6 +114,22 @@ def test_balanced_weights_go_by_the_names_of_categories(tmp_path, older):
         counts = np.bincount(reader.get_next_batch().labels)
         assert reader.categories["labels"] == ("B", "T")
     assert abs(counts[0] - counts[1]) < 400
+
+
+def test_tensors_of_images_of_differing_sizes_are_refused(tmp_path):
+    torch = pytest.importorskip("h5async.torch")
+    images = [encode_png(np.zeros((n, 4, 3), "u1")) for n in (3, 5)]
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        jpeg = file.create_dataset("jpeg", (2,), h5py.vlen_dtype("u1"))
+        for number, image in enumerate(images):
+            jpeg[number] = np.frombuffer(image, "u1")
+    options = {"fields": {"image": ImageField("jpeg")}, "device": "cpu", "batch_size": 2}
+    dataset = torch.H5Dataset(hdf5_path=tmp_path / "a.h5", **options)
+    with pytest.raises(
+        DatasetError, match=r"'image': images of differing sizes.*give the field a size"
+    ):
+        list(dataset)
+    dataset.close()
 
 
 def test_a_split_by_a_column_that_one_file_has_otherwise_says_so(tmp_path):
