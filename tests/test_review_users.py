@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import h5async.fill.known
 from h5async import AsyncReader, ImageField, SparseField, Split
 from h5async.cli import app
-from h5async.errors import DatasetError
+from h5async.errors import ConfigError, DatasetError
 
 CELLS = np.arange(20, dtype="f4").reshape(4, 5)
 
@@ -75,6 +75,13 @@ def test_a_saved_index_has_the_names_of_columns_wherever_the_table_has_them(
     assert CliRunner().invoke(app, ["index", str(path), "-o", str(saved)]).exit_code == 0
     monkeypatch.delattr(h5async.fill.known, "_index_layout")  # which reads them from the file
     np.testing.assert_array_equal(chosen(saved, ["e", "b"]), CELLS[:, [4, 1]])
+
+
+def test_a_name_that_is_chosen_twice_is_an_error_as_a_number_is(tmp_path):
+    write_cells(tmp_path / "cells.h5ad", list("abcde"))
+    for columns in (["e", "e"], [4, 4]):
+        with pytest.raises(ConfigError, match="a column comes twice"):
+            chosen(tmp_path / "cells.h5ad", columns)
 
 
 def test_a_name_of_two_columns_is_an_error_where_it_is_chosen(tmp_path):

@@ -228,6 +228,8 @@ class SparseShapes:
     ) -> Int64s:
         """Return the number of each column that is delivered; -1: the file has none."""
         if isinstance(field.columns, tuple):
+            if len(set(field.columns)) < len(field.columns):
+                raise ConfigError(f"{self._name}: columns: a column comes twice")
             if len(names) != columns:
                 raise DatasetError(
                     f"{where}: there are {len(names):,} names of columns, and the matrix has"
