@@ -19,6 +19,7 @@ from h5async.batch import Batch
 from h5async.config import ReaderConfig
 from h5async.config.signature import takes_options
 from h5async.errors import ConfigError, DatasetError, ReaderClosedError
+from h5async.images import Images
 from h5async.ragged import Ragged
 from h5async.reader import AsyncReader
 from h5async.sparse import Csr
@@ -241,6 +242,11 @@ def _check_dtypes(reader: AsyncReader) -> None:
 def _tensor(array: Any, name: str, where: str = "") -> Any:
     """Return a tensor over the memory of an array, NumPy's or CuPy's, or of several samples'."""
     try:
+        if isinstance(array, Images):
+            raise DatasetError(
+                f"{where}field {name!r}: images of differing sizes are no tensor; give the field a"
+                " size, or take Images from an AsyncReader"
+            )
         if isinstance(array, Ragged):
             return array.to_torch_nested()
         if isinstance(array, Csr):

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from h5async.config import ReaderConfig
 from h5async.core.binding import mapping_mode
 from h5async.errors import DatasetError
+from h5async.index.columns import Column, category_names, column, union_of
 from h5async.index.layout import DatasetLayout
-from h5async.index.links import Reach
+from h5async.index.links import Reach, open_index
 from h5async.index.metadata import value_layout
 from h5async.names import name_text
 from h5async.read.whole import read_whole
@@ -53,6 +54,52 @@ class FileValues:
             check_length(array, file, path, count)
             found.append(array)
         return np.concatenate(found)
+
+    def classes(self, option: str, path: str) -> NDArray[Any]:
+        """Return a value for each sample that is equal where samples are of one class.
+
+        Of a categorical column these are codes in the categories of all files together: those of
+        one file mean nothing in another one.
+
+        Raises
+        ------
+        H5AsyncError
+            As of `of_samples`.
+        """
+        columns = [self._column(file, path) for file, _ in self.files()]
+        if not any(columns):
+            return self.of_samples(option, path)
+        found, names = [], []
+        for (file, count), one in zip(self.files(), columns, strict=True):
+            if one is None or one.categories is None:
+                raise DatasetError(
+                    f'{option}: {file}: "{path}" must be a categorical column, as in other files,'
+                    " or a dataset with a value for each sample"
+                )
+            codes = self.of_layout(one.values).astype(np.int64)
+            check_length(codes, file, path, count)
+            categories = one.categories
+            if isinstance(categories, DatasetLayout):
+                categories = self.of_layout(categories)
+            if codes.size and not -1 <= codes.min() <= codes.max() < len(categories):
+                raise DatasetError(
+                    f"{one.where} has codes from {codes.min()} to {codes.max()}, and there are"
+                    f" {len(categories):,} categories; the file is damaged"
+                )
+            found.append(codes)
+            names.append(category_names(categories))
+        _, tables = union_of(names)
+        return np.concatenate([table[codes] for table, codes in zip(tables, found, strict=True)])
+
+    def is_categorical(self, path: str) -> bool:
+        """Tell whether a path leads to a categorical column, in the first of the files."""
+        one = self._column(self.files()[0][0], path)
+        return one is not None and one.categories is not None
+
+    def _column(self, file: Path, path: str) -> Column | None:
+        """Return the categorical or nullable column at a path of a file; None: there is none."""
+        with open_index(file) as opened:
+            return column(opened, path, self._reach)
 
     def read(self, option: str, file: Path, path: str, count: int) -> NDArray[Any]:
         """Return all values of a dataset of one file, which has so many samples.

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,7 +30,7 @@ from h5async.config import Field, RaggedField, SparseField
 from h5async.errors import DatasetError, H5AsyncError
 from h5async.fill.columns import INDICES
 from h5async.fill.ragged import heap_layout, sparse_layouts, with_spans
-from h5async.index.columns import Column, category_names, column
+from h5async.index.columns import Column, category_names, column, index_of_table
 from h5async.index.groups import Grouping
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach, open_index
@@ -180,7 +181,7 @@ def _read_below(
                 matrices[of_field] = _matrix(of_field, prefix + field.path, path, reach)
             found[name] = matrices[of_field][name]
         elif wanted.kind == TEXTS:
-            found[name] = _texts_layout(path, at, _names(path, at, reach), reach)
+            found[name] = _index_layout(path, at, reach)
         elif wanted.kind == CATEGORIES:
             found[name] = _categories(of_field, at, path, reach)
         else:
@@ -193,6 +194,14 @@ def _read_below(
 def _matrix(name: str, at: str, path: Path, reach: Reach) -> dict[str, DatasetLayout]:
     layouts, shape = sparse_layouts(name, at, path, reach)
     return layouts | {name + SHAPE_OF: _in_memory(path, at, np.array(shape, np.int64), reach)}
+
+
+def _index_layout(path: Path, at: str, reach: Reach) -> DatasetLayout:
+    """Return the names of a table's rows; at its ``_index``, or as the table calls that."""
+    table = at.rpartition("/")[0]
+    with open_index(path) as file:
+        member = index_of_table(file, table, reach)
+    return _texts_layout(path, at, _names(path, f"{table}/{member}", reach), reach)
 
 
 def _names(path: Path, at: str, reach: Reach) -> Texts:
@@ -295,6 +304,13 @@ def list_known(
     if grouping is None:
         for parent, member in (name.rpartition("/")[::2] for name in paths):
             yield from _list_group(path, parent, member, reach)
+        # In files of AnnData before 0.7, a table is one dataset.
+        tables = {one for name in paths for one in (name, name.rpartition("/")[0])}
+        for table in sorted(one for one in tables if one.rpartition("/")[2] == "var"):
+            at = f"{table}/_index"
+            names = _tried(partial(_index_layout, path, at, reach))
+            if names is not None:
+                yield Wanted.at(at)._replace(kind=TEXTS), names
 
 
 def _list_group(
@@ -311,11 +327,6 @@ def _list_group(
             yield wanted(f"{parent}/data", ROWS), found[""]
             yield wanted(f"{parent}/indices", ROWS), found[INDICES]
             yield wanted(parent, SHAPE), found[SHAPE_OF]
-    elif member == "_index" and parent.rpartition("/")[2] == "var":
-        at = f"{parent}/{member}"
-        names = _tried(lambda: _texts_layout(path, at, _names(path, at, reach), reach))
-        if names is not None:
-            yield wanted(at, TEXTS), names
     elif member in ("codes", "mask") or parent.endswith("/__categories"):
         is_older = member not in ("codes", "mask")
         at = f"{parent.removesuffix('/__categories')}/{member}" if is_older else parent

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -232,12 +233,12 @@ class SparseShapes:
                     f"{where}: there are {len(names):,} names of columns, and the matrix has"
                     f" {columns:,}"
                 )
-            wanted = dict.fromkeys(field.columns)
-            if len(wanted) < len(field.columns):
-                twice = next(name for name in wanted if field.columns.count(name) > 1)
+            if len(set(field.columns)) < len(field.columns):
+                twice = next(name for name in field.columns if field.columns.count(name) > 1)
                 raise ConfigError(f'{self._name}: columns: "{twice}" comes twice')
             numbers = {name: number for number, name in enumerate(names)}
-            self._require_single(wanted, names, numbers, where)
+            if len(numbers) < len(names):
+                self._check_unique(field.columns, where, names)
             missing = [name for name in field.columns if name not in numbers]
             if missing and field.missing == "error":
                 more = f", and {len(missing) - 1:,} more" if len(missing) > 1 else ""
@@ -266,18 +267,16 @@ class SparseShapes:
         return found
 
     @staticmethod
-    def _require_single(
-        wanted: Collection[str], names: Sequence[str], last: Mapping[str, int], where: str
-    ) -> None:
-        """Raise where several columns have a name that is wanted; `last` has the last of each."""
-        if len(last) == len(names):
-            return
-        for number, name in enumerate(names):
-            if name in wanted and last[name] != number:
-                raise DatasetError(
-                    f'{where} has several columns "{name}": {number} and {last[name]} at least;'
-                    " make the names unique, or choose columns by their numbers"
-                )
+    def _check_unique(wanted: Sequence[str], where: str, names: Sequence[str]) -> None:
+        """Raise where a name that is wanted is that of several columns."""
+        counts = Counter(names)
+        several = [name for name in wanted if counts[name] > 1]
+        if several:
+            raise DatasetError(
+                f'{where} has {counts[several[0]]} columns of the name "{several[0]}"; give the'
+                " numbers of columns, or store names that are unique (var_names_make_unique() of"
+                " AnnData)"
+            )
 
     def shape(self) -> SparseShape:
         """Return what was found."""

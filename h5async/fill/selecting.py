@@ -228,7 +228,7 @@ class Selecting:
             return None
         if path == "sequence":
             return self._sequences.numbers(samples)
-        return self._in_files.of_samples(named("indices"), path)[samples]
+        return self._in_files.classes(named("indices"), path)[samples]
 
     def weights(self, selection: Selection) -> NDArray[np.float64] | None:
         """Return the weight of each position of a selection; None: there are none.
@@ -304,7 +304,11 @@ class Selecting:
                 f'{named("weights", "balanced")} needs labels: name one of the fields "labels", or'
                 " give weights as an array"
             )
-        return self._in_files.of_layout(self._layouts["labels"])
+        values = self._in_files
+        column = self._config.batch_fields["labels"].path.removesuffix("/codes")
+        if len(values.files()) > 1 and values.is_categorical(column):
+            return values.classes(named("weights"), column)  # codes differ from file to file
+        return values.of_layout(self._layouts["labels"])
 
 
 def _is_like_a_mask(array: NDArray[Any], count: int) -> bool:

@@ -34,7 +34,7 @@ def categories_of(
         If codes have to be mapped, and other options do not go together with that.
     """
     names, tables = union_of(several)
-    if all(one == several[0] for one in several):
+    if all(one == names for one in several):  # they differ from it also where a name comes twice
         return Categories(names)
     _check_mapping(name, config.batch_fields[name], config, where)
     return Categories(names, tuple(tables), tuple(where))

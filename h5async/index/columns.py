@@ -102,6 +102,37 @@ def column(file: h5py.File, path: str, reach: Reach = BESIDE) -> Column | None:
         return Column(where, values, mask=mask)
 
 
+def index_of_table(file: h5py.File, path: str, reach: Reach = BESIDE) -> str:
+    """Return which column of a table has the names of its rows: AnnData lets users name it.
+
+    Parameters
+    ----------
+    file, path, reach
+        As of `column`.
+
+    Raises
+    ------
+    ReadError
+        If the table cannot be read.
+    UnsafeFileError
+        If a link leads to a file that `reach` does not permit.
+    """
+    usual = "_index"
+    with contextlib.ExitStack() as files:
+        located, node = find(file, path, reach, files)
+        if located is None:
+            return usual
+        with reading(f'{located.file.filename}: table "{located.path}"'):
+            if isinstance(node, h5py.h5g.GroupID):
+                return text_attribute(h5py.Group(node), usual) or usual
+            if isinstance(
+                node, h5py.h5d.DatasetID
+            ):  # of AnnData before 0.7: rows of a compound type
+                members = h5py.Dataset(node).dtype.names or ()
+                return "index" if usual not in members and "index" in members else usual
+    return usual
+
+
 def category_names(values: NDArray[Any]) -> tuple[Any, ...]:
     """Return categories as `str`, or as numbers.
 
