@@ -145,6 +145,7 @@ class Engine:
             transforms,
             rows,
             made_nbytes={one.name: one.made_on_host_nbytes for one in outlines},
+            selection=samplings.selection,
             fewer_threads_do=self.fewer_threads_do,
         )
         budget.check()

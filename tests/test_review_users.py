@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import h5async.fill.known
 from h5async import AsyncReader, ImageField, SparseField, Split
 from h5async.cli import app
-from h5async.errors import ConfigError, DatasetError
+from h5async.errors import BudgetError, ConfigError, DatasetError
 
 CELLS = np.arange(20, dtype="f4").reshape(4, 5)
 
@@ -158,3 +158,17 @@ def test_codes_of_a_category_that_comes_twice_are_those_of_its_name(tmp_path):
     ) as reader:
         assert reader.categories["x"] == ("B", "T")
         assert reader.get_next_batch().x.tolist() == [0, 0, 1, -1]
+
+
+def test_what_takes_too_much_memory_is_the_longest_sample(tmp_path):
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w") as file:
+        made = file.create_dataset("data", (9,), h5py.vlen_dtype("u1"))
+        made[5] = np.zeros(1_000_000, "u1")
+        made[7] = np.zeros(10, "u1")
+    options = {"hdf5_path": path, "fields": {"x": "data"}, "batch_size": 4, "prefetch": 2}
+    AsyncReader(options, max_batch_bytes=2_500_000).close()
+    with pytest.raises(BudgetError, match="sample 5, of 1,000,000 bytes; leave sample 5 out by i"):
+        AsyncReader(options, max_batch_bytes=10_000)
+    with AsyncReader(options, max_batch_bytes=10_000, indices=[0, 7, 3]) as reader:
+        assert reader.get_next_batch().x.lengths.tolist() == [0, 10, 0]

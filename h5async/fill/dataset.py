@@ -53,7 +53,7 @@ from h5async.index.savedindex import NamedIndex
 from h5async.index.sequenced import aligned
 from h5async.io.localfile import read_ahead
 from h5async.order.sampling import Order, OrderKey, Sampling
-from h5async.order.spans import SpanRows, StepSpans
+from h5async.order.spans import LengthRows, SpanRows, StepSpans
 from h5async.spelling import named
 
 if TYPE_CHECKING:
@@ -355,10 +355,15 @@ class Samplings:
 
     def most_rows(self, rows: SpanRows, samples: int, *, may_repeat: bool) -> int:
         """Return how many rows of a column a batch of so many samples at most has at most."""
-        most = rows.most(samples, may_repeat=may_repeat)
-        if self.lengths is None or self.lengths.values is None or samples < 2:
-            return most
         if isinstance(rows, StepSpans):
+            return rows.most(samples, may_repeat=may_repeat)
+        selected = self.selection
+        if not selected.is_prefix or selected.size < rows.size:
+            numbers = selected.samples(np.arange(selected.size, dtype=np.int64))
+            most = LengthRows(rows.lengths(numbers)).most(samples, may_repeat=may_repeat)
+        else:
+            most = rows.most(samples, may_repeat=may_repeat)
+        if self.lengths is None or self.lengths.values is None or samples < 2:
             return most
         own = rows.all_lengths()
         # Rows of a sample that do not count (those of images, say) are not limited.

@@ -17,7 +17,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
 from h5async.core.batch import KEPT_OVERHEAD_NBYTES, PLANNED_ROW_NBYTES, PLANNED_SAMPLE_NBYTES
@@ -27,6 +30,7 @@ from h5async.index.alike import kinds_of
 from h5async.index.extents import table_nbytes
 from h5async.index.layout import DatasetLayout
 from h5async.index.small import kept_whole_nbytes
+from h5async.order.selection import Selection
 from h5async.plan.encoded import EncodedFormat
 from h5async.plan.plan import needs_scratch, scratch_nbytes
 from h5async.plan.transform import RowTransform
@@ -94,6 +98,8 @@ class MemoryBudget:
         Samples in a slot.
     made_nbytes
         By field name: bytes of a row of an array that is made of samples of differing lengths.
+    selection
+        The samples; None: all.
     fewer_threads_do
         Whether there may be fewer threads than the configuration has.
     """
@@ -106,9 +112,11 @@ class MemoryBudget:
         rows: int,
         *,
         made_nbytes: Mapping[str, int] = MappingProxyType({}),
+        selection: Selection | None = None,
         fewer_threads_do: bool = False,
     ) -> None:
         self._made_nbytes = made_nbytes
+        self._selection = selection
         self._fewer_threads_do = fewer_threads_do
         self._config = config
         self._layouts = layouts
@@ -285,11 +293,18 @@ class MemoryBudget:
         total, limit = sum(needed.values()), self._limit
         if total > limit:
             largest = self._layouts[max(needed, key=lambda name: needed[name])]
+            remedy = f"make {self._batch_option} or {named('prefetch')} smaller"
+            longest = ""
+            if largest.is_ragged and (self._selection is None or self._selection.size):
+                sample, nbytes = _longest_sample(largest, self._selection)
+                longest = f" the longest one is sample {sample}, of {nbytes:,} bytes;"
+                if nbytes * self._config.prefetch > limit:
+                    remedy = f"leave sample {sample} out by {named('indices')}"
             raise BudgetError(
                 f'{largest.file}: dataset "{largest.path}" of shape {largest.shape}:'
                 f" {self._config.prefetch} batches of {self._rows} samples take {total:,} bytes and"
                 f" do not fit in memory: they may take {limit:,} ({self._whose(limit)});"
-                f" make {self._batch_option} or {named('prefetch')} smaller, or set"
+                f"{longest} {remedy}, or set"
                 f" {named('max_batch_bytes')} if you trust the"
                 f" file. {_what_is_free()}"
             )
@@ -371,6 +386,16 @@ def _what_is_free() -> str:
     ranks = local_ranks()
     shared = f", for each of the {ranks} processes on this node" if ranks > 1 else ""
     return f"Free memory: {text}{shared}"
+
+
+def _longest_sample(layout: DatasetLayout, selection: Selection | None) -> tuple[int, int]:
+    """Return which sample of differing lengths is the longest, and its bytes."""
+    lengths: NDArray[Any] = np.diff(layout.starts()) if layout.lengths is None else layout.lengths
+    if selection is None:
+        selection = Selection.of_range(range(lengths.size))
+    numbers = selection.samples(np.arange(selection.size, dtype=np.int64))
+    sample = int(numbers[lengths[numbers].argmax()])
+    return sample, int(lengths[sample]) * layout.row_nbytes
 
 
 def _read_through_scratch(layout: DatasetLayout) -> Iterator[DatasetLayout]:

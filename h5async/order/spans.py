@@ -111,10 +111,10 @@ class LengthRows(SpanRows):
     Parameters
     ----------
     stored
-        uint32 (n,): how many rows each sample has.
+        uint32 or int64 (n,): how many rows each sample has.
     """
 
-    def __init__(self, stored: NDArray[np.uint32]) -> None:
+    def __init__(self, stored: NDArray[Any]) -> None:
         self._stored = stored
 
     @cached_property
