@@ -34,6 +34,7 @@ from h5async.index.layout import DatasetLayout
 from h5async.index.metadata import read_layouts
 from h5async.plan.plan import plan_read
 from h5async.plan.records import ChunkPlan
+from h5async.samplekernels import EXACT, OPTIONS
 
 SOURCE = Path(__file__).parents[2] / "h5async" / "deliver" / "kernels.cu"
 GUARD_NBYTES, CANARY = 64, 0xC3
@@ -772,13 +773,13 @@ def test_nvrtc_keeps_the_smallest_numbers_and_rounds_twice(stored, delivered):
         missing("nvidia-cuda-nvrtc or nvidia-cuda-nvrtc-cu12")
     source = f"""typedef {stored} S;
     typedef {delivered} T;
-    {kernels_module._EXACT}
+    {EXACT}
     extern "C" __global__ void scale(const S *stored, T scale, T offset, T *delivered)
     {{
         int i = threadIdx.x;
         delivered[i] = {kernels_module._scaled("h5async_to<T>(stored[i])", "scale", "offset")};
     }}"""
-    flags = (*(option.encode() for option in kernels_module._OPTIONS), b"-ftz=true")
+    flags = (*(option.encode() for option in OPTIONS), b"-ftz=true")
     for library in nvrtc_libraries():
         result, log, ptx = compile_with_nvrtc(library, source, "compute_90", *flags)
         assert result == 0, log  # it may tell of functions that these types do not need

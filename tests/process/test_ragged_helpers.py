@@ -198,16 +198,22 @@ def test_an_empty_dataset(tmp_path_factory):
         assert (reader.num_samples, reader.nbytes, list(reader)) == (0, 0, [])
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
 def test_tensors_of_pytorch(mixed):
-    torch = pytest.importorskip("torch")
+    torch = require_extra("torch")
     from h5async.torch import H5Dataset
 
     fields = {name: mixed[1][name].field for name in ("csr", "vlen", "dense")}
-    with H5Dataset(hdf5_path=mixed[0], fields=fields, workers=2, **OPTIONS) as dataset:
-        for batch in dataset:
+    options = {"hdf5_path": mixed[0], "fields": fields, **OPTIONS}
+    with H5Dataset(options, workers=2) as dataset, H5Dataset(options) as expected:
+        for batch, other in zip(dataset, expected, strict=True):
             assert batch["csr"].layout is torch.sparse_csr
-            assert torch.equal(batch["csr"].to_dense(), batch["dense"])
+            assert torch.equal(batch["csr"].to_dense(), other["csr"].to_dense())
+            assert torch.equal(batch["dense"], other["dense"])
             assert batch["vlen"].layout is torch.jagged
+            assert torch.equal(batch["vlen"].values(), other["vlen"].values())
+            assert torch.equal(batch["vlen"].offsets(), other["vlen"].offsets())
 
 
 # --- images --------------------------------------------------------------------------------------
@@ -216,8 +222,8 @@ def test_tensors_of_pytorch(mixed):
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory):
     """Images of any size, of one size, and one that is broken; and where they are."""
-    pytest.importorskip("PIL.Image", reason="needs Pillow")
-    pytest.importorskip("cv2", reason="needs OpenCV")
+    require_extra("PIL.Image")
+    require_extra("cv2")
     from test_images import encoded, write
 
     folder = tmp_path_factory.mktemp("pictures")

@@ -18,6 +18,7 @@ import h5py
 import numpy as np
 import pytest
 from cases import each
+from conftest import require_extra
 from test_helper import (
     DEADLOCK_SECONDS,
     _leaves_no_process,  # noqa: F401  # a fixture of all tests here
@@ -158,7 +159,7 @@ def test_given_samples_come_in_their_turn(path):
 
 
 def test_a_dataset_of_pytorchs(path):
-    torch = pytest.importorskip("torch")
+    torch = require_extra("torch")
     from h5async.torch import H5Dataset
 
     with H5Dataset(hdf5_path=path, workers=2, postprocess=random_function, **OPTIONS) as dataset:
