@@ -13,16 +13,14 @@ medians. Batches have 256 samples. The peer is h5py in one thread, whose lock le
 from __future__ import annotations
 
 import argparse
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
-from bench_common import RESULTS, header, save
-from bench_turns import Bench, Target, paced, plot, reader_sizes
-from rich.console import Console
+from bench_common import RESULTS
+from bench_turns import Bench, Target, paced, reader_sizes, run_cases
 
 from h5async import AsyncReader, RaggedField
 
@@ -181,14 +179,7 @@ def main() -> None:
         options.samples, options.repeats, options.seconds = 5_120, 2, 0.05
     elif options.out is None and not options.only:
         options.out = RESULTS
-    with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(options, Path(folder), Console())
-        for name in options.only or CASES:
-            CASES[name](bench)
-    if options.out is not None:
-        found = {**header(), "speeds": bench.speeds, "ratios": bench.ratios}
-        save(found, options.out / "bench_ragged.json")
-        plot(bench.ratios, options.out / "bench_ragged.png")
+    run_cases("bench_ragged", CASES, options)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ import itertools
 import mmap
 import statistics
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -38,9 +37,8 @@ import h5py
 import imagecodecs
 import numpy as np
 import torch
-from bench_common import RESULTS, header, save
-from bench_turns import Bench, Target, Way, paced, plot, reader_sizes, threaded
-from rich.console import Console
+from bench_common import RESULTS
+from bench_turns import Bench, Target, Way, paced, reader_sizes, run_cases, threaded
 from torch.utils.data import DataLoader, Dataset
 
 from h5async import AsyncReader, Field, Sequences
@@ -506,14 +504,7 @@ def main() -> None:
         options.repeats, options.seconds, options.simulations = 2, 0.05, (2, 10, 16)
     elif options.out is None and not options.only:
         options.out = RESULTS
-    with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(options, Path(folder), Console())
-        for name in options.only or CASES:
-            CASES[name](bench)
-    if options.out is not None:
-        found = {**header(), "speeds": bench.speeds, "ratios": bench.ratios}
-        save(found, options.out / "bench_sequences.json")
-        plot(bench.ratios, options.out / "bench_sequences.png")
+    run_cases("bench_sequences", CASES, options)
 
 
 if __name__ == "__main__":

@@ -40,8 +40,8 @@ import h5py
 import numpy as np
 import scipy.sparse as sp
 from anndata.experimental import AnnLoader
-from bench_common import RESULTS, header, save
-from bench_turns import Bench, Target, Way, paced, plot, reader_sizes, threaded
+from bench_common import RESULTS, header
+from bench_turns import Bench, Target, Way, paced, reader_sizes, threaded
 from rich.console import Console
 from scdataset import BlockShuffling, scDataset
 from torch.utils.data import DataLoader
@@ -390,13 +390,9 @@ def main() -> None:
                 del TARGETS[case]
         for batch_size in options.batch_sizes:
             measure(bench, batch_size, cells)
-    if options.out is not None:
-        found: dict[str, Any] = header()
-        found["versions"] |= peers()
-        found |= {"cells": cells.shape, "values": cells.nnz}
-        found |= {"speeds": bench.speeds, "ratios": bench.ratios}
-        save(found, options.out / "bench_sparse.json")
-        plot(bench.ratios, options.out / "bench_sparse.png")
+    about: dict[str, Any] = header()
+    about["versions"] |= peers()
+    bench.save("bench_sparse", {**about, "cells": cells.shape, "values": cells.nnz})
 
 
 if __name__ == "__main__":

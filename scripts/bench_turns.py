@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench_common import header, save
 from rich.console import Console
 
 from h5async import AsyncReader
@@ -65,6 +67,25 @@ class Bench:
     def print(self, line: str) -> None:
         """Print a line as it is."""
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def save(self, name: str, about: Mapping[str, Any]) -> None:
+        """Write what was found, and what is to be known of it, where the options say so."""
+        out = self.options.out
+        if out is not None:
+            found = {**about, "speeds": self.speeds, "ratios": self.ratios}
+            save(found, out / f"{name}.json")
+            plot(self.ratios, out / f"{name}.png")
+
+
+def run_cases(
+    name: str, cases: Mapping[str, Callable[[Bench], None]], options: argparse.Namespace
+) -> None:
+    """Run the cases that the options say, and write what they found."""
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(options, Path(folder), Console())
+        for case in options.only or cases:
+            cases[case](bench)
+    bench.save(name, header())
 
 
 def paced(sizes: Iterator[int]) -> Way:

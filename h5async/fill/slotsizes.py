@@ -32,11 +32,15 @@ def slot_transforms(
     columns = columns_of(config.batch_fields)
     transforms = {name: row_transform(columns[name], layouts[name]) for name in columns}
     may_repeat = _may_repeat(config, samplings)
+    room: dict[SpanRows, tuple[int, int]] = {}  # columns of a field share it
     for name, one in zip(transforms, samplings.rows, strict=True):
-        if isinstance(one, SpanRows):
+        if not isinstance(one, SpanRows):
+            continue
+        if one not in room:
             most = samplings.most_rows(one, rows, may_repeat=may_repeat)
-            likely = min(most, one.likely(rows))
-            transforms[name] = replace(transforms[name], capacity=max(1, most), likely=likely)
+            room[one] = max(1, most), min(most, one.likely(rows))
+        capacity, likely = room[one]
+        transforms[name] = replace(transforms[name], capacity=capacity, likely=likely)
     return transforms
 
 
