@@ -687,31 +687,38 @@ ENDS = {
 }
 
 
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("how", ENDS)
-def test_scripts_end_as_they_should(path, tmp_path, how):
+def check_end(path, folder, how, workers, num_helpers):
+    """Run a script that ends in some way; no helper process is left."""
     code, status = ENDS[how]
-    script = tmp_path / "program.py"
+    script = folder / "program.py"
     script.write_text(
         "import os, sys, threading\n"
         "from h5async import AsyncReader\n"
         "def printing(data, labels): print('a line that is not flushed')\n"
-        "reader = AsyncReader(hdf5_path=sys.argv[1], workers='process', batch_size=2,\n"
+        f"reader = AsyncReader(hdf5_path=sys.argv[1], workers={workers!r}, batch_size=2,\n"
         "                     prefetch=4, postprocess=printing, device='cpu')\n"
-        "print(reader._engine.filler.processes[0]._popen.pid, file=open(sys.argv[2], 'w'))\n"
+        "pids = [process._popen.pid for process in reader._engine.filler.processes]\n"
+        "print(*pids, file=open(sys.argv[2], 'w'))\n"
         f"{code}\n"
     )
+    done = subprocess.run(
+        [sys.executable, str(script), str(path), str(folder / "pids")],
+        capture_output=True,
+        text=True,
+        timeout=DEADLOCK_SECONDS,
+    )
+    assert done.returncode == status, done.stderr
+    assert "Fatal" not in done.stderr
+    pids = [int(pid) for pid in (folder / "pids").read_text().split()]
+    assert len(pids) == num_helpers
+    wait_until(lambda: not any(map(is_alive, pids)))
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("how", ENDS)
+def test_scripts_end_as_they_should(path, tmp_path, how):
     for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, str(script), str(path), str(tmp_path / "pid")],
-            capture_output=True,
-            text=True,
-            timeout=DEADLOCK_SECONDS,
-        )
-        assert done.returncode == status, done.stderr
-        assert "Fatal" not in done.stderr
-        helper = int((tmp_path / "pid").read_text())
-        wait_until(lambda helper=helper: not is_alive(helper))
+        check_end(path, tmp_path, how, "process", 1)
 
 
 def test_standard_output_that_nobody_reads(path, tmp_path):

@@ -33,7 +33,7 @@ from test_helper import (
     to_others,
     wait_until,
 )
-from test_helper_faults import ENDS, PATCHES, starts
+from test_helper_faults import ENDS, PATCHES, check_end, starts
 
 import h5async.fill.limits
 import h5async.process.child
@@ -553,29 +553,7 @@ def test_it_can_be_closed_at_any_time(path, workers):
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("how", ENDS)
 def test_scripts_end_as_they_should(path, tmp_path, how):
-    code, status = ENDS[how]
-    script = tmp_path / "program.py"
-    script.write_text(
-        "import os, sys, threading\n"
-        "from h5async import AsyncReader\n"
-        "def printing(data, labels): print('a line that is not flushed')\n"
-        "reader = AsyncReader(hdf5_path=sys.argv[1], workers=3, batch_size=2,\n"
-        "                     prefetch=4, postprocess=printing, device='cpu')\n"
-        "pids = [process._popen.pid for process in reader._engine.filler.processes]\n"
-        "print(*pids, file=open(sys.argv[2], 'w'))\n"
-        f"{code}\n"
-    )
-    done = subprocess.run(
-        [sys.executable, str(script), str(path), str(tmp_path / "pids")],
-        capture_output=True,
-        text=True,
-        timeout=DEADLOCK_SECONDS,
-    )
-    assert done.returncode == status, done.stderr
-    assert "Fatal" not in done.stderr
-    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-    assert len(pids) == 3
-    wait_until(lambda: not any(map(is_alive, pids)))
+    check_end(path, tmp_path, how, 3, 3)
 
 
 def test_ctrl_c_is_the_readers(path, tmp_path):
