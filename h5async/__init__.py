@@ -33,6 +33,7 @@ from h5async.ragged import Ragged
 from h5async.reader import AsyncReader
 from h5async.sparse import Csr
 from h5async.stats import ReaderStats
+from h5async.trace import Trace
 
 if TYPE_CHECKING:
     from h5async.config.keywords import ReaderOptions
@@ -96,6 +97,7 @@ __all__ = [
     "Sequences",
     "SparseField",
     "Split",
+    "Trace",
     "UnsafeFileError",
     "__version__",
 ]

@@ -9,12 +9,21 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.errors import BatchExpiredError, taking_memory
+from h5async.errors import BatchExpiredError, DatasetError, taking_memory
+from h5async.html import counted, table
 from h5async.order.sequences import SequenceTable
+from h5async.ragged import preview
 from h5async.spelling import named
 
 if TYPE_CHECKING:
     from h5async.deliver.device import Device
+
+
+_SHOWN = 6  # numbers of samples in a notebook
+_OVER = (
+    "The life of this batch is over: the next one was asked for, and its memory is filled with"
+    " other samples. batch.copy(), in time, gives a batch that lasts."
+)
 
 
 class Batch(Sequence[Any]):
@@ -48,7 +57,10 @@ class Batch(Sequence[Any]):
     (array([0, 1, 2, 3]), array([0, 1, 2, 3]), array([0, 1, 2, 3]))
     """
 
-    __slots__ = ("_arrays", "_device", "_sequences", "epoch", "index", "last", "number", "size")
+    __slots__ = (
+        *("_arrays", "_device", "_life", "_sequences"),
+        *("epoch", "index", "last", "number", "size"),
+    )
 
     index: NDArray[np.int64]  # type: ignore[assignment]  # (a sequence's method of that name)
 
@@ -61,8 +73,10 @@ class Batch(Sequence[Any]):
         last: bool,
         device: Device | None = None,
         sequences: SequenceTable | None = None,
+        life: Life | None = None,
     ) -> None:
         self._device = device
+        self._life = life
         self._sequences = sequences
         self._arrays = arrays
         self.index = index
@@ -86,8 +100,18 @@ class Batch(Sequence[Any]):
         return len(self._arrays)
 
     def __getitem__(self, key: Any) -> Any:
-        """Return the array of a field, by its name or its number; a slice gives a tuple."""
+        """Return the array of a field, by its name or its number; a slice gives a tuple.
+
+        Raises
+        ------
+        DatasetError
+            If there is no field of that name.
+        BatchExpiredError
+            As in `ReaderConfig.debug_lifetimes`.
+        """
         if isinstance(key, str):
+            if key not in self._arrays:
+                raise DatasetError(f"a batch of {', '.join(self._arrays)} has no {key!r}")
             return self._arrays[key]
         return tuple(self._arrays.values())[key]
 
@@ -97,22 +121,47 @@ class Batch(Sequence[Any]):
 
     def __getattr__(self, name: str) -> Any:
         """Return the array of the field `name`."""
-        try:
-            return object.__getattribute__(self, "_arrays")[name]
-        except KeyError:
-            raise AttributeError(f"a batch of {', '.join(self._arrays)} has no {name!r}") from None
+        arrays = object.__getattribute__(self, "_arrays")
+        if name not in arrays:
+            raise AttributeError(f"a batch of {', '.join(arrays)} has no {name!r}")
+        return arrays[name]
 
     def __dir__(self) -> list[str]:
         """List the fields, too, for completion in a notebook."""
         return sorted({*super().__dir__(), *filter(str.isidentifier, self._arrays)})
 
+    @property
+    def _where(self) -> str:
+        """Which batch it is, within a sentence."""
+        if self.epoch < 0:
+            return "a batch of given samples"
+        return f"batch {self.number} of epoch {self.epoch}"
+
     def __repr__(self) -> str:
         """Describe the batch in a line."""
-        where = f"Batch {self.number} of epoch {self.epoch}"
+        where = self._where.removeprefix("a ").capitalize()
         if isinstance(self._arrays, _ExpiredArrays):
             return f"<{where}, expired>"
         fields = ", ".join(f"{name}={_shown(array)}" for name, array in self._arrays.items())
         return f"<{where}: {fields}>"
+
+    def _repr_html_(self) -> str:
+        """Show a small table in a notebook: what each field holds. Nothing is copied from a GPU."""
+        title = self._where.removeprefix("a ").capitalize()
+        if isinstance(self._arrays, _ExpiredArrays) or (self._life is not None and self._life.over):
+            return table(title, [], note=_OVER)
+        device = "cpu" if self._device is None else self._device.name
+        rows = [[name, *_cells(array)] for name, array in self._arrays.items()]
+        numbers = ", ".join(map(str, self.index[:_SHOWN].tolist()))
+        more = ", …" if self.size > _SHOWN else ""
+        amount = f"{counted(self.size, 'sample')} on {device}"
+        return table(
+            title,
+            rows,
+            subtitle=f"{amount}, the last one" if self.last else amount,
+            head=("field", "shape", "dtype", "first sample"),
+            note=f"sample numbers: {numbers}{more}" if self.size else "",
+        )
 
     def keys(self) -> list[str]:
         """Return the names of the fields, in order."""
@@ -121,11 +170,19 @@ class Batch(Sequence[Any]):
     def copy(self) -> Batch:
         """Return a batch with memory of its own (on a GPU: copied on the current stream)."""
         with nullcontext() if self._device is None else self._device.current():
-            what = f"a copy of batch {self.number} of epoch {self.epoch}"
+            what = f"a copy of {self._where}"
             with taking_memory(what, f"keep fewer batches, or make {named('batch_size')} smaller"):
                 arrays = {name: array.copy() for name, array in self._arrays.items()}
         epoch, number, last = self.epoch, self.number, self.last
         return Batch(arrays, self.index, epoch, number, last, self._device, self._sequences)
+
+
+def _cells(array: Any) -> tuple[str, str, str]:
+    """Return shape, dtype and the first values of an array, as text; on a GPU, no values."""
+    shape = getattr(array, "shape", None)
+    if shape is None or not hasattr(array, "ndim"):  # ragged or sparse
+        return f"{len(array):,} {type(array).__name__}", str(array.dtype), preview(array)
+    return str(tuple(shape)), str(array.dtype), preview(array)
 
 
 def _shown(array: Any) -> str:
@@ -134,12 +191,27 @@ def _shown(array: Any) -> str:
     return repr(array) if shape is None else f"{shape} {array.dtype}"
 
 
+class Life:
+    """The life of a batch on the memory of a slot.
+
+    Attributes
+    ----------
+    over
+        Whether the next batch was asked for, so that the memory is filled with other samples.
+    """
+
+    __slots__ = ("over",)
+
+    def __init__(self) -> None:
+        self.over = False
+
+
 class _ExpiredArrays(dict[str, Any]):
     """What is left of the arrays of a batch whose life is over: their names."""
 
     def __init__(self, batch: Batch) -> None:
         super().__init__(dict.fromkeys(batch.keys()))
-        self._what = f"batch {batch.number} of epoch {batch.epoch}"
+        self._what = batch._where
 
     def _refuse(self, *_: object) -> NoReturn:
         raise BatchExpiredError(

@@ -68,8 +68,19 @@ def judge(ratios: Sequence[float]) -> Verdict:
     return "faster" if low > 1 else "slower" if high < 1 else "unclear"
 
 
-def run_flat_out(config: ReaderConfig, seconds: float) -> ReaderStats:
+def run_flat_out(
+    config: ReaderConfig, seconds: float, waits: list[float] | None = None
+) -> ReaderStats:
     """Read batches for some seconds, epoch after epoch; return what the reader says of it.
+
+    Parameters
+    ----------
+    config
+        The options.
+    seconds
+        How long.
+    waits
+        Gets how long each batch but the first was waited for, in seconds.
 
     Raises
     ------
@@ -78,10 +89,15 @@ def run_flat_out(config: ReaderConfig, seconds: float) -> ReaderStats:
     """
     with AsyncReader(config) as reader:
         require_batches(reader)
-        end = perf_counter() + seconds
+        asked = perf_counter()
+        end = asked + seconds
         for batches, _ in enumerate(_endless(reader), 1):
-            if perf_counter() >= end and batches >= _LEAST_BATCHES:
+            now = perf_counter()
+            if waits is not None and batches > 1:
+                waits.append(now - asked)
+            if now >= end and batches >= _LEAST_BATCHES:
                 break
+            asked = perf_counter()
         return reader.stats()
 
 

@@ -6,6 +6,7 @@ be collected, and its engine closed.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,13 @@ from h5async.deliver.devicepolicy import DevicePolicy
 from h5async.deliver.host import HostDevice
 from h5async.deliver.slotrecords import Assignment
 from h5async.deliver.slots import SlotRing
-from h5async.errors import ReaderClosedError, is_lack_of_memory, out_of_memory, taking_memory
+from h5async.errors import (
+    ReaderClosedError,
+    ReadError,
+    is_lack_of_memory,
+    out_of_memory,
+    taking_memory,
+)
 from h5async.fill.columns import Categories, SparseShape
 from h5async.fill.dataset import Samplings, open_dataset
 from h5async.fill.filling import Filler
@@ -28,25 +35,34 @@ from h5async.fill.limits import MemoryBudget, free_memory_nbytes, wanted_kept_nb
 from h5async.fill.outlines import outlines_of
 from h5async.fill.pool import THREAD_NAME
 from h5async.fill.postprocess import masks_of
-from h5async.fill.records import FillOutcome, FillRequest
+from h5async.fill.records import FillerStats, FillOutcome, FillRequest
 from h5async.fill.resident import Budget, Residency
 from h5async.fill.slotsizes import pixels_nbytes, samples_of_slot, slot_transforms
 from h5async.given import GivenSamples
 from h5async.index.layout import DatasetLayout
 from h5async.order.schedule import Schedule
 from h5async.position import ReaderPosition
-from h5async.readerlog import log_long_samples, log_memory, log_opened, log_ways
-from h5async.readerstats import ReaderCounts
+from h5async.readerlog import (
+    log_long_samples,
+    log_memory,
+    log_opened,
+    log_unused_values,
+    log_ways,
+)
+from h5async.readerstats import ReaderCounts, Way, Work
 from h5async.spelling import named
 from h5async.stats import ReaderStats
 from h5async.submitting import Submitter
 from h5async.system.interruptions import interruption, passing
+from h5async.timeline import Recorder
+from h5async.trace import Trace
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     from h5async.process.helper import HelperFiller
+    from h5async.tracing import Tracing
 
 _MOMENT_SECONDS = 0.5  # in which idle workers have nearly always ended
 _REMEDY = "free some memory, or raise the memory limit of this process"
@@ -79,6 +95,9 @@ class Engine:
         self.categories: Mapping[str, Categories] = {}
         self.device: Device = HostDevice()
         self._submitter: Submitter | None = None  # None: workers ask for requests
+        self._recorder = Recorder()
+        self._tracing: Tracing | None = None  # None: nobody has asked for a trace yet
+        self._trace_error: ReadError | None = None  # why a trace was not written at the end
 
     @passing()
     def open(self) -> None:
@@ -201,9 +220,10 @@ class Engine:
                 on_done=self._on_done,
                 on_crash=self.ring.fail,
                 may_submit=self.device.is_writable_at_once,
+                recorder=self._recorder,
             )
             if filler.submissions is not None:
-                self._submitter = Submitter(self.ring, filler.submissions)
+                self._submitter = Submitter(self.ring, filler.submissions, self._recorder)
             filler.start()
         else:
             most_pixels = min(memory_plan.limit_nbytes, free_memory_nbytes()) // config.prefetch
@@ -224,11 +244,15 @@ class Engine:
         self.has_threads = of_each > 0
         self.num_threads = max(1, config.num_helpers) * max(1, of_each)
         log_ways(layouts, self._filler.methods)
+        log_unused_values(layouts)
         cache = self._filler.stats().cache if self.cache is None else str(self.cache)
         log_memory(config, cache, memory_plan.most_threads, memory_plan.kept_nbytes, wanted)
         if samplings.lengths is not None:
             log_long_samples(config, samplings.lengths.of_sample)
-        self.counts = ReaderCounts(layouts, samplings.rows)
+        kept_nbytes = max(1, config.num_helpers) * sum(memory_plan.kept_nbytes)
+        self.counts = ReaderCounts(
+            config, layouts, samplings.rows, samplings.selection, kept_nbytes
+        )
         self.given = GivenSamples(config, layouts, transforms, samplings, rows)
 
     @property
@@ -272,11 +296,12 @@ class Engine:
 
     def begin_epoch(self) -> int:
         """Go to the next epoch of which no batch was taken; return its number."""
+        self.counts.end_epoch(self._work())
         course, following = self.position.course, self.ring.next_serial
         first = course.schedule.epoch_begin(following)
         while first > following and first - 1 in course.given:
             first -= 1  # the caller wants these, too
-        self.ring.skip_to(first, read_ahead=self.has_threads)
+        self.ring.skip_to(first, read_ahead=self.has_threads, loops=self.has_threads)
         self._begin()
         return course.schedule.position(first).epoch
 
@@ -289,10 +314,40 @@ class Engine:
 
     def _next_requests(self) -> list[FillRequest]:
         """Return which slots are to be filled now, and with what; called in a worker."""
-        return self._requests(self.ring.assign())
+        begin_ns, timeline = time.perf_counter_ns(), self._recorder.timeline
+        requests = self._requests(self.ring.assign())
+        if timeline is not None and requests:
+            timeline.fetched(begin_ns, requests)
+        return requests
 
     def _requests(self, assignments: Sequence[Assignment]) -> list[FillRequest]:
         return self.position.requests(assignments, self.device_policy.begin)
+
+    def trace(
+        self, path: str | os.PathLike[str] | None, *, nvtx: bool, torch: bool, max_events: int
+    ) -> Trace:
+        """Begin a trace of what is done from now on.
+
+        Raises
+        ------
+        H5AsyncError
+            As `AsyncReader.trace` says.
+        """
+        self.check_open()
+        if self._tracing is None:
+            from h5async.tracing import Tracing  # which few need
+
+            self._tracing = Tracing(self._recorder, paths_text(self.config.hdf5_path))
+        place_of = self.position.place_of
+        return self._tracing.begin(
+            path,
+            self._filler,
+            lambda: {serial: place_of(serial) for serial in self.ring.serials},
+            self.ring.held,
+            nvtx=nvtx,
+            torch=torch,
+            max_events=max_events,
+        )
 
     @passing()
     def state(self) -> dict[str, Any]:
@@ -315,28 +370,44 @@ class Engine:
             As `AsyncReader.load_state_dict` says.
         """
         self.position.restore(self.checkpoints.position(state))
+        self.counts.end_epoch(self._work())
+
+    def jump(self, epoch: int) -> None:
+        """Go on with the beginning of an epoch; batches that were asked for are dropped."""
+        self.position.jump(epoch)
+        self.counts.end_epoch(self._work())
 
     def next(self, timeout_seconds: float | None) -> tuple[int, FillOutcome]:
         """End the life of the batch in use, and wait for the next one; `take` puts it in use."""
         begin = time.perf_counter()
-        ring, slots = self.ring, self.slots
-        # Where a slot may be filled as soon as it is free, uses have no order to be kept.
-        has_order = not self.device.is_writable_at_once
-        if has_order and slots and ring.in_use is not None:
-            slots[ring.in_use].release()
-        ring.hand_back()
-        self._begin()
-        if not self.has_threads:
-            self._fill_here()
-        begin_more = None if self._submitter is None else self._begin
-        serial, slot, filled = ring.wait(timeout_seconds, begin_more)
-        if has_order and filled.error is None:
-            slots[slot].acquire()
-        self.counts.waits.note(begin, time.perf_counter())
+        ring, slots, timeline, is_there = self.ring, self.slots, self._recorder.timeline, False
+        if timeline is not None and timeline.open_ranges:
+            timeline.begin_wait()
+        end = 0.0
         try:
-            return serial, filled
+            # Where a slot may be filled as soon as it is free, uses have no order to be kept.
+            has_order = not self.device.is_writable_at_once
+            if has_order and slots and ring.in_use is not None:
+                slots[ring.in_use].release()
+            ring.hand_back()
+            self._begin()
+            if not self.has_threads:
+                self._fill_here()
+            begin_more = None if self._submitter is None else self._begin
+            serial, slot, filled = ring.wait(timeout_seconds, begin_more)
+            is_there = filled.error is None
+            if has_order and is_there:
+                slots[slot].acquire()
+            end = time.perf_counter()
+            self.counts.waits.note(begin, end)
+            try:
+                return serial, filled
+            finally:
+                del filled, slots  # an error has this frame, where the batch was filled here
         finally:
-            del filled, slots  # an error has this frame, where the batch was filled here
+            if timeline is not None:
+                end = end or time.perf_counter()
+                timeline.waited(begin, end, ring.next_serial, is_there)
 
     def take(self, serial: int, filled: FillOutcome) -> None:
         """Put the batch that was waited for in use, or forget its error."""
@@ -344,8 +415,17 @@ class Engine:
         self.ring.take(serial, forget=filled.error is not None)
         if filled.error is not None and self._submitter is not None:
             self._submitter.drop_error(serial)
-        if filled.error is None:
-            self.counts.note(filled.index)
+
+    def note(self, index: NDArray[np.int64], epoch: int, number: int, last: bool) -> None:
+        """Count a batch that is delivered: its samples, and which one of which epoch it is."""
+        counts = self.counts
+        if epoch not in (-1, counts.open_epoch):
+            counts.begin_epoch(epoch, self._work())
+        counts.note(index)
+        if epoch >= 0:
+            counts.last = epoch, number
+        if last:
+            counts.end_epoch(self._work())
 
     @passing()
     def _fill_here(self) -> None:
@@ -365,6 +445,9 @@ class Engine:
         """
         self.stop()
         self.join(patience_seconds)
+        error, self._trace_error = self._trace_error, None
+        if error is not None:
+            raise error
 
     def stop(self, *, at_exit: bool = False) -> None:
         """Begin to close, and wait for nothing. `at_exit`: see `SlotRing.close`."""
@@ -380,13 +463,16 @@ class Engine:
         is_forked = self.num_forks != lifetime.num_forks
         if not is_forked and self.filler is not None and not is_ours:
             self.filler.join(patience_seconds)
+        if not is_forked and self._tracing is not None:
+            self._trace_error = self._tracing.close() or self._trace_error
 
     def drop(self) -> None:
         """Close because the reader was collected, in any thread, which may hold any lock.
 
         A worker may need that lock (h5py's, say) to end. So this waits for a moment only.
         """
-        self.close(_MOMENT_SECONDS)
+        self.stop()
+        self.join(_MOMENT_SECONDS)
 
     def _release(self) -> None:
         self.device.close()
@@ -397,17 +483,23 @@ class Engine:
         """Reads that went through h5py so far."""
         return self._filler.stats().fallback_reads
 
-    def stats(self) -> ReaderStats:
-        """Return what was done so far."""
+    def stats(self, since: ReaderStats | None = None, epoch: int | None = None) -> ReaderStats:
+        """Return what was done, as `AsyncReader.stats` says."""
         done = self._filler.stats()
-        return self.counts.stats(
-            done,
+        way = Way(
             self._filler.methods,
-            device_chunks=self.device_policy.num_chunks,
             num_threads=self.num_threads if self.has_threads else 0,
             workers=self.config.workers,
             cache=done.cache if self.cache is None else str(self.cache),
             decode=self.device_policy.sentence,
+        )
+        return self.counts.stats(self._work(done), way, since, epoch)
+
+    def _work(self, done: FillerStats | None = None) -> Work:
+        """Return what all threads have done so far."""
+        policy = self.device_policy
+        return self.counts.work(
+            self._filler.stats() if done is None else done, policy.num_chunks, policy.decoded_nbytes
         )
 
     def _wait_writable(self, slot: int) -> None:
@@ -445,7 +537,11 @@ class Engine:
         try:
             slot = self.slots[request.slot]
             masks = [are_there(outcome.index) for are_there in self._masks_of_device]
-            arrays = slot.upload(outcome, masks)
+            if self.device.name == "cpu":  # there is nothing to upload
+                arrays = slot.upload(outcome, masks)
+            else:
+                with self._recorder.ranges("upload"):
+                    arrays = slot.upload(outcome, masks)
             # A thread that uploads what the GPU decodes waits there, and fills nothing meanwhile.
             seconds = outcome.busy_seconds + (time.perf_counter_ns() - begin) / 1e9
             if isinstance(self.cache, Residency):
@@ -458,3 +554,5 @@ class Engine:
             return (), error
         finally:
             self.counts.upload_times.add("upload", begin)
+            if self.device.name != "cpu":
+                self._recorder.note("upload", begin, request.serial)

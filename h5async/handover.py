@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.batch import Batch, expire
+from h5async.batch import Batch, Life, expire
 from h5async.engine import Engine
 from h5async.fill.records import FillOutcome
 
@@ -25,6 +25,7 @@ class Handover:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._held: Batch | None = None  # with debug_lifetimes: the batch that the caller holds
+        self._life = Life()  # of the batch that the caller holds
 
     def batch(self, serial: int, filled: FillOutcome) -> Batch:
         """Return a batch that was filled well."""
@@ -35,7 +36,8 @@ class Handover:
             epoch, number, _ = course.schedule.position(serial)
             is_last = course.schedule.is_last(serial)
             engine.position.looped_epoch = epoch
-        batch = self._batch(filled.arrays, filled.index, epoch, number, is_last)
+        self._life = Life()
+        batch = self._batch(filled.arrays, filled.index, epoch, number, is_last, self._life)
         if engine.config.copy:
             return batch.copy()
         if engine.config.debug_lifetimes:
@@ -54,6 +56,7 @@ class Handover:
         epoch: int,
         number: int,
         last: bool,
+        life: Life | None = None,
     ) -> Batch:
         engine = self._engine
         several, made = several[: len(engine.names)], several[len(engine.names) :]
@@ -64,10 +67,11 @@ class Handover:
                 made = engine.device.owned(masks)
             arrays |= zip(engine.masks, made, strict=True)
         sequences = engine.samplings.sequences
-        return Batch(arrays, index, epoch, number, last, engine.device, sequences)
+        return Batch(arrays, index, epoch, number, last, engine.device, sequences, life)
 
     def expire(self) -> None:
-        """Make uses of a batch after its life visible: fields raise, arrays hold poison."""
+        """End the life of a batch; where asked for, fields raise then, and arrays hold poison."""
+        self._life.over = True
         if self._held is not None:
             held, self._held = self._held, None
             self._engine.device.poison(held)

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+from h5async.html import counted, size_text, table
 from h5async.ragged import Ragged, on_host
 
 
@@ -68,6 +69,14 @@ class Images(Ragged):
     def __repr__(self) -> str:
         """Describe it in a line."""
         return f"<Images: {len(self):,} of differing sizes, {self.dtype}>"
+
+    def _repr_html_(self) -> str:
+        """Show a small table in a notebook. Nothing is copied from a GPU."""
+        rows = [["dtype", str(self.dtype)], ["size", size_text(self.nbytes)]]
+        if len(self):
+            low, high = self.shapes.min(axis=0).tolist(), self.shapes.max(axis=0).tolist()
+            rows.append(["shapes", f"{tuple(low)} to {tuple(high)}"])
+        return table("Images", rows, subtitle=counted(len(self), "image"))
 
     def get(self) -> Images:
         """Return the images in host memory; a copy of those on a GPU."""

@@ -184,6 +184,13 @@ class ReaderPosition:
 
         return self._ring.ask_for(course_from)
 
+    def place_of(self, serial: int) -> tuple[int, int]:
+        """Return epoch and number of a batch; -1 and -1: of samples that were given."""
+        course = self.course
+        if serial in course.given:
+            return -1, -1
+        return course.schedule.position(max(serial, course.schedule.serial))[:2]
+
     def requests(
         self, assignments: Sequence[Assignment], begin_on_device: Callable[[int], bool]
     ) -> list[FillRequest]:

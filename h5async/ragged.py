@@ -10,7 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import ConfigError, ReadError, needs_package
+from h5async.html import counted, size_text, table
 from h5async.samplekernels import sample_kernels
+
+_PREVIEWED, _LONGEST = 5, 24  # values, and characters of one, in a notebook
 
 
 class Ragged:
@@ -115,7 +118,18 @@ class Ragged:
         """Describe it in a line."""
         total, *inner = self.values.shape
         each = f"{tuple(inner)} " if inner else ""
-        return f"<Ragged: {len(self):,} samples, {total:,} values of {each}{self.dtype}>"
+        samples, values = counted(len(self), "sample"), counted(total, "value")
+        return f"<Ragged: {samples}, {values} of {each}{self.dtype}>"
+
+    def _repr_html_(self) -> str:
+        """Show a small table in a notebook. Nothing is copied from a GPU."""
+        rows = [["dtype", str(self.dtype)], ["values", f"{self.values.shape[0]:,}"]]
+        if isinstance(self.offsets, np.ndarray) and len(self):
+            lengths = self.lengths
+            spread = f"{lengths.min():,} to {lengths.max():,}, {lengths.mean():,.4g} on average"
+            rows.append(["lengths", spread])
+        rows += [["size", size_text(self.nbytes)], ["first sample", preview(self)]]
+        return table(type(self).__name__, rows, subtitle=counted(len(self), "sample"))
 
     def copy(self) -> Ragged:
         """Return a copy with memory of its own."""
@@ -239,6 +253,29 @@ class Ragged:
                     f" ({error.reason}); use its bytes, [{number}]"
                 ) from error
         return found
+
+
+def preview(samples: Any) -> str:
+    """Return the first values of the first sample as text; of samples on a GPU, nothing."""
+    held = getattr(samples, "values", getattr(samples, "data", samples))
+    if not isinstance(samples, np.ndarray) and not isinstance(held, np.ndarray):
+        return ""
+    if getattr(samples, "shape", (1,)) == () or not len(samples):  # what postprocess may return
+        return ""
+    first = samples[0]
+    if isinstance(first, tuple):  # of sparse rows: columns and values
+        pairs = zip(first[0][:_PREVIEWED].tolist(), first[1][:_PREVIEWED].tolist(), strict=True)
+        shown, size = [f"{column}: {_short(value)}" for column, value in pairs], first[0].size
+    else:
+        values = np.asarray(first)
+        size = values.size
+        shown = [_short(value) for value in values.flat[:_PREVIEWED].tolist()]
+    return ", ".join(shown) + (", …" if size > _PREVIEWED else "")
+
+
+def _short(value: object) -> str:
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
 def native(array: Any) -> Any:

@@ -17,9 +17,12 @@ from h5async.batch import Batch
 from h5async.config import ReaderConfig, check_timeout
 from h5async.config.files import paths_text
 from h5async.config.signature import takes_options
-from h5async.errors import ConfigError, DatasetError, FileChangedWarning
+from h5async.errors import ConfigError, DatasetError, FileChangedWarning, ReadError
+from h5async.html import Bar, Cell, box, grid, size_text
+from h5async.names import printable
 from h5async.spelling import named
 from h5async.stats import ReaderStats
+from h5async.trace import Trace
 
 if TYPE_CHECKING:
     from h5async.config.keywords import ReaderOptions
@@ -150,8 +153,24 @@ class AsyncReader:
         """Reads that went through h5py so far: one for each batch of each field that needs it."""
         return self._engine.fallback_reads
 
-    def stats(self) -> ReaderStats:
+    def stats(self, since: ReaderStats | None = None, *, epoch: int | None = None) -> ReaderStats:
         """Return what was done so far and how long it took; ``str()`` says what to change.
+
+        May be called from any thread, and after `close`.
+
+        Parameters
+        ----------
+        since
+            What this method returned before: only what was done after that counts.
+        epoch
+            The number of an epoch, of the last 256; -1 is the last one that a batch was delivered
+            of, -2 the one before. None: all that was done. What is done for the first batches of
+            an epoch before the one before it has ended counts there.
+
+        Raises
+        ------
+        ConfigError
+            If `since` is not of this reader, or newer, or if there are no statistics of the epoch.
 
         Examples
         --------
@@ -163,8 +182,82 @@ class AsyncReader:
         (29, 1797, ('deflate', 'shuffle'))
         >>> print(stats)  # doctest: +SKIP
         data-bound: waited 31 % of the time; the limit is deflate decoding, 0.9 GB/s on 2 threads
+
+        Of each epoch, and of what comes after some moment:
+
+        >>> with AsyncReader(hdf5_path="sample_data/digits.h5", batch_size=64) as reader:
+        ...     for epoch in range(3):
+        ...         before = reader.stats()
+        ...         for data, labels in reader:
+        ...             pass
+        ...         print(reader.stats(epoch=-1).batches, reader.stats(since=before).batches)
+        29 29
+        29 29
+        29 29
         """
-        return self._engine.stats()
+        return self._engine.stats(since, epoch)
+
+    def trace(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        nvtx: bool = False,
+        torch: bool = False,
+        max_events: int = 500_000,
+    ) -> Trace:
+        """Record what each thread does for which batch, until the trace is stopped.
+
+        The file is written when that ends: by ``stop()`` of what this returns, at the end of
+        ``with reader.trace(...)``, or with the reader. https://ui.perfetto.dev and chrome://tracing
+        show it: when which thread planned, read, decoded, placed, transformed, postprocessed and
+        uploaded batches, and when the loop waited for one (``wait``) and had one (``in use``).
+
+        Parameters
+        ----------
+        path
+            The file, in Chrome's trace event format (JSON); compressed where it ends in ``.gz``.
+            None: no file, only what `nvtx` and `torch` ask for.
+        nvtx
+            Open ranges of NVTX, too, which Nsight Systems shows; this needs CuPy. There are ranges
+            of what Python does: wait, plan, transform, decode (of images), postprocess, upload.
+        torch
+            The same by ``torch.profiler.record_function``. PyTorch's profiler shows those of the
+            thread in which it was started, if nothing else is asked of it.
+        max_events
+            So many events are kept, the first ones, 20,000,000 at most; the others are counted. One
+            takes about 50 bytes of memory in the compiled core, some 200 in Python, and 150 in the
+            file.
+
+        Returns
+        -------
+        Trace
+            What ends the trace: by ``stop()``, or as a context.
+
+        Raises
+        ------
+        ConfigError
+            If a trace of this reader is running already, the file cannot be written, or
+            `max_events` is no number of events.
+        MissingPackageError
+            If CuPy or PyTorch is not installed, where it is asked for.
+        OutOfMemoryError
+            If the system refuses memory for so many events.
+        ReaderClosedError
+            If the reader is closed.
+
+        Examples
+        --------
+        >>> with AsyncReader(hdf5_path="sample_data/digits.h5") as reader:
+        ...     with reader.trace("t.json"):
+        ...         for data, labels in reader:
+        ...             pass
+        >>> import json
+        >>> with open("t.json") as file:
+        ...     events = json.load(file)["traceEvents"]
+        >>> sorted({event["name"] for event in events})[:5]
+        ['batch', 'decode', 'fetch', 'in use', 'place']
+        """
+        return self._engine.trace(path, nvtx=nvtx, torch=torch, max_events=max_events)
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch.
@@ -191,8 +284,8 @@ class AsyncReader:
         index
             Sample numbers of the dataset: the samples of a batch of no epoch (its `epoch` and
             `number` are -1), in this order; `batch_size` at most, and repeats are allowed. It comes
-            behind what was asked for before, and, in a ``for`` loop, behind what is read ahead.
-            Nothing of the order of epochs changes.
+            behind what was asked for before, and, in a ``for`` loop, behind what threads read
+            ahead. Nothing of the order of epochs changes.
 
         Returns
         -------
@@ -261,6 +354,8 @@ class AsyncReader:
                 warnings.warn(message, FileChangedWarning, stacklevel=2)
             batch = self._handover.batch(serial, filled) if filled.error is None else None
             engine.take(serial, filled)
+            if batch is not None:
+                engine.note(batch.index, batch.epoch, batch.number, batch.last)
         except BaseException:  # Ctrl-C: the next call gives this batch
             engine.ring.put_back(serial, filled)
             raise
@@ -356,7 +451,7 @@ class AsyncReader:
         self._check_not_empty()
         engine = self._engine
         if engine.schedule.position(engine.ring.next_serial)[::2] != (epoch, 0):
-            engine.position.jump(epoch)
+            engine.jump(epoch)
 
     def reset(self) -> None:
         """Go back to the first batch of epoch 0, as a new reader."""
@@ -429,9 +524,18 @@ class AsyncReader:
 
         Waits for work in progress (a `postprocess`, say), but no longer than the option `timeout`;
         what is still running then ends with that work. The arrays of the batch that the caller
-        holds stay valid.
+        holds stay valid. A trace that is running ends, too.
+
+        Raises
+        ------
+        ReadError
+            If the file of a trace cannot be written; the reader is closed then, as ever.
         """
-        self._engine.close(self._config.timeout)
+        try:
+            self._engine.close(self._config.timeout)
+        except ReadError:
+            self._dropped.detach()
+            raise
         self._dropped.detach()  # nothing is left to be done when the reader is collected
 
     def __enter__(self) -> AsyncReader:
@@ -475,6 +579,37 @@ class AsyncReader:
             f" {self.num_samples} samples, {batches}, {self.device}{state}>"
         )
 
+    def _repr_html_(self) -> str:
+        """Show a small table in a notebook: the fields, how they are read, and how far it is."""
+        layouts, ways = self.layouts, self.stats().ways
+        fields = [
+            [name, one.path, _row_text(one), str(one.dtype), ways[name]]
+            for name, one in layouts.items()
+        ]
+        threads = self._engine.num_threads if self._engine.has_threads else 0
+        facts: list[list[Cell]] = [
+            ["samples", f"{self.num_samples:,}"],
+            ["order", _order_text(self._config)],
+            ["device", f"{self.device}, {threads} thread{'s' * (threads != 1)}"],
+        ]
+        try:
+            facts.append(["decoded", f"{size_text(self.nbytes)} an epoch"])
+            facts.append(["progress", self._progress()])
+        except ConfigError:  # as in `__repr__`
+            facts.append(["progress", "rank not known"])
+        head = ("field", "dataset", "sample shape", "dtype", "read by")
+        state = "closed" if self._engine.ring.is_closed else ""
+        files = paths_text(self._config.hdf5_path)
+        rows = [[printable(cell) for cell in row] for row in fields]
+        return box(f"AsyncReader {files}", [grid(facts), grid(rows, head)], subtitle=state)
+
+    def _progress(self) -> Cell:
+        batches, last = len(self), self._engine.counts.last
+        if last is None or not batches:
+            return f"{batches:,} batches an epoch, none delivered yet"
+        epoch, number = last
+        return Bar((number + 1) / batches, f"epoch {epoch}, {number + 1:,} of {batches:,} batches")
+
     def _settle(self) -> None:
         """Settle the rank, and check that it has batches."""
         self._engine.check_open()
@@ -502,6 +637,25 @@ def _why_empty(reader: AsyncReader) -> str:
     )
     given = (named(name, getattr(config, name)) for name in ("batch_size", "drop_last"))
     return f"{count} samples, {', '.join(given)}{remedy}"
+
+
+def _row_text(layout: DatasetLayout) -> str:
+    """Return the shape of a stored sample; "any": that dimension differs from sample to sample."""
+    if not layout.is_ragged:
+        return str(layout.row_shape)
+    inner = "".join(f" {length}," for length in layout.row_shape)
+    return f"(any,{inner.removesuffix(',')})"
+
+
+def _order_text(config: ReaderConfig) -> str:
+    if config.sampler is not None:
+        order = "by a sampler"
+    elif config.weights is not None:
+        order = "drawn by weights"
+    else:
+        order = f"shuffled, {config.shuffle}" if config.shuffle else "as in the file"
+    limit = f", or {config.batch_values:,} values" if config.batch_values else ""
+    return f"{order}; batches of {config.batch_size:,} samples{limit}"
 
 
 def _reopen(config: ReaderConfig, state: Mapping[str, Any]) -> AsyncReader:

@@ -17,6 +17,7 @@ from h5async.config import ReaderConfig
 from h5async.config.files import paths_text
 from h5async.core.binding import why_no_core
 from h5async.index.alike import kinds_of
+from h5async.index.joined import unused_rows
 from h5async.index.layout import DatasetLayout
 from h5async.names import printable
 
@@ -117,6 +118,25 @@ def log_memory(
             f"{what}: {sum(wanted):,} bytes of decoded chunks would be kept for later batches, and"
             f" {sum(kept):,} are free for them: chunks are decoded more than once"
         )
+
+
+def log_unused_values(layouts: Mapping[str, DatasetLayout]) -> None:
+    """Log how many values are in no sample: what says where samples lie may be meant otherwise.
+
+    Parameters
+    ----------
+    layouts
+        By field name.
+    """
+    for name, layout in layouts.items():
+        count = unused_rows(layout) if layout.spans is not None else 0
+        if count:
+            _warn_once(
+                printable(f'{layout.file}: field {name}, dataset "{layout.path}"')
+                + f": {count:,} of its values lie before the first sample or behind the last one,"
+                " and are in none; if they should be, see what the options offsets and offsets_kind"
+                " say: offsets have one number more than there are samples, and ends as many"
+            )
 
 
 def log_long_samples(config: ReaderConfig, lengths: NDArray[Any]) -> None:

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import ConfigError, DatasetError, needs_package
-from h5async.ragged import module_of, native, on_host
+from h5async.html import Bar, Cell, counted, size_text, table
+from h5async.ragged import module_of, native, on_host, preview
 from h5async.samplekernels import sample_kernels
 
 _OF_CUPYX = "?fdFD"  # NumPy's one-letter codes
@@ -118,9 +119,25 @@ class Csr:
 
     def __repr__(self) -> str:
         """Describe it in a line."""
-        rows, columns = self.shape
-        total = self.data.shape[0]
-        return f"<Csr: {rows:,} rows of {columns:,} columns, {total:,} values of {self.dtype}>"
+        total = counted(self.data.shape[0], "value")
+        return f"<Csr: {self._size}, {total} of {self.dtype}>"
+
+    def _repr_html_(self) -> str:
+        """Show a small table in a notebook. Nothing is copied from a GPU."""
+        stored = self.data.shape[0]
+        filled = stored / max(1, self.shape[0] * self.shape[1])
+        rows: list[list[Cell]] = [
+            ["dtype", str(self.dtype)],
+            ["stored values", Bar(filled, f"{stored:,}, {100 * filled:.3g} %")],
+            ["size", size_text(self.nbytes)],
+            ["first row", preview(self)],
+        ]
+        return table("Csr", rows, subtitle=self._size)
+
+    @property
+    def _size(self) -> str:
+        """The shape, as text."""
+        return f"{counted(self.shape[0], 'row')} of {counted(self.shape[1], 'column')}"
 
     def copy(self) -> Csr:
         """Return a copy with memory of its own."""

@@ -416,20 +416,33 @@ CURVES = {
 }
 
 
+PANELS_A_ROW = 2
+AXES = {
+    "labels": "files with labels beside the data",
+    "virtual": "sources of a virtual dataset",
+    "row": "bytes a row",
+    "batch": "samples a batch",
+}
+
+
 def plot(points: list[dict[str, Any]], path: Path) -> None:
     """Draw one panel for each curve that has several points."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import FuncFormatter
 
     curves = [c for c in CURVES if len({p["at"] for p in points if p["curve"] == c}) > 1]
     if not curves:
         return
+    rows = -(-len(curves) // PANELS_A_ROW)
     figure, panels = plt.subplots(
-        1, len(curves), figsize=(4.2 * len(curves), 4.2), layout="constrained", squeeze=False
+        rows, PANELS_A_ROW, figsize=(10, 3.6 * rows), layout="constrained", squeeze=False
     )
-    for panel, curve in zip(panels[0], curves, strict=True):
+    for panel in panels.flat[len(curves) :]:
+        panel.set_axis_off()
+    for panel, curve in zip(panels.flat, curves, strict=False):
         for what in dict.fromkeys(p["what"] for p in points if p["curve"] == curve):
             line = [
                 (p["at"], p["ratio"]) for p in points if (p["curve"], p["what"]) == (curve, what)
@@ -438,10 +451,14 @@ def plot(points: list[dict[str, Any]], path: Path) -> None:
         panel.axhline(1, color="black", lw=0.8)
         panel.set_xscale("log")
         panel.set_yscale("log")
-        panel.set_xlabel({"row": "bytes a row", "batch": "samples a batch"}.get(curve, curve))
+        low, high = panel.get_ylim()
+        panel.set_ylim(min(low, 0.45), max(high, 2.2))  # so that there are ticks beside 1
+        panel.set_xlabel(AXES.get(curve, curve))
+        for axis in (panel.yaxis.set_major_formatter, panel.yaxis.set_minor_formatter):
+            axis(FuncFormatter(lambda ratio, _: f"{ratio:g}" if f"{ratio:e}"[0] in "125" else ""))
         panel.legend(frameon=False, fontsize=8)
         panel.spines[["top", "right"]].set_visible(False)
-    panels[0][0].set_ylabel("samples per second, of the peer's")
+    figure.supylabel("samples per second, of the peer's", fontsize="medium")
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

@@ -62,7 +62,7 @@ class Bench:
         """Note a ratio, and how large it is to be."""
         point = {"case": case, "way": way, "other": other, "ratio": ratio, "wanted": least}
         self.ratios.append(point)
-        self.print(f"{case:16} {way} / {other}: {ratio:.2f} (wanted: {least})")
+        self.print(f"{case:16} {way} / {other}: {ratio:.3f} (wanted: {least})")
 
     def print(self, line: str) -> None:
         """Print a line as it is."""
@@ -141,8 +141,10 @@ def plot(ratios: list[dict[str, Any]], path: Path) -> None:
     shares = [p["ratio"] / p["wanted"] for p in ratios]
     bars = panel.barh(names[::-1], shares[::-1], color="tab:blue")
     labels = [f"{p['ratio']:.2f} of {p['wanted']:g}" for p in ratios]
-    panel.bar_label(bars, labels=labels[::-1], padding=3)
-    panel.axvline(1, color="black", lw=0.8)
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # the line does not cross a number
+    panel.bar_label(bars, labels=labels[::-1], padding=3, bbox=box)
+    panel.axvline(1, color="black", lw=0.8, zorder=0.5)
+    panel.margins(y=0.02)
     panel.set_xlim(0, 1.3 * max(shares))
     panel.set_xlabel("speed relative to the other, as a share of what is wanted")
     panel.spines[["top", "right"]].set_visible(False)

@@ -256,6 +256,62 @@ def life_of_a_batch() -> str:
     return picture(800, 388, "Threads fill one slot while the loop uses the other one", shapes)
 
 
+# --- a timeline -----------------------------------------------------------------------------------
+
+STAGE_COLOURS = {
+    "wait": "#cf222e",
+    "in use": "#1a7f37",
+    "fetch": "#8250df",
+    "plan": "#bf3989",
+    "read": "#bf8700",
+    "decode": "#1f6feb",
+    "place": "#54aeff",
+    "transform": "#bc4c00",
+    "postprocess": "#bc4c00",
+}
+LEAST_WIDTH = 0.4
+
+
+def timeline() -> str:
+    """Draw scripts/results/timeline.json, a trace, as Perfetto does: a line for each thread."""
+    events = [event for event in _results("timeline")["traceEvents"] if event["ph"] in "XM"]
+    threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    done = [event for event in events if event["ph"] == "X"]
+    begin = min(event["ts"] for event in done)
+    scale = 632 / (max(event["ts"] + event["dur"] for event in done) - begin)
+    lanes = {tid: lane for lane, tid in enumerate(threads)}
+    shapes = [text(24, 32, "A trace: when each thread did what, for which batch", "head")]
+    for tid, lane in lanes.items():
+        name = "your loop" if "takes the batches" in threads[tid] else threads[tid].split("-")[-1]
+        shapes.append(text(126, 78 + 46 * lane, name, "end small"))
+    # What lies within another event comes after it, and over it.
+    for event in sorted(done, key=lambda event: -event["dur"]):
+        x, width = 136 + (event["ts"] - begin) * scale, event["dur"] * scale
+        if width >= LEAST_WIDTH:
+            is_inner = event["name"] == "fetch"
+            y = 56 + 46 * lanes[event["tid"]] + (24 if is_inner else 0)
+            shapes.append(_coloured(event["name"], x, y, width, 8 if is_inner else 32))
+            if width > 24 and event["name"] in ("in use", "decode"):
+                number = str(event["args"]["batch"])
+                shapes.append(text(x + width / 2, y + 21, number, "middle inside small"))
+    bottom = 56 + 46 * len(lanes)
+    milliseconds = (max(event["ts"] + event["dur"] for event in done) - begin) / 1000
+    shapes.append(text(768, bottom + 14, f"{milliseconds:.1f} ms", "end note"))
+    x = 136.0
+    for stage in dict.fromkeys(e["name"] for e in sorted(done, key=lambda e: e["name"])):
+        shapes.append(_coloured(stage, x, bottom + 26, 12, 12))
+        shapes.append(text(x + 17, bottom + 37, stage, "small"))
+        x += 34 + 7.2 * len(stage)
+    return picture(800, bottom + 56, "A trace: when each thread did what", shapes)
+
+
+def _coloured(stage: str, x: float, y: float, width: float, height: float) -> str:
+    return (
+        f'<rect x="{x:.1f}" y="{y:g}" width="{width:.1f}" height="{height:g}" rx="2"'
+        f' fill="{STAGE_COLOURS[stage]}"/>\n'
+    )
+
+
 # --- the floors of the package -------------------------------------------------------------------
 
 
@@ -303,6 +359,7 @@ PICTURES = {
     "throughput.svg": throughput,
     "life-of-a-batch.svg": life_of_a_batch,
     "floors.svg": floors,
+    "timeline.svg": timeline,
 }
 
 if __name__ == "__main__":

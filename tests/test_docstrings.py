@@ -30,6 +30,7 @@ MODULES = (
     "h5async.sparse",
     "h5async.stats",
     "h5async.torch",
+    "h5async.trace",
 )
 # What the examples take for imported, as the reference says.
 NAMES = {"np": np, "h5py": h5py, **{name: getattr(h5async, name) for name in h5async.__all__}}

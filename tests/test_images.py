@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 import struct
+import threading
 import zlib
 
 import h5py
@@ -17,7 +19,9 @@ from hypothesis import strategies as st
 from h5async import AsyncReader, Field, ImageField, Images, MissingPackageError
 from h5async.codec.images import decode_rgb, read_header
 from h5async.errors import BudgetError, ConfigError, DatasetError, ReadError
-from h5async.plan.crops import center_box, random_box, random_numbers
+from h5async.fill import images
+from h5async.fill.images import BatchImages, ImageDecoder
+from h5async.plan.crops import are_flipped, center_boxes, random_boxes, random_numbers
 
 Image = pytest.importorskip("PIL.Image", reason="needs Pillow")
 cv2 = pytest.importorskip("cv2", reason="needs OpenCV")
@@ -313,20 +317,42 @@ pairs = st.tuples(st.floats(0.01, 1), st.floats(0.01, 1)).map(lambda pair: tuple
 ratios = st.tuples(st.floats(0.1, 10), st.floats(0.1, 10)).map(lambda pair: tuple(sorted(pair)))
 
 
-@given(sides, sides, pairs, ratios, st.integers(0, 1 << 40))
-def test_random_boxes_lie_in_the_image(height, width, scale, ratio, sample):
-    numbers = random_numbers(3, 1, np.array([sample]))[0]
+def one_box(height, width, scale, ratio, numbers):
+    """Return what `random_boxes` does of one image, step by step."""
+    low, high = math.log(ratio[0]), math.log(ratio[1])
+    for number in range(10):
+        area = height * width * (scale[0] + (scale[1] - scale[0]) * numbers[number])
+        aspect = math.exp(low + (high - low) * numbers[10 + number])
+        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < w <= width and 0 < h <= height:
+            return int(numbers[20] * (height - h + 1)), int(numbers[21] * (width - w + 1)), h, w
+    h, w = height, width
+    if width / height < ratio[0]:
+        h = max(1, min(height, round(width / ratio[0])))
+    elif width / height > ratio[1]:
+        w = max(1, min(width, round(height * ratio[1])))
+    return (height - h) // 2, (width - w) // 2, h, w
+
+
+shapes = st.lists(st.tuples(sides, sides), min_size=1, max_size=20).map(np.array)
+
+
+@given(shapes, pairs, ratios, st.integers(0, 1 << 40))
+def test_random_boxes_lie_in_their_images_and_are_those_of_each_alone(shapes, scale, ratio, sample):
+    numbers = random_numbers(3, 1, sample + np.arange(len(shapes)))
     assert ((numbers >= 0) & (numbers < 1)).all()
-    box = random_box(height, width, scale, ratio, numbers.tolist())
-    assert box.height > 0
-    assert box.width > 0
-    assert 0 <= box.top <= height - box.height
-    assert 0 <= box.left <= width - box.width
+    boxes = random_boxes(*shapes.T, scale, ratio, numbers)
+    assert (boxes[:, 2:] > 0).all()
+    assert (boxes[:, :2] >= 0).all()
+    assert (boxes[:, :2] + boxes[:, 2:] <= shapes).all()
+    alone = zip(shapes.tolist(), numbers.tolist(), strict=True)
+    assert boxes.tolist() == [[*one_box(*shape, scale, ratio, row)] for shape, row in alone]
 
 
 def test_random_boxes_have_the_areas_and_ratios_asked_for():
-    rows = random_numbers(0, 0, np.arange(4000)).tolist()
-    boxes = np.array([random_box(1000, 1200, (0.2, 0.6), (0.5, 2), row) for row in rows])
+    numbers = random_numbers(0, 0, np.arange(4000))
+    sizes = np.full(4000, 1000), np.full(4000, 1200)
+    boxes = random_boxes(*sizes, (0.2, 0.6), (0.5, 2), numbers)
     area = boxes[:, 2] * boxes[:, 3] / 1.2e6
     ratio = np.log2(boxes[:, 3] / boxes[:, 2])
     assert 0.199 < area.min() < 0.21
@@ -334,17 +360,17 @@ def test_random_boxes_have_the_areas_and_ratios_asked_for():
     assert abs(area.mean() - 0.4) < 0.02
     assert -1.01 < ratio.min() < -0.9
     assert 0.9 < ratio.max() < 1.01
-    assert abs(np.mean([row[-1] < 0.5 for row in rows]) - 0.5) < 0.05
+    assert abs(np.mean(are_flipped(numbers)) - 0.5) < 0.05
 
 
-@given(sides, sides, st.tuples(st.integers(1, 300), st.integers(1, 300)))
-def test_boxes_in_the_middle(height, width, size):
-    box = center_box(height, width, size)
-    assert box.height == height or box.width == width
-    assert 1 <= box.height <= height
-    assert 1 <= box.width <= width
-    assert box.top == (height - box.height) // 2
-    assert box.left == (width - box.width) // 2
+@given(shapes, st.tuples(st.integers(1, 300), st.integers(1, 300)))
+def test_boxes_in_the_middle(shapes, size):
+    boxes = center_boxes(*shapes.T, size)
+    for (height, width), (top, left, h, w) in zip(shapes.tolist(), boxes.tolist(), strict=True):
+        assert h == min(height, max(1, round(width * size[0] / size[1])))
+        assert w == min(width, max(1, round(height * size[1] / size[0])))
+        assert h == height or w == width
+        assert (top, left) == ((height - h) // 2, (width - w) // 2)
 
 
 GOOD = encoded((60, 80))
@@ -508,6 +534,36 @@ def test_damaged_bytes_are_what_pillow_makes_of_them_or_an_error():
         except ValueError:
             continue
         assert_same_bits(out, by_pillow(bytes(data)))
+
+
+def test_the_next_batch_is_read_before_all_images_of_one_are_decoded(equal, monkeypatch, core):
+    parts, decoded, begun = threading.local(), [], threading.Event()
+    work, batch, decode = BatchImages.work, ImageDecoder.batch, images.decode_rgb
+
+    def noted_work(self, must_end, end):
+        parts.is_half = end < self.count
+        work(self, must_end, end)
+
+    def noted_batch(self, arrays, index, *others):
+        if index[0] == 8:
+            begun.count = len(decoded)
+            begun.set()
+        return batch(self, arrays, index, *others)
+
+    def slow_decode(*args):
+        if not parts.is_half:  # that thread is kept, until the other one has begun the next batch
+            assert begun.wait(60)
+        decode(*args)
+        decoded.append(0)
+
+    monkeypatch.setattr(BatchImages, "work", noted_work)
+    monkeypatch.setattr(ImageDecoder, "batch", noted_batch)
+    monkeypatch.setattr(images, "decode_rgb", slow_decode)
+    with reading(equal[0], batch_size=8, num_threads=2, prefetch=3) as reader:
+        for number, one in enumerate(itertools.islice(reader, 2)):
+            for image, pixels in zip(one.image, equal[1][8 * number :], strict=False):
+                assert_same_bits(image, pixels)
+    assert begun.count <= 4
 
 
 def test_lifetimes_and_copies(mixed, equal):

@@ -82,6 +82,8 @@ def path(tmp_path_factory):
         indices = [rng.permutation(COLUMNS)[:n] for n in lengths]
         indices = np.concatenate([*indices]).astype("i4")
         put_sparse(file, "X", rng.normal(size=total).astype("f4"), np.sort(indices), ends)
+        complexes = (rng.normal(size=total) + 1j * rng.normal(size=total)).astype("c8")
+        put_sparse(file, "complex", complexes, indices, ends)
         put_sparse(file, "counts", rng.integers(0, 9, total).astype("u2"), indices, ends)
         # Columns come several times, and in any order.
         put_sparse(file, "repeated", small, rng.integers(0, 5, total), ends, columns=5)
@@ -107,6 +109,7 @@ SPARSE = {
     "repeated_half": SparseField("repeated", dense=True, dtype="f2", scale=3),
     "swapped": SparseField("swapped"),
     "swapped_dense": SparseField("swapped", dense=True),
+    "offset_dense": SparseField("X", dense=True, scale=0.1, offset=1.5),
     "some": SparseField("X", columns=[5, 0, 77, 500]),
     "some_dense": SparseField("counts", columns=list(range(699, 90, -3)), dense=True),
 }
@@ -650,3 +653,10 @@ def test_images_behind_slow_kernels(cupy, spin, images):
         for one, other in zip(several, several.get(), strict=True):
             assert_same_bits(one.get(), other)
         assert_same_bits(several[1].get(), several.get()[1])
+
+
+def test_dense_rows_of_complex_values_are_refused(cupy, path):
+    fields = {"x": SparseField("complex", dense=True)}
+    with pytest.raises(ConfigError, match="complex values are not made on a GPU"):
+        reader_of(path, fields)
+    assert compare(cupy, path, {"x": SparseField("complex")})

@@ -388,3 +388,18 @@ def test_arrays_that_lie(mixed, tmp_path, name, value):
             text = str(error)
             if index.name not in text and str(paths[0]) not in text:
                 raise AssertionError("the message names no file") from error
+
+
+@pytest.mark.parametrize("count", [2**34, 2**62])
+def test_more_elements_than_can_be_listed(tmp_path, count):
+    """Chunks that were never written take no room, so a small file may say so."""
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("x", (count,), h5py.vlen_dtype("i4"), chunks=(1000,))
+        matrix = file.create_group("m")
+        matrix.attrs["encoding-type"], matrix.attrs["shape"] = "csr_matrix", (count - 1, 5)
+        matrix["data"], matrix["indices"] = np.ones(4, "f4"), np.zeros(4, "i4")
+        matrix.create_dataset("indptr", (count,), "i8", chunks=(1000,))
+    for name, dataset_name in {"x": '"x"', "m": '"m/indptr"'}.items():
+        with pytest.raises(DatasetError, match=rf"{dataset_name}.* has {count:,} elements, for"):
+            AsyncReader(hdf5_path=path, fields={"x": name}, device="cpu", index_cache=False)

@@ -14,7 +14,7 @@ from cases import each
 
 from h5async import AsyncReader, Field, ReadError, ReaderStats
 from h5async.core.binding import load_core
-from h5async.stats import STAGES, StageTimes, ThreadCounts, Waits
+from h5async.stats import STAGES, StageTimes, ThreadCounts, Waits, WaitTotals, percentile
 
 BY_US = "core" if load_core() else "python"
 GZIP = {"compression": "gzip", "compression_opts": 1}
@@ -24,13 +24,15 @@ GZIP = {"compression": "gzip", "compression_opts": 1}
 
 
 def test_counts_of_threads_are_summed_up() -> None:
-    one, other = ThreadCounts(1, 2, 3, 4, 5, 6), ThreadCounts(10, 20, 30, 40, 50, 60)
-    assert one.plus(other) == ThreadCounts(11, 22, 33, 44, 55, 66)
-    assert one == ThreadCounts(1, 2, 3, 4, 5, 6), "what is added to is not changed"
+    one = ThreadCounts(1, 2, 3, 4, 5, 6, 7, 8)
+    other = ThreadCounts(10, 20, 30, 40, 50, 60, 70, 80)
+    assert one.plus(other) == ThreadCounts(11, 22, 33, 44, 55, 66, 77, 88)
+    assert one == ThreadCounts(1, 2, 3, 4, 5, 6, 7, 8), "what is added to is not changed"
     assert one.plus(ThreadCounts()) == one
     names = [field.name for field in dataclasses.fields(ThreadCounts)]
     assert names[:4] == ["read_ns", "decode_ns", "place_ns", "gil_wait_ns"]
-    assert names[4:] == ["read_nbytes", "decoded_chunks"]
+    assert names[4:6] == ["read_nbytes", "decoded_chunks"]
+    assert names[6:] == ["decoded_nbytes", "h5py_decoded_nbytes"]
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -59,22 +61,35 @@ def test_times_of_stages_are_summed_up(monkeypatch: pytest.MonkeyPatch) -> None:
         times.add("sleep", 0)
 
 
+def percentiles(waits: Waits) -> tuple[float, float]:
+    return waits.percentiles(waits.totals, WaitTotals())
+
+
 def test_waits() -> None:
     waits = Waits()
-    assert (waits.count, waits.seconds, waits.elapsed_seconds) == (0, 0.0, 0.0)
-    assert waits.percentile(50) == waits.percentile(99) == 0.0
+    assert waits.totals == WaitTotals(0, 0.0, 0.0)
+    assert percentiles(waits) == (0.0, 0.0)
     waits.note(10.0, 13.0)  # start-up, which nobody counts
-    assert (waits.count, waits.seconds, waits.elapsed_seconds) == (1, 0.0, 0.0)
-    assert waits.percentile(99) == 0.0
+    assert waits.totals == WaitTotals(0, 0.0, 0.0)
+    assert percentiles(waits) == (0.0, 0.0)
     for number in range(1, 101):
         waits.note(20.0 + number, 20.0 + number + number / 1000)
-    assert waits.count == 101
-    assert waits.seconds == pytest.approx(5.05)
-    assert waits.elapsed_seconds == pytest.approx(120.1 - 13.0)
-    assert waits.percentile(50) == pytest.approx(0.0505)
-    assert waits.percentile(99) == pytest.approx(0.09901)
-    assert waits.percentile(0) == pytest.approx(0.001)
-    assert waits.percentile(100) == pytest.approx(0.1)
+    assert waits.totals.number == 100
+    assert waits.totals.seconds == pytest.approx(5.05)
+    assert waits.totals.elapsed_seconds == pytest.approx(120.1 - 13.0)
+    assert waits.before.number == 99
+    assert waits.before.seconds == pytest.approx(4.95)
+    assert waits.before.elapsed_seconds == pytest.approx(120.0 - 13.0)
+    assert percentiles(waits) == pytest.approx((0.0505, 0.09901))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 10, 101])
+def test_percentiles_are_those_of_numpy(size: int) -> None:
+    values = np.sort(np.random.default_rng(size).random(size))
+    for percent in (0, 1, 50, 99, 100):
+        expected = np.percentile(values, percent)
+        assert percentile(values.tolist(), percent) == pytest.approx(expected)
+    assert percentile([], 50) == 0.0
 
 
 def test_percentiles_are_those_of_the_last_waits() -> None:
@@ -82,11 +97,27 @@ def test_percentiles_are_those_of_the_last_waits() -> None:
     waits.note(0.0, 0.0)
     for number in range(1000):
         waits.note(number, number + 0.5)
+    middle = waits.totals
     for number in range(4096):
         waits.note(1000.0 + number, 1000.0 + number + 0.25)
-    assert waits.percentile(100) == 0.25
-    assert waits.count == 5097
-    assert waits.seconds == pytest.approx(500 + 1024)
+    assert percentiles(waits) == (0.25, 0.25)
+    assert waits.totals.number == 5096
+    assert waits.totals.seconds == pytest.approx(500 + 1024)
+    assert waits.percentiles(middle, WaitTotals()) == (0.0, 0.0), "none of them is kept"
+
+
+def test_percentiles_between_two_moments() -> None:
+    waits, moments = Waits(), []
+    waits.note(0.0, 0.0)
+    for seconds in (1.0, 2.0, 3.0):
+        moments.append(waits.totals)
+        for _ in range(10):
+            waits.note(0.0, seconds)
+    moments.append(waits.totals)
+    for number, seconds in enumerate((1.0, 2.0, 3.0)):
+        assert waits.percentiles(moments[number + 1], moments[number]) == (seconds, seconds)
+    assert waits.percentiles(moments[3], moments[1]) == (2.5, 3.0)
+    assert waits.percentiles(moments[1], moments[1]) == (0.0, 0.0)
 
 
 # --- the sentence ----------------------------------------------------------------------------

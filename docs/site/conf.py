@@ -56,6 +56,7 @@ autodoc_typehints = "none"  # the signature has them, where they are of use
 autodoc_mock_imports = [name for name in ("torch",) if importlib.util.find_spec(name) is None]
 numpydoc_show_class_members = False
 numpydoc_xref_param_type = False
+highlight_language = "none"  # of blocks that name none: what a command prints, say
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
@@ -94,6 +95,14 @@ def name_or_code(
     return link("py:obj", raw, text, line, inliner, options or {}, list(content))
 
 
+def with_dots(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str | None, returned: Any
+) -> tuple[str | None, Any]:
+    """Print the default ... of a signature as it is written."""
+    return signature and signature.replace("=Ellipsis", "=..."), returned
+
+
 def setup(app: Sphinx) -> None:
-    """Add the role to Sphinx."""
+    """Add to Sphinx what is defined here."""
     app.add_role("name_or_code", name_or_code)
+    app.connect("autodoc-process-signature", with_dots)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
@@ -11,10 +12,14 @@ from rich.filesize import decimal
 
 from h5async import ReaderConfig, ReaderStats
 from h5async.bench import LEAST_ROUNDS, Trial, alternatives, compare, run_flat_out
+from h5async.cli.benchplot import Plot, Speeds
 from h5async.cli.documents import Json, print_document
 from h5async.cli.options import reader_config, spell_in_shell, takes_reader
 from h5async.cli.progress import opening, progress_bar
-from h5async.cli.text import safe
+from h5async.cli.text import files_text, safe
+from h5async.config.files import home_path, with_variables
+from h5async.spelling import spelled
+from h5async.stats import reader_sentence
 
 _SHOWN_SHARE = 0.001  # of the time, below which a stage is left out
 _VERDICTS = {
@@ -33,6 +38,10 @@ def bench(
     rounds: Annotated[
         int, typer.Option(min=LEAST_ROUNDS, help="In how many turns each of them reads.")
     ] = 7,
+    plot: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Draw what was found (.png, .svg, .pdf); by Matplotlib."),
+    ] = None,
     as_json: Json = False,
     **typed: Any,
 ) -> None:
@@ -41,18 +50,37 @@ def bench(
     Each of the options that are compared reads by turns, after a warm-up. What the turns do not
     agree on is no verdict.
     """
-    config = reader_config(typed)
+    config, waits = reader_config(typed), list[float]()
+    picture = Plot(Path(home_path(with_variables(plot)))) if plot else None
     with opening():
-        stats = run_flat_out(config, seconds)
+        stats = run_flat_out(config, seconds, waits)
     if not as_json:
         typer.echo("\n".join(_breakdown(stats)))
-        typer.echo(f"\n{safe(stats)}\n")
+        typer.echo(f"\n{safe(_sentence(stats))}\n")
     trials = _compared(config, seconds, rounds)
+    if picture is not None:
+        _draw(picture, config, stats, waits, trials)
     if as_json:
         print_document("bench", _content(config, stats, seconds, trials))
         return
     typer.echo("\n".join(_trial_lines(trials)))
     typer.echo(f"\n{_verdict(trials)}")
+
+
+def _draw(
+    picture: Plot,
+    config: ReaderConfig,
+    stats: ReaderStats,
+    waits: Sequence[float],
+    trials: Sequence[Trial],
+) -> None:
+    """Draw what was found."""
+    several = [
+        Speeds(_typed(trial.changed) or "as given", trial.speeds, trial.verdict if number else None)
+        for number, trial in enumerate(trials)
+    ]
+    stages = {**stats.stage_seconds, "GIL": stats.gil_wait_seconds}
+    picture.save(f"h5async bench: {files_text(config.files)}", several, waits, stages)
 
 
 def _compared(config: ReaderConfig, seconds: float, rounds: int) -> list[Trial]:
@@ -67,6 +95,11 @@ def _compared(config: ReaderConfig, seconds: float, rounds: int) -> list[Trial]:
         return compare(config, changes, seconds, rounds, tell)
 
 
+def _sentence(stats: ReaderStats) -> str:
+    """Say what limits the reader; nothing else holds up a loop that does nothing."""
+    return spelled(reader_sentence(stats), spell_in_shell)
+
+
 def _breakdown(stats: ReaderStats) -> list[str]:
     """Say where the threads' time went: a line for each stage that took some."""
     total = stats.busy_seconds + stats.gil_wait_seconds or 1.0
@@ -74,8 +107,8 @@ def _breakdown(stats: ReaderStats) -> list[str]:
     methods = ", ".join(f"{name}: {method}" for name, method in stats.ways.items())
     return [
         f"read by    {methods}",
-        f"decoded    {decimal(stats.nbytes)} of {decimal(stats.read_nbytes)} in the file,"
-        f" {stats.samples:,} samples, {stats.decoded_chunks:,} chunks",
+        f"delivered  {decimal(stats.nbytes)}, {stats.samples:,} samples; for them,"
+        f" {decimal(stats.read_nbytes)} were read, and {stats.decoded_chunks:,} chunks decoded",
         *(
             f"{stage:<11}{seconds:8.3f} s of threads {seconds / total:6.1%}"
             for stage, seconds in times.items()
@@ -146,8 +179,8 @@ def _content(
         "files": config.files,
         "seconds": seconds,
         "rounds": len(trials[0].speeds),
-        "stats": stats,
-        "sentence": str(stats),
+        "stats": stats.as_dict(),
+        "sentence": _sentence(stats),
         "trials": [
             {
                 "options": trial.changed,

@@ -232,7 +232,7 @@ def group_dataset(path: str, file: Path, parts: Sequence[DatasetLayout], kind: s
     kind
         As of `Dataset`.
     """
-    first = parts[0]
+    first, costs = parts[0], [read_cost(part) for part in parts]
     methods = {method for part in parts for method in methods_of(part)[0]}
     reason = next((p.fallback_reason for p in parts if p.fallback_reason is not None), None)
     return Dataset(
@@ -250,6 +250,8 @@ def group_dataset(path: str, file: Path, parts: Sequence[DatasetLayout], kind: s
         sources=1,
         samples=first.sample_count,
         kind=kind,
+        in_order_nbytes=sum(cost.in_order for cost in costs),
+        shuffled_nbytes=sum(cost.shuffled for cost in costs),
     )
 
 

@@ -7,13 +7,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from h5async.cli.text import methods_of
+from h5async.config import Field
+from h5async.images import Images
 from h5async.index.layout import DatasetLayout
 from h5async.names import printable
+from h5async.ragged import Ragged
+from h5async.sparse import Csr
 
 VERSION = 1  # of all schemas: raised where a key is renamed or removed, not where one is added
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, for programs.")]
@@ -33,14 +37,57 @@ def print_document(command: str, content: Mapping[str, Any]) -> None:
     typer.echo(json.dumps(plain(whole), indent=2, allow_nan=False))
 
 
-def field_facts(name: str, layout: DatasetLayout) -> dict[str, Any]:
-    """Return how a field of a reader is read."""
+class SampleForm(NamedTuple):
+    """What a sample of a field is, as it is delivered.
+
+    Attributes
+    ----------
+    kind
+        ``"array"``, ``"Csr"``, ``"Ragged"`` or ``"Images"``.
+    shape
+        Its dimensions; None: they differ from sample to sample.
+    dtype
+        Of its values.
+    """
+
+    kind: str
+    shape: tuple[int | None, ...]
+    dtype: str
+
+
+def sample_form(batch: Any) -> SampleForm:
+    """Return what a sample is, of what a batch has of a field."""
+    if isinstance(batch, Csr):
+        return SampleForm("Csr", batch.shape[1:], str(batch.dtype))
+    if isinstance(batch, Images):
+        return SampleForm("Images", (None,) * batch.shapes.shape[1], str(batch.dtype))
+    if isinstance(batch, Ragged):
+        return SampleForm("Ragged", (None, *batch.values.shape[1:]), str(batch.dtype))
+    return SampleForm("array", batch.shape[1:], str(batch.dtype))
+
+
+def field_facts(
+    name: str, layout: DatasetLayout, typed: Field | None = None, form: SampleForm | None = None
+) -> dict[str, Any]:
+    """Return how a field of a reader is read.
+
+    Parameters
+    ----------
+    name, layout
+        Of the field.
+    typed
+        The field as the options have it, if they do.
+    form
+        What a sample of it is, if that is known.
+    """
     is_direct = layout.fallback_reason is None
+    inner = form.shape if form is not None and form.kind != "array" else ()
     return {
         "name": name,
-        "path": layout.path,
-        "shape": layout.shape,
+        "path": layout.path if typed is None else typed.path.strip("/"),
+        "shape": (layout.sample_count, *inner) if layout.is_ragged else layout.shape,
         "dtype": str(layout.dtype),
+        "sample": None if form is None else form._asdict(),
         "read": "direct" if is_direct else "h5py",
         "by": methods_of(layout)[0] if is_direct else (),
         "reason": layout.fallback_reason,

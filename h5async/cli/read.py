@@ -1,9 +1,14 @@
-"""`h5async read`: streams epochs, and says how fast that was."""
+"""`h5async read`: streams epochs, and says how fast that was, and what limits the reader."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
 from time import perf_counter
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -11,39 +16,96 @@ from rich.filesize import decimal
 
 from h5async import AsyncReader
 from h5async.bench import require_batches
-from h5async.cli.documents import Json, field_facts, print_document
-from h5async.cli.options import reader_config, takes_reader
+from h5async.cli.documents import (
+    Json,
+    SampleForm,
+    field_facts,
+    print_document,
+    sample_form,
+)
+from h5async.cli.options import reader_config, spell_in_shell, takes_reader
 from h5async.cli.progress import REFRESH_SECONDS, opening, progress_bar
 from h5async.cli.text import files_text, method_text, safe
+from h5async.config.files import home_path, with_variables
+from h5async.spelling import spelled
+from h5async.stats import reader_sentence
+
+_CTRL_C = 128 + signal.SIGINT
+
+
+class _TerminatedError(SystemExit):
+    """SIGTERM came; its code is what shells have a terminated process end with."""
 
 
 @takes_reader
 def read(
     epochs: Annotated[int, typer.Option(min=1, help="How often to read everything.")] = 1,
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write when each thread did what, as Perfetto and chrome://tracing show it.",
+        ),
+    ] = None,
     as_json: Json = False,
     **typed: Any,
 ) -> None:
-    """Read FILE in batches, and say how fast that was."""
+    """Read FILE in batches, and say how fast that was, and what limits the reader.
+
+    Interrupted by Ctrl-C or SIGTERM, it says so of what it has read until then.
+    """
     with opening():
         reader = AsyncReader(reader_config(typed))
     with reader:
         require_batches(reader)
-        tally = stream(reader, epochs)
+        tally, code = Tally(), 0
+        noted = reader.trace(home_path(with_variables(trace))) if trace else nullcontext()
+        try:
+            with _stopping_by_sigterm(), noted:
+                stream(reader, epochs, tally)
+        except KeyboardInterrupt:
+            code = _CTRL_C
+        except _TerminatedError as ended:
+            code = int(ended.code or 0)
+        if not tally.batches:
+            raise typer.Exit(code)  # there is nothing to tell
+        tally.nbytes = reader.stats().nbytes
         if as_json:
-            print_document("read", _content(reader, epochs, tally))
+            print_document("read", _content(reader, tally, code))
         else:
             typer.echo(_summary(reader, epochs, tally))
+    raise typer.Exit(code)
+
+
+@contextmanager
+def _stopping_by_sigterm() -> Iterator[None]:
+    """Have SIGTERM end a block, unless somebody else cares for it already."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise _TerminatedError(128 + number)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @dataclass(slots=True)
 class Tally:
     """What was read so far, and how long it took."""
 
+    epochs: int = 0
     batches: int = 0
     samples: int = 0
     nbytes: int = 0
     seconds: float = 0.0
     waited_seconds: float = 0.0
+    forms: dict[str, SampleForm] = field(default_factory=dict)  # what a sample is, by field
 
     @property
     def speed(self) -> str:
@@ -52,9 +114,8 @@ class Tally:
         return f"{self.samples / seconds:,.0f} samples/s, {self.nbytes / seconds / 1e9:.3g} GB/s"
 
 
-def stream(reader: AsyncReader, epochs: int) -> Tally:
+def stream(reader: AsyncReader, epochs: int, tally: Tally) -> None:
     """Read epochs by a new reader, counting batches, bytes and the time spent waiting for them."""
-    tally = Tally()
     with progress_bar("batches, {task.description}") as progress:
         task = progress.add_task(tally.speed, total=epochs * len(reader))
         began = shown = perf_counter()
@@ -69,46 +130,58 @@ def stream(reader: AsyncReader, epochs: int) -> Tally:
                 if batch is None:
                     break
                 tally.batches += 1
+                if tally.batches == 1:
+                    tally.forms = {name: sample_form(batch[name]) for name in batch.keys()}
                 tally.samples += batch.size
                 if now - shown > REFRESH_SECONDS:
                     shown, tally.nbytes = now, reader.stats().nbytes
                     progress.update(task, completed=tally.batches, description=tally.speed)
                     progress.refresh()
-    tally.nbytes = reader.stats().nbytes
-    return tally
+            tally.epochs += 1
 
 
-def _content(reader: AsyncReader, epochs: int, tally: Tally) -> dict[str, Any]:
+def _limit(reader: AsyncReader) -> str:
+    """Say what limits the reader: this loop does nothing else, so that it waits is no news."""
+    return spelled(reader_sentence(reader.stats()), spell_in_shell)
+
+
+def _content(reader: AsyncReader, tally: Tally, code: int) -> dict[str, Any]:
     """Return what `docs/command-line.md` says of the document of `h5async read`."""
-    layouts = reader.layouts.items()
+    layouts, typed = reader.layouts.items(), reader.config.batch_fields
+    totals = asdict(tally)
+    del totals["forms"]
     return {
         "files": reader.config.files,
-        "fields": [field_facts(name, layout) for name, layout in layouts],
-        "epochs": epochs,
+        "fields": [
+            field_facts(name, layout, typed.get(name), tally.forms.get(name))
+            for name, layout in layouts
+        ],
         "device": reader.device,
-        **asdict(tally),
-        "stats": reader.stats(),
-        "sentence": str(reader.stats()),
+        **totals,
+        "interrupted": bool(code),
+        "stats": reader.stats().as_dict(),
+        "sentence": f"{tally.speed}; {_limit(reader)}",
     }
 
 
 def _summary(reader: AsyncReader, epochs: int, tally: Tally) -> str:
     """Say what was read, how, and how fast: a line for each thing."""
-    waited = f"{tally.waited_seconds:.3f} s of {tally.seconds:.3f} s"
-    share = tally.waited_seconds / tally.seconds if tally.seconds else 0.0
+    is_whole = tally.epochs == epochs
     lines = [
         ("file", files_text(reader.config.files)),
         *(
             ("field", f'{name} = "{layout.path}" ({method_text(layout)})')
             for name, layout in reader.layouts.items()
         ),
-        ("epochs", f"{epochs:,}"),
+        (
+            "epochs",
+            f"{tally.epochs:,}" if is_whole else f"{tally.epochs:,} of {epochs:,}: interrupted",
+        ),
         ("batches", f"{tally.batches:,}"),
         ("samples", f"{tally.samples:,}"),
         ("decoded", decimal(tally.nbytes)),
         ("device", reader.device),
         ("speed", tally.speed),
-        ("waited", f"{waited} ({share:.1%}; this loop does nothing else)"),
-        ("limit", str(reader.stats())),
+        ("limit", _limit(reader).removeprefix("the limit is ")),
     ]
     return "\n".join(f"{name:<9}{safe(text)}" for name, text in lines)

@@ -6,6 +6,8 @@ taken. Decoding holds no GIL.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import struct
 from typing import Any, NamedTuple
 
@@ -18,6 +20,7 @@ _JPEG, _END = b"\xff\xd8\xff", b"\xff\xd9"
 _STAND_ALONE = (0x01, *range(0xD0, 0xD9))  # markers of JPEG without a length
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 CHANNELS = 3
+MOST_NBYTES = 513  # that a pixel takes while it is decoded, in any image; see `ImageHeader.nbytes`
 _CMYK_NBYTES = 44  # of a pixel: itself, and the arrays of which RGB is computed
 
 
@@ -78,6 +81,21 @@ def read_header(data: NDArray[np.uint8]) -> ImageHeader:
     if start.startswith(_JPEG):
         return _checked(_jpeg_header(data))
     raise ValueError(f"is neither a JPEG nor a PNG (its first bytes are {start[:8].hex(' ')})")
+
+
+def header_rows(values: NDArray[np.uint8], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Read the headers of several images; the compiled core's `image_headers` does the same.
+
+    Returns
+    -------
+    numpy.ndarray
+        int64 (n, 5): by image an `ImageHeader`; zeros where `read_header` raises an error.
+    """
+    rows = np.zeros((offsets.size - 1, len(ImageHeader._fields)), np.int64)
+    for row, (begin, end) in zip(rows, itertools.pairwise(offsets.tolist()), strict=True):
+        with contextlib.suppress(ValueError):
+            row[:] = read_header(values[begin:end])
+    return rows
 
 
 def _checked(header: ImageHeader) -> ImageHeader:

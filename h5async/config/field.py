@@ -21,10 +21,12 @@ from h5async.config.values import (
     shown,
 )
 from h5async.errors import ConfigError
+from h5async.spelling import Spell, as_keyword, in_file
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike
 
+    from h5async.config.hints import Where
     from h5async.config.keywords import (
         DatasetPath,
         DimensionLike,
@@ -33,6 +35,11 @@ if TYPE_CHECKING:
     )
 
 _NOT_GIVEN: Any = object()
+_BY_USE = (
+    "ragged",
+    "sparse",
+    "image",
+)  # kinds of fields: an option is one of the first that has it
 _RESERVED_NAMES = frozenset(
     {"copy", "count", "epoch", "index", "keys", "last", "number", "sequence", "size", "step"}
 )
@@ -174,6 +181,16 @@ class Field(Frozen):
                     f" found {self.axes}"
                 )
 
+    @classmethod
+    def unknown_option(cls, name: str, where: Where) -> str:
+        """Say what is wrong with the name of an option, which was typed there."""
+        other = _kind_with(name, cls)
+        if other is None:
+            return super().unknown_option(name, where)
+        if where != "keyword" and where != "shell":
+            return _of_other_kind(name, other, in_file(where))
+        return f"unknown option {name!r}; {other.capitalize()}Field has it"
+
     @property
     def sample_dimensions(self) -> tuple[int | str, ...]:
         """The dimensions that count samples: one, or those of sequences and of their steps."""
@@ -207,7 +224,12 @@ def _field(value: object) -> Field:
         return Field(value)
     if isinstance(value, Mapping):
         options = {str(name): option for name, option in value.items()}
-        return kind_of(options.pop("kind", None))(**options)
+        chosen = kind_of(options.pop("kind", None))
+        for name in options:
+            other = _kind_with(name, chosen)
+            if other is not None:
+                raise ConfigError(_of_other_kind(name, other, as_keyword))
+        return chosen(**options)
     raise ConfigError(f"must be a path or a Field, found {shown(value)}")
 
 
@@ -226,6 +248,19 @@ def kind_of(name: object) -> type[Field]:
     if name not in KINDS:
         raise ConfigError(f"kind: must be one of {', '.join(KINDS)}, found {shown(name)}")
     return KINDS[str(name)]
+
+
+def _kind_with(option: str, chosen: type[Field]) -> str | None:
+    """Return the kind of fields that has an option which the chosen one lacks; None: none has."""
+    from h5async.config.kinds import KINDS
+
+    if option in chosen.model_fields:
+        return None
+    return next((name for name in _BY_USE if option in KINDS[name].model_fields), None)
+
+
+def _of_other_kind(option: str, kind: str, spell: Spell) -> str:
+    return f"unknown option {option!r}; it is one of {kind} fields: set {spell('kind', (kind,))}"
 
 
 def _fields(value: object) -> dict[Any, Field]:
@@ -247,6 +282,14 @@ def _names_that_fit(fields: Mapping[str, Field]) -> Mapping[str, Field]:
     for name in masks:
         if name in fields or masks.count(name) > 1:
             raise ValueError(f"pad_mask: there is {name!r} already; choose another name")
+    for name, field in fields.items():
+        mask = f"{name}_mask"
+        if getattr(field, "pad_to", None) is not None:
+            if mask in fields or mask in masks:
+                raise ValueError(
+                    f"{name}: pad_to delivers a mask as {mask!r}, which there is already; choose"
+                    " another name"
+                )
     taken = _RESERVED_NAMES.intersection([*fields, *masks])
     if taken:
         raise ValueError(

@@ -61,7 +61,12 @@ class Frozen(BaseModel):
         known = list(cls.model_fields)
         for name in names:
             if name not in known:
-                raise ConfigError(_unknown_option(name, known, where))
+                raise ConfigError(cls.unknown_option(name, where))
+
+    @classmethod
+    def unknown_option(cls, name: str, where: Where) -> str:
+        """Say what is wrong with the name of an option, which was typed there."""
+        return _unknown_option(name, list(cls.model_fields), where)
 
 
 # pydantic's, which is deprecated: it may be the name of an option.
@@ -158,8 +163,10 @@ def _message(error: ValidationError) -> str:
             message = f"must {message.removeprefix('Input should ')}"
         if not names:
             lines.append(message)
-        elif item["type"] == "missing":
+        elif item["type"] == "missing" and len(names) == 1:
             lines.append(f"{named(names[0])} is required")
+        elif item["type"] == "missing":
+            lines.append(f"{named(names[0])}: must have more values")
         else:
             inner = "".join(f".{name}" for name in names[1:] if name.isidentifier())
             where = f"{named(names[0])}{inner}"

@@ -84,6 +84,35 @@ _VALUES = _Hint(
     "{} fills batches with samples of differing lengths up to so many values", "batch_values", 65536
 )
 _BUCKET = _Hint("{} puts samples of like length together", "bucket", 8)
+_RAGGED = _Hint(
+    "it is an option of a field: {}",
+    "fields",
+    spelled={
+        "keyword": 'fields={"x": RaggedField("x", offsets="ends", offsets_kind="ends")}',
+        "toml": 'fields.x = {path = "x", kind = "ragged", offsets = "ends", offsets_kind = "ends"}',
+        "shell": 'fields.x = {path = "x", kind = "ragged", offsets = "ends", offsets_kind = "ends"}'
+        " in the file of --config",
+    },
+)
+_SPARSE = _Hint(
+    "it is an option of a field: {}",
+    "fields",
+    spelled={
+        "keyword": 'fields={"x": SparseField("X", dense=True, columns=["GAPDH", "CD3E"])}',
+        "toml": 'fields.x = {path = "X", kind = "sparse", dense = true, columns = ["GAPDH"]}',
+        "shell": 'fields.x = {path = "X", kind = "sparse", dense = true} in the file of --config',
+    },
+)
+_IMAGE = _Hint(
+    "it is an option of a field: {}",
+    "fields",
+    spelled={
+        "keyword": 'fields={"image": ImageField("jpeg", size=(224, 224), flip=True)}',
+        "toml": 'fields.image = {path = "jpeg", kind = "image", size = [224, 224], flip = true}',
+        "shell": 'fields.image = {path = "jpeg", kind = "image", size = [224, 224]} in the file of'
+        " --config",
+    },
+)
 _SEED = _Hint("{} is all that the order is made from", "seed", 0)
 
 _HINTS: dict[str, tuple[_Hint, ...]] = {
@@ -111,6 +140,9 @@ _HINTS: dict[str, tuple[_Hint, ...]] = {
             (_VALUES,),
         ),
         ("group_by_length bucket_by_length bucket_size num_buckets buckets", (_BUCKET,)),
+        ("offsets offsets_kind pad_to", (_RAGGED,)),
+        ("dense columns missing", (_SPARSE,)),
+        ("crop crop_scale crop_ratio flip interpolation", (_IMAGE,)),
         ("generator random_state random_seed", (_SEED,)),
     )
     for name in names.split()

@@ -264,10 +264,12 @@ class SparseFieldOptions(FieldOptions, total=False):
     """The parameters of `SparseField` but its path."""
 
     dense: bool
-    """Deliver ordinary arrays (samples, columns), float32 where `dtype` says no other."""
+    """Deliver ordinary arrays (samples, columns), float32 where `dtype` says no other (complex
+    values stay complex). `offset` is added to all of them, also where no value is stored.
+    """
     columns: ArrayLike | Sequence[str] | None
     """Which columns: their numbers, a mask, or names, which are looked up in each file in
-    `var/_index`. They come in this order.
+    `var/_index`; in one of 10x Genomics, names or ids of `features`. They come in this order.
     """
     missing: Literal["zero", "error"]
     """What becomes of a column that is chosen by its name, and that a file lacks. `zero`: it is 0

@@ -87,6 +87,8 @@ class RaggedField(Field):
 def _size(value: object) -> object:
     if isinstance(value, int) and not isinstance(value, bool):
         return value, value
+    if value is not None and (not isinstance(value, list | tuple) or len(value) != 2):
+        raise ValueError("must be a number of pixels, or two: height and width")
     return value
 
 
@@ -228,7 +230,9 @@ class SparseField(Field):
         def __init__(self, path: DatasetPath, **options: Unpack[SparseFieldOptions]) -> None: ...
 
     dense: Bool = option(
-        False, "Deliver ordinary arrays (samples, columns), float32 where `dtype` says no other."
+        False,
+        "Deliver ordinary arrays (samples, columns), float32 where `dtype` says no other (complex"
+        " values stay complex). `offset` is added to all of them, also where no value is stored.",
     )
     columns: Annotated[
         Any,
@@ -237,7 +241,8 @@ class SparseField(Field):
     ] = option(
         None,
         "Which columns: their numbers, a mask, or names, which are looked up in each file in"
-        " `var/_index`. They come in this order.",
+        " `var/_index`; in one of 10x Genomics, names or ids of `features`. They come in this"
+        " order.",
     )
 
     missing: Literal["zero", "error"] = option(
@@ -252,6 +257,10 @@ class SparseField(Field):
         _require_first_dimension(self)
         if self.missing != "zero" and not isinstance(self.columns, tuple):
             raise ValueError("missing is of columns that are chosen by their names")
+        if isinstance(self.scale, tuple) or isinstance(self.offset, tuple):
+            raise ValueError("scale and offset of sparse rows must be one number each")
+        if self.decode_cf:
+            raise ValueError("decode_cf does not go with sparse rows; use scale and offset")
         return self
 
 
@@ -265,6 +274,10 @@ def _require_no_steps(field: Field) -> None:
 
 
 def _require_first_dimension(field: Field) -> None:
+    if field.axes and field.num_dim == field.axes[0] != 0:
+        raise ValueError(
+            f"axes must begin with the dimension of the samples, 0, found {field.axes}"
+        )
     if field.num_dim != 0:
         raise ValueError(f"num_dim must be 0 for this kind of field, found {field.num_dim}")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import POINTER, Structure, c_int32, c_int64, c_uint64, c_void_p
 
+from h5async.core.heap import HeapStruct
 from h5async.core.structures import DatasetStruct, TransformStruct
 
 
@@ -67,6 +68,8 @@ class WantedStruct(Structure):
 # and a number and a position; and room to sort these.
 PLANNED_SAMPLE_NBYTES = 3 * ctypes.sizeof(WantedStruct)
 PLANNED_ROW_NBYTES = ctypes.sizeof(ItemStruct) + 3 * 8 + PLANNED_SAMPLE_NBYTES
+# What a thread takes that reads elements of variable length: HeapScratch in src/heap.h.
+HEAP_SCRATCH_NBYTES = (1 << 16) * 24 + 5 * 8 + 16 * 1024 + 512 * 16
 KEPT_OVERHEAD_NBYTES = 128  # of a decoded chunk that is kept, beside its bytes: KEPT_OVERHEAD
 REFUSED = 2  # the status of an item that is left to the Python implementation
 
@@ -142,6 +145,8 @@ class FieldStruct(Structure):
         ("is_filled_first", c_int64),
         ("steps", POINTER(StepRowsStruct)),
         ("spans", POINTER(SpanRowsStruct)),
+        ("heaps", POINTER(HeapStruct)),
+        ("lengths", c_void_p),
         ("num_rows", c_int64),
         ("limit", c_int64),
     ]
@@ -161,6 +166,7 @@ class BatchPlanStruct(Structure):
         ("sorted", c_void_p),
         ("order", c_void_p),
         ("order_spare", c_void_p),
+        ("places", c_void_p),
         ("num_items", c_int64),
         ("num_runs", c_int64),
         ("num_wanted", c_int64),
@@ -169,6 +175,7 @@ class BatchPlanStruct(Structure):
         ("most_wanted", c_int64),
         ("most_order", c_int64),
         ("most_joined", c_int64),
+        ("most_places", c_int64),
         ("first_wanted", c_int64),
         ("nbytes", c_int64),
         ("was_cached", c_int64),

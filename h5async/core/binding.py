@@ -17,6 +17,7 @@ from ctypes import POINTER, c_int32, c_int64, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from h5async.codec.entry import CoreFilter
@@ -28,6 +29,8 @@ from h5async.core.structures import (
     FilterStruct,
     LibrariesStruct,
     MemberStruct,
+    TraceEventStruct,
+    TraceStruct,
     WorkerStruct,
     members,
 )
@@ -40,6 +43,10 @@ from h5async.system.interruptions import suppressing
 _COST = (
     "Python does its work, and shuffled samples come 3 to 13 times more slowly; values are the same"
 )
+
+
+_TRACE_EVENT = np.dtype(TraceEventStruct)
+_SAME_CLOCK_NS = 10_000_000  # two looks at one clock are closer to each other
 
 
 class Core:
@@ -78,16 +85,18 @@ class Core:
         ``decode_references(heap, references, most_nbytes)``, of a `HeapStruct`, fills its lengths
         and places, and returns how many values there are; -1 - i: element i is longer than that.
     read_heap
-        ``read_heap(heap, file, worker, scratch, element, position, out, count, out_nbytes)`` reads
-        the values of ``element[i]`` to ``out + position[i]`` (int64 arrays), and returns `count`,
-        or the first i that cannot be done. Without an `out` it only finds their places. `scratch`
-        is memory of `heap_scratch_nbytes()`, zeros at first, that one thread uses.
+        ``read_heap(heap, file, worker, element, position, out, count, out_nbytes)`` reads the
+        values of ``element[i]`` to ``out + position[i]`` (int64 arrays), and returns `count`, or
+        the first i that cannot be done. Without an `out` it only finds their places.
     make_dense
         ``make_dense(sparse)``, of a `SparseStruct`, returns how many rows it made dense before the
         first that has an index which is no column's; -1: it does not take such dtypes.
     copy_runs
         ``copy_runs(to, from, to_begin, from_begin, nbytes, count)`` copies ``nbytes[i]`` bytes from
         ``from + from_begin[i]`` to ``to + to_begin[i]`` (int64 arrays); the caller checks bounds.
+    image_headers
+        ``image_headers(values, offsets, found, nbytes, count)`` does what
+        `codec.images.header_rows` does; `found` has its rows.
 
     Raises
     ------
@@ -144,11 +153,12 @@ class Core:
         self.spin = _function(library, "h5async_spin", 1, c_int64)
         self.wait = _function(library, "h5async_wait", 1, c_int64, c_int64)
         self.decode_references = _function(library, "h5async_decode_references", 2, c_int64)
-        self.heap_scratch_nbytes = _function(library, "h5async_heap_scratch_nbytes", 0)
-        self.read_heap = _function(library, "h5async_read_heap", 7, c_int64, c_int64)
+        self.read_heap = _function(library, "h5async_read_heap", 6, c_int64, c_int64)
         self.make_dense = _function(library, "h5async_make_dense", 1)
         self.copy_runs = _function(library, "h5async_copy_runs", 5, c_int64)
+        self.image_headers = _function(library, "h5async_image_headers", 3, c_int64, c_int64)
         self.look_up = _function(library, "h5async_look_up", 4, c_int64)
+        self.copy_events = _function(library, "h5async_copy_events", 2, c_int64, c_int64)
         self._free = _function(library, "h5async_free", 1)
 
     def _find_brief_functions(self, library: Any) -> None:
@@ -173,6 +183,8 @@ class Core:
         self.plan_ns = _function(library, "h5async_plan_ns", 1)
         self.events = _function(library, "h5async_events", 1)
         self.wake = _function(library, "h5async_wake", 1)
+        self.clock_ns = _function(library, "h5async_clock", 0)
+        self._trace = _function(library, "h5async_trace", 2)
 
     def filters(self, filters: tuple[Filter, ...]) -> Any | None:
         """Return a pipeline as the core takes it, or None where the core cannot undo it."""
@@ -205,7 +217,7 @@ class Core:
             between_nbytes=min(array.nbytes for array in between),
             stop=None if stop is None else ctypes.pointer(stop),
         )
-        return CoreWorker(struct, self._free)
+        return CoreWorker(struct, self._free, self._trace)
 
 
 class CoreWorker:
@@ -219,9 +231,11 @@ class CoreWorker:
         Nanoseconds between the ends of calls and the moments at which the GIL was held again.
     """
 
-    def __init__(self, struct: WorkerStruct, free: Any) -> None:
+    def __init__(self, struct: WorkerStruct, free: Any, trace: Any) -> None:
         self.struct = struct
         self.gil_wait_ns = 0
+        self._trace = trace
+        self._traces: tuple[CoreTrace, ...] = ()  # whose memory a call may use
         # Not at exit: a thread may still decode then, so what it uses must stay.
         weakref.finalize(self, free, ctypes.byref(struct)).atexit = False
 
@@ -235,11 +249,58 @@ class CoreWorker:
             self.gil_wait_ns,
             struct.read_nbytes,
             struct.decoded_chunks,
+            struct.decoded_nbytes,
         )
+
+    def record(self, trace: CoreTrace | None) -> None:
+        """Have calls from now on note what they do; None: no more. Also during a call."""
+        struct = None if trace is None else ctypes.byref(trace.struct)
+        # A call that is under way may use the former one until it ends, so that has to last.
+        former = self._traces if self._trace(ctypes.byref(self.struct), struct) else ()
+        self._traces = former if trace is None else (*former, trace)
 
     def note_return(self) -> None:
         """Note, right after a call, how long it took to get the GIL back."""
         self.gil_wait_ns += time.monotonic_ns() - int(self.struct.returned_ns)
+
+
+class CoreTrace:
+    """Memory for what threads note in calls of the core: of the first events, the others count.
+
+    Parameters
+    ----------
+    core
+        The compiled core.
+    capacity
+        How many events are kept. Memory for them is taken as they come.
+    """
+
+    def __init__(self, core: Core, capacity: int) -> None:
+        self._core = core
+        self._events = np.zeros(capacity, _TRACE_EVENT)
+        self.struct = TraceStruct(address(self._events), capacity, 0)
+        # Of the core's clock, what Python's adds to it: none on Linux.
+        self._offset_ns = time.perf_counter_ns() - int(core.clock_ns())
+        if abs(self._offset_ns) < _SAME_CLOCK_NS:
+            self._offset_ns = 0
+
+    @property
+    def count(self) -> int:
+        """Events so far, with those for which there was no room."""
+        return int(self.struct.count)
+
+    def events(self, begin: int = 0) -> NDArray[Any]:
+        """Return the events from number `begin` on, in the order in which they ended.
+
+        Times are those of `time.perf_counter_ns`. An event that is just being noted has the end 0.
+        """
+        count = max(0, min(self.count, len(self._events)) - begin)
+        found = np.empty(count, _TRACE_EVENT)
+        self._core.copy_events(ctypes.byref(self.struct), address(found), begin, count)
+        if self._offset_ns:
+            found["begin_ns"] += self._offset_ns
+            found["end_ns"] += np.where(found["end_ns"] != 0, self._offset_ns, 0)
+        return found
 
 
 def address(array: NDArray[Any]) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 
 from h5async.core.libraries import FUNCTIONS
 
-ABI = 11  # a number of the core's own, for changes that its structures do not show
+ABI = 14  # a number of the core's own, for changes that its structures do not show
 MAX_FILTERS, MAX_RANK = 32, 32  # what HDF5 has at most
 
 IO_MODES = {"auto": 0, "pread": 1, "map": 2}
@@ -25,6 +25,27 @@ class LibrariesStruct(Structure):
     """The functions of codec libraries, by pointers."""
 
     _fields_ = [(name, c_void_p) for name in FUNCTIONS]
+
+
+class TraceEventStruct(Structure):
+    """From when to when a stage was done, of which batch, field and source; see src/trace.h."""
+
+    _fields_ = [
+        ("begin_ns", c_int64),
+        ("end_ns", c_int64),
+        ("thread", c_int64),
+        ("batch", c_int64),
+        ("stage", c_int32),
+        ("field", c_int32),
+        ("source", c_int32),
+        ("padding", c_int32),
+    ]
+
+
+class TraceStruct(Structure):
+    """The events of all threads while a reader is traced; see src/trace.h."""
+
+    _fields_ = [("events", c_void_p), ("capacity", c_int64), ("count", c_int64)]
 
 
 class WorkerStruct(Structure):
@@ -40,13 +61,22 @@ class WorkerStruct(Structure):
         ("between_nbytes", c_int64),
         ("deflate", c_void_p),
         ("zstd", c_void_p),
+        ("heap", c_void_p),
         ("read_ns", c_int64),
         ("decode_ns", c_int64),
         ("place_ns", c_int64),
         ("read_nbytes", c_int64),
         ("decoded_chunks", c_int64),
+        ("decoded_nbytes", c_int64),
         ("returned_ns", c_int64),
         ("stop", POINTER(c_int32)),
+        ("transform_ns", c_int64),
+        ("trace", c_void_p),
+        ("tracing", c_void_p),
+        ("batch", c_int64),
+        ("latest", TraceEventStruct),
+        ("traced_field", c_int32),
+        ("traced_source", c_int32),
     ]
 
 
@@ -257,6 +287,8 @@ class MemberStruct(Structure):
 STRUCTURES = {
     "Libraries": LibrariesStruct,
     "Worker": WorkerStruct,
+    "TraceEvent": TraceEventStruct,
+    "Trace": TraceStruct,
     "File": FileStruct,
     "Filter": FilterStruct,
     "Dataset": DatasetStruct,

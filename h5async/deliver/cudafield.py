@@ -173,6 +173,8 @@ class CudaField:
         if self._index_dtype is not None:
             data, indices, indptr = arrays
             of_samples.dense(data, indices, indptr, out, self._bad)
+            if self._outline is not None and self._outline.added is not None:
+                self._gpu.cupy.add(out, self._outline.added[()], out=out)
         else:
             values, offsets = arrays
             of_samples.padded(values, offsets, self._zero, out)

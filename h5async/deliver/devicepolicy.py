@@ -7,6 +7,7 @@ needs is given back, when no batch is left on its way that may be decoded there.
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Collection, Mapping, Sequence
 
@@ -63,7 +64,8 @@ class DevicePolicy:
         )
         self._choice = DecodeChoice(config.decode, obstacle)
         self._holds_memory = any(self.formats)  # else nothing is decoded there, any more
-        self.num_chunks = 0  # that were decoded there
+        self.num_chunks = self.decoded_nbytes = 0  # that were decoded there
+        self._chunk_nbytes = [layout.chunk_nbytes for layout in layouts.values()]
 
     @property
     def sentence(self) -> str:
@@ -112,7 +114,10 @@ class DevicePolicy:
         if not self._holds_memory:
             return
         with self._lock:
-            self.num_chunks += sum(p.num_items for p in outcome.encoded if p is not None)
+            counts = [0 if plan is None else plan.num_items for plan in outcome.encoded]
+            self.num_chunks += sum(counts)
+            # (A batch whose rows were read has no plans.)
+            self.decoded_nbytes += sum(map(operator.mul, counts, self._chunk_nbytes))
         if request.on_device and not (outcome.is_resident or any(outcome.encoded)):
             self._choice.note_fallback()
         elif self._choice.is_running and not outcome.is_resident:

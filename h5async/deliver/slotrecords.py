@@ -54,6 +54,8 @@ class Consumer(NamedTuple):
         Whether batches that nobody asked for are filled too.
     course
         What the serial numbers mean, which is the caller's to say.
+    loops
+        Whether a loop takes the batches, and they are read ahead for it.
     """
 
     next: int = 0
@@ -61,6 +63,7 @@ class Consumer(NamedTuple):
     held: int | None = None
     reads_ahead: bool = False
     course: Any = None
+    loops: bool = False
 
 
 new_consumer = partial(tuple.__new__, Consumer)  # in half the time

@@ -67,6 +67,17 @@ class SlotRing(Generic[Result]):
         return self._consumer.next
 
     @property
+    def held(self) -> int | None:
+        """Serial of the batch that the consumer holds."""
+        return self._consumer.held
+
+    @property
+    def serials(self) -> list[int]:
+        """Serials of all batches that have slots."""
+        with self._lock:
+            return list(self._entries)
+
+    @property
     def in_use(self) -> int | None:
         """The slot whose batch the consumer holds."""
         held = self._consumer.held
@@ -89,8 +100,9 @@ class SlotRing(Generic[Result]):
     def ask_for(self, course_from: Callable[[int, int], Any]) -> int:
         """Ask for a batch that no slot was given to, and take another course; return its serial.
 
-        Batches before it that slots were given to count as asked for. All of it at once, as
-        `restart` does.
+        Batches before it that slots were given to count as asked for; in a loop, those that all
+        slots have room for, whether or not they were given to these yet: so it does not depend on
+        how fast threads are. All of it at once, as `restart` does.
 
         Parameters
         ----------
@@ -100,19 +112,25 @@ class SlotRing(Generic[Result]):
         """
         with self._lock:
             self.check_open()
-            following, asked, held, reads_ahead, _ = self._consumer
+            following, asked, held, reads_ahead, _, loops = self._consumer
             serial = max(asked, self._next_to_assign())
+            if loops:
+                serial = max(serial, following + self._num_slots - (held is not None))
             course = course_from(serial, following)
-            self._consumer = new_consumer((following, serial + 1, held, reads_ahead, course))
+            self._consumer = new_consumer((following, serial + 1, held, reads_ahead, course, loops))
             return serial
 
-    def skip_to(self, serial: int, *, read_ahead: bool) -> None:
-        """Drop all batches before `serial`; `read_ahead`: keep free slots filling from now on."""
+    def skip_to(self, serial: int, *, read_ahead: bool, loops: bool = False) -> None:
+        """Drop all batches before `serial`; `read_ahead`: keep free slots filling from now on.
+
+        `loops`: a loop takes them; see `ask_for`.
+        """
         with self._lock:
             self.check_open()
             held, following = self._consumer.held, max(self._consumer.next, serial)
             asked = max(self._consumer.asked, following)
-            self._consumer = Consumer(following, asked, held, read_ahead, self._consumer.course)
+            course = self._consumer.course
+            self._consumer = Consumer(following, asked, held, read_ahead, course, loops)
 
     @property
     def course(self) -> Any:

@@ -35,8 +35,14 @@ def columns_of(fields: Mapping[str, Field]) -> dict[str, Field]:
     found: dict[str, Field] = {}
     for name, field in fields.items():
         if isinstance(field, SparseField):
-            delivered = {"dtype": field.dtype, "scale": field.scale, "offset": field.offset}
-            found[name] = Field(f"{field.path}/data", **delivered)
+            # (What is added is added to dense rows: to what is not stored, too.)
+            offset = None if field.dense else field.offset
+            found[name] = Field(
+                f"{field.path}/data",
+                dtype=field.delivered_dtype,
+                scale=field.scale,
+                offset=offset,
+            )
             found[name + INDICES] = Field(f"{field.path}/indices")
         elif isinstance(field, ImageField):  # its other options are of pixels
             found[name] = RaggedField(
@@ -128,9 +134,11 @@ class Categories(NamedTuple):
     where: tuple[str, ...] = ()
 
 
-def dense_dtype(field: SparseField) -> np.dtype[Any]:
-    """Return the dtype of dense rows."""
-    return np.dtype(np.float32) if field.delivered_dtype is None else field.delivered_dtype
+def dense_dtype(field: SparseField, values: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype of dense rows, of that of their values: complex ones stay complex."""
+    if field.delivered_dtype is not None:
+        return field.delivered_dtype
+    return values.newbyteorder("=") if values.kind == "c" else np.dtype(np.float32)
 
 
 class Assembly:
@@ -258,11 +266,8 @@ class Assembly:
             if outside.any():
                 at = int(outside.argmax())
                 sample = int(index[here[at]])
-                raise DatasetError(
-                    f"{of.where[number]}: row {sample - int(self._first_samples[number])} (sample"
-                    f" {sample}) has the code {codes[at]}, and there are {table.size - 1:,}"
-                    " categories; the file is damaged"
-                )
+                row = sample - int(self._first_samples[number])
+                raise no_category(of.where[number], row, sample, int(codes[at]), table.size - 1)
             found[here] = table[codes]
         return found
 
@@ -332,6 +337,14 @@ class Assembly:
         )
 
 
+def no_category(where: str, row: int, sample: int, code: int, count: int) -> DatasetError:
+    """Return the error of a code that is that of none of `count` categories."""
+    return DatasetError(
+        f"{where}: row {row} (sample {sample}) has the code {code}, and there are {count:,}"
+        " categories; the file is damaged"
+    )
+
+
 def _index_dtype(stored: np.dtype[Any], columns: int) -> np.dtype[Any]:
     """Return the dtype of indices of chosen columns, of which the file may have fewer."""
     fits = columns - 1 <= np.iinfo(stored).max
@@ -346,12 +359,11 @@ def _are_outside(indices: NDArray[Any], columns: int) -> NDArray[np.bool_]:
 
 def _dense(rows: Csr, field: SparseField, out: NDArray[Any] | None) -> NDArray[Any]:
     """Return dense rows, in the memory of the slot where that is given."""
-    dtype = dense_dtype(field)
+    dtype = dense_dtype(field, rows.dtype)
     found = np.empty(rows.shape, dtype) if out is None else out[: len(rows)]
-    if np.can_cast(rows.dtype, dtype, "same_kind"):
-        rows.to_dense(found)
-    else:
-        found[...] = rows.to_dense().astype(dtype)
+    rows.to_dense(found)
+    if field.offset is not None:
+        np.add(found, np.asarray(field.offset, dtype), out=found)
     return found
 
 

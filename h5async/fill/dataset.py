@@ -27,7 +27,7 @@ from h5async.fill.columns import (
     steps_of,
 )
 from h5async.fill.filevalues import read_names
-from h5async.fill.kinds import Kinds, with_kinds
+from h5async.fill.kinds import Kinds, require_alike, with_kinds
 from h5async.fill.known import (
     CATEGORIES_OF,
     NAMES_OF,
@@ -39,10 +39,10 @@ from h5async.fill.known import (
 )
 from h5async.fill.lengths import lengths_of
 from h5async.fill.progress import on_indexed
-from h5async.fill.ragged import SparseShapes, is_ragged, limit_of
+from h5async.fill.ragged import SparseShapes, indices_of_one_dtype, is_ragged, limit_of
 from h5async.fill.records import FillRequest
 from h5async.fill.selecting import Chosen, choose, step_rows
-from h5async.fill.tables import categories_of, of_one_dtype
+from h5async.fill.tables import categories_of, of_one_dtype, require_codes
 from h5async.index.groups import Grouping
 from h5async.index.joined import join_layouts
 from h5async.index.layout import DatasetLayout
@@ -104,9 +104,26 @@ def open_dataset(config: ReaderConfig) -> OpenedDataset:
         except OtherKindError:  # nobody has told of which
             found = with_kinds(config, reach, grouping, indices)
             if found.config is config:
+                require_alike(config, reach, grouping)
                 raise
-            return _open_kinds(found, reach, grouping, indices)
-    return _open_kinds(with_kinds(config, reach, grouping, indices), reach, grouping, indices)
+            return _open_alike(config, found, reach, grouping, indices)
+    found = with_kinds(config, reach, grouping, indices)
+    return _open_alike(config, found, reach, grouping, indices)
+
+
+def _open_alike(
+    config: ReaderConfig,
+    found: Kinds,
+    reach: Reach,
+    grouping: Grouping | None,
+    indices: Mapping[Path, NamedIndex],
+) -> OpenedDataset:
+    """Open a dataset whose fields' kinds are known; where that fails, say if kinds differ."""
+    try:
+        return _open_kinds(found, reach, grouping, indices)
+    except DatasetError:
+        require_alike(config, reach, grouping)
+        raise
 
 
 def _open_kinds(
@@ -135,12 +152,19 @@ def _open_kinds(
             kept.append(known[name])
     for name in found.columns:
         columns[name] = of_one_dtype(columns[name], reach.io)
+    for name in columns:
+        if name.endswith(INDICES):
+            columns[name] = indices_of_one_dtype(columns[name])
     joined, shapes = _joined(config, columns), _shapes(config, further)
     for name, shape in shapes.items():
         if shape.places is None:
             of_field = joined[name + INDICES]
             joined[name + INDICES] = of_field.changed(limit=limit_of(of_field, shape.columns))
-    return OpenedDataset(config, joined, shapes, _categories(config, found.columns, further))
+    categories = _categories(config, found.columns, further)
+    for name, of_column in categories.items():
+        if of_column.tables is None:  # nobody maps them, and finds those that are none
+            require_codes(joined[name], len(of_column.names), reach.io)
+    return OpenedDataset(config, joined, shapes, categories)
 
 
 def _joined(

@@ -16,6 +16,7 @@ from h5async.index.columns import Column, category_names, column, union_of
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach, open_index
 from h5async.index.metadata import value_layout
+from h5async.index.obstacles import OtherKindError
 from h5async.names import name_text
 from h5async.read.whole import read_whole
 from h5async.spelling import named
@@ -67,7 +68,7 @@ class FileValues:
             As of `of_samples`.
         """
         columns = [self._column(file, path) for file, _ in self.files()]
-        if not any(columns):
+        if all(one is None or one.mask is not None for one in columns):
             return self.of_samples(option, path)
         found, names = [], []
         for (file, count), one in zip(self.files(), columns, strict=True):
@@ -113,8 +114,32 @@ class FileValues:
         try:
             found = value_layout(file, path, most, self._reach)
             return found if isinstance(found, np.ndarray) else self.of_layout(found)
+        except OtherKindError as error:
+            of_table = self._column(file, path)
+            if of_table is None:
+                raise DatasetError(f"{option}: {error.marked}") from error
+            if of_table.values.num_samples > most:
+                raise DatasetError(
+                    f"{option}: {of_table.where} has more rows than there are samples"
+                ) from error
+            return self._of_column(option, of_table, path)
         except DatasetError as error:
             raise DatasetError(f"{option}: {error.marked}") from error
+
+    def _of_column(self, option: str, of_table: Column, path: str) -> NDArray[Any]:
+        """Return the values of a column of integers or bools, if none is missing."""
+        if of_table.mask is None:
+            raise DatasetError(
+                f'{option}: {of_table.where} is categorical; give "{path}/codes" to have its codes'
+            )
+        missing = self.of_layout(of_table.mask)
+        if missing.any():
+            raise DatasetError(
+                f"{option}: {of_table.where} has no value in row {missing.argmax()}"
+                f' ({np.count_nonzero(missing):,} in all); give "{path}/values" to take what is'
+                " stored there in its place"
+            )
+        return self.of_layout(of_table.values)
 
     def of_layout(self, layout: DatasetLayout) -> NDArray[Any]:
         """Return all values of a dataset."""

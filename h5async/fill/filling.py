@@ -10,6 +10,7 @@ batch goes through (`phases.py`), and what plans and reads rows (`reading.py`).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -29,6 +30,7 @@ from h5async.fill.phases import Phases
 from h5async.fill.pool import Work, WorkPool
 from h5async.fill.postprocess import Postprocess, load_function, masks_of
 from h5async.fill.reading import BatchReader
+from h5async.fill.recording import Recorded, Recording
 from h5async.fill.records import FillerStats, FillOutcome, FillRequest, SlotFiller, SlotMemory
 from h5async.fill.resident import Budget, HostCache, Residency, open_host_cache
 from h5async.fill.submissions import Submissions
@@ -38,6 +40,7 @@ from h5async.order.spans import SpanRows
 from h5async.plan.encoded import EncodedFormat
 from h5async.plan.transform import RowTransform
 from h5async.read.executors import Executors
+from h5async.timeline import Recorder, Timeline
 
 
 class Filler(SlotFiller):
@@ -83,6 +86,8 @@ class Filler(SlotFiller):
     may_submit
         Whether the consumer may submit batches itself: nothing has to be done before a slot is
         filled, and `before_fill` is not called then.
+    recorder
+        Is told what is done; None: nobody is.
 
     Attributes
     ----------
@@ -118,6 +123,7 @@ class Filler(SlotFiller):
         on_done: Callable[[FillRequest, FillOutcome], None],
         on_crash: Callable[[BaseException], None],
         may_submit: bool = False,
+        recorder: Recorder | None = None,
     ) -> None:
         self._layouts, several = list(layouts.values()), list(transforms.values())
         self._file = str(self._layouts[0].file)
@@ -133,12 +139,14 @@ class Filler(SlotFiller):
         # What a change of a file makes worthless; emptied at the end.
         self._residencies = [] if self._resident is None else [self._resident]
         core = load_core()
+        recorder = self._recorder = Recorder() if recorder is None else recorder
         self._executors = Executors(
             core,
             self._layouts,
             mapping_mode(config.io),
             memory_plan.kept_nbytes,
             partial(_forget, self._residencies),
+            samplings.selection.size,
         )
         try:
             self._next_requests = next_requests
@@ -154,6 +162,7 @@ class Filler(SlotFiller):
                 slots,
                 samplings.rows,
                 rows,
+                recorder,
             )
             self._images = _image_decoder(
                 config,
@@ -200,6 +209,7 @@ class Filler(SlotFiller):
                 before_fill=before_fill,
                 on_done=on_done,
                 take_warnings=self._executors.changes.take_warnings,
+                recorder=recorder,
             )
             if self.submissions is not None:
                 self.submissions.resume = self._phases.resume
@@ -207,6 +217,8 @@ class Filler(SlotFiller):
             self._executors.close()  # nobody else knows of it yet
             raise
         self._final_stats: FillerStats | None = None
+        self._core, self._columns = core, list(layouts)
+        self._recording: Recording | None = None
 
     def start(self) -> None:
         """Open files, and start the threads. `stop` ends what an exception left half done.
@@ -282,6 +294,7 @@ class Filler(SlotFiller):
         seconds = self._reader.times.seconds()
         if self.submissions is not None:
             seconds["plan"] += self.submissions.plan_seconds()
+        seconds["transform"] += self._reader.transform_seconds()
         return FillerStats(
             seconds,
             self._reader.counts(),
@@ -289,6 +302,24 @@ class Filler(SlotFiller):
             str(self._cache or "none"),
             0 if self._images is None else self._images.broken_images,
         )
+
+    def record(self, timeline: Timeline | None) -> None:
+        """Record what all threads do from now on; None: no more."""
+        if timeline is not None:
+            self._recording = Recording(
+                timeline, self._recorder, self._core, self._reader, self._columns
+            )
+        elif self._recording is not None:
+            self._recording.stop()
+
+    def recorded(self) -> list[Recorded]:
+        """Return what was recorded since the last call; after the end of a recording, the rest."""
+        recording = self._recording
+        if recording is None:
+            return []
+        if self._recorder.timeline is None:
+            self._recording = None
+        return [recording.take(os.getpid())]
 
     def note_uploaded(self, slot: int, index: NDArray[np.int64]) -> None:
         """Note that the device cache has the samples of the batch in a slot."""

@@ -7,19 +7,26 @@ the largest batch. An image that several samples of a batch have among their ste
 
 from __future__ import annotations
 
-import bisect
 import itertools
+import math
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.codec.images import CHANNELS, ImageHeader, decode_rgb, read_header
+from h5async.codec.images import (
+    CHANNELS,
+    MOST_NBYTES,
+    ImageHeader,
+    decode_rgb,
+    header_rows,
+    read_header,
+)
 from h5async.config import Field, ImageField
-from h5async.core.binding import Core
+from h5async.core.binding import Core, address
 from h5async.errors import DatasetError, ReadError, needs_package
 from h5async.fill.columns import Rows
 from h5async.fill.reading import transformer
@@ -28,14 +35,15 @@ from h5async.images import Images
 from h5async.index.layout import DatasetLayout
 from h5async.io.growing import Growing, plain_memory
 from h5async.order.spans import StepSpans
-from h5async.order.steps import NO_ROW
-from h5async.plan.crops import Box, center_box, is_flipped, random_box, random_numbers
+from h5async.plan.crops import are_flipped, center_boxes, random_boxes, random_numbers
 from h5async.plan.transform import RowTransform, image_transform
 from h5async.ragged import Ragged
 
-_AREA_ABOVE = 2  # where an image shrinks by more, neighbours are not all there is between
+# Where an image shrinks by more than 2, neighbours are not all there is between.
+_AREA_ABOVE = {"auto": 2.0, "area": 0.0, "linear": math.inf}
 
 Empty = Callable[[int], NDArray[np.uint8]]  # returns so much memory
+ImageWork = Callable[[], bool]  # decodes an image; returns False where it is broken, and replaced
 
 
 class ImageDecoder:
@@ -141,16 +149,16 @@ class ImageDecoder:
         ReadError
             If a header must be read, and is broken, or images take too much memory.
         """
-        found, todo, most = list(arrays), [], self._of_batch
-        for number, field in (self.fields if slot is None else self._of_slots).items():
-            memory = Growing(plain_memory) if slot is None else self._memory[slot][number]
-            task = field.task(arrays[number], index, memory.of, most)
-            found[number] = task.delivered
-            todo.append(task)
+        found, most = list(arrays), self._of_batch
+        todo: list[ImageWork] = []
         numbers = None
         if any(field.is_random for field in self.fields.values()):
             numbers = random_numbers(self._seed, epoch, index)
-        return BatchImages(tuple(found), todo, numbers, self.note_broken)
+        for number, field in (self.fields if slot is None else self._of_slots).items():
+            memory = Growing(plain_memory) if slot is None else self._memory[slot][number]
+            found[number], works = field.begin(arrays[number], index, numbers, memory.of, most)
+            todo += works
+        return BatchImages(tuple(found), todo, self.note_broken)
 
     def close(self) -> None:
         """Let go of the memory."""
@@ -164,10 +172,8 @@ class BatchImages:
     ----------
     arrays
         What is delivered, by field; those of images are filled by `work`.
-    tasks
-        One for each field of images.
-    numbers
-        (samples, ...): random numbers by sample.
+    works
+        One for each image; made before any is decoded, as a loop over all is fastest.
     note_broken
         Called for each image that is replaced.
     """
@@ -175,26 +181,25 @@ class BatchImages:
     def __init__(
         self,
         arrays: tuple[Any, ...],
-        tasks: list[FieldTask],
-        numbers: NDArray[np.float64] | None,
+        works: list[ImageWork],
         note_broken: Callable[[], None],
     ) -> None:
         self.arrays = arrays
-        self._first = [0, *itertools.accumulate(task.count for task in tasks)]
-        self.count = self._first[-1]
-        self._tasks = tasks
-        self._numbers = numbers
+        self.count = len(works)
+        self._works = works
         self._note_broken = note_broken
         # Threads take images one by one, as some take much longer than others.
         self._todo = itertools.count()
 
-    def work(self, must_end: Callable[[], bool]) -> None:
-        """Decode images until there are none left; in as many threads as one likes.
+    def work(self, must_end: Callable[[], bool], end: int) -> None:
+        """Decode images, in as many threads as one likes, until so many were begun.
 
         Parameters
         ----------
         must_end
             Whether nobody wants them any more.
+        end
+            `count`, or less.
 
         Raises
         ------
@@ -205,95 +210,27 @@ class BatchImages:
             number = next(self._todo)
             if number >= self.count:
                 return
-            task = bisect.bisect_right(self._first, number) - 1
-            if not self._tasks[task].decode(number - self._first[task], self._numbers):
+            if not self._works[number]():
                 self._note_broken()
+            if number + 1 >= end:
+                return
 
 
-class Place(NamedTuple):
-    """Where an image goes.
+class _Scratch(threading.local):
+    """Memory of the calling thread."""
 
-    Attributes
-    ----------
-    out
-        Its pixels there.
-    row
-        Which sample of the batch has it.
-    """
+    def __init__(self) -> None:
+        self._decoded, self._resized = Growing(plain_memory), Growing(plain_memory)
 
-    out: NDArray[Any]
-    row: int
+    def decoded(self, shape: tuple[int, int, int]) -> NDArray[np.uint8]:
+        """Return memory for an image as it is decoded."""
+        found: NDArray[np.uint8] = self._decoded.of(math.prod(shape)).reshape(shape)
+        return found
 
-
-class FieldTask:
-    """The images of one field of a batch.
-
-    Parameters
-    ----------
-    field
-        Decodes them.
-    encoded, runs
-        The bytes of each image, and its number in the dataset.
-    places
-        Where each goes: in one place, or several.
-    headers
-        Theirs, where these were read.
-    delivered
-        What the batch has.
-    missing
-        Places in which no image is, but zeros.
-
-    Attributes
-    ----------
-    count
-        Pieces of work.
-    """
-
-    def __init__(
-        self,
-        field: ImageFieldDecoder,
-        encoded: Ragged,
-        runs: NDArray[np.int64],
-        places: Sequence[Sequence[Place]],
-        headers: list[ImageHeader] | None,
-        delivered: Any,
-        missing: Sequence[NDArray[Any]] = (),
-    ) -> None:
-        self._field = field
-        self._encoded = encoded
-        self._runs = runs
-        self._places = places
-        self._headers = headers
-        self._missing = missing
-        self.delivered = delivered
-        self.count = len(places) + bool(missing)
-
-    def decode(self, number: int, numbers: NDArray[np.float64] | None) -> bool:
-        """Do a piece of work: decode one image to its places, or put zeros where there is none.
-
-        Parameters
-        ----------
-        number
-            Of the piece.
-        numbers
-            (samples, ...): random numbers.
-
-        Returns
-        -------
-        bool
-            False where the image is broken, and was replaced.
-
-        Raises
-        ------
-        ReadError
-            If it is broken.
-        """
-        if number == len(self._places):
-            self._field.blacken(self._missing)
-            return True
-        header = None if self._headers is None else self._headers[number]
-        data, places = self._encoded[number], self._places[number]
-        return self._field.decode(data, header, places, int(self._runs[number]), numbers)
+    def resized(self, shape: tuple[int, int, int]) -> NDArray[np.uint8]:
+        """Return memory for an image as it is resized."""
+        found: NDArray[np.uint8] = self._resized.of(math.prod(shape)).reshape(shape)
+        return found
 
 
 class ImageFieldDecoder:
@@ -341,8 +278,11 @@ class ImageFieldDecoder:
         self._spans = spans
         self._limit_nbytes = limit_nbytes
         self.is_random = field.flip or field.crop == "random"
-        self._own = threading.local()
-        self._cv2 = None if field.size is None and not field.flip else _opencv()
+        self._replaces = field.on_error == "zero" and field.size is not None
+        self._is_plain = image_transform(field, (1, 1, CHANNELS)).is_identity
+        self._core = core
+        self._own = _Scratch()
+        self._cv2: Any = None if field.size is None and not field.flip else _opencv()
         counts = [count for _, count in layout.file_samples]
         self._ends = np.cumsum(counts or [layout.sample_count])
         # (Shapes come again and again, but there may be very many.)
@@ -350,7 +290,7 @@ class ImageFieldDecoder:
 
     def _new_transform(self, core: Core | None, shape: tuple[int, int, int]) -> Any:
         transform = image_transform(self._field, shape)
-        return transform, None if transform.is_identity else transformer(core, transform)
+        return transform, transformer(core, transform)
 
     def transform(self, shape: tuple[int, int, int]) -> RowTransform:
         """Return how pixels of a shape are delivered."""
@@ -361,86 +301,217 @@ class ImageFieldDecoder:
         """Return what images take that are resized; 0 where they are not."""
         return sized_nbytes(self._field, rows)
 
-    def task(
-        self, encoded: Ragged, index: NDArray[np.int64], empty: Empty, most_nbytes: int
-    ) -> FieldTask:
-        """Return what is to be done for the images of a batch.
+    def begin(
+        self,
+        encoded: Ragged,
+        index: NDArray[np.int64],
+        numbers: NDArray[np.float64] | None,
+        empty: Empty,
+        most_nbytes: int,
+    ) -> tuple[Any, list[ImageWork]]:
+        """Return what a batch has, and the work that puts pixels there.
+
+        Parameters
+        ----------
+        encoded
+            The bytes of images: of the runs of a batch, where samples consist of steps.
+        index
+            int64 (n,): sample numbers.
+        numbers
+            Their random numbers, where there are any.
+        empty
+            Returns memory.
+        most_nbytes
+            That pixels may take.
 
         Raises
         ------
         ReadError
             As `ImageDecoder.batch` says.
         """
-        encoded, size = Ragged(encoded.values.view(np.uint8), encoded.offsets), self._field.size
-        if size is not None:
-            return self._sized_task(encoded, index, empty, self.transform((*size, CHANNELS)))
-        headers = [
-            self._header(data, sample) for data, sample in zip(encoded, index.tolist(), strict=True)
+        encoded = Ragged(encoded.values.view(np.uint8), encoded.offsets)
+        runs: NDArray[np.int64] = index
+        images: NDArray[np.int64] = np.arange(index.size)  # which of them goes to each place
+        if isinstance(self._spans, StepSpans):
+            runs, images = self._spans.places(index)
+        headers = self._headers(encoded, runs)
+        if self._field.size is None:
+            delivered = outs = self._unsized(headers, index, empty, most_nbytes)
+        else:
+            transform = self.transform((*self._field.size, CHANNELS))
+            block = empty(transform.nbytes * images.size)
+            delivered = np.ndarray((*images.shape, *transform.row), transform.dtype, block)
+            outs = delivered.reshape(-1, *transform.row)
+        if numbers is not None and images.ndim > 1:  # the same for all steps of a sample
+            numbers = np.repeat(numbers, images.size // index.size, axis=0)
+        places = np.argsort(images, axis=None, kind="stable")  # by image; first those without
+        first = np.searchsorted(images.ravel()[places], np.arange(runs.size + 1))
+        places, missing, first = places[first[0] :], places[: first[0]], first - first[0]
+        numbers = None if numbers is None else numbers[places]
+        cuts = self._cuts(headers[images.ravel()[places]], numbers)
+        several = [outs[place] for place in places.tolist()]
+        works: list[ImageWork] = [
+            partial(self._decode, data, ImageHeader._make(header), several[a:b], cuts[a:b], run)
+            for data, header, (a, b), run in zip(
+                encoded, headers.tolist(), itertools.pairwise(first.tolist()), runs, strict=True
+            )
         ]
-        transforms = [self.transform(header.shape) for header in headers]
-        offsets = np.zeros(index.size + 1, np.int64)
-        np.cumsum([t.nbytes for t in transforms], out=offsets[1:])
-        if offsets[-1] > most_nbytes:
+        if missing.size:
+            works.append(partial(self._blacken, [outs[place] for place in missing.tolist()], True))
+        return delivered, works
+
+    def _unsized(
+        self, headers: NDArray[np.int64], index: NDArray[np.int64], empty: Empty, most_nbytes: int
+    ) -> Any:
+        """Return an array for images that keep their sizes; `Images` where these differ."""
+        shapes = headers[:, 1:3]
+        are_equal = bool((shapes == shapes[0]).all())
+        kinds = shapes[:1] if are_equal else shapes
+        transforms = [self.transform((*shape, CHANNELS)) for shape in kinds.tolist()]
+        first, total = transforms[0], sum(transform.nbytes for transform in transforms)
+        total = index.size * total if are_equal else total
+        if total > most_nbytes:
             raise ReadError(
                 f"{self._where(int(index[0]))} and the others of its batch have"
-                f" {offsets[-1]:,} bytes of pixels, more than the {most_nbytes:,} that they may"
+                f" {total:,} bytes of pixels, more than the {most_nbytes:,} that they may"
                 " take; make batch_size smaller, give a size, or set max_batch_bytes if you trust"
                 " the file"
             )
-        block = empty(int(offsets[-1]))
-        first = transforms[0]
-        if all(one.row == first.row for one in transforms):
-            array = np.ndarray((index.size, *first.row), first.dtype, block)
-            return FieldTask(self, encoded, index, _rows_of(array), headers, array)
-        shapes = np.array([one.row for one in transforms], np.int64)
-        images = Images(block.view(first.dtype), offsets // first.dtype.itemsize, shapes)
-        return FieldTask(self, encoded, index, _rows_of(images), headers, images)
+        block = empty(total)
+        if are_equal:
+            return np.ndarray((index.size, *first.row), first.dtype, block)
+        offsets = np.cumsum([0, *(math.prod(transform.row) for transform in transforms)])
+        rows = np.array([transform.row for transform in transforms], np.int64)
+        return Images(block.view(first.dtype), offsets, rows)
 
-    def _sized_task(
-        self, encoded: Ragged, index: NDArray[np.int64], empty: Empty, transform: RowTransform
-    ) -> FieldTask:
-        """Return what is to be done for images of one size."""
-        if not isinstance(self._spans, StepSpans):
-            block = empty(transform.nbytes * index.size)
-            array = np.ndarray((index.size, *transform.row), transform.dtype, block)
-            return FieldTask(self, encoded, index, _rows_of(array), None, array)
-        runs, at = self._spans.places(index)
-        block = empty(transform.nbytes * at.size)
-        array = np.ndarray((*at.shape, *transform.row), transform.dtype, block)
-        places: list[list[Place]] = [[] for _ in runs]
-        missing = []
-        for (row, step), number in np.ndenumerate(at):
-            if number == NO_ROW:
-                missing.append(array[row, step])
+    def _headers(self, encoded: Ragged, runs: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the headers of images as rows; zeros for those that are to be replaced.
+
+        Raises
+        ------
+        ReadError
+            If one is broken, or takes too much memory, and is not to be replaced.
+        """
+        values, offsets = map(np.ascontiguousarray, (encoded.values, encoded.offsets))
+        core = self._core
+        if core is None:
+            rows = header_rows(values, offsets)
+        else:
+            rows = np.empty((runs.size, len(ImageHeader._fields)), np.int64)
+            core.image_headers(*map(address, (values, offsets, rows)), values.size, runs.size)
+        nbytes = rows[:, 1].astype(np.float64) * rows[:, 2] * MOST_NBYTES
+        is_strange = (nbytes == 0) | (nbytes > self._limit_nbytes)
+        for number in np.flatnonzero(is_strange).tolist():
+            try:
+                rows[number] = self._header(encoded[number], int(runs[number]))
+            except ReadError:
+                if not self._replaces:
+                    raise
+                rows[number] = 0
+        return rows
+
+    def _cuts(
+        self, headers: NDArray[np.int64], numbers: NDArray[np.float64] | None
+    ) -> Sequence[list[int] | None]:
+        """Return what of images is delivered.
+
+        Parameters
+        ----------
+        headers
+            Rows, of each image one.
+        numbers
+            Rows of `random_numbers`, where they are needed.
+
+        Returns
+        -------
+        list
+            By image: bounds of its part, top, bottom, left and right; how it is resized; whether it
+            is flipped. None: all of it as it is.
+        """
+        field = self._field
+        if field.size is None and not field.flip:
+            return [None] * len(headers)
+        cuts = np.zeros((len(headers), 6), np.int64)
+        heights, widths = np.maximum(headers[:, 1:3].T, 1)  # those to be replaced have none
+        if field.size is not None:
+            if field.crop == "center":
+                boxes = center_boxes(heights, widths, field.size)
             else:
-                places[number].append(Place(array[row, step], row))
-        return FieldTask(self, encoded, runs, places, None, array, missing)
+                assert numbers is not None
+                bounds = field.crop_scale, field.crop_ratio
+                boxes = random_boxes(heights, widths, *bounds, numbers)
+            cuts[:, 0:4:2] = boxes[:, :2]
+            cuts[:, 1:4:2] = boxes[:, :2] + boxes[:, 2:]
+            shrinks = (boxes[:, 2:] / field.size).max(axis=1)
+            by_area = shrinks > _AREA_ABOVE[field.interpolation]
+            cuts[:, 4] = np.where(by_area, self._cv2.INTER_AREA, self._cv2.INTER_LINEAR)
+        if field.flip:
+            assert numbers is not None
+            cuts[:, 5] = are_flipped(numbers)
+        found: list[list[int]] = cuts.tolist()
+        return found
 
-    def decode(
+    def _decode(
         self,
         data: NDArray[np.uint8],
-        header: ImageHeader | None,
-        places: Sequence[Place],
-        sample: int,
-        numbers: NDArray[np.float64] | None,
+        header: ImageHeader,
+        outs: Sequence[NDArray[Any]],
+        cuts: Sequence[list[int] | None],
+        run: np.int64,
     ) -> bool:
-        """Decode one image; see `FieldTask.decode`."""
+        """Decode an image to its places, each with a cut of its own.
+
+        Returns
+        -------
+        bool
+            False where it is broken, and was replaced.
+
+        Raises
+        ------
+        ReadError
+            If it is broken.
+        """
+        first = outs[0]
+        goes_there = self._is_plain and self._field.size is None
         try:
-            header = self._header(data, sample) if header is None else header
-            self._decode(data, header, places, sample, numbers)
-        except ReadError:
-            if self._field.on_error == "raise" or self._field.size is None:
-                raise
-            self.blacken([place.out for place in places])
-            return False
+            if not header.height:
+                raise ValueError("has no header")
+            pixels = first if goes_there else self._own.decoded(header.shape)
+            decode_rgb(data, header, pixels)
+        except ValueError as error:
+            if not self._replaces:
+                raise ReadError(f"{self._where(int(run))} {error}; {_REMEDY}") from error
+            return self._blacken(outs, False)
+        for out, cut in zip(outs, cuts, strict=True):
+            if out is not first and not self.is_random:
+                np.copyto(out, first)
+                continue
+            part = pixels if cut is None else self._cut(pixels, out, cut)
+            if part is not out:
+                self._deliver(part, out)
         return True
 
-    def blacken(self, several: Sequence[NDArray[Any]]) -> None:
-        """Put zeros, as if they were pixels, in place of images that are resized."""
+    def _cut(
+        self, pixels: NDArray[np.uint8], out: NDArray[Any], cut: list[int]
+    ) -> NDArray[np.uint8]:
+        """Cut, resize and flip decoded pixels; return them, in place or where they lie already."""
+        top, bottom, left, right, how, is_flipped = cut
+        size = self._field.size
+        if size is not None:
+            part, shape = pixels[top:bottom, left:right], (*size, CHANNELS)
+            pixels = out if self._is_plain else self._own.resized(shape)
+            self._cv2.resize(part, size[::-1], pixels, 0, 0, how)
+        if is_flipped:
+            self._cv2.flip(pixels, 1, pixels)
+        return pixels
+
+    def _blacken(self, several: Sequence[NDArray[Any]], found: bool) -> bool:
+        """Put zeros, as if pixels, in place of images that are resized; return `found`."""
         assert self._field.size is not None
         pixels = np.zeros((*self._field.size, CHANNELS), np.uint8)
         for out in several:
             self._deliver(pixels, out)
+        return found
 
     def _header(self, data: NDArray[np.uint8], sample: int) -> ImageHeader:
         try:
@@ -455,83 +526,13 @@ class ImageFieldDecoder:
             )
         return header
 
-    def _decode(
-        self,
-        data: NDArray[np.uint8],
-        header: ImageHeader,
-        places: Sequence[Place],
-        sample: int,
-        numbers: NDArray[np.float64] | None,
-    ) -> None:
-        field, first = self._field, places[0].out
-        goes_there = field.size is None and self._transforms(header.shape)[1] is None
-        try:
-            pixels = first if goes_there else self._scratch("decoded", header.shape)
-            decode_rgb(data, header, pixels)
-        except ValueError as error:
-            raise ReadError(f"{self._where(sample)} {error}; {_REMEDY}") from error
-        for number, (out, row) in enumerate(places):
-            if number and numbers is None:
-                np.copyto(out, first)
-                continue
-            self._place(pixels, header, out, [] if numbers is None else numbers[row].tolist())
-
-    def _place(
-        self,
-        pixels: NDArray[np.uint8],
-        header: ImageHeader,
-        out: NDArray[Any],
-        numbers: list[float],
-    ) -> None:
-        """Make what is delivered of decoded pixels, in one place; they may lie there already."""
-        field = self._field
-        if field.size is not None:
-            shape = (*field.size, CHANNELS)
-            box = self._box(header, numbers)
-            part = pixels[box.top : box.top + box.height, box.left : box.left + box.width]
-            is_plain = self._transforms(shape)[1] is None
-            pixels = out if is_plain else self._scratch("resized", shape)
-            self._resize(part, pixels)
-        if field.flip and is_flipped(numbers):
-            assert self._cv2 is not None
-            self._cv2.flip(pixels, 1, dst=pixels)
-        if pixels is not out:
-            self._deliver(pixels, out)
-
-    def _box(self, header: ImageHeader, numbers: list[float]) -> Box:
-        field = self._field
-        assert field.size is not None
-        if field.crop == "center":
-            return center_box(header.height, header.width, field.size)
-        bounds = field.crop_scale, field.crop_ratio
-        return random_box(header.height, header.width, *bounds, numbers)
-
-    def _resize(self, image: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
-        assert self._cv2 is not None
-        height, width = out.shape[:2]
-        shrinks = max(image.shape[0] / height, image.shape[1] / width)
-        how = self._field.interpolation
-        by_area = how == "area" or (how == "auto" and shrinks > _AREA_ABOVE)
-        flag = self._cv2.INTER_AREA if by_area else self._cv2.INTER_LINEAR
-        self._cv2.resize(image, (width, height), dst=out, interpolation=flag)
-
     def _deliver(self, pixels: NDArray[np.uint8], out: NDArray[Any]) -> None:
         """Transform pixels to their place."""
-        apply = self._transforms(pixels.shape)[1]
-        if apply is None:
+        if self._is_plain:
             np.copyto(out, pixels)
         else:
+            apply = self._transforms(pixels.shape)[1]
             apply(pixels[np.newaxis], out[np.newaxis], np.zeros(1, np.int64))
-
-    def _scratch(self, name: str, shape: tuple[int, int, int]) -> NDArray[np.uint8]:
-        """Return memory of the calling thread."""
-        memory = getattr(self._own, name, None)
-        if memory is None:
-            memory = Growing(plain_memory)
-            setattr(self._own, name, memory)
-        nbytes = shape[0] * shape[1] * shape[2]
-        found: NDArray[np.uint8] = memory.of(nbytes).reshape(shape)
-        return found
 
     def _where(self, sample: int) -> str:
         """Name an image, for messages."""
@@ -563,11 +564,6 @@ def pixel_transform(field: ImageField) -> RowTransform | None:
         If a scale or offset has another length than the channels.
     """
     return None if field.size is None else image_transform(field, (*field.size, CHANNELS))
-
-
-def _rows_of(several: Any) -> list[list[Place]]:
-    """Return the places of images of which each sample has one."""
-    return [[Place(out, row)] for row, out in enumerate(several)]
 
 
 def sized_nbytes(field: Field | None, rows: int) -> int:

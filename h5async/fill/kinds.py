@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from h5async.config import Field, RaggedField, ReaderConfig, SparseField
-from h5async.errors import ConfigError
+from h5async.config.files import INDEX_SUFFIX
+from h5async.errors import ConfigError, DatasetError, H5AsyncError
 from h5async.fill.known import CATEGORIES, HEAP, NULLABLE, SHAPE
 from h5async.index.columns import column
 from h5async.index.groups import Grouping
@@ -18,6 +19,15 @@ from h5async.index.links import Reach, open_index
 from h5async.index.references import may_be_variable_length
 from h5async.index.savedindex import NamedIndex, Wanted
 from h5async.index.sparsegroup import sparse_group
+from h5async.system.interruptions import suppressing
+
+_WORDS = {
+    "": "plain dataset",
+    SHAPE: "sparse matrix",
+    HEAP: "dataset of variable length (strings, say)",
+    CATEGORIES: "categorical column",
+    NULLABLE: "column with a mask of missing values",
+}
 
 
 class Kinds(NamedTuple):
@@ -102,6 +112,41 @@ def with_kinds(
     return Kinds(config.model_copy(update={"fields": fields_now}), columns)
 
 
+def require_alike(config: ReaderConfig, reach: Reach, grouping: Grouping | None) -> None:
+    """Check that the paths of fields lead to the same in all files, after something has failed.
+
+    Raises
+    ------
+    DatasetError
+        If they do not; it says what is where.
+    """
+    files = [path for path in config.files if path.suffix != INDEX_SUFFIX]
+    if len(files) < 2:
+        return
+    paths = {name: field.path for name, field in config.batch_fields.items()}
+    unlike, first = None, files[0]
+    with suppressing(H5AsyncError):  # what has failed is told in any case
+        several = ((path, _in_file(path, paths, reach, grouping)) for path in files)
+        first, there = next(several)
+        unlike = next(
+            (
+                (path, name, here[name].kind, there[name].kind)
+                for path, here in several
+                for name in paths
+                if here[name].kind != there[name].kind
+            ),
+            None,
+        )
+    if unlike is None:
+        return
+    path, name, kind, of_first = unlike
+    raise DatasetError(
+        f'{path}: "{paths[name]}" ({name}) is no {_WORDS[of_first]}, as it is in {first}'
+        f"{f', but a {_WORDS[kind]}' * bool(kind)}; several files can be read as one where these"
+        " are alike: store it alike in all of them"
+    )
+
+
 def _in_index(index: NamedIndex, paths: Mapping[str, str], groups: str) -> dict[str, _Found]:
     """Return what a saved index says of paths, as far as it knows them."""
     if not index.paths:
@@ -172,7 +217,8 @@ def _column_fields(
     if kind == CATEGORIES:
         return made
     mask = f"{name}_mask"
-    if mask in config.batch_fields:
+    masks = [other.pad_mask for other in config.batch_fields.values()]
+    if mask in config.batch_fields or mask in masks:
         raise ConfigError(
             f'{where} has a mask, which is delivered as "{mask}", and there is a field of that name'
             " already; choose another name"

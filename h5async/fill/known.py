@@ -10,7 +10,7 @@ a layout: also names and shapes, whose values lie in memory. What a `Wanted` of 
                           ``offsets`` and ``lengths``
 `ROWS`                    the values, or the indices, of a sparse matrix, with its rows
 `SHAPE`                   the shape of the sparse matrix at its path
-`TEXTS`                   the names that a dataset holds
+`TEXTS`                   the names of the columns of the sparse matrix at its path
 `CATEGORIES`, `NULLABLE`  what the codes of a column stand for; that a column has a mask
 ========================  ======================================================================
 """
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,17 +28,21 @@ from numpy.typing import NDArray
 from h5async.config import Field, RaggedField, SparseField
 from h5async.errors import DatasetError, H5AsyncError
 from h5async.fill.columns import INDICES
-from h5async.fill.ragged import heap_layout, sparse_layouts, with_spans
+from h5async.fill.ragged import ID, heap_layout, sparse_layouts, with_spans
 from h5async.index.columns import Column, category_names, column, index_of_table
 from h5async.index.groups import Grouping
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach, open_index
 from h5async.index.metadata import list_layouts, read_layouts, value_layout
+from h5async.index.obstacles import OtherKindError
+from h5async.index.references import may_be_variable_length
 from h5async.index.savedindex import Wanted
 from h5async.index.sequenced import join_groups
+from h5async.index.sparsegroup import names_beside
 from h5async.io.stamps import FileStamp
 from h5async.names import name_text
 from h5async.read.whole import read_whole
+from h5async.spelling import named
 from h5async.system.interruptions import suppressing
 
 HEAP, ROWS, SHAPE, TEXTS = "heap", "rows", "shape", "texts"
@@ -61,11 +64,15 @@ class Need(NamedTuple):
         For which field.
     wanted
         See the top of this file.
+    column
+        Of the codes of a categorical column: its path. Which dataset they are depends on the
+        version of AnnData that wrote the file.
     """
 
     name: str
     field: Field
     wanted: Wanted
+    column: str = ""
 
 
 def needs_of(
@@ -94,12 +101,13 @@ def needs_of(
             need(name, INDICES, f"{field.path}/indices", ROWS)
             need(name, SHAPE_OF, field.path, SHAPE)
             if isinstance(field.columns, tuple):
-                need(name, NAMES_OF, names_path(field.path), TEXTS)
+                need(name, NAMES_OF, field.path, TEXTS)
         elif isinstance(field, RaggedField):
             offsets = field.offsets
             need(name, "", field.path, HEAP if offsets is None else _flat_kind(field, offsets))
         else:
-            found[name] = Need(name, field, Wanted.of(field, grouping))
+            wanted = Wanted.of(field, grouping)
+            found[name] = Need(name, field, wanted, columns.get(name, ""))
         if name in columns:
             need(name, CATEGORIES_OF, columns[name], CATEGORIES)
     return found
@@ -107,11 +115,6 @@ def needs_of(
 
 def _flat_kind(field: RaggedField, offsets: str) -> str:
     return f"{field.offsets_kind} {Wanted.at(offsets).path}"
-
-
-def names_path(matrix: str) -> str:
-    """Return where AnnData has the names of the columns of a matrix: in its ``var``."""
-    return f"{'raw/' if matrix.strip('/').startswith('raw/') else ''}var/_index"
 
 
 def read_known(
@@ -138,6 +141,9 @@ def read_known(
     """
     found: dict[str, DatasetLayout] = {}
     plain = {name: need.field for name, need in needs.items() if not need.wanted.kind}
+    columns = {name: need.column for name, need in needs.items() if need.column}
+    found |= _elsewhere(path, {name: plain[name].path for name in columns}, columns, reach)
+    plain = {name: field for name, field in plain.items() if name not in found}
     if plain:
         found |= read_layouts(path, plain, reach, grouping, may_be_codes=True)
     rest = {name: need for name, need in needs.items() if need.wanted.kind}
@@ -153,6 +159,19 @@ def read_known(
         if need.wanted.kind in (SHAPE, TEXTS):
             _require_equal(parts, need)
         found[name] = parts[0] if need.wanted.kind in (SHAPE, TEXTS) else join_groups(parts)
+    return found
+
+
+def _elsewhere(
+    path: Path, usual: Mapping[str, str], columns: Mapping[str, str], reach: Reach
+) -> dict[str, DatasetLayout]:
+    """Return the codes of those categorical columns of a file that lie elsewhere than usual."""
+    found = {}
+    for name, at in columns.items():
+        of_table = column_at(path, at, reach)
+        if of_table is not None and of_table.categories is not None:
+            if of_table.values.path.strip("/") != Wanted.at(usual[name]).path:
+                found[name] = of_table.values
     return found
 
 
@@ -172,7 +191,7 @@ def _read_below(
     """Read what is not the layout of a dataset alone; paths begin with a prefix."""
     found: dict[str, DatasetLayout] = {}
     matrices: dict[str, dict[str, DatasetLayout]] = {}
-    for name, (of_field, field, wanted) in needs.items():
+    for name, (of_field, field, wanted, _) in needs.items():
         at = prefix + wanted.path
         if wanted.kind == HEAP:
             found[name] = heap_layout(at, path, reach)
@@ -181,14 +200,28 @@ def _read_below(
                 matrices[of_field] = _matrix(of_field, prefix + field.path, path, reach)
             found[name] = matrices[of_field][name]
         elif wanted.kind == TEXTS:
-            found[name] = _index_layout(path, at, reach)
+            found[name] = _index_layout(path, prefix, wanted.path, reach)
         elif wanted.kind == CATEGORIES:
             found[name] = _categories(of_field, at, path, reach)
         else:
             kind, _, offsets = wanted.kind.partition(" ")
-            flat = read_layouts(path, {name: Field(at)}, reach, may_be_codes=True)[name]
+            flat = _flat_layout(name, at, path, reach)
             found[name] = with_spans(flat, kind, prefix + offsets, path, reach)
     return found
+
+
+def _flat_layout(name: str, at: str, path: Path, reach: Reach) -> DatasetLayout:
+    """Return the layout of flat values, of which another dataset says where samples lie."""
+    try:
+        return read_layouts(path, {name: Field(at)}, reach, may_be_codes=True)[name]
+    except OtherKindError as error:
+        with open_index(path) as file:
+            if not may_be_variable_length(file, at, reach):
+                raise
+        raise DatasetError(
+            f'{path}: dataset "{at}" has a variable-length datatype, which says itself where'
+            f" samples lie; leave out {named('offsets')}"
+        ) from error
 
 
 def _matrix(name: str, at: str, path: Path, reach: Reach) -> dict[str, DatasetLayout]:
@@ -196,12 +229,25 @@ def _matrix(name: str, at: str, path: Path, reach: Reach) -> dict[str, DatasetLa
     return layouts | {name + SHAPE_OF: _in_memory(path, at, np.array(shape, np.int64), reach)}
 
 
-def _index_layout(path: Path, at: str, reach: Reach) -> DatasetLayout:
-    """Return the names of a table's rows; at its ``_index``, or as the table calls that."""
-    table = at.rpartition("/")[0]
+def _index_layout(path: Path, prefix: str, matrix: str, reach: Reach) -> DatasetLayout:
+    """Return the names of a matrix's columns; where they have an id too, that behind the name.
+
+    10x Genomics has both beside the matrix, and AnnData names, in its ``var``.
+    """
+    at = prefix + matrix
     with open_index(path) as file:
-        member = index_of_table(file, table, reach)
-    return _texts_layout(path, at, _names(path, f"{table}/{member}", reach), reach)
+        beside = names_beside(file, at, reach)
+        table = f"{prefix}{'raw/' if matrix.startswith('raw/') else ''}var"
+        index = "" if beside else f"{table}/{index_of_table(file, table, reach)}"
+    names = _names(path, beside[0] if beside else index, reach)
+    if beside:
+        ids = _names(path, beside[1], reach)
+        if len(ids) != len(names):
+            raise DatasetError(
+                f'{path}: "{beside[0]}" has {len(names):,} values, and "{beside[1]}" {len(ids):,}'
+            )
+        names = tuple(f"{name}{ID}{one}" for name, one in zip(names, ids, strict=True))
+    return _texts_layout(path, at, names, reach)
 
 
 def _names(path: Path, at: str, reach: Reach) -> Texts:
@@ -304,13 +350,6 @@ def list_known(
     if grouping is None:
         for parent, member in (name.rpartition("/")[::2] for name in paths):
             yield from _list_group(path, parent, member, reach)
-        # In files of AnnData before 0.7, a table is one dataset.
-        tables = {one for name in paths for one in (name, name.rpartition("/")[0])}
-        for table in sorted(one for one in tables if one.rpartition("/")[2] == "var"):
-            at = f"{table}/_index"
-            names = _tried(partial(_index_layout, path, at, reach))
-            if names is not None:
-                yield Wanted.at(at)._replace(kind=TEXTS), names
 
 
 def _list_group(
@@ -327,6 +366,9 @@ def _list_group(
             yield wanted(f"{parent}/data", ROWS), found[""]
             yield wanted(f"{parent}/indices", ROWS), found[INDICES]
             yield wanted(parent, SHAPE), found[SHAPE_OF]
+            names = _tried(lambda: _index_layout(path, "", parent, reach))
+            if names is not None:
+                yield wanted(parent, TEXTS), names
     elif member in ("codes", "mask") or parent.endswith("/__categories"):
         is_older = member not in ("codes", "mask")
         at = f"{parent.removesuffix('/__categories')}/{member}" if is_older else parent

@@ -23,7 +23,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
-from h5async.core.batch import KEPT_OVERHEAD_NBYTES, PLANNED_ROW_NBYTES, PLANNED_SAMPLE_NBYTES
+from h5async.core.batch import (
+    HEAP_SCRATCH_NBYTES,
+    KEPT_OVERHEAD_NBYTES,
+    PLANNED_ROW_NBYTES,
+    PLANNED_SAMPLE_NBYTES,
+)
 from h5async.errors import BudgetError, ConfigError
 from h5async.fill.images import sized_nbytes
 from h5async.index.alike import kinds_of
@@ -350,13 +355,28 @@ class MemoryBudget:
             )
 
 
-def wanted_kept_nbytes(config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> list[int]:
-    """Return, by field, how much memory for what later batches need saves work."""
+def wanted_kept_nbytes(
+    config: ReaderConfig, layouts: Mapping[str, DatasetLayout], *, in_window: bool = False
+) -> list[int]:
+    """Return, by field, how much memory for what later batches need saves work.
+
+    Parameters
+    ----------
+    config
+        The options.
+    layouts
+        By field.
+    in_window
+        Return what ``shuffle="window"`` would want, whatever the options say.
+    """
     several, wanted = list(layouts.values()), []
+    in_window |= config.shuffle == "window"
     for layout in several:
         nbytes, small_nbytes = kept_whole_nbytes(layout)
         if nbytes > _KEPT_WHOLE_NBYTES:
-            nbytes = _window_nbytes(config, layout, several)
+            # Never more than all chunks that there are.
+            window = _window_nbytes(config, layout, several) if in_window else 0
+            nbytes = min(nbytes, window)
         elif nbytes + small_nbytes <= _KEPT_WHOLE_NBYTES:
             nbytes += small_nbytes
         wanted.append(nbytes)
@@ -366,8 +386,6 @@ def wanted_kept_nbytes(config: ReaderConfig, layouts: Mapping[str, DatasetLayout
 def _window_nbytes(
     config: ReaderConfig, layout: DatasetLayout, layouts: Sequence[DatasetLayout]
 ) -> int:
-    if config.shuffle != "window":
-        return 0
     from h5async.order.window import kept_nbytes
 
     nbytes = kept_nbytes(layout, layouts, config.window_bytes)
@@ -421,7 +439,8 @@ def _touched_scratch_nbytes(layouts: Sequence[DatasetLayout]) -> int:
     """Return what a thread comes to use of its scratch, which is as large as any field needs."""
     size = ScratchSize.of(layouts)
     filters = max(len(leaf.filters) for layout in layouts for leaf, _ in kinds_of(layout))
-    return size.encoded + size.raw_chunk + size.between * min(3, filters)
+    of_heaps = HEAP_SCRATCH_NBYTES if any(layout.heaps for layout in layouts) else 0
+    return size.encoded + size.raw_chunk + size.between * min(3, filters) + of_heaps
 
 
 def _num_layers(layout: DatasetLayout) -> int:

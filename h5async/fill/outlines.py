@@ -10,11 +10,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from h5async.config import Field, ImageField, RaggedField, SparseField
+from h5async.errors import ConfigError
 from h5async.fill.columns import INDICES, SparseShape, dense_dtype
 from h5async.fill.images import pixel_transform
 from h5async.plan.transform import RowTransform
+from h5async.spelling import named
 
 
 class Outline(NamedTuple):
@@ -37,6 +40,8 @@ class Outline(NamedTuple):
         How decoded images of one size are delivered, where a device does that.
     is_left
         Whether a device makes that array, or delivers the pixels.
+    added
+        What is added to all values of dense rows, of their dtype; None: nothing is.
     """
 
     name: str
@@ -46,6 +51,7 @@ class Outline(NamedTuple):
     made: tuple[tuple[int, ...], np.dtype[Any]] | None = None
     pixels: RowTransform | None = None
     is_left: bool = False
+    added: NDArray[Any] | None = None
 
     @property
     def made_on_host_nbytes(self) -> int:
@@ -82,11 +88,16 @@ def outlines_of(
         if isinstance(field, ImageField):
             outline = _of_images(outline, field, can_transform)
         elif isinstance(field, SparseField) and field.dense:
-            # NumPy casts complex values to real ones.
-            kinds = {transform.dtype.kind, dense_dtype(field).kind}
+            dtype = dense_dtype(field, transform.dtype)
+            if can_transform is not None and dtype.kind == "c":
+                raise ConfigError(
+                    f'"{field.path}" ({name}): dense rows of complex values are not made on a GPU;'
+                    f" leave out {named('dense')}, or set {named('device', 'cpu')}"
+                )
             outline = outline._replace(
-                made=((shapes[name].columns,), dense_dtype(field)),
-                is_left=can_transform is not None and kinds <= {*"biuf"},
+                made=((shapes[name].columns,), dtype),
+                is_left=can_transform is not None,
+                added=None if field.offset is None else np.asarray(field.offset, dtype),
             )
         elif isinstance(field, RaggedField) and field.pad_to is not None:
             outline = outline._replace(

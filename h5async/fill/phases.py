@@ -31,6 +31,7 @@ from h5async.plan.records import GatherPlan, GatherRunsPlan
 from h5async.plan.shares import PlanSlice, cut
 from h5async.plan.transform import RowTransform
 from h5async.system.interruptions import interruption
+from h5async.timeline import NO_BATCH, NO_FIELD, Recorder
 
 _MIN_SHARE_NBYTES = 256 * 1024  # about 25 µs of copying: what it costs to wake a thread
 
@@ -93,6 +94,8 @@ class Phases:
         As of `Filler`.
     take_warnings
         Returns what the consumer is to be warned of, each once.
+    recorder
+        Is told what is done.
     """
 
     def __init__(
@@ -112,6 +115,7 @@ class Phases:
         before_fill: Callable[[int], None],
         on_done: Callable[[FillRequest, FillOutcome], None],
         take_warnings: Callable[[], tuple[str, ...]],
+        recorder: Recorder,
     ) -> None:
         self.slots = slots
         self._pool = pool
@@ -122,12 +126,15 @@ class Phases:
         self._assembly = assembly
         self._left = left
         self._images = images
+        several = [] if images is None else list(images.fields)
+        self._images_field = several[0] if len(several) == 1 else NO_FIELD
         self._resident = resident
         self._cache = resident if isinstance(resident, HostCache) else None
         self._postprocess = postprocess
         self._before_fill = before_fill
         self._on_done = on_done
         self._take_warnings = take_warnings
+        self._recorder = recorder
         # For all batches, and made once: a lock takes memory, too.
         self._shares_lock = threading.Lock()
 
@@ -150,11 +157,12 @@ class Phases:
 
     def read(self, index: NDArray[np.int64], memory: SlotMemory) -> tuple[NDArray[Any], ...]:
         """Read samples in the calling thread, and return their arrays, in field order."""
+        self._recorder.work_on(NO_BATCH)
         self._reader.read_rows(index, memory)
         arrays = self._assembly.arrays(memory, index)
         if self._images is not None:
             images = self._images.batch(arrays, index, -1, None)
-            images.work(lambda: self._pool.is_stopped)
+            images.work(lambda: self._pool.is_stopped, images.count)
             arrays = images.arrays
         if self._postprocess is None:
             return arrays
@@ -177,11 +185,14 @@ class Phases:
         request = batch.request
         self._before_fill(request.slot)
         begin = time.perf_counter_ns()
-        batch.index = self._samplings.samples(request)
-        batch.plans = self._plans(batch)
-        # One for each thread: a share more costs more, in waiting for the GIL, than it evens out.
-        shares.extend(cut(batch.plans, max(1, self._pool.num_threads), _MIN_SHARE_NBYTES))
+        with self._recorder.ranges("plan"):
+            batch.index = self._samplings.samples(request)
+            batch.plans = self._plans(batch)
+            # One for each thread: a share more costs more, in waiting for the GIL, than it evens
+            # out.
+            shares.extend(cut(batch.plans, max(1, self._pool.num_threads), _MIN_SHARE_NBYTES))
         self._reader.times.add("plan", begin)
+        self._recorder.note("plan", begin, request.serial)
         batch.busy_ns = time.perf_counter_ns() - begin
 
     def _plans(self, batch: _Fill) -> BatchPlan:
@@ -267,13 +278,21 @@ class Phases:
         images = self._images.batch(arrays, batch.index, request.epoch, request.slot)
         batch.images = images
         parts = max(1, min(self._pool.num_threads, images.count))
-        works = [partial(self._decode_images, batch, images)] * parts
-        self._begin(batch, works, self._finish)
+        works = [partial(self._decode_images, batch, images, images.count)] * parts
+        meanwhile = []
+        if parts > 1:
+            # Whoever sees the first half done has the next batch read before it goes on with this
+            # one, so that no thread is without images at the border between them.
+            works.insert(0, partial(self._decode_images, batch, images, images.count // 2))
+            meanwhile = [self._pool.begin_next]
+        self._begin(batch, works, self._finish, meanwhile)
 
-    def _decode_images(self, batch: _Fill, images: BatchImages) -> None:
+    def _decode_images(self, batch: _Fill, images: BatchImages, end: int) -> None:
         begin = time.perf_counter_ns()
-        images.work(lambda: batch.error is not None or self._pool.is_stopped)
+        with self._recorder.ranges("decode"):
+            images.work(lambda: batch.error is not None or self._pool.is_stopped, end)
         self._reader.times.add("decode", begin)
+        self._recorder.note("decode", begin, batch.request.serial, self._images_field)
 
     # --- postprocess ------------------------------------------------------------------------------
 
@@ -291,10 +310,12 @@ class Phases:
             try:
                 where = f"{self._file}: postprocess of {batch.request}"
                 call = partial(self._postprocess, arrays, batch.request, batch.index)
-                arrays = postprocessed(call, arrays, where)
+                with self._recorder.ranges("postprocess"):
+                    arrays = postprocessed(call, arrays, where)
             except BaseException as error:
                 self._note_error(batch, error)
             self._reader.times.add("postprocess", begin)
+            self._recorder.note("postprocess", begin, batch.request.serial)
         try:
             self._deliver(batch, arrays)
         finally:
@@ -322,8 +343,17 @@ class Phases:
         parts = max(1, min(self._pool.num_threads, size, most))
         return itertools.pairwise(size * part // parts for part in range(parts + 1))
 
-    def _begin(self, batch: _Fill, works: Sequence[Work], then: Callable[[_Fill], None]) -> None:
-        """Begin a phase: do all `works`, in any thread, and after the last of them `then`."""
+    def _begin(
+        self,
+        batch: _Fill,
+        works: Sequence[Work],
+        then: Callable[[_Fill], None],
+        meanwhile: Sequence[Work] = (),
+    ) -> None:
+        """Begin a phase: do all `works`, in any thread, and after the last of them `then`.
+
+        What `meanwhile` has is begun before the last of them, and nobody waits for it.
+        """
         if not works or batch.error is not None:
             self._go_on(batch, then)
             return
@@ -332,6 +362,7 @@ class Phases:
         def run(work: Work) -> None:
             begin = time.perf_counter_ns()
             if batch.error is None and not self._pool.is_stopped:
+                self._recorder.work_on(batch.request.serial)
                 self._attempt(batch, work)
             with self._shares_lock:
                 batch.busy_ns += time.perf_counter_ns() - begin
@@ -343,7 +374,8 @@ class Phases:
         if len(works) == 1:
             run(works[0])
         else:
-            self._pool.add(batch.request.serial, [partial(run, work) for work in works])
+            *shares, last = [partial(run, work) for work in works]
+            self._pool.add(batch.request.serial, [*shares, *meanwhile, last])
 
     def _go_on(self, batch: _Fill, then: Callable[[_Fill], None]) -> None:
         """Begin the next phase; where that fails, the batch does. No share of it is under way."""

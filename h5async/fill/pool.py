@@ -39,7 +39,7 @@ class OwnTickets(Tickets, Protocol):
     """Tickets that bring work of their own."""
 
     def get_here(self) -> Work | None:
-        """Return work that no heap has, for a pool without threads; None where there is none."""
+        """Return work that no heap has, without waiting for any; None where there is none."""
 
     def forget(self) -> None:
         """Forget all work, after an exception in a pool without threads."""
@@ -130,6 +130,12 @@ class WorkPool:
             return self._run_next()
         finally:
             self._leave()
+
+    def begin_next(self) -> None:
+        """Do, in a thread of the pool, work that no heap has. Never waits for any."""
+        work = None if self._own_tickets is None else self._own_tickets.get_here()
+        if work is not None:
+            work()
 
     def run(self, work: Work) -> bool:
         """Do a piece of work in the calling thread; False where the pool is stopped."""

@@ -18,6 +18,7 @@ from h5async.config import Field, RaggedField
 from h5async.errors import ConfigError, PostprocessError, postprocess_error
 from h5async.fill.columns import Rows, steps_of
 from h5async.fill.records import FillRequest
+from h5async.images import Images
 from h5async.order.spans import SpanRows
 from h5async.ragged import Ragged
 from h5async.sparse import Csr
@@ -166,6 +167,8 @@ def postprocessed(
     except Exception as error:
         raise postprocess_error(f"{where} raised {type(error).__name__}: {error}", error) from error
     if result is None:
+        for array in arrays:
+            _require_whole(array, where)
         return arrays
     if len(arrays) == 1 and not isinstance(result, tuple | list):
         result = (result,)
@@ -179,10 +182,57 @@ def postprocessed(
         made = tuple(a if isinstance(a, Ragged | Csr) else np.asarray(a) for a in result)
     except Exception as error:  # rows of unequal lengths, say
         raise postprocess_error(f"{where} returned no arrays: {error}", error) from error
+    for given, array in zip(result, made, strict=True):
+        if isinstance(array, np.ndarray) and array.dtype == object and not array.ndim:
+            raise PostprocessError(
+                f"{where} returned {type(given).__name__}, which is no array; return NumPy arrays,"
+                " Ragged, or Csr(m.data, m.indices, m.indptr, m.shape) of a SciPy matrix m"
+            )
     if len({len(array) for array in made if getattr(array, "ndim", 1)}) > 1:
         shapes = ", ".join(str(getattr(array, "shape", (len(array),))) for array in made)
         raise PostprocessError(
             f"{where} returned arrays of unequal numbers of rows, of shapes {shapes}; each row is"
             " a sample, so all arrays must have the same number of rows"
         )
+    for array in made:
+        _require_whole(array, where)
     return made
+
+
+def _require_whole(array: Any, where: str) -> None:
+    """Check that samples of differing lengths are where their offsets say: libraries rely on it.
+
+    Raises
+    ------
+    PostprocessError
+        If they are not.
+    """
+    if not isinstance(array, Ragged | Csr):
+        return
+    if isinstance(array, Csr):
+        what, name, offsets, values = "sparse rows", "indptr", array.indptr, array.data
+    else:
+        what, name, offsets, values = "ragged samples", "offsets", array.offsets, array.values
+    if offsets[0] != 0 or offsets[-1] != len(values) or (offsets[1:] < offsets[:-1]).any():
+        raise PostprocessError(
+            f"{where} made {what} that do not fit together: {name} must begin with 0, rise, and end"
+            f" with the number of values, {len(values)}; found {_some(offsets)}"
+        )
+    if isinstance(array, Csr) and array.indices.size:
+        low, high = array.indices.min(), array.indices.max()
+        if low < 0 or high >= array.shape[1]:
+            raise PostprocessError(
+                f"{where} made sparse rows with indices from {low} to {high}, and there are"
+                f" {array.shape[1]} columns"
+            )
+    if isinstance(array, Images) and not np.array_equal(array.shapes.prod(axis=1), array.lengths):
+        raise PostprocessError(
+            f"{where} made images that do not fit together: shapes say that they have"
+            f" {_some(array.shapes.prod(axis=1))} values, and offsets {_some(array.lengths)}"
+        )
+
+
+def _some(numbers: NDArray[Any]) -> str:
+    """Return the first of some numbers, and the last one."""
+    shown = numbers.tolist() if numbers.size <= 8 else [*numbers[:6].tolist(), "...", numbers[-1]]
+    return ", ".join(map(str, shown))

@@ -27,7 +27,9 @@ from h5async.spelling import named
 
 Int64s = NDArray[np.int64]
 
-_MOST_OFFSETS = 1 << 33  # of a dataset that is read whole, where a reader is made
+ID = "\0"  # in the names of columns: what stands between a name and an id
+
+_MOST_OFFSETS = 1 << 33  # or elements of variable length, read as a reader is made
 _MOST_OFFSET = (1 << 63) - 1
 
 
@@ -42,16 +44,17 @@ def heap_layout(at: str, path: Path, reach: Reach) -> DatasetLayout:
     Raises
     ------
     DatasetError
-        If it is none, or cannot be read.
+        If it is none, cannot be read, or has too many elements.
     ReadError
         If an element cannot be as long as it says.
     """
     layout, form = references(path, at, reach)
+    where = f'{layout.file}: dataset "{layout.path}"'
+    _require_few(layout.num_samples, where)
     blocks = (
         (first, block.view(np.uint8).reshape(-1, form.reference_nbytes))
         for first, block in read_blocks(layout, reach.io)
     )
-    where = f'{layout.file}: dataset "{layout.path}"'
     elements = Sequences.decoded_blocks(
         layout.num_samples, blocks, form, layout.stamp.nbytes, where, load_core()
     )
@@ -107,14 +110,30 @@ def with_spans(
         at = int(falls[0])
         raise DatasetError(
             f"{where}: sample {at} would begin at value {spans[at]} and end at value"
-            f" {spans[at + 1]}"
+            f" {spans[at + 1]}; if it holds how many values each sample has, set"
+            f" {named('offsets_kind', 'lengths')}"
+        )
+    if spans[0] and spans[-1] == layout.num_samples:
+        # (A slice may begin above 0, as in Arrow, and says so by ending before; see the log.)
+        raise DatasetError(
+            f"{where} begins with {spans[0]} and ends with the last value, so that the values"
+            f" before would be in no sample: it seems to hold where each sample ends; set"
+            f" {named('offsets_kind', 'ends')} or, where these values are to be left out, store 0"
+            f" in front of it, and leave out sample 0 by {named('indices', '1:')}"
         )
     return layout.changed(spans=spans)
+
+
+def _require_few(count: int, where: str) -> None:
+    """Refuse more elements than memory has room for: a file may say so of chunks that it lacks."""
+    if count > _MOST_OFFSETS:
+        raise DatasetError(f"{where} has {count:,} elements, for {_MOST_OFFSETS:,} at most")
 
 
 def _spans(offsets: DatasetLayout, kind: str, where: str, io: IoMode) -> Int64s:
     """Read where samples begin, block by block: there may be very many."""
     count = offsets.num_samples
+    _require_few(count, where)
     if kind == "offsets" and not count:
         raise DatasetError(f"{where} is empty; it must hold one number more than there are samples")
     found = np.zeros(count + (kind != "offsets"), np.int64)
@@ -158,6 +177,27 @@ def sparse_layouts(
         name + INDICES: group.indices.changed(spans=spans),
     }
     return layouts, group.shape
+
+
+def indices_of_one_dtype(layouts: Sequence[DatasetLayout]) -> list[DatasetLayout]:
+    """Return the indices of several files in the narrowest dtype that holds all of theirs.
+
+    Those of files with another dtype are read through h5py, which converts them: there may be too
+    many to keep them.
+    """
+    dtypes = {layout.dtype.newbyteorder("=") for layout in layouts}
+    widest = np.result_type(*dtypes) if dtypes else None
+    if len(dtypes) < 2 or widest is None or widest.kind not in "iu":  # 64 bits, also unsigned
+        return list(layouts)
+    return [
+        layout
+        if layout.dtype.newbyteorder("=") == widest
+        else layout.through_h5py(
+            f"its indices are {layout.dtype}, and those of all files together {widest}; write them"
+            f" as {widest} to have them read directly"
+        ).changed(dtype=widest, fill=layout.fill.astype(widest))
+        for layout in layouts
+    ]
 
 
 def limit_of(indices: DatasetLayout, columns: int) -> int | None:
@@ -236,9 +276,7 @@ class SparseShapes:
             if len(set(field.columns)) < len(field.columns):
                 twice = next(name for name in field.columns if field.columns.count(name) > 1)
                 raise ConfigError(f'{self._name}: columns: "{twice}" comes twice')
-            numbers = {name: number for number, name in enumerate(names)}
-            if len(numbers) < len(names):
-                self._check_unique(field.columns, where, names)
+            numbers = self._numbered(field.columns, where, names)
             missing = [name for name in field.columns if name not in numbers]
             if missing and field.missing == "error":
                 more = f", and {len(missing) - 1:,} more" if len(missing) > 1 else ""
@@ -246,7 +284,15 @@ class SparseShapes:
                     f'{where} has no column "{missing[0]}"{more}; leave it out of columns, or set'
                     f" {named('missing', 'zero')}"
                 )
-            return np.array([numbers.get(name, -1) for name in field.columns], np.int64)
+            found = np.array([numbers.get(name, -1) for name in field.columns], np.int64)
+            there = found[found >= 0]
+            if np.unique(there).size < there.size:  # by its name, and by its id
+                twice = np.flatnonzero(found == there[np.argmax(np.bincount(there)[there] > 1)])
+                one, other = (field.columns[number] for number in twice[:2])
+                raise ConfigError(
+                    f'{self._name}: columns: "{one}" and "{other}" are the same column of {where}'
+                )
+            return found
         assert isinstance(field.columns, Values)
         array: NDArray[Any] = field.columns.array
         if array.dtype.kind == "b":
@@ -267,16 +313,29 @@ class SparseShapes:
         return found
 
     @staticmethod
-    def _check_unique(wanted: Sequence[str], where: str, names: Sequence[str]) -> None:
-        """Raise where a name that is wanted is that of several columns."""
+    def _numbered(wanted: Sequence[str], where: str, texts: Sequence[str]) -> dict[str, int]:
+        """Return the number of each column by its name, or by its id, where columns have one."""
+        pairs = [text.partition(ID) for text in texts]
+        names = [name for name, _, _ in pairs]
+        numbers = {one: number for number, (_, _, one) in enumerate(pairs) if one}
+        has_ids = bool(numbers)
+        numbers |= {name: number for number, name in enumerate(names)}
         counts = Counter(names)
-        several = [name for name in wanted if counts[name] > 1]
+        of_ids = Counter(one for _, _, one in pairs)
+        several = [name for name in wanted if (counts[name] or of_ids[name]) > 1]
         if several:
-            raise DatasetError(
-                f'{where} has {counts[several[0]]} columns of the name "{several[0]}"; give the'
-                " numbers of columns, or store names that are unique (var_names_make_unique() of"
-                " AnnData)"
+            ids = [one for name, _, one in pairs if several[0] in (name, one)]
+            has_ids = has_ids and counts[several[0]] > 1
+            remedy = (
+                f"give one of their ids ({', '.join(ids)})"
+                if has_ids
+                else "give the numbers of columns, or store names that are unique"
+                " (var_names_make_unique() of AnnData)"
             )
+            raise DatasetError(
+                f'{where} has {len(ids)} columns of the name "{several[0]}"; {remedy}'
+            )
+        return numbers
 
     def shape(self) -> SparseShape:
         """Return what was found."""

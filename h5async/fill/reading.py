@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.core.binding import Core
+from h5async.core.binding import Core, CoreTrace
 from h5async.errors import taking_memory
 from h5async.fill.columns import Rows
 from h5async.fill.records import SlotMemory
@@ -46,6 +46,7 @@ from h5async.read.transform import NativeTransform, native_transform
 from h5async.read.unpack import native_unpack
 from h5async.spelling import named
 from h5async.stats import StageTimes, ThreadCounts
+from h5async.timeline import NO_FIELD, Recorder
 
 BatchPlan = Sequence[ReadPlan | EncodedPlan]  # of one batch, by field; at the end, of several
 
@@ -91,6 +92,8 @@ class BatchReader:
         all fields.
     rows
         Samples that a slot has room for; None: as many as its first array has rows.
+    recorder
+        Is told what is done; None: nobody is.
 
     Attributes
     ----------
@@ -115,8 +118,12 @@ class BatchReader:
         slots: Sequence[SlotMemory],
         steps: Sequence[Rows] = (),
         rows: int | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
+        self._core = core
         self.times = StageTimes()
+        self._recorder = Recorder() if recorder is None else recorder
+        self._trace: CoreTrace | None = None
         self._steps = steps or [None] * len(layouts)
         self._slots = slots
         self._layouts = layouts
@@ -252,11 +259,17 @@ class BatchReader:
             If bytes cannot be read or decoded.
         """
         field, rows = left
-        steps = self._steps[field]
-        wanted = index if steps is None else steps.rows(index)
-        plan = plan_read(self._layouts[field], wanted[rows], rows)
+        steps, layout = self._steps[field], self._layouts[field]
+        if layout.heaps and isinstance(steps, SpanRows):
+            offsets = steps.offsets(index)[np.append(rows, rows[-1] + 1)]
+            plan: ReadPlan = HeapPlan(index[rows], offsets, layout.row_nbytes)
+            wanted = index
+        else:
+            wanted = index if steps is None else steps.rows(index)
+            plan = plan_read(layout, wanted[rows], rows)
         raw = self._rows(field, memory.raw[field])
         with self._scratch() as scratch:
+            self._work_on(field, scratch)
             self._executors[field].execute(plan, 0, plan.num_items, raw, scratch)
         if self._collection is not None and self._collection.transforms[field]:
             out = self._rows(field, memory.out[field])
@@ -275,9 +288,11 @@ class BatchReader:
         for field in range(len(self._layouts)):
             raw, out = memory.raw[field], memory.out[field]
             plan = self._plan_rows(field, index, raw)
-            with self._scratch() as scratch:
-                rows = self._rows(field, raw)
-                self._executors[field].execute(plan, 0, plan.num_items, rows, scratch)
+            if plan.num_items:  # else nothing is read: all steps are zeros
+                with self._scratch() as scratch:
+                    self._work_on(field, scratch)
+                    rows = self._rows(field, raw)
+                    self._executors[field].execute(plan, 0, plan.num_items, rows, scratch)
             if raw is not out:
                 self.transform(field, raw, out, index)
 
@@ -299,6 +314,7 @@ class BatchReader:
             scratch = self._free.pop()
         except IndexError:  # more callers of `run_next` than threads were announced
             scratch = self._new_scratch()
+        scratch.timeline = self._recorder.timeline
         try:
             yield scratch
         finally:
@@ -315,18 +331,34 @@ class BatchReader:
     ) -> None:
         if isinstance(plan, BatchItems):
             assert self._collection is not None
+            self._work_on(NO_FIELD, scratch)
             self._collection.read(self._batches[plan.slot], start, stop, scratch)
         elif isinstance(plan, GatherPlan | GatherRunsPlan):
             assert self._cache is not None
-            with scratch.counts.timed("read_ns"):
+            self._work_on(field, scratch, "memory")
+            with scratch.timed("read_ns"):
                 self._cache.gather(field, plan, start, stop, memory.raw[field])
         elif isinstance(plan, EncodedPlan):
             encoded = memory.encoded[field]
             assert encoded is not None
+            self._work_on(field, scratch)
             self._encoded_readers[field].execute(plan, start, stop, encoded, scratch)
         else:
             raw = self._rows(field, memory.raw[field])
+            self._work_on(field, scratch)
             self._executors[field].execute(plan, start, stop, raw, scratch)
+
+    def _work_on(self, field: int, scratch: Scratch, source: str | None = None) -> None:
+        """Say, where it is recorded, of which field this thread reads, and out of what."""
+        timeline = scratch.timeline
+        if timeline is None:
+            return
+        if source is None and field != NO_FIELD:
+            layout = self._layouts[field]
+            source = None if layout.parts or layout.heaps else str(layout.file)
+        timeline.work_on_field(field, -1 if source is None else source)
+        if self._core is not None:
+            scratch.worker(self._core).struct.batch = timeline.batch_here()
 
     def transforms_at_once(self, field: int, plans: BatchPlan) -> bool:
         """Tell whether rows of a field were transformed as they were read, by the core."""
@@ -362,8 +394,27 @@ class BatchReader:
         self, field: int, raw: NDArray[Any], out: NDArray[Any], index: NDArray[np.int64]
     ) -> None:
         begin = time.perf_counter_ns()
-        self._transforms[field](raw, out, index)
+        with self._recorder.ranges("transform"):
+            self._transforms[field](raw, out, index)
         self.times.add("transform", begin)
+        timeline = self._recorder.timeline
+        if timeline is not None:
+            timeline.put("transform", begin, timeline.batch_here(), field)
+
+    def record(self, trace: CoreTrace | None) -> None:
+        """Have the core note what it does from now on, in all threads; None: no more."""
+        self._trace = trace
+        for scratch in list(self._scratches):
+            scratch.record(trace)
+
+    @property
+    def source_path(self) -> Callable[[int], int | str]:
+        """What returns the path of a source of the core, also after this is closed."""
+        return _no_path if self._collection is None else self._collection.source_path
+
+    def transform_seconds(self) -> float:
+        """Return how long the core transformed rows as it read them, in all threads."""
+        return sum(scratch.transform_ns() for scratch in list(self._scratches)) / 1e9
 
     def counts(self) -> ThreadCounts:
         """Return what all threads have done so far."""
@@ -394,8 +445,13 @@ class BatchReader:
 
     def _new_scratch(self) -> Scratch:
         scratch = Scratch.allocate(*self._size, self._stop)
+        scratch.record(self._trace)
         self._scratches.append(scratch)
         return scratch
+
+
+def _no_path(source: int) -> int | str:
+    return source
 
 
 def transformer(

@@ -308,7 +308,15 @@ class Selecting:
         column = self._config.batch_fields["labels"].path.removesuffix("/codes")
         if len(values.files()) > 1 and values.is_categorical(column):
             return values.classes(named("weights"), column)  # codes differ from file to file
-        return values.of_layout(self._layouts["labels"])
+        layout = self._layouts["labels"]
+        if layout.heaps and any(heap.elements.form.is_text for heap in layout.heaps):
+            return values.of_samples(named("weights"), column)
+        if layout.is_ragged:
+            raise ConfigError(
+                f"{named('weights', 'balanced')} needs labels with one value for each sample, and"
+                f' those of "{column}" have differing numbers of them; give weights as an array'
+            )
+        return values.of_layout(layout)
 
 
 def _is_like_a_mask(array: NDArray[Any], count: int) -> bool:

@@ -8,12 +8,12 @@ import numpy as np
 
 from h5async.config import Field, ReaderConfig
 from h5async.errors import ConfigError
-from h5async.fill.columns import Categories
+from h5async.fill.columns import Categories, no_category
 from h5async.fill.known import Texts
 from h5async.index.columns import union_of
 from h5async.index.layout import DatasetLayout
 from h5async.io.maps import IoMode
-from h5async.read.whole import read_whole
+from h5async.read.whole import read_blocks, read_whole
 
 
 def categories_of(
@@ -38,6 +38,36 @@ def categories_of(
         return Categories(names)
     _check_mapping(name, config.batch_fields[name], config, where)
     return Categories(names, tuple(tables), tuple(where))
+
+
+def require_codes(codes: DatasetLayout, count: int, io: IoMode) -> None:
+    """Check that all codes of a column, over all files, are those of so many categories, or -1.
+
+    Raises
+    ------
+    DatasetError
+        If one is not: AnnData refuses such files, too.
+    ReadError
+        If they cannot be read.
+    """
+    for first, block in read_blocks(codes, io):
+        outside = (block < -1) | (block >= count)
+        if not outside.any():
+            continue
+        sample, file = first + int(outside.argmax()), codes.file
+        row = sample
+        for name, samples in codes.file_samples:
+            if row < samples:
+                file = name
+                break
+            row -= samples
+        raise no_category(
+            f'{file}: column "{codes.path.removesuffix("/codes")}"',
+            row,
+            sample,
+            int(block[sample - first]),
+            count,
+        )
 
 
 def of_one_dtype(layouts: Sequence[DatasetLayout], io: IoMode) -> list[DatasetLayout]:

@@ -12,10 +12,14 @@ from h5async.errors import DatasetError, H5AsyncError
 from h5async.index.datasets import Indexer
 from h5async.index.links import Reach, metadata_cache
 from h5async.index.listing import walk
-from h5async.names import name_bytes, shell_word
+from h5async.names import name_bytes, name_text, shell_word
 from h5async.system.interruptions import interruption, suppressing
 
 _LISTED_DATASETS = 20
+# Groups that are read as one field: by what they say they are, the dataset that counts samples.
+_MEMBERS = {"categorical": "codes", "nullable-integer": "values", "nullable-boolean": "values"}
+_SPARSE = ("csr_matrix", "csr")
+_OF_10X = {"barcodes", "data", "indices", "indptr", "shape"}
 _MOST_OBJECTS = 200  # of a file that are visited to say what is there: 0.05 s
 LISTING_NBYTES = 32 << 20  # of metadata: the names of a large group are visited for each
 
@@ -36,6 +40,7 @@ def what_is_there(file: h5py.File, reach: Reach) -> str:
         paths = [path for path, kind in listed[:_MOST_OBJECTS] if kind == "dataset"]
         datasets = _opened(file, paths)
     shapes = {name: _shown_shape(file, dataset, reach) for name, dataset in datasets.items()}
+    shapes, readable = _with_groups(shapes, datasets)
     looked = f"the first {_MOST_OBJECTS:,} objects of the file"
     if not shapes:
         return f"{looked} are no datasets" if is_cut else "the file holds no datasets"
@@ -43,7 +48,7 @@ def what_is_there(file: h5py.File, reach: Reach) -> str:
     more = len(shapes) - len(shown)
     text = ", ".join(shown) + (f" and {more} more" if more > 0 else "")
     text = f"{looked} hold {text}; there are others" if is_cut else f"the file holds {text}"
-    command = _read_command(file, shapes, datasets)
+    command = _read_command(file, {name: shapes[name] for name in readable})
     return f"{text}; try: {command}" if command else text
 
 
@@ -55,15 +60,57 @@ def _opened(file: h5py.File, paths: Sequence[str]) -> dict[str, h5py.Dataset]:
     return found
 
 
-def _read_command(
-    file: h5py.File,
-    shapes: Mapping[str, tuple[int, ...]],
-    datasets: Mapping[str, h5py.Dataset],
-) -> str | None:
-    """Return a command that reads the largest of some datasets, if any can be read."""
-    readable = {
-        name: shape for name, shape in shapes.items() if shape and _has_fixed_size(datasets[name])
-    }
+def _with_groups(
+    shapes: Mapping[str, tuple[int, ...]], datasets: Mapping[str, h5py.Dataset]
+) -> tuple[dict[str, tuple[int, ...]], list[str]]:
+    """Put groups that are read as one field in the place of their datasets.
+
+    Parameters
+    ----------
+    shapes, datasets
+        Of datasets, by path.
+
+    Returns
+    -------
+    shapes
+        Of what is left, by path.
+    readable
+        The paths of what a reader takes as it is.
+    """
+    groups: dict[str, tuple[int, ...] | None] = {}
+    found: dict[str, tuple[int, ...]] = {}
+    readable = []
+    for name, shape in shapes.items():
+        parent = name.rpartition("/")[0]
+        if parent not in groups:
+            groups[parent] = shape_of_field(datasets[name].parent) if parent else None
+        of_field = groups[parent]
+        if of_field is not None and parent in found:
+            continue
+        found[name if of_field is None else parent] = shape if of_field is None else of_field
+        if of_field is not None:
+            readable.append(parent)
+        elif shape and _has_fixed_size(datasets[name]):
+            readable.append(name)
+    return found, readable
+
+
+def shape_of_field(group: h5py.Group) -> tuple[int, ...] | None:
+    """Return the shape of what a group is as a field: a sparse matrix, or a column; None: none."""
+    with suppressing(Exception):  # damaged metadata may raise anything, and are of no interest here
+        kind = group.attrs.get("encoding-type", group.attrs.get("h5sparse_format"))
+        member = _MEMBERS.get(name_text(kind)) if isinstance(kind, str | bytes) else None
+        if member is not None:
+            return tuple(map(int, group[member].shape))
+        if kind in _SPARSE:
+            return tuple(map(int, group.attrs.get("shape", group.attrs.get("h5sparse_shape"))))
+        if kind is None and _OF_10X <= set(group):
+            return tuple(map(int, group["shape"][()][::-1]))
+    return None
+
+
+def _read_command(file: h5py.File, readable: Mapping[str, tuple[int, ...]]) -> str | None:
+    """Return a command that reads the largest of what can be read, if anything can."""
     if not readable:
         return None
     data = max(readable, key=lambda name: math.prod(readable[name]))

@@ -27,11 +27,12 @@ from h5async.index.fillvalue import fill_value, has_no_values, member_fill, requ
 from h5async.index.filterpipeline import (
     edges_are_raw,
     filters_of,
-    is_hdf5s,
+    refuse_filters_of_hdf5,
     require_filters,
     require_lengths,
     require_whole,
     unavailable,
+    undecodable,
 )
 from h5async.index.identity import indexed
 from h5async.index.layout import DatasetLayout, Indexed, Part, Storage
@@ -157,13 +158,13 @@ class Indexer:
             stored_itemsize=dtype.itemsize,
             indexed=indexed(dataset),
         )
-        for entry in layout.filters:
-            if is_hdf5s(entry):
-                raise NotDirectError(f"filter {entry.number} ({entry.label}) is decoded by HDF5")
         if is_chunked and layout.filters:
             nbytes = math.prod(dataset.chunks) * dtype.itemsize
             require_lengths(layout.filters, nbytes, where)
+            if edges_are_raw(dataset):
+                layout = layout.changed(has_raw_edges=True)
             require_filters(layout, dataset, where)
+            refuse_filters_of_hdf5(layout, dataset)
         if not is_chunked:
             offset, nbytes = dataset.offset, layout.nbytes
             if offset >= 0 and offset + nbytes > dataset.end:
@@ -246,7 +247,7 @@ class Indexer:
                 return sources.layout(layout, dataset.plist)
             if storage == "external":
                 layout, found = attached(layout, dataset.plist, self._reach, where)
-                self._require_direct(layout, element)
+                self._require_direct(layout, dataset, element)
                 if element.text:
                     raise NotDirectError("strings in external files, which HDF5 converts")
                 return external_layout(layout, dataset.plist, found)
@@ -261,7 +262,7 @@ class Indexer:
                 if edges_are_raw(dataset):
                     layout = layout.changed(has_raw_edges=True)
                 require_filters(layout, dataset, where)
-            self._require_direct(layout, element)
+            self._require_direct(layout, dataset, element)
             layout = layout.changed(text=element.text) if element.text else layout
             if member:
                 return self._member(layout, dataset, element, where)
@@ -271,16 +272,14 @@ class Indexer:
             nbytes = self._stored_nbytes(layout, dataset, where)
             return layout.changed(fallback_reason=str(error), stored_nbytes=nbytes, text=())
 
-    def _require_direct(self, layout: DatasetLayout, element: Element) -> None:
+    def _require_direct(self, layout: DatasetLayout, dataset: Opened, element: Element) -> None:
         if self._is_writer:
             raise NotDirectError(
                 "the file is open for writing in this process, which may hold unwritten values"
             )
         if not element.is_numpys or (element.text and self._depth):
             raise NotDirectError(f"its stored type differs from NumPy's {element.dtype}")
-        for entry in layout.filters:
-            if is_hdf5s(entry):
-                raise NotDirectError(f"filter {entry.number} ({entry.label}) is decoded by HDF5")
+        refuse_filters_of_hdf5(layout, dataset)
         if layout.is_columns and not may_map(layout.file, self._reach.io):
             raise NotDirectError(COLUMNS_REASON)
 
@@ -308,8 +307,9 @@ class Indexer:
     ) -> DatasetLayout:
         """Find out where the bytes lie; also make other `changes` of the layout."""
         if layout.storage == "chunked":
-            unused = unavailable(layout.filters)  # no chunk was written with them
-            if unused and layout.text:  # `join_layouts` may leave it to h5py, with all filters
+            unused = undecodable(layout.filters)  # no chunk was written with them
+            # (`join_layouts` may leave it to h5py, with all filters.)
+            if layout.text and unavailable(layout.filters):
                 raise NotDirectError("strings that HDF5 converts, and filters it does not have")
             chunks = read_chunk_table(dataset, layout.filters, layout.has_raw_edges, where)
             chunks, filters = without_filters(chunks, layout.filters, unused)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from h5async.index.alike import AlikeParts
 from h5async.index.chunktable import ChunkTable
-from h5async.index.layout import DatasetLayout, region_key
+from h5async.index.layout import DatasetLayout, HeapFile, region_key
 from h5async.index.leaves import Leaf, leaves_of, lie_within
 from h5async.index.shapes import Kind, Shape, shape_of, shape_of_small
 from h5async.index.slabs import TooManyRunsError, runs_between
@@ -40,11 +40,15 @@ class SourceFile(NamedTuple):
         The file, as it was indexed.
     values
         (rows, *row), C-contiguous; None: a file.
+    is_heap
+        Whether elements of variable length are read from it: where these lie is not looked for
+        anew when it was changed.
     """
 
     path: str
     stamp: FileStamp
     values: NDArray[Any] | None = None
+    is_heap: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class Layer:
         int32 (n,): which source.
     begin, count
         int64 (n,): the first extent of the dataset, and how many it has; without chunks, the
-        address of row 0 (-1: never allocated).
+        address of row 0 (-1: never allocated). Of variable length: which heap of the layout.
     is_sparse
         bool (n,): extents are found by their chunk's number, because not all are allocated.
     """
@@ -152,6 +156,8 @@ class TableBuilder:
 
         Where all that can be kept of it fits into `kept_nbytes`, a small dataset is one chunk.
         """
+        if layout.heaps:
+            return self._heap_table(layout)
         nbytes = kept_whole_nbytes(layout)
         keeps_small = 0 < nbytes.small <= kept_nbytes - nbytes.encoded
         if isinstance(layout.parts, AlikeParts) and len(layout.parts) <= MOST_SEGMENTS:
@@ -166,6 +172,32 @@ class TableBuilder:
         except TooManyRunsError:
             return None
         return _FieldBuilder(self, layout, keeps_small).build(leaves)
+
+    def _heap_table(self, layout: DatasetLayout) -> FieldTable:
+        """Return the table of elements of variable length: each file is a segment."""
+        heaps, count = layout.heaps, len(layout.heaps)
+        columns: dict[str, NDArray[Any]] = {
+            "row": np.zeros(count, np.int64),
+            "step": np.ones(count, np.int64),
+            "shape": np.zeros(count, np.int32),
+            "source": np.array([self._heap_source_of(heap) for heap in heaps], np.int32),
+            "begin": np.arange(count),
+            "count": np.zeros(count, np.int64),
+            "is_sparse": np.zeros(count, np.bool_),
+        }
+        first = np.array([heap.first_sample for heap in heaps], np.int64)
+        length = np.array([heap.elements.length.size for heap in heaps], np.int64)
+        layer = _without_gaps(first, length, columns, layout.sample_count)
+        none, masks = np.zeros(0, np.int64), np.zeros(0, np.uint32)
+        shape = Shape(Kind.HEAP)
+        return FieldTable((layer,), (shape,), none, none, none, masks, is_filled_first=False)
+
+    def _heap_source_of(self, heap: HeapFile) -> int:
+        key = "heap", heap.file, heap.stamp
+        number = self._source_numbers.setdefault(key, len(self.sources))
+        if number == len(self.sources):
+            self.sources.append(SourceFile(heap.file, heap.stamp, is_heap=True))
+        return number
 
     def source_of(self, layout: DatasetLayout) -> int:
         """Return the number of the source of a dataset; one that is new is added."""

@@ -13,6 +13,7 @@ from h5async.index.chunkindex import applies_any
 from h5async.index.chunktable import ChunkTable
 from h5async.index.hdf5 import DONT_FILTER_PARTIAL_CHUNKS, chunk_options
 from h5async.index.layout import DatasetLayout
+from h5async.index.obstacles import NotDirectError
 from h5async.index.opened import Opened
 
 
@@ -64,6 +65,23 @@ def require_filters(layout: DatasetLayout, dataset: Opened, where: str) -> None:
 def is_hdf5s(entry: Filter) -> bool:
     """Tell whether HDF5 can undo a filter, and this package cannot."""
     return not can_decode(entry) and bool(h5py.h5z.filter_avail(entry.number))
+
+
+def refuse_filters_of_hdf5(layout: DatasetLayout, dataset: Opened) -> None:
+    """Raise `NotDirectError` if a chunk was written with a filter that HDF5 has to undo.
+
+    In the pipeline alone, it does not matter: a filter that could do nothing with the data, as
+    shuffle with elements of variable length, is passed over as a chunk is written.
+    """
+    theirs = [bit for bit, entry in enumerate(layout.filters) if is_hdf5s(entry)]
+    if theirs and applies_any(dataset, theirs, layout.has_raw_edges):
+        entry = layout.filters[theirs[0]]
+        raise NotDirectError(f"filter {entry.number} ({entry.label}) is decoded by HDF5")
+
+
+def undecodable(filters: tuple[Filter, ...]) -> list[int]:
+    """Return the positions of filters that this package cannot undo."""
+    return [bit for bit, entry in enumerate(filters) if not can_decode(entry)]
 
 
 def unavailable(filters: tuple[Filter, ...]) -> list[int]:

@@ -149,6 +149,18 @@ def _joined_sequences(layouts: Sequence[DatasetLayout]) -> SequenceLengths | Non
     return SequenceLengths(*map(np.concatenate, zip(*several, strict=True)))
 
 
+def unused_rows(layout: DatasetLayout) -> int:
+    """Return how many rows of flat values are in no sample, over all files and groups."""
+    if layout.spans is not None and layout.storage != "files":
+        return layout.num_samples - int(layout.spans[-1] - layout.spans[0])
+    if layout.storage != "files" or not isinstance(layout.parts, tuple):
+        return 0
+    return sum(
+        part.source.num_samples - part.source_samples.size + unused_rows(part.source)
+        for part in layout.parts
+    )
+
+
 def _joined_spans(layouts: Sequence[DatasetLayout]) -> NDArray[np.int64]:
     found, begin = [np.zeros(1, np.int64)], 0
     for layout in layouts:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -26,11 +27,11 @@ from h5async.errors import (
     out_of_memory,
 )
 from h5async.index.cfattributes import cf_attributes
-from h5async.index.contents import LISTING_NBYTES, what_is_there
+from h5async.index.contents import LISTING_NBYTES, shape_of_field, what_is_there
 from h5async.index.datasets import Indexer
 from h5async.index.dimensions import dimension_names
 from h5async.index.groups import Grouping
-from h5async.index.layout import DatasetLayout
+from h5async.index.layout import DatasetLayout, Part
 from h5async.index.links import (
     BESIDE,
     LastGroup,
@@ -48,8 +49,12 @@ from h5async.index.sequenced import (
     is_one_run,
     join_groups,
     merged_dimensions,
+    sliced,
 )
+from h5async.index.slabs import Slab
 from h5async.system.interruptions import passing, suppressing
+
+_COLUMN = re.compile(r"\[:, ?(\d{1,9})\]$")  # behind a path
 
 
 def read_layouts(
@@ -210,7 +215,8 @@ def value_layout(
     Parameters
     ----------
     path, name
-        The file, and the dataset's path in it.
+        The file, and the dataset's path in it; behind it may be which of its columns is meant, as
+        in ``"lengths[:, 0]"``.
     most
         Values that it may hold: a file is not to be trusted with all memory.
 
@@ -228,17 +234,32 @@ def value_layout(
     UnsafeFileError
         If a link to it leads to a file that `reach` does not permit.
     """
-    where = f'{path}: dataset "{name}"'
+    where, number = f'{path}: dataset "{name}"', None
+    behind = _COLUMN.search(name)
+    if behind is not None:
+        name, number = name[: behind.start()], int(behind[1])
     with open_index(path) as file, contextlib.ExitStack() as files:
         found, opened = _dataset_at(file, name, reach, files)
         node = h5py.Dataset(opened)
-        if node.shape is None or math.prod(node.shape[1:]) != 1 or not node.shape:
+        if node.shape is None or not node.shape:
             raise DatasetError(f"{where} must have one dimension, and has shape {node.shape}")
-        if node.size > most:
+        if number is not None and (len(node.shape) != 2 or number >= node.shape[1]):
+            raise DatasetError(
+                f"{where}: there is no such column, because it has shape {node.shape}"
+            )
+        if number is None and math.prod(node.shape[1:]) != 1:
+            hint = (
+                f'; name one of its columns, as in "{name}[:, 0]"' if len(node.shape) == 2 else ""
+            )
+            raise DatasetError(f"{where} must have one dimension, and has shape {node.shape}{hint}")
+        if (node.size if number is None else node.shape[0]) > most:
             raise DatasetError(f"{where} holds {node.size:,} values, for {most:,} at most")
         stored = opened.get_type()
         if not (isinstance(stored, h5py.h5t.TypeStringID) and stored.is_variable_str()):
-            return Indexer(found.file, reach).layout(found.path, opened, found.rest, 0)
+            layout = Indexer(found.file, reach).layout(found.path, opened, found.rest, 0)
+            return layout if number is None else _column_of(layout, number)
+        if number is not None:
+            raise DatasetError(f"{where}: columns of strings of variable length cannot be read")
         plist = opened.get_create_plist()
         if plist.get_layout() == h5py.h5d.VIRTUAL or plist.get_external_count():
             raise DatasetError(
@@ -250,6 +271,13 @@ def value_layout(
             if is_lack_of_memory(error):
                 raise out_of_memory(where, error) from error
             raise ReadError(f"{where} cannot be read ({error})") from error
+
+
+def _column_of(layout: DatasetLayout, number: int) -> DatasetLayout:
+    """Return the layout of one column of a dataset of two dimensions."""
+    every = Slab.run(0, layout.num_samples)
+    part = Part(layout, every, every, source_region=(slice(number, number + 1),))
+    return sliced(layout, layout.num_samples, (), (part,) if layout.num_samples else ())
 
 
 def layout_at(
@@ -361,7 +389,13 @@ def _dataset_at(
             f'{file.filename}: there is no dataset "{path}"{detail}; {what_is_there(file, reach)}'
         ) from error
     if not isinstance(node, h5py.h5d.DatasetID):
-        kind = "group" if isinstance(node, h5py.h5g.GroupID) else "named type"
+        is_group = isinstance(node, h5py.h5g.GroupID)
+        kind = "group" if is_group else "named type"
+        if is_group and shape_of_field(h5py.Group(node)) is not None:
+            raise OtherKindError(
+                f'{file.filename}: "{path}" is a group that is read as one field, a sparse matrix'
+                " or a column of a table; give its path alone, without options of other kinds"
+            )
         raise OtherKindError(
             f'{file.filename}: "{path}" is a {kind}, not a dataset; {what_is_there(file, reach)}'
         )

@@ -44,9 +44,12 @@ def references(path: Path, name: str, reach: Reach) -> tuple[DatasetLayout, Vari
         try:
             form = variable_length(node)
             if form is None:
+                name = _name_of_type(node)
+                is_bytes = name.startswith(("|S", "|V"))
+                more = ", or store each sample as h5py.vlen_dtype(np.uint8)" if is_bytes else ""
                 raise DatasetError(
-                    f"{where} is of {_name_of_type(node)}, not of a variable-length datatype;"
-                    " give the path of its offsets"
+                    f"{where} is of {name}, not of a variable-length datatype; give the path of its"
+                    f" offsets{more}"
                 )
             dtype = np.dtype((np.void, form.reference_nbytes))
             return indexer.raw_layout(found.path, node, dtype), form

@@ -79,8 +79,17 @@ def along_sequences(layout: DatasetLayout, axis: int) -> DatasetLayout:
         samples = Slab.run(number * length, (number + 1) * length)
         parts.append(Part(layout, samples, all_steps, source_region=tuple(row)))
     held = np.full(count, length, np.int64)
+    row_shape = tuple(layout.shape[a] for a in rest if a != axis)
+    found = sliced(layout, count * length, row_shape, tuple(parts))
+    return found.changed(sequences=SequenceLengths(held, held))
+
+
+def sliced(
+    layout: DatasetLayout, count: int, row_shape: tuple[int, ...], parts: tuple[Part, ...]
+) -> DatasetLayout:
+    """Return the layout of so many samples that are parts of those of another one."""
     return layout.changed(
-        shape=(count * length, *(layout.shape[a] for a in rest if a != axis)),
+        shape=(count, *row_shape),
         sample_axis=0,
         storage="files",
         offset=-1,
@@ -88,11 +97,10 @@ def along_sequences(layout: DatasetLayout, axis: int) -> DatasetLayout:
         filters=(),
         chunks=None,
         values=None,
-        parts=tuple(parts),
+        parts=parts,
         sources=(),
         attached=(),
         member=(),
-        sequences=SequenceLengths(held, held),
     )
 
 

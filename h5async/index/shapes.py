@@ -26,6 +26,7 @@ class Kind(IntEnum):
     ROWS_IN_CHUNKS = 2  # whole, in chunks without filters
     CHUNKS = 3  # in chunks that have to be decoded, or in pieces
     LEFT = 4  # only the Python implementation, or h5py, can read them
+    HEAP = 6  # elements of variable length, in the heap of the file (5 is the core's own)
 
 
 @dataclass(frozen=True)

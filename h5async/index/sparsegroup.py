@@ -103,6 +103,31 @@ def sparse_group(file: h5py.File, path: str, reach: Reach = BESIDE) -> SparseGro
         return SparseGroup(where, shape, **parts, is_transposed=is_transposed)
 
 
+def names_beside(file: h5py.File, path: str, reach: Reach = BESIDE) -> tuple[str, str] | None:
+    """Return the paths of the names and the ids of a matrix's columns, if they lie beside it.
+
+    10x Genomics writes ``features/name`` and ``features/id``, before version 3 ``gene_names`` and
+    ``genes``.
+
+    Raises
+    ------
+    ReadError
+        If the group cannot be read.
+    UnsafeFileError
+        If a link leads to a file that `reach` does not permit.
+    """
+    with contextlib.ExitStack() as files:
+        located, node = find(file, path, reach, files)
+        if located is None or not isinstance(node, h5py.h5g.GroupID):
+            return None
+        with reading(f'{located.file.filename}: group "{located.path}"'):
+            group = h5py.Group(node)
+            for pair in (("features/name", "features/id"), ("gene_names", "genes")):
+                if "barcodes" in group and all(name in group for name in pair):
+                    return f"{path}/{pair[0]}", f"{path}/{pair[1]}"
+    return None
+
+
 def row_offsets(indptr: NDArray[Any], group: SparseGroup) -> NDArray[np.int64]:
     """Check where rows begin and end.
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from h5async.errors import ReadError
 from h5async.io.maps import FileMap, IoMode, may_map
-from h5async.io.stamps import FileStamp, has_swmr_writer, replaced
+from h5async.io.stamps import FileStamp, changed, has_swmr_writer, replaced
 from h5async.spelling import named
 from h5async.system.interruptions import interruption, suppressing
 
@@ -223,7 +223,10 @@ class LocalFile:
             self._map = FileMap(self.descriptor)
         except (OSError, ValueError, MemoryError) as error:
             if self.io == "map":
+                is_empty = self.stamp.nbytes and not os.fstat(self.descriptor).st_size
                 self.close()
+                if is_empty:
+                    raise changed(self.path, "it was cut short, and is empty now") from error
                 raise ReadError(
                     f"{self.path} cannot be mapped into memory: {error}; read it with"
                     f" {named('io', 'pread')}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,22 +18,13 @@ _TOP, _LEFT, _FLIP = 2 * _TRIES, 2 * _TRIES + 1, 2 * _TRIES + 2
 _NUMBERS = 2 * _TRIES + 3  # random numbers for each sample
 
 
-class Box(NamedTuple):
-    """A part of an image, in pixels."""
-
-    top: int
-    left: int
-    height: int
-    width: int
-
-
 def random_numbers(seed: int, epoch: int, samples: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return the random numbers of some samples.
 
     Returns
     -------
     numpy.ndarray
-        float64 (samples, 23), from 0 to below 1: by row what `random_box` and `is_flipped` take.
+        float64 (samples, 23), from 0 to below 1: by row what `random_boxes` and `are_flipped` take.
     """
     digest = hashlib.blake2b(f"h5async images {seed} {epoch}".encode(), digest_size=16).digest()
     first, second = np.frombuffer(digest, "<u8").astype(np.uint64)
@@ -53,49 +43,78 @@ def _mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def random_box(
-    height: int,
-    width: int,
+def random_boxes(
+    heights: NDArray[np.int64],
+    widths: NDArray[np.int64],
     scale: tuple[float, float],
     ratio: tuple[float, float],
-    numbers: list[float],
-) -> Box:
-    """Return a random part of an image, as torchvision's ``RandomResizedCrop`` chooses it.
+    numbers: NDArray[np.float64],
+) -> NDArray[np.int64]:
+    """Return random parts of images, as torchvision's ``RandomResizedCrop`` chooses them.
 
     Parameters
     ----------
-    height, width
-        Of the image.
+    heights, widths
+        int64 (n,): of the images, in pixels; 1 or more.
     scale
-        Bounds of the part's area, of that of the image.
+        Bounds of a part's area, of that of the image.
     ratio
         Bounds of its width divided by its height.
     numbers
-        A row of `random_numbers`.
+        Rows of `random_numbers`, of each image one.
+
+    Returns
+    -------
+    numpy.ndarray
+        int64 (n, 4): top, left, height and width of each part, in pixels.
     """
     low, high = math.log(ratio[0]), math.log(ratio[1])
+    boxes, left = np.empty((heights.size, 4), np.int64), np.arange(heights.size)
     for number in range(_TRIES):
-        area = height * width * (scale[0] + (scale[1] - scale[0]) * numbers[number])
-        aspect = math.exp(low + (high - low) * numbers[_TRIES + number])
-        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
-        if 0 < w <= width and 0 < h <= height:
-            top, left = int(numbers[_TOP] * (height - h + 1)), int(numbers[_LEFT] * (width - w + 1))
-            return Box(top, left, h, w)
+        height, width, row = heights[left], widths[left], numbers[left]
+        area = height * width * (scale[0] + (scale[1] - scale[0]) * row[:, number])
+        aspect = _exp(low + (high - low) * row[:, _TRIES + number])
+        w, h = np.rint(np.sqrt(area * aspect)), np.rint(np.sqrt(area / aspect))
+        corner = row[:, _TOP] * (height - h + 1), row[:, _LEFT] * (width - w + 1)
+        boxes[left] = np.stack((*corner, h, w), axis=1)
+        left = left[(w < 1) | (w > width) | (h < 1) | (h > height)]
+        if not left.size:
+            return boxes
+    for image in left.tolist():
+        boxes[image] = _largest_box(int(heights[image]), int(widths[image]), ratio)
+    return boxes
+
+
+def _exp(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return e to the power of numbers; NumPy's own differs with the processor, in the last bit."""
+    return np.array(list(map(math.exp, x.tolist())))
+
+
+def _largest_box(height: int, width: int, ratio: tuple[float, float]) -> tuple[int, int, int, int]:
+    """Return the largest part in the middle of an image whose proportions lie within bounds."""
     h, w = height, width
     if width / height < ratio[0]:
         h = max(1, min(height, round(width / ratio[0])))
     elif width / height > ratio[1]:
         w = max(1, min(width, round(height * ratio[1])))
-    return Box((height - h) // 2, (width - w) // 2, h, w)
+    return ((height - h) // 2, (width - w) // 2, h, w)
 
 
-def center_box(height: int, width: int, size: tuple[int, int]) -> Box:
-    """Return the largest part in the middle of an image that has the proportions of `size`."""
-    h = min(height, max(1, round(width * size[0] / size[1])))
-    w = min(width, max(1, round(height * size[1] / size[0])))
-    return Box((height - h) // 2, (width - w) // 2, h, w)
+def center_boxes(
+    heights: NDArray[np.int64], widths: NDArray[np.int64], size: tuple[int, int]
+) -> NDArray[np.int64]:
+    """Return the largest parts in the middle of images that have the proportions of `size`.
+
+    Returns
+    -------
+    numpy.ndarray
+        As of `random_boxes`.
+    """
+    h = np.minimum(heights, np.maximum(1, np.rint(widths * size[0] / size[1])))
+    w = np.minimum(widths, np.maximum(1, np.rint(heights * size[1] / size[0])))
+    return np.stack(((heights - h) // 2, (widths - w) // 2, h, w), axis=1).astype(np.int64)
 
 
-def is_flipped(numbers: list[float]) -> bool:
-    """Return whether an image is flipped, which half of them are."""
-    return numbers[_FLIP] < 0.5
+def are_flipped(numbers: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Return by image whether it is flipped, which half of them are."""
+    return numbers[:, _FLIP] < 0.5

@@ -249,10 +249,10 @@ class _Runs(NamedTuple):
     @classmethod
     def of(cls, number: Int64s, local: Int64s, position: Int64s) -> _Runs:
         """Group samples, sorted by group `number` and then `local`, and join neighbours to runs."""
-        changes = number[1:] != number[:-1]
-        breaks = changes | (np.diff(local) != 1) | (np.diff(position) != 1)
-        first = np.flatnonzero(np.concatenate(([True], breaks)))
-        group_first = np.flatnonzero(np.concatenate(([True], changes)))
+        changes, breaks = np.ones((2, number.size), np.bool_)  # (there may be no samples)
+        changes[1:] = number[1:] != number[:-1]
+        breaks[1:] = changes[1:] | (np.diff(local) != 1) | (np.diff(position) != 1)
+        first, group_first = np.flatnonzero(breaks), np.flatnonzero(changes)
         return cls(
             group_number=number[group_first],
             run_start=np.append(np.searchsorted(first, group_first), first.size),

@@ -202,7 +202,8 @@ def row_transform(field: Field, layout: DatasetLayout) -> RowTransform:
     elif dtype is None:
         dtype = layout.dtype.newbyteorder("=")
     elif layout.dtype.kind not in "biufc" or (layout.dtype.kind == "c" and dtype.kind != "c"):
-        raise ConfigError(f"{where}: {layout.dtype} cannot be cast to {dtype}; leave dtype out")
+        option = "scale and offset" if field.dtype is None else "dtype"
+        raise ConfigError(f"{where}: {layout.dtype} cannot be cast to {dtype}; leave {option} out")
     row = tuple(layout.shape[axis] for axis in axes[1:])
     transform = RowTransform(
         raw_row=tuple(layout.shape[axis] for axis in rest),

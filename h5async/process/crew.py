@@ -10,6 +10,7 @@ import functools
 import threading
 from collections.abc import Callable
 
+from h5async.fill.recording import Recorded
 from h5async.fill.records import FillerStats, FillOutcome, FillRequest
 from h5async.io.shared import SharedMemory
 from h5async.process.messages import NoteUploaded, Opened, Starting
@@ -110,6 +111,16 @@ class Crew:
         """Have all helpers do without memory for encoded chunks."""
         for supervisor in self.supervisors:
             supervisor.drop_encoded()
+
+    def record(self, max_events: int) -> None:
+        """Have all helpers record what their threads do, as `Supervisor.record`."""
+        for supervisor in self.supervisors:
+            supervisor.record(max_events)
+
+    def take_recorded(self) -> list[Recorded]:
+        """Return what helpers have recorded since the last call, as far as they have sent it."""
+        several = [supervisor.take_recorded() for supervisor in self.supervisors]
+        return [recorded for one in several for recorded in one]
 
     def flush(self) -> None:
         """Send what was posted, as `Supervisor.flush`."""

@@ -10,8 +10,10 @@ requests out to the helpers (`crew.py`), and sends.
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -23,6 +25,7 @@ from h5async.errors import ConfigError, ReadError
 from h5async.fill.columns import first_columns_of
 from h5async.fill.limits import MemoryPlan
 from h5async.fill.pool import THREAD_NAME, join_all, start_thread
+from h5async.fill.recording import Recorded
 from h5async.fill.records import FillerStats, FillOutcome, FillRequest, SlotMemory
 from h5async.fill.resident import Residency
 from h5async.fill.selecting import Chosen
@@ -35,6 +38,7 @@ from h5async.process.messages import Opened, Opening, Starting, dump_opening
 from h5async.process.sharedslots import ReaderSlots
 from h5async.spelling import named
 from h5async.system.patience import Patience
+from h5async.timeline import Timeline
 
 
 class HelperFiller:
@@ -101,6 +105,7 @@ class HelperFiller:
         self._on_done: Callable[[FillRequest, FillOutcome], None] = _nothing
         self._on_crash: Callable[[BaseException], None] = _nothing
         self._threads: list[threading.Thread] = []
+        self._timeline: Timeline | None = None
 
     @property
     def layouts(self) -> Mapping[str, DatasetLayout]:
@@ -216,6 +221,20 @@ class HelperFiller:
     def stats(self) -> FillerStats:
         """Return what all helpers have done so far."""
         return self._crew.stats()
+
+    def record(self, timeline: Timeline | None) -> None:
+        """Record what all threads do from now on, those of helpers too; None: no more."""
+        self._timeline = timeline or self._timeline
+        self._crew.record(0 if timeline is None else timeline.max_events)
+
+    def recorded(self) -> list[Recorded]:
+        """Return what was recorded here, and what helpers have sent of theirs; once."""
+        timeline, self._timeline = self._timeline, None
+        if timeline is None:
+            return []
+        events = timeline.take_events(time.perf_counter_ns())
+        here = Recorded(os.getpid(), timeline.threads, events, timeline.dropped)
+        return [here, *self._crew.take_recorded()]
 
     def stop(self, then: Callable[[], None]) -> None:
         """Drop all requests, end the helpers, then call `then`. As `Filler.stop`."""

@@ -36,6 +36,7 @@ from h5async.process.messages import (
     NoteUploaded,
     Opened,
     Opening,
+    Record,
     Rooms,
     SentField,
     Started,
@@ -46,6 +47,7 @@ from h5async.process.messages import (
 )
 from h5async.process.sharedslots import HelperSlots
 from h5async.spelling import named
+from h5async.timeline import Timeline
 
 # In the environment of a new helper: the number of the process that started it.
 MARK = "H5ASYNC_HELPER_OF"
@@ -215,6 +217,8 @@ class _Helper:
             self._filler.fill(FillRequest(*request))
         elif isinstance(message, NoteUploaded):
             self._filler.note_uploaded(message.slot, self._slots.index(message.slot))
+        elif isinstance(message, Record):
+            self._filler.record(Timeline(message.max_events) if message.max_events else None)
         else:
             assert isinstance(message, DropEncoded)
             self._filler.drop_encoded(self._slots.drop_encoded())
@@ -248,6 +252,7 @@ class _Helper:
             outcome.busy_seconds,
             outcome.warnings,
             self._filler.stats(),
+            self._filler.recorded(),
         )
         try:
             self._channel.send(answer)

@@ -2,7 +2,8 @@
 
 First `Opening` is answered by `Opened`, and `Starting` by `Started`. Then the reader sends requests
 to fill slots (`FillRequest` and `Rooms`, as plain tuples), each of which gets one `Answer`, in any
-order, and notes, which get none (`NoteUploaded`, `DropEncoded`). Arrays stay in shared memory.
+order, and notes, which get none (`NoteUploaded`, `DropEncoded`, `Record`). Arrays stay in shared
+memory.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import itertools
 import pickle
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -21,6 +22,7 @@ from h5async.config import Field, ReaderConfig
 from h5async.errors import H5AsyncError
 from h5async.fill.columns import Categories, SparseShape
 from h5async.fill.limits import MemoryPlan
+from h5async.fill.recording import Recorded
 from h5async.fill.records import FillerStats
 from h5async.fill.selecting import Chosen
 from h5async.index.layout import DatasetLayout
@@ -119,6 +121,18 @@ class DropEncoded(NamedTuple):
     """Give the memory for encoded chunks back."""
 
 
+class Record(NamedTuple):
+    """Record what threads do, and send it with the answers; 0: no more.
+
+    Attributes
+    ----------
+    max_events
+        How many events are kept at most.
+    """
+
+    max_events: int
+
+
 class SentField(NamedTuple):
     """Where the arrays of a field of a batch lie.
 
@@ -152,6 +166,8 @@ class Answer(NamedTuple):
         As in `FillOutcome`.
     stats
         What the helper's filler has done so far.
+    recorded
+        What its threads have done since the last answer, where that is recorded.
     """
 
     request: tuple[Any, ...]
@@ -164,6 +180,7 @@ class Answer(NamedTuple):
     busy_seconds: float
     warnings: tuple[str, ...]
     stats: FillerStats
+    recorded: Sequence[Recorded] = ()
 
 
 class Failed(NamedTuple):

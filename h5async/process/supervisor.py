@@ -20,12 +20,13 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.fill.recording import Recorded
 from h5async.fill.records import FillerStats, FillOutcome, FillRequest
 from h5async.io.shared import SharedMemory
 from h5async.plan.encoded import EncodedFormat
@@ -35,6 +36,7 @@ from h5async.process.messages import (
     DropEncoded,
     Failed,
     Opened,
+    Record,
     Started,
     Starting,
     received,
@@ -104,6 +106,8 @@ class Supervisor:
         self._on_done: Callable[[FillRequest, FillOutcome], None] = _nothing
         self._outstanding = Outstanding()
         self._stats = self._former_stats = _NOTHING_DONE
+        self._max_events = 0  # that are recorded
+        self._recorded: list[Recorded] = []
         self._steps = Steps()
         self._opener_id = threading.get_native_id()  # of the system's thread
         self._is_alone = False  # there is no other thread of the system
@@ -167,6 +171,18 @@ class Supervisor:
                 slots=self._slots.specs, encoded_formats=formats
             )
             self.note(DropEncoded())
+
+    def record(self, max_events: int) -> None:
+        """Have this helper and later ones record what their threads do; 0: no more."""
+        with self._lock:
+            self._max_events = max_events
+            self.note(Record(max_events))
+
+    def take_recorded(self) -> list[Recorded]:
+        """Return what helpers have recorded since the last call, as far as they have sent it."""
+        with self._lock:
+            found, self._recorded = self._recorded, []
+            return found
 
     def flush(self) -> None:
         """Send what was posted; blocks until the helper has received it or has ended."""
@@ -286,6 +302,8 @@ class Supervisor:
                 return False
             process.post(self._starting)
             self._takes_notes = True  # whatever is noted from here on is posted behind that
+            if self._max_events:
+                process.post(Record(self._max_events))
         if self._is_alone:
             process.flush()
         else:
@@ -320,6 +338,7 @@ class Supervisor:
         request = FillRequest(*answer.request)
         with self._lock:
             self._stats = answer.stats
+            self._keep(answer.recorded)
             if not self._outstanding.remove(request):
                 return
             if self._post_requests():  # the answer may have cleared the last suspect
@@ -347,6 +366,23 @@ class Supervisor:
             ),
         )
         del error  # its traceback may have this frame
+
+    def _keep(self, several: Sequence[Recorded]) -> None:
+        """Keep what a helper has recorded, as long as it is not too much. Holds the lock."""
+        if not self._max_events:
+            return
+        for recorded in several:
+            room = self._max_events - sum(len(one.events) for one in self._recorded)
+            events = recorded.events
+            former = self._recorded[-1] if self._recorded else None
+            dropped = recorded.dropped + max(0, len(events) - room)
+            if former is not None and former.process == recorded.process:
+                former.events.extend(events[:room])
+                self._recorded[-1] = former._replace(
+                    threads=recorded.threads, dropped=former.dropped + dropped
+                )
+            else:
+                self._recorded.append(recorded._replace(events=events[:room], dropped=dropped))
 
     # --- the end of a helper ----------------------------------------------------------------------
 

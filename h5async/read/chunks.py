@@ -153,10 +153,11 @@ class ChunkReader:
         sizes = np.full(first_row.shape, layout.chunk_nbytes)
         flat = raw.reshape(-1).view(np.uint8)
         out = _slices(flat, first_row * layout.row_nbytes, sizes)
-        with suppressing(ValueError, RuntimeError), scratch.counts.timed("decode_ns"):
+        with suppressing(ValueError, RuntimeError), scratch.timed("decode_ns"):
             self.pipeline.decode_many(encoded, mask, out, scratch)
             scratch.counts.read_nbytes += int(chunks.nbytes[entry].sum())
             scratch.counts.decoded_chunks += stop - start
+            scratch.counts.decoded_nbytes += int(sizes.sum())
             return True
         return False
 
@@ -169,6 +170,8 @@ class ChunkReader:
                 raw[(slice(position, position + length), *region)] = self._fill
             return
         if self._chunks is None:
+            samples = sum(length for _, _, length in runs)
+            scratch.counts.read_nbytes += samples * self._layout.row_nbytes
             axis = self._layout.sample_axis
             inside = (*region[:axis], slice(None), *region[axis:])
             mapped = self._mapped_dataset(reading.file)
@@ -179,8 +182,10 @@ class ChunkReader:
             return
         whole = _as_bytes(raw, runs[0]) if is_whole else None
         if self.pipeline.is_raw(int(self._chunks.filter_mask[entry])):
-            scratch.counts.read_nbytes += int(self._chunks.nbytes[entry])
-            with scratch.counts.timed("read_ns"):
+            whole_nbytes = int(self._chunks.nbytes[entry])
+            needed = [(0, whole_nbytes)] if is_whole else self._needed(runs, whole_nbytes)
+            scratch.counts.read_nbytes += sum(end - begin for begin, end in needed)
+            with scratch.timed("read_ns"):
                 chunk = self._raw_chunk(reading.file, entry, runs, whole, scratch)
                 if whole is None:
                     self._scatter(chunk, runs, region, raw)
@@ -190,7 +195,7 @@ class ChunkReader:
             decode = partial(self._decode, reading, entry)
             room = scratch.raw_chunk[: self._layout.chunk_nbytes]
             with self._cache.decoded(self.key(entry), room, decode) as decoded:
-                with scratch.counts.timed("place_ns"):
+                with scratch.timed("place_ns"):
                     self._scatter(self._as_chunk(decoded), runs, region, raw)
 
     def _scatter(
@@ -239,13 +244,14 @@ class ChunkReader:
         scratch = reading.scratch
         if reading.mapped is None:
             encoded = scratch.encoded[:nbytes]
-            with scratch.counts.timed("read_ns"):
+            with scratch.timed("read_ns"):
                 reading.file.read_into(offset, [encoded.data])
         else:
             encoded = reading.mapped[offset : offset + nbytes]
         scratch.counts.decoded_chunks += 1
+        scratch.counts.decoded_nbytes += out.size
         scratch.counts.read_nbytes += nbytes
-        with scratch.counts.timed("decode_ns"):
+        with scratch.timed("decode_ns"):
             self._decode_exactly(encoded, entry, scratch, out)
 
     def _decode_exactly(self, encoded: Bytes, entry: int, scratch: Scratch, out: Bytes) -> None:

@@ -29,9 +29,11 @@ from h5async.core.batch import (
     WantedStruct,
 )
 from h5async.core.binding import Core, address
+from h5async.core.heap import HeapStruct
 from h5async.core.structures import IO_MODES, MAX_RANK, DatasetStruct
 from h5async.errors import ReaderClosedError
 from h5async.index.extents import FieldTable, Layer, SourceFile, TableBuilder
+from h5async.index.keeping import Keeps, what_to_keep
 from h5async.index.layout import DatasetLayout
 from h5async.index.shapes import Kind, Shape
 from h5async.io.keptfiles import affordable_maps
@@ -72,6 +74,8 @@ class Collection:
         By field: what rows are made into as they are read; None: nothing, or not here.
     steps
         By field: which rows each sample consists of; None: its own. Empty: that of all fields.
+    samples
+        Of an epoch; None: all.
     """
 
     def __init__(
@@ -84,16 +88,18 @@ class Collection:
         kept_nbytes: Sequence[int],
         transforms: Sequence[NativeTransform | None],
         steps: Sequence[StepRows | SpanRows | None] = (),
+        samples: int | None = None,
     ) -> None:
         self._core = core
         self._keep: list[Any] = []  # what structures point to
         self._firsts: dict[bytes, Int64s] = {}  # of layers; equal ones are one
         builder = TableBuilder(lambda filters: core.filters(filters) is not None, MAX_RANK)
         tables = [
-            None if layout.heaps else builder.build(layout, nbytes)
+            builder.build(layout, nbytes)
             for layout, nbytes in zip(layouts, kept_nbytes, strict=True)
         ]
         self.num_samples = layouts[0].sample_count
+        self._share = 1.0 if samples is None else samples / max(1, self.num_samples)
         self._num_fields = len(layouts)
         # Fields of which it reads something.
         # (Not where samples share runs of rows, of which each is read once.)
@@ -102,23 +108,28 @@ class Collection:
             table is not None and table.can_read and is_own
             for table, is_own in zip(tables, own_rows, strict=True)
         ]
-        self._numbers: dict[str, list[int]] = {}
+        # By path, and whether elements of variable length are read from it.
+        self._numbers: dict[tuple[str, bool], list[int]] = {}
         for i, source in enumerate(builder.sources):
             if source.values is None:
-                self._numbers.setdefault(source.path, []).append(i)
+                self._numbers.setdefault((source.path, source.is_heap), []).append(i)
         self._io = io
         self._batches: list[SlotBatch] = []
         self._num_sources = len(builder.sources)
         self._sources = self._open(builder.sources, io, most_files)
         self._fields = (FieldStruct * len(tables))()
         described = zip(self._fields, tables, layouts, kept_nbytes, transforms, strict=True)
-        self._describe_rows(steps)
+        self._describe_rows(layouts, steps)
+        several = steps or [None] * len(layouts)
         try:
-            for (struct, table, layout, kept, transform), reads in zip(
-                described, self.reads, strict=True
+            for (struct, table, layout, kept, transform), reads, rows in zip(
+                described, self.reads, several, strict=True
             ):
                 if table is not None and reads:
-                    self._describe_field(struct, table, layout, kept, transform)
+                    uses = self._share * layout.num_samples
+                    uses *= rows.size if isinstance(rows, StepRows) else 1
+                    keeps = what_to_keep(table, layout, kept, uses)
+                    self._describe_field(struct, table, layout, kept, keeps, transform)
         except BaseException:
             self.close()
             raise
@@ -166,11 +177,15 @@ class Collection:
         table: FieldTable,
         layout: DatasetLayout,
         kept_nbytes: int,
+        keeps: Sequence[Keeps],
         transform: NativeTransform | None,
     ) -> None:
         struct.layers = (LayerStruct * len(table.layers))(*map(self._layer, table.layers))
         struct.shapes = (ShapeStruct * len(table.shapes))(
-            *(self._shape(shape, layout.row_nbytes) for shape in table.shapes)
+            *(
+                self._shape(shape, layout.row_nbytes, what)
+                for shape, what in zip(table.shapes, keeps, strict=True)
+            )
         )
         struct.number = self._hold(table.number) if table.number.size else None
         struct.offset = self._hold(table.offset)
@@ -181,10 +196,12 @@ class Collection:
         struct.num_layers, struct.num_extents = len(table.layers), table.offset.size
         struct.row_nbytes, struct.itemsize = layout.row_nbytes, layout.dtype.itemsize
         struct.is_filled_first, struct.num_rows = table.is_filled_first, layout.num_samples
+        if layout.heaps:
+            self._describe_heaps(struct, layout)
         struct.limit = layout.limit or 0
         is_whole = len(table.layers) == 1 and not table.is_filled_first
         is_whole &= all(s.kind != Kind.CHUNKS or s.extents.shape[0] == 1 for s in table.shapes)
-        if transform is not None and is_whole:
+        if transform is not None and is_whole and not layout.heaps:
             struct.transform = ctypes.pointer(transform.struct)
             self._keep.append(transform)
         least = min((s.chunk_nbytes for s in table.shapes if s.keeps), default=0)
@@ -193,11 +210,22 @@ class Collection:
             if not struct.store:
                 raise MemoryError("no memory is left for decoded chunks")
 
-    def _describe_rows(self, several: Sequence[StepRows | SpanRows | None]) -> None:
+    def _describe_heaps(self, struct: FieldStruct, layout: DatasetLayout) -> None:
+        assert layout.lengths is not None
+        self._keep.append(layout.heaps)  # whose structures point to their arrays
+        structs = [heap.elements.struct() for heap in layout.heaps]
+        struct.heaps = (HeapStruct * len(structs))(*structs)
+        struct.lengths = self._hold(layout.lengths)
+        struct.num_rows = layout.lengths.size
+
+    def _describe_rows(
+        self, layouts: Sequence[DatasetLayout], several: Sequence[StepRows | SpanRows | None]
+    ) -> None:
         """Say which rows samples consist of, by field; fields with equal rows share a structure."""
         made: dict[Any, Any] = {}
-        for field, rows, is_read in zip(self._fields, several, self.reads, strict=False):
-            if not is_read:
+        described = zip(self._fields, layouts, several, self.reads, strict=False)
+        for field, layout, rows, is_read in described:
+            if not is_read or layout.heaps:  # whose lengths are known to the core
                 continue
             if isinstance(rows, StepRows):
                 field.steps = made.setdefault(rows, self._step_struct(rows))
@@ -224,7 +252,7 @@ class Collection:
         first = self._firsts.setdefault(layer.first.tobytes(), layer.first)
         return LayerStruct(self._hold(first), *held, layer.row.size)
 
-    def _shape(self, shape: Shape, row_nbytes: int) -> ShapeStruct:
+    def _shape(self, shape: Shape, row_nbytes: int, keeps: Keeps) -> ShapeStruct:
         filters = self._core.filters(shape.filters)
         self._keep.append(filters)
         dataset = DatasetStruct(
@@ -252,7 +280,7 @@ class Collection:
             shape.number_stride,
             shape.kind,
             shape.source_row_nbytes,
-            shape.keeps,
+            keeps,
             shape.swaps,
         )
 
@@ -356,7 +384,10 @@ class Collection:
         return int(refused)
 
     def left(self, batch: SlotBatch) -> Iterator[tuple[int, Int64s]]:
-        """Yield each field of which the core left something, and the rows of its memory, once."""
+        """Yield each field of which the core left something, and the rows of its memory, once.
+
+        Of elements of variable length: the places of samples in the batch.
+        """
         items = self._items(batch)
         items = items[items["status"] == REFUSED]
         if not items.size:
@@ -374,6 +405,9 @@ class Collection:
                 here = slice(item["first_run"], item["first_run"] + item["num_runs"])
                 if item["kind"] == Kind.ROWS:
                     rows.append(position[here])
+                    continue
+                if item["kind"] == Kind.HEAP:
+                    rows.append(run_length[here])
                     continue
                 for first, length in zip(run_position[here], run_length[here], strict=True):
                     rows.append(np.arange(first, first + length))
@@ -396,6 +430,11 @@ class Collection:
             selection,
         )
 
+    def source_path(self, number: int) -> int | str:
+        """Return the path of a source, or its number where it has none; also after `close`."""
+        path = int(self._table["path"][number])
+        return os.fsdecode(ctypes.string_at(path)) if path else number
+
     # --- files ---------------------------------------------------------------------------------
 
     def open_ahead(self, is_closed: Callable[[], bool]) -> bool:
@@ -408,15 +447,18 @@ class Collection:
 
     def descriptor(self, path: str) -> int | None:
         """Return another descriptor of a file that is open, whatever lies at its path by now."""
-        for number in self._numbers.get(path, ()):
+        for number in self._numbers.get((path, False), []) + self._numbers.get((path, True), []):
             found = int(self._core.descriptor(self._sources, number))
             if found >= 0:
                 return found
         return None
 
-    def restamp(self, path: str, stamp: FileStamp) -> None:
-        """Say that a file which was changed still holds what was indexed."""
-        for number in self._numbers.get(path, ()):
+    def restamp(self, path: str, stamp: FileStamp, *, is_heap: bool = False) -> None:
+        """Say that a file which was changed still holds what was indexed.
+
+        `is_heap`: that elements of variable length lie where they did; else that all others do.
+        """
+        for number in self._numbers.get((path, is_heap), ()):
             self._core.restamp(
                 self._sources,
                 number,

@@ -64,6 +64,8 @@ class Executors:
     on_change
         Called where a file has changed but still holds what was indexed: what was read of it
         before is worthless.
+    samples
+        Of an epoch; None: all.
 
     Attributes
     ----------
@@ -78,8 +80,10 @@ class Executors:
         io: IoMode,
         kept_nbytes: Sequence[int],
         on_change: Callable[[], None],
+        samples: int | None = None,
     ) -> None:
         self._core = core
+        self._samples = samples
         self._layouts = layouts
         self._kept_nbytes = kept_nbytes
         self._caches: list[ChunkCache] = []  # by field; always this list
@@ -100,7 +104,13 @@ class Executors:
         )
 
         # Where values of variable length lie is not looked for anew in a file that was changed.
-        self._heap_files = LocalFiles(self._kept_files, io, python_maps=True)
+        self._heap_files = LocalFiles(
+            self._kept_files,
+            io,
+            python_maps=True,
+            on_new_stamp=partial(_restamp, self._collections, is_heap=True),
+            descriptor_of=partial(_descriptor, self._collections),
+        )
 
     @property
     def methods(self) -> list[str]:
@@ -139,6 +149,7 @@ class Executors:
             kept_nbytes=self._kept_nbytes,
             transforms=transforms,
             steps=steps,
+            samples=self._samples,
         )
         self._collections.append(collection)
         return collection
@@ -200,9 +211,11 @@ class Executors:
         return PlanExecutor(layout, self._files, cache)
 
 
-def _restamp(collections: Sequence[Collection], path: str, stamp: FileStamp) -> None:
+def _restamp(
+    collections: Sequence[Collection], path: str, stamp: FileStamp, *, is_heap: bool = False
+) -> None:
     for collection in collections:
-        collection.restamp(path, stamp)
+        collection.restamp(path, stamp, is_heap=is_heap)
 
 
 def _descriptor(collections: Sequence[Collection], path: str) -> int | None:

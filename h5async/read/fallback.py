@@ -38,6 +38,7 @@ from h5async.system.interruptions import interruption, suppressing
 _TRIES = 3  # to read while nobody changes a file
 _VARIABLES = "HDF5_EXTFILE_PREFIX", "HDF5_VDS_PREFIX"
 _SPAN_NBYTES = 4 << 20  # may be read for samples of one chunk, however few of its bytes are wanted
+_NEIGHBOURS = 4  # chunks that batches side by side may share, in no certain order
 
 
 class FallbackReader:
@@ -261,6 +262,10 @@ class FallbackExecutor:
         self._reader = reader
         self._changes_found = -1
         self._checks: list[ChunkCheck] = []
+        # Rows of chunks along the samples that HDF5 may still have decoded, the latest last.
+        self._recent: dict[int, None] = {}
+        self._counting = threading.Lock()
+        self._cache_nbytes = h5py.h5p.create(h5py.h5p.FILE_ACCESS).get_cache()[2]
 
     def execute(
         self, plan: SamplesPlan, start: int, stop: int, raw: NDArray[Any], scratch: Scratch
@@ -270,8 +275,26 @@ class FallbackExecutor:
             self._changes_found = self._reader.changes_found
             checks = map(ChunkCheck.of, self._layout.origins())
             self._checks = [check for check in checks if check is not None]
-        with scratch.counts.timed("read_ns"):
+        with scratch.timed("read_ns"):
             self._reader.read(self._layout, plan, raw, self._checks, scratch.require_open)
+        scratch.counts.h5py_decoded_nbytes += self._decoded_nbytes(plan.sample)
+
+    def _decoded_nbytes(self, sample: Int64s) -> int:
+        """Return what HDF5 has decoded for some samples: whole chunks, of which it keeps some."""
+        layout, axis = self._layout, self._layout.sample_axis
+        if not (layout.filters and layout.chunk_shape and sample.size):
+            return 0
+        nbytes = math.prod(layout.grid) // layout.grid[axis] * layout.chunk_nbytes
+        nbytes *= max(1, layout.stored_itemsize // max(1, layout.dtype.itemsize))
+        decoded = 0
+        with self._counting:
+            for chunk in np.unique(sample // layout.chunk_shape[axis]).tolist():
+                decoded += nbytes * (chunk not in self._recent)
+                self._recent.pop(chunk, None)
+                self._recent[chunk] = None
+            while len(self._recent) > max(_NEIGHBOURS, self._cache_nbytes // max(1, nbytes)):
+                del self._recent[next(iter(self._recent))]
+        return decoded
 
 
 def _written(layout: DatasetLayout) -> Int64s:

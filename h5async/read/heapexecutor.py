@@ -1,14 +1,15 @@
 """Executes plans of elements of variable length: their values lie in the heap of their file.
 
 Samples enter, and where the values of each go; values leave, in the slot's memory. It is the one
-executor whose rows are found by what was read when the dataset was indexed (`HeapFile`).
+executor whose rows are found by what was read when the dataset was indexed (`HeapFile`). With the
+core, it reads what the core's plan leaves: elements that are damaged, whose errors it words, given
+samples of `read()`, and those of fields with steps.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from ctypes import c_int32
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -46,7 +47,6 @@ class HeapExecutor:
         self._first = np.array([heap.first_sample for heap in layout.heaps], np.int64)
         self._value_nbytes = layout.row_nbytes
         self._files = files
-        self._own = threading.local()
 
     def execute(
         self, plan: HeapPlan, start: int, stop: int, raw: NDArray[Any], scratch: Scratch
@@ -55,9 +55,12 @@ class HeapExecutor:
         begin, end = plan.begin(start), plan.begin(stop)
         samples, places = plan.samples[begin:end], plan.offsets[begin:end] * self._value_nbytes
         out = raw.reshape(-1).view(np.uint8)
-        with scratch.counts.timed("read_ns"):
+        core = self._core
+        reader = HeapReader(core, None if core is None else scratch.worker(core))
+        # The core has a counter of its own.
+        with scratch.timed("read_ns") if core is None else nullcontext():
             for heap, element, place in self._by_file(samples, places):
-                work = partial(self._read, heap, element, place, out, scratch.stop)
+                work = partial(self._read, reader, heap, element, place, out)
                 self._files.read(heap.file, heap.stamp, work)
 
     def _by_file(
@@ -74,16 +77,13 @@ class HeapExecutor:
 
     def _read(
         self,
+        reader: HeapReader,
         heap: HeapFile,
         element: Int64s,
         place: Int64s,
         out: NDArray[np.uint8],
-        stop: c_int32 | None,
         file: LocalFile,
         stamp: FileStamp,
     ) -> bool:
-        reader = getattr(self._own, "reader", None)
-        if reader is None:
-            reader = self._own.reader = HeapReader(self._core, stop)
         reader.read(heap.elements, file, stamp, element, place, out)
         return False

@@ -10,12 +10,11 @@ import ctypes
 import os
 import struct
 from collections.abc import Callable
-from ctypes import c_int32
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.core.binding import Core, address
+from h5async.core.binding import Core, CoreWorker, address
 from h5async.core.heap import INDEX_BITS, MOST_ADDRESS
 from h5async.core.structures import IO_MODES, Event, FileStruct
 from h5async.errors import ReaderClosedError, ReadError
@@ -40,16 +39,15 @@ class HeapReader:
     ----------
     core
         The compiled core; None: all is done in Python.
-    stop
-        Once it is not 0, nobody wants the rest.
+    worker
+        What this thread needs to call it; None: a new one.
     """
 
-    def __init__(self, core: Core | None, stop: c_int32 | None = None) -> None:
+    def __init__(self, core: Core | None, worker: CoreWorker | None = None) -> None:
         self._core = core
         if core is not None:
             empty = np.empty(0, np.uint8)
-            self._worker = core.new_worker(empty, empty, (empty,) * 3, stop)
-            self._scratch = np.zeros(core.heap_scratch_nbytes(), np.uint8)
+            self._worker = worker or core.new_worker(empty, empty, (empty,) * 3)
 
     def read(
         self,
@@ -107,7 +105,6 @@ class HeapReader:
             opened.nbytes = -1  # it changes all the time
         done = core.read_heap(
             *map(ctypes.byref, (heap, opened, self._worker.struct)),
-            address(self._scratch),
             address(element),
             address(position),
             None if out is None else address(out),

@@ -214,7 +214,7 @@ class BatchQueue:
         return found
 
     def do_oldest(self, scratch: Scratch) -> int:
-        """Read the oldest batch; only where no thread calls `next`.
+        """Read the oldest batch of which no thread has begun all that is to be read.
 
         Returns
         -------

@@ -60,7 +60,7 @@ class RowReader:
         if goes_to is None:
             rows = rows[first + start : first + stop]
         try:
-            with scratch.counts.timed("read_ns"):
+            with scratch.timed("read_ns"):
                 mapped = file.mapped(int(offset.max()) + nbytes)
                 if mapped is None:
                     position, offset = _in_file_order(offset)

@@ -5,7 +5,9 @@ The layouts of all fields enter, and say how much is needed; a `Scratch` for eac
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from ctypes import c_int32
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -13,11 +15,12 @@ from typing import NamedTuple
 import numpy as np
 
 from h5async.codec.decoding import Bytes
-from h5async.core.binding import Core, CoreWorker
+from h5async.core.binding import Core, CoreTrace, CoreWorker
 from h5async.errors import ReaderClosedError
 from h5async.index.alike import kinds_of
 from h5async.index.layout import DatasetLayout
 from h5async.stats import ThreadCounts
+from h5async.timeline import Timeline
 
 CLOSED = "the reader was closed while a batch was being read"
 
@@ -68,6 +71,10 @@ class Scratch:
         Not 0 once the reader is being closed; see `require_open`.
     counts
         What the thread that uses it has done in Python; see `total`.
+    trace
+        Where the compiled core notes what it does; set by `record`.
+    timeline
+        Where it is noted what is done in Python.
     """
 
     encoded: Bytes
@@ -75,13 +82,39 @@ class Scratch:
     between: tuple[Bytes, Bytes, Bytes]
     stop: c_int32 = field(default_factory=c_int32)
     counts: ThreadCounts = field(default_factory=ThreadCounts)
+    trace: CoreTrace | None = None
+    timeline: Timeline | None = None
     _worker: CoreWorker | None = None
+
+    def record(self, trace: CoreTrace | None) -> None:
+        """Have the compiled core note what it does from now on; None: no more."""
+        self.trace = trace
+        if self._worker is not None:
+            self._worker.record(trace)
+
+    def timed(self, counter: str) -> AbstractContextManager[None]:
+        """Return a context whose time is added to a counter of `counts`, and noted."""
+        timeline = self.timeline
+        return self.counts.timed(counter) if timeline is None else self._noted(timeline, counter)
+
+    @contextmanager
+    def _noted(self, timeline: Timeline, counter: str) -> Iterator[None]:
+        begin = time.perf_counter_ns()
+        try:
+            with self.counts.timed(counter):
+                yield
+        finally:
+            timeline.add(counter.removesuffix("_ns"), begin)
 
     def total(self) -> ThreadCounts:
         """Return what was done in Python and by the compiled core."""
         if self._worker is None:
             return self.counts
         return self.counts.plus(self._worker.counts())
+
+    def transform_ns(self) -> int:
+        """Return how long the compiled core transformed rows as it read them."""
+        return 0 if self._worker is None else int(self._worker.struct.transform_ns)
 
     def require_open(self) -> None:
         """Raise `ReaderClosedError` once the reader is being closed: nobody wants the rest."""
@@ -92,6 +125,8 @@ class Scratch:
         """Return what this thread needs to call the compiled core; made when first asked for."""
         if self._worker is None:
             self._worker = core.new_worker(self.encoded, self.raw_chunk, self.between, self.stop)
+            if self.trace is not None:
+                self._worker.record(self.trace)
         return self._worker
 
     @classmethod

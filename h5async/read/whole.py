@@ -76,10 +76,10 @@ def read_blocks(layout: DatasetLayout, io: IoMode) -> Iterator[tuple[int, NDArra
     executors = Executors(None, [layout], io, [layout.unit_nbytes], _do_nothing)
     try:
         executor = executors.make()[0]
-        encoded, raw_chunk, between = ScratchSize.of([layout])
+        room = ScratchSize.of([layout])
         if layout.chunks is not None:  # read chunk by chunk, also where batches read rows
-            raw_chunk = max(raw_chunk, layout.chunk_nbytes)
-        scratch = Scratch.allocate(encoded, raw_chunk, between)
+            room = room._replace(raw_chunk=max(room.raw_chunk, layout.chunk_nbytes))
+        scratch = Scratch.allocate(*room)
         for first in range(0, count, size):
             end = min(first + size, count)
             plan = plan_run(layout, first, end)

@@ -419,7 +419,6 @@ class InMemory:
         self.data = np.array(bytearray(opened.path.read_bytes() if data is None else data))
         self.data = np.frombuffer(bytearray(self.data), np.uint8).copy()
         self.references = opened.references.copy() if references is None else references
-        self.scratch = np.zeros(core.heap_scratch_nbytes(), np.uint8)
         empty = np.empty(0, np.uint8)
         self.worker = core.new_worker(empty, empty, (empty,) * 3)
         self.descriptor = os.memfd_create("heap") if hasattr(os, "memfd_create") else -1
@@ -444,7 +443,7 @@ class InMemory:
         heap = sequences.struct()
         done = self.core.read_heap(
             *map(ctypes.byref, (heap, file, self.worker.struct)),
-            *map(address, (self.scratch, element, position, out)),
+            *map(address, (element, position, out)),
             element.size,
             out.size,
         )
@@ -727,7 +726,7 @@ def test_a_page_of_the_map_that_is_missing(core, path):
     os.truncate(path, 4096)
     core.read_heap(
         *map(ctypes.byref, (heap.struct(), struct, memory.worker.struct)),
-        *map(address, (memory.scratch, element, position, out)),
+        *map(address, (element, position, out)),
         2,
         out.size,
     )

@@ -301,7 +301,7 @@ def test_a_fault_of_the_gpu_is_a_device_error_and_the_reader_can_be_closed(image
         with pytest.raises(DeviceError, match=r"could not be uploaded \(cudaErrorIllegalAddress"):
             reader.get_next_batch()
         cupy.cuda.runtime.deviceSynchronize = fault
-    assert reader.stats().batches == 2
+    assert reader.stats().batches == 1, "what failed is none"
 
 
 def test_all_fields_of_a_whole_batch_are_uploaded_at_once(images, monkeypatch):

@@ -194,6 +194,24 @@ def test_a_damaged_chunk_is_an_error_and_the_next_batch_follows(
         assert np.array_equal(batch.data.get(), values((16, 10, 9), "u1")[batch.index])
 
 
+def test_what_the_device_decodes_in_vain_is_counted(tmp_path, monkeypatch):
+    use_gpu(monkeypatch, seed=2)
+    path = tmp_path / "data.h5"
+    with h5py.File(path, "w") as file:
+        data = values((32, 10, 9), "u1")
+        file.create_dataset("data", data=data, chunks=(4, 10, 9), compression="gzip")
+    options = {"labels_field": None, "device": "cuda", "decode": "device", "prefetch": 1}
+    with AsyncReader(hdf5_path=path, batch_size=2, indices=range(0, 32, 4), **options) as reader:
+        for batch in reader:
+            page = batch._repr_html_()
+            assert "(2, 10, 9)" in page
+            assert "2 samples on cuda:0" in page
+        stats = reader.stats(epoch=0)
+    assert stats.decoded_chunks >= 8
+    assert stats.decoded_nbytes == stats.decoded_chunks * 4 * 90
+    assert stats.decoded_per_used >= 4.0
+
+
 @pytest.mark.parametrize("pipeline", ["gzip", "zstd"])
 def test_what_nvcomp_decodes_wrong_without_a_word_is_seen_with_a_checksum(
     tmp_path, monkeypatch, pipeline

@@ -4,71 +4,6 @@
    for which no file is needed (kept.h); then what is read, source by source. An item that cannot be
    done is marked, and left to the Python implementation, which has the words for what is wrong. */
 
-enum Outcome { FAILED = 0, READ = 1, IS_BUSY = 2 };
-
-static enum Outcome read_piece(Work *work, const Field *f, const Target *target, const Item *item,
-                               int32_t cross)
-{
-    const Layer *l = &f->layers[item->layer];
-    const Shape *shape = &f->shapes[l->shape[item->segment]];
-    Dataset d = shape->dataset;
-    Runs runs = runs_of_item(work->plan, item);
-    Call call = {.d = &d, .w = work->w, .file = work->file, .available = work->available,
-                 .batch = target->raw, .last_ns = work->last_ns};
-    int64_t number = 0, extent = -1;
-    if (d.begin >= 0) { /* contiguous: only out of a map, cached or not, can pieces be had */
-        if (item->number != 0)
-            return FAILED;
-        call.available = work->mappable;
-        d.begin = l->begin[item->segment];
-        number = d.begin < 0 ? -1 : 0;
-        d.begin = d.begin < 0 ? 0 : d.begin;
-        d.num_chunks = 1;
-    } else {
-        extent = find_extent(f, l, item->segment, item->number + shape->cross_number[cross]);
-        if (extent == -2 || extent >= f->num_extents)
-            return FAILED;
-        number = extent < 0 ? -1 : 0;
-        d.chunk_offset = f->offset + (extent < 0 ? 0 : extent);
-        d.chunk_stored = f->nbytes + (extent < 0 ? 0 : extent) * f->nbytes_step;
-        d.chunk_mask = f->mask + (extent < 0 ? 0 : extent) * f->mask_step;
-        d.num_chunks = 1;
-        if (extent >= 0 && is_small(shape)) {
-            d.chunk_nbytes = d.chunk_stored[0], d.chunk_samples = d.chunk_nbytes / d.sample_stride;
-            if (d.chunk_samples > shape->dataset.chunk_samples ||
-                !runs_lie_within(&runs, d.chunk_samples))
-                return FAILED;
-        }
-    }
-    int is_whole = d.rows_are_whole && runs.count == 1 && runs.length[0] == d.chunk_samples &&
-                   f->steps == NULL; /* else other samples need it, too */
-    Kept *kept = NULL;
-    enum Claim claim = UNKEPT;
-    if (shape->keeps && extent >= 0 &&
-        (is_small(shape) || (!is_whole && !is_raw(&d, d.chunk_mask[0])))) {
-        if (work->num_claims == MAX_CLAIMS)
-            return IS_BUSY;
-        claim = claim_chunk(f->store, (uint64_t)extent, d.chunk_nbytes,
-                            work->may_wait && work->num_claims == 0, &kept);
-        if (claim == BUSY)
-            return IS_BUSY;
-        if (claim == CLAIMED) {
-            work->stores[work->num_claims] = f->store;
-            work->claims[work->num_claims++] = kept;
-        }
-    }
-    enum State state = claim == CLAIMED ? TO_TARGET : claim == READY ? IN_TARGET : TO_SCRATCH;
-    int is_good = read_chunk(&call, number, cross, &runs, (int)state, kept ? kept->data : NULL);
-    if (is_good)
-        swap_pieces(shape, cross, &runs, target->raw);
-    work->last_ns = call.last_ns;
-    if (claim == CLAIMED && !is_good)
-        work->num_claims--; /* others may try; what was decoded before is good */
-    if (claim == READY || (claim == CLAIMED && !is_good))
-        release_chunk(f->store, kept, is_good);
-    return is_good ? READ : FAILED;
-}
-
 /* Where a piece of an item lies; -1: nowhere, or it is not asked for. */
 static int64_t offset_of_piece(const Work *work, const Item *item, int32_t cross, int64_t *nbytes)
 {
@@ -96,7 +31,9 @@ static int ask_for_items(Work *work)
             continue;
         if (item->kind == ROWS)
             ask_for_rows(work, item, &span);
-        for (int32_t c = item->cross; item->kind != ROWS && c < item->cross_end; c++) {
+        if (item->kind == HEAP)
+            ask_for_elements(work, item, &span);
+        for (int32_t c = item->cross; item->kind == CHUNKS && c < item->cross_end; c++) {
             int64_t offset = offset_of_piece(work, item, c, &nbytes);
             if (offset >= 0)
                 ask_later(work->file, &span, offset, nbytes);
@@ -114,8 +51,9 @@ static int seem_cached(const Work *work)
         const Item *item = &work->plan->items[i];
         if (item->status != TO_DO)
             continue;
-        int64_t offset = item->kind == ROWS ? offset_of_rows(work, item)
-                                            : offset_of_piece(work, item, item->cross, &nbytes);
+        int64_t offset = item->kind == ROWS   ? offset_of_rows(work, item)
+                         : item->kind == HEAP ? offset_of_elements(work, item)
+                                              : offset_of_piece(work, item, item->cross, &nbytes);
         if (offset >= 0 && offset != INT64_MAX && !is_cached(work->file, offset))
             return 0;
     }
@@ -165,15 +103,24 @@ static void do_section(void *data)
         enum Outcome outcome = READ;
         if (item->status != TO_DO)
             continue;
+        set_traced(work->w, item->field, item->source);
         if (item->kind == ROWS) {
             outcome = read_row_item(work, f, target, item) ? READ : FAILED;
+        } else if (item->kind == HEAP) {
+            outcome = read_heap_item(work, f, target, item) ? READ : FAILED;
+        } else if (keeps_rows(f, item)) {
+            outcome = read_kept_rows(work, f, target, item);
+            if (outcome == IS_BUSY && work->rows != NULL)
+                return;
         } else {
             for (; work->cross < item->cross_end && outcome == READ; work->cross += outcome == READ)
                 outcome = read_piece(work, f, target, item, work->cross);
             if (outcome == IS_BUSY && (work->num_claims == MAX_CLAIMS || work->cross > item->cross))
                 return;
-            if (outcome == READ)
-                transform_item(plan, f, target, item);
+        }
+        if (item->kind == CHUNKS && outcome == READ && f->transform) {
+            transform_item(plan, f, target, item);
+            end_stage(work->w, TRANSFORMING, &work->last_ns);
         }
         if (outcome == READ && !item_is_within(plan, f, target, item))
             outcome = FAILED;
@@ -187,7 +134,7 @@ static void do_section(void *data)
 static void release_claims(Work *work, int are_filled)
 {
     for (int i = 0; i < work->num_claims; i++)
-        release_chunk(work->stores[i], work->claims[i], are_filled);
+        release_piece(work->claims[i].store, work->claims[i].kept, work->claims[i].piece, are_filled);
     work->num_claims = 0;
 }
 
@@ -230,6 +177,7 @@ static void read_source(Work *work, Sources *sources, int64_t begin, int64_t end
         }
         work->may_wait = 1;
     }
+    let_go_of_rows(work); /* where it was given up midway */
     release_source(sources, s, file.event);
 }
 
@@ -256,6 +204,7 @@ PUBLIC int64_t h5async_read_batch(BatchPlan *plan, const Field *fields, const Ta
     if (start < 0 || stop > plan->num_items)
         return -1;
     install_guard();
+    begin_tracing(w);
     read_kept(&work, sources, start, stop);
     for (int64_t i = start, end; i < stop; i = end) {
         Item *item = &plan->items[i];
@@ -270,8 +219,13 @@ PUBLIC int64_t h5async_read_batch(BatchPlan *plan, const Field *fields, const Ta
         else if (item->source < 0)
             fill_items(&work, i, end);
     }
-    for (int64_t i = start; i < stop; i++)
-        refused += plan->items[i].status == REFUSED;
+    for (int64_t i = start; i < stop; i++) {
+        Item *item = &plan->items[i];
+        if (item->kind == CHUNKS && item->num_runs == 0)
+            item->status = DONE; /* it only helped others, as far as it could */
+        refused += item->status == REFUSED;
+    }
+    end_tracing(w);
     w->returned_ns = now_ns();
     return w->stop != NULL && *w->stop ? -1 : refused;
 }

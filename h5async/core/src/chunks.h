@@ -16,6 +16,18 @@ static int read_raw_samples(const Dataset *d, Worker *w, const File *file, int64
     return 1;
 }
 
+/* Bytes that some samples take in a chunk without filters: what is read of it. */
+static int64_t raw_nbytes(const Dataset *d, const Runs *runs)
+{
+    int64_t samples = 0;
+    for (int64_t r = 0; r < runs->count; r++)
+        samples += runs->length[r];
+    if (d->begin >= 0)
+        return samples * d->row_nbytes;
+    return d->sample_stride * d->chunk_samples == d->chunk_nbytes ? samples * d->sample_stride
+                                                                  : d->chunk_nbytes;
+}
+
 typedef struct {
     const Dataset *d;
     Worker *w;
@@ -24,13 +36,6 @@ typedef struct {
     uint8_t *batch;
     int64_t last_ns;
 } Call;
-
-static void count_time(Call *call, int64_t *counter)
-{
-    int64_t t = now_ns();
-    *counter += t - call->last_ns;
-    call->last_ns = t;
-}
 
 /* Chunk `number` of the dataset, -1: never allocated; `state` says whether it is decoded into the
    scratch buffer or into memory that is kept (`target`), or lies decoded there already. The runs are
@@ -49,7 +54,7 @@ static int read_chunk(Call *call, int64_t number, int64_t cross, const Runs *run
     }
     if (state == IN_TARGET) {
         place(d, &piece, runs, target, call->batch);
-        count_time(call, &w->place_ns);
+        end_stage(w, PLACING, &call->last_ns);
         return 1;
     }
     int64_t offset = d->begin, stored = d->chunk_nbytes;
@@ -80,23 +85,23 @@ static int read_chunk(Call *call, int64_t number, int64_t cross, const Runs *run
         if (in != NULL)
             memcpy(target, in, (size_t)stored);
         in = target;
-        count_time(call, &w->read_ns);
+        end_stage(w, READING, &call->last_ns);
     } else if (raw && in == NULL) {
         if (whole ? !read_fully(call->file, offset, whole, stored)
                   : !read_raw_samples(d, w, call->file, offset, runs))
             return 0;
         in = w->chunk;
-        count_time(call, &w->read_ns);
+        end_stage(w, READING, &call->last_ns);
     } else if (in == NULL) {
         if (stored > w->encoded_nbytes || !read_fully(call->file, offset, w->encoded, stored))
             return 0;
         in = w->encoded;
-        count_time(call, &w->read_ns);
+        end_stage(w, READING, &call->last_ns);
     } else if (raw && whole) {
         memcpy(whole, in, (size_t)stored);
-        count_time(call, &w->read_ns);
+        end_stage(w, READING, &call->last_ns);
     }
-    w->read_nbytes += stored;
+    w->read_nbytes += raw && state == TO_SCRATCH ? raw_nbytes(d, runs) : stored;
     if (!raw) {
         uint8_t *out = whole ? whole : state == TO_TARGET ? target : w->chunk;
         if (out == w->chunk && d->chunk_nbytes > w->chunk_nbytes)
@@ -105,11 +110,12 @@ static int read_chunk(Call *call, int64_t number, int64_t cross, const Runs *run
             return 0;
         in = out;
         w->decoded_chunks++;
-        count_time(call, &w->decode_ns);
+        w->decoded_nbytes += d->chunk_nbytes;
+        end_stage(w, DECODING, &call->last_ns);
     }
     if (!whole) {
         place(d, &piece, runs, in, call->batch);
-        count_time(call, raw ? &w->read_ns : &w->place_ns);
+        end_stage(w, raw ? READING : PLACING, &call->last_ns);
     }
     return 1;
 }

@@ -49,7 +49,7 @@
 #define PUBLIC __attribute__((visibility("default")))
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 
-enum { ABI = 11 };
+enum { ABI = 14 };
 enum { MAX_FILTERS = 32, MAX_RANK = 33, MAX_IOVEC = 1024, MAX_PROBES = 16 };
 enum { ADVISED_NBYTES = 128 * 1024 }; /* Linux cuts longer requests to its read-ahead window */
 enum { LONG_RUN_NBYTES = 1 << 20, CLOSE_NBYTES = 4096 }; /* of a run that the system reads ahead */
@@ -76,15 +76,29 @@ typedef struct {
     int (*blosc_decompress_ctx)(const void *, void *, size_t, int);
 } Libraries;
 
+typedef struct Trace Trace; /* see trace.h */
+
+/* NumPy declares it, too: h5async/timeline.py. */
+typedef struct {
+    int64_t begin_ns, end_ns; /* end_ns 0: not noted, or not yet */
+    int64_t thread, batch;    /* what pthread_self() returned; the batch's serial number */
+    int32_t stage, field, source, padding; /* below 0: none, or several */
+} TraceEvent;
+
 typedef struct {
     const Libraries *libraries;
     uint8_t *encoded, *chunk, *between[3];
     int64_t encoded_nbytes, chunk_nbytes, between_nbytes;
-    void *deflate, *zstd;                 /* made when first needed */
+    void *deflate, *zstd, *heap;          /* made when first needed; heap: a HeapScratch */
     int64_t read_ns, decode_ns, place_ns; /* where the time went, in total */
-    int64_t read_nbytes, decoded_chunks;
+    int64_t read_nbytes, decoded_chunks, decoded_nbytes;
     int64_t returned_ns;                  /* when the last call ended */
     const volatile int32_t *stop;         /* not 0: end as soon as possible */
+    int64_t transform_ns;
+    _Atomic(Trace *) trace, tracing; /* of calls from now on, and of this one; NULL: not traced */
+    int64_t batch;                   /* its serial number */
+    TraceEvent latest;               /* which may grow */
+    int32_t traced_field, traced_source;
 } Worker;
 
 typedef struct {

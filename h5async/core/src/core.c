@@ -16,9 +16,11 @@
    bitshuffle (bshuf_h5filter.c), the header of c-blosc (README_CHUNK_FORMAT.rst). */
 
 #include "common.h"
+#include "trace.h"
 #include "file.h"
 #include "guard.h"
 #include "pieces.h"
+#include "heap.h"
 #include "decoders.h"
 #include "bits.h"
 #include "blosc.h"
@@ -37,14 +39,16 @@
 #include "cut.h"
 #include "work.h"
 #include "rows.h"
+#include "elements.h"
 #include "kept.h"
+#include "piecewise.h"
 #include "batch.h"
 #include "queue.h"
 #include "frames.h"
 #include "visit.h"
 #include "dense.h"
 #include "runs.h"
-#include "heap.h"
+#include "images.h"
 
 PUBLIC void h5async_free(Worker *w)
 {
@@ -52,7 +56,8 @@ PUBLIC void h5async_free(Worker *w)
         w->libraries->libdeflate_free_decompressor(w->deflate);
     if (w->zstd)
         w->libraries->ZSTD_freeDCtx(w->zstd);
-    w->deflate = w->zstd = NULL;
+    free(w->heap);
+    w->deflate = w->zstd = w->heap = NULL;
 }
 
 /* The members of all structures: their names, offsets and sizes, by which Python knows that this
@@ -73,9 +78,16 @@ static const Member MEMBERS[] = {
     MEMBER(Worker, libraries), MEMBER(Worker, encoded), MEMBER(Worker, chunk),
     MEMBER(Worker, between), MEMBER(Worker, encoded_nbytes), MEMBER(Worker, chunk_nbytes),
     MEMBER(Worker, between_nbytes), MEMBER(Worker, deflate), MEMBER(Worker, zstd),
+    MEMBER(Worker, heap),
     MEMBER(Worker, read_ns), MEMBER(Worker, decode_ns), MEMBER(Worker, place_ns),
-    MEMBER(Worker, read_nbytes), MEMBER(Worker, decoded_chunks), MEMBER(Worker, returned_ns),
-    MEMBER(Worker, stop),
+    MEMBER(Worker, read_nbytes), MEMBER(Worker, decoded_chunks), MEMBER(Worker, decoded_nbytes),
+    MEMBER(Worker, returned_ns), MEMBER(Worker, stop), MEMBER(Worker, transform_ns),
+    MEMBER(Worker, trace), MEMBER(Worker, tracing), MEMBER(Worker, batch), MEMBER(Worker, latest),
+    MEMBER(Worker, traced_field), MEMBER(Worker, traced_source),
+    MEMBER(TraceEvent, begin_ns), MEMBER(TraceEvent, end_ns), MEMBER(TraceEvent, thread),
+    MEMBER(TraceEvent, batch), MEMBER(TraceEvent, stage), MEMBER(TraceEvent, field),
+    MEMBER(TraceEvent, source), MEMBER(TraceEvent, padding),
+    MEMBER(Trace, events), MEMBER(Trace, capacity), MEMBER(Trace, count),
     MEMBER(File, fd), MEMBER(File, io), MEMBER(File, map), MEMBER(File, map_nbytes),
     MEMBER(File, device), MEMBER(File, inode), MEMBER(File, nbytes), MEMBER(File, modified_ns),
     MEMBER(File, changed_ns), MEMBER(File, event), MEMBER(File, path),
@@ -167,7 +179,8 @@ static const Member MEMBERS[] = {
     MEMBER(Field, row_nbytes),
     MEMBER(Field, itemsize),
     MEMBER(Field, is_filled_first), MEMBER(Field, steps), MEMBER(Field, spans),
-    MEMBER(Field, num_rows), MEMBER(Field, limit), MEMBER(SpanRows, starts),
+    MEMBER(Field, heaps), MEMBER(Field, lengths), MEMBER(Field, num_rows),
+    MEMBER(Field, limit), MEMBER(SpanRows, starts),
     MEMBER(SpanRows, num_samples),
     MEMBER(StepRows, offsets), MEMBER(StepRows, starts), MEMBER(StepRows, ends),
     MEMBER(StepRows, num_offsets), MEMBER(StepRows, num_sequences), MEMBER(StepRows, pad),
@@ -193,6 +206,7 @@ static const Member MEMBERS[] = {
     MEMBER(BatchPlan, sorted),
     MEMBER(BatchPlan, order),
     MEMBER(BatchPlan, order_spare),
+    MEMBER(BatchPlan, places),
     MEMBER(BatchPlan, num_items),
     MEMBER(BatchPlan, num_runs),
     MEMBER(BatchPlan, num_wanted),
@@ -201,6 +215,7 @@ static const Member MEMBERS[] = {
     MEMBER(BatchPlan, most_wanted),
     MEMBER(BatchPlan, most_order),
     MEMBER(BatchPlan, most_joined),
+    MEMBER(BatchPlan, most_places),
     MEMBER(BatchPlan, first_wanted),
     MEMBER(BatchPlan, nbytes),
     MEMBER(BatchPlan, was_cached),

@@ -191,7 +191,8 @@ PUBLIC int64_t h5async_read_encoded(File *file, Worker *worker, const int64_t *o
                                     const int64_t *nbytes, const int64_t *target, int64_t count,
                                     uint8_t *base, int64_t base_nbytes)
 {
-    int64_t begin = now_ns(), done = 0, valid = 0;
+    int64_t since = now_ns(), done = 0, valid = 0;
+    begin_tracing(worker);
     while (valid < count && nbytes[valid] >= 0 && nbytes[valid] <= base_nbytes &&
            target[valid] >= 0 && target[valid] <= base_nbytes - nbytes[valid] &&
            offset[valid] >= 0 && offset[valid] <= INT64_MAX - nbytes[valid])
@@ -202,7 +203,8 @@ PUBLIC int64_t h5async_read_encoded(File *file, Worker *worker, const int64_t *o
         done = read_pieces(file, worker, &pieces);
     for (int64_t i = 0; i < done; i++)
         worker->read_nbytes += nbytes[i];
-    worker->returned_ns = now_ns();
-    worker->read_ns += worker->returned_ns - begin;
+    end_stage(worker, READING, &since);
+    end_tracing(worker);
+    worker->returned_ns = since;
     return done;
 }

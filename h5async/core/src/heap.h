@@ -31,17 +31,22 @@ typedef struct {
     int64_t offset, nbytes, visit; /* of which walk it is */
 } HeapObject;
 
+typedef struct {
+    int64_t key, number;
+} Ordered;
+
 /* Of a thread; zeros at first. */
 typedef struct {
     HeapObject object[NUM_INDICES];
     int64_t visit, begin, end;      /* the latest walk, and of which bytes of the file */
     int64_t window_begin, window_end;
     uint8_t window[HEAP_WINDOW];
+    Ordered ordered[BLOCK_SEQUENCES]; /* of a call that has no other memory for them */
 } HeapScratch;
 
-typedef struct {
-    int64_t key, number;
-} Ordered;
+/* HEAP_SCRATCH_NBYTES of batch.py, which counts it. */
+_Static_assert(sizeof(HeapScratch) == NUM_INDICES * 24 + 5 * 8 + HEAP_WINDOW + BLOCK_SEQUENCES * 16,
+               "the scratch of a thread has another size");
 
 /* What is asked for: values of `element[i]` go to `out + position[i]`. `out` NULL: only places. */
 typedef struct {
@@ -57,6 +62,14 @@ typedef struct {
     int64_t available, file_nbytes; /* of the map, if it is used; and of the file */
     int64_t failed;                /* out: which could not be done; `count`: none */
 } HeapCall;
+
+/* The memory of a thread, made when first needed; NULL: there is none. */
+static HeapScratch *heap_scratch(Worker *w)
+{
+    if (w->heap == NULL)
+        w->heap = calloc(1, sizeof(HeapScratch));
+    return w->heap;
+}
 
 static int64_t unresolved(int64_t address, int64_t index)
 {
@@ -78,11 +91,14 @@ static int64_t get_place(const Heap *h, int64_t number)
     return __atomic_load_n(&h->place[number], __ATOMIC_RELAXED);
 }
 
-/* A number of 2, 4 or 8 bytes; -1: it is too large. */
-static int64_t get_number(const uint8_t *from, int32_t nbytes)
+/* A number of 2, 4 or 8 bytes; -1: it is too large. (Copies of a known size are loads.) */
+ALWAYS_INLINE int64_t get_number(const uint8_t *from, int32_t nbytes)
 {
     uint64_t number = 0;
-    memcpy(&number, from, (size_t)nbytes);
+    if (nbytes == 8)
+        memcpy(&number, from, 8);
+    else
+        memcpy(&number, from, nbytes == 4 ? 4 : 2);
     return number > INT64_MAX ? -1 : (int64_t)number;
 }
 
@@ -192,6 +208,16 @@ static int by_key(const void *a, const void *b)
     return (one->key > other->key) - (one->key < other->key);
 }
 
+/* Elements in the order of the dataset are mostly so in the file, too. */
+static void sort_ordered(Ordered *ordered, int64_t count)
+{
+    for (int64_t i = 1; i < count; i++)
+        if (ordered[i - 1].key > ordered[i].key) {
+            qsort(ordered, (size_t)count, sizeof *ordered, by_key);
+            return;
+        }
+}
+
 /* Ask the system for the collections that have to be walked, of which `ordered` has a list, before
    the first read waits for one. */
 static void ask_for_collections(const HeapCall *c, int64_t count)
@@ -216,7 +242,7 @@ static int resolve_all(HeapCall *c)
         if (place < 0 && address_of(place) != 0)
             c->ordered[count++] = (Ordered){-1 - place, i};
     }
-    qsort(c->ordered, (size_t)count, sizeof *c->ordered, by_key);
+    sort_ordered(c->ordered, count);
     if (c->available == 0)
         ask_for_collections(c, count);
     for (int64_t i = 0; i < count; i++) {
@@ -266,7 +292,7 @@ static void copy_all(HeapCall *c)
     for (int64_t i = 0; i < c->count; i++)
         c->ordered[i] = (Ordered){get_place(h, c->element[i]), i};
     if (c->available == 0)
-        qsort(c->ordered, (size_t)c->count, sizeof *c->ordered, by_key);
+        sort_ordered(c->ordered, c->count);
     b.count = 0;
     for (int64_t i = 0; i < c->count; i++) {
         int64_t number = c->ordered[i].number, position = c->position[number];
@@ -290,62 +316,80 @@ static void copy_all(HeapCall *c)
     c->failed = c->count;
 }
 
+/* Where an element seems to begin in the file: its values, or the collection that has them. -1: it has
+   no values, or there is no such element. */
+static int64_t offset_of_element(const Heap *h, int64_t number)
+{
+    if (number < 0 || number >= h->count || h->length[number] == 0)
+        return -1;
+    int64_t place = get_place(h, number);
+    return place < 0 ? h->base + address_of(place) : place;
+}
+
 /* Whether what is asked for seems to lie in the page cache. */
 static int heap_is_cached(const HeapCall *c)
 {
     int64_t step = c->count / MAX_PROBES + 1;
     for (int64_t i = 0; i < c->count; i += step) {
-        int64_t number = c->element[i];
-        if (number < 0 || number >= c->heap->count)
-            continue;
-        int64_t place = get_place(c->heap, number);
-        int64_t offset = place < 0 ? c->heap->base + address_of(place) : place;
-        if (c->heap->length[number] > 0 && offset < c->file_nbytes && !is_cached(c->file, offset))
+        int64_t offset = offset_of_element(c->heap, c->element[i]);
+        if (offset >= 0 && offset < c->file_nbytes && !is_cached(c->file, offset))
             return 0;
     }
     return 1;
 }
 
-/* Call it within `steadily`; the rest of the core may too, with a call of its own. */
-static void read_heap(void *data)
+/* Do a call of which all but `failed` is known. */
+static void find_and_copy(HeapCall *c)
 {
-    HeapCall *c = data;
-    struct stat status;
-    int64_t mappable = mappable_nbytes(c->file);
     c->failed = c->count ? 0 : c->count;
-    if (c->file->fd >= 0)
-        c->file_nbytes = fstat(c->file->fd, &status) == 0 ? status.st_size : 0;
-    else
-        c->file_nbytes = mappable;
-    c->available = mappable > 0 && (c->file->io == IO_MAP || heap_is_cached(c)) ? mappable : 0;
-    if (c->available == 0 && c->file->fd < 0)
-        c->available = mappable;
     c->scratch->window_begin = c->scratch->window_end = 0;
     if ((c->available > 0 || c->file->fd >= 0) && resolve_all(c) && c->out != NULL)
         copy_all(c);
 }
 
-PUBLIC int64_t h5async_heap_scratch_nbytes(void)
+static int64_t nbytes_of_file(const File *file)
 {
-    return sizeof(HeapScratch);
+    struct stat status;
+    if (file->nbytes >= 0)
+        return file->nbytes;
+    if (file->fd < 0)
+        return file->map_nbytes;
+    return fstat(file->fd, &status) == 0 ? status.st_size : 0;
+}
+
+/* Call it within `steadily`. */
+static void read_heap(void *data)
+{
+    HeapCall *c = data;
+    int64_t mappable = mappable_nbytes(c->file);
+    c->file_nbytes = nbytes_of_file(c->file);
+    c->available = mappable > 0 && (c->file->io == IO_MAP || heap_is_cached(c)) ? mappable : 0;
+    if (c->available == 0 && c->file->fd < 0)
+        c->available = mappable;
+    find_and_copy(c);
 }
 
 /* Returns `count`, or the number of one that cannot be done: then nothing is known of what `out`
    holds. An event of the file says whether anything at all was done. */
-PUBLIC int64_t h5async_read_heap(const Heap *h, File *file, Worker *w, HeapScratch *scratch,
-                                 const int64_t *element, const int64_t *position, uint8_t *out,
-                                 int64_t count, int64_t out_nbytes)
+PUBLIC int64_t h5async_read_heap(const Heap *h, File *file, Worker *w, const int64_t *element,
+                                 const int64_t *position, uint8_t *out, int64_t count,
+                                 int64_t out_nbytes)
 {
-    HeapCall call = {.heap = h, .file = file, .w = w, .scratch = scratch, .element = element,
-                     .position = position, .count = count, .out = out, .out_nbytes = out_nbytes};
-    int64_t began_ns = now_ns();
+    HeapCall call = {.heap = h, .file = file, .w = w, .scratch = heap_scratch(w),
+                     .element = element, .position = position, .count = count, .out = out,
+                     .out_nbytes = out_nbytes};
+    int64_t since = now_ns();
     call.ordered = malloc((size_t)(count > 0 ? count : 1) * sizeof *call.ordered);
-    if (call.ordered == NULL)
+    if (call.ordered == NULL || call.scratch == NULL) {
+        free(call.ordered);
         return 0;
+    }
+    begin_tracing(w);
     if (!steadily(file, read_heap, &call))
         call.failed = 0;
     free(call.ordered);
-    w->returned_ns = now_ns();
-    w->read_ns += w->returned_ns - began_ns;
+    end_stage(w, READING, &since);
+    end_tracing(w);
+    w->returned_ns = since;
     return call.failed;
 }

@@ -15,30 +15,20 @@ typedef struct {
     int num_items, num_pieces;
 } KeptBlock;
 
-static void fetch_piece(const Dataset *d, const Runs *runs, const Kept *kept)
+static void fetch_piece(const Shape *shape, const Runs *runs, const Kept *kept)
 {
-    const uint8_t *from = kept->data + runs->local[0] * d->sample_stride;
-    int64_t nbytes = d->sample_stride * runs->length[0];
+    const Dataset *d = &shape->dataset;
+    int64_t stride = shape->keeps == KEEPS_ROWS ? d->row_nbytes : d->sample_stride;
+    if (runs->count == 0)
+        return;
+    const uint8_t *from = kept->data + runs->local[0] * stride;
+    int64_t nbytes = stride * runs->length[0];
     if (nbytes > MAX_LINES * LINE_NBYTES) {
         fetch_early(from, nbytes);
         return;
     }
     for (int64_t at = 0; at < nbytes; at += LINE_NBYTES)
         __builtin_prefetch(from + at);
-}
-
-/* Copy whole rows. */
-static void place_rows(int64_t row_nbytes, const Runs *runs, const uint8_t *chunk, uint8_t *batch)
-{
-    for (int64_t r = 0; r < runs->count; r++) {
-        const uint8_t *from = chunk + runs->local[r] * row_nbytes;
-        uint8_t *to = batch + runs->position[r] * row_nbytes;
-        int64_t nbytes = runs->length[r] * row_nbytes;
-        if (nbytes <= FEW_NBYTES)
-            copy_few(to, from, nbytes);
-        else
-            memcpy(to, from, (size_t)nbytes);
-    }
 }
 
 /* Copy the rows of an item; 0: its pieces are not within bounds. */
@@ -49,7 +39,9 @@ static int place_kept(const Work *work, const Item *item, Kept *const *found)
     const Shape *shape = &f->shapes[f->layers[item->layer].shape[item->segment]];
     Runs runs = runs_of_item(work->plan, item);
     Piece piece;
-    for (int32_t c = item->cross; c < item->cross_end; c++) {
+    if (shape->keeps == KEEPS_ROWS)
+        place_rows(shape->dataset.row_nbytes, &runs, found[0]->data, target->raw);
+    for (int32_t c = item->cross; shape->keeps != KEEPS_ROWS && c < item->cross_end; c++) {
         const Kept *kept = found[c - item->cross];
         if (shape->dataset.rows_are_whole && !shape->swaps) {
             int64_t row_nbytes = shape->dataset.row_nbytes;
@@ -90,7 +82,7 @@ static void place_block(const Work *work, KeptBlock *block)
             const Field *f = &work->fields[item->field];
             Runs runs = runs_of_item(work->plan, item);
             if (block->found[block->first[ahead]] != NULL)
-                fetch_piece(&f->shapes[f->layers[item->layer].shape[item->segment]].dataset, &runs,
+                fetch_piece(&f->shapes[f->layers[item->layer].shape[item->segment]], &runs,
                             block->found[block->first[ahead]]);
         }
         if (is_found(block, i) && place_kept(work, block->items[i], block->found + block->first[i]))
@@ -100,31 +92,38 @@ static void place_block(const Work *work, KeptBlock *block)
     block->num_items = block->num_pieces = 0;
 }
 
-/* Add the pieces of an item, if all of them may be kept. Items of several fields follow each other in
+/* Add the pieces of an item, if all of them may be kept; 0: it was not. Items of several fields follow each other in
    turns, so each field has a block of its own, or shares one with few others. */
-static void add_kept(const Work *work, KeptBlock *blocks, Item *item)
+static int add_kept(const Work *work, KeptBlock *blocks, Item *item)
 {
     KeptBlock *block = &blocks[item->field % NUM_BLOCKS];
     const Field *f = &work->fields[item->field];
     const Layer *l = &f->layers[item->layer];
     const Shape *shape = &f->shapes[l->shape[item->segment]];
-    int32_t count = item->cross_end - item->cross;
+    int32_t count = shape->keeps == KEEPS_ROWS ? 1 : item->cross_end - item->cross;
     if (!shape->keeps || f->store == NULL || count > MAX_KEPT)
-        return;
+        return 0;
     if (block->num_items == MAX_KEPT || block->num_pieces + count > MAX_KEPT ||
         block->store != f->store)
         place_block(work, block);
     block->store = f->store;
-    for (int32_t c = 0; c < count; c++) {
+    if (shape->keeps == KEEPS_ROWS) {
+        uint64_t key = key_of_rows(f, l, item->segment, item->number);
+        if (key == 0)
+            return 0;
+        block->keys[block->num_pieces] = key;
+    }
+    for (int32_t c = 0; shape->keeps != KEEPS_ROWS && c < count; c++) {
         int64_t extent = find_extent(f, l, item->segment,
                                      item->number + shape->cross_number[item->cross + c]);
         if (extent < 0 || extent >= f->num_extents)
-            return;
+            return 0;
         block->keys[block->num_pieces + c] = (uint64_t)extent;
     }
     block->first[block->num_items] = block->num_pieces;
     block->items[block->num_items++] = item;
     block->num_pieces += count;
+    return 1;
 }
 
 /* Do those of items `start` to `stop` whose pieces are all kept, and whose files were as indexed a
@@ -132,6 +131,7 @@ static void add_kept(const Work *work, KeptBlock *blocks, Item *item)
 static void read_kept(Work *work, const Sources *sources, int64_t start, int64_t stop)
 {
     KeptBlock blocks[NUM_BLOCKS];
+    int32_t field = SEVERAL - 1; /* none */
     for (int i = 0; i < NUM_BLOCKS; i++)
         blocks[i].store = NULL, blocks[i].num_items = blocks[i].num_pieces = 0;
     for (int64_t i = start; i < stop; i++) {
@@ -139,12 +139,14 @@ static void read_kept(Work *work, const Sources *sources, int64_t start, int64_t
         if (item->kind != CHUNKS || item->source < 0 || item->source >= sources->count)
             continue;
         int64_t checked_ns = sources->sources[item->source].checked_ns;
-        if (checked_ns && work->last_ns - checked_ns < sources->trusted_ns)
-            add_kept(work, blocks, item);
+        if (checked_ns && work->last_ns - checked_ns < sources->trusted_ns &&
+            add_kept(work, blocks, item))
+            field = field == SEVERAL - 1 || field == item->field ? item->field : SEVERAL;
     }
+    if (field == SEVERAL - 1)
+        return; /* no file was looked at a moment ago */
     for (int i = 0; i < NUM_BLOCKS; i++)
         place_block(work, &blocks[i]);
-    int64_t now = now_ns();
-    work->w->place_ns += now - work->last_ns;
-    work->last_ns = now;
+    set_traced(work->w, field, SEVERAL);
+    end_stage(work->w, PLACING, &work->last_ns);
 }

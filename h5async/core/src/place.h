@@ -259,6 +259,20 @@ static void place(const Dataset *d, const Piece *p, const Runs *runs, const uint
     }
 }
 
+/* Copy whole rows. */
+static void place_rows(int64_t row_nbytes, const Runs *runs, const uint8_t *chunk, uint8_t *batch)
+{
+    for (int64_t r = 0; r < runs->count; r++) {
+        const uint8_t *from = chunk + runs->local[r] * row_nbytes;
+        uint8_t *to = batch + runs->position[r] * row_nbytes;
+        int64_t nbytes = runs->length[r] * row_nbytes;
+        if (nbytes <= FEW_NBYTES)
+            copy_few(to, from, nbytes);
+        else
+            memcpy(to, from, (size_t)nbytes);
+    }
+}
+
 static void place_fill(const Dataset *d, const Piece *p, const Runs *runs, uint8_t *batch)
 {
     int64_t index[MAX_RANK] = {0};

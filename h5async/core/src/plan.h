@@ -16,7 +16,10 @@ enum Status { TO_DO = 0, DONE = 1, REFUSED = 2 };
 #define MOST_COST ((int64_t)1 << 40) /* of an item: so the sum of many is a number, too */
 
 /* Pieces `cross` to `cross_end` of the samples of one chunk's worth of rows; or rows that lie in the
-   file as they are; or rows that nothing holds. The runs say which samples, and where they go. */
+   file as they are; or rows that nothing holds. The runs say which samples, and where they go. Where whole rows are kept,
+   an item takes them once all pieces are there, and one without runs helps to decode its pieces. Or
+   elements of variable length of one heap: their runs say which element, to which byte its values go,
+   and, in place of a length, which sample of the batch it is. */
 typedef struct {
     int32_t source, field, layer, segment;
     int32_t kind, status;
@@ -40,8 +43,9 @@ typedef struct {
     Wanted *joined;         /* runs of all groups, where there are several */
     const Wanted *sorted;   /* one of the three: `num_wanted` runs, and the end; see above */
     Wanted *order, *order_spare; /* of items, by source */
+    int64_t *places; /* by sample of the batch: its first value, of the field that is planned */
     int64_t num_items, num_runs, num_wanted;
-    int64_t most_items, most_runs, most_wanted, most_order, most_joined;
+    int64_t most_items, most_runs, most_wanted, most_order, most_joined, most_places;
     int64_t first_wanted; /* the first run of the group that is planned */
     int64_t nbytes;
     _Atomic int64_t was_cached; /* whether all that was read by the last plan was in the page cache */
@@ -327,6 +331,21 @@ static int list_samples(BatchPlan *plan, const int64_t *samples, int64_t count, 
     return 1;
 }
 
+/* List where the values of each sample go, of a field of elements of variable length, after the samples
+   were; 0: there is no memory for it; -1: there is no room for so many values. */
+static int list_places(BatchPlan *plan, const int64_t *samples, int64_t count, const Field *f,
+                       int64_t capacity)
+{
+    int64_t total = 0;
+    if (!grow((void **[]){(void **)&plan->places}, 1, &plan->most_places, count, sizeof(int64_t)))
+        return 0;
+    for (int64_t i = 0; i < count; i++) {
+        plan->places[i] = total;
+        total += f->lengths[samples[i]];
+    }
+    return total > capacity ? -1 : 1;
+}
+
 /* The run that begins last of those below `run_end` that begin at or before a rank, or before a
    sample; that of number `run` does. */
 static int64_t run_of_rank(const BatchPlan *plan, int64_t run, int64_t rank)
@@ -372,6 +391,11 @@ static int64_t cost_of(int64_t nbytes, int64_t times)
     if (__builtin_mul_overflow(nbytes, times, &cost) || cost > MOST_COST)
         return MOST_COST;
     return cost;
+}
+
+static int keeps_rows(const Field *f, const Item *item)
+{
+    return f->shapes[f->layers[item->layer].shape[item->segment]].keeps == KEEPS_ROWS;
 }
 
 static int has_source(const Field *f, const Layer *l, int64_t segment)
@@ -471,6 +495,30 @@ static int plan_chunks(BatchPlan *plan, const Field *f, int32_t field, int32_t l
     return 1;
 }
 
+/* Samples that are elements of variable length. */
+static int plan_heap(BatchPlan *plan, const Field *f, int32_t field, int32_t layer, int64_t segment,
+                     Ranks ranks)
+{
+    int64_t first = f->layers[layer].first[segment];
+    Item *item = NULL;
+    for (; ranks.rank < ranks.end; ranks.rank++) {
+        const Wanted *run = &plan->sorted[ranks.run];
+        int64_t sample = run->sample + ranks.rank - run->rank;
+        int64_t position = run->position + ranks.rank - run->rank;
+        if (item == NULL || item->num_runs == BLOCK_SEQUENCES || item->nbytes >= ITEM_NBYTES) {
+            item = new_item(plan, f, field, layer, segment);
+            if (item == NULL)
+                return 0;
+            item->kind = HEAP;
+        }
+        if (!add_run(plan, item, sample - first, plan->places[position] * f->row_nbytes, position))
+            return 0;
+        item->nbytes += cost_of(f->row_nbytes, f->lengths[sample]) + RUN_NBYTES;
+        ranks.run += ranks.rank + 1 == run[1].rank;
+    }
+    return 1;
+}
+
 /* Some fields with one layer each, whose segments begin at the same samples; or one layer of a field. */
 typedef struct {
     const Field *fields;
@@ -491,8 +539,10 @@ static int plan_segment(BatchPlan *plan, const Field *f, int32_t field, int32_t 
     int64_t kind = l->shape[segment] < 0 ? NO_SOURCE : f->shapes[l->shape[segment]].kind;
     if (kind == ROWS || kind == ROWS_IN_CHUNKS)
         return plan_rows(plan, f, field, layer, segment, ranks);
-    if (kind == NO_SOURCE && (f->is_filled_first || f->num_layers > 1))
+    if (kind == NO_SOURCE && (f->is_filled_first || f->num_layers > 1 || f->heaps != NULL))
         return 1;
+    if (kind == HEAP)
+        return plan_heap(plan, f, field, layer, segment, ranks);
     return plan_chunks(plan, f, field, layer, segment, ranks);
 }
 
@@ -521,7 +571,7 @@ static int plan_alike(BatchPlan *plan, const Alike *alike)
 
 static int is_same_group(const Field *one, const Field *other)
 {
-    return one->steps == other->steps && one->spans == other->spans;
+    return one->steps == other->steps && one->spans == other->spans && one->heaps == other->heaps;
 }
 
 /* The end of the fields from `begin` on whose segments begin at the same samples. */
@@ -535,8 +585,35 @@ static int32_t end_of_alike(const Field *fields, int32_t begin, int64_t num_fiel
     return end;
 }
 
+/* Cut an item that takes rows which are kept: into such as take some of its runs, and as many without
+   runs, with which other threads help to decode the pieces. */
+static int cut_rows(BatchPlan *plan, int64_t number, int64_t parts)
+{
+    const Item whole = plan->items[number];
+    int64_t cross = whole.cross_end, runs = whole.num_runs;
+    int64_t takers = parts < runs ? parts : runs, helpers = parts < cross ? parts : cross;
+    if (!grow_items(plan, plan->num_items + takers + helpers))
+        return 0;
+    for (int64_t k = 0; k < takers; k++) {
+        Item *item = k ? &plan->items[plan->num_items++] : &plan->items[number];
+        *item = whole;
+        item->first_run = whole.first_run + runs * k / takers;
+        item->num_runs = runs * (k + 1) / takers - runs * k / takers;
+        item->nbytes = whole.nbytes / (takers + helpers);
+    }
+    for (int64_t k = 0; k < helpers && cross > 1; k++) {
+        Item *item = &plan->items[plan->num_items++];
+        *item = whole;
+        item->num_runs = 0;
+        item->cross = (int32_t)(cross * k / helpers);
+        item->cross_end = (int32_t)(cross * (k + 1) / helpers);
+        item->nbytes = whole.nbytes / (takers + helpers);
+    }
+    return 1;
+}
+
 /* Cut items of many pieces, where there are too few items for all threads. */
-static int cut_items(BatchPlan *plan, int64_t parts)
+static int cut_items(BatchPlan *plan, const Field *fields, int64_t parts)
 {
     int64_t count = plan->num_items, wanted = 4 * parts;
     if (parts < 2 || count >= wanted)
@@ -544,6 +621,11 @@ static int cut_items(BatchPlan *plan, int64_t parts)
     for (int64_t i = 0; i < count; i++) {
         Item whole = plan->items[i];
         int64_t cross = whole.cross_end;
+        if (whole.kind == CHUNKS && keeps_rows(&fields[whole.field], &whole)) {
+            if (!cut_rows(plan, i, (wanted + count - 1) / count))
+                return 0;
+            continue;
+        }
         if (whole.kind != CHUNKS || cross < 2)
             continue;
         int64_t pieces = wanted < cross ? wanted : cross;
@@ -682,8 +764,11 @@ PUBLIC int64_t h5async_plan_batch(BatchPlan *plan, const Field *fields, const Ta
             int listed =
                 f->spans ? list_spans(plan, samples, count, f, targets[field].capacity,
                                       num_groups == 1)
-                         : list_samples(plan, samples, count, f->steps ? f->num_rows : num_samples,
+                         : list_samples(plan, samples, count,
+                                        f->steps || f->heaps ? f->num_rows : num_samples,
                                         is_sorted, f->steps, num_groups == 1);
+            if (listed == 1 && f->heaps != NULL)
+                listed = list_places(plan, samples, count, f, targets[field].capacity);
             if (listed < 1)
                 return listed;
             if (!plan_group(plan, fields, targets, num_fields, field))
@@ -701,7 +786,7 @@ PUBLIC int64_t h5async_plan_batch(BatchPlan *plan, const Field *fields, const Ta
             !plan_zeros(plan, f, field, samples, count))
             return 0;
     }
-    if (!cut_items(plan, parts) || !sort_items(plan))
+    if (!cut_items(plan, fields, parts) || !sort_items(plan))
         return 0;
     for (int64_t i = 0; i < plan->num_items; i++)
         plan->nbytes += plan->items[i].nbytes;
@@ -712,7 +797,7 @@ PUBLIC int64_t h5async_free_plan(BatchPlan *plan)
 {
     void *memory[] = {plan->items, plan->run_local, plan->run_position, plan->run_length,
                       plan->wanted, plan->spare, plan->joined, plan->order,
-                      plan->order_spare};
+                      plan->order_spare, plan->places};
     for (size_t i = 0; i < sizeof memory / sizeof memory[0]; i++)
         free(memory[i]);
     *plan = (BatchPlan){0};

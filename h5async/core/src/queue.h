@@ -338,12 +338,14 @@ static void find_samples(const Queue *queue, const Wish *wish)
 }
 
 /* Plan a batch. Holds the lock, but not meanwhile. */
-static void plan_job(Queue *queue, Job *job)
+static void plan_job(Queue *queue, Job *job, Worker *w)
 {
     job->state = IN_PLAN;
     pthread_mutex_unlock(&queue->lock);
-    int64_t begin = now_ns();
+    int64_t begin = now_ns(), end;
     const Wish *wish = &job->wish;
+    w->batch = wish->serial;
+    begin_tracing(w);
     if (wish->begin >= 0)
         find_samples(queue, wish);
     job->is_planned = h5async_plan_batch(job->plan, queue->fields, job->targets, queue->num_fields,
@@ -353,8 +355,12 @@ static void plan_job(Queue *queue, Job *job)
     job->range_nbytes = job->plan->nbytes / ranges;
     if (job->range_nbytes < RANGE_NBYTES)
         job->range_nbytes = RANGE_NBYTES;
+    end = now_ns();
+    if (is_traced(w))
+        note_stage(w, PLANNING, begin, end);
+    end_tracing(w);
     pthread_mutex_lock(&queue->lock);
-    queue->plan_ns += now_ns() - begin;
+    queue->plan_ns += end - begin;
     job->next_item = job->is_planned && !job->is_dropped ? 0 : job->plan->num_items;
     job->under_way = job->refused = 0;
     job->state = TO_READ;
@@ -373,6 +379,7 @@ static int read_range(Queue *queue, Job *job, Worker *w)
     job->under_way++;
     if (stop < plan->num_items && queue->num_idle)
         pthread_cond_signal(&queue->work); /* that thread will wake the next one */
+    w->batch = job->wish.serial;
     pthread_mutex_unlock(&queue->lock);
     int64_t refused = h5async_read_batch(job->plan, queue->fields, job->targets, queue->sources, w,
                                          start, stop);
@@ -388,7 +395,7 @@ static int read_range(Queue *queue, Job *job, Worker *w)
 static int64_t advance(Queue *queue, Job *job, Worker *w)
 {
     if (job->state == TO_PLAN)
-        plan_job(queue, job);
+        plan_job(queue, job, w);
     if (read_range(queue, job, w))
         return NEXT_END;
     if (job->next_item < job->plan->num_items || job->under_way)
@@ -457,7 +464,7 @@ PUBLIC int64_t h5async_next(Queue *queue, Worker *w)
     return next;
 }
 
-/* Do all that needs no Python of the oldest batch, where nobody else does. Returns NEXT_NOTHING where
+/* Do all that needs no Python of the oldest batch of which there is any to begin. Returns NEXT_NOTHING where
    there is none, NEXT_READY, NEXT_END, or its slot, where work is left. */
 PUBLIC int64_t h5async_do_oldest(Queue *queue, Worker *w)
 {

@@ -157,8 +157,12 @@ static int64_t read_row_pieces(Work *work, const Field *f, const Shape *shape, c
                                         : pread_pieces(work->file, work->w, p);
     for (int64_t i = 0; shape->swaps && i < done; i++)
         swap_bytes(place_of_piece(p, i), nbytes_of_piece(p, i), shape->swaps);
-    for (int64_t i = 0; f->transform && i < done; i++)
-        transform_run(f, target, p->position[i], nbytes_of_piece(p, i) / p->unit);
+    if (f->transform) {
+        end_stage(work->w, READING, &work->last_ns);
+        for (int64_t i = 0; i < done; i++)
+            transform_run(f, target, p->position[i], nbytes_of_piece(p, i) / p->unit);
+        end_stage(work->w, TRANSFORMING, &work->last_ns);
+    }
     return done;
 }
 
@@ -204,8 +208,12 @@ static int copy_item(Work *work, const Field *f, const Shape *shape, const Targe
         copy_singles(w, count, from, stride, target->raw, 16);
     else
         copy_singles(w, count, from, stride, target->raw, nbytes);
-    for (int64_t i = 0; f->transform && i < count; i++)
-        transform_run(f, target, w[i].position, 1);
+    if (f->transform) {
+        end_stage(work->w, READING, &work->last_ns);
+        for (int64_t i = 0; i < count; i++)
+            transform_run(f, target, w[i].position, 1);
+        end_stage(work->w, TRANSFORMING, &work->last_ns);
+    }
     return 1;
 }
 
@@ -225,9 +233,7 @@ static int read_row_item(Work *work, const Field *f, const Target *target, const
         is_good = read_row_pieces(work, f, shape, target, &p) == p.count;
         work->w->read_nbytes += is_good ? block.rows * f->row_nbytes : 0;
     }
-    int64_t now = now_ns();
-    work->w->read_ns += now - work->last_ns;
-    work->last_ns = now;
+    end_stage(work->w, READING, &work->last_ns);
     return is_good;
 }
 

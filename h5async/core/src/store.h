@@ -1,10 +1,15 @@
 /* Decoded chunks that later batches need: each is decoded by one thread, and kept within a budget.
 
-   A thread that is given a chunk to decode publishes it, or gives it up, and never waits meanwhile;
-   so nobody waits for long. What a chunk is kept in comes from the system, and is used again for the
-   next chunk of the same size. */
+   What is kept is one decoded chunk; or whole rows, put together once out of all chunks that hold
+   pieces of them, which several threads may decode at the same time. So it has pieces, one or more,
+   and whoever finds one that is not there claims it.
+
+   A thread that is given a piece to decode publishes it, or gives it up, and never waits meanwhile;
+   so nobody waits for long. The memory comes from the system, and is used again for what comes next
+   of the same size. */
 
 enum Claim { UNKEPT = 0, CLAIMED = 1, READY = 2, BUSY = 3 };
+enum PieceState { PIECE_MISSING = 0, PIECE_CLAIMED, PIECE_READY };
 enum { LEAST_KEPT = 2 }; /* chunks: where two batches share one, the later batch finds it */
 enum { KEPT_OVERHEAD = 128 }; /* what a chunk takes beside its bytes, and the system for both */
 
@@ -12,9 +17,11 @@ typedef struct Kept {
     uint64_t key;
     struct Kept *next;            /* in a bucket; or in the list of those that are not used */
     struct Kept *newer, *older;   /* among all that are there, by their last use: see is_scarce */
-    int64_t nbytes;
-    int32_t state, users, is_dropped;
+    int64_t nbytes, num_pieces;
+    int64_t missing;              /* pieces that are not ready */
+    int32_t users, is_dropped;
     uint8_t *data;
+    uint8_t pieces[];             /* enum PieceState, of each */
 } Kept;
 
 typedef struct {
@@ -56,6 +63,12 @@ static void put_newest(Store *store, Kept *kept)
     store->newest = kept;
 }
 
+/* What it counts in the budget. Of rows, that is less than their decoded chunks would. */
+static int64_t cost_of_kept(int64_t nbytes, int64_t num_pieces)
+{
+    return nbytes + KEPT_OVERHEAD + num_pieces - 1;
+}
+
 /* Take a chunk out of the table; who uses it goes on with it. */
 static void drop_kept(Store *store, Kept *kept)
 {
@@ -64,7 +77,7 @@ static void drop_kept(Store *store, Kept *kept)
         at = &(*at)->next;
     *at = kept->next;
     unlink_kept(store, kept);
-    store->nbytes -= kept->nbytes + KEPT_OVERHEAD;
+    store->nbytes -= cost_of_kept(kept->nbytes, kept->num_pieces);
     store->chunk_nbytes -= kept->nbytes;
     kept->is_dropped = 1;
 }
@@ -76,9 +89,9 @@ static void free_kept(Kept *kept)
 }
 
 /* Return memory for a chunk: what was out of use for longest makes way; NULL: there is none. */
-static Kept *new_kept(Store *store, int64_t nbytes)
+static Kept *new_kept(Store *store, int64_t nbytes, int64_t num_pieces)
 {
-    int64_t cost = nbytes + KEPT_OVERHEAD, least = LEAST_KEPT * cost;
+    int64_t cost = cost_of_kept(nbytes, num_pieces), least = LEAST_KEPT * cost;
     int64_t most = store->budget_nbytes > least ? store->budget_nbytes : least;
     Kept *again = NULL;
     for (Kept *kept = store->oldest, *newer; kept && store->nbytes + cost > most; kept = newer) {
@@ -87,7 +100,7 @@ static Kept *new_kept(Store *store, int64_t nbytes)
         if (kept->users)
             continue;
         drop_kept(store, kept);
-        if (again == NULL && kept->nbytes == nbytes)
+        if (again == NULL && kept->nbytes == nbytes && kept->num_pieces == num_pieces)
             again = kept;
         else
             free_kept(kept);
@@ -98,50 +111,105 @@ static Kept *new_kept(Store *store, int64_t nbytes)
         return NULL;
     }
     if (again == NULL) {
-        again = calloc(1, sizeof *again);
+        again = calloc(1, sizeof *again + (size_t)num_pieces);
         if (again == NULL || (again->data = malloc((size_t)nbytes)) == NULL) {
             free(again);
             return NULL;
         }
     }
-    again->nbytes = nbytes;
+    again->nbytes = nbytes, again->num_pieces = again->missing = num_pieces;
+    memset(again->pieces, PIECE_MISSING, (size_t)num_pieces);
     return again;
+}
+
+/* Find what is kept under a key, or make room for it; NULL: there is none. Whoever is given it uses
+   it until it is let go of. Holds the lock. */
+static Kept *use_kept(Store *store, uint64_t key, int64_t nbytes, int64_t num_pieces)
+{
+    Kept *kept = find_kept(store, key);
+    if (kept != NULL) {
+        unlink_kept(store, kept);
+    } else {
+        kept = new_kept(store, nbytes, num_pieces);
+        if (kept == NULL)
+            return NULL;
+        Kept **bucket = bucket_of(store, key);
+        kept->key = key, kept->users = 0, kept->is_dropped = 0;
+        kept->next = *bucket;
+        *bucket = kept;
+        store->nbytes += cost_of_kept(nbytes, num_pieces);
+        store->chunk_nbytes += nbytes;
+        if (store->chunk_nbytes > store->most_chunk_nbytes)
+            store->most_chunk_nbytes = store->chunk_nbytes;
+    }
+    put_newest(store, kept);
+    kept->users++;
+    return kept;
+}
+
+/* Claim one of the pieces `begin` to `end` that is missing, the next one from `at` on, and put its
+   number there; `own` pieces are claimed by the caller. READY: no others are missing. BUSY: others
+   decode all of these that are. Holds the lock. */
+static enum Claim claim_missing(Kept *kept, int64_t own, int64_t begin, int64_t end, int64_t *at)
+{
+    if (kept->missing == own)
+        return READY;
+    const uint8_t *found = memchr(kept->pieces + *at, PIECE_MISSING, (size_t)(end - *at));
+    if (found == NULL) /* one before that may have been given up */
+        found = memchr(kept->pieces + begin, PIECE_MISSING, (size_t)(*at - begin));
+    if (found == NULL)
+        return BUSY;
+    *at = found - kept->pieces;
+    kept->pieces[*at] = PIECE_CLAIMED;
+    kept->users++;
+    return CLAIMED;
+}
+
+/* Be done with what was found. Holds the lock. Returns whether the caller is to free it. */
+static int unuse_kept(Kept *kept)
+{
+    return --kept->users == 0 && kept->is_dropped;
 }
 
 /* Look up a chunk, and claim it where it is not there. `wait`: until whoever decodes it is done. */
 static enum Claim claim_chunk(Store *store, uint64_t key, int64_t nbytes, int wait, Kept **found)
 {
-    pthread_mutex_lock(&store->lock);
-    Kept *kept = find_kept(store, key);
-    while (wait && kept != NULL && kept->state == CLAIMED) {
-        pthread_cond_wait(&store->published, &store->lock);
-        kept = find_kept(store, key);
-    }
+    int64_t at = 0;
     enum Claim claim = UNKEPT;
-    if (kept == NULL) {
-        kept = new_kept(store, nbytes);
-        if (kept != NULL) {
-            Kept **bucket = bucket_of(store, key);
-            kept->key = key, kept->state = CLAIMED, kept->users = 1, kept->is_dropped = 0;
-            kept->next = *bucket;
-            *bucket = kept;
-            put_newest(store, kept);
-            store->nbytes += nbytes + KEPT_OVERHEAD;
-            store->chunk_nbytes += nbytes;
-            if (store->chunk_nbytes > store->most_chunk_nbytes)
-                store->most_chunk_nbytes = store->chunk_nbytes;
-            claim = CLAIMED;
-        }
-    } else if (kept->state == CLAIMED) {
-        claim = BUSY;
-    } else {
-        kept->users++;
-        unlink_kept(store, kept);
-        put_newest(store, kept);
-        claim = READY;
+    int is_free = 0;
+    pthread_mutex_lock(&store->lock);
+    Kept *kept = use_kept(store, key, nbytes, 1);
+    if (kept != NULL) {
+        while ((claim = claim_missing(kept, 0, 0, 1, &at)) == BUSY && wait)
+            pthread_cond_wait(&store->published, &store->lock);
+        if (claim != READY) /* a claim counts as a use of its own */
+            is_free = unuse_kept(kept);
     }
     pthread_mutex_unlock(&store->lock);
+    if (is_free)
+        free_kept(kept);
     *found = claim == CLAIMED || claim == READY ? kept : NULL;
+    return claim;
+}
+
+/* The same of rows that are put together of pieces; NULL: there is no room for them. */
+static Kept *use_rows(Store *store, uint64_t key, int64_t nbytes, int64_t num_pieces)
+{
+    pthread_mutex_lock(&store->lock);
+    Kept *kept = use_kept(store, key, nbytes, num_pieces);
+    pthread_mutex_unlock(&store->lock);
+    return kept;
+}
+
+/* Claim a piece of rows; see claim_missing. `wait`: not BUSY, but until others are done. */
+static enum Claim claim_piece(Store *store, Kept *kept, int64_t own, int wait, int64_t begin,
+                              int64_t end, int64_t *at)
+{
+    enum Claim claim;
+    pthread_mutex_lock(&store->lock);
+    while ((claim = claim_missing(kept, own, begin, end, at)) == BUSY && wait)
+        pthread_cond_wait(&store->published, &store->lock);
+    pthread_mutex_unlock(&store->lock);
     return claim;
 }
 
@@ -158,7 +226,7 @@ static void take_ready(Store *store, const uint64_t *keys, int count, Kept **fou
     for (int i = 0; i < count; i++) {
         while (found[i] != NULL && found[i]->key != keys[i])
             found[i] = found[i]->next;
-        if (found[i] == NULL || found[i]->state != READY) {
+        if (found[i] == NULL || found[i]->missing) {
             found[i] = NULL;
             continue;
         }
@@ -181,7 +249,7 @@ static void give_back_ready(Store *store, Kept **found, int count)
 {
     pthread_mutex_lock(&store->lock);
     for (int i = 0; i < count; i++)
-        if (found[i] != NULL && (--found[i]->users || !found[i]->is_dropped))
+        if (found[i] != NULL && !unuse_kept(found[i]))
             found[i] = NULL;
     pthread_mutex_unlock(&store->lock);
     for (int i = 0; i < count; i++)
@@ -189,17 +257,24 @@ static void give_back_ready(Store *store, Kept **found, int count)
             free_kept(found[i]);
 }
 
-/* Be done with a chunk that was claimed, or found ready; `is_filled`: its memory holds it. */
-static void release_chunk(Store *store, Kept *kept, int is_filled)
+/* Be done with what was found ready, or is used. */
+static void let_go(Store *store, Kept *kept)
 {
     pthread_mutex_lock(&store->lock);
-    if (kept->state == CLAIMED) {
-        kept->state = READY;
-        if (!is_filled && !kept->is_dropped)
-            drop_kept(store, kept);
-        pthread_cond_broadcast(&store->published);
-    }
-    int is_free = --kept->users == 0 && kept->is_dropped;
+    int is_free = unuse_kept(kept);
+    pthread_mutex_unlock(&store->lock);
+    if (is_free)
+        free_kept(kept);
+}
+
+/* Be done with a piece that was claimed; `is_filled`: its memory holds it. Else others may try. */
+static void release_piece(Store *store, Kept *kept, int64_t piece, int is_filled)
+{
+    pthread_mutex_lock(&store->lock);
+    kept->pieces[piece] = is_filled ? PIECE_READY : PIECE_MISSING;
+    kept->missing -= is_filled;
+    pthread_cond_broadcast(&store->published);
+    int is_free = unuse_kept(kept);
     pthread_mutex_unlock(&store->lock);
     if (is_free)
         free_kept(kept);
@@ -236,7 +311,6 @@ PUBLIC int64_t h5async_clear_store(Store *store)
         if (kept->users == 0)
             free_kept(kept);
     }
-    pthread_cond_broadcast(&store->published);
     pthread_mutex_unlock(&store->lock);
     return 1;
 }

@@ -5,7 +5,12 @@
    equal distances in one dataset of one source; datasets that are alike share a shape, which tells
    how their chunks are encoded and how their pieces lie in rows. */
 
-enum RowsKind { NO_SOURCE = 0, ROWS = 1, ROWS_IN_CHUNKS = 2, CHUNKS = 3, LEFT = 4, ZEROS = 5 };
+/* Chunks of which a batch takes a part: they are not kept; decoded chunks are; or the whole rows that
+   are put together of them, all rows of the chunks that hold pieces of the same samples. */
+enum Keeps { KEEPS_NONE = 0, KEEPS_CHUNKS = 1, KEEPS_ROWS = 2 };
+
+enum RowsKind { NO_SOURCE = 0, ROWS = 1, ROWS_IN_CHUNKS = 2, CHUNKS = 3, LEFT = 4, ZEROS = 5,
+                HEAP = 6 };
 
 typedef struct {
     Dataset dataset;             /* but for its chunks, which the segment has */
@@ -13,7 +18,7 @@ typedef struct {
     int64_t number_stride;       /* between the numbers of chunks that follow along the samples */
     int64_t kind;                /* enum RowsKind */
     int64_t source_row_nbytes;   /* ROWS: between rows in the file */
-    int64_t keeps;               /* whether chunks are kept that a batch takes a part of */
+    int64_t keeps;               /* enum Keeps */
     int64_t swaps;               /* bytes of numbers that are reversed in the batch; 0: none are */
 } Shape;
 
@@ -23,7 +28,8 @@ typedef struct {
     const int64_t *row;   /* of the first sample in the source, and the distance to the next one */
     const int64_t *step;
     const int32_t *shape, *source; /* shape -1: nothing holds these samples */
-    const int64_t *begin;          /* contiguous: byte of row 0, or -1; chunked: the first extent */
+    const int64_t *begin;          /* contiguous: byte of row 0, or -1; chunked: the first extent;
+                                      of variable length: which heap */
     const int64_t *count;          /* extents */
     const uint8_t *is_sparse;      /* whether extents are found by the number of their chunk */
     int64_t num_segments;
@@ -59,7 +65,9 @@ typedef struct {
     int64_t is_filled_first; /* whether parts of rows may have no source */
     const StepRows *steps;   /* NULL: a sample is a row. Fields with equal steps share it */
     const SpanRows *spans;   /* the same: NULL, but of ragged fields */
-    int64_t num_rows;        /* of the dataset */
+    const Heap *heaps;       /* by segment, of elements of variable length; else NULL */
+    const uint32_t *lengths; /* the same: how many rows each sample has */
+    int64_t num_rows;        /* of the dataset; of elements of variable length: samples */
     int64_t limit; /* of indices, of 4 or 8 bytes: each must be from 0 on and below it; 0: any may be */
 } Field;
 
@@ -87,6 +95,20 @@ static int64_t find_extent(const Field *f, const Layer *layer, int64_t segment, 
             high = middle;
     }
     return low < begin + count && f->number[low] == number ? low : -1;
+}
+
+/* The key under which the rows are kept of chunks of which piece 0 is of this number: no other rows of
+   the field have it, nor has a chunk. Where none of the chunks was ever allocated, 0: that is no key. */
+static uint64_t key_of_rows(const Field *f, const Layer *layer, int64_t segment, int64_t number)
+{
+    int64_t shape_number = layer->shape[segment];
+    const Shape *shape = &f->shapes[shape_number];
+    for (int64_t c = 0; c < shape->dataset.num_cross; c++) {
+        int64_t extent = find_extent(f, layer, segment, number + shape->cross_number[c]);
+        if (extent >= 0 && extent < f->num_extents)
+            return (uint64_t)extent + ((uint64_t)shape_number + 1) * (uint64_t)f->num_extents;
+    }
+    return 0;
 }
 
 /* The last of some ascending numbers that is not above `sample`; the first one, if all are. */

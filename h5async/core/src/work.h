@@ -3,6 +3,13 @@
 
 enum { MAX_CLAIMS = 16, SURE_USES = 3, USES_PER_PROBE = 8, COLD_USES = 64 };
 
+/* A piece of what is kept that a thread decodes. */
+typedef struct {
+    Store *store;
+    Kept *kept;
+    int64_t piece;
+} Claimed;
+
 /* A range of a plan's items, in one thread. */
 typedef struct {
     BatchPlan *plan;
@@ -14,8 +21,9 @@ typedef struct {
     int64_t at, end, skipped;    /* of the items of one source; the first that was skipped */
     int32_t cross;               /* at which piece of the item */
     int64_t available, mappable, last_ns; /* bytes to read out of the map: while cached; at all */
-    Kept *claims[MAX_CLAIMS]; /* to be published if the file was not changed meanwhile */
-    Store *stores[MAX_CLAIMS];
+    Claimed claims[MAX_CLAIMS]; /* to be published if the file was not changed meanwhile */
+    Kept *rows; /* that the item at hand takes, while its pieces are put together; NULL: none */
+    Store *rows_store;
     int num_claims, may_wait, is_cold; /* is_cold: it was not in the page cache, and is asked for */
 } Work;
 

@@ -1,0 +1,281 @@
+"""Records from when to when each thread did what, while somebody wants to know it.
+
+A `Recorder` is there for as long as a reader, and has a `Timeline` while one is recorded. Whoever
+does something says so to the recorder, which does nothing otherwise. What the compiled core does,
+it notes itself (core/src/trace.h).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import groupby
+from struct import Struct
+from threading import get_ident
+from time import perf_counter, perf_counter_ns
+from types import TracebackType
+from typing import Any, NamedTuple
+
+# What threads do, by the numbers that the core has for the first ones.
+CORE_STAGES = ("plan", "read", "decode", "place", "transform")
+
+NO_BATCH, NO_FIELD = -1, -1
+
+# Begins a range of that name in another tool, in this thread; returns what ends it.
+OpenRange = Callable[[str], Callable[[], object]]
+
+# From when to when (in ns) which thread has asked for a batch: serial, epoch and number.
+_FETCH = Struct("=6q")
+# From when to when (in s) which thread has waited for which batch, and whether it has it then.
+_WAIT = Struct("=ddqq?")
+_pack_fetch, _pack_wait = _FETCH.pack, _WAIT.pack
+
+_OFF = nullcontext()
+_RANGE = "h5async: "  # before the names of stages, in other tools
+
+
+class Event(NamedTuple):
+    """From when to when a thread did something.
+
+    Attributes
+    ----------
+    stage
+        What it did.
+    begin_ns, end_ns
+        Of `time.perf_counter_ns`.
+    thread
+        What `threading.get_ident` returns there.
+    batch
+        Serial number of the batch; `NO_BATCH`: of samples that were given.
+    field
+        Number of the column, or name of the field; `NO_FIELD`: of none, or of several.
+    source
+        What was read: the number of a source of the core, or a name.
+    """
+
+    stage: str
+    begin_ns: int
+    end_ns: int
+    thread: int
+    batch: int
+    field: int | str = NO_FIELD
+    source: int | str = -1
+
+
+class ThreadName(NamedTuple):
+    """What a thread is called, and its number in the system."""
+
+    name: str
+    native_id: int
+
+
+class Timeline:
+    """What threads do, as it is recorded. Safe to use from many threads.
+
+    What the consumer does is noted in packed form, without an object that lasts: where batches are
+    small, a microsecond counts.
+
+    Parameters
+    ----------
+    max_events
+        Events that are kept: the first ones. Others are counted.
+    open_ranges
+        Other tools, which are told of what is done in Python as it begins.
+
+    Attributes
+    ----------
+    dropped
+        How many were not kept, so far.
+    threads
+        The threads of the events, by what `threading.get_ident` returns there.
+    batches
+        Epoch and number of batches, by serial number; those of `take_events` and before.
+    """
+
+    def __init__(self, max_events: int, open_ranges: Sequence[OpenRange] = ()) -> None:
+        self.max_events = max_events
+        self.open_ranges = open_ranges
+        self.dropped = 0
+        self.threads: dict[int, ThreadName] = {}
+        self.batches: dict[int, tuple[int, int]] = {}
+        self._events: list[tuple[Any, ...]] = []  # the members of an `Event`
+        self._fetches, self._waits = bytearray(), bytearray()
+        self._closing: list[Callable[[], object]] = []
+        # By thread: the batch, field and source that it is at work on.
+        self._here: dict[int, tuple[int, int, int | str]] = {}
+        self._fetches_nbytes = max_events * _FETCH.size
+        self._waits_nbytes = max_events * _WAIT.size
+        self._lock = threading.RLock()
+
+    # --- what is done -----------------------------------------------------------------------------
+
+    def work_on(self, batch: int, field: int = NO_FIELD, source: int | str = -1) -> None:
+        """Say what this thread does from now on, for `add`."""
+        self._here[get_ident()] = batch, field, source
+
+    def batch_here(self) -> int:
+        """Return the batch that this thread is at work on."""
+        return self._here.get(get_ident(), _NOTHING)[0]
+
+    def work_on_field(self, field: int, source: int | str = -1) -> None:
+        """Say of which field this thread reads what it reads from now on."""
+        self.work_on(self.batch_here(), field, source)
+
+    def add(self, stage: str, begin_ns: int) -> None:
+        """Note that this thread has done a stage, of what it is at work on, since `begin_ns`."""
+        batch, field, source = self._here.get(get_ident(), _NOTHING)
+        self.put(stage, begin_ns, batch, field, source)
+
+    def put(
+        self,
+        stage: str,
+        begin_ns: int,
+        batch: int,
+        field: int | str = NO_FIELD,
+        source: int | str = -1,
+    ) -> None:
+        """Note that this thread has done a stage of a batch since `begin_ns`."""
+        events, end_ns, thread = self._events, perf_counter_ns(), get_ident()
+        if thread not in self.threads:  # it may have ended when names are looked for
+            self._note_thread(threading.current_thread())
+        if len(events) < self.max_events:
+            events.append((stage, begin_ns, end_ns, thread, batch, field, source))
+        else:
+            self._drop()
+
+    def fetched(self, begin_ns: int, requests: Sequence[tuple[Any, ...]]) -> None:
+        """Note that this thread has asked for batches since `begin_ns`: with some `FillRequest`."""
+        fetches, end_ns, thread = self._fetches, perf_counter_ns(), get_ident()
+        for request in requests:
+            if len(fetches) < self._fetches_nbytes:
+                fetches += _pack_fetch(begin_ns, end_ns, thread, request[1], request[2], request[3])
+            else:
+                self._drop()
+
+    def hold(self, batch: int) -> None:
+        """Note that a batch is in use from now on; the consumer's call, as are those below."""
+        now = perf_counter()
+        self.waited(now, now, batch, True)
+
+    def begin_wait(self) -> None:
+        """Tell other tools that this thread waits for a batch."""
+        self._closing = [open_range(_RANGE + "wait") for open_range in self.open_ranges]
+
+    def waited(self, begin: float, end: float, batch: int, is_there: bool) -> None:
+        """Note that this thread has waited for a batch, in seconds of `time.perf_counter`.
+
+        None is in use meanwhile, and this one from the end on, if it is there.
+        """
+        waits = self._waits
+        if len(waits) < self._waits_nbytes:
+            waits += _pack_wait(begin, end, get_ident(), batch, is_there)
+        else:
+            self._drop()
+        if self.open_ranges:
+            for close in reversed(self._closing):
+                close()
+
+    def _drop(self) -> None:
+        with self._lock:
+            self.dropped += 1
+
+    # --- what is made of it -----------------------------------------------------------------------
+
+    def take_events(self, end_ns: int) -> list[Event]:
+        """Return the events since the last call; a batch that is in use is so until `end_ns`."""
+        self.note_threads()
+        count = len(self._events)
+        events = list(map(Event._make, self._events[:count]))
+        del self._events[:count]
+        # (Copied: a thread that was here before may be about to add one, and iterating locks it.)
+        fetches, self._fetches = bytes(self._fetches), bytearray()
+        for when, several in groupby(_FETCH.iter_unpack(fetches), key=lambda one: one[:3]):
+            begin_ns, last_ns, thread = when
+            asked = list(several)  # at once
+            share = (last_ns - begin_ns) // len(asked)
+            for number, (*_, serial, epoch, batch) in enumerate(asked):
+                self.batches[serial] = epoch, batch
+                at = begin_ns + number * share
+                events.append(Event("fetch", at, at + share, thread, serial))
+        waits, self._waits = list(_WAIT.iter_unpack(bytes(self._waits))), bytearray()
+        ends = [_ns(wait[0]) for wait in waits[1:]]
+        for wait, next_ns in zip(waits, [*ends, end_ns], strict=False):
+            begin, taken, thread, serial, is_there = wait
+            begin_ns, taken_ns = _ns(begin), _ns(taken)
+            if begin < taken:  # else it was in use already
+                events.append(Event("wait", begin_ns, taken_ns, thread, serial))
+            if is_there:
+                events.append(Event("in use", taken_ns, next_ns, thread, serial))
+        return events
+
+    def _note_thread(self, thread: threading.Thread) -> None:
+        if thread.ident is not None:
+            number = thread.native_id or thread.ident
+            self.threads[thread.ident] = ThreadName(thread.name, number)
+
+    def note_threads(self) -> None:
+        """Note what all threads are called."""
+        for thread in threading.enumerate():
+            self._note_thread(thread)
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+_NOTHING: tuple[int, int, int | str] = (NO_BATCH, NO_FIELD, -1)
+
+
+class Recorder:
+    """Says whether a timeline is recorded now, to all who may note what they do.
+
+    Attributes
+    ----------
+    timeline
+        None: nothing is recorded.
+    """
+
+    __slots__ = ("timeline",)
+
+    def __init__(self) -> None:
+        self.timeline: Timeline | None = None
+
+    def ranges(self, stage: str) -> AbstractContextManager[Any]:
+        """Return a context in which this thread does a stage, for other tools that are told so."""
+        timeline = self.timeline
+        if timeline is None or not timeline.open_ranges:
+            return _OFF
+        return _Ranges(timeline.open_ranges, _RANGE + stage)
+
+    def note(self, stage: str, begin_ns: int, batch: int, field: int | str = NO_FIELD) -> None:
+        """Note that this thread has done a stage of a batch since `begin_ns`."""
+        if self.timeline is not None:
+            self.timeline.put(stage, begin_ns, batch, field)
+
+    def work_on(self, batch: int) -> None:
+        """Say of which batch this thread does what it does from now on."""
+        if self.timeline is not None:
+            self.timeline.work_on(batch)
+
+
+class _Ranges:
+    """Ranges of other tools, as a context."""
+
+    __slots__ = ("_closing", "_name", "_open_ranges")
+
+    def __init__(self, open_ranges: Sequence[OpenRange], name: str) -> None:
+        self._open_ranges, self._name = open_ranges, name
+        self._closing: list[Callable[[], object]] = []
+
+    def __enter__(self) -> None:
+        self._closing += [open_range(self._name) for open_range in self._open_ranges]
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for close in reversed(self._closing):
+            close()

@@ -1,0 +1,69 @@
+"""Defines `Trace`: what the caller ends a trace with that a reader has begun."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+
+class Trace:
+    """A trace of what a reader does, which `AsyncReader.trace` began; ends by `stop`.
+
+    As a context it ends where that does. It ends with its reader, too.
+
+    Attributes
+    ----------
+    path
+        The file that is written at the end; None: no file.
+
+    Examples
+    --------
+    >>> with AsyncReader(hdf5_path="sample_data/digits.h5") as reader:
+    ...     trace = reader.trace("t.json")
+    ...     batch = reader.get_next_batch()
+    ...     trace.stop()
+    >>> trace.path.name
+    't.json'
+    """
+
+    def __init__(self, path: Path | None, end: Callable[[Trace], None]) -> None:
+        self.path = path
+        self._end: Callable[[Trace], None] | None = end
+
+    def stop(self) -> None:
+        """End the trace, and write the file. Extra calls are harmless.
+
+        Raises
+        ------
+        ReadError
+            If the file cannot be written.
+
+        Examples
+        --------
+        >>> reader = AsyncReader(hdf5_path="sample_data/digits.h5")
+        >>> trace = reader.trace("t.json")
+        >>> batch = reader.get_next_batch()
+        >>> trace.stop()
+        >>> reader.close()
+        """
+        end, self._end = self._end, None
+        if end is not None:
+            end(self)
+
+    def __enter__(self) -> Trace:
+        """Return the trace itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """End the trace."""
+        self.stop()
+
+    def __repr__(self) -> str:
+        """Describe the trace in a line."""
+        return f"<Trace {self.path or 'without a file'}, {'running' if self._end else 'ended'}>"
