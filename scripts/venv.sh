@@ -7,6 +7,9 @@ if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
         "Name another one: PYTHON=python3.12 $0" >&2
     exit 1
 fi
+# Tests start many processes, each of which would compile all modules anew without what others kept.
+unset PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX="$PWD/.venv/pycache"
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 extra="${1:-}"
 [ ! -e .venv/installed-dev ] || extra=dev # which has all that the others have

@@ -75,7 +75,8 @@ class SlotRing(Generic[Result]):
     def serials(self) -> list[int]:
         """Serials of all batches that have slots."""
         with self._lock:
-            return list(self._entries)
+            serials = list(self._entries)
+        return serials
 
     @property
     def in_use(self) -> int | None:
@@ -290,7 +291,8 @@ class SlotRing(Generic[Result]):
     def pending(self) -> list[Assignment]:
         """Return all assignments that were made and are not carried out yet."""
         with self._lock:
-            return [Assignment(e.slot, s) for s, e in self._entries.items() if not e.is_ready]
+            pending = [Assignment(e.slot, s) for s, e in self._entries.items() if not e.is_ready]
+        return pending
 
     def _unused_slots(self, free: list[int]) -> list[int]:
         """Add slots that no batch has to `free`, at least one; look through all only rarely."""

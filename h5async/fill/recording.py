@@ -94,7 +94,8 @@ class Recording:
     def take(self, process: int) -> Recorded:
         """Return what was recorded since the last call. Safe to call from many threads."""
         with self._lock:
-            return self._take(process)
+            recorded = self._take(process)
+        return recorded
 
     def _take(self, process: int) -> Recorded:
         timeline = self.timeline

@@ -113,7 +113,8 @@ def first_unlike(dataset: Opened, grid: Sequence[int], number: Int64s, nbytes: I
         struct, _extents = _visit_struct(dataset, grid)
         pointers = ctypes.byref(struct), address(number), address(nbytes), look_up
         with h5py._objects.phil:
-            return int(core.look_up(*pointers, count))
+            found = int(core.look_up(*pointers, count))
+        return found
     cells = np.unravel_index(number, tuple(grid))
     for item, expected in enumerate(nbytes.tolist()):
         corner = (int(cell[item]) * n for cell, n in zip(cells, dataset.chunks, strict=True))

@@ -157,7 +157,8 @@ class SharedMemory:
                     self._whole = _mapped(self._key, self.fd, 0, nbytes)
                 except OSError as error:
                     raise _refusal(nbytes, error) from error
-            return np.ndarray(spec.shape, spec.dtype, self._whole, spec.offset)
+            array = np.ndarray(spec.shape, spec.dtype, self._whole, spec.offset)
+        return array
 
     def discard(self, spec: ArraySpec) -> None:
         """Give the memory that one call of `empty` returned back to the system.

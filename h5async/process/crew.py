@@ -100,7 +100,8 @@ class Crew:
         """Post a request to one helper; return False where this is closed."""
         with self.lock:
             freest = min(self.supervisors, key=lambda supervisor: supervisor.num_outstanding)
-            return freest.request(request)
+            is_posted = freest.request(request)
+        return is_posted
 
     def note_uploaded(self, slot: int) -> None:
         """Note that the device's cache has the samples of the batch in a slot."""

@@ -194,7 +194,8 @@ class Supervisor:
     def stats(self) -> FillerStats:
         """Return what this helper and those before it have done so far."""
         with self._lock:
-            return self._stats.plus(self._former_stats)
+            stats = self._stats.plus(self._former_stats)
+        return stats
 
     def close(self) -> None:
         """Drop all requests, and have the helper and `run` end. Never waits. Idempotent."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dis
 import functools
@@ -406,6 +407,46 @@ def test_closing(tmp_path, form, num_threads, workers, step):
         with pytest.raises(h5async.ReaderClosedError):
             reader.get_next_batch()
         assert fds() == before, place
+
+
+# --- locks ----------------------------------------------------------------------------------------
+
+
+def calls_returned_under_locks(tree):
+    """Yield lines of calls whose result is returned out of a ``with`` block of a lock.
+
+    What is raised between such a call and the end of the block, as by a debugger, leaves it locked.
+    """
+
+    def ends_with_call(value):
+        if isinstance(value, ast.BoolOp):
+            return any(map(ends_with_call, value.values))
+        if isinstance(value, ast.IfExp):
+            return ends_with_call(value.body) or ends_with_call(value.orelse)
+        return isinstance(value, ast.Call | ast.ListComp | ast.SetComp | ast.DictComp)
+
+    def walk(node, locked):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.Lambda):
+                yield from walk(child, False)
+                continue
+            if locked and isinstance(child, ast.Return) and ends_with_call(child.value):
+                yield child.lineno
+            names = [ast.unparse(item.context_expr) for item in getattr(child, "items", ())]
+            is_lock = any(name.rstrip("()").endswith(LOCKS) for name in names)
+            yield from walk(child, locked or is_lock)
+
+    return list(walk(tree, False))
+
+
+LOCKS = ("lock", "changed", "phil", "condition")
+
+
+def test_calls_are_not_returned_under_locks():
+    assert calls_returned_under_locks(ast.parse("with a.lock:\n  return b()")) == [2]
+    assert not calls_returned_under_locks(ast.parse("with a.lock:\n  b = c()\nreturn b"))
+    for path in sorted(Path(PACKAGE).rglob("*.py")):
+        assert not calls_returned_under_locks(ast.parse(path.read_text())), path
 
 
 # --- handlers -------------------------------------------------------------------------------------
