@@ -178,7 +178,7 @@ class Engine:
             [name for name, one in self.categories.items() if one.tables is not None],
         )
         formats = self.device_policy.formats
-        wanted = wanted_kept_nbytes(config, layouts)
+        wanted = wanted_kept_nbytes(config, layouts, samplings.rows)
         memory_plan = budget.plan(formats, wanted)
         self.position = ReaderPosition(config, samplings, self.ring)
         self.checkpoints = Checkpoints(config, layouts, samplings)

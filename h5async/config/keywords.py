@@ -83,7 +83,9 @@ class ReaderOptions(TypedDict, total=False):
     mixed, so that each chunk is decoded once.
     """
     window_bytes: SizeLike
-    """Memory for the chunks whose samples `shuffle=window` mixes."""
+    """Memory for the chunks whose samples `shuffle=window` mixes; without shuffling, the most that
+    is kept of chunks that several batches need.
+    """
     seed: Integer
     """The order depends on the seed, the epoch and the position alone."""
     indices: SelectionLike | None

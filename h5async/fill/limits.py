@@ -30,12 +30,14 @@ from h5async.core.batch import (
     PLANNED_SAMPLE_NBYTES,
 )
 from h5async.errors import BudgetError, ConfigError
+from h5async.fill.columns import Rows
 from h5async.fill.images import sized_nbytes
 from h5async.index.alike import kinds_of
 from h5async.index.extents import table_nbytes
 from h5async.index.layout import DatasetLayout
 from h5async.index.small import kept_whole_nbytes
 from h5async.order.selection import Selection
+from h5async.order.steps import StepRows
 from h5async.plan.encoded import EncodedFormat
 from h5async.plan.plan import needs_scratch, scratch_nbytes
 from h5async.plan.transform import RowTransform
@@ -56,6 +58,8 @@ _LEAST_NBYTES = 1 << 20  # what a list of chunks may take in any case
 # A dataset of encoded chunks that decodes to no more (labels, say) is decoded once, and as much of
 # small datasets is kept.
 _KEPT_WHOLE_NBYTES = 64 << 20
+# Groups of chunks that split the same rows, of which batches in order share some.
+_IN_ORDER_GROUPS = 4
 
 
 class MemoryPlan(NamedTuple):
@@ -356,7 +360,11 @@ class MemoryBudget:
 
 
 def wanted_kept_nbytes(
-    config: ReaderConfig, layouts: Mapping[str, DatasetLayout], *, in_window: bool = False
+    config: ReaderConfig,
+    layouts: Mapping[str, DatasetLayout],
+    rows: Sequence[Rows] = (),
+    *,
+    in_window: bool = False,
 ) -> list[int]:
     """Return, by field, how much memory for what later batches need saves work.
 
@@ -366,17 +374,23 @@ def wanted_kept_nbytes(
         The options.
     layouts
         By field.
+    rows
+        By field: which rows each sample consists of.
     in_window
         Return what ``shuffle="window"`` would want, whatever the options say.
     """
     several, wanted = list(layouts.values()), []
     in_window |= config.shuffle == "window"
-    for layout in several:
+    for number, layout in enumerate(several):
         nbytes, small_nbytes = kept_whole_nbytes(layout)
         if nbytes > _KEPT_WHOLE_NBYTES:
-            # Never more than all chunks that there are.
-            window = _window_nbytes(config, layout, several) if in_window else 0
-            nbytes = min(nbytes, window)
+            window = 0
+            if in_window or _is_in_order(config):
+                window = _window_nbytes(config, layout, several)
+            if not in_window:
+                reach = _reach(rows[number]) if rows else 0
+                window = min(window, _in_order_nbytes(config, layout, reach, window))
+            nbytes = min(nbytes, window)  # never more than all chunks that there are
         elif nbytes + small_nbytes <= _KEPT_WHOLE_NBYTES:
             nbytes += small_nbytes
         wanted.append(nbytes)
@@ -391,6 +405,48 @@ def _window_nbytes(
     nbytes = kept_nbytes(layout, layouts, config.window_bytes)
     least = min((leaf.chunk_nbytes for leaf, _ in kinds_of(layout) if leaf.filters), default=0)
     return nbytes + nbytes // max(1, least) * KEPT_OVERHEAD_NBYTES
+
+
+def _is_in_order(config: ReaderConfig) -> bool:
+    """Tell whether samples come in the order in which they lie in the file."""
+    mixed = config.shuffle, config.bucket, config.batch_values
+    return not any(mixed) and config.weights is None and config.sampler is None
+
+
+def _in_order_nbytes(config: ReaderConfig, layout: DatasetLayout, reach: int, most: int) -> int:
+    """Return what keeping chunks takes where samples come in order.
+
+    That is for what consecutive batches have in common, where that is more than a chunk or two,
+    which are kept in any case: groups of chunks that split the same rows, of which each of the
+    batches that are on their way may need some; and chunks that samples of several steps reach
+    back to.
+
+    Parameters
+    ----------
+    config, layout
+        The options, and one field.
+    reach
+        Rows between the first and the last one of a sample.
+    most
+        What it may take; 0 is returned where that is too little to be of use.
+    """
+    wanted = 0
+    for leaf, _ in kinds_of(layout):
+        if not leaf.unit_nbytes or (leaf.num_pieces == 1 and not reach):
+            continue
+        pieces, samples = leaf.num_pieces, leaf.chunk_shape[leaf.sample_axis]
+        group = leaf.unit_nbytes + pieces * KEPT_OVERHEAD_NBYTES
+        least = 2 + -(-reach // samples)
+        new = 2 * config.batch_size if reach else 0  # rows, of two batches at the same time
+        groups = min(_IN_ORDER_GROUPS + -(-(reach + new) // samples), most // group)
+        if groups >= least:
+            chunks = max(1, config.filler_threads) * (leaf.chunk_nbytes + KEPT_OVERHEAD_NBYTES)
+            wanted = max(wanted, groups * group + chunks)
+    return wanted
+
+
+def _reach(rows: Rows) -> int:
+    return max(rows.offsets) - min(rows.offsets) if isinstance(rows, StepRows) else 0
 
 
 def _sum(shares: Iterable[_Share]) -> int:

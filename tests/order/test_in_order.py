@@ -1,0 +1,131 @@
+"""In the order of the file, each chunk is decoded once, also where chunks split rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from cases import each
+from conftest import assert_epoch_is, assert_same_bits
+
+from h5async import AsyncReader, Field
+from h5async.config import ReaderConfig
+from h5async.fill import limits
+from h5async.index.metadata import read_layouts
+
+GZIP = {"compression": "gzip", "compression_opts": 1}
+# By name: the shape, the chunks, and the sample dimension.
+SPLIT: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
+    "rows in 6 chunks": ((960, 6, 7), (8, 4, 3), 0),
+    "rows in 6 chunks, cut short": ((955, 6, 7), (8, 4, 3), 0),
+    "samples in the middle": ((7, 960, 3), (3, 8, 2), 1),
+    "chunks of many rows": ((2000, 6, 2), (190, 3, 1), 0),
+}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_kept_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("h5async.fill.limits._KEPT_WHOLE_NBYTES", 0)
+
+
+def write(path: Path, shape: tuple[int, ...], chunks: tuple[int, ...], seed: int = 0) -> Any:
+    values = np.random.default_rng(seed).integers(0, 1000, shape).astype("i4")
+    with h5py.File(path, "a") as file:
+        file.create_dataset("data", data=values, chunks=chunks, **GZIP)
+    return values
+
+
+def num_chunks(*paths: Path) -> int:
+    total = 0
+    for path in paths:
+        with h5py.File(path) as file:
+            total += file["data"].id.get_num_chunks()
+    return total
+
+
+def open_reader(path: Any, **options: Any) -> AsyncReader:
+    options = {"labels_field": None, "batch_size": 6, "device": "cpu", "timeout": 60, **options}
+    return AsyncReader(hdf5_path=path, **options)
+
+
+def read_exactly_an_epoch(reader: AsyncReader) -> list[Any]:
+    """Read an epoch, and nothing of the one that follows."""
+    for _ in range(len(reader)):
+        reader.fetch_data()
+    return [reader.get_next_batch().copy() for _ in range(len(reader))]
+
+
+@each("num_threads", [0, 1, 3])
+@each("batch_size", [1, 6, 23])
+@pytest.mark.parametrize("name", SPLIT)
+def test_each_chunk_is_decoded_once(
+    tmp_path: Path, name: str, batch_size: int, num_threads: int
+) -> None:
+    path, (shape, chunks, axis) = tmp_path / "f.h5", SPLIT[name]
+    expected = np.moveaxis(write(path, shape, chunks), axis, 0)
+    options = {"num_dim": axis, "batch_size": batch_size, "num_threads": num_threads}
+    with open_reader(path, **options) as reader:
+        batches = read_exactly_an_epoch(reader)
+        assert reader.stats().decoded_chunks == num_chunks(path)
+    assert_same_bits(np.concatenate([batch.data for batch in batches]), expected)
+
+
+@pytest.mark.usefixtures("python_way")
+@pytest.mark.parametrize("name", SPLIT)
+def test_without_the_core(tmp_path: Path, name: str) -> None:
+    path, (shape, chunks, axis) = tmp_path / "f.h5", SPLIT[name]
+    expected = np.moveaxis(write(path, shape, chunks), axis, 0)
+    with open_reader(path, num_dim=axis, num_threads=0) as reader:
+        batches = read_exactly_an_epoch(reader)
+        assert reader.stats().decoded_chunks == num_chunks(path)
+    assert_same_bits(np.concatenate([batch.data for batch in batches]), expected)
+
+
+@each("num_threads", [0, 2])
+def test_of_several_files(tmp_path: Path, num_threads: int) -> None:
+    paths = [tmp_path / f"{number}.h5" for number in range(3)]
+    expected = np.concatenate(
+        [write(path, (100 + n, 6, 7), (8, 4, 3), n) for n, path in enumerate(paths)]
+    )
+    with open_reader(paths, num_threads=num_threads) as reader:
+        assert_epoch_is(reader, expected)
+    with open_reader(paths, num_threads=num_threads) as reader:
+        read_exactly_an_epoch(reader)
+        assert reader.stats().decoded_chunks == num_chunks(*paths)
+
+
+@each("num_threads", [0, 2])
+@pytest.mark.parametrize("chunks", [(8, 4, 3), (8, 6, 7), (1, 6, 7), (1, 4, 3)])
+def test_rows_of_several_steps(tmp_path: Path, chunks: Any, num_threads: int) -> None:
+    """What a batch reaches back to was decoded for the one before."""
+    path = tmp_path / "f.h5"
+    expected = write(path, (300, 6, 7), chunks)
+    field = Field("data", steps=range(-19, 1), pad="edge")
+    with open_reader(path, fields={"data": field}, num_threads=num_threads) as reader:
+        batches = read_exactly_an_epoch(reader)
+        assert reader.stats().decoded_chunks == num_chunks(path)
+    rows = np.clip(np.arange(300)[:, None] + np.arange(-19, 1), 0, None)
+    assert_same_bits(np.concatenate([batch.data for batch in batches]), expected[rows])
+
+
+def wanted(path: Path, rows: Any = (), **options: Any) -> int:
+    config = ReaderConfig(hdf5_path=path, labels_field=None, num_threads=2, **options)
+    layouts = read_layouts(path, {"data": Field("data", num_dim=config.num_dim)})
+    (nbytes,) = limits.wanted_kept_nbytes(config, layouts, rows)
+    return nbytes
+
+
+def test_what_is_kept(tmp_path: Path) -> None:
+    split, whole = tmp_path / "split.h5", tmp_path / "whole.h5"
+    write(split, (960, 6, 7), (8, 4, 3))
+    write(whole, (960, 6, 7), (8, 6, 7))
+    group, chunk = 6 * (8 * 4 * 3 * 4 + 128), 8 * 4 * 3 * 4 + 128
+    assert wanted(split) == 4 * group + 2 * chunk
+    assert wanted(split, window_bytes=2 * 6 * 384) == 2 * group, "never more than a window"
+    assert wanted(split, window_bytes=6 * 384) == 0, "which would be of no use"
+    assert wanted(whole) == 0, "two chunks are kept in any case"
+    for mixed in {"shuffle": True}, {"weights": [1.0] * 960}, {"sampler": [1, 2]}:
+        assert wanted(split, **mixed) == 0, mixed
