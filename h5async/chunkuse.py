@@ -158,7 +158,7 @@ class ChunkFacts:
             found.append(Remedy(named("shuffle", "window"), self._left_by_window(culprit)))
         if config.cache is None and config.num_helpers <= 1 and config.decode != "device":
             if self._fits():
-                found.append(Remedy(named("cache", "host"), 0.0))
+                found.append(Remedy(f"{named('cache', 'host')} from the second epoch on", 0.0))
         rows = self._rows_of_chunk(culprit)
         if rows:
             unit = self._unit_of(culprit)

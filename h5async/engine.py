@@ -44,6 +44,7 @@ from h5async.order.schedule import Schedule
 from h5async.position import ReaderPosition
 from h5async.readerlog import (
     log_long_samples,
+    log_missing_columns,
     log_memory,
     log_opened,
     log_unused_values,
@@ -245,6 +246,7 @@ class Engine:
         self.num_threads = max(1, config.num_helpers) * max(1, of_each)
         log_ways(layouts, self._filler.methods)
         log_unused_values(layouts)
+        log_missing_columns(fields, shapes)
         cache = self._filler.stats().cache if self.cache is None else str(self.cache)
         log_memory(config, cache, memory_plan.most_threads, memory_plan.kept_nbytes, wanted)
         if samplings.lengths is not None:
@@ -553,6 +555,6 @@ class Engine:
                 raise
             return (), error
         finally:
-            self.counts.upload_times.add("upload", begin)
             if self.device.name != "cpu":
+                self.counts.upload_times.add("upload", begin)
                 self._recorder.note("upload", begin, request.serial)

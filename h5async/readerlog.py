@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.config import ReaderConfig
+from h5async.config import Field, ReaderConfig, SparseField
 from h5async.config.files import paths_text
 from h5async.core.binding import why_no_core
+from h5async.fill.columns import SparseShape
 from h5async.index.alike import kinds_of
 from h5async.index.joined import unused_rows
 from h5async.index.layout import DatasetLayout
@@ -136,6 +137,35 @@ def log_unused_values(layouts: Mapping[str, DatasetLayout]) -> None:
                 + f": {count:,} of its values lie before the first sample or behind the last one,"
                 " and are in none; if they should be, see what the options offsets and offsets_kind"
                 " say: offsets have one number more than there are samples, and ends as many"
+            )
+
+
+def log_missing_columns(fields: Mapping[str, Field], shapes: Mapping[str, SparseShape]) -> None:
+    """Log which of the columns that were chosen by name no file has: they are zeros.
+
+    Parameters
+    ----------
+    fields
+        Of the reader, by name.
+    shapes
+        What is known of the columns of its sparse fields.
+    """
+    for name, shape in shapes.items():
+        field = fields[name]
+        if not isinstance(field, SparseField) or not isinstance(field.columns, tuple):
+            continue
+        is_there = np.zeros(shape.columns + 1, np.bool_)
+        for places in shape.places or ():
+            is_there[places] = True  # -1 is the last one
+        missing = np.flatnonzero(~is_there[:-1])
+        if missing.size:
+            more = f" and {missing.size - 1:,} more" if missing.size > 1 else ""
+            of_files = "" if len(shape.where) == 1 else f", nor any of {len(shape.where) - 1:,} more"
+            _warn_once(
+                printable(
+                    f'field {name}: {shape.where[0]} has no column "{field.columns[missing[0]]}"'
+                )
+                + f"{more} of those chosen{of_files}: they are zeros"
             )
 
 

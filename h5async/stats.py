@@ -25,6 +25,7 @@ STAGES = ("plan", "read", "decode", "place", "transform", "postprocess", "upload
 
 _KEPT_WAITS = 4096
 _DATA_BOUND = 0.02  # share of its time that a loop may wait without being held up by the data
+_HOLDS = 0.6  # share of its time that a loop may wait and still be what holds the GIL
 _STARVED = 0.25  # share of the threads' time that they may spend waiting for the GIL
 _BUSY = 0.4  # share of their time that threads work at least, where they have enough to do
 _DECODES = 0.25  # share of the threads' time from which decoding is worth a word
@@ -427,7 +428,8 @@ def loop_sentence(stats: ReaderStats) -> str:
         headroom = f"{stats.headroom:.1f}x what the loop takes"
         return f"not data-bound{stats._span}: {waited}; the reader could give {headroom}"
     starved = stats.gil_wait_seconds / (stats.gil_wait_seconds + stats.busy_seconds)
-    if starved > _STARVED and stats.headroom > 1 and stats.workers == "thread":
+    is_loop = stats.headroom > 1 and stats.waited_share <= _HOLDS
+    if starved > _STARVED and is_loop and stats.workers == "thread":
         return (
             f"data-bound{stats._span}: {waited}; the reader's threads spent"
             f" {100 * starved:.0f} % of their time waiting for the GIL: the loop holds it; call"

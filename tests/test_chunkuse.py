@@ -235,7 +235,7 @@ def test_what_is_kept_for_later_is_no_waste(
 
 
 def test_what_is_proposed_is_not_set_or_refused(path: Path) -> None:
-    window, cache = 'shuffle="window"', 'cache="host"'
+    window, cache = 'shuffle="window"', 'cache="host" from the second epoch on'
     repack = "repack with 4 samples a chunk"
     assert remedies(path, shuffle="full") == [window, cache, repack]
     assert remedies(path) == [cache, repack]

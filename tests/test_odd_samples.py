@@ -341,10 +341,13 @@ def test_a_column_of_lengths(flat, name):
     assert samples(flat, f"{name}[:, 0]", "lengths") == SAMPLES
     assert samples(flat, f"{name}[:,0]", "lengths") == SAMPLES
     assert samples(flat, f"{name}[:, 1]", "lengths") == [[0], [], [1, 2], [3]]
+    assert samples(flat, f"{name}[:, -1]", "lengths") == [[0], [], [1, 2], [3]]
+    assert samples(flat, f"{name}[:,-2]", "lengths") == SAMPLES
     with pytest.raises(DatasetError, match=rf'shape \(4, 2\); .*"{name}\[:, 0\]"'):
         samples(flat, name, "lengths")
-    with pytest.raises(DatasetError, match="no such column"):
-        samples(flat, f"{name}[:, 2]", "lengths")
+    for number in 2, -3:
+        with pytest.raises(DatasetError, match="no such column"):
+            samples(flat, f"{name}[:, {number}]", "lengths")
     with pytest.raises(DatasetError, match="no such column"):
         samples(flat, "lengths[:, 0]", "lengths")
 

@@ -601,14 +601,20 @@ def test_a_second_file_with_other_columns(tmp_path):
         AsyncReader(hdf5_path=paths, fields={"x": "X"})
 
 
-def test_columns_by_name_over_files_that_differ(tmp_path):
+def test_columns_by_name_over_files_that_differ(tmp_path, caplog):
     paths = [sparse_file(tmp_path / "a.h5"), sparse_file(tmp_path / "b.h5", columns=5)]
     for path, names in zip(paths, ["abcd", "ecbxa"], strict=True):
         with h5py.File(path, "r+") as file:
             file["var/_index"] = list(names)
     field = SparseField("X", columns=["c", "x", "a", "none"], dense=True)
+    caplog.set_level("WARNING", "h5async")
     with AsyncReader(hdf5_path=paths, fields={"x": field}, batch_size=12, device="cpu") as reader:
         found = reader.get_next_batch().x
+    (warning,) = [text for text in caplog.messages if "no column" in text]  # "x" is in one of them
+    assert warning == (
+        f'field x: {paths[0]}: group "X" has no column "none" of those chosen, nor any of 1 more:'
+        " they are zeros"
+    )
     first = np.arange(24.0).reshape(6, 4)
     second = np.arange(30.0).reshape(6, 5)
     zero = np.zeros(6)

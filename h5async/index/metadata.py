@@ -54,7 +54,7 @@ from h5async.index.sequenced import (
 from h5async.index.slabs import Slab
 from h5async.system.interruptions import passing, suppressing
 
-_COLUMN = re.compile(r"\[:, ?(\d{1,9})\]$")  # behind a path
+_COLUMN = re.compile(r"\[:, ?(-?\d{1,9})\]$")  # behind a path
 
 
 def read_layouts(
@@ -216,7 +216,7 @@ def value_layout(
     ----------
     path, name
         The file, and the dataset's path in it; behind it may be which of its columns is meant, as
-        in ``"lengths[:, 0]"``.
+        in ``"lengths[:, 0]"``; those below zero count from the end.
     most
         Values that it may hold: a file is not to be trusted with all memory.
 
@@ -243,10 +243,12 @@ def value_layout(
         node = h5py.Dataset(opened)
         if node.shape is None or not node.shape:
             raise DatasetError(f"{where} must have one dimension, and has shape {node.shape}")
-        if number is not None and (len(node.shape) != 2 or number >= node.shape[1]):
-            raise DatasetError(
-                f"{where}: there is no such column, because it has shape {node.shape}"
-            )
+        if number is not None:
+            if len(node.shape) != 2 or not -node.shape[1] <= number < node.shape[1]:
+                raise DatasetError(
+                    f"{where}: there is no such column, because it has shape {node.shape}"
+                )
+            number %= node.shape[1]  # those below zero count from the end
         if number is None and math.prod(node.shape[1:]) != 1:
             hint = (
                 f'; name one of its columns, as in "{name}[:, 0]"' if len(node.shape) == 2 else ""
