@@ -44,8 +44,8 @@ from h5async.order.schedule import Schedule
 from h5async.position import ReaderPosition
 from h5async.readerlog import (
     log_long_samples,
-    log_missing_columns,
     log_memory,
+    log_missing_columns,
     log_opened,
     log_unused_values,
     log_ways,

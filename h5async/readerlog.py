@@ -160,7 +160,8 @@ def log_missing_columns(fields: Mapping[str, Field], shapes: Mapping[str, Sparse
         missing = np.flatnonzero(~is_there[:-1])
         if missing.size:
             more = f" and {missing.size - 1:,} more" if missing.size > 1 else ""
-            of_files = "" if len(shape.where) == 1 else f", nor any of {len(shape.where) - 1:,} more"
+            others = len(shape.where) - 1
+            of_files = f", nor any of {others:,} more" if others else ""
             _warn_once(
                 printable(
                     f'field {name}: {shape.where[0]} has no column "{field.columns[missing[0]]}"'

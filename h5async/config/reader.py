@@ -145,8 +145,8 @@ class ReaderConfig(Frozen):
     )
     window_bytes: Size = option(
         256 << 20,
-        "Memory for the chunks whose samples `shuffle=window` mixes; without shuffling, the most that"
-        " is kept of chunks that several batches need.",
+        "Memory for the chunks whose samples `shuffle=window` mixes; without shuffling, the most"
+        " that is kept of chunks that several batches need.",
         default_text="256 MiB",
         values="SIZE",
     )
