@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import bench_ways as ways
+import h5py
 import numpy as np
 from bench_common import (
     BATCH,
@@ -360,6 +362,7 @@ def raw_chunks(bench: Bench) -> None:
 
 def packed_chunks(bench: Bench) -> None:
     """W3: 16 images a chunk, gzip; more of them, decoded, than the reader keeps."""
+    split_chunks(bench)
     images, size = bench.images, bench.sizes.batch
     truth = images.reshape(-1, CHUNK_ROWS * ROW_NBYTES)
     with bench.file("gzip", images, chunks=(CHUNK_ROWS, *ROW), compression="gzip") as path:
@@ -389,6 +392,33 @@ def packed_chunks(bench: Bench) -> None:
                 limits,
                 0.95,
                 batch_size=batch_size,
+                shuffle=ORDERS[order],
+            )
+
+
+def split_chunks(bench: Bench) -> None:
+    """W3: the chunks that h5py chooses, which split images in height, width and channel."""
+    images, size = bench.images[: bench.sizes.filtered], bench.sizes.batch
+    with bench.file("split", images, compression="gzip") as path:
+        chunks = ways.encoded_chunks(path)
+        with h5py.File(path) as file:
+            data = file["data"]
+            truth = np.zeros((len(chunks), math.prod(data.chunks)), np.uint8)
+            for one, part in zip(truth, data.iter_chunks(), strict=True):
+                one.reshape(data.chunks)[tuple(slice(p.stop - p.start) for p in part)] = data[part]
+        orders = ways.epoch(len(chunks), min(size, len(chunks)), False)
+        decoder = ways.by_decoder(ways.gunzip, chunks)
+        limits = bench.loops(orders, truth.__getitem__, decoder=decoder)
+        # What lies beyond the edges of the dataset is decoded, and counts for nothing.
+        limits = limits._replace(nbytes=limits.nbytes * images.nbytes / truth.nbytes)
+        for order in ("in order", "window"):
+            bench.stream(
+                "W3",
+                f"gzip, h5py's own chunks, {order}",
+                path,
+                images.__getitem__,
+                lambda: limits,
+                batch_size=size,
                 shuffle=ORDERS[order],
             )
 

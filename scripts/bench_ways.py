@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import chain, cycle, islice, pairwise, repeat
+from itertools import chain, cycle, islice, pairwise, product, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,7 +52,7 @@ class Limits(NamedTuple):
     """Ways by what they say, the bytes that a batch of theirs counts for, and its values."""
 
     runs: dict[str, Run]
-    nbytes: int
+    nbytes: float
     expect: Expect
 
 
@@ -532,11 +532,11 @@ def contiguous_offsets(path: Path, rows: int, row_nbytes: int) -> np.ndarray:
 
 
 def encoded_chunks(path: Path) -> list[np.ndarray]:
-    """Return all chunks as they are stored; none may have been left unfiltered."""
+    """Return all chunks as they are stored, in C order; none may have been left unfiltered."""
     with h5py.File(path) as file:
         data = file["data"]
-        rest = (0,) * (data.ndim - 1)
-        read = [data.id.read_direct_chunk((i, *rest)) for i in range(0, len(data), data.chunks[0])]
+        corners = product(*map(range, (0,) * data.ndim, data.shape, data.chunks))
+        read = [data.id.read_direct_chunk(corner) for corner in corners]
     if any(mask for mask, _ in read):
         raise AssertionError("HDF5 gave up on a chunk")
     return [np.frombuffer(encoded, np.uint8) for _, encoded in read]
