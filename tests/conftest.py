@@ -48,20 +48,28 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 # --- a sample of what takes long ----------------------------------------------------------------
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out most cases of tests that are marked with ``sampled(count)``.
+# Of the cases of each test in these modules, one in so many runs, and at least one.
+ONE_IN: dict[str, int] = {}
 
-    H5ASYNC_TESTS=all runs all of them; a number, other ones than by default.
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out most cases of tests that are marked with ``sampled(count)``, or in `ONE_IN`.
+
+    H5ASYNC_TESTS=all runs all of them; a number, other ones than by default. So do tests that are
+    named (by ``::`` or ``-k``), of those in `ONE_IN`.
     """
     if SAMPLE == "all":
         return
+    are_named = config.option.keyword or any("::" in argument for argument in config.args)
+    one_in = {} if are_named else ONE_IN
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("sampled"):
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     left_out = set()
     for name, found in cases.items():
-        count = found[0].get_closest_marker("sampled").args[0]
+        count = -(-len(found) // one_in.get(name.partition("::")[0].removeprefix("tests/"), 1))
+        if mark := found[0].get_closest_marker("sampled"):
+            count = min(count, mark.args[0])
         kept = random.Random(f"{SAMPLE} {name}").sample(found, min(count, len(found)))
         left_out |= set(found) - set(kept)
     config.hook.pytest_deselected(items=sorted(left_out, key=items.index))

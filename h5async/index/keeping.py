@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from enum import IntEnum
 
 import numpy as np
@@ -74,10 +75,12 @@ def group_nbytes(shape: Shape, row_nbytes: int) -> int:
 def _share_chunks(table: FieldTable) -> bool:
     """Tell whether a chunk has pieces of rows of several shapes: each would decode it anew."""
     shapes: dict[int, set[int]] = {}  # by the first extent of their dataset
+    count = len(table.shapes)
     for layer in table.layers:
         has_chunks = layer.count > 0
-        pairs = np.stack([layer.begin[has_chunks], layer.shape[has_chunks]], axis=1)
-        for begin, shape in np.unique(pairs, axis=0).tolist():
+        # As one number: rows are compared by NumPy in a way that swallows a signal's exception.
+        pairs = layer.begin[has_chunks] * count + layer.shape[has_chunks]
+        for begin, shape in map(divmod, np.unique(pairs).tolist(), itertools.repeat(count)):
             shapes.setdefault(begin, set()).add(shape)
     for several in shapes.values():
         numbers = [table.shapes[shape].cross_number for shape in several]

@@ -625,10 +625,16 @@ class LayoutReader:
 
     def _limits(self, rows: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
         """Return `_Span` of each row, as columns."""
-        kinds, kind = np.unique(rows[:, (0, 3)], axis=0, return_inverse=True)
+        # (NumPy compares whole rows in a way that swallows a signal's exception.)
+        templates, template = np.unique(rows[:, 0], return_inverse=True)
+        shapes, shape = np.unique(rows[:, 3], return_inverse=True)
+        kinds, kind = np.unique(template * shapes.size + shape, return_inverse=True)
         spans = [
-            _span(self._templates[template].members, self._shapes[shape])
-            for template, shape in kinds.tolist()
+            _span(
+                self._templates[templates[pair // shapes.size]].members,
+                self._shapes[shapes[pair % shapes.size]],
+            )
+            for pair in kinds.tolist()
         ]
         table = np.array(spans, np.int64).reshape(-1, len(_Span._fields))[kind.reshape(-1)]
         return dict(zip(_Span._fields, table.T, strict=True))
