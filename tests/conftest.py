@@ -49,7 +49,33 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 
 
 # Of the cases of each test in these modules, one in so many runs, and at least one.
-ONE_IN: dict[str, int] = {}
+ONE_IN = {
+    "codec/test_codecs.py": 3,
+    "core/test_core.py": 3,
+    "deliver/test_cuda_order.py": 3,
+    "deliver/test_device_decode.py": 3,
+    "fill/test_selecting.py": 3,
+    "index/test_changed_files.py": 3,
+    "index/test_members.py": 4,
+    "index/test_review_metadata.py": 3,
+    "index/test_saved_index.py": 3,
+    "index/test_traps.py": 4,
+    "index/test_virtual.py": 3,
+    "process/test_helper.py": 3,
+    "process/test_helper_faults.py": 4,
+    "process/test_ragged_helpers.py": 4,
+    "process/test_several_helpers.py": 4,
+    "read/test_corpus.py": 5,
+    "read/test_files.py": 3,
+    "read/test_slow_storage.py": 3,
+    "test_batch_values.py": 4,
+    "test_cf.py": 3,
+    "test_cli.py": 2,
+    "test_closing.py": 2,
+    "test_odd_samples.py": 3,
+    "test_reader.py": 4,
+    "test_trace.py": 2,
+}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
