@@ -114,6 +114,25 @@ def test_rows_of_several_steps(tmp_path: Path, chunks: Any, steps: Any, num_thre
     assert_same_bits(np.concatenate([batch.data for batch in batches]), expected[rows])
 
 
+@each("num_threads", [0, 2])
+@each("shuffle", [False, "window"])
+@pytest.mark.parametrize("chunks", [(3, 8, 6, 7), (3, 8, 4, 3)])
+def test_steps_of_sequences_that_share_chunks(
+    tmp_path: Path, chunks: Any, shuffle: Any, num_threads: int
+) -> None:
+    path = tmp_path / "f.h5"
+    expected = write(path, (12, 20, 6, 7), chunks)
+    field = Field("data", num_dim=(0, 1), steps=range(-2, 1), pad="edge")
+    options = {"fields": {"data": field}, "shuffle": shuffle, "num_threads": num_threads}
+    with open_reader(path, **options, prefetch=1) as reader:
+        batches = read_exactly_an_epoch(reader)
+        assert reader.stats().decoded_chunks == num_chunks(path)
+    for batch in batches:
+        sequence, step = batch.index // 20, batch.index % 20
+        rows = np.clip(step[:, None] + np.arange(-2, 1), 0, None)
+        assert_same_bits(batch.data, expected[sequence[:, None], rows])
+
+
 @each("num_threads", [0, 8])
 @pytest.mark.parametrize("step", [1, 2, 7])
 def test_some_samples(tmp_path: Path, step: int, num_threads: int) -> None:
