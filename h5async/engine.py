@@ -179,7 +179,8 @@ class Engine:
             [name for name, one in self.categories.items() if one.tables is not None],
         )
         formats = self.device_policy.formats
-        wanted = wanted_kept_nbytes(config, layouts, samplings.rows)
+        selected = self.num_samples / max(1, next(iter(layouts.values())).sample_count)
+        wanted = wanted_kept_nbytes(config, layouts, samplings.rows, selected)
         memory_plan = budget.plan(formats, wanted)
         self.position = ReaderPosition(config, samplings, self.ring)
         self.checkpoints = Checkpoints(config, layouts, samplings)

@@ -158,16 +158,17 @@ def log_missing_columns(fields: Mapping[str, Field], shapes: Mapping[str, Sparse
         for places in shape.places or ():
             is_there[places] = True  # -1 is the last one
         missing = np.flatnonzero(~is_there[:-1])
-        if missing.size:
-            more = f" and {missing.size - 1:,} more" if missing.size > 1 else ""
-            others = len(shape.where) - 1
-            of_files = f", nor any of {others:,} more" if others else ""
-            _warn_once(
-                printable(
-                    f'field {name}: {shape.where[0]} has no column "{field.columns[missing[0]]}"'
-                )
-                + f"{more} of those chosen{of_files}: they are zeros"
-            )
+        if not missing.size:
+            continue
+        what = f'field {name}: {shape.where[0]} has no column "{field.columns[missing[0]]}"'
+        others, more = len(shape.where) - 1, missing.size - 1
+        of_files = ", nor has 1 other file" if others == 1 else f", nor have {others:,} other files"
+        columns = "1 other column" if more == 1 else f"{more:,} other columns"
+        _warn_once(
+            printable(what)
+            + (of_files if others else "")
+            + (f"; nor {columns} of those chosen: they are zeros" if more else ": it is zeros")
+        )
 
 
 def log_long_samples(config: ReaderConfig, lengths: NDArray[Any]) -> None:

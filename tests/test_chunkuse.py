@@ -54,7 +54,7 @@ def each_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have readers keep no decoded chunks between batches, as they do of large datasets."""
     monkeypatch.setattr(
-        "h5async.engine.wanted_kept_nbytes", lambda config, layouts, rows: (0,) * len(layouts)
+        "h5async.engine.wanted_kept_nbytes", lambda config, layouts, *_: (0,) * len(layouts)
     )
 
 

@@ -116,7 +116,7 @@ def test_threads_and_chunks_for_which_there_is_no_memory(path, caplog, monkeypat
         return found._replace(most_threads=2, kept_nbytes=tuple(0 for _ in wanted))
 
     monkeypatch.setattr(limits.MemoryBudget, "plan", less)
-    monkeypatch.setattr("h5async.engine.wanted_kept_nbytes", lambda config, layouts, rows: [700, 0])
+    monkeypatch.setattr("h5async.engine.wanted_kept_nbytes", lambda config, layouts, *_: [700, 0])
     reader_of(path, num_threads=4).close()
     warned = at(caplog, "WARNING")
     assert any("there is memory for 2 threads, of 4" in text for text in warned)

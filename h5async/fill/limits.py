@@ -60,6 +60,8 @@ _LEAST_NBYTES = 1 << 20  # what a list of chunks may take in any case
 _KEPT_WHOLE_NBYTES = 64 << 20
 # Groups of chunks that split the same rows, of which batches in order share some.
 _IN_ORDER_GROUPS = 4
+# The core cuts a batch into so many items for each thread, where it has fewer groups (plan.h).
+_ITEMS_OF_THREAD = 4
 
 
 class MemoryPlan(NamedTuple):
@@ -363,6 +365,7 @@ def wanted_kept_nbytes(
     config: ReaderConfig,
     layouts: Mapping[str, DatasetLayout],
     rows: Sequence[Rows] = (),
+    selected: float = 1.0,
     *,
     in_window: bool = False,
 ) -> list[int]:
@@ -376,6 +379,8 @@ def wanted_kept_nbytes(
         By field.
     rows
         By field: which rows each sample consists of.
+    selected
+        The share of all samples that an epoch is made of.
     in_window
         Return what ``shuffle="window"`` would want, whatever the options say.
     """
@@ -389,7 +394,8 @@ def wanted_kept_nbytes(
                 window = _window_nbytes(config, layout, several)
             if not in_window:
                 reach = _reach(rows[number]) if rows else 0
-                window = min(window, _in_order_nbytes(config, layout, reach, window))
+                wanted_now = _in_order_nbytes(config, layout, reach, selected, window)
+                window = min(window, wanted_now)
             nbytes = min(nbytes, window)  # never more than all chunks that there are
         elif nbytes + small_nbytes <= _KEPT_WHOLE_NBYTES:
             nbytes += small_nbytes
@@ -413,40 +419,61 @@ def _is_in_order(config: ReaderConfig) -> bool:
     return not any(mixed) and config.weights is None and config.sampler is None
 
 
-def _in_order_nbytes(config: ReaderConfig, layout: DatasetLayout, reach: int, most: int) -> int:
+def _in_order_nbytes(
+    config: ReaderConfig, layout: DatasetLayout, reach: int, selected: float, most: int
+) -> int:
     """Return what keeping chunks takes where samples come in order.
 
     That is for what consecutive batches have in common, where that is more than a chunk or two,
     which are kept in any case: groups of chunks that split the same rows, of which each of the
     batches that are on their way may need some; and chunks that samples of several steps reach
-    back to.
+    back to. Where several threads decode one group, it stays until all of them have come to it:
+    so those of all batches that may be on their way at the same time are kept.
 
     Parameters
     ----------
     config, layout
         The options, and one field.
     reach
-        Rows between the first and the last one of a sample.
+        As `_reach` says.
+    selected
+        The share of all samples that an epoch is made of.
     most
         What it may take; 0 is returned where that is too little to be of use.
     """
-    wanted = 0
+    wanted, threads = 0, max(1, config.filler_threads)
+    spanned = config.batch_size / max(selected, 1e-9)  # rows, by a batch
+    at_once = max(2, min(config.prefetch, threads))
     for leaf, _ in kinds_of(layout):
         if not leaf.unit_nbytes or (leaf.num_pieces == 1 and not reach):
             continue
         pieces, samples = leaf.num_pieces, leaf.chunk_shape[leaf.sample_axis]
+        is_aligned = samples == 1 or (
+            leaf is layout and selected == 1 and config.batch_size % samples == 0
+        )
+        if is_aligned and not reach:
+            continue  # no two batches share a group
         group = leaf.unit_nbytes + pieces * KEPT_OVERHEAD_NBYTES
         least = 2 + -(-reach // samples)
-        new = 2 * config.batch_size if reach else 0  # rows, of two batches at the same time
+        is_cut = spanned <= _ITEMS_OF_THREAD * threads * samples  # else a thread decodes a group
+        new = int(at_once * spanned) if reach or is_cut else 0
         groups = min(_IN_ORDER_GROUPS + -(-(reach + new) // samples), most // group)
         if groups >= least:
-            chunks = max(1, config.filler_threads) * (leaf.chunk_nbytes + KEPT_OVERHEAD_NBYTES)
+            chunks = threads * (leaf.chunk_nbytes + KEPT_OVERHEAD_NBYTES)
             wanted = max(wanted, groups * group + chunks)
     return wanted
 
 
 def _reach(rows: Rows) -> int:
-    return max(rows.offsets) - min(rows.offsets) if isinstance(rows, StepRows) else 0
+    """Return of how many rows chunks are used until none of them is needed again.
+
+    A row is one step of a sample, and the next one of a later sample: until then, each of the other
+    steps has come as far.
+    """
+    if not isinstance(rows, StepRows) or rows.size < 2:
+        return 0
+    offsets = np.unique(rows.offsets)
+    return int(offsets[-1] - offsets[0] + np.diff(offsets).max(initial=1) - 1)
 
 
 def _sum(shares: Iterable[_Share]) -> int:

@@ -494,11 +494,16 @@ class DatasetLayout:
         return not self.is_shared and self.rows_are_whole and self.chunk_shape[0] == 1
 
     def shared(self) -> DatasetLayout:
-        """Return the layout of rows of which several samples consist."""
+        """Return the layout of rows of which several samples consist.
+
+        What several parts have in common they have in common there, too: its chunks are kept once.
+        """
         if not isinstance(self.parts, tuple):
             return self.changed(parts=self.parts.shared(), is_shared=True)
         if self.parts:
-            parts = tuple(replace(part, source=part.source.shared()) for part in self.parts)
+            several = {id(part.source): part.source for part in self.parts}
+            found = {key: source.shared() for key, source in several.items()}
+            parts = tuple(replace(part, source=found[id(part.source)]) for part in self.parts)
             return self.changed(parts=parts, is_shared=True)
         return self.changed(is_shared=True)
 

@@ -15,6 +15,7 @@ from h5async import AsyncReader, Field
 from h5async.config import ReaderConfig
 from h5async.fill import limits
 from h5async.index.metadata import read_layouts
+from h5async.order.steps import StepRows
 
 GZIP = {"compression": "gzip", "compression_opts": 1}
 # By name: the shape, the chunks, and the sample dimension.
@@ -23,6 +24,7 @@ SPLIT: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
     "rows in 6 chunks, cut short": ((955, 6, 7), (8, 4, 3), 0),
     "samples in the middle": ((7, 960, 3), (3, 8, 2), 1),
     "chunks of many rows": ((2000, 6, 2), (190, 3, 1), 0),
+    "chunks of two rows": ((960, 64, 64), (2, 32, 64), 0),
 }
 
 
@@ -58,7 +60,7 @@ def read_exactly_an_epoch(reader: AsyncReader) -> list[Any]:
     return [reader.get_next_batch().copy() for _ in range(len(reader))]
 
 
-@each("num_threads", [0, 1, 3])
+@each("num_threads", [0, 1, 3, 8])
 @each("batch_size", [1, 6, 23])
 @pytest.mark.parametrize("name", SPLIT)
 def test_each_chunk_is_decoded_once(
@@ -98,34 +100,85 @@ def test_of_several_files(tmp_path: Path, num_threads: int) -> None:
 
 
 @each("num_threads", [0, 2])
+@pytest.mark.parametrize("steps", [range(-19, 1), (-100, 0), (0, 3, 60)], ids=str)
 @pytest.mark.parametrize("chunks", [(8, 4, 3), (8, 6, 7), (1, 6, 7), (1, 4, 3)])
-def test_rows_of_several_steps(tmp_path: Path, chunks: Any, num_threads: int) -> None:
+def test_rows_of_several_steps(tmp_path: Path, chunks: Any, steps: Any, num_threads: int) -> None:
     """What a batch reaches back to was decoded for the one before."""
     path = tmp_path / "f.h5"
     expected = write(path, (300, 6, 7), chunks)
-    field = Field("data", steps=range(-19, 1), pad="edge")
+    field = Field("data", steps=steps, pad="edge")
     with open_reader(path, fields={"data": field}, num_threads=num_threads) as reader:
         batches = read_exactly_an_epoch(reader)
         assert reader.stats().decoded_chunks == num_chunks(path)
-    rows = np.clip(np.arange(300)[:, None] + np.arange(-19, 1), 0, None)
+    rows = np.clip(np.arange(300)[:, None] + np.array(steps), 0, 299)
     assert_same_bits(np.concatenate([batch.data for batch in batches]), expected[rows])
 
 
-def wanted(path: Path, rows: Any = (), **options: Any) -> int:
+@each("num_threads", [0, 2])
+@each("shuffle", [False, "window"])
+@pytest.mark.parametrize("chunks", [(3, 8, 6, 7), (3, 8, 4, 3)])
+def test_steps_of_sequences_that_share_chunks(
+    tmp_path: Path, chunks: Any, shuffle: Any, num_threads: int
+) -> None:
+    path = tmp_path / "f.h5"
+    expected = write(path, (12, 20, 6, 7), chunks)
+    field = Field("data", num_dim=(0, 1), steps=range(-2, 1), pad="edge")
+    options = {"fields": {"data": field}, "shuffle": shuffle, "num_threads": num_threads}
+    with open_reader(path, **options, prefetch=1) as reader:
+        batches = read_exactly_an_epoch(reader)
+        assert reader.stats().decoded_chunks == num_chunks(path)
+    for batch in batches:
+        sequence, step = batch.index // 20, batch.index % 20
+        rows = np.clip(step[:, None] + np.arange(-2, 1), 0, None)
+        assert_same_bits(batch.data, expected[sequence[:, None], rows])
+
+
+@each("num_threads", [0, 8])
+@pytest.mark.parametrize("step", [1, 2, 7])
+def test_some_samples(tmp_path: Path, step: int, num_threads: int) -> None:
+    path = tmp_path / "f.h5"
+    expected = write(path, (2000, 6, 7), (16, 4, 3))
+    options = {"indices": slice(3, None, step), "batch_size": 30, "num_threads": num_threads}
+    with open_reader(path, **options) as reader:
+        batches = read_exactly_an_epoch(reader)
+        assert reader.stats().decoded_chunks == num_chunks(path)
+    assert_same_bits(np.concatenate([batch.data for batch in batches]), expected[3::step])
+
+
+def wanted(path: Path, rows: Any = (), selected: float = 1.0, **options: Any) -> int:
     config = ReaderConfig(hdf5_path=path, labels_field=None, num_threads=2, **options)
     layouts = read_layouts(path, {"data": Field("data", num_dim=config.num_dim)})
-    (nbytes,) = limits.wanted_kept_nbytes(config, layouts, rows)
+    (nbytes,) = limits.wanted_kept_nbytes(config, layouts, rows, selected)
     return nbytes
 
 
 def test_what_is_kept(tmp_path: Path) -> None:
-    split, whole = tmp_path / "split.h5", tmp_path / "whole.h5"
+    split, whole, single = (tmp_path / f"{name}.h5" for name in ("split", "whole", "single"))
     write(split, (960, 6, 7), (8, 4, 3))
     write(whole, (960, 6, 7), (8, 6, 7))
+    write(single, (960, 6, 7), (1, 4, 3))
     group, chunk = 6 * (8 * 4 * 3 * 4 + 128), 8 * 4 * 3 * 4 + 128
-    assert wanted(split) == 4 * group + 2 * chunk
-    assert wanted(split, window_bytes=2 * 6 * 384) == 2 * group, "never more than a window"
-    assert wanted(split, window_bytes=6 * 384) == 0, "which would be of no use"
-    assert wanted(whole) == 0, "two chunks are kept in any case"
+    odd = {"batch_size": 65}
+    assert wanted(split, **odd) == 4 * group + 2 * chunk
+    assert wanted(split, **odd, window_bytes=2 * 6 * 384) == 2 * group, "never more than a window"
+    assert wanted(split, **odd, window_bytes=6 * 384) == 0, "which would be of no use"
+    assert wanted(split, batch_size=30) == 12 * group + 2 * chunk, "threads share groups of these"
+    assert wanted(split, batch_size=10, selected=0.5) == 9 * group + 2 * chunk
+    assert wanted(split, batch_size=64) == 0, "no two batches share a chunk"
+    assert wanted(split, batch_size=64, selected=0.5) == 4 * group + 2 * chunk
+    assert wanted(single, **odd) == 0
+    assert wanted(whole, **odd) == 0, "two chunks are kept in any case"
     for mixed in {"shuffle": True}, {"weights": [1.0] * 960}, {"sampler": [1, 2]}:
-        assert wanted(split, **mixed) == 0, mixed
+        assert wanted(split, **odd, **mixed) == 0, mixed
+
+
+def test_how_far_steps_reach() -> None:
+    none = np.zeros(0, np.int64)
+    for steps, rows in (
+        ((0,), 0),
+        (tuple(range(-19, 1)), 19),
+        ((-19, 0), 37),
+        ((3, -6, 0, 3), 14),
+    ):
+        assert limits._reach(StepRows(steps, "edge", none, none)) == rows, steps
+    assert limits._reach(None) == 0
