@@ -398,7 +398,7 @@ def packed_chunks(bench: Bench) -> None:
 
 def split_chunks(bench: Bench) -> None:
     """W3: the chunks that h5py chooses, which split images in height, width and channel."""
-    images, size = bench.images[: bench.sizes.filtered], bench.sizes.batch
+    images, size = bench.images, bench.sizes.batch
     with bench.file("split", images, compression="gzip") as path:
         chunks = ways.encoded_chunks(path)
         with h5py.File(path) as file:
