@@ -127,7 +127,7 @@ def panels() -> list[Panel]:
             {
                 "ours, window": "h5async, window",
                 "ours, full": "h5async, full",
-                "robomimic, 2 workers": "robomimic",
+                "robomimic": "robomimic",
             },
         ),
         _sequences(
@@ -135,8 +135,8 @@ def panels() -> list[Panel]:
             "simulations",
             {
                 "ours": "h5async",
-                "h5py, 0 workers": "DataLoader, h5py",
-                "The Well, 0 workers": "The Well's loader",
+                "h5py": "DataLoader, h5py",
+                "The Well": "The Well's loader",
             },
         ),
     ]
@@ -172,8 +172,9 @@ def _peers(title: str, layout: str) -> Panel:
 
 
 def _sequences(title: str, case: str, names: dict[str, str]) -> Panel:
+    # Of the others, the number of workers with which they are faster is part of the way's name.
     speeds = {
-        one["way"]: one["speed"]
+        re.sub(r", \d workers$", "", one["way"]): one["speed"]
         for one in _results("bench_sequences")["speeds"]
         if one["case"] == case
     }
