@@ -54,6 +54,7 @@ import struct
 import sys
 import tempfile
 import time
+import traceback
 import zlib
 from collections import Counter
 from collections.abc import Callable
@@ -585,6 +586,8 @@ def main() -> int:
         for name, quirk in (QUIRKS if options.index else FILES).items()
         if quirk.way in ("direct", "h5py") and options.only in name
     ]
+    if not quirks:
+        parser.error(f"no file is called so: {options.only}")
     each = -(-options.mutants // len(quirks))
     begin = time.monotonic()
     shm = Path("/dev/shm")
@@ -601,14 +604,18 @@ def main() -> int:
                     tries = work_on_indices if options.index else work
                     tries(quirks[job :: options.jobs], each, options.seed, own, own / "results")
                     status = 0
+                except BaseException:
+                    traceback.print_exc()
                 finally:
                     sys.stdout.flush()
                     os._exit(status)
             children.append((child, own / "results"))
         lines = []
         for child, results in children:
-            os.waitpid(child, 0)
-            lines += [json.loads(line) for line in results.read_text().splitlines()]
+            if os.waitpid(child, 0)[1]:
+                sys.exit("a job ended by an error, or was killed")
+            if results.exists():  # else no file of its own can be tried
+                lines += [json.loads(line) for line in results.read_text().splitlines()]
     total: Counter[str] = Counter()
     cases, kept = {}, []
     for name, counts, found in sorted(lines):
