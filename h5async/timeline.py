@@ -8,13 +8,12 @@ it notes itself (core/src/trace.h).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import groupby
 from struct import Struct
 from threading import get_ident
 from time import perf_counter, perf_counter_ns
-from types import TracebackType
 from typing import Any, NamedTuple
 
 # What threads do, by the numbers that the core has for the first ones.
@@ -246,7 +245,7 @@ class Recorder:
         timeline = self.timeline
         if timeline is None or not timeline.open_ranges:
             return _OFF
-        return _Ranges(timeline.open_ranges, _RANGE + stage)
+        return _ranges(timeline.open_ranges, _RANGE + stage)
 
     def note(self, stage: str, begin_ns: int, batch: int, field: int | str = NO_FIELD) -> None:
         """Note that this thread has done a stage of a batch since `begin_ns`."""
@@ -259,23 +258,10 @@ class Recorder:
             self.timeline.work_on(batch)
 
 
-class _Ranges:
-    """Ranges of other tools, as a context."""
-
-    __slots__ = ("_closing", "_name", "_open_ranges")
-
-    def __init__(self, open_ranges: Sequence[OpenRange], name: str) -> None:
-        self._open_ranges, self._name = open_ranges, name
-        self._closing: list[Callable[[], object]] = []
-
-    def __enter__(self) -> None:
-        self._closing += [open_range(self._name) for open_range in self._open_ranges]
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        for close in reversed(self._closing):
-            close()
+@contextmanager
+def _ranges(open_ranges: Sequence[OpenRange], name: str) -> Iterator[None]:
+    """Open a range in each of some tools."""
+    with ExitStack() as stack:
+        for open_range in open_ranges:
+            stack.callback(open_range(name))
+        yield

@@ -9,7 +9,10 @@ import gc
 import importlib
 import os
 import random
+import sys
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +251,15 @@ def assert_same_bits(found: Any, expected: Any) -> None:
         )
 
 
+def spoil_chunk(path: Path, number: int, name: str = "data") -> None:
+    """Overwrite a chunk of a dataset with what no filter undoes."""
+    with h5py.File(path) as file:
+        chunk = file[name].id.get_chunk_info(number)
+    with path.open("r+b") as raw:
+        raw.seek(chunk.byte_offset)
+        raw.write(b"\xff" * chunk.size)
+
+
 def poison(reader: AsyncReader) -> None:
     """Overwrite the buffers of a reader that was not used yet: what is not written shows."""
     for slot in reader._engine.slots:
@@ -314,6 +326,27 @@ def assert_reads_like_h5py(
                 assert reason is not None
                 assert fallback in reason
                 assert reader.fallback_reads >= len(reader)
+
+
+def fetch_and_keep_the_gil(reader: AsyncReader) -> None:
+    """Ask for a batch, and give the GIL to nobody until it is filled."""
+    submitter = reader._engine._submitter
+    assert submitter is not None
+    submissions = submitter._submissions
+    seen = submissions.events()
+    reader.fetch_data()
+    end = time.monotonic() + 60
+    while submissions.events() == seen:
+        assert time.monotonic() < end
+
+
+@pytest.fixture
+def nobody_else_gets_the_gil() -> Iterator[None]:
+    """Let a thread that holds the GIL keep it until it gives it away."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    yield
+    sys.setswitchinterval(before)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from test_stats import told as sentence_of
 
 from h5async import AsyncReader, Field, RaggedField, ReaderStats
 from h5async.chunkuse import ChunkFacts
@@ -326,26 +327,8 @@ def test_facts_are_made_of_empty_datasets(tmp_path: Path) -> None:
 
 def told(**given: Any) -> str:
     """What is said of a reader of two threads that decodes in vain, behind its speed."""
-    stages = {**dict.fromkeys(STAGES, 0.0), **given.pop("stages", {"read": 4.0, "decode": 7.0})}
-    values: dict[str, Any] = {
-        "batches": 11,
-        "samples": 1100,
-        "nbytes": 11_000_000_000,
-        "elapsed_seconds": 10.0,
-        "wait_seconds": 5.0,
-        "wait_p50_seconds": 0.5,
-        "wait_p99_seconds": 0.6,
-        "gil_wait_seconds": 0.0,
-        "read_nbytes": 5_000_000_000,
-        "decoded_chunks": 1100,
-        "fallback_reads": 0,
-        "direct_share": 1.0,
-        "ways": {"data": "core"},
-        "num_threads": 2,
-        "_least_decoded": 8.0,
-        "_advice": ChunkAdvice(remedies=(Remedy("this", 1.0), Remedy("that", 0.0))),
-    }
-    text = str(ReaderStats(stage_seconds=stages, **{**values, **given}))
+    advice = ChunkAdvice(remedies=(Remedy("this", 1.0), Remedy("that", 0.0)))
+    text = sentence_of(**{"_least_decoded": 8.0, "_advice": advice, **given})
     return text.partition("threads")[2]
 
 

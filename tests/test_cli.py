@@ -15,6 +15,7 @@ import h5py
 import numpy as np
 import pytest
 from cases import each
+from conftest import spoil_chunk
 from typer.testing import CliRunner
 
 from h5async import ReaderConfig, cli
@@ -836,11 +837,8 @@ def test_a_damaged_chunk_is_named(tmp_path):
     path = tmp_path / "damaged.h5"
     with h5py.File(path, "w") as file:
         data = np.arange(64)
-        dataset = file.create_dataset("data", data=data, chunks=(16,), compression="gzip")
-        chunk = dataset.id.get_chunk_info(2)
-    with path.open("r+b") as file:
-        file.seek(chunk.byte_offset)
-        file.write(b"\xff" * chunk.size)
+        file.create_dataset("data", data=data, chunks=(16,), compression="gzip")
+    spoil_chunk(path, 2)
     message = refuse("read", path, "--no-labels")
     assert str(path) in message
     assert '"data"' in message

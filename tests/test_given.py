@@ -8,6 +8,7 @@ import threading
 import h5py
 import numpy as np
 import pytest
+from conftest import spoil_chunk
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -312,11 +313,7 @@ def test_an_error_of_a_given_batch_is_its_own(path, num_threads):
 def test_damaged_chunks_are_errors_of_the_batches_that_need_them(path, tmp_path):
     damaged = tmp_path / "damaged.h5"
     damaged.write_bytes(path.read_bytes())
-    with h5py.File(damaged) as file:
-        chunk = file["labels"].id.get_chunk_info(3)
-    with open(damaged, "r+b") as file:
-        file.seek(chunk.byte_offset)
-        file.write(b"\xff" * chunk.size)
+    spoil_chunk(damaged, 3, "labels")
     with reader_of(damaged, num_threads=2) as reader:
         reader.fetch_data([0, 199])
         reader.fetch_data([22])

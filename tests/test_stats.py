@@ -11,6 +11,7 @@ import h5py
 import numpy as np
 import pytest
 from cases import each
+from conftest import spoil_chunk
 
 from h5async import AsyncReader, Field, ReadError, ReaderStats
 from h5async.core.binding import load_core
@@ -391,11 +392,7 @@ def test_before_the_first_batch_and_after_the_end(path: Path, num_threads: int) 
 
 
 def test_what_failed_is_not_delivered(path: Path) -> None:
-    with h5py.File(path) as file:
-        chunk = file["data"].id.get_chunk_info(2)
-    with path.open("r+b") as file:
-        file.seek(chunk.byte_offset)
-        file.write(b"\xff" * chunk.size)
+    spoil_chunk(path, 2)
     with open_reader(path, num_threads=0) as reader:
         for number in range(15):
             if number == 2:

@@ -11,6 +11,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from conftest import spoil_chunk
 
 from h5async import AsyncReader, ConfigError, ReaderStats, readerstats
 
@@ -311,11 +312,7 @@ def test_steps_count_as_often_as_they_are_delivered(tmp_path: Path) -> None:
 
 
 def test_what_failed_is_no_batch(path: Path) -> None:
-    with h5py.File(path) as file:
-        chunk = file["data"].id.get_chunk_info(2)
-    with path.open("r+b") as raw:
-        raw.seek(chunk.byte_offset)
-        raw.write(b"\xff" * chunk.size)
+    spoil_chunk(path, 2)
     with open_reader(path, num_threads=0) as reader:
         for number in range(10):
             if number == 2:

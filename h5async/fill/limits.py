@@ -389,14 +389,14 @@ def wanted_kept_nbytes(
     for number, layout in enumerate(several):
         nbytes, small_nbytes = kept_whole_nbytes(layout)
         if nbytes > _KEPT_WHOLE_NBYTES:
-            window = 0
-            if in_window or _is_in_order(config):
-                window = _window_nbytes(config, layout, several)
-            if not in_window:
+            useful = 0
+            if in_window:
+                useful = _window_nbytes(config, layout, several)
+            elif _is_in_order(config):
                 reach = _reach(rows[number]) if rows else 0
-                wanted_now = _in_order_nbytes(config, layout, reach, selected, window)
-                window = min(window, wanted_now)
-            nbytes = min(nbytes, window)  # never more than all chunks that there are
+                most = _window_nbytes(config, layout, several)
+                useful = min(most, _in_order_nbytes(config, layout, reach, selected, most))
+            nbytes = min(nbytes, useful)  # never more than all chunks that there are
         elif nbytes + small_nbytes <= _KEPT_WHOLE_NBYTES:
             nbytes += small_nbytes
         wanted.append(nbytes)

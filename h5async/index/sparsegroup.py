@@ -78,11 +78,10 @@ def sparse_group(file: h5py.File, path: str, reach: Reach = BESIDE) -> SparseGro
         If a link leads to a file that `reach` does not permit.
     """
     with contextlib.ExitStack() as files:
-        located, node = find(file, path, reach, files)
-        if located is None or not isinstance(node, h5py.h5g.GroupID):
+        found = _group_at(file, path, reach, files)
+        if found is None:
             return None
-        group = h5py.Group(node)
-        where = f'{located.file.filename}: group "{located.path}"'
+        located, group, where = found
         with reading(where):
             form, shape = _form_of(group, where)
         if form is None:
@@ -117,15 +116,25 @@ def names_beside(file: h5py.File, path: str, reach: Reach = BESIDE) -> tuple[str
         If a link leads to a file that `reach` does not permit.
     """
     with contextlib.ExitStack() as files:
-        located, node = find(file, path, reach, files)
-        if located is None or not isinstance(node, h5py.h5g.GroupID):
+        found = _group_at(file, path, reach, files)
+        if found is None:
             return None
-        with reading(f'{located.file.filename}: group "{located.path}"'):
-            group = h5py.Group(node)
+        _, group, where = found
+        with reading(where):
             for pair in (("features/name", "features/id"), ("gene_names", "genes")):
                 if "barcodes" in group and all(name in group for name in pair):
                     return f"{path}/{pair[0]}", f"{path}/{pair[1]}"
     return None
+
+
+def _group_at(
+    file: h5py.File, path: str, reach: Reach, files: contextlib.ExitStack
+) -> tuple[Located, h5py.Group, str] | None:
+    """Return the group at a path, and what messages call it; None: there is none."""
+    located, node = find(file, path, reach, files)
+    if located is None or not isinstance(node, h5py.h5g.GroupID):
+        return None
+    return located, h5py.Group(node), f'{located.file.filename}: group "{located.path}"'
 
 
 def row_offsets(indptr: NDArray[Any], group: SparseGroup) -> NDArray[np.int64]:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 import pytest
+from conftest import fetch_and_keep_the_gil
 
 from h5async import AsyncReader
 from h5async.core.binding import load_core
@@ -21,7 +19,6 @@ from h5async.read.heapexecutor import HeapExecutor
 
 pytestmark = pytest.mark.skipif(load_core() is None, reason="needs the compiled core")
 
-DEADLOCK_SECONDS = 60
 SAMPLES = 1500  # more than 512 of them are several items
 
 
@@ -75,26 +72,13 @@ def check(batch: Any, expected: dict[str, list[Any]]) -> None:
         assert batch.labels[i] == expected["labels"][sample]
 
 
-@pytest.fixture
-def nobody_else_gets_the_gil() -> Iterator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1000)
-    yield
-    sys.setswitchinterval(before)
-
-
 @pytest.mark.parametrize("shuffle", [False, "full"])
 def test_a_batch_is_filled_while_the_loop_keeps_the_gil(path, shuffle, nobody_else_gets_the_gil):
     expected = contents(path)
     with opened(path, shuffle=shuffle, num_threads=2) as reader:
         batch = reader.get_next_batch()  # waits, so that the threads come to the queue
-        submissions = reader._engine._submitter._submissions
         for _ in range(12):
-            seen = submissions.events()
-            reader.fetch_data()
-            end = time.monotonic() + DEADLOCK_SECONDS
-            while submissions.events() == seen:  # gives the GIL to nobody
-                assert time.monotonic() < end
+            fetch_and_keep_the_gil(reader)
             batch = reader.get_next_batch()
             check(batch, expected)
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 import pytest
+from conftest import fetch_and_keep_the_gil
 
 from h5async import AsyncReader, OutOfMemoryError, ReadError
 from h5async.core.binding import load_core
@@ -56,26 +55,12 @@ def check(batch: Any, path: Path) -> None:
     assert np.array_equal(batch.labels, batch.index)
 
 
-@pytest.fixture
-def nobody_else_gets_the_gil() -> Iterator[None]:
-    """Let a thread that holds the GIL keep it until it gives it away."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1000)
-    yield
-    sys.setswitchinterval(before)
-
-
 @pytest.mark.parametrize("shuffle", [False, "full", "window"])
 def test_a_batch_is_filled_while_the_loop_keeps_the_gil(path, shuffle, nobody_else_gets_the_gil):
     with opened(path, shuffle=shuffle, num_threads=2) as reader:
         batch = reader.get_next_batch()  # waits, so that the threads come to the queue
-        submissions = submissions_of(reader)
         for _ in range(40):
-            seen = submissions.events()
-            reader.fetch_data()
-            end = time.monotonic() + DEADLOCK_SECONDS
-            while submissions.events() == seen:  # gives the GIL to nobody
-                assert time.monotonic() < end
+            fetch_and_keep_the_gil(reader)
             batch = reader.get_next_batch()
             check(batch, path)
 
