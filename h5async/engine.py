@@ -55,6 +55,7 @@ from h5async.spelling import named
 from h5async.stats import ReaderStats
 from h5async.submitting import Submitter
 from h5async.system.interruptions import interruption, passing
+from h5async.system.waiting import Flag
 from h5async.timeline import Recorder
 from h5async.trace import Trace
 
@@ -90,8 +91,7 @@ class Engine:
         self.num_forks = lifetime.num_forks
         self.ring: SlotRing[FillOutcome] = SlotRing(config.prefetch)
         self.filler: Filler | HelperFiller | None = None
-        self.has_opened = threading.Event()  # or is not being opened
-        self.has_opened.set()
+        self.has_opened = Flag(True)  # or is not being opened
         self.slots: list[DeviceSlot] = []
         self.categories: Mapping[str, Categories] = {}
         self.device: Device = HostDevice()
@@ -109,7 +109,7 @@ class Engine:
         H5AsyncError
             As `AsyncReader` says.
         """
-        self.has_opened.clear()
+        self.has_opened.is_set = False
         begin = time.perf_counter()
         try:
             lifetime.register(self)
@@ -287,6 +287,7 @@ class Engine:
         self._begin()
         return self.schedule.is_last(serial)
 
+    @passing()
     def read(self, samples: NDArray[np.int64]) -> tuple[Any, ...]:
         """Read samples in the calling thread, to arrays of their own.
 
@@ -326,6 +327,7 @@ class Engine:
     def _requests(self, assignments: Sequence[Assignment]) -> list[FillRequest]:
         return self.position.requests(assignments, self.device_policy.begin)
 
+    @passing()
     def trace(
         self, path: str | os.PathLike[str] | None, *, nvtx: bool, torch: bool, max_events: int
     ) -> Trace:
@@ -441,6 +443,7 @@ class Engine:
                 self.ring.unassign()
             raise
 
+    @passing()
     def close(self, patience_seconds: float | None = None) -> None:
         """Stop the threads, close the files and free the slots' memory. Idempotent.
 

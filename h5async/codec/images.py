@@ -6,7 +6,6 @@ taken. Decoding holds no GIL.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import struct
 from typing import Any, NamedTuple
@@ -14,6 +13,8 @@ from typing import Any, NamedTuple
 import imagecodecs
 import numpy as np
 from numpy.typing import NDArray
+
+from h5async.system.interruptions import suppressing
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 _JPEG, _END = b"\xff\xd8\xff", b"\xff\xd9"
@@ -93,7 +94,7 @@ def header_rows(values: NDArray[np.uint8], offsets: NDArray[np.int64]) -> NDArra
     """
     rows = np.zeros((offsets.size - 1, len(ImageHeader._fields)), np.int64)
     for row, (begin, end) in zip(rows, itertools.pairwise(offsets.tolist()), strict=True):
-        with contextlib.suppress(ValueError):
+        with suppressing(ValueError):
             row[:] = read_header(values[begin:end])
     return rows
 
