@@ -68,4 +68,5 @@ class Trace:
 
     def __repr__(self) -> str:
         """Describe the trace in a line."""
-        return f"<Trace {self.path or 'without a file'}, {'ended' if self.is_ending else 'running'}>"
+        state = "ended" if self.is_ending else "running"
+        return f"<Trace {self.path or 'without a file'}, {state}>"

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from h5async.errors import OutOfMemoryError
 from h5async.io.descriptors import owned
 from h5async.spelling import named
+from h5async.system.endings import call_when_gone
 from h5async.system.interruptions import suppressing
 
 
@@ -230,7 +231,7 @@ class _Map:
         self.key, self.offset, self.address = key, offset, address
         # Not by `__del__`, which would come before what `call_before_unmap` registers. The first
         # finalizer comes last.
-        weakref.finalize(self, libc.munmap, address, nbytes).atexit = False
+        call_when_gone(self, libc.munmap, address, nbytes)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             libc.madvise(address, nbytes, mmap.MADV_HUGEPAGE)  # some kernels have none
         self.__array_interface__ = {
