@@ -1,11 +1,11 @@
 """Describes slots in shared memory to the other process, and gives arrays for descriptions.
 
 `ReaderSlots` is for the reader's process, which makes the slots; `HelperSlots` for the helper
-process, which fills them. A field of a batch is an array, or several
-(`samples/samplearrays.py`). One that does not lie in the slot, such as what `postprocess` returns, or where ragged samples begin, is copied
-into shared memory beside the slots. Each slot, field and part has memory for one, its *room*, which
-is replaced by twice as much where it is too small. Whichever helper fills a slot is told its rooms:
-so there are as many, however many helpers there are.
+process, which fills them. A field of a batch is an array, or several (`samples/samplearrays.py`).
+One that does not lie in the slot, such as what `postprocess` returns, or where ragged samples
+begin, is copied into shared memory beside the slots. Each slot, field and part has memory for one,
+its *room*, which is replaced by twice as much where it is too small. Whichever helper fills a slot
+is told its rooms: so there are as many, however many helpers there are.
 """
 
 from __future__ import annotations
