@@ -439,7 +439,11 @@ ONLY = {
     "threading.Semaphore": set(),
     "threading.Barrier": set(),
     "queue.Queue": set(),
-    "weakref.finalize": {"io/shared.py", "deliver/gpu.py", "reader.py"},  # of Python functions
+    "weakref.finalize": {
+        "io/shared.py",
+        "deliver/gpu.py",
+        "reader/reader.py",
+    },  # of Python functions
     "os.open": {"cli/main.py"},  # as the program ends; others use `owned`
     "os.dup": set(),
     "os.memfd_create": set(),
