@@ -442,7 +442,7 @@ ONLY = {
     "weakref.finalize": {
         "io/shared.py",
         "deliver/gpu.py",
-        "reader/reader.py",
+        "reader/asyncreader.py",
     },  # of Python functions
     "os.open": {"cli/main.py"},  # as the program ends; others use `owned`
     "os.dup": set(),
