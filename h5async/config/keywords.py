@@ -112,8 +112,8 @@ class ReaderOptions(TypedDict, total=False):
     drop_last: bool
     """Leave out the last batch of an epoch where it is short."""
     num_threads: Integer | None
-    """Threads that read and decode. 0: all work is done in `get_next_batch()`, or by one thread of
-    a helper process.
+    """Threads that read and decode, 1,024 at most. 0: all work is done in `get_next_batch()`, or by
+    one thread of a helper process.
     """
     workers: Literal["thread", "process"] | Integer
     """Where the threads run. `thread`: in this process. `process`: in one helper process. A number:
@@ -266,8 +266,8 @@ class SparseFieldOptions(FieldOptions, total=False):
     """The parameters of `SparseField` but its path."""
 
     dense: bool
-    """Deliver ordinary arrays (samples, columns), float32 where `dtype` says no other (complex
-    values stay complex). `offset` is added to all of them, also where no value is stored.
+    """Deliver ordinary arrays (samples, columns), of the values' dtype where `dtype` says no other.
+    `offset` is added to all of them, also where no value is stored.
     """
     columns: ArrayLike | Sequence[str] | None
     """Which columns: their numbers, a mask, or names, which are looked up in each file in
@@ -275,7 +275,7 @@ class SparseFieldOptions(FieldOptions, total=False):
     """
     missing: Literal["zero", "error"]
     """What becomes of a column that is chosen by its name, and that a file lacks. `zero`: it is 0
-    there. `error`: the reader is a `DatasetError`.
+    there, if another file has it. `error`: the reader is a `DatasetError`.
     """
 
 
