@@ -361,8 +361,7 @@ class SparseShapes:
         """
         wanted = self._field.columns
         if self._lacking and self._where:
-            several = f"{self._where[0]}, and none of {len(self._where) - 1:,} other files,"
-            where = several if len(self._where) > 1 else self._where[0]
+            where = self._where[0] + (", like all other files," if self._where[1:] else "")
             lacking = [name for name in self._field.columns if name in self._lacking]
             raise self._no_column(where, lacking)
         if wanted is None:
