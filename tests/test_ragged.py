@@ -619,7 +619,7 @@ def test_columns_by_name_over_files_that_differ(tmp_path):
 @pytest.mark.parametrize("missing", ["zero", "error"])
 def test_a_column_that_no_file_has_is_an_error(tmp_path, missing):
     paths = [sparse_file(tmp_path / "a.h5"), sparse_file(tmp_path / "b.h5")]
-    for path, names in zip(paths, [["GAPDH", "CD3E", "XIST", "d"], "abcd"], strict=True):
+    for path, names in zip(paths, [["GAPDH", "CD3E", "XIST", "d"], list("abcd")], strict=True):
         with h5py.File(path, "r+") as file:
             file["var/_index"] = names
 
