@@ -28,6 +28,7 @@ from h5async.cli.text import safe
 from h5async.config.configfile import map_paths
 from h5async.config.files import INDEX_SUFFIX, with_variables
 from h5async.core.binding import load_core, why_no_core
+from h5async.fill.filevalues import reach_of
 from h5async.fill.known import CATEGORIES, NULLABLE, ROWS, SHAPE, TEXTS, shape_of
 from h5async.fill.ragged import heap_layout
 from h5async.index.columns import column
@@ -68,7 +69,7 @@ def inspect(
     given = {name: value for name, value in typed.items() if value is not None}
     config = ReaderConfig.load(map_paths({"hdf5_path": file, **given}, with_variables))
     path = Path(str(config.hdf5_path))
-    reach = Reach(config.allow_external, config.allow_missing)
+    reach = reach_of(config)
     wanted = patterns or []
     index = NamedIndex(path, reach) if path.suffix == INDEX_SUFFIX else None
     found = _datasets(path, reach, wanted) if index is None else _indexed(index, reach, wanted)

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from h5async.errors import DatasetError
 from h5async.index.layout import DatasetLayout
-from h5async.io.maps import IoMode
+from h5async.index.links import Reach
+from h5async.index.room import files_of
 from h5async.plan.plan import plan_run
 from h5async.read.executors import Executors
 from h5async.read.scratch import Scratch, ScratchSize
@@ -22,15 +23,15 @@ from h5async.read.scratch import Scratch, ScratchSize
 _BLOCK_SAMPLES = 1 << 18
 
 
-def read_whole(layout: DatasetLayout, io: IoMode) -> NDArray[Any]:
+def read_whole(layout: DatasetLayout, reach: Reach) -> NDArray[Any]:
     """Return all values of a dataset that has one for each sample.
 
     Parameters
     ----------
     layout
         Of the dataset.
-    io
-        How files are read.
+    reach
+        How files are read, and how much memory may be taken.
 
     Returns
     -------
@@ -44,19 +45,25 @@ def read_whole(layout: DatasetLayout, io: IoMode) -> NDArray[Any]:
     ReadError
         If it cannot be read.
     """
-    found = np.empty(layout.num_samples, layout.dtype.newbyteorder("="))
-    for first, block in read_blocks(layout, io):
+    dtype, found = layout.dtype.newbyteorder("="), None
+    for first, block in read_blocks(layout, reach):
+        found = np.empty(layout.num_samples, dtype) if found is None else found
         found[first : first + block.size] = block
-    return found
+    return np.empty(0, dtype) if found is None else found
 
 
-def read_blocks(layout: DatasetLayout, io: IoMode) -> Iterator[tuple[int, NDArray[Any]]]:
+def read_blocks(
+    layout: DatasetLayout, reach: Reach, kept_itemsize: int = 0
+) -> Iterator[tuple[int, NDArray[Any]]]:
     """Yield the same block by block: the number of its first sample, and its values.
 
     The memory of a block is that of the next one, too. Values are in the dataset's byte order.
+    There must be room for all of them, of `kept_itemsize` bytes if they are kept as something else.
 
     Raises
     ------
+    BudgetError
+        If the file declares more values than there may be.
     DatasetError
         If it has several values for a sample, or none.
     ReadError
@@ -68,12 +75,15 @@ def read_blocks(layout: DatasetLayout, io: IoMode) -> Iterator[tuple[int, NDArra
             f'{layout.file}: dataset "{layout.path}" must have one value for each sample, and has'
             f" shape {layout.shape}"
         )
+    nbytes = max(count * max(layout.dtype.itemsize, kept_itemsize), layout.chunk_nbytes)
+    what = f'{layout.file}: dataset "{layout.path}" of shape {layout.shape}: its values'
+    reach.room.take(nbytes if count else 0, what, files_of(layout))
     shape = [1] * (len(layout.shape) - 1)
     # (Whole chunks: what of one goes to two blocks would be decoded twice.)
     size = layout.chunk_shape[layout.sample_axis] if layout.chunk_shape else 1
     size *= max(1, _BLOCK_SAMPLES // size)
     memory = np.empty(min(size, count), layout.raw_dtype)
-    executors = Executors(None, [layout], io, [layout.unit_nbytes], _do_nothing)
+    executors = Executors(None, [layout], reach.io, [layout.unit_nbytes], _do_nothing)
     try:
         executor = executors.make()[0]
         room = ScratchSize.of([layout])
