@@ -135,9 +135,10 @@ def _spans(offsets: DatasetLayout, kind: str, where: str, reach: Reach) -> Int64
     _require_few(count, where)
     if kind == "offsets" and not count:
         raise DatasetError(f"{where} is empty; it must hold one number more than there are samples")
+    blocks = read_blocks(offsets, reach, kept_itemsize=8)
     found = np.zeros(count + (kind != "offsets"), np.int64)
     own = found[found.size - count :]
-    for first, block in read_blocks(offsets, reach, kept_itemsize=8):
+    for first, block in blocks:
         if block.dtype.kind == "u" and block.dtype.itemsize == 8 and block.max() > _MOST_OFFSET:
             raise DatasetError(f"{where} has numbers above 2**63; the file is damaged")
         here = own[first : first + block.size]

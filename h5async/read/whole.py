@@ -16,6 +16,7 @@ from h5async.errors import DatasetError
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
 from h5async.index.room import files_of
+from h5async.io.maps import IoMode
 from h5async.plan.plan import plan_run
 from h5async.read.executors import Executors
 from h5async.read.scratch import Scratch, ScratchSize
@@ -45,17 +46,17 @@ def read_whole(layout: DatasetLayout, reach: Reach) -> NDArray[Any]:
     ReadError
         If it cannot be read.
     """
-    dtype, found = layout.dtype.newbyteorder("="), None
-    for first, block in read_blocks(layout, reach):
-        found = np.empty(layout.num_samples, dtype) if found is None else found
+    blocks = read_blocks(layout, reach)
+    found = np.empty(layout.num_samples, layout.dtype.newbyteorder("="))
+    for first, block in blocks:
         found[first : first + block.size] = block
-    return np.empty(0, dtype) if found is None else found
+    return found
 
 
 def read_blocks(
     layout: DatasetLayout, reach: Reach, kept_itemsize: int = 0
 ) -> Iterator[tuple[int, NDArray[Any]]]:
-    """Yield the same block by block: the number of its first sample, and its values.
+    """Return the same block by block: the number of its first sample, and its values.
 
     The memory of a block is that of the next one, too. Values are in the dataset's byte order.
     There must be room for all of them, of `kept_itemsize` bytes if they are kept as something else.
@@ -78,12 +79,17 @@ def read_blocks(
     nbytes = max(count * max(layout.dtype.itemsize, kept_itemsize), layout.chunk_nbytes)
     what = f'{layout.file}: dataset "{layout.path}" of shape {layout.shape}: its values'
     reach.room.take(nbytes if count else 0, what, files_of(layout))
+    return _blocks(layout, reach.io)
+
+
+def _blocks(layout: DatasetLayout, io: IoMode) -> Iterator[tuple[int, NDArray[Any]]]:
+    count = layout.num_samples
     shape = [1] * (len(layout.shape) - 1)
     # (Whole chunks: what of one goes to two blocks would be decoded twice.)
     size = layout.chunk_shape[layout.sample_axis] if layout.chunk_shape else 1
     size *= max(1, _BLOCK_SAMPLES // size)
     memory = np.empty(min(size, count), layout.raw_dtype)
-    executors = Executors(None, [layout], reach.io, [layout.unit_nbytes], _do_nothing)
+    executors = Executors(None, [layout], io, [layout.unit_nbytes], _do_nothing)
     try:
         executor = executors.make()[0]
         room = ScratchSize.of([layout])
