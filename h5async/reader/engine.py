@@ -35,7 +35,6 @@ from h5async.index.layout import DatasetLayout
 from h5async.observe.readerlog import (
     log_long_samples,
     log_memory,
-    log_missing_columns,
     log_opened,
     log_unused_values,
     log_ways,
@@ -248,7 +247,6 @@ class Engine:
         self.num_threads = max(1, config.num_helpers) * max(1, of_each)
         log_ways(layouts, self._filler.methods)
         log_unused_values(layouts)
-        log_missing_columns(fields, shapes)
         cache = self._filler.stats().cache if self.cache is None else str(self.cache)
         log_memory(config, cache, memory_plan.most_threads, memory_plan.kept_nbytes, wanted)
         if samplings.lengths is not None:
