@@ -9,7 +9,7 @@ import scipy.sparse as sp
 
 import h5async.opening.limits
 import h5async.samples.columns
-from h5async import AsyncReader, RaggedField
+from h5async import AsyncReader, RaggedField, SparseField
 from h5async.errors import DatasetError
 
 STORAGES = {
@@ -135,3 +135,38 @@ def test_a_fill_value_that_is_no_column_is_found(tmp_path):
         group["indptr"] = np.arange(21) * 2
     with reader_of(tmp_path / "x.h5") as reader, pytest.raises(DatasetError, match="index 5"):
         reader.get_next_batch()
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+@pytest.mark.parametrize("through_h5py", [False, True])
+@pytest.mark.parametrize(
+    "field",
+    [
+        SparseField("X"),
+        SparseField("X", dense=True),
+        SparseField("X", columns=[2, 1]),
+        RaggedField("X/data", offsets="X/indptr"),
+        RaggedField("X/data", offsets="X/indptr", pad_to=3),
+    ],
+    ids=["csr", "dense", "columns", "ragged", "padded"],
+)
+def test_batches_of_empty_samples(tmp_path, field, through_h5py, num_threads):
+    matrix = sp.csr_matrix((np.ones(3, "f4"), [1, 0, 2], [0, 0, 0, 0, 0, 1, 3, 3, 3]), (8, 4))
+    write_sparse(tmp_path / "x.h5", matrix, {})
+    options = {"fields": {"x": field}, "batch_size": 2, "num_threads": num_threads}
+    ragged = [matrix[row].data.tolist() for row in range(8)]
+    if isinstance(field, RaggedField):
+        expected = [row + [0.0] * ((field.pad_to or 0) - len(row)) for row in ragged]
+    else:
+        expected = matrix.toarray()[:, slice(None) if field.columns is None else [2, 1]].tolist()
+    with (
+        h5py.File(tmp_path / "x.h5", "r+" if through_h5py else "r"),
+        AsyncReader(hdf5_path=tmp_path / "x.h5", device="cpu", **options) as reader,
+    ):
+        assert len(reader) == 4
+        for batch in reader:
+            x = batch.x
+            if hasattr(x, "to_scipy"):
+                x = x.to_scipy().toarray()
+            found = [np.asarray(sample).tolist() for sample in x]
+            assert found == [expected[row] for row in batch.index]
