@@ -184,6 +184,7 @@ def test_several_files_and_fields(path: Path) -> None:
     assert stats._advice.name == "a", "there is another field"
 
 
+@pytest.mark.slow
 def test_h5py_decodes_whole_chunks(tmp_path: Path) -> None:
     kind = h5py.h5t.STD_I32LE.copy()
     kind.set_precision(20)  # which only h5py reads
@@ -203,6 +204,7 @@ def test_h5py_decodes_whole_chunks(tmp_path: Path) -> None:
     assert "window" not in str(some)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"workers": "process"}, {"workers": 2}, {"num_threads": 2}])
 def test_other_ways_to_work(path: Path, options: dict[str, Any]) -> None:
     options = {"num_threads": 1, "data_field": "eight", "indices": range(0, 400, 8), **options}
@@ -236,6 +238,7 @@ def test_what_is_kept_for_later_is_no_waste(
 # --- what is proposed --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_is_proposed_is_not_set_or_refused(path: Path) -> None:
     window, cache = 'shuffle="window"', 'cache="host" from the second epoch on'
     repack = "repack with 4 samples a chunk"

@@ -868,6 +868,7 @@ def test_threads_share_the_work_of_one_batch(
     assert len(set(threads)) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [(None, None), (None, 1), (8, 2), (None, None, None)])
 def test_readers_alive_at_once_share_the_cores(tmp_path: Path, threads: tuple[int | None]) -> None:
     """Readers of the same work get on about equally fast, whatever threads each has."""
@@ -1065,6 +1066,7 @@ def leave_in_a_cycle(reader: AsyncReader) -> None:
     reader.fetch_data()
 
 
+@pytest.mark.slow
 @each("num_threads", [0, 1, 3])
 @pytest.mark.parametrize(
     "use",
@@ -1171,6 +1173,7 @@ from h5async import AsyncReader
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "use",
     [
@@ -1195,6 +1198,7 @@ for num_threads in (0, 1, 4):
     assert run_script(source, train) == ("", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_caught", [False, True])
 @pytest.mark.parametrize("num_threads", [0, 2])
 def test_ctrl_c_in_a_get_that_blocks(train: Path, num_threads: int, is_caught: bool) -> None:
@@ -1300,6 +1304,7 @@ field = "data"
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", COLLECTED_WHILE)
 def test_a_reader_collected_in_one_of_its_own_workers(train: Path, moment: str) -> None:
     """Any allocation in a worker may run the collector, whatever lock is held there."""
@@ -1484,6 +1489,7 @@ def test_what_cannot_be_mapped_is_an_error_only_where_that_was_asked_for(tmp_pat
         LocalFile(str(path), expected, "map")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("io", IO_MODES)
 def test_a_file_cut_short_after_it_was_opened_is_an_error(kinds: Path, io: str, name: str) -> None:

@@ -47,6 +47,7 @@ def demos(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_groups_alike_are_one(demos):
     shown = run("inspect", demos)
     assert first_words(demos) == [

@@ -125,6 +125,7 @@ def test_large_rows_of_which_little_is_wanted(tmp_path: Path) -> None:
     open_reader(path, max_batch_bytes=4 * MIB, batch_size=4).close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shuffle", [True, "window"])
 def test_samples_of_very_many_chunks(tmp_path: Path, shuffle: bool | str) -> None:
     path = tmp_path / "a.h5"

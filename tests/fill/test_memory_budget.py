@@ -329,6 +329,7 @@ def test_the_shares_are_listed_where_they_do_not_fit_together(
     open_reader(gzipped, num_threads=64, max_batch_bytes=64 * MIB).close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", ["thread", "process", 2])
 def test_there_are_fewer_threads_where_nobody_said_how_many(
     gzipped: Path, monkeypatch: pytest.MonkeyPatch, workers: str | int
@@ -376,6 +377,7 @@ def test_what_only_saves_work_shrinks(gzipped: Path, monkeypatch: pytest.MonkeyP
                 assert_same_bits(batch.data, expected[batch.index])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", ["thread", "process"])
 @pytest.mark.parametrize("cache_bytes", [None, 1 << 50])
 def test_a_host_cache_is_what_is_left_for(
@@ -664,6 +666,7 @@ def test_a_postprocess_without_memory_stays_an_error_of_its_own(gzipped: Path) -
             assert not isinstance(caught.value, OutOfMemoryError)
 
 
+@pytest.mark.slow
 def test_memory_that_the_helper_process_does_not_get(gzipped: Path) -> None:
     with open_reader(gzipped, workers="process", postprocess=returns_much) as reader:
         for _ in range(2):
@@ -728,6 +731,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_AS, as Linux has it")
 @pytest.mark.parametrize("at", ["before", "between"])
 @pytest.mark.parametrize("num_threads", [0, 2])

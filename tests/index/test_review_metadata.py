@@ -112,6 +112,7 @@ def test_members_out_of_order_are_pickled(compounds):
         assert_same_bits(copy.get_next_batch().data, truth(compounds)[:32])
 
 
+@pytest.mark.slow
 def test_members_out_of_order_outlive_a_helper(compounds):
     with reader_of(compounds, workers="process", batch_size=10) as reader:
         found = [reader.get_next_batch().copy()]
@@ -185,6 +186,7 @@ def nested_type(*dimensions, base=h5py.h5t.STD_I32LE):
     return base
 
 
+@pytest.mark.slow
 @each("storage", ["contiguous", "chunked", "gzip", "compact", "nothing", "fill"])
 @each("dimensions", [((3,), (2,)), ((2,), (1, 3), (2,)), ((1,), (1,))])
 def test_arrays_of_arrays(path, storage, dimensions):
@@ -368,6 +370,7 @@ def odd_names(path):
     return path
 
 
+@pytest.mark.slow
 @each("workers", ["thread", "process"])
 @each("name", [NAME, f"/{NAME}", "soft\udcfe", name_bytes(NAME)])
 def test_names_that_are_not_utf8_are_read(odd_names, name, workers):
@@ -399,6 +402,7 @@ def test_names_of_fields_that_are_not_utf8(odd_names):
         assert copy == reader.config
 
 
+@pytest.mark.slow
 @each("workers", ["thread", "process"])
 @each("name", [f"{NAME}x", GROUP.decode(errors="surrogateescape"), "table/x"])
 def test_errors_show_names_that_are_not_utf8(odd_names, name, workers):
@@ -436,6 +440,7 @@ def test_read_errors_show_names_that_are_not_utf8(path):
     assert r'"caf\xe9/d\xff"' in str(caught.value)
 
 
+@pytest.mark.slow
 def test_the_command_line_with_names_that_are_not_utf8(odd_names):
     for encoding in ("utf-8", "ascii", "latin-1"):
         environment = {**os.environ, "PYTHONIOENCODING": encoding}
@@ -617,6 +622,7 @@ def shell(command, folder):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_output_that_cannot_be_written(plain, command):
@@ -627,6 +633,7 @@ def test_output_that_cannot_be_written(plain, command):
     assert (result.returncode, result.stderr) == (1, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_output_that_nobody_reads(plain, command):
     read, write = os.pipe()
@@ -676,6 +683,7 @@ cli.app()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["inspect", "read"])
 def test_a_folder_that_may_not_be_entered(plain, command):
     # In one that anybody may enter.
@@ -731,6 +739,7 @@ except h5async.H5AsyncError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", ["thread", "process"])
 @pytest.mark.parametrize("chosen", ["1", "/no/such/core.so", __file__, "another library"])
 def test_a_core_that_is_none(plain, chosen, workers):
@@ -780,6 +789,7 @@ def test_timeouts_that_are_none(plain, timeout, num_threads):
     assert text in str(caught.value)
 
 
+@pytest.mark.slow
 @each("timeout", [None, 1e9, 300, np.float32(300), np.int64(300), 250.5])
 @each("workers", ["thread", "process"])
 def test_timeouts(plain, timeout, workers):

@@ -217,6 +217,7 @@ def test_pipe_among_the_files_does_not_hang(tmp_path, way):
         os.close(keeper)
 
 
+@pytest.mark.slow
 def test_pipe_that_nobody_writes_to_does_not_hang_either(tmp_path):
     os.mkfifo(tmp_path / "pipe.h5")
     code = "import sys, h5async; h5async.AsyncReader(hdf5_path=sys.argv[1], device='cpu')"
@@ -257,6 +258,7 @@ def test_nothing_but_empty_files(tmp_path, count):
             reader.get_next_batch()
 
 
+@pytest.mark.slow
 @each("batch_size", [1, 2, 3, 7, 16, 25, 100])
 @each("drop_last", [False, True])
 def test_batches_straddle_files(tmp_path, batch_size, drop_last):
@@ -416,6 +418,7 @@ def write_with(
     return path
 
 
+@pytest.mark.slow
 @each("names", list(itertools.combinations(WRITERS, 2)))
 def test_two_files_of_any_layouts_with_numbers(tmp_path, names):
     paths = []
@@ -473,6 +476,7 @@ STRINGS: dict[str, Callable[[h5py.File, np.ndarray], None]] = {
 }
 
 
+@pytest.mark.slow
 @each("names", list(itertools.permutations(STRINGS, 2)))
 def test_two_files_of_any_layouts_with_strings(tmp_path, names):
     """Null-terminated ones come through h5py, and the others do not."""
@@ -675,6 +679,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Path]
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["contiguous", "gzip", "h5py", "mixed"])
 def test_more_files_than_may_be_open(many, few_descriptors, kind):
     paths = many(kind)
