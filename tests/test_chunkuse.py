@@ -8,6 +8,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from hdf5files import reduced_precision
 from test_stats import told as sentence_of
 
 from h5async import AsyncReader, Field, RaggedField, ReaderStats
@@ -186,14 +187,9 @@ def test_several_files_and_fields(path: Path) -> None:
 
 @pytest.mark.slow
 def test_h5py_decodes_whole_chunks(tmp_path: Path) -> None:
-    kind = h5py.h5t.STD_I32LE.copy()
-    kind.set_precision(20)  # which only h5py reads
-    chunks = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    chunks.set_chunk((10, 300_000))  # larger than what HDF5 keeps
-    chunks.set_deflate(1)
+    storage = {"chunks": (10, 300_000), **GZIP}  # larger than what HDF5 keeps
     with h5py.File(tmp_path / "f.h5", "w") as file:
-        space = h5py.h5s.create_simple((60, 300_000))
-        h5py.Dataset(h5py.h5d.create(file.id, b"data", kind, space, chunks))[...] = 1
+        file.create_dataset("data", (60, 300_000), reduced_precision(), **storage)[...] = 1
     in_order = read(tmp_path / "f.h5", batch_size=5)
     assert in_order.fallback_reads == 12
     assert in_order._h5py_per_used == 1.0

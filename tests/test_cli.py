@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from cases import each
 from conftest import spoil_chunk
+from hdf5files import reduced_precision
 from typer.testing import CliRunner
 
 from h5async import ReaderConfig, cli
@@ -151,9 +152,7 @@ def quirks(tmp_path):
         sources = h5py.VirtualLayout((6,), np.int64)
         sources[...] = h5py.VirtualSource("gone.h5", "data", (6,))
         file.create_virtual_dataset("missing", sources, fillvalue=7)
-        narrow = h5py.h5t.STD_I32LE.copy()
-        narrow.set_precision(20)
-        h5py.h5d.create(file.id, b"narrow", narrow, h5py.h5s.create_simple((3,)))
+        file.create_dataset("narrow", (3,), reduced_precision())
         file["names"] = ["a", "b"]
         file["scalar"] = 3
         file["nothing"] = h5py.Empty("f4")

@@ -13,6 +13,7 @@ import warnings
 import h5py
 import numpy as np
 import pytest
+from hdf5files import reduced_precision
 
 from h5async import AsyncReader
 from h5async.core.binding import load_core
@@ -35,9 +36,7 @@ def path(tmp_path):
         file.create_dataset("data", data=np.zeros((100, 4), "f4"), chunks=(10, 4))
         file["labels"] = np.arange(100)
         file.create_dataset("odd", data=np.arange(100), chunks=(8,), scaleoffset=0)
-        narrow = h5py.h5t.STD_I32LE.copy()
-        narrow.set_precision(20)
-        h5py.h5d.create(file.id, b"narrow", narrow, h5py.h5s.create_simple((100,)))
+        file.create_dataset("narrow", (100,), reduced_precision())
     return path
 
 

@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 from cases import each
 from conftest import assert_epoch_is, assert_same_bits, our_threads, poison, truth
+from hdf5files import reduced_precision
 
 from h5async import (
     AsyncReader,
@@ -1108,12 +1109,9 @@ def test_a_reader_that_is_dropped_unclosed_leaves_nothing(
 
 def test_a_reader_collected_while_a_lock_is_held_that_its_worker_waits_for(tmp_path: Path) -> None:
     """The collector runs anywhere; here where this thread is in h5py, as a worker wants to be."""
-    path, odd = tmp_path / "odd.h5", h5py.h5t.STD_I32LE.copy()
-    odd.set_precision(20)
-    with h5py.File(path, "w") as file:  # numbers that only h5py reads
-        space = h5py.h5s.create_simple((NUM_SAMPLES,))
-        h5py.h5d.create(file.id, b"data", odd, space)
-        file["data"][...] = 7
+    path = tmp_path / "odd.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("data", (NUM_SAMPLES,), reduced_precision())[...] = 7
     reader = AsyncReader(hdf5_path=path, labels_field=None, num_threads=2)
     gone, fallback = weakref.ref(reader), reader._engine.filler._executors._fallback
     waits = threading.Event()

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from cases import each
 from conftest import assert_same_bits, truth
+from hdf5files import reduced_precision, write_compact
 
 import h5async.opening.limits
 from h5async import (
@@ -475,26 +476,17 @@ def write_virtual(path: Path) -> None:
         file.create_virtual_dataset("data", layout, fillvalue=3)
 
 
-def write_reduced_precision(path: Path) -> None:
+def write_only_h5py(path: Path) -> None:
     """Only h5py reads it; the chunks are checked."""
+    values = np.arange(ROWS * 30, dtype="<i4").reshape(ROWS, 6, 5)
     with h5py.File(path, "w") as file:
-        kind = h5py.h5t.STD_I32LE.copy()
-        kind.set_precision(31)
-        plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-        plist.set_chunk((7, 6, 5))
-        plist.set_deflate(1)
-        space = h5py.h5s.create_simple((ROWS, 6, 5))
-        h5py.h5d.create(file.id, b"data", kind, space, plist)
-        file["data"][...] = np.arange(ROWS * 30).reshape(ROWS, 6, 5)
+        storage = {"chunks": (7, 6, 5), "compression": "gzip"}
+        file.create_dataset("data", data=values, dtype=reduced_precision(31), **storage)
 
 
-def write_compact(path: Path) -> None:
+def write_in_header(path: Path) -> None:
     with h5py.File(path, "w") as file:
-        plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-        plist.set_layout(h5py.h5d.COMPACT)
-        space = h5py.h5s.create_simple((ROWS, 6, 5))
-        h5py.h5d.create(file.id, b"data", h5py.h5t.STD_I32LE, space, plist)
-        file["data"][...] = np.arange(ROWS * 30).reshape(ROWS, 6, 5)
+        write_compact(file, "data", np.arange(ROWS * 30, dtype="<i4").reshape(ROWS, 6, 5))
 
 
 GZIP = {"chunks": (7, 6, 5), "compression": "gzip", "shuffle": True}
@@ -510,8 +502,8 @@ KINDS: dict[str, tuple[Callable[[Path], None], dict[str, Any]]] = {
     "several pieces": (lambda path: write_plain(path, **{**GZIP, "chunks": (7, 3, 5)}), {}),
     "raw chunks": (lambda path: write_plain(path, chunks=(7, 6, 5)), {}),
     "virtual": (write_virtual, {}),
-    "h5py": (write_reduced_precision, {}),
-    "compact": (write_compact, {}),
+    "h5py": (write_only_h5py, {}),
+    "compact": (write_in_header, {}),
     "cache": (lambda path: write_plain(path, **GZIP), {"cache": "host"}),
     "window": (lambda path: write_plain(path, **GZIP), {"shuffle": "window"}),
     "pread": (lambda path: write_plain(path, **GZIP), {"io": "pread"}),

@@ -25,6 +25,7 @@ import h5py
 import numpy as np
 import pytest
 from cases import each
+from hdf5files import reduced_precision
 
 import h5async.deliver.device
 import h5async.deliver.findgpu
@@ -59,11 +60,8 @@ def path(tmp_path_factory):
         file["labels"] = np.arange(N)
         terminated = h5py.h5t.C_S1.copy()
         terminated.set_size(8)
-        odd = h5py.h5t.STD_I32LE.copy()  # numbers that h5py reads
-        odd.set_precision(20)
         space = h5py.h5s.create_simple((N,))
-        numbers = h5py.Dataset(h5py.h5d.create(file.id, b"odd", odd, space))
-        numbers[...] = np.arange(N)
+        file.create_dataset("odd", data=np.arange(N), dtype=reduced_precision())
         texts = h5py.Dataset(h5py.h5d.create(file.id, b"texts", terminated, space))
         texts[...] = np.array([b"text %d" % i for i in range(N)], "S8")
         file["flags"] = rng.integers(0, 2, N).astype(bool)

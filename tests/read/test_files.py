@@ -20,6 +20,7 @@ import pytest
 from cases import each
 from conftest import assert_epoch_is, assert_same_bits, open_descriptors, poison, truth
 from h5py import h5d, h5p, h5s, h5t
+from hdf5files import reduced_precision
 
 from h5async import AsyncReader, ConfigError, DatasetError, Field, ReaderConfig, ReadError
 from h5async.fill import phases
@@ -343,10 +344,7 @@ def null_terminated(file: h5py.File, values: np.ndarray) -> None:
 
 def odd_integers(file: h5py.File, values: np.ndarray) -> None:
     """Store numbers that only h5py can read."""
-    stored = h5t.STD_I32LE.copy()
-    stored.set_precision(20)
-    dataset = h5d.create(file.id, b"data", stored, h5s.create_simple(values.shape))
-    dataset.write(h5s.ALL, h5s.ALL, values.astype("<i4"), mtype=stored)
+    file.create_dataset("data", data=values, dtype=reduced_precision())
 
 
 def compact(file: h5py.File, values: np.ndarray) -> None:
