@@ -52,21 +52,26 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep a small sample of the tests, the same each time, and whatever is named by ``::`` or -k.
+    """Keep a small sample of the tests, the same each time.
+
+    Tests that are named by ``::`` or -k run whole, unless H5ASYNC_TESTS is set.
 
     Of a test's n cases, 2 sqrt(n) run, or as many as its mark ``sampled(count)`` says; of the tests
     marked ``slow``, one in ten, with one case. H5ASYNC_TESTS=all runs everything, and a number
     chooses another sample.
     """
-    if SAMPLE == "all" or config.option.keyword:
+    by_name = "H5ASYNC_TESTS" not in os.environ
+    if SAMPLE == "all" or (by_name and config.option.keyword):
         return
-    named = tuple(argument.partition("::")[2] for argument in config.args if "::" in argument)
+    named = {
+        argument.partition("::")[2].partition("[")[0] for argument in config.args if by_name
+    } - {""}
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     left_out = set()
     for name, found in cases.items():
-        if name.partition("::")[2] in {text.partition("[")[0] for text in named}:
+        if name.partition("::")[2] in named:
             continue
         chance = random.Random(f"{SAMPLE} {name}")
         count = min(len(found), math.ceil(2 * math.sqrt(len(found))))
