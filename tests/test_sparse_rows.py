@@ -102,18 +102,18 @@ def test_dense_rows_of_complex_values(tmp_path, dtype, num_threads):
 
 
 @pytest.mark.parametrize("dtype", ["i8", "u8", "f8", "?", "u2"])
-def test_dense_rows_are_float32_unless_a_dtype_is_given(tmp_path, dtype):
+def test_dense_rows_have_the_dtype_of_the_values_unless_one_is_given(tmp_path, dtype):
     dense = write_matrix(tmp_path / "a.h5", dtype)
     with h5py.File(tmp_path / "a.h5", "r+") as file:
         if dtype in ("i8", "u8", "f8"):
             file["X/data"][0] = 2**24 + 1
             dense[tuple(np.argwhere(dense)[0])] = 2**24 + 1
     found = read(tmp_path / "a.h5", {"x": SparseField("X", dense=True)}).x
-    np.testing.assert_array_equal(found, dense.astype("f4"))
-    assert found.dtype == np.float32
-    exact = read(tmp_path / "a.h5", {"x": SparseField("X", dense=True, dtype=dtype)}).x
-    np.testing.assert_array_equal(exact, dense)
-    assert exact.dtype == dtype
+    np.testing.assert_array_equal(found, dense)
+    assert found.dtype == dtype
+    cast = read(tmp_path / "a.h5", {"x": SparseField("X", dense=True, dtype="f4")}).x
+    np.testing.assert_array_equal(cast, dense.astype("f4"))
+    assert cast.dtype == np.float32
 
 
 @pytest.mark.parametrize("num_threads", [0, 2])
@@ -351,11 +351,15 @@ def test_more_columns_are_chosen_than_stored_indices_can_count(tmp_path, index_d
     require_extra("scipy.sparse")
     chosen = [f"none{number}" for number in range(40_000)] + ["b", "a"]
     values = np.arange(1, 11, dtype="f4").reshape(5, 2)
-    write_csr(tmp_path / "a.h5", sp.csr_matrix(values), index_dtype=index_dtype)
-    with h5py.File(tmp_path / "a.h5", "r+") as file:
-        file["var/_index"] = ["a", "b"]
+    paths = [tmp_path / "a.h5", tmp_path / "b.h5"]  # what no file has is an error
+    for path, matrix, names in zip(
+        paths, (values, np.zeros((0, 40_000), "f4")), (["a", "b"], chosen[:-2]), strict=True
+    ):
+        write_csr(path, sp.csr_matrix(matrix), index_dtype=index_dtype)
+        with h5py.File(path, "r+") as file:
+            file["var/_index"] = names
     field = SparseField("X", columns=chosen)
-    options = {"hdf5_path": tmp_path / "a.h5", "fields": {"x": field}, "device": "cpu", **more}
+    options = {"hdf5_path": paths, "batch_size": 5, "fields": {"x": field}, "device": "cpu", **more}
     with AsyncReader(options, timeout=60) as reader:
         found = reader.get_next_batch().x
         assert found.shape == (5, len(chosen))
