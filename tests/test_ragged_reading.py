@@ -6,6 +6,7 @@ import h5py
 import numpy as np
 import pytest
 import scipy.sparse as sp
+from hdf5files import write_csr
 
 import h5async.opening.limits
 import h5async.samples.columns
@@ -17,15 +18,6 @@ STORAGES = {
     "chunked": {"chunks": (64,)},
     "gzip": {"chunks": (64,), "compression": "gzip"},
 }
-
-
-def write_sparse(path, matrix, storage, index="i4"):
-    with h5py.File(path, "w") as file:
-        group = file.create_group("X")
-        group.attrs["encoding-type"], group.attrs["shape"] = "csr_matrix", matrix.shape
-        group.create_dataset("data", data=matrix.data, **storage)
-        group.create_dataset("indices", data=matrix.indices.astype(index), **storage)
-        group["indptr"] = matrix.indptr
 
 
 def matrix_of(rows=200, columns=50):
@@ -80,7 +72,7 @@ def test_the_core_checks_indices_as_it_reads_them(
     monkeypatch.setattr(h5async.samples.columns, "_are_outside", not_in_python)
     matrix = matrix_of()
     for number in range(2):
-        write_sparse(tmp_path / f"{number}.h5", matrix, STORAGES[storage], index)
+        write_csr(tmp_path / f"{number}.h5", matrix, index_dtype=index, **STORAGES[storage])
     whole = sp.vstack([matrix, matrix], "csr")
     with reader_of(str(tmp_path / "*.h5"), shuffle=shuffle, num_threads=2) as reader:
         for batch in reader:
@@ -107,7 +99,7 @@ def test_an_index_that_is_no_column_is_found_wherever_it_lies(
     tmp_path, storage, index, wrong, shuffle
 ):
     matrix = matrix_of()
-    write_sparse(tmp_path / "x.h5", matrix, STORAGES[storage], index)
+    write_csr(tmp_path / "x.h5", matrix, index_dtype=index, **STORAGES[storage])
     row = 117
     with h5py.File(tmp_path / "x.h5", "r+") as file:
         file["X/indices"][matrix.indptr[row + 1] - 1] = np.array(wrong).astype(index)

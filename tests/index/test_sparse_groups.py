@@ -81,6 +81,7 @@ def annotated(path, rows=37, columns=11):
     return found
 
 
+@pytest.mark.slow
 def test_matrices_of_anndata(path):
     expected = annotated(path)
     for name, matrix in (
@@ -100,6 +101,7 @@ def test_matrices_of_anndata(path):
             assert sparse_group(file, name) is None
 
 
+@pytest.mark.slow
 def test_the_command_for_compressed_columns_makes_rows_of_them(path):
     expected = annotated(path)
     with h5py.File(path) as file, pytest.raises(DatasetError) as caught:
