@@ -1,4 +1,4 @@
-"""Checks that a new helper process finds the files as the first one did."""
+"""Checks that a new helper process finds the same files as the first one."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def check_same(before: Opened, now: Opened, found: str = _FOUND) -> None:
     Parameters
     ----------
     before, now
-        What the first one, and the new one found.
+        The first helper's findings, and the new one's.
     found
-        What is to be said of what differs, which is the subject.
+        Completes the message; its subject is what differs.
 
     Raises
     ------
@@ -55,7 +55,7 @@ def check_same(before: Opened, now: Opened, found: str = _FOUND) -> None:
 
 
 def _has_same_columns(before: Opened, now: Opened) -> bool:
-    """Compare what codes stand for, and which columns are delivered."""
+    """Compare the meaning of codes, and which columns are delivered."""
     if list(before.shapes) != list(now.shapes) or list(before.categories) != list(now.categories):
         return False
     shapes = zip(before.shapes.values(), now.shapes.values(), strict=True)

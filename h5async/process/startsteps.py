@@ -1,4 +1,4 @@
-"""Passes the steps of the first helper's start on to the thread that waits for them.
+"""Passes the steps of the first helper's start to the thread that waits for them.
 
 There are two: the helper has opened the files, and it has started its threads.
 """
@@ -12,7 +12,7 @@ from functools import partial
 from h5async.errors import BatchTimeoutError
 from h5async.system.patience import Patience
 
-_STEP_SECONDS = 60.0  # that each step may take at least, where there is a timeout
+_STEP_SECONDS = 60.0  # the shortest timeout of a step
 
 
 class Steps:
@@ -22,23 +22,23 @@ class Steps:
         self._steps: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
     def put(self, error: BaseException | None = None) -> None:
-        """Note that the next step is done, or what made it fail."""
+        """Note that the next step is done, or failed with `error`."""
         self._steps.put(error)
 
     def wait(self, what: str, timeout_seconds: float | None) -> None:
-        """Wait for the next step.
+        """Wait for the next step, for a minute at least; raise the error that ended it.
 
         Parameters
         ----------
         what
-            For the message, what the helper failed to do, as "a.h5: ... did not open the files".
+            What the helper failed to do, for messages: "a.h5: ... did not open the files".
         timeout_seconds
-            The option ``timeout``; a step may take a minute at least.
+            The option ``timeout``.
 
         Raises
         ------
         BaseException
-            What made the step fail.
+            The error of the step.
         BatchTimeoutError
             If it takes too long.
         """
@@ -60,7 +60,7 @@ class Steps:
                 del error  # its traceback has this frame
 
     def _has_come(self, found: list[BaseException | None], seconds: float | None) -> bool:
-        """Wait so many seconds for a step, and add it to `found`; return whether there was one."""
+        """Wait `seconds` for a step and append it to `found`; return whether one came."""
         try:
             found.append(self._steps.get(timeout=seconds))
         except queue.Empty:
