@@ -1,6 +1,6 @@
 """Reads the attributes by which the CF conventions say how a dataset's values are packed.
 
-An open dataset enters; the attributes leave, as they are stored. What they mean, `plan/cf.py` says.
+An open dataset enters; the attributes leave as stored. `plan/cf.py` interprets them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NUMBERS = (
     "valid_max",
 )
 _NAMES = (*_NUMBERS, "_Unsigned")
-_MOST_VALUES = 64  # of an attribute: each is compared with all that is read
+_MOST_VALUES = 64  # of an attribute: each is compared with all values read
 _MOST_NBYTES = 1 << 16
 
 
@@ -33,7 +33,7 @@ def cf_attributes(dataset: h5py.h5d.DatasetID, where: str) -> tuple[CfAttribute,
     Raises
     ------
     DatasetError
-        If an attribute has more values than any file would need.
+        If an attribute has more values than any file needs.
     """
     if not h5py.h5a.get_num_attrs(dataset):
         return ()
@@ -44,7 +44,7 @@ def cf_attributes(dataset: h5py.h5d.DatasetID, where: str) -> tuple[CfAttribute,
 def _attribute(dataset: h5py.h5d.DatasetID, name: str, where: str) -> CfAttribute:
     found = h5py.h5a.open(dataset, name.encode())
     count = 0 if found.shape is None else math.prod(found.shape)
-    nbytes = found.get_storage_size() if count else 0  # (which h5py has an error for)
+    nbytes = found.get_storage_size() if count else 0  # (h5py fails for 0)
     if count > _MOST_VALUES or nbytes > _MOST_NBYTES:
         raise DatasetError(
             f"{where}: its attribute {name} has {count:,} values of {nbytes:,} bytes, and"

@@ -1,4 +1,4 @@
-"""Reads and validates the chunk index of a dataset, and sorts it to a `ChunkTable`."""
+"""Reads and validates the chunk index of a dataset, and sorts it into a `ChunkTable`."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class TooManyChunksError(NotDirectError):
 
 
 def applies_any(dataset: Opened, positions: Sequence[int], has_raw_edges: bool) -> bool:
-    """Tell whether a chunk was written with any of the filters at some positions of the pipeline.
+    """Return whether a chunk was written with any of the filters at some positions of the pipeline.
 
-    Most often the first chunk was, and then no other is visited.
+    Most often the first chunk was, and no other is visited.
 
     Raises
     ------
@@ -45,7 +45,7 @@ def applies_any(dataset: Opened, positions: Sequence[int], has_raw_edges: bool) 
     wanted = sum(1 << position for position in positions)
     shape, chunk = dataset.extents, dataset.chunks
 
-    # Where coordinates are misreported, no chunk is known to lie at the edge.
+    # If coordinates are misreported, edge chunks are unknown.
     has_raw_edges = has_raw_edges and positions_of(dataset) is None
 
     def applies(info: h5py.h5d.StoreInfo) -> bool | None:
@@ -60,15 +60,7 @@ def applies_any(dataset: Opened, positions: Sequence[int], has_raw_edges: bool) 
 def without_filters(
     table: ChunkTable, filters: tuple[Filter, ...], positions: Sequence[int]
 ) -> tuple[ChunkTable, tuple[Filter, ...]]:
-    """Return a chunk table, and its filters, without those filters that no chunk was written with.
-
-    Parameters
-    ----------
-    table, filters
-        All there are.
-    positions
-        Of these filters in the pipeline.
-    """
+    """Return a chunk table and its filters without those at `positions`, which no chunk uses."""
     if not positions:
         return table, filters
     kept = [bit for bit in range(len(filters)) if bit not in positions]
@@ -81,7 +73,7 @@ def without_filters(
 def read_chunk_table(
     dataset: Opened, filters: tuple[Filter, ...], has_raw_edges: bool, where: str
 ) -> ChunkTable:
-    """Read where the chunks of a dataset lie.
+    """Read the chunk positions of a dataset.
 
     Raises
     ------
@@ -98,7 +90,7 @@ def read_chunk_table(
     obstacle, positions = "", None
     try:
         positions = positions_of(dataset)
-    except NotDirectError as error:  # all but the coordinates can be checked
+    except NotDirectError as error:  # everything except the coordinates can be checked
         obstacle = str(error)
     try:
         if positions is None:
@@ -127,14 +119,9 @@ def read_chunk_table(
 
 
 def _require_room(dataset: Opened) -> None:
-    """Leave a dataset to h5py that has more chunks than the file can list: HDF5 would visit all.
+    """Raise TooManyChunksError for a dataset with more chunks than the file can list.
 
-    (None of them may have been written.)
-
-    Raises
-    ------
-    TooManyChunksError
-        If there are.
+    h5py reads it instead: HDF5 would visit all chunks here, though none may have been written.
     """
     count = math.prod(grid_of(dataset.extents, dataset.chunks))
     if count <= _MANY_CHUNKS:
@@ -157,13 +144,7 @@ class _Checks:
         self._where = where
 
     def require_within(self, end: int) -> None:
-        """Refuse chunks that do not lie in the file.
-
-        Raises
-        ------
-        ReadError
-            If one does not.
-        """
+        """Raise ReadError for chunks that do not lie in the file."""
         offset, nbytes = self._visited.offset, self._visited.nbytes
         if self._visited.end > end:
             at = int(((nbytes > end) | (offset > end - nbytes)).argmax())
@@ -173,22 +154,16 @@ class _Checks:
             )
 
     def reach_over_edge(self) -> NDArray[np.bool_]:
-        """Tell which chunks reach over the dataset's edge."""
+        """Return which chunks reach over the dataset's edge."""
         shape, chunk = self._dataset.extents, self._dataset.chunks
         cells = np.unravel_index(self._visited.number, self._grid)
         is_partial = np.zeros(self._visited.number.size, np.bool_)
         for cell, size, extent in zip(cells, chunk, shape, strict=True):
-            is_partial |= cell == extent // size  # never, where chunks fit in
+            is_partial |= cell == extent // size  # never, if chunks fit in
         return is_partial
 
     def require_nbytes(self, is_raw: NDArray[np.bool_] | bool, expected: int) -> None:
-        """Refuse raw chunks of another size than expected, and filtered ones of no bytes.
-
-        Raises
-        ------
-        ReadError
-            If there is one.
-        """
+        """Raise ReadError for raw chunks of an unexpected size, and empty filtered ones."""
         nbytes, least, most = self._visited.nbytes, self._visited.least, self._visited.most
         if not nbytes.size or (
             least == most == expected if is_raw is True else is_raw is False and least
@@ -204,15 +179,9 @@ class _Checks:
             )
 
     def require_apart(self) -> None:
-        """Refuse chunks that overlap each other or the file's superblock.
-
-        Raises
-        ------
-        ReadError
-            If two do.
-        """
+        """Raise ReadError for chunks that overlap each other or the superblock."""
         offset, nbytes, what = self._visited.offset, self._visited.nbytes, ""
-        if not self._visited.is_apart:  # perhaps only not in the order of their addresses
+        if not self._visited.is_apart:  # perhaps just not sorted by address
             order = np.argsort(offset, kind="stable")
             offset, nbytes = offset[order], nbytes[order]
             overlaps = offset[1:] < offset[:-1] + nbytes[:-1]
@@ -226,26 +195,14 @@ class _Checks:
             )
 
     def require_order(self) -> None:
-        """Refuse a version 1 B-tree, which has no checksum, whose keys are not in order.
-
-        Raises
-        ------
-        ReadError
-            If they are not.
-        """
+        """Raise ReadError if the keys of a version 1 B-tree, which has no checksum, are unordered."""
         if not self._visited.is_ascending:
             raise ReadError(
                 f"{self._where}: the keys of its chunk index are not in order; it is damaged"
             )
 
     def require_agreement(self) -> None:
-        """Refuse an index that contradicts itself: HDF5 must find each chunk by its key.
-
-        Raises
-        ------
-        ReadError
-            If it does not.
-        """
+        """Raise ReadError for an index in which HDF5 does not find chunks by their keys."""
         unlike = self.first_unlike()
         if unlike is not None:
             raise ReadError(
@@ -254,9 +211,9 @@ class _Checks:
             )
 
     def first_unlike(self) -> np.int64 | None:
-        """Return the number of a chunk that HDF5 does not find by its key, with the same size.
+        """Return the number of a chunk that HDF5 does not find by its key with the same size, or None.
 
-        All of few chunks are looked up, and some of many; None: HDF5 finds these.
+        All chunks are looked up if they are few, else a part of them.
         """
         number, nbytes = self._visited.number, self._visited.nbytes
         step = -(-number.size // _LOOKUPS) or 1
@@ -287,7 +244,6 @@ class _Checks:
         return ChunkTable(None if is_complete else index, offset, nbytes, mask)
 
     def _chunk(self, number: np.int64) -> str:
-        """Return the name of a chunk, for messages."""
         cell = np.unravel_index(number, self._grid)
         corner = tuple(int(at) * n for at, n in zip(cell, self._dataset.chunks, strict=True))
         return f"{self._where}, chunk {corner}"

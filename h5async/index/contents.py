@@ -1,4 +1,4 @@
-"""Says what a file holds, in errors about a dataset that is not there."""
+"""Describes the content of a file, for errors about a missing dataset."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from h5async.names import name_bytes, name_text, shell_word
 from h5async.system.interruptions import interruption, suppressing
 
 _LISTED_DATASETS = 20
-# Groups that are read as one field: by what they say they are, the dataset that counts samples.
+# Groups that are read as one field: by their declared type, the dataset that counts samples.
 _MEMBERS = {"categorical": "codes", "nullable-integer": "values", "nullable-boolean": "values"}
 _SPARSE = ("csr_matrix", "csr")
 _OF_10X = {"barcodes", "data", "indices", "indptr", "shape"}
-_MOST_OBJECTS = 200  # of a file that are visited to say what is there: 0.05 s
-LISTING_NBYTES = 32 << 20  # of metadata: the names of a large group are visited for each
+_MOST_OBJECTS = 200  # visited per file for a message: 0.05 s
+LISTING_NBYTES = 32 << 20  # of metadata: the names of a large group are visited for each object
 
 
 def what_is_there(file: h5py.File, reach: Reach) -> str:
     """List datasets of a file, and a command that would read the largest of them.
 
-    Of a large file, only the first objects are listed: it may hold millions.
+    Only the first objects of a large file are listed: it may hold millions.
     """
     with metadata_cache(file, LISTING_NBYTES):
         try:
@@ -63,19 +63,14 @@ def _opened(file: h5py.File, paths: Sequence[str]) -> dict[str, h5py.Dataset]:
 def _with_groups(
     shapes: Mapping[str, tuple[int, ...]], datasets: Mapping[str, h5py.Dataset]
 ) -> tuple[dict[str, tuple[int, ...]], list[str]]:
-    """Put groups that are read as one field in the place of their datasets.
-
-    Parameters
-    ----------
-    shapes, datasets
-        Of datasets, by path.
+    """Replace datasets by the groups that are read as one field.
 
     Returns
     -------
     shapes
-        Of what is left, by path.
+        Of the remaining datasets and the groups, by path.
     readable
-        The paths of what a reader takes as it is.
+        The paths that a reader takes without further options.
     """
     groups: dict[str, tuple[int, ...] | None] = {}
     found: dict[str, tuple[int, ...]] = {}
@@ -96,8 +91,8 @@ def _with_groups(
 
 
 def shape_of_field(group: h5py.Group) -> tuple[int, ...] | None:
-    """Return the shape of what a group is as a field: a sparse matrix, or a column; None: none."""
-    with suppressing(Exception):  # damaged metadata may raise anything, and are of no interest here
+    """Return the shape of a group as a field (a sparse matrix or a column), or None."""
+    with suppressing(Exception):  # damaged metadata may raise anything, and do not matter here
         kind = group.attrs.get("encoding-type", group.attrs.get("h5sparse_format"))
         member = _MEMBERS.get(name_text(kind)) if isinstance(kind, str | bytes) else None
         if member is not None:
@@ -110,7 +105,7 @@ def shape_of_field(group: h5py.Group) -> tuple[int, ...] | None:
 
 
 def _read_command(file: h5py.File, readable: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Return a command that reads the largest of what can be read, if anything can."""
+    """Return a command that reads the largest readable object, if there is any."""
     if not readable:
         return None
     data = max(readable, key=lambda name: math.prod(readable[name]))
@@ -129,7 +124,7 @@ def _shown_shape(file: h5py.File, dataset: h5py.Dataset, reach: Reach) -> tuple[
             Indexer(file, reach).sources("").find(plist)
             is_permitted = True
         if not is_permitted:
-            return ()  # HDF5 would open them all the same
+            return ()  # HDF5 would open them anyway
     return dataset.shape or ()
 
 

@@ -29,16 +29,9 @@ def dimension_names(
 ) -> DimensionNames:
     """Return the names of each dimension of a dataset; most have one, or none.
 
-    A scale has two where h5py's `make_scale` was given another one than that of its dataset. What
-    attributes hold is checked before it is read: HDF5's own functions for scales (H5DS) trust the
-    types that a file names.
-
-    Parameters
-    ----------
-    dataset
-        The dataset.
-    known
-        Names of scales of its file, by address: HDF5 searches the file for a scale's path.
+    A scale has two if h5py's `make_scale` got another name than that of its dataset. Attributes are
+    checked before they are read: HDF5's own functions for scales (H5DS) trust the types in a file.
+    `known` caches names of the file's scales by address: HDF5 searches the file for a scale's path.
     """
     known = {} if known is None else known
     rank = int(dataset.rank)
@@ -66,7 +59,7 @@ def _attribute(
     *,
     of_references: bool = False,
 ) -> Any:
-    """Return the value of an attribute; None where it is not what it should be."""
+    """Return the value of an attribute; None if it is not as expected."""
     if not h5py.h5a.exists(dataset, name.encode()):
         return None
     found = h5py.h5a.open(dataset, name.encode())
@@ -82,7 +75,7 @@ def _attribute(
 def _datasets(
     dataset: h5py.h5d.DatasetID, references: Sequence[Any]
 ) -> Iterator[h5py.h5d.DatasetID]:
-    """Yield the datasets that references lead to; others lead to what was deleted, say."""
+    """Yield the datasets that references lead to; others may lead to deleted objects."""
     for reference in references[:_MOST_SCALES]:
         with suppressing(ValueError, RuntimeError):
             found = h5py.h5r.dereference(reference, dataset)
@@ -106,7 +99,7 @@ def _text(value: object) -> str:
 
 
 def numbered_axis(axis: int | str, names: DimensionNames, rank: int, where: str) -> int:
-    """Return the number of a dimension, counted from the front, by its number or its name.
+    """Return the non-negative number of a dimension given by number or name.
 
     Parameters
     ----------
@@ -115,7 +108,7 @@ def numbered_axis(axis: int | str, names: DimensionNames, rank: int, where: str)
     names
         Of the dimensions.
     rank
-        How many there are: those of an array type have no names.
+        The number of dimensions, including those of an array type, which have no names.
     where
         The dataset, for messages.
 
@@ -153,7 +146,7 @@ def numbered_axis(axis: int | str, names: DimensionNames, rank: int, where: str)
 
 
 def shown_names(names: DimensionNames) -> str:
-    """Return the names of dimensions as a message has them."""
+    """Return the names of dimensions for a message."""
     return ", ".join(
         " or ".join(f'"{printable(name)}"' for name in several) or f"number {dim} without a name"
         for dim, several in enumerate(names)
@@ -161,7 +154,7 @@ def shown_names(names: DimensionNames) -> str:
 
 
 def common_names(several: Sequence[DimensionNames]) -> DimensionNames:
-    """Return, for each dimension, the names that it has in all of some datasets of one rank."""
+    """Return, per dimension, the names that it has in all of several datasets of one rank."""
     return tuple(
         tuple(name for name in first if all(name in other for other in others))
         for first, *others in zip(*several, strict=False)

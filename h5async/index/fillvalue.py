@@ -1,4 +1,4 @@
-"""Reads the fill value of a dataset: what HDF5 gives for values that were never written."""
+"""Reads the fill value of a dataset, which HDF5 returns for values that were never written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from h5async.index.opendataset import Opened
 
 
 def require_fill(dataset: Opened, itemsize: int, where: str) -> None:
-    """Refuse a fill value of another size; HDF5 would fill with what lies after it in memory."""
+    """Reject a fill value of another size: HDF5 would fill with the memory after it."""
     nbytes = (
         fill_nbytes(dataset.properties) if itemsize and _has_fill_value(dataset.plist) else None
     )
@@ -34,9 +34,9 @@ def fill_value(
     *,
     whenever: bool = False,
 ) -> NDArray[Any]:
-    """Return what HDF5 gives for values never written: zeros unless it may use a fill value.
+    """Return HDF5's value for elements never written: zero unless it may use a fill value.
 
-    `whenever`: whatever the fill time, which does not matter to virtual datasets.
+    `whenever` ignores the fill time, which does not matter to virtual datasets.
     """
     fill = np.zeros((), base)
     if _has_fill_value(plist) and (whenever or _is_filled(plist)):
@@ -47,7 +47,7 @@ def fill_value(
 
 
 def member_fill(dataset: Opened, member: tuple[str, ...]) -> bytes:
-    """Return the bytes of a member's fill value; b"": zeros."""
+    """Return the bytes of a member's fill value; b"" for zeros."""
     if not (_has_fill_value(dataset.plist) and _is_filled(dataset.plist)):
         return b""
     values: Any = np.zeros((), dataset.dtype)
@@ -69,7 +69,7 @@ def _is_filled(plist: h5py.h5p.PropDCID) -> bool:
 
 
 def has_no_values(plist: h5py.h5p.PropDCID, layout: DatasetLayout) -> bool:
-    """Tell whether HDF5 will refuse to read at all."""
+    """Return whether HDF5 will refuse to read at all."""
     undefined = plist.fill_value_defined() == h5py.h5d.FILL_VALUE_UNDEFINED
     chunks = layout.chunks
     allocated = layout.offset >= 0 if chunks is None else chunks.offset.size > 0

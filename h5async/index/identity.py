@@ -1,4 +1,4 @@
-"""Tells a dataset from another one that lies in its place later."""
+"""Distinguishes a dataset from another one that takes its place later."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from h5async.index.opendataset import Opened
 
 
 def indexed(dataset: Opened) -> Indexed:
-    """Return what tells a dataset from another one that lies in its place later.
+    """Return the facts that distinguish a dataset from another one that takes its place later.
 
-    The digest covers what HDF5 encodes of its type and of its creation properties (H5Tencode,
-    H5Pencode2), and compact values, which are read with the index.
+    The digest covers its type and creation properties as encoded by HDF5 (H5Tencode, H5Pencode2),
+    and compact values, which are read with the index.
     """
     digest = hashlib.blake2b(dataset.encoded_type, digest_size=16)
     digest.update(dataset.properties)
