@@ -163,7 +163,7 @@ class _Checks:
         return is_partial
 
     def require_nbytes(self, is_raw: NDArray[np.bool_] | bool, expected: int) -> None:
-        """Raise ReadError for raw chunks of an unexpected size, and empty filtered ones."""
+        """Raise ReadError for raw chunks of a wrong size, and empty filtered ones."""
         nbytes, least, most = self._visited.nbytes, self._visited.least, self._visited.most
         if not nbytes.size or (
             least == most == expected if is_raw is True else is_raw is False and least
@@ -195,7 +195,7 @@ class _Checks:
             )
 
     def require_order(self) -> None:
-        """Raise ReadError if the keys of a version 1 B-tree, which has no checksum, are unordered."""
+        """Raise ReadError if a version 1 B-tree, which has no checksum, has unordered keys."""
         if not self._visited.is_ascending:
             raise ReadError(
                 f"{self._where}: the keys of its chunk index are not in order; it is damaged"

@@ -356,7 +356,7 @@ class _FieldBuilder:
         return _without_gaps(first[order], length[order], columns, self._layout.num_samples)
 
     def _describe(self, leaf: Leaf) -> tuple[int, int, int, int, bool]:
-        """Return shape, source, first extent or address, number of extents, and if they are sparse."""
+        """Return shape, source, first extent or address, number of extents, whether sparse."""
         layout = leaf.layout
         kind = Kind.LEFT
         if not leaf.is_left and lie_within(leaf.runs, layout.num_samples):

@@ -1,4 +1,4 @@
-"""Lists the objects of an open file, one after the other, as they are found.
+"""Lists the objects of an open file as they are found.
 
 Only groups are opened: HDF5 may open other files when it opens a virtual dataset.
 """
@@ -21,15 +21,15 @@ _KINDS: dict[int, Literal["dataset", "group"]] = {
 
 
 class Listed(NamedTuple):
-    """What a name in a file stands for.
+    """The object of a name in a file.
 
     Attributes
     ----------
     path
-        From the root group, without a slash before.
+        From the root group, without a leading slash.
     kind
-        ``"link"``: a soft or external one, wherever it leads; ``"other"``: a named type, or what
-        HDF5 cannot tell because it is damaged.
+        ``"link"``: a soft or external one, wherever it leads; ``"other"``: a named type, or an
+        object that HDF5 cannot identify because it is damaged.
     """
 
     path: str
@@ -37,22 +37,20 @@ class Listed(NamedTuple):
 
 
 class _Level(NamedTuple):
-    """A group whose names are being listed."""
-
     group: h5py.Group
     prefix: str
     names: Iterator[tuple[bytes, int]]
 
 
 def walk(file: h5py.File, most_names: int | None = None) -> Iterator[Listed]:
-    """Yield what is in a file, group by group, in the order of names; each object once.
+    """Yield the objects of a file, group by group, in the order of names; each object once.
 
     Parameters
     ----------
     file
         Open file.
     most_names
-        How many names of a group are listed, at most; None: all.
+        The maximum number of names listed per group; None for all.
 
     Raises
     ------
@@ -98,7 +96,7 @@ def _address(info: h5py.h5o.ObjInfo) -> tuple[int, int]:
 
 
 def names_in(group: h5py.Group, most: int | None = None) -> Iterator[tuple[bytes, int]]:
-    """Return the names in a group, and the kinds of their links, as far as they can be read."""
+    """Return the readable names in a group, and the kinds of their links."""
     found: dict[bytes, int] = {}
 
     def note(name: bytes, info: h5py.h5l.LinkInfo) -> bool | None:

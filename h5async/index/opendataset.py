@@ -1,4 +1,4 @@
-"""Defines `Opened`: an open dataset, and what HDF5 says of it, which is asked once."""
+"""Defines `Opened`: an open dataset, and facts from HDF5 that are requested once."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ Extents = tuple[int, ...]
 
 
 class Opened:
-    """An open dataset. What is asked for is kept, so each question reaches HDF5 once, if at all.
+    """An open dataset. Results are kept, so each question reaches HDF5 once, if at all.
 
     Parameters
     ----------
     identifier
         The dataset.
     descriptor
-        Of the file that it lies in.
+        Of its file.
 
     Attributes
     ----------
     plist, layout_class
         Its creation properties, and HDF5's layout class.
     type, encoded_type
-        Its type as stored, and as HDF5 encodes it.
+        Its type as stored, and as encoded by HDF5.
     chunks
-        Dimensions of a chunk; empty: it has none.
+        Dimensions of a chunk; empty if it has none.
     """
 
     def __init__(self, identifier: h5py.h5d.DatasetID, descriptor: int) -> None:
@@ -47,27 +47,27 @@ class Opened:
 
     @property
     def dataset(self) -> h5py.Dataset:
-        """The dataset as users of h5py have it."""
+        """The dataset as h5py's high-level object."""
         return h5py.Dataset(self.id)
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Its dtype, for which h5py raises any exception where there is none."""
+        """Its dtype; h5py raises any exception if there is none."""
         return describe(self.encoded_type).dtype
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element as stored; of variable length, it is a reference."""
+        """Bytes of an element as stored; for variable length, that is a reference."""
         is_text = isinstance(self.type, h5py.h5t.TypeStringID)
         if isinstance(self.type, h5py.h5t.TypeVlenID) or (is_text and self.type.is_variable_str()):
-            # HDF5 says how large such an element is in memory.
+            # HDF5 returns the size in memory.
             created = h5py.h5i.get_file_id(self.id).get_create_plist()
             return 4 + int(created.get_sizes()[0]) + 4
         return int(self.type.get_size())
 
     @cached_property
     def properties(self) -> bytes:
-        """Its creation properties as HDF5 encodes them; b"" where it does not."""
+        """Its creation properties as encoded by HDF5; b"" if it cannot."""
         return encoded_properties(self.plist)
 
     @cached_property
@@ -76,33 +76,33 @@ class Opened:
 
     @cached_property
     def shape(self) -> Extents | None:
-        """Its dimensions; None: it has a null dataspace. HDF5 may open the sources to tell them."""
+        """Its dimensions; None for a null dataspace. HDF5 may open sources to find them."""
         if self._space.get_simple_extent_type() == h5py.h5s.NULL:
             return None
         return tuple(self._space.get_simple_extent_dims())
 
     @property
     def extents(self) -> Extents:
-        """Its dimensions; those of a null dataspace are an error."""
+        """Its dimensions; a null dataspace is an error."""
         assert self.shape is not None
         return self.shape
 
     @property
     def maxshape(self) -> tuple[int | None, ...]:
-        """How far it may grow; None: without a limit."""
+        """The limits of its growth; None for no limit."""
         most = self._space.get_simple_extent_dims(True)
         return tuple(None if extent == h5py.h5s.UNLIMITED else extent for extent in most)
 
     @cached_property
     def index_kind(self) -> int:
-        """The kind of its chunk index; -1 where HDF5 does not say."""
+        """The kind of its chunk index; -1 if HDF5 does not say."""
         return index_kind(self.id)
 
     @property
     def offset(self) -> int:
-        """The first byte of contiguous values in the file; -1: they were never written.
+        """The first byte of contiguous values in the file; -1 if they were never written.
 
-        To an address that is undefined HDF5 adds the bytes of the userblock, as to any other.
+        HDF5 adds the bytes of the userblock even to an undefined address.
 
         Raises
         ------
@@ -119,5 +119,5 @@ class Opened:
 
     @property
     def end(self) -> int:
-        """Bytes of the file now."""
+        """The current size of the file."""
         return os.fstat(self._descriptor).st_size
