@@ -195,7 +195,7 @@ class _Checks:
             )
 
     def require_order(self) -> None:
-        """Raise ReadError if a version 1 B-tree, which has no checksum, has unordered keys."""
+        """Raise ReadError if a version 1 B-tree, without a checksum, has unordered keys."""
         if not self._visited.is_ascending:
             raise ReadError(
                 f"{self._where}: the keys of its chunk index are not in order; it is damaged"
@@ -211,7 +211,7 @@ class _Checks:
             )
 
     def first_unlike(self) -> np.int64 | None:
-        """Return the number of a chunk that HDF5 does not find by its key with the same size, or None.
+        """Return the number of a chunk that HDF5 does not find by key with the same size, or None.
 
         All chunks are looked up if they are few, else a part of them.
         """

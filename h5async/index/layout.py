@@ -290,7 +290,7 @@ class DatasetLayout:
 
     @cached_property
     def raw_dtype(self) -> np.dtype[Any]:
-        """The dtype of rows as read: a bool is a byte, because any byte except 0 is True to HDF5."""
+        """The dtype of rows as read: a bool is a byte, which may be any but 0 for True."""
         return np.dtype(np.uint8) if self.dtype.kind == "b" else self.dtype
 
     @property

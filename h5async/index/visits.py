@@ -24,7 +24,7 @@ from h5async.system.interruptions import suppressing
 
 _BLOCK_CHUNKS = 1 << 13
 _FIRST_CAPACITY = 1 << 24  # chunks: pages of memory that are not touched cost nothing
-_LEAST_VERSION = (1, 14)  # of HDF5, of which it is known how it calls a visitor
+_LEAST_VERSION = (1, 14)  # of HDF5, with a known way of calling a visitor
 _SIGNALS = "PyEval_SaveThread", "PyEval_RestoreThread", "PyErr_CheckSignals"
 
 Int64s = NDArray[np.int64]
@@ -42,13 +42,13 @@ class Visited(NamedTuple):
     mask
         uint32: the filter mask.
     begin, end
-        The first byte of all chunks in the file, and behind the last one.
+        The first byte of all chunks in the file, and one past the last byte.
     least, most
         Bytes of the smallest and the largest chunk.
     is_ascending
-        Whether each number is higher than the one before.
+        Whether each number is higher than the previous one.
     is_apart
-        Whether each chunk begins where the one before ends, or behind it.
+        Whether each chunk begins at or after the end of the previous one.
     is_outside
         Whether a chunk does not lie in the grid; then its number is one near it.
     """
@@ -72,21 +72,21 @@ def visit_chunks(dataset: Opened, grid: Sequence[int], most: int, where: str) ->
     Parameters
     ----------
     dataset, grid
-        The dataset, and how many chunks there are along each dimension.
+        The dataset, and the number of chunks along each dimension.
     most
-        How many there may be.
+        The maximum number of chunks.
 
     Raises
     ------
     ReadError
         If there are more.
     Exception
-        What h5py raises where the index is damaged.
+        From h5py if the index is damaged.
     """
     if not math.prod(grid):
         return Visited(*_columns(0))
     visited = None
-    with suppressing(MemoryError):  # what is only reserved may be refused
+    with suppressing(MemoryError):  # a reservation may be refused
         visited = _by_core(dataset, grid, most)
     if visited is None:
         visited = _in_python(dataset, grid, most)
@@ -99,12 +99,9 @@ def visit_chunks(dataset: Opened, grid: Sequence[int], most: int, where: str) ->
 
 
 def first_unlike(dataset: Opened, grid: Sequence[int], number: Int64s, nbytes: Int64s) -> int:
-    """Look chunks up by their keys; return the index of the first of another size, or of none.
+    """Look up chunks by their keys; return the index of the first of another size.
 
-    Parameters
-    ----------
-    number, nbytes
-        (n,): the chunks, and the sizes expected. n is returned where HDF5 finds all.
+    Returns the number of chunks, `number.size`, if HDF5 finds all with their `nbytes`.
     """
     core, look_up = load_core(), function_address("H5Dget_chunk_storage_size")
     count = len(number)
@@ -124,7 +121,7 @@ def first_unlike(dataset: Opened, grid: Sequence[int], number: Int64s, nbytes: I
 
 
 def _by_core(dataset: Opened, grid: Sequence[int], most: int) -> Visited | None:
-    """Visit chunks by a compiled function; None where there is none, or HDF5 reports an error."""
+    """Visit chunks by a compiled function; None if there is none, or HDF5 reports an error."""
     core, iterate = load_core(), function_address("H5Dchunk_iter")
     if core is None or not iterate or h5py.version.hdf5_version_tuple < _LEAST_VERSION:
         return None
@@ -133,7 +130,7 @@ def _by_core(dataset: Opened, grid: Sequence[int], most: int) -> Visited | None:
     struct.save_thread, struct.restore_thread, struct.check_signals = _python_functions()
     capacity = _FIRST_CAPACITY
     while True:
-        # One more than there may be, to notice that there are more.
+        # One more than the maximum, to detect more.
         columns = _columns(min(most + 1, capacity))
         pointers = (address(column) for column in columns)
         struct.number, struct.offset, struct.nbytes, struct.mask = pointers
@@ -166,7 +163,7 @@ def _by_core(dataset: Opened, grid: Sequence[int], most: int) -> Visited | None:
 
 
 def _visit_struct(dataset: Opened, grid: Sequence[int]) -> tuple[VisitStruct, Int64s]:
-    """Return what the core needs to know of a dataset, and an array that it points to."""
+    """Return the core's description of a dataset, and an array that it points to."""
     extents = np.array([dataset.chunks, grid], np.int64)
     at = address(extents)
     struct = VisitStruct(
@@ -189,7 +186,7 @@ def _columns(count: int) -> tuple[Int64s, Int64s, Int64s, NDArray[np.uint32]]:
 
 
 def _in_python(dataset: Opened, grid: Sequence[int], most: int) -> Visited:
-    """Visit chunks by h5py; ends after one more than there may be."""
+    """Visit chunks by h5py; ends after one more than `most`."""
     blocks: list[_Block] = []
     records: list[int] = []
     append = records.extend
@@ -219,7 +216,7 @@ _Block = tuple[Int64s, Int64s, Int64s, NDArray[np.uint32], bool]
 
 
 def _numbered(records: list[int], chunk: Int64s, grid: Sequence[int]) -> _Block:
-    """Return the chunks of some records, each of which is corner, offset, bytes, filter mask."""
+    """Return the chunks of records, each of which is corner, offset, bytes, filter mask."""
     rank = chunk.size
     table = np.array(records, np.int64).reshape(-1, rank + 3)
     corners = table[:, :rank]
