@@ -11,7 +11,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from h5async.codec.bitshuffle import bitshuffle_codec
-from h5async.codec.blosc2 import decode_blosc2
 from h5async.codec.entry import (
     Blocks,
     Codec,
@@ -27,11 +26,11 @@ from h5async.codec.packed import (
     scaleoffset_codec,
     stated_chunk_nbytes,
 )
+from h5async.codec.plugins import plugin_codec
 from h5async.codec.shuffle import shuffle_codec
 from h5async.codec.streams import (
     CHECKSUM_NBYTES,
     decode_blosc,
-    decode_bzip2,
     decode_lz4,
     decode_lzf,
     decode_zstd,
@@ -81,7 +80,7 @@ _ENTRIES = (
     FilterEntry(NBIT, "nbit", nbit_codec, stated_chunk_nbytes, NBIT_LENGTHS),
     FilterEntry(SCALEOFFSET, "scaleoffset", scaleoffset_codec, stated_chunk_nbytes),
     FilterEntry(305, "lzo"),
-    FilterEntry(BZIP2, "bzip2", lambda _: Codec(decode_bzip2)),
+    FilterEntry(BZIP2, "bzip2"),
     FilterEntry(LZF, "lzf", _lzf),
     FilterEntry(BLOSC, "blosc", _blosc),
     FilterEntry(LZ4, "lz4", _lz4),
@@ -91,7 +90,7 @@ _ENTRIES = (
     FilterEntry(32017, "sz"),
     FilterEntry(32018, "fcidecomp"),
     FilterEntry(32024, "sz3"),
-    FilterEntry(BLOSC2, "blosc2", lambda _: Codec(decode_blosc2)),
+    FilterEntry(BLOSC2, "blosc2"),
     FilterEntry(32028, "sperr"),
 )
 REGISTRY = {entry.number: entry for entry in _ENTRIES}
@@ -117,7 +116,7 @@ class Filter(NamedTuple):
     @property
     def codec(self) -> Codec | None:
         """What undoes it, or None where that is left to HDF5."""
-        return _codec(self.number, self.parameters)
+        return _codec(self.number, self.parameters) or plugin_codec(self.number, self.parameters)
 
     @property
     def stated_chunk_nbytes(self) -> int | None:

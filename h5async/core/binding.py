@@ -193,7 +193,7 @@ class Core:
         taken = [found for entry in filters if (found := core_filter(entry)) is not None]
         if len(taken) < len(filters) or any(entry.library in self.missing for entry in taken):
             return None
-        structs = [FilterStruct(*entry[:3]) for entry in taken]
+        structs = [_filter_struct(entry) for entry in taken]
         return (FilterStruct * max(1, len(structs)))(*structs)
 
     def new_worker(
@@ -373,6 +373,11 @@ def core_filter(entry: Filter) -> CoreFilter | None:
     """Return a filter as the core takes it; None where the core cannot undo it."""
     codec = entry.codec
     return None if codec is None else codec.core
+
+
+def _filter_struct(entry: CoreFilter) -> FilterStruct:
+    values = (ctypes.c_uint32 * max(1, len(entry.values)))(*entry.values)
+    return FilterStruct(*entry[:3], values, len(entry.values), entry.function)
 
 
 def _function(library: Any, name: str, pointers: int, *others: Any) -> Any:

@@ -21,6 +21,14 @@ static int64_t undo(Worker *w, const Filter *f, const uint8_t *in, int64_t n, ui
     case BITSHUFFLE_LZ4:
     case BITSHUFFLE_ZSTD:
         return unbitshuffle_blocks(w, in, n, f, out, room);
+    case PLUGIN:
+        return unplug(w, f, in, n, out, room);
+    case SZIP:
+        return unszip(w, f, in, n, out, room);
+    case NBIT:
+        return unpack_bits(f, in, n, out, room);
+    case SCALEOFFSET:
+        return unscale(f, in, n, out, room);
     default:
         return -1;
     }
