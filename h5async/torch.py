@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from h5async.batch import Batch
 from h5async.config import ReaderConfig
 from h5async.config.signature import takes_options
 from h5async.errors import ConfigError, DatasetError, ReaderClosedError
-from h5async.images import Images
-from h5async.ragged import Ragged
-from h5async.reader import AsyncReader
-from h5async.sparse import Csr
+from h5async.reader.asyncreader import AsyncReader
+from h5async.reader.batch import Batch
+from h5async.samples.images import Images
+from h5async.samples.ragged import Ragged
+from h5async.samples.sparse import Csr
 
 if TYPE_CHECKING:
     from h5async.config.keywords import ReaderOptions

@@ -13,11 +13,11 @@ import typer
 
 from h5async.cli.text import methods_of
 from h5async.config import Field
-from h5async.images import Images
 from h5async.index.layout import DatasetLayout
 from h5async.names import printable
-from h5async.ragged import Ragged
-from h5async.sparse import Csr
+from h5async.samples.images import Images
+from h5async.samples.ragged import Ragged
+from h5async.samples.sparse import Csr
 
 VERSION = 1  # of all schemas: raised where a key is renamed or removed, not where one is added
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, for programs.")]

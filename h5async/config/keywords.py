@@ -15,7 +15,7 @@ from typing import Any, Literal, SupportsIndex, TypeAlias, TypedDict
 from numpy.typing import ArrayLike, DTypeLike
 
 from h5async.config.indices import Split
-from h5async.config.sequences import Sequences
+from h5async.config.sequenceoptions import Sequences
 
 FilePath: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 DatasetPath: TypeAlias = str | bytes

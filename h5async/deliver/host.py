@@ -16,17 +16,18 @@ from numpy.typing import NDArray
 
 from h5async.deliver.pinnedpart import PinnedPart
 from h5async.errors import DeviceError
-from h5async.fill.outlines import Outline
-from h5async.fill.records import FillOutcome, SlotMemory
+from h5async.fill.outcomes import FillOutcome
 from h5async.fill.resident import Budget, Residency
-from h5async.images import Images
 from h5async.io.growing import plain_memory
 from h5async.io.shared import SharedMemory, page_memory
 from h5async.order.selection import Selection
 from h5async.plan.encoded import EncodedFormat
 from h5async.plan.transform import RowTransform
-from h5async.ragged import Ragged
-from h5async.sparse import Csr
+from h5async.samples.columns import SlotMemory
+from h5async.samples.devicefields import Outline
+from h5async.samples.images import Images
+from h5async.samples.ragged import Ragged
+from h5async.samples.sparse import Csr
 from h5async.spelling import named
 
 if TYPE_CHECKING:

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from h5async.config import Field, RaggedField
 from h5async.errors import ConfigError, PostprocessError, postprocess_error
-from h5async.fill.columns import Rows, steps_of
-from h5async.fill.records import FillRequest
-from h5async.images import Images
+from h5async.order.requests import FillRequest
 from h5async.order.spans import SpanRows
-from h5async.ragged import Ragged
-from h5async.sparse import Csr
+from h5async.samples.columns import Rows, steps_of
+from h5async.samples.images import Images
+from h5async.samples.ragged import Ragged
+from h5async.samples.sparse import Csr
 from h5async.spelling import named
 from h5async.system.interruptions import suppressing
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
-from h5async.images import Images
-from h5async.ragged import Ragged
-from h5async.sparse import Csr
+from h5async.samples.images import Images
+from h5async.samples.ragged import Ragged
+from h5async.samples.sparse import Csr
 
 MOST_PARTS = 3  # arrays of one field
 

@@ -17,10 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import OutOfMemoryError, PostprocessError
-from h5async.fill.records import FillOutcome, SlotMemory
+from h5async.fill.outcomes import FillOutcome
 from h5async.io.shared import ArraySpec, SharedMemory
 from h5async.process.fieldparts import MOST_PARTS, put_together, taken_apart
 from h5async.process.messages import Answer, Part, Rooms, SentField, SlotSpecs
+from h5async.samples.columns import SlotMemory
 from h5async.spelling import named
 
 

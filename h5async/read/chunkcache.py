@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.core.batch import KEPT_OVERHEAD_NBYTES
+from h5async.core.tablestructures import KEPT_OVERHEAD_NBYTES
 
 Bytes = NDArray[np.uint8]
 
