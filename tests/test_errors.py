@@ -9,13 +9,13 @@ import pickle
 import shutil
 from types import SimpleNamespace
 
-import h5async.reader.engine
 import h5py
 import numpy as np
 import pytest
 from cases import each
 from conftest import assert_same_bits, open_descriptors, our_threads, poison
 
+import h5async.reader.engine
 from h5async import (
     AsyncReader,
     BatchTimeoutError,

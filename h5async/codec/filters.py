@@ -26,7 +26,7 @@ from h5async.codec.packed import (
     scaleoffset_codec,
     stated_chunk_nbytes,
 )
-from h5async.codec.plugins import plugin_codec
+from h5async.codec.plugins import has_hdf5, plugin_codec
 from h5async.codec.shuffle import shuffle_codec
 from h5async.codec.streams import (
     CHECKSUM_NBYTES,
@@ -138,3 +138,8 @@ def _codec(number: int, parameters: Parameters) -> Codec | None:
 def can_decode(entry: Filter) -> bool:
     """Tell whether a filter is decoded here, not by HDF5."""
     return entry.codec is not None
+
+
+def is_known_to_hdf5(entry: Filter) -> bool:
+    """Tell whether HDF5 can undo a filter in this process, which may be given it by hdf5plugin."""
+    return has_hdf5(entry.number)

@@ -82,7 +82,7 @@ def find_plugin(number: int) -> int | None:
     return _find(number, _folders()) if number >= _FIRST_REGISTERED else None
 
 
-def is_known_to_hdf5(number: int) -> bool:
+def has_hdf5(number: int) -> bool:
     """Tell whether HDF5 can undo a filter in this process; hdf5plugin is imported if need be."""
     if not h5py.h5z.filter_avail(number) and _folders_of_hdf5plugin():
         import hdf5plugin  # noqa: F401  (registers its filters with HDF5)

@@ -29,6 +29,7 @@ from h5async.index.filterpipeline import (
     filters_of,
     refuse_filters_of_hdf5,
     require_filters,
+    require_filters_of_hdf5,
     require_lengths,
     require_whole,
     unavailable,
@@ -269,6 +270,7 @@ class Indexer:
             fill = fill_value(dataset.plist, base, extra)
             return self._direct(layout, dataset, where, fill=fill)
         except NotDirectError as error:
+            require_filters_of_hdf5(layout, dataset, where)
             nbytes = self._stored_nbytes(layout, dataset, where)
             return layout.changed(fallback_reason=str(error), stored_nbytes=nbytes, text=())
 
