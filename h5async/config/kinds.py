@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Unpack
 
 import numpy as np
 from pydantic import BeforeValidator, PlainSerializer, PlainValidator, model_validator
 from pydantic import Field as Bound
 
-from h5async.config.field import Field
+from h5async.config.field import KINDS, Field
 from h5async.config.frozen import documented, option
 from h5async.config.indices import Values, plain_selection
 from h5async.config.values import Bool, Name, Natural
 
 if TYPE_CHECKING:
-    from h5async.config.keywords import (
+    from h5async.config.partkeywords import (
         DatasetPath,
         ImageFieldOptions,
         RaggedFieldOptions,
@@ -222,7 +221,7 @@ class SparseField(Field):
     >>> with AsyncReader(hdf5_path="counts.h5", fields=fields) as reader:
     ...     reader.get_next_batch().x
     array([[0., 0., 0., 1.],
-           [2., 0., 0., 0.]], dtype=float32)
+           [2., 0., 0., 0.]])
     """
 
     if TYPE_CHECKING:
@@ -231,8 +230,8 @@ class SparseField(Field):
 
     dense: Bool = option(
         False,
-        "Deliver ordinary arrays (samples, columns), float32 where `dtype` says no other (complex"
-        " values stay complex). `offset` is added to all of them, also where no value is stored.",
+        "Deliver ordinary arrays (samples, columns), of the values' dtype where `dtype` says no"
+        " other. `offset` is added to all of them, also where no value is stored.",
     )
     columns: Annotated[
         Any,
@@ -248,7 +247,7 @@ class SparseField(Field):
     missing: Literal["zero", "error"] = option(
         "zero",
         "What becomes of a column that is chosen by its name, and that a file lacks. `zero`: it is"
-        " 0 there. `error`: the reader is a `DatasetError`.",
+        " 0 there, if another file has it. `error`: the reader is a `DatasetError`.",
     )
 
     @model_validator(mode="after")
@@ -282,8 +281,4 @@ def _require_first_dimension(field: Field) -> None:
         raise ValueError(f"num_dim must be 0 for this kind of field, found {field.num_dim}")
 
 
-KINDS: Mapping[str, type[Field]] = {
-    "image": ImageField,
-    "ragged": RaggedField,
-    "sparse": SparseField,
-}
+KINDS.update(image=ImageField, ragged=RaggedField, sparse=SparseField)
