@@ -246,7 +246,9 @@ import sys
 if sys.argv[2] == "hidden":  # as where it is not installed
     import importlib.util
     find = importlib.util.find_spec
-    importlib.util.find_spec = lambda name, *rest: name != "hdf5plugin" and find(name, *rest) or None
+    def find_others(name, *rest):
+        return None if name == "hdf5plugin" else find(name, *rest)
+    importlib.util.find_spec = find_others
 import numpy as np
 from h5async import AsyncReader, DatasetError
 try:
