@@ -144,7 +144,7 @@ def test_a_fill_value_that_is_no_column_is_found(tmp_path):
 )
 def test_batches_of_empty_samples(tmp_path, field, through_h5py, num_threads):
     matrix = sp.csr_matrix((np.ones(3, "f4"), [1, 0, 2], [0, 0, 0, 0, 0, 1, 3, 3, 3]), (8, 4))
-    write_sparse(tmp_path / "x.h5", matrix, {})
+    write_csr(tmp_path / "x.h5", matrix)
     options = {"fields": {"x": field}, "batch_size": 2, "num_threads": num_threads}
     ragged = [matrix[row].data.tolist() for row in range(8)]
     if isinstance(field, RaggedField):

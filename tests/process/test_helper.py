@@ -1045,5 +1045,7 @@ def test_both_see_what_is_shared():
     ours.close()
     assert other[1, 3] == 0
     theirs.close()
+    shared = SharedMemory()
     with pytest.raises(MemoryError, match="bytes of shared memory"):
-        SharedMemory().empty(1 << 62)
+        shared.empty(1 << 62)
+    shared.close()
