@@ -11,7 +11,7 @@ from h5async.config.frozen import Frozen, documented, option
 from h5async.config.values import Name, Positive
 
 if TYPE_CHECKING:
-    from h5async.config.keywords import SequencesOptions
+    from h5async.config.partkeywords import SequencesOptions
 
 _KINDS = ("groups", "ends", "starts", "lengths", "ids", "last")
 

@@ -25,9 +25,7 @@ from h5async.plan.encoded import EncodedFormat
 from h5async.plan.transform import RowTransform
 from h5async.samples.columns import SlotMemory
 from h5async.samples.devicefields import Outline
-from h5async.samples.images import Images
-from h5async.samples.ragged import Ragged
-from h5async.samples.sparse import Csr
+from h5async.samples.samplearrays import memory_of
 from h5async.spelling import named
 
 if TYPE_CHECKING:
@@ -310,23 +308,6 @@ class HostDevice:
 
     def close(self) -> None:
         """Do nothing."""
-
-
-def memory_of(array: Any) -> tuple[Any, ...]:
-    """Return the arrays that a field consists of: itself, or those of ragged or sparse samples."""
-    if isinstance(array, Ragged):
-        return array.values, array.offsets
-    return (array.data, array.indices, array.indptr) if isinstance(array, Csr) else (array,)
-
-
-def with_memory(array: Any, several: Sequence[Any]) -> Any:
-    """Return such samples of other arrays, of which `memory_of` has returned as many."""
-    first, *others = several
-    if isinstance(array, Images):
-        return Images(first, others[0], array.shapes)
-    if isinstance(array, Ragged):
-        return Ragged(first, others[0])
-    return Csr(first, others[0], others[1], array.shape) if isinstance(array, Csr) else first
 
 
 def _aligned(nbytes: int) -> int:

@@ -138,13 +138,17 @@ class SentField(NamedTuple):
 
     Attributes
     ----------
-    kind, parts, columns
-        As of `FieldParts`.
+    kind
+        Of `SampleArrays`; "": it is one array.
+    parts
+        Where each array lies.
+    sample_shape
+        As of `SampleArrays`.
     """
 
     kind: str
     parts: tuple[Part, ...]
-    columns: int = 0
+    sample_shape: tuple[int | None, ...] = ()
 
 
 class Answer(NamedTuple):

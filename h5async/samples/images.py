@@ -6,8 +6,11 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from h5async.html import counted, size_text, table
-from h5async.samples.ragged import Ragged, on_host
+from h5async.samples.ragged import Ragged, on_host, some_of
+from h5async.samples.samplearrays import NoTensorError
 
 
 class Images(Ragged):
@@ -77,6 +80,33 @@ class Images(Ragged):
             low, high = self.shapes.min(axis=0).tolist(), self.shapes.max(axis=0).tolist()
             rows.append(["shapes", f"{tuple(low)} to {tuple(high)}"])
         return table("Images", rows, subtitle=counted(len(self), "image"))
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """`values`, `offsets` and `shapes`."""
+        return self.values, self.offsets, self.shapes
+
+    @property
+    def sample_shape(self) -> tuple[int | None, ...]:
+        """None for each dimension of an image."""
+        return (None,) * int(self.shapes.shape[1])
+
+    def misfit(self) -> str | None:
+        """Return why the arrays do not fit together, or None."""
+        sizes = self.shapes.prod(axis=1)
+        if np.array_equal(sizes, self.lengths):
+            return super().misfit()
+        return (
+            f"images that do not fit together: shapes say that they have {some_of(sizes)} values,"
+            f" and offsets {some_of(self.lengths)}"
+        )
+
+    def to_tensor(self) -> Any:
+        """Raise an error: images of differing sizes are no tensor."""
+        raise NoTensorError(
+            "images of differing sizes are no tensor; give the field a size, or take Images from an"
+            " AsyncReader"
+        )
 
     def get(self) -> Images:
         """Return the images in host memory; a copy of those on a GPU."""

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import ConfigError, ReadError, needs_package
 from h5async.html import counted, size_text, table
+from h5async.samples.samplearrays import SampleArrays
 from h5async.samples.samplekernels import sample_kernels
 
 _PREVIEWED, _LONGEST = 5, 24  # values, and characters of one, in a notebook
 
 
-class Ragged:
+class Ragged(SampleArrays):
     """Samples of differing lengths.
 
     Those of a batch share its memory, and live as long as it does; `copy` gives one that lasts. It
@@ -130,6 +131,29 @@ class Ragged:
             rows.append(["lengths", spread])
         rows += [["size", size_text(self.nbytes)], ["first sample", preview(self)]]
         return table(type(self).__name__, rows, subtitle=counted(len(self), "sample"))
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """`values` and `offsets`."""
+        return self.values, self.offsets
+
+    @property
+    def sample_shape(self) -> tuple[int | None, ...]:
+        """The shape of a sample; None for the dimension that differs."""
+        return None, *self.values.shape[1:]
+
+    @classmethod
+    def of_arrays(cls, arrays: Sequence[Any], sample_shape: Sequence[int | None]) -> Self:
+        """Return samples over `arrays`."""
+        return cls(*arrays)
+
+    def misfit(self) -> str | None:
+        """Return why the arrays do not fit together, or None."""
+        return offsets_misfit("ragged samples", "offsets", self.offsets, len(self.values))
+
+    def to_tensor(self) -> Any:
+        """Return a nested tensor, as `to_torch_nested` does."""
+        return self.to_torch_nested()
 
     def copy(self) -> Ragged:
         """Return a copy with memory of its own."""
@@ -321,3 +345,19 @@ def put_padded(
 def on_host(array: Any) -> Any:
     """Return an array in host memory; one that lies there as it is."""
     return array if isinstance(array, np.ndarray) else array.get()
+
+
+def offsets_misfit(what: str, name: str, offsets: NDArray[Any], total: int) -> str | None:
+    """Return why the offsets of samples do not fit `total` values, or None."""
+    if offsets[0] == 0 and offsets[-1] == total and not (offsets[1:] < offsets[:-1]).any():
+        return None
+    return (
+        f"{what} that do not fit together: {name} must begin with 0, rise, and end with the number"
+        f" of values, {total}; found {some_of(offsets)}"
+    )
+
+
+def some_of(numbers: NDArray[Any]) -> str:
+    """Return the first numbers of an array, and the last one, as text."""
+    shown = numbers.tolist() if numbers.size <= 8 else [*numbers[:6].tolist(), "...", numbers[-1]]
+    return ", ".join(map(str, shown))

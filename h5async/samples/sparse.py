@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import ConfigError, DatasetError, needs_package
 from h5async.html import Bar, Cell, counted, size_text, table
-from h5async.samples.ragged import module_of, native, on_host, preview
+from h5async.samples.ragged import module_of, native, offsets_misfit, on_host, preview
+from h5async.samples.samplearrays import SampleArrays
 from h5async.samples.samplekernels import sample_kernels
 
 _OF_CUPYX = "?fdFD"  # NumPy's one-letter codes
 
 
-class Csr:
+class Csr(SampleArrays):
     """Sparse rows (compressed sparse rows), of which only some values are stored.
 
     Those of a batch share its memory, and live as long as it does; `copy` gives rows that last.
@@ -58,6 +59,8 @@ class Csr:
     """
 
     __slots__ = ("data", "indices", "indptr", "shape")
+
+    num_on_device = 3
 
     def __init__(self, data: Any, indices: Any, indptr: Any, shape: tuple[int, int]) -> None:
         is_whole = indices.dtype.kind in "iu" and indptr.dtype.kind in "iu"
@@ -138,6 +141,39 @@ class Csr:
     def _size(self) -> str:
         """The shape, as text."""
         return f"{counted(self.shape[0], 'row')} of {counted(self.shape[1], 'column')}"
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """`data`, `indices` and `indptr`."""
+        return self.data, self.indices, self.indptr
+
+    @property
+    def sample_shape(self) -> tuple[int | None, ...]:
+        """The number of columns."""
+        return (self.shape[1],)
+
+    @classmethod
+    def of_arrays(cls, arrays: Sequence[Any], sample_shape: Sequence[int | None]) -> Self:
+        """Return rows over `arrays`, of as many columns as `sample_shape` says."""
+        (columns,) = sample_shape
+        assert columns is not None
+        data, indices, indptr = arrays
+        return cls(data, indices, indptr, (len(indptr) - 1, columns))
+
+    def misfit(self) -> str | None:
+        """Return why the arrays do not fit together, or None."""
+        if self.indices.size:
+            low, high = self.indices.min(), self.indices.max()
+            if low < 0 or high >= self.shape[1]:
+                return (
+                    f"sparse rows with indices from {low} to {high}, and there are"
+                    f" {self.shape[1]} columns"
+                )
+        return offsets_misfit("sparse rows", "indptr", self.indptr, len(self.data))
+
+    def to_tensor(self) -> Any:
+        """Return a sparse tensor, as `to_torch` does."""
+        return self.to_torch()
 
     def copy(self) -> Csr:
         """Return a copy with memory of its own."""
