@@ -33,6 +33,7 @@ class CoreKind(IntEnum):
     SZIP = 13
     NBIT = 14
     SCALEOFFSET = 15
+    STORED = 16
 
 
 class CoreFilter(NamedTuple):
