@@ -7,7 +7,6 @@ undone by the core alone.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from enum import IntEnum
 from functools import partial
@@ -50,7 +49,7 @@ class Step(NamedTuple):
         Where values begin in the stored element, and in NumPy's.
     stored_nbytes, nbytes
         Bytes of one, stored and as NumPy has it.
-    count
+    repeats
         How many lie one after the other.
     is_big
         Whether both are big-endian.
@@ -64,7 +63,7 @@ class Step(NamedTuple):
     to: int
     stored_nbytes: int
     nbytes: int
-    count: int = 1
+    repeats: int = 1
     is_big: bool = False
     given: tuple[int, ...] = ()
 
@@ -124,12 +123,13 @@ def _steps(parameters: Parameters) -> list[Step] | None:
     steps = []
     for at in range(0, len(rest), _STEP_VALUES):
         kind, *numbers = rest[at : at + _STEP_VALUES]
-        if kind not in iter(StepKind) or not all(0 <= n < _LARGEST for n in numbers):
+        if kind not in set(StepKind) or not all(0 <= n < _LARGEST for n in numbers):
             return None
-        step = Step(StepKind(kind), *numbers[:5], bool(numbers[5]), tuple(numbers[6:]))
+        start, to, one, each, count, is_big, *given = numbers
+        step = Step(StepKind(kind), start, to, one, each, count, bool(is_big), tuple(given))
         is_within = (
-            step.start + step.count * step.stored_nbytes <= stored_nbytes
-            and step.to + step.count * step.nbytes <= nbytes
+            step.start + step.repeats * step.stored_nbytes <= stored_nbytes
+            and step.to + step.repeats * step.nbytes <= nbytes
         )
         if not (is_within and step.is_valid):
             return None

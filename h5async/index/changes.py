@@ -10,16 +10,16 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from dataclasses import replace
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import h5py
 import numpy as np
 
+from h5async.codec.storedelements import NUMBER
 from h5async.errors import H5AsyncError, ReadError
 from h5async.index.cfattributes import cf_attributes
-from h5async.codec.storedelements import NUMBER
 from h5async.index.chunkindex import read_chunk_table, without_filters
 from h5async.index.filterpipeline import filters_of
 from h5async.index.identity import indexed

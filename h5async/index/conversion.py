@@ -47,11 +47,11 @@ def converted(layout: DatasetLayout, parameters: tuple[int, ...]) -> DatasetLayo
 
 def _in_units(layout: DatasetLayout, conversion: Filter) -> DatasetLayout:
     """Return the layout of contiguous values as chunks of rows, all equally many."""
-    rows, *rest = (max(1, extent) for extent in layout.shape)
+    rows, *rest = [int(extent) or 1 for extent in layout.shape]
     row_nbytes = math.prod(rest) * conversion.parameters[1]
     most = min(rows, max(1, _UNIT_NBYTES // row_nbytes))
     size = max(n for n in range(1, most + 1) if rows % n == 0)
-    count = rows // size if layout.offset >= 0 and math.prod(layout.shape) else 0
+    count = rows // size if layout.offset >= 0 and 0 not in layout.shape else 0
     if count > _MOST_UNITS:
         raise NotDirectError("a stored type to convert, of rows that make no equal units")
     nbytes = size * row_nbytes

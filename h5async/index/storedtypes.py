@@ -119,9 +119,9 @@ def _steps_of_array(stored: h5py.h5t.TypeID, dtype: np.dtype[Any]) -> list[Step]
     nbytes, size = dtype.base.itemsize, int(element.get_size())
     if not steps or not count:
         return None
-    if len(steps) == 1 and steps[0].count * steps[0].nbytes == nbytes:  # no gaps between them
-        if steps[0].count * steps[0].stored_nbytes == size:
-            return [steps[0]._replace(count=count * steps[0].count)]
+    if len(steps) == 1 and steps[0].repeats * steps[0].nbytes == nbytes:  # no gaps between them
+        if steps[0].repeats * steps[0].stored_nbytes == size:
+            return [steps[0]._replace(repeats=count * steps[0].repeats)]
     if count * len(steps) > MOST_STEPS:
         return None
     return [step.moved(i * size, i * nbytes) for i in range(count) for step in steps]

@@ -4,9 +4,9 @@ import h5py
 import numpy as np
 import pytest
 from h5py import h5t
+from test_saved_index import save
 
-import h5async
-from h5async import AsyncReader
+from h5async import AsyncReader, Field
 from h5async.codec.storedelements import stored_codec
 from h5async.core.binding import load_core
 
@@ -122,7 +122,9 @@ def native(array):
     return array.astype(array.dtype.newbyteorder("="))
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "columns", "chunked", "deflate", "shuffle", "fletcher"])
+@pytest.mark.parametrize(
+    "layout", ["contiguous", "columns", "chunked", "deflate", "shuffle", "fletcher"]
+)
 @pytest.mark.parametrize("seed", range(3))
 def test_any_type_is_read_as_h5py_reads_it(tmp_path, layout, seed):
     rng = np.random.default_rng([seed, *layout.encode()])
@@ -177,13 +179,12 @@ def test_every_float_of_a_format_is_as_hdf5_converts_it(tmp_path, name, order):
 
 @pytest.mark.parametrize("layout", ["contiguous", "deflate"])
 def test_a_saved_index_has_the_conversion(tmp_path, layout):
-    path, index = tmp_path / "x.h5", tmp_path / "x.h5idx"
+    path = tmp_path / "x.h5"
     raw = np.random.default_rng(0).integers(0, 256, (60, 4)).astype(np.uint8)
     with h5py.File(path, "w") as file:
         write(file, "x", integer(4, "BE", 24, 5), layout, raw)
         want = native(file["x"][...])
-    h5async.write_index(path, index)
-    found, way = read(index)
+    found, way = read(save(tmp_path, path, fields={"x": Field("x")}))
     assert (found.tobytes(), way) == (want.tobytes(), "core")
 
 
@@ -211,7 +212,7 @@ def test_strings_of_the_sources_of_a_virtual_dataset_are_converted(tmp_path):
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file.create_virtual_dataset("x", layout)
         want = file["x"][...]
-    found, way = read(tmp_path / "x.h5", allow_external=True)
+    found, way = read(tmp_path / "x.h5", allow_external=[tmp_path])
     assert (found.tolist(), way) == (want.tolist(), "core")
 
 
