@@ -6,7 +6,6 @@ libaec that of h5py, or else those of the environment or the system.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import ctypes.util
 import importlib
@@ -62,7 +61,7 @@ def _codec_libraries(name: str) -> Iterator[Any]:
 
 def _codec_paths(name: str) -> Iterator[str]:
     # The extension module loads what the codec's library itself needs.
-    with contextlib.suppress(ImportError):
+    with suppressing(ImportError):
         importlib.import_module(f"imagecodecs._{name}")
     # (Versions of libaec differ in what they make of some chunks: HDF5's own comes first.)
     for module in (h5py, imagecodecs) if name == "aec" else (imagecodecs,):
