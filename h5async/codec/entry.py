@@ -33,7 +33,8 @@ class CoreKind(IntEnum):
     SZIP = 13
     NBIT = 14
     SCALEOFFSET = 15
-    STORED = 16
+    BZIP2 = 16
+    STORED = 17
 
 
 class CoreFilter(NamedTuple):

@@ -32,6 +32,7 @@ from h5async.codec.shuffle import shuffle_codec
 from h5async.codec.streams import (
     CHECKSUM_NBYTES,
     decode_blosc,
+    decode_bzip2,
     decode_lz4,
     decode_lzf,
     decode_zstd,
@@ -62,6 +63,10 @@ def _blosc(_parameters: Parameters) -> Codec:
     return Codec(decode_blosc, core=CoreFilter(CoreKind.BLOSC, library="blosc"))
 
 
+def _bzip2(_parameters: Parameters) -> Codec:
+    return Codec(decode_bzip2, core=CoreFilter(CoreKind.BZIP2, library="bz2"))
+
+
 def _lz4(parameters: Parameters) -> Codec:
     core = CoreFilter(CoreKind.LZ4, library="lz4")
     usual_nbytes = parameters[0] if parameters else 0
@@ -81,7 +86,7 @@ _ENTRIES = (
     FilterEntry(NBIT, "nbit", nbit_codec, stated_chunk_nbytes, NBIT_LENGTHS),
     FilterEntry(SCALEOFFSET, "scaleoffset", scaleoffset_codec, stated_chunk_nbytes),
     FilterEntry(305, "lzo"),
-    FilterEntry(BZIP2, "bzip2"),
+    FilterEntry(BZIP2, "bzip2", _bzip2),
     FilterEntry(LZF, "lzf", _lzf),
     FilterEntry(BLOSC, "blosc", _blosc),
     FilterEntry(LZ4, "lz4", _lz4),

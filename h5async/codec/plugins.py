@@ -29,10 +29,9 @@ _TAKES_TURNS, _CHECKS_ITS_INPUT, _IS_BLOSC2 = 1, 2, 4  # enum PluginTrait of cor
 
 # Plugins that gave h5py's values in several threads at once (tests/read/test_plugins.py), and what
 # else is known of them. All others take turns.
-_BZIP2, _BLOSC, _LZ4, _BITSHUFFLE, _ZFP, _ZSTD = 307, 32001, 32004, 32008, 32013, 32015
+_BLOSC, _LZ4, _BITSHUFFLE, _ZFP, _ZSTD = 32001, 32004, 32008, 32013, 32015
 _SZ3, _BLOSC2, _SPERR = 32024, 32026, 32028
 _TRAITS = {
-    _BZIP2: _CHECKS_ITS_INPUT,
     _BLOSC: _CHECKS_ITS_INPUT,
     _LZ4: 0,
     _BITSHUFFLE: 0,
@@ -84,7 +83,7 @@ def find_plugin(number: int) -> int | None:
 
 def has_hdf5(number: int) -> bool:
     """Tell whether HDF5 can undo a filter in this process; hdf5plugin is imported if need be."""
-    if not h5py.h5z.filter_avail(number) and _folders_of_hdf5plugin():
+    if not h5py.h5z.filter_avail(number) and folders_of_hdf5plugin():
         import hdf5plugin  # noqa: F401  (registers its filters with HDF5)
     return bool(h5py.h5z.filter_avail(number))
 
@@ -98,11 +97,12 @@ def _folders() -> tuple[Path, ...]:
     if state.value & _FILTERS_MAY_BE_LOADED:
         paths = (h5py.h5pl.get(index) for index in range(h5py.h5pl.size()))
         found = [Path(path.decode("utf-8", "surrogateescape")) for path in paths]
-    return (*found, *_folders_of_hdf5plugin())
+    return (*found, *folders_of_hdf5plugin())
 
 
 @lru_cache(maxsize=1)
-def _folders_of_hdf5plugin() -> tuple[Path, ...]:
+def folders_of_hdf5plugin() -> tuple[Path, ...]:
+    """Return the folder with the plugins of hdf5plugin; empty: it is not installed."""
     spec = importlib.util.find_spec("hdf5plugin")
     return () if spec is None or spec.origin is None else (Path(spec.origin).with_name("plugins"),)
 
@@ -142,8 +142,17 @@ class _CallPlugin:
         self._function = _Function(function)
         self._values = (c_uint * max(1, len(parameters)))(*parameters)
         self._count = len(parameters)
+        self._is_blosc2 = number == _BLOSC2
 
     def __call__(self, encoded: Bytes, out: Bytes, _spare: Bytes) -> Bytes:
+        if self._is_blosc2:
+            chunk = int.from_bytes(encoded[11:15].tobytes(), "big")
+            if int.from_bytes(encoded[30:38].tobytes(), "big") > out.size or (
+                chunk + 32 <= encoded.size
+                and encoded[chunk + 2] & 5 == 5
+                and encoded[chunk + 31] >> 4 & 7 >= 4
+            ):
+                raise ValueError("blosc2: the chunk is too long, or has no values")
         libc = ctypes.CDLL(None)
         libc.malloc.restype = c_void_p
         memory = libc.malloc(c_size_t(encoded.size + out.size + 1))

@@ -82,6 +82,9 @@ class Core:
     look_up
         ``look_up(visit, number, expected, function, count)`` returns how many chunks HDF5 finds by
         their numbers with the sizes expected, before the first that it does not.
+    decode
+        ``decode(filters, worker, encoded, out, num_filters, nbytes, mask, out_nbytes)`` decodes a
+        chunk to exactly ``out_nbytes`` bytes, and returns whether it could.
     decode_references
         ``decode_references(heap, references, most_nbytes)``, of a `HeapStruct`, fills its lengths
         and places, and returns how many values there are; -1 - i: element i is longer than that.
@@ -156,6 +159,7 @@ class Core:
         self.do_oldest = _function(library, "h5async_do_oldest", 2)
         self.spin = _function(library, "h5async_spin", 1, c_int64)
         self.wait = _function(library, "h5async_wait", 1, c_int64, c_int64)
+        self.decode = _function(library, "h5async_decode", 4, *[c_int64] * 4)
         self.decode_references = _function(library, "h5async_decode_references", 2, c_int64)
         self.read_heap = _function(library, "h5async_read_heap", 6, c_int64, c_int64)
         self.make_dense = _function(library, "h5async_make_dense", 1)

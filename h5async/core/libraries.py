@@ -1,4 +1,4 @@
-"""Finds the codec libraries that the compiled core calls: libdeflate, zstd, lz4, c-blosc, libaec.
+"""Finds the codec libraries that the compiled core calls: libdeflate, zstd, lz4, libaec and others.
 
 The core calls their public C interfaces. They are the very libraries that imagecodecs brings along,
 libaec that of h5py, or else those of the environment or the system.
@@ -18,6 +18,7 @@ from typing import Any
 import h5py
 import imagecodecs
 
+from h5async.codec.plugins import folders_of_hdf5plugin
 from h5async.system.interruptions import suppressing
 
 # Functions by library, in the order of the structure in src/common.h.
@@ -32,6 +33,7 @@ FUNCTIONS = {
     "LZ4_decompress_safe": "lz4",
     "blosc_decompress_ctx": "blosc",
     "aec_buffer_decode": "aec",
+    "BZ2_bzBuffToBuffDecompress": "bz2",
 }
 
 
@@ -68,6 +70,9 @@ def _codec_paths(name: str) -> Iterator[str]:
         package = Path(module.__file__).parent
         for folder in (package.with_name(f"{package.name}.libs"), package / ".dylibs"):
             yield from map(str, sorted(folder.glob(f"lib{name}[-.]*")))
+    if name == "bz2":  # which is part of its plugin there
+        for folder in folders_of_hdf5plugin():
+            yield from map(str, folder.glob("libh5bzip2*"))
     for suffix in (".so", ".dylib"):
         path = Path(sys.prefix, "lib", f"lib{name}{suffix}")
         if path.exists():

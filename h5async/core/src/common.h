@@ -57,7 +57,8 @@ enum { TILE_ELEMENTS = 8, TILE_NBYTES = 16 * 1024 };
 enum { MAX_LZ4_NBYTES = 0x7E000000 }; /* LZ4_MAX_INPUT_SIZE */
 
 enum Kind { DEFLATE = 1, SHUFFLE, FLETCHER32, LZF, ZSTD, LZ4, BLOSC, BITSHUFFLE,
-            BITSHUFFLE_LZ4, BITSHUFFLE_ZSTD, NOTHING, PLUGIN, SZIP, NBIT, SCALEOFFSET, STORED };
+            BITSHUFFLE_LZ4, BITSHUFFLE_ZSTD, NOTHING, PLUGIN, SZIP, NBIT, SCALEOFFSET, BZIP2,
+            STORED };
 enum State { TO_SCRATCH = 0, TO_TARGET = 1, IN_TARGET = 2 };
 enum Io { IO_AUTO = 0, IO_PREAD = 1, IO_MAP = 2 };
 /* Why a call did not do its work, or why its work is worthless: the file is not what was indexed; a
@@ -84,6 +85,7 @@ typedef struct {
     int (*LZ4_decompress_safe)(const char *, char *, int, int);
     int (*blosc_decompress_ctx)(const void *, void *, size_t, int);
     int (*aec_buffer_decode)(AecStream *);
+    int (*BZ2_bzBuffToBuffDecompress)(char *, unsigned *, char *, unsigned, int, int);
 } Libraries;
 
 typedef struct Trace Trace; /* see trace.h */

@@ -10,8 +10,8 @@
    implementation then does that one item again, and words the error. So what is refused here need
    not be an error, but what is done must be what the Python implementation would do.
 
-   Codecs are called through the public C interfaces of libdeflate, zstd, lz4, c-blosc and libaec, by
-   pointers that are handed over. Formats: HDF5's shuffle and Fletcher-32 (H5Zshuffle.c,
+   Codecs are called through the public C interfaces of libdeflate, zstd, lz4, c-blosc, libaec and
+   bzip2, by pointers that are handed over. Formats: HDF5's shuffle and Fletcher-32 (H5Zshuffle.c,
    H5Zfletcher32.c), LibLZF's stream (h5py's lzf_filter.c), the framing of lz4 (H5Zlz4.c) and of
    bitshuffle (bshuf_h5filter.c), the header of c-blosc (README_CHUNK_FORMAT.rst). Other filters are
    undone by HDF5's plugins (plugin.h). */
@@ -80,7 +80,7 @@ static const Member MEMBERS[] = {
     MEMBER(Libraries, ZSTD_createDCtx), MEMBER(Libraries, ZSTD_freeDCtx),
     MEMBER(Libraries, ZSTD_decompressDCtx), MEMBER(Libraries, ZSTD_isError),
     MEMBER(Libraries, LZ4_decompress_safe), MEMBER(Libraries, blosc_decompress_ctx),
-    MEMBER(Libraries, aec_buffer_decode),
+    MEMBER(Libraries, aec_buffer_decode), MEMBER(Libraries, BZ2_bzBuffToBuffDecompress),
     MEMBER(Worker, libraries), MEMBER(Worker, encoded), MEMBER(Worker, chunk),
     MEMBER(Worker, between), MEMBER(Worker, encoded_nbytes), MEMBER(Worker, chunk_nbytes),
     MEMBER(Worker, between_nbytes), MEMBER(Worker, deflate), MEMBER(Worker, zstd),

@@ -23,6 +23,8 @@ static int64_t undo(Worker *w, const Filter *f, const uint8_t *in, int64_t n, ui
         return unbitshuffle_blocks(w, in, n, f, out, room);
     case PLUGIN:
         return unplug(w, f, in, n, out, room);
+    case BZIP2:
+        return unbzip2(w, in, n, out, room);
     case SZIP:
         return unszip(w, f, in, n, out, room);
     case NBIT:
@@ -91,4 +93,12 @@ static int decode(const Dataset *d, Worker *w, const uint8_t *in, int64_t n, uin
     if (in != out)
         memcpy(out, in, (size_t)n);
     return 1;
+}
+
+/* Decode one chunk to exactly `room` bytes; returns whether it could be done. */
+PUBLIC int64_t h5async_decode(const Filter *filters, Worker *w, const uint8_t *in, uint8_t *out,
+                              int64_t num_filters, int64_t n, int64_t mask, int64_t room)
+{
+    Dataset d = {.filters = filters, .num_filters = num_filters, .chunk_nbytes = room};
+    return decode(&d, w, in, n, (uint32_t)mask, out);
 }

@@ -20,17 +20,6 @@ __attribute__((constructor)) static void renew_plugin_turn_in_children(void)
     pthread_atfork(NULL, NULL, renew_plugin_turn);
 }
 
-/* Return memory for a decoder that would lose its own where a page of the map of the file, from which
-   `in` is copied to it first, cannot be read: the next call frees it then. */
-static uint8_t *hold(Worker *w, const uint8_t *in, int64_t n, int64_t more)
-{
-    free(w->held);
-    w->held = more > INT64_MAX - n - 1 ? NULL : malloc((size_t)(n + more + 1));
-    if (w->held != NULL)
-        memcpy(w->held, in, (size_t)n);
-    return w->held;
-}
-
 /* Whether a frame (README_CFRAME_FORMAT.rst of c-blosc2) states no more bytes than there is room for,
    and its chunk has values: of an "uninitialized" one, the plugin returns what the heap held. */
 static int is_sound_blosc2(const uint8_t *in, int64_t n, int64_t room)
