@@ -34,6 +34,7 @@ class CoreKind(IntEnum):
     NBIT = 14
     SCALEOFFSET = 15
     BZIP2 = 16
+    STORED = 17
 
 
 class CoreFilter(NamedTuple):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+from h5async.codec import storedelements
 from h5async.codec.bitshuffle import bitshuffle_codec
 from h5async.codec.entry import (
     Blocks,
@@ -97,6 +98,7 @@ _ENTRIES = (
     FilterEntry(32024, "sz3"),
     FilterEntry(BLOSC2, "blosc2"),
     FilterEntry(32028, "sperr"),
+    FilterEntry(storedelements.NUMBER, "conversion", storedelements.stored_codec),
 )
 REGISTRY = {entry.number: entry for entry in _ENTRIES}
 
@@ -147,4 +149,4 @@ def can_decode(entry: Filter) -> bool:
 
 def is_known_to_hdf5(entry: Filter) -> bool:
     """Tell whether HDF5 can undo a filter in this process, which may be given it by hdf5plugin."""
-    return has_hdf5(entry.number)
+    return entry.number == storedelements.NUMBER or has_hdf5(entry.number)

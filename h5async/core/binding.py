@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.codec import storedelements
 from h5async.codec.entry import CoreFilter
 from h5async.codec.filters import Filter
 from h5async.core import heap, structures, tablestructures
@@ -125,6 +126,9 @@ class Core:
         self.transform = _function(library, "h5async_transform", 1, c_void_p, c_void_p)
         self.unpack = _function(library, "h5async_unpack", 1, c_void_p, c_void_p)
         self.permute = _function(library, "h5async_permute", 1, c_int64, *[c_uint64] * 3, c_void_p)
+        convert = _function(library, "h5async_convert_stored", 0, c_void_p, c_int64, c_void_p)
+        convert.argtypes = [*convert.argtypes, c_int64, c_void_p, c_int64]
+        storedelements.native[:] = [convert]
         self.draw = _function(library, "h5async_draw", 3, *[c_int64] * 3)
         self.window_block = _function(library, "h5async_window_block", 2, c_int64, c_int64)
         self.cut = _function(library, "h5async_cut", 2, *[c_int64] * 3)

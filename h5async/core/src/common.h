@@ -57,7 +57,8 @@ enum { TILE_ELEMENTS = 8, TILE_NBYTES = 16 * 1024 };
 enum { MAX_LZ4_NBYTES = 0x7E000000 }; /* LZ4_MAX_INPUT_SIZE */
 
 enum Kind { DEFLATE = 1, SHUFFLE, FLETCHER32, LZF, ZSTD, LZ4, BLOSC, BITSHUFFLE,
-            BITSHUFFLE_LZ4, BITSHUFFLE_ZSTD, NOTHING, PLUGIN, SZIP, NBIT, SCALEOFFSET, BZIP2 };
+            BITSHUFFLE_LZ4, BITSHUFFLE_ZSTD, NOTHING, PLUGIN, SZIP, NBIT, SCALEOFFSET, BZIP2,
+            STORED };
 enum State { TO_SCRATCH = 0, TO_TARGET = 1, IN_TARGET = 2 };
 enum Io { IO_AUTO = 0, IO_PREAD = 1, IO_MAP = 2 };
 /* Why a call did not do its work, or why its work is worthless: the file is not what was indexed; a
@@ -128,7 +129,7 @@ typedef size_t (*PluginFunction)(unsigned, size_t, const unsigned *, size_t, siz
 typedef struct {
     int32_t kind, element;   /* SHUFFLE, BITSHUFFLE*: bytes of an element; PLUGIN: its traits */
     int64_t block;           /* BITSHUFFLE: elements of a block, 0: the default */
-    const uint32_t *values;  /* the client data, of PLUGIN, SZIP, NBIT, SCALEOFFSET */
+    const uint32_t *values;  /* the client data, of PLUGIN, SZIP, NBIT, SCALEOFFSET, STORED */
     int64_t num_values;
     PluginFunction function; /* of PLUGIN */
 } Filter;

@@ -26,6 +26,7 @@
 #include "bits.h"
 #include "blosc.h"
 #include "packed.h"
+#include "stored.h"
 #include "plugin.h"
 #include "pipeline.h"
 #include "place.h"

@@ -31,6 +31,8 @@ static int64_t undo(Worker *w, const Filter *f, const uint8_t *in, int64_t n, ui
         return unpack_bits(f, in, n, out, room);
     case SCALEOFFSET:
         return unscale(f, in, n, out, room);
+    case STORED:
+        return convert_stored(f, in, n, out, room);
     default:
         return -1;
     }
@@ -62,6 +64,8 @@ static int decode(const Dataset *d, Worker *w, const uint8_t *in, int64_t n, uin
         expected[i] = nbytes;
         if (kind == FLETCHER32)
             nbytes = nbytes < 0 ? -1 : nbytes + 4;
+        else if (kind == STORED)
+            nbytes = nbytes / d->filters[i].values[0] * d->filters[i].values[1];
         else if (kind != SHUFFLE && kind != BITSHUFFLE && kind != NOTHING)
             nbytes = -1;
     }
