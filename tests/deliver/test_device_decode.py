@@ -8,8 +8,6 @@ the same code is in test_gpu.py.
 from __future__ import annotations
 
 import math
-import mmap
-import os
 import time
 
 import h5py
@@ -24,9 +22,8 @@ import h5async.deliver.findgpu
 from h5async import AsyncReader, ConfigError, DeviceError, Field, ReadError
 from h5async.core.binding import load_core
 from h5async.deliver.decodechoice import DecodeChoice
+from h5async.deliver.decodeplan import EncodedFormat, encoded_format
 from h5async.deliver.nvcomp import NvcompError
-from h5async.io.shared import SharedMemory
-from h5async.plan.encoded import EncodedFormat, encoded_format
 
 hdf5plugin = require_extra("hdf5plugin")
 pytestmark = [
@@ -327,8 +324,7 @@ def test_with_a_device_cache(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("device_is_fast", [True, False])
-@pytest.mark.parametrize("workers", ["thread", "process", 2])
-def test_auto_keeps_what_is_faster(tmp_path, monkeypatch, device_is_fast, workers):
+def test_auto_keeps_what_is_faster(tmp_path, monkeypatch, device_is_fast):
     cupy, simulation, nvcomp = use_gpu(monkeypatch, seed=6)
     note, noted = DecodeChoice.note, []
 
@@ -338,8 +334,6 @@ def test_auto_keeps_what_is_faster(tmp_path, monkeypatch, device_is_fast, worker
         note(choice, on_device, 1.0 if on_device == device_is_fast else 2.0)
 
     monkeypatch.setattr(DecodeChoice, "note", note_as_told)
-    pieces, empty = [], SharedMemory.empty
-    monkeypatch.setattr(SharedMemory, "empty", lambda m, n: pieces.append(n) or empty(m, n))
     path = tmp_path / "data.h5"
     data = values((400, 40), "u1")
     with h5py.File(path, "w") as file:
@@ -350,7 +344,6 @@ def test_auto_keeps_what_is_faster(tmp_path, monkeypatch, device_is_fast, worker
         batch_size=16,
         device="cuda",
         num_threads=2,
-        workers=workers,
     ) as reader:
         kept = late_copies(cupy, simulation, reader, epochs=1)
         chosen = "device: a batch takes 1e+03" if device_is_fast else "host: a batch takes 2e+03"
@@ -361,43 +354,20 @@ def test_auto_keeps_what_is_faster(tmp_path, monkeypatch, device_is_fast, worker
         assert (nvcomp.calls > calls) == device_is_fast
         assert noted.count(True) >= 4
         assert noted.count(False) >= 4
-        if workers != "thread" and not device_is_fast:
-            # Of less than a page each.
-            used = 512 * os.fstat(reader._engine.filler.shared.fd).st_blocks
-            assert used <= (len(pieces) - len(reader._engine.slots)) * mmap.PAGESIZE
 
 
-@pytest.mark.parametrize("decode", ["device", "auto"])
-@pytest.mark.parametrize("num_threads", [0, 2])
-@pytest.mark.parametrize(
-    ("workers", "cache"), [("process", None), ("process", "device"), (3, None)]
-)
-def test_helper_processes_read_what_the_gpu_decodes(
-    tmp_path, monkeypatch, decode, num_threads, workers, cache
-):
+@pytest.mark.parametrize("workers", ["process", 3])
+def test_helper_processes_decode_what_they_read(tmp_path, monkeypatch, workers):
     path = tmp_path / "data.h5"
-    with h5py.File(path, "w") as file:
-        data = values((4 * N, 6, 5), "u1")
-        file.create_dataset("data", data=data, chunks=(4, 6, 5), compression="gzip", shuffle=True)
+    make(path, compression="gzip")
     cupy, simulation, nvcomp = use_gpu(monkeypatch, seed=2)
-    with AsyncReader(
-        hdf5_path=path,
-        labels_field=None,
-        batch_size=8,
-        shuffle="full",
-        device="cuda",
-        decode=decode,
-        workers=workers,
-        num_threads=num_threads,
-        prefetch=3,
-        cache=cache,
-        timeout=200,
-    ) as reader:
-        kept = late_copies(cupy, simulation, reader, epochs=3)
-        assert reader.stats().decode.startswith("device" if decode == "device" else ("host", "de"))
-        assert reader.stats().decoded_chunks > 0
-    check(path, kept)
-    assert nvcomp.calls > 0
+    options = {"hdf5_path": path, "labels_field": None, "device": "cuda", "workers": workers}
+    with pytest.raises(ConfigError, match='decode="device" needs workers="thread"'):
+        AsyncReader(decode="device", **options)
+    with AsyncReader(timeout=200, **options) as reader:
+        check(path, late_copies(cupy, simulation, reader))
+        assert reader.stats().decode == "host: helper processes decode what they read"
+    assert nvcomp.calls == 0
 
 
 def test_a_choice():
@@ -519,7 +489,7 @@ def test_batches_that_touch_too_much_are_the_hosts(tmp_path, monkeypatch):
     core = load_core()
     assert isinstance(encoded_format(layout, core, 4, in_order=True), EncodedFormat)
     assert encoded_format(layout, None, 4, in_order=True) == "the compiled core is missing"
-    monkeypatch.setattr("h5async.plan.encoded._MOST_DECODED_NBYTES", 100)
+    monkeypatch.setattr("h5async.deliver.decodeplan._MOST_DECODED_NBYTES", 100)
     assert "may touch 4 chunks of 40 bytes" in str(encoded_format(layout, core, 4, in_order=False))
 
 
@@ -615,12 +585,11 @@ def test_memory_for_decoding_is_given_back_when_the_host_won(tmp_path, monkeypat
         ) as reader:
             device, slots = reader._engine.device, reader._engine.slots
             assert device.decoders
-            assert all(slot.memory.encoded[0] is not None for slot in slots)
+            assert all(slot.staging for slot in slots)
             check(path, late_copies(cupy, simulation, reader, epochs=2))
             assert reader.stats().decode.startswith("host: a batch takes")
             assert not device.decoders
-            assert not any(slot._staging for slot in slots)
-            assert all(slot.memory.encoded == (None,) for slot in slots)
+            assert not any(slot.staging or slot.staged for slot in slots)
 
 
 def test_decoding_that_does_not_fit_the_gpu_is_the_hosts(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ import threading
 import h5py
 import numpy as np
 import pytest
+from h5async.read.encoded import EncodedReader
 
 from h5async import AsyncReader, DeviceError, Field, ReadError
 from h5async.deliver.cudaslot import CudaSlot
@@ -22,7 +23,6 @@ from h5async.deliver.devicedecode import DeviceDecoder
 from h5async.deliver.findgpu import find_gpu
 from h5async.io.shared import page_memory
 from h5async.read.collection import Collection
-from h5async.read.encoded import EncodedReader
 from h5async.read.execute import PlanExecutor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.simulated_gpu]
