@@ -724,7 +724,7 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
                 made.append(self)
 
         def _release(self, key: Any, entry: Any) -> None:
-            with self._changed:  # other threads change what is kept
+            with self._lock:  # other threads change what is kept
                 now = sum(kept.data.size for kept in self._entries.values())
                 self.most_nbytes = max(self.most_nbytes, now)
             super()._release(key, entry)
