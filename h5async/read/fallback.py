@@ -271,6 +271,8 @@ class FallbackExecutor:
         self, plan: SamplesPlan, start: int, stop: int, raw: NDArray[Any], scratch: Scratch
     ) -> None:
         """Read the one item of a plan, all samples, into the batch `raw`."""
+        if not plan.sample.size:  # samples of differing lengths, all of them empty
+            return
         if self._changes_found != self._reader.changes_found:  # or nothing was checked yet
             self._changes_found = self._reader.changes_found
             checks = map(ChunkCheck.of, self._layout.origins())
