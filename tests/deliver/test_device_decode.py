@@ -304,6 +304,35 @@ def test_several_files_are_one(tmp_path, monkeypatch):
     assert nvcomp.calls > 0
 
 
+def test_files_whose_grids_differ_and_rows_of_a_large_chunk(tmp_path, monkeypatch):
+    """Samples are columns: a file of another length has other numbers of chunks."""
+    cupy, simulation, nvcomp = use_gpu(monkeypatch, seed=4)
+    paths, data = [], values((4096, 90), "<f4")
+    for i, (begin, end) in enumerate([(0, 40), (40, 90)]):
+        paths.append(tmp_path / f"{i}.h5")
+        with h5py.File(paths[-1], "w") as file:
+            made = {"chunks": (2048, 20), **PIPELINES["shuffle+gzip"]}
+            file.create_dataset("columns", data=data[:, begin:end], **made)
+            rows = np.ascontiguousarray(data.T[begin:end])
+            file.create_dataset("rows", data=rows, chunks=(20, 4096), compression=1)
+    for path, of_field in (("columns", {"num_dim": 1}), ("rows", {})):
+        for shuffle in (False, "full"):
+            with AsyncReader(
+                hdf5_path=paths,
+                data_field=path,
+                labels_field=None,
+                batch_size=30,
+                shuffle=shuffle,
+                device="cuda",
+                decode="device",
+                **of_field,
+            ) as reader:
+                for index, got in late_copies(cupy, simulation, reader, epochs=1):
+                    assert np.array_equal(got.get(), data.T[index])
+                assert reader.stats().decode == 'device: decode="device"'
+    assert nvcomp.calls > 0
+
+
 def test_with_a_device_cache(tmp_path, monkeypatch):
     cupy, simulation, nvcomp = use_gpu(monkeypatch, seed=5)
     path = tmp_path / "data.h5"
