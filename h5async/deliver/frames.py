@@ -17,6 +17,7 @@ from h5async.codec.filters import Filter
 BlockCodec = Literal["deflate", "zstd", "lz4"]  # raw deflate, a frame of zstd, a block of LZ4
 
 _SHUFFLES = CoreKind.SHUFFLE, CoreKind.BITSHUFFLE
+_OF_BITS = CoreKind.BITSHUFFLE, CoreKind.BITSHUFFLE_LZ4, CoreKind.BITSHUFFLE_ZSTD
 _COMPRESSORS: dict[CoreKind, BlockCodec] = {
     CoreKind.DEFLATE: "deflate",
     CoreKind.ZSTD: "zstd",
@@ -98,11 +99,13 @@ def frame_format(filters: tuple[Filter, ...]) -> FrameFormat | None:
         return FrameFormat(CoreKind.NOTHING, has_checksum)
     entry, core = compressor
     codec = _COMPRESSORS.get(core.kind)
-    block = _block(core) if core.element_nbytes else 0
-    if codec is None or block % 8:
+    if codec is None:
+        return None
+    is_plain = core.kind not in _OF_BITS
+    element, block = (0, 0) if is_plain else (core.element_nbytes, _block(core))
+    if block % 8:
         return None
     usual = entry.parameters[0] if core.kind == CoreKind.LZ4 and entry.parameters else 0
-    element = core.element_nbytes
     return FrameFormat(core.kind, has_checksum, element, block * element, codec, usual)
 
 
@@ -111,7 +114,7 @@ def unshuffles(filters: tuple[Filter, ...]) -> tuple[Unshuffle, ...]:
     return tuple(
         Unshuffle(core.element_nbytes, 0 if core.kind == CoreKind.SHUFFLE else _block(core))
         for _, core in reversed(_known(filters) or [])
-        if core.element_nbytes
+        if core.kind == CoreKind.SHUFFLE or core.kind in _OF_BITS
     )
 
 

@@ -317,7 +317,8 @@ class Counting:
 
 
 def test_a_request_goes_to_the_freest():
-    crew = Crew(3, "x.h5", b"", SharedMemory(), lambda: None)
+    shared = SharedMemory()
+    crew = Crew(3, "x.h5", b"", shared, lambda: None)
     first, second, third = crew.supervisors = [Counting() for _ in range(3)]
     for serial in range(5):
         assert crew.request(FillRequest(serial, serial, 0, serial, 0))
@@ -327,6 +328,7 @@ def test_a_request_goes_to_the_freest():
     for serial in range(5, 8):
         crew.request(FillRequest(serial, serial, 0, serial, 0))
     assert [one.found for one in (first, second, third)] == [[5, 7], [1, 4], [6]]
+    shared.close()
 
 
 # --- shared memory -------------------------------------------------------------------------------
