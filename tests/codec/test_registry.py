@@ -33,6 +33,7 @@ GIVEN = {
     ],
     "zstd": [(), (3,)],
     "blosc2": [(1, 0, 4, 400, 5, 1, 0)],
+    "conversion": [(4, 5, 0, 1, 0, 4, 4, 1, *[0] * 7)],
 }
 CODECS = [
     (entry.name, parameters, Filter(entry.number, parameters, "").codec)
