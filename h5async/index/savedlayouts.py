@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.codec.filters import can_decode
+from h5async.core.binding import can_decode
 from h5async.index.alike import AlikeColumns, AlikeParts
 from h5async.index.chunktable import ChunkTable, grid_of, repeated
 from h5async.index.filterpipeline import is_hdf5s

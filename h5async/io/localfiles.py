@@ -41,8 +41,6 @@ class LocalFiles:
         Files that stay open while nobody reads from them; a mapped file takes two descriptors.
     io
         As for `LocalFile`.
-    python_maps
-        As for `LocalFile`.
     look_anew
         Called in the thread that finds a file changed; None: a changed file is refused.
     on_new_stamp
@@ -57,7 +55,6 @@ class LocalFiles:
         kept: int,
         io: IoMode = "auto",
         *,
-        python_maps: bool = False,
         look_anew: LookAnew | None = None,
         on_new_stamp: Callable[[str, FileStamp], None] | None = None,
         descriptor_of: Callable[[str], int | None] | None = None,
@@ -65,7 +62,6 @@ class LocalFiles:
         self._descriptor_of = descriptor_of
         self._on_new_stamp = on_new_stamp
         self._io: IoMode = io
-        self._python_maps = python_maps
         self._look_anew = look_anew or _refuse
         self._files: KeptFiles[LocalFile] = KeptFiles(kept)
 
@@ -149,12 +145,12 @@ class LocalFiles:
 
     def _opened(self, path: str, expected: FileStamp) -> LocalFile:
         try:
-            return LocalFile(path, expected, self._io, python_maps=self._python_maps)
+            return LocalFile(path, expected, self._io)
         except ReadError:
             found = None if self._descriptor_of is None else self._descriptor_of(path)
             if found is None:
                 raise
-        return LocalFile(path, expected, self._io, python_maps=self._python_maps, descriptor=found)
+        return LocalFile(path, expected, self._io, descriptor=found)
 
     def close(self) -> None:
         """Close all files. Idempotent."""

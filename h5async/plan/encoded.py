@@ -19,8 +19,9 @@ from h5async.core.structures import MAX_RANK
 from h5async.index.geometry import PieceGeometry
 from h5async.index.layout import DatasetLayout
 from h5async.index.slabs import most_runs
-from h5async.plan.plan import needs_scratch
-from h5async.plan.records import ChunkPlan, Int64s, PartsPlan, ReadPlan
+from h5async.plan.chunks import ChunkPlan, plan_chunks
+from h5async.plan.parts import needs_scratch, touched_parts
+from h5async.plan.records import Int64s
 
 _ALIGNMENT = 16  # of encoded and decoded chunks
 _DEFLATE_BEGIN = 14  # behind a multiple of it: so the stream, 2 bytes on, is aligned
@@ -213,15 +214,15 @@ def _unshuffles(filters: tuple[Filter, ...]) -> tuple[Unshuffle, ...]:
     return tuple(codec.unshuffle for codec in codecs if codec and codec.unshuffle)
 
 
-def plan_encoded(layout: DatasetLayout, form: EncodedFormat, plan: ReadPlan) -> EncodedPlan | None:
-    """Plan how the chunks of a read plan are given to a GPU.
+def plan_encoded(layout: DatasetLayout, form: EncodedFormat, sample: Int64s) -> EncodedPlan | None:
+    """Plan how the chunks of a batch are given to a GPU.
 
     Parameters
     ----------
     layout, form
         Of a dataset that has an `EncodedFormat`.
-    plan
-        What `plan_read` made of a batch.
+    sample
+        int64 (n,): sample numbers.
 
     Returns
     -------
@@ -229,15 +230,16 @@ def plan_encoded(layout: DatasetLayout, form: EncodedFormat, plan: ReadPlan) -> 
         None where the host has to decode this batch: some chunks were never written, or some
         filter was left out for some.
     """
-    if isinstance(plan, PartsPlan):
-        several = [(read.part, read.plan) for read in plan.reads]
-    else:
-        several = [(0, plan)]
+    several = [(0, np.arange(sample.size), sample)]
+    if layout.parts:
+        several = [
+            (number, chosen, layout.parts[number].source_samples.at(ordinal))
+            for number, chosen, ordinal in touched_parts(layout, sample)
+        ]
     leaf_start, leaves, offsets, sizes, runs = [0], [], [], [], []
-    for leaf, of_leaf in several:
+    for leaf, rows, of_source in several:
         source = layout.parts[leaf].source if layout.parts else layout
-        chunks = source.chunks
-        assert isinstance(of_leaf, ChunkPlan)
+        of_leaf, chunks = plan_chunks(source, of_source, rows), source.chunks
         assert chunks is not None
         entry = of_leaf.entry
         if (entry < 0).any() or chunks.filter_mask[entry].any():
@@ -247,6 +249,8 @@ def plan_encoded(layout: DatasetLayout, form: EncodedFormat, plan: ReadPlan) -> 
         leaf_start.append(leaf_start[-1] + entry.size)
         offsets.append(chunks.offset[entry])
         sizes.append(chunks.nbytes[entry])
+    if not sizes:
+        return None
     nbytes = np.concatenate(sizes)
     room = -(-nbytes // _ALIGNMENT) * _ALIGNMENT + _ALIGNMENT
     position = np.cumsum(room) - room + (_DEFLATE_BEGIN if form.is_deflate else 0)

@@ -13,13 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import Core, address
-from h5async.core.structures import IO_MODES, Event, FileStruct
+from h5async.core.structures import Event
 from h5async.errors import ReaderClosedError, ReadError
 from h5async.index.layout import DatasetLayout
 from h5async.io.localfile import LocalFile
 from h5async.io.localfiles import FileEventError, LocalFiles
 from h5async.io.stamps import FileStamp
 from h5async.plan.encoded import EncodedPlan
+from h5async.read.collection import file_struct
 from h5async.read.scratch import CLOSED, Scratch
 
 
@@ -94,15 +95,7 @@ class _CoreCall:
     """A call of the core for one file, in one thread."""
 
     def __init__(self, core: Core, file: LocalFile, stamp: FileStamp, scratch: Scratch) -> None:
-        self._struct = FileStruct(
-            file.descriptor,
-            IO_MODES[file.io],
-            file.map_address or None,
-            file.map_nbytes,
-            *stamp,
-        )
-        if file.has_swmr_writer:
-            self._struct.nbytes = -1  # it changes all the time
+        self._struct = file_struct(file, stamp)
         self._worker = scratch.worker(core)
         self.arguments = ctypes.byref(self._struct), ctypes.byref(self._worker.struct)
 
