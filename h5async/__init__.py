@@ -3,7 +3,6 @@
 import logging
 from typing import TYPE_CHECKING, Any
 
-from h5async.batch import Batch
 from h5async.config import (
     Field,
     ImageField,
@@ -28,12 +27,13 @@ from h5async.errors import (
     ReadError,
     UnsafeFileError,
 )
-from h5async.images import Images
-from h5async.ragged import Ragged
-from h5async.reader import AsyncReader
-from h5async.sparse import Csr
-from h5async.stats import ReaderStats
-from h5async.trace import Trace
+from h5async.observe.stats import ReaderStats
+from h5async.observe.trace import Trace
+from h5async.reader.asyncreader import AsyncReader
+from h5async.reader.batch import Batch
+from h5async.samples.images import Images
+from h5async.samples.ragged import Ragged
+from h5async.samples.sparse import Csr
 
 if TYPE_CHECKING:
     from h5async.config.keywords import ReaderOptions
@@ -57,7 +57,7 @@ def __getattr__(name: str) -> Any:
     path = f"{__name__}.{name}"
     if name.startswith("_") or importlib.util.find_spec(path) is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    importlib.import_module(f"{__name__}.engine")  # with nearly all that there is
+    importlib.import_module(f"{__name__}.reader.engine")  # with nearly all that there is
     return importlib.import_module(path)
 
 

@@ -15,14 +15,12 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from h5async.batch import Batch
 from h5async.config import ReaderConfig
 from h5async.config.signature import takes_options
 from h5async.errors import ConfigError, DatasetError, ReaderClosedError
-from h5async.images import Images
-from h5async.ragged import Ragged
-from h5async.reader import AsyncReader
-from h5async.sparse import Csr
+from h5async.reader.asyncreader import AsyncReader
+from h5async.reader.batch import Batch
+from h5async.samples.samplearrays import NoTensorError, SampleArrays
 
 if TYPE_CHECKING:
     from h5async.config.keywords import ReaderOptions
@@ -242,16 +240,9 @@ def _check_dtypes(reader: AsyncReader) -> None:
 def _tensor(array: Any, name: str, where: str = "") -> Any:
     """Return a tensor over the memory of an array, NumPy's or CuPy's, or of several samples'."""
     try:
-        if isinstance(array, Images):
-            raise DatasetError(
-                f"{where}field {name!r}: images of differing sizes are no tensor; give the field a"
-                " size, or take Images from an AsyncReader"
-            )
-        if isinstance(array, Ragged):
-            return array.to_torch_nested()
-        if isinstance(array, Csr):
-            return array.to_torch()
-        return torch.from_dlpack(array)
+        return array.to_tensor() if isinstance(array, SampleArrays) else torch.from_dlpack(array)
+    except NoTensorError as error:
+        raise DatasetError(f"{where}field {name!r}: {error}") from error
     except (BufferError, TypeError) as error:
         raise DatasetError(
             f"{where}field {name!r}: PyTorch has no dtype for {array.dtype}; choose other fields"

@@ -64,7 +64,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from h5async import AsyncReader
-from h5async.fill.records import FillOutcome
+from h5async.fill.outcomes import FillOutcome
 
 STEP_GOAL, UPLOAD_GOAL, TRANSFORM_GOAL, DECODE_GOAL, CACHE_GOAL = 1.03, 0.95, 1.10, 1.0, 0.5
 FACTORS = (0.1, 0.25, 0.5, 0.75, 0.9, 1, 1.1, 1.25, 1.5, 2, 4)  # of `load`, that compute takes

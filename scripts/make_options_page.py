@@ -2,8 +2,8 @@
 
 .venv/bin/python scripts/make_options_page.py
 
-It writes the same descriptions to h5async/config/keywords.py, below the names of the options there,
-where editors find them.
+It writes the same descriptions below the names of the options in h5async/config/keywords.py and
+partkeywords.py, where editors find them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from h5async.config.kinds import KINDS
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "options.md"
-KEYWORDS = ROOT / "h5async" / "config" / "keywords.py"
+KEYWORDS = [ROOT / "h5async" / "config" / f"{name}.py" for name in ("keywords", "partkeywords")]
 # The classes there, and those that describe the same names.
 DESCRIBED = {
     "ReaderOptions": ReaderConfig,
@@ -199,4 +199,5 @@ def _docstring(text: str) -> list[str]:
 
 if __name__ == "__main__":
     PAGE.write_text(page())
-    KEYWORDS.write_text(keywords(KEYWORDS.read_text()))
+    for module in KEYWORDS:
+        module.write_text(keywords(module.read_text()))

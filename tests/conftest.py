@@ -27,7 +27,7 @@ from h5async.core.binding import Core, load_core
 if load_core() is None:
     # Without the core files are not mapped by default. Here they are, so that both ways of Python's
     # are tested: by maps in this process, and by reads in those that tests start.
-    for module in ("core.binding", "fill.dataset", "fill.filling"):
+    for module in ("core.binding", "opening.dataset", "fill.filling"):
         importlib.import_module(f"h5async.{module}").mapping_mode = lambda io: io  # type: ignore[attr-defined]
 
 POISON = 0xA5  # what a buffer holds before anything was read into it

@@ -29,7 +29,7 @@ from h5async import (
     Split,
 )
 from h5async.cli import app
-from h5async.fill import limits
+from h5async.opening import limits
 
 SEED = 20160704
 COLUMNS = 30

@@ -11,10 +11,11 @@ import pytest
 from test_stats import told as sentence_of
 
 from h5async import AsyncReader, Field, RaggedField, ReaderStats
-from h5async.chunkuse import ChunkFacts
-from h5async.fill.limits import wanted_kept_nbytes
+from h5async.observe.chunkuse import ChunkFacts
+from h5async.observe.stats import ChunkAdvice, Remedy
+from h5async.opening.limits import wanted_kept_nbytes
 from h5async.spelling import as_keyword, spelled
-from h5async.stats import STAGES, ChunkAdvice, Remedy
+from h5async.system.counts import STAGES
 
 ROW = (32, 32, 3)
 GZIP: dict[str, Any] = {"compression": "gzip", "compression_opts": 1}
@@ -55,7 +56,7 @@ def each_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have readers keep no decoded chunks between batches, as they do of large datasets."""
     monkeypatch.setattr(
-        "h5async.engine.wanted_kept_nbytes", lambda config, layouts, *_: (0,) * len(layouts)
+        "h5async.reader.engine.wanted_kept_nbytes", lambda config, layouts, *_: (0,) * len(layouts)
     )
 
 
@@ -221,7 +222,7 @@ def test_what_is_kept_for_later_is_no_waste(
     path: Path, shuffle: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the beginning, chunks are decoded of which most samples come later."""
-    monkeypatch.setattr("h5async.engine.wanted_kept_nbytes", wanted_kept_nbytes)
+    monkeypatch.setattr("h5async.reader.engine.wanted_kept_nbytes", wanted_kept_nbytes)
     options = {"labels_field": None, "shuffle": shuffle, "batch_size": 8, "num_threads": 0}
     with AsyncReader(hdf5_path=path, data_field="eight", **options) as reader:
         for _ in range(4):
@@ -262,7 +263,7 @@ def test_no_cache_is_proposed_that_does_not_fit(path: Path, monkeypatch: Any) ->
     from h5async.system.freememory import MemoryLeft
 
     left = [MemoryLeft(2 * 400 * 3072 - 1, "a test")]
-    monkeypatch.setattr("h5async.chunkuse.free_memory", lambda: left)
+    monkeypatch.setattr("h5async.observe.chunkuse.free_memory", lambda: left)
     assert "cache" not in str(remedies(path, shuffle="full"))
     left[0] = left[0]._replace(nbytes=2 * 400 * 3072)
     assert "cache" in str(remedies(path, shuffle="full"))
@@ -271,12 +272,12 @@ def test_no_cache_is_proposed_that_does_not_fit(path: Path, monkeypatch: Any) ->
 def test_no_window_is_proposed_that_does_not_fit(tmp_path: Path, monkeypatch: Any) -> None:
     from h5async.system.freememory import MemoryLeft
 
-    monkeypatch.setattr("h5async.fill.limits._KEPT_WHOLE_NBYTES", 0)
+    monkeypatch.setattr("h5async.opening.limits._KEPT_WHOLE_NBYTES", 0)
     path = tmp_path / "f.h5"
     with h5py.File(path, "w") as file:
         file.create_dataset("eight", (400, *ROW), "u1", chunks=(8, *ROW), **GZIP)
     left = [MemoryLeft(2 * 400 * 3072 - 1, "a test")]
-    monkeypatch.setattr("h5async.chunkuse.free_memory", lambda: left)
+    monkeypatch.setattr("h5async.observe.chunkuse.free_memory", lambda: left)
     assert "window" not in str(remedies(path, shuffle="full"))
     left[0] = left[0]._replace(nbytes=3 * 400 * 3072)  # all chunks fit, though window_bytes do not
     assert "window" in str(remedies(path, shuffle="full"))
@@ -284,7 +285,7 @@ def test_no_window_is_proposed_that_does_not_fit(tmp_path: Path, monkeypatch: An
 
 
 def test_a_window_wants_no_more_than_all_chunks(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("h5async.fill.limits._KEPT_WHOLE_NBYTES", 0)
+    monkeypatch.setattr("h5async.opening.limits._KEPT_WHOLE_NBYTES", 0)
     with h5py.File(tmp_path / "f.h5", "w") as file:
         file.create_dataset("data", (400, *ROW), "u1", chunks=(8, *ROW), **GZIP)
     options: dict[str, Any] = {"labels_field": None, "shuffle": "window", "batch_size": 8}

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from h5async import ReaderConfig, cli
 from h5async.core.binding import load_core
-from h5async.stats import STAGES
+from h5async.system.counts import STAGES
 
 BY_US = "direct, by the core" if load_core() else "direct, in Python"
 SCRIPTS = sysconfig.get_path("scripts")
@@ -53,7 +53,7 @@ def _plain_environment(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "path", sys.path.copy())
     # One table, however slow the machine is.
-    monkeypatch.setattr("h5async.cli.listing.BLOCK_SECONDS", math.inf)
+    monkeypatch.setattr("h5async.cli.rowlisting.BLOCK_SECONDS", math.inf)
 
 
 def run(*arguments, **environment):

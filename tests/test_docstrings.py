@@ -16,21 +16,21 @@ import h5async
 
 ROOT = Path(__file__).parents[1]
 MODULES = (
-    "h5async.batch",
+    "h5async.reader.batch",
     "h5async.config.field",
     "h5async.config.indices",
     "h5async.config.keywords",
     "h5async.config.kinds",
-    "h5async.config.reader",
-    "h5async.config.sequences",
+    "h5async.config.readerconfig",
+    "h5async.config.sequenceoptions",
     "h5async.errors",
-    "h5async.images",
-    "h5async.ragged",
-    "h5async.reader",
-    "h5async.sparse",
-    "h5async.stats",
+    "h5async.samples.images",
+    "h5async.samples.ragged",
+    "h5async.reader.asyncreader",
+    "h5async.samples.sparse",
+    "h5async.observe.stats",
     "h5async.torch",
-    "h5async.trace",
+    "h5async.observe.trace",
 )
 # What the examples take for imported, as the reference says.
 NAMES = {"np": np, "h5py": h5py, **{name: getattr(h5async, name) for name in h5async.__all__}}

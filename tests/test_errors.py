@@ -15,7 +15,7 @@ import pytest
 from cases import each
 from conftest import assert_same_bits, open_descriptors, our_threads, poison
 
-import h5async.engine
+import h5async.reader.engine
 from h5async import (
     AsyncReader,
     BatchTimeoutError,
@@ -29,7 +29,7 @@ from h5async import (
     ReadError,
     UnsafeFileError,
 )
-from h5async.index import opened
+from h5async.index import opendataset
 
 SAMPLES, BATCH = 24, 4
 VALUES = np.arange(SAMPLES * 30, dtype="i8").reshape(SAMPLES, 30)
@@ -168,7 +168,7 @@ class SystemOfShortFiles:
 def test_values_that_lie_behind_the_end_of_the_file(path, how, monkeypatch):
     """HDF5 itself does not notice all of them; the layout is checked."""
     plain_file(path, **how)
-    monkeypatch.setattr(opened, "os", SystemOfShortFiles())
+    monkeypatch.setattr(opendataset, "os", SystemOfShortFiles())
     text = error_of(ReadError, OSError, path=path)
     assert f'{path}: dataset "data"' in text
     assert "the file" in text
@@ -276,14 +276,14 @@ def test_replaced_file_is_not_mixed_with_the_one_that_was_opened(
 
 def test_file_that_is_replaced_while_it_is_being_opened(path, monkeypatch):
     plain_file(path)
-    find_device = h5async.engine.find_device
+    find_device = h5async.reader.engine.find_device
 
     def replace_first(*name):
         shutil.copy(path, f"{path}.new")
         os.replace(f"{path}.new", path)
         return find_device(*name)
 
-    monkeypatch.setattr("h5async.engine.find_device", replace_first)
+    monkeypatch.setattr("h5async.reader.engine.find_device", replace_first)
     assert "was replaced by another file after it had been indexed" in error_of(
         ReadError, path=path
     )

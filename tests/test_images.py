@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from h5async import AsyncReader, Field, ImageField, Images, MissingPackageError
-from h5async.codec.images import decode_rgb, read_header
+from h5async.codec.imageformats import decode_rgb, read_header
 from h5async.errors import BudgetError, ConfigError, DatasetError, ReadError
-from h5async.fill import images
-from h5async.fill.images import BatchImages, ImageDecoder
+from h5async.fill import imagedecoding
+from h5async.fill.imagedecoding import BatchImages, ImageDecoder
 from h5async.plan.crops import are_flipped, center_boxes, random_boxes, random_numbers
 
 Image = pytest.importorskip("PIL.Image", reason="needs Pillow")
@@ -538,7 +538,7 @@ def test_damaged_bytes_are_what_pillow_makes_of_them_or_an_error():
 
 def test_the_next_batch_is_read_before_all_images_of_one_are_decoded(equal, monkeypatch, core):
     parts, decoded, begun = threading.local(), [], threading.Event()
-    work, batch, decode = BatchImages.work, ImageDecoder.batch, images.decode_rgb
+    work, batch, decode = BatchImages.work, ImageDecoder.batch, imagedecoding.decode_rgb
 
     def noted_work(self, must_end, end):
         parts.is_half = end < self.count
@@ -558,7 +558,7 @@ def test_the_next_batch_is_read_before_all_images_of_one_are_decoded(equal, monk
 
     monkeypatch.setattr(BatchImages, "work", noted_work)
     monkeypatch.setattr(ImageDecoder, "batch", noted_batch)
-    monkeypatch.setattr(images, "decode_rgb", slow_decode)
+    monkeypatch.setattr(imagedecoding, "decode_rgb", slow_decode)
     with reading(equal[0], batch_size=8, num_threads=2, prefetch=3) as reader:
         for number, one in enumerate(itertools.islice(reader, 2)):
             for image, pixels in zip(one.image, equal[1][8 * number :], strict=False):

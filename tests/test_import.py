@@ -11,7 +11,7 @@ LATER = (
     "h5async.cli",
     "h5async.core",
     "h5async.deliver",
-    "h5async.engine",
+    "h5async.reader.engine",
     "h5async.fill",
     "h5async.index",
     "h5async.process",
@@ -44,7 +44,7 @@ def test_what_is_loaded_later():
 def test_options_are_checked_without_what_reads():
     code = (
         "import sys, h5async; h5async.ReaderConfig(hdf5_path='a.h5', fields={'a': 'b'})\n"
-        "print('h5async.engine' in sys.modules)"
+        "print('h5async.reader.engine' in sys.modules)"
     )
     assert run(code) == "False\n"
 

@@ -14,9 +14,10 @@ import h5py
 import numpy as np
 import pytest
 
-from h5async import AsyncReader, readerlog
+from h5async import AsyncReader
 from h5async.core.binding import load_core
-from h5async.fill import limits
+from h5async.observe import readerlog
+from h5async.opening import limits
 
 needs_core = pytest.mark.skipif(load_core() is None, reason="needs the compiled core")
 
@@ -116,7 +117,9 @@ def test_threads_and_chunks_for_which_there_is_no_memory(path, caplog, monkeypat
         return found._replace(most_threads=2, kept_nbytes=tuple(0 for _ in wanted))
 
     monkeypatch.setattr(limits.MemoryBudget, "plan", less)
-    monkeypatch.setattr("h5async.engine.wanted_kept_nbytes", lambda config, layouts, *_: [700, 0])
+    monkeypatch.setattr(
+        "h5async.reader.engine.wanted_kept_nbytes", lambda config, layouts, *_: [700, 0]
+    )
     reader_of(path, num_threads=4).close()
     warned = at(caplog, "WARNING")
     assert any("there is memory for 2 threads, of 4" in text for text in warned)

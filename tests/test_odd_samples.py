@@ -29,8 +29,8 @@ from h5async import (
     Split,
 )
 from h5async.cli import app
-from h5async.core.batch import HEAP_SCRATCH_NBYTES
-from h5async.fill.limits import MemoryBudget
+from h5async.core.tablestructures import HEAP_SCRATCH_NBYTES
+from h5async.opening.limits import MemoryBudget
 
 TEXT = h5py.string_dtype()
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from h5async.errors import ConfigError, H5AsyncError, MissingPackageError, ReadError
-from h5async.ragged import Ragged
+from h5async.samples.ragged import Ragged
 
 DTYPES = ["u1", "i1", "u2", "i4", "i8", "f2", "f4", "f8", "?"]
 

@@ -23,7 +23,7 @@ from h5async import (
     RaggedField,
     SparseField,
 )
-from h5async.images import Images
+from h5async.samples.images import Images
 
 pytestmark = pytest.mark.gpu
 

@@ -20,12 +20,11 @@ from h5async import (
     ReaderConfig,
     ReadError,
     SparseField,
-    bench,
 )
-from h5async.cli import app
-from h5async.fill import dataset, kinds
+from h5async.cli import app, measuring
 from h5async.index import indexcache
 from h5async.index.savedfile import read_saved, write_saved
+from h5async.opening import dataset, fieldkinds
 
 NAMES = [f"gene{number}" for number in range(9)]
 
@@ -51,7 +50,7 @@ def nothing_is_read(monkeypatch):
         raise AssertionError(f"{path} was read")
 
     monkeypatch.setattr(dataset, "read_known", refuse)
-    monkeypatch.setattr(kinds, "_in_file", refuse)
+    monkeypatch.setattr(fieldkinds, "_in_file", refuse)
 
 
 def typed(fields):
@@ -318,11 +317,11 @@ def test_inspect_says_what_groups_and_datasets_are_read_as(tmp_path, by_index):
 def test_bench_counts_the_values_of_samples(tmp_path, monkeypatch):
     """A batch is the whole epoch, and takes a second."""
     path = tokens_file(tmp_path / "a.h5", (2, 0, 30))
-    monkeypatch.setattr(bench, "perf_counter", map(float, itertools.count()).__next__)
+    monkeypatch.setattr(measuring, "perf_counter", map(float, itertools.count()).__next__)
     config = ReaderConfig.load(
         {"hdf5_path": path, "fields": {"x": "vlen"}, "batch_size": 3, "device": "cpu"}
     )
-    assert bench._speed(config, {}, 1.0) == 4 * 32
+    assert measuring._speed(config, {}, 1.0) == 4 * 32
 
 
 # --- groups ------------------------------------------------------------------------------------

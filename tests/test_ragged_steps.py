@@ -20,6 +20,7 @@ from h5async import (
     Sequences,
     SparseField,
 )
+from h5async.fill import imagedecoding
 
 Image = pytest.importorskip("PIL.Image", reason="needs Pillow")
 cv2 = pytest.importorskip("cv2", reason="needs OpenCV")
@@ -219,7 +220,6 @@ def test_matrices_of_other_columns_in_groups(tmp_path):
 
 
 def test_each_image_is_decoded_once_for_a_batch(demos, monkeypatch):
-    from h5async.fill import images
 
     folder, _ = demos
     decoded = []
@@ -228,8 +228,8 @@ def test_each_image_is_decoded_once_for_a_batch(demos, monkeypatch):
         decoded.append(data.size)
         return real(data, header, out)
 
-    real = images.decode_rgb
-    monkeypatch.setattr(images, "decode_rgb", counting)
+    real = imagedecoding.decode_rgb
+    monkeypatch.setattr(imagedecoding, "decode_rgb", counting)
     field = ImageField("image", size=SIZE, steps=range(-3, 1), pad="edge")
     with AsyncReader(
         hdf5_path=folder / "flat.h5", fields={"image": field}, batch_size=17, num_threads=0

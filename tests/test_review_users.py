@@ -9,7 +9,7 @@ import scipy.sparse as sp
 from imagecodecs import png_encode as encode_png
 from typer.testing import CliRunner
 
-import h5async.fill.known
+import h5async.opening.filefacts
 from h5async import AsyncReader, ImageField, SparseField, Split
 from h5async.cli import app
 from h5async.errors import BudgetError, ConfigError, DatasetError
@@ -73,7 +73,9 @@ def test_a_saved_index_has_the_names_of_columns_wherever_the_table_has_them(
     path, saved = tmp_path / "cells.h5ad", tmp_path / "cells.h5idx"
     write_cells(path, list("abcde"), index)
     assert CliRunner().invoke(app, ["index", str(path), "-o", str(saved)]).exit_code == 0
-    monkeypatch.delattr(h5async.fill.known, "_index_layout")  # which reads them from the file
+    monkeypatch.delattr(
+        h5async.opening.filefacts, "_index_layout"
+    )  # which reads them from the file
     np.testing.assert_array_equal(chosen(saved, ["e", "b"]), CELLS[:, [4, 1]])
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import h5async.core.binding
 from h5async.errors import ConfigError, DatasetError, MissingPackageError
-from h5async.sparse import Csr
+from h5async.samples.sparse import Csr
 
 DTYPES = ["i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f4", "f8"]
 OTHERS = ["f2", "?", "c8", ">f4"]  # which the core does not take

@@ -15,7 +15,8 @@ from conftest import spoil_chunk
 
 from h5async import AsyncReader, Field, ReadError, ReaderStats
 from h5async.core.binding import load_core
-from h5async.stats import STAGES, StageTimes, ThreadCounts, Waits, WaitTotals, percentile
+from h5async.observe.stats import Waits, WaitTotals, percentile
+from h5async.system.counts import STAGES, StageTimes, ThreadCounts
 
 BY_US = "core" if load_core() else "python"
 GZIP = {"compression": "gzip", "compression_opts": 1}

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from conftest import spoil_chunk
 
-from h5async import AsyncReader, ConfigError, ReaderStats, readerstats
+from h5async import AsyncReader, ConfigError, ReaderStats
+from h5async.observe import readerstats
 
 COUNTS = ("batches", "samples", "nbytes", "read_nbytes", "decoded_chunks", "fallback_reads")
 WAYS: list[dict[str, Any]] = [
@@ -140,7 +141,7 @@ def test_a_pause_between_epochs_does_not_count(path: Path, monkeypatch: Any) -> 
         return now[0]
 
     with open_reader(path, num_threads=0) as reader:
-        monkeypatch.setattr("h5async.engine.time.perf_counter", clock)
+        monkeypatch.setattr("h5async.reader.engine.time.perf_counter", clock)
         for _ in range(2):
             for _ in reader:
                 pass

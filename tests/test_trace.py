@@ -30,10 +30,10 @@ from h5async import (
     ReaderClosedError,
     ReadError,
 )
-from h5async.chrometrace import write_trace
 from h5async.core.binding import CoreTrace, load_core
 from h5async.fill.recording import Recorded
-from h5async.timeline import CORE_STAGES, Event, Recorder, ThreadName, Timeline
+from h5async.observe.chrometrace import write_trace
+from h5async.system.timeline import CORE_STAGES, Event, Recorder, ThreadName, Timeline
 
 CONSUMER = {"wait", "in use", "fetch"}
 SAMPLES = 600
@@ -549,7 +549,9 @@ def test_memory_for_events_may_be_refused(path: Path, monkeypatch: pytest.Monkey
     with AsyncReader(hdf5_path=path) as reader:
         with monkeypatch.context() as patch:
             patch.setattr("h5async.fill.recording.CoreTrace", refuse)
-            patch.setattr("h5async.timeline.Timeline.note_threads", refuse)  # without the core
+            patch.setattr(
+                "h5async.system.timeline.Timeline.note_threads", refuse
+            )  # without the core
             with pytest.raises(OutOfMemoryError, match="max_events"):
                 reader.trace(trace)
         assert not trace.exists()

@@ -11,15 +11,15 @@ import typer
 from rich.filesize import decimal
 
 from h5async import ReaderConfig, ReaderStats
-from h5async.bench import LEAST_ROUNDS, Trial, alternatives, compare, run_flat_out
 from h5async.cli.benchplot import Plot, Speeds
 from h5async.cli.documents import Json, print_document
+from h5async.cli.measuring import LEAST_ROUNDS, Trial, alternatives, compare, run_flat_out
 from h5async.cli.options import reader_config, spell_in_shell, takes_reader
-from h5async.cli.progress import opening, progress_bar
+from h5async.cli.progressbars import opening, progress_bar
 from h5async.cli.text import files_text, safe
 from h5async.config.files import home_path, with_variables
+from h5async.observe.stats import reader_sentence
 from h5async.spelling import spelled
-from h5async.stats import reader_sentence
 
 _SHOWN_SHARE = 0.001  # of the time, below which a stage is left out
 _VERDICTS = {

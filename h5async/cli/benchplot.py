@@ -32,7 +32,7 @@ class Speeds(NamedTuple):
     speeds
         Decoded bytes a second.
     verdict
-        As of `h5async.bench.Trial`; None: these are the options as given.
+        As of `h5async.cli.measuring.Trial`; None: these are the options as given.
     """
 
     name: str

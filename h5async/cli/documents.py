@@ -13,11 +13,9 @@ import typer
 
 from h5async.cli.text import methods_of
 from h5async.config import Field
-from h5async.images import Images
 from h5async.index.layout import DatasetLayout
 from h5async.names import printable
-from h5async.ragged import Ragged
-from h5async.sparse import Csr
+from h5async.samples.samplearrays import SampleArrays
 
 VERSION = 1  # of all schemas: raised where a key is renamed or removed, not where one is added
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, for programs.")]
@@ -57,12 +55,8 @@ class SampleForm(NamedTuple):
 
 def sample_form(batch: Any) -> SampleForm:
     """Return what a sample is, of what a batch has of a field."""
-    if isinstance(batch, Csr):
-        return SampleForm("Csr", batch.shape[1:], str(batch.dtype))
-    if isinstance(batch, Images):
-        return SampleForm("Images", (None,) * batch.shapes.shape[1], str(batch.dtype))
-    if isinstance(batch, Ragged):
-        return SampleForm("Ragged", (None, *batch.values.shape[1:]), str(batch.dtype))
+    if isinstance(batch, SampleArrays):
+        return SampleForm(batch.kind, batch.sample_shape, str(batch.dtype))
     return SampleForm("array", batch.shape[1:], str(batch.dtype))
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
 
-from h5async.cli.datasets import Dataset
+from h5async.cli.datasetfacts import Dataset
 
 _LEAST_NUMBERED = 3  # groups alike that are folded, where their names differ in numbers alone
 _LEAST_OTHERS = 10  # ... whatever their names are

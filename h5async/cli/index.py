@@ -13,14 +13,21 @@ from rich.filesize import decimal
 from h5async import ConfigError, H5AsyncError, ReaderConfig
 from h5async.cli.documents import Json, print_document
 from h5async.cli.options import fields_of, number_or_name, spell_in_shell, table, takes_options
-from h5async.cli.progress import opening
+from h5async.cli.progressbars import opening
 from h5async.cli.text import safe
 from h5async.config.configfile import map_paths
 from h5async.config.files import INDEX_SUFFIX, home_path, with_variables
 from h5async.core.binding import mapping_mode
-from h5async.fill.dataset import grouping_of
-from h5async.fill.kinds import with_kinds
-from h5async.fill.known import (
+from h5async.index.consulted import Consulted
+from h5async.index.groups import Grouping
+from h5async.index.indexcache import cache_folder, clear_cache
+from h5async.index.layout import DatasetLayout
+from h5async.index.links import Reach
+from h5async.index.portable import NotPortableError
+from h5async.index.savedindex import IndexedFile, Wanted, write_index
+from h5async.opening.dataset import grouping_of
+from h5async.opening.fieldkinds import with_kinds
+from h5async.opening.filefacts import (
     CATEGORIES,
     NULLABLE,
     SHAPE,
@@ -30,14 +37,7 @@ from h5async.fill.known import (
     needs_of,
     read_known,
 )
-from h5async.fill.progress import on_indexed
-from h5async.index.consulted import Consulted
-from h5async.index.groups import Grouping
-from h5async.index.indexcache import cache_folder, clear_cache
-from h5async.index.layout import DatasetLayout
-from h5async.index.links import Reach
-from h5async.index.portable import NotPortableError
-from h5async.index.savedindex import IndexedFile, Wanted, write_index
+from h5async.opening.progress import on_indexed
 
 _Files = Annotated[
     list[str] | None, typer.Argument(metavar="FILES...", help="HDF5 files, or globs.")

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from h5async import DatasetError, H5AsyncError, ReaderConfig
-from h5async.cli.datasets import (
+from h5async.cli.datasetfacts import (
     Dataset,
     dataset_of,
     group_dataset,
@@ -21,22 +21,22 @@ from h5async.cli.datasets import (
 )
 from h5async.cli.documents import Json, plain, print_document
 from h5async.cli.folding import Folding, Line
-from h5async.cli.listing import Listing
 from h5async.cli.options import takes_options
 from h5async.cli.patterns import is_meant
+from h5async.cli.rowlisting import Listing
 from h5async.cli.text import safe
 from h5async.config.configfile import map_paths
 from h5async.config.files import INDEX_SUFFIX, with_variables
 from h5async.core.binding import load_core, why_no_core
-from h5async.fill.known import CATEGORIES, NULLABLE, ROWS, SHAPE, TEXTS, shape_of
-from h5async.fill.ragged import heap_layout
-from h5async.index.columns import column
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach, open_index
 from h5async.index.metadata import list_layouts
 from h5async.index.references import references
 from h5async.index.savedindex import NamedIndex, Wanted
 from h5async.index.sparsegroup import sparse_group
+from h5async.index.tablecolumns import column
+from h5async.opening.filefacts import CATEGORIES, NULLABLE, ROWS, SHAPE, TEXTS, shape_of
+from h5async.opening.raggedcolumns import heap_layout
 from h5async.system.interruptions import suppressing
 
 _LEGEND = "in order, shuffled: bytes read from the file for each sample used"

@@ -15,7 +15,6 @@ import typer
 from rich.filesize import decimal
 
 from h5async import AsyncReader
-from h5async.bench import require_batches
 from h5async.cli.documents import (
     Json,
     SampleForm,
@@ -23,12 +22,13 @@ from h5async.cli.documents import (
     print_document,
     sample_form,
 )
+from h5async.cli.measuring import require_batches
 from h5async.cli.options import reader_config, spell_in_shell, takes_reader
-from h5async.cli.progress import REFRESH_SECONDS, opening, progress_bar
+from h5async.cli.progressbars import REFRESH_SECONDS, opening, progress_bar
 from h5async.cli.text import files_text, method_text, safe
 from h5async.config.files import home_path, with_variables
+from h5async.observe.stats import reader_sentence
 from h5async.spelling import spelled
-from h5async.stats import reader_sentence
 
 _CTRL_C = 128 + signal.SIGINT
 

@@ -7,8 +7,8 @@ What can be checked without opening a file is checked here. What depends on the 
 from h5async.config.field import Field
 from h5async.config.indices import Split
 from h5async.config.kinds import ImageField, RaggedField, SparseField
-from h5async.config.reader import ReaderConfig
-from h5async.config.sequences import Sequences
+from h5async.config.readerconfig import ReaderConfig
+from h5async.config.sequenceoptions import Sequences
 from h5async.config.values import check_timeout
 
 __all__ = [

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike
 
     from h5async.config.hints import Where
-    from h5async.config.keywords import (
+    from h5async.config.partkeywords import (
         DatasetPath,
         DimensionLike,
         SampleDimensionLike,
@@ -40,6 +40,7 @@ _BY_USE = (
     "sparse",
     "image",
 )  # kinds of fields: an option is one of the first that has it
+KINDS: dict[str, type[Field]] = {}  # by name; `kinds.py` defines them
 _RESERVED_NAMES = frozenset(
     {"copy", "count", "epoch", "index", "keys", "last", "number", "sequence", "size", "step"}
 )
@@ -241,8 +242,6 @@ def kind_of(name: object) -> type[Field]:
     ConfigError
         If there is none.
     """
-    from h5async.config.kinds import KINDS  # which are made of this one
-
     if name is None:
         return Field
     if name not in KINDS:
@@ -252,8 +251,6 @@ def kind_of(name: object) -> type[Field]:
 
 def _kind_with(option: str, chosen: type[Field]) -> str | None:
     """Return the kind of fields that has an option which the chosen one lacks; None: none has."""
-    from h5async.config.kinds import KINDS
-
     if option in chosen.model_fields:
         return None
     return next((name for name in _BY_USE if option in KINDS[name].model_fields), None)

@@ -18,7 +18,7 @@ from h5async.config.values import Int, Name, shown
 from h5async.errors import ConfigError
 
 if TYPE_CHECKING:
-    from h5async.config.keywords import SplitOptions
+    from h5async.config.partkeywords import SplitOptions
 
 _SLICE = re.compile(r"(-?\d+)?:(-?\d+)?(:(-?\d+)?)?")
 _WORDS = (

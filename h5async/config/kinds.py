@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Unpack
 
 import numpy as np
 from pydantic import BeforeValidator, PlainSerializer, PlainValidator, model_validator
 from pydantic import Field as Bound
 
-from h5async.config.field import Field
+from h5async.config.field import KINDS, Field
 from h5async.config.frozen import documented, option
 from h5async.config.indices import Values, plain_selection
 from h5async.config.values import Bool, Name, Natural
 
 if TYPE_CHECKING:
-    from h5async.config.keywords import (
+    from h5async.config.partkeywords import (
         DatasetPath,
         ImageFieldOptions,
         RaggedFieldOptions,
@@ -282,8 +281,4 @@ def _require_first_dimension(field: Field) -> None:
         raise ValueError(f"num_dim must be 0 for this kind of field, found {field.num_dim}")
 
 
-KINDS: Mapping[str, type[Field]] = {
-    "image": ImageField,
-    "ragged": RaggedField,
-    "sparse": SparseField,
-}
+KINDS.update(image=ImageField, ragged=RaggedField, sparse=SparseField)

@@ -9,7 +9,7 @@ from inspect import Parameter, Signature, signature
 from typing import Any, TypeVar, cast
 
 from h5async.config.frozen import with_descriptions
-from h5async.config.reader import ReaderConfig
+from h5async.config.readerconfig import ReaderConfig
 
 Class = TypeVar("Class", bound=type)
 

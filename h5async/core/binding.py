@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from h5async.codec.entry import CoreFilter
 from h5async.codec.filters import Filter
-from h5async.core import batch, heap, structures
+from h5async.core import heap, structures, tablestructures
 from h5async.core.libraries import find_functions
 from h5async.core.structures import (
     MAX_FILTERS,
@@ -36,7 +36,7 @@ from h5async.core.structures import (
 )
 from h5async.errors import ConfigError
 from h5async.io.maps import IoMode
-from h5async.stats import ThreadCounts
+from h5async.system.counts import ThreadCounts
 from h5async.system.interruptions import suppressing
 
 _COST = "everything is read through h5py, by one thread at a time; values are the same"
@@ -105,7 +105,7 @@ class Core:
         self.path = path
         library, brief = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
         try:
-            declared = structures.STRUCTURES | batch.STRUCTURES | heap.STRUCTURES
+            declared = structures.STRUCTURES | tablestructures.STRUCTURES | heap.STRUCTURES
             if _members_of(library) != members(declared):
                 raise OSError(f"{path} was built for another version; install h5async again")
             self._find_functions(library)

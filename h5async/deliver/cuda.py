@@ -28,18 +28,18 @@ from h5async.deliver.cudafield import cupy_has
 from h5async.deliver.cudaslot import CudaSlot
 from h5async.deliver.devicedecode import DeviceDecoder
 from h5async.deliver.gpu import Gpu, in_own_thread
-from h5async.deliver.host import memory_of, with_memory
 from h5async.deliver.kernels import Kernels, needs_host
 from h5async.deliver.nvcomp import load_nvcomp
 from h5async.errors import DeviceError, H5AsyncError, forget_frames
-from h5async.fill.columns import INDICES
-from h5async.fill.outlines import Outline
 from h5async.fill.resident import Budget, Residency
 from h5async.io.shared import SharedMemory
 from h5async.order.selection import Selection
 from h5async.plan.encoded import EncodedFormat
 from h5async.plan.transform import RowTransform
-from h5async.ragged import native
+from h5async.samples.columns import INDICES
+from h5async.samples.devicefields import Outline
+from h5async.samples.ragged import native
+from h5async.samples.samplearrays import memory_of, with_memory
 from h5async.spelling import named
 
 if TYPE_CHECKING:

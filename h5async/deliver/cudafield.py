@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.deliver.host import memory_of, with_memory
 from h5async.deliver.pinnedpart import PinnedPart
 from h5async.errors import DeviceError
 from h5async.io.growing import MORE, Growing
 from h5async.plan.transform import RowTransform
-from h5async.ragged import native
+from h5async.samples.ragged import native
+from h5async.samples.samplearrays import memory_of, with_memory
 
 if TYPE_CHECKING:
     from h5async.deliver.gpu import Gpu
     from h5async.deliver.kernels import Kernels, RowChange
-    from h5async.fill.outlines import Outline
+    from h5async.samples.devicefields import Outline
 
 _CUPY_TYPES = "?bhilqBHILQefdFD"  # NumPy's one-letter codes
 

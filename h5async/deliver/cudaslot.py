@@ -19,11 +19,11 @@ from h5async.deliver.device import NotDecoded
 from h5async.deliver.devicedecode import Staging
 from h5async.deliver.host import LaidOut, host_slot, made_on_host
 from h5async.deliver.pinnedpart import PinnedPart
-from h5async.fill.outlines import Outline
-from h5async.fill.records import FillOutcome
+from h5async.fill.outcomes import FillOutcome
 from h5async.io.growing import plain_memory
 from h5async.io.shared import SharedMemory, page_memory
 from h5async.plan.transform import RowTransform
+from h5async.samples.devicefields import Outline
 
 if TYPE_CHECKING:
     from h5async.deliver.cuda import CudaDevice

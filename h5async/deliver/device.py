@@ -15,13 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.deliver.host import HostDevice
-from h5async.fill.outlines import Outline
-from h5async.fill.records import FillOutcome, SlotMemory
+from h5async.fill.outcomes import FillOutcome
 from h5async.fill.resident import Budget, Residency
 from h5async.io.shared import SharedMemory
 from h5async.order.selection import Selection
 from h5async.plan.encoded import EncodedFormat
 from h5async.plan.transform import RowTransform
+from h5async.samples.columns import SlotMemory
+from h5async.samples.devicefields import Outline
 
 _log = logging.getLogger("h5async")
 

@@ -24,9 +24,9 @@ from h5async.deliver.gpu import Gpu
 from h5async.deliver.kernels import Kernels
 from h5async.deliver.nvcomp import Nvcomp, NvcompError, load_nvcomp
 from h5async.errors import DeviceError
-from h5async.fill.columns import INDICES
 from h5async.index.layout import DatasetLayout
 from h5async.plan.encoded import EncodedFormat, EncodedPlan, encoded_format
+from h5async.samples.columns import INDICES
 from h5async.spelling import named
 
 EmptyPinned = Callable[[tuple[int, ...], np.dtype[Any]], NDArray[Any]]

@@ -15,8 +15,9 @@ from h5async.config import ReaderConfig
 from h5async.deliver.decodechoice import DecodeChoice
 from h5async.deliver.device import Device, DeviceSlot, NotDecoded
 from h5async.errors import DeviceError
-from h5async.fill.records import FillOutcome, FillRequest, SlotFiller
+from h5async.fill.outcomes import FillOutcome, SlotFiller
 from h5async.index.layout import DatasetLayout
+from h5async.order.requests import FillRequest
 from h5async.plan.encoded import EncodedFormat
 from h5async.plan.transform import RowTransform
 from h5async.spelling import named

@@ -16,17 +16,16 @@ from numpy.typing import NDArray
 
 from h5async.deliver.pinnedpart import PinnedPart
 from h5async.errors import DeviceError
-from h5async.fill.outlines import Outline
-from h5async.fill.records import FillOutcome, SlotMemory
+from h5async.fill.outcomes import FillOutcome
 from h5async.fill.resident import Budget, Residency
-from h5async.images import Images
 from h5async.io.growing import plain_memory
 from h5async.io.shared import SharedMemory, page_memory
 from h5async.order.selection import Selection
 from h5async.plan.encoded import EncodedFormat
 from h5async.plan.transform import RowTransform
-from h5async.ragged import Ragged
-from h5async.sparse import Csr
+from h5async.samples.columns import SlotMemory
+from h5async.samples.devicefields import Outline
+from h5async.samples.samplearrays import memory_of
 from h5async.spelling import named
 
 if TYPE_CHECKING:
@@ -309,23 +308,6 @@ class HostDevice:
 
     def close(self) -> None:
         """Do nothing."""
-
-
-def memory_of(array: Any) -> tuple[Any, ...]:
-    """Return the arrays that a field consists of: itself, or those of ragged or sparse samples."""
-    if isinstance(array, Ragged):
-        return array.values, array.offsets
-    return (array.data, array.indices, array.indptr) if isinstance(array, Csr) else (array,)
-
-
-def with_memory(array: Any, several: Sequence[Any]) -> Any:
-    """Return such samples of other arrays, of which `memory_of` has returned as many."""
-    first, *others = several
-    if isinstance(array, Images):
-        return Images(first, others[0], array.shapes)
-    if isinstance(array, Ragged):
-        return Ragged(first, others[0])
-    return Csr(first, others[0], others[1], array.shape) if isinstance(array, Csr) else first
 
 
 def _aligned(nbytes: int) -> int:

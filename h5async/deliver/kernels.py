@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.plan.transform import RowTransform
-from h5async.samplekernels import EXACT, OPTIONS, SampleKernels
+from h5async.samples.samplekernels import EXACT, OPTIONS, SampleKernels
 
 # Of one sample; beyond, neighbouring threads read too far apart.
 _MAX_PLANES = 16

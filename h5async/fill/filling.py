@@ -22,25 +22,26 @@ from numpy.typing import NDArray
 from h5async.config import ImageField, ReaderConfig
 from h5async.core.binding import Core, load_core, mapping_mode
 from h5async.errors import ReaderClosedError
-from h5async.fill.columns import Assembly, Categories, Rows, SparseShape
-from h5async.fill.dataset import Samplings
-from h5async.fill.images import ImageDecoder
-from h5async.fill.limits import MemoryPlan
+from h5async.fill.imagedecoding import ImageDecoder
+from h5async.fill.outcomes import FillerStats, FillOutcome, SlotFiller
 from h5async.fill.phases import Phases
 from h5async.fill.pool import Work, WorkPool
 from h5async.fill.postprocess import Postprocess, load_function, masks_of
 from h5async.fill.reading import BatchReader
 from h5async.fill.recording import Recorded, Recording
-from h5async.fill.records import FillerStats, FillOutcome, FillRequest, SlotFiller, SlotMemory
 from h5async.fill.resident import Budget, HostCache, Residency, open_host_cache
 from h5async.fill.submissions import Submissions
 from h5async.index.layout import DatasetLayout
 from h5async.io.growing import plain_memory
+from h5async.opening.dataset import Samplings
+from h5async.opening.limits import MemoryPlan
+from h5async.order.requests import FillRequest
 from h5async.order.spans import SpanRows
 from h5async.plan.encoded import EncodedFormat
 from h5async.plan.transform import RowTransform
 from h5async.read.executors import Executors
-from h5async.timeline import Recorder, Timeline
+from h5async.samples.columns import Assembly, Categories, Rows, SlotMemory, SparseShape
+from h5async.system.timeline import Recorder, Timeline
 
 
 class Filler(SlotFiller):

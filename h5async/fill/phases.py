@@ -18,20 +18,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import forget_frames, is_lack_of_memory, out_of_memory
-from h5async.fill.columns import Assembly
-from h5async.fill.dataset import Samplings
-from h5async.fill.images import BatchImages, ImageDecoder
+from h5async.fill.imagedecoding import BatchImages, ImageDecoder
+from h5async.fill.outcomes import FillOutcome
 from h5async.fill.pool import Work, WorkPool
 from h5async.fill.postprocess import Postprocess, postprocessed
 from h5async.fill.reading import BatchPlan, BatchReader, LeftRows, Refused
-from h5async.fill.records import NO_SAMPLES, FillOutcome, FillRequest, SlotMemory
 from h5async.fill.resident import HostCache, Residency
+from h5async.opening.dataset import Samplings
+from h5async.order.requests import NO_SAMPLES, FillRequest
 from h5async.plan.encoded import EncodedPlan
 from h5async.plan.records import GatherPlan, GatherRunsPlan
 from h5async.plan.shares import PlanSlice, cut
 from h5async.plan.transform import RowTransform
+from h5async.samples.columns import Assembly, SlotMemory
 from h5async.system.interruptions import interruption
-from h5async.timeline import NO_BATCH, NO_FIELD, Recorder
+from h5async.system.timeline import NO_BATCH, NO_FIELD, Recorder
 
 _MIN_SHARE_NBYTES = 256 * 1024  # about 25 µs of copying: what it costs to wake a thread
 

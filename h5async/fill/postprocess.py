@@ -16,12 +16,10 @@ from numpy.typing import NDArray
 
 from h5async.config import Field, RaggedField
 from h5async.errors import ConfigError, PostprocessError, postprocess_error
-from h5async.fill.columns import Rows, steps_of
-from h5async.fill.records import FillRequest
-from h5async.images import Images
+from h5async.order.requests import FillRequest
 from h5async.order.spans import SpanRows
-from h5async.ragged import Ragged
-from h5async.sparse import Csr
+from h5async.samples.columns import Rows, steps_of
+from h5async.samples.samplearrays import SampleArrays
 from h5async.spelling import named
 from h5async.system.interruptions import suppressing
 
@@ -179,7 +177,7 @@ def postprocessed(
             " worked in place"
         )
     try:
-        made = tuple(a if isinstance(a, Ragged | Csr) else np.asarray(a) for a in result)
+        made = tuple(a if isinstance(a, SampleArrays) else np.asarray(a) for a in result)
     except Exception as error:  # rows of unequal lengths, say
         raise postprocess_error(f"{where} returned no arrays: {error}", error) from error
     for given, array in zip(result, made, strict=True):
@@ -200,39 +198,13 @@ def postprocessed(
 
 
 def _require_whole(array: Any, where: str) -> None:
-    """Check that samples of differing lengths are where their offsets say: libraries rely on it.
+    """Check that the arrays of samples fit together: libraries rely on it.
 
     Raises
     ------
     PostprocessError
-        If they are not.
+        If they do not.
     """
-    if not isinstance(array, Ragged | Csr):
-        return
-    if isinstance(array, Csr):
-        what, name, offsets, values = "sparse rows", "indptr", array.indptr, array.data
-    else:
-        what, name, offsets, values = "ragged samples", "offsets", array.offsets, array.values
-    if offsets[0] != 0 or offsets[-1] != len(values) or (offsets[1:] < offsets[:-1]).any():
-        raise PostprocessError(
-            f"{where} made {what} that do not fit together: {name} must begin with 0, rise, and end"
-            f" with the number of values, {len(values)}; found {_some(offsets)}"
-        )
-    if isinstance(array, Csr) and array.indices.size:
-        low, high = array.indices.min(), array.indices.max()
-        if low < 0 or high >= array.shape[1]:
-            raise PostprocessError(
-                f"{where} made sparse rows with indices from {low} to {high}, and there are"
-                f" {array.shape[1]} columns"
-            )
-    if isinstance(array, Images) and not np.array_equal(array.shapes.prod(axis=1), array.lengths):
-        raise PostprocessError(
-            f"{where} made images that do not fit together: shapes say that they have"
-            f" {_some(array.shapes.prod(axis=1))} values, and offsets {_some(array.lengths)}"
-        )
-
-
-def _some(numbers: NDArray[Any]) -> str:
-    """Return the first of some numbers, and the last one."""
-    shown = numbers.tolist() if numbers.size <= 8 else [*numbers[:6].tolist(), "...", numbers[-1]]
-    return ", ".join(map(str, shown))
+    misfit = array.misfit() if isinstance(array, SampleArrays) else None
+    if misfit is not None:
+        raise PostprocessError(f"{where} made {misfit}")

@@ -20,8 +20,6 @@ from numpy.typing import NDArray
 
 from h5async.core.binding import Core, CoreTrace
 from h5async.errors import taking_memory
-from h5async.fill.columns import Rows
-from h5async.fill.records import SlotMemory
 from h5async.fill.resident import HostCache
 from h5async.index.layout import DatasetLayout
 from h5async.order.selection import Selection
@@ -45,9 +43,10 @@ from h5async.read.queue import BatchQueue, SlotBatch
 from h5async.read.scratch import Scratch, ScratchSize
 from h5async.read.transform import NativeTransform, native_transform
 from h5async.read.unpack import native_unpack
+from h5async.samples.columns import Rows, SlotMemory
 from h5async.spelling import named
-from h5async.stats import StageTimes, ThreadCounts
-from h5async.timeline import NO_FIELD, Recorder
+from h5async.system.counts import StageTimes, ThreadCounts
+from h5async.system.timeline import NO_FIELD, Recorder
 
 BatchPlan = Sequence[ReadPlan | EncodedPlan]  # of one batch, by field; at the end, of several
 

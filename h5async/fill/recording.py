@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from h5async.core.binding import Core, CoreTrace
-from h5async.fill.columns import INDICES
 from h5async.fill.reading import BatchReader
-from h5async.timeline import CORE_STAGES, Event, Recorder, ThreadName, Timeline
+from h5async.samples.columns import INDICES
+from h5async.system.timeline import CORE_STAGES, Event, Recorder, ThreadName, Timeline
 
 
 class Recorded(NamedTuple):

@@ -18,12 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import DatasetError, H5AsyncError, is_lack_of_memory, out_of_memory
-from h5async.fill.columns import Assembly
-from h5async.fill.dataset import Samplings
+from h5async.fill.outcomes import FillOutcome
 from h5async.fill.pool import Tickets, Work
 from h5async.fill.reading import BatchReader
-from h5async.fill.records import NO_SAMPLES, FillOutcome, FillRequest, SlotMemory
+from h5async.opening.dataset import Samplings
+from h5async.order.requests import NO_SAMPLES, FillRequest
 from h5async.read.queue import END, NOTHING, READY, TICKET, BatchQueue
+from h5async.samples.columns import Assembly, SlotMemory
 from h5async.system.interruptions import interruption
 
 # Called with a request, its sample numbers, and whether it was planned.

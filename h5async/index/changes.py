@@ -23,7 +23,7 @@ from h5async.index.filterpipeline import filters_of
 from h5async.index.identity import indexed
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import open_hdf5
-from h5async.index.opened import Opened
+from h5async.index.opendataset import Opened
 from h5async.io.localfile import LocalFile
 from h5async.io.stamps import FileStamp, changed
 from h5async.names import name_bytes

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.index.alike import AlikeParts
+from h5async.index.datasetlookup import Leaf, leaves_of
 from h5async.index.layout import DatasetLayout
-from h5async.index.leaves import Leaf, leaves_of
 from h5async.index.shapes import cells_of
+from h5async.index.similardatasets import AlikeParts
 from h5async.index.slabs import PairedRuns, TooManyRunsError
 
 

@@ -38,7 +38,7 @@ from h5async.index.identity import indexed
 from h5async.index.layout import DatasetLayout, Indexed, Part, Storage
 from h5async.index.links import LastGroup, Located, Reach
 from h5async.index.obstacles import COLUMNS_REASON, NotDirectError, OtherKindError
-from h5async.index.opened import Opened
+from h5async.index.opendataset import Opened
 from h5async.index.slabs import Slab
 from h5async.index.sources import VirtualSources
 from h5async.io.maps import may_map

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from h5async.index.chunktable import grid_of
 from h5async.index.hdf5 import EXTENSIBLE_ARRAY
 from h5async.index.obstacles import NotDirectError
-from h5async.index.opened import Opened
+from h5async.index.opendataset import Opened
 from h5async.index.visits import Visited, visit_chunks
 from h5async.system.interruptions import suppressing
 

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.index.alike import AlikeParts
 from h5async.index.chunktable import ChunkTable
+from h5async.index.datasetlookup import Leaf, leaves_of, lie_within
 from h5async.index.layout import DatasetLayout, HeapFile, region_key
-from h5async.index.leaves import Leaf, leaves_of, lie_within
 from h5async.index.shapes import Kind, Shape, shape_of, shape_of_small
+from h5async.index.similardatasets import AlikeParts
 from h5async.index.slabs import TooManyRunsError, runs_between
-from h5async.index.small import address_of_small, addresses_of_small, kept_whole_nbytes
+from h5async.index.smalldatasets import address_of_small, addresses_of_small, kept_whole_nbytes
 from h5async.io.stamps import FileStamp
 
 Int64s = NDArray[np.int64]

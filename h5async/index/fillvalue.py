@@ -12,7 +12,7 @@ from h5async.errors import ReadError
 from h5async.index.hdf5 import fill_nbytes
 from h5async.index.layout import DatasetLayout
 from h5async.index.obstacles import NotDirectError
-from h5async.index.opened import Opened
+from h5async.index.opendataset import Opened
 
 
 def require_fill(dataset: Opened, itemsize: int, where: str) -> None:

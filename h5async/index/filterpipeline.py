@@ -15,7 +15,7 @@ from h5async.index.chunktable import ChunkTable
 from h5async.index.hdf5 import DONT_FILTER_PARTIAL_CHUNKS, chunk_options
 from h5async.index.layout import DatasetLayout
 from h5async.index.obstacles import NotDirectError
-from h5async.index.opened import Opened
+from h5async.index.opendataset import Opened
 
 
 def filters_of(plist: h5py.h5p.PropDCID) -> tuple[Filter, ...]:

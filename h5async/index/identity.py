@@ -8,7 +8,7 @@ import h5py
 import numpy as np
 
 from h5async.index.layout import Indexed
-from h5async.index.opened import Opened
+from h5async.index.opendataset import Opened
 
 
 def indexed(dataset: Opened) -> Indexed:

@@ -7,11 +7,11 @@ from enum import IntEnum
 
 import numpy as np
 
-from h5async.core.batch import KEPT_OVERHEAD_NBYTES
+from h5async.core.tablestructures import KEPT_OVERHEAD_NBYTES
 from h5async.index.extents import FieldTable
 from h5async.index.layout import DatasetLayout
 from h5async.index.shapes import Shape
-from h5async.index.small import kept_whole_nbytes
+from h5async.index.smalldatasets import kept_whole_nbytes
 
 # Rows are put together where there is room for so many groups of them (a group: all that have
 # pieces in one chunk), and where an epoch uses so many rows for each that there is.

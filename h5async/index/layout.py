@@ -26,7 +26,7 @@ from h5async.io.stamps import FileStamp
 from h5async.names import printable
 
 if TYPE_CHECKING:
-    from h5async.index.alike import AlikeParts
+    from h5async.index.similardatasets import AlikeParts
 
 _SLICES = 32  # of a contiguous dataset, so that several threads can read it
 _UNCHUNKED_UNIT_NBYTES = 1 << 20  # a read of so many bytes costs little more for each byte

@@ -22,7 +22,7 @@ import h5py
 
 from h5async.errors import DatasetError, H5AsyncError, ReadError, UnsafeFileError
 from h5async.index.consulted import Consulted, NotRecorded
-from h5async.index.unopened import directory_reason, reason_unopened
+from h5async.index.openfailure import directory_reason, reason_unopened
 from h5async.io.maps import IoMode
 from h5async.io.stamps import FileStamp
 from h5async.names import name_bytes, name_text

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.index.alike import AlikeColumns
 from h5async.index.chunktable import repeated
 from h5async.index.layout import DatasetLayout
 from h5async.index.savedfile import SavedIndexError
+from h5async.index.similardatasets import AlikeColumns
 
 Int64s = NDArray[np.int64]
 

@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import can_decode
-from h5async.index.alike import AlikeColumns, AlikeParts
 from h5async.index.chunktable import ChunkTable, grid_of, repeated
 from h5async.index.filterpipeline import is_hdf5s
 from h5async.index.heapelements import Sequences
@@ -49,6 +48,7 @@ from h5async.index.portable import (
 )
 from h5async.index.savedchecks import Tables, check_alike, check_chunks
 from h5async.index.savedfile import Arrays, SavedIndexError
+from h5async.index.similardatasets import AlikeColumns, AlikeParts
 from h5async.index.variablelength import VariableLength
 from h5async.io.maps import IoMode, may_map
 from h5async.io.stamps import FileStamp

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import DatasetError
-from h5async.index.alike import AlikeParts, alike_parts
 from h5async.index.joined import join_layouts, with_lengths
 from h5async.index.layout import DatasetLayout, Part, SequenceLengths
+from h5async.index.similardatasets import AlikeParts, alike_parts
 from h5async.index.slabs import Slab
 
 _MOST_APART = 1  # rows that one field may have more than another, of the same sequence

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.codec.filters import Filter
+from h5async.index.datasetlookup import Leaf, Region, member_fill, swaps
 from h5async.index.layout import DatasetLayout
-from h5async.index.leaves import Leaf, Region, member_fill, swaps
 
 Int64s = NDArray[np.int64]
 

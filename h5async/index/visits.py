@@ -19,7 +19,7 @@ from h5async.core.binding import address, load_core
 from h5async.core.structures import VisitStruct
 from h5async.errors import ReadError
 from h5async.index.hdf5 import function_address, stored_nbytes
-from h5async.index.opened import Opened
+from h5async.index.opendataset import Opened
 from h5async.system.interruptions import suppressing
 
 _BLOCK_CHUNKS = 1 << 13

@@ -30,7 +30,8 @@ from h5async.order.cutting import (
     shuffled,
     split,
 )
-from h5async.order.sampling import Sampling, dealt, dealt_or_repeated, keyed_hash, round_keys
+from h5async.order.permutation import keyed_hash, round_keys
+from h5async.order.sampling import Sampling, dealt, dealt_or_repeated
 from h5async.order.selection import Selection
 from h5async.order.window import DealtOrder
 

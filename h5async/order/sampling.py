@@ -1,16 +1,8 @@
 """Computes which samples a batch holds, from seed, epoch and the batch's number.
 
 Nothing that grows with the dataset is kept: a position in the epoch's order is mapped to a sample
-by a keyed permutation of all sample numbers, which is evaluated only at the positions of one batch.
-
-The permutation is the generalized Feistel network of J. Black and P. Rogaway, "Ciphers with
-Arbitrary Finite Domains" (CT-RSA 2002): numbers below ``a * b`` are pairs, whose halves are in turn
-shifted by a keyed hash of the other, modulo `a` and `b`; since ``a * b`` exceeds the number of
-samples by less than `a`, the few results that fall outside are permuted again until they fall
-inside. Four rounds suffice with random functions (M. Luby, C. Rackoff, SIAM J. Comput. 17, 1988);
-here are six, of two multiplications each: the order must look random, and need not resist an
-adversary. A network over a tiny domain does not reach every permutation, so up to `_SORTED_UP_TO`
-samples are shuffled by sorting keyed hashes instead, which does.
+by a keyed permutation of all sample numbers (`permutation.py`), which is evaluated only at the
+positions of one batch.
 
 The order is part of what users rely on to repeat a run: changing it is a breaking change.
 """
@@ -18,25 +10,17 @@ The order is part of what users rely on to repeat a run: changing it is a breaki
 from __future__ import annotations
 
 import functools
-import hashlib
-import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.core.binding import address, load_core
+from h5async.order.permutation import SORTED_UP_TO, permutation, permute
 from h5async.order.selection import Selection
+from h5async.order.weighted import WeightedOrder
 
-if TYPE_CHECKING:
-    from h5async.order.weighted import WeightedOrder
-
-_ROUNDS = 6
 _BLOCK = 1024
-_SORTED_UP_TO = 1024
-_MULTIPLIERS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)  # of splitmix64
-_HALF = np.uint64(32)
 
 Shuffle = Literal[False, "full", "window"]
 
@@ -162,7 +146,7 @@ class Sampling:
             return True
         if self.order is not None:
             return False
-        return not self.shuffle or self.num_samples > _SORTED_UP_TO
+        return not self.shuffle or self.num_samples > SORTED_UP_TO
 
     def mapping_of(self, epoch: int) -> NDArray[np.uint64] | None:
         """Return what maps the positions of an epoch to those of the selection; None: nothing.
@@ -216,142 +200,3 @@ def _permuted_block(num_samples: int, seed: int, epoch: int, number: int) -> NDA
     """Return the samples at `_BLOCK` positions; callers share the array, and do not change it."""
     positions = np.arange(number * _BLOCK, min((number + 1) * _BLOCK, num_samples), dtype=np.int64)
     return permute(positions, num_samples, seed, epoch)
-
-
-def permute(
-    positions: NDArray[np.int64], num_samples: int, seed: int, epoch: int
-) -> NDArray[np.int64]:
-    """Map positions to samples by the permutation of all samples keyed by seed and epoch.
-
-    Parameters
-    ----------
-    positions
-        int64 numbers from 0 to ``num_samples - 1``.
-
-    Returns
-    -------
-    numpy.ndarray
-        int64, as many as `positions`; time and memory are proportional to their number (and
-        bounded by a constant where there are fewer than 1,024 samples).
-    """
-    if num_samples <= _SORTED_UP_TO:
-        keys = round_keys(seed, epoch)
-        hashes = keyed_hash(np.arange(num_samples, dtype=np.uint64), keys[0], keys[1])
-        return np.argsort(hashes, kind="stable")[positions]
-    _, a, b, *_ = numbers = permutation(num_samples, seed, epoch)
-    keys = numbers[3:]
-    result = positions.astype(np.uint64)
-    core = load_core()
-    if core is not None:
-        core.permute(address(result), result.size, num_samples, int(a), int(b), address(keys))
-        return result.view(np.int64)
-    result = _feistel(result, a, b, keys)
-    outside = np.flatnonzero(result >= num_samples)
-    while outside.size:
-        result[outside] = _feistel(result[outside], a, b, keys)
-        outside = outside[result[outside] >= num_samples]
-    return result.astype(np.int64)
-
-
-@functools.lru_cache(maxsize=8)
-def permutation(num_samples: int, seed: int, epoch: int) -> NDArray[np.uint64]:
-    """Return what the permutation of `permute` depends on, of more than `_SORTED_UP_TO` samples.
-
-    Returns
-    -------
-    numpy.ndarray
-        uint64 (9,): the number of samples, the numbers of left and right halves, the keys of the
-        rounds. Callers share the array, and do not change it.
-    """
-    a = math.isqrt(num_samples - 1) + 1
-    b = -(-num_samples // a)
-    head = np.array([num_samples, a, b], np.uint64)
-    return np.concatenate((head, round_keys(seed, epoch)))
-
-
-def permute_each(
-    positions: NDArray[np.int64],
-    counts: NDArray[np.int64],
-    names: NDArray[Any],
-    keys: NDArray[np.uint64],
-) -> NDArray[np.int64]:
-    """Map each position by a permutation of its own, of `counts` numbers.
-
-    Parameters
-    ----------
-    positions, counts
-        int64 (n,): numbers from 0 to ``count - 1``.
-    names
-        int64 (n,): which permutation; those of one name have one count.
-    keys
-        Of `round_keys`.
-
-    Returns
-    -------
-    numpy.ndarray
-        int64 (n,).
-    """
-    above = counts.astype(np.uint64)
-    a = np.ceil(np.sqrt(counts)).astype(np.uint64)
-    b = (above + a - np.uint64(1)) // a
-    result, names = positions.astype(np.uint64), names.astype(np.uint64)
-    each = keyed_hash(names, keys[0], keys[1]) + keys[:, None]
-    result = _feistel(result, a, b, each)
-    outside = np.flatnonzero(result >= above)
-    while outside.size:
-        result[outside] = _feistel(result[outside], a[outside], b[outside], each[:, outside])
-        outside = outside[result[outside] >= above[outside]]
-    return result.astype(np.int64)
-
-
-def round_keys(seed: int, epoch: int, purpose: str = "") -> NDArray[np.uint64]:
-    """Hash (seed, epoch) to `_ROUNDS` keys, the same on every machine."""
-    name = f"h5async {seed} {epoch} {purpose}".rstrip()
-    digest = hashlib.blake2b(name.encode(), digest_size=8 * _ROUNDS).digest()
-    return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
-
-
-def keyed_hash(
-    numbers: NDArray[np.uint64], first: np.uint64, second: np.uint64
-) -> NDArray[np.uint64]:
-    """Hash numbers to what looks random; a new array."""
-    return _hash(_hash(numbers + first) ^ second)
-
-
-def _feistel(
-    numbers: NDArray[np.uint64],
-    a: np.uint64 | NDArray[np.uint64],
-    b: np.uint64 | NDArray[np.uint64],
-    keys: NDArray[np.uint64],
-) -> NDArray[np.uint64]:
-    """Permute numbers below ``a * b``, where `a` and `b` are below 2**32."""
-    right, left = np.divmod(numbers, a)
-    for i in range(0, _ROUNDS, 2):
-        _shift(left, right, a, keys[i])
-        _shift(right, left, b, keys[i + 1])
-    right *= a
-    right += left
-    return right
-
-
-def _shift(
-    half: NDArray[np.uint64],
-    other: NDArray[np.uint64],
-    modulus: np.uint64 | NDArray[np.uint64],
-    key: np.uint64 | NDArray[np.uint64],
-) -> None:
-    """Add a keyed hash of the other half to `half`, modulo `modulus`."""
-    shift = _hash(other + key)
-    shift >>= _HALF
-    shift *= modulus  # a multiply-shift in place of a division
-    shift >>= _HALF
-    half += shift
-    np.minimum(half, half - modulus, out=half)  # a difference below 0 wraps round to more
-
-
-def _hash(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Hash in place; the upper half of the result is what looks random."""
-    x *= _MULTIPLIERS[0]
-    x ^= x >> _HALF
-    x *= _MULTIPLIERS[1]
-    return x

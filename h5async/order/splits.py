@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.order.sampling import permute
+from h5async.order.permutation import permute
 
 Int64s = NDArray[np.int64]
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import address, load_core
-from h5async.order.sampling import round_keys
+from h5async.order.permutation import round_keys
 
 Int64s = NDArray[np.int64]
 

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.config import Field
+from h5async.codec.imageformats import CHANNELS
+from h5async.config import Field, ImageField
 from h5async.errors import ConfigError
 from h5async.index.dimensions import DimensionNames, numbered_axis
 from h5async.index.layout import DatasetLayout, Text
@@ -283,3 +284,23 @@ def _factor(
             " give one number, or one for each index of the second delivered axis"
         )
     return np.asarray(value, dtype).reshape(-1, *(1,) * (len(row) - 1))
+
+
+def pixel_transform(field: ImageField) -> RowTransform | None:
+    """Return how pixels are delivered; None where images keep their sizes.
+
+    Raises
+    ------
+    ConfigError
+        If a scale or offset has another length than the channels.
+    """
+    return None if field.size is None else image_transform(field, (*field.size, CHANNELS))
+
+
+def sized_nbytes(field: Field | None, rows: int) -> int:
+    """Return what the pixels of a field take in a slot where images are resized; else 0."""
+    transform = pixel_transform(field) if isinstance(field, ImageField) else None
+    if transform is None:
+        return 0
+    steps = 1 if field is None or field.steps is None else len(field.steps)
+    return rows * steps * transform.nbytes

@@ -22,23 +22,24 @@ from numpy.typing import NDArray
 from h5async.config import ReaderConfig
 from h5async.config.files import paths_text
 from h5async.errors import ConfigError, ReadError
-from h5async.fill.columns import first_columns_of
-from h5async.fill.limits import MemoryPlan
+from h5async.fill.outcomes import FillerStats, FillOutcome
 from h5async.fill.pool import THREAD_NAME, join_all, start_thread
 from h5async.fill.recording import Recorded
-from h5async.fill.records import FillerStats, FillOutcome, FillRequest, SlotMemory
 from h5async.fill.resident import Residency
-from h5async.fill.selecting import Chosen
 from h5async.index.layout import DatasetLayout
 from h5async.io.shared import SharedMemory
+from h5async.opening.limits import MemoryPlan
+from h5async.opening.selecting import Chosen
+from h5async.order.requests import FillRequest
 from h5async.plan.encoded import EncodedFormat
 from h5async.process.child import HelperProcess, check_interpreter, refusal
 from h5async.process.crew import Crew
 from h5async.process.messages import Opened, Opening, Starting, dump_opening
 from h5async.process.sharedslots import ReaderSlots
+from h5async.samples.columns import SlotMemory, first_columns_of
 from h5async.spelling import named
 from h5async.system.patience import Patience
-from h5async.timeline import Timeline
+from h5async.system.timeline import Timeline
 
 
 class HelperFiller:

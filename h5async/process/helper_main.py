@@ -20,14 +20,14 @@ from typing import Any
 
 from h5async.config import ReaderConfig
 from h5async.errors import ConfigError, H5AsyncError, OutOfMemoryError
-from h5async.fill.columns import first_columns_of
-from h5async.fill.dataset import OpenedDataset, Samplings, open_dataset
 from h5async.fill.filling import Filler
-from h5async.fill.records import FillOutcome, FillRequest
+from h5async.fill.outcomes import FillOutcome
 from h5async.fill.resident import Residency
-from h5async.fill.selecting import Chosen, choose
-from h5async.fill.slotsizes import slot_transforms
 from h5async.io.shared import SharedMemory
+from h5async.opening.dataset import OpenedDataset, Samplings, open_dataset
+from h5async.opening.selecting import Chosen, choose
+from h5async.opening.slotsizes import slot_transforms
+from h5async.order.requests import FillRequest
 from h5async.process.channel import Channel, channel_of
 from h5async.process.messages import (
     Answer,
@@ -46,8 +46,9 @@ from h5async.process.messages import (
     portable,
 )
 from h5async.process.sharedslots import HelperSlots
+from h5async.samples.columns import first_columns_of
 from h5async.spelling import named
-from h5async.timeline import Timeline
+from h5async.system.timeline import Timeline
 
 # In the environment of a new helper: the number of the process that started it.
 MARK = "H5ASYNC_HELPER_OF"

@@ -20,14 +20,14 @@ import cloudpickle  # type: ignore[import-untyped]
 from h5async import errors
 from h5async.config import Field, ReaderConfig
 from h5async.errors import H5AsyncError
-from h5async.fill.columns import Categories, SparseShape
-from h5async.fill.limits import MemoryPlan
+from h5async.fill.outcomes import FillerStats
 from h5async.fill.recording import Recorded
-from h5async.fill.records import FillerStats
-from h5async.fill.selecting import Chosen
 from h5async.index.layout import DatasetLayout
 from h5async.io.shared import ArraySpec
+from h5async.opening.limits import MemoryPlan
+from h5async.opening.selecting import Chosen
 from h5async.plan.encoded import EncodedFormat, EncodedPlan
+from h5async.samples.columns import Categories, SparseShape
 
 # Offset and bytes of the memory beside a slot that helpers have added, by its number. Not changed.
 Rooms: TypeAlias = Mapping[int, tuple[int, int]]
@@ -138,13 +138,17 @@ class SentField(NamedTuple):
 
     Attributes
     ----------
-    kind, parts, columns
-        As of `FieldParts`.
+    kind
+        Of `SampleArrays`; "": it is one array.
+    parts
+        Where each array lies.
+    sample_shape
+        As of `SampleArrays`.
     """
 
     kind: str
     parts: tuple[Part, ...]
-    columns: int = 0
+    sample_shape: tuple[int | None, ...] = ()
 
 
 class Answer(NamedTuple):

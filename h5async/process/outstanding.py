@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from h5async.fill.records import FillRequest
+from h5async.order.requests import FillRequest
 
 MAX_DEATHS = 3  # of helpers that had the same request, or were started for it
 

@@ -1,11 +1,11 @@
 """Describes slots in shared memory to the other process, and gives arrays for descriptions.
 
 `ReaderSlots` is for the reader's process, which makes the slots; `HelperSlots` for the helper
-process, which fills them. A field of a batch consists of arrays (`fieldparts.py`). One that does
-not lie in the slot, such as what `postprocess` returns, or where ragged samples begin, is copied
-into shared memory beside the slots. Each slot, field and part has memory for one, its *room*, which
-is replaced by twice as much where it is too small. Whichever helper fills a slot is told its rooms:
-so there are as many, however many helpers there are.
+process, which fills them. A field of a batch is an array, or several (`samples/samplearrays.py`).
+One that does not lie in the slot, such as what `postprocess` returns, or where ragged samples
+begin, is copied into shared memory beside the slots. Each slot, field and part has memory for one,
+its *room*, which is replaced by twice as much where it is too small. Whichever helper fills a slot
+is told its rooms: so there are as many, however many helpers there are.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import OutOfMemoryError, PostprocessError
-from h5async.fill.records import FillOutcome, SlotMemory
+from h5async.fill.outcomes import FillOutcome
 from h5async.io.shared import ArraySpec, SharedMemory
-from h5async.process.fieldparts import MOST_PARTS, put_together, taken_apart
 from h5async.process.messages import Answer, Part, Rooms, SentField, SlotSpecs
+from h5async.samples.columns import SlotMemory
+from h5async.samples.samplearrays import KINDS, SampleArrays
 from h5async.spelling import named
+
+_MOST_ARRAYS = 3  # of one field
 
 
 class ReaderSlots:
@@ -87,17 +90,17 @@ class ReaderSlots:
             self._rooms[slot] = {**self._rooms[slot], **answer.rooms}
         out = self._slots[slot].out
         return tuple(
-            out[column][:size]
-            if sent is None
-            else put_together(
-                sent.kind, [self._array(out, part) for part in sent.parts], sent.columns
-            )
+            out[column][:size] if sent is None else self._field(out, sent)
             for column, sent in zip(self._first_columns, answer.fields, strict=True)
         )
 
     def rooms(self, slot: int) -> Rooms:
         """Return the memory beside a slot, for the helper that fills it next."""
         return self._rooms[slot]
+
+    def _field(self, out: Sequence[NDArray[Any]], sent: SentField) -> Any:
+        arrays = [self._array(out, part) for part in sent.parts]
+        return KINDS[sent.kind].of_arrays(arrays, sent.sample_shape) if sent.kind else arrays[0]
 
     def _array(self, out: Sequence[NDArray[Any]], part: Part) -> NDArray[Any]:
         if isinstance(part, ArraySpec):
@@ -236,7 +239,10 @@ class HelperSlots:
     def _put_field(
         self, slot: int, field: int, value: Any, size: int, added: dict[int, tuple[int, int]]
     ) -> SentField | None:
-        kind, arrays, columns = taken_apart(value)
+        kind, arrays = "", (value,)
+        sample_shape: tuple[int | None, ...] = ()
+        if isinstance(value, SampleArrays):
+            kind, arrays, sample_shape = value.kind, value.arrays, value.sample_shape
         first = self._first_columns[field]
         parts: list[Part] = []
         for number, array in enumerate(arrays):
@@ -244,10 +250,10 @@ class HelperSlots:
             if column < len(self.slots[slot].out) and self._is_column(slot, column, array):
                 parts.append((column, len(array)))
             else:
-                room = MOST_PARTS * field + number
+                room = _MOST_ARRAYS * field + number
                 parts.append(self._inside(slot, array) or self._copied(slot, room, array, added))
-        is_own = kind == "array" and parts[0] == (first, size)
-        return None if is_own else SentField(kind, tuple(parts), columns)
+        is_own = not kind and parts[0] == (first, size)
+        return None if is_own else SentField(kind, tuple(parts), sample_shape)
 
     def _is_column(self, slot: int, column: int, array: NDArray[Any]) -> bool:
         """Tell whether an array is the first rows of a column of a slot."""

@@ -26,9 +26,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.fill.outcomes import FillerStats, FillOutcome
 from h5async.fill.recording import Recorded
-from h5async.fill.records import FillerStats, FillOutcome, FillRequest
 from h5async.io.shared import SharedMemory
+from h5async.order.requests import FillRequest
 from h5async.plan.encoded import EncodedFormat
 from h5async.process.child import HelperDied, HelperProcess
 from h5async.process.messages import (
@@ -44,8 +45,8 @@ from h5async.process.messages import (
 from h5async.process.outstanding import Outstanding
 from h5async.process.samefiles import check_same
 from h5async.process.sharedslots import ReaderSlots
-from h5async.process.steps import Steps
-from h5async.stats import STAGES, ThreadCounts
+from h5async.process.startsteps import Steps
+from h5async.system.counts import STAGES, ThreadCounts
 from h5async.system.interruptions import suppressing
 
 _log = logging.getLogger("h5async.process")

@@ -19,7 +19,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.core.batch import (
+from h5async.core.binding import Core, address
+from h5async.core.heap import HeapStruct
+from h5async.core.structures import IO_MODES, MAX_RANK, DatasetStruct, Event, FileStruct
+from h5async.core.tablestructures import (
     REFUSED,
     BatchPlanStruct,
     FieldStruct,
@@ -32,9 +35,6 @@ from h5async.core.batch import (
     TargetStruct,
     WantedStruct,
 )
-from h5async.core.binding import Core, address
-from h5async.core.heap import HeapStruct
-from h5async.core.structures import IO_MODES, MAX_RANK, DatasetStruct, Event, FileStruct
 from h5async.errors import ReaderClosedError
 from h5async.index.extents import FieldTable, Layer, SourceFile, TableBuilder
 from h5async.index.keeping import Keeps, what_to_keep

@@ -14,10 +14,10 @@ from typing import Literal
 
 from h5async.core.binding import Core
 from h5async.core.structures import MAX_RANK
-from h5async.index.alike import kinds_of
 from h5async.index.changes import FileChanges
 from h5async.index.extents import SourceFile
 from h5async.index.layout import DatasetLayout
+from h5async.index.similardatasets import kinds_of
 from h5async.io.keptfiles import affordable_files
 from h5async.io.localfiles import LocalFiles
 from h5async.io.maps import IoMode

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config.cores import usable_cores
-from h5async.core.batch import BatchPlanStruct, FieldStruct
 from h5async.core.binding import Core, address
+from h5async.core.tablestructures import BatchPlanStruct, FieldStruct
 from h5async.order.selection import Selection
 from h5async.read.scratch import Scratch
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from h5async import ReaderConfig, bench
-from h5async.bench import compare, judge
-from h5async.cli import app
+from h5async import ReaderConfig
+from h5async.cli import app, measuring
+from h5async.cli.measuring import compare, judge
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_options_are_measured_by_turns(monkeypatch):
         asked.append(changed.get("num_threads", 0))
         return 2.0e9 if changed else 1.0e9
 
-    monkeypatch.setattr(bench, "_speed", speed)
+    monkeypatch.setattr(measuring, "_speed", speed)
     config = ReaderConfig(hdf5_path="a.h5")
     told = []
     trials = compare(
@@ -79,7 +79,7 @@ def as_json(monkeypatch, train, speeds):
     """Return what bench says of speeds: by options, round by round."""
     left = {name: iter(values) for name, values in speeds.items()}
     monkeypatch.setattr(
-        bench, "_speed", lambda config, changed, seconds: next(left[str(dict(changed))])
+        measuring, "_speed", lambda config, changed, seconds: next(left[str(dict(changed))])
     )
     monkeypatch.setattr(
         "h5async.cli.bench.alternatives", lambda config: [{"shuffle": "window"}, {"num_threads": 2}]
@@ -137,4 +137,4 @@ def test_speeds_are_those_of_warm_readers(train):
 def test_drawn_samples_are_compared_in_no_other_order(train):
     for options in ({"weights": "balanced"}, {"sampler": [1, 2, 3]}):
         config = ReaderConfig(hdf5_path=train, **options)
-        assert not any("shuffle" in changed for changed in bench.alternatives(config))
+        assert not any("shuffle" in changed for changed in measuring.alternatives(config))

@@ -14,8 +14,8 @@ from typer.testing import CliRunner, Result
 
 from h5async import AsyncReader, Field, Sequences
 from h5async.cli import app
-from h5async.fill import known
-from h5async.index import indexcache, opening
+from h5async.index import indexcache, layoutsource
+from h5async.opening import filefacts
 
 
 def run(*arguments: object) -> Result:
@@ -55,8 +55,8 @@ def indexed_never(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse_to(path: Path, *_: object, **__: object) -> None:
         raise AssertionError(f"{path} was indexed")
 
-    monkeypatch.setattr(opening, "read_layouts", refuse_to)
-    monkeypatch.setattr(known, "read_layouts", refuse_to)
+    monkeypatch.setattr(layoutsource, "read_layouts", refuse_to)
+    monkeypatch.setattr(filefacts, "read_layouts", refuse_to)
 
 
 def test_all_datasets_that_can_be_read_are_in_the_index(files, tmp_path, monkeypatch):

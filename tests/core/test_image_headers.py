@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from h5async.codec.images import ImageHeader, header_rows
+from h5async.codec.imageformats import ImageHeader, header_rows
 
 # Pieces of which images are made, and what nearly is one.
 JPEG, PNG, END = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"\xff\xd9"

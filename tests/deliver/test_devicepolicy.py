@@ -12,7 +12,8 @@ from h5async.deliver import devicedecode
 from h5async.deliver.device import NotDecoded
 from h5async.deliver.devicepolicy import DevicePolicy
 from h5async.errors import DeviceError
-from h5async.fill.records import FillOutcome, FillRequest
+from h5async.fill.outcomes import FillOutcome
+from h5async.order.requests import FillRequest
 
 CHUNKS = SimpleNamespace(num_items=3)  # the plan of a field whose chunks go to the device encoded
 

@@ -34,7 +34,7 @@ from h5async.index.layout import DatasetLayout
 from h5async.index.metadata import read_layouts
 from h5async.plan.plan import plan_read
 from h5async.plan.records import ChunkPlan
-from h5async.samplekernels import EXACT, OPTIONS
+from h5async.samples.samplekernels import EXACT, OPTIONS
 
 SOURCE = Path(__file__).parents[2] / "h5async" / "deliver" / "kernels.cu"
 GUARD_NBYTES, CANARY = 64, 0xC3

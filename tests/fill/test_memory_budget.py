@@ -19,7 +19,7 @@ import pytest
 from cases import each
 from conftest import assert_same_bits, truth
 
-import h5async.fill.limits
+import h5async.opening.limits
 from h5async import (
     AsyncReader,
     ConfigError,
@@ -28,7 +28,7 @@ from h5async import (
     PostprocessError,
     ReaderConfig,
 )
-from h5async.core.batch import KEPT_OVERHEAD_NBYTES
+from h5async.core.tablestructures import KEPT_OVERHEAD_NBYTES
 from h5async.fill.resident import Budget, HostCache, open_host_cache
 from h5async.order.selection import Selection
 from h5async.read.chunkcache import ChunkCache
@@ -303,7 +303,7 @@ def open_reader(path: Path, **options: Any) -> AsyncReader:
 
 
 def let_be_free(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
-    monkeypatch.setattr(h5async.fill.limits, "free_memory_nbytes", lambda: nbytes)
+    monkeypatch.setattr(h5async.opening.limits, "free_memory_nbytes", lambda: nbytes)
 
 
 def test_the_shares_are_listed_where_they_do_not_fit_together(

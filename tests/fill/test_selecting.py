@@ -520,7 +520,7 @@ def test_toml(files, tmp_path):
 def test_numbers_take_eight_bytes_a_sample(files):
     import tracemalloc
 
-    from h5async.fill.selecting import choose
+    from h5async.opening.selecting import choose
 
     with reader_of(files) as reader:
         layouts = reader.layouts
@@ -535,7 +535,7 @@ def test_numbers_take_eight_bytes_a_sample(files):
 
 
 def test_a_new_helper_that_chooses_other_samples_is_told(files):
-    from h5async.fill.selecting import choose
+    from h5async.opening.selecting import choose
     from h5async.process.messages import Opened
     from h5async.process.samefiles import check_same
 

@@ -17,15 +17,15 @@ from test_saved_layouts import ODD, places
 
 from h5async import AsyncReader, Field, H5AsyncError, Sequences
 from h5async.cli import app
-from h5async.index import alike
-from h5async.index.alike import AlikeParts, kinds_of
+from h5async.index import similardatasets
 from h5async.index.extents import TableBuilder
 from h5async.index.fingerprint import fingerprint
 from h5async.index.groups import Grouping
 from h5async.index.links import Reach
 from h5async.index.metadata import read_layouts
+from h5async.index.similardatasets import AlikeParts, kinds_of
 from h5async.index.slabs import Slab
-from h5async.index.small import SMALL_NBYTES, kept_whole_nbytes
+from h5async.index.smalldatasets import SMALL_NBYTES, kept_whole_nbytes
 
 GROUPS = 30
 GROUPING = Grouping("data/demo_*")
@@ -108,7 +108,7 @@ def test_all_these_are_alike(path):
 
 def test_parts_are_those_of_separate_layouts(path, monkeypatch):
     found = layouts_of(path)
-    monkeypatch.setattr(alike, "_FEW", 1 << 40)
+    monkeypatch.setattr(similardatasets, "_FEW", 1 << 40)
     for name, layout in layouts_of(path).items():
         assert isinstance(layout.parts, tuple)
         for one in (found[name], pickle.loads(pickle.dumps(found[name]))):
@@ -127,7 +127,7 @@ def test_parts_are_those_of_separate_layouts(path, monkeypatch):
 @pytest.mark.parametrize("kept_nbytes", [0, 1 << 30])
 def test_their_tables_say_the_same(path, monkeypatch, kept_nbytes):
     found = layouts_of(path)
-    monkeypatch.setattr(alike, "_FEW", 1 << 40)
+    monkeypatch.setattr(similardatasets, "_FEW", 1 << 40)
     for name, layout in layouts_of(path).items():
         builders = [TableBuilder(lambda filters: True, 32) for _ in range(2)]
         one, other = (

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from h5async.codec.filters import Filter
-from h5async.index import leaves
+from h5async.index import datasetlookup
 from h5async.index.extents import TableBuilder, table_nbytes
 from h5async.index.layout import Part
 from h5async.index.shapes import Kind
@@ -384,8 +384,8 @@ def test_a_nested_dataset_is_not_listed_again_for_each_mapping(monkeypatch):
     single = Blocks.of(np.arange(199, -1, -1), np.ones(200, np.int64))
     outer = joined([inner], 200, [Part(inner, Slab.run(0, 200), single)])
     times = []
-    composed = leaves._composed
-    monkeypatch.setattr(leaves, "_composed", lambda *a: times.append(1) or composed(*a))
+    composed = datasetlookup._composed
+    monkeypatch.setattr(datasetlookup, "_composed", lambda *a: times.append(1) or composed(*a))
     assert check(outer) == 0
     assert len(times) == 1
 

@@ -15,7 +15,7 @@ import h5py
 import numpy as np
 import pytest
 
-import h5async.fill.limits
+import h5async.opening.limits
 from h5async import (
     AsyncReader,
     ConfigError,
@@ -138,7 +138,7 @@ def test_cve_2026_12570_a_chunk_that_takes_all_memory(tmp_path, monkeypatch):
         "a chunk of shape (1048576, 64) decodes to 67,108,864 bytes, more than the 1,048,576"
         in text
     )
-    monkeypatch.setattr(h5async.fill.limits, "free_memory_nbytes", lambda: 1 << 21)
+    monkeypatch.setattr(h5async.opening.limits, "free_memory_nbytes", lambda: 1 << 21)
     assert "half of the 2,097,152 that are free" in refused(path, ConfigError)
 
 
@@ -150,7 +150,7 @@ def test_the_limit_is_for_all_slots(tmp_path):
     AsyncReader(**options, max_batch_bytes=3000).close()
     with pytest.raises(ConfigError, match=r"take 3,000 bytes .* they may take 2,999"):
         AsyncReader(**options, max_batch_bytes=2999)
-    assert 0 < h5async.fill.limits.free_memory_nbytes() < 1 << 50
+    assert 0 < h5async.opening.limits.free_memory_nbytes() < 1 << 50
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,7 @@ from h5async import (
     UnsafeFileError,
 )
 from h5async.config import Field
-from h5async.fill import known
-from h5async.index import indexcache, opening
+from h5async.index import indexcache, layoutsource
 from h5async.index.consulted import Consulted
 from h5async.index.fingerprint import fingerprint
 from h5async.index.layout import DatasetLayout, Part
@@ -39,6 +38,7 @@ from h5async.index.links import Reach
 from h5async.index.metadata import read_layouts
 from h5async.index.savedfile import FORMAT, read_saved, write_saved
 from h5async.index.savedindex import IndexedFile, SavedIndex, Wanted, write_index
+from h5async.opening import filefacts
 
 
 def assert_same(one: Any, other: Any) -> None:
@@ -70,8 +70,8 @@ def files_are_not_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path, *_: Any, **__: Any) -> None:
         raise AssertionError(f"{path} was indexed")
 
-    monkeypatch.setattr(opening, "read_layouts", refuse)
-    monkeypatch.setattr(known, "read_layouts", refuse)
+    monkeypatch.setattr(layoutsource, "read_layouts", refuse)
+    monkeypatch.setattr(filefacts, "read_layouts", refuse)
 
 
 def save(folder: Path, *paths: Path, fields: dict[str, Field], **reach: Any) -> Path:
@@ -177,8 +177,8 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         indexed.append(path.name)
         return read_layouts(path, *arguments, **options)
 
-    monkeypatch.setattr(opening, "read_layouts", count)
-    monkeypatch.setattr(known, "read_layouts", count)
+    monkeypatch.setattr(layoutsource, "read_layouts", count)
+    monkeypatch.setattr(filefacts, "read_layouts", count)
     return indexed
 
 
@@ -302,7 +302,7 @@ def test_a_file_that_changes_while_it_is_indexed_is_not_kept(tmp_path, cache, mo
         os.utime(path, ns=(1, 1))
         return found
 
-    monkeypatch.setattr(opening, "read_layouts", index_and_touch)
+    monkeypatch.setattr(layoutsource, "read_layouts", index_and_touch)
     with pytest.warns(FileChangedWarning):
         rows_of(path)
     assert entries(cache) == []

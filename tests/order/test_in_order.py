@@ -13,8 +13,8 @@ from conftest import assert_epoch_is, assert_same_bits
 
 from h5async import AsyncReader, Field
 from h5async.config import ReaderConfig
-from h5async.fill import limits
 from h5async.index.metadata import read_layouts
+from h5async.opening import limits
 from h5async.order.steps import StepRows
 
 GZIP = {"compression": "gzip", "compression_opts": 1}
@@ -30,7 +30,7 @@ SPLIT: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
 
 @pytest.fixture(autouse=True)
 def _nothing_is_kept_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("h5async.fill.limits._KEPT_WHOLE_NBYTES", 0)
+    monkeypatch.setattr("h5async.opening.limits._KEPT_WHOLE_NBYTES", 0)
 
 
 def write(path: Path, shape: tuple[int, ...], chunks: tuple[int, ...], seed: int = 0) -> Any:

@@ -18,7 +18,8 @@ from h5async.core.binding import load_core
 from h5async.order import cutting, lengths
 from h5async.order.cutting import NO_LIMIT, Limits, cut, cut_sorted
 from h5async.order.lengths import Lengths, SamplingByLength
-from h5async.order.sampling import Sampling, dealt, keyed_hash, round_keys
+from h5async.order.permutation import keyed_hash, round_keys
+from h5async.order.sampling import Sampling, dealt
 from h5async.order.schedule import Schedule, VaryingSchedule
 from h5async.order.selection import Selection
 from h5async.order.weighted import WeightedOrder

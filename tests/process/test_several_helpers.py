@@ -35,7 +35,7 @@ from test_helper import (
 )
 from test_helper_faults import ENDS, PATCHES, check_end, starts
 
-import h5async.fill.limits
+import h5async.opening.limits
 import h5async.process.child
 from h5async import (
     AsyncReader,
@@ -47,10 +47,10 @@ from h5async import (
     ReadError,
 )
 from h5async.errors import BudgetError
-from h5async.fill.dataset import open_dataset
-from h5async.fill.limits import MemoryBudget
-from h5async.fill.records import FillRequest
 from h5async.io.shared import SharedMemory
+from h5async.opening.dataset import open_dataset
+from h5async.opening.limits import MemoryBudget
+from h5async.order.requests import FillRequest
 from h5async.plan.transform import row_transform
 from h5async.process.crew import Crew
 from h5async.process.messages import Opened
@@ -254,7 +254,7 @@ def test_what_several_helpers_cannot_do(options, remedy):
 
 
 def budget(path, monkeypatch, free, **options):
-    monkeypatch.setattr(h5async.fill.limits, "free_memory_nbytes", lambda: free)
+    monkeypatch.setattr(h5async.opening.limits, "free_memory_nbytes", lambda: free)
     fields = {"data": Field("data", dtype="f8", scale=0.5)}
     config = ReaderConfig(hdf5_path=path, fields=fields, **{**OPTIONS, "prefetch": 4, **options})
     layouts = open_dataset(config).layouts

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from h5async import AsyncReader
-from h5async.core.batch import KEPT_OVERHEAD_NBYTES
+from h5async.core.tablestructures import KEPT_OVERHEAD_NBYTES
 from h5async.read.chunkcache import ChunkCache
 from h5async.read.pipeline import FilterPipeline
 

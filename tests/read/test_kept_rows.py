@@ -21,10 +21,10 @@ from test_collection import read_in_threads
 
 from h5async import AsyncReader, Field
 from h5async import core as core_module
-from h5async.fill import limits
 from h5async.index import keeping
 from h5async.index.keeping import Keeps
 from h5async.index.metadata import read_layouts
+from h5async.opening import limits
 from h5async.read.collection import Collection
 
 ALL = 1 << 24  # bytes: room for all rows of a test

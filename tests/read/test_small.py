@@ -15,7 +15,7 @@ from h5async import AsyncReader, Field
 from h5async.index.extents import TableBuilder
 from h5async.index.joined import join_layouts
 from h5async.index.shapes import Kind
-from h5async.index.small import MANY, SMALL_NBYTES, kept_whole_nbytes
+from h5async.index.smalldatasets import MANY, SMALL_NBYTES, kept_whole_nbytes
 from h5async.read import collection
 
 ALWAYS, NEVER = 1 << 60, 0

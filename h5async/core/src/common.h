@@ -82,7 +82,7 @@ typedef struct {
 
 typedef struct Trace Trace; /* see trace.h */
 
-/* NumPy declares it, too: h5async/timeline.py. */
+/* NumPy declares it, too: h5async/system/timeline.py. */
 typedef struct {
     int64_t begin_ns, end_ns; /* end_ns 0: not noted, or not yet */
     int64_t thread, batch;    /* what pthread_self() returned; the batch's serial number */

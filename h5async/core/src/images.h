@@ -1,4 +1,4 @@
-/* Reads the headers of encoded images. codec/images.py does the same, and words the errors. */
+/* Reads the headers of encoded images. codec/imageformats.py does the same, and words the errors. */
 
 enum { HEADER_WORDS = 5 }; /* of an image: is_png, height, width, components, depth */
 

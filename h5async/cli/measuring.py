@@ -1,0 +1,196 @@
+"""Measures how fast a reader delivers batches to a loop that does nothing else.
+
+Options are compared by turns: in each round, every one of them reads for a short while, so that
+what changes on the machine meanwhile changes all of them. Where the rounds do not agree, there is
+no verdict.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from time import perf_counter
+from typing import Any, Literal
+
+from h5async.config import ReaderConfig
+from h5async.observe.stats import ReaderStats
+from h5async.reader.asyncreader import AsyncReader
+
+LEAST_ROUNDS = 3
+_LEAST_BATCHES = 3
+_WARM_UP_SHARE = 0.2  # of the time of a round, before it counts
+_LEAST_DIFFERENCE = 0.05  # that anybody would change an option for
+
+Verdict = Literal["faster", "slower", "same", "unclear"]
+
+
+@dataclass
+class Trial:
+    """Options that were changed, and how fast a reader with them was, round by round.
+
+    Attributes
+    ----------
+    changed
+        The options; none: as given.
+    speeds
+        Decoded bytes a second.
+    ratios
+        To the speed as given in the same round.
+    """
+
+    changed: Mapping[str, Any]
+    speeds: list[float] = field(default_factory=list)
+    ratios: list[float] = field(default_factory=list)
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the rounds agree on; see `judge`."""
+        return judge(self.ratios)
+
+
+def judge(ratios: Sequence[float]) -> Verdict:
+    """Say what ratios of speeds agree on, so that another run would say it, too.
+
+    ``"faster"`` and ``"slower"``: all of them say so, their median differs from 1 by 5 % at least,
+    and by more than half of their spread. ``"same"``: all of them are within 5 %. Else the spread
+    covers the difference, and nothing can be said: ``"unclear"``.
+    """
+    if len(ratios) < LEAST_ROUNDS:
+        return "unclear"
+    low, middle, high = min(ratios), median(ratios), max(ratios)
+    difference = abs(middle - 1)
+    if max(1 - low, high - 1) < _LEAST_DIFFERENCE:
+        return "same"
+    if difference < _LEAST_DIFFERENCE or difference <= (high - low) / 2:
+        return "unclear"
+    return "faster" if low > 1 else "slower" if high < 1 else "unclear"
+
+
+def run_flat_out(
+    config: ReaderConfig, seconds: float, waits: list[float] | None = None
+) -> ReaderStats:
+    """Read batches for some seconds, epoch after epoch; return what the reader says of it.
+
+    Parameters
+    ----------
+    config
+        The options.
+    seconds
+        How long.
+    waits
+        Gets how long each batch but the first was waited for, in seconds.
+
+    Raises
+    ------
+    H5AsyncError
+        What the reader raises.
+    """
+    with AsyncReader(config) as reader:
+        require_batches(reader)
+        asked = perf_counter()
+        end = asked + seconds
+        for batches, _ in enumerate(_endless(reader), 1):
+            now = perf_counter()
+            if waits is not None and batches > 1:
+                waits.append(now - asked)
+            if now >= end and batches >= _LEAST_BATCHES:
+                break
+            asked = perf_counter()
+        return reader.stats()
+
+
+def compare(
+    config: ReaderConfig,
+    changes: Sequence[Mapping[str, Any]],
+    seconds: float,
+    rounds: int,
+    tell: Callable[[], None] = lambda: None,
+) -> list[Trial]:
+    """Measure options by turns.
+
+    Parameters
+    ----------
+    config
+        The options as given; the first trial is of these.
+    changes
+        Options to be changed.
+    seconds
+        How long each of them reads, in all rounds together.
+    rounds
+        How often each of them reads.
+    tell
+        Called after each reading.
+
+    Returns
+    -------
+    list of Trial
+        As given, then the changes in their order.
+
+    Raises
+    ------
+    H5AsyncError
+        What a reader raises.
+    """
+    trials = [Trial({}), *map(Trial, changes)]
+    for number in range(rounds):
+        # Each round begins with another one: none always follows the same.
+        start = number % len(trials)
+        for trial in (*trials[start:], *trials[:start]):
+            trial.speeds.append(_speed(config, trial.changed, seconds / rounds))
+            tell()
+    given = trials[0].speeds
+    for trial in trials:
+        pairs = zip(trial.speeds, given, strict=True)
+        trial.ratios += [speed / of_given if of_given else 0.0 for speed, of_given in pairs]
+    return trials
+
+
+def _speed(config: ReaderConfig, changed: Mapping[str, Any], seconds: float) -> float:
+    """Return decoded bytes a second of a new reader that has warmed up."""
+    with AsyncReader(config, **changed) as reader:
+        require_batches(reader)
+        warm_up = reader.config.prefetch + 1  # batches: so many are read before the first is taken
+        counted = read_before = 0
+        begin = since = perf_counter()
+        for batches, _ in enumerate(_endless(reader), 1):
+            now = perf_counter()
+            if not counted and (batches < warm_up or now - begin < _WARM_UP_SHARE * seconds):
+                continue
+            if not counted:
+                since, read_before = now, reader.stats().nbytes
+            counted += 1
+            if counted > _LEAST_BATCHES and now - begin >= seconds:
+                break
+        nbytes = reader.stats().nbytes - read_before
+        return nbytes / (now - since) if now > since else 0.0
+
+
+def _endless(reader: AsyncReader) -> Iterator[Any]:
+    while True:
+        yield from reader
+
+
+def require_batches(reader: AsyncReader) -> None:
+    """Refuse a reader that has nothing to read.
+
+    Raises
+    ------
+    DatasetError
+        If an epoch has no batch; the message says why.
+    """
+    if not len(reader):
+        reader.fetch_data()
+
+
+def alternatives(config: ReaderConfig) -> Iterator[dict[str, Any]]:
+    """Yield options that may be faster: other orders, and other numbers of threads."""
+    is_drawn = config.sampler is not None or config.weights is not None
+    for shuffle in () if is_drawn else (False, "window", "full"):
+        if shuffle != config.shuffle:
+            yield {"shuffle": shuffle}
+    threads = config.thread_count
+    cores = os.cpu_count() or 1
+    for count in sorted({max(1, threads // 2), 2 * max(1, threads), cores} - {threads}):
+        yield {"num_threads": count}

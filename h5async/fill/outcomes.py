@@ -1,0 +1,128 @@
+"""Says what a filler is asked for, what it answers, and what fillers of all kinds have in common.
+
+Plain records, most of them picklable: a helper process is sent the same requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.order.requests import FillRequest
+from h5async.plan.encoded import EncodedPlan
+from h5async.samples.columns import SlotMemory
+from h5async.system.counts import STAGES, ThreadCounts
+
+
+class FillOutcome(NamedTuple):
+    """What became of a request.
+
+    Attributes
+    ----------
+    index
+        int64 (n,): sample numbers of the batch.
+    arrays
+        The batch, in field order: views of the slot's `out` of n rows, or what `postprocess`
+        returned, or, once it was uploaded, arrays on a device.
+    error
+        What went wrong, if anything; the arrays then hold nothing of use.
+    is_resident
+        Nothing was read, because the device has the rows.
+    encoded
+        By field: which encoded chunks were read, for the device to decode; None where rows were.
+    busy_seconds
+        The time that threads spent on it, summed up.
+    warnings
+        What the consumer is to be warned of, each once.
+    """
+
+    index: NDArray[np.int64]  # type: ignore[assignment]  # (a tuple's method of that name)
+    arrays: tuple[Any, ...]
+    error: BaseException | None = None
+    is_resident: bool = False
+    encoded: tuple[EncodedPlan | None, ...] = ()
+    busy_seconds: float = 0.0
+    warnings: tuple[str, ...] = ()
+
+
+class FillerStats(NamedTuple):
+    """What a filler has done so far.
+
+    Attributes
+    ----------
+    stage_seconds
+        By stage, but for what `counts` has.
+    counts
+        Of all threads.
+    fallback_reads
+        Reads that went through h5py.
+    cache
+        What is kept in memory, or why not.
+    broken_images
+        Images that were replaced because they cannot be decoded.
+    """
+
+    stage_seconds: Mapping[str, float]
+    counts: ThreadCounts
+    fallback_reads: int
+    cache: str
+    broken_images: int = 0
+
+    def plus(self, other: FillerStats) -> FillerStats:
+        """Return what this and another filler have done; both keep the same in memory."""
+        mine, others = self.stage_seconds, other.stage_seconds
+        return FillerStats(
+            {stage: mine[stage] + others[stage] for stage in STAGES},
+            self.counts.plus(other.counts),
+            self.fallback_reads + other.fallback_reads,
+            self.cache,
+            self.broken_images + other.broken_images,
+        )
+
+
+class SlotFiller(Protocol):
+    """What fills slots: threads of this process (`Filler`), or helper processes.
+
+    It is made with four functions that it calls in its threads: ``next_requests()`` says, after
+    `kick`, what is to be filled now; ``before_fill(slot)`` returns when the slot may be written to;
+    ``on_done(request, outcome)`` takes the outcome of each request; ``on_crash(error)`` takes an
+    error that belongs to no batch.
+    """
+
+    @property
+    def methods(self) -> list[str]:
+        """How each field is read, in field order; see `ReaderStats.ways`."""
+
+    def kick(self) -> None:
+        """Have a worker ask for requests. Never blocks; extra calls are harmless."""
+
+    def fill(self, request: FillRequest) -> None:
+        """Fill a slot. Never blocks. Safe to call from any thread."""
+
+    def run_next(self) -> bool:
+        """Do the most urgent work in the calling thread; return False where there is none."""
+
+    def abandon(self) -> bool:
+        """Forget, after an exception in `run_next`, all that was begun; return whether it was."""
+
+    def stats(self) -> FillerStats:
+        """Return what was done so far."""
+
+    def note_uploaded(self, slot: int, index: NDArray[np.int64]) -> None:
+        """Note that the device cache has the samples of the batch in a slot."""
+
+    def drop_encoded(self, slots: Sequence[SlotMemory]) -> None:
+        """Take slots without memory for encoded chunks; no request is left that may need it."""
+
+    def stop(self, then: Callable[[], None]) -> None:
+        """Drop all requests; when the work under way is done, let go of all, and call `then`.
+
+        Never waits: it is called by the garbage collector, in any thread, which may hold a lock
+        that a worker waits for. Extra calls are harmless, and do what an exception left undone.
+        """
+
+    def join(self, patience_seconds: float | None = None) -> None:
+        """Wait until all is done that `stop` asked for; a worker does not wait for itself."""

@@ -1,0 +1,1 @@
+"""Tells what a reader does: statistics, traces, logs."""

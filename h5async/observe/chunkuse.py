@@ -1,0 +1,259 @@
+"""Tells how much of what is decoded and read is used, and what would decode less.
+
+Layouts, options and counts enter; `ChunkUse` leaves. What is used is counted where batches are
+delivered, and what is decoded where chunks are; here the two are set against each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from h5async.config import ReaderConfig
+from h5async.index.layout import DatasetLayout
+from h5async.index.similardatasets import AlikeParts, kinds_of
+from h5async.names import printable
+from h5async.observe.stats import ChunkAdvice, Remedy
+from h5async.opening.limits import wanted_kept_nbytes
+from h5async.order.selection import Selection
+from h5async.order.spans import SpanRows
+from h5async.order.steps import StepRows
+from h5async.samples.columns import INDICES, Rows
+from h5async.spelling import named
+from h5async.system.freememory import free_memory
+
+_CACHED_SHARE = 0.5  # of the free memory, which a dataset or a window may take to be kept there
+_LEAST_CHUNK_NBYTES = 10_000  # smaller chunks cost more to read each than they save
+_LOOKED_AT = 100_000  # samples, by which it is estimated how many of a chunk are selected
+_FAR_FEWER = 1.5  # samples in a chunk than now, for a file to be written anew
+
+
+class Used(NamedTuple):
+    """Bytes that samples need by how they are stored, each of them read or decoded once.
+
+    Attributes
+    ----------
+    encoded
+        In chunks that h5async decodes. The records of a table count whole, and so do the edges of
+        chunks that reach beyond the dataset: no other order of samples spares them.
+    raw
+        Not encoded.
+    by_h5py
+        In encoded chunks that only h5py reads.
+    """
+
+    encoded: float = 0.0
+    raw: float = 0.0
+    by_h5py: float = 0.0
+
+    def plus(self, other: Used, times: float = 1.0) -> Used:
+        """Return the sums, the other one counted several times."""
+        return Used(*(mine + times * others for mine, others in zip(self, other, strict=True)))
+
+
+class _Culprit(NamedTuple):
+    """The column of whose chunks the most bytes are decoded for each sample."""
+
+    nbytes: float
+    name: str
+    layout: DatasetLayout
+
+
+class ChunkFacts:
+    """What is known of the chunks of a reader, from the beginning.
+
+    Parameters
+    ----------
+    config
+        The options.
+    layouts
+        Of all columns, by name.
+    rows
+        By column: which rows each sample consists of.
+    selection
+        The samples of an epoch.
+
+    Attributes
+    ----------
+    stored_share
+        Encoded bytes of a decoded byte, of what h5async decodes.
+    """
+
+    def __init__(
+        self,
+        config: ReaderConfig,
+        layouts: Mapping[str, DatasetLayout],
+        rows: Sequence[Rows],
+        selection: Selection,
+    ) -> None:
+        self._config = config
+        self._layouts = layouts
+        self._rows = dict(zip(layouts, rows, strict=True))
+        self._selection = selection
+        self._shares = {name: needs_of(layout) for name, layout in layouts.items()}
+        stored = decoded = 0.0
+        for layout in layouts.values():
+            for leaf, count in kinds_of(layout):
+                if needs := needs_of(leaf).encoded:
+                    stored += count * leaf.stored_nbytes
+                    decoded += count * leaf.nbytes * needs
+        self.stored_share = stored / decoded if decoded else 0.0
+
+    def used(self, column: str, nbytes: float) -> Used:
+        """Return what so many bytes of a column need, as they are delivered."""
+        return Used().plus(self._shares[column], nbytes)
+
+    def advice(self) -> ChunkAdvice:
+        """Return what would decode or read less, for these options and this memory."""
+        ours, h5pys = self._culprit(by_h5py=False), self._culprit(by_h5py=True)
+        return ChunkAdvice(
+            self._name_of(ours),
+            self._unit_of(ours),
+            self._remedies(ours, by_h5py=False),
+            self._name_of(h5pys),
+            self._remedies(h5pys, by_h5py=True),
+            self._remedies_of_raw(),
+        )
+
+    def _culprit(self, *, by_h5py: bool) -> _Culprit | None:
+        found = []
+        for name, layout in self._layouts.items():
+            share = self._shares[name]
+            if share.by_h5py if by_h5py else share.encoded:
+                leaf = _largest_chunks(layout, by_h5py=by_h5py)
+                found.append(_Culprit(float(leaf.chunk_nbytes), name, leaf))
+        return max(found, key=lambda one: one.nbytes, default=None)
+
+    def _name_of(self, culprit: _Culprit | None) -> str:
+        """Return the field, where there are others that could be meant."""
+        if culprit is None or len({name.removesuffix(INDICES) for name in self._layouts}) == 1:
+            return ""
+        return printable(culprit.name.removesuffix(INDICES))
+
+    def _unit_of(self, culprit: _Culprit | None) -> str:
+        """Return what people call that of which a chunk has several."""
+        if culprit is None:
+            return "sample"
+        if isinstance(self._rows[culprit.name], StepRows):
+            return "row"
+        if isinstance(self._rows[culprit.name], SpanRows):
+            return "value"
+        is_image = self._config.h_dim is not None and culprit.name == self._first
+        return "image" if is_image else "sample"
+
+    @property
+    def _first(self) -> str:
+        return next(iter(self._layouts))
+
+    def _remedies(self, culprit: _Culprit | None, *, by_h5py: bool) -> tuple[Remedy, ...]:
+        if culprit is None:
+            return ()
+        config, found = self._config, []
+        is_free = config.weights is None and config.sampler is None
+        if config.shuffle == "full" and is_free and not by_h5py and self._window_fits():
+            # (Through h5py, a chunk would still be decoded for each batch that needs it.)
+            found.append(Remedy(named("shuffle", "window"), self._left_by_window(culprit)))
+        if config.cache is None and config.num_helpers <= 1 and config.decode != "device":
+            if self._fits():
+                found.append(Remedy(f"{named('cache', 'host')} from the second epoch on", 0.0))
+        rows = self._rows_of_chunk(culprit)
+        if rows:
+            unit = self._unit_of(culprit)
+            of = f' "{self._name_of(culprit)}"' if self._name_of(culprit) else ""
+            count = f"one {unit}" if rows == 1 else f"{rows:,} {unit}s"
+            found.append(Remedy(f"repack{of} with {count} a chunk"))
+        return tuple(found)
+
+    def _rows_of_chunk(self, culprit: _Culprit) -> int:
+        """Return how many rows a chunk should have; 0: about as many as it has."""
+        layout, rows = culprit.layout, self._rows[culprit.name]
+        now = layout.chunk_shape[layout.sample_axis]
+        wanted = -(-_LEAST_CHUNK_NBYTES // max(1, layout.row_nbytes))
+        if isinstance(rows, StepRows):
+            wanted = max(wanted, rows.size)
+        elif isinstance(rows, SpanRows):
+            wanted = max(wanted, rows.likely(1))
+        return wanted if wanted * _FAR_FEWER <= now else 0
+
+    def _left_by_window(self, culprit: _Culprit) -> float:
+        """Return how many samples are decoded for each, where each chunk is decoded once.
+
+        Of a chunk with few samples that are selected, the others are decoded in vain in any order;
+        and each helper process decodes the chunks of its batches.
+        """
+        layout, rows = culprit.layout, self._rows[culprit.name]
+        per_chunk, steps = float(layout.chunk_shape[layout.sample_axis]), 1
+        if isinstance(rows, StepRows):
+            steps = rows.size
+        elif isinstance(rows, SpanRows):
+            per_chunk = max(1.0, per_chunk / max(1, rows.likely(1)))
+        looked_at = np.arange(min(self._selection.size, _LOOKED_AT))
+        samples = self._selection.ascending.samples(looked_at)
+        chunks = np.unique(samples // per_chunk).size
+        once = chunks * per_chunk / max(1, samples.size * steps)
+        return max(1.0, once) * max(1, self._config.num_helpers)
+
+    def _remedies_of_raw(self) -> tuple[Remedy, ...]:
+        """Return what would read less of chunks that are read whole: those across the samples."""
+        across = [
+            name
+            for name, layout in self._layouts.items()
+            if self._shares[name].raw and layout.chunk_shape and layout.sample_axis
+        ]
+        if not across:
+            return ()
+        name = printable(across[0].removesuffix(INDICES))
+        return (Remedy(f'store "{name}" with the dimension of its samples first'),)
+
+    def _window_fits(self) -> bool:
+        """Tell whether there is memory for the chunks that a window keeps."""
+        wanted = sum(wanted_kept_nbytes(self._config, self._layouts, in_window=True))
+        wanted *= max(1, self._config.num_helpers)
+        return wanted <= _CACHED_SHARE * free_memory()[0].nbytes
+
+    def _fits(self) -> bool:
+        """Tell whether the samples that are selected fit into memory."""
+        nbytes = 0
+        for name, layout in self._layouts.items():
+            share = self._selection.size / max(1, layout.sample_count)
+            rows = self._rows[name]
+            times = rows.size if isinstance(rows, StepRows) else 1
+            nbytes += int(layout.nbytes * share * times)
+        return nbytes <= _CACHED_SHARE * free_memory()[0].nbytes
+
+
+def needs_of(layout: DatasetLayout) -> Used:
+    """Return what a byte of a dataset needs; nothing where that is in memory from the beginning."""
+    if isinstance(layout.parts, AlikeParts):
+        return needs_of(layout.parts.like)
+    if layout.parts:
+        found, nbytes = Used(), max(1, layout.num_samples * layout.row_nbytes)
+        for part in layout.parts:  # a member's part has the whole records
+            share = part.samples.size * part.source.row_nbytes / nbytes
+            found = found.plus(needs_of(part.source), share)
+        return found
+    encoded = 0.0
+    if layout.filters and layout.chunk_shape:
+        whole = math.prod(layout.grid) * math.prod(layout.chunk_shape)
+        encoded = whole / max(1, math.prod(layout.shape))
+        encoded *= max(1.0, layout.stored_itemsize / max(1, layout.dtype.itemsize))
+    if layout.fallback_reason is not None:
+        return Used(by_h5py=encoded)
+    if layout.values is not None:
+        return Used()
+    return Used(encoded=encoded, raw=float(not encoded))
+
+
+def _largest_chunks(layout: DatasetLayout, *, by_h5py: bool) -> DatasetLayout:
+    """Return the dataset with the largest chunks of those that a layout consists of."""
+    if isinstance(layout.parts, AlikeParts):
+        return _largest_chunks(layout.parts.like, by_h5py=by_h5py)
+    parts = [part.source for part in layout.parts]
+    found = [part for part in parts if (s := needs_of(part)) and (s.by_h5py if by_h5py else s[0])]
+    if not found:
+        return layout
+    leaves = [_largest_chunks(part, by_h5py=by_h5py) for part in found]
+    return max(leaves, key=lambda leaf: leaf.chunk_nbytes)

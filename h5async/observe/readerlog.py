@@ -1,0 +1,192 @@
+"""Logs what a reader has opened, which way each field is read, and what memory did not allow.
+
+These records are all made in the process that made the reader, wherever its fields are read. A
+warning is logged once in a process: readers of the same files follow one another.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.config import Field, ReaderConfig, SparseField
+from h5async.config.files import paths_text
+from h5async.core.binding import why_no_core
+from h5async.index.joined import unused_rows
+from h5async.index.layout import DatasetLayout
+from h5async.index.similardatasets import kinds_of
+from h5async.names import printable
+from h5async.samples.columns import SparseShape
+
+_log = logging.getLogger("h5async.reader")
+_MOST_WARNED = 1000  # that are remembered
+_warned: set[str] = set()
+
+
+def log_opened(
+    config: ReaderConfig, layouts: Mapping[str, DatasetLayout], num_samples: int, seconds: float
+) -> None:
+    """Log what was opened.
+
+    Parameters
+    ----------
+    config, layouts
+        Of the reader, by field name.
+    num_samples
+        How many are selected.
+    seconds
+        How long it took until batches could be filled.
+    """
+    if not _log.isEnabledFor(logging.INFO):
+        return
+    files = {source.file for layout in layouts.values() for source, _ in kinds_of(layout)}
+    of_files = f" (data in {len(files):,} files)" if len(files) > 1 else ""
+    _log.info(
+        "opened %s%s: fields %s, %s samples, in %.3f s",
+        paths_text(config.hdf5_path),
+        of_files,
+        ", ".join(layouts),
+        f"{num_samples:,}",
+        seconds,
+    )
+
+
+def log_ways(layouts: Mapping[str, DatasetLayout], methods: Sequence[str]) -> None:
+    """Log which way each field is read, and why not the fastest: that is a warning.
+
+    Parameters
+    ----------
+    layouts
+        By field name.
+    methods
+        How each field is read, as in `ReaderStats.ways`.
+    """
+    reason = why_no_core()
+    if reason is not None:
+        _warn_once(reason)
+    for (name, layout), method in zip(layouts.items(), methods, strict=True):
+        what = printable(f'{layout.file}: field {name}, dataset "{layout.path}"')
+        if layout.fallback_reason is not None:
+            _warn_once(
+                f"{what}: is read through h5py, one read at a time: {layout.fallback_reason}"
+            )
+        elif "python" in method and reason is None:
+            filters = "+".join(
+                dict.fromkeys(f.label for y, _ in kinds_of(layout) for f in y.filters)
+            )
+            named = f" ({filters})" if filters else ""
+            _warn_once(
+                f"{what}: is read directly, but in Python, because the core does not read its"
+                f" storage or undo its filters{named}"
+            )
+        else:
+            _log.info("%s: is read directly (%s)", what, method)
+
+
+def log_memory(
+    config: ReaderConfig, cache: str, most_threads: int, kept: Sequence[int], wanted: Sequence[int]
+) -> None:
+    """Log what memory did not allow.
+
+    Parameters
+    ----------
+    config
+        Of the reader.
+    cache
+        As in `ReaderStats.cache`.
+    most_threads
+        For which there is memory.
+    kept, wanted
+        Bytes of decoded chunks that may be kept for later batches, by field, and that would help.
+    """
+    what = paths_text(config.hdf5_path)
+    if config.cache is not None and cache.startswith("none: "):
+        reason = cache.removeprefix("none: ")
+        _warn_once(f"{what}: no rows are kept by the option cache: {reason}")
+    elif config.cache is not None:
+        _log.info("%s: rows are kept: %s", what, cache)
+    if most_threads < config.filler_threads:
+        _warn_once(
+            f"{what}: there is memory for {most_threads} threads, of {config.filler_threads}:"
+            " max_batch_bytes, or what is free, allows no more"
+        )
+    if sum(kept) < sum(wanted):
+        _warn_once(
+            f"{what}: {sum(wanted):,} bytes of decoded chunks would be kept for later batches, and"
+            f" {sum(kept):,} are free for them: chunks are decoded more than once"
+        )
+
+
+def log_unused_values(layouts: Mapping[str, DatasetLayout]) -> None:
+    """Log how many values are in no sample: what says where samples lie may be meant otherwise.
+
+    Parameters
+    ----------
+    layouts
+        By field name.
+    """
+    for name, layout in layouts.items():
+        count = unused_rows(layout) if layout.spans is not None else 0
+        if count:
+            _warn_once(
+                printable(f'{layout.file}: field {name}, dataset "{layout.path}"')
+                + f": {count:,} of its values lie before the first sample or behind the last one,"
+                " and are in none; if they should be, see what the options offsets and offsets_kind"
+                " say: offsets have one number more than there are samples, and ends as many"
+            )
+
+
+def log_missing_columns(fields: Mapping[str, Field], shapes: Mapping[str, SparseShape]) -> None:
+    """Log which of the columns that were chosen by name no file has: they are zeros.
+
+    Parameters
+    ----------
+    fields
+        Of the reader, by name.
+    shapes
+        What is known of the columns of its sparse fields.
+    """
+    for name, shape in shapes.items():
+        field = fields[name]
+        if not isinstance(field, SparseField) or not isinstance(field.columns, tuple):
+            continue
+        is_there = np.zeros(shape.columns + 1, np.bool_)
+        for places in shape.places or ():
+            is_there[places] = True  # -1 is the last one
+        missing = np.flatnonzero(~is_there[:-1])
+        if not missing.size:
+            continue
+        what = f'field {name}: {shape.where[0]} has no column "{field.columns[missing[0]]}"'
+        others, more = len(shape.where) - 1, missing.size - 1
+        of_files = ", nor has 1 other file" if others == 1 else f", nor have {others:,} other files"
+        columns = "1 other column" if more == 1 else f"{more:,} other columns"
+        _warn_once(
+            printable(what)
+            + (of_files if others else "")
+            + (f"; nor {columns} of those chosen: they are zeros" if more else ": it is zeros")
+        )
+
+
+def log_long_samples(config: ReaderConfig, lengths: NDArray[Any]) -> None:
+    """Log how many samples have more values than a batch is to have; `lengths`: of each."""
+    if config.batch_values is None:
+        return
+    count = int(np.count_nonzero(lengths > min(config.batch_values, np.iinfo(np.int64).max)))
+    if count:
+        _warn_once(
+            f"{paths_text(config.hdf5_path)}: {count:,} samples have more than"
+            f" {config.batch_values:,} values (batch_values), up to {int(lengths.max()):,}: each is"
+            " a batch of its own"
+        )
+
+
+def _warn_once(message: str) -> None:
+    """Log a warning, or what was one before at level DEBUG."""
+    is_new = message not in _warned
+    if is_new and len(_warned) < _MOST_WARNED:
+        _warned.add(message)
+    _log.log(logging.WARNING if is_new else logging.DEBUG, "%s", message)

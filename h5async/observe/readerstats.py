@@ -1,0 +1,439 @@
+"""Makes the statistics of a reader: of all it did, of an epoch, or since earlier ones.
+
+What was delivered and the counts of the filler enter; `ReaderStats` leaves.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.config import ReaderConfig
+from h5async.errors import ConfigError
+from h5async.fill.outcomes import FillerStats
+from h5async.index.cost import direct_share
+from h5async.index.layout import DatasetLayout
+from h5async.index.similardatasets import kinds_of
+from h5async.observe.chunkuse import ChunkFacts, Used
+from h5async.observe.stats import ChunkAdvice, ReaderStats, Waits, WaitTotals
+from h5async.order.selection import Selection
+from h5async.order.spans import SpanRows
+from h5async.order.steps import StepRows
+from h5async.samples.columns import Rows, by_field
+from h5async.system.counts import STAGES, StageTimes
+
+_KEPT_EPOCHS = 256
+
+
+class Delivered(NamedTuple):
+    """What the consumer has got so far.
+
+    Attributes
+    ----------
+    batches, samples, nbytes
+        As in `ReaderStats`.
+    used
+        What these samples need to be read and decoded, each once.
+    waits
+        How it waited for them.
+    """
+
+    batches: int = 0
+    samples: int = 0
+    nbytes: int = 0
+    used: Used = Used()
+    waits: WaitTotals = WaitTotals()
+
+
+class Work(NamedTuple):
+    """What the threads have done so far, as in `ReaderStats`.
+
+    Attributes
+    ----------
+    h5py_decoded_nbytes
+        What HDF5 has decoded of chunks that only h5py reads.
+    """
+
+    stage_seconds: Mapping[str, float] = dict.fromkeys(STAGES, 0.0)
+    gil_wait_seconds: float = 0.0
+    read_nbytes: int = 0
+    decoded_chunks: int = 0
+    decoded_nbytes: int = 0
+    h5py_decoded_nbytes: int = 0
+    fallback_reads: int = 0
+    broken_images: int = 0
+
+    def since(self, earlier: Work) -> Work:
+        """Return what was done since."""
+        stages = {
+            stage: max(0.0, seconds - earlier.stage_seconds[stage])
+            for stage, seconds in self.stage_seconds.items()
+        }
+        counts = (max(0, new - old) for new, old in zip(self[2:], earlier[2:], strict=True))
+        waited = max(0.0, self.gil_wait_seconds - earlier.gil_wait_seconds)
+        return Work(stages, waited, *counts)
+
+
+class _Mark(NamedTuple):
+    """A moment in the life of a reader, by which statistics begin or end."""
+
+    reader: object
+    delivered: Delivered
+    work: Work
+
+
+class _Span(NamedTuple):
+    """The time between two moments."""
+
+    begin: Delivered
+    begin_work: Work
+    end: Delivered
+    end_work: Work
+    percentiles: tuple[float, float]
+    epoch: int | None = None
+
+
+class _OpenEpoch(NamedTuple):
+    """An epoch of which batches are being delivered."""
+
+    epoch: int
+    begin: Delivered
+    begin_work: Work
+
+
+class Way(NamedTuple):
+    """How a reader reads, as in `ReaderStats`.
+
+    Attributes
+    ----------
+    methods
+        How each column is read.
+    """
+
+    methods: Sequence[str]
+    num_threads: int
+    workers: str | int
+    cache: str
+    decode: str
+
+
+class ReaderCounts:
+    """What was delivered, and how long the consumer waited for it.
+
+    The consumer's thread notes; `stats` may be called from any.
+
+    Parameters
+    ----------
+    config
+        The options.
+    layouts
+        Layouts of all columns, by name.
+    rows
+        By column: which rows each sample consists of.
+    selection
+        The samples of an epoch.
+    kept_nbytes
+        What is kept at most of decoded chunks, for later batches.
+
+    Attributes
+    ----------
+    waits
+        The consumer's waits, which its thread notes.
+    upload_times
+        Time of uploads, of all threads.
+    samples
+        Samples that were delivered.
+    last
+        Epoch and number of the last batch that was delivered in an epoch; None: there is none.
+    """
+
+    def __init__(
+        self,
+        config: ReaderConfig,
+        layouts: Mapping[str, DatasetLayout],
+        rows: Sequence[Rows],
+        selection: Selection,
+        kept_nbytes: int,
+    ) -> None:
+        self._layouts = layouts
+        self._kept_nbytes = kept_nbytes
+        self._facts = ChunkFacts(config, layouts, rows, selection)
+        self._advice: ChunkAdvice | None = None
+        self._plain_nbytes, self._plain_used = 0, Used()  # of a sample
+        # Of a row of samples of any length: likewise.
+        self._ragged: dict[SpanRows, tuple[int, Used]] = {}
+        for (name, layout), one in zip(layouts.items(), rows, strict=True):
+            if isinstance(one, SpanRows):
+                nbytes, used = self._ragged.get(one, (0, Used()))
+                used = used.plus(self._facts.used(name, layout.row_nbytes))
+                self._ragged[one] = nbytes + layout.row_nbytes, used
+            else:
+                nbytes = layout.row_nbytes * (one.size if isinstance(one, StepRows) else 1)
+                self._plain_nbytes += nbytes
+                self._plain_used = self._plain_used.plus(self._facts.used(name, nbytes))
+        row_nbytes = sum(map(_sample_nbytes, layouts.values()))
+        direct = sum(_sample_nbytes(one) * direct_share(one) for one in layouts.values())
+        self._direct_share = direct / row_nbytes if row_nbytes else 1.0
+        self._filters = tuple(
+            dict.fromkeys(
+                entry.label
+                for layout in layouts.values()
+                for leaf, _ in kinds_of(layout)
+                for entry in leaf.filters
+            )
+        )
+        self._ahead = max(0, config.prefetch - 1)  # batches that may be filled, not delivered
+        self.waits = Waits()
+        self.upload_times = StageTimes()
+        self.last: tuple[int, int] | None = None
+        self._lock = threading.RLock()  # a signal handler may ask in the midst of a note
+        self._batches = self.samples = 0
+        self._ragged_rows = [0] * len(self._ragged)
+        self._reader = object()
+        self._epochs: deque[_Span] = deque(maxlen=_KEPT_EPOCHS)
+        self._open: _OpenEpoch | None = None
+        self._rest = Work()  # what was done by the end of the last epoch
+        self._warned: set[str] = set()
+
+    # --- the consumer's calls ---------------------------------------------------------------------
+
+    def note(self, index: NDArray[np.int64]) -> None:
+        """Count the samples of a batch that is delivered."""
+        lengths = [int(rows.lengths(index).sum()) for rows in self._ragged]
+        with self._lock:
+            self._batches += 1
+            self.samples += index.size
+            for number, rows in enumerate(lengths):
+                self._ragged_rows[number] += rows
+
+    @property
+    def open_epoch(self) -> int:
+        """The epoch of which batches are being delivered; -1: none."""
+        return -1 if self._open is None else self._open.epoch
+
+    def begin_epoch(self, epoch: int, work: Work) -> None:
+        """Note that the batch that was waited for last is the first one of an epoch."""
+        with self._lock:
+            delivered = self._so_far()._replace(waits=self.waits.before)
+            if self._open is not None:
+                self._end(delivered, work)
+            self._open = _OpenEpoch(epoch, delivered, self._rest)
+
+    def end_epoch(self, work: Work) -> None:
+        """Note that no batch of the epoch follows; harmless where none was begun."""
+        with self._lock:
+            if self._open is not None:
+                self._end(self._so_far(), work)
+
+    def _end(self, delivered: Delivered, work: Work) -> None:
+        assert self._open is not None
+        epoch, begin, begin_work = self._open
+        percentiles = self.waits.percentiles(delivered.waits, begin.waits)
+        self._epochs.append(_Span(begin, begin_work, delivered, work, percentiles, epoch))
+        self._open, self._rest = None, work
+
+    def new_warnings(self, found: Sequence[str]) -> list[str]:
+        """Return those of some warnings that the caller has not seen yet."""
+        new = [text for text in found if text not in self._warned]
+        self._warned.update(new)
+        return new
+
+    # --- any thread's calls -----------------------------------------------------------------------
+
+    def epoch_nbytes(self, selection: Selection, samples: int) -> int:
+        """Return the bytes of so many samples, of the mean length of those that are selected."""
+        found = self._plain_nbytes * samples
+        if self._ragged and selection.size:
+            selected = selection.samples(np.arange(selection.size))
+            for rows, (nbytes, _) in self._ragged.items():
+                total = int(rows.lengths(selected).sum())
+                found += total * nbytes * samples // selection.size
+        return found
+
+    def work(self, filler: FillerStats, device_chunks: int, device_nbytes: int) -> Work:
+        """Return what was done so far.
+
+        Parameters
+        ----------
+        filler
+            What the filler's threads have done.
+        device_chunks, device_nbytes
+            Chunks that were decoded on a GPU, and what they hold.
+        """
+        counts, stages = filler.counts, dict(filler.stage_seconds)
+        stages["upload"] += self.upload_times.seconds()["upload"]
+        stages["read"] += counts.read_ns / 1e9
+        stages["decode"] += counts.decode_ns / 1e9
+        stages["place"] += counts.place_ns / 1e9
+        return Work(
+            stages,
+            counts.gil_wait_ns / 1e9,
+            counts.read_nbytes,
+            counts.decoded_chunks + device_chunks,
+            counts.decoded_nbytes + device_nbytes,
+            counts.h5py_decoded_nbytes,
+            filler.fallback_reads,
+            filler.broken_images,
+        )
+
+    def stats(
+        self, work: Work, way: Way, since: ReaderStats | None = None, epoch: int | None = None
+    ) -> ReaderStats:
+        """Return the statistics of the reader.
+
+        Parameters
+        ----------
+        work
+            What was done so far.
+        way
+            How.
+        since, epoch
+            Of which time, as `AsyncReader.stats` says.
+
+        Raises
+        ------
+        ConfigError
+            If there are no such statistics.
+        """
+        if since is not None and epoch is not None:
+            raise ConfigError("stats() takes since or epoch, not both")
+        with self._lock:
+            span = self._span_since(work, since) if epoch is None else self._span_of(epoch, work)
+        return self._made(span, way)
+
+    def _so_far(self) -> Delivered:
+        """Return what was delivered; called under the lock."""
+        nbytes, used = (
+            self._plain_nbytes * self.samples,
+            Used().plus(self._plain_used, self.samples),
+        )
+        for rows, (of_row, used_of_row) in zip(
+            self._ragged_rows, self._ragged.values(), strict=True
+        ):
+            nbytes, used = nbytes + rows * of_row, used.plus(used_of_row, rows)
+        return Delivered(self._batches, self.samples, nbytes, used, self.waits.totals)
+
+    def _span_since(self, work: Work, since: ReaderStats | None) -> _Span:
+        now, begin = self._so_far(), _Mark(self._reader, Delivered(), Work())
+        if since is not None:
+            begin = self._mark_of(since)
+            if begin.delivered.batches > now.batches:
+                raise ConfigError(
+                    f"since was taken at batch {begin.delivered.batches:,}, and this is batch"
+                    f" {now.batches:,}: it is newer; give statistics that were taken before"
+                )
+        percentiles = self.waits.percentiles(now.waits, begin.delivered.waits)
+        return _Span(begin.delivered, begin.work, now, work, percentiles)
+
+    def _mark_of(self, since: ReaderStats) -> _Mark:
+        if not isinstance(since, ReaderStats):
+            raise ConfigError(
+                f"since takes what stats() returned before, found {type(since).__name__}"
+            )
+        mark = since._mark
+        if not isinstance(mark, _Mark) or mark.reader is not self._reader:
+            raise ConfigError(
+                "since is of another reader; give what stats() of this reader returned before, in"
+                " this process"
+            )
+        return mark
+
+    def _span_of(self, epoch: int, work: Work) -> _Span:
+        try:
+            if isinstance(epoch, bool):
+                raise TypeError
+            epoch = operator.index(epoch)
+        except TypeError as error:
+            raise ConfigError(
+                f"epoch takes a number, -1 for the last one, found {epoch!r}"
+            ) from error
+        found = list(self._epochs)
+        if self._open is not None:
+            number, begin, begin_work = self._open
+            now = self._so_far()
+            percentiles = self.waits.percentiles(now.waits, begin.waits)
+            found.append(_Span(begin, begin_work, now, work, percentiles, number))
+        if epoch < 0 and -epoch <= len(found):
+            return found[epoch]
+        for span in reversed(found):
+            if span.epoch == epoch:
+                return span
+        raise ConfigError(_no_epoch(epoch, [span.epoch for span in found]))
+
+    def _made(self, span: _Span, way: Way) -> ReaderStats:
+        begin, end, work = span.begin, span.end, span.end_work.since(span.begin_work)
+        if self._advice is None:
+            self._advice = self._facts.advice()
+        batches = end.batches - begin.batches
+        # What was decoded for batches that are yet to come is no waste.
+        ahead = self._ahead if way.num_threads and not any(span.begin_work[2:]) else 0
+        share = (batches + ahead) / batches if batches else 1.0
+        used = Used().plus(end.used.plus(begin.used, -1.0), share)
+        encoded_nbytes = min(work.read_nbytes, work.decoded_nbytes * self._facts.stored_share)
+        raw_nbytes = work.read_nbytes - encoded_nbytes
+        return ReaderStats(
+            batches=batches,
+            samples=end.samples - begin.samples,
+            nbytes=end.nbytes - begin.nbytes,
+            elapsed_seconds=end.waits.elapsed_seconds - begin.waits.elapsed_seconds,
+            wait_seconds=max(0.0, end.waits.seconds - begin.waits.seconds),
+            wait_p50_seconds=span.percentiles[0],
+            wait_p99_seconds=span.percentiles[1],
+            stage_seconds=work.stage_seconds,
+            gil_wait_seconds=work.gil_wait_seconds,
+            read_nbytes=work.read_nbytes,
+            decoded_chunks=work.decoded_chunks,
+            fallback_reads=work.fallback_reads,
+            direct_share=self._direct_share,
+            ways=by_field(dict(zip(self._layouts, way.methods, strict=True)), _both_ways),
+            num_threads=way.num_threads,
+            filters=self._filters,
+            workers=way.workers,
+            cache=way.cache,
+            decode=way.decode,
+            broken_images=work.broken_images,
+            decoded_nbytes=work.decoded_nbytes,
+            decoded_per_used=_ratio(work.decoded_nbytes, used.encoded),
+            read_per_used=_ratio(raw_nbytes, used.raw),
+            epoch=span.epoch,
+            first_batch=begin.batches,
+            _least_decoded=_ratio(work.decoded_nbytes - self._kept_nbytes, used.encoded),
+            _least_read=_ratio(raw_nbytes - self._kept_nbytes, used.raw),
+            _h5py_per_used=_ratio(work.h5py_decoded_nbytes, used.by_h5py),
+            _encoded_share=_ratio(encoded_nbytes, work.read_nbytes),
+            _waits=end.waits.number - begin.waits.number,
+            _advice=self._advice,
+            _mark=_Mark(self._reader, end, span.end_work),
+        )
+
+
+def _ratio(one: float, other: float) -> float:
+    return one / other if other else 0.0
+
+
+def _no_epoch(epoch: int, known: Sequence[int | None]) -> str:
+    """Say why there are no statistics of an epoch."""
+    if not known:
+        return f"there are no statistics of epoch {epoch}: no batch of any was delivered yet"
+    kept = f"those of the last {_KEPT_EPOCHS} are kept, {known[0]} to {known[-1]}"
+    if epoch < 0:
+        return f"epoch={epoch} goes back too far: there are {len(known)} ({kept})"
+    return f"there are no statistics of epoch {epoch}: {kept}"
+
+
+def _sample_nbytes(layout: DatasetLayout) -> float:
+    """Return the bytes of a sample, of ragged ones on average."""
+    if not layout.is_ragged:
+        return float(layout.row_nbytes)
+    values = layout.num_samples if layout.spans is None else int(layout.spans[-1] - layout.spans[0])
+    return layout.row_nbytes * values / max(1, layout.sample_count)
+
+
+def _both_ways(one: str, other: str) -> str:
+    return " and ".join(sorted({*one.split(" and "), *other.split(" and ")}))

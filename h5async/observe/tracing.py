@@ -1,0 +1,187 @@
+"""Records what a reader does, and writes it as a trace when that ends.
+
+The engine says here what it asks for and hands over; a `Trace` is what the caller holds.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import os
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Protocol
+
+from h5async.errors import ConfigError, ReadError, out_of_memory
+from h5async.fill.recording import Recorded
+from h5async.observe.chrometrace import write_trace
+from h5async.observe.ranges import nvtx_ranges, torch_ranges
+from h5async.observe.trace import Trace
+from h5async.system.timeline import Recorder, Timeline
+
+MAX_EVENTS = 500_000
+_MOST_EVENTS = 20_000_000  # 1 GB of memory, 3 GB of a file
+
+_log = logging.getLogger("h5async.trace")
+_ENDED_EARLY = "the process ended before the trace did"
+
+
+class Records(Protocol):
+    """What records the threads that fill slots: a filler."""
+
+    def record(self, timeline: Timeline | None) -> None:
+        """Record what they do from now on; None: no more."""
+
+    def recorded(self) -> list[Recorded]:
+        """Return what was recorded since the last call, of each process."""
+
+
+class Tracing:
+    """The traces of a reader, one after the other. The caller's.
+
+    Parameters
+    ----------
+    recorder
+        Whom all parts of the reader tell what they do.
+    title
+        What the reader reads.
+    """
+
+    def __init__(self, recorder: Recorder, title: str) -> None:
+        self._recorder = recorder
+        self._title = title
+        self._process = os.getpid()
+        self._trace: Trace | None = None
+        self._file: Path | None = None
+        self._filler: Records | None = None
+        self._batches: dict[int, tuple[int, int]] = {}  # epoch and number, by serial number
+        self._began = ""
+        self._max_events = MAX_EVENTS
+
+    def begin(
+        self,
+        path: str | os.PathLike[str] | None,
+        filler: Records,
+        batches: Callable[[], Mapping[int, tuple[int, int]]],
+        held: int | None,
+        *,
+        nvtx: bool,
+        torch: bool,
+        max_events: int,
+    ) -> Trace:
+        """Begin a trace.
+
+        Parameters
+        ----------
+        path, nvtx, torch, max_events
+            As of `AsyncReader.trace`.
+        filler
+            Whose threads are recorded.
+        batches
+            Returns epoch and number of batches that are on their way, by serial number.
+        held
+            Serial number of the batch that the caller holds.
+
+        Raises
+        ------
+        ConfigError, MissingPackageError, OutOfMemoryError
+            As `AsyncReader.trace` says.
+        """
+        if self._trace is not None:
+            raise ConfigError(
+                f"a trace of this reader is running already ({self._trace.path or 'without a file'}"
+                "); end it by its stop() before you begin another one"
+            )
+        try:
+            max_events = operator.index(max_events)
+        except TypeError:
+            max_events = 0
+        if not 1 <= max_events <= _MOST_EVENTS:
+            raise ConfigError(
+                f"max_events must be an integer from 1 to {_MOST_EVENTS:,}: how many are kept"
+            )
+        if path is None and not (nvtx or torch):
+            raise ConfigError('trace() needs a path: trace("t.json"), or nvtx=True, or torch=True')
+        ranges = [*([nvtx_ranges()] if nvtx else ()), *([torch_ranges()] if torch else ())]
+        try:
+            self._file = None if path is None else Path(os.path.abspath(os.fsdecode(path)))
+        except TypeError as error:
+            raise ConfigError(
+                f"the path of a trace must be one of a file, found {path!r}"
+            ) from error
+        self._began = datetime.now(UTC).isoformat(timespec="milliseconds")
+        self._max_events = max_events
+        timeline = Timeline(max_events if path is not None else 0, ranges)
+        self._filler = filler
+        self._recorder.timeline = timeline
+        try:
+            self._batches = timeline.batches
+            self._batches.update(batches())
+            filler.record(timeline)
+            if held is not None:
+                timeline.hold(held)
+            self._begin_file()
+            self._trace = Trace(self._file, self._stop)
+            return self._trace
+        except MemoryError as error:
+            raise out_of_memory(
+                f"a trace of {max_events:,} events", error, "give fewer by max_events"
+            ) from error
+        finally:
+            if self._trace is None:
+                self._recorder.timeline = None
+                filler.record(None)
+
+    def _begin_file(self) -> None:
+        """Write the trace as it is found if the process ends before it does."""
+        if self._file is None:
+            return
+        try:
+            self._write([], _ENDED_EARLY)
+        except OSError as error:
+            raise ConfigError(
+                f"the trace cannot be written to {self._file}: {error.strerror or error};"
+                " give the path of a file in a folder that you may write to"
+            ) from error
+
+    # --- its end ----------------------------------------------------------------------------------
+
+    def close(self) -> ReadError | None:
+        """End a trace that is running, with the reader; return why it cannot be written, if so."""
+        trace = self._trace
+        if trace is not None:
+            try:
+                trace.stop()
+            except ReadError as error:
+                _log.warning("%s", error)
+                return error
+        return None
+
+    def _stop(self, trace: Trace) -> None:
+        if self._process != os.getpid():  # a fork: the trace is the first process's
+            return
+        filler, self._filler = self._filler, None
+        self._trace = None
+        self._recorder.timeline = None
+        assert filler is not None
+        filler.record(None)
+        recorded = filler.recorded()
+        try:
+            if self._file is not None:
+                self._write(recorded)
+        except OSError as error:
+            raise ReadError(
+                f"the trace cannot be written to {self._file}: {error.strerror or error}"
+            ) from error
+        finally:
+            self._batches = {}
+
+    def _write(self, recorded: Sequence[Recorded], note: str | None = None) -> None:
+        assert self._file is not None
+        names = [f"h5async: {self._title}", *["h5async: a helper process"] * len(recorded)]
+        other = {"reader": self._title, "began": self._began}
+        if note is not None:
+            other["note"] = note
+        processes = list(zip(names, recorded, strict=False))
+        write_trace(self._file, processes, self._batches, self._max_events, other)

@@ -1,0 +1,1 @@
+"""Opens datasets: options enter; tables, orders, kinds of fields and budgets leave."""

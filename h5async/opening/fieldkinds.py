@@ -1,0 +1,227 @@
+"""Finds the kinds of fields whose kind was not told: what their paths lead to says it.
+
+Options enter; the same options leave, with fields of other kinds where that is so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from h5async.config import Field, RaggedField, ReaderConfig, SparseField
+from h5async.config.files import INDEX_SUFFIX
+from h5async.errors import ConfigError, DatasetError, H5AsyncError
+from h5async.index.groups import Grouping
+from h5async.index.links import Reach, open_index
+from h5async.index.references import may_be_variable_length
+from h5async.index.savedindex import NamedIndex, Wanted
+from h5async.index.sparsegroup import sparse_group
+from h5async.index.tablecolumns import column
+from h5async.opening.filefacts import CATEGORIES, HEAP, NULLABLE, SHAPE
+from h5async.system.interruptions import suppressing
+
+_WORDS = {
+    "": "plain dataset",
+    SHAPE: "sparse matrix",
+    HEAP: "dataset of variable length (strings, say)",
+    CATEGORIES: "categorical column",
+    NULLABLE: "column with a mask of missing values",
+}
+
+
+class Kinds(NamedTuple):
+    """What the paths of fields lead to.
+
+    Attributes
+    ----------
+    config
+        The options, with fields of those kinds; the same object where nothing is changed.
+    columns
+        Of categorical fields, by name: the path of the column.
+    """
+
+    config: ReaderConfig
+    columns: dict[str, str]
+
+
+class _Found(NamedTuple):
+    """What a path leads to.
+
+    Attributes
+    ----------
+    kind
+        As of `Wanted`; empty: a plain dataset, or nothing.
+    values
+        Of a column: the path of its values.
+    """
+
+    kind: str
+    values: str = ""
+
+
+def with_kinds(
+    config: ReaderConfig,
+    reach: Reach,
+    grouping: Grouping | None,
+    indices: Mapping[Path, NamedIndex],
+) -> Kinds:
+    """Return the options with fields of the kinds that their paths say in the first file.
+
+    Parameters
+    ----------
+    config, reach
+        The options, and which files links may lead to.
+    grouping
+        Which groups of the files are sequences: the first one of them says it.
+    indices
+        Saved indices among the files: the first one says it, where it knows.
+
+    Raises
+    ------
+    ConfigError
+        If the name of a mask is taken, or a kind does not go with other options.
+    H5AsyncError
+        If a field is of a kind that cannot be read.
+    """
+    fields = {name: field for name, field in config.batch_fields.items() if type(field) is Field}
+    index = indices.get(config.files[0])
+    paths = {name: field.path for name, field in fields.items()}
+    groups = "" if grouping is None else str(grouping)
+    known = {} if index is None else _in_index(index, paths, groups)
+    rest = {name: path for name, path in paths.items() if name not in known}
+    if rest:
+        first = config.files[0] if index is None else Path(index.paths[0])
+        known |= _in_file(first, rest, reach, grouping)
+    found: dict[str, Field] = {}
+    columns: dict[str, str] = {}
+    for name, field in fields.items():
+        kind, values = known[name]
+        options = {key: getattr(field, key) for key in field.model_fields_set}
+        if kind == SHAPE:
+            found[name] = SparseField(**options)
+        elif kind == HEAP:
+            found[name] = RaggedField(**options)
+        elif kind in (CATEGORIES, NULLABLE):
+            found |= _column_fields(name, field, kind, values, config)
+            if kind == CATEGORIES:
+                columns[name] = field.path
+    if not found:
+        return Kinds(config, columns)
+    fields_now = dict(config.batch_fields) | found
+    return Kinds(config.model_copy(update={"fields": fields_now}), columns)
+
+
+def require_alike(config: ReaderConfig, reach: Reach, grouping: Grouping | None) -> None:
+    """Check that the paths of fields lead to the same in all files, after something has failed.
+
+    Raises
+    ------
+    DatasetError
+        If they do not; it says what is where.
+    """
+    files = [path for path in config.files if path.suffix != INDEX_SUFFIX]
+    if len(files) < 2:
+        return
+    paths = {name: field.path for name, field in config.batch_fields.items()}
+    unlike, first = None, files[0]
+    with suppressing(H5AsyncError):  # what has failed is told in any case
+        several = ((path, _in_file(path, paths, reach, grouping)) for path in files)
+        first, there = next(several)
+        unlike = next(
+            (
+                (path, name, here[name].kind, there[name].kind)
+                for path, here in several
+                for name in paths
+                if here[name].kind != there[name].kind
+            ),
+            None,
+        )
+    if unlike is None:
+        return
+    path, name, kind, of_first = unlike
+    raise DatasetError(
+        f'{path}: "{paths[name]}" ({name}) is no {_WORDS[of_first]}, as it is in {first}'
+        f"{f', but a {_WORDS[kind]}' * bool(kind)}; several files can be read as one where these"
+        " are alike: store it alike in all of them"
+    )
+
+
+def _in_index(index: NamedIndex, paths: Mapping[str, str], groups: str) -> dict[str, _Found]:
+    """Return what a saved index says of paths, as far as it knows them."""
+    if not index.paths:
+        return {}
+    known = {(one.path, one.kind) for one in index.datasets(0) if one.groups == groups}
+    found = {}
+    for name, typed in paths.items():
+        path = Wanted.at(typed).path
+        for kind in (SHAPE, CATEGORIES, NULLABLE, HEAP, ""):
+            if (path, kind) in known:
+                member = "values" if kind == NULLABLE else "codes"
+                is_group = kind in (CATEGORIES, NULLABLE) and (f"{path}/{member}", "") in known
+                found[name] = _Found(kind, f"{path}/{member}" if is_group else path)
+                break
+    return found
+
+
+def _in_file(
+    path: Path, paths: Mapping[str, str], reach: Reach, grouping: Grouping | None
+) -> dict[str, _Found]:
+    """Return what paths of a file lead to."""
+    found = {}
+    with open_index(path) as file:
+        prefix = "" if grouping is None else f"{grouping.find(path, file, reach)[0]}/"
+        for name, typed in paths.items():
+            at = prefix + typed
+            found[name] = _Found("")
+            if sparse_group(file, at, reach) is not None:
+                found[name] = _Found(SHAPE)
+            elif (of_table := column(file, at, reach)) is not None:
+                kind = CATEGORIES if of_table.mask is None else NULLABLE
+                found[name] = _Found(kind, of_table.values.path.removeprefix(prefix))
+            elif may_be_variable_length(file, at, reach):
+                found[name] = _Found(HEAP)
+    return found
+
+
+def _column_fields(
+    name: str, field: Field, kind: str, values: str, config: ReaderConfig
+) -> dict[str, Field]:
+    """Return the fields that a field of a column stands for: its codes, or values and a mask.
+
+    Parameters
+    ----------
+    name, field
+        As the user has it.
+    kind, values
+        What its path leads to.
+    config
+        The options.
+
+    Raises
+    ------
+    ConfigError
+        If there is a field of the name of the mask, a helper process would read them, or they are
+        in groups.
+    """
+    where = f'{config.files[0]}: column "{field.path}" ({name})'
+    if config.sequences is not None and config.sequences.groups is not None:
+        raise ConfigError(
+            f"{where} is stored as several datasets, for which groups of sequences are not"
+            f' supported; give the path of the values, "{values}"'
+        )
+    path = field.path.rstrip("/")
+    if values == Wanted.at(path).path:  # the codes themselves, in files of AnnData before 0.8
+        return {name: field}
+    made = {name: field.model_copy(update={"path": f"{path}/{values.rpartition('/')[2]}"})}
+    if kind == CATEGORIES:
+        return made
+    mask = f"{name}_mask"
+    masks = [other.pad_mask for other in config.batch_fields.values()]
+    if mask in config.batch_fields or mask in masks:
+        raise ConfigError(
+            f'{where} has a mask, which is delivered as "{mask}", and there is a field of that name'
+            " already; choose another name"
+        )
+    options = {"num_dim": field.num_dim, "steps": field.steps, "pad": field.pad}
+    return made | {mask: Field(f"{path}/mask", **options)}

@@ -1,0 +1,401 @@
+"""Reads what must be known of a file for fields of any kind, in a form that a saved index holds.
+
+Fields enter; layouts leave, by the names of their columns, and of what else is needed. All of it is
+a layout: also names and shapes, whose values lie in memory. What a `Wanted` of some kind says:
+
+========================  ======================================================================
+``""``                    the dataset at its path
+`HEAP`                    elements of variable length
+``"ends PATH"``           flat values, of which the dataset at PATH says where samples end; also
+                          ``offsets`` and ``lengths``
+`ROWS`                    the values, or the indices, of a sparse matrix, with its rows
+`SHAPE`                   the shape of the sparse matrix at its path
+`TEXTS`                   the names of the columns of the sparse matrix at its path
+`CATEGORIES`, `NULLABLE`  what the codes of a column stand for; that a column has a mask
+========================  ======================================================================
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.config import Field, RaggedField, SparseField
+from h5async.errors import DatasetError, H5AsyncError
+from h5async.index.groups import Grouping
+from h5async.index.layout import DatasetLayout
+from h5async.index.links import Reach, open_index
+from h5async.index.metadata import list_layouts, read_layouts, value_layout
+from h5async.index.obstacles import OtherKindError
+from h5async.index.references import may_be_variable_length
+from h5async.index.savedindex import Wanted
+from h5async.index.sequenced import join_groups
+from h5async.index.sparsegroup import names_beside
+from h5async.index.tablecolumns import Column, category_names, column, index_of_table
+from h5async.io.stamps import FileStamp
+from h5async.names import name_text
+from h5async.opening.raggedcolumns import ID, heap_layout, sparse_layouts, with_spans
+from h5async.read.whole import read_whole
+from h5async.samples.columns import INDICES
+from h5async.spelling import named
+from h5async.system.interruptions import suppressing
+
+HEAP, ROWS, SHAPE, TEXTS = "heap", "rows", "shape", "texts"
+CATEGORIES, NULLABLE = "categories", "nullable"
+# Behind the name of a field: what else is known of it.
+SHAPE_OF, NAMES_OF, CATEGORIES_OF = "\0shape", "\0names", "\0categories"
+_MOST_NAMES = 1 << 24
+
+T = TypeVar("T")
+Texts = tuple[Any, ...]
+
+
+class Need(NamedTuple):
+    """What must be known of each file.
+
+    Attributes
+    ----------
+    name, field
+        For which field.
+    wanted
+        See the top of this file.
+    column
+        Of the codes of a categorical column: its path. Which dataset they are depends on the
+        version of AnnData that wrote the file.
+    """
+
+    name: str
+    field: Field
+    wanted: Wanted
+    column: str = ""
+
+
+def needs_of(
+    fields: Mapping[str, Field], columns: Mapping[str, str], grouping: Grouping | None
+) -> dict[str, Need]:
+    """Return what must be known of each file: all columns by their names, and more.
+
+    Parameters
+    ----------
+    fields
+        By name.
+    columns
+        Paths of the columns of tables that categorical fields are, by name.
+    grouping
+        Which groups are sequences.
+    """
+    found: dict[str, Need] = {}
+
+    def need(name: str, at: str, path: str, kind: str) -> None:
+        field, groups = fields[name], "" if grouping is None else str(grouping)
+        found[name + at] = Need(name, field, Wanted.at(path)._replace(groups=groups, kind=kind))
+
+    for name, field in fields.items():
+        if isinstance(field, SparseField):
+            need(name, "", f"{field.path}/data", ROWS)
+            need(name, INDICES, f"{field.path}/indices", ROWS)
+            need(name, SHAPE_OF, field.path, SHAPE)
+            if isinstance(field.columns, tuple):
+                need(name, NAMES_OF, field.path, TEXTS)
+        elif isinstance(field, RaggedField):
+            offsets = field.offsets
+            need(name, "", field.path, HEAP if offsets is None else _flat_kind(field, offsets))
+        else:
+            wanted = Wanted.of(field, grouping)
+            found[name] = Need(name, field, wanted, columns.get(name, ""))
+        if name in columns:
+            need(name, CATEGORIES_OF, columns[name], CATEGORIES)
+    return found
+
+
+def _flat_kind(field: RaggedField, offsets: str) -> str:
+    return f"{field.offsets_kind} {Wanted.at(offsets).path}"
+
+
+def read_known(
+    path: Path,
+    needs: Mapping[str, Need],
+    reach: Reach,
+    grouping: Grouping | None,
+) -> dict[str, DatasetLayout]:
+    """Read what must be known of a file.
+
+    Parameters
+    ----------
+    path, reach
+        The file, and which others it may refer to.
+    needs
+        By name.
+    grouping
+        Which groups are sequences, that columns are joined of.
+
+    Raises
+    ------
+    H5AsyncError
+        If it is missing, damaged, or not what the fields say.
+    """
+    found: dict[str, DatasetLayout] = {}
+    plain = {name: need.field for name, need in needs.items() if not need.wanted.kind}
+    columns = {name: need.column for name, need in needs.items() if need.column}
+    found |= _elsewhere(path, {name: plain[name].path for name in columns}, columns, reach)
+    plain = {name: field for name, field in plain.items() if name not in found}
+    if plain:
+        found |= read_layouts(path, plain, reach, grouping, may_be_codes=True)
+    rest = {name: need for name, need in needs.items() if need.wanted.kind}
+    if not rest:
+        return found
+    if grouping is None:
+        return found | _read_below(path, "", rest, reach)
+    with open_index(path) as file:
+        groups = grouping.find(path, file, reach)
+    several = [_read_below(path, f"{group}/", rest, reach) for group in groups]
+    for name, need in rest.items():
+        parts = [one[name] for one in several]
+        if need.wanted.kind in (SHAPE, TEXTS):
+            _require_equal(parts, need)
+        found[name] = parts[0] if need.wanted.kind in (SHAPE, TEXTS) else join_groups(parts)
+    return found
+
+
+def _elsewhere(
+    path: Path, usual: Mapping[str, str], columns: Mapping[str, str], reach: Reach
+) -> dict[str, DatasetLayout]:
+    """Return the codes of those categorical columns of a file that lie elsewhere than usual."""
+    found = {}
+    for name, at in columns.items():
+        of_table = column_at(path, at, reach)
+        if of_table is not None and of_table.categories is not None:
+            if of_table.values.path.strip("/") != Wanted.at(usual[name]).path:
+                found[name] = of_table.values
+    return found
+
+
+def _require_equal(parts: Sequence[DatasetLayout], need: Need) -> None:
+    for one in parts:
+        columns = slice(1, None) if need.wanted.kind == SHAPE else slice(None)
+        if not np.array_equal(_values(one)[columns], _values(parts[0])[columns]):
+            raise DatasetError(
+                f'{one.file}: "{one.path}" ({need.name}) has other columns than "{parts[0].path}";'
+                " sparse matrices of several groups must have as many columns"
+            )
+
+
+def _read_below(
+    path: Path, prefix: str, needs: Mapping[str, Need], reach: Reach
+) -> dict[str, DatasetLayout]:
+    """Read what is not the layout of a dataset alone; paths begin with a prefix."""
+    found: dict[str, DatasetLayout] = {}
+    matrices: dict[str, dict[str, DatasetLayout]] = {}
+    for name, (of_field, field, wanted, _) in needs.items():
+        at = prefix + wanted.path
+        if wanted.kind == HEAP:
+            found[name] = heap_layout(at, path, reach)
+        elif wanted.kind in (ROWS, SHAPE):
+            if of_field not in matrices:
+                matrices[of_field] = _matrix(of_field, prefix + field.path, path, reach)
+            found[name] = matrices[of_field][name]
+        elif wanted.kind == TEXTS:
+            found[name] = _index_layout(path, prefix, wanted.path, reach)
+        elif wanted.kind == CATEGORIES:
+            found[name] = _categories(of_field, at, path, reach)
+        else:
+            kind, _, offsets = wanted.kind.partition(" ")
+            flat = _flat_layout(name, at, path, reach)
+            found[name] = with_spans(flat, kind, prefix + offsets, path, reach)
+    return found
+
+
+def _flat_layout(name: str, at: str, path: Path, reach: Reach) -> DatasetLayout:
+    """Return the layout of flat values, of which another dataset says where samples lie."""
+    try:
+        return read_layouts(path, {name: Field(at)}, reach, may_be_codes=True)[name]
+    except OtherKindError as error:
+        with open_index(path) as file:
+            if not may_be_variable_length(file, at, reach):
+                raise
+        raise DatasetError(
+            f'{path}: dataset "{at}" has a variable-length datatype, which says itself where'
+            f" samples lie; leave out {named('offsets')}"
+        ) from error
+
+
+def _matrix(name: str, at: str, path: Path, reach: Reach) -> dict[str, DatasetLayout]:
+    layouts, shape = sparse_layouts(name, at, path, reach)
+    return layouts | {name + SHAPE_OF: _in_memory(path, at, np.array(shape, np.int64), reach)}
+
+
+def _index_layout(path: Path, prefix: str, matrix: str, reach: Reach) -> DatasetLayout:
+    """Return the names of a matrix's columns; where they have an id too, that behind the name.
+
+    10x Genomics has both beside the matrix, and AnnData names, in its ``var``.
+    """
+    at = prefix + matrix
+    with open_index(path) as file:
+        beside = names_beside(file, at, reach)
+        table = f"{prefix}{'raw/' if matrix.startswith('raw/') else ''}var"
+        index = "" if beside else f"{table}/{index_of_table(file, table, reach)}"
+    names = _names(path, beside[0] if beside else index, reach)
+    if beside:
+        ids = _names(path, beside[1], reach)
+        if len(ids) != len(names):
+            raise DatasetError(
+                f'{path}: "{beside[0]}" has {len(names):,} values, and "{beside[1]}" {len(ids):,}'
+            )
+        names = tuple(f"{name}{ID}{one}" for name, one in zip(names, ids, strict=True))
+    return _texts_layout(path, at, names, reach)
+
+
+def _names(path: Path, at: str, reach: Reach) -> Texts:
+    found = value_layout(path, at, _MOST_NAMES, reach)
+    array = found if isinstance(found, np.ndarray) else read_whole(found, reach.io)
+    return tuple(
+        str(name_text(n)) if isinstance(n, bytes | str) else str(n) for n in array.tolist()
+    )
+
+
+def _categories(name: str, at: str, path: Path, reach: Reach) -> DatasetLayout:
+    with open_index(path) as file:
+        found = column(file, at, reach)
+    if found is None or found.categories is None:
+        raise DatasetError(f'{path}: "{at}" ({name}) is no categorical column')
+    return _categories_layout(path, at, found, reach)
+
+
+def _categories_layout(path: Path, at: str, found: Column, reach: Reach) -> DatasetLayout:
+    values = found.categories
+    if isinstance(values, DatasetLayout):
+        values = read_whole(values, reach.io)
+    assert values is not None
+    names = category_names(values)
+    if values.dtype.kind in "biuf":
+        return _in_memory(path, at, values, reach)
+    return _texts_layout(path, at, tuple(map(str, names)), reach)
+
+
+# --- values in memory ----------------------------------------------------------------------------
+
+
+def _texts_layout(path: Path, at: str, names: Texts, reach: Reach) -> DatasetLayout:
+    """Return names as flat bytes, and where each of them begins."""
+    several = [name.encode("utf-8", "surrogateescape") for name in names]
+    spans = np.zeros(len(several) + 1, np.int64)
+    np.cumsum([len(one) for one in several], out=spans[1:])
+    data = np.frombuffer(b"".join(several), np.uint8)
+    return _in_memory(path, at, data, reach).changed(spans=spans)
+
+
+def _in_memory(path: Path, at: str, array: NDArray[Any], reach: Reach) -> DatasetLayout:
+    absolute, stamp = path.absolute(), FileStamp.settled(path)
+    reach.consulted.found(absolute, stamp)
+    return DatasetLayout(
+        file=str(absolute),
+        stamp=stamp,
+        path=at.strip("/"),
+        shape=array.shape,
+        dtype=array.dtype,
+        sample_axis=0,
+        storage="compact",
+        fallback_reason=None,
+        fill=np.zeros((), array.dtype),
+        values=np.ascontiguousarray(array).view(np.uint8) if array.dtype.kind == "b" else array,
+    )
+
+
+def _values(layout: DatasetLayout) -> NDArray[Any]:
+    assert layout.values is not None
+    return layout.values.view(layout.dtype)
+
+
+def shape_of(layout: DatasetLayout) -> tuple[int, int]:
+    """Return the shape of a matrix, of what is known of it."""
+    rows, columns = _values(layout).tolist()
+    return rows, columns
+
+
+def texts_of(layout: DatasetLayout) -> Texts:
+    """Return the names, or the numbers, of what is known of names or categories."""
+    values = _values(layout)
+    if layout.spans is None:
+        return tuple(values.tolist())
+    data, spans = values.tobytes(), layout.spans.tolist()
+    pairs = itertools.pairwise(spans)
+    return tuple(data[a:b].decode("utf-8", "surrogateescape") for a, b in pairs)
+
+
+# --- all of a file -------------------------------------------------------------------------------
+
+
+def list_known(
+    path: Path, reach: Reach, num_dim: Any, grouping: Grouping | None
+) -> Iterator[tuple[Wanted, DatasetLayout | H5AsyncError]]:
+    """Yield all that readers may need to know of a file, without their fields being known.
+
+    Values whose samples another dataset tells are left out: nobody says which that is.
+    """
+    groups, paths = "" if grouping is None else str(grouping), []
+    for name, layout in list_layouts(path, reach, num_dim, grouping=grouping):
+        paths.append(name)
+        wanted = Wanted.at(name, num_dim)._replace(groups=groups)
+        if isinstance(layout, DatasetLayout):
+            yield wanted, layout
+            continue
+        heap = Wanted.at(name)._replace(groups=groups, kind=HEAP)
+        found = _tried(lambda heap=heap: _known_one(path, heap, reach, grouping))  # type: ignore[misc]
+        yield (wanted, layout) if found is None else (heap, found)
+    if grouping is None:
+        for parent, member in (name.rpartition("/")[::2] for name in paths):
+            yield from _list_group(path, parent, member, reach)
+
+
+def _list_group(
+    path: Path, parent: str, member: str, reach: Reach
+) -> Iterator[tuple[Wanted, DatasetLayout]]:
+    """Yield what a dataset shows its group to be: a sparse matrix, or a column."""
+
+    def wanted(at: str, kind: str) -> Wanted:
+        return Wanted.at(at)._replace(kind=kind)
+
+    if member == "indptr":
+        found = _tried(lambda: _matrix("", parent, path, reach))
+        if found is not None:
+            yield wanted(f"{parent}/data", ROWS), found[""]
+            yield wanted(f"{parent}/indices", ROWS), found[INDICES]
+            yield wanted(parent, SHAPE), found[SHAPE_OF]
+            names = _tried(lambda: _index_layout(path, "", parent, reach))
+            if names is not None:
+                yield wanted(parent, TEXTS), names
+    elif member in ("codes", "mask") or parent.endswith("/__categories"):
+        is_older = member not in ("codes", "mask")
+        at = f"{parent.removesuffix('/__categories')}/{member}" if is_older else parent
+        of_table = _tried(lambda: column_at(path, at, reach))
+        if of_table is not None and of_table.mask is not None:
+            yield wanted(at, NULLABLE), _in_memory(path, at, np.zeros(0, np.uint8), reach)
+        elif of_table is not None:
+            layout = _tried(lambda: _categories_layout(path, at, of_table, reach))
+            if layout is not None:
+                yield wanted(at, CATEGORIES), layout
+
+
+def _known_one(
+    path: Path, wanted: Wanted, reach: Reach, grouping: Grouping | None
+) -> DatasetLayout:
+    need = Need("", Field(wanted.path), wanted)
+    return read_known(path, {"": need}, reach, grouping)[""]
+
+
+def column_at(path: Path, at: str, reach: Reach) -> Column | None:
+    """Return the column of a table that a path of a file leads to; None: it leads to none."""
+    with open_index(path) as file:
+        return column(file, at, reach)
+
+
+def _tried(read: Callable[[], T]) -> T | None:
+    """Return what is read, or None where that fails: there is no such thing, or it is damaged."""
+    with suppressing(H5AsyncError):
+        return read()
+    return None

@@ -1,0 +1,192 @@
+"""Reads what small datasets of the files say: a value for each sample, or a list of numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.config import ReaderConfig
+from h5async.core.binding import mapping_mode
+from h5async.errors import DatasetError
+from h5async.index.layout import DatasetLayout
+from h5async.index.links import Reach, open_index
+from h5async.index.metadata import value_layout
+from h5async.index.obstacles import OtherKindError
+from h5async.index.tablecolumns import Column, category_names, column, union_of
+from h5async.names import name_text
+from h5async.read.whole import read_whole
+from h5async.spelling import named
+
+_MOST_VALUES = 1 << 20  # of a dataset that is read whole, or a few for each sample
+_MOST_PER_SAMPLE = 16
+
+
+class FileValues:
+    """Reads small datasets that the files of a reader have beside its fields.
+
+    Parameters
+    ----------
+    config
+        The options.
+    first
+        The layout of the first field, which tells how many samples each file has.
+    """
+
+    def __init__(self, config: ReaderConfig, first: DatasetLayout) -> None:
+        self._config = config
+        self._first = first
+        self._reach = Reach(config.allow_external, config.allow_missing, mapping_mode(config.io))
+
+    def of_samples(self, option: str, path: str) -> NDArray[Any]:
+        """Return what a dataset holds for each sample, over all files; errors name the option.
+
+        Raises
+        ------
+        H5AsyncError
+            As `read` does, or if a file has another number of values than samples.
+        """
+        found = []
+        for file, count in self.files():
+            array = self.read(option, file, path, count)
+            check_length(array, file, path, count)
+            found.append(array)
+        return np.concatenate(found)
+
+    def classes(self, option: str, path: str) -> NDArray[Any]:
+        """Return a value for each sample that is equal where samples are of one class.
+
+        Of a categorical column these are codes in the categories of all files together: those of
+        one file mean nothing in another one.
+
+        Raises
+        ------
+        H5AsyncError
+            As of `of_samples`.
+        """
+        columns = [self._column(file, path) for file, _ in self.files()]
+        if all(one is None or one.mask is not None for one in columns):
+            return self.of_samples(option, path)
+        found, names = [], []
+        for (file, count), one in zip(self.files(), columns, strict=True):
+            if one is None or one.categories is None:
+                raise DatasetError(
+                    f'{option}: {file}: "{path}" must be a categorical column, as in other files,'
+                    " or a dataset with a value for each sample"
+                )
+            codes = self.of_layout(one.values).astype(np.int64)
+            check_length(codes, file, path, count)
+            categories = one.categories
+            if isinstance(categories, DatasetLayout):
+                categories = self.of_layout(categories)
+            if codes.size and not -1 <= codes.min() <= codes.max() < len(categories):
+                raise DatasetError(
+                    f"{one.where} has codes from {codes.min()} to {codes.max()}, and there are"
+                    f" {len(categories):,} categories; the file is damaged"
+                )
+            found.append(codes)
+            names.append(category_names(categories))
+        _, tables = union_of(names)
+        return np.concatenate([table[codes] for table, codes in zip(tables, found, strict=True)])
+
+    def is_categorical(self, path: str) -> bool:
+        """Tell whether a path leads to a categorical column, in the first of the files."""
+        one = self._column(self.files()[0][0], path)
+        return one is not None and one.categories is not None
+
+    def _column(self, file: Path, path: str) -> Column | None:
+        """Return the categorical or nullable column at a path of a file; None: there is none."""
+        with open_index(file) as opened:
+            return column(opened, path, self._reach)
+
+    def read(self, option: str, file: Path, path: str, count: int) -> NDArray[Any]:
+        """Return all values of a dataset of one file, which has so many samples.
+
+        Raises
+        ------
+        H5AsyncError
+            If it is missing, has too many values or dimensions, or cannot be read.
+        """
+        most = max(_MOST_VALUES, _MOST_PER_SAMPLE * count)
+        try:
+            found = value_layout(file, path, most, self._reach)
+            return found if isinstance(found, np.ndarray) else self.of_layout(found)
+        except OtherKindError as error:
+            of_table = self._column(file, path)
+            if of_table is None:
+                raise DatasetError(f"{option}: {error.marked}") from error
+            if of_table.values.num_samples > most:
+                raise DatasetError(
+                    f"{option}: {of_table.where} has more rows than there are samples"
+                ) from error
+            return self._of_column(option, of_table, path)
+        except DatasetError as error:
+            raise DatasetError(f"{option}: {error.marked}") from error
+
+    def _of_column(self, option: str, of_table: Column, path: str) -> NDArray[Any]:
+        """Return the values of a column of integers or bools, if none is missing."""
+        if of_table.mask is None:
+            raise DatasetError(
+                f'{option}: {of_table.where} is categorical; give "{path}/codes" to have its codes'
+            )
+        missing = self.of_layout(of_table.mask)
+        if missing.any():
+            raise DatasetError(
+                f"{option}: {of_table.where} has no value in row {missing.argmax()}"
+                f' ({np.count_nonzero(missing):,} in all); give "{path}/values" to take what is'
+                " stored there in its place"
+            )
+        return self.of_layout(of_table.values)
+
+    def of_layout(self, layout: DatasetLayout) -> NDArray[Any]:
+        """Return all values of a dataset."""
+        return read_whole(layout, self._reach.io)
+
+    def files(self) -> Sequence[tuple[Path, int]]:
+        """Return the files, and how many samples each has."""
+        first = self._first
+        several = first.file_samples or ((first.file, first.sample_count),)
+        if self._config.names_index:
+            return [(Path(file), count) for file, count in several]
+        counts = [count for _, count in several]
+        return list(zip(self._config.files, counts, strict=True))
+
+
+def read_names(reach: Reach, file: Path, path: str) -> list[str]:
+    """Return the names that a dataset of strings holds.
+
+    Raises
+    ------
+    H5AsyncError
+        If it is missing, holds no strings, or cannot be read.
+    """
+    try:
+        found = value_layout(file, path, _MOST_VALUES, reach)
+    except DatasetError as error:
+        raise DatasetError(f"{named('sequences')}: only: {error.marked}") from error
+    array = found if isinstance(found, np.ndarray) else read_whole(found, reach.io)
+    names = [str(name_text(name)) for name in array.tolist() if isinstance(name, bytes | str)]
+    if len(names) < array.size:
+        raise DatasetError(
+            f'{file}: {named("sequences")}: only: dataset "{path}" must hold names of groups, found'
+            f" {array.dtype}"
+        )
+    return names
+
+
+def check_length(array: NDArray[Any], file: Path, path: str, count: int) -> None:
+    """Check that a dataset has a value for each sample of a file.
+
+    Raises
+    ------
+    DatasetError
+        If it has not.
+    """
+    if array.size != count:
+        raise DatasetError(
+            f'{file}: dataset "{path}" must have a value for each of the {count:,} samples of the'
+            f" file, and has {array.size:,}"
+        )

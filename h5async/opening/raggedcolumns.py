@@ -1,0 +1,350 @@
+"""Opens ragged and sparse fields: where their samples begin, and the shapes of matrices."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.config import Field, RaggedField, SparseField
+from h5async.config.indices import Values
+from h5async.core.binding import load_core
+from h5async.errors import ConfigError, DatasetError
+from h5async.index.heapelements import Sequences
+from h5async.index.layout import DatasetLayout, HeapFile
+from h5async.index.links import Reach, open_index
+from h5async.index.metadata import value_layout
+from h5async.index.references import references
+from h5async.index.sparsegroup import row_offsets, sparse_group
+from h5async.io.maps import IoMode
+from h5async.read.whole import read_blocks
+from h5async.samples.columns import INDICES, SparseShape
+from h5async.spelling import named
+
+Int64s = NDArray[np.int64]
+
+ID = "\0"  # in the names of columns: what stands between a name and an id
+
+_MOST_OFFSETS = 1 << 33  # or elements of variable length, read as a reader is made
+_MOST_OFFSET = (1 << 63) - 1
+
+
+def is_ragged(field: Field) -> bool:
+    """Tell whether samples of a field may have other numbers of values."""
+    return isinstance(field, RaggedField | SparseField)
+
+
+def heap_layout(at: str, path: Path, reach: Reach) -> DatasetLayout:
+    """Return the layout of the values of a dataset of variable length, at a path of a file.
+
+    Raises
+    ------
+    DatasetError
+        If it is none, cannot be read, or has too many elements.
+    ReadError
+        If an element cannot be as long as it says.
+    """
+    layout, form = references(path, at, reach)
+    where = f'{layout.file}: dataset "{layout.path}"'
+    _require_few(layout.num_samples, where)
+    blocks = (
+        (first, block.view(np.uint8).reshape(-1, form.reference_nbytes))
+        for first, block in read_blocks(layout, reach.io)
+    )
+    elements = Sequences.decoded_blocks(
+        layout.num_samples, blocks, form, layout.stamp.nbytes, where, load_core()
+    )
+    base, inner = form.dtype.subdtype or (form.dtype, ())
+    return layout.changed(
+        shape=(elements.total, *inner),
+        dtype=base,
+        storage="heap",
+        fill=np.zeros((), base),
+        offset=-1,
+        chunk_shape=(),
+        filters=(),
+        chunks=None,
+        indexed=None,
+        lengths=elements.length,
+        heaps=(HeapFile(layout.file, layout.stamp, 0, elements),),
+    )
+
+
+def with_spans(
+    layout: DatasetLayout, kind: str, offsets: str, path: Path, reach: Reach
+) -> DatasetLayout:
+    """Return the layout of flat values with which of them each sample is.
+
+    Parameters
+    ----------
+    layout
+        Of the values.
+    kind, offsets
+        `offsets_kind` of their field, and the path of that dataset.
+    path, reach
+        The file, and which others it may refer to.
+
+    Raises
+    ------
+    DatasetError
+        If the dataset of offsets is missing, or does not fit.
+    H5AsyncError
+        If it cannot be read.
+    """
+    where = f'{path}: dataset "{offsets}" (offsets of "{layout.path}")'
+    found = value_layout(path, offsets, _MOST_OFFSETS, reach)
+    if isinstance(found, np.ndarray) or found.dtype.kind not in "iu":
+        raise DatasetError(f"{where} must hold integers, found {found.dtype}")
+    spans = _spans(found, kind, where, reach.io)
+    if spans[0] < 0 or spans[-1] > layout.num_samples:
+        raise DatasetError(
+            f"{where}: samples begin at value {spans[0]} and end at value {spans[-1]}, and there"
+            f" are {layout.num_samples:,} values"
+        )
+    falls = np.flatnonzero(spans[1:] < spans[:-1])
+    if falls.size:
+        at = int(falls[0])
+        raise DatasetError(
+            f"{where}: sample {at} would begin at value {spans[at]} and end at value"
+            f" {spans[at + 1]}; if it holds how many values each sample has, set"
+            f" {named('offsets_kind', 'lengths')}"
+        )
+    if spans[0] and spans[-1] == layout.num_samples:
+        # (A slice may begin above 0, as in Arrow, and says so by ending before; see the log.)
+        raise DatasetError(
+            f"{where} begins with {spans[0]} and ends with the last value, so that the values"
+            f" before would be in no sample: it seems to hold where each sample ends; set"
+            f" {named('offsets_kind', 'ends')} or, where these values are to be left out, store 0"
+            f" in front of it, and leave out sample 0 by {named('indices', '1:')}"
+        )
+    return layout.changed(spans=spans)
+
+
+def _require_few(count: int, where: str) -> None:
+    """Refuse more elements than memory has room for: a file may say so of chunks that it lacks."""
+    if count > _MOST_OFFSETS:
+        raise DatasetError(f"{where} has {count:,} elements, for {_MOST_OFFSETS:,} at most")
+
+
+def _spans(offsets: DatasetLayout, kind: str, where: str, io: IoMode) -> Int64s:
+    """Read where samples begin, block by block: there may be very many."""
+    count = offsets.num_samples
+    _require_few(count, where)
+    if kind == "offsets" and not count:
+        raise DatasetError(f"{where} is empty; it must hold one number more than there are samples")
+    found = np.zeros(count + (kind != "offsets"), np.int64)
+    own = found[found.size - count :]
+    for first, block in read_blocks(offsets, io):
+        if block.dtype.kind == "u" and block.dtype.itemsize == 8 and block.max() > _MOST_OFFSET:
+            raise DatasetError(f"{where} has numbers above 2**63; the file is damaged")
+        here = own[first : first + block.size]
+        if kind != "lengths":
+            here[...] = block
+            continue
+        if block.min() < 0:
+            raise DatasetError(f"{where} has a length below 0: {block.min()}")
+        np.cumsum(block, dtype=np.int64, out=here)
+        if here[0] < 0 or (np.diff(here) < 0).any():
+            raise DatasetError(f"{where} has lengths of more than 2**63 in all")
+        here += found[first]
+    return found
+
+
+def sparse_layouts(
+    name: str, at: str, path: Path, reach: Reach
+) -> tuple[dict[str, DatasetLayout], tuple[int, int]]:
+    """Return the layouts of the columns of a sparse field in one file, and its shape.
+
+    Raises
+    ------
+    DatasetError
+        If the path leads to no sparse matrix, or to one that is damaged.
+    H5AsyncError
+        If it cannot be read.
+    """
+    with open_index(path) as file:
+        group = sparse_group(file, at, reach)
+    if group is None:
+        raise DatasetError(f'{path}: "{at}" is no group of a sparse matrix')
+    where = f'{group.indptr.file}: dataset "{group.indptr.path}"'
+    spans = row_offsets(_spans(group.indptr, "offsets", where, reach.io), group)
+    layouts = {
+        name: group.data.changed(spans=spans),
+        name + INDICES: group.indices.changed(spans=spans),
+    }
+    return layouts, group.shape
+
+
+def indices_of_one_dtype(layouts: Sequence[DatasetLayout]) -> list[DatasetLayout]:
+    """Return the indices of several files in the narrowest dtype that holds all of theirs.
+
+    Those of files with another dtype are read through h5py, which converts them: there may be too
+    many to keep them.
+    """
+    dtypes = {layout.dtype.newbyteorder("=") for layout in layouts}
+    widest = np.result_type(*dtypes) if dtypes else None
+    if len(dtypes) < 2 or widest is None or widest.kind not in "iu":  # 64 bits, also unsigned
+        return list(layouts)
+    return [
+        layout
+        if layout.dtype.newbyteorder("=") == widest
+        else layout.through_h5py(
+            f"its indices are {layout.dtype}, and those of all files together {widest}; write them"
+            f" as {widest} to have them read directly"
+        ).changed(dtype=widest, fill=layout.fill.astype(widest))
+        for layout in layouts
+    ]
+
+
+def limit_of(indices: DatasetLayout, columns: int) -> int | None:
+    """Return the `DatasetLayout.limit` of the indices of a matrix of so many columns."""
+    dtype = indices.dtype
+    if not dtype.isnative or dtype.kind not in "iu" or dtype.itemsize not in (4, 8):
+        return None
+    if columns > 1 << (8 * dtype.itemsize - 1):
+        return None
+    # (What was never written is filled, and not looked at.)
+    leaves = indices.leaves()
+    are_good = (leaf.dtype == dtype and 0 <= int(leaf.raw_fill) < columns for leaf in leaves)
+    return columns if all(are_good) else None
+
+
+class SparseShapes:
+    """Finds which columns of sparse fields are delivered, file by file.
+
+    Parameters
+    ----------
+    name, field
+        Of the field.
+    """
+
+    def __init__(self, name: str, field: SparseField) -> None:
+        self._name, self._field = name, field
+        self._places: list[Int64s] = []
+        self._where: list[str] = []
+        self._columns = 0
+
+    def add(self, columns: int, where: str, names: Sequence[str]) -> None:
+        """Take the matrix of one more file.
+
+        Parameters
+        ----------
+        columns
+            How many it has.
+        where
+            What messages call it.
+        names
+            Of the columns, if they are chosen by name.
+
+        Raises
+        ------
+        DatasetError
+            If it has other columns than the first one, or lacks one that must be there.
+        ConfigError
+            If there are no such columns.
+        """
+        field = self._field
+        if not self._where:
+            self._columns = columns
+        self._where.append(where)
+        if not isinstance(field.columns, tuple) and columns != self._columns:
+            raise DatasetError(
+                f"{where} has {columns:,} columns, and {self._where[0]} has"
+                f" {self._columns:,}; choose columns by their names"
+            )
+        if field.columns is None:
+            return
+        wanted = self._numbers(field, columns, where, names)
+        places = np.full(columns, -1, np.int64)
+        places[wanted[wanted >= 0]] = np.flatnonzero(wanted >= 0)
+        self._places.append(places)
+
+    def _numbers(
+        self, field: SparseField, columns: int, where: str, names: Sequence[str]
+    ) -> Int64s:
+        """Return the number of each column that is delivered; -1: the file has none."""
+        if isinstance(field.columns, tuple):
+            if len(names) != columns:
+                raise DatasetError(
+                    f"{where}: there are {len(names):,} names of columns, and the matrix has"
+                    f" {columns:,}"
+                )
+            if len(set(field.columns)) < len(field.columns):
+                twice = next(name for name in field.columns if field.columns.count(name) > 1)
+                raise ConfigError(f'{self._name}: columns: "{twice}" comes twice')
+            numbers = self._numbered(field.columns, where, names)
+            missing = [name for name in field.columns if name not in numbers]
+            if missing and field.missing == "error":
+                more = f", and {len(missing) - 1:,} more" if len(missing) > 1 else ""
+                raise DatasetError(
+                    f'{where} has no column "{missing[0]}"{more}; leave it out of columns, or set'
+                    f" {named('missing', 'zero')}"
+                )
+            found = np.array([numbers.get(name, -1) for name in field.columns], np.int64)
+            there = found[found >= 0]
+            if np.unique(there).size < there.size:  # by its name, and by its id
+                twice = np.flatnonzero(found == there[np.argmax(np.bincount(there)[there] > 1)])
+                one, other = (field.columns[number] for number in twice[:2])
+                raise ConfigError(
+                    f'{self._name}: columns: "{one}" and "{other}" are the same column of {where}'
+                )
+            return found
+        assert isinstance(field.columns, Values)
+        array: NDArray[Any] = field.columns.array
+        if array.dtype.kind == "b":
+            if array.size != columns:
+                raise ConfigError(
+                    f"{self._name}: columns: a mask must have a value for each of the {columns:,}"
+                    f" columns, and has {array.size:,}"
+                )
+            return np.flatnonzero(array)
+        if array.size and not 0 <= int(array.min()) <= int(array.max()) < columns:
+            raise ConfigError(
+                f"{self._name}: columns: must be numbers from 0 to {columns - 1}, found"
+                f" {array.min()} to {array.max()}"
+            )
+        found = array.astype(np.int64)
+        if np.unique(found).size < found.size:
+            raise ConfigError(f"{self._name}: columns: a column comes twice")
+        return found
+
+    @staticmethod
+    def _numbered(wanted: Sequence[str], where: str, texts: Sequence[str]) -> dict[str, int]:
+        """Return the number of each column by its name, or by its id, where columns have one."""
+        pairs = [text.partition(ID) for text in texts]
+        names = [name for name, _, _ in pairs]
+        numbers = {one: number for number, (_, _, one) in enumerate(pairs) if one}
+        has_ids = bool(numbers)
+        numbers |= {name: number for number, name in enumerate(names)}
+        counts = Counter(names)
+        of_ids = Counter(one for _, _, one in pairs)
+        several = [name for name in wanted if (counts[name] or of_ids[name]) > 1]
+        if several:
+            ids = [one for name, _, one in pairs if several[0] in (name, one)]
+            has_ids = has_ids and counts[several[0]] > 1
+            remedy = (
+                f"give one of their ids ({', '.join(ids)})"
+                if has_ids
+                else "give the numbers of columns, or store names that are unique"
+                " (var_names_make_unique() of AnnData)"
+            )
+            raise DatasetError(
+                f'{where} has {len(ids)} columns of the name "{several[0]}"; {remedy}'
+            )
+        return numbers
+
+    def shape(self) -> SparseShape:
+        """Return what was found."""
+        wanted = self._field.columns
+        if wanted is None:
+            return SparseShape(self._columns, where=tuple(self._where))
+        if isinstance(wanted, tuple):
+            count = len(wanted)
+        else:
+            is_mask = wanted.array.dtype.kind == "b"
+            count = int(np.count_nonzero(wanted.array)) if is_mask else wanted.array.size
+        return SparseShape(count, tuple(self._places), tuple(self._where))

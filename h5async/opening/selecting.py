@@ -1,0 +1,370 @@
+"""Finds out which samples an epoch is made of, and how often: reads what the options name.
+
+Options and layouts enter; a `Selection`, and the weight of each position in it, leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from h5async.config import Field, ReaderConfig, Split
+from h5async.config.indices import Values, slice_of
+from h5async.errors import ConfigError, DatasetError, taking_memory
+from h5async.index.layout import DatasetLayout
+from h5async.opening.filevalues import FileValues, check_length
+from h5async.opening.sequencing import sequences_of
+from h5async.order.selection import Selection
+from h5async.order.sequences import SequenceTable
+from h5async.order.splits import part_of
+from h5async.order.steps import StepRows
+from h5async.spelling import named
+
+Int64s = NDArray[np.int64]
+
+
+class Chosen(NamedTuple):
+    """Which samples an epoch is made of.
+
+    Attributes
+    ----------
+    selection
+        The samples.
+    weights
+        float64 (size,): how often each of them is drawn; None: there are no weights.
+    sequences
+        The sequences of rows that steps never leave.
+    possible
+        All rows that can be samples.
+    """
+
+    selection: Selection
+    weights: NDArray[np.float64] | None
+    sequences: SequenceTable
+    possible: Selection
+
+    def is_same(self, other: Chosen) -> bool:
+        """Compare all samples and weights."""
+        if self.weights is None or other.weights is None:
+            has_same_weights = self.weights is other.weights
+        else:
+            has_same_weights = np.array_equal(self.weights, other.weights)
+        return (
+            has_same_weights
+            and self.selection.digest() == other.selection.digest()
+            and self.sequences.is_same(other.sequences)
+        )
+
+
+def choose(config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> Chosen:
+    """Find out which samples an epoch is made of.
+
+    Raises
+    ------
+    H5AsyncError
+        As the methods of `Selecting` say.
+    """
+    values = FileValues(config, next(iter(layouts.values())))
+    sequences = sequences_of(config, layouts, values)
+    possible = sequences.samples(
+        [rows for rows in step_rows(config.batch_fields, sequences).values() if rows is not None],
+        1 if config.sequences is None else config.sequences.every,
+    )
+    selecting = Selecting(config, layouts, values, sequences, possible)
+    selection = selecting.selection()
+    if config.shuffle == "window":
+        selection = selection.ascending
+    return Chosen(selection, selecting.weights(selection), sequences, possible)
+
+
+def step_rows(fields: Mapping[str, Field], sequences: SequenceTable) -> dict[str, StepRows | None]:
+    """Return, by field, which rows each sample consists of; None: its own."""
+    steps = {
+        name: None if field.steps is None else (field.steps, field.pad)
+        for name, field in fields.items()
+    }
+    return dict(zip(steps, sequences.step_rows(steps), strict=True))
+
+
+class Selecting:
+    """Reads what the options `indices` and `weights` name.
+
+    Parameters
+    ----------
+    config, layouts
+        The options, and the layout of each field.
+    values
+        Reads other datasets of the files.
+    sequences, possible
+        As in `Chosen`.
+    """
+
+    def __init__(
+        self,
+        config: ReaderConfig,
+        layouts: Mapping[str, DatasetLayout],
+        values: FileValues,
+        sequences: SequenceTable,
+        possible: Selection,
+    ) -> None:
+        self._config = config
+        self._in_files = values
+        self._sequences = sequences
+        self._possible = possible
+        self._layouts = layouts
+        self._first = next(iter(layouts.values()))
+        self._num_samples = self._first.sample_count
+
+    def selection(self) -> Selection:
+        """Return which samples an epoch is made of.
+
+        Raises
+        ------
+        ConfigError
+            If they do not fit the dataset.
+        H5AsyncError
+            If what they are read from is missing, or cannot be read.
+        """
+        with taking_memory(
+            f"{self._first.file}: {named('indices')}", "select fewer, or use a slice"
+        ):
+            if self._config.indices is None:
+                return self._possible
+            if isinstance(self._config.indices, Split):
+                return Selection.of_numbers(self._part(self._config.indices))
+            selected = self._selected(self._config.indices)
+            return selected.within(self._possible, self._num_samples)
+
+    def _selected(self, indices: Any) -> Selection:
+        count = self._num_samples
+        if isinstance(indices, range):
+            for sample in (indices[0], indices[-1]) if indices else ():
+                self._check(named("indices"), sample)
+            return Selection.of_range(indices)
+        if isinstance(indices, Values):
+            return self._of_array(named("indices"), indices.array)
+        selected = slice_of(indices)
+        if selected is not None:
+            try:
+                return Selection.of_range(range(count)[selected])
+            except ValueError as error:
+                raise ConfigError(f"{named('indices')}: {error}, found {indices!r}") from error
+        if indices.endswith(".npy"):
+            return self._of_array(indices, _load(Path(indices)))
+        return self._of_dataset(indices)
+
+    def _of_array(self, name: str, array: NDArray[Any]) -> Selection:
+        if array.dtype.kind == "b":
+            if array.size != self._num_samples:
+                raise ConfigError(
+                    f"{name}: a mask must have a value for each of the {self._num_samples:,}"
+                    f" samples of the dataset, and has {array.size:,}"
+                )
+            return Selection.of_numbers(np.flatnonzero(array))
+        if array.dtype.kind not in "iu":
+            raise ConfigError(f"{name}: must be integers or bools, found {array.dtype}")
+        for sample in (array.min(), array.max()) if array.size else ():
+            self._check(name, int(sample))
+        return Selection.of_numbers(array.astype(np.int64, copy=False))
+
+    def _check(self, name: str, sample: int) -> None:
+        if not 0 <= sample < self._num_samples:
+            raise ConfigError(
+                f"{name}: there is no sample {sample}: {self._first.file} has samples 0 to"
+                f" {self._num_samples - 1}"
+            )
+
+    def _of_dataset(self, path: str) -> Selection:
+        """Return what a dataset of the files says: bools, or numbers within each file."""
+        found, first = [], 0
+        for file, count in self._in_files.files():
+            array = self._in_files.read(named("indices"), file, path, count)
+            if array.dtype.kind == "b":
+                check_length(array, file, path, count)
+            if array.dtype.kind not in "biu":
+                raise DatasetError(
+                    f'{file}: dataset "{path}" must hold integers or bools, found {array.dtype}'
+                )
+            if array.dtype.kind == "b":
+                array = np.flatnonzero(array)
+            elif _is_like_a_mask(array, count):
+                raise DatasetError(
+                    f'{file}: dataset "{path}" holds {array.dtype} zeros and ones, one for each'
+                    " sample, which would be sample numbers; store a mask as bools"
+                )
+            elif array.size and not 0 <= array.min() <= array.max() < count:
+                raise DatasetError(
+                    f'{file}: dataset "{path}" selects samples {array.min()} to {array.max()}, and'
+                    f" the file has {count:,}"
+                )
+            found.append(array.astype(np.int64) + first)
+            first += count
+        return Selection.of_numbers(np.concatenate(found))
+
+    def _part(self, split: Split) -> Int64s:
+        names = sorted(split.parts)  # in whatever order they were given
+        shares, number = [split.parts[name] for name in names], names.index(split.name)
+        possible = self._possible
+        samples = possible.samples(np.arange(possible.size))
+        groups = self._values_at(split.by, samples)
+        classes = self._values_at(split.stratify, samples)
+        try:
+            found = part_of(number, shares, possible.size, split.seed, groups, classes)
+        except TypeError as error:  # NumPy cannot sort them
+            raise DatasetError(
+                f"{self._first.file}: {named('indices')}: the values of"
+                f" {split.by or split.stratify} have no"
+                f" order ({error}); choose a dataset of numbers or strings"
+            ) from error
+        return samples[found]
+
+    def _values_at(self, path: str | None, samples: Int64s) -> NDArray[Any] | None:
+        """Return what a dataset holds for some samples; or their sequences."""
+        if path is None:
+            return None
+        if path == "sequence":
+            return self._sequences.numbers(samples)
+        return self._in_files.classes(named("indices"), path)[samples]
+
+    def weights(self, selection: Selection) -> NDArray[np.float64] | None:
+        """Return the weight of each position of a selection; None: there are none.
+
+        Returns
+        -------
+        numpy.ndarray
+            float64 (size,).
+
+        Raises
+        ------
+        ConfigError
+            If they do not fit the dataset.
+        H5AsyncError
+            If what they are read from is missing, or cannot be read.
+        """
+        weights = self._config.weights
+        if weights is None or not selection.size:
+            return None
+        positions = np.arange(selection.size)
+        with taking_memory(f"{self._first.file}: {named('weights')}", "select fewer samples"):
+            if isinstance(weights, Mapping):
+                found = self._of_files(weights, selection.samples(positions))
+            elif weights == "balanced":
+                labels = self._labels()[selection.samples(positions)]
+                _, numbers, counts = np.unique(labels, return_inverse=True, return_counts=True)
+                found = 1 / counts[numbers.reshape(-1)]
+            else:
+                found = self._of_samples(weights)[selection.samples(positions)]
+        if not (np.isfinite(found) & (found >= 0)).all() or not found.any():
+            raise ConfigError(
+                f"{named('weights')}: must be finite, not below 0, and not all 0, found"
+                f" {found.min()} to {found.max()} among the samples that are selected"
+            )
+        return found.astype(np.float64)
+
+    def _of_samples(self, weights: str | Values) -> NDArray[Any]:
+        if isinstance(weights, str):
+            found = self._in_files.of_samples(named("weights"), weights)
+        else:
+            found = weights.array
+        if found.size != self._num_samples or found.dtype.kind not in "biuf":
+            raise ConfigError(
+                f"{named('weights')}: must be a number for each of the {self._num_samples:,}"
+                " samples of the"
+                f" dataset, found {found.size:,} values of {found.dtype}"
+            )
+        return found
+
+    def _of_files(self, weights: Mapping[str, float], samples: Int64s) -> NDArray[np.float64]:
+        """Return weights such that each file is drawn from as often as its own weight says."""
+        given = {Path(file).resolve(): weight for file, weight in weights.items()}
+        numbers = {file: number for number, file in enumerate(given)}
+        several = self._in_files.files()
+        files = [file.resolve() for file, _ in several]
+        for file in files:
+            if file not in numbers:
+                raise ConfigError(f"{named('weights')}: no weight is given for {file}")
+        read = set(files)
+        for file in given:
+            if file not in read:
+                raise ConfigError(f"{named('weights')}: {file} is none of the files that are read")
+        which = np.array([numbers[file] for file in files])  # one file may come twice
+        ends = np.cumsum([count for _, count in several])
+        chosen = which[np.searchsorted(ends, samples, side="right")]
+        counts = np.bincount(chosen, minlength=len(given))
+        each = np.array(list(given.values()), np.float64) / np.maximum(counts, 1)
+        return np.asarray(each[chosen])
+
+    def _labels(self) -> NDArray[Any]:
+        if "labels" not in self._layouts:
+            raise ConfigError(
+                f'{named("weights", "balanced")} needs labels: name one of the fields "labels", or'
+                " give weights as an array"
+            )
+        values = self._in_files
+        column = self._config.batch_fields["labels"].path.removesuffix("/codes")
+        if len(values.files()) > 1 and values.is_categorical(column):
+            return values.classes(named("weights"), column)  # codes differ from file to file
+        layout = self._layouts["labels"]
+        if layout.heaps and any(heap.elements.form.is_text for heap in layout.heaps):
+            return values.of_samples(named("weights"), column)
+        if layout.is_ragged:
+            raise ConfigError(
+                f"{named('weights', 'balanced')} needs labels with one value for each sample, and"
+                f' those of "{column}" have differing numbers of them; give weights as an array'
+            )
+        return values.of_layout(layout)
+
+
+def _is_like_a_mask(array: NDArray[Any], count: int) -> bool:
+    """Tell whether integers seem to be meant as bools: some writers have none."""
+    return bool(array.size == count > 2 and array.min() >= 0 and array.max() <= 1)
+
+
+def sample_numbers(index: ArrayLike, count: int, where: str) -> Int64s:
+    """Return sample numbers that a caller has given, as a new array.
+
+    Parameters
+    ----------
+    index
+        A sequence of integers.
+    count
+        Samples of the dataset.
+    where
+        Begins the messages.
+
+    Raises
+    ------
+    ConfigError
+        If it is anything else, or there is no such sample.
+    """
+    try:
+        found = np.array(index)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"{where}: sample numbers must be a sequence of integers") from error
+    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+        raise ConfigError(
+            f"{where}: sample numbers must be a sequence of integers, found an array of"
+            f" {found.dtype} of shape {found.shape}"
+        )
+    is_usual = found.dtype == np.int64
+    unsigned = found.view(np.uint64) if is_usual else found.astype(np.uint64, copy=False)
+    if found.size and unsigned.max() >= count:  # or below 0
+        odd = found.min() if found.min() < 0 else found.max()
+        raise ConfigError(f"{where} has samples 0 to {count - 1}, and there is no sample {odd}")
+    return found.astype(np.int64, copy=False)
+
+
+def _load(path: Path) -> NDArray[Any]:
+    try:
+        found = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise ConfigError(
+            f"{named('indices')}: {path} cannot be read as a .npy file ({error})"
+        ) from error
+    if not isinstance(found, np.ndarray) or found.ndim != 1:
+        raise ConfigError(f"{named('indices')}: {path} must hold an array of one dimension")
+    return found

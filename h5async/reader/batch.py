@@ -1,0 +1,227 @@
+"""Defines `Batch`: the arrays of one minibatch, by field, and which samples they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.errors import BatchExpiredError, DatasetError, taking_memory
+from h5async.html import counted, table
+from h5async.order.sequences import SequenceTable
+from h5async.samples.ragged import preview
+from h5async.spelling import named
+
+if TYPE_CHECKING:
+    from h5async.deliver.device import Device
+
+
+_SHOWN = 6  # numbers of samples in a notebook
+_OVER = (
+    "The life of this batch is over: the next one was asked for, and its memory is filled with"
+    " other samples. batch.copy(), in time, gives a batch that lasts."
+)
+
+
+class Batch(Sequence[Any]):
+    """One minibatch: a sequence of arrays in field order, which are also reached by name.
+
+    ``data, labels = batch``, ``batch["data"]`` and ``batch.data`` all give arrays of
+    ``(size, *row)``: NumPy arrays on the CPU, CuPy arrays on a GPU. **The arrays live until the
+    next** ``get_next_batch()``, or the next iteration of a ``for`` loop: then their memory is
+    filled with another batch. `copy` gives a batch that lasts.
+
+    Attributes
+    ----------
+    index
+        int64 (size,): the sample numbers, in a NumPy array that lasts.
+    epoch, number
+        Which batch of which epoch this is; both count from 0.
+    last
+        Whether it is the last batch of its epoch.
+    size
+        Samples in the batch; the last one of an epoch may be short.
+
+    Examples
+    --------
+    >>> with AsyncReader(hdf5_path="sample_data/digits.h5", batch_size=64) as reader:
+    ...     batch = reader.get_next_batch()
+    ...     data, labels = batch
+    ...     kept = batch.copy()
+    >>> kept.keys(), kept.size, kept.epoch, kept.number, kept.last
+    (['data', 'labels'], 64, 0, 0, False)
+    >>> kept.labels[:4], kept["labels"][:4], kept.index[:4]
+    (array([0, 1, 2, 3]), array([0, 1, 2, 3]), array([0, 1, 2, 3]))
+    """
+
+    __slots__ = (
+        *("_arrays", "_device", "_life", "_sequences"),
+        *("epoch", "index", "last", "number", "size"),
+    )
+
+    index: NDArray[np.int64]  # type: ignore[assignment]  # (a sequence's method of that name)
+
+    def __init__(
+        self,
+        arrays: dict[str, Any],
+        index: NDArray[np.int64],
+        epoch: int,
+        number: int,
+        last: bool,
+        device: Device | None = None,
+        sequences: SequenceTable | None = None,
+        life: Life | None = None,
+    ) -> None:
+        self._device = device
+        self._life = life
+        self._sequences = sequences
+        self._arrays = arrays
+        self.index = index
+        self.epoch = epoch
+        self.number = number
+        self.last = last
+        self.size: int = index.size
+
+    @property
+    def sequence(self) -> NDArray[np.int64]:
+        """In which sequence each sample lies: int64 (size,), counted from 0 over all files."""
+        return self.index * 0 if self._sequences is None else self._sequences.numbers(self.index)
+
+    @property
+    def step(self) -> NDArray[np.int64]:
+        """Which row of its sequence each sample is: int64 (size,)."""
+        return self.index if self._sequences is None else self._sequences.steps(self.index)
+
+    def __len__(self) -> int:
+        """Return the number of fields."""
+        return len(self._arrays)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return the array of a field, by its name or its number; a slice gives a tuple.
+
+        Raises
+        ------
+        DatasetError
+            If there is no field of that name.
+        BatchExpiredError
+            As in `ReaderConfig.debug_lifetimes`.
+        """
+        if isinstance(key, str):
+            if key not in self._arrays:
+                raise DatasetError(f"a batch of {', '.join(self._arrays)} has no {key!r}")
+            return self._arrays[key]
+        return tuple(self._arrays.values())[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the arrays, in field order."""
+        return iter(self._arrays.values())
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the array of the field `name`."""
+        arrays = object.__getattribute__(self, "_arrays")
+        if name not in arrays:
+            raise AttributeError(f"a batch of {', '.join(arrays)} has no {name!r}")
+        return arrays[name]
+
+    def __dir__(self) -> list[str]:
+        """List the fields, too, for completion in a notebook."""
+        return sorted({*super().__dir__(), *filter(str.isidentifier, self._arrays)})
+
+    @property
+    def _where(self) -> str:
+        """Which batch it is, within a sentence."""
+        if self.epoch < 0:
+            return "a batch of given samples"
+        return f"batch {self.number} of epoch {self.epoch}"
+
+    def __repr__(self) -> str:
+        """Describe the batch in a line."""
+        where = self._where.removeprefix("a ").capitalize()
+        if isinstance(self._arrays, _ExpiredArrays):
+            return f"<{where}, expired>"
+        fields = ", ".join(f"{name}={_shown(array)}" for name, array in self._arrays.items())
+        return f"<{where}: {fields}>"
+
+    def _repr_html_(self) -> str:
+        """Show a small table in a notebook: what each field holds. Nothing is copied from a GPU."""
+        title = self._where.removeprefix("a ").capitalize()
+        if isinstance(self._arrays, _ExpiredArrays) or (self._life is not None and self._life.over):
+            return table(title, [], note=_OVER)
+        device = "cpu" if self._device is None else self._device.name
+        rows = [[name, *_cells(array)] for name, array in self._arrays.items()]
+        numbers = ", ".join(map(str, self.index[:_SHOWN].tolist()))
+        more = ", …" if self.size > _SHOWN else ""
+        amount = f"{counted(self.size, 'sample')} on {device}"
+        return table(
+            title,
+            rows,
+            subtitle=f"{amount}, the last one" if self.last else amount,
+            head=("field", "shape", "dtype", "first sample"),
+            note=f"sample numbers: {numbers}{more}" if self.size else "",
+        )
+
+    def keys(self) -> list[str]:
+        """Return the names of the fields, in order."""
+        return list(self._arrays)
+
+    def copy(self) -> Batch:
+        """Return a batch with memory of its own (on a GPU: copied on the current stream)."""
+        with nullcontext() if self._device is None else self._device.current():
+            what = f"a copy of {self._where}"
+            with taking_memory(what, f"keep fewer batches, or make {named('batch_size')} smaller"):
+                arrays = {name: array.copy() for name, array in self._arrays.items()}
+        epoch, number, last = self.epoch, self.number, self.last
+        return Batch(arrays, self.index, epoch, number, last, self._device, self._sequences)
+
+
+def _cells(array: Any) -> tuple[str, str, str]:
+    """Return shape, dtype and the first values of an array, as text; on a GPU, no values."""
+    shape = getattr(array, "shape", None)
+    if shape is None or not hasattr(array, "ndim"):  # ragged or sparse
+        return f"{len(array):,} {type(array).__name__}", str(array.dtype), preview(array)
+    return str(tuple(shape)), str(array.dtype), preview(array)
+
+
+def _shown(array: Any) -> str:
+    """Return shape and dtype of an array, or what ragged samples say of themselves."""
+    shape = getattr(array, "shape", None)
+    return repr(array) if shape is None else f"{shape} {array.dtype}"
+
+
+class Life:
+    """The life of a batch on the memory of a slot.
+
+    Attributes
+    ----------
+    over
+        Whether the next batch was asked for, so that the memory is filled with other samples.
+    """
+
+    __slots__ = ("over",)
+
+    def __init__(self) -> None:
+        self.over = False
+
+
+class _ExpiredArrays(dict[str, Any]):
+    """What is left of the arrays of a batch whose life is over: their names."""
+
+    def __init__(self, batch: Batch) -> None:
+        super().__init__(dict.fromkeys(batch.keys()))
+        self._what = batch._where
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise BatchExpiredError(
+            f"{self._what} was used after the next one had been asked for, when its memory is"
+            " filled with other samples; use it before, or keep batch.copy()"
+        )
+
+    __getitem__ = values = items = _refuse
+
+
+def expire(batch: Batch) -> None:
+    """Make all uses of a batch's fields raise `BatchExpiredError`."""
+    batch._arrays = _ExpiredArrays(batch)

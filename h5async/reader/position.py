@@ -1,0 +1,255 @@
+"""Decides which batches come next: settles the rank, and goes from one epoch to another.
+
+Options and what launchers say enter; the schedule of batches, which the ring of slots asks for by
+serial number, leaves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.config import ReaderConfig
+from h5async.deliver.slotrecords import Assignment
+from h5async.deliver.slots import SlotRing
+from h5async.errors import ConfigError
+from h5async.opening.dataset import Samplings
+from h5async.order.ranks import Rank, Source, find_source, may_change
+from h5async.order.requests import FillRequest
+from h5async.order.sampling import Sampling
+from h5async.order.schedule import Course, Schedule
+
+_log = logging.getLogger("h5async")
+
+
+class SavedPosition(NamedTuple):
+    """A position from which another reader can go on.
+
+    Attributes
+    ----------
+    epoch, start
+        The epoch, and the position in its order at which the next batch begins.
+    batch_size, world_size
+        What the epoch was begun with: the order of its samples depends on them.
+    """
+
+    epoch: int
+    start: int
+    batch_size: int
+    world_size: int
+
+
+class ReaderPosition:
+    """Which batch has which serial number, and which one comes next.
+
+    The consumer's thread changes it; all threads may read it, because it is one value in the ring
+    that is replaced as a whole.
+
+    Parameters
+    ----------
+    config
+        The options.
+    samplings
+        Makes the orders of samples.
+    ring
+        Holds the position, and the serial number of the next batch.
+
+    Attributes
+    ----------
+    has_settled
+        Whether the rank is known for good.
+    looped_epoch
+        The epoch of the caller's last batch, until the epoch ends for it.
+
+    Raises
+    ------
+    ConfigError
+        If the environment tells the rank differently in different places.
+    """
+
+    def __init__(self, config: ReaderConfig, samplings: Samplings, ring: SlotRing[Any]) -> None:
+        self._config = config
+        self._samplings = samplings
+        self._ring = ring
+        self.has_settled = False
+        self.looped_epoch: int | None = None
+        self._go_to(self._expected_rank(), 0, 0, None)
+
+    def settle(self) -> None:
+        """Find out for good which of how many processes this is.
+
+        With the first batch, and not before: a group of processes is often made after the reader.
+
+        Raises
+        ------
+        ConfigError
+            As `find_source` says.
+        """
+        if self.has_settled:
+            return
+        source = self._find_source()
+        _log.info("rank %d of %d: %s", *source.rank, source)
+        if source.rank != self.course.rank:
+            self._go_to(source.rank, *self.course.place)
+        self.has_settled = True
+
+    def _find_source(self) -> Source:
+        """Return which of how many processes this is, as the options or others say now."""
+        rank, world_size = self._config.rank, self._config.world_size
+        if self._config.sampler is not None:
+            return Source(Rank(0, 1), "the sampler, which each process has one of", "", None)
+        if rank is None or world_size is None:
+            return find_source()
+        return Source(Rank(rank, world_size), "the options rank and world_size", "", None)
+
+    def _expected_rank(self) -> Rank:
+        """Return the rank as it seems when the reader is made."""
+        try:
+            return self._find_source().rank
+        except ConfigError:
+            if may_change():
+                return Rank(0, 1)  # a group of processes that is yet to be made will say
+            raise
+
+    @property
+    def course(self) -> Course:
+        """The position as one value."""
+        course: Course = self._ring.course
+        return course
+
+    @property
+    def schedule(self) -> Schedule:
+        """Which batch has which serial number."""
+        return self.course.schedule
+
+    @property
+    def sampling(self) -> Sampling:
+        """The order of samples, and how it is dealt."""
+        return self.course.schedule.sampling
+
+    @property
+    def num_batches(self) -> int:
+        """Batches in an epoch; before the first batch, as the rank seems to be by now.
+
+        Where epochs differ: in that of the last batch; from its end on, in the next one.
+        """
+        return self._sampling_by_now().batches_in(self._epoch_by_now())
+
+    @property
+    def epoch_samples(self) -> int:
+        """Samples in an epoch of all ranks, likewise."""
+        return self._sampling_by_now().samples_in(self._epoch_by_now())
+
+    def _epoch_by_now(self) -> int:
+        if self.sampling.is_uniform:
+            return 0
+        if self.looped_epoch is not None:
+            return self.looped_epoch
+        schedule = self.schedule
+        if not schedule.start and not schedule.sampling.batches_in(schedule.epoch):
+            return schedule.epoch  # and there is no next batch
+        return schedule.position(self._ring.next_serial).epoch
+
+    def _sampling_by_now(self) -> Sampling:
+        """Return what says how many batches there are, and settle nothing."""
+        if self.has_settled:
+            return self.sampling
+        rank = self._find_source().rank
+        if rank == self.course.rank:
+            return self.sampling
+        if self.sampling.is_uniform:
+            return dataclasses.replace(self.sampling, rank=rank.rank, world_size=rank.world_size)
+        return self._samplings.at((*rank,))
+
+    def give(self, samples: NDArray[np.int64]) -> int:
+        """Ask for a batch of these samples, behind all that slots were given to.
+
+        Returns
+        -------
+        int
+            Its serial number.
+        """
+
+        def course_from(serial: int, following: int) -> Course:
+            rank, place, origin, order, schedule, known = self.course
+            given = {other: of for other, of in known.items() if other >= following}
+            given[serial] = samples
+            schedule = schedule.with_other(serial, following)
+            return Course(rank, place, origin, order, schedule, given)
+
+        return self._ring.ask_for(course_from)
+
+    def place_of(self, serial: int) -> tuple[int, int]:
+        """Return epoch and number of a batch; -1 and -1: of samples that were given."""
+        course = self.course
+        if serial in course.given:
+            return -1, -1
+        return course.schedule.position(max(serial, course.schedule.serial))[:2]
+
+    def requests(
+        self, assignments: Sequence[Assignment], begin_on_device: Callable[[int], bool]
+    ) -> list[FillRequest]:
+        """Return what slots are to be filled with.
+
+        Parameters
+        ----------
+        assignments
+            Slots, and the serial numbers of their batches.
+        begin_on_device
+            Called with a serial number: whether decoding is left to the device.
+        """
+        found = []
+        course = self.course  # or a later one: then what was assigned before is dropped
+        schedule = course.schedule
+        for slot, serial in assignments:
+            given = course.given.get(serial)
+            if given is not None:
+                found.append(FillRequest(slot, serial, -1, -1, 0, course.order, samples=given))
+                continue
+            on_device = begin_on_device(serial)
+            position = schedule.position(max(serial, schedule.serial))
+            found.append(FillRequest(slot, serial, *position, course.order, on_device))
+        return found
+
+    def jump(self, epoch: int) -> None:
+        """Go on with the beginning of an epoch; batches that were asked for are dropped."""
+        self._go_to(self.course.rank, epoch, 0, None)
+
+    def save(self) -> SavedPosition:
+        """Return the position of the next batch that the caller gets, not of those on their way."""
+        epoch, _, start = self.schedule.position(self._ring.next_serial)
+        course = self.course
+        begun_with = self._config.batch_size, course.rank.world_size
+        if course.origin[0] == epoch and start:
+            begun_with = course.origin[1]
+        return SavedPosition(epoch, start, *begun_with)
+
+    def restore(self, saved: SavedPosition) -> None:
+        """Go on with a saved position; batches that were asked for are dropped."""
+        start = min(saved.start, self._samplings.epoch_samples)
+        self._go_to(self.course.rank, saved.epoch, start, (saved.batch_size, saved.world_size))
+
+    def _go_to(
+        self, rank: Rank, epoch: int, start: int, begun_with: tuple[int, int] | None
+    ) -> None:
+        """Replace the position at once: an exception in the middle leaves all as it was.
+
+        `begun_with`: batch and world size that the epoch was begun with, if others than now.
+        """
+        own = self._config.batch_size, rank.world_size
+        origin = own if begun_with is None or not start else begun_with
+        is_whole = origin == own and not (start and self._samplings.lengths)
+        order = (*rank,) if is_whole else (*rank, epoch, *origin, start)
+        sampling = self._samplings.at(order)
+
+        def course_from(serial: int) -> Course:
+            schedule = Schedule.beginning(sampling, serial, epoch, start)
+            return Course(rank, (epoch, start, begun_with), (epoch, origin), order, schedule)
+
+        self._ring.restart(course_from)
+        self.looped_epoch = None

@@ -1,0 +1,404 @@
+"""Tells which datasets a field is read of, and makes what is delivered of their arrays.
+
+A field is one dataset, its *column*, or several: a sparse matrix has values and indices. Arrays of
+columns enter, as they lie in a slot; the arrays of fields leave: `Ragged`, `Csr`, or plain ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.config import Field, ImageField, RaggedField, SparseField
+from h5async.errors import DatasetError
+from h5async.index.layout import DatasetLayout
+from h5async.order.spans import LengthRows, SpanRows, StepSpans
+from h5async.order.steps import StepRows
+from h5async.samples.ragged import Ragged, put_padded
+from h5async.samples.sparse import Csr
+
+T = TypeVar("T")
+
+INDICES = "\0indices"  # behind the name of a field: its column of indices
+
+Rows = StepRows | SpanRows | None  # which rows of a column a sample consists of; None: its own
+
+
+class SlotMemory(NamedTuple):
+    """The host arrays of a slot, one of each kind for each column (`samples/columns.py`).
+
+    Attributes
+    ----------
+    raw
+        (batch, *raw_row): rows as read.
+    out
+        (batch, *row): rows as delivered; the very array of `raw` where the filler has nothing
+        to transform.
+    encoded
+        uint8: encoded chunks, for the device to decode; None where it cannot.
+    made
+        By field, where there are any: (batch, ...), plain arrays that are made of samples of
+        differing lengths; in helper processes also uint8 memory for the pixels of images. None
+        where nothing is made, or where it gets memory of its own.
+    """
+
+    raw: tuple[NDArray[Any], ...]
+    out: tuple[NDArray[Any], ...]
+    encoded: tuple[NDArray[np.uint8] | None, ...]
+    made: tuple[NDArray[Any] | None, ...] = ()
+
+
+def columns_of(fields: Mapping[str, Field]) -> dict[str, Field]:
+    """Return the columns of fields, by name: that of the field, for its first one."""
+    found: dict[str, Field] = {}
+    for name, field in fields.items():
+        if isinstance(field, SparseField):
+            # (What is added is added to dense rows: to what is not stored, too.)
+            offset = None if field.dense else field.offset
+            found[name] = Field(
+                f"{field.path}/data",
+                dtype=field.delivered_dtype,
+                scale=field.scale,
+                offset=offset,
+            )
+            found[name + INDICES] = Field(f"{field.path}/indices")
+        elif isinstance(field, ImageField):  # its other options are of pixels
+            found[name] = RaggedField(
+                path=field.path, offsets=field.offsets, offsets_kind=field.offsets_kind
+            )
+        else:
+            found[name] = field
+    return found
+
+
+def first_columns_of(columns: Iterable[str]) -> list[int]:
+    """Return, by field, the number of its first column."""
+    return [number for number, name in enumerate(columns) if not name.endswith(INDICES)]
+
+
+def steps_of(rows: Rows) -> StepRows | None:
+    """Return the steps of the samples of a column; None: it has none."""
+    if isinstance(rows, StepSpans):
+        return rows.steps
+    return rows if isinstance(rows, StepRows) else None
+
+
+def by_field(columns: Mapping[str, T], join: Callable[[T, T], T]) -> dict[str, T]:
+    """Return what is by column by field; `join` makes one of that of two columns of a field."""
+    found: dict[str, T] = {}
+    for name, one in columns.items():
+        field = name.removesuffix(INDICES)
+        found[field] = join(found[field], one) if field in found else one
+    return found
+
+
+def spans_of(
+    layouts: Mapping[str, DatasetLayout], steps: Mapping[str, StepRows | None]
+) -> dict[str, SpanRows]:
+    """Return which rows each sample is, of columns of ragged fields; one object for each field.
+
+    `steps`: by field, which samples' rows each sample consists of; None: its own.
+    """
+    found: dict[str, SpanRows] = {}
+    for name, layout in layouts.items():
+        if not layout.is_ragged:
+            continue
+        first, one = found.get(name.removesuffix(INDICES)), steps.get(name)
+        if first is None:
+            spans = (
+                SpanRows(layout.starts()) if layout.lengths is None else LengthRows(layout.lengths)
+            )
+            first = spans if one is None else StepSpans(spans, one)
+        found[name] = first
+    return found
+
+
+@dataclass(frozen=True)
+class SparseShape:
+    """What is known of the columns of a sparse field.
+
+    Attributes
+    ----------
+    columns
+        How many are delivered.
+    places
+        By file: int64 (columns of the file,): where each is delivered; -1: it is not. None: all
+        are, as they are.
+    where
+        By file: what messages call the matrix.
+    """
+
+    columns: int
+    places: tuple[NDArray[np.int64], ...] | None = None
+    where: tuple[str, ...] = ()
+
+
+class Categories(NamedTuple):
+    """What is known of the categories of a field.
+
+    Attributes
+    ----------
+    names
+        Of all files together: code c stands for ``names[c]``.
+    tables
+        By file: int64 (categories of the file + 1,): the code here of each of its codes, and -1.
+        None: its codes are those here.
+    where
+        By file: what messages call the column.
+    """
+
+    names: tuple[Any, ...]
+    tables: tuple[NDArray[np.int64], ...] | None = None
+    where: tuple[str, ...] = ()
+
+
+def dense_dtype(field: SparseField, values: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype of dense rows, of that of their values: complex ones stay complex."""
+    if field.delivered_dtype is not None:
+        return field.delivered_dtype
+    return values.newbyteorder("=") if values.kind == "c" else np.dtype(np.float32)
+
+
+class Assembly:
+    """Makes what is delivered of the arrays of columns. Safe to use from many threads.
+
+    Parameters
+    ----------
+    fields
+        By name, in the order of delivery.
+    rows
+        By column: which rows each sample consists of.
+    shapes
+        Of sparse fields, by name.
+    first_samples
+        int64 (files + 1,): the first sample of each file.
+    categories
+        Of categorical fields, by name.
+    limited
+        Names of columns whose values the core checks as it reads them: `DatasetLayout.limit`.
+
+    Attributes
+    ----------
+    is_plain
+        Whether each field is one array with a row for each sample, as it is in the slot.
+    needs_work
+        Whether there is more to be done than to make views.
+    """
+
+    def __init__(
+        self,
+        fields: Mapping[str, Field],
+        rows: Sequence[Rows],
+        shapes: Mapping[str, SparseShape],
+        first_samples: NDArray[np.int64],
+        categories: Mapping[str, Categories] = MappingProxyType({}),
+        limited: Collection[str] = (),
+    ) -> None:
+        self._united = {n: one for n, one in categories.items() if one.tables is not None}
+        self._fields = dict(fields)
+        self._limited = frozenset(limited)
+        self._rows = rows
+        self._shapes = shapes
+        self._first_samples = first_samples
+        self.is_plain = not self._united and not any(isinstance(one, SpanRows) for one in rows)
+        self.needs_work = bool(self._united) or any(
+            isinstance(field, ImageField)
+            or (isinstance(field, RaggedField) and field.pad_to is not None)
+            or (isinstance(field, SparseField) and (field.dense or shapes[name].places is not None))
+            for name, field in fields.items()
+        )
+
+    def sizes(self, index: NDArray[np.int64]) -> list[int]:
+        """Return, by column, how many rows a batch of some samples has in the slot's arrays."""
+        totals: dict[SpanRows, int] = {}
+        for one in self._rows:
+            if isinstance(one, SpanRows) and one not in totals:
+                totals[one] = one.total(index)
+        return [totals[one] if isinstance(one, SpanRows) else index.size for one in self._rows]
+
+    def arrays(
+        self,
+        memory: SlotMemory,
+        index: NDArray[np.int64],
+        left: Collection[str] = (),
+        *,
+        are_checked: bool = False,
+    ) -> tuple[Any, ...]:
+        """Return the arrays of a batch, by field; views of a slot's memory, where that is possible.
+
+        Parameters
+        ----------
+        memory, index
+            Of the batch.
+        left
+            Names of fields whose samples a device pads, or makes dense.
+        are_checked
+            The core has read all of it, and checked indices that have a limit.
+
+        Raises
+        ------
+        DatasetError
+            If an index of a sparse row is none of its columns, or a code that of no category.
+        """
+        if self.is_plain:
+            return tuple([out[: index.size] for out in memory.out])
+        found: list[Any] = []
+        column = 0
+        for number, (name, field) in enumerate(self._fields.items()):
+            made = memory.made[number] if memory.made and name not in left else None
+            rows, out = self._rows[column], memory.out[column]
+            column += 1
+            if name in self._united:
+                found.append(self._codes(self._united[name], field, out[: index.size], index))
+                continue
+            if not isinstance(rows, SpanRows):
+                found.append(out[: index.size])
+                continue
+            offsets = rows.offsets(index)
+            values = out[: offsets[-1]]
+            if isinstance(field, SparseField):
+                indices = memory.out[column][: offsets[-1]]
+                column += 1
+                is_checked = are_checked and name + INDICES in self._limited
+                several = self._sparse(name, values, indices, offsets, index, is_checked)
+                is_whole = not field.dense or name in left
+                found.append(several if is_whole else _dense(several, field, made))
+            else:
+                is_padded = name not in left
+                pad_to = field.pad_to if is_padded and isinstance(field, RaggedField) else None
+                found.append(_ragged(values, offsets, pad_to, made))
+        return tuple(found)
+
+    def _codes(
+        self, of: Categories, field: Field, values: NDArray[Any], index: NDArray[np.int64]
+    ) -> NDArray[Any]:
+        """Return the codes of samples in the categories of all files together."""
+        assert of.tables is not None
+        least = np.promote_types(values.dtype, np.min_scalar_type(-max(1, len(of.names))))
+        found = np.empty(values.shape, least if field.dtype is None else field.dtype)
+        file = self._files(index)
+        for number in np.unique(file).tolist():
+            here, table = np.flatnonzero(file == number), of.tables[number]
+            codes = values[here].astype(np.int64)
+            outside = (codes < -1) | (codes >= table.size - 1)
+            if outside.any():
+                at = int(outside.argmax())
+                sample = int(index[here[at]])
+                row = sample - int(self._first_samples[number])
+                raise no_category(of.where[number], row, sample, int(codes[at]), table.size - 1)
+            found[here] = table[codes]
+        return found
+
+    def _files(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return in which file each sample lies."""
+        return np.searchsorted(self._first_samples, samples, side="right") - 1
+
+    def _sparse(
+        self,
+        name: str,
+        values: NDArray[Any],
+        indices: NDArray[Any],
+        offsets: NDArray[np.int64],
+        index: NDArray[np.int64],
+        is_checked: bool,
+    ) -> Csr:
+        shape = self._shapes[name]
+        if shape.places is not None:
+            values, indices, offsets = self._chosen(shape, values, indices, offsets, index)
+        rows = Csr(values, indices, offsets, (index.size, shape.columns))
+        if shape.places is None and not is_checked:
+            outside = _are_outside(indices, shape.columns)
+            if outside.any():
+                raise self._no_column(shape, indices, offsets, index, int(outside.argmax()))
+        return rows
+
+    def _chosen(
+        self,
+        shape: SparseShape,
+        values: NDArray[Any],
+        indices: NDArray[Any],
+        offsets: NDArray[np.int64],
+        index: NDArray[np.int64],
+    ) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.int64]]:
+        """Return what is left of sparse rows where only some columns are delivered."""
+        assert shape.places is not None
+        file = self._files(index)
+        place = np.empty(indices.size, np.int64)
+        of_value = np.repeat(file, np.diff(offsets))
+        for number in np.unique(file).tolist():
+            here, places = of_value == number, shape.places[number]
+            outside = here & _are_outside(indices, places.size)
+            if outside.any():
+                raise self._no_column(shape, indices, offsets, index, int(outside.argmax()))
+            place[here] = places[indices[here]]
+        kept = place >= 0
+        ends = np.concatenate(([0], np.cumsum(kept)))[offsets]
+        dtype = _index_dtype(indices.dtype, shape.columns)
+        return values[kept], place[kept].astype(dtype, copy=False), ends
+
+    def _no_column(
+        self,
+        shape: SparseShape,
+        indices: NDArray[Any],
+        offsets: NDArray[np.int64],
+        index: NDArray[np.int64],
+        at: int,
+    ) -> DatasetError:
+        """Return the error of a batch whose index number `at` is that of no column."""
+        sample = int(index[np.searchsorted(offsets, at, side="right") - 1])
+        file = int(self._files(np.array([sample]))[0])
+        columns = shape.columns if shape.places is None else shape.places[file].size
+        return DatasetError(
+            f"{shape.where[file]}: row {sample - int(self._first_samples[file])} (sample {sample})"
+            f" has the index {indices[at]}, which is none of the {columns:,} columns; the file is"
+            " damaged"
+        )
+
+
+def no_category(where: str, row: int, sample: int, code: int, count: int) -> DatasetError:
+    """Return the error of a code that is that of none of `count` categories."""
+    return DatasetError(
+        f"{where}: row {row} (sample {sample}) has the code {code}, and there are {count:,}"
+        " categories; the file is damaged"
+    )
+
+
+def _index_dtype(stored: np.dtype[Any], columns: int) -> np.dtype[Any]:
+    """Return the dtype of indices of chosen columns, of which the file may have fewer."""
+    fits = columns - 1 <= np.iinfo(stored).max
+    return stored if fits else np.dtype(np.int32 if columns <= 1 << 31 else np.int64)
+
+
+def _are_outside(indices: NDArray[Any], columns: int) -> NDArray[np.bool_]:
+    # (Seen as unsigned, those below 0 are too large, too.)
+    found: NDArray[np.bool_] = indices.view(f"u{indices.itemsize}") >= columns
+    return found
+
+
+def _dense(rows: Csr, field: SparseField, out: NDArray[Any] | None) -> NDArray[Any]:
+    """Return dense rows, in the memory of the slot where that is given."""
+    dtype = dense_dtype(field, rows.dtype)
+    found = np.empty(rows.shape, dtype) if out is None else out[: len(rows)]
+    rows.to_dense(found)
+    if field.offset is not None:
+        np.add(found, np.asarray(field.offset, dtype), out=found)
+    return found
+
+
+def _ragged(
+    values: NDArray[Any], offsets: NDArray[np.int64], pad_to: int | None, out: NDArray[Any] | None
+) -> Any:
+    """Return samples, or, padded, an array, in the memory of the slot where that is given."""
+    if pad_to is None:
+        return Ragged(values, offsets)
+    size = offsets.size - 1
+    shape = size, pad_to, *values.shape[1:]
+    found = np.empty(shape, values.dtype) if out is None else out[:size]
+    found[...] = np.zeros((), values.dtype)
+    put_padded(values, offsets, found)
+    return found

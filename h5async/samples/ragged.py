@@ -1,0 +1,363 @@
+"""Defines `Ragged`: samples of differing lengths, as one array of values and their offsets."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.errors import ConfigError, ReadError, needs_package
+from h5async.html import counted, size_text, table
+from h5async.samples.samplearrays import SampleArrays
+from h5async.samples.samplekernels import sample_kernels
+
+_PREVIEWED, _LONGEST = 5, 24  # values, and characters of one, in a notebook
+
+
+class Ragged(SampleArrays):
+    """Samples of differing lengths.
+
+    Those of a batch share its memory, and live as long as it does; `copy` gives one that lasts. It
+    may be read from many threads.
+
+    Parameters
+    ----------
+    values, offsets
+        As the attributes.
+
+    Attributes
+    ----------
+    values
+        (total, ...): the values of all samples, one sample behind the other. A NumPy array, or a
+        CuPy array.
+    offsets
+        int64 (samples + 1,): sample i is ``values[offsets[i] : offsets[i + 1]]``; the first one
+        is 0. Of the same kind as `values`.
+
+    Raises
+    ------
+    ConfigError
+        If `values` or `offsets` have other dimensions or dtypes. That the offsets rise, and end at
+        the number of values, is left to whoever makes them.
+
+    Examples
+    --------
+    >>> values, offsets = np.array([3, 1, 4, 1, 5, 9]), np.array([0, 3, 3, 6])
+    >>> samples = Ragged(values, offsets)
+    >>> samples[0], samples.lengths, len(samples)
+    (array([3, 1, 4]), array([3, 0, 3]), 3)
+    >>> samples[1:]
+    <Ragged: 2 samples, 3 values of int64>
+    """
+
+    __slots__ = ("offsets", "values")
+
+    def __init__(self, values: Any, offsets: Any) -> None:
+        if values.ndim < 1 or offsets.ndim != 1 or not offsets.size or offsets.dtype != np.int64:
+            raise ConfigError(
+                "ragged samples are made of values of one dimension or more, and int64 offsets"
+                " (samples + 1,);"
+                f" found values {values.shape} and {offsets.dtype} offsets {offsets.shape}"
+            )
+        self.values = values
+        self.offsets = offsets
+
+    @property
+    def lengths(self) -> Any:
+        """int64 (samples,): how many values each sample has; a new array."""
+        return self.offsets[1:] - self.offsets[:-1]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the values."""
+        dtype: np.dtype[Any] = self.values.dtype
+        return dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values and offsets."""
+        return int(self.values.nbytes + self.offsets.nbytes)
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return int(self.offsets.shape[0]) - 1
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return views: of one sample, an array; of a slice of samples, a `Ragged`.
+
+        Raises
+        ------
+        IndexError
+            If there is no such sample.
+        ConfigError
+            If the slice has a step.
+        """
+        if isinstance(key, slice):
+            begin, end, step = key.indices(len(self))
+            if step != 1:
+                raise ConfigError(
+                    f"a slice of ragged samples has no step, and this one has {step}; take them one"
+                    " by one"
+                )
+            end = max(begin, end)
+            offsets = self.offsets[begin : end + 1]
+            first, last = int(offsets[0]), int(offsets[-1])
+            return Ragged(self.values[first:last], offsets - first)
+        number = range(len(self))[key]
+        return self.values[int(self.offsets[number]) : int(self.offsets[number + 1])]
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the samples, as views."""
+        ends = on_host(self.offsets).tolist()
+        for begin, end in itertools.pairwise(ends):
+            yield self.values[begin:end]
+
+    def __repr__(self) -> str:
+        """Describe it in a line."""
+        total, *inner = self.values.shape
+        each = f"{tuple(inner)} " if inner else ""
+        samples, values = counted(len(self), "sample"), counted(total, "value")
+        return f"<Ragged: {samples}, {values} of {each}{self.dtype}>"
+
+    def _repr_html_(self) -> str:
+        """Show a small table in a notebook. Nothing is copied from a GPU."""
+        rows = [["dtype", str(self.dtype)], ["values", f"{self.values.shape[0]:,}"]]
+        if isinstance(self.offsets, np.ndarray) and len(self):
+            lengths = self.lengths
+            spread = f"{lengths.min():,} to {lengths.max():,}, {lengths.mean():,.4g} on average"
+            rows.append(["lengths", spread])
+        rows += [["size", size_text(self.nbytes)], ["first sample", preview(self)]]
+        return table(type(self).__name__, rows, subtitle=counted(len(self), "sample"))
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """`values` and `offsets`."""
+        return self.values, self.offsets
+
+    @property
+    def sample_shape(self) -> tuple[int | None, ...]:
+        """The shape of a sample; None for the dimension that differs."""
+        return None, *self.values.shape[1:]
+
+    @classmethod
+    def of_arrays(cls, arrays: Sequence[Any], sample_shape: Sequence[int | None]) -> Self:
+        """Return samples over `arrays`."""
+        return cls(*arrays)
+
+    def misfit(self) -> str | None:
+        """Return why the arrays do not fit together, or None."""
+        return offsets_misfit("ragged samples", "offsets", self.offsets, len(self.values))
+
+    def to_tensor(self) -> Any:
+        """Return a nested tensor, as `to_torch_nested` does."""
+        return self.to_torch_nested()
+
+    def copy(self) -> Ragged:
+        """Return a copy with memory of its own."""
+        return Ragged(self.values.copy(), self.offsets.copy())
+
+    def get(self) -> Ragged:
+        """Return the samples in host memory, as CuPy's arrays do; a copy of those on a GPU."""
+        return Ragged(on_host(self.values), on_host(self.offsets))
+
+    def to_padded(self, value: Any = 0, length: int | None = None) -> tuple[Any, Any]:
+        """Copy the samples into one array, all of one length; on a GPU, if they are there.
+
+        Parameters
+        ----------
+        value
+            What stands behind the values of a sample.
+        length
+            The length of all of them; of longer samples the first values are taken. None: that of
+            the longest sample.
+
+        Returns
+        -------
+        array
+            (samples, length, ...) of the dtype of the values.
+        mask
+            bool (samples, length): whether it is a value of the sample.
+
+        Raises
+        ------
+        ConfigError
+            If the length is below 0.
+
+        Examples
+        --------
+        >>> samples = Ragged(np.array([3, 1, 4, 1, 5, 9]), np.array([0, 3, 3, 6]))
+        >>> array, mask = samples.to_padded(value=-1)
+        >>> array
+        array([[ 3,  1,  4],
+               [-1, -1, -1],
+               [ 1,  5,  9]])
+        >>> mask.sum(axis=1)
+        array([3, 0, 3])
+        """
+        ends = on_host(self.offsets)
+        longest = int(np.diff(ends).max()) if len(self) else 0
+        length = longest if length is None else length
+        if length < 0:
+            raise ConfigError(f"length={length}: samples are padded to a length of 0 or more")
+        shape = len(self), length, *self.values.shape[1:]
+        if isinstance(self.values, np.ndarray):
+            array = np.full(shape, value, self.dtype)
+            return array, put_padded(self.values, self.offsets, array)
+        cupy = module_of(self.values)
+        array = cupy.empty(shape, self.dtype)
+        values = cupy.ascontiguousarray(self.values)
+        behind = cupy.full(1, value, self.dtype)
+        sample_kernels(cupy).padded(values, self.offsets, behind, array)
+        return array, cupy.arange(length) < self.lengths[:, None]
+
+    def to_torch_nested(self) -> Any:
+        """Return a nested tensor of layout ``torch.jagged``, which shares the memory.
+
+        Values in another byte order than this machine's are copied.
+
+        Raises
+        ------
+        MissingPackageError
+            If PyTorch is not installed.
+        """
+        with needs_package("torch", "nested tensors"):
+            import torch
+        make = torch.from_numpy if isinstance(self.values, np.ndarray) else torch.from_dlpack
+        return torch.nested.nested_tensor_from_jagged(make(native(self.values)), make(self.offsets))
+
+    def to_awkward(self) -> Any:
+        """Return an Awkward Array, which shares the memory.
+
+        Values in another byte order than this machine's, or on a GPU, are copied.
+
+        Raises
+        ------
+        MissingPackageError
+            If awkward is not installed.
+        """
+        with needs_package("awkward", "Awkward Arrays"):
+            import awkward
+        values = awkward.contents.NumpyArray(native(on_host(self.values)))
+        offsets = awkward.index.Index64(on_host(self.offsets))
+        return awkward.Array(awkward.contents.ListOffsetArray(offsets, values))
+
+    def to_strings(self) -> list[str]:
+        """Return samples of UTF-8 bytes as strings.
+
+        Raises
+        ------
+        ConfigError
+            If the values are no bytes (uint8, one dimension).
+        ReadError
+            If a sample is not valid UTF-8; it says which one.
+
+        Examples
+        --------
+        >>> text = np.frombuffer("oneforty-two".encode(), np.uint8)
+        >>> Ragged(text, np.array([0, 3, 12])).to_strings()
+        ['one', 'forty-two']
+        """
+        if self.dtype != np.uint8 or self.values.ndim != 1:
+            raise ConfigError(
+                f"strings are made of UTF-8 bytes, and the values are {self.dtype} of shape"
+                f" {self.values.shape}"
+            )
+        data, ends = on_host(self.values).tobytes(), on_host(self.offsets).tolist()
+        found = []
+        for number, (begin, end) in enumerate(itertools.pairwise(ends)):
+            try:
+                found.append(data[begin:end].decode())
+            except UnicodeDecodeError as error:
+                raise ReadError(
+                    f"sample {number} of {len(self)} is not UTF-8: byte"
+                    f" 0x{data[begin + error.start]:02x} at its position {error.start}"
+                    f" ({error.reason}); use its bytes, [{number}]"
+                ) from error
+        return found
+
+
+def preview(samples: Any) -> str:
+    """Return the first values of the first sample as text; of samples on a GPU, nothing."""
+    held = getattr(samples, "values", getattr(samples, "data", samples))
+    if not isinstance(samples, np.ndarray) and not isinstance(held, np.ndarray):
+        return ""
+    if getattr(samples, "shape", (1,)) == () or not len(samples):  # what postprocess may return
+        return ""
+    first = samples[0]
+    if isinstance(first, tuple):  # of sparse rows: columns and values
+        pairs = zip(first[0][:_PREVIEWED].tolist(), first[1][:_PREVIEWED].tolist(), strict=True)
+        shown, size = [f"{column}: {_short(value)}" for column, value in pairs], first[0].size
+    else:
+        values = np.asarray(first)
+        size = values.size
+        shown = [_short(value) for value in values.flat[:_PREVIEWED].tolist()]
+    return ", ".join(shown) + (", …" if size > _PREVIEWED else "")
+
+
+def _short(value: object) -> str:
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
+
+def native(array: Any) -> Any:
+    """Return an array in this machine's byte order; one that is in it as it is."""
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
+
+
+def module_of(array: Any) -> Any:
+    """Return the library of an array: NumPy, or CuPy."""
+    if isinstance(array, np.ndarray):
+        return np
+    with needs_package("cupy-cuda13x", "arrays on a GPU"):
+        import cupy
+    return cupy
+
+
+def put_padded(
+    values: NDArray[Any], offsets: NDArray[np.int64], out: NDArray[Any]
+) -> NDArray[np.bool_]:
+    """Put samples in host memory into rows of one length; what stands behind them is left alone.
+
+    Parameters
+    ----------
+    values, offsets
+        As of `Ragged`.
+    out
+        (samples, length, ...): where they go; of longer samples the first values.
+
+    Returns
+    -------
+    numpy.ndarray
+        bool (samples, length): whether it is a value of the sample.
+    """
+    lengths, length = np.diff(offsets), out.shape[1]
+    mask: NDArray[np.bool_] = np.arange(length) < lengths[:, None]
+    if lengths.max(initial=0) <= length:
+        out[mask] = values
+    else:
+        out[mask] = values[(offsets[:-1, None] + np.arange(length))[mask]]
+    return mask
+
+
+def on_host(array: Any) -> Any:
+    """Return an array in host memory; one that lies there as it is."""
+    return array if isinstance(array, np.ndarray) else array.get()
+
+
+def offsets_misfit(what: str, name: str, offsets: NDArray[Any], total: int) -> str | None:
+    """Return why the offsets of samples do not fit `total` values, or None."""
+    if offsets[0] == 0 and offsets[-1] == total and not (offsets[1:] < offsets[:-1]).any():
+        return None
+    return (
+        f"{what} that do not fit together: {name} must begin with 0, rise, and end with the number"
+        f" of values, {total}; found {some_of(offsets)}"
+    )
+
+
+def some_of(numbers: NDArray[Any]) -> str:
+    """Return the first numbers of an array, and the last one, as text."""
+    shown = numbers.tolist() if numbers.size <= 8 else [*numbers[:6].tolist(), "...", numbers[-1]]
+    return ", ".join(map(str, shown))
