@@ -46,10 +46,10 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(params=[True, False], ids=["core", "python"])
+@pytest.fixture(params=[True, False], ids=["core", "h5py"])
 def each_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if not request.param:
-        request.getfixturevalue("python_way")
+        request.getfixturevalue("h5py_way")
 
 
 @pytest.fixture(autouse=True)

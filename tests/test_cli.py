@@ -265,7 +265,7 @@ def test_inspect_says_in_python_where_a_source_is_beyond_the_core(tmp_path):
     assert rows["part1"]["read"] == "direct, in Python"
 
 
-def test_without_the_core_all_is_read_in_python(train):
+def test_without_the_core_all_is_read_through_h5py(train):
     shown = run_script("h5async inspect train.h5", train.parent, H5ASYNC_CORE="0").stdout
     assert {row["read"] for row in table_rows(shown).values()} == {"direct, in Python"}
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import inspect
 import itertools
 import math
 import subprocess
@@ -31,8 +30,6 @@ from h5async.index import chunkindex, datasets, extensible, hdf5, metadata, virt
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Located, Reach
 from h5async.read import fallback
-from h5async.read.chunks import ChunkReader
-from h5async.read.rows import RowReader
 
 HDF5 = ctypes.CDLL(h5py.h5p.__file__)
 DONT_FILTER_PARTIAL_CHUNKS = 2
@@ -545,16 +542,6 @@ def test_a_long_chunk_is_no_error_to_hdf5(tmp_path):
     assert np.array_equal(truth(path), numbers(12, COLUMNS, dtype="i8"))
 
 
-@pytest.mark.usefixtures("python_way")
-def test_fletcher32_unguarded(tmp_path, monkeypatch):
-    path = tmp_path / "a.h5"
-    chunk_that_was_replaced(path, with_a_flipped_byte(3, **FLETCHER), **FLETCHER)
-    decode_by(monkeypatch, lambda encoded, out, spare: encoded[:-4])
-    with reader_of(path, batch_size=12) as reader:
-        found = reader.get_next_batch()["data"]
-        assert not np.array_equal(found, numbers(12, COLUMNS, dtype="i8"))
-
-
 def test_unfiltered_chunk_that_is_too_short(tmp_path):
     """A version 1 B-tree says of each chunk how long it is."""
     path = tmp_path / "a.h5"
@@ -877,37 +864,6 @@ def test_rows_of_older_batches_do_not_leak(tmp_path, how, num_threads):
         batches = [batch.copy() for batch in reader]
     assert batches[0].data.all()
     assert not batches[2].data.any()
-
-
-@pytest.mark.parametrize("how", FILL_LAYOUTS.values(), ids=FILL_LAYOUTS)
-@pytest.mark.usefixtures("python_way")
-def test_rows_of_older_batches_leak_unguarded(tmp_path, monkeypatch, how):
-    path = tmp_path / "a.h5"
-    partly_written(path, **FILLS["never"], **how)
-    read_rows, read_chunk = (
-        RowReader.read,
-        ChunkReader._read_chunk,
-    )
-
-    def read_rows_unfilled(*args):
-        given = inspect.signature(read_rows).bind(*args).arguments
-        plan, start, raw = given["plan"], given["start"], given["raw"]
-        before = raw.copy()
-        read_rows(*args)
-        holes = start + np.flatnonzero(plan.offset[start : given["stop"]] < 0)
-        raw[holes] = before[holes]
-
-    def read_chunk_unfilled(*args):
-        given = inspect.signature(read_chunk).bind(*args).arguments
-        if given["reading"].plan.entry[given["item"]] >= 0:
-            read_chunk(*args)
-
-    monkeypatch.setattr(RowReader, "read", read_rows_unfilled)
-    monkeypatch.setattr(ChunkReader, "_read_chunk", read_chunk_unfilled)
-    assert goes_wrong(path)
-    with reader_of(path, batch_size=4, prefetch=1) as reader:
-        batches = [batch.copy() for batch in reader]
-    assert batches[2].data.any()
 
 
 def test_fill_time_never_unguarded(tmp_path, monkeypatch):

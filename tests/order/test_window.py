@@ -27,7 +27,6 @@ from h5async import AsyncReader, ConfigError, DatasetError
 from h5async.core.binding import load_core
 from h5async.order.sampling import Sampling
 from h5async.order.window import _GROUP_SAMPLES, WindowOrder, kept_nbytes, window_order
-from h5async.read.chunkcache import ChunkCache
 from h5async.read.collection import Collection
 
 KIB, MIB = 1024, 1024 * 1024
@@ -716,19 +715,6 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What decoded chunks are kept in, by field; each knows how much it held at most."""
     made: list[Any] = []
 
-    class Cached(ChunkCache):
-        def __init__(self, budget_nbytes: int) -> None:
-            super().__init__(budget_nbytes)
-            self.most_nbytes = 0
-            if budget_nbytes:
-                made.append(self)
-
-        def _release(self, key: Any, entry: Any) -> None:
-            with self._changed:  # other threads change what is kept
-                now = sum(kept.data.size for kept in self._entries.values())
-                self.most_nbytes = max(self.most_nbytes, now)
-            super()._release(key, entry)
-
     class Collected(Collection):
         def close(self) -> None:
             most = self.most_kept_nbytes()
@@ -736,7 +722,6 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
                 made.extend(SimpleNamespace(most_nbytes=n) for n in most)
             super().close()
 
-    monkeypatch.setattr("h5async.read.executors.ChunkCache", Cached)
     monkeypatch.setattr("h5async.read.executors.Collection", Collected)
     return made
 

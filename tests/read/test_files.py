@@ -23,7 +23,7 @@ from h5py import h5d, h5p, h5s, h5t
 
 from h5async import AsyncReader, ConfigError, DatasetError, Field, ReaderConfig, ReadError
 from h5async.fill import phases
-from h5async.plan import plan
+from h5async.plan import parts
 from h5async.read import collection, executors
 
 OPTIONS: dict[str, Any] = {"labels_field": None, "device": "cpu", "batch_size": 4}
@@ -64,7 +64,7 @@ def joined(paths: Sequence[Path], name: str = "data", num_dim: int = 0) -> np.nd
 def _many_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let threads share the work of small batches, too."""
     monkeypatch.setattr(phases, "_MIN_SHARE_NBYTES", 1)
-    monkeypatch.setattr(plan, "_SCRATCH_NBYTES", 64)
+    monkeypatch.setattr(parts, "_SCRATCH_NBYTES", 64)
 
 
 def assert_files_read_like_h5py(paths: Any, expected: np.ndarray, **options: Any) -> None:
