@@ -17,7 +17,6 @@ import zlib
 from types import SimpleNamespace
 
 import h5py
-import imagecodecs
 import numpy as np
 import pytest
 from cases import each
@@ -25,7 +24,6 @@ from conftest import assert_reads_like_h5py, assert_same_bits, poison, truth
 from h5py import h5d, h5p, h5s, h5t, h5z
 
 from h5async import AsyncReader, DatasetError, FileChangedWarning, ReadError, UnsafeFileError
-from h5async.codec import filters
 from h5async.index import chunkindex, datasets, extensible, hdf5, metadata, virtual
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Located, Reach
@@ -509,31 +507,6 @@ def test_damaged_chunk(tmp_path, replace, options, message, num_threads):
     path = tmp_path / "a.h5"
     chunk_that_was_replaced(path, replace, **options)
     assert_only_the_damaged_chunk_fails(path, message, num_threads=num_threads)
-
-
-def decode_by(monkeypatch, decode):
-    """Have all filters undone by another function."""
-    codec_of = filters._codec
-
-    def codec(*given):
-        return dataclasses.replace(codec_of(*given), decode=decode)
-
-    monkeypatch.setattr(filters, "_codec", codec)
-
-
-def test_a_short_chunk_is_no_error_to_hdf5(tmp_path, monkeypatch):
-    """It gives what its heap held; without our check of the length we would do the same."""
-    path = tmp_path / "a.h5"
-    chunk_that_was_replaced(path, short(**GZIP), **GZIP)
-    assert truth(path).shape == (12, COLUMNS)
-
-    def whatever_the_length(encoded, out, spare):
-        imagecodecs.deflate_decode(encoded, out=out)
-        return out
-
-    decode_by(monkeypatch, whatever_the_length)
-    with reader_of(path, batch_size=12) as reader:
-        reader.get_next_batch()
 
 
 def test_a_long_chunk_is_no_error_to_hdf5(tmp_path):
@@ -1499,15 +1472,6 @@ def test_file_system_where_nothing_may_be_mapped(tmp_path, monkeypatch):
     for name, num_dim in itertools.product(names, (0, 1)):
         fallback = "mapping" if (name, num_dim) == ("contiguous", 1) else None
         assert_reads_like_h5py(path, name, num_dim=num_dim, fallback=fallback)
-
-
-def test_reads_of_a_few_buffers_at_a_time(tmp_path, monkeypatch):
-    path = tmp_path / "a.h5"
-    names = many_layouts(path)
-    monkeypatch.setattr("h5async.io.maps.can_map", lambda path: False)
-    monkeypatch.setattr("h5async.io.localfile._IOV_MAX", 2)
-    for name in names:
-        assert_reads_like_h5py(path, name, batch_size=9)
 
 
 def test_work_is_shared_out_among_threads(tmp_path, monkeypatch):
