@@ -328,6 +328,13 @@ def _as_stored(layout: DatasetLayout) -> DatasetLayout:
     return layout.changed(shape=layout.shape[1:], chunk_shape=layout.chunk_shape[1:])
 
 
+def _are_same_bytes(some: np.dtype[Any], found: np.dtype[Any]) -> bool:
+    """Tell whether compounds have the same members; `some` may name a few of those in `found`."""
+    if some.fields is None or found.fields is None or some.itemsize != found.itemsize:
+        return False
+    return all(found.fields.get(name, ())[:2] == field[:2] for name, field in some.fields.items())
+
+
 def _copy(
     layout: DatasetLayout,
     sample: Int64s,
@@ -346,7 +353,7 @@ def _copy(
             block = block[name]
         block = np.moveaxis(block, len(where), 0)
         out = raw
-        if raw.dtype.fields and raw.dtype == block.dtype:  # padding, too
+        if _are_same_bytes(raw.dtype, block.dtype):  # padding, too
             out, block = (array.view(f"V{array.itemsize}") for array in (raw, block))
         out[rows[chosen]] = block[sample[chosen] - first]
 

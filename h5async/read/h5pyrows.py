@@ -141,10 +141,12 @@ def _copy_elements(
         value, count = objects[at], int(elements.length[number])
         if isinstance(value, str | bytes):
             value = np.frombuffer(value.encode() if isinstance(value, str) else value, np.uint8)
-        found = np.asarray(value)
+        found = np.ascontiguousarray(value)
         if len(found) != count:
             why = f"expected {count} values, got {len(found)}"
             if elements.form.is_text:
                 why = "the string has a NUL byte, where HDF5 would end it"
             raise ReadError(f"{elements.where}, element {number}: {why}{DAMAGED}")
-        raw[place : place + count] = found.reshape(count, *raw.shape[1:])
+        # (Of numbers in the other byte order, h5py gives the bytes as if in the native one.)
+        values = np.frombuffer(found.tobytes(), raw.dtype)
+        raw[place : place + count] = values.reshape(count, *raw.shape[1:])

@@ -37,6 +37,28 @@ typedef struct {
     int64_t last_ns;
 } Call;
 
+/* Read samples of a dataset without chunks one by one, and copy a piece of each, without a map. */
+static int read_contiguous_samples(Call *call, const Piece *piece, int64_t offset, const Runs *runs)
+{
+    const Dataset *d = call->d;
+    const int64_t stride = d->sample_stride, none = 0, one = 1;
+    uint8_t *sample = malloc((size_t)(stride > 0 ? stride : 1));
+    int is_good = sample != NULL || fail(call->w, NO_ROOM, -1, 0, stride);
+    for (int64_t r = 0; is_good && r < runs->count; r++)
+        for (int64_t k = 0; is_good && k < runs->length[r]; k++) {
+            const int64_t position = runs->position[r] + k;
+            const Runs here = {&none, &position, &one, 1};
+            is_good = !is_stopped(call->file, call->w) &&
+                      read_fully(call->file, offset + (runs->local[r] + k) * stride, sample, stride);
+            if (is_good)
+                place(d, piece, &here, sample, call->batch);
+        }
+    free(sample);
+    call->w->read_nbytes += is_good ? raw_nbytes(d, runs) : 0;
+    end_stage(call->w, READING, &call->last_ns);
+    return is_good;
+}
+
 /* Chunk `number` of the dataset, -1: never allocated; `state` says whether it is decoded into the
    scratch buffer or into memory that is kept (`target`), or lies decoded there already. The runs are
    of samples in the chunk, and rows in the batch. */
@@ -70,6 +92,9 @@ static int read_chunk(Call *call, int64_t number, int64_t cross, const Runs *run
     const uint8_t *in = stored <= call->available && offset <= call->available - stored
                             ? call->file->map + offset
                             : NULL;
+    if (in == NULL && d->begin >= 0 && d->sample_stride * d->chunk_samples == d->chunk_nbytes &&
+        call->file->map == NULL)
+        return read_contiguous_samples(call, &piece, offset, runs);
     if (in == NULL && (call->file->io == IO_MAP || call->available > 0 || d->begin >= 0))
         return fail(w, d->begin >= 0 || call->file->map == NULL ? NOT_MAPPED : UNREADABLE, -1,
                     offset + stored, call->available); /* the file is too short, or can only be mapped */
