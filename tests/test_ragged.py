@@ -601,28 +601,40 @@ def test_a_second_file_with_other_columns(tmp_path):
         AsyncReader(hdf5_path=paths, fields={"x": "X"})
 
 
-def test_columns_by_name_over_files_that_differ(tmp_path, caplog):
+def test_columns_by_name_over_files_that_differ(tmp_path):
     paths = [sparse_file(tmp_path / "a.h5"), sparse_file(tmp_path / "b.h5", columns=5)]
     for path, names in zip(paths, ["abcd", "ecbxa"], strict=True):
         with h5py.File(path, "r+") as file:
             file["var/_index"] = list(names)
-    field = SparseField("X", columns=["c", "x", "a", "none"], dense=True)
-    caplog.set_level("WARNING", "h5async")
+    field = SparseField("X", columns=["c", "x", "a"], dense=True)
     with AsyncReader(hdf5_path=paths, fields={"x": field}, batch_size=12, device="cpu") as reader:
         found = reader.get_next_batch().x
-    (warning,) = [text for text in caplog.messages if "no column" in text]  # "x" is in one of them
-    what = f'field x: {paths[0]}: group "X" has no column'
-    assert warning == f'{what} "none", nor has 1 other file: it is zeros'
-    caplog.clear()
-    field = SparseField("X", columns=["w", "a", "y", "z"])
-    AsyncReader(hdf5_path=paths[0], fields={"x": field}, device="cpu").close()
-    (warning,) = [text for text in caplog.messages if "no column" in text]
-    assert warning == f'{what} "w"; nor 2 other columns of those chosen: they are zeros'
     first = np.arange(24.0).reshape(6, 4)
     second = np.arange(30.0).reshape(6, 5)
     zero = np.zeros(6)
-    np.testing.assert_array_equal(found[:6], np.c_[first[:, 2], zero, first[:, 0], zero])
-    np.testing.assert_array_equal(found[6:], np.c_[second[:, 1], second[:, 3], second[:, 4], zero])
+    np.testing.assert_array_equal(found[:6], np.c_[first[:, 2], zero, first[:, 0]])
+    np.testing.assert_array_equal(found[6:], second[:, [1, 3, 4]])
+
+
+@pytest.mark.parametrize("missing", ["zero", "error"])
+def test_a_column_that_no_file_has_is_an_error(tmp_path, missing):
+    paths = [sparse_file(tmp_path / "a.h5"), sparse_file(tmp_path / "b.h5")]
+    for path, names in zip(paths, [["GAPDH", "CD3E", "XIST", "d"], list("abcd")], strict=True):
+        with h5py.File(path, "r+") as file:
+            file["var/_index"] = names
+
+    def refused(columns, several):
+        field = SparseField("X", columns=columns, missing=missing)
+        with pytest.raises(DatasetError) as caught:
+            AsyncReader(hdf5_path=several, fields={"x": field}, device="cpu")
+        return str(caught.value)
+
+    first = f'{paths[0]}: group "X"'
+    remedy = "the most similar: CD3E; correct its name, or leave it out of columns"
+    assert refused(["CD3G", "d"], paths[0]).startswith(f'{first} has no column "CD3G"; {remedy}')
+    others = "" if missing == "error" else ", like all other files,"
+    found = refused(["d", "CD3G", "?"], paths)
+    assert found.startswith(f'{first}{others} has no column "CD3G", and 1 more; {remedy}')
 
 
 def test_compressed_columns_are_refused_with_a_command(tmp_path):

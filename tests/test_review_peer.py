@@ -29,8 +29,10 @@ def test_more_columns_are_chosen_than_stored_indices_can_count(tmp_path, index_d
     require_extra("scipy.sparse")
     chosen = [f"none{number}" for number in range(40_000)] + ["b", "a"]
     values = write(tmp_path / "a.h5", 5, ["a", "b"], index_dtype)
+    write(tmp_path / "b.h5", 0, chosen[:-2], index_dtype)  # what no file has is an error
     field = SparseField("X", columns=chosen)
-    options = {"hdf5_path": tmp_path / "a.h5", "fields": {"x": field}, "device": "cpu", **more}
+    paths = [tmp_path / "a.h5", tmp_path / "b.h5"]
+    options = {"hdf5_path": paths, "batch_size": 5, "fields": {"x": field}, "device": "cpu", **more}
     with AsyncReader(options, timeout=60) as reader:
         found = reader.get_next_batch().x
         assert found.shape == (5, len(chosen))

@@ -114,8 +114,8 @@ class ReaderOptions(TypedDict, total=False):
     drop_last: bool
     """Leave out the last batch of an epoch where it is short."""
     num_threads: Integer | None
-    """Threads that read and decode. 0: all work is done in `get_next_batch()`, or by one thread of
-    a helper process.
+    """Threads that read and decode, 1,024 at most. 0: all work is done in `get_next_batch()`, or by
+    one thread of a helper process.
     """
     workers: Literal["thread", "process"] | Integer
     """Where the threads run. `thread`: in this process. `process`: in one helper process. A number:

@@ -221,7 +221,7 @@ class SparseField(Field):
     >>> with AsyncReader(hdf5_path="counts.h5", fields=fields) as reader:
     ...     reader.get_next_batch().x
     array([[0., 0., 0., 1.],
-           [2., 0., 0., 0.]], dtype=float32)
+           [2., 0., 0., 0.]])
     """
 
     if TYPE_CHECKING:
@@ -230,8 +230,8 @@ class SparseField(Field):
 
     dense: Bool = option(
         False,
-        "Deliver ordinary arrays (samples, columns), float32 where `dtype` says no other (complex"
-        " values stay complex). `offset` is added to all of them, also where no value is stored.",
+        "Deliver ordinary arrays (samples, columns), of the values' dtype where `dtype` says no"
+        " other. `offset` is added to all of them, also where no value is stored.",
     )
     columns: Annotated[
         Any,
@@ -247,7 +247,7 @@ class SparseField(Field):
     missing: Literal["zero", "error"] = option(
         "zero",
         "What becomes of a column that is chosen by its name, and that a file lacks. `zero`: it is"
-        " 0 there. `error`: the reader is a `DatasetError`.",
+        " 0 there, if another file has it. `error`: the reader is a `DatasetError`.",
     )
 
     @model_validator(mode="after")

@@ -106,8 +106,8 @@ class SparseFieldOptions(FieldOptions, total=False):
     """The parameters of `SparseField` but its path."""
 
     dense: bool
-    """Deliver ordinary arrays (samples, columns), float32 where `dtype` says no other (complex
-    values stay complex). `offset` is added to all of them, also where no value is stored.
+    """Deliver ordinary arrays (samples, columns), of the values' dtype where `dtype` says no other.
+    `offset` is added to all of them, also where no value is stored.
     """
     columns: ArrayLike | Sequence[str] | None
     """Which columns: their numbers, a mask, or names, which are looked up in each file in
@@ -115,7 +115,7 @@ class SparseFieldOptions(FieldOptions, total=False):
     """
     missing: Literal["zero", "error"]
     """What becomes of a column that is chosen by its name, and that a file lacks. `zero`: it is 0
-    there. `error`: the reader is a `DatasetError`.
+    there, if another file has it. `error`: the reader is a `DatasetError`.
     """
 
 

@@ -25,6 +25,7 @@ from h5async.config.frozen import REQUIRED, Frozen, documented, option
 from h5async.config.indices import Indices, Sampler, Weights, plain_selection
 from h5async.config.sequenceoptions import SequencesOption
 from h5async.config.values import (
+    MOST_THREADS,
     AsInteger,
     Bool,
     Dimension,
@@ -37,6 +38,7 @@ from h5async.config.values import (
     Seconds,
     Size,
     SizeOrZero,
+    Threads,
     Workers,
     function_path,
     plain,
@@ -194,10 +196,10 @@ class ReaderConfig(Frozen):
         " PyTorch's samplers are such. Each process has its own.",
     )
     drop_last: Bool = option(False, "Leave out the last batch of an epoch where it is short.")
-    num_threads: Natural | None = option(
+    num_threads: Threads | None = option(
         None,
-        "Threads that read and decode. 0: all work is done in `get_next_batch()`, or by one thread"
-        " of a helper process.",
+        f"Threads that read and decode, {MOST_THREADS:,} at most. 0: all work is done in"
+        " `get_next_batch()`, or by one thread of a helper process.",
         default_text="usable cores, by affinity and CPU quota",
     )
     workers: Workers = option(
@@ -577,7 +579,9 @@ class ReaderConfig(Frozen):
 
         These are what its affinity allows, but no more than its control groups have time for.
         """
-        return usable_cores() if self.num_threads is None else self.num_threads
+        if self.num_threads is None:
+            return min(usable_cores(), MOST_THREADS)
+        return self.num_threads
 
     @property
     def num_helpers(self) -> int:

@@ -248,6 +248,9 @@ AsInteger = BeforeValidator(_integer)
 Int = Annotated[int, Bound(strict=True), AsInteger]
 Natural = Annotated[int, Bound(strict=True, ge=0), AsInteger]
 Positive = Annotated[int, Bound(strict=True, ge=1), AsInteger]
+# Several for each core of the largest machines; thousands take seconds to start and to end.
+MOST_THREADS = 1024
+Threads = Annotated[int, Bound(strict=True, ge=0, le=MOST_THREADS), AsInteger]
 _AsSize = BeforeValidator(_nbytes, json_schema_input_type=int | str)
 Size = Annotated[int, Bound(strict=True, ge=1), _AsSize]
 SizeOrZero = Annotated[int, Bound(strict=True, ge=0), _AsSize]

@@ -12,7 +12,6 @@ import ctypes
 import functools
 import os
 import time
-import weakref
 from ctypes import POINTER, c_int32, c_int64, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ from h5async.core.structures import (
 from h5async.errors import ConfigError
 from h5async.io.maps import IoMode
 from h5async.system.counts import ThreadCounts
+from h5async.system.endings import call_when_gone
 from h5async.system.interruptions import suppressing
 
 _COST = "everything is read through h5py, by one thread at a time; values are the same"
@@ -234,8 +234,7 @@ class CoreWorker:
         self.gil_wait_ns = 0
         self._trace = trace
         self._traces: tuple[CoreTrace, ...] = ()  # whose memory a call may use
-        # Not at exit: a thread may still decode then, so what it uses must stay.
-        weakref.finalize(self, free, ctypes.byref(struct)).atexit = False
+        call_when_gone(self, free, ctypes.byref(struct))
 
     def counts(self) -> ThreadCounts:
         """Return what was done so far."""

@@ -6,7 +6,6 @@ or else those of the environment or the system.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import ctypes.util
 import importlib
@@ -60,7 +59,7 @@ def _codec_libraries(name: str) -> Iterator[Any]:
 
 def _codec_paths(name: str) -> Iterator[str]:
     # The extension module loads what the codec's library itself needs.
-    with contextlib.suppress(ImportError):
+    with suppressing(ImportError):
         importlib.import_module(f"imagecodecs._{name}")
     package = Path(imagecodecs.__file__).parent
     for folder in (package.with_name("imagecodecs.libs"), package / ".dylibs"):

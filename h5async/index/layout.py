@@ -420,11 +420,16 @@ class DatasetLayout:
     @property
     def _has_units_of_parts(self) -> bool:
         """Whether parts are runs of whole samples, so that they tell what is stored together."""
-        return bool(self.parts) and all(
-            part.region is None
-            and (part.samples.is_run or isinstance(part.samples, Blocks))
-            and most_runs(part.samples, part.source_samples) <= MOST_RUNS
-            for part in self.parts
+        # (Those of other storage depend on how a dataset is read, and no order may.)
+        return (
+            bool(self.parts)
+            and self.storage in ("virtual", "files")
+            and all(
+                part.region is None
+                and (part.samples.is_run or isinstance(part.samples, Blocks))
+                and most_runs(part.samples, part.source_samples) <= MOST_RUNS
+                for part in self.parts
+            )
         )
 
     @cached_property
@@ -492,7 +497,11 @@ class DatasetLayout:
             return max(part.source.unit_nbytes for part in self.some_parts)
         if not self.filters or self.is_row_a_chunk:
             return 0
-        return self.chunk_nbytes * self.num_pieces
+        nbytes = self.chunk_nbytes
+        if self.member and self.stored_itemsize:  # HDF5 decodes whole chunks of the compound, too
+            cells = self.chunk_shape[: len(self.chunk_shape) - self.extra_dims]
+            nbytes = math.prod(cells) * self.stored_itemsize
+        return nbytes * self.num_pieces
 
     @property
     def is_row_a_chunk(self) -> bool:

@@ -20,6 +20,7 @@ from h5async.index.layout import DatasetLayout, Part, SequenceLengths
 from h5async.index.similardatasets import AlikeParts, alike_parts
 from h5async.index.slabs import Slab
 
+_UNCHUNKED = "contiguous", "compact"
 _MOST_APART = 1  # rows that one field may have more than another, of the same sequence
 
 
@@ -44,7 +45,7 @@ def join_groups(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
 def is_one_run(layout: DatasetLayout) -> bool:
     """Tell whether two dimensions that come first are one, as far as its bytes are concerned."""
     is_plain = layout.fallback_reason is None and not (layout.text or layout.parts)
-    return is_plain and layout.storage in ("contiguous", "compact")
+    return is_plain and layout.storage in _UNCHUNKED
 
 
 def merged_dimensions(layout: DatasetLayout) -> DatasetLayout:
@@ -81,6 +82,9 @@ def along_sequences(layout: DatasetLayout, axis: int) -> DatasetLayout:
     held = np.full(count, length, np.int64)
     row_shape = tuple(layout.shape[a] for a in rest if a != axis)
     found = sliced(layout, count * length, row_shape, tuple(parts))
+    if (axis, layout.sample_axis) == (0, 1) and layout.storage in _UNCHUNKED:
+        # It is what `merged_dimensions` returns but for the way of reading.
+        found = found.changed(storage=layout.storage, member=layout.member)
     return found.changed(sequences=SequenceLengths(held, held))
 
 

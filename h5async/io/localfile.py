@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import threading
+from io import FileIO
 from pathlib import Path
 
 from h5async.errors import ReadError
@@ -27,8 +28,8 @@ class LocalFile:
         The stamp of the file when it was indexed.
     io
         ``"auto"``: it is mapped on local file systems; ``"map"``: on any; ``"pread"``: never.
-    descriptor
-        Of the file, if it is open; closed with this. None: it is opened by its path.
+    file
+        The file, if it is open; closed with this. None: it is opened by its path.
 
     Attributes
     ----------
@@ -53,7 +54,7 @@ class LocalFile:
         expected: FileStamp,
         io: IoMode = "auto",
         *,
-        descriptor: int | None = None,
+        file: FileIO | None = None,
     ) -> None:
         self.path = path
         self.stamp = expected
@@ -62,14 +63,15 @@ class LocalFile:
         self.map_address = self.map_nbytes = 0
         self._map: FileMap | None = None
         try:
-            # A file object, which is closed even where Ctrl-C interrupts before it is kept.
-            name = path if descriptor is None else descriptor
-            self._file = open(name, "rb", buffering=0, opener=_without_waiting)
-            self.descriptor = self._file.fileno()
+            # The writer of a pipe that lies there now may never come.
+            if file is None and stat.S_ISREG(os.stat(path).st_mode):
+                file = FileIO(path)
         except OSError as error:
             raise ReadError(f"cannot open {path}: {error.strerror}") from error
-        is_file = stat.S_ISREG(os.fstat(self.descriptor).st_mode)
-        if not is_file or FileStamp.of(self.descriptor).file_id != expected.file_id:
+        if file is None:
+            raise replaced(path)
+        self._file, self.descriptor = file, file.fileno()
+        if FileStamp.of(self.descriptor).file_id != expected.file_id:
             self.close()
             raise replaced(path)
         self.has_swmr_writer = has_swmr_writer(self.descriptor)
@@ -113,11 +115,6 @@ class LocalFile:
             self._map = None
             return
         self.map_address, self.map_nbytes = self._map.address, self._map.nbytes
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    """Open a file; a pipe, whose writer may never come, too."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def read_ahead(path: Path, nbytes: int) -> None:

@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.config import Field, ReaderConfig, SparseField
+from h5async.config import ReaderConfig
 from h5async.config.files import paths_text
 from h5async.core.binding import why_no_core
 from h5async.index.joined import unused_rows
 from h5async.index.layout import DatasetLayout
 from h5async.index.similardatasets import kinds_of
 from h5async.names import printable
-from h5async.samples.columns import SparseShape
 
 _log = logging.getLogger("h5async.reader")
 _MOST_WARNED = 1000  # that are remembered
@@ -138,37 +137,6 @@ def log_unused_values(layouts: Mapping[str, DatasetLayout]) -> None:
                 " and are in none; if they should be, see what the options offsets and offsets_kind"
                 " say: offsets have one number more than there are samples, and ends as many"
             )
-
-
-def log_missing_columns(fields: Mapping[str, Field], shapes: Mapping[str, SparseShape]) -> None:
-    """Log which of the columns that were chosen by name no file has: they are zeros.
-
-    Parameters
-    ----------
-    fields
-        Of the reader, by name.
-    shapes
-        What is known of the columns of its sparse fields.
-    """
-    for name, shape in shapes.items():
-        field = fields[name]
-        if not isinstance(field, SparseField) or not isinstance(field.columns, tuple):
-            continue
-        is_there = np.zeros(shape.columns + 1, np.bool_)
-        for places in shape.places or ():
-            is_there[places] = True  # -1 is the last one
-        missing = np.flatnonzero(~is_there[:-1])
-        if not missing.size:
-            continue
-        what = f'field {name}: {shape.where[0]} has no column "{field.columns[missing[0]]}"'
-        others, more = len(shape.where) - 1, missing.size - 1
-        of_files = ", nor has 1 other file" if others == 1 else f", nor have {others:,} other files"
-        columns = "1 other column" if more == 1 else f"{more:,} other columns"
-        _warn_once(
-            printable(what)
-            + (of_files if others else "")
-            + (f"; nor {columns} of those chosen: they are zeros" if more else ": it is zeros")
-        )
 
 
 def log_long_samples(config: ReaderConfig, lengths: NDArray[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -227,6 +228,9 @@ class SparseShapes:
         self._places: list[Int64s] = []
         self._where: list[str] = []
         self._columns = 0
+        # Of columns chosen by name: those that no file had so far, and what files have instead.
+        self._lacking = set(field.columns) if isinstance(field.columns, tuple) else set[str]()
+        self._others: set[str] = set()
 
     def add(self, columns: int, where: str, names: Sequence[str]) -> None:
         """Take the matrix of one more file.
@@ -278,12 +282,12 @@ class SparseShapes:
                 raise ConfigError(f'{self._name}: columns: "{twice}" comes twice')
             numbers = self._numbered(field.columns, where, names)
             missing = [name for name in field.columns if name not in numbers]
-            if missing and field.missing == "error":
-                more = f", and {len(missing) - 1:,} more" if len(missing) > 1 else ""
-                raise DatasetError(
-                    f'{where} has no column "{missing[0]}"{more}; leave it out of columns, or set'
-                    f" {named('missing', 'zero')}"
-                )
+            self._lacking.intersection_update(missing)
+            is_refused = bool(missing) and field.missing == "error"
+            if self._lacking or is_refused:
+                self._others.update(numbers)
+            if is_refused:
+                raise self._no_column(where, missing, f", or set {named('missing', 'zero')}")
             found = np.array([numbers.get(name, -1) for name in field.columns], np.int64)
             there = found[found >= 0]
             if np.unique(there).size < there.size:  # by its name, and by its id
@@ -337,9 +341,29 @@ class SparseShapes:
             )
         return numbers
 
+    def _no_column(self, where: str, missing: Sequence[str], remedy: str = "") -> DatasetError:
+        """Return the error of columns that are not there; it names the most similar ones."""
+        more = f", and {len(missing) - 1:,} more" if len(missing) > 1 else ""
+        similar = difflib.get_close_matches(missing[0], sorted(self._others))
+        similar_names = "; the most similar: " + ", ".join(similar) if similar else ""
+        return DatasetError(
+            f'{where} has no column "{missing[0]}"{more}{similar_names}; correct its name, or leave'
+            f" it out of columns{remedy}"
+        )
+
     def shape(self) -> SparseShape:
-        """Return what was found."""
+        """Return what was found.
+
+        Raises
+        ------
+        DatasetError
+            If no file has a column that was chosen by its name.
+        """
         wanted = self._field.columns
+        if self._lacking and self._where:
+            where = self._where[0] + (", like all other files," if self._where[1:] else "")
+            lacking = [name for name in self._field.columns if name in self._lacking]
+            raise self._no_column(where, lacking)
         if wanted is None:
             return SparseShape(self._columns, where=tuple(self._where))
         if isinstance(wanted, tuple):

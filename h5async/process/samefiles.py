@@ -76,7 +76,7 @@ def _are_all_equal(
 def _is_same(one: DatasetLayout, other: DatasetLayout) -> bool:
     return (
         _files(one) == _files(other)
-        and fingerprint([one]) == fingerprint([other])
+        and fingerprint([one], has_places=True) == fingerprint([other], has_places=True)
         and one.file_samples == other.file_samples
         and _are_equal(one.spans, other.spans)
         and _are_equal(one.lengths, other.lengths)

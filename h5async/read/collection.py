@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from io import FileIO
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ from h5async.index.extents import FieldTable, Layer, SourceFile, TableBuilder
 from h5async.index.keeping import Keeps, what_to_keep
 from h5async.index.layout import DatasetLayout, HeapFile
 from h5async.index.shapes import Kind, Shape
+from h5async.io.descriptors import owned
 from h5async.io.keptfiles import affordable_maps
 from h5async.io.localfile import LocalFile
 from h5async.io.localfiles import FileEventError, LocalFiles
@@ -52,6 +54,7 @@ from h5async.read.failures import Chunk, Extent, Reason, error_of, error_of_elem
 from h5async.read.queue import BatchQueue, SlotBatch
 from h5async.read.scratch import CLOSED, Scratch
 from h5async.read.transform import NativeTransform
+from h5async.system.interruptions import suppressing
 
 Int64s = NDArray[np.int64]
 _ALL_BITS = (1 << 64) - 1
@@ -583,12 +586,11 @@ class Collection:
         few = itertools.islice(self._files, self._most_files)
         return (source for source in few if source.values is None)
 
-    def descriptor(self, path: str) -> int | None:
-        """Return another descriptor of a file that is open, whatever lies at its path by now."""
+    def open_again(self, path: str) -> FileIO | None:
+        """Return a file once more that is open, whatever lies at its path by now."""
         for number in self._numbers.get((path, False), []) + self._numbers.get((path, True), []):
-            found = int(self._core.descriptor(self._sources, number))
-            if found >= 0:
-                return found
+            with suppressing(ValueError):  # it is not open
+                return owned(self._core.descriptor, self._sources, number)
         return None
 
     def restamp(self, path: str, stamp: FileStamp, *, is_heap: bool = False) -> None:

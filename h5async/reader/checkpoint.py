@@ -9,6 +9,8 @@ import functools
 from collections.abc import Mapping
 from typing import Any, cast
 
+import numpy as np
+
 from h5async.config import ReaderConfig
 from h5async.config.files import paths_text
 from h5async.errors import ConfigError, ReadError
@@ -75,7 +77,7 @@ class Checkpoints:
         ReadError
             If a file has changed since.
         """
-        if state.get("version") != _VERSION:
+        if not _is(state.get("version"), _VERSION):
             raise ConfigError(
                 f"the state has version {state.get('version')}, and this h5async reads version"
                 f" {_VERSION}; start anew, without the state"
@@ -83,7 +85,7 @@ class Checkpoints:
         self._check_order(state)
         numbers = [state.get(n) for n in ("epoch", "position", "batch_size", "world_size")]
         if (
-            not all(isinstance(n, int) and n >= 0 for n in numbers)
+            not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers)  # (a bool is none)
             or not all(numbers[2:])
             or cast("int", numbers[3]) > _MOST_RANKS
         ):
@@ -113,13 +115,13 @@ class Checkpoints:
                     " when the state was saved, or start anew, without the state"
                 )
         for name, value in self._order_depends_on.items():
-            if state.get(name) == value:
+            if _is(state.get(name), value):
                 continue
             if name == "fingerprint":
                 raise ReadError(
                     f"{paths_text(self._config.hdf5_path)}: a file has changed since the state"
-                    " was saved: its"
-                    " size, shapes, dtypes or chunks differ; start anew, without the state"
+                    " was saved: its size, shapes, dtypes, chunks, sequences or the lengths of its"
+                    " samples differ; start anew, without the state"
                 )
             if name == "num_samples":
                 raise ConfigError(
@@ -150,7 +152,7 @@ class Checkpoints:
             "seed": config.seed,
             "shuffle": config.shuffle,
             "num_samples": next(iter(self._layouts.values())).sample_count,
-            "fingerprint": fingerprint(self._layouts.values()),
+            "fingerprint": self._fingerprint(),
         }
         if config.shuffle == "window":
             found["window_bytes"] = config.window_bytes
@@ -167,3 +169,16 @@ class Checkpoints:
             found |= {name: value for name, value in given.items() if value is not None}
             found["lengths"] = digest(lengths)
         return found
+
+    def _fingerprint(self) -> str:
+        """Return what depends on the data, and on what the order makes of them."""
+        layouts, sequences = list(self._layouts.values()), self._samplings.sequences
+        also = [sequences.starts, sequences.ends]
+        if self._config.shuffle == "window":
+            also.append(np.array([layout.unit_nbytes for layout in layouts]))
+        return fingerprint(layouts, *also)
+
+
+def _is(found: object, expected: object) -> bool:
+    """Compare values of a state: True and 1.0 are not 1."""
+    return type(found) is type(expected) and found == expected

@@ -35,7 +35,6 @@ from h5async.index.layout import DatasetLayout
 from h5async.observe.readerlog import (
     log_long_samples,
     log_memory,
-    log_missing_columns,
     log_opened,
     log_unused_values,
     log_ways,
@@ -58,6 +57,7 @@ from h5async.samples.devicefields import outlines_of
 from h5async.spelling import named
 from h5async.system.interruptions import interruption, passing
 from h5async.system.timeline import Recorder
+from h5async.system.waiting import Flag
 
 if TYPE_CHECKING:
     import numpy as np
@@ -91,8 +91,7 @@ class Engine:
         self.num_forks = lifetime.num_forks
         self.ring: SlotRing[FillOutcome] = SlotRing(config.prefetch)
         self.filler: Filler | HelperFiller | None = None
-        self.has_opened = threading.Event()  # or is not being opened
-        self.has_opened.set()
+        self.has_opened = Flag(True)  # or is not being opened
         self.slots: list[DeviceSlot] = []
         self.categories: Mapping[str, Categories] = {}
         self.device: Device = HostDevice()
@@ -110,7 +109,7 @@ class Engine:
         H5AsyncError
             As `AsyncReader` says.
         """
-        self.has_opened.clear()
+        self.has_opened.is_set = False
         begin = time.perf_counter()
         try:
             lifetime.register(self)
@@ -248,7 +247,6 @@ class Engine:
         self.num_threads = max(1, config.num_helpers) * max(1, of_each)
         log_ways(layouts, self._filler.methods)
         log_unused_values(layouts)
-        log_missing_columns(fields, shapes)
         cache = self._filler.stats().cache if self.cache is None else str(self.cache)
         log_memory(config, cache, memory_plan.most_threads, memory_plan.kept_nbytes, wanted)
         if samplings.lengths is not None:
@@ -288,6 +286,7 @@ class Engine:
         self._begin()
         return self.schedule.is_last(serial)
 
+    @passing()
     def read(self, samples: NDArray[np.int64]) -> tuple[Any, ...]:
         """Read samples in the calling thread, to arrays of their own.
 
@@ -327,6 +326,7 @@ class Engine:
     def _requests(self, assignments: Sequence[Assignment]) -> list[FillRequest]:
         return self.position.requests(assignments, self.device_policy.begin)
 
+    @passing()
     def trace(
         self, path: str | os.PathLike[str] | None, *, nvtx: bool, torch: bool, max_events: int
     ) -> Trace:
@@ -442,6 +442,7 @@ class Engine:
                 self.ring.unassign()
             raise
 
+    @passing()
     def close(self, patience_seconds: float | None = None) -> None:
         """Stop the threads, close the files and free the slots' memory. Idempotent.
 

@@ -17,6 +17,8 @@ from typing import Protocol
 # uses, which threads of ours may be in.
 import h5py  # noqa: F401
 
+from h5async.system.waiting import Flag
+
 EXIT_SECONDS = 10.0  # for work that was begun when the interpreter ends
 
 
@@ -29,7 +31,7 @@ class Closable(Protocol):
         Set where it is open, and where it is not being opened.
     """
 
-    has_opened: threading.Event
+    has_opened: Flag
 
     def stop(self, *, at_exit: bool = False) -> None:
         """Ask for the end, and wait for nothing."""
@@ -77,4 +79,4 @@ def close_all() -> None:
     for closable in found:
         closable.join(max(0.0, end - time.monotonic()))
         # A daemon thread that opens files may hold h5py's lock, and would never release it.
-        closable.has_opened.wait(max(0.0, end - time.monotonic()))
+        closable.has_opened.wait_set(max(0.0, end - time.monotonic()))

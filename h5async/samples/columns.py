@@ -158,10 +158,8 @@ class Categories(NamedTuple):
 
 
 def dense_dtype(field: SparseField, values: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype of dense rows, of that of their values: complex ones stay complex."""
-    if field.delivered_dtype is not None:
-        return field.delivered_dtype
-    return values.newbyteorder("=") if values.kind == "c" else np.dtype(np.float32)
+    """Return the dtype of dense rows: that of their values, if no other is asked for."""
+    return field.delivered_dtype or values.newbyteorder("=")
 
 
 class Assembly:

@@ -232,6 +232,11 @@ def test_threads_follow_affinity_and_quota(
     monkeypatch.setattr(os, "process_cpu_count", lambda: 4, raising=False)
     assert ReaderConfig(hdf5_path="a.h5").thread_count == threads
     assert ReaderConfig(hdf5_path="a.h5", num_threads=9).thread_count == 9
+    assert ReaderConfig(hdf5_path="a.h5", num_threads=1024).thread_count == 1024
+    with pytest.raises(ConfigError, match="num_threads: must be less than or equal to 1024"):
+        ReaderConfig(hdf5_path="a.h5", num_threads=1025)
+    monkeypatch.setattr("h5async.config.readerconfig.usable_cores", lambda: 4096)
+    assert ReaderConfig(hdf5_path="a.h5").thread_count == 1024
 
 
 # --- what this process may have -------------------------------------------------------------------

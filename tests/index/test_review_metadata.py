@@ -144,17 +144,17 @@ WITH_A_GAP = {"names": ["a", "b"], "formats": ["u1", "<f4"], "offsets": [0, 4]}
 @each(
     "dtype, expected",
     [
-        ("<f4", "226317d4edddcf1baecbffe5837bcfda"),
-        (">i2", "0ee444c31bc4c7c97365c3dc532c4307"),
-        ("S3", "c15a8108c482141d069f589164d89d1c"),
-        ("V5", "78ad1f2d31fcf0b32d05d6bca5a19c18"),
-        ("?", "56ec4c38e55ca38fa926dce7be26d8ab"),
-        ([("a", "<i4"), ("b", "<f8", (2, 3))], "211f431ebbc828d16a14a3e09e38b3ad"),
+        ("<f4", "172e682b2149ebe4e8cdd9e3e217f239"),
+        (">i2", "101b742271d50c67ac9a35fdd45d0c63"),
+        ("S3", "a9176e82614049fc300cca7dbe1fd89b"),
+        ("V5", "69503bd26c90803c5370d0c267f7a73c"),
+        ("?", "835b1b47f4ae0adeef56237d379ecf47"),
+        ([("a", "<i4"), ("b", "<f8", (2, 3))], "4ff4850e155f5e300066607b4f6c8308"),
         (
             {"names": ["a", "b"], "formats": ["u1", "<f4"], "offsets": [0, 4]},
-            "f31d63a04659a3929f7cec0be5c1d163",
+            "b8d8ff19f04f9513afe35624532e83a8",
         ),
-        ([("a", [("b", ">u2"), ("c", "S2")]), ("d", "<c8")], "66b8963c685db50e12243835ad4a5680"),
+        ([("a", [("b", ">u2"), ("c", "S2")]), ("d", "<c8")], "0171dbe8a190d079b32e3b43790e0048"),
     ],
 )
 def test_states_that_were_saved_stay_good(path, dtype, expected):

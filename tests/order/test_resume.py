@@ -273,7 +273,23 @@ def test_another_order_is_refused(path, options):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{}, {"version": 2}, {"epoch": -1}, {"position": 1.5}, {"batch_size": 0}, {"world_size": "x"}],
+    [
+        {},
+        {"version": 2},
+        {"epoch": -1},
+        {"position": 1.5},
+        {"batch_size": 0},
+        {"world_size": "x"},
+        {"position": 1 << 63},
+        {"version": True},
+        {"epoch": True},
+        {"position": False},
+        {"batch_size": True},
+        {"world_size": True},
+        {"world_size": 1.0},
+        {"seed": False},
+        {"shuffle": 0},
+    ],
 )
 def test_what_is_no_state_is_refused(path, wrong):
     with open_reader(path) as reader:
