@@ -97,7 +97,8 @@ def find(name, *rest, **more):
     if name in hidden:
         raise ImportError(name)
     return real(name, *rest, **more)
-import h5py, numpy  # these may have them
+import h5py, mmap, numpy  # these may have them
+del mmap.MAP_ANONYMOUS, mmap.MAP_SHARED, mmap.MAP_PRIVATE, mmap.PROT_READ, mmap.PROT_WRITE
 builtins.__import__ = find
 for name in ("preadv", "posix_fadvise", "memfd_create"):
     if hasattr(os, name):
