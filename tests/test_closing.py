@@ -147,6 +147,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closes", [True, False])
 def test_nothing_is_left_to_the_garbage_collector(folder, closes):
     """Whether a reader was closed or dropped, and whether it met errors."""
@@ -164,6 +165,7 @@ for kind in KINDS:
     assert run(folder, body) == ""
 
 
+@pytest.mark.slow
 def test_an_error_that_is_kept_keeps_no_memory(folder):
     """Of what functions held that an error went through, the batch and the scratch say."""
     body = """
@@ -186,6 +188,7 @@ for kind in "damaged", "damaged_alone":
     assert run(folder, body) == "[]\n[]\n"
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_held_keeps_its_own_slot_alone(folder):
     body = """
 import weakref
@@ -208,6 +211,7 @@ for options in {}, {"postprocess": double}, {"workers": "process"}:
     assert run(folder, body).split() == ["1", "0", "0", "0", "1", "0"]
 
 
+@pytest.mark.slow
 def test_close_gives_the_host_cache_back(folder):
     """As the first batches are decoded, the cache is written to; then half a GB would stay."""
     body = """
@@ -235,6 +239,7 @@ print((state()["nbytes"] - before) >> 20)
 ROUNDS = 1500 // 21 if SAMPLE == "all" else 12  # both cases together: 3,000 readers, or 500
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closes", [True, False])
 def test_very_many_readers_leave_nothing(folder, closes):
     body = f"""
@@ -280,6 +285,7 @@ print("waits", flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["thread", "process"])
 @pytest.mark.parametrize("what", ["get_next_batch", "close"])

@@ -16,6 +16,7 @@ import pytest
 from conftest import assert_same_bits
 from hypothesis import given
 from hypothesis import strategies as st
+from imagecodecs import png_encode as encode_png
 
 from h5async import AsyncReader, Field, ImageField, Images, MissingPackageError
 from h5async.codec import imageformats
@@ -641,3 +642,19 @@ def test_tensors_of_images(equal):
     for image, label in dataset:
         assert tuple(image.shape) == (len(label), 3, 9, 9)
         assert str(image.dtype) == "torch.float32"
+
+
+def test_tensors_of_images_of_differing_sizes_are_refused(tmp_path):
+    torch = pytest.importorskip("h5async.torch")
+    images = [encode_png(np.zeros((n, 4, 3), "u1")) for n in (3, 5)]
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        jpeg = file.create_dataset("jpeg", (2,), h5py.vlen_dtype("u1"))
+        for number, image in enumerate(images):
+            jpeg[number] = np.frombuffer(image, "u1")
+    options = {"fields": {"image": ImageField("jpeg")}, "device": "cpu", "batch_size": 2}
+    dataset = torch.H5Dataset(hdf5_path=tmp_path / "a.h5", **options)
+    with pytest.raises(
+        DatasetError, match=r"'image': images of differing sizes.*give the field a size"
+    ):
+        list(dataset)
+    dataset.close()

@@ -13,6 +13,7 @@ import warnings
 import h5py
 import numpy as np
 import pytest
+from hdf5files import reduced_precision
 
 from h5async import AsyncReader
 from h5async.core.binding import load_core
@@ -35,9 +36,7 @@ def path(tmp_path):
         file.create_dataset("data", data=np.zeros((100, 4), "f4"), chunks=(10, 4))
         file["labels"] = np.arange(100)
         file.create_dataset("odd", data=np.arange(100), chunks=(8,), scaleoffset=0)
-        narrow = h5py.h5t.STD_I32LE.copy()
-        narrow.set_precision(20)
-        h5py.h5d.create(file.id, b"narrow", narrow, h5py.h5s.create_simple((100,)))
+        file.create_dataset("narrow", (100,), reduced_precision())
     return path
 
 
@@ -72,6 +71,7 @@ def test_what_was_opened_and_how_it_is_read(path, caplog, workers):
     assert all(record.name.startswith("h5async") for record in caplog.records)
 
 
+@pytest.mark.slow
 @needs_core
 @pytest.mark.parametrize("workers", ["thread", "process"])
 def test_what_costs_speed_is_a_warning_once(path, caplog, workers):
@@ -94,6 +94,7 @@ def test_several_files(path, tmp_path, caplog):
     assert any(f"opened {path} and 1 more (data in 2 files): " in t for t in caplog.messages)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", ["thread", "process"])
 def test_a_cache_that_does_not_fit(path, caplog, workers):
     with reader_of(path, cache="host", cache_bytes=10, workers=workers) as reader:
@@ -135,6 +136,7 @@ def test_without_the_core_one_warning_says_so(path, caplog, monkeypatch):
     ]
 
 
+@pytest.mark.slow
 @needs_core
 def test_a_helper_that_restarts(path, caplog):
     with reader_of(path, workers="process") as reader:
@@ -173,6 +175,7 @@ if sys.argv[2] == "loud":
 """
 
 
+@pytest.mark.slow
 @needs_core
 @pytest.mark.parametrize(("how", "expected"), [("quiet", ""), ("loud", "h5async.reader WARNING\n")])
 def test_nothing_is_printed_unless_the_program_sets_up_logging(path, how, expected):

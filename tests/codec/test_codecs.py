@@ -326,6 +326,7 @@ def test_a_blosc2_chunk_that_has_no_values(shuffle):
         Decoder(filters, values.nbytes).decode(damaged, mask)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["u1", "u2", "u4", "u8", ">u2", ">u4", "f4", "f8"])
 @each("options", [4, 32])
 @each("pixels_per_block", [8, 10, 16, 32])

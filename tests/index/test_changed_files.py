@@ -292,6 +292,7 @@ def test_a_change_that_leaves_the_values_alone_is_none_to_any_kind_of_field(
                     assert np.array_equal(batch.data, values(1)[batch.index]), name
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give up its rights")
 def test_a_file_that_may_not_be_opened_any_more_is_read_on(tmp_path):
     path = tmp_path / "file.h5"
@@ -373,6 +374,7 @@ def test_a_warning_that_is_an_error_costs_no_batch(tmp_path, options):
         assert is_of(batch, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", ["thread", "process"])
 def test_a_helper_process_warns_too(tmp_path, workers):
     path = tmp_path / "file.h5"
@@ -450,6 +452,7 @@ def test_a_chunk_that_was_kept_decoded_is_not_given_after_a_change(tmp_path, opt
         assert all(is_of(batch, 2) for batch in found)
 
 
+@pytest.mark.slow
 @each("options", OPTIONS)
 def test_a_writer_that_does_not_stop_is_an_error_or_none(tmp_path, options):
     """What comes meanwhile is of some versions; when it has stopped, all is of the last one."""
@@ -548,6 +551,7 @@ def run(script: str, *arguments: Any, **kwargs: Any) -> subprocess.CompletedProc
     )
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(6)
 @needs_guard
 @pytest.mark.parametrize("num_threads", [0, 2])
@@ -563,6 +567,7 @@ def test_a_mapped_file_that_is_cut_short_is_an_error(large, name, io, num_thread
     assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_threads", [0, 2])
 @pytest.mark.parametrize("name", ["contiguous", "chunks", "gzip", "blosc2", "columns"])
@@ -591,6 +596,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow
 @needs_guard
 @pytest.mark.parametrize("other", OTHERS)
 def test_other_handlers_may_be_there(large, other):
@@ -625,6 +631,7 @@ FOREIGN = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @needs_guard
 @pytest.mark.parametrize("how", ["fault", "kill"])
@@ -636,6 +643,7 @@ def test_a_fault_of_somebody_else_ends_the_process_as_ever(large, when, how):
     assert count == (when != "never"), done.stderr
 
 
+@pytest.mark.slow
 @needs_guard
 def test_a_handler_of_python_is_called_for_a_signal_that_was_sent(large):
     script = """
@@ -715,6 +723,7 @@ int touch(const volatile char *at)
 """
 
 
+@pytest.mark.slow
 @needs_guard
 @pytest.mark.parametrize("is_used", [False, True])
 @pytest.mark.parametrize("once", [0, 1])

@@ -129,6 +129,7 @@ def run(folder: Path, library: Path, body: str, **variables: str) -> list[str]:
     return done.stdout.split()
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("core", ["", "0"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -148,6 +149,7 @@ print(slow.slow_begun() - before)
     assert run(folder, library, body, H5ASYNC_CORE=core) == ["0"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_threads", [0, 2])
 def test_no_call_of_h5py_begins_after_close(folder, library, num_threads):
     """HDF5 keeps the GIL while it reads, so nobody else can be at the gate's other side."""
@@ -170,6 +172,7 @@ print(slow.slow_begun() - before[0], reader.fallback_reads)
     assert run(folder, library, body) == ["0", "0"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_threads", [0, 2])
 def test_no_chunk_is_checked_after_close(folder, library, num_threads):
     body = f"""
@@ -192,6 +195,7 @@ print(slow.slow_begun() - before[2])
     assert run(folder, library, body) == ["0"]
 
 
+@pytest.mark.slow
 def test_no_file_is_opened_ahead_after_close(folder, library):
     body = """
 start = h5async.fill.filling.Filler.start
@@ -216,6 +220,7 @@ print(slow.slow_begun() - before)
     assert run(folder, library, body) == ["0"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_threads", [0, 2])
 def test_a_reader_that_is_dropped_waits_for_a_moment_only(folder, library, num_threads):
     """A loop is left, and nobody closes the reader whose threads wait for the disk."""
@@ -241,6 +246,7 @@ print(slow.slow_begun() - before)
     assert run(folder, library, body) == ["0"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["threads", "daemon", "interrupted"])
 def test_the_interpreter_does_not_wait_for_a_disk_that_never_answers(folder, library, way):
     """At exit all readers are told to end before any is waited for, for one time together."""

@@ -133,6 +133,7 @@ def run(path: Path, body: str, timeout: float = 200) -> subprocess.CompletedProc
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("io", ["auto", "pread"])
@@ -148,6 +149,7 @@ def test_unclosed_readers_of_every_codec_end_in_peace(every_codec, way, io):
         assert done.stderr == ""
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["gzip", "zstd", "bitshuffle_lz4", "blosc"])
 def test_twenty_unclosed_readers_of_a_codec_end_in_peace(every_codec, name):

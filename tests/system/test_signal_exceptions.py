@@ -272,6 +272,7 @@ def reader_of(options, **more):
 # --- opening --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_saving_an_index(tmp_path):
     """Each interruption comes out, and leaves the old index or the new one, and nothing else."""
@@ -293,6 +294,7 @@ def test_saving_an_index(tmp_path):
         assert reader.num_samples == N
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("form", [*FORMS, *INDEXED])
@@ -312,6 +314,7 @@ def test_opening(tmp_path, form):
     assert len(places) > 5
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("kind", [TimeoutError, SystemExit])
 def test_opening_with_a_helper(tmp_path, kind):
@@ -411,6 +414,7 @@ def test_jumps_and_states(tmp_path, num_threads):
         assert_equal(found, batches_of(reader, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_threads", "workers", "step"), [(0, "thread", 3), (2, "thread", 3), (1, "process", 7)]
 )
@@ -586,6 +590,7 @@ def test_numpy_compares_no_rows():
         assert not re.search(r"unique\([^)]*\baxis=", path.read_text()), path
 
 
+@pytest.mark.slow
 def test_calls_are_not_returned_under_locks():
     assert calls_returned_under_locks(ast.parse("with a.lock:\n  return b()")) == [2]
     assert not calls_returned_under_locks(ast.parse("with a.lock:\n  b = c()\nreturn b"))
@@ -764,6 +769,7 @@ print("hits", hits)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_a_timer(tmp_path, seed):
     """At any time, in C and in other packages too."""
