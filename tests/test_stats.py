@@ -427,7 +427,7 @@ def test_each_way(tmp_path: Path, num_threads: int) -> None:
         assert stats.ways == {"a": BY_US, "b": PACKED, "c": "memory", "d": "h5py"}
         assert stats.direct_share == pytest.approx((28 if by_core else 16) / 32)
         assert stats.fallback_reads == reader.fallback_reads == (5 if by_core else 10)
-        assert stats.decoded_chunks == 5
+        assert stats.decoded_chunks == (5 if by_core else 0)
         assert stats.filters == ("scaleoffset",)
 
 

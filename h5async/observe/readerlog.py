@@ -69,7 +69,7 @@ def log_ways(layouts: Mapping[str, DatasetLayout], methods: Sequence[str]) -> No
         _warn_once(reason)
     for (name, layout), method in zip(layouts.items(), methods, strict=True):
         what = printable(f'{layout.file}: field {name}, dataset "{layout.path}"')
-        if layout.fallback_reason is not None:
+        if layout.fallback_reason is not None and reason is None:
             _warn_once(
                 f"{what}: is read through h5py, one read at a time: {layout.fallback_reason}"
             )
@@ -79,7 +79,8 @@ def log_ways(layouts: Mapping[str, DatasetLayout], methods: Sequence[str]) -> No
                 " its storage"
             )
         else:
-            _log.info("%s: is read directly (%s)", what, method)
+            how = "through h5py" if method == "h5py" else f"directly ({method})"
+            _log.info("%s: is read %s", what, how)
 
 
 def log_memory(
