@@ -717,7 +717,6 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 ONCE: dict[str, tuple[Callable[[Path], None], int, int]] = {  # and decoded bytes of a unit
     "gzip": (plain(960, 5, chunks=(8, 5), **GZIP), 0, 8 * 20),
     "gzip, short last chunk": (plain(955, 5, chunks=(8, 5), **GZIP), 0, 8 * 20),
-    "scaleoffset": (plain(960, 5, chunks=(8, 5), scaleoffset=0), 0, 8 * 20),
     "chunks across a row": (plain(960, 6, 7, chunks=(8, 4, 3), **GZIP), 0, 6 * 8 * 48),
     "one sample in several chunks": (plain(240, 6, 7, chunks=(1, 4, 3), **GZIP), 0, 6 * 48),
     "samples last": (plain(7, 960, chunks=(3, 8), **GZIP), 1, 3 * 3 * 32),
