@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from ctypes import POINTER, Structure, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_int32, c_int64, c_uint32, c_void_p
 from enum import IntEnum
 from typing import Any
 
@@ -93,6 +93,7 @@ class WorkerStruct(Structure):
         ("traced_source", c_int32),
         ("failure", FailureStruct),
         ("least_nbytes", c_int64),
+        ("held", c_void_p),
     ]
 
 
@@ -128,7 +129,14 @@ class Event(IntEnum):
 class FilterStruct(Structure):
     """A `CoreFilter`, without its library."""
 
-    _fields_ = [("kind", c_int32), ("element", c_int32), ("block", c_int64)]
+    _fields_ = [
+        ("kind", c_int32),
+        ("element", c_int32),
+        ("block", c_int64),
+        ("values", POINTER(c_uint32)),
+        ("num_values", c_int64),
+        ("function", c_void_p),
+    ]
 
 
 class DatasetStruct(Structure):

@@ -57,7 +57,8 @@ enum { TILE_ELEMENTS = 8, TILE_NBYTES = 16 * 1024 };
 enum { MAX_LZ4_NBYTES = 0x7E000000 }; /* LZ4_MAX_INPUT_SIZE */
 
 enum Kind { DEFLATE = 1, SHUFFLE, FLETCHER32, LZF, ZSTD, LZ4, BLOSC, BITSHUFFLE,
-            BITSHUFFLE_LZ4, BITSHUFFLE_ZSTD, NOTHING };
+            BITSHUFFLE_LZ4, BITSHUFFLE_ZSTD, NOTHING, PLUGIN, SZIP, NBIT, SCALEOFFSET, BZIP2,
+            STORED };
 enum State { TO_SCRATCH = 0, TO_TARGET = 1, IN_TARGET = 2 };
 enum Io { IO_AUTO = 0, IO_PREAD = 1, IO_MAP = 2 };
 /* Why a call did not do its work, or why its work is worthless: the file is not what was indexed; a
@@ -67,6 +68,15 @@ enum Event { NO_EVENT = 0, CHANGED = 1, FAULTED = 2, STOPPED = 3 };
 enum Reason { UNREADABLE = 1, WRONG_SIZE, DAMAGED, NO_ROOM, NOT_MAPPED, ABOVE_LIMIT, HEAP_NOWHERE,
               HEAP_BEHIND, HEAP_SIGNATURE, HEAP_VERSION, HEAP_SIZE, HEAP_FREE, HEAP_ENDS, HEAP_TWICE,
               HEAP_MISSING, HEAP_LENGTH, HEAP_NUL };
+
+typedef struct { /* struct aec_stream of libaec.h */
+    const unsigned char *next_in;
+    size_t avail_in, total_in;
+    unsigned char *next_out;
+    size_t avail_out, total_out;
+    unsigned bits_per_sample, block_size, rsi, flags;
+    void *state;
+} AecStream;
 
 typedef struct {
     void *(*libdeflate_alloc_decompressor)(void);
@@ -78,6 +88,8 @@ typedef struct {
     unsigned (*ZSTD_isError)(size_t);
     int (*LZ4_decompress_safe)(const char *, char *, int, int);
     int (*blosc_decompress_ctx)(const void *, void *, size_t, int);
+    int (*aec_buffer_decode)(AecStream *);
+    int (*BZ2_bzBuffToBuffDecompress)(char *, unsigned *, char *, unsigned, int, int);
 } Libraries;
 
 typedef struct Trace Trace; /* see trace.h */
@@ -115,6 +127,7 @@ typedef struct {
     int32_t traced_field, traced_source;
     Failure failure;
     int64_t least_nbytes; /* above 0: a chunk is taken that decodes to so many bytes at least */
+    void *held; /* of malloc: the input of a decoder that needs a copy */
 } Worker;
 
 typedef struct {
@@ -127,9 +140,15 @@ typedef struct {
     int64_t failed_at, error; /* out: where a read failed; what errno said, 0: the file ended */
 } File;
 
+/* H5Z_func_t of H5Zdevelop.h */
+typedef size_t (*PluginFunction)(unsigned, size_t, const unsigned *, size_t, size_t *, void **);
+
 typedef struct {
-    int32_t kind, element; /* SHUFFLE, BITSHUFFLE*: bytes of an element */
-    int64_t block;         /* BITSHUFFLE: elements of a block, 0: the default */
+    int32_t kind, element;   /* SHUFFLE, BITSHUFFLE*: bytes of an element; PLUGIN: its traits */
+    int64_t block;           /* BITSHUFFLE: elements of a block, 0: the default */
+    const uint32_t *values;  /* the client data, of PLUGIN, SZIP, NBIT, SCALEOFFSET, STORED */
+    int64_t num_values;
+    PluginFunction function; /* of PLUGIN */
 } Filter;
 
 /* Of a dataset. `rank` counts all dimensions but that of the samples; its cross-section is the
