@@ -2,8 +2,7 @@
 
 First `Opening` is answered by `Opened`, and `Starting` by `Started`. Then the reader sends requests
 to fill slots (`FillRequest` and `Rooms`, as plain tuples), each answered by one `Answer` in any
-order, and notes without an answer (`NoteUploaded`, `DropEncoded`, `Record`). Arrays stay in shared
-memory.
+order, and notes without an answer (`NoteUploaded`, `Record`). Arrays stay in shared memory.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from h5async.index.layout import DatasetLayout
 from h5async.io.shared import ArraySpec
 from h5async.opening.limits import MemoryPlan
 from h5async.opening.selecting import Chosen
-from h5async.plan.encoded import EncodedFormat, EncodedPlan
 from h5async.samples.columns import Categories, SparseShape
 from h5async.system.interruptions import suppressing
 
@@ -71,7 +69,7 @@ class SlotSpecs(NamedTuple):
 
     Attributes
     ----------
-    raw, out, encoded, made
+    raw, out, made
         As in `SlotMemory`; None for an array that is not in shared memory or not needed.
     numbers
         int64 (batch,): sample numbers.
@@ -79,7 +77,6 @@ class SlotSpecs(NamedTuple):
 
     raw: tuple[ArraySpec | None, ...]
     out: tuple[ArraySpec, ...]
-    encoded: tuple[ArraySpec | None, ...]
     made: tuple[ArraySpec | None, ...]
     numbers: ArraySpec
 
@@ -91,7 +88,7 @@ class Starting(NamedTuple):
     ----------
     slots, rows
         The slots, and the number of samples that each has room for.
-    memory_plan, encoded_formats
+    memory_plan
         As in `Filler`.
     has_device_cache
         Whether the reader tracks which samples the device cache has.
@@ -100,7 +97,6 @@ class Starting(NamedTuple):
     slots: list[SlotSpecs]
     rows: int
     memory_plan: MemoryPlan
-    encoded_formats: list[EncodedFormat | None]
     has_device_cache: bool
 
 
@@ -115,10 +111,6 @@ class NoteUploaded(NamedTuple):
     """The device cache has the samples of a slot's batch."""
 
     slot: int
-
-
-class DropEncoded(NamedTuple):
-    """Release the memory for encoded chunks."""
 
 
 class Record(NamedTuple):
@@ -160,7 +152,7 @@ class Answer(NamedTuple):
         Memory beside the slot that was added for them.
     error
         The error, if any, from `portable`.
-    is_resident, encoded, busy_seconds, warnings
+    is_resident, busy_seconds, warnings
         As in `FillOutcome`.
     stats
         The statistics of the helper's filler so far.
@@ -174,7 +166,6 @@ class Answer(NamedTuple):
     rooms: Rooms
     error: tuple[bytes, ...]
     is_resident: bool
-    encoded: tuple[EncodedPlan | None, ...]
     busy_seconds: float
     warnings: tuple[str, ...]
     stats: FillerStats

@@ -29,11 +29,9 @@ from h5async.fill.outcomes import FillerStats, FillOutcome
 from h5async.fill.recording import Recorded
 from h5async.io.shared import SharedMemory
 from h5async.order.requests import FillRequest
-from h5async.plan.encoded import EncodedFormat
 from h5async.process.child import HelperDied, HelperProcess
 from h5async.process.messages import (
     Answer,
-    DropEncoded,
     Failed,
     Opened,
     Record,
@@ -151,20 +149,6 @@ class Supervisor:
         """Post a message without an answer. Before the start, `Starting` carries its content."""
         self._post(message)
         self._wake_sender()
-
-    def drop_encoded(self) -> None:
-        """Have this helper and later ones release the memory for encoded chunks.
-
-        `ReaderSlots.drop_encoded` must have been called before.
-        """
-        with self._lock:
-            assert self._starting is not None
-            assert self._slots is not None
-            formats: list[EncodedFormat | None] = [None] * len(self._starting.encoded_formats)
-            self._starting = self._starting._replace(
-                slots=self._slots.specs, encoded_formats=formats
-            )
-            self.note(DropEncoded())
 
     def record(self, max_events: int) -> None:
         """Have this helper and later ones record up to `max_events` thread events; 0 stops it."""
@@ -346,7 +330,6 @@ class Supervisor:
                 arrays,
                 error,
                 answer.is_resident,
-                answer.encoded,
                 answer.busy_seconds,
                 answer.warnings,
             ),

@@ -39,8 +39,6 @@ class SlotMemory(NamedTuple):
     out
         (batch, *row): rows as delivered; the array of `raw` itself if the filler transforms
         nothing.
-    encoded
-        uint8: encoded chunks for the device to decode; None if it cannot.
     made
         Per field, if there are any: (batch, ...), plain arrays made of samples of differing
         lengths; in helper processes also uint8 memory for the pixels of images. None if nothing is
@@ -49,7 +47,6 @@ class SlotMemory(NamedTuple):
 
     raw: tuple[NDArray[Any], ...]
     out: tuple[NDArray[Any], ...]
-    encoded: tuple[NDArray[np.uint8] | None, ...]
     made: tuple[NDArray[Any] | None, ...] = ()
 
 
