@@ -1,7 +1,7 @@
-"""Has stored elements converted as chunks are decoded: a filter more in front of the pipeline.
+"""Adds a filter to the pipeline that converts stored elements when chunks are decoded.
 
 The layout of a dataset enters whose stored bytes are not NumPy's; one of chunks leaves that decode
-to NumPy's elements. Contiguous values count as chunks of some rows, which no other filter encodes.
+to NumPy's elements. Contiguous values become chunks of some rows without other filters.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from h5async.index.obstacles import NotDirectError
 
 _UNIT_NBYTES = 1 << 16  # of contiguous values that are converted at a time
 _MOST_UNITS = 1 << 20
-_MOST_FILTERS = 31  # beside it: bits of a filter mask
+_MOST_FILTERS = 31  # beside it: limited by the bits of a filter mask
 
 
 def converted(layout: DatasetLayout, parameters: tuple[int, ...]) -> DatasetLayout:
-    """Return a layout whose chunks are converted by the filter of these parameters.
+    """Return a layout whose chunks are converted by the filter with these parameters.
 
     Raises
     ------
     NotDirectError
-        If chunks have not the bytes of whole elements, or contiguous values would be cut into too
-        many units.
+        If chunks do not consist of whole elements, or contiguous values would be cut into too many
+        units.
     """
     conversion = Filter(NUMBER, parameters, "conversion")
     if layout.chunks is not None:
@@ -46,7 +46,7 @@ def converted(layout: DatasetLayout, parameters: tuple[int, ...]) -> DatasetLayo
 
 
 def _in_units(layout: DatasetLayout, conversion: Filter) -> DatasetLayout:
-    """Return the layout of contiguous values as chunks of rows, all equally many."""
+    """Return the layout of contiguous values as chunks of equal numbers of rows."""
     rows, *rest = [int(extent) or 1 for extent in layout.shape]
     row_nbytes = math.prod(rest) * conversion.parameters[1]
     most = min(rows, max(1, _UNIT_NBYTES // row_nbytes))

@@ -1,10 +1,10 @@
-"""Tells where the chunks of an extensible array lie, of which HDF5 misreports the coordinates.
+"""Finds the chunks of an extensible array, for which HDF5 misreports the coordinates.
 
-Where just one dimension is unlimited, HDF5 lists chunks in an extensible array: it takes that
-dimension first, then the others in their order, each as long as it may become. When it visits the
-array, it takes the dimensions in the order of the dataset instead (H5D__earray_idx_iterate_cb of
-H5Dearray.c). So coordinates are wrong unless the unlimited dimension is the first, but they tell
-the position in the array, which tells the true ones.
+If just one dimension is unlimited, HDF5 lists chunks in an extensible array: that dimension comes
+first, then the others in order, each at its maximum extent. When HDF5 visits the array, it uses the
+order of the dataset's dimensions instead (H5D__earray_idx_iterate_cb of H5Dearray.c). So
+coordinates are wrong unless the unlimited dimension is the first, but they give the position in the
+array, which gives the true ones.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Int64s = NDArray[np.int64]
 
 
 class Positions(NamedTuple):
-    """How positions in the array follow from a dataset's dimensions.
+    """Converts positions in the array for a dataset's dimensions.
 
     Attributes
     ----------
@@ -42,7 +42,7 @@ class Positions(NamedTuple):
     chunk
         Dimensions of a chunk.
     most
-        How many chunks there may be along each dimension but the unlimited one, which has 1.
+        The maximum number of chunks along each dimension; 1 for the unlimited one.
     """
 
     axis: int
@@ -51,7 +51,7 @@ class Positions(NamedTuple):
 
     @property
     def reported_grid(self) -> tuple[int, ...]:
-        """The grid in which the coordinates that HDF5 reports are numbered by their position."""
+        """The grid in which the coordinates reported by HDF5 are numbered by their position."""
         behind = self.most[self.axis + 1 :]
         return (*(1,) * self.axis, _MOST_POSITIONS // math.prod(behind), *behind)
 
@@ -66,7 +66,7 @@ class Positions(NamedTuple):
 
 
 def positions_of(dataset: Opened) -> Positions | None:
-    """Return how chunks are found that HDF5 misreports; None: it reports all as they are.
+    """Return how to find chunks that HDF5 misreports; None if it reports them correctly.
 
     Raises
     ------
@@ -92,7 +92,7 @@ def positions_of(dataset: Opened) -> Positions | None:
 def visit_by_positions(
     dataset: Opened, positions: Positions, grid: tuple[int, ...], most: int, where: str
 ) -> Visited:
-    """Visit chunks as `visit_chunks` does, and give each its true number."""
+    """Visit chunks like `visit_chunks`, and give each its true number."""
     visited = visit_chunks(dataset, positions.reported_grid, most, where)
     number, is_outside = positions.numbers(visited.number, grid)
     return visited._replace(
@@ -104,12 +104,12 @@ def visit_by_positions(
 
 @functools.cache
 def _counts_positions() -> bool:
-    """Tell whether the HDF5 that is loaded reports chunks as it is described above.
+    """Return whether the loaded HDF5 reports chunks as described above.
 
-    One that reports them otherwise, or as they are, must not be believed to do so. So this looks at
-    datasets in memory, whose chunks tell where they belong.
+    Another HDF5 may report them otherwise, or correctly. So this tests datasets in memory whose
+    chunks contain their own coordinates.
     """
-    with suppressing(Exception):  # whatever it is: h5py reads such datasets then
+    with suppressing(Exception):  # in any case h5py can read such datasets
         return all(
             _reports_positions(shape, maxshape)
             for shape, maxshape in (((4, 6), (8, None)), ((4, 6, 3), (6, None, 9)))

@@ -1,4 +1,4 @@
-"""Reads the filter pipeline of a dataset, and checks that someone can undo it."""
+"""Reads the filter pipeline of a dataset, and checks that it can be decoded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def filters_of(plist: h5py.h5p.PropDCID) -> tuple[Filter, ...]:
 
 
 def edges_are_raw(dataset: Opened) -> bool:
-    """Tell whether chunks that reach over the dataset's edge are not filtered.
+    """Return whether chunks that reach over the dataset's edge are not filtered.
 
     Raises
     ------
@@ -45,8 +45,8 @@ def edges_are_raw(dataset: Opened) -> bool:
 def require_filters(layout: DatasetLayout, dataset: Opened, where: str) -> None:
     """Raise `DatasetError` if a chunk was written with a filter that is not available.
 
-    It is available if the core decodes it, or if h5py has it, which gets more from hdf5plugin.
-    Other filters that are not available do not matter.
+    A filter is available if the core decodes it, or h5py has it, perhaps from hdf5plugin. Filters
+    that no chunk uses do not matter.
     """
     missing = unavailable(layout.filters)
     if missing and applies_any(dataset, missing, layout.has_raw_edges):
@@ -59,9 +59,9 @@ def require_filters_of_hdf5(layout: DatasetLayout, dataset: Opened | None, where
     Parameters
     ----------
     layout
-        Of a dataset that is to be read through h5py, whatever is decoded here.
+        Of a dataset to be read through h5py, even if the core could decode it.
     dataset
-        The same, open; None: its chunk table says which filters were used.
+        The same, open; None if its chunk table says which filters were used.
     """
     missing = _unknown_to_hdf5(layout.filters) if layout.chunk_shape else []
     if not missing:
@@ -102,15 +102,15 @@ def _is_not_available(entry: Filter, where: str) -> DatasetError:
 
 
 def is_hdf5s(entry: Filter) -> bool:
-    """Tell whether HDF5 can undo a filter, and the core cannot."""
+    """Return whether HDF5 can decode a filter, and the core cannot."""
     return not can_decode(entry) and is_known_to_hdf5(entry)
 
 
 def refuse_filters_of_hdf5(layout: DatasetLayout, dataset: Opened) -> None:
-    """Raise `NotDirectError` if a chunk was written with a filter that HDF5 has to undo.
+    """Raise `NotDirectError` if a chunk was written with a filter that only HDF5 decodes.
 
-    In the pipeline alone, it does not matter: a filter that could do nothing with the data, as
-    shuffle with elements of variable length, is passed over as a chunk is written.
+    Its mere presence in the pipeline does not matter: filters that cannot process the data, such as
+    shuffle with variable-length elements, are skipped when a chunk is written.
     """
     theirs = [bit for bit, entry in enumerate(layout.filters) if is_hdf5s(entry)]
     if theirs and applies_any(dataset, theirs, layout.has_raw_edges):
@@ -119,12 +119,12 @@ def refuse_filters_of_hdf5(layout: DatasetLayout, dataset: Opened) -> None:
 
 
 def undecodable(filters: tuple[Filter, ...]) -> list[int]:
-    """Return the positions of filters that the core cannot undo."""
+    """Return the positions of filters that the core cannot decode."""
     return [bit for bit, entry in enumerate(filters) if not can_decode(entry)]
 
 
 def unavailable(filters: tuple[Filter, ...]) -> list[int]:
-    """Return the positions of filters that neither the core nor HDF5 can undo."""
+    """Return the positions of filters that neither the core nor HDF5 can decode."""
     return [
         bit
         for bit, entry in enumerate(filters)
@@ -137,7 +137,7 @@ def _unknown_to_hdf5(filters: tuple[Filter, ...]) -> list[int]:
 
 
 def require_whole(chunks: ChunkTable, layout: DatasetLayout, where: str) -> None:
-    """Refuse unfiltered chunks of another length than a chunk has; HDF5 would read past them."""
+    """Reject unfiltered chunks of another length than a chunk; HDF5 would read past them."""
     expected = math.prod(layout.chunk_shape) * layout.dtype.itemsize
     bad = np.flatnonzero(chunks.nbytes != expected)
     if bad.size:
@@ -148,7 +148,7 @@ def require_whole(chunks: ChunkTable, layout: DatasetLayout, where: str) -> None
 
 
 def require_lengths(filters: tuple[Filter, ...], chunk_nbytes: int, where: str) -> None:
-    """Refuse client data that state another length; HDF5 would deliver uninitialized memory."""
+    """Reject client data with another length; HDF5 would return uninitialized memory."""
     for entry in filters if chunk_nbytes else ():
         stated = entry.stated_chunk_nbytes
         if stated not in (None, chunk_nbytes):
