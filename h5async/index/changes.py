@@ -18,13 +18,12 @@ import numpy as np
 
 from h5async.codec.storedelements import NUMBER
 from h5async.errors import H5AsyncError, ReadError
-from h5async.index.cfattributes import cf_attributes
+from h5async.index.attributes import cf_attributes
 from h5async.index.chunkindex import read_chunk_table, without_filters
 from h5async.index.filterpipeline import filters_of
-from h5async.index.identity import indexed
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import open_hdf5
-from h5async.index.opendataset import Opened
+from h5async.index.opendataset import Opened, indexed
 from h5async.io.localfile import LocalFile
 from h5async.io.stamps import FileStamp, changed
 from h5async.names import name_bytes

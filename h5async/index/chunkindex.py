@@ -13,11 +13,17 @@ from numpy.typing import NDArray
 from h5async.codec.filters import Filter
 from h5async.errors import H5AsyncError, ReadError
 from h5async.index.chunktable import ChunkTable, grid_of
-from h5async.index.extensible import MISREPORTED, positions_of, visit_by_positions
 from h5async.index.hdf5 import B_TREE_V1, EXTENSIBLE_ARRAY, FIXED_ARRAY, IMPLICIT
 from h5async.index.obstacles import NotDirectError
 from h5async.index.opendataset import Opened
-from h5async.index.visits import Visited, first_unlike, visit_chunks
+from h5async.index.visits import (
+    MISREPORTED,
+    Visited,
+    first_unlike,
+    positions_of,
+    visit_by_positions,
+    visit_chunks,
+)
 
 _MANY_CHUNKS = 1 << 24
 _SUPERBLOCK_NBYTES = 48  # at least

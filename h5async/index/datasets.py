@@ -16,17 +16,16 @@ import numpy as np
 
 from h5async.core.binding import load_core
 from h5async.errors import DatasetError, H5AsyncError, ReadError, out_of_memory
+from h5async.index.attributes import dimension_names, numbered_axis
 from h5async.index.chunkindex import (
     TooManyChunksError,
     read_chunk_table,
     without_filters,
 )
-from h5async.index.conversion import converted
-from h5async.index.dimensions import dimension_names, numbered_axis
 from h5async.index.elements import Element, element_of, has_objects
 from h5async.index.external import attached, external_layout
-from h5async.index.fillvalue import fill_value, has_no_values, member_fill, require_fill
 from h5async.index.filterpipeline import (
+    converted,
     edges_are_raw,
     filters_of,
     refuse_filters_of_hdf5,
@@ -37,11 +36,17 @@ from h5async.index.filterpipeline import (
     unavailable,
     undecodable,
 )
-from h5async.index.identity import indexed
 from h5async.index.layout import DatasetLayout, Indexed, Part, Storage
 from h5async.index.links import LastGroup, Located, Reach
 from h5async.index.obstacles import COLUMNS_REASON, NotDirectError, OtherKindError
-from h5async.index.opendataset import Opened
+from h5async.index.opendataset import (
+    Opened,
+    fill_value,
+    has_no_values,
+    indexed,
+    member_fill,
+    require_fill,
+)
 from h5async.index.slabs import Slab
 from h5async.index.sources import VirtualSources
 from h5async.io.maps import may_map

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import DatasetError
-from h5async.index.dimensions import common_names
+from h5async.index.attributes import common_names
 from h5async.index.filterpipeline import left_to_hdf5
 from h5async.index.layout import CfAttribute, DatasetLayout, HeapFile, Part, SequenceLengths
 from h5async.index.slabs import Slab

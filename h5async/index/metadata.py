@@ -26,10 +26,9 @@ from h5async.errors import (
     is_lack_of_memory,
     out_of_memory,
 )
-from h5async.index.cfattributes import cf_attributes
-from h5async.index.contents import LISTING_NBYTES, shape_of_field, what_is_there
+from h5async.index.attributes import cf_attributes, dimension_names
+from h5async.index.contents import LISTING_NBYTES, shape_of_field, walk, what_is_there
 from h5async.index.datasets import Indexer
-from h5async.index.dimensions import dimension_names
 from h5async.index.groups import Grouping
 from h5async.index.layout import DatasetLayout, Part
 from h5async.index.links import (
@@ -41,7 +40,6 @@ from h5async.index.links import (
     metadata_cache,
     open_index,
 )
-from h5async.index.listing import walk
 from h5async.index.obstacles import OtherKindError
 from h5async.index.oldercategories import older_categories
 from h5async.index.room import files_of

@@ -1,15 +1,24 @@
-"""Defines `Opened`: an open dataset, and facts from HDF5 that are requested once."""
+"""Defines `Opened`: an open dataset, and facts from HDF5 that are requested once.
+
+Also its fill value, which HDF5 returns for values that were never written, and the digest that
+distinguishes it from a dataset that takes its place later.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from functools import cached_property
 from typing import Any
 
 import h5py
 import numpy as np
+from numpy.typing import NDArray
 
-from h5async.index.hdf5 import encoded_properties, index_kind
+from h5async.errors import ReadError
+from h5async.index.hdf5 import encoded_properties, fill_nbytes, index_kind
+from h5async.index.layout import DatasetLayout, Indexed
+from h5async.index.obstacles import NotDirectError
 from h5async.index.storedtypes import describe
 
 Extents = tuple[int, ...]
@@ -121,3 +130,77 @@ class Opened:
     def end(self) -> int:
         """The current size of the file."""
         return os.fstat(self._descriptor).st_size
+
+
+def indexed(dataset: Opened) -> Indexed:
+    """Return the facts that distinguish a dataset from another one that takes its place later.
+
+    The digest covers its type and creation properties as encoded by HDF5 (H5Tencode, H5Pencode2),
+    and compact values, which are read with the index.
+    """
+    digest = hashlib.blake2b(dataset.encoded_type, digest_size=16)
+    digest.update(dataset.properties)
+    if dataset.layout_class == h5py.h5d.COMPACT and not dataset.dtype.hasobject:
+        digest.update(np.asarray(dataset.dataset[...]).tobytes())
+    return Indexed(digest.digest(), dataset.extents)
+
+
+def require_fill(dataset: Opened, itemsize: int, where: str) -> None:
+    """Reject a fill value of another size: HDF5 would fill with the memory after it."""
+    nbytes = (
+        fill_nbytes(dataset.properties) if itemsize and _has_fill_value(dataset.plist) else None
+    )
+    if nbytes not in (None, itemsize):
+        raise ReadError(
+            f"{where}: its fill value has {nbytes} bytes, but its elements have {itemsize}; its"
+            " metadata are damaged"
+        )
+
+
+def fill_value(
+    plist: h5py.h5p.PropDCID,
+    base: np.dtype[Any],
+    extra: tuple[int, ...],
+    *,
+    whenever: bool = False,
+) -> NDArray[Any]:
+    """Return HDF5's value for elements never written: zero unless it may use a fill value.
+
+    `whenever` ignores the fill time, which does not matter to virtual datasets.
+    """
+    fill = np.zeros((), base)
+    if _has_fill_value(plist) and (whenever or _is_filled(plist)):
+        if extra:
+            raise NotDirectError("an array type with a fill value of its own")
+        plist.get_fill_value(fill)
+    return fill
+
+
+def member_fill(dataset: Opened, member: tuple[str, ...]) -> bytes:
+    """Return the bytes of a member's fill value; b"" for zeros."""
+    if not (_has_fill_value(dataset.plist) and _is_filled(dataset.plist)):
+        return b""
+    values: Any = np.zeros((), dataset.dtype)
+    dataset.plist.get_fill_value(values)
+    for name in member:
+        values = values[name]
+    return bytes(np.asarray(values).tobytes())
+
+
+def _has_fill_value(plist: h5py.h5p.PropDCID) -> bool:
+    return bool(plist.fill_value_defined() == h5py.h5d.FILL_VALUE_USER_DEFINED)
+
+
+def _is_filled(plist: h5py.h5p.PropDCID) -> bool:
+    known = h5py.h5d.FILL_TIME_ALLOC, h5py.h5d.FILL_TIME_IFSET, h5py.h5d.FILL_TIME_NEVER
+    if plist.get_fill_time() not in known:
+        raise NotDirectError(f"a fill time of {plist.get_fill_time()}, which HDF5 does not know")
+    return bool(plist.get_fill_time() != h5py.h5d.FILL_TIME_NEVER)
+
+
+def has_no_values(plist: h5py.h5p.PropDCID, layout: DatasetLayout) -> bool:
+    """Return whether HDF5 will refuse to read at all."""
+    undefined = plist.fill_value_defined() == h5py.h5d.FILL_VALUE_UNDEFINED
+    chunks = layout.chunks
+    allocated = layout.offset >= 0 if chunks is None else chunks.offset.size > 0
+    return undefined and not allocated

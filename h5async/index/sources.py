@@ -13,12 +13,12 @@ from pathlib import Path
 import h5py
 
 from h5async.errors import DatasetError, H5AsyncError
-from h5async.index.fillvalue import fill_value
 from h5async.index.filterpipeline import left_to_hdf5
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Located, MissingError, Reach, locate, open_permitted
 from h5async.index.mappings import Mapping, mapped_files, read_mappings, source_series
 from h5async.index.obstacles import NotDirectError
+from h5async.index.opendataset import fill_value
 from h5async.index.virtual import virtual_parts
 from h5async.spelling import named
 from h5async.system.interruptions import interruption

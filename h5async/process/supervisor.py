@@ -11,6 +11,9 @@ sent without it by another thread (`flush`), so that nobody else ever waits for 
 If gevent or eventlet replace threads, both are the same system thread, and waiting for the helper
 stops all others. In that case `run` waits only while the helper has something to answer, and it
 sends what was posted.
+
+The first helper's start has two steps: it has opened the files, and it has started its threads.
+They are passed on to the thread that waits for them.
 """
 
 from __future__ import annotations
@@ -18,13 +21,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.errors import BatchTimeoutError
 from h5async.fill.outcomes import FillerStats, FillOutcome
 from h5async.fill.recording import Recorded
 from h5async.io.shared import SharedMemory
@@ -42,13 +48,14 @@ from h5async.process.messages import (
 from h5async.process.outstanding import Outstanding
 from h5async.process.samefiles import check_same
 from h5async.process.sharedslots import ReaderSlots
-from h5async.process.startsteps import Steps
 from h5async.system.counts import STAGES, ThreadCounts
 from h5async.system.interruptions import suppressing
+from h5async.system.patience import Patience
 from h5async.system.waiting import Gate
 
 _log = logging.getLogger("h5async.process")
 _NOTHING_DONE = FillerStats(dict.fromkeys(STAGES, 0.0), ThreadCounts(), 0, "none")
+_STEP_SECONDS = 60.0  # the shortest timeout of a step
 
 
 class Supervisor:
@@ -417,3 +424,56 @@ def _death(error: HelperDied, request: FillRequest, deaths: int, has_started: bo
 
 def _nothing(*_: object) -> None:
     pass
+
+
+class Steps:
+    """Steps, or the exception that ended them. One thread puts them, and another one waits."""
+
+    def __init__(self) -> None:
+        self._steps: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def put(self, error: BaseException | None = None) -> None:
+        """Note that the next step is done, or failed with `error`."""
+        self._steps.put(error)
+
+    def wait(self, what: str, timeout_seconds: float | None) -> None:
+        """Wait for the next step, for a minute at least; raise the error that ended it.
+
+        Parameters
+        ----------
+        what
+            What the helper failed to do, for messages: "a.h5: ... did not open the files".
+        timeout_seconds
+            The option ``timeout``.
+
+        Raises
+        ------
+        BaseException
+            The error of the step.
+        BatchTimeoutError
+            If it takes too long.
+        """
+        if timeout_seconds is not None:
+            timeout_seconds = min(max(timeout_seconds, _STEP_SECONDS), threading.TIMEOUT_MAX)
+        found: list[BaseException | None] = []
+        patience = Patience(timeout_seconds)
+        while not patience.wait(partial(self._has_come, found)):
+            if patience.is_over:
+                raise BatchTimeoutError(
+                    f"{what} within {timeout_seconds} s; set timeout to more than that (or HDF5"
+                    " hangs, as it may on a damaged file)"
+                )
+        error = found.pop()
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback has this frame
+
+    def _has_come(self, found: list[BaseException | None], seconds: float | None) -> bool:
+        """Wait `seconds` for a step and append it to `found`; return whether one came."""
+        try:
+            found.append(self._steps.get(timeout=seconds))
+        except queue.Empty:
+            return False
+        return True
