@@ -1,7 +1,7 @@
-"""Logs what a reader has opened, which way each field is read, and what memory did not allow.
+"""Logs what a reader has opened, how it reads each field, and what memory did not allow.
 
-These records are all made in the process that made the reader, wherever its fields are read. A
-warning is logged once in a process: readers of the same files follow one another.
+All records come from the process that made the reader. A process logs each warning once, since
+readers of the same files may follow one another.
 """
 
 from __future__ import annotations
@@ -22,24 +22,14 @@ from h5async.index.similardatasets import kinds_of
 from h5async.names import printable
 
 _log = logging.getLogger("h5async.reader")
-_MOST_WARNED = 1000  # that are remembered
+_MOST_WARNED = 1000  # remembered
 _warned: set[str] = set()
 
 
 def log_opened(
     config: ReaderConfig, layouts: Mapping[str, DatasetLayout], num_samples: int, seconds: float
 ) -> None:
-    """Log what was opened.
-
-    Parameters
-    ----------
-    config, layouts
-        Of the reader, by field name.
-    num_samples
-        How many are selected.
-    seconds
-        How long it took until batches could be filled.
-    """
+    """Log what was opened: fields, `num_samples` selected ones, and the seconds until ready."""
     if not _log.isEnabledFor(logging.INFO):
         return
     files = {source.file for layout in layouts.values() for source, _ in kinds_of(layout)}
@@ -55,14 +45,9 @@ def log_opened(
 
 
 def log_ways(layouts: Mapping[str, DatasetLayout], methods: Sequence[str]) -> None:
-    """Log which way each field is read, and why not the fastest: that is a warning.
+    """Log how each field is read, and warn if that is not the fastest way.
 
-    Parameters
-    ----------
-    layouts
-        By field name.
-    methods
-        How each field is read, as in `ReaderStats.ways`.
+    `methods` has an entry per field, as in `ReaderStats.ways`.
     """
     reason = why_no_core()
     if reason is not None:
@@ -93,14 +78,12 @@ def log_memory(
 
     Parameters
     ----------
-    config
-        Of the reader.
     cache
         As in `ReaderStats.cache`.
     most_threads
-        For which there is memory.
+        Number of threads that memory allows.
     kept, wanted
-        Bytes of decoded chunks that may be kept for later batches, by field, and that would help.
+        Bytes of decoded chunks, per field, that may be kept for later batches, and that would help.
     """
     what = paths_text(config.hdf5_path)
     if config.cache is not None and cache.startswith("none: "):
@@ -121,13 +104,7 @@ def log_memory(
 
 
 def log_unused_values(layouts: Mapping[str, DatasetLayout]) -> None:
-    """Log how many values are in no sample: what says where samples lie may be meant otherwise.
-
-    Parameters
-    ----------
-    layouts
-        By field name.
-    """
+    """Log values that are in no sample: the offsets may have another meaning."""
     for name, layout in layouts.items():
         count = unused_rows(layout) if layout.spans is not None else 0
         if count:
@@ -140,7 +117,7 @@ def log_unused_values(layouts: Mapping[str, DatasetLayout]) -> None:
 
 
 def log_long_samples(config: ReaderConfig, lengths: NDArray[Any]) -> None:
-    """Log how many samples have more values than a batch is to have; `lengths`: of each."""
+    """Log samples with more values than a batch; `lengths` has their values."""
     if config.batch_values is None:
         return
     count = int(np.count_nonzero(lengths > min(config.batch_values, np.iinfo(np.int64).max)))
@@ -153,7 +130,7 @@ def log_long_samples(config: ReaderConfig, lengths: NDArray[Any]) -> None:
 
 
 def _warn_once(message: str) -> None:
-    """Log a warning, or what was one before at level DEBUG."""
+    """Log a warning; repetitions have level DEBUG."""
     is_new = message not in _warned
     if is_new and len(_warned) < _MOST_WARNED:
         _warned.add(message)

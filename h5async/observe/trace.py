@@ -1,4 +1,4 @@
-"""Defines `Trace`: what the caller ends a trace with that a reader has begun."""
+"""Defines `Trace`, with which the caller ends a trace."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from types import TracebackType
 
 
 class Trace:
-    """A trace of what a reader does, which `AsyncReader.trace` began; ends by `stop`.
+    """A running trace of a reader, begun by `AsyncReader.trace` and ended by `stop`.
 
-    As a context it ends where that does. It ends with its reader, too.
+    It also ends at the end of its ``with`` block, and with its reader.
 
     Attributes
     ----------
     path
-        The file that is written at the end; None: no file.
+        The file that is written at the end; None means no file.
 
     Examples
     --------
@@ -32,7 +32,7 @@ class Trace:
         self._end: Callable[[Trace], None] | None = end
 
     def stop(self) -> None:
-        """End the trace, and write the file. Extra calls are harmless.
+        """End the trace and write the file. Extra calls are harmless.
 
         Raises
         ------
@@ -52,7 +52,6 @@ class Trace:
             end(self)
 
     def __enter__(self) -> Trace:
-        """Return the trace itself."""
         return self
 
     def __exit__(
@@ -61,9 +60,7 @@ class Trace:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """End the trace."""
         self.stop()
 
     def __repr__(self) -> str:
-        """Describe the trace in a line."""
         return f"<Trace {self.path or 'without a file'}, {'running' if self._end else 'ended'}>"
