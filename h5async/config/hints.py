@@ -1,7 +1,7 @@
-"""Says which option does what somebody expects of a name that is none.
+"""Suggests the option for a name that other loaders use.
 
-The names are those of other loaders. A hint names the option as it is spelled where the name was
-typed: as a keyword, in a configuration file, or on the command line.
+A hint spells the option as in the place where the name was typed: as a keyword, in a configuration
+file, or on the command line.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Where = spelling.Where | Literal["shell"]
 
 
 class _Hint(NamedTuple):
-    """What to write instead of a name.
+    """A suggestion instead of an unknown name.
 
     Attributes
     ----------
@@ -24,7 +24,7 @@ class _Hint(NamedTuple):
     option, value
         The option, and an example of its value.
     spelled
-        How that is written, by where, if the option's value is not just written behind its name.
+        The option with its value, by place, unless it is just the one after the other.
     """
 
     text: str
@@ -150,17 +150,7 @@ _HINTS: dict[str, tuple[_Hint, ...]] = {
 
 
 def hint_for(name: str, known: Sequence[str], where: Where = "keyword") -> str | None:
-    """Return what to write instead of a name, if that is known.
-
-    Parameters
-    ----------
-    name
-        As it was typed.
-    known
-        The options that there are.
-    where
-        Where it was typed.
-    """
+    """Return the suggestion for an unknown name typed in `where`, if any."""
     for hint in _HINTS.get(name.lstrip("-").replace("-", "_").lower(), ()):
         if hint.option in known:
             return hint.text.format(_spelled(hint, where))
