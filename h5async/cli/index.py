@@ -1,4 +1,4 @@
-"""`h5async index`: saves what a reader must know of files, for readers that open them later."""
+"""`h5async index`: saves the index of files, for readers that open them later."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _config(files: Sequence[str], typed: dict[str, Any]) -> ReaderConfig:
 def _indexed(
     paths: Sequence[Path], config: ReaderConfig, reach: Reach, left_out: list[str]
 ) -> Iterator[IndexedFile]:
-    """Yield what is learnt of each file; add what has no layout, and why, to `left_out`."""
+    """Yield the index of each file; add datasets without a layout, and why, to `left_out`."""
     tell = on_indexed.get()
     grouping = grouping_of(config, reach)
     needs: dict[str, Need] = {}
@@ -142,7 +142,7 @@ def _indexed(
 def _layouts(
     path: Path, config: ReaderConfig, reach: Reach, grouping: Grouping | None, left_out: list[str]
 ) -> dict[Wanted, DatasetLayout]:
-    """Return what is known of all datasets of a file that can be read."""
+    """Return the layouts of all readable datasets of a file."""
     layouts = {}
     for wanted, layout in list_known(path, reach, config.num_dim, grouping):
         if isinstance(layout, DatasetLayout):
@@ -153,13 +153,13 @@ def _layouts(
 
 
 def _is_dataset(wanted: Wanted) -> bool:
-    """Tell whether it is the layout of a dataset, and not what is known beside those."""
+    """Tell whether an entry is a dataset's layout, and not further facts."""
     return wanted.kind not in (SHAPE, TEXTS, CATEGORIES, NULLABLE)
 
 
 @dataclass(frozen=True)
 class _Cleared:
-    """What was removed of the user's cache folder; None: there is no home."""
+    """What was removed from the user's cache folder; None if there is no home."""
 
     folder: Path | None
     entries: int
