@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import math
 import os
 import random
 import sys
@@ -32,13 +33,12 @@ if load_core() is None:
 
 POISON = 0xA5  # what a buffer holds before anything was read into it
 
-# With "all", every case of every test runs, and more random ones; else a sample.
+# "all" (scripts/test --all): every test and case runs, and more random ones; else a sample does.
 SAMPLE = os.environ.get("H5ASYNC_TESTS", "0")
 
-for profile, max_examples in ("default", 400 if SAMPLE == "all" else 100), ("quick", 50):
-    hypothesis.settings.register_profile(
-        profile, deadline=None, max_examples=max_examples, derandomize=True
-    )
+hypothesis.settings.register_profile(
+    "default", deadline=None, max_examples=400 if SAMPLE == "all" else 25, derandomize=True
+)
 hypothesis.settings.register_profile(
     "thorough",
     deadline=None,
@@ -51,57 +51,36 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 # --- a sample of what takes long ----------------------------------------------------------------
 
 
-# Of the cases of each test in these modules, one in so many runs, and at least one.
-ONE_IN = {
-    "codec/test_codecs.py": 3,
-    "core/test_core.py": 3,
-    "deliver/test_cuda_order.py": 3,
-    "deliver/test_device_decode.py": 3,
-    "fill/test_selecting.py": 3,
-    "index/test_changed_files.py": 3,
-    "index/test_members.py": 4,
-    "index/test_review_metadata.py": 3,
-    "index/test_saved_index.py": 3,
-    "index/test_traps.py": 4,
-    "index/test_virtual.py": 3,
-    "process/test_helper.py": 3,
-    "process/test_helper_faults.py": 4,
-    "process/test_ragged_helpers.py": 4,
-    "process/test_several_helpers.py": 4,
-    "read/test_corpus.py": 5,
-    "read/test_files.py": 3,
-    "read/test_slow_storage.py": 3,
-    "test_batch_values.py": 4,
-    "test_cf.py": 3,
-    "test_cli.py": 2,
-    "test_closing.py": 2,
-    "test_odd_samples.py": 3,
-    "test_reader.py": 4,
-    "test_trace.py": 2,
-}
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out most cases of tests that are marked with ``sampled(count)``, or in `ONE_IN`.
+    """Keep a small sample of the tests, the same each time.
 
-    H5ASYNC_TESTS=all runs all of them; a number, other ones than by default. So do tests that are
-    named (by ``::`` or ``-k``), of those in `ONE_IN`.
+    Tests that are named by ``::`` or -k run whole, unless H5ASYNC_TESTS is set.
+
+    Of a test's n cases, 2 sqrt(n) run, or as many as its mark ``sampled(count)`` says; of the tests
+    marked ``slow``, one in ten, with one case. H5ASYNC_TESTS=all runs everything, and a number
+    chooses another sample.
     """
-    if SAMPLE == "all":
+    by_name = "H5ASYNC_TESTS" not in os.environ
+    if SAMPLE == "all" or (by_name and config.option.keyword):
         return
-    are_named = config.option.keyword or any("::" in argument for argument in config.args)
-    one_in = {} if are_named else ONE_IN
+    named = {
+        argument.partition("::")[2].partition("[")[0] for argument in config.args if by_name
+    } - {""}
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     left_out = set()
     for name, found in cases.items():
-        count = -(-len(found) // one_in.get(name.partition("::")[0].removeprefix("tests/"), 1))
+        if name.partition("::")[2] in named:
+            continue
+        chance = random.Random(f"{SAMPLE} {name}")
+        count = min(len(found), math.ceil(2 * math.sqrt(len(found))))
         if mark := found[0].get_closest_marker("sampled"):
-            count = min(count, mark.args[0])
-        kept = random.Random(f"{SAMPLE} {name}").sample(found, min(count, len(found)))
-        left_out |= set(found) - set(kept)
-    config.hook.pytest_deselected(items=sorted(left_out, key=items.index))
+            count = min(len(found), mark.args[0])
+        if found[0].get_closest_marker("slow"):
+            count = int(chance.random() < 1 / 10)
+        left_out |= set(found) - set(chance.sample(found, count))
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
 
 

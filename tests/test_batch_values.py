@@ -235,6 +235,7 @@ def test_ranks_have_equally_many_batches(dataset, options, shuffle, world_size):
 # --- going on -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(
     options=st.sampled_from(WAYS),
     shuffle=st.sampled_from(SHUFFLES),
@@ -276,6 +277,7 @@ def test_the_next_batch_is_the_one_that_would_have_come(
         assert again[0][:2] == (expected[0][0], 0)
 
 
+@pytest.mark.slow
 @given(
     options=st.sampled_from(WAYS),
     shuffle=st.sampled_from(SHUFFLES),

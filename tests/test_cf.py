@@ -141,6 +141,7 @@ def limited(draw):
     return values, attributes
 
 
+@pytest.mark.slow
 @given(packed())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_values_are_those_of_xarray_bit_for_bit(tmp_path, case):
@@ -225,6 +226,7 @@ def test_unpackings_that_are_none(core):
 # --- what netCDF4 masks ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(limited())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_nan_stands_where_netcdf4_masks(tmp_path, netcdf4, case):
@@ -269,6 +271,7 @@ def unpacked(values, attributes=PACKED, dtype=np.float64):
     return expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", ["thread", "process"])
 @pytest.mark.parametrize("num_threads", [0, 3])
 @pytest.mark.parametrize("way", [{}, {"chunks": (3, 3, 2), "compression": "gzip"}])

@@ -8,6 +8,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from hdf5files import reduced_precision
 from test_stats import told as sentence_of
 
 from h5async import AsyncReader, Field, RaggedField, ReaderStats
@@ -184,15 +185,11 @@ def test_several_files_and_fields(path: Path) -> None:
     assert stats._advice.name == "a", "there is another field"
 
 
+@pytest.mark.slow
 def test_h5py_decodes_whole_chunks(tmp_path: Path) -> None:
-    kind = h5py.h5t.STD_I32LE.copy()
-    kind.set_precision(20)  # which only h5py reads
-    chunks = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    chunks.set_chunk((10, 300_000))  # larger than what HDF5 keeps
-    chunks.set_deflate(1)
+    storage = {"chunks": (10, 300_000), **GZIP}  # larger than what HDF5 keeps
     with h5py.File(tmp_path / "f.h5", "w") as file:
-        space = h5py.h5s.create_simple((60, 300_000))
-        h5py.Dataset(h5py.h5d.create(file.id, b"data", kind, space, chunks))[...] = 1
+        file.create_dataset("data", (60, 300_000), reduced_precision(), **storage)[...] = 1
     in_order = read(tmp_path / "f.h5", batch_size=5)
     assert in_order.fallback_reads == 12
     assert in_order._h5py_per_used == 1.0
@@ -203,6 +200,7 @@ def test_h5py_decodes_whole_chunks(tmp_path: Path) -> None:
     assert "window" not in str(some)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"workers": "process"}, {"workers": 2}, {"num_threads": 2}])
 def test_other_ways_to_work(path: Path, options: dict[str, Any]) -> None:
     options = {"num_threads": 1, "data_field": "eight", "indices": range(0, 400, 8), **options}
@@ -236,6 +234,7 @@ def test_what_is_kept_for_later_is_no_waste(
 # --- what is proposed --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_is_proposed_is_not_set_or_refused(path: Path) -> None:
     window, cache = 'shuffle="window"', 'cache="host" from the second epoch on'
     repack = "repack with 4 samples a chunk"

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from cases import each
 from conftest import spoil_chunk
+from hdf5files import reduced_precision
 from typer.testing import CliRunner
 
 from h5async import ReaderConfig, cli
@@ -151,9 +152,7 @@ def quirks(tmp_path):
         sources = h5py.VirtualLayout((6,), np.int64)
         sources[...] = h5py.VirtualSource("gone.h5", "data", (6,))
         file.create_virtual_dataset("missing", sources, fillvalue=7)
-        narrow = h5py.h5t.STD_I32LE.copy()
-        narrow.set_precision(20)
-        h5py.h5d.create(file.id, b"narrow", narrow, h5py.h5s.create_simple((3,)))
+        file.create_dataset("narrow", (3,), reduced_precision())
         file["names"] = ["a", "b"]
         file["scalar"] = 3
         file["nothing"] = h5py.Empty("f4")
@@ -173,12 +172,14 @@ def test_an_unknown_command_or_option_is_a_usage_error(train):
     assert "--batch-size" in refuse("read", train, "--bath-size", 3, exit_code=2)
 
 
+@pytest.mark.slow
 def test_the_console_script_in_a_pipe(quirks):
     result = run_script("h5async inspect quirks.h5 | cat", quirks.parent, COLUMNS="40")
     assert (result.returncode, result.stderr) == (0, "")
     assert table_rows(result.stdout)["train/images"]["shape"] == "(125, 10, 10)"
 
 
+@pytest.mark.slow
 def test_the_console_script_reports_an_error_and_its_exit_code(tmp_path):
     result = run_script("h5async read missing.h5", tmp_path)
     assert result.returncode == 1
@@ -241,7 +242,7 @@ def test_inspect_says_what_h5py_reads_and_why(quirks, name, storage, reason):
 @pytest.mark.parametrize(
     ("name", "storage", "way"),
     [
-        ("odd", "chunked", "direct, in Python"),  # scaleoffset is beyond the core
+        ("odd", "chunked", BY_US),
         ("compact", "compact", "direct"),  # its values came with the metadata
         ("virtual", "virtual", BY_US),
     ],
@@ -251,20 +252,7 @@ def test_inspect_says_what_is_read_directly_and_by_whom(quirks, name, storage, w
     assert (row["layout"], row["read"]) == (storage, way)
 
 
-def test_inspect_says_in_python_where_a_source_is_beyond_the_core(tmp_path):
-    path = tmp_path / "mixed.h5"
-    with h5py.File(path, "w") as file:
-        sources = h5py.VirtualLayout((6,), np.int64)
-        for number, options in enumerate([{}, {"chunks": (3,), "scaleoffset": 0}]):
-            file.create_dataset(f"part{number}", data=np.arange(3), **options)
-            sources[3 * number : 3 * number + 3] = h5py.VirtualSource(file[f"part{number}"])
-        file.create_virtual_dataset("data", sources)
-    rows = table_rows(succeed("inspect", path).stdout)
-    assert rows["data"]["read"] == "direct, in Python, from 2 sources"
-    assert rows["part0"]["read"] == BY_US
-    assert rows["part1"]["read"] == "direct, in Python"
-
-
+@pytest.mark.slow
 def test_without_the_core_all_is_read_in_python(train):
     shown = run_script("h5async inspect train.h5", train.parent, H5ASYNC_CORE="0").stdout
     assert {row["read"] for row in table_rows(shown).values()} == {"direct, in Python"}
@@ -408,6 +396,7 @@ def test_inspect_an_empty_file(tmp_path):
     assert succeed("inspect", path).stdout == f"{path} holds no datasets\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["h5async", "h5async.cli"])
 def test_python_runs_it_as_a_module(tmp_path, module):
     path = tmp_path / "a.h5"
@@ -770,6 +759,7 @@ def test_bench_tries_the_other_orders(train, shuffle, others):
     assert "--num-threads 1" not in trials
 
 
+@pytest.mark.slow
 def test_bench_takes_the_options_of_read(train, quirks):
     (train.parent / "c.toml").write_text('hdf5_path = "train.h5"\nlabels_field = ""\n')
     for typed in (
@@ -803,6 +793,7 @@ def test_bench_reports_errors_as_read_does(train, typed, message, exit_code):
     assert message in refuse("bench", train, *typed.split(), exit_code=exit_code)
 
 
+@pytest.mark.slow
 def test_bench_of_files_that_cannot_be_opened(tmp_path):
     assert "there is no such file" in refuse("bench", tmp_path / "missing.h5")
     assert "FILE" in refuse("bench", exit_code=2)
@@ -814,6 +805,7 @@ def test_bench_of_files_that_cannot_be_opened(tmp_path):
 # --- read: what goes wrong -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_labels", [True, False])
 def test_the_command_suggested_for_a_missing_dataset_works_as_typed(tmp_path, has_labels):
     with h5py.File(tmp_path / "digits.h5", "w") as file:
@@ -852,6 +844,7 @@ def test_a_file_that_was_cut_short(train):
     assert str(train) in refuse("inspect", train)
 
 
+@pytest.mark.slow
 def test_postprocess_is_found_in_the_current_directory(train):
     (train.parent / "mine.py").write_text("def f(data, labels):\n    raise KeyError('[mine]')\n")
     result = run_script("h5async read train.h5 --postprocess mine:f", train.parent)
@@ -861,6 +854,7 @@ def test_postprocess_is_found_in_the_current_directory(train):
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_with_130_and_no_traceback(train):
     (train.parent / "mine.py").write_text(
         "import os, signal\n"

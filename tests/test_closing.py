@@ -129,7 +129,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file.create_dataset("zstd", data=values, chunks=(16, 16, 32, 3), **hdf5plugin.Zstd())
         floats = values[..., 0].astype(np.float32)
         zfp = hdf5plugin.Zfp(reversible=True)
-        file.create_dataset("zfp", data=floats, chunks=(16, 32, 32), **zfp)
+        file.create_dataset("floats", data=floats, chunks=(16, 32, 32), **zfp)
+        twice = h5py.VirtualLayout(floats.shape, floats.dtype)  # which only h5py reads
+        for samples in slice(None), slice(1):
+            twice[samples] = h5py.VirtualSource(file["floats"])[samples]
+        file.create_virtual_dataset("zfp", twice)
     with h5py.File(folder / "virtual.h5", "w") as file:
         layout = h5py.VirtualLayout(values.shape, values.dtype)
         layout[:128] = h5py.VirtualSource("data.h5", "gzip", values.shape)[:128]
@@ -147,6 +151,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closes", [True, False])
 def test_nothing_is_left_to_the_garbage_collector(folder, closes):
     """Whether a reader was closed or dropped, and whether it met errors."""
@@ -164,6 +169,7 @@ for kind in KINDS:
     assert run(folder, body) == ""
 
 
+@pytest.mark.slow
 def test_an_error_that_is_kept_keeps_no_memory(folder):
     """Of what functions held that an error went through, the batch and the scratch say."""
     body = """
@@ -186,6 +192,7 @@ for kind in "damaged", "damaged_alone":
     assert run(folder, body) == "[]\n[]\n"
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_held_keeps_its_own_slot_alone(folder):
     body = """
 import weakref
@@ -208,6 +215,7 @@ for options in {}, {"postprocess": double}, {"workers": "process"}:
     assert run(folder, body).split() == ["1", "0", "0", "0", "1", "0"]
 
 
+@pytest.mark.slow
 def test_close_gives_the_host_cache_back(folder):
     """As the first batches are decoded, the cache is written to; then half a GB would stay."""
     body = """
@@ -235,6 +243,7 @@ print((state()["nbytes"] - before) >> 20)
 ROUNDS = 1500 // 21 if SAMPLE == "all" else 12  # both cases together: 3,000 readers, or 500
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closes", [True, False])
 def test_very_many_readers_leave_nothing(folder, closes):
     body = f"""
@@ -280,6 +289,7 @@ print("waits", flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["thread", "process"])
 @pytest.mark.parametrize("what", ["get_next_batch", "close"])

@@ -45,6 +45,7 @@ def test_the_import_loads_nothing_that_only_some_readers_need():
     assert imported_by("import h5async").isdisjoint(NEEDED_LATER)
 
 
+@pytest.mark.slow
 def test_a_reader_on_the_host_loads_nothing_of_gpus_and_helper_processes(tmp_path):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["data"] = np.arange(8)

@@ -29,6 +29,7 @@ def first():
     return importlib.import_module("first")
 
 
+@pytest.mark.slow
 def test_no_gpu_is_seen_where_none_is_asked_for(tmp_path):
     """Also on a machine that has one: these tests assume the CPU."""
     path = tmp_path / "data.h5"
@@ -80,6 +81,7 @@ def test_however_a_step_ends_its_log_tells(first, tmp_path, code, seconds, ended
     assert ("\nfound\n" in log) == (code is not None)
 
 
+@pytest.mark.slow
 def test_a_trimmed_wheel_holds_the_library_and_can_be_installed(tmp_path):
     wheel = tmp_path / "nvidia_libnvcomp_cu13-6.0-py3-none-any.whl"
     info = "nvidia_libnvcomp_cu13-6.0.dist-info"

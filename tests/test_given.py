@@ -284,6 +284,7 @@ def test_read_of_a_closed_reader(path):
         reader.fetch_data([1])
 
 
+@pytest.mark.slow
 def test_read_needs_threads_of_this_process(path):
     with (
         reader_of(path, workers="process") as reader,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import logging
 import math
 import struct
 import threading
@@ -15,8 +16,10 @@ import pytest
 from conftest import assert_same_bits
 from hypothesis import given
 from hypothesis import strategies as st
+from imagecodecs import png_encode as encode_png
 
 from h5async import AsyncReader, Field, ImageField, Images, MissingPackageError
+from h5async.codec import imageformats
 from h5async.codec.imageformats import decode_rgb, read_header
 from h5async.errors import BudgetError, ConfigError, DatasetError, ReadError
 from h5async.fill import imagedecoding
@@ -119,6 +122,58 @@ def test_16_bits_of_grey_are_refused():
     data = png(1, 1, 16, 0, b"\0\1\2")
     with pytest.raises(ValueError, match="16 bits of grey"):
         decoded(data)
+
+
+def test_of_16_bits_of_grey_with_transparency_the_upper_8_are_taken():
+    values = np.arange(2 * 3 * 2, dtype=">u2").reshape(2, 3, 2) * 5003
+    data = png(3, 2, 16, 4, b"".join(b"\0" + row.tobytes() for row in values))
+    assert_same_bits(decoded(data), by_pillow(data))
+
+
+def interlaced(*chunks):
+    """An image of one pixel, of which each pass but the first is empty."""
+    data = png(1, 1, 8, 2, b"\0\1\2\3")
+    head = data[12:28] + b"\1"
+    whole = data[:12] + head + struct.pack(">I", zlib.crc32(head))
+    return whole + b"".join(chunks) + data[33:]
+
+
+def test_an_interlaced_image_is_no_reason_to_warn(caplog, capfd):
+    assert decoded(interlaced()).tolist() == [[[1, 2, 3]]]
+    assert not caplog.records
+    assert capfd.readouterr().err == ""
+
+
+def test_a_decoder_warns_once(caplog, capfd, monkeypatch):
+    """Of a chunk that is damaged and not needed, say."""
+    monkeypatch.setattr(type(imageformats._warnings), "_count", itertools.count())
+    damaged = interlaced(struct.pack(">I4s4sI", 4, b"tEXt", b"a\0bc", 0))
+    with caplog.at_level("DEBUG"):
+        for _ in range(3):
+            assert decoded(damaged).tolist() == [[[1, 2, 3]]]
+    found = [(one.name, one.levelname) for one in caplog.records]
+    assert found == [("h5async.images", level) for level in ("WARNING", "DEBUG", "DEBUG")]
+    assert "CRC error" in caplog.messages[0]
+    assert capfd.readouterr().err == ""
+    logging.getLogger("imagecodecs").warning("of others")
+    assert caplog.records[-1].name == "imagecodecs"
+
+
+@pytest.mark.parametrize("how", [{}, {"progressive": True}, {"restart_marker_blocks": 2}])
+def test_what_is_cut_off_in_a_segment_is_refused_as_by_pillow(how):
+    """The two bytes of an end do not make it whole."""
+    data, refused = encoded((9, 17), **how), 0
+    for count in range(20, len(data)):
+        cut = data[:count] + b"\xff\xd9"
+        try:
+            wanted = by_pillow(cut)
+        except (OSError, SyntaxError):
+            refused += 1
+            with pytest.raises(ValueError):  # noqa: PT011
+                decoded(cut)
+        else:
+            assert_same_bits(decoded(cut), wanted)
+    assert refused > 100
 
 
 @pytest.fixture(scope="module")
@@ -587,3 +642,19 @@ def test_tensors_of_images(equal):
     for image, label in dataset:
         assert tuple(image.shape) == (len(label), 3, 9, 9)
         assert str(image.dtype) == "torch.float32"
+
+
+def test_tensors_of_images_of_differing_sizes_are_refused(tmp_path):
+    torch = pytest.importorskip("h5async.torch")
+    images = [encode_png(np.zeros((n, 4, 3), "u1")) for n in (3, 5)]
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        jpeg = file.create_dataset("jpeg", (2,), h5py.vlen_dtype("u1"))
+        for number, image in enumerate(images):
+            jpeg[number] = np.frombuffer(image, "u1")
+    options = {"fields": {"image": ImageField("jpeg")}, "device": "cpu", "batch_size": 2}
+    dataset = torch.H5Dataset(hdf5_path=tmp_path / "a.h5", **options)
+    with pytest.raises(
+        DatasetError, match=r"'image': images of differing sizes.*give the field a size"
+    ):
+        list(dataset)
+    dataset.close()

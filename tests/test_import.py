@@ -59,6 +59,7 @@ def test_all_names_are_there():
     assert version[0].isdigit()
 
 
+@pytest.mark.slow
 def test_modules_are_attributes_all_the_same():
     code = "import h5async; print(h5async.read.fallback.__name__, h5async.torch.__name__)"
     pytest.importorskip("torch")
@@ -90,6 +91,7 @@ print(found)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("_", range(3))
 def test_the_first_readers_may_be_made_in_many_threads_at_once(tmp_path, _):
     assert run(MANY_THREADS, str(tmp_path / "a.h5")) == "[2, 2, 2, 2, 2, 2, 2, 2]\n"

@@ -132,6 +132,7 @@ except Mine as error:
 """
 
 
+@pytest.mark.slow
 @needs_core
 def test_a_signal_interrupts_the_visit(tmp_path):
     """Of millions of chunks, which are all allocated, and so in no index."""
@@ -149,6 +150,7 @@ def test_a_signal_interrupts_the_visit(tmp_path):
     assert done.stdout == "the visit was interrupted\nraised: stop\n"
 
 
+@pytest.mark.slow
 @needs_core
 def test_errors_of_hdf5_are_not_printed(tmp_path):
     """HDF5 prints errors to stderr, for each thread, unless it was told not to."""

@@ -67,6 +67,7 @@ def test_built_for_something_else(forget, monkeypatch, tmp_path):
     assert COST in told
 
 
+@pytest.mark.slow
 def test_inspect_says_so_on_standard_error_and_as_json():
     def inspect(*options):
         command = [sys.executable, "-m", "h5async", "inspect", str(DIGITS), *options]

@@ -211,6 +211,7 @@ def lengths_of_samples(most=9):
 # --- values ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @settings(max_examples=60)
 def test_any_fields_are_what_is_in_the_files(tmp_path_factory, data):

@@ -104,6 +104,7 @@ def test_awkward_arrays_share_the_memory(drawn):
     assert ak.num(array).to_list() == found.lengths.tolist()
 
 
+@pytest.mark.slow
 @given(ragged(dtypes=("u1", "i4", "i8", "f4", "f8"), inners=((), (3,), (2, 2))))
 def test_nested_tensors_share_the_memory(drawn):
     torch = require_extra("torch")
@@ -129,6 +130,7 @@ def test_big_endian_values_are_converted():
     assert [one.tolist() for one in found.to_torch_nested().unbind()] == [[1, 2], [3]]
 
 
+@pytest.mark.slow
 @given(st.lists(st.text(max_size=40), max_size=8))
 def test_strings(texts):
     samples = [np.frombuffer(text.encode(), np.uint8) for text in texts]

@@ -39,6 +39,7 @@ def mixed(tmp_path_factory):
     return several(tmp_path_factory, files, KINDS, "gzip")
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @settings(max_examples=40)
 def test_any_fields_come_out_of_memory_without_their_files(tmp_path_factory, data):

@@ -6,10 +6,11 @@ import h5py
 import numpy as np
 import pytest
 import scipy.sparse as sp
+from hdf5files import write_csr
 
 import h5async.opening.limits
 import h5async.samples.columns
-from h5async import AsyncReader, RaggedField
+from h5async import AsyncReader, RaggedField, SparseField
 from h5async.errors import DatasetError
 
 STORAGES = {
@@ -17,15 +18,6 @@ STORAGES = {
     "chunked": {"chunks": (64,)},
     "gzip": {"chunks": (64,), "compression": "gzip"},
 }
-
-
-def write_sparse(path, matrix, storage, index="i4"):
-    with h5py.File(path, "w") as file:
-        group = file.create_group("X")
-        group.attrs["encoding-type"], group.attrs["shape"] = "csr_matrix", matrix.shape
-        group.create_dataset("data", data=matrix.data, **storage)
-        group.create_dataset("indices", data=matrix.indices.astype(index), **storage)
-        group["indptr"] = matrix.indptr
 
 
 def matrix_of(rows=200, columns=50):
@@ -80,7 +72,7 @@ def test_the_core_checks_indices_as_it_reads_them(
     monkeypatch.setattr(h5async.samples.columns, "_are_outside", not_in_python)
     matrix = matrix_of()
     for number in range(2):
-        write_sparse(tmp_path / f"{number}.h5", matrix, STORAGES[storage], index)
+        write_csr(tmp_path / f"{number}.h5", matrix, index_dtype=index, **STORAGES[storage])
     whole = sp.vstack([matrix, matrix], "csr")
     with reader_of(str(tmp_path / "*.h5"), shuffle=shuffle, num_threads=2) as reader:
         for batch in reader:
@@ -107,7 +99,7 @@ def test_an_index_that_is_no_column_is_found_wherever_it_lies(
     tmp_path, storage, index, wrong, shuffle
 ):
     matrix = matrix_of()
-    write_sparse(tmp_path / "x.h5", matrix, STORAGES[storage], index)
+    write_csr(tmp_path / "x.h5", matrix, index_dtype=index, **STORAGES[storage])
     row = 117
     with h5py.File(tmp_path / "x.h5", "r+") as file:
         file["X/indices"][matrix.indptr[row + 1] - 1] = np.array(wrong).astype(index)
@@ -135,3 +127,38 @@ def test_a_fill_value_that_is_no_column_is_found(tmp_path):
         group["indptr"] = np.arange(21) * 2
     with reader_of(tmp_path / "x.h5") as reader, pytest.raises(DatasetError, match="index 5"):
         reader.get_next_batch()
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+@pytest.mark.parametrize("through_h5py", [False, True])
+@pytest.mark.parametrize(
+    "field",
+    [
+        SparseField("X"),
+        SparseField("X", dense=True),
+        SparseField("X", columns=[2, 1]),
+        RaggedField("X/data", offsets="X/indptr"),
+        RaggedField("X/data", offsets="X/indptr", pad_to=3),
+    ],
+    ids=["csr", "dense", "columns", "ragged", "padded"],
+)
+def test_batches_of_empty_samples(tmp_path, field, through_h5py, num_threads):
+    matrix = sp.csr_matrix((np.ones(3, "f4"), [1, 0, 2], [0, 0, 0, 0, 0, 1, 3, 3, 3]), (8, 4))
+    write_csr(tmp_path / "x.h5", matrix)
+    options = {"fields": {"x": field}, "batch_size": 2, "num_threads": num_threads}
+    ragged = [matrix[row].data.tolist() for row in range(8)]
+    if isinstance(field, RaggedField):
+        expected = [row + [0.0] * ((field.pad_to or 0) - len(row)) for row in ragged]
+    else:
+        expected = matrix.toarray()[:, slice(None) if field.columns is None else [2, 1]].tolist()
+    with (
+        h5py.File(tmp_path / "x.h5", "r+" if through_h5py else "r"),
+        AsyncReader(hdf5_path=tmp_path / "x.h5", device="cpu", **options) as reader,
+    ):
+        assert len(reader) == 4
+        for batch in reader:
+            x = batch.x
+            if hasattr(x, "to_scipy"):
+                x = x.to_scipy().toarray()
+            found = [np.asarray(sample).tolist() for sample in x]
+            assert found == [expected[row] for row in batch.index]

@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 from cases import each
 from conftest import assert_epoch_is, assert_same_bits, our_threads, poison, truth
+from hdf5files import reduced_precision
 
 from h5async import (
     AsyncReader,
@@ -868,6 +869,7 @@ def test_threads_share_the_work_of_one_batch(
     assert len(set(threads)) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [(None, None), (None, 1), (8, 2), (None, None, None)])
 def test_readers_alive_at_once_share_the_cores(tmp_path: Path, threads: tuple[int | None]) -> None:
     """Readers of the same work get on about equally fast, whatever threads each has."""
@@ -1065,6 +1067,7 @@ def leave_in_a_cycle(reader: AsyncReader) -> None:
     reader.fetch_data()
 
 
+@pytest.mark.slow
 @each("num_threads", [0, 1, 3])
 @pytest.mark.parametrize(
     "use",
@@ -1106,12 +1109,9 @@ def test_a_reader_that_is_dropped_unclosed_leaves_nothing(
 
 def test_a_reader_collected_while_a_lock_is_held_that_its_worker_waits_for(tmp_path: Path) -> None:
     """The collector runs anywhere; here where this thread is in h5py, as a worker wants to be."""
-    path, odd = tmp_path / "odd.h5", h5py.h5t.STD_I32LE.copy()
-    odd.set_precision(20)
-    with h5py.File(path, "w") as file:  # numbers that only h5py reads
-        space = h5py.h5s.create_simple((NUM_SAMPLES,))
-        h5py.h5d.create(file.id, b"data", odd, space)
-        file["data"][...] = 7
+    path = tmp_path / "odd.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("data", (NUM_SAMPLES,), reduced_precision())[...] = 7
     reader = AsyncReader(hdf5_path=path, labels_field=None, num_threads=2)
     gone, fallback = weakref.ref(reader), reader._engine.filler._executors._fallback
     waits = threading.Event()
@@ -1171,6 +1171,7 @@ from h5async import AsyncReader
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "use",
     [
@@ -1195,6 +1196,7 @@ for num_threads in (0, 1, 4):
     assert run_script(source, train) == ("", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_caught", [False, True])
 @pytest.mark.parametrize("num_threads", [0, 2])
 def test_ctrl_c_in_a_get_that_blocks(train: Path, num_threads: int, is_caught: bool) -> None:
@@ -1300,6 +1302,7 @@ field = "data"
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", COLLECTED_WHILE)
 def test_a_reader_collected_in_one_of_its_own_workers(train: Path, moment: str) -> None:
     """Any allocation in a worker may run the collector, whatever lock is held there."""
@@ -1484,6 +1487,7 @@ def test_what_cannot_be_mapped_is_an_error_only_where_that_was_asked_for(tmp_pat
         LocalFile(str(path), expected, "map")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("io", IO_MODES)
 def test_a_file_cut_short_after_it_was_opened_is_an_error(kinds: Path, io: str, name: str) -> None:

@@ -237,6 +237,7 @@ def test_a_span_can_be_the_beginning_of_another(path: Path) -> None:
         assert reader.stats(since=middle).batches == 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", WAYS)
 def test_other_threads_may_ask(path: Path, options: dict[str, Any]) -> None:
     with open_reader(path, **options) as reader:

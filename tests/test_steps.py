@@ -733,6 +733,7 @@ def masked(images, actions, label, *, mask, index):
     return images, actions * mask[..., None], label
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", ["thread", 2])
 def test_postprocess_is_given_masks(files, workers):
     options = {"postprocess": masked, "workers": workers, "num_threads": 2}

@@ -372,6 +372,7 @@ def torchrun(num_processes, *command):
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_ddp_under_torchrun_takes_as_many_steps_everywhere(path, tmp_path):
     """103 samples: 4 steps of 3 times 7 and 19 left; or 2 of 3 times 17 and 1 left for 3."""
@@ -468,6 +469,7 @@ def test_the_torchrun_example_learns_alone(capsys):
     assert "1 processes: accuracy" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_the_torchrun_example_learns_under_torchrun():
     out = torchrun(2, EXAMPLES / "torchrun.py")

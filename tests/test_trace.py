@@ -203,6 +203,7 @@ def test_what_is_in_memory_is_traced_as_such(path: Path) -> None:
     assert {args["file"] for args in read if (args["epoch"], args["batch"]) == (5, 9)} == {"memory"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", ["process", 2])
 def test_helper_processes_are_traced(path: Path, workers: Any) -> None:
     trace = path.with_name("t.json")
@@ -430,6 +431,7 @@ ENDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ENDS.values(), ids=ENDS.keys())
 def test_an_interpreter_that_ends_writes_the_trace(path: Path, end: str) -> None:
     trace = path.with_name("t.json")
@@ -447,6 +449,7 @@ reader.get_next_batch()
     assert (0, 0) in batches_of(trace, "wait")
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_leaves_a_trace_that_says_so(path: Path) -> None:
     trace = path.with_name("t.json")
     script = f"""
@@ -612,6 +615,7 @@ def _traces() -> list[CoreTrace]:
     return [found for found in gc.get_objects() if type(found) is CoreTrace]
 
 
+@pytest.mark.slow
 def test_there_is_no_memory_for_events_without_a_trace(path: Path) -> None:
     trace = path.with_name("t.json")
     with AsyncReader(hdf5_path=path, batch_size=50) as reader:

@@ -17,7 +17,6 @@ from h5async.cli.progressbars import opening
 from h5async.cli.text import safe
 from h5async.config.configfile import map_paths
 from h5async.config.files import INDEX_SUFFIX, home_path, with_variables
-from h5async.core.binding import mapping_mode
 from h5async.index.consulted import Consulted
 from h5async.index.groups import Grouping
 from h5async.index.indexcache import cache_folder, clear_cache
@@ -37,6 +36,7 @@ from h5async.opening.filefacts import (
     needs_of,
     read_known,
 )
+from h5async.opening.filevalues import reach_of
 from h5async.opening.progress import on_indexed
 
 _Files = Annotated[
@@ -77,7 +77,7 @@ def index(
         raise ConfigError(f"the name of a saved index ends in {INDEX_SUFFIX}, found {output!r}")
     config = _config(files, typed)
     paths = config.files
-    reach = Reach(config.allow_external, config.allow_missing, mapping_mode(config.io))
+    reach = reach_of(config)
     left_out: list[str] = []
     with opening():
         found = list(_indexed(paths, config, reach, left_out))

@@ -36,6 +36,7 @@ from h5async.index.savedindex import NamedIndex, Wanted
 from h5async.index.sparsegroup import sparse_group
 from h5async.index.tablecolumns import column
 from h5async.opening.filefacts import CATEGORIES, NULLABLE, ROWS, SHAPE, TEXTS, shape_of
+from h5async.opening.filevalues import reach_of
 from h5async.opening.raggedcolumns import heap_layout
 from h5async.system.interruptions import suppressing
 
@@ -68,7 +69,7 @@ def inspect(
     given = {name: value for name, value in typed.items() if value is not None}
     config = ReaderConfig.load(map_paths({"hdf5_path": file, **given}, with_variables))
     path = Path(str(config.hdf5_path))
-    reach = Reach(config.allow_external, config.allow_missing)
+    reach = reach_of(config)
     wanted = patterns or []
     index = NamedIndex(path, reach) if path.suffix == INDEX_SUFFIX else None
     found = _datasets(path, reach, wanted) if index is None else _indexed(index, reach, wanted)

@@ -29,6 +29,12 @@ class CoreKind(IntEnum):
     BITSHUFFLE_LZ4 = 9
     BITSHUFFLE_ZSTD = 10
     NOTHING = 11
+    PLUGIN = 12
+    SZIP = 13
+    NBIT = 14
+    SCALEOFFSET = 15
+    BZIP2 = 16
+    STORED = 17
 
 
 class CoreFilter(NamedTuple):
@@ -39,17 +45,23 @@ class CoreFilter(NamedTuple):
     kind
         Which one.
     element_nbytes
-        Bytes of an element, for those that shuffle; else 0.
+        Bytes of an element, for those that shuffle; the traits of a plugin; else 0.
     block
         Elements of a block, for bitshuffle; 0: the default.
     library
         The codec library that the core calls for it, as `core/libraries.py` names them.
+    values
+        The filter's client data, for those of which the core reads them.
+    function
+        Of a plugin, the address of the function that undoes the filter.
     """
 
     kind: CoreKind
     element_nbytes: int = 0
     block: int = 0
     library: str | None = None
+    values: Parameters = ()
+    function: int = 0
 
 
 class Blocks(NamedTuple):

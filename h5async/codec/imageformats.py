@@ -6,17 +6,25 @@ taken. Decoding holds no GIL.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
+import logging
+import re
 import struct
+import threading
 from typing import Any, NamedTuple
 
 import imagecodecs
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.system.interruptions import suppressing
+
+_log = logging.getLogger("h5async.images")
+
 _PNG = b"\x89PNG\r\n\x1a\n"
-_JPEG, _END = b"\xff\xd8\xff", b"\xff\xd9"
+_COLOR_TYPE = 25  # of a PNG, where that byte lies
+_JPEG, _END = b"\xff\xd8\xff", 0xD9
+_MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]", re.DOTALL)  # that has a length, or the end
 _STAND_ALONE = (0x01, *range(0xD0, 0xD9))  # markers of JPEG without a length
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 CHANNELS = 3
@@ -93,7 +101,7 @@ def header_rows(values: NDArray[np.uint8], offsets: NDArray[np.int64]) -> NDArra
     """
     rows = np.zeros((offsets.size - 1, len(ImageHeader._fields)), np.int64)
     for row, (begin, end) in zip(rows, itertools.pairwise(offsets.tolist()), strict=True):
-        with contextlib.suppress(ValueError):
+        with suppressing(ValueError):
             row[:] = read_header(values[begin:end])
     return rows
 
@@ -128,9 +136,13 @@ def _jpeg_header(array: NDArray[np.uint8]) -> ImageHeader:
 
 
 def _check_end(data: memoryview, at: int) -> None:
-    """Check that the end of a JPEG is there: its decoder would put grey for what is missing."""
-    if bytes(data[-2:]) != _END and _END not in bytes(data[at:]):
-        raise ValueError("is a JPEG that was cut off: its end is missing")
+    """Check that a JPEG ends behind whole segments: its decoder would put grey for the rest."""
+    while (found := _MARKER.search(data, at)) is not None:
+        at = found.start()
+        if data[at + 1] == _END:
+            return
+        at += 2 + int.from_bytes(data[at + 2 : at + 4], "big") if at + 4 <= len(data) else len(data)
+    raise ValueError("is a JPEG that was cut off: its end is missing")
 
 
 def decode_rgb(data: NDArray[np.uint8], header: ImageHeader, out: NDArray[np.uint8]) -> None:
@@ -163,20 +175,47 @@ def decode_rgb(data: NDArray[np.uint8], header: ImageHeader, out: NDArray[np.uin
 
 
 def _decode_png(data: NDArray[np.uint8], header: ImageHeader, out: NDArray[np.uint8]) -> None:
-    pixels: NDArray[Any] = imagecodecs.png_decode(data)
+    _warnings.are_ours = True
+    try:
+        pixels: NDArray[Any] = imagecodecs.png_decode(data)
+    finally:
+        _warnings.are_ours = False
     if pixels.ndim == 2:
         pixels = pixels[..., np.newaxis]
     if pixels.shape[:2] != header.shape[:2]:
         raise ValueError(f"it has {pixels.shape[:2]} pixels and declares {header.shape[:2]}")
     is_grey = pixels.shape[2] < CHANNELS
     if pixels.dtype == np.uint16:
-        if is_grey:
+        if not data[_COLOR_TYPE]:  # Pillow converts grey with alpha as it does colours
             raise ValueError(
                 "it has 16 bits of grey, which 8 bits do not hold; store such images as arrays"
             )
         pixels = pixels >> 8
     # Transparency is left out, as Pillow leaves it out.
     np.copyto(out, pixels[..., :1] if is_grey else pixels[..., :CHANNELS], casting="unsafe")
+
+
+class _Warnings(threading.local, logging.Filter):
+    """Logs the first warning of libpng's, which imagecodecs logs for each image, in this process.
+
+    That an image is interlaced, which changes nothing, is no warning here.
+    """
+
+    are_ours = False  # those that come in the calling thread
+    _count = itertools.count()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not self.are_ours:
+            return True
+        message = record.getMessage()
+        if "Interlace handling" not in message:
+            level = logging.DEBUG if next(self._count) else logging.WARNING
+            _log.log(level, "an image was decoded, but: %s (later ones: level DEBUG)", message)
+        return False
+
+
+_warnings = _Warnings()
+logging.getLogger("imagecodecs").addFilter(_warnings)
 
 
 def _rgb_of_cmyk(cmyk: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:

@@ -141,7 +141,8 @@ class ReaderOptions(TypedDict, total=False):
     """Maximum seconds that `get_next_batch()` waits, up to 1,000,000,000."""
     max_batch_bytes: SizeLike | None
     """Maximum memory for all slots together, and for any single chunk, row or list of chunks that
-    must be held as a whole.
+    must be held as a whole; also for tables of samples that files declare, if larger than 64 MiB
+    and 64 times the bytes of the files.
     """
     decode: Literal["auto", "host", "device"]
     """Where chunks are decoded for a GPU. `host`: by the threads. `device`: on the GPU. `auto`:

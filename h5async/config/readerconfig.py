@@ -93,7 +93,7 @@ class ReaderConfig(Frozen):
     labels_field: Name | None = option(
         "labels",
         'Path of the dataset with the labels. None (in a TOML file `""`): no labels.',
-        shell="Path of the dataset with the labels (none: --no-labels).",
+        shell="Path of the dataset that holds the labels (--no-labels: there are none).",
     )
     fields: Fields | None = option(
         None,
@@ -246,8 +246,9 @@ class ReaderConfig(Frozen):
     )
     max_batch_bytes: Size | None = option(
         None,
-        "Maximum memory for all slots together, and for any single chunk, row or list of chunks"
-        " that must be held as a whole.",
+        "Maximum memory for all slots together, and for any single chunk, row or list"
+        " of chunks that must be held as a whole; also for tables of samples that files"
+        " declare, if larger than 64 MiB and 64 times the bytes of the files.",
         default_text="half of the free memory",
         values="SIZE",
     )

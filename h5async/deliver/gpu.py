@@ -24,9 +24,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import DeviceError
-from h5async.fill.pool import THREAD_NAME, start_thread
+from h5async.fill.pool import THREAD_NAME, start_all
 from h5async.io.shared import call_before_unmap
 from h5async.spelling import named
+from h5async.system.interruptions import suppressing
+from h5async.system.patience import Patience
+from h5async.system.waiting import Flag, join_threads
 
 _MEMORY_ALLOCATION = 2  # of cudaError_t
 
@@ -88,8 +91,8 @@ class Gpu:
         After a fault of the GPU nothing can be freed, and whoever met the fault was told.
         """
         with contextlib.ExitStack() as stack:
-            stack.enter_context(contextlib.suppress(*self.errors))
-            with contextlib.suppress(*self.errors):
+            stack.enter_context(suppressing(*self.errors))
+            with suppressing(*self.errors):
                 stack.enter_context(self.current())
             yield
 
@@ -239,7 +242,7 @@ class Gpu:
 
     def _unregister(self, address: int) -> None:
         # What still copies out of it is waited for.
-        with contextlib.suppress(*self.errors):
+        with suppressing(*self.errors):
             self.cupy.cuda.runtime.deviceSynchronize()
         self.cupy.cuda.runtime.hostUnregister(address)
 
@@ -266,7 +269,7 @@ class Event:
         try:
             self._runtime.eventRecord(self.address, stream)
         except self._runtime.CUDARuntimeError:
-            with contextlib.suppress(self._runtime.CUDARuntimeError):
+            with suppressing(self._runtime.CUDARuntimeError):
                 self._runtime.streamSynchronize(stream)
             raise
 
@@ -322,10 +325,14 @@ def in_own_thread(work: Callable[[], _Result]) -> _Result:
             returned.append(work())
         except BaseException as error:
             raised.append(error)
+        finally:
+            has_ended.set()
 
+    has_ended = Flag()
     thread = threading.Thread(target=run, name=f"{THREAD_NAME}-gpu", daemon=True)
-    start_thread(thread, "a GPU")
-    thread.join()
+    start_all([thread], "a GPU")
+    has_ended.wait_set()
+    join_threads([thread], Patience(None))
     try:
         if raised:
             raise raised[0]

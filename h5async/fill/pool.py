@@ -12,13 +12,12 @@ import itertools
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Protocol
 
 from h5async.errors import ReadError
 from h5async.spelling import named
-from h5async.system.interruptions import interruption
 from h5async.system.patience import Patience
+from h5async.system.waiting import Once, join_threads, start_threads
 
 Work = Callable[[], None]
 
@@ -85,8 +84,7 @@ class WorkPool:
         self._lock = threading.RLock()
         # Threads that may use what `stop` lets go of: while there is one, nothing is freed.
         self._workers: set[int] = set()
-        self._is_ending = False
-        self._has_ended = threading.Event()
+        self._ending = Once()
         # A ticket is a piece of work on the heap or, False, the end. A ThreadPoolExecutor
         # would do, and cost the thread of the caller 15 us more for each batch.
         self._tickets: Tickets = queue.SimpleQueue() if tickets is None else tickets
@@ -105,7 +103,7 @@ class WorkPool:
         for number in range(self.num_threads):
             name = f"{THREAD_NAME}-fill_{number}"
             self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
-            start_thread(self._threads[-1], what)
+        start_all(self._threads, what)
 
     def kick(self) -> None:
         """Have a thread look for work. Never blocks; extra calls are harmless."""
@@ -167,7 +165,7 @@ class WorkPool:
         that a worker waits for. Extra calls are harmless, and do what an exception left undone.
         """
         with self._lock:
-            if self._is_ending:
+            if self._ending.has_begun:
                 return
             self.is_stopped, self._let_go = True, let_go
             self._heap.clear()
@@ -175,16 +173,16 @@ class WorkPool:
         for _ in self._threads:
             self._tickets.put(False)
         if is_idle:
-            self._end()
+            self._ending.do(self._end)
 
     def join(self, patience_seconds: float | None = None) -> None:
         """Wait until all is done that `stop` asked for; a worker does not wait for itself."""
         if threading.get_ident() in self._workers:
             return
         patience = Patience(patience_seconds)
-        while not self._has_ended.is_set() and not patience.is_over:
-            patience.wait(self._has_ended.wait)
-        join_all(self._threads, patience)
+        while not self._ending.is_set and not patience.is_over:
+            patience.wait(self._ending.wait_set)
+        join_threads(self._threads, patience)
 
     def _run(self) -> None:
         """Do work until the end; what each thread runs."""
@@ -234,28 +232,12 @@ class WorkPool:
             self._workers.discard(threading.get_ident())
             is_last = self.is_stopped and not self._workers
         if is_last:
-            self._end()
+            self._ending.do(self._end)
 
     def _end(self) -> None:
         """Let go of all that only workers use; after the last of them."""
-        is_ours = False
-        try:
-            with self._lock:
-                if not self._is_ending:
-                    self._is_ending = is_ours = True
-            if is_ours:
-                self._let_go()
-                self._cut_cycles()
-        except BaseException as error:
-            if is_ours and interruption(error) is not None:
-                self._is_ending = False  # the next `stop` ends it
-            raise
-        finally:
-            if is_ours:
-                self._has_ended.set()
-
-    def _cut_cycles(self) -> None:
-        """Let go of functions whose owners hold this object, which nobody would collect."""
+        self._let_go()
+        # Nobody would collect their owners, which hold this object.
         self._find_work, self._on_crash, self._let_go = tuple, _do_nothing, _do_nothing
 
 
@@ -263,8 +245,8 @@ def _do_nothing(*_: object) -> None:
     pass
 
 
-def start_thread(thread: threading.Thread, what: str) -> None:
-    """Start a thread; `what` it is for is named where that fails.
+def start_all(threads: Sequence[threading.Thread], what: str) -> None:
+    """Start threads; `what` they are for is named where that fails.
 
     Raises
     ------
@@ -272,7 +254,7 @@ def start_thread(thread: threading.Thread, what: str) -> None:
         If the system gives no more threads.
     """
     try:
-        thread.start()
+        start_threads(threads)
     except RuntimeError as error:
         if "shutdown" in str(error):
             raise ReadError(
@@ -284,15 +266,3 @@ def start_thread(thread: threading.Thread, what: str) -> None:
             f" {named('num_threads')} smaller, or raise the limit (ulimit -u, pids.max of the"
             " control group, memory)"
         ) from error
-
-
-def join_all(threads: Sequence[threading.Thread], patience: Patience) -> None:
-    """Wait for threads to end, as long as the patience lasts."""
-    for thread in threads:  # one that was never started is not alive
-        while thread.is_alive() and not patience.is_over:
-            patience.wait(partial(_has_ended, thread))
-
-
-def _has_ended(thread: threading.Thread, seconds: float | None) -> bool:
-    thread.join(seconds)
-    return not thread.is_alive()

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from h5async.index.datasetlookup import Leaf, leaves_of
 from h5async.index.layout import DatasetLayout
-from h5async.index.shapes import cells_of
+from h5async.index.shapes import num_wanted, wanted_of_cells
 from h5async.index.similardatasets import AlikeParts
 from h5async.index.slabs import PairedRuns, TooManyRunsError
 
@@ -69,9 +69,14 @@ def _cost_of_leaf(leaf: Leaf, seen: dict[int, NDArray[np.bool_]]) -> ReadCost:
     rest = [axis for axis in range(len(layout.shape)) if axis != layout.sample_axis]
     wanted = leaf.source_region or (slice(None),) * len(rest)
     size = layout.chunk_shape or layout.shape
-    cells = [cells_of(layout.shape[a], size[a], w) for a, w in zip(rest, wanted, strict=True)]
     if layout.chunks is None:
-        wanted_elements = 0 if layout.offset < 0 else math.prod(axis.total for axis in cells)
+        wanted_elements = (
+            0
+            if layout.offset < 0
+            else math.prod(
+                num_wanted(layout.shape[a], w) for a, w in zip(rest, wanted, strict=True)
+            )
+        )
         nbytes = float(samples * wanted_elements * layout.dtype.itemsize)
         return ReadCost(nbytes, nbytes)
     number = layout.chunks.index
@@ -79,9 +84,8 @@ def _cost_of_leaf(leaf: Leaf, seen: dict[int, NDArray[np.bool_]]) -> ReadCost:
         number = np.arange(layout.chunks.offset.size)
     index = np.unravel_index(number, layout.grid)
     elements = np.ones(number.size)  # which are wanted of a sample in each chunk
-    for axis, wanted_cells in zip(rest, cells, strict=True):
-        at = np.searchsorted(wanted_cells.cell, index[axis]).clip(max=wanted_cells.cell.size - 1)
-        elements *= np.where(wanted_cells.cell[at] == index[axis], wanted_cells.extent[at], 0)
+    for a, w in zip(rest, wanted, strict=True):
+        elements *= wanted_of_cells(index[a], layout.shape[a], size[a], w)[1]
     begin = index[layout.sample_axis] * layout.chunk_shape[layout.sample_axis]
     used = _used_before(leaf.runs, begin + layout.chunk_shape[layout.sample_axis])
     used -= _used_before(leaf.runs, begin)

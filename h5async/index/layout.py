@@ -373,7 +373,8 @@ class DatasetLayout:
     @property
     def is_columns(self) -> bool:
         """Whether a sample is spread over all of a contiguous dataset."""
-        return self.storage in ("contiguous", "external") and self.sample_axis != 0
+        is_whole = self.storage in ("contiguous", "external") and not self.chunk_shape
+        return is_whole and self.sample_axis != 0
 
     @property
     def rows_are_whole(self) -> bool:
@@ -524,7 +525,16 @@ class DatasetLayout:
 
     def through_h5py(self, reason: str) -> DatasetLayout:
         """Return the layout of the same dataset, read by h5py."""
-        return self.changed(fallback_reason=reason, offset=-1, chunks=None, parts=(), text=())
+        is_cut = self.storage == "contiguous"  # into units to convert
+        return self.changed(
+            fallback_reason=reason,
+            offset=-1,
+            chunk_shape=() if is_cut else self.chunk_shape,
+            filters=tuple(entry for entry in self.filters if entry.number >= 0),
+            chunks=None,
+            parts=(),
+            text=(),
+        )
 
     @property
     def some_parts(self) -> Sequence[Part]:

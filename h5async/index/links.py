@@ -23,6 +23,7 @@ import h5py
 from h5async.errors import DatasetError, H5AsyncError, ReadError, UnsafeFileError
 from h5async.index.consulted import Consulted, NotRecorded
 from h5async.index.openfailure import directory_reason, reason_unopened
+from h5async.index.room import Room
 from h5async.io.maps import IoMode
 from h5async.io.stamps import FileStamp
 from h5async.names import name_bytes, name_text
@@ -52,6 +53,8 @@ class Reach:
         error.
     io
         Whether files may be mapped into memory.
+    room
+        Counts the memory that is taken for what files declare.
     consulted
         Records which files were looked at.
     """
@@ -59,6 +62,7 @@ class Reach:
     roots: tuple[Path, ...] = ()
     missing_is_fill: bool = False
     io: IoMode = "auto"
+    room: Room = field(default_factory=Room, compare=False, repr=False)
     consulted: Consulted = field(default=NotRecorded(), compare=False, repr=False)
 
     def find(self, name: str, holder: Path, variable: str, where: str) -> Path | None:

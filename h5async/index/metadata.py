@@ -44,6 +44,7 @@ from h5async.index.links import (
 from h5async.index.listing import walk
 from h5async.index.obstacles import OtherKindError
 from h5async.index.oldercategories import older_categories
+from h5async.index.room import files_of
 from h5async.index.sequenced import (
     along_sequences,
     is_one_run,
@@ -52,8 +53,12 @@ from h5async.index.sequenced import (
     sliced,
 )
 from h5async.index.slabs import Slab
+from h5async.io.stamps import FileStamp
 from h5async.system.interruptions import passing, suppressing
 
+# Of sequences along a dimension: where each begins and ends, or an object for each.
+_RUN_NBYTES, _PART_NBYTES = 32, 1024
+_STRING_NBYTES = 64  # of variable length, as an object, and as HDF5 delivers it
 _COLUMN = re.compile(r"\[:, ?(-?\d{1,9})\]$")  # behind a path
 
 
@@ -267,6 +272,10 @@ def value_layout(
             raise DatasetError(
                 f"{where} holds strings of variable length, which lie in other files"
             )
+        holder = Path(found.file.filename)
+        what = f"{where} of shape {node.shape}: its strings"
+        stamps = ((str(path), FileStamp.settled(path)) for path in [holder])
+        reach.room.take(_STRING_NBYTES * int(node.size), what, stamps)
         try:
             return np.asarray(node[()]).reshape(-1)
         except Exception as error:  # h5py has no one type for what cannot be read
@@ -363,7 +372,11 @@ def _layout_of_two(
             f'{indexer.file.filename}: dataset "{path}": num_dim names one dimension twice, found'
             f" {num_dim}"
         )
-    if axes == (0, 1) and is_one_run(by_sequence):
+    are_one_run = axes == (0, 1) and is_one_run(by_sequence)
+    nbytes = (_RUN_NBYTES if are_one_run else _PART_NBYTES) * by_sequence.num_samples
+    what = f'{indexer.file.filename}: dataset "{path}" of shape {by_step.shape}: its sequences'
+    reach.room.take(nbytes, what, files_of(by_step))
+    if are_one_run:
         return merged_dimensions(by_sequence)
     return along_sequences(by_step, axes[0])
 

@@ -8,7 +8,6 @@ little-endian.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -142,7 +141,7 @@ def _replace(path: Path, blocks: Iterable[Any], mode: int, is_lasting: bool) -> 
                 os.fsync(descriptor)
         os.replace(beside, path)
     except BaseException:
-        with contextlib.suppress(OSError):
+        with suppressing(OSError):
             os.unlink(beside)
         raise
 

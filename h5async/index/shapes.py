@@ -113,14 +113,27 @@ class Cells(NamedTuple):
 
 def cells_of(size: int, cell_size: int, wanted: slice | None) -> Cells:
     """Cut what is wanted of a dimension (None: all of it) at the borders of its cells."""
-    start, stop, step = (wanted or slice(None)).indices(size)
-    count = len(range(start, stop, step))
+    start, _, step = (wanted or slice(None)).indices(size)
     cells = np.arange(-(-size // max(1, cell_size)), dtype=np.int64)
+    low, extent = wanted_of_cells(cells, size, cell_size, wanted)
+    keep = extent > 0
+    cells, low, extent = cells[keep], low[keep], extent[keep]
+    return Cells(cells, start + low * step, extent, low, step, num_wanted(size, wanted))
+
+
+def num_wanted(size: int, wanted: slice | None) -> int:
+    """Return how many elements of a dimension are wanted."""
+    return len(range(*(wanted or slice(None)).indices(size)))
+
+
+def wanted_of_cells(
+    cells: Int64s, size: int, cell_size: int, wanted: slice | None
+) -> tuple[Int64s, Int64s]:
+    """Return how many wanted elements lie before each of some cells, and how many in it."""
+    start, _, step = (wanted or slice(None)).indices(size)
+    count = num_wanted(size, wanted)
     low = np.clip(-(-(cells * cell_size - start) // step), 0, count)
-    high = np.clip(-(-((cells + 1) * cell_size - start) // step), 0, count)
-    keep = high > low
-    cells, low, high = cells[keep], low[keep], high[keep]
-    return Cells(cells, start + low * step, high - low, low, step, count)
+    return low, np.clip(-(-((cells + 1) * cell_size - start) // step), 0, count) - low
 
 
 def shape_of(leaf: Leaf, kind: Kind, whole: DatasetLayout, is_whole: bool) -> Shape:

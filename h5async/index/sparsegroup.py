@@ -241,6 +241,8 @@ def _shape_of(value: object, what: str) -> tuple[int, int]:
     found = np.asarray(value)
     if found.shape != (2,) or found.dtype.kind not in "iu" or (found < 0).any():
         raise DatasetError(f"{what} must be the numbers of rows and columns, and is {value!r}")
+    if (found > np.iinfo(np.int64).max).any():
+        raise DatasetError(f"{what} is {found.tolist()}, beyond 2**63; the file is damaged")
     return int(found[0]), int(found[1])
 
 

@@ -8,6 +8,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -39,8 +40,8 @@ class LocalFile:
     python_maps
         Whether Python, too, may copy out of the map. The core guards its own copies; in Python, a
         page that cannot be read ends the process.
-    descriptor
-        Of the file, if it is open; closed with this. None: it is opened by its path.
+    file
+        The file, if it is open; closed with this. None: it is opened by its path.
 
     Attributes
     ----------
@@ -66,7 +67,7 @@ class LocalFile:
         io: IoMode = "auto",
         *,
         python_maps: bool = False,
-        descriptor: int | None = None,
+        file: FileIO | None = None,
     ) -> None:
         self.path = path
         self._python_maps = python_maps
@@ -76,14 +77,15 @@ class LocalFile:
         self.map_address = self.map_nbytes = 0
         self._map: FileMap | None = None
         try:
-            # A file object, which is closed even where Ctrl-C interrupts before it is kept.
-            name = path if descriptor is None else descriptor
-            self._file = open(name, "rb", buffering=0, opener=_without_waiting)
-            self.descriptor = self._file.fileno()
+            # The writer of a pipe that lies there now may never come.
+            if file is None and stat.S_ISREG(os.stat(path).st_mode):
+                file = FileIO(path)
         except OSError as error:
             raise ReadError(f"cannot open {path}: {error.strerror}") from error
-        is_file = stat.S_ISREG(os.fstat(self.descriptor).st_mode)
-        if not is_file or FileStamp.of(self.descriptor).file_id != expected.file_id:
+        if file is None:
+            raise replaced(path)
+        self._file, self.descriptor = file, file.fileno()
+        if FileStamp.of(self.descriptor).file_id != expected.file_id:
             self.close()
             raise replaced(path)
         self.has_swmr_writer = has_swmr_writer(self.descriptor)
@@ -236,11 +238,6 @@ class LocalFile:
             self._map = None
             return
         self.map_address, self.map_nbytes = self._map.address, self._map.nbytes
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    """Open a file; a pipe, whose writer may never come, too."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _skip(buffers: list[memoryview], count: int) -> list[memoryview]:

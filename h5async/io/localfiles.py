@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import partial
+from io import FileIO
 
 from h5async.errors import H5AsyncError, ReadError
 from h5async.io.keptfiles import KeptFiles
@@ -47,9 +48,9 @@ class LocalFiles:
         Called in the thread that finds a file changed; None: a changed file is refused.
     on_new_stamp
         Called with the path and the stamp of a file that has changed, but holds what was indexed.
-    descriptor_of
-        Called with the path of a file that cannot be opened, or is another one by now; returns a
-        descriptor of the former one, to be closed here, if it is open elsewhere.
+    open_elsewhere
+        Called with the path of a file that cannot be opened, or is another one by now; returns the
+        former one, to be closed here, if it is open elsewhere.
     """
 
     def __init__(
@@ -60,9 +61,9 @@ class LocalFiles:
         python_maps: bool = False,
         look_anew: LookAnew | None = None,
         on_new_stamp: Callable[[str, FileStamp], None] | None = None,
-        descriptor_of: Callable[[str], int | None] | None = None,
+        open_elsewhere: Callable[[str], FileIO | None] | None = None,
     ) -> None:
-        self._descriptor_of = descriptor_of
+        self._open_elsewhere = open_elsewhere
         self._on_new_stamp = on_new_stamp
         self._io: IoMode = io
         self._python_maps = python_maps
@@ -151,10 +152,10 @@ class LocalFiles:
         try:
             return LocalFile(path, expected, self._io, python_maps=self._python_maps)
         except ReadError:
-            found = None if self._descriptor_of is None else self._descriptor_of(path)
+            found = None if self._open_elsewhere is None else self._open_elsewhere(path)
             if found is None:
                 raise
-        return LocalFile(path, expected, self._io, python_maps=self._python_maps, descriptor=found)
+        return LocalFile(path, expected, self._io, python_maps=self._python_maps, file=found)
 
     def close(self) -> None:
         """Close all files. Idempotent."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.system.interruptions import suppressing
 from h5async.system.mounts import can_map
 
 IoMode = Literal["auto", "pread", "map"]
@@ -49,5 +49,5 @@ class FileMap:
 
     def close(self) -> None:
         """Unmap the file. Idempotent."""
-        with contextlib.suppress(BufferError):  # the traceback of an error may hold an array
+        with suppressing(BufferError):  # the traceback of an error may hold an array
             self._map.close()

@@ -21,13 +21,16 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable
+from io import FileIO
 from typing import IO, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import OutOfMemoryError
+from h5async.io.descriptors import owned
 from h5async.spelling import named
+from h5async.system.endings import call_when_gone
 from h5async.system.interruptions import suppressing
 
 
@@ -115,9 +118,8 @@ class SharedMemory:
     """
 
     def __init__(self, fd: int | None = None) -> None:
-        if fd is None:
-            fd = _new_file()
-        self.fd = fd
+        self._file = _new_file() if fd is None else FileIO(fd)
+        self.fd = self._file.fileno()
         self._lock = threading.Lock()
         self._key = object()  # tells the maps of this memory from others
         self._spare: NDArray[np.uint8] = np.empty(0, np.uint8)  # mapped, but not in use yet
@@ -181,9 +183,8 @@ class SharedMemory:
     def close(self) -> None:
         """Close the descriptor, and drop the maps; arrays remain valid. Idempotent."""
         with self._lock:
-            if self.fd >= 0:
-                os.close(self.fd)
-                self.fd = -1
+            self._file.close()
+            self.fd = -1
             self._whole, self._spare = None, np.empty(0, np.uint8)
 
     def _grown(self, nbytes: int) -> NDArray[np.uint8]:
@@ -230,7 +231,7 @@ class _Map:
         self.key, self.offset, self.address = key, offset, address
         # Not by `__del__`, which would come before what `call_before_unmap` registers. The first
         # finalizer comes last.
-        weakref.finalize(self, libc.munmap, address, nbytes).atexit = False
+        call_when_gone(self, libc.munmap, address, nbytes)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             libc.madvise(address, nbytes, mmap.MADV_HUGEPAGE)  # some kernels have none
         self.__array_interface__ = {
@@ -320,12 +321,13 @@ def duplicate(fd: int) -> int:
     return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
 
 
-def _new_file() -> int:
+def _new_file() -> FileIO:
     with _unnamed_file() as file:
-        return duplicate(file.fileno())
+        found = owned(fcntl.fcntl, file.fileno(), fcntl.F_DUPFD_CLOEXEC, 3)
+    return found
 
 
 def _unnamed_file() -> IO[bytes]:
     if hasattr(os, "memfd_create"):
-        return open(os.memfd_create("h5async"), "r+b", buffering=0)
+        return owned(os.memfd_create, "h5async")
     return tempfile.TemporaryFile()

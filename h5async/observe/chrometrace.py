@@ -14,11 +14,11 @@ import json
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 from h5async.fill.recording import Recorded
+from h5async.system.interruptions import suppressing
 from h5async.system.timeline import NO_BATCH, Event
 
 FORMAT = "h5async trace 1"
@@ -55,7 +55,7 @@ def write_trace(
         If it cannot be written, or `path` exists and is not a file.
     """
     path = Path(os.path.realpath(path))
-    with suppress(FileNotFoundError):
+    with suppressing(FileNotFoundError):
         if not stat.S_ISREG(path.stat().st_mode):
             raise OSError("it is not a file")
     several = [(number, event) for number, (_, one) in enumerate(processes) for event in one.events]
@@ -76,7 +76,7 @@ def write_trace(
             file.write("\n]}\n")
         os.replace(new, path)
     except BaseException:
-        with suppress(OSError):
+        with suppressing(OSError):
             new.unlink()
         raise
 

@@ -16,6 +16,8 @@ class Trace:
     ----------
     path
         The file that is written at the end; None means no file.
+    is_ending
+        Whether it has ended or is ending.
 
     Examples
     --------
@@ -29,7 +31,8 @@ class Trace:
 
     def __init__(self, path: Path | None, end: Callable[[Trace], None]) -> None:
         self.path = path
-        self._end: Callable[[Trace], None] | None = end
+        self.is_ending = False
+        self._end = end
 
     def stop(self) -> None:
         """End the trace and write the file. Extra calls are harmless.
@@ -47,9 +50,8 @@ class Trace:
         >>> trace.stop()
         >>> reader.close()
         """
-        end, self._end = self._end, None
-        if end is not None:
-            end(self)
+        self.is_ending = True
+        self._end(self)
 
     def __enter__(self) -> Trace:
         return self
@@ -63,4 +65,5 @@ class Trace:
         self.stop()
 
     def __repr__(self) -> str:
-        return f"<Trace {self.path or 'without a file'}, {'running' if self._end else 'ended'}>"
+        state = "ended" if self.is_ending else "running"
+        return f"<Trace {self.path or 'without a file'}, {state}>"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import operator
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,6 +19,7 @@ from h5async.fill.recording import Recorded
 from h5async.observe.chrometrace import write_trace
 from h5async.observe.ranges import nvtx_ranges, torch_ranges
 from h5async.observe.trace import Trace
+from h5async.system.interruptions import interruption, passing
 from h5async.system.timeline import Recorder, Timeline
 
 MAX_EVENTS = 500_000
@@ -52,9 +54,11 @@ class Tracing:
         self._recorder = recorder
         self._title = title
         self._process = os.getpid()
-        self._trace: Trace | None = None
+        # Held by the caller: a trace that an interruption kept from him is ended by the next one.
+        self._trace: weakref.ref[Trace] | None = None
         self._file: Path | None = None
-        self._filler: Records | None = None
+        self._filler: Records | None = None  # that is recorded
+        self._recorded: list[Recorded] | None = None
         self._batches: dict[int, tuple[int, int]] = {}  # epoch and number, by serial number
         self._began = ""
         self._max_events = MAX_EVENTS
@@ -83,11 +87,13 @@ class Tracing:
         held
             Serial number of the batch that the caller holds.
         """
-        if self._trace is not None:
+        trace = None if self._trace is None else self._trace()
+        if trace is not None and not trace.is_ending:
             raise ConfigError(
-                f"a trace of this reader is running already ({self._trace.path or 'without a file'}"
+                f"a trace of this reader is running already ({trace.path or 'without a file'}"
                 "); end it by its stop() before you begin another one"
             )
+        self.close()
         try:
             max_events = operator.index(max_events)
         except TypeError:
@@ -108,25 +114,28 @@ class Tracing:
         self._began = datetime.now(UTC).isoformat(timespec="milliseconds")
         self._max_events = max_events
         timeline = Timeline(max_events if path is not None else 0, ranges)
-        self._filler = filler
-        self._recorder.timeline = timeline
+        trace = Trace(self._file, self._stop)
+        self._trace = weakref.ref(trace)
         try:
+            self._filler = filler
+            self._recorder.timeline = timeline
             self._batches = timeline.batches
             self._batches.update(batches())
             filler.record(timeline)
             if held is not None:
                 timeline.hold(held)
             self._begin_file()
-            self._trace = Trace(self._file, self._stop)
-            return self._trace
-        except MemoryError as error:
+        except BaseException as error:
+            trace.is_ending = True
+            self._recorder.timeline = None
+            filler.record(None)
+            self._filler = None
+            if not isinstance(error, MemoryError):
+                raise
             raise out_of_memory(
                 f"a trace of {max_events:,} events", error, "give fewer by max_events"
             ) from error
-        finally:
-            if self._trace is None:
-                self._recorder.timeline = None
-                filler.record(None)
+        return trace
 
     def _begin_file(self) -> None:
         """Write a trace that says that the process ended early, in case it does."""
@@ -144,33 +153,45 @@ class Tracing:
 
     def close(self) -> ReadError | None:
         """End a running trace with the reader; return the error if it cannot be written."""
-        trace = self._trace
-        if trace is not None:
-            try:
-                trace.stop()
-            except ReadError as error:
-                _log.warning("%s", error)
-                return error
+        try:
+            self._end()
+        except ReadError as error:
+            if interruption(error) is not None:
+                raise
+            _log.warning("%s", error)
+            return error
         return None
 
+    @passing()
     def _stop(self, trace: Trace) -> None:
-        if self._process != os.getpid():  # a fork: the trace belongs to the parent
+        if self._trace is not None and self._trace() is trace:
+            self._end()
+
+    def _end(self) -> None:
+        """End a running trace; if interrupted, the next call continues."""
+        filler = self._filler
+        if filler is None or self._process != os.getpid():  # a fork: it belongs to the parent
             return
-        filler, self._filler = self._filler, None
-        self._trace = None
+        trace = None if self._trace is None else self._trace()
+        if trace is not None:
+            trace.is_ending = True
         self._recorder.timeline = None
-        assert filler is not None
         filler.record(None)
-        recorded = filler.recorded()
+        if self._recorded is None:
+            self._recorded = filler.recorded()
+        failure = None
         try:
             if self._file is not None:
-                self._write(recorded)
+                self._write(self._recorded)
         except OSError as error:
+            if interruption(error) is not None:
+                raise
+            failure = error
+        self._filler, self._recorded, self._batches = None, None, {}
+        if failure is not None:
             raise ReadError(
-                f"the trace cannot be written to {self._file}: {error.strerror or error}"
-            ) from error
-        finally:
-            self._batches = {}
+                f"the trace cannot be written to {self._file}: {failure.strerror or failure}"
+            ) from failure
 
     def _write(self, recorded: Sequence[Recorded], note: str | None = None) -> None:
         assert self._file is not None

@@ -9,8 +9,8 @@ import numpy as np
 from h5async.config import Field, ReaderConfig
 from h5async.errors import ConfigError
 from h5async.index.layout import DatasetLayout
+from h5async.index.links import Reach
 from h5async.index.tablecolumns import union_of
-from h5async.io.maps import IoMode
 from h5async.opening.filefacts import Texts
 from h5async.read.whole import read_blocks, read_whole
 from h5async.samples.columns import Categories, no_category
@@ -40,7 +40,7 @@ def categories_of(
     return Categories(names, tuple(tables), tuple(where))
 
 
-def require_codes(codes: DatasetLayout, count: int, io: IoMode) -> None:
+def require_codes(codes: DatasetLayout, count: int, reach: Reach) -> None:
     """Check that all codes of a column, over all files, are those of so many categories, or -1.
 
     Raises
@@ -50,7 +50,7 @@ def require_codes(codes: DatasetLayout, count: int, io: IoMode) -> None:
     ReadError
         If they cannot be read.
     """
-    for first, block in read_blocks(codes, io):
+    for first, block in read_blocks(codes, reach):
         outside = (block < -1) | (block >= count)
         if not outside.any():
             continue
@@ -70,7 +70,7 @@ def require_codes(codes: DatasetLayout, count: int, io: IoMode) -> None:
         )
 
 
-def of_one_dtype(layouts: Sequence[DatasetLayout], io: IoMode) -> list[DatasetLayout]:
+def of_one_dtype(layouts: Sequence[DatasetLayout], reach: Reach) -> list[DatasetLayout]:
     """Return the codes of several files in the widest of their dtypes.
 
     Those of other dtypes are read here, and kept: they are a few bytes for each sample.
@@ -81,11 +81,13 @@ def of_one_dtype(layouts: Sequence[DatasetLayout], io: IoMode) -> list[DatasetLa
     widest = np.result_type(*dtypes)
     if widest.kind not in "iu":  # of 64 bits, with and without a sign
         return list(layouts)
-    return [layout if layout.dtype == widest else _cast(layout, widest, io) for layout in layouts]
+    return [
+        layout if layout.dtype == widest else _cast(layout, widest, reach) for layout in layouts
+    ]
 
 
-def _cast(layout: DatasetLayout, dtype: np.dtype[np.integer], io: IoMode) -> DatasetLayout:
-    values = read_whole(layout, io).astype(dtype)
+def _cast(layout: DatasetLayout, dtype: np.dtype[np.integer], reach: Reach) -> DatasetLayout:
+    values = read_whole(layout, reach).astype(dtype)
     return DatasetLayout(
         file=layout.file,
         stamp=layout.stamp,

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig, SparseField
 from h5async.config.files import INDEX_SUFFIX
-from h5async.core.binding import mapping_mode
 from h5async.errors import ConfigError, DatasetError, taking_memory
 from h5async.index.groups import Grouping
 from h5async.index.joined import join_layouts
@@ -23,6 +22,7 @@ from h5async.index.layout import DatasetLayout
 from h5async.index.layoutsource import known_of_files, layouts_of_files
 from h5async.index.links import Reach
 from h5async.index.obstacles import OtherKindError
+from h5async.index.room import files_of
 from h5async.index.savedindex import NamedIndex
 from h5async.index.sequenced import aligned
 from h5async.io.localfile import read_ahead
@@ -37,7 +37,7 @@ from h5async.opening.filefacts import (
     shape_of,
     texts_of,
 )
-from h5async.opening.filevalues import read_names
+from h5async.opening.filevalues import reach_of, read_names
 from h5async.opening.progress import on_indexed
 from h5async.opening.raggedcolumns import SparseShapes, indices_of_one_dtype, is_ragged, limit_of
 from h5async.opening.samplelengths import lengths_of
@@ -90,7 +90,7 @@ def open_dataset(config: ReaderConfig) -> OpenedDataset:
     H5AsyncError
         As `AsyncReader` says.
     """
-    reach = Reach(config.allow_external, config.allow_missing, mapping_mode(config.io))
+    reach = reach_of(config)
     grouping = grouping_of(config, reach)
     indices = {
         path: NamedIndex(path, reach) for path in config.files if path.suffix == INDEX_SUFFIX
@@ -151,11 +151,11 @@ def _open_kinds(
         for name, kept in further.items():
             kept.append(known[name])
     for name in found.columns:
-        columns[name] = of_one_dtype(columns[name], reach.io)
+        columns[name] = of_one_dtype(columns[name], reach)
     for name in columns:
         if name.endswith(INDICES):
             columns[name] = indices_of_one_dtype(columns[name])
-    joined, shapes = _joined(config, columns), _shapes(config, further)
+    joined, shapes = _joined(config, columns), _shapes(config, further, reach)
     for name, shape in shapes.items():
         if shape.places is None:
             of_field = joined[name + INDICES]
@@ -163,7 +163,7 @@ def _open_kinds(
     categories = _categories(config, found.columns, further)
     for name, of_column in categories.items():
         if of_column.tables is None:  # nobody maps them, and finds those that are none
-            require_codes(joined[name], len(of_column.names), reach.io)
+            require_codes(joined[name], len(of_column.names), reach)
     return OpenedDataset(config, joined, shapes, categories)
 
 
@@ -182,7 +182,7 @@ def _joined(
 
 
 def _shapes(
-    config: ReaderConfig, further: Mapping[str, Sequence[DatasetLayout]]
+    config: ReaderConfig, further: Mapping[str, Sequence[DatasetLayout]], reach: Reach
 ) -> dict[str, SparseShape]:
     """Return the shapes of sparse fields over all files."""
     found = {}
@@ -192,7 +192,11 @@ def _shapes(
             named_columns = further.get(name + NAMES_OF, [None] * len(further[name + SHAPE_OF]))
             for shape, names in zip(further[name + SHAPE_OF], named_columns, strict=True):
                 where = f'{shape.file}: group "{shape.path}"'
-                shapes.add(shape_of(shape)[1], where, () if names is None else texts_of(names))
+                columns = shape_of(shape)[1]
+                if field.columns is not None:
+                    what = f"{where}: {columns:,} columns, of which some are chosen,"
+                    reach.room.take(8 * columns, what, files_of(shape))
+                shapes.add(columns, where, () if names is None else texts_of(names))
             found[name] = shapes.shape()
     return found
 

@@ -252,7 +252,7 @@ def _index_layout(path: Path, prefix: str, matrix: str, reach: Reach) -> Dataset
 
 def _names(path: Path, at: str, reach: Reach) -> Texts:
     found = value_layout(path, at, _MOST_NAMES, reach)
-    array = found if isinstance(found, np.ndarray) else read_whole(found, reach.io)
+    array = found if isinstance(found, np.ndarray) else read_whole(found, reach)
     return tuple(
         str(name_text(n)) if isinstance(n, bytes | str) else str(n) for n in array.tolist()
     )
@@ -269,7 +269,7 @@ def _categories(name: str, at: str, path: Path, reach: Reach) -> DatasetLayout:
 def _categories_layout(path: Path, at: str, found: Column, reach: Reach) -> DatasetLayout:
     values = found.categories
     if isinstance(values, DatasetLayout):
-        values = read_whole(values, reach.io)
+        values = read_whole(values, reach)
     assert values is not None
     names = category_names(values)
     if values.dtype.kind in "biuf":

@@ -16,6 +16,7 @@ from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach, open_index
 from h5async.index.metadata import value_layout
 from h5async.index.obstacles import OtherKindError
+from h5async.index.room import Room
 from h5async.index.tablecolumns import Column, category_names, column, union_of
 from h5async.names import name_text
 from h5async.read.whole import read_whole
@@ -34,12 +35,18 @@ class FileValues:
         The options.
     first
         The layout of the first field, which tells how many samples each file has.
+
+    Attributes
+    ----------
+    room
+        Counts the memory that is taken for what the files declare.
     """
 
     def __init__(self, config: ReaderConfig, first: DatasetLayout) -> None:
         self._config = config
         self._first = first
-        self._reach = Reach(config.allow_external, config.allow_missing, mapping_mode(config.io))
+        self._reach = reach_of(config)
+        self.room = self._reach.room
 
     def of_samples(self, option: str, path: str) -> NDArray[Any]:
         """Return what a dataset holds for each sample, over all files; errors name the option.
@@ -143,7 +150,7 @@ class FileValues:
 
     def of_layout(self, layout: DatasetLayout) -> NDArray[Any]:
         """Return all values of a dataset."""
-        return read_whole(layout, self._reach.io)
+        return read_whole(layout, self._reach)
 
     def files(self) -> Sequence[tuple[Path, int]]:
         """Return the files, and how many samples each has."""
@@ -153,6 +160,12 @@ class FileValues:
             return [(Path(file), count) for file, count in several]
         counts = [count for _, count in several]
         return list(zip(self._config.files, counts, strict=True))
+
+
+def reach_of(config: ReaderConfig) -> Reach:
+    """Return which files the options permit, and how they are read."""
+    mode = mapping_mode(config.io)
+    return Reach(config.allow_external, config.allow_missing, mode, Room(config.max_batch_bytes))
 
 
 def read_names(reach: Reach, file: Path, path: str) -> list[str]:
@@ -167,7 +180,7 @@ def read_names(reach: Reach, file: Path, path: str) -> list[str]:
         found = value_layout(file, path, _MOST_VALUES, reach)
     except DatasetError as error:
         raise DatasetError(f"{named('sequences')}: only: {error.marked}") from error
-    array = found if isinstance(found, np.ndarray) else read_whole(found, reach.io)
+    array = found if isinstance(found, np.ndarray) else read_whole(found, reach)
     names = [str(name_text(name)) for name in array.tolist() if isinstance(name, bytes | str)]
     if len(names) < array.size:
         raise DatasetError(

@@ -32,6 +32,7 @@ from h5async.core.tablestructures import (
 from h5async.errors import BudgetError, ConfigError
 from h5async.index.extents import table_nbytes
 from h5async.index.layout import DatasetLayout
+from h5async.index.room import MEMORY_SHARE
 from h5async.index.similardatasets import kinds_of
 from h5async.index.smalldatasets import kept_whole_nbytes
 from h5async.order.selection import Selection
@@ -46,7 +47,6 @@ from h5async.samples.columns import Rows
 from h5async.spelling import named
 from h5async.system.freememory import free_memory, local_ranks
 
-_SHARE = 0.5  # of the memory that is free, where no limit is given
 # Measured: what is kept for each piece of a sample, for each of its dimensions, and what a plan
 # takes for each piece of a batch.
 _PIECE_NBYTES, _PIECE_AXIS_NBYTES, _PLANNED_NBYTES = 128, 80, 32
@@ -134,7 +134,7 @@ class MemoryBudget:
         self._rows = rows
         self._fillers = max(1, config.num_helpers)
         self._free = free_memory_nbytes()
-        half = int(self._free * _SHARE)
+        half = int(self._free * MEMORY_SHARE)
         self._limit = half if config.max_batch_bytes is None else config.max_batch_bytes
         # The option says what any one thing may take. All together may be more than that: so the
         # same memory serves a reader with the option as one without.

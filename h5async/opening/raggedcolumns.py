@@ -15,13 +15,13 @@ from h5async.config import Field, RaggedField, SparseField
 from h5async.config.indices import Values
 from h5async.core.binding import load_core
 from h5async.errors import ConfigError, DatasetError
+from h5async.index.filterpipeline import left_to_hdf5
 from h5async.index.heapelements import Sequences
 from h5async.index.layout import DatasetLayout, HeapFile
 from h5async.index.links import Reach, open_index
 from h5async.index.metadata import value_layout
 from h5async.index.references import references
 from h5async.index.sparsegroup import row_offsets, sparse_group
-from h5async.io.maps import IoMode
 from h5async.read.whole import read_blocks
 from h5async.samples.columns import INDICES, SparseShape
 from h5async.spelling import named
@@ -54,7 +54,7 @@ def heap_layout(at: str, path: Path, reach: Reach) -> DatasetLayout:
     _require_few(layout.num_samples, where)
     blocks = (
         (first, block.view(np.uint8).reshape(-1, form.reference_nbytes))
-        for first, block in read_blocks(layout, reach.io)
+        for first, block in read_blocks(layout, reach)
     )
     elements = Sequences.decoded_blocks(
         layout.num_samples, blocks, form, layout.stamp.nbytes, where, load_core()
@@ -100,7 +100,7 @@ def with_spans(
     found = value_layout(path, offsets, _MOST_OFFSETS, reach)
     if isinstance(found, np.ndarray) or found.dtype.kind not in "iu":
         raise DatasetError(f"{where} must hold integers, found {found.dtype}")
-    spans = _spans(found, kind, where, reach.io)
+    spans = _spans(found, kind, where, reach)
     if spans[0] < 0 or spans[-1] > layout.num_samples:
         raise DatasetError(
             f"{where}: samples begin at value {spans[0]} and end at value {spans[-1]}, and there"
@@ -131,15 +131,16 @@ def _require_few(count: int, where: str) -> None:
         raise DatasetError(f"{where} has {count:,} elements, for {_MOST_OFFSETS:,} at most")
 
 
-def _spans(offsets: DatasetLayout, kind: str, where: str, io: IoMode) -> Int64s:
+def _spans(offsets: DatasetLayout, kind: str, where: str, reach: Reach) -> Int64s:
     """Read where samples begin, block by block: there may be very many."""
     count = offsets.num_samples
     _require_few(count, where)
     if kind == "offsets" and not count:
         raise DatasetError(f"{where} is empty; it must hold one number more than there are samples")
+    blocks = read_blocks(offsets, reach, kept_itemsize=8)
     found = np.zeros(count + (kind != "offsets"), np.int64)
     own = found[found.size - count :]
-    for first, block in read_blocks(offsets, io):
+    for first, block in blocks:
         if block.dtype.kind == "u" and block.dtype.itemsize == 8 and block.max() > _MOST_OFFSET:
             raise DatasetError(f"{where} has numbers above 2**63; the file is damaged")
         here = own[first : first + block.size]
@@ -172,7 +173,7 @@ def sparse_layouts(
     if group is None:
         raise DatasetError(f'{path}: "{at}" is no group of a sparse matrix')
     where = f'{group.indptr.file}: dataset "{group.indptr.path}"'
-    spans = row_offsets(_spans(group.indptr, "offsets", where, reach.io), group)
+    spans = row_offsets(_spans(group.indptr, "offsets", where, reach), group)
     layouts = {
         name: group.data.changed(spans=spans),
         name + INDICES: group.indices.changed(spans=spans),
@@ -193,9 +194,10 @@ def indices_of_one_dtype(layouts: Sequence[DatasetLayout]) -> list[DatasetLayout
     return [
         layout
         if layout.dtype.newbyteorder("=") == widest
-        else layout.through_h5py(
+        else left_to_hdf5(
+            layout,
             f"its indices are {layout.dtype}, and those of all files together {widest}; write them"
-            f" as {widest} to have them read directly"
+            f" as {widest} to have them read directly",
         ).changed(dtype=widest, fill=layout.fill.astype(widest))
         for layout in layouts
     ]

@@ -16,6 +16,7 @@ from h5async.config import Field, ReaderConfig, Split
 from h5async.config.indices import Values, slice_of
 from h5async.errors import ConfigError, DatasetError, taking_memory
 from h5async.index.layout import DatasetLayout
+from h5async.index.room import files_of
 from h5async.opening.filevalues import FileValues, check_length
 from h5async.opening.sequencing import sequences_of
 from h5async.order.selection import Selection
@@ -25,6 +26,8 @@ from h5async.order.steps import StepRows
 from h5async.spelling import named
 
 Int64s = NDArray[np.int64]
+
+_LISTED_NBYTES = 8  # a number for each sample
 
 
 class Chosen(NamedTuple):
@@ -70,6 +73,7 @@ def choose(config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> Chosen
     """
     values = FileValues(config, next(iter(layouts.values())))
     sequences = sequences_of(config, layouts, values)
+    _take_room(config, layouts, sequences, values)
     possible = sequences.samples(
         [rows for rows in step_rows(config.batch_fields, sequences).values() if rows is not None],
         1 if config.sequences is None else config.sequences.every,
@@ -79,6 +83,22 @@ def choose(config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> Chosen
     if config.shuffle == "window":
         selection = selection.ascending
     return Chosen(selection, selecting.weights(selection), sequences, possible)
+
+
+def _take_room(
+    config: ReaderConfig,
+    layouts: Mapping[str, DatasetLayout],
+    sequences: SequenceTable,
+    values: FileValues,
+) -> None:
+    """Count the memory for lists of all samples, where options need them."""
+    first = next(iter(layouts.values()))
+    has_steps = any(field.steps is not None for field in config.batch_fields.values())
+    is_cut = sequences.size > 1 and (has_steps or config.sequences is not None)
+    if is_cut or config.weights is not None or isinstance(config.indices, Split):
+        what = f"{first.file}: the lists of its {first.sample_count:,} samples"
+        nbytes = _LISTED_NBYTES * first.sample_count
+        values.room.take(nbytes, what, files_of(*layouts.values()))
 
 
 def step_rows(fields: Mapping[str, Field], sequences: SequenceTable) -> dict[str, StepRows | None]:

@@ -23,6 +23,7 @@ from h5async.process.channel import channel_of, socket_pair
 from h5async.process.helper_main import GROUP_SIGNALS, MARK
 from h5async.process.messages import dump, load
 from h5async.spelling import named
+from h5async.system.interruptions import suppressing
 
 _END_SECONDS = 2.0  # that a helper has to end after it was told to; then it is killed
 
@@ -117,7 +118,7 @@ class HelperProcess:
 
     def send_bytes(self, data: bytes) -> None:
         """Send a message that is pickled already; as `flush`."""
-        with contextlib.suppress(OSError):  # `receive` will find that the helper has ended
+        with suppressing(OSError):  # `receive` will find that the helper has ended
             self._channel.send(data)
 
     def receive(self) -> Any:
@@ -224,7 +225,7 @@ def _code(channel_fd: int, memory_fd: int, parent: int) -> str:
 
 def _folder_to_enter(folder: str | None) -> str | None:
     """Return the folder that a helper must enter; None if it starts there, or if it is gone."""
-    with contextlib.suppress(OSError):
+    with suppressing(OSError):
         if os.getcwd() == folder:
             return None
     return folder if folder is not None and os.path.isdir(folder) else None

@@ -23,7 +23,7 @@ from h5async.config import ReaderConfig
 from h5async.config.files import paths_text
 from h5async.errors import ConfigError, ReadError
 from h5async.fill.outcomes import FillerStats, FillOutcome
-from h5async.fill.pool import THREAD_NAME, join_all, start_thread
+from h5async.fill.pool import THREAD_NAME, start_all
 from h5async.fill.recording import Recorded
 from h5async.fill.resident import Residency
 from h5async.index.layout import DatasetLayout
@@ -40,6 +40,7 @@ from h5async.samples.columns import SlotMemory, first_columns_of
 from h5async.spelling import named
 from h5async.system.patience import Patience
 from h5async.system.timeline import Timeline
+from h5async.system.waiting import Once, join_threads
 
 
 class HelperFiller:
@@ -98,7 +99,7 @@ class HelperFiller:
         self._closed = False
         self._then: Callable[[], None] = _nothing
         self._working = 0  # threads
-        self._has_ended = False
+        self._ending = Once()
         self._slots: ReaderSlots | None = None
         self._device_cache: Residency | None = None
         self._next_requests: Callable[[], Sequence[FillRequest]] = list
@@ -240,17 +241,20 @@ class HelperFiller:
     def stop(self, then: Callable[[], None]) -> None:
         """Drop all requests, end the helpers, then call `then`. As `Filler.stop`."""
         with self._lock:
-            if not self._has_ended:
+            if not self._ending.has_begun:
                 self._closed, self._then = True, then
             self._crew.close()
             is_idle = not self._working
         self._tickets.put(None)
         if is_idle:
-            self._end()
+            self._ending.do(self._end)
 
     def join(self, patience_seconds: float | None = None) -> None:
         """Wait until all is done that `stop` asked for; not in a thread of this object."""
-        join_all(self._threads, Patience(patience_seconds))
+        patience = Patience(patience_seconds)
+        while not self._ending.is_set and not patience.is_over:
+            patience.wait(self._ending.wait_set)
+        join_threads(self._threads, patience)
 
     # --- threads ----------------------------------------------------------------------------------
 
@@ -277,7 +281,7 @@ class HelperFiller:
         self._threads.append(
             threading.Thread(target=self._in_thread, args=(target,), name=name, daemon=True)
         )
-        start_thread(self._threads[-1], self._what)
+        start_all(self._threads[-1:], self._what)
 
     def _in_thread(self, target: Callable[[], None]) -> None:
         with self._lock:
@@ -292,21 +296,17 @@ class HelperFiller:
                 self._working -= 1
                 is_last = self._closed and not self._working
             if is_last:
-                self._end()
+                self._ending.do(self._end)
 
     def _end(self) -> None:
         """Let go of all that the threads used; after the last of them."""
-        with self._lock:
-            if self._has_ended:
-                return
-            self._has_ended = True
         self.shared.close()
         self._slots = None
         # These functions are bound to what has this object.
         self._next_requests, self._before_fill, self._on_done = list, _nothing, _nothing
         self._crew.release()
-        then, self._then = self._then, _nothing
-        then()
+        self._then()
+        self._then = _nothing
 
 
 def _nothing(*_: object) -> None:

@@ -48,6 +48,7 @@ from h5async.process.messages import (
 from h5async.process.sharedslots import HelperSlots
 from h5async.samples.columns import first_columns_of
 from h5async.spelling import named
+from h5async.system.interruptions import suppressing
 from h5async.system.timeline import Timeline
 
 # In the environment of a new helper: the number of the process that started it.
@@ -319,16 +320,16 @@ def _exit(error: BaseException | None) -> None:
     The interpreter is not finalized: threads may still run, and would be interrupted by that.
     """
     printing = threading.Thread(target=_print, args=(error,), daemon=True)
-    with contextlib.suppress(RuntimeError):  # there are no more threads
+    with suppressing(RuntimeError):  # there are no more threads
         printing.start()
         printing.join(_PRINT_SECONDS)
     os._exit(0 if error is None else 1)
 
 
 def _print(error: BaseException | None) -> None:
-    with contextlib.suppress(Exception):  # the reader of a pipe may be gone
+    with suppressing(Exception):  # the reader of a pipe may be gone
         if error is not None:
             traceback.print_exception(error)
-    with contextlib.suppress(Exception):
+    with suppressing(Exception):
         if sys.stdout is not None:
             sys.stdout.flush()

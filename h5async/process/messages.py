@@ -8,7 +8,6 @@ memory.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import pickle
 import traceback
@@ -28,6 +27,7 @@ from h5async.opening.limits import MemoryPlan
 from h5async.opening.selecting import Chosen
 from h5async.plan.encoded import EncodedFormat, EncodedPlan
 from h5async.samples.columns import Categories, SparseShape
+from h5async.system.interruptions import suppressing
 
 # Offset and bytes of the memory beside a slot that helpers have added, by its number. Not changed.
 Rooms: TypeAlias = Mapping[int, tuple[int, int]]
@@ -242,7 +242,7 @@ def portable(error: BaseException) -> tuple[bytes, ...]:
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
     for link in links:
         lines = "".join(traceback.format_tb(link.__traceback__)).rstrip()
-        with contextlib.suppress(Exception):  # an exception may refuse to be changed
+        with suppressing(Exception):  # an exception may refuse to be changed
             link.add_note(f"in the helper process:\n{lines}")
     return tuple(_dump_error(link) for link in links)
 

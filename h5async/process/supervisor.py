@@ -48,6 +48,7 @@ from h5async.process.sharedslots import ReaderSlots
 from h5async.process.startsteps import Steps
 from h5async.system.counts import STAGES, ThreadCounts
 from h5async.system.interruptions import suppressing
+from h5async.system.waiting import Gate
 
 _log = logging.getLogger("h5async.process")
 _NOTHING_DONE = FillerStats(dict.fromkeys(STAGES, 0.0), ThreadCounts(), 0, "none")
@@ -98,7 +99,7 @@ class Supervisor:
         self.opened: Opened | None = None
         self.methods: list[str] = []
         self._lock = lock
-        self._changed = threading.Condition(lock)
+        self._changed = Gate()
         self._closed = False
         self._process: HelperProcess | None = None
         self._takes_notes = False  # it was sent `Starting`, and messages may be posted behind that
@@ -140,17 +141,17 @@ class Supervisor:
         on_done
             Called in `run`, and in a caller of `fail`, with each request and its outcome.
         """
-        with self._changed:
+        with self._lock:
             self._slots, self._starting, self._on_done = slots, starting, on_done
-            self._changed.notify_all()
+        self._changed.notify()
 
     def request(self, request: FillRequest) -> bool:
         """Post a request, when the helper may have it; return False where this is closed."""
-        with self._changed:
+        with self._lock:
             if self._closed:
                 return False
             self._outstanding.add(request)
-            self._changed.notify_all()
+            self._changed.notify()
             self._post_requests()
             return True
 
@@ -200,10 +201,10 @@ class Supervisor:
 
     def close(self) -> None:
         """Drop all requests, and have the helper and `run` end. Never waits. Idempotent."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._outstanding.clear()
-            self._changed.notify_all()
+            self._changed.notify()
             if self._process is not None:
                 self._process.hang_up()
 
@@ -298,8 +299,8 @@ class Supervisor:
         else:
             self.opened = opened
             self._steps.put()
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._starting is not None)
+        self._changed.wait(lambda: self._closed or self._starting is not None)
+        with self._lock:
             if self._starting is None or self._slots is None:
                 return False
             process.post(self._starting)
@@ -332,9 +333,8 @@ class Supervisor:
 
     def _await_request(self) -> bool:
         """Wait for a request, if there is none; return False when closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or len(self._outstanding) > 0)
-            return not self._closed
+        self._changed.wait(lambda: self._closed or len(self._outstanding) > 0)
+        return not self._closed
 
     def _take(self, answer: Answer) -> None:
         request = FillRequest(*answer.request)

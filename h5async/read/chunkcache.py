@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.tablestructures import KEPT_OVERHEAD_NBYTES
+from h5async.system.waiting import Gate
 
 Bytes = NDArray[np.uint8]
 
@@ -25,9 +26,9 @@ LEAST_KEPT = 2  # chunks: where two batches share one, the later batch finds it
 class _Entry:
     __slots__ = ("data", "is_ready", "users")
 
-    def __init__(self, data: Bytes) -> None:
-        self.data = data
-        self.users = 1
+    def __init__(self) -> None:
+        self.data: Bytes = np.empty(0, np.uint8)
+        self.users: set[int] = set()  # ids of entries, of which each context makes one
         self.is_ready = False  # the thread that made it is about to decode the chunk
 
 
@@ -42,7 +43,8 @@ class ChunkCache:
     """
 
     def __init__(self, budget_nbytes: int) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = Gate()
         self._budget_nbytes = budget_nbytes
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()  # the latest use comes last
         self._nbytes = 0
@@ -57,51 +59,57 @@ class ChunkCache:
         another thread is about to decode the chunk, this waits for it; nobody waits while decoding
         one, so nobody waits for long.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_busy(key))
-            entry, is_new = self._entry(key, scratch.size)
-        if entry is None:
-            decode(scratch)
-            yield scratch
-            return
+        own = _Entry()
         try:
-            if is_new:
+            entry = self._claimed(key, own, scratch.size)
+            if entry is None:
+                decode(scratch)
+                yield scratch
+                return
+            if entry is own:
                 decode(entry.data)
                 self._publish(entry)
             yield entry.data
         finally:
-            self._release(key, entry)
+            self._release(key, own)
 
     def clear(self) -> None:
         """Forget all chunks, because their file has changed; who uses some goes on with them."""
-        with self._changed:
+        with self._lock:
             self._entries.clear()
             self._nbytes = 0
-            self._changed.notify_all()
+        self._changed.notify()
 
     def _is_busy(self, key: Hashable) -> bool:
         entry = self._entries.get(key)
         return entry is not None and not entry.is_ready
 
-    def _entry(self, key: Hashable, nbytes: int) -> tuple[_Entry | None, bool]:
-        """Return what holds a chunk, or is to hold it (None: nothing), and whether it is new."""
+    def _claimed(self, key: Hashable, own: _Entry, nbytes: int) -> _Entry | None:
+        """Return what holds a chunk, or is to hold it: `own`; None: nothing."""
+        while True:
+            self._changed.wait(lambda: not self._is_busy(key))
+            with self._lock:
+                if not self._is_busy(key):
+                    entry = self._entry(key, own, nbytes)
+                    return entry
+
+    def _entry(self, key: Hashable, own: _Entry, nbytes: int) -> _Entry | None:
         entry = self._entries.get(key)
-        if entry is not None:
-            entry.users += 1
-            self._entries.move_to_end(key)
-            return entry, False
-        data = self._buffer(nbytes)
-        if data is None:
-            return None, False
-        entry = self._entries[key] = _Entry(data)
-        self._nbytes += _cost(nbytes)
-        return entry, True
+        if entry is None:
+            data = self._buffer(nbytes)
+            if data is None:
+                return None
+            entry, own.data = own, data
+            self._nbytes += _cost(nbytes)
+            self._entries[key] = own
+        entry.users.add(id(own))
+        self._entries.move_to_end(key)
+        return entry
 
     def _publish(self, entry: _Entry) -> None:
         """Let others use a chunk that is decoded, before its context ends."""
-        with self._changed:
-            entry.is_ready = True
-            self._changed.notify_all()
+        entry.is_ready = True
+        self._changed.notify()
 
     def _buffer(self, nbytes: int) -> Bytes | None:
         """Return memory: new as far as the budget goes, else of what was unused for longest.
@@ -130,12 +138,14 @@ class ChunkCache:
         except MemoryError:  # to keep a chunk only saves work
             return None
 
-    def _release(self, key: Hashable, entry: _Entry) -> None:
-        with self._changed:
-            entry.users -= 1
-            if not entry.is_ready and self._entries.get(key) is entry:
+    def _release(self, key: Hashable, own: _Entry) -> None:
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is own and not own.is_ready:
                 self._nbytes -= _cost(self._entries.pop(key).data.size)
-            self._changed.notify_all()
+            elif entry is not None:
+                entry.users.discard(id(own))
+        self._changed.notify()
 
 
 def _cost(nbytes: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Iterator, Sequence
+from io import FileIO
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ from h5async.index.extents import FieldTable, Layer, SourceFile, TableBuilder
 from h5async.index.keeping import Keeps, what_to_keep
 from h5async.index.layout import DatasetLayout
 from h5async.index.shapes import Kind, Shape
+from h5async.io.descriptors import owned
 from h5async.io.keptfiles import affordable_maps
 from h5async.io.maps import IoMode, may_map
 from h5async.io.stamps import FileStamp
@@ -45,6 +47,7 @@ from h5async.order.steps import StepRows
 from h5async.read.queue import BatchQueue, SlotBatch
 from h5async.read.scratch import CLOSED, Scratch
 from h5async.read.transform import NativeTransform
+from h5async.system.interruptions import suppressing
 
 Int64s = NDArray[np.int64]
 _ALL_BITS = (1 << 64) - 1
@@ -445,12 +448,11 @@ class Collection:
             for number in range(count)
         )
 
-    def descriptor(self, path: str) -> int | None:
-        """Return another descriptor of a file that is open, whatever lies at its path by now."""
+    def open_again(self, path: str) -> FileIO | None:
+        """Return a file once more that is open, whatever lies at its path by now."""
         for number in self._numbers.get((path, False), []) + self._numbers.get((path, True), []):
-            found = int(self._core.descriptor(self._sources, number))
-            if found >= 0:
-                return found
+            with suppressing(ValueError):  # it is not open
+                return owned(self._core.descriptor, self._sources, number)
         return None
 
     def restamp(self, path: str, stamp: FileStamp, *, is_heap: bool = False) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
+from io import FileIO
 from typing import Literal
 
 from h5async.core.binding import Core
@@ -100,7 +101,7 @@ class Executors:
             python_maps=core is None,
             look_anew=self.changes.look_anew,
             on_new_stamp=partial(_restamp, self._collections),
-            descriptor_of=partial(_descriptor, self._collections),
+            open_elsewhere=partial(_open_in, self._collections),
         )
 
         # Where values of variable length lie is not looked for anew in a file that was changed.
@@ -109,7 +110,7 @@ class Executors:
             io,
             python_maps=True,
             on_new_stamp=partial(_restamp, self._collections, is_heap=True),
-            descriptor_of=partial(_descriptor, self._collections),
+            open_elsewhere=partial(_open_in, self._collections),
         )
 
     @property
@@ -218,8 +219,8 @@ def _restamp(
         collection.restamp(path, stamp, is_heap=is_heap)
 
 
-def _descriptor(collections: Sequence[Collection], path: str) -> int | None:
-    found = (collection.descriptor(path) for collection in collections)
+def _open_in(collections: Sequence[Collection], path: str) -> FileIO | None:
+    found = (collection.open_again(path) for collection in collections)
     return next((number for number in found if number is not None), None)
 
 

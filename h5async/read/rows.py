@@ -15,6 +15,7 @@ from h5async.codec.decoding import Bytes
 from h5async.errors import ReadError
 from h5async.index.layout import DatasetLayout
 from h5async.io.localfile import LocalFile
+from h5async.plan.plan import rows_at
 from h5async.plan.records import Int64s, RowPlan
 from h5async.read.scratch import Scratch
 
@@ -52,8 +53,8 @@ class RowReader:
         first = plan.rows if isinstance(plan.rows, int) else 0
         goes_to = None if isinstance(plan.rows, int) else plan.rows[start:stop]
         never_written = np.flatnonzero(offset < 0)
-        for row in never_written:
-            raw[first + start + row if goes_to is None else goes_to[row]] = self._fill
+        if never_written.size:
+            raw[rows_at(first + start if goes_to is None else goes_to, never_written)] = self._fill
         if never_written.size == offset.size:
             return
         rows = raw.view(np.uint8).reshape(raw.shape[0], nbytes)

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from h5async.errors import DatasetError
 from h5async.index.layout import DatasetLayout
+from h5async.index.links import Reach
+from h5async.index.room import files_of
 from h5async.io.maps import IoMode
 from h5async.plan.plan import plan_run
 from h5async.read.executors import Executors
@@ -22,15 +24,15 @@ from h5async.read.scratch import Scratch, ScratchSize
 _BLOCK_SAMPLES = 1 << 18
 
 
-def read_whole(layout: DatasetLayout, io: IoMode) -> NDArray[Any]:
+def read_whole(layout: DatasetLayout, reach: Reach) -> NDArray[Any]:
     """Return all values of a dataset that has one for each sample.
 
     Parameters
     ----------
     layout
         Of the dataset.
-    io
-        How files are read.
+    reach
+        How files are read, and how much memory may be taken.
 
     Returns
     -------
@@ -44,19 +46,25 @@ def read_whole(layout: DatasetLayout, io: IoMode) -> NDArray[Any]:
     ReadError
         If it cannot be read.
     """
+    blocks = read_blocks(layout, reach)
     found = np.empty(layout.num_samples, layout.dtype.newbyteorder("="))
-    for first, block in read_blocks(layout, io):
+    for first, block in blocks:
         found[first : first + block.size] = block
     return found
 
 
-def read_blocks(layout: DatasetLayout, io: IoMode) -> Iterator[tuple[int, NDArray[Any]]]:
-    """Yield the same block by block: the number of its first sample, and its values.
+def read_blocks(
+    layout: DatasetLayout, reach: Reach, kept_itemsize: int = 0
+) -> Iterator[tuple[int, NDArray[Any]]]:
+    """Return the same block by block: the number of its first sample, and its values.
 
     The memory of a block is that of the next one, too. Values are in the dataset's byte order.
+    There must be room for all of them, of `kept_itemsize` bytes if they are kept as something else.
 
     Raises
     ------
+    BudgetError
+        If the file declares more values than there may be.
     DatasetError
         If it has several values for a sample, or none.
     ReadError
@@ -68,6 +76,14 @@ def read_blocks(layout: DatasetLayout, io: IoMode) -> Iterator[tuple[int, NDArra
             f'{layout.file}: dataset "{layout.path}" must have one value for each sample, and has'
             f" shape {layout.shape}"
         )
+    nbytes = max(count * max(layout.dtype.itemsize, kept_itemsize), layout.chunk_nbytes)
+    what = f'{layout.file}: dataset "{layout.path}" of shape {layout.shape}: its values'
+    reach.room.take(nbytes if count else 0, what, files_of(layout))
+    return _blocks(layout, reach.io)
+
+
+def _blocks(layout: DatasetLayout, io: IoMode) -> Iterator[tuple[int, NDArray[Any]]]:
+    count = layout.num_samples
     shape = [1] * (len(layout.shape) - 1)
     # (Whole chunks: what of one goes to two blocks would be decoded twice.)
     size = layout.chunk_shape[layout.sample_axis] if layout.chunk_shape else 1

@@ -57,6 +57,7 @@ from h5async.samples.devicefields import outlines_of
 from h5async.spelling import named
 from h5async.system.interruptions import interruption, passing
 from h5async.system.timeline import Recorder
+from h5async.system.waiting import Flag
 
 if TYPE_CHECKING:
     import numpy as np
@@ -79,8 +80,7 @@ class Engine:
         self.num_forks = lifetime.num_forks
         self.ring: SlotRing[FillOutcome] = SlotRing(config.prefetch)
         self.filler: Filler | HelperFiller | None = None
-        self.has_opened = threading.Event()  # set unless it is being opened
-        self.has_opened.set()
+        self.has_opened = Flag(True)  # set unless it is being opened
         self.slots: list[DeviceSlot] = []
         self.categories: Mapping[str, Categories] = {}
         self.device: Device = HostDevice()
@@ -92,7 +92,7 @@ class Engine:
     @passing()
     def open(self) -> None:
         """Open the dataset, and start the threads; after an exception, call `close`."""
-        self.has_opened.clear()
+        self.has_opened.is_set = False
         begin = time.perf_counter()
         try:
             lifetime.register(self)
@@ -269,6 +269,7 @@ class Engine:
         self._begin()
         return self.schedule.is_last(serial)
 
+    @passing()
     def read(self, samples: NDArray[np.int64]) -> tuple[Any, ...]:
         """Read samples in the calling thread, to arrays of their own."""
         return self.device.owned(self.given.read(samples, self._filler))
@@ -302,6 +303,7 @@ class Engine:
     def _requests(self, assignments: Sequence[Assignment]) -> list[FillRequest]:
         return self.position.requests(assignments, self.device_policy.begin)
 
+    @passing()
     def trace(
         self, path: str | os.PathLike[str] | None, *, nvtx: bool, torch: bool, max_events: int
     ) -> Trace:
@@ -399,6 +401,7 @@ class Engine:
                 self.ring.unassign()
             raise
 
+    @passing()
     def close(self, patience_seconds: float | None = None) -> None:
         """Stop the threads, close the files and free the slots' memory. Idempotent.
 

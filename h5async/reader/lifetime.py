@@ -17,6 +17,8 @@ from typing import Protocol
 # may still be in it.
 import h5py  # noqa: F401
 
+from h5async.system.waiting import Flag
+
 EXIT_SECONDS = 10.0  # for unfinished work when the interpreter ends
 
 
@@ -26,7 +28,7 @@ class Closable(Protocol):
     `has_opened` is set unless it is being opened.
     """
 
-    has_opened: threading.Event
+    has_opened: Flag
 
     def stop(self, *, at_exit: bool = False) -> None:
         """Begin to end, without waiting."""
@@ -71,4 +73,4 @@ def close_all() -> None:
     for closable in found:
         closable.join(max(0.0, end - time.monotonic()))
         # A daemon thread that opens files may hold h5py's lock, and would never release it.
-        closable.has_opened.wait(max(0.0, end - time.monotonic()))
+        closable.has_opened.wait_set(max(0.0, end - time.monotonic()))

@@ -21,6 +21,7 @@ WAITS = [0.0, 1e-5, 2e-4, 3e-4, 0.2]
 STAGES = {"plan": 0.1, "read": 0.4, "decode": 2.5, "upload": 0.0}
 
 
+@pytest.mark.slow
 def test_pictures_show_what_was_found(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot = Plot(tmp_path / "b.png")

@@ -170,6 +170,7 @@ app(["index", *sys.argv[3:], "-o", sys.argv[1]])
 """
 
 
+@pytest.mark.slow
 def test_an_index_that_does_not_fit_on_the_disk_leaves_the_old_one(files, tmp_path):
     """A limit on the size of files makes real writes fail, in the middle of the index."""
     index = tmp_path / "train.h5idx"

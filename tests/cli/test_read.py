@@ -49,6 +49,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
 @pytest.mark.parametrize("num_threads", ["0", "2"])
 def test_interrupted_it_tells_what_was_read(
@@ -65,6 +66,7 @@ def test_interrupted_it_tells_what_was_read(
     assert set(found) >= {"speed", "limit"}
 
 
+@pytest.mark.slow
 def test_interrupted_it_gives_the_same_as_json(train: Path) -> None:
     (train.parent / "mine.py").write_text(SENDS.format("SIGINT"))
     options = ["--epochs", "1000000", "--postprocess", "mine:f", "--batch-size", "10", "--json"]

@@ -494,6 +494,7 @@ def test_noise_is_refused_or_what_the_twin_makes_of_it(core, pipeline):
         assert chunk.is_as_by_twin(chunk.decode(noise), noise)
 
 
+@pytest.mark.slow
 def test_streams_of_lzf_made_of_random_steps(core):
     """Matches of all distances and lengths, overlapping ones too, up to the last byte."""
     rng = np.random.default_rng(SEED)
@@ -1243,6 +1244,7 @@ def run_python(code, **environment):
 PRINT_CORE = "from h5async.core.binding import load_core; c = load_core(); print(c and c.path)"
 
 
+@pytest.mark.slow
 def test_the_core_is_switched_off(core, tmp_path):
     path = tmp_path / "data.h5"
     with h5py.File(path, "w") as file:
@@ -1266,6 +1268,7 @@ def test_another_build_is_named(core, tmp_path):
     assert (code, out) == (0, str(other)), err
 
 
+@pytest.mark.slow
 def test_a_build_that_is_none_is_an_error(core, tmp_path):
     missing, text = tmp_path / "missing.so", tmp_path / "text.so"
     text.write_text("no library\n")

@@ -202,6 +202,7 @@ def write(path, case):
     return path
 
 
+@pytest.mark.slow
 @given(case=cases(), data=st.data())
 @hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
 def test_files_read_as_h5py_reads_them(core, tmp_path, case, data):
@@ -671,6 +672,7 @@ def mutated(rng, opened, heads):
     return data.tobytes(), references
 
 
+@pytest.mark.slow
 def test_thousands_of_damaged_files(core, opened):
     """The core does what its twin does; and what it reads comes from within the file."""
     rng = np.random.default_rng(SEED)

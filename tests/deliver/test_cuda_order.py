@@ -70,6 +70,7 @@ def run(path, monkeypatch, seed, prefetch, num_threads, streams=1):
         return all_right(path, simulation, late_copies(cupy, reader, streams))
 
 
+@pytest.mark.slow
 @each("prefetch", [1, 2, 3])
 @each("num_threads", [0, 1, 3])
 @each("streams", [1, 3])
@@ -192,6 +193,7 @@ def test_kernels_give_what_the_host_gives(tmp_path, monkeypatch, kind, dtype, sc
             assert ours.x.get().tobytes() == theirs.x.tobytes()
 
 
+@pytest.mark.slow
 @each("prefetch", [1, 2])
 @each("num_threads", [0, 3])
 @each("drop_last", [False, True])

@@ -87,6 +87,7 @@ def check(path, kept, axis=0, name="data"):
         assert np.array(got.get()).tobytes() == np.ascontiguousarray(want[index]).tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pipeline", PIPELINES)
 @each("shape", SHAPES)
 @each("dtype", ["u1", "<f4", "<i8"])
@@ -114,6 +115,7 @@ def test_every_pipeline_and_shape_is_what_h5py_gives(tmp_path, monkeypatch, pipe
     assert nvcomp.calls > 0 or pipeline in ("shuffle", "bitshuffle") or shape == "numbers"
 
 
+@pytest.mark.slow
 @each("prefetch", [1, 2, 3])
 @each("num_threads", [0, 1, 3])
 def test_every_allowed_order_gives_the_right_batches(tmp_path, monkeypatch, prefetch, num_threads):
@@ -326,6 +328,7 @@ def test_with_a_device_cache(tmp_path, monkeypatch):
         assert nvcomp.calls <= calls + 1  # what was asked for before the last rows had come
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device_is_fast", [True, False])
 @pytest.mark.parametrize("workers", ["thread", "process", 2])
 def test_auto_keeps_what_is_faster(tmp_path, monkeypatch, device_is_fast, workers):
@@ -367,6 +370,7 @@ def test_auto_keeps_what_is_faster(tmp_path, monkeypatch, device_is_fast, worker
             assert used <= (len(pieces) - len(reader._engine.slots)) * mmap.PAGESIZE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decode", ["device", "auto"])
 @pytest.mark.parametrize("num_threads", [0, 2])
 @pytest.mark.parametrize(

@@ -544,6 +544,7 @@ def test_adler32_is_zlibs(kernels, nbytes, count, gap, offset, launch, seed, is_
     assert adler_of(sums, nbytes) == due
 
 
+@pytest.mark.slow
 def test_adler32_does_not_overflow_over_gigabytes(kernels):
     """One thread, with more to sum up than fits 64 bits."""
     data = np.zeros(1_500_000_003, np.uint8)  # pages that nobody writes to take no memory
@@ -686,6 +687,7 @@ def missing(what):
     pytest.skip(f"needs {what}")
 
 
+@pytest.mark.slow
 def test_sanitizers_find_nothing(tmp_path):
     """The tests above once more, in another process, with each read and write checked."""
     compiler = shutil.which("g++")

@@ -10,6 +10,7 @@ import h5py
 import numpy as np
 import pytest
 from conftest import assert_same_bits, truth
+from hdf5files import reduced_precision
 
 import h5async.index.virtual
 import h5async.read.fallback
@@ -125,6 +126,7 @@ def test_large_rows_of_which_little_is_wanted(tmp_path: Path) -> None:
     open_reader(path, max_batch_bytes=4 * MIB, batch_size=4).close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shuffle", [True, "window"])
 def test_samples_of_very_many_chunks(tmp_path: Path, shuffle: bool | str) -> None:
     path = tmp_path / "a.h5"
@@ -147,15 +149,9 @@ def test_few_samples_of_large_chunks_that_h5py_reads(
     path = tmp_path / "a.h5"
     count, chunk = 40_000, 10_000
     with h5py.File(path, "w") as file:
-        kind = h5py.h5t.STD_I32LE.copy()
-        kind.set_precision(31)
-        plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-        plist.set_chunk((chunk,))
-        if filters:
-            plist.set_deflate(1)
-        space = h5py.h5s.create_simple((count,))
-        h5py.h5d.create(file.id, b"data", kind, space, plist)
-        file["data"][...] = np.arange(count)
+        storage = {"chunks": (chunk,), "compression": "gzip" if filters else None}
+        kind = reduced_precision(31)
+        file.create_dataset("data", data=np.arange(count), dtype=kind, **storage)
     spans = []
     inner = h5async.read.fallback._spans
 

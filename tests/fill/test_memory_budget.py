@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from cases import each
 from conftest import assert_same_bits, truth
+from hdf5files import reduced_precision, write_compact
 
 import h5async.opening.limits
 from h5async import (
@@ -334,6 +335,7 @@ def test_the_shares_are_listed_where_they_do_not_fit_together(
     open_reader(gzipped, num_threads=64, max_batch_bytes=64 * MIB).close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", ["thread", "process", 2])
 def test_there_are_fewer_threads_where_nobody_said_how_many(
     gzipped: Path, monkeypatch: pytest.MonkeyPatch, workers: str | int
@@ -381,6 +383,7 @@ def test_what_only_saves_work_shrinks(gzipped: Path, monkeypatch: pytest.MonkeyP
                 assert_same_bits(batch.data, expected[batch.index])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", ["thread", "process"])
 @pytest.mark.parametrize("cache_bytes", [None, 1 << 50])
 def test_a_host_cache_is_what_is_left_for(
@@ -478,26 +481,17 @@ def write_virtual(path: Path) -> None:
         file.create_virtual_dataset("data", layout, fillvalue=3)
 
 
-def write_reduced_precision(path: Path) -> None:
+def write_only_h5py(path: Path) -> None:
     """Only h5py reads it; the chunks are checked."""
+    values = np.arange(ROWS * 30, dtype="<i4").reshape(ROWS, 6, 5)
     with h5py.File(path, "w") as file:
-        kind = h5py.h5t.STD_I32LE.copy()
-        kind.set_precision(31)
-        plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-        plist.set_chunk((7, 6, 5))
-        plist.set_deflate(1)
-        space = h5py.h5s.create_simple((ROWS, 6, 5))
-        h5py.h5d.create(file.id, b"data", kind, space, plist)
-        file["data"][...] = np.arange(ROWS * 30).reshape(ROWS, 6, 5)
+        storage = {"chunks": (7, 6, 5), "compression": "gzip"}
+        file.create_dataset("data", data=values, dtype=reduced_precision(31), **storage)
 
 
-def write_compact(path: Path) -> None:
+def write_in_header(path: Path) -> None:
     with h5py.File(path, "w") as file:
-        plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-        plist.set_layout(h5py.h5d.COMPACT)
-        space = h5py.h5s.create_simple((ROWS, 6, 5))
-        h5py.h5d.create(file.id, b"data", h5py.h5t.STD_I32LE, space, plist)
-        file["data"][...] = np.arange(ROWS * 30).reshape(ROWS, 6, 5)
+        write_compact(file, "data", np.arange(ROWS * 30, dtype="<i4").reshape(ROWS, 6, 5))
 
 
 GZIP = {"chunks": (7, 6, 5), "compression": "gzip", "shuffle": True}
@@ -513,8 +507,8 @@ KINDS: dict[str, tuple[Callable[[Path], None], dict[str, Any]]] = {
     "several pieces": (lambda path: write_plain(path, **{**GZIP, "chunks": (7, 3, 5)}), {}),
     "raw chunks": (lambda path: write_plain(path, chunks=(7, 6, 5)), {}),
     "virtual": (write_virtual, {}),
-    "h5py": (write_reduced_precision, {}),
-    "compact": (write_compact, {}),
+    "h5py": (write_only_h5py, {}),
+    "compact": (write_in_header, {}),
     "cache": (lambda path: write_plain(path, **GZIP), {"cache": "host"}),
     "window": (lambda path: write_plain(path, **GZIP), {"shuffle": "window"}),
     "pread": (lambda path: write_plain(path, **GZIP), {"io": "pread"}),
@@ -669,6 +663,7 @@ def test_a_postprocess_without_memory_stays_an_error_of_its_own(gzipped: Path) -
             assert not isinstance(caught.value, OutOfMemoryError)
 
 
+@pytest.mark.slow
 def test_memory_that_the_helper_process_does_not_get(gzipped: Path) -> None:
     with open_reader(gzipped, workers="process", postprocess=returns_much) as reader:
         for _ in range(2):
@@ -733,6 +728,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_AS, as Linux has it")
 @pytest.mark.parametrize("at", ["before", "between"])
 @pytest.mark.parametrize("num_threads", [0, 2])

@@ -113,6 +113,7 @@ def test_a_field_of_such_a_name_is_the_field(path):
         assert (reader.get_next_batch()["rng"] == -np.arange(16)).all()
 
 
+@pytest.mark.slow
 def test_random_numbers_are_the_same_for_any_threads_and_resumed(path):
     def epochs(**options):
         with reader_of(path, noisy, shuffle="full", **options) as reader:

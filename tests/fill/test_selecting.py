@@ -124,6 +124,7 @@ def test_a_npy_file(files, tmp_path):
             assert epoch_of(reader).tolist() == expected.tolist()
 
 
+@pytest.mark.slow
 def test_helper_process(files):
     split = Split("train", PARTS, by="subject")
     with (
@@ -313,6 +314,7 @@ ORDERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", ORDERS)
 @pytest.mark.parametrize("world_size", [1, 3])
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -226,6 +226,7 @@ def test_datasets_that_are_not_alike_are_read_as_before(tmp_path, odd):
             assert np.array_equal(batch.a, np.concatenate(values)[batch.index])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::h5async.FileChangedWarning")
 @given(data=st.data())
 def test_a_changed_index_is_refused_or_read(data, index):

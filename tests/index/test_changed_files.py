@@ -41,7 +41,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "shuffle_lzf": {"chunks": (8, 6, 5), "compression": "lzf", "shuffle": True},
     "blosc2": {"chunks": (8, 6, 5), **hdf5plugin.Blosc2()},
     "szip": {"chunks": (8, 6, 5), "compression": "szip"},
-    "by_h5py": {"chunks": (8, 6, 5), **hdf5plugin.Zfp(reversible=True)},
+    "by_plugin": {"chunks": (8, 6, 5), **hdf5plugin.Zfp(reversible=True)},
 }
 
 
@@ -164,7 +164,7 @@ def test_a_file_rewritten_in_place_with_the_same_index_goes_on(tmp_path, options
             assert str(path) in str(batch)
 
 
-@pytest.mark.parametrize("way", ["contiguous", "gzip", "gzip_tiles", "by_h5py"])
+@pytest.mark.parametrize("way", ["contiguous", "gzip", "gzip_tiles", "by_plugin"])
 @pytest.mark.parametrize(
     "change", ["dtype", "shape", "moved", "gone", "no_hdf5", "empty", "longer", "chunks"]
 )
@@ -186,7 +186,7 @@ def test_a_file_rewritten_with_another_index_is_an_error(tmp_path, options, way,
             other = np.concatenate([other, other])
         elif change == "chunks":
             how |= {"chunks": (4, 6, 5)}
-        if change == "dtype" and way == "by_h5py":
+        if change == "dtype" and way == "by_plugin":
             how = {"chunks": (8, 6, 5), "compression": "gzip"}
         if change == "no_hdf5":
             with path.open("r+b") as file:
@@ -249,7 +249,7 @@ def every_kind(folder: Path) -> dict[str, dict[str, Any]]:
         file["table"] = table
         file.create_dataset("chunked_table", data=table, chunks=(8,), compression="gzip")
         file.create_dataset("gzip", data=values(1), chunks=(8, 6, 5), compression="gzip")
-        file.create_dataset("by_h5py", data=values(1), chunks=(8, 6, 5), scaleoffset=4)
+        file.create_dataset("by_plugin", data=values(1), chunks=(8, 6, 5), scaleoffset=4)
         plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         plist.set_layout(h5py.h5d.COMPACT)
         space = h5py.h5s.create_simple((ROWS, *ROW))
@@ -261,7 +261,7 @@ def every_kind(folder: Path) -> dict[str, dict[str, Any]]:
         values(1).tofile(folder / "f.raw")
         external = [(str(folder / "f.raw"), 0, h5py.h5f.UNLIMITED)]
         file.create_dataset("external", (ROWS, *ROW), "f4", external=external)
-    names = ["contiguous", "gzip", "by_h5py", "compact", "virtual", "external"]
+    names = ["contiguous", "gzip", "by_plugin", "compact", "virtual", "external"]
     fields = {name: name for name in [*names, "table/b", "chunked_table/b"]}
     return {name: {"fields": {"data": path}} for name, path in fields.items()}
 
@@ -292,6 +292,7 @@ def test_a_change_that_leaves_the_values_alone_is_none_to_any_kind_of_field(
                     assert np.array_equal(batch.data, values(1)[batch.index]), name
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give up its rights")
 def test_a_file_that_may_not_be_opened_any_more_is_read_on(tmp_path):
     path = tmp_path / "file.h5"
@@ -373,6 +374,7 @@ def test_a_warning_that_is_an_error_costs_no_batch(tmp_path, options):
         assert is_of(batch, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", ["thread", "process"])
 def test_a_helper_process_warns_too(tmp_path, workers):
     path = tmp_path / "file.h5"
@@ -387,7 +389,7 @@ def test_a_helper_process_warns_too(tmp_path, workers):
         assert all(is_of(batch, 2) for batch in found[2:])
 
 
-@pytest.mark.parametrize("way", ["contiguous", "raw_chunks", "gzip", "gzip_tiles", "by_h5py"])
+@pytest.mark.parametrize("way", ["contiguous", "raw_chunks", "gzip", "gzip_tiles", "by_plugin"])
 @each("options", OPTIONS)
 def test_sources_of_a_virtual_dataset_are_looked_at(tmp_path, options, way):
     layout = h5py.VirtualLayout((2 * ROWS, *ROW), np.float32)
@@ -450,6 +452,7 @@ def test_a_chunk_that_was_kept_decoded_is_not_given_after_a_change(tmp_path, opt
         assert all(is_of(batch, 2) for batch in found)
 
 
+@pytest.mark.slow
 @each("options", OPTIONS)
 def test_a_writer_that_does_not_stop_is_an_error_or_none(tmp_path, options):
     """What comes meanwhile is of some versions; when it has stopped, all is of the last one."""
@@ -548,6 +551,7 @@ def run(script: str, *arguments: Any, **kwargs: Any) -> subprocess.CompletedProc
     )
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(6)
 @needs_guard
 @pytest.mark.parametrize("num_threads", [0, 2])
@@ -563,6 +567,7 @@ def test_a_mapped_file_that_is_cut_short_is_an_error(large, name, io, num_thread
     assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_threads", [0, 2])
 @pytest.mark.parametrize("name", ["contiguous", "chunks", "gzip", "blosc2", "columns"])
@@ -591,6 +596,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow
 @needs_guard
 @pytest.mark.parametrize("other", OTHERS)
 def test_other_handlers_may_be_there(large, other):
@@ -625,6 +631,7 @@ FOREIGN = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @needs_guard
 @pytest.mark.parametrize("how", ["fault", "kill"])
@@ -636,6 +643,7 @@ def test_a_fault_of_somebody_else_ends_the_process_as_ever(large, when, how):
     assert count == (when != "never"), done.stderr
 
 
+@pytest.mark.slow
 @needs_guard
 def test_a_handler_of_python_is_called_for_a_signal_that_was_sent(large):
     script = """
@@ -715,6 +723,7 @@ int touch(const volatile char *at)
 """
 
 
+@pytest.mark.slow
 @needs_guard
 @pytest.mark.parametrize("is_used", [False, True])
 @pytest.mark.parametrize("once", [0, 1])

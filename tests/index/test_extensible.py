@@ -65,6 +65,7 @@ def assert_reads_like_h5py(path, num_dim):
     assert np.array_equal(found, truth)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(history=histories())
 def test_any_history(tmp_path_factory, history):

@@ -266,6 +266,7 @@ def test_datasets_of_their_own(layout):
     assert check(layout) == 0
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(wholes())
 def test_datasets_whose_samples_lie_in_others(layout):

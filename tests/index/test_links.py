@@ -574,6 +574,7 @@ assert (found >= 0).all(), found
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix", ["{here}", "${{ORIGIN}}", "{here}/../here"])
 @pytest.mark.parametrize("kind", ["external storage", "virtual", "link"])
 def test_prefix_of_the_environment_is_used_as_by_hdf5(here, kind, prefix):

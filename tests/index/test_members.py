@@ -321,6 +321,7 @@ FILL = np.array(
 )
 
 
+@pytest.mark.slow
 @each("chunks", [(4,), (11,)])
 @each("filters", [{}, {"compression": "gzip"}])
 @each("fill", [None, FILL])

@@ -139,6 +139,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
     return Recipe((rows, width), draw(st.permutations(mappings)), sources, options, dtypes, axis)
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES // 2)
 @given(
     recipe=recipes(),

@@ -336,6 +336,7 @@ def other_formats(content: bytes) -> list[bytes]:
     return [content[:12] + number.to_bytes(4, "little") + content[16:] for number in others]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [flips, cuts, other_formats])
 @pytest.mark.parametrize("chunks", [4, None])
 def test_a_damaged_entry_is_made_anew(tmp_path, cache, monkeypatch, damage, chunks):
@@ -511,6 +512,7 @@ def writer(path: Path, kind: str, times: int) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.slow
 def test_processes_that_write_at_once_do_not_harm_each_other(tmp_path, cache):
     path = make(tmp_path / "a.h5")
     several = [writer(path, "", 40) for _ in range(3)]
@@ -525,6 +527,7 @@ def test_processes_that_write_at_once_do_not_harm_each_other(tmp_path, cache):
     assert [name for name in os.listdir(cache) if name.endswith(".tmp")] == []
 
 
+@pytest.mark.slow
 def test_a_writer_that_is_killed_leaves_the_old_index(tmp_path, cache, monkeypatch):
     path = make(tmp_path / "a.h5")
     with writer(path, "kill", 1) as process:
@@ -794,6 +797,7 @@ def test_rows_that_were_never_written_and_are_now(tmp_path, cache):
 # --- other processes -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_helper_process_opens_by_an_index(tmp_path, cache):
     paths = [make(tmp_path / f"{i}.h5", 1000 * i) for i in range(2)]
     index = save(tmp_path, *paths, fields={"data": Field("data")})

@@ -166,6 +166,7 @@ def _replace(layout: DatasetLayout, **members: Any) -> DatasetLayout:
     return found
 
 
+@pytest.mark.slow
 @given(several=st.lists(layouts(), min_size=1, max_size=5), data=st.data())
 def test_layouts_come_back_as_they_were(several, data, tmp_path_factory):
     path = tmp_path_factory.mktemp("saved") / "x.h5idx"
@@ -217,6 +218,7 @@ def indices(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::h5async.FileChangedWarning")
 @given(data=st.data())
 def test_a_changed_index_is_refused_or_read(data, indices):

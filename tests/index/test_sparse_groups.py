@@ -14,6 +14,7 @@ from conftest import assert_same_bits, require_extra
 
 from h5async.errors import DatasetError, ReadError, UnsafeFileError
 from h5async.index.layout import DatasetLayout
+from h5async.index.links import Reach
 from h5async.index.sparsegroup import row_offsets, sparse_group
 from h5async.index.tablecolumns import category_names, column, union_of
 from h5async.read.whole import read_whole
@@ -27,7 +28,7 @@ def path(tmp_path):
 
 
 def values_of(layout):
-    return layout if isinstance(layout, np.ndarray) else read_whole(layout, "pread")
+    return layout if isinstance(layout, np.ndarray) else read_whole(layout, Reach(io="pread"))
 
 
 def matrix_of(path, name):
@@ -80,6 +81,7 @@ def annotated(path, rows=37, columns=11):
     return found
 
 
+@pytest.mark.slow
 def test_matrices_of_anndata(path):
     expected = annotated(path)
     for name, matrix in (
@@ -99,6 +101,7 @@ def test_matrices_of_anndata(path):
             assert sparse_group(file, name) is None
 
 
+@pytest.mark.slow
 def test_the_command_for_compressed_columns_makes_rows_of_them(path):
     expected = annotated(path)
     with h5py.File(path) as file, pytest.raises(DatasetError) as caught:

@@ -105,6 +105,7 @@ STORAGE = [
 ]
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     stored=types(),

@@ -141,6 +141,7 @@ except ReadError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 def test_a_file_that_may_not_be_read(tmp_path):
     path = tmp_path / "a.h5"

@@ -421,6 +421,7 @@ READING = {
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES * 5 // 8)
 @given(recipe=recipes(), **READING)
 def test_virtual_dataset_reads_like_h5py(recipe, num_dim, **how):
@@ -923,6 +924,7 @@ def assert_ends_in_an_error(path: Path, num_threads: int = 0) -> None:
     assert "Error" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("write", [write_simple, write_irregular], ids=["regular", "irregular"])
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_loop_of_virtual_datasets_is_an_error(tmp_path, length, write):
@@ -931,11 +933,13 @@ def test_loop_of_virtual_datasets_is_an_error(tmp_path, length, write):
     assert_ends_in_an_error(tmp_path / "0.h5")
 
 
+@pytest.mark.slow
 def test_loop_within_one_file_is_an_error(tmp_path):
     write_simple(tmp_path / "0.h5", ".", "data")
     assert_ends_in_an_error(tmp_path / "0.h5")
 
 
+@pytest.mark.slow
 def test_loop_of_many_mappings_each_is_an_error_soon(tmp_path):
     for number in range(2):
         layout = h5py.VirtualLayout((12, 3), "<i4")
@@ -947,6 +951,7 @@ def test_loop_of_many_mappings_each_is_an_error_soon(tmp_path):
     assert_ends_in_an_error(tmp_path / "0.h5")
 
 
+@pytest.mark.slow
 def test_loop_through_links_is_an_error(tmp_path):
     write_simple(tmp_path / "0.h5", "1.h5", "data")
     with h5py.File(tmp_path / "1.h5", "w") as file:

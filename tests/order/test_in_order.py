@@ -69,6 +69,7 @@ def read_exactly_an_epoch(reader: AsyncReader) -> list[Any]:
     return [reader.get_next_batch().copy() for _ in range(len(reader))]
 
 
+@pytest.mark.slow
 @each("num_threads", [0, 1, 3, 8])
 @each("batch_size", [1, 6, 23])
 @pytest.mark.parametrize("name", SPLIT)

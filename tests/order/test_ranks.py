@@ -304,6 +304,7 @@ print(json.dumps(said.decode().splitlines()))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Slurm is Linux'")
 def test_a_step_in_a_shell_with_a_terminal():
     """The shell is alone, with a script that it starts; the first task of a step is not."""
@@ -417,6 +418,7 @@ def set_rank(monkeypatch, rank, world_size):
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("workers", ["thread", "process"])
 @pytest.mark.parametrize("shuffle", [False, "full", "window"])
@@ -543,6 +545,7 @@ with AsyncReader(
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", ["thread", "process"])
 def test_a_process_group_that_is_made_after_the_reader(path, tmp_path, workers):
     require_extra("torch")

@@ -50,6 +50,7 @@ def saved(reader):
     return json.loads(json.dumps(reader.state_dict()))
 
 
+@pytest.mark.slow
 @given(
     shuffle=st.sampled_from([False, "full", "window"]),
     drop_last=st.booleans(),
@@ -129,6 +130,7 @@ def test_a_state_is_loaded_again_and_again(path):
             assert list(loop) == []  # it belongs to what was left
 
 
+@pytest.mark.slow
 @given(
     shuffle=st.sampled_from([False, "full", "window"]),
     old=st.tuples(st.integers(1, 12), st.integers(1, 3)),
@@ -185,6 +187,7 @@ with AsyncReader(
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shuffle", ["full", "window"])
 def test_after_a_crash_the_whole_sequence_is_as_it_would_have_been(path, tmp_path, shuffle):
     """The process is killed at random; the state of the last batch that was noted is loaded."""
@@ -357,6 +360,7 @@ def take_in_another_process(reader, results):
         results.put(take(reader, 5))
 
 
+@pytest.mark.slow
 def test_a_spawned_process_gets_a_reader(path):
     context = multiprocessing.get_context("spawn")
     results = context.Queue()

@@ -183,6 +183,7 @@ def test_unequal_epochs_are_told():
         whole(order, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("endless", [itertools.cycle([1, 2, 3]), itertools.cycle([[1, 2], [3]])])
 def test_a_sampler_without_an_end_is_told(endless):
     with pytest.raises(ConfigError, match="there is no end; say by epoch_samples"):

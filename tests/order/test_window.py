@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from cases import each
 from conftest import assert_epoch_is, assert_same_bits, truth
+from hdf5files import reduced_precision, write_compact
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import DEFLATE, layout
@@ -442,26 +443,13 @@ def write(path: Path, values: np.ndarray, name: str = "data", **storage: Any) ->
         file.create_dataset(name, data=values, **storage)
 
 
-def write_compact(path: Path) -> None:
-    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    plist.set_layout(h5py.h5d.COMPACT)
+def write_in_header(path: Path) -> None:
     with h5py.File(path, "w") as file:
-        space = h5py.h5s.create_simple((ROWS, 5))
-        dataset = h5py.h5d.create(file.id, b"data", h5py.h5t.STD_I32LE, space, plist)
-        h5py.Dataset(dataset)[...] = values_of(ROWS, 5)
+        write_compact(file, "data", values_of(ROWS, 5))
 
 
-def write_reduced_precision(path: Path) -> None:
-    """Only h5py may read it."""
-    kind = h5py.h5t.STD_I32LE.copy()
-    kind.set_precision(20)
-    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    plist.set_chunk((16, 5))
-    plist.set_deflate(1)
-    with h5py.File(path, "w") as file:
-        space = h5py.h5s.create_simple((ROWS, 5))
-        dataset = h5py.Dataset(h5py.h5d.create(file.id, b"data", kind, space, plist))
-        dataset[...] = values_of(ROWS, 5)
+def write_only_h5py(path: Path) -> None:
+    write(path, values_of(ROWS, 5), dtype=reduced_precision(), chunks=(16, 5), **GZIP)
 
 
 def write_with_holes(path: Path) -> None:
@@ -525,8 +513,8 @@ WRITERS: dict[str, tuple[Callable[[Path], None], int]] = {  # and the sample dim
     "raw chunks, samples last": (plain(7, ROWS, chunks=(3, 16)), 1),
     "contiguous, samples last": (plain(7, ROWS), 1),
     "scaleoffset": (plain(ROWS, 5, chunks=(16, 5), scaleoffset=0), 0),
-    "compact": (write_compact, 0),
-    "only through h5py": (write_reduced_precision, 0),
+    "compact": (write_in_header, 0),
+    "only through h5py": (write_only_h5py, 0),
     "with holes": (write_with_holes, 0),
     "a chunk stored raw": (write_masked, 0),
     "virtual": (write_virtual, 0),
@@ -724,7 +712,7 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
                 made.append(self)
 
         def _release(self, key: Any, entry: Any) -> None:
-            with self._changed:  # other threads change what is kept
+            with self._lock:  # other threads change what is kept
                 now = sum(kept.data.size for kept in self._entries.values())
                 self.most_nbytes = max(self.most_nbytes, now)
             super()._release(key, entry)

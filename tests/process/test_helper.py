@@ -25,6 +25,7 @@ import h5py
 import numpy as np
 import pytest
 from cases import each
+from hdf5files import reduced_precision
 
 import h5async.deliver.device
 import h5async.deliver.findgpu
@@ -59,11 +60,8 @@ def path(tmp_path_factory):
         file["labels"] = np.arange(N)
         terminated = h5py.h5t.C_S1.copy()
         terminated.set_size(8)
-        odd = h5py.h5t.STD_I32LE.copy()  # numbers that h5py reads
-        odd.set_precision(20)
         space = h5py.h5s.create_simple((N,))
-        numbers = h5py.Dataset(h5py.h5d.create(file.id, b"odd", odd, space))
-        numbers[...] = np.arange(N)
+        file.create_dataset("odd", data=np.arange(N), dtype=reduced_precision())
         texts = h5py.Dataset(h5py.h5d.create(file.id, b"texts", terminated, space))
         texts[...] = np.array([b"text %d" % i for i in range(N)], "S8")
         file["flags"] = rng.integers(0, 2, N).astype(bool)
@@ -157,6 +155,7 @@ def assert_same(found, expected):
 # --- what comes ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -176,6 +175,7 @@ def test_batches_are_those_of_threads(path, options):
     assert_same(epochs(path, "process", **options), epochs(path, "thread", **options))
 
 
+@pytest.mark.slow
 def test_batches_are_h5pys(path):
     with h5py.File(path) as file, make(path, shuffle="full") as reader:
         data = file["data"][...]
@@ -184,6 +184,7 @@ def test_batches_are_h5pys(path):
                 assert np.array_equal(batch.data, data[batch.index])
 
 
+@pytest.mark.slow
 def test_batches_lie_in_the_slots(path):
     with make(path) as reader:
         slots = {a.ctypes.data for slot in reader._engine.slots for a in slot.memory.out}
@@ -192,6 +193,7 @@ def test_batches_lie_in_the_slots(path):
         assert reader.layouts["data"].path == "data"
 
 
+@pytest.mark.slow
 def test_it_says_what_it_did(path):
     with make(path, fields=FIELDS, shuffle="full", cache="host") as reader:
         for _ in range(2):
@@ -206,6 +208,7 @@ def test_it_says_what_it_did(path):
         assert "waiting for the GIL: the loop" not in str(stats)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shuffle", ["full", "window"])
 def test_it_goes_on_where_a_state_says(path, shuffle):
     options = {"shuffle": shuffle, "fields": {"labels": "labels", "data": "data"}}
@@ -230,6 +233,7 @@ def test_it_goes_on_where_a_state_says(path, shuffle):
         assert_same(found, expected)
 
 
+@pytest.mark.slow
 def test_it_can_be_sent_to_another_process(path):
     with make(path) as reader, pickle.loads(pickle.dumps(reader)) as other:
         assert other.config.workers == "process"
@@ -257,12 +261,14 @@ def crossed(data, labels):
     return labels, data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [in_place, to_others, of_any_size, crossed])
 def test_what_postprocess_makes_comes_over(path, function):
     options = {"postprocess": function, "shuffle": "full", "prefetch": 3}
     assert_same(epochs(path, "process", **options), epochs(path, "thread", **options))
 
 
+@pytest.mark.slow
 def test_functions_of_any_kind_are_sent(path):
     factor = 3
     for function in (
@@ -273,6 +279,7 @@ def test_functions_of_any_kind_are_sent(path):
             assert reader.get_next_batch().labels.tolist() == list(range(0, 24, 3))
 
 
+@pytest.mark.slow
 def test_a_function_by_its_name(path, tmp_path, monkeypatch):
     (tmp_path / "my_functions.py").write_text("def double(d, l): return d, l * 2\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -282,6 +289,7 @@ def test_a_function_by_its_name(path, tmp_path, monkeypatch):
         make(path, postprocess="my_functions:nothing")
 
 
+@pytest.mark.slow
 def test_a_function_of_the_main_program(path, tmp_path):
     """No guard of ``__main__`` is needed: the program is not run again."""
     script = tmp_path / "program.py"
@@ -325,6 +333,7 @@ def test_what_cannot_be_sent_is_refused(path):
         make(path, postprocess=lambda data, labels: lock and None)
 
 
+@pytest.mark.slow
 def test_python_objects_cannot_come_back(path):
     def objects(data, labels):
         return data, labels.astype(object)
@@ -353,6 +362,7 @@ def fails_at_one(data, labels):
             raise Local(3, "outer") from error
 
 
+@pytest.mark.slow
 def test_errors_come_back_whole(path):
     with make(path, postprocess=fails_at_one) as reader:
         assert reader.get_next_batch().number == 0
@@ -380,6 +390,7 @@ def damaged(path, tmp_path):
     return copy
 
 
+@pytest.mark.slow
 def test_a_damaged_chunk_has_the_words_of_threads(path, tmp_path):
     copy, found = damaged(path, tmp_path), {}
     for workers in ("thread", "process"):
@@ -394,6 +405,7 @@ def test_a_damaged_chunk_has_the_words_of_threads(path, tmp_path):
     assert any(isinstance(entry, str) for entry in found["thread"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "kind"),
     [
@@ -416,6 +428,7 @@ def test_what_is_wrong_at_the_start(path, options, kind):
     assert len(set(messages)) <= 1
 
 
+@pytest.mark.slow
 def test_files_outside_are_refused_there_too(path, tmp_path):
     outside = tmp_path / "outside.h5"
     with h5py.File(outside, "w") as file:
@@ -424,6 +437,7 @@ def test_files_outside_are_refused_there_too(path, tmp_path):
         make(outside, labels_field=None)
 
 
+@pytest.mark.slow
 def test_a_timeout(path):
     def hangs(data, labels):
         if labels[0] == 8:
@@ -443,6 +457,7 @@ def widened(data, labels):
     return data.astype("f8"), labels.astype("f4")
 
 
+@pytest.mark.slow
 def test_many_threads_take_memory_for_what_postprocess_makes(tmp_path):
     path = tmp_path / "many.h5"
     with h5py.File(path, "w") as file:
@@ -464,6 +479,7 @@ def raises_frozen(data, labels):
     raise Frozen(3)
 
 
+@pytest.mark.slow
 def test_an_error_that_refuses_notes(path):
     with make(path, postprocess=raises_frozen) as reader:
         for _ in range(3):
@@ -471,6 +487,7 @@ def test_an_error_that_refuses_notes(path):
                 reader.get_next_batch()
 
 
+@pytest.mark.slow
 def test_a_new_helper_finds_relative_paths(path, monkeypatch):
     monkeypatch.chdir(path.parent)
     with make(path.name, prefetch=1) as reader:
@@ -480,6 +497,7 @@ def test_a_new_helper_finds_relative_paths(path, monkeypatch):
         assert reader.get_next_batch().number == 1
 
 
+@pytest.mark.slow
 def test_a_folder_that_was_removed(path, tmp_path, monkeypatch):
     folder = tmp_path / "gone"
     folder.mkdir()
@@ -493,6 +511,7 @@ def test_a_folder_that_was_removed(path, tmp_path, monkeypatch):
         make("data.h5")
 
 
+@pytest.mark.slow
 def test_restarts_and_many_fields_take_no_more(path):
     fields = {f"f{i}": "data" for i in range(10)}
 
@@ -511,6 +530,7 @@ def test_restarts_and_many_fields_take_no_more(path):
         assert sizes[2] <= sizes[1] * 1.2
 
 
+@pytest.mark.slow
 def test_a_parser_that_never_ends(path, monkeypatch):
     at_start(monkeypatch, "import h5py, time; h5py.File = lambda *a, **k: time.sleep(1e6)")
     monkeypatch.setattr(h5async.process.startsteps, "_STEP_SECONDS", 0.1)
@@ -531,6 +551,7 @@ def leave(data, labels):
         os._exit(7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "num_threads", "prefetch"),
     [(crash, 0, 3), (crash, 1, 1), (leave, 0, 1), (leave, 1, 3)],
@@ -559,6 +580,7 @@ def test_a_crash_costs_its_batch(path, function, num_threads, prefetch):
     assert len(failed) == 2
 
 
+@pytest.mark.slow
 def test_a_crash_costs_no_other_batch(path, tmp_path):
     def crashes_at_three(data, labels):
         number = int(labels[0]) // 8
@@ -582,6 +604,7 @@ def test_a_crash_costs_no_other_batch(path, tmp_path):
     assert outcomes == [0, 1, 2, "batch 3", 4, 5]
 
 
+@pytest.mark.slow
 def test_a_helper_that_is_killed_while_nothing_is_on_its_way(path):
     with make(path) as reader:
         for turn in range(6):
@@ -595,6 +618,7 @@ def test_a_helper_that_is_killed_while_nothing_is_on_its_way(path):
         assert stats.stage_seconds["decode"] > 0
 
 
+@pytest.mark.slow
 def test_what_was_ready_is_not_lost_when_the_helper_dies(path):
     with make(path, prefetch=4) as reader:
         for _ in range(4):
@@ -609,6 +633,7 @@ def test_what_was_ready_is_not_lost_when_the_helper_dies(path):
         assert [reader.get_next_batch().number for _ in range(6)] == [0, 1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_killed_at_random_it_loses_nothing(path):
     rng, kills = np.random.default_rng(5), 0
     # No batch is on its way in more than two turns of the loop, so at more than two deaths.
@@ -668,6 +693,7 @@ def test_descriptors_that_run_out_leave_nothing(path, monkeypatch, name):
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
 def test_standard_streams_that_are_closed(path, tmp_path, closed):
     script = tmp_path / "program.py"
@@ -689,6 +715,7 @@ def test_standard_streams_that_are_closed(path, tmp_path, closed):
     assert (tmp_path / "found").read_text() == f"{list(range(8))}\n2\n"
 
 
+@pytest.mark.slow
 def test_where_no_new_helper_can_be_started_every_batch_says_so(path, monkeypatch):
     with make(path, prefetch=1) as reader:
         reader.get_next_batch()
@@ -703,6 +730,7 @@ def test_where_no_new_helper_can_be_started_every_batch_says_so(path, monkeypatc
         assert reader.get_next_batch().number == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["replaced", "rewritten"])
 def test_a_new_helper_reads_no_other_file(path, tmp_path, how):
     copy = tmp_path / "copy.h5"
@@ -725,6 +753,7 @@ def test_a_new_helper_reads_no_other_file(path, tmp_path, how):
 # --- messages ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_threads", [0, 2])
 def test_more_requests_than_the_channel_holds(path, tmp_path, num_threads):
     script = tmp_path / "program.py"
@@ -744,6 +773,7 @@ def test_more_requests_than_the_channel_holds(path, tmp_path, num_threads):
     run(script, path, num_threads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_threads", [0, 2])
 def test_nobody_waits_for_a_helper_that_does_not_receive(path, tmp_path, num_threads):
     script = tmp_path / "program.py"
@@ -764,6 +794,7 @@ def test_nobody_waits_for_a_helper_that_does_not_receive(path, tmp_path, num_thr
     run(script, path, num_threads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_threads", [0, 2])
 def test_a_helper_receives_while_a_fill_hangs(path, tmp_path, monkeypatch, num_threads):
     notes = recorded(monkeypatch)
@@ -791,6 +822,7 @@ def recorded(monkeypatch):
     return found
 
 
+@pytest.mark.slow
 def test_a_new_helper_is_told_what_was_noted_while_it_started(path, monkeypatch):
     """All is told once, in order: an order of samples before the requests that follow it."""
     options = {"shuffle": "full", "prefetch": 2}
@@ -828,6 +860,7 @@ def test_a_new_helper_is_told_what_was_noted_while_it_started(path, monkeypatch)
 # --- the end -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", ["nothing", "a batch", "an error", "a death", "a cycle"])
 def test_a_reader_that_is_dropped_leaves_nothing(path, use):
     before = len(os.listdir("/proc/self/fd"))
@@ -852,6 +885,7 @@ def test_a_reader_that_is_dropped_leaves_nothing(path, use):
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
 
 
+@pytest.mark.slow
 def test_closed_it_refuses_all_and_batches_stay(path):
     reader = make(path)
     batch = reader.get_next_batch()
@@ -863,6 +897,7 @@ def test_closed_it_refuses_all_and_batches_stay(path):
         reader.get_next_batch()
 
 
+@pytest.mark.slow
 def test_descriptors_and_memory_stay_as_they_are(path):
     def descriptors():
         return len(os.listdir("/proc/self/fd"))
@@ -877,6 +912,7 @@ def test_descriptors_and_memory_stay_as_they_are(path):
             assert descriptors() <= before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["SIGKILL", "exit", "_exit"])
 def test_the_helper_dies_with_its_parent(path, tmp_path, how):
     ends = {
@@ -907,6 +943,7 @@ def test_the_helper_dies_with_its_parent(path, tmp_path, how):
     wait_until(lambda: not is_alive(int(done.stdout)))
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_the_readers(path, tmp_path):
     """A terminal sends it to the helper too."""
     script = tmp_path / "parent.py"
@@ -929,6 +966,7 @@ def test_ctrl_c_is_the_readers(path, tmp_path):
     assert run(script, path, start_new_session=True).stdout == "fine\n"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_child_has_no_helper(path):
     with make(path) as reader:
@@ -949,6 +987,7 @@ def test_a_forked_child_has_no_helper(path):
 # --- for a GPU -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @each("num_threads", [0, 2])
 @each("prefetch", [1, 3])
 @each("cache", [None, "device"])
@@ -1006,5 +1045,7 @@ def test_both_see_what_is_shared():
     ours.close()
     assert other[1, 3] == 0
     theirs.close()
+    shared = SharedMemory()
     with pytest.raises(MemoryError, match="bytes of shared memory"):
-        SharedMemory().empty(1 << 62)
+        shared.empty(1 << 62)
+    shared.close()

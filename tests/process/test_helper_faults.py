@@ -58,6 +58,7 @@ def starts(monkeypatch):
 # --- kills ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("message", [Opened, Started, Answer])
 def test_a_kill_at_any_step_costs_nothing(path, monkeypatch, message):
     """Also that of the helper which takes the place of one that was killed."""
@@ -83,6 +84,7 @@ def test_a_kill_at_any_step_costs_nothing(path, monkeypatch, message):
     assert kills
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("message", [Opened, Started])
 def test_a_kill_while_a_reader_is_made_is_an_error(path, monkeypatch, message):
     inner = h5async.process.child.HelperProcess._open
@@ -106,6 +108,7 @@ def test_a_kill_while_a_reader_is_made_is_an_error(path, monkeypatch, message):
         make(path)
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments_every_batch_comes_or_says_why(path):
     """At its start, in the middle of a message, while a slot is written: whenever."""
     rng, stop, kills = random.Random(3), threading.Event(), []
@@ -138,6 +141,7 @@ def test_killed_at_random_moments_every_batch_comes_or_says_why(path):
     assert lost <= len(kills) / 3
 
 
+@pytest.mark.slow
 def test_a_message_that_is_cut_off_is_no_message(path, monkeypatch):
     cut_off = (
         "import os, signal, threading, h5async.process.channel as c; inner = c.Channel.send;"
@@ -161,6 +165,7 @@ def leaves_a_child(data, labels):
         signal.pause()
 
 
+@pytest.mark.slow
 def test_the_end_is_seen_though_a_child_of_the_helper_lives_on(path):
     with make(path, prefetch=1, postprocess=leaves_a_child) as reader:
         reader.get_next_batch()
@@ -181,6 +186,7 @@ def crashes_at_16(data, labels):
         ctypes.string_at(0)
 
 
+@pytest.mark.slow
 def test_what_helpers_die_of_is_not_tried_for_ever(path, monkeypatch):
     found = starts(monkeypatch)
     with make(path, prefetch=3, postprocess=crashes_at_16) as reader:
@@ -195,6 +201,7 @@ def test_what_helpers_die_of_is_not_tried_for_ever(path, monkeypatch):
     assert len(found) == 4
 
 
+@pytest.mark.slow
 def test_helpers_that_die_at_each_start_end_in_an_error(path, monkeypatch):
     with make(path, prefetch=2) as reader:
         reader.get_next_batch()
@@ -209,6 +216,7 @@ def test_helpers_that_die_at_each_start_end_in_an_error(path, monkeypatch):
 # --- signals -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["group", "helper"])
 def test_signals_of_the_group_are_the_readers(path, tmp_path, target):
     script = tmp_path / "program.py"
@@ -230,6 +238,7 @@ def test_signals_of_the_group_are_the_readers(path, tmp_path, target):
     assert int(done.stdout) == (len(numbers) if target == "group" else 0)
 
 
+@pytest.mark.slow
 def test_signals_before_the_helper_is_ready_for_them(path, monkeypatch):
     code = "; ".join(f"os.kill(os.getpid(), {int(number)})" for number in GROUP_SIGNALS)
     at_start(monkeypatch, f"import os; {code}")
@@ -237,6 +246,7 @@ def test_signals_before_the_helper_is_ready_for_them(path, monkeypatch):
         assert reader.get_next_batch().number == 0
 
 
+@pytest.mark.slow
 def test_a_program_that_was_stopped_goes_on(path, tmp_path):
     script = tmp_path / "program.py"
     script.write_text(
@@ -268,6 +278,7 @@ def test_a_program_that_was_stopped_goes_on(path, tmp_path):
     wait_until(lambda: not is_alive(helper))
 
 
+@pytest.mark.slow
 def test_a_reader_that_lets_sigpipe_have_its_way(path, tmp_path):
     script = tmp_path / "program.py"
     script.write_text(
@@ -305,6 +316,7 @@ def dispositions(data, labels):
     labels[0] = names == {"SIG_DFL"}
 
 
+@pytest.mark.slow
 def test_programs_that_postprocess_starts_get_signals_as_usual(path):
     with make(path, postprocess=dispositions) as reader:
         assert reader.get_next_batch().labels[0] == 1
@@ -324,6 +336,7 @@ PATCHES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("patch", PATCHES)
@@ -376,6 +389,7 @@ def test_a_program_that_embeds_python(path, monkeypatch, executable):
         make(path)
 
 
+@pytest.mark.slow
 def test_a_program_that_is_its_own_interpreter_is_not_started_without_end(path, tmp_path):
     """As one that embeds Python, and that does not say so."""
     log = tmp_path / "log"
@@ -399,6 +413,7 @@ def test_a_program_that_is_its_own_interpreter_is_not_started_without_end(path, 
 # --- the environment -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_path_of_modules_that_holds_anything(path, monkeypatch):
     odd = [pathlib.Path("/nowhere"), b"/bytes", None, 7, "/sürrögate/\udcff", 'it\'s "quoted"\n']
     monkeypatch.setattr(sys, "path", [*odd, *sys.path])
@@ -406,6 +421,7 @@ def test_a_path_of_modules_that_holds_anything(path, monkeypatch):
         assert reader.get_next_batch().number == 0
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("options", ["-I", "-S", "-E", "-s", "-P", "-O", "-X utf8", "-W error"])
 def test_options_of_the_interpreter(path, tmp_path, options):
@@ -434,6 +450,7 @@ def test_options_of_the_interpreter(path, tmp_path, options):
         assert (done.stdout, done.returncode) == ("0 2\n", 0), done.stderr
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_removed_later(path, tmp_path, monkeypatch):
     folder = tmp_path / "gone"
     folder.mkdir()
@@ -473,6 +490,7 @@ def test_threads_that_run_out_leave_nothing(path, monkeypatch, workers, count):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.mark.slow
 def test_threads_that_run_out_in_the_helper(path, monkeypatch):
     at_start(
         monkeypatch,
@@ -494,6 +512,7 @@ def test_a_timeout_of_any_length(path, workers, timeout):
         assert reader.get_next_batch(timeout=timeout).number == 1
 
 
+@pytest.mark.slow
 def test_more_slots_than_descriptors(path, tmp_path):
     script = tmp_path / "program.py"
     script.write_text(
@@ -510,6 +529,7 @@ def test_more_slots_than_descriptors(path, tmp_path):
     run(script, path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [0, 1000, 1 << 20])
 def test_a_limit_on_the_size_of_files(path, tmp_path, limit):
     script = tmp_path / "program.py"
@@ -525,6 +545,7 @@ def test_a_limit_on_the_size_of_files(path, tmp_path, limit):
     assert "ulimit -f" in run(script, path, limit).stdout
 
 
+@pytest.mark.slow
 def test_what_postprocess_makes_over_the_limit(path, tmp_path):
     script = tmp_path / "program.py"
     script.write_text(
@@ -544,6 +565,7 @@ def test_what_postprocess_makes_over_the_limit(path, tmp_path):
     assert lines[::2] + lines[3:] == ["0", "2", "3"]
 
 
+@pytest.mark.slow
 def test_few_descriptors(path, tmp_path):
     script = tmp_path / "program.py"
     script.write_text(
@@ -590,6 +612,7 @@ def usage():
     }
 
 
+@pytest.mark.slow
 def test_closed_readers_leave_nothing_behind_without_the_garbage_collector(path):
     def use():
         with make(path, shuffle="full", prefetch=8) as reader:
@@ -612,6 +635,7 @@ def test_closed_readers_leave_nothing_behind_without_the_garbage_collector(path)
         gc.enable()
 
 
+@pytest.mark.slow
 def test_readers_in_turn_take_no_more(path):
     def use():
         with make(path, num_threads=1) as reader:
@@ -714,6 +738,7 @@ def check_end(path, folder, how, workers, num_helpers):
     wait_until(lambda: not any(map(is_alive, pids)))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("how", ENDS)
 def test_scripts_end_as_they_should(path, tmp_path, how):
@@ -721,6 +746,7 @@ def test_scripts_end_as_they_should(path, tmp_path, how):
         check_end(path, tmp_path, how, "process", 1)
 
 
+@pytest.mark.slow
 def test_standard_output_that_nobody_reads(path, tmp_path):
     """The helper's own end does not wait for its last words to be read."""
     here, there = os.pipe()
@@ -752,6 +778,7 @@ def test_standard_output_that_nobody_reads(path, tmp_path):
         os.close(there)
 
 
+@pytest.mark.slow
 def test_standard_output_that_is_closed_does_not_end_in_the_interpreters_end(path, tmp_path):
     script = tmp_path / "program.py"
     script.write_text(

@@ -100,6 +100,7 @@ def pids_of(reader):
 # --- what comes ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "options"),
     [
@@ -123,6 +124,7 @@ def test_batches_are_those_of_threads_and_of_the_files(mixed, workers, options):
         check(batch, mixed[1])
 
 
+@pytest.mark.slow
 def test_batches_are_views_of_shared_memory(mixed):
     with make(mixed, "process", shuffle="full") as reader:
         spec = reader._engine.filler.shared.spec
@@ -132,6 +134,7 @@ def test_batches_are_views_of_shared_memory(mixed):
             check(batch, mixed[1])
 
 
+@pytest.mark.slow
 def test_given_samples_come_in_their_turn(mixed):
     with make(mixed, 2) as reader:
         for turn in range(3):
@@ -147,6 +150,7 @@ def test_given_samples_come_in_their_turn(mixed):
             reader.read([1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shuffle", ["full", "window"])
 def test_a_state_goes_from_threads_to_helpers_and_back(mixed, shuffle):
     states, wanted = [], []
@@ -164,6 +168,7 @@ def test_a_state_goes_from_threads_to_helpers_and_back(mixed, shuffle):
     assert_same(found, wanted[1])
 
 
+@pytest.mark.slow
 def test_paths_alone_say_the_kinds(mixed):
     """Which the helper finds out, and tells the reader."""
     fields = {"csr": "csr", "vlen": "vlen", "strings": "strings", "plain": "plain"}
@@ -175,6 +180,7 @@ def test_paths_alone_say_the_kinds(mixed):
         assert reader.nbytes == reader.stats().nbytes > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", ["process", 2])
 def test_columns_of_obs(tmp_path, workers):
     pandas = require_extra("pandas")
@@ -192,12 +198,14 @@ def test_columns_of_obs(tmp_path, workers):
                 assert_same([batch], [other])
 
 
+@pytest.mark.slow
 def test_an_empty_dataset(tmp_path_factory):
     empty = several(tmp_path_factory, [[]], KINDS, "contiguous")
     with make(empty, "process") as reader:
         assert (reader.num_samples, reader.nbytes, list(reader)) == (0, 0, [])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
 def test_tensors_of_pytorch(mixed):
@@ -248,6 +256,7 @@ IMAGES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("file", "field"), IMAGES)
 def test_images_are_those_of_threads(pictures, file, field):
     options = {"fields": {"image": field, "label": "labels"}, "shuffle": "full"}
@@ -256,6 +265,7 @@ def test_images_are_those_of_threads(pictures, file, field):
         assert_same(found, epochs((pictures[file], {}), "thread", **options))
 
 
+@pytest.mark.slow
 def test_images_lie_in_shared_memory_as_they_are_decoded(pictures):
     """No helper copies them; what all slots may take is there once, and is given when touched."""
     fields = {"image": ImageField("jpeg")}
@@ -270,6 +280,7 @@ def test_images_lie_in_shared_memory_as_they_are_decoded(pictures):
         assert status.st_blocks * 512 < 200 << 20 < status.st_size
 
 
+@pytest.mark.slow
 def test_images_where_no_more_memory_can_be_shared(pictures, monkeypatch):
     """They are copied then, into as much as they take."""
     from h5async.process.sharedslots import ReaderSlots
@@ -281,6 +292,7 @@ def test_images_where_no_more_memory_can_be_shared(pictures, monkeypatch):
         assert_same(epochs((pictures["any"], {}), 2, **options), wanted)
 
 
+@pytest.mark.slow
 def test_broken_images(pictures):
     files = (pictures["broken"], {})
     with make(files, "process", fields={"image": ImageField("jpeg")}) as reader:
@@ -328,6 +340,7 @@ def fewer(csr, vlen, dense, plain):
     return csr[:3], vlen[:3], dense[:3], plain[:3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [in_place, others, crossed, parts, fewer])
 @pytest.mark.parametrize("workers", ["process", 2])
 def test_what_postprocess_makes_comes_over(mixed, workers, function):
@@ -345,6 +358,7 @@ def fails_later(vlen, *, number):
         raise PostprocessError("this one")
 
 
+@pytest.mark.slow
 def test_errors_of_postprocess(mixed):
     fields = {"vlen": "vlen"}
     with make(mixed, "process", fields=fields, postprocess=objects) as reader:
@@ -366,6 +380,7 @@ def crash(vlen, csr, *, number):
     return vlen, Csr(csr.data / 2, csr.indices, csr.indptr, csr.shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", ["process", 2])
 def test_a_crash_costs_its_batch_alone(mixed, workers):
     options = {"fields": {"vlen": "vlen", "csr": "csr"}, "shuffle": "full"}
@@ -381,6 +396,7 @@ def test_a_crash_costs_its_batch_alone(mixed, workers):
             assert np.array_equal(batch.csr.data, other.csr.data / 2)
 
 
+@pytest.mark.slow
 def test_killed_helpers_lose_nothing_and_leave_nothing(mixed, pictures):
     options = {"shuffle": "full", "prefetch": 5}
     wanted = epochs(mixed, "thread", 3, **options)
@@ -404,6 +420,7 @@ def test_killed_helpers_lose_nothing_and_leave_nothing(mixed, pictures):
     assert sorted(os.listdir("/dev/shm")) == names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["X/indptr", "X/shape", "names"])
 def test_a_new_helper_finds_what_was_rewritten_in_place(tmp_path, what):
     path = sparse_file(tmp_path / "a.h5", rows=20)
@@ -427,6 +444,7 @@ def test_a_new_helper_finds_what_was_rewritten_in_place(tmp_path, what):
                 reader.get_next_batch()
 
 
+@pytest.mark.slow
 def test_readers_that_nobody_closes(mixed, tmp_path):
     """Their helpers end with the program, which ends as usual."""
     script = tmp_path / "script.py"
@@ -449,6 +467,7 @@ def test_readers_that_nobody_closes(mixed, tmp_path):
 # --- errors and memory ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"dense": True}, {"columns": [1, 0]}])
 def test_an_index_that_is_no_column_names_file_and_sample(tmp_path, options):
     paths = [sparse_file(tmp_path / name) for name in ("a.h5", "b.h5")]
@@ -464,6 +483,7 @@ def test_an_index_that_is_no_column_names_file_and_sample(tmp_path, options):
                 reader.get_next_batch()
 
 
+@pytest.mark.slow
 def test_offsets_that_lie(tmp_path):
     path = tmp_path / "a.h5"
     with h5py.File(path, "w") as file:
@@ -472,6 +492,7 @@ def test_offsets_that_lie(tmp_path):
         make((path, {}), "process", fields={"v": RaggedField("v", offsets="at")})
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_and_taken_as_it_is_touched(tmp_path):
     """A long sample among short ones: its bytes count for the bound, and cost nothing unread."""
     path = tmp_path / "long.h5"
@@ -491,6 +512,7 @@ def test_memory_is_bounded_and_taken_as_it_is_touched(tmp_path):
             make((path, {}), workers, fields=fields, max_batch_bytes=200_000_000)
 
 
+@pytest.mark.slow
 def test_dense_rows_count(tmp_path):
     path = sparse_file(tmp_path / "a.h5")
     with h5py.File(path, "r+") as file:

@@ -115,6 +115,7 @@ def test_more_than_a_file_can_hold_is_no_matter_of_limits():
 # --- the start -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_step_that_takes_too_long_is_named(path, monkeypatch):
     code = "import h5async.fill.filling as f, time; f.Filler.start = lambda self: time.sleep(1e6)"
     at_start(monkeypatch, code)
@@ -127,6 +128,7 @@ def of_a_module(data, labels):
     return data, labels
 
 
+@pytest.mark.slow
 def test_postprocess_of_a_module_that_the_helper_does_not_find(path, monkeypatch):
     """It can be pickled, by its name, but not loaded."""
     at_start(monkeypatch, f"import sys; sys.modules[{of_a_module.__module__!r}] = None")
@@ -143,6 +145,7 @@ def reads_by_itself(data, labels):
         labels[:4] = -reader.get_next_batch().labels
 
 
+@pytest.mark.slow
 def test_a_reader_in_a_helper(path, monkeypatch):
     monkeypatch.setenv("H5ASYNC_TEST_PATH", str(path))
     with make(path, postprocess=reads_by_itself, prefetch=1) as reader:
@@ -152,6 +155,7 @@ def test_a_reader_in_a_helper(path, monkeypatch):
 # --- a new helper --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_of_several_files_the_one_that_changed_is_named(path, tmp_path):
     files = [tmp_path / name for name in ("a.h5", "b.h5", "c.h5")]
     for file in files:

@@ -95,6 +95,7 @@ def random_function(data, labels, *, rng, index, epoch, number):
     return data + rng.random(data.shape, "f4"), labels + 1000 * epoch + index + number
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize(
@@ -115,6 +116,7 @@ def test_batches_are_those_of_threads(path, workers, options):
     assert_same(found(path, workers, **options), expected(path, **options))
 
 
+@pytest.mark.slow
 def test_rows_that_are_transformed_are_h5pys(path):
     fields = {"image": Field("data", axes=(0, 3, 1, 2), scale=0.5), "labels": "labels"}
     with h5py.File(path) as file, make(path, 3, fields=fields, shuffle="full") as reader:
@@ -124,6 +126,7 @@ def test_rows_that_are_transformed_are_h5pys(path):
             assert np.array_equal(batch.labels, batch.index)
 
 
+@pytest.mark.slow
 def test_it_goes_on_at_any_batch(path):
     options = {"postprocess": random_function, "shuffle": "full"}
     states = []
@@ -144,6 +147,7 @@ def rest_of(path, turn, **options):
     return [batch for batch in batches[turn:] if batch.epoch == batches[turn].epoch]
 
 
+@pytest.mark.slow
 def test_given_samples_come_in_their_turn(path):
     with make(path, 2, postprocess=random_function) as reader, h5py.File(path) as file:
         labels = file["labels"][...]
@@ -158,6 +162,7 @@ def test_given_samples_come_in_their_turn(path):
             reader.read([1])
 
 
+@pytest.mark.slow
 def test_a_dataset_of_pytorchs(path):
     torch = require_extra("torch")
     from h5async.torch import H5Dataset
@@ -174,6 +179,7 @@ def process_numbers(data, labels):
     return data, np.full(len(labels), os.getpid())
 
 
+@pytest.mark.slow
 def test_all_helpers_fill_slots_and_what_they_did_is_added_up(path):
     with make(path, 3, batch_size=2, num_threads=6, postprocess=process_numbers) as reader:
         pids = set(pids_of(reader))
@@ -190,6 +196,7 @@ def test_all_helpers_fill_slots_and_what_they_did_is_added_up(path):
         assert "waiting for the GIL: the loop" not in str(stats)
 
 
+@pytest.mark.slow
 def test_what_postprocess_makes_lies_in_as_many_places_as_there_are_slots(path):
     """However many helpers fill them."""
     with make(path, 3, postprocess=to_others, prefetch=4, shuffle="full") as reader:
@@ -335,6 +342,7 @@ for _ in range(3000):
 """
 
 
+@pytest.mark.slow
 def test_several_processes_may_make_it_larger():
     memory = SharedMemory()
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -369,6 +377,7 @@ def fails_at_16(data, labels):
         raise ArithmeticError("sixteen")
 
 
+@pytest.mark.slow
 def test_an_error_costs_its_batch(path):
     with make(path, 3, postprocess=fails_at_16) as reader:
         pids = pids_of(reader)
@@ -387,6 +396,7 @@ def crashes_at_16(data, labels):
         ctypes.string_at(0)
 
 
+@pytest.mark.slow
 def test_a_crash_costs_its_batch(path, monkeypatch):
     found = starts(monkeypatch)
     with make(path, 2, postprocess=crashes_at_16) as reader:
@@ -401,6 +411,7 @@ def test_a_crash_costs_its_batch(path, monkeypatch):
     assert len(found) == 2 + 3
 
 
+@pytest.mark.slow
 def test_one_is_killed_and_the_others_go_on(path, tmp_path, monkeypatch):
     """Its batch waits for ever, until another helper takes its place."""
     first_time, here = tmp_path / "first", tmp_path / "here"
@@ -435,6 +446,7 @@ def test_one_is_killed_and_the_others_go_on(path, tmp_path, monkeypatch):
         assert after[before.index(hangs)] != hangs
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments_every_batch_comes_or_says_why(path):
     rng, stop, kills = random.Random(5), threading.Event(), []
 
@@ -469,6 +481,7 @@ def test_killed_at_random_moments_every_batch_comes_or_says_why(path):
     assert lost <= len(kills) / 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", [0, 1])
 def test_one_that_dies_while_a_reader_is_made_is_an_error(path, monkeypatch, which):
     inner, begun = h5async.process.child.HelperProcess.receive, []
@@ -486,6 +499,7 @@ def test_one_that_dies_while_a_reader_is_made_is_an_error(path, monkeypatch, whi
         make(path, 2)
 
 
+@pytest.mark.slow
 def test_helpers_that_find_different_files(path, tmp_path, monkeypatch):
     """The file is replaced while they open it."""
     copy, other, gate = tmp_path / "data.h5", tmp_path / "other.h5", threading.Barrier(2)
@@ -517,6 +531,7 @@ def test_helpers_that_find_different_files(path, tmp_path, monkeypatch):
         make(copy, 2)
 
 
+@pytest.mark.slow
 def test_helpers_that_die_at_each_start_end_in_an_error(path, monkeypatch):
     with make(path, 2, prefetch=4) as reader:
         reader.get_next_batch()
@@ -535,6 +550,7 @@ def slow(data, labels, *, number):
     threading.Event().wait(0.01 * (number % 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 3])
 def test_it_can_be_closed_at_any_time(path, workers):
     rng = random.Random(workers)
@@ -550,12 +566,14 @@ def test_it_can_be_closed_at_any_time(path, workers):
         assert not any(map(is_alive, pids))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("how", ENDS)
 def test_scripts_end_as_they_should(path, tmp_path, how):
     check_end(path, tmp_path, how, 3, 3)
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_the_readers(path, tmp_path):
     script = tmp_path / "program.py"
     script.write_text(

@@ -116,6 +116,7 @@ def whole(paths, fields):
     return found
 
 
+@pytest.mark.slow
 @each("seed", range(40))
 def test_random_files_and_fields(tmp_path, seed):
     paths, fields = write_files(tmp_path, seed)
@@ -404,6 +405,7 @@ def test_more_files_than_may_be_open(tmp_path, core, io, most_files):
     assert not open_descriptors(tmp_path)
 
 
+@pytest.mark.slow
 @each("io", IO)
 def test_a_process_without_descriptors_left(tmp_path, io):
     """Files that nobody uses are closed, and the budget is smaller from then on."""
@@ -520,6 +522,7 @@ def test_a_file_that_is_rewritten_while_threads_read_it(tmp_path, core, io):
         assert collected.read(range(25)) == 0, "nothing stays refused"
 
 
+@pytest.mark.slow
 @each("workers", ["thread", "process"])
 def test_a_reader_of_files_that_are_rewritten(tmp_path, workers):
     """It goes on where chunks lie as they did, with a warning, and gives the new values."""

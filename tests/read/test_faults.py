@@ -268,6 +268,7 @@ def test_a_writer_may_open_the_file_meanwhile(path):
             assert np.array_equal(batch.data, data[batch.index])
 
 
+@pytest.mark.slow
 def test_what_a_writer_appends_is_not_seen(tmp_path):
     path = tmp_path / "growing.h5"
     with h5py.File(path, "w", libver="latest") as writer:
@@ -305,6 +306,7 @@ def test_what_a_writer_appends_is_not_seen(tmp_path):
         assert other.returncode == 0
 
 
+@pytest.mark.slow
 def test_ten_readers_in_two_processes_read_one_file(path):
     code = (
         "import sys, threading, h5py, numpy as np\n"

@@ -20,6 +20,7 @@ import pytest
 from cases import each
 from conftest import assert_epoch_is, assert_same_bits, open_descriptors, poison, truth
 from h5py import h5d, h5p, h5s, h5t
+from hdf5files import reduced_precision
 
 from h5async import AsyncReader, ConfigError, DatasetError, Field, ReaderConfig, ReadError
 from h5async.fill import phases
@@ -217,6 +218,7 @@ def test_pipe_among_the_files_does_not_hang(tmp_path, way):
         os.close(keeper)
 
 
+@pytest.mark.slow
 def test_pipe_that_nobody_writes_to_does_not_hang_either(tmp_path):
     os.mkfifo(tmp_path / "pipe.h5")
     code = "import sys, h5async; h5async.AsyncReader(hdf5_path=sys.argv[1], device='cpu')"
@@ -257,6 +259,7 @@ def test_nothing_but_empty_files(tmp_path, count):
             reader.get_next_batch()
 
 
+@pytest.mark.slow
 @each("batch_size", [1, 2, 3, 7, 16, 25, 100])
 @each("drop_last", [False, True])
 def test_batches_straddle_files(tmp_path, batch_size, drop_last):
@@ -341,10 +344,7 @@ def null_terminated(file: h5py.File, values: np.ndarray) -> None:
 
 def odd_integers(file: h5py.File, values: np.ndarray) -> None:
     """Store numbers that only h5py can read."""
-    stored = h5t.STD_I32LE.copy()
-    stored.set_precision(20)
-    dataset = h5d.create(file.id, b"data", stored, h5s.create_simple(values.shape))
-    dataset.write(h5s.ALL, h5s.ALL, values.astype("<i4"), mtype=stored)
+    file.create_dataset("data", data=values, dtype=reduced_precision())
 
 
 def compact(file: h5py.File, values: np.ndarray) -> None:
@@ -416,6 +416,7 @@ def write_with(
     return path
 
 
+@pytest.mark.slow
 @each("names", list(itertools.combinations(WRITERS, 2)))
 def test_two_files_of_any_layouts_with_numbers(tmp_path, names):
     paths = []
@@ -473,6 +474,7 @@ STRINGS: dict[str, Callable[[h5py.File, np.ndarray], None]] = {
 }
 
 
+@pytest.mark.slow
 @each("names", list(itertools.permutations(STRINGS, 2)))
 def test_two_files_of_any_layouts_with_strings(tmp_path, names):
     """Null-terminated ones come through h5py, and the others do not."""
@@ -675,6 +677,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Path]
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["contiguous", "gzip", "h5py", "mixed"])
 def test_more_files_than_may_be_open(many, few_descriptors, kind):
     paths = many(kind)

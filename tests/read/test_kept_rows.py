@@ -138,6 +138,7 @@ def test_many_threads_meet_a_damaged_chunk(tmp_path, core):
         assert not read_in_threads(core, collected, 4, 60, one)
 
 
+@pytest.mark.slow
 def test_many_threads_wait_for_a_piece_that_is_given_up(tmp_path, core):
     """It takes long to find that it is damaged; who waits for it meanwhile has to try it, too."""
     path, rng = tmp_path / "data.h5", np.random.default_rng(SEED)
@@ -413,6 +414,7 @@ def test_the_time_of_a_transform_is_its_own(tmp_path, core):
         assert "transform" in {event["name"] for event in json.load(file)["traceEvents"]}
 
 
+@pytest.mark.slow
 @given(datasets())
 @settings(deadline=None)
 def test_batches_hold_what_h5py_gives(case):

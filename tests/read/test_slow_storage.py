@@ -99,7 +99,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file.create_dataset("zstd", data=values, chunks=(4, 16, 16, 3), **hdf5plugin.Zstd())
         zfp = hdf5plugin.Zfp(reversible=True)
         floats = values[..., 0].astype(np.float32)
-        file.create_dataset("zfp", data=floats, chunks=(4, 32, 32), **zfp)
+        file.create_dataset("floats", data=floats, chunks=(4, 32, 32), **zfp)
+        twice = h5py.VirtualLayout(floats.shape, floats.dtype)  # which only h5py reads
+        for samples in slice(None), slice(1):
+            twice[samples] = h5py.VirtualSource(file["floats"])[samples]
+        file.create_virtual_dataset("zfp", twice)
     with h5py.File(folder / "virtual.h5", "w") as file:
         layout = h5py.VirtualLayout(values.shape, values.dtype)
         layout[:256] = h5py.VirtualSource("data.h5", "gzip", values.shape)[:256]
@@ -129,6 +133,7 @@ def run(folder: Path, library: Path, body: str, **variables: str) -> list[str]:
     return done.stdout.split()
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("core", ["", "0"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -148,6 +153,7 @@ print(slow.slow_begun() - before)
     assert run(folder, library, body, H5ASYNC_CORE=core) == ["0"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_threads", [0, 2])
 def test_no_call_of_h5py_begins_after_close(folder, library, num_threads):
     """HDF5 keeps the GIL while it reads, so nobody else can be at the gate's other side."""
@@ -170,6 +176,7 @@ print(slow.slow_begun() - before[0], reader.fallback_reads)
     assert run(folder, library, body) == ["0", "0"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_threads", [0, 2])
 def test_no_chunk_is_checked_after_close(folder, library, num_threads):
     body = f"""
@@ -192,6 +199,7 @@ print(slow.slow_begun() - before[2])
     assert run(folder, library, body) == ["0"]
 
 
+@pytest.mark.slow
 def test_no_file_is_opened_ahead_after_close(folder, library):
     body = """
 start = h5async.fill.filling.Filler.start
@@ -216,6 +224,7 @@ print(slow.slow_begun() - before)
     assert run(folder, library, body) == ["0"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_threads", [0, 2])
 def test_a_reader_that_is_dropped_waits_for_a_moment_only(folder, library, num_threads):
     """A loop is left, and nobody closes the reader whose threads wait for the disk."""
@@ -241,6 +250,7 @@ print(slow.slow_begun() - before)
     assert run(folder, library, body) == ["0"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["threads", "daemon", "interrupted"])
 def test_the_interpreter_does_not_wait_for_a_disk_that_never_answers(folder, library, way):
     """At exit all readers are told to end before any is waited for, for one time together."""

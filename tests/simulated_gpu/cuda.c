@@ -791,6 +791,18 @@ static cudaError_t copy(const char *where, Stream *stream, Operation o)
     }
     Kind source = kind_of(o.source), target = kind_of(o.target);
     is_pageable = target == PAGEABLE;
+    /* On the default stream, a copy between two GPUs begins after all work that either was given,
+       and ends before all that either is given later (CUDA's programming guide, "Peer-to-Peer
+       Memory Copy"). */
+    int is_between = stream->is_legacy && source == DEVICE && target == DEVICE &&
+                     find(o.source)->gpu != find(o.target)->gpu;
+    int from = is_between ? find(o.source)->gpu : -1, to = is_between ? find(o.target)->gpu : -1;
+    if (is_between) {
+        pthread_mutex_unlock(&lock);
+        wait_for(stream, from, NULL, 0);
+        wait_for(stream, to, NULL, 0);
+        pthread_mutex_lock(&lock);
+    }
     if (source == PAGEABLE) {
         if (pageable_is_wrong && stream->flags & cudaStreamNonBlocking)
             complain("%s: the source is pageable memory, and the stream is non-blocking", where);
@@ -804,7 +816,7 @@ static cudaError_t copy(const char *where, Stream *stream, Operation o)
     }
     put_locked(stream, o);
     pthread_mutex_unlock(&lock);
-    if (is_pageable)
+    if (is_pageable || is_between)
         wait_for(stream, -1, NULL, 0);
     return is_pageable ? fault_of(stream->gpu) : cudaSuccess;
 }

@@ -83,6 +83,7 @@ class Interrupter:
             gc.enable()
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("workers", ["thread", "process", 2])
 @pytest.mark.parametrize("num_threads", [0, 1, 3])
@@ -115,6 +116,7 @@ def test_no_batch_is_lost(path, workers, num_threads, shuffle):
     assert len(set(interrupted)) > 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_threads", [0, 2])
 def test_loops_and_jumps_can_be_interrupted(path, num_threads):
     rng = random.Random(num_threads)
@@ -172,6 +174,7 @@ def test_a_jump_is_made_or_not_made(path, num_threads, what):
         assert turns == {1, 3}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_making_a_reader_can_be_interrupted(path):
     """The fixture of all tests sees that no thread and no open file is left."""

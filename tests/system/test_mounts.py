@@ -89,6 +89,7 @@ def plain(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES.values(), ids=list(NAMES))
 def test_a_mount_of_any_name(tmp_path: Path, plain: Path, name: bytes) -> None:
     """Files in it, files that have nothing to do with it, and a type that is not to be mapped."""
@@ -130,6 +131,7 @@ else:
     run(body, os.fsencode(place), plain)
 
 
+@pytest.mark.slow
 def test_bind_mounts_and_links_lead_to_the_file_itself(tmp_path: Path, plain: Path) -> None:
     body = """
 mount("tmpfs")
@@ -231,6 +233,7 @@ finally:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="the system has no FUSE")
 @pytest.mark.parametrize("name", ["plain", "größe", "a b"])
 def test_a_file_that_a_program_serves(tmp_path: Path, plain: Path, name: str) -> None:
@@ -240,6 +243,7 @@ def test_a_file_that_a_program_serves(tmp_path: Path, plain: Path, name: str) ->
     run(FUSE, os.fsencode(place), plain)
 
 
+@pytest.mark.slow
 def test_without_proc(tmp_path: Path, plain: Path) -> None:
     """In a container that mounts none, files are mapped as elsewhere."""
     body = """

@@ -7,6 +7,7 @@ import contextlib
 import dis
 import functools
 import gc
+import json
 import os
 import random
 import re
@@ -14,6 +15,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import h5py
@@ -24,10 +26,14 @@ from conftest import SAMPLE
 import h5async
 from h5async import AsyncReader, Field
 from h5async.index.metadata import list_layouts
-from h5async.system import interruptions
+from h5async.io.descriptors import owned
+from h5async.system import endings, interruptions
+from h5async.system.endings import call_when_gone
 
 N = 64
 PACKAGE = str(Path(h5async.__file__).parent)
+# Of Python's library, what is written in Python and changes locks, threads and files.
+LIBRARY = {contextlib.__file__, threading.__file__}
 # Some of what clauses in the package are for; `SystemExit` is what a handler of SIGTERM raises.
 KINDS = [TimeoutError, OSError, RuntimeError, ValueError, KeyError, ZeroDivisionError, SystemExit]
 NUMBER = signal.SIGUSR1
@@ -45,8 +51,15 @@ def _leftovers_are_collected_here():
     gc.collect()
 
 
+def is_struck(code):
+    if code.co_filename.startswith(PACKAGE):
+        return code.co_filename != interruptions.__file__
+    is_finalizer = code.co_qualname.startswith("finalize.")  # of weakref: h5py uses the rest
+    return code.co_filename in LIBRARY or is_finalizer
+
+
 class Striker:
-    """Has a signal come at the n-th place of h5async's where Python looks for signals.
+    """Has a signal come at the n-th place where Python looks for signals, of `is_struck` code.
 
     That is after calls, where a function begins, and where a loop turns.
     """
@@ -62,7 +75,7 @@ class Striker:
 
     def trace(self, frame, event, argument):
         code = frame.f_code
-        if not code.co_filename.startswith(PACKAGE) or code.co_filename == interruptions.__file__:
+        if not is_struck(code):
             return None
         frame.f_trace_opcodes = True
         frame.f_trace_lines = False
@@ -259,6 +272,7 @@ def reader_of(options, **more):
 # --- opening --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_saving_an_index(tmp_path):
     """Each interruption comes out, and leaves the old index or the new one, and nothing else."""
@@ -280,6 +294,7 @@ def test_saving_an_index(tmp_path):
         assert reader.num_samples == N
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("form", [*FORMS, *INDEXED])
@@ -299,6 +314,7 @@ def test_opening(tmp_path, form):
     assert len(places) > 5
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("kind", [TimeoutError, SystemExit])
 def test_opening_with_a_helper(tmp_path, kind):
@@ -398,6 +414,7 @@ def test_jumps_and_states(tmp_path, num_threads):
         assert_equal(found, batches_of(reader, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_threads", "workers", "step"), [(0, "thread", 3), (2, "thread", 3), (1, "process", 7)]
 )
@@ -413,6 +430,125 @@ def test_closing(tmp_path, form, num_threads, workers, step):
         with pytest.raises(h5async.ReaderClosedError):
             reader.get_next_batch()
         assert fds() == before, place
+
+
+# --- forms that an interruption leaves half done -------------------------------------------------
+
+
+# Forms of calls, and the modules that may have them.
+ONLY = {
+    "contextlib.suppress": {"cli/main.py"},  # `suppressing` passes interruptions
+    "threading.Condition": set(),
+    "threading.Event": set(),
+    "threading.Semaphore": set(),
+    "threading.Barrier": set(),
+    "queue.Queue": set(),
+    "weakref.finalize": {
+        "io/shared.py",
+        "deliver/gpu.py",
+        "reader/asyncreader.py",
+    },  # of Python functions
+    "os.open": {"cli/main.py"},  # as the program ends; others use `owned`
+    "os.dup": set(),
+    "os.memfd_create": set(),
+    "fcntl.fcntl": {"io/shared.py"},  # in `duplicate`, for threads
+    "thread.start": {"system/waiting.py"},
+    "thread.join": {"system/waiting.py"},
+    "thread.is_alive": {"system/waiting.py"},
+}
+
+
+def forms_in(source):
+    """Return the forms of `ONLY` that some code has."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    return [called for call in calls if (called := ast.unparse(call.func)) in ONLY]
+
+
+def test_no_form_is_left_half_done():
+    source = "with threading.Condition():\n  thread.start()\n  f = os.open(p, 0)"
+    assert forms_in(source) == ["threading.Condition", "thread.start", "os.open"]
+    for path in sorted(Path(PACKAGE).rglob("*.py")):
+        name = path.relative_to(PACKAGE).as_posix()
+        for form in forms_in(path.read_text()):
+            assert name in ONLY[form], (name, form)
+
+
+def test_a_descriptor_has_an_owner_at_once(tmp_path):
+    """Whoever gets none, as its caller was interrupted, leaves none open."""
+    path, before = plain(tmp_path), fds()
+    with owned(os.open, str(path), os.O_RDONLY) as file:
+        assert file.read(4) == b"\x89HDF"
+    for _ in range(3):
+        owned(os.open, str(path), os.O_RDONLY)
+    assert fds() == before
+    with pytest.raises(FileNotFoundError):
+        owned(os.open, str(tmp_path / "none"), os.O_RDONLY)
+
+
+def test_functions_are_called_when_objects_are_gone():
+    class Owner:
+        pass
+
+    calls, owner, ring = [], Owner(), Owner()
+    ring.itself = ring
+    for which, name in ((owner, "first"), (owner, "second"), (ring, "ring")):
+        call_when_gone(which, calls.append, name)
+    before = len(endings._references)
+    del owner, which
+    assert calls == ["second", "first"]
+    del ring
+    gc.collect()
+    assert calls == ["second", "first", "ring"]
+    assert len(endings._references) == before - 3
+
+
+# --- traces, and samples read at once -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_traces(tmp_path, num_threads):
+    """Wherever one was interrupted, the next one begins, and is written."""
+    path = tmp_path / "t.json"
+
+    def trace():
+        with reader.trace(path):
+            reader.fetch_data()
+        return True
+
+    with reader_of(gzip(tmp_path), num_threads=num_threads) as reader:
+        for kind in (TimeoutError, OSError):
+            for _ in every_place(trace, kind, 29):
+                path.unlink(missing_ok=True)
+                with reader.trace(path):
+                    reader.get_next_batch()
+                assert json.loads(path.read_text())["traceEvents"]
+
+
+def test_a_trace_that_nobody_can_end_is_ended_by_the_next(tmp_path):
+    with reader_of(simple(tmp_path), num_threads=0) as reader:
+        reader.trace(tmp_path / "dropped.json")
+        reader.get_next_batch()
+        running = reader.trace(tmp_path / "t.json")
+        assert json.loads((tmp_path / "dropped.json").read_text())["traceEvents"]
+        with pytest.raises(h5async.ConfigError, match="running already"):
+            reader.trace(tmp_path / "other.json")
+        running.stop()
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("core", [True, False])
+@pytest.mark.parametrize("num_threads", [0, 2])
+@pytest.mark.parametrize("form", [gzip, by_h5py])
+def test_samples_read_at_once(tmp_path, monkeypatch, form, num_threads, core):
+    """And no chunk stays claimed that others then wait for."""
+    if not core:
+        monkeypatch.setenv("H5ASYNC_CORE", "0")
+    with reader_of(form(tmp_path), num_threads=num_threads) as reader:
+        for kind in (RuntimeError, ValueError):
+            for at in every_place(lambda: reader.read([3, 60, 17]), kind, 17):
+                if not isinstance(at, str):
+                    assert at.labels.tolist() == [3, 60, 17]
+                assert reader.get_next_batch().size
 
 
 # --- locks ----------------------------------------------------------------------------------------
@@ -454,6 +590,7 @@ def test_numpy_compares_no_rows():
         assert not re.search(r"unique\([^)]*\baxis=", path.read_text()), path
 
 
+@pytest.mark.slow
 def test_calls_are_not_returned_under_locks():
     assert calls_returned_under_locks(ast.parse("with a.lock:\n  return b()")) == [2]
     assert not calls_returned_under_locks(ast.parse("with a.lock:\n  b = c()\nreturn b"))
@@ -632,6 +769,7 @@ print("hits", hits)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_a_timer(tmp_path, seed):
     """At any time, in C and in other packages too."""

@@ -10,12 +10,26 @@ static int64_t big_endian(const uint8_t *at, int nbytes)
     return found;
 }
 
-/* Whether there is an end of a JPEG from `at` on; most end with it. */
+/* Whether a marker is one that ends no entropy-coded data, or has no length. */
+static int stands_alone(uint8_t marker)
+{
+    return marker <= 0x01 || (marker >= 0xD0 && marker <= 0xD8);
+}
+
+/* Whether the end of a JPEG follows `at`, behind whole segments. */
 static int has_end(const uint8_t *data, int64_t at, int64_t end)
 {
-    static const uint8_t mark[] = {0xFF, 0xD9};
-    return memcmp(data + end - 2, mark, 2) == 0 ||
-           memmem(data + at, (size_t)(end - at), mark, 2) != NULL;
+    while (at + 1 < end) {
+        const uint8_t *mark = memchr(data + at, 0xFF, (size_t)(end - at - 1));
+        if (!mark || mark[1] == 0xD9)
+            return mark != NULL;
+        at = mark - data;
+        if (mark[1] == 0xFF || stands_alone(mark[1]))
+            at += mark[1] == 0xFF ? 1 : 2;
+        else
+            at = at + 4 <= end ? at + 2 + big_endian(mark + 2, 2) : end;
+    }
+    return 0;
 }
 
 /* Walk over the segments of a JPEG to its frame header. */
@@ -25,7 +39,7 @@ static int jpeg_header(const uint8_t *data, int64_t end, int64_t *found)
         uint8_t marker = data[at + 1];
         if (marker == 0xFF) { /* padding */
             at += 1;
-        } else if (marker == 0x01 || (marker >= 0xD0 && marker <= 0xD8)) { /* without a length */
+        } else if (marker && stands_alone(marker)) {
             at += 2;
         } else if ((marker & 0xF0) == 0xC0 && marker != 0xC4 && marker != 0xC8 && marker != 0xCC) {
             if (at + 10 > end || !has_end(data, at, end))

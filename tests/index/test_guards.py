@@ -654,6 +654,7 @@ def test_chunk_of_wrong_length_that_h5py_reads(tmp_path, name, damage, num_threa
                     assert_same_bits(batch.data, expected[batch.index])
 
 
+@pytest.mark.slow
 @each("shuffle", [False, "full"])
 @each("filters", [ONLY_GZIP, EDGE_FILTERS["three"], EDGE_FILTERS["lzf"]])
 @pytest.mark.parametrize("name", ONLY_H5PY)
@@ -1392,6 +1393,7 @@ def test_the_direct_way_locks_no_writer_out(tmp_path, num_threads):
 # --- extents -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @each("options", [{}, GZIP, ALL_THREE])
 @each("libver", ["earliest", "latest"])
 @each("maxshape", [(None, 5), (None, None), (20, 20)])
@@ -1479,6 +1481,7 @@ def with_chunk_index(path, libver, *, early=False, written=None, shape=(9, 7), *
         return index_type(dataset)
 
 
+@pytest.mark.slow
 @each("written", [None, [np.s_[:0]], [np.s_[2:5, 3:], np.s_[8:, :1]]])
 @each("filters", [{}, SHUFFLE, GZIP, {**LZF, **SHUFFLE, **FLETCHER}])
 @pytest.mark.parametrize(("kind", "libver", "how"), INDICES.values(), ids=INDICES)
@@ -1507,6 +1510,7 @@ def test_chunk_index_of_many_pages(tmp_path, kind, libver, maxshape, filters, wr
     assert_reads_like_h5py(path, batch_size=700)
 
 
+@pytest.mark.slow
 @each("filters", [{}, GZIP])
 @pytest.mark.parametrize(
     "name", [name for name, (_, _, how) in INDICES.items() if "maxshape" in how]

@@ -1,0 +1,84 @@
+"""The core that H5ASYNC_CORE names."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import h5py
+import numpy as np
+import pytest
+
+from h5async import (
+    AsyncReader,
+    ConfigError,
+)
+from h5async.core.binding import load_core
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "file.h5"
+
+
+SECONDS = 60  # for a subprocess
+
+
+def run(code, *arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+
+
+def reader_of(path, **options):
+    return AsyncReader(hdf5_path=path, device="cpu", **{"labels_field": None, **options})
+
+
+@pytest.fixture
+def plain(path):
+    with h5py.File(path, "w") as file:
+        file["data"] = np.zeros((100, 3))
+        file["labels"] = np.arange(100)
+    return path
+
+
+OPEN = """
+import sys
+import h5async
+print("imported")
+try:
+    h5async.AsyncReader(hdf5_path=sys.argv[1], device="cpu", workers=sys.argv[2])
+except h5async.H5AsyncError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", ["thread", "process"])
+@pytest.mark.parametrize("chosen", ["1", "/no/such/core.so", __file__, "another library"])
+def test_a_core_that_is_none(plain, chosen, workers):
+    if chosen == "another library":
+        chosen = h5py.h5p.__file__
+    result = run(OPEN, plain, workers, H5ASYNC_CORE=chosen)
+    assert result.returncode == 0, result.stderr
+    imported, message = result.stdout.splitlines()
+    assert imported == "imported"
+    assert f"H5ASYNC_CORE={chosen} names no core that can be loaded" in message
+    assert "set it to 0 to use none" in message
+
+
+def test_a_core_that_is_none_is_told_again(monkeypatch):
+    monkeypatch.setenv("H5ASYNC_CORE", "1")
+    load_core.cache_clear()
+    try:
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="H5ASYNC_CORE=1"):
+                load_core()
+    finally:
+        monkeypatch.undo()
+        load_core.cache_clear()

@@ -1,0 +1,64 @@
+"""Writes to HDF5 files what several test modules read: sparse matrices, columns, odd datasets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+TEXT = h5py.string_dtype()
+
+
+def write_csr(path: Path, matrix: Any, *, index_dtype: Any = None, **storage: Any) -> None:
+    """Write "X" as AnnData writes a matrix of compressed sparse rows."""
+    with h5py.File(path, "w") as file:
+        group = file.create_group("X")
+        group.attrs["encoding-type"], group.attrs["shape"] = "csr_matrix", matrix.shape
+        indices = matrix.indices.astype(index_dtype or matrix.indices.dtype)
+        group.create_dataset("data", data=matrix.data, **storage)
+        group.create_dataset("indices", data=indices, **storage)
+        group["indptr"] = matrix.indptr
+
+
+def write_column(
+    path: Path, kind: str, names: Sequence[str] = ("A", "B"), values: Any = (0, 1, -1, 1)
+) -> Path:
+    """Write "d", the numbers of the samples, and a column "obs/c" as AnnData writes it."""
+    with h5py.File(path, "w") as file:
+        obs = file.create_group("obs")
+        if kind == "categorical":
+            group = obs.create_group("c")
+            group.attrs["encoding-type"], group.attrs["ordered"] = "categorical", False
+            group["codes"] = np.array(values, "i1")
+            group.create_dataset("categories", data=names, dtype=TEXT)
+        elif kind == "older":
+            obs["c"] = np.array(values, "i1")
+            obs.create_dataset("__categories/c", data=names, dtype=TEXT)
+        elif kind == "strings":
+            obs.create_dataset("c", data=["A", "B", "A", "B"], dtype=TEXT)
+        elif kind == "numbers":
+            obs["c"] = np.array(values)
+        else:
+            group = obs.create_group("c")
+            group.attrs["encoding-type"] = kind
+            group["values"], group["mask"] = values
+        file["d"] = np.arange(4 if isinstance(values[0], np.ndarray | list) else len(values))
+    return path
+
+
+def write_compact(file: h5py.File, name: str, values: np.ndarray) -> None:
+    """Write a dataset whose values lie in its header."""
+    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    plist.set_layout(h5py.h5d.COMPACT)
+    kind, space = h5py.h5t.py_create(values.dtype), h5py.h5s.create_simple(values.shape)
+    h5py.Dataset(h5py.h5d.create(file.id, name.encode(), kind, space, plist))[...] = values
+
+
+def reduced_precision(bits: int = 20) -> h5py.Datatype:
+    """Return the type of integers of fewer bits than their four bytes have; only h5py reads it."""
+    kind = h5py.h5t.STD_I32LE.copy()
+    kind.set_precision(bits)
+    return h5py.Datatype(kind)
