@@ -33,22 +33,19 @@ _VERDICTS = {
 @takes_reader
 def bench(
     seconds: Annotated[
-        float, typer.Option(min=0.0, help="How long to read with each of the options compared.")
+        float, typer.Option(min=0.0, help="Seconds to read with each of the options compared.")
     ] = 2.0,
-    rounds: Annotated[
-        int, typer.Option(min=LEAST_ROUNDS, help="In how many turns each of them reads.")
-    ] = 7,
+    rounds: Annotated[int, typer.Option(min=LEAST_ROUNDS, help="Number of turns of each.")] = 7,
     plot: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Draw what was found (.png, .svg, .pdf); by Matplotlib."),
+        typer.Option(metavar="FILE", help="Draw the results with Matplotlib (.png, .svg, .pdf)."),
     ] = None,
     as_json: Json = False,
     **typed: Any,
 ) -> None:
-    """Read FILE as fast as it goes, say where the time goes, and try what may be faster.
+    """Read FILE at full speed, say where the time goes, and try options that may be faster.
 
-    Each of the options that are compared reads by turns, after a warm-up. What the turns do not
-    agree on is no verdict.
+    The compared options take turns, after a warm-up. If the turns disagree, there is no verdict.
     """
     config, waits = reader_config(typed), list[float]()
     picture = Plot(Path(home_path(with_variables(plot)))) if plot else None
@@ -163,7 +160,7 @@ def _verdict(trials: Sequence[Trial]) -> str:
     if unclear:
         return (
             f"verdict: nothing that was tried is clearly faster; {unclear} of {len(trials) - 1} are"
-            " within the spread, which a longer run (--seconds) may tell apart"
+            " within the spread; a longer run (--seconds) may decide"
         )
     return "verdict: nothing that was tried is faster"
 

@@ -60,7 +60,7 @@ class Plot:
         kinds = self._figure.canvas.get_supported_filetypes()
         if path.suffix[1:].lower() not in kinds:
             raise ConfigError(
-                f"--plot {path}: the name must end as that of a picture, in one of:"
+                f"--plot {path}: the name must end in one of:"
                 f" {', '.join(f'.{kind}' for kind in sorted(kinds))}"
             )
         if not path.parent.is_dir():

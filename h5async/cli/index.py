@@ -45,9 +45,7 @@ _Files = Annotated[
 _Output = Annotated[
     str | None, typer.Option("--output", "-o", metavar="INDEX", help="The index: train.h5idx.")
 ]
-_Clear = Annotated[
-    bool, typer.Option("--clear", help="Empty the user's cache folder of what readers kept there.")
-]
+_Clear = Annotated[bool, typer.Option("--clear", help="Empty the user's cache folder of indices.")]
 
 
 @takes_options(["fields", "num_dim", "sequences", "io", "allow_external", "allow_missing"])
@@ -58,10 +56,10 @@ def index(
     as_json: Json = False,
     **typed: Any,
 ) -> None:
-    """Save what a reader must know of FILES as one index, which `hdf5_path` takes in their place.
+    """Save the index of FILES, which `hdf5_path` takes instead of them.
 
-    It holds all datasets of the files, by their first dimension; with --field, these alone. Where
-    readers have groups as their sequences, give the same --sequences here.
+    It has all datasets of the files, by their first dimension; with --field, only these. If readers
+    use groups as sequences, give the same --sequences here.
     """
     cleared = _clear() if clear else None
     if cleared is not None and not as_json:

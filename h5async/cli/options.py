@@ -241,7 +241,7 @@ def table(text: str, name: str) -> object:
     try:
         return tomllib.loads(f"table = {text}")["table"]
     except tomllib.TOMLDecodeError as error:
-        raise typer.BadParameter(f"is no table of TOML: {error}", param_hint=name) from error
+        raise typer.BadParameter(f"is not a table of TOML: {error}", param_hint=name) from error
 
 
 def fields_of(entries: Iterable[str], name: str) -> dict[str, Any]:

@@ -44,15 +44,15 @@ def read(
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Write when each thread did what, as Perfetto and chrome://tracing show it.",
+            help="Record what each thread does, for Perfetto and chrome://tracing.",
         ),
     ] = None,
     as_json: Json = False,
     **typed: Any,
 ) -> None:
-    """Read FILE in batches, and say how fast that was, and what limits the reader.
+    """Read FILE in batches, and report the speed and what limits the reader.
 
-    Interrupted by Ctrl-C or SIGTERM, it says so of what it has read until then.
+    After Ctrl-C or SIGTERM, it reports what it has read so far.
     """
     with opening():
         reader = AsyncReader(reader_config(typed))

@@ -157,9 +157,9 @@ class ImageField(RaggedField):
     @model_validator(mode="after")
     def _check_image(self) -> ImageField:
         if self.pad_to is not None:
-            raise ValueError("pad_to is of ragged fields; images of one size are made by size")
+            raise ValueError("pad_to is for ragged fields; size gives images one size")
         if self.decode_cf:
-            raise ValueError("decode_cf does not go with images; use scale and offset")
+            raise ValueError("decode_cf cannot be used with images; use scale and offset")
         if self.axes is not None and sorted(self.axes, key=str) != [0, 1, 2, 3]:
             raise ValueError(
                 "axes must have the numbers of samples (0), height (1), width (2) and channels (3)"
@@ -255,11 +255,11 @@ class SparseField(Field):
         _require_no_steps(self)
         _require_first_dimension(self)
         if self.missing != "zero" and not isinstance(self.columns, tuple):
-            raise ValueError("missing is of columns that are chosen by their names")
+            raise ValueError("missing is for columns chosen by name")
         if isinstance(self.scale, tuple) or isinstance(self.offset, tuple):
             raise ValueError("scale and offset of sparse rows must be one number each")
         if self.decode_cf:
-            raise ValueError("decode_cf does not go with sparse rows; use scale and offset")
+            raise ValueError("decode_cf cannot be used with sparse rows; use scale and offset")
         return self
 
 
@@ -267,8 +267,7 @@ def _require_no_steps(field: Field) -> None:
     """Reject steps of fields whose samples do not have the same shape."""
     if field.steps is not None:
         raise ValueError(
-            "steps are of fields whose samples have one shape, and of images with a size; leave"
-            " them out"
+            "steps need fields whose samples have one shape, or images with a size; leave them out"
         )
 
 

@@ -390,7 +390,7 @@ class ReaderConfig(Frozen):
                     )
             if self.workers != "thread":
                 raise ValueError(
-                    f"a sampler is asked in this process; use {named('workers', 'thread')}"
+                    f"a sampler runs in this process; use {named('workers', 'thread')}"
                 )
         if self.weights is not None and self.shuffle == "window":
             raise ValueError(

@@ -82,7 +82,7 @@ class Sequences(Frozen):
         if self.last == ():
             raise ValueError("last needs the path of a dataset, or several")
         if self.only is not None and self.groups is None:
-            raise ValueError("only needs groups, of which it names some")
+            raise ValueError("only needs groups, and names some of them")
         return self
 
     @property

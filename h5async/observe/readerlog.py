@@ -88,13 +88,13 @@ def log_memory(
     what = paths_text(config.hdf5_path)
     if config.cache is not None and cache.startswith("none: "):
         reason = cache.removeprefix("none: ")
-        _warn_once(f"{what}: no rows are kept by the option cache: {reason}")
+        _warn_once(f"{what}: the option cache keeps no rows: {reason}")
     elif config.cache is not None:
         _log.info("%s: rows are kept: %s", what, cache)
     if most_threads < config.filler_threads:
         _warn_once(
-            f"{what}: there is memory for {most_threads} threads, of {config.filler_threads}:"
-            " max_batch_bytes, or what is free, allows no more"
+            f"{what}: memory suffices for {most_threads} of {config.filler_threads} threads:"
+            " max_batch_bytes, or free memory, allows no more"
         )
     if sum(kept) < sum(wanted):
         _warn_once(
@@ -110,9 +110,9 @@ def log_unused_values(layouts: Mapping[str, DatasetLayout]) -> None:
         if count:
             _warn_once(
                 printable(f'{layout.file}: field {name}, dataset "{layout.path}"')
-                + f": {count:,} of its values lie before the first sample or behind the last one,"
-                " and are in none; if they should be, see what the options offsets and offsets_kind"
-                " say: offsets have one number more than there are samples, and ends as many"
+                + f": {count:,} of its values lie before the first sample or after the last one,"
+                " and belong to none; if they should, check the options offsets and offsets_kind:"
+                " there is one more offset than samples, and one end or length per sample"
             )
 
 

@@ -133,7 +133,7 @@ class Tracing:
             if not isinstance(error, MemoryError):
                 raise
             raise out_of_memory(
-                f"a trace of {max_events:,} events", error, "give fewer by max_events"
+                f"a trace of {max_events:,} events", error, "reduce max_events"
             ) from error
         return trace
 

@@ -123,9 +123,9 @@ class SamplerOrder:
     def _other_size(self, found: _Epoch, epoch: int) -> str:
         if iter(self._sampler) is self._sampler:
             return (
-                f"sampler: an iterator was given, which is exhausted in epoch {epoch}; give what"
-                " can be begun anew for each epoch, such as a list or an object with __iter__; of"
-                f" one without an end, say by {named('epoch_samples')} how many make an epoch"
+                f"sampler: an iterator was given, and it is exhausted in epoch {epoch}; give an"
+                " iterable for each epoch, such as a list or an object with __iter__, or an endless"
+                f" iterator with {named('epoch_samples')}"
             )
         sizes = self._positions(found), self.size
         what = "samples"
@@ -133,7 +133,7 @@ class SamplerOrder:
             what, sizes = "batches", (sizes[0] // self._batch_size, sizes[1] // self._batch_size)
         return (
             f"sampler: {sizes[0]} {what} were drawn for epoch {epoch}, and {sizes[1]} for the"
-            " first; all epochs must have equally many"
+            " first; all epochs must have the same number"
         )
 
     def state(self, epoch: int) -> dict[str, Any]:
@@ -238,8 +238,8 @@ class SamplerOrder:
             yield numbers, are_batches
         if self._epoch_samples is None:
             raise ConfigError(
-                f"sampler: {count:,} samples were drawn for epoch {epoch}, and there is no end; say"
-                f" by {named('epoch_samples')} how many make an epoch"
+                f"sampler: {count:,} samples were drawn for epoch {epoch} without an end; give"
+                f" {named('epoch_samples')} to end an epoch"
             )
 
     def _most(self, are_batches: bool) -> int:

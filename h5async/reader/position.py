@@ -83,7 +83,7 @@ class ReaderPosition:
         """Return the rank and its source, from the options or as found now."""
         rank, world_size = self._config.rank, self._config.world_size
         if self._config.sampler is not None:
-            return Source(Rank(0, 1), "the sampler, which each process has one of", "", None)
+            return Source(Rank(0, 1), "the sampler, one per process", "", None)
         if rank is None or world_size is None:
             return find_source()
         return Source(Rank(rank, world_size), "the options rank and world_size", "", None)
