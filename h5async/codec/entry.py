@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from h5async.codec.decoding import Bytes, Decode
 
 # A filter's client data, as HDF5 calls them: the numbers that its pipeline message has for it.
 Parameters = tuple[int, ...]
-
-BlockCodec = Literal["deflate", "zstd", "lz4"]
 
 
 class CoreKind(IntEnum):
@@ -64,42 +62,6 @@ class CoreFilter(NamedTuple):
     function: int = 0
 
 
-class Blocks(NamedTuple):
-    """How an encoded chunk is cut into compressed blocks, of which a GPU decodes all at once.
-
-    The compiled core cuts them (core/src/frames.h).
-
-    Attributes
-    ----------
-    codec
-        What decodes one block: ``"deflate"`` (raw), ``"zstd"`` (a frame) or ``"lz4"`` (a block).
-    nbytes
-        Decoded bytes of a block, but for the last one; 0: the chunk is one block, or says itself.
-    usual_nbytes
-        The same, of filters whose chunks may have blocks of another size; 0: no block is expected
-        to be smaller than the chunk.
-    """
-
-    codec: BlockCodec
-    nbytes: int = 0
-    usual_nbytes: int = 0
-
-
-class Unshuffle(NamedTuple):
-    """A change of the order of bytes or bits, which a GPU undoes after it has decoded the blocks.
-
-    Attributes
-    ----------
-    itemsize
-        Bytes of an element.
-    block
-        Bits: elements of a block. 0: it is bytes that are shuffled.
-    """
-
-    itemsize: int
-    block: int
-
-
 @dataclass(frozen=True)
 class Codec:
     """What undoes a filter with certain client data.
@@ -115,18 +77,12 @@ class Codec:
         Whether `decode` returns a view of the encoded bytes, and writes nothing.
     core
         How the compiled core takes it; None: the core cannot undo it.
-    blocks
-        How a GPU is given it; None: the filter compresses nothing, or no GPU decodes it here.
-    unshuffle
-        What a GPU undoes once blocks, if there are any, are decoded.
     """
 
     decode: Decode
     added_nbytes: int | None = None
     gives_view: bool = False
     core: CoreFilter | None = None
-    blocks: Blocks | None = None
-    unshuffle: Unshuffle | None = None
 
     @property
     def keeps_length(self) -> bool:

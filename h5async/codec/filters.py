@@ -1,8 +1,8 @@
 """Lists the HDF5 filters that are known here, one entry a filter: the registry.
 
 A new filter is added to `REGISTRY`; everything that has to do with filters reads from there: which
-ones are decoded without HDF5, by which function, how the compiled core takes them, and what a GPU
-decodes of them. docs/architecture.md tells how to add one.
+ones are decoded without HDF5, by which function, and how the compiled core takes them.
+docs/architecture.md tells how to add one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import NamedTuple
 from h5async.codec import storedelements
 from h5async.codec.bitshuffle import bitshuffle_codec
 from h5async.codec.entry import (
-    Blocks,
     Codec,
     CoreFilter,
     CoreKind,
@@ -47,7 +46,7 @@ BZIP2, LZF, BLOSC, LZ4, BITSHUFFLE, ZSTD, BLOSC2 = 307, 32000, 32001, 32004, 320
 
 def _deflate(_parameters: Parameters) -> Codec:
     core = CoreFilter(CoreKind.DEFLATE, library="deflate")
-    return Codec(inflate, core=core, blocks=Blocks("deflate"))
+    return Codec(inflate, core=core)
 
 
 def _fletcher32(_parameters: Parameters) -> Codec:
@@ -67,15 +66,14 @@ def _bzip2(_parameters: Parameters) -> Codec:
     return Codec(decode_bzip2, core=CoreFilter(CoreKind.BZIP2, library="bz2"))
 
 
-def _lz4(parameters: Parameters) -> Codec:
+def _lz4(_parameters: Parameters) -> Codec:
     core = CoreFilter(CoreKind.LZ4, library="lz4")
-    usual_nbytes = parameters[0] if parameters else 0
-    return Codec(decode_lz4, core=core, blocks=Blocks("lz4", usual_nbytes=usual_nbytes))
+    return Codec(decode_lz4, core=core)
 
 
 def _zstd(_parameters: Parameters) -> Codec:
     core = CoreFilter(CoreKind.ZSTD, library="zstd")
-    return Codec(decode_zstd, core=core, blocks=Blocks("zstd"))
+    return Codec(decode_zstd, core=core)
 
 
 _ENTRIES = (

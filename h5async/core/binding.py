@@ -62,12 +62,8 @@ class Core:
     transform, permute, draw, window_block, cut, cut_sorted
         Its functions. They release the GIL, and may be called from many threads, each with its
         own worker.
-    plan_batch, read_batch, submit, next and others
+    plan_batch, read_batch, read_ranges, submit, next and others
         `read/collection.py` and `read/queue.py` call them; see the comments in `src/`.
-    read_encoded
-        ``read_encoded(file, worker, offset, nbytes, target, count, base, base_nbytes)`` reads
-        ``nbytes[i]`` bytes at ``offset[i]`` of the file to ``base + target[i]`` (int64 arrays),
-        and returns how many of them it read before the first that could not be.
     cut_frames
         ``cut_frames(frames)``, of a `FramesStruct`, cuts encoded chunks into blocks that can each
         be decoded alone, and returns how many chunks it cut. It stops before the first in which
@@ -133,9 +129,7 @@ class Core:
         self.window_block = _function(library, "h5async_window_block", 2, c_int64, c_int64)
         self.cut = _function(library, "h5async_cut", 2, *[c_int64] * 3)
         self.cut_sorted = _function(library, "h5async_cut_sorted", 4, *[c_int64] * 3)
-        self.read_encoded = _function(
-            library, "h5async_read_encoded", 5, c_int64, c_void_p, c_int64
-        )
+        self.read_ranges = _function(library, "h5async_read_ranges", 6, *[c_int64] * 3)
         self.cut_frames = _function(library, "h5async_cut_frames", 1)
         self.sources_nbytes = _function(library, "h5async_sources_nbytes", 0)
         self.open_sources = _function(

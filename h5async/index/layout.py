@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from h5async.codec.filters import Filter
 from h5async.errors import ConfigError
 from h5async.index.chunktable import ChunkTable, grid_of, needed_nbytes
-from h5async.index.geometry import PieceGeometry
 from h5async.index.slabs import MOST_RUNS, Blocks, Selection, most_runs, runs_between
 from h5async.io.stamps import FileStamp
 from h5async.names import printable
@@ -382,27 +381,6 @@ class DatasetLayout:
         if self.sample_axis != 0:
             return False
         return not self.chunk_shape or self.chunk_shape[1:] == self.shape[1:]
-
-    @property
-    def geometry(self) -> PieceGeometry:
-        """How the pieces of a sample lie in chunks and in rows, to copy them by bytes."""
-        axis, item = self.sample_axis, self.dtype.itemsize
-        shape = self.chunk_shape or self.shape
-        rest = [a for a in range(len(shape)) if a != axis]
-        strides = np.cumprod((item, *shape[:0:-1]), dtype=np.int64)[::-1]
-        row_shape = [self.shape[a] for a in rest]
-        row_strides = np.cumprod((item, *row_shape[:0:-1]), dtype=np.int64)[::-1][: len(rest)]
-        begin = self.cross_section[:, rest]
-        return PieceGeometry(
-            chunk_strides=strides[rest],
-            row_strides=row_strides,
-            extents=np.minimum(np.array(self.piece_shape)[rest], np.array(row_shape) - begin),
-            row_begin=begin @ row_strides,
-            piece_begin=(begin @ strides[rest]) * (not self.chunk_shape),
-            chunk_samples=shape[axis],
-            sample_stride=int(strides[axis]),
-            chunk_nbytes=math.prod(shape) * item,
-        )
 
     @cached_property
     def part_starts(self) -> NDArray[np.int64] | None:

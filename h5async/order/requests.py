@@ -23,8 +23,6 @@ class FillRequest(NamedTuple):
         Position in the epoch's order at which the batch's step begins.
     order
         Key of that order.
-    on_device
-        Whether the device decodes what it can.
     samples
         int64 (n,): the samples of a batch outside of epochs.
     """
@@ -35,7 +33,6 @@ class FillRequest(NamedTuple):
     number: int
     start: int
     order: OrderKey = (0, 1)
-    on_device: bool = False
     samples: NDArray[np.int64] | None = None
 
     def is_same(self, other: FillRequest) -> bool:

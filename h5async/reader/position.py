@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -166,13 +166,8 @@ class ReaderPosition:
             return -1, -1
         return course.schedule.position(max(serial, course.schedule.serial))[:2]
 
-    def requests(
-        self, assignments: Sequence[Assignment], begin_on_device: Callable[[int], bool]
-    ) -> list[FillRequest]:
-        """Return the requests for slots and the serial numbers assigned to them.
-
-        `begin_on_device` is called with a serial number, and tells whether the device decodes.
-        """
+    def requests(self, assignments: Sequence[Assignment]) -> list[FillRequest]:
+        """Return the requests for slots and the serial numbers assigned to them."""
         found = []
         course = self.course  # or a later one: then earlier assignments are dropped
         schedule = course.schedule
@@ -181,9 +176,8 @@ class ReaderPosition:
             if given is not None:
                 found.append(FillRequest(slot, serial, -1, -1, 0, course.order, samples=given))
                 continue
-            on_device = begin_on_device(serial)
             position = schedule.position(max(serial, schedule.serial))
-            found.append(FillRequest(slot, serial, *position, course.order, on_device))
+            found.append(FillRequest(slot, serial, *position, course.order))
         return found
 
     def jump(self, epoch: int) -> None:

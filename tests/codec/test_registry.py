@@ -8,7 +8,6 @@ from h5async.codec.entry import Codec, CoreKind
 from h5async.codec.filters import (
     _ENTRIES,
     BITSHUFFLE,
-    LZ4,
     NBIT,
     REGISTRY,
     SZIP,
@@ -16,7 +15,6 @@ from h5async.codec.filters import (
     can_decode,
 )
 from h5async.core.libraries import FUNCTIONS
-from h5async.deliver.nvcomp import FORMATS
 
 # Client data with which every filter is decoded here, where one can be.
 GIVEN = {
@@ -35,7 +33,7 @@ GIVEN = {
     ],
     "zstd": [(), (3,)],
     "blosc2": [(1, 0, 4, 400, 5, 1, 0)],
-    "conversion": [(4, 5, 0, 1, 0, 4, 4, 1, *[0] * 7)],
+    "conversion": [(5, 4, 0, 0, 0, 4, 4, 1, *[0] * 7)],
 }
 CODECS = [
     (entry.name, parameters, Filter(entry.number, parameters, "").codec)
@@ -57,15 +55,8 @@ def test_an_entry_agrees_with_what_reads_it(name, parameters, codec):
     if codec.core is not None:
         assert codec.core.library is None or codec.core.library in FUNCTIONS.values()
         assert 0 <= codec.core.element_nbytes < 2**31
-    if codec.blocks is not None:  # only the core can cut blocks
-        assert codec.core is not None
-        assert codec.blocks.codec in FORMATS
-        assert not codec.keeps_length
     if codec.gives_view or codec.does_nothing:
         assert codec.added_nbytes is not None
-    if codec.unshuffle is not None:
-        assert codec.keeps_length or codec.blocks is not None
-        assert codec.unshuffle.block % 8 == 0
 
 
 def test_the_core_has_every_kind_from_the_registry():
@@ -77,11 +68,6 @@ def test_elements_that_the_core_has_no_numbers_for_are_left_to_python():
     assert Filter(2, (2**31 - 1,), "").codec.core is not None
     assert Filter(2, (2**31,), "").codec.core is None
     assert Filter(BITSHUFFLE, (0, 4, 2**31, 0, 2), "").codec.core is None
-
-
-def test_blocks_of_lz4_have_their_usual_size_from_the_client_data():
-    assert Filter(LZ4, (4096,), "").codec.blocks.usual_nbytes == 4096
-    assert Filter(LZ4, (), "").codec.blocks.usual_nbytes == 0
 
 
 def test_a_filter_that_nobody_knows_has_the_name_from_the_file():

@@ -48,6 +48,7 @@
 #include "piecewise.h"
 #include "batch.h"
 #include "queue.h"
+#include "ranges.h"
 #include "frames.h"
 #include "visit.h"
 #include "dense.h"
