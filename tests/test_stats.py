@@ -15,11 +15,13 @@ from conftest import spoil_chunk
 from hdf5files import reduced_precision
 
 from h5async import AsyncReader, Field, ReadError, ReaderStats
-from h5async.core.binding import load_core
+from h5async.codec.filters import Filter
+from h5async.core.binding import can_decode, load_core
 from h5async.observe.stats import Waits, WaitTotals, percentile
 from h5async.system.counts import STAGES, StageTimes, ThreadCounts
 
-BY_US = "core" if load_core() else "python"
+BY_US = "core" if load_core() else "h5py"
+PACKED = "core" if can_decode(Filter(6, (2, 32), "scaleoffset")) else "h5py"  # what scaleoffset is
 GZIP = {"compression": "gzip", "compression_opts": 1}
 
 

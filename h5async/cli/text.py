@@ -49,6 +49,8 @@ def packing_text(layout: DatasetLayout) -> str:
 
 def method_text(layout: DatasetLayout) -> str:
     """Say how a dataset is read: directly and by what, or through h5py and why."""
+    if load_core() is None:
+        return "h5py: the compiled core is missing"
     if layout.fallback_reason is not None:
         return f"h5py: {layout.fallback_reason}"
     return direct_text(*methods_of(layout))
@@ -63,5 +65,7 @@ def methods_of(layout: DatasetLayout) -> tuple[tuple[str, ...], int]:
 
 def direct_text(methods: Collection[str], sources: int) -> str:
     """Say what reads a dataset directly, and from how many sources."""
-    by = ", by the core" if set(methods) == {"core"} else ", in Python" * ("python" in methods)
+    if set(methods) == {"h5py"}:
+        return "h5py: the core does not read its storage"
+    by = ", by the core" if set(methods) == {"core"} else ", partly by h5py" * ("h5py" in methods)
     return f"direct{by}, from {sources} sources" if sources > 1 else f"direct{by}"

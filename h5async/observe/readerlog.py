@@ -54,21 +54,18 @@ def log_ways(layouts: Mapping[str, DatasetLayout], methods: Sequence[str]) -> No
         _warn_once(reason)
     for (name, layout), method in zip(layouts.items(), methods, strict=True):
         what = printable(f'{layout.file}: field {name}, dataset "{layout.path}"')
-        if layout.fallback_reason is not None:
+        if layout.fallback_reason is not None and reason is None:
             _warn_once(
                 f"{what}: is read through h5py, one read at a time: {layout.fallback_reason}"
             )
-        elif "python" in method and reason is None:
-            filters = "+".join(
-                dict.fromkeys(f.label for y, _ in kinds_of(layout) for f in y.filters)
-            )
-            named = f" ({filters})" if filters else ""
+        elif "h5py" in method and reason is None:
             _warn_once(
-                f"{what}: is read directly, but in Python, because the core does not read its"
-                f" storage or undo its filters{named}"
+                f"{what}: is read through h5py, one read at a time, because the core does not read"
+                " its storage"
             )
         else:
-            _log.info("%s: is read directly (%s)", what, method)
+            how = "through h5py" if method == "h5py" else f"directly ({method})"
+            _log.info("%s: is read %s", what, how)
 
 
 def log_memory(

@@ -58,8 +58,9 @@ from h5async.fill.reading import BatchReader
 from h5async.index.metadata import read_layouts
 from h5async.io.stamps import FileStamp
 from h5async.plan.transform import RowTransform
-from h5async.read.execute import PlanExecutor
+from h5async.read.collection import Collection
 from h5async.read.executors import method_of
+from h5async.read.h5pyrows import H5pyRows
 from h5async.read.pipeline import FilterPipeline
 from h5async.read.scratch import Scratch
 
@@ -83,12 +84,13 @@ def some(share):
 
 @pytest.fixture
 def no_python(monkeypatch):
-    """Fail where a plan is executed in Python."""
+    """Fail where the core refuses something, or leaves it to h5py."""
 
-    def execute(*_):
-        raise AssertionError("the core left something to Python")
+    def refuse(*_):
+        raise AssertionError("the core left something")
 
-    monkeypatch.setattr(PlanExecutor, "execute", execute)
+    monkeypatch.setattr(Collection, "_read_again", refuse)
+    monkeypatch.setattr(H5pyRows, "execute", refuse)
 
 
 def exactly(data):
@@ -918,8 +920,8 @@ def test_chunks_through_a_reader(core, tmp_path, no_python, io):
     assert_reads_like_h5py(path, names[-1], num_dim=2, batch_size=5, io=io)
 
 
-def test_what_the_core_refuses_is_left_to_python(core, tmp_path):
-    """Of a chunk that was cut, Python tells what is wrong; the others are read."""
+def test_what_the_core_refuses_is_an_error(core, tmp_path):
+    """Of a chunk that was cut; the others are read."""
     path = tmp_path / "damaged.h5"
     values = np.arange(400, dtype="<i4").reshape(40, 10)
     with h5py.File(path, "w") as file:

@@ -1,4 +1,4 @@
-"""`plan.py`, with plain arrays: no file, no thread. A model that knows every element judges it."""
+"""Plans of chunks, and shares, with plain arrays; a model that knows every element judges them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from layouts import BASE, DEFLATE, layout
+from layouts import DEFLATE, layout
 
 from h5async.index.layout import DatasetLayout
-from h5async.plan.plan import plan_read
-from h5async.plan.records import ChunkPlan, ReadPlan, RowPlan, SamplesPlan
+from h5async.plan.chunks import ChunkPlan, plan_chunks
+from h5async.plan.records import GatherPlan, Plan, SamplesPlan
 from h5async.plan.shares import PlanSlice, cut
 
 
 def samples(*numbers: int) -> np.ndarray:
     return np.array(numbers, np.int64)
+
+
+def plan_of(of: DatasetLayout, sample: np.ndarray) -> ChunkPlan:
+    return plan_chunks(of, sample, np.arange(sample.size))
 
 
 # --- the model -------------------------------------------------------------------------------
@@ -46,16 +50,10 @@ def carried_out(of: DatasetLayout, plan: ChunkPlan, count: int) -> np.ndarray:
     rest = [axis for axis in range(len(of.shape)) if axis != of.sample_axis]
     for item in range(plan.num_items):
         group = int(plan.group[item])
-        if of.chunk_shape:
-            corner = of.cross_section[plan.cross[item]].copy()
-            corner[of.sample_axis] = plan.group_number[group] * of.chunk_shape[of.sample_axis]
-            cell = corner // np.array(of.chunk_shape)
-            number = int(np.ravel_multi_index(tuple(cell), of.grid))
-            assert plan.entry[item] == place_of(of, number)
-            extent = of.chunk_shape
-        else:
-            corner, extent = of.cross_section[plan.cross[item]], of.piece_shape
-            assert plan.entry[item] == (-1 if of.offset < 0 else 0)
+        corner, extent = of.cross_section[plan.cross[item]].copy(), of.chunk_shape
+        corner[of.sample_axis] = plan.group_number[group] * extent[of.sample_axis]
+        number = int(np.ravel_multi_index(tuple(corner // np.array(extent)), of.grid))
+        assert plan.entry[item] == place_of(of, number)
         region = tuple(slice(corner[a], corner[a] + extent[a]) for a in rest)
         first = corner[of.sample_axis]
         inside = elements[(slice(first, first + extent[of.sample_axis]), *region)]
@@ -79,15 +77,11 @@ def check_form(of: DatasetLayout, plan: ChunkPlan) -> None:
     assert (np.diff(plan.run_start) > 0).all()
     assert (np.diff(plan.group) >= 0).all()
     assert plan.entry.size == plan.cross.size == plan.group.size == plan.num_items
-    if of.chunk_shape:
-        pairs = set(zip(plan.group_number[plan.group].tolist(), plan.cross.tolist(), strict=True))
-        assert len(pairs) == plan.num_items == groups * len(of.cross_section)
-        allocated = plan.entry[plan.entry >= 0]
-        assert np.unique(allocated).size == allocated.size
-        assert plan.item_nbytes == of.chunk_nbytes
-    else:
-        assert groups == 1
-        assert plan.cross.tolist() == list(range(len(of.cross_section)))
+    pairs = set(zip(plan.group_number[plan.group].tolist(), plan.cross.tolist(), strict=True))
+    assert len(pairs) == plan.num_items == groups * len(of.cross_section)
+    allocated = plan.entry[plan.entry >= 0]
+    assert np.unique(allocated).size == allocated.size
+    assert plan.item_nbytes == of.chunk_nbytes
     for group in range(groups):
         runs = slice(plan.run_start[group], plan.run_start[group + 1])
         local, position = plan.run_local[runs], plan.run_position[runs]
@@ -97,75 +91,22 @@ def check_form(of: DatasetLayout, plan: ChunkPlan) -> None:
         assert not joined.any(), "two runs should be one"
 
 
-def check_plan(of: DatasetLayout, sample: np.ndarray) -> ReadPlan:
+def check_plan(of: DatasetLayout, sample: np.ndarray) -> ChunkPlan:
     """Plan a batch, and judge the plan by the model."""
     before = sample.copy()
-    plan = plan_read(of, sample)
+    plan = plan_of(of, sample)
     assert np.array_equal(sample, before)
-    if isinstance(plan, RowPlan):
-        assert np.array_equal(plan.sample, sample)
-        assert plan.num_items == sample.size
-        assert plan.item_nbytes == plan.row_nbytes == of.row_nbytes
-        assert plan.offset.tolist() == [row_offset(of, int(s)) for s in sample]
-    else:
-        assert isinstance(plan, ChunkPlan)
-        check_form(of, plan)
-        expected = element_numbers(of)[sample]
-        assert np.array_equal(carried_out(of, plan, sample.size), expected)
+    check_form(of, plan)
+    expected = element_numbers(of)[sample]
+    assert np.array_equal(carried_out(of, plan, sample.size), expected)
     return plan
 
 
-def row_offset(of: DatasetLayout, sample: int) -> int:
-    """Address of a sample that lies in one piece, from first principles."""
-    if not of.chunk_shape:
-        return -1 if of.offset < 0 else of.offset + sample * of.row_nbytes
-    assert of.chunks is not None
-    number, local = divmod(sample, of.chunk_shape[0])
-    place = place_of(of, number)
-    return -1 if place < 0 else int(of.chunks.offset[place]) + local * of.row_nbytes
-
-
-# --- plan_read, as a table -----------------------------------------------------------------------
-
-
-def test_contiguous_rows() -> None:
-    plan = plan_read(layout((10, 2, 3)), samples(3, 0, 9))
-    assert isinstance(plan, RowPlan)
-    assert plan.offset.tolist() == [BASE + 3 * 24, BASE, BASE + 9 * 24]
-    assert plan.offset.dtype == np.int64
-    assert plan.row_nbytes == 24
-
-
-def test_contiguous_rows_that_were_never_written() -> None:
-    plan = plan_read(layout((10, 2), offset=-1), samples(3, 0, 9))
-    assert isinstance(plan, RowPlan)
-    assert plan.offset.tolist() == [-1, -1, -1]
-
-
-def test_contiguous_addresses_beyond_four_gigabytes() -> None:
-    plan = plan_read(layout((10**10, 1000)), samples(10**10 - 1))
-    assert isinstance(plan, RowPlan)
-    assert plan.offset.tolist() == [BASE + (10**10 - 1) * 4000]
-
-
-def test_rows_of_raw_chunks() -> None:
-    of = layout((10, 2), (4, 2), allocated=(0, 2))
-    plan = plan_read(of, samples(9, 1, 4, 0))
-    assert isinstance(plan, RowPlan)
-    assert of.chunks is not None
-    first, third = of.chunks.offset.tolist()
-    assert plan.offset.tolist() == [third + 8, first + 8, -1, first]
-
-
-def test_rows_of_a_dataset_without_any_chunk() -> None:
-    plan = plan_read(layout((10, 2), (4, 2), allocated=()), samples(9, 1))
-    assert isinstance(plan, RowPlan)
-    assert plan.offset.tolist() == [-1, -1]
+# --- as a table -----------------------------------------------------------------------
 
 
 def test_chunks_in_file_order_make_one_run_each() -> None:
-    plan = plan_read(layout((10, 2), (4, 2), filters=DEFLATE), np.arange(2, 10))
-    assert isinstance(plan, ChunkPlan)
+    plan = plan_of(layout((10, 2), (4, 2), filters=DEFLATE), np.arange(2, 10))
     assert plan.entry.tolist() == [0, 1, 2]
     assert plan.group.tolist() == [0, 1, 2]
     assert plan.run_start.tolist() == [0, 1, 2, 3]
@@ -176,8 +117,7 @@ def test_chunks_in_file_order_make_one_run_each() -> None:
 
 
 def test_neighbours_in_the_file_are_joined_only_where_they_are_neighbours_in_the_batch() -> None:
-    plan = plan_read(layout((8,), (8,), filters=DEFLATE), samples(5, 0, 1, 2, 4, 3, 6))
-    assert isinstance(plan, ChunkPlan)
+    plan = plan_of(layout((8,), (8,), filters=DEFLATE), samples(5, 0, 1, 2, 4, 3, 6))
     assert plan.entry.tolist() == [0]
     runs = (plan.run_local, plan.run_position, plan.run_length)
     assert list(zip(*(run.tolist() for run in runs), strict=True)) == [
@@ -191,15 +131,13 @@ def test_neighbours_in_the_file_are_joined_only_where_they_are_neighbours_in_the
 
 def test_a_shuffled_batch_names_each_chunk_once() -> None:
     sample = np.random.default_rng(0).permutation(100)[:60]
-    plan = plan_read(layout((100, 3), (10, 3), filters=DEFLATE), sample)
-    assert isinstance(plan, ChunkPlan)
+    plan = plan_of(layout((100, 3), (10, 3), filters=DEFLATE), sample)
     assert plan.entry.tolist() == sorted(set((sample // 10).tolist()))
 
 
 def test_pieces_of_a_sample_in_several_chunks() -> None:
     """A grid of 3 by 2 by 2 chunks, samples counted by the second dimension."""
-    plan = plan_read(layout((5, 4, 3), (2, 3, 2), axis=1), samples(3, 0))
-    assert isinstance(plan, ChunkPlan)
+    plan = plan_of(layout((5, 4, 3), (2, 3, 2), axis=1), samples(3, 0))
     assert plan.group_number.tolist() == [0, 1]
     assert plan.entry.tolist() == [0, 1, 4, 5, 8, 9, 2, 3, 6, 7, 10, 11]
     assert plan.cross.tolist() == [0, 1, 2, 3, 4, 5] * 2
@@ -207,68 +145,23 @@ def test_pieces_of_a_sample_in_several_chunks() -> None:
     assert plan.run_position.tolist() == [1, 0]
 
 
-@pytest.mark.parametrize(
-    ("shape", "axis", "piece_shape", "count"),
-    [
-        ((3, 100), 1, (1, 100), 3),
-        ((100, 3), 1, (4, 3), 25),
-        ((5, 7, 320), 1, (5, 7, 10), 32),
-        ((320, 7, 5), 2, (10, 7, 5), 32),
-        ((1, 9), 1, (1, 9), 1),
-    ],
-)
-def test_columns_of_a_contiguous_dataset_are_shared_out(
-    shape: tuple[int, ...], axis: int, piece_shape: tuple[int, ...], count: int
-) -> None:
-    """Each share has all samples of a batch, and a slice of the rows' longest dimension."""
-    of = layout(shape, axis=axis)
-    plan = plan_read(of, np.arange(of.num_samples)[::-1].copy())
-    assert isinstance(plan, ChunkPlan)
-    assert of.piece_shape == piece_shape
-    assert plan.num_items == len(of.cross_section) == count
-    assert plan.entry.tolist() == [0] * count
-    nbytes = of.num_samples * of.row_nbytes
-    assert nbytes - plan.num_items < plan.num_items * plan.item_nbytes <= nbytes
-
-
-def test_what_only_h5py_may_read_is_one_item() -> None:
-    plan = plan_read(layout((10, 2), reason="a virtual dataset"), samples(3, 1))
-    assert isinstance(plan, SamplesPlan)
-    assert plan.sample.tolist() == [3, 1]
-    assert plan.num_items == 1
-    assert plan.item_nbytes == 16
-
-
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("chunk_shape", [(), (2, 2)])
-def test_rows_without_bytes(axis: int, chunk_shape: tuple[int, ...]) -> None:
-    shape = (0, 6) if axis else (6, 0)
-    plan = plan_read(layout(shape, chunk_shape, axis=axis), samples(3, 1))
-    assert plan.num_items * plan.item_nbytes == 0
-    assert all(share for share in cut([plan], 4, 1))
-
-
-# --- plan_read against the model ----------------------------------------------------------------
+# --- against the model ----------------------------------------------------------------
 
 
 @st.composite
-def batches(draw: st.DrawFn, chunked: bool) -> tuple[DatasetLayout, np.ndarray]:
+def batches(draw: st.DrawFn) -> tuple[DatasetLayout, np.ndarray]:
     rank = draw(st.integers(1, 4))
     shape = draw(st.lists(st.integers(1, 7), min_size=rank, max_size=rank))
     axis = draw(st.integers(0, rank - 1))
     if draw(st.booleans()):
         shape[axis] = draw(st.integers(1, 80))
     options: dict[str, Any] = {"axis": axis}
-    chunk_shape: list[int] = []
-    if chunked:
-        # a chunk may be larger than a dataset that can grow
-        chunk_shape = [draw(st.one_of(st.just(n), st.integers(1, n + 2))) for n in shape]
-        total = math.prod(-(-n // c) for n, c in zip(shape, chunk_shape, strict=True))
-        if draw(st.booleans()):
-            options["allocated"] = draw(st.sets(st.integers(0, total - 1)))
-        options["filters"] = draw(st.sampled_from([(), DEFLATE]))
-    else:
-        options["offset"] = draw(st.sampled_from([BASE, -1]))
+    # a chunk may be larger than a dataset that can grow
+    chunk_shape = [draw(st.one_of(st.just(n), st.integers(1, n + 2))) for n in shape]
+    total = math.prod(-(-n // c) for n, c in zip(shape, chunk_shape, strict=True))
+    if draw(st.booleans()):
+        options["allocated"] = draw(st.sets(st.integers(0, total - 1)))
+    options["filters"] = draw(st.sampled_from([(), DEFLATE]))
     order = draw(st.permutations(range(shape[axis])))
     if draw(st.booleans()):
         order = list(range(shape[axis]))
@@ -277,24 +170,16 @@ def batches(draw: st.DrawFn, chunked: bool) -> tuple[DatasetLayout, np.ndarray]:
     return layout(shape, chunk_shape, **options), samples(*order[start : start + count])
 
 
-@given(batches(chunked=True))
+@given(batches())
 def test_chunked_plans_equal_the_model(batch: tuple[DatasetLayout, np.ndarray]) -> None:
     of, sample = batch
-    plan = check_plan(of, sample)
-    assert isinstance(plan, RowPlan) == (of.rows_are_whole and not of.filters)
-
-
-@given(batches(chunked=False))
-def test_contiguous_plans_equal_the_model(batch: tuple[DatasetLayout, np.ndarray]) -> None:
-    of, sample = batch
-    plan = check_plan(of, sample)
-    assert isinstance(plan, RowPlan) == of.rows_are_whole
+    check_plan(of, sample)
 
 
 @pytest.mark.parametrize("axis", range(3))
-@pytest.mark.parametrize("chunk_shape", [(3, 4, 5), (20, 3, 2), (1, 7, 6), (7, 21, 22), ()])
+@pytest.mark.parametrize("chunk_shape", [(3, 4, 5), (20, 3, 2), (1, 7, 6), (7, 21, 22)])
 def test_all_samples_in_all_orders(axis: int, chunk_shape: tuple[int, ...]) -> None:
-    of = layout((20, 21, 22), chunk_shape, axis=axis, filters=DEFLATE if chunk_shape else ())
+    of = layout((20, 21, 22), chunk_shape, axis=axis, filters=DEFLATE)
     count = of.num_samples
     for sample in (np.arange(count), np.arange(count)[::-1].copy()):
         check_plan(of, sample)
@@ -304,14 +189,13 @@ def test_all_samples_in_all_orders(axis: int, chunk_shape: tuple[int, ...]) -> N
 # --- cut ------------------------------------------------------------------------------------------
 
 
-def rows(count: int, nbytes: int) -> RowPlan:
-    return RowPlan(np.arange(count), np.arange(count) * nbytes, 0, nbytes)
+def rows(count: int, nbytes: int) -> GatherPlan:
+    return GatherPlan(np.arange(count), nbytes)
 
 
 def chunks(count: int, nbytes: int) -> ChunkPlan:
     of = layout((max(1, count), 1), (1, 1), filters=DEFLATE)
-    plan = plan_read(of, np.arange(max(1, count)))
-    assert isinstance(plan, ChunkPlan)
+    plan = plan_of(of, np.arange(max(1, count)))
     keep = slice(0, count)
     return ChunkPlan(
         plan.entry[keep],
@@ -326,11 +210,11 @@ def chunks(count: int, nbytes: int) -> ChunkPlan:
     )
 
 
-def cost(plans: Sequence[ReadPlan], share: Sequence[PlanSlice]) -> int:
+def cost(plans: Sequence[Plan], share: Sequence[PlanSlice]) -> int:
     return sum((part.stop - part.start) * plans[part.field].item_nbytes for part in share)
 
 
-def check_cut(plans: Sequence[ReadPlan], parts: int, min_part_nbytes: int) -> list[list[PlanSlice]]:
+def check_cut(plans: Sequence[Plan], parts: int, min_part_nbytes: int) -> list[list[PlanSlice]]:
     shares = list(cut(plans, parts, min_part_nbytes))
     items = [(s.field, item) for share in shares for s in share for item in range(s.start, s.stop)]
     assert sorted(items) == [(f, i) for f, plan in enumerate(plans) for i in range(plan.num_items)]
@@ -359,7 +243,7 @@ def check_cut(plans: Sequence[ReadPlan], parts: int, min_part_nbytes: int) -> li
         ([rows(8, 100), rows(8, 100)], 2, 1, [[(0, 0, 8)], [(1, 0, 8)]]),
         # h5py's share cannot be cut
         (
-            [SamplesPlan(np.arange(8), 0, 100), rows(8, 100)],
+            [SamplesPlan(np.arange(8), np.arange(8), 800), rows(8, 100)],
             4,
             1,
             [[(0, 0, 1)], [(1, 0, 4)], [(1, 4, 8)]],
@@ -370,7 +254,7 @@ def check_cut(plans: Sequence[ReadPlan], parts: int, min_part_nbytes: int) -> li
     ],
 )
 def test_cut_as_a_table(
-    plans: list[ReadPlan], parts: int, min_part_nbytes: int, expected: list[Any]
+    plans: list[Plan], parts: int, min_part_nbytes: int, expected: list[Any]
 ) -> None:
     shares = check_cut(plans, parts, min_part_nbytes)
     assert [[tuple(part) for part in share] for share in shares] == expected
@@ -388,7 +272,7 @@ plan_lists = st.lists(
 
 @given(plan_lists, st.integers(1, 20), st.sampled_from([1, 100, 10_000]))
 def test_shares_hold_each_item_once_and_cost_about_the_same(
-    plans: list[ReadPlan], parts: int, min_part_nbytes: int
+    plans: list[Plan], parts: int, min_part_nbytes: int
 ) -> None:
     shares = check_cut(plans, parts, min_part_nbytes)
     total = sum(plan.num_items * plan.item_nbytes for plan in plans)
@@ -418,7 +302,7 @@ def test_enormous_batches_are_cut_exactly() -> None:
     assert max(shares) - min(shares) <= 2**41
 
 
-def check_cut_counts(plans: Sequence[ReadPlan], parts: int) -> list[int]:
+def check_cut_counts(plans: Sequence[Plan], parts: int) -> list[int]:
     shares = list(cut(plans, parts, 1))
     for field, plan in enumerate(plans):
         edges = [(s.start, s.stop) for share in shares for s in share if s.field == field]

@@ -189,27 +189,3 @@ def test_a_postprocess_that_takes_memory_is_seen(tmp_path: Path, num_threads: in
     write(path, case, "")
     with open_reader(path, case, num_threads, postprocess=lambda x: x ^ 1) as reader:
         assert peak_of_an_epoch(reader) >= 4 * MIB
-
-
-@pytest.mark.usefixtures("python_way")
-@pytest.mark.parametrize("num_threads", [0, 2])
-def test_a_temporary_chunk_is_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_threads: int
-) -> None:
-    """One chunk-sized array for a moment, in a worker, is enough."""
-    from h5async.read.pipeline import FilterPipeline
-
-    decode = FilterPipeline.decode
-
-    def wasteful(
-        self: FilterPipeline, encoded: Any, filter_mask: int, out: Any, scratch: Any
-    ) -> None:
-        decode(self, encoded, filter_mask, out, scratch)
-        out[...] = out.copy()
-
-    monkeypatch.setattr(FilterPipeline, "decode", wasteful)
-    case = CASES["gzip, parts of chunks"]
-    path = tmp_path / "f.h5"
-    write(path, case, "")
-    with open_reader(path, case, num_threads) as reader:
-        assert peak_of_an_epoch(reader) >= MIB
