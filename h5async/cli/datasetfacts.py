@@ -34,7 +34,7 @@ class Dataset:
     read
         ``"direct"``, ``"h5py"``, or ``"refused"``.
     by
-        If read directly: ``"core"``, ``"python"``, or ``"memory"``; or several of these.
+        If read directly: ``"core"`` or ``"memory"``, or both.
     sources
         Number of other datasets that hold its values.
     reason

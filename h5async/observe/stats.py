@@ -175,8 +175,8 @@ class ReaderStats:
     direct_share
         Share of the bytes of a sample that are read without h5py.
     ways
-        How each field is read: ``"core"``, ``"python"``, ``"h5py"``, ``"memory"``, or several of
-        them for several files.
+        How each field is read: ``"core"``, ``"h5py"``, ``"memory"``, or several of these
+        for several files.
     cache
         Where rows are kept for later epochs, and how many; or why they are not.
     decode
