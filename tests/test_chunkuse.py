@@ -8,7 +8,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from hdf5files import reduced_precision
+from hdf5files import type_for_h5py
 from test_stats import told as sentence_of
 
 from h5async import AsyncReader, Field, RaggedField, ReaderStats
@@ -174,7 +174,7 @@ def test_several_files_and_fields(path: Path) -> None:
 def test_h5py_decodes_whole_chunks(tmp_path: Path) -> None:
     storage = {"chunks": (10, 300_000), **GZIP}  # larger than what HDF5 keeps
     with h5py.File(tmp_path / "f.h5", "w") as file:
-        file.create_dataset("data", (60, 300_000), reduced_precision(), **storage)[...] = 1
+        file.create_dataset("data", (60, 300_000), type_for_h5py(), **storage)[...] = 1
     in_order = read(tmp_path / "f.h5", batch_size=5)
     assert in_order.fallback_reads == 12
     assert in_order._h5py_per_used == 1.0

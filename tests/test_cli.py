@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from cases import each
 from conftest import spoil_chunk
-from hdf5files import reduced_precision
+from hdf5files import type_for_h5py
 from typer.testing import CliRunner
 
 from h5async import ReaderConfig, cli
@@ -155,7 +155,7 @@ def quirks(tmp_path):
         sources = h5py.VirtualLayout((6,), np.int64)
         sources[...] = h5py.VirtualSource("gone.h5", "data", (6,))
         file.create_virtual_dataset("missing", sources, fillvalue=7)
-        file.create_dataset("narrow", (3,), reduced_precision())
+        file.create_dataset("narrow", (3,), type_for_h5py())
         file["names"] = ["a", "b"]
         file["scalar"] = 3
         file["nothing"] = h5py.Empty("f4")

@@ -13,7 +13,7 @@ import warnings
 import h5py
 import numpy as np
 import pytest
-from hdf5files import reduced_precision
+from hdf5files import type_for_h5py
 
 from h5async import AsyncReader
 from h5async.core.binding import load_core
@@ -39,7 +39,7 @@ def path(tmp_path):
         twice[:60] = h5py.VirtualSource(file["labels"])[:60]
         twice[40:] = h5py.VirtualSource(file["labels"])[40:]
         file.create_virtual_dataset("odd", twice)
-        file.create_dataset("narrow", (100,), reduced_precision())
+        file.create_dataset("narrow", (100,), type_for_h5py())
     return path
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 from cases import each
 from conftest import assert_epoch_is, assert_same_bits, our_threads, poison, truth
-from hdf5files import reduced_precision
+from hdf5files import type_for_h5py
 
 from h5async import (
     AsyncReader,
@@ -1111,7 +1111,7 @@ def test_a_reader_collected_while_a_lock_is_held_that_its_worker_waits_for(tmp_p
     """The collector runs anywhere; here where this thread is in h5py, as a worker wants to be."""
     path = tmp_path / "odd.h5"
     with h5py.File(path, "w") as file:
-        file.create_dataset("data", (NUM_SAMPLES,), reduced_precision())[...] = 7
+        file.create_dataset("data", (NUM_SAMPLES,), type_for_h5py())[...] = 7
     reader = AsyncReader(hdf5_path=path, labels_field=None, num_threads=2)
     gone, fallback = weakref.ref(reader), reader._engine.filler._executors._fallback
     waits = threading.Event()

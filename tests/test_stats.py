@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from cases import each
 from conftest import spoil_chunk
-from hdf5files import reduced_precision
+from hdf5files import type_for_h5py
 
 from h5async import AsyncReader, Field, ReadError, ReaderStats
 from h5async.codec.filters import Filter
@@ -265,7 +265,7 @@ def values_of(*shape: int, dtype: str = "i4") -> np.ndarray:
 def write_only_h5py(path: Path, rows: int) -> None:
     """Add "data", which only h5py may read."""
     with h5py.File(path, "a") as file:
-        file.create_dataset("data", data=values_of(rows), dtype=reduced_precision())
+        file.create_dataset("data", data=values_of(rows), dtype=type_for_h5py())
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ import hypothesis
 import numpy as np
 import pytest
 from cases import each
+from chunkplans import ChunkPlan, plan_chunks
 from cuda_on_cpu import load_kernels
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,7 +33,6 @@ from h5async.codec.bitshuffle import bitshuffle_codec
 from h5async.deliver import kernels as kernels_module
 from h5async.index.layout import DatasetLayout
 from h5async.index.metadata import read_layouts
-from h5async.plan.chunks import ChunkPlan, plan_chunks
 from h5async.samples.samplekernels import EXACT, OPTIONS
 
 SOURCE = Path(__file__).parents[2] / "h5async" / "deliver" / "kernels.cu"

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from cases import each
 from conftest import assert_same_bits, truth
-from hdf5files import reduced_precision, write_compact
+from hdf5files import type_for_h5py, write_compact
 
 import h5async.opening.limits
 from h5async import (
@@ -473,7 +473,7 @@ def write_only_h5py(path: Path) -> None:
     values = np.arange(ROWS * 30, dtype="<i4").reshape(ROWS, 6, 5)
     with h5py.File(path, "w") as file:
         storage = {"chunks": (7, 6, 5), "compression": "gzip"}
-        file.create_dataset("data", data=values, dtype=reduced_precision(31), **storage)
+        file.create_dataset("data", data=values, dtype=type_for_h5py(31), **storage)
 
 
 def write_in_header(path: Path) -> None:

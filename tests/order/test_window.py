@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from cases import each
 from conftest import assert_epoch_is, assert_same_bits, truth
-from hdf5files import reduced_precision, write_compact
+from hdf5files import type_for_h5py, write_compact
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import DEFLATE, layout
@@ -448,7 +448,7 @@ def write_in_header(path: Path) -> None:
 
 
 def write_only_h5py(path: Path) -> None:
-    write(path, values_of(ROWS, 5), dtype=reduced_precision(), chunks=(16, 5), **GZIP)
+    write(path, values_of(ROWS, 5), dtype=type_for_h5py(), chunks=(16, 5), **GZIP)
 
 
 def write_with_holes(path: Path) -> None:

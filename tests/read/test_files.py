@@ -20,7 +20,7 @@ import pytest
 from cases import each
 from conftest import assert_epoch_is, assert_same_bits, open_descriptors, poison, truth
 from h5py import h5d, h5p, h5s, h5t
-from hdf5files import reduced_precision
+from hdf5files import type_for_h5py
 
 from h5async import AsyncReader, ConfigError, DatasetError, Field, ReaderConfig, ReadError
 from h5async.fill import phases
@@ -347,7 +347,7 @@ def null_terminated(file: h5py.File, values: np.ndarray) -> None:
 
 def odd_integers(file: h5py.File, values: np.ndarray) -> None:
     """Store numbers that only h5py can read."""
-    file.create_dataset("data", data=values, dtype=reduced_precision())
+    file.create_dataset("data", data=values, dtype=type_for_h5py())
 
 
 def compact(file: h5py.File, values: np.ndarray) -> None:
