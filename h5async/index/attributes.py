@@ -178,10 +178,7 @@ def common_names(several: Sequence[DimensionNames]) -> DimensionNames:
 def cf_attributes(dataset: h5py.h5d.DatasetID, where: str) -> tuple[CfAttribute, ...]:
     """Return the attributes of a dataset that say how it is packed.
 
-    Raises
-    ------
-    DatasetError
-        If an attribute has more values than any file needs.
+    DatasetError if an attribute has more values than any file needs.
     """
     if not h5py.h5a.get_num_attrs(dataset):
         return ()

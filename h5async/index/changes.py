@@ -49,13 +49,7 @@ class FileChanges:
         self._warnings: list[str] = []
 
     def look_anew(self, file: LocalFile, now: FileStamp) -> None:
-        """Check that an open file that differs from its stamp still holds the indexed data.
-
-        Raises
-        ------
-        ReadError
-            If it does not.
-        """
+        """Raise ReadError if an open file that differs from its stamp lacks the indexed data."""
         may_grow = file.has_swmr_writer
         self.look_at(file.path, file.descriptor, file.stamp, now, may_grow=may_grow)
 

@@ -40,12 +40,8 @@ class TooManyChunksError(NotDirectError):
 def applies_any(dataset: Opened, positions: Sequence[int], has_raw_edges: bool) -> bool:
     """Return whether a chunk was written with any of the filters at some positions of the pipeline.
 
-    Most often the first chunk was, and no other is visited.
-
-    Raises
-    ------
-    TooManyChunksError
-        If there are more chunks than the file has room to list.
+    Most often the first chunk was, and no other is visited. TooManyChunksError if there are more
+    chunks than the file has room to list.
     """
     _require_room(dataset)
     wanted = sum(1 << position for position in positions)
@@ -231,10 +227,7 @@ class _Checks:
     def table(self, obstacle: str) -> ChunkTable:
         """Return the chunks in the order of the grid.
 
-        Raises
-        ------
-        NotDirectError
-            If there is an `obstacle`, or HDF5 reports chunks that cannot exist.
+        NotDirectError if there is an `obstacle`, or HDF5 reports chunks that cannot exist.
         """
         index, offset, nbytes, mask = self._visited[:4]
         if self._visited.is_outside:

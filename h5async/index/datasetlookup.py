@@ -32,13 +32,7 @@ class Leaf(NamedTuple):
 
 
 def leaves_of(layout: DatasetLayout, max_rank: int = HDF5_MAX_RANK) -> Iterator[Leaf]:
-    """Yield what each dataset holds of a field's samples.
-
-    Raises
-    ------
-    TooManyRunsError
-        If there are too many runs to list.
-    """
+    """Yield what each dataset holds of a field's samples; TooManyRunsError if it is too much."""
     whole = PairedRuns.one(0, layout.num_samples, 0)
     if not layout.parts:
         if layout.num_samples:

@@ -56,10 +56,7 @@ def external_layout(
 ) -> DatasetLayout:
     """Return where the rows lie in external files that were found by `attached`.
 
-    Raises
-    ------
-    NotDirectError
-        If only h5py may read them.
+    NotDirectError if only h5py may read them.
     """
     segments = _segments(plist)
     if layout.member:

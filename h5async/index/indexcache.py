@@ -82,10 +82,7 @@ def cache_folder() -> Path | None:
 def clear_cache(folder: Path) -> tuple[int, int]:
     """Remove all entries of a folder; return their number and their bytes.
 
-    Raises
-    ------
-    OSError
-        If one cannot be removed.
+    OSError if one cannot be removed.
     """
     entries = _entries(folder)
     for entry in entries:

@@ -20,10 +20,7 @@ _UNLIKE_TEXT = "its strings end otherwise than those of other files"
 def join_layouts(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
     """Return one layout for datasets of several files, concatenated.
 
-    Raises
-    ------
-    DatasetError
-        If the shapes of their rows or their dtypes differ; it names two such files.
+    DatasetError names two files whose rows differ in shape or dtype.
     """
     first = layouts[0]
     if len(layouts) == 1:

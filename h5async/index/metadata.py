@@ -343,10 +343,7 @@ def indexer_at(
 ) -> Iterator[tuple[Indexer, Located, h5py.h5d.DatasetID]]:
     """Follow a path to a dataset, in this file or another, and yield its `Indexer`.
 
-    Raises
-    ------
-    H5AsyncError
-        As in `read_layouts`.
+    Raises like `read_layouts`.
     """
     with contextlib.ExitStack() as files:
         found, node = _dataset_at(file, path, reach, files)

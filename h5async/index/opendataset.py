@@ -111,12 +111,8 @@ class Opened:
     def offset(self) -> int:
         """The first byte of contiguous values in the file; -1 if they were never written.
 
-        HDF5 adds the bytes of the userblock even to an undefined address.
-
-        Raises
-        ------
-        RuntimeError
-            If the address is not valid.
+        HDF5 adds the bytes of the userblock even to an undefined address. RuntimeError if the
+        address is not valid.
         """
         found = self.id.get_offset()
         if found is None:

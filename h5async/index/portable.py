@@ -50,10 +50,7 @@ def text(value: object) -> str:
 def dtype_to_json(dtype: np.dtype[Any]) -> object:
     """Return the input of `dtype_from_json` for a dtype, including h5py's metadata.
 
-    Raises
-    ------
-    NotPortableError
-        If it has no such form.
+    NotPortableError if it has no such form.
     """
     found: dict[str, object] = {}
     if dtype.hasobject:

@@ -262,10 +262,7 @@ class SavedIndex:
     ) -> dict[Wanted, DatasetLayout]:
         """Return the layouts of a file's datasets that are known and valid here.
 
-        Raises
-        ------
-        SavedIndexError
-            If a layout makes no sense.
+        SavedIndexError if a layout makes no sense.
         """
         found = {}
         for one in wanted:
@@ -355,10 +352,7 @@ class NamedIndex(SavedIndex):
     ) -> dict[Wanted, DatasetLayout]:
         """Return the layouts of a file's datasets that are known and valid here.
 
-        Raises
-        ------
-        ReadError
-            If a layout makes no sense.
+        ReadError if a layout makes no sense.
         """
         try:
             return super().find(number, wanted, reach)

@@ -152,10 +152,7 @@ class LayoutWriter:
     def add(self, layout: DatasetLayout) -> int:
         """Add a layout and its sources; return its number.
 
-        Raises
-        ------
-        NotPortableError
-            If its dtype has no form in which another process could read it.
+        NotPortableError if its dtype has no form in which another process could read it.
         """
         found = self._numbers_of.get(id(layout))
         if found is not None:
@@ -405,10 +402,7 @@ class LayoutReader:
     def layout(self, number: int, io: IoMode) -> DatasetLayout:
         """Return layout `number`; `io` says how files are read. Equal sources are the same objects.
 
-        Raises
-        ------
-        NotUsableError
-            If the dataset must be indexed again for this installation, or this `io`.
+        NotUsableError if the dataset must be indexed again for this installation, or this `io`.
         """
         found = self._made.get(number)
         if found is None:

@@ -27,10 +27,7 @@ _MOST_APART = 1  # the maximum difference of rows between fields, per sequence
 def join_groups(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
     """Return one layout for datasets of several groups of a file, concatenated.
 
-    Raises
-    ------
-    DatasetError
-        If the shapes of their rows or their dtypes differ.
+    DatasetError if the shapes of their rows or their dtypes differ.
     """
     held = np.array([layout.sample_count for layout in layouts], np.int64)
     joined = join_layouts(layouts)
@@ -113,10 +110,7 @@ def sliced(
 def aligned(layouts: Mapping[str, DatasetLayout]) -> dict[str, DatasetLayout]:
     """Return the fields of a file with sequences that begin at equal rows.
 
-    Raises
-    ------
-    DatasetError
-        If fields have different sequences.
+    DatasetError if fields have different sequences.
     """
     held = {name: y.sequences.held for name, y in layouts.items() if y.sequences is not None}
     if len(held) < len(layouts):

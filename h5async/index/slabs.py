@@ -189,10 +189,7 @@ class PairedRuns(NamedTuple):
     def single_steps(self) -> PairedRuns:
         """Return the same pairs; runs whose rows are not adjacent become runs of one index.
 
-        Raises
-        ------
-        TooManyRunsError
-            If there would be more than `MOST_RUNS`.
+        TooManyRunsError if there would be more than `MOST_RUNS`.
         """
         if (self.step == 1).all():
             return self
@@ -219,10 +216,7 @@ def most_runs(ours: Selection, theirs: Selection) -> int:
 def runs_between(ours: Selection, theirs: Selection) -> PairedRuns:
     """Pair the indices of two selections by their ordinals.
 
-    Raises
-    ------
-    TooManyRunsError
-        If there would be more than `MOST_RUNS`.
+    TooManyRunsError if there would be more than `MOST_RUNS` runs.
     """
     if most_runs(ours, theirs) > MOST_RUNS:
         raise TooManyRunsError

@@ -165,7 +165,10 @@ def row_offsets(indptr: NDArray[Any], group: SparseGroup) -> NDArray[np.int64]:
 def find(
     file: h5py.File, path: str, reach: Reach, files: contextlib.ExitStack
 ) -> tuple[Located | None, h5py._objects.ObjectID | None]:
-    """Follow a path and open the object there; (None, None) if nothing, or a member, is there."""
+    """Follow a path and open the object there; (None, None) if nothing, or a member, is there.
+
+    Raises like `locate`, and `ReadError` if the object is damaged.
+    """
     with reading(f'{file.filename}: "{path}"'):
         try:
             located = locate(file, path, reach, files)

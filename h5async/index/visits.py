@@ -296,10 +296,7 @@ class Positions(NamedTuple):
 def positions_of(dataset: Opened) -> Positions | None:
     """Return how to find chunks that HDF5 misreports; None if it reports them correctly.
 
-    Raises
-    ------
-    NotDirectError
-        If they cannot be found.
+    NotDirectError if they cannot be found.
     """
     unlimited = [axis for axis, extent in enumerate(dataset.maxshape) if extent is None]
     if len(unlimited) != 1 or unlimited == [0]:

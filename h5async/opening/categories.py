@@ -41,14 +41,9 @@ def categories_of(
 
 
 def require_codes(codes: DatasetLayout, count: int, reach: Reach) -> None:
-    """Check that all codes of a column, across files, are below `count`, and -1 or more.
+    """Raise DatasetError unless all codes of a column, across files, are from -1 to ``count - 1``.
 
-    Raises
-    ------
-    DatasetError
-        If one is not: AnnData rejects such files, too.
-    ReadError
-        If they cannot be read.
+    AnnData rejects such files, too. ReadError if codes cannot be read.
     """
     for first, block in read_blocks(codes, reach):
         outside = (block < -1) | (block >= count)

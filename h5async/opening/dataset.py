@@ -81,10 +81,7 @@ class OpenedDataset(NamedTuple):
 def open_dataset(config: ReaderConfig) -> OpenedDataset:
     """Index the files one by one; meanwhile the system reads the beginning of the first one.
 
-    Raises
-    ------
-    H5AsyncError
-        As in `AsyncReader`.
+    Raises as in `AsyncReader`.
     """
     reach = reach_of(config)
     grouping = grouping_of(config, reach)
@@ -332,10 +329,7 @@ class Samplings:
     def check(self, samples: NDArray[np.int64], where: str) -> None:
         """Check that samples have all the steps that they must have.
 
-        Raises
-        ------
-        ConfigError
-            If one does not; the message begins with `where`.
+        ConfigError if one does not; the message begins with `where`.
         """
         if self._all_are_possible:
             return

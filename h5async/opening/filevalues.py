@@ -51,10 +51,7 @@ class FileValues:
     def of_samples(self, option: str, path: str) -> NDArray[Any]:
         """Return a dataset's value per sample, across all files; errors name the option.
 
-        Raises
-        ------
-        H5AsyncError
-            As `read` does, or if a file has another number of values than samples.
+        Raises like `read`, or if a file has another number of values than samples.
         """
         found = []
         for file, count in self.files():
@@ -64,15 +61,10 @@ class FileValues:
         return np.concatenate(found)
 
     def classes(self, option: str, path: str) -> NDArray[Any]:
-        """Return a value per sample that is equal for samples of one class.
+        """Return a value per sample, equal for samples of one class; raises like `of_samples`.
 
         For a categorical column these are codes in the united categories: codes of one file mean
         nothing in another one.
-
-        Raises
-        ------
-        H5AsyncError
-            As `of_samples` does.
         """
         columns = [self._column(file, path) for file, _ in self.files()]
         if all(one is None or one.mask is not None for one in columns):

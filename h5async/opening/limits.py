@@ -141,15 +141,10 @@ class MemoryBudget:
         self._limit_of_all = max(half, self._limit)
 
     def check(self) -> None:
-        """Check that no single part of a reader is above ``max_batch_bytes``.
+        """Raise ConfigError if any single part of a reader is above ``max_batch_bytes``.
 
         The parts are: all slots together; any chunk that is held whole, whoever decodes it; a row
         of a source of which only pieces are wanted; and the list of a batch's chunks.
-
-        Raises
-        ------
-        ConfigError
-            If one is.
         """
         self._check_slots()
         for name, layout in self._layouts.items():

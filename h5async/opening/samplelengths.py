@@ -28,10 +28,7 @@ if TYPE_CHECKING:
 def lengths_of(config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> Lengths | None:
     """Return the number of values per sample; None if batches do not depend on it.
 
-    Raises
-    ------
-    ConfigError
-        If no field has samples of differing lengths.
+    ConfigError if no field has samples of differing lengths.
     """
     option = "bucket" if config.batch_values is None else "batch_values"
     if getattr(config, option) is None:

@@ -64,13 +64,7 @@ class Chosen(NamedTuple):
 
 
 def choose(config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> Chosen:
-    """Determine the samples of an epoch.
-
-    Raises
-    ------
-    H5AsyncError
-        As the methods of `Selecting` do.
-    """
+    """Determine the samples of an epoch; raises like the methods of `Selecting`."""
     values = FileValues(config, next(iter(layouts.values())))
     sequences = sequences_of(config, layouts, values)
     _take_room(config, layouts, sequences, values)

@@ -23,10 +23,7 @@ def slot_transforms(
 ) -> dict[str, RowTransform]:
     """Return the transform of each column, with its number of rows in slots of `rows` samples.
 
-    Raises
-    ------
-    ConfigError
-        If the options of a field do not fit its dataset.
+    ConfigError if the options of a field do not fit its dataset.
     """
     columns = columns_of(config.batch_fields)
     transforms = {name: row_transform(columns[name], layouts[name]) for name in columns}

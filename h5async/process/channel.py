@@ -38,13 +38,7 @@ class Channel:
             self._socket.sendall(_SIZE.pack(len(data)) + data, _SEND_FLAGS)
 
     def receive(self) -> bytes:
-        """Wait for a message and return it.
-
-        Raises
-        ------
-        EOFError
-            If the other end is closed, even in the middle of a message.
-        """
+        """Wait for a message and return it; EOFError if the other end closes, even within one."""
         (size,) = _SIZE.unpack(self._take(_SIZE.size))
         return self._take(size)
 

@@ -54,7 +54,7 @@ class HelperDied(ReadError):
 
 
 class HelperProcess:
-    """A helper process that ends when the ``with`` block is left.
+    """A helper process that ends when the ``with`` block is left; ReadError if it cannot start.
 
     The caller holds a lock for `post`; one thread calls `flush`, and one thread calls `receive`.
 
@@ -66,11 +66,6 @@ class HelperProcess:
         What the helper reads, for messages.
     folder
         The folder that relative paths start from. None means the current one.
-
-    Raises
-    ------
-    ReadError
-        If it cannot be started.
     """
 
     def __init__(self, memory_fd: int, what: str, folder: str | None) -> None:
@@ -156,13 +151,7 @@ class HelperProcess:
 
 
 def check_interpreter() -> None:
-    """Check that a Python interpreter can be started.
-
-    Raises
-    ------
-    ConfigError
-        If there is none, or if it would be this program itself.
-    """
+    """Raise ConfigError unless there is a Python interpreter to start, other than this program."""
     what = None
     if getattr(sys, "frozen", False):
         what = f"this program is frozen, so that {sys.executable} is the program itself"
@@ -178,15 +167,7 @@ def check_interpreter() -> None:
 
 
 def refusal(error: OSError, folder: str | None = None) -> str:
-    """Describe why the system refused, and the remedy.
-
-    Parameters
-    ----------
-    error
-        Raised when starting a process or creating descriptors for it.
-    folder
-        Where the process was to start.
-    """
+    """Describe why the system refused to start a process in `folder`, and the remedy."""
     if error.filename is not None and error.filename == folder:
         remedy = "a new helper starts in the folder where the reader was made: make it accessible"
     elif error.filename is not None and error.filename == sys.executable:

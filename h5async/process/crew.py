@@ -68,12 +68,9 @@ class Crew:
         return self._first.methods
 
     def await_opened(self, timeout_seconds: float | None) -> None:
-        """Wait until all helpers have opened the files.
+        """Wait until all helpers have opened the files; raises like `Supervisor.await_step`.
 
-        Raises
-        ------
-        H5AsyncError
-            See `Supervisor.await_step`; `ReadError` if they found different files.
+        ReadError if they found different files.
         """
         for supervisor in self.supervisors:
             supervisor.await_step(timeout_seconds)

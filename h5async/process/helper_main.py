@@ -77,14 +77,8 @@ GROUP_SIGNALS = frozenset(
 def main(channel_fd: int, memory_fd: int, parent: int) -> None:
     """Serve one reader until it closes the channel or ends.
 
-    Parameters
-    ----------
-    channel_fd
-        One end of a socket pair.
-    memory_fd
-        Descriptor of the shared memory.
-    parent
-        Process ID of the reader's process.
+    `channel_fd` is one end of a socket pair, `memory_fd` the descriptor of the shared memory, and
+    `parent` the process ID of the reader's process.
     """
     error: BaseException | None = None
     try:

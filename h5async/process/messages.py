@@ -120,16 +120,9 @@ class Record(NamedTuple):
 
 
 class SentField(NamedTuple):
-    """The positions of the arrays of one field of a batch.
+    """The positions of the arrays of a field of a batch; other attributes as in `SampleArrays`.
 
-    Attributes
-    ----------
-    kind
-        As in `SampleArrays`; "" for a single array.
-    parts
-        The position of each array.
-    sample_shape
-        As in `SampleArrays`.
+    `kind` is "" for a single array.
     """
 
     kind: str
@@ -181,10 +174,7 @@ class Failed(NamedTuple):
 def dump_opening(opening: Opening) -> bytes:
     """Pickle the first message; its functions may be local, or defined in ``__main__``.
 
-    Raises
-    ------
-    Exception
-        If something in it cannot be pickled.
+    Raises any exception if something in it cannot be pickled.
     """
     return bytes(cloudpickle.dumps(opening))
 

@@ -19,19 +19,9 @@ _FOUND = (
 
 
 def check_same(before: Opened, now: Opened, found: str = _FOUND) -> None:
-    """Compare what a new helper found in the files with what the first one found.
+    """Raise ReadError if a new helper found other files or samples than the first one.
 
-    Parameters
-    ----------
-    before, now
-        The first helper's findings, and the new one's.
-    found
-        Completes the message; its subject is what differs.
-
-    Raises
-    ------
-    ReadError
-        If a file was replaced or rewritten, or other samples are chosen.
+    `found` completes the message; its subject is what differs.
     """
     if list(before.layouts) != list(now.layouts):  # a path leads to data of another kind
         first = next(iter(before.layouts.values()))

@@ -73,12 +73,9 @@ class ReaderSlots:
         return self._numbers[slot][:size].copy()
 
     def arrays(self, answer: Answer) -> tuple[Any, ...]:
-        """Return the fields of a batch as views of the helper's memory.
+        """Return the fields of a batch as views of memory that helpers filled.
 
-        Raises
-        ------
-        OutOfMemoryError
-            If memory that the helper added cannot be mapped.
+        OutOfMemoryError if memory that the helper added cannot be mapped.
         """
         slot, size = answer.request[0], answer.size
         if answer.rooms:

@@ -439,19 +439,7 @@ class Steps:
     def wait(self, what: str, timeout_seconds: float | None) -> None:
         """Wait for the next step, for a minute at least; raise the error that ended it.
 
-        Parameters
-        ----------
-        what
-            What the helper failed to do, for messages: "a.h5: ... did not open the files".
-        timeout_seconds
-            The option ``timeout``.
-
-        Raises
-        ------
-        BaseException
-            The error of the step.
-        BatchTimeoutError
-            If it takes too long.
+        `what` begins the message of BatchTimeoutError: "a.h5: ... did not open the files".
         """
         if timeout_seconds is not None:
             timeout_seconds = min(max(timeout_seconds, _STEP_SECONDS), threading.TIMEOUT_MAX)
