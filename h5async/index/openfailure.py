@@ -28,7 +28,7 @@ _FORMATS = (  # offset of the signature, the signature, the format
     (0, b"BZh", "compressed by bzip2; bunzip2 it"),
     (0, b"\xfd7zXZ\0", "compressed by xz; unxz it"),
     (0, b"\x28\xb5\x2f\xfd", "compressed by Zstandard; unzstd it"),
-    (0, b"PK\x03\x04", "a zip archive (.npz and zipped Zarr are such, too); unpack it"),
+    (0, b"PK\x03\x04", "a zip archive, like .npz and zipped Zarr; unpack it"),
     (257, b"ustar", "a tar archive; unpack it"),
     (0, b"CDF\x01", "netCDF-3; `nccopy -k nc4 OLD NEW` makes netCDF-4 of it, which is HDF5"),
     (0, b"CDF\x02", "netCDF-3; `nccopy -k nc4 OLD NEW` makes netCDF-4 of it, which is HDF5"),
@@ -38,9 +38,9 @@ _FORMATS = (  # offset of the signature, the signature, the format
     (0, b"\x89h5async\r\n\x1a\n", "a saved index of h5async; its name has to end in .h5idx"),
     (0, b"\x93NUMPY", "a .npy file of NumPy"),
     (0, b"PAR1", "a Parquet file"),
-    (0, b"<!DOCTYPE", "a web page, as servers send in place of a file; download it again"),
-    (0, b"<html", "a web page, as servers send in place of a file; download it again"),
-    (0, b"<?xml", "XML, as servers send in place of a file; download it again"),
+    (0, b"<!DOCTYPE", "a web page, which servers send instead of a file; download it again"),
+    (0, b"<html", "a web page, which servers send instead of a file; download it again"),
+    (0, b"<?xml", "XML, which servers send instead of a file; download it again"),
 )
 _ZARR_NAMES = (".zgroup", ".zarray", ".zattrs", "zarr.json")
 _LOCKED = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES)
@@ -49,7 +49,7 @@ _LOCKED = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES)
 def directory_reason(path: Path) -> str:
     """Say that a path is a directory, and of which format if that is recognized."""
     if any((path / name).exists() for name in _ZARR_NAMES):
-        return "it is a directory of Zarr, not an HDF5 file"
+        return "it is a Zarr directory, not an HDF5 file"
     return "it is a directory; name a file"
 
 

@@ -222,7 +222,7 @@ def _require_ours(status: os.stat_result, owners: frozenset[int]) -> None:
             " one of your own (h5async index)"
         )
     if status.st_mode & stat.S_IWOTH:
-        raise SavedIndexError("every user may write to it; take that right away (chmod o-w)")
+        raise SavedIndexError("every user may write to it; remove that permission (chmod o-w)")
 
 
 def _read(descriptor: int, nbytes: int) -> NDArray[np.uint8]:

@@ -367,7 +367,7 @@ class NamedIndex(SavedIndex):
 
     @property
     def _remedy(self) -> str:
-        return f"make it anew: h5async index FILES... -o {self._path.name}"
+        return f"make it again: h5async index FILES... -o {self._path.name}"
 
     def _not_usable(self, error: SavedIndexError) -> ReadError:
         return ReadError(f"{self._path} cannot be used as a saved index: {error}; {self._remedy}")

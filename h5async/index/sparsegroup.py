@@ -88,7 +88,7 @@ def sparse_group(file: h5py.File, path: str, reach: Reach = BESIDE) -> SparseGro
             return None
         if form == "csc":
             raise DatasetError(
-                f"{where} is a matrix of compressed columns (CSC), of which a row lies anywhere;"
+                f"{where} is a matrix of compressed columns (CSC), in which rows are scattered;"
                 f" store compressed rows: {_conversion(located)}"
             )
         indexer = Indexer(located.file, reach)

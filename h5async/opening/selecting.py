@@ -304,7 +304,7 @@ class Selecting:
         read = set(files)
         for file in given:
             if file not in read:
-                raise ConfigError(f"{named('weights')}: {file} is none of the files that are read")
+                raise ConfigError(f"{named('weights')}: {file} is not one of the files")
         which = np.array([numbers[file] for file in files])  # one file may come twice
         ends = np.cumsum([count for _, count in several])
         chosen = which[np.searchsorted(ends, samples, side="right")]

@@ -347,8 +347,8 @@ class Assembly:
         columns = shape.columns if shape.places is None else shape.places[file].size
         return DatasetError(
             f"{shape.where[file]}: row {sample - int(self._first_samples[file])} (sample {sample})"
-            f" has the index {indices[at]}, which is none of the {columns:,} columns; the file is"
-            " damaged"
+            f" has the index {indices[at]}, which is not one of the {columns:,} columns; the file"
+            " is damaged"
         )
 
 

@@ -366,6 +366,6 @@ class Csr(SampleArrays):
 
     def _no_column(self, row: int) -> DatasetError:
         return DatasetError(
-            f"sparse row {row} of {len(self)} has an index that is none of its {self.shape[1]}"
+            f"sparse row {row} of {len(self)} has an index that is not one of its {self.shape[1]}"
             " columns; the file holds a damaged matrix"
         )
