@@ -412,8 +412,9 @@ def test_what_is_no_file_is_not_read(tmp_path, cache):
     assert np.array_equal(rows_of(path), expected)
     named = tmp_path / "pipe.h5idx"
     os.mkfifo(named)
-    with pytest.raises(ReadError, match=r"pipe\.h5idx.*not a regular file"):
-        rows_of(named)
+    for options in ({"hdf5_path": named}, {"hdf5_path": path, "index_cache": named}):
+        with pytest.raises(ReadError, match=r"pipe\.h5idx.*not a regular file"):
+            AsyncReader(**options, labels_field=None, device="cpu")
 
 
 # --- writing -------------------------------------------------------------------------------------
