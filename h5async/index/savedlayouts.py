@@ -154,7 +154,7 @@ class LayoutWriter:
         Raises
         ------
         NotPortableError
-            If its dtype has no form in which another process could read it.
+            If it has no form in which another process could read it.
         """
         found = self._numbers_of.get(id(layout))
         if found is not None:
@@ -162,6 +162,8 @@ class LayoutWriter:
         for name in _NOT_SAVED:
             if getattr(layout, name) != _DEFAULTS[name]:
                 raise NotPortableError(f"{layout.path}: its {name}")
+        if max(layout.shape, default=0) > _LARGEST:
+            raise NotPortableError(f"{layout.path}: its shape {layout.shape}")
         extra = self._extra(layout)
         row = Row(
             self._template(layout),
