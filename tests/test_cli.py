@@ -16,14 +16,17 @@ import numpy as np
 import pytest
 from cases import each
 from conftest import spoil_chunk
-from hdf5files import reduced_precision
+from hdf5files import type_for_h5py
 from typer.testing import CliRunner
 
 from h5async import ReaderConfig, cli
-from h5async.core.binding import load_core
+from h5async.codec.filters import Filter
+from h5async.core.binding import can_decode, load_core
 from h5async.system.counts import STAGES
 
-BY_US = "direct, by the core" if load_core() else "direct, in Python"
+HAS_SCALEOFFSET = can_decode(Filter(6, (2, 32), "scaleoffset"))
+BY_HDF5 = "h5py: filter 6 (scaleoffset) is decoded by HDF5"
+BY_US = "direct, by the core" if load_core() else "h5py: the compiled core is missing"
 SCRIPTS = sysconfig.get_path("scripts")
 COLUMNS = [
     "dataset",
@@ -152,7 +155,7 @@ def quirks(tmp_path):
         sources = h5py.VirtualLayout((6,), np.int64)
         sources[...] = h5py.VirtualSource("gone.h5", "data", (6,))
         file.create_virtual_dataset("missing", sources, fillvalue=7)
-        file.create_dataset("narrow", (3,), reduced_precision())
+        file.create_dataset("narrow", (3,), type_for_h5py())
         file["names"] = ["a", "b"]
         file["scalar"] = 3
         file["nothing"] = h5py.Empty("f4")
@@ -242,7 +245,7 @@ def test_inspect_says_what_h5py_reads_and_why(quirks, name, storage, reason):
 @pytest.mark.parametrize(
     ("name", "storage", "way"),
     [
-        ("odd", "chunked", "direct, in Python"),  # scaleoffset is beyond the core
+        ("odd", "chunked", BY_US),
         ("compact", "compact", "direct"),  # its values came with the metadata
         ("virtual", "virtual", BY_US),
     ],
@@ -252,24 +255,11 @@ def test_inspect_says_what_is_read_directly_and_by_whom(quirks, name, storage, w
     assert (row["layout"], row["read"]) == (storage, way)
 
 
-def test_inspect_says_in_python_where_a_source_is_beyond_the_core(tmp_path):
-    path = tmp_path / "mixed.h5"
-    with h5py.File(path, "w") as file:
-        sources = h5py.VirtualLayout((6,), np.int64)
-        for number, options in enumerate([{}, {"chunks": (3,), "scaleoffset": 0}]):
-            file.create_dataset(f"part{number}", data=np.arange(3), **options)
-            sources[3 * number : 3 * number + 3] = h5py.VirtualSource(file[f"part{number}"])
-        file.create_virtual_dataset("data", sources)
-    rows = table_rows(succeed("inspect", path).stdout)
-    assert rows["data"]["read"] == "direct, in Python, from 2 sources"
-    assert rows["part0"]["read"] == BY_US
-    assert rows["part1"]["read"] == "direct, in Python"
-
-
 @pytest.mark.slow
-def test_without_the_core_all_is_read_in_python(train):
+def test_without_the_core_all_is_read_through_h5py(train):
     shown = run_script("h5async inspect train.h5", train.parent, H5ASYNC_CORE="0").stdout
-    assert {row["read"] for row in table_rows(shown).values()} == {"direct, in Python"}
+    ways = {row["read"] for row in table_rows(shown).values()}
+    assert ways == {"h5py: the compiled core is missing"}
 
 
 def test_inspect_says_what_comes_from_several_sources(tmp_path):
@@ -747,7 +737,7 @@ def test_bench_says_where_the_time_goes_and_tries_what_may_be_faster(train):
     result = succeed("bench", train, "--seconds", 0.05, "--num-threads", 2, "--device", "cpu")
     assert result.stderr == ""
     ways, sentence, trials = bench_lines(result.stdout)
-    way = "core" if load_core() else "python"
+    way = "core" if load_core() else "h5py"
     assert ways == f"data: {way}, labels: {way}"
     assert re.fullmatch(LIMIT, sentence)
     threads = sorted({1, 4, os.cpu_count()} - {2})

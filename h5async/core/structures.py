@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from ctypes import POINTER, Structure, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_int32, c_int64, c_uint32, c_void_p
 from enum import IntEnum
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from h5async.core.libraries import FUNCTIONS
 
-ABI = 14  # a number of the core's own, for changes that its structures do not show
+ABI = 15  # a number of the core's own, for changes that its structures do not show
 MAX_FILTERS, MAX_RANK = 32, 32  # what HDF5 has at most
 
 IO_MODES = {"auto": 0, "pread": 1, "map": 2}
@@ -48,6 +48,20 @@ class TraceStruct(Structure):
     _fields_ = [("events", c_void_p), ("capacity", c_int64), ("count", c_int64)]
 
 
+class FailureStruct(Structure):
+    """What of an item cannot be done, and why; see src/common.h."""
+
+    _fields_ = [
+        ("reason", c_int64),
+        ("filter", c_int64),
+        ("extent", c_int64),
+        ("cross", c_int64),
+        ("at", c_int64),
+        ("expected", c_int64),
+        ("found", c_int64),
+    ]
+
+
 class WorkerStruct(Structure):
     """What one thread needs to call the core; see `CoreWorker`."""
 
@@ -77,6 +91,9 @@ class WorkerStruct(Structure):
         ("latest", TraceEventStruct),
         ("traced_field", c_int32),
         ("traced_source", c_int32),
+        ("failure", FailureStruct),
+        ("least_nbytes", c_int64),
+        ("held", c_void_p),
     ]
 
 
@@ -95,6 +112,8 @@ class FileStruct(Structure):
         ("changed_ns", c_int64),
         ("event", c_int64),
         ("path", c_void_p),
+        ("failed_at", c_int64),
+        ("error", c_int64),
     ]
 
 
@@ -110,7 +129,14 @@ class Event(IntEnum):
 class FilterStruct(Structure):
     """A `CoreFilter`, without its library."""
 
-    _fields_ = [("kind", c_int32), ("element", c_int32), ("block", c_int64)]
+    _fields_ = [
+        ("kind", c_int32),
+        ("element", c_int32),
+        ("block", c_int64),
+        ("values", POINTER(c_uint32)),
+        ("num_values", c_int64),
+        ("function", c_void_p),
+    ]
 
 
 class DatasetStruct(Structure):
@@ -286,6 +312,7 @@ class MemberStruct(Structure):
 
 STRUCTURES = {
     "Libraries": LibrariesStruct,
+    "Failure": FailureStruct,
     "Worker": WorkerStruct,
     "TraceEvent": TraceEventStruct,
     "Trace": TraceStruct,

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
+from h5async.core.binding import load_core
 from h5async.core.tablestructures import (
     HEAP_SCRATCH_NBYTES,
     KEPT_OVERHEAD_NBYTES,
@@ -37,10 +38,9 @@ from h5async.index.similardatasets import kinds_of
 from h5async.index.smalldatasets import kept_whole_nbytes
 from h5async.order.selection import Selection
 from h5async.order.steps import StepRows
-from h5async.plan.encoded import EncodedFormat
-from h5async.plan.plan import needs_scratch, scratch_nbytes
+from h5async.plan.parts import needs_scratch, scratch_nbytes
 from h5async.plan.transform import RowTransform, sized_nbytes
-from h5async.read.chunkcache import LEAST_KEPT
+from h5async.read.executors import method_of
 from h5async.read.fallback import span_nbytes
 from h5async.read.scratch import ScratchSize
 from h5async.samples.columns import Rows
@@ -168,17 +168,17 @@ class MemoryBudget:
                         self._check_chunk(source)
 
     @property
-    def staging_nbytes(self) -> int:
-        """What slots may take for encoded chunks beside the rows, by ``max_batch_bytes``."""
+    def beside_rows_nbytes(self) -> int:
+        """What a device may add to the host memory of all slots, by ``max_batch_bytes``."""
         return max(0, self._limit - sum(self._slots().values()))
 
-    def plan(self, formats: Sequence[EncodedFormat | None], wanted: Sequence[int]) -> MemoryPlan:
+    def plan(self, device_nbytes: int, wanted: Sequence[int]) -> MemoryPlan:
         """Check that all that a reader needs fits together; divide what is left.
 
         Parameters
         ----------
-        formats
-            By field: how a GPU decodes its chunks, where it does.
+        device_nbytes
+            Host memory that the device adds to the slots.
         wanted
             By field: bytes of decoded chunks that are worth keeping in each filler, as
             `wanted_kept_nbytes` says.
@@ -190,18 +190,18 @@ class MemoryBudget:
         """
         config, layouts = self._config, list(self._layouts.values())
         threads = max(1, config.filler_threads)
-        shares = list(self._shares(formats, threads))
+        shares = list(self._shares(device_nbytes, threads))
         needed = _sum(shares)
         if needed > self._limit_of_all and self._fewer_threads_do and threads > 1:
-            least = _sum(self._shares(formats, 1))
+            least = _sum(self._shares(device_nbytes, 1))
             more = (self._limit_of_all - least) * (threads - 1) // max(1, needed - least)
             threads = 1 + max(0, more)
-            shares = list(self._shares(formats, threads))
+            shares = list(self._shares(device_nbytes, threads))
             needed = _sum(shares)
         if needed > self._limit_of_all:
             raise self._too_much(shares, needed)
         if config.shuffle == "window":  # files may declare chunks that were never written
-            what = f"{layouts[0].file}: the groups of samples that {named('shuffle', 'window')} shuffles"
+            what = f"{layouts[0].file}: the chunks that {named('shuffle', 'window')} puts in order"
             Room(config.max_batch_bytes).take(self._window_nbytes, what, files_of(*layouts))
         room = max(0, min(self._limit_of_all, self._free) - needed)
         total = self._fillers * sum(wanted)
@@ -220,7 +220,7 @@ class MemoryBudget:
             f" {_what_is_free()}"
         )
 
-    def _shares(self, formats: Sequence[EncodedFormat | None], threads: int) -> Iterator[_Share]:
+    def _shares(self, device_nbytes: int, threads: int) -> Iterator[_Share]:
         """Yield what a reader needs, with so many threads in each filler."""
         config, rows, fillers = self._config, self._rows, self._fillers
         smaller = f"make {self._batch_option} or {named('prefetch')} smaller"
@@ -229,8 +229,7 @@ class MemoryBudget:
         if config.debug_lifetimes:
             copied = sum(t.slot_rows(rows) * t.nbytes for t in self._transforms.values())
             yield _Share("copies of batches", 2 * copied, f"set {named('debug_lifetimes', False)}")
-        staged = batches * sum(form.staging_nbytes for form in formats if form is not None)
-        yield _Share("encoded chunks for the GPU", staged, f"set {named('decode', 'host')}")
+        yield _Share("chunks for the GPU", device_nbytes, f"set {named('decode', 'host')}")
         for what, nbytes, remedy in self._shares_of_filler(threads):
             if fillers > 1:
                 what = f"{what}, in {fillers} processes"
@@ -247,8 +246,6 @@ class MemoryBudget:
         yield _Share(f"scratch of {threads} thread{'s' * (threads > 1)}", scratch, fewer)
         of_parts = threads * max(map(_parts_scratch_nbytes, layouts))
         yield _Share("rows that only pieces are taken of", of_parts, fewer)
-        kept = sum(LEAST_KEPT * _kept_chunk_nbytes(layout) for layout in layouts)
-        yield _Share("chunks that two batches share", kept, "store smaller chunks")
         several = {name: rows * t.rows_of_sample for name, t in self._transforms.items()}
         at_once = {n: t.slot_rows(rows) * t.rows_of_sample for n, t in self._transforms.items()}
         read = max(_fallback_nbytes(y, at_once[name]) for name, y in self._layouts.items())
@@ -537,15 +534,12 @@ def _num_layers(layout: DatasetLayout) -> int:
     return max(1, len(regions), *(_num_layers(part.source) for part in layout.some_parts))
 
 
-def _kept_chunk_nbytes(layout: DatasetLayout) -> int:
-    return max((leaf.chunk_nbytes for leaf, _ in kinds_of(layout) if leaf.unit_nbytes), default=0)
-
-
 def _fallback_nbytes(layout: DatasetLayout, rows: int) -> int:
     """Return what is held for a moment to read through h5py, by one thread at a time."""
     most = 0
+    core = load_core()
     for leaf, _ in kinds_of(layout):
-        if leaf.fallback_reason is None:
+        if method_of(core, leaf) != "h5py":
             continue
         read = min(leaf.nbytes, span_nbytes(leaf, rows))
         # A chunk that is checked: encoded, decoded, and between its filters.

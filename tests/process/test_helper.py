@@ -25,7 +25,7 @@ import h5py
 import numpy as np
 import pytest
 from cases import each
-from hdf5files import reduced_precision
+from hdf5files import type_for_h5py
 
 import h5async.deliver.device
 import h5async.deliver.findgpu
@@ -44,7 +44,7 @@ from h5async import (
     UnsafeFileError,
 )
 from h5async.io.shared import SharedMemory
-from h5async.process.messages import DropEncoded, NoteUploaded, Started, Starting
+from h5async.process.messages import NoteUploaded, Record, Started, Starting
 
 N = 53
 DEADLOCK_SECONDS = 200
@@ -61,7 +61,7 @@ def path(tmp_path_factory):
         terminated = h5py.h5t.C_S1.copy()
         terminated.set_size(8)
         space = h5py.h5s.create_simple((N,))
-        file.create_dataset("odd", data=np.arange(N), dtype=reduced_precision())
+        file.create_dataset("odd", data=np.arange(N), dtype=type_for_h5py())
         texts = h5py.Dataset(h5py.h5d.create(file.id, b"texts", terminated, space))
         texts[...] = np.array([b"text %d" % i for i in range(N)], "S8")
         file["flags"] = rng.integers(0, 2, N).astype(bool)
@@ -838,7 +838,7 @@ def test_a_new_helper_is_told_what_was_noted_while_it_started(path, monkeypatch)
         if isinstance(message, Started):
             starts.append(len(messages))
             if len(starts) == 2:
-                reader._engine.filler.drop_encoded([slot.memory for slot in reader._engine.slots])
+                reader._engine.filler._crew.record(1000)
                 reader.load_state_dict(state)
                 noted.set()
         return message
@@ -852,7 +852,7 @@ def test_a_new_helper_is_told_what_was_noted_while_it_started(path, monkeypatch)
         assert reader.get_next_batch().index.tolist()[:5] == expected
         reader.get_next_batch()
     told = messages[max(i for i, m in enumerate(messages) if isinstance(m, Starting)) + 1 :]
-    assert [type(message) for message in told[:2]] == [DropEncoded, tuple]
+    assert [type(message) for message in told[:2]] == [Record, tuple]
     requests = told[1:]
     assert len({request for request, _ in requests}) == len(requests) >= 2
 
