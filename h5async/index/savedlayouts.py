@@ -152,7 +152,7 @@ class LayoutWriter:
     def add(self, layout: DatasetLayout) -> int:
         """Add a layout and its sources; return its number.
 
-        NotPortableError if its dtype has no form in which another process could read it.
+        NotPortableError if it has no form in which another process could read it.
         """
         found = self._numbers_of.get(id(layout))
         if found is not None:
@@ -160,6 +160,8 @@ class LayoutWriter:
         for name in _NOT_SAVED:
             if getattr(layout, name) != _DEFAULTS[name]:
                 raise NotPortableError(f"{layout.path}: its {name}")
+        if max(layout.shape, default=0) > _LARGEST:
+            raise NotPortableError(f"{layout.path}: its shape {layout.shape}")
         extra = self._extra(layout)
         row = Row(
             self._template(layout),
