@@ -10,11 +10,12 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import h5py
+from numpy.typing import NDArray
 
 from h5async.errors import DatasetError, H5AsyncError
-from h5async.index.fillvalue import fill_value
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Located, MissingError, Reach, locate, open_permitted
 from h5async.index.mappings import Mapping, mapped_files, read_mappings, source_series
@@ -88,8 +89,8 @@ class VirtualSources:
                 if source is None:
                     break
 
-    def layout(self, layout: DatasetLayout, plist: h5py.h5p.PropDCID) -> DatasetLayout:
-        """Return the layout of the virtual dataset, with its sources and parts.
+    def layout(self, layout: DatasetLayout, read_fill: Callable[[], NDArray[Any]]) -> DatasetLayout:
+        """Return the layout of the virtual dataset, with its sources, parts and fill value.
 
         Raises
         ------
@@ -104,8 +105,7 @@ class VirtualSources:
         try:
             if layout.member:
                 raise NotDirectError("a member of a virtual dataset")
-            fill = fill_value(plist, layout.fill.dtype, (), whenever=True)
-            layout = replace(layout, fill=fill)
+            layout = replace(layout, fill=read_fill())
             parts = virtual_parts(self._mappings, layout, self._get) if there else ()
         except NotDirectError as error:
             if None in sources:

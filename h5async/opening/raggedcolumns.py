@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,14 @@ from h5async.config.indices import Values
 from h5async.core.binding import load_core
 from h5async.errors import ConfigError, DatasetError
 from h5async.index.heapelements import Sequences
+from h5async.index.joined import with_lengths
 from h5async.index.layout import DatasetLayout, HeapFile
 from h5async.index.links import Reach, open_index
 from h5async.index.metadata import value_layout
 from h5async.index.references import references
+from h5async.index.room import files_of
 from h5async.index.sparsegroup import row_offsets, sparse_group
+from h5async.io.stamps import FileStamp
 from h5async.read.whole import read_blocks
 from h5async.samples.columns import INDICES, SparseShape
 from h5async.spelling import named
@@ -30,6 +35,7 @@ Int64s = NDArray[np.int64]
 ID = "\0"  # in the names of columns: what stands between a name and an id
 
 _MOST_OFFSETS = 1 << 33  # or elements of variable length, read as a reader is made
+_RUN_NBYTES = 1024  # what a run of samples takes whose values lie in one file
 _MOST_OFFSET = (1 << 63) - 1
 
 
@@ -48,19 +54,33 @@ def heap_layout(at: str, path: Path, reach: Reach) -> DatasetLayout:
     ReadError
         If an element cannot be as long as it says.
     """
-    layout, form = references(path, at, reach)
+    layout, forms = references(path, at, reach)
     where = f'{layout.file}: dataset "{layout.path}"'
     _require_few(layout.num_samples, where)
-    blocks = (
-        (first, block.view(np.uint8).reshape(-1, form.reference_nbytes))
-        for first, block in read_blocks(layout, reach)
+    read = read_blocks(layout, reach)
+    begin, files = _files_of_samples(layout, where)
+    reach.room.take(begin.size * _RUN_NBYTES, f"{where}: its runs of samples", files_of(layout))
+    blocks = _cut(
+        ((first, block.view(np.uint8).reshape(len(block), -1)) for first, block in read), begin
     )
-    elements = Sequences.decoded_blocks(
-        layout.num_samples, blocks, form, layout.stamp.nbytes, where, load_core()
-    )
+    core, heaps = load_core(), []
+    for run, pieces in itertools.groupby(blocks, key=itemgetter(0)):
+        file, stamp = files[run]
+        first, end = begin[run : run + 2].tolist()
+        own = where if file == layout.file else f"{file}: values of {where}"
+        own += f", from sample {first} on" if first else ""
+        numbered = ((number - first, rows) for _, number, rows in pieces)
+        elements = Sequences.decoded_blocks(
+            end - first, numbered, forms[file], stamp.nbytes, own, core
+        )
+        heaps.append(HeapFile(file, stamp, first, elements))
+    form = forms[layout.file]
+    if not heaps:
+        none = Sequences.decoded_blocks(0, (), form, layout.stamp.nbytes, where, core)
+        heaps.append(HeapFile(layout.file, layout.stamp, 0, none))
     base, inner = form.dtype.subdtype or (form.dtype, ())
-    return layout.changed(
-        shape=(elements.total, *inner),
+    found = layout.changed(
+        shape=(sum(heap.elements.total for heap in heaps), *inner),
         dtype=base,
         storage="heap",
         fill=np.zeros((), base),
@@ -68,10 +88,56 @@ def heap_layout(at: str, path: Path, reach: Reach) -> DatasetLayout:
         chunk_shape=(),
         filters=(),
         chunks=None,
+        values=None,
+        parts=(),
+        sources=(),
         indexed=None,
-        lengths=elements.length,
-        heaps=(HeapFile(layout.file, layout.stamp, 0, elements),),
     )
+    return with_lengths(found, np.concatenate([heap.elements.length for heap in heaps]), heaps)
+
+
+def _cut(
+    blocks: Iterable[tuple[int, NDArray[np.uint8]]], begin: Int64s
+) -> Iterator[tuple[int, int, NDArray[np.uint8]]]:
+    """Cut blocks of samples where runs begin; the number of the run and the first sample lead."""
+    for first, block in blocks:
+        run, end = int(np.searchsorted(begin, first, side="right")) - 1, first + len(block)
+        at = first
+        while at < end:
+            stop = min(end, int(begin[run + 1]))
+            yield run, at, block[at - first : stop - first]
+            at, run = stop, run + 1
+
+
+def _files_of_samples(
+    layout: DatasetLayout, where: str
+) -> tuple[Int64s, list[tuple[str, FileStamp]]]:
+    """Return which file holds the values of each run of samples, by their references.
+
+    Returns
+    -------
+    begin
+        int64 (runs + 1,): where runs begin, and the number of samples.
+    files
+        The file of each run.
+    """
+    known = {(layout.file, layout.stamp): 0}
+    number = np.zeros(layout.num_samples, np.int32)
+    for part in layout.parts:
+        source = part.source
+        several = {(leaf.file, leaf.stamp) for leaf in source.leaves()}
+        if source.parts and source.has_gaps:
+            several.add((source.file, source.stamp))
+        if len(several) > 1:
+            raise DatasetError(
+                f"{where} cannot be read: elements of variable length of a virtual dataset whose"
+                " source is one of several files; store flat values, and their offsets"
+            )
+        one = known.setdefault(several.pop(), len(known))
+        number[part.samples.at(np.arange(part.samples.size))] = one
+    first = np.flatnonzero(np.diff(number, prepend=-1))
+    files = list(known)
+    return np.append(first, number.size), [files[one] for one in number[first].tolist()]
 
 
 def with_spans(
