@@ -58,7 +58,7 @@ def heap_layout(at: str, path: Path, reach: Reach) -> DatasetLayout:
     where = f'{layout.file}: dataset "{layout.path}"'
     _require_few(layout.num_samples, where)
     read = read_blocks(layout, reach)
-    begin, files = _files_of_samples(layout, where)
+    begin, files = _files_of_samples(layout)
     reach.room.take(begin.size * _RUN_NBYTES, f"{where}: its runs of samples", files_of(layout))
     blocks = _cut(
         ((first, block.view(np.uint8).reshape(len(block), -1)) for first, block in read), begin
@@ -109,9 +109,7 @@ def _cut(
             at, run = stop, run + 1
 
 
-def _files_of_samples(
-    layout: DatasetLayout, where: str
-) -> tuple[Int64s, list[tuple[str, FileStamp]]]:
+def _files_of_samples(layout: DatasetLayout) -> tuple[Int64s, list[tuple[str, FileStamp]]]:
     """Return which file holds the values of each run of samples, by their references.
 
     Returns
@@ -121,23 +119,27 @@ def _files_of_samples(
     files
         The file of each run.
     """
-    known = {(layout.file, layout.stamp): 0}
-    number = np.zeros(layout.num_samples, np.int32)
-    for part in layout.parts:
-        source = part.source
-        several = {(leaf.file, leaf.stamp) for leaf in source.leaves()}
-        if source.parts and source.has_gaps:
-            several.add((source.file, source.stamp))
-        if len(several) > 1:
-            raise DatasetError(
-                f"{where} cannot be read: elements of variable length of a virtual dataset whose"
-                " source is one of several files; store flat values, and their offsets"
-            )
-        one = known.setdefault(several.pop(), len(known))
-        number[part.samples.at(np.arange(part.samples.size))] = one
+    known: dict[tuple[str, FileStamp], int] = {}
+    number = _numbers_of_files(layout, np.arange(layout.num_samples), known)
     first = np.flatnonzero(np.diff(number, prepend=-1))
     files = list(known)
     return np.append(first, number.size), [files[one] for one in number[first].tolist()]
+
+
+def _numbers_of_files(
+    layout: DatasetLayout, rows: Int64s, known: dict[tuple[str, FileStamp], int]
+) -> NDArray[np.int32]:
+    """Return the number of the file that holds each of some rows; `known` counts the files."""
+    own = known.setdefault((layout.file, layout.stamp), len(known))
+    found = np.full(rows.size, own, np.int32)
+    order = np.argsort(rows, kind="stable") if layout.parts else rows
+    for part in layout.parts:
+        edges = np.searchsorted(rows, [part.samples.start, part.samples.end], sorter=order)
+        near = order[slice(*edges)]
+        ordinal = part.samples.ordinal(rows[near])
+        here, inside = near[ordinal >= 0], part.source_samples.at(ordinal[ordinal >= 0])
+        found[here] = _numbers_of_files(part.source, inside, known)
+    return found
 
 
 def with_spans(
