@@ -323,8 +323,7 @@ def filter_alone(file, filters):
     dataset(file, values(22, 60), chunks=(5, 60), filters=filters)
 
 
-@quirk("direct", cases=filtered_by("blosc2 rounded"))
-@quirk("h5py", cases=filtered_by("zfp; zfp reversible; sz3"))
+@quirk("direct", cases=filtered_by("blosc2 rounded; zfp; zfp reversible; sz3"))
 def filter_that_rounds(file, filters):
     dataset(file, smooth(22, 16, 16), chunks=(4, 16, 16), filters=filters)
 
@@ -1293,7 +1292,7 @@ SOURCES = {
     "bitshuffle": {"chunks": (5, 7), "filters": ("bitshuffle lz4",)},
     "with holes": {"chunks": (2, 7), "written": (np.s_[:1],), "fill": 4},
     "never written": {"written": (), "fill": 4, "hollow": True},
-    "zfp": {"chunks": (5, 7), "filters": ("zfp reversible",), "way": "h5py"},
+    "zfp": {"chunks": (5, 7), "filters": ("zfp reversible",)},
 }
 
 

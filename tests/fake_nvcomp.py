@@ -46,12 +46,7 @@ class FakeNvcomp:
         self,
         form,
         count,
-        sources,
-        source_nbytes,
-        targets,
-        target_nbytes,
-        actual_nbytes,
-        states,
+        blocks,
         temp,
         temp_nbytes,
         stream,
@@ -63,9 +58,10 @@ class FakeNvcomp:
 
         def run():
             words(temp, count)[...] = 0xDEAD
-            sizes, rooms = words(source_nbytes, count), words(target_nbytes, count)
-            begins, goes_to = words(sources, count), words(targets, count)
-            actual, state = words(actual_nbytes, count), words(states, count, np.int32)
+            sizes, rooms = words(blocks.source_nbytes, count), words(blocks.target_nbytes, count)
+            begins, goes_to = words(blocks.sources, count), words(blocks.targets, count)
+            actual = words(blocks.actual_nbytes, count)
+            state = words(blocks.states, count, np.int32)
             for i in range(count):
                 assert form != "deflate" or begins[i] % 4 == 0
                 data = ctypes.string_at(int(begins[i]), int(sizes[i]))

@@ -242,7 +242,7 @@ def test_inspect_says_what_h5py_reads_and_why(quirks, name, storage, reason):
 @pytest.mark.parametrize(
     ("name", "storage", "way"),
     [
-        ("odd", "chunked", "direct, in Python"),  # scaleoffset is beyond the core
+        ("odd", "chunked", BY_US),
         ("compact", "compact", "direct"),  # its values came with the metadata
         ("virtual", "virtual", BY_US),
     ],
@@ -250,20 +250,6 @@ def test_inspect_says_what_h5py_reads_and_why(quirks, name, storage, reason):
 def test_inspect_says_what_is_read_directly_and_by_whom(quirks, name, storage, way):
     row = table_rows(succeed("inspect", quirks).stdout)[name]
     assert (row["layout"], row["read"]) == (storage, way)
-
-
-def test_inspect_says_in_python_where_a_source_is_beyond_the_core(tmp_path):
-    path = tmp_path / "mixed.h5"
-    with h5py.File(path, "w") as file:
-        sources = h5py.VirtualLayout((6,), np.int64)
-        for number, options in enumerate([{}, {"chunks": (3,), "scaleoffset": 0}]):
-            file.create_dataset(f"part{number}", data=np.arange(3), **options)
-            sources[3 * number : 3 * number + 3] = h5py.VirtualSource(file[f"part{number}"])
-        file.create_virtual_dataset("data", sources)
-    rows = table_rows(succeed("inspect", path).stdout)
-    assert rows["data"]["read"] == "direct, in Python, from 2 sources"
-    assert rows["part0"]["read"] == BY_US
-    assert rows["part1"]["read"] == "direct, in Python"
 
 
 @pytest.mark.slow

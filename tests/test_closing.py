@@ -129,7 +129,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file.create_dataset("zstd", data=values, chunks=(16, 16, 32, 3), **hdf5plugin.Zstd())
         floats = values[..., 0].astype(np.float32)
         zfp = hdf5plugin.Zfp(reversible=True)
-        file.create_dataset("zfp", data=floats, chunks=(16, 32, 32), **zfp)
+        file.create_dataset("floats", data=floats, chunks=(16, 32, 32), **zfp)
+        twice = h5py.VirtualLayout(floats.shape, floats.dtype)  # which only h5py reads
+        for samples in slice(None), slice(1):
+            twice[samples] = h5py.VirtualSource(file["floats"])[samples]
+        file.create_virtual_dataset("zfp", twice)
     with h5py.File(folder / "virtual.h5", "w") as file:
         layout = h5py.VirtualLayout(values.shape, values.dtype)
         layout[:128] = h5py.VirtualSource("data.h5", "gzip", values.shape)[:128]

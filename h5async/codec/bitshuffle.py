@@ -22,7 +22,7 @@ from h5async.codec.decoding import (
     require_room,
     working_memory,
 )
-from h5async.codec.entry import Blocks, Codec, CoreFilter, CoreKind, Parameters, Unshuffle
+from h5async.codec.entry import Codec, CoreFilter, CoreKind, Parameters
 
 _CORE_LIMIT = 1 << 31  # element sizes of the core are 32-bit numbers
 
@@ -32,7 +32,6 @@ def bitshuffle_codec(parameters: Parameters) -> Codec | None:
     _, _, element, block, compressor = (*parameters, 0, 0, 0, 0, 0)[:5]
     if element == 0:
         return None
-    unshuffle = Unshuffle(element, block or _default_block(element))
     if compressor == 0:
         if block % 8:
             return None
@@ -40,7 +39,6 @@ def bitshuffle_codec(parameters: Parameters) -> Codec | None:
             partial(_bitunshuffle, element, block),
             added_nbytes=0,
             core=_core(CoreKind.BITSHUFFLE, element, block),
-            unshuffle=unshuffle,
         )
     if compressor not in (2, 3):
         return None
@@ -50,8 +48,6 @@ def bitshuffle_codec(parameters: Parameters) -> Codec | None:
     return Codec(
         partial(_decode_bitshuffle, element, is_lz4),
         core=_core(kind, element, block, name),
-        blocks=None if unshuffle.block % 8 else Blocks(name, unshuffle.block * element),
-        unshuffle=unshuffle,
     )
 
 
@@ -61,7 +57,7 @@ def _core(
     return CoreFilter(kind, element, block, library) if element < _CORE_LIMIT else None
 
 
-def _default_block(element: int) -> int:
+def default_block(element: int) -> int:
     """Return of how many elements a block is where the filter's client data do not say."""
     return max(128, 8192 // element // 8 * 8)
 

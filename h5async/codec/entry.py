@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from h5async.codec.decoding import Bytes, Decode
 
 # A filter's client data, as HDF5 calls them: the numbers that its pipeline message has for it.
 Parameters = tuple[int, ...]
-
-BlockCodec = Literal["deflate", "zstd", "lz4"]
 
 
 class CoreKind(IntEnum):
@@ -29,6 +27,12 @@ class CoreKind(IntEnum):
     BITSHUFFLE_LZ4 = 9
     BITSHUFFLE_ZSTD = 10
     NOTHING = 11
+    PLUGIN = 12
+    SZIP = 13
+    NBIT = 14
+    SCALEOFFSET = 15
+    BZIP2 = 16
+    STORED = 17
 
 
 class CoreFilter(NamedTuple):
@@ -39,53 +43,23 @@ class CoreFilter(NamedTuple):
     kind
         Which one.
     element_nbytes
-        Bytes of an element, for those that shuffle; else 0.
+        Bytes of an element, for those that shuffle; the traits of a plugin; else 0.
     block
         Elements of a block, for bitshuffle; 0: the default.
     library
         The codec library that the core calls for it, as `core/libraries.py` names them.
+    values
+        The filter's client data, for those of which the core reads them.
+    function
+        Of a plugin, the address of the function that undoes the filter.
     """
 
     kind: CoreKind
     element_nbytes: int = 0
     block: int = 0
     library: str | None = None
-
-
-class Blocks(NamedTuple):
-    """How an encoded chunk is cut into compressed blocks, of which a GPU decodes all at once.
-
-    The compiled core cuts them (core/src/frames.h).
-
-    Attributes
-    ----------
-    codec
-        What decodes one block: ``"deflate"`` (raw), ``"zstd"`` (a frame) or ``"lz4"`` (a block).
-    nbytes
-        Decoded bytes of a block, but for the last one; 0: the chunk is one block, or says itself.
-    usual_nbytes
-        The same, of filters whose chunks may have blocks of another size; 0: no block is expected
-        to be smaller than the chunk.
-    """
-
-    codec: BlockCodec
-    nbytes: int = 0
-    usual_nbytes: int = 0
-
-
-class Unshuffle(NamedTuple):
-    """A change of the order of bytes or bits, which a GPU undoes after it has decoded the blocks.
-
-    Attributes
-    ----------
-    itemsize
-        Bytes of an element.
-    block
-        Bits: elements of a block. 0: it is bytes that are shuffled.
-    """
-
-    itemsize: int
-    block: int
+    values: Parameters = ()
+    function: int = 0
 
 
 @dataclass(frozen=True)
@@ -103,18 +77,12 @@ class Codec:
         Whether `decode` returns a view of the encoded bytes, and writes nothing.
     core
         How the compiled core takes it; None: the core cannot undo it.
-    blocks
-        How a GPU is given it; None: the filter compresses nothing, or no GPU decodes it here.
-    unshuffle
-        What a GPU undoes once blocks, if there are any, are decoded.
     """
 
     decode: Decode
     added_nbytes: int | None = None
     gives_view: bool = False
     core: CoreFilter | None = None
-    blocks: Blocks | None = None
-    unshuffle: Unshuffle | None = None
 
     @property
     def keeps_length(self) -> bool:

@@ -1,8 +1,8 @@
 """Lists the HDF5 filters that are known here, one entry a filter: the registry.
 
 A new filter is added to `REGISTRY`; everything that has to do with filters reads from there: which
-ones are decoded without HDF5, by which function, how the compiled core takes them, and what a GPU
-decodes of them. docs/architecture.md tells how to add one.
+ones are decoded without HDF5, by which function, and how the compiled core takes them.
+docs/architecture.md tells how to add one.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+from h5async.codec import storedelements
 from h5async.codec.bitshuffle import bitshuffle_codec
-from h5async.codec.blosc2 import decode_blosc2
 from h5async.codec.entry import (
-    Blocks,
     Codec,
     CoreFilter,
     CoreKind,
@@ -27,6 +26,7 @@ from h5async.codec.packed import (
     scaleoffset_codec,
     stated_chunk_nbytes,
 )
+from h5async.codec.plugins import has_hdf5, plugin_codec
 from h5async.codec.shuffle import shuffle_codec
 from h5async.codec.streams import (
     CHECKSUM_NBYTES,
@@ -46,7 +46,7 @@ BZIP2, LZF, BLOSC, LZ4, BITSHUFFLE, ZSTD, BLOSC2 = 307, 32000, 32001, 32004, 320
 
 def _deflate(_parameters: Parameters) -> Codec:
     core = CoreFilter(CoreKind.DEFLATE, library="deflate")
-    return Codec(inflate, core=core, blocks=Blocks("deflate"))
+    return Codec(inflate, core=core)
 
 
 def _fletcher32(_parameters: Parameters) -> Codec:
@@ -62,15 +62,18 @@ def _blosc(_parameters: Parameters) -> Codec:
     return Codec(decode_blosc, core=CoreFilter(CoreKind.BLOSC, library="blosc"))
 
 
-def _lz4(parameters: Parameters) -> Codec:
+def _bzip2(_parameters: Parameters) -> Codec:
+    return Codec(decode_bzip2, core=CoreFilter(CoreKind.BZIP2, library="bz2"))
+
+
+def _lz4(_parameters: Parameters) -> Codec:
     core = CoreFilter(CoreKind.LZ4, library="lz4")
-    usual_nbytes = parameters[0] if parameters else 0
-    return Codec(decode_lz4, core=core, blocks=Blocks("lz4", usual_nbytes=usual_nbytes))
+    return Codec(decode_lz4, core=core)
 
 
 def _zstd(_parameters: Parameters) -> Codec:
     core = CoreFilter(CoreKind.ZSTD, library="zstd")
-    return Codec(decode_zstd, core=core, blocks=Blocks("zstd"))
+    return Codec(decode_zstd, core=core)
 
 
 _ENTRIES = (
@@ -81,7 +84,7 @@ _ENTRIES = (
     FilterEntry(NBIT, "nbit", nbit_codec, stated_chunk_nbytes, NBIT_LENGTHS),
     FilterEntry(SCALEOFFSET, "scaleoffset", scaleoffset_codec, stated_chunk_nbytes),
     FilterEntry(305, "lzo"),
-    FilterEntry(BZIP2, "bzip2", lambda _: Codec(decode_bzip2)),
+    FilterEntry(BZIP2, "bzip2", _bzip2),
     FilterEntry(LZF, "lzf", _lzf),
     FilterEntry(BLOSC, "blosc", _blosc),
     FilterEntry(LZ4, "lz4", _lz4),
@@ -91,8 +94,9 @@ _ENTRIES = (
     FilterEntry(32017, "sz"),
     FilterEntry(32018, "fcidecomp"),
     FilterEntry(32024, "sz3"),
-    FilterEntry(BLOSC2, "blosc2", lambda _: Codec(decode_blosc2)),
+    FilterEntry(BLOSC2, "blosc2"),
     FilterEntry(32028, "sperr"),
+    FilterEntry(storedelements.NUMBER, "conversion", storedelements.stored_codec),
 )
 REGISTRY = {entry.number: entry for entry in _ENTRIES}
 
@@ -117,7 +121,7 @@ class Filter(NamedTuple):
     @property
     def codec(self) -> Codec | None:
         """What undoes it, or None where that is left to HDF5."""
-        return _codec(self.number, self.parameters)
+        return _codec(self.number, self.parameters) or plugin_codec(self.number, self.parameters)
 
     @property
     def stated_chunk_nbytes(self) -> int | None:
@@ -139,3 +143,8 @@ def _codec(number: int, parameters: Parameters) -> Codec | None:
 def can_decode(entry: Filter) -> bool:
     """Tell whether a filter is decoded here, not by HDF5."""
     return entry.codec is not None
+
+
+def is_known_to_hdf5(entry: Filter) -> bool:
+    """Tell whether HDF5 can undo a filter in this process, which may be given it by hdf5plugin."""
+    return entry.number == storedelements.NUMBER or has_hdf5(entry.number)

@@ -21,7 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.codec.decoding import Bytes, require_length, require_room
-from h5async.codec.entry import NOTHING, Codec, Parameters, StatedLengths
+from h5async.codec.entry import (
+    NOTHING,
+    Codec,
+    CoreFilter,
+    CoreKind,
+    Parameters,
+    StatedLengths,
+)
 
 _NBYTES_DECODED = (1, 2, 4, 8)
 _IS_LITTLE_ENDIAN_HOST = sys.byteorder == "little"
@@ -69,7 +76,8 @@ def scaleoffset_codec(parameters: Parameters) -> Codec | None:
         return None
     if entry.is_unchanged:
         return NOTHING
-    return Codec(partial(_without_spare, decode_scaleoffset, parameters))
+    core = CoreFilter(CoreKind.SCALEOFFSET, values=parameters)
+    return Codec(partial(_without_spare, decode_scaleoffset, parameters), core=core)
 
 
 def nbit_codec(parameters: Parameters) -> Codec | None:
@@ -78,7 +86,8 @@ def nbit_codec(parameters: Parameters) -> Codec | None:
         return NOTHING  # HDF5 says "need not compress"
     if not can_decode_nbit(parameters):
         return None
-    return Codec(partial(_without_spare, decode_nbit, parameters))
+    core = CoreFilter(CoreKind.NBIT, values=parameters)
+    return Codec(partial(_without_spare, decode_nbit, parameters), core=core)
 
 
 def _without_spare(

@@ -11,7 +11,7 @@ import imagecodecs
 import numpy as np
 
 from h5async.codec.decoding import Bytes, filled, require_room
-from h5async.codec.entry import Codec, CoreFilter, CoreKind, Parameters, Unshuffle
+from h5async.codec.entry import Codec, CoreFilter, CoreKind, Parameters
 
 _CORE_LIMIT = 1 << 31  # element sizes of the core are 32-bit numbers
 
@@ -25,7 +25,6 @@ def shuffle_codec(parameters: Parameters) -> Codec | None:
         partial(unshuffle, element),
         added_nbytes=0,
         core=CoreFilter(CoreKind.SHUFFLE, element) if element < _CORE_LIMIT else None,
-        unshuffle=Unshuffle(element, 0),
     )
 
 

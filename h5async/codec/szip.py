@@ -14,7 +14,7 @@ import imagecodecs
 import numpy as np
 
 from h5async.codec.decoding import Bytes, filled, require_room, working_memory
-from h5async.codec.entry import Codec, Parameters, StatedLengths
+from h5async.codec.entry import Codec, CoreFilter, CoreKind, Parameters, StatedLengths
 from h5async.codec.shuffle import unshuffle
 
 
@@ -48,9 +48,7 @@ def szip_codec(parameters: Parameters) -> Codec | None:
     if len(parameters) < 4:
         return None
     options, block, bits, pixels_a_line = parameters[:4]
-    if block < 8:  # imagecodecs' libaec decodes such blocks to other values than HDF5's does
-        return None
-    if not (1 <= bits <= 32 or bits == 64) or block % 2 or not pixels_a_line:
+    if not (1 <= bits <= 32 or bits == 64) or block % 2 or not block or not pixels_a_line:
         return None
     flags = _AEC_NOT_ENFORCE  # any even block
     flags |= _AEC_MSB if options & _SZIP_MSB else 0
@@ -67,7 +65,8 @@ def szip_codec(parameters: Parameters) -> Codec | None:
         padded_line_nbytes=blocks * block * pixel_nbytes,
         planes=planes,
     )
-    return Codec(partial(_decode_szip, szip))
+    core = CoreFilter(CoreKind.SZIP, library="aec", values=parameters)
+    return Codec(partial(_decode_szip, szip), core=core)
 
 
 def _decode_szip(szip: _Szip, encoded: Bytes, out: Bytes, spare: Bytes) -> Bytes:

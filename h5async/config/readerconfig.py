@@ -353,6 +353,11 @@ class ReaderConfig(Frozen):
                 " works on"
                 f" host arrays; use {named('cache', 'host')}"
             )
+        if self.decode == "device" and self.workers != "thread":
+            raise ValueError(
+                f"{named('decode', 'device')} needs {named('workers', 'thread')}: helper processes"
+                " decode what they read"
+            )
         if self.decode == "device" and (self.postprocess is not None or self.cache == "host"):
             by_cache = named("cache", "host")
             who = by_cache if self.postprocess is None else named("postprocess")

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.codec import storedelements
 from h5async.codec.entry import CoreFilter
 from h5async.codec.filters import Filter
 from h5async.core import heap, structures, tablestructures
@@ -61,12 +62,8 @@ class Core:
     transform, permute, draw, window_block, cut, cut_sorted
         Its functions. They release the GIL, and may be called from many threads, each with its
         own worker.
-    plan_batch, read_batch, submit, next and others
+    plan_batch, read_batch, read_ranges, submit, next and others
         `read/collection.py` and `read/queue.py` call them; see the comments in `src/`.
-    read_encoded
-        ``read_encoded(file, worker, offset, nbytes, target, count, base, base_nbytes)`` reads
-        ``nbytes[i]`` bytes at ``offset[i]`` of the file to ``base + target[i]`` (int64 arrays),
-        and returns how many of them it read before the first that could not be.
     cut_frames
         ``cut_frames(frames)``, of a `FramesStruct`, cuts encoded chunks into blocks that can each
         be decoded alone, and returns how many chunks it cut. It stops before the first in which
@@ -81,6 +78,9 @@ class Core:
     look_up
         ``look_up(visit, number, expected, function, count)`` returns how many chunks HDF5 finds by
         their numbers with the sizes expected, before the first that it does not.
+    decode
+        ``decode(filters, worker, encoded, out, num_filters, nbytes, mask, out_nbytes)`` decodes a
+        chunk to exactly ``out_nbytes`` bytes, and returns whether it could.
     decode_references
         ``decode_references(heap, references, most_nbytes)``, of a `HeapStruct`, fills its lengths
         and places, and returns how many values there are; -1 - i: element i is longer than that.
@@ -122,13 +122,14 @@ class Core:
         self.transform = _function(library, "h5async_transform", 1, c_void_p, c_void_p)
         self.unpack = _function(library, "h5async_unpack", 1, c_void_p, c_void_p)
         self.permute = _function(library, "h5async_permute", 1, c_int64, *[c_uint64] * 3, c_void_p)
+        convert = _function(library, "h5async_convert_stored", 0, c_void_p, c_int64, c_void_p)
+        convert.argtypes = [*convert.argtypes, c_int64, c_void_p, c_int64]
+        storedelements.native[:] = [convert]
         self.draw = _function(library, "h5async_draw", 3, *[c_int64] * 3)
         self.window_block = _function(library, "h5async_window_block", 2, c_int64, c_int64)
         self.cut = _function(library, "h5async_cut", 2, *[c_int64] * 3)
         self.cut_sorted = _function(library, "h5async_cut_sorted", 4, *[c_int64] * 3)
-        self.read_encoded = _function(
-            library, "h5async_read_encoded", 5, c_int64, c_void_p, c_int64
-        )
+        self.read_ranges = _function(library, "h5async_read_ranges", 6, *[c_int64] * 3)
         self.cut_frames = _function(library, "h5async_cut_frames", 1)
         self.sources_nbytes = _function(library, "h5async_sources_nbytes", 0)
         self.open_sources = _function(
@@ -152,6 +153,7 @@ class Core:
         self.do_oldest = _function(library, "h5async_do_oldest", 2)
         self.spin = _function(library, "h5async_spin", 1, c_int64)
         self.wait = _function(library, "h5async_wait", 1, c_int64, c_int64)
+        self.decode = _function(library, "h5async_decode", 4, *[c_int64] * 4)
         self.decode_references = _function(library, "h5async_decode_references", 2, c_int64)
         self.read_heap = _function(library, "h5async_read_heap", 6, c_int64, c_int64)
         self.make_dense = _function(library, "h5async_make_dense", 1)
@@ -193,7 +195,7 @@ class Core:
         taken = [found for entry in filters if (found := core_filter(entry)) is not None]
         if len(taken) < len(filters) or any(entry.library in self.missing for entry in taken):
             return None
-        structs = [FilterStruct(*entry[:3]) for entry in taken]
+        structs = [_filter_struct(entry) for entry in taken]
         return (FilterStruct * max(1, len(structs)))(*structs)
 
     def new_worker(
@@ -372,6 +374,11 @@ def core_filter(entry: Filter) -> CoreFilter | None:
     """Return a filter as the core takes it; None where the core cannot undo it."""
     codec = entry.codec
     return None if codec is None else codec.core
+
+
+def _filter_struct(entry: CoreFilter) -> FilterStruct:
+    values = (ctypes.c_uint32 * max(1, len(entry.values)))(*entry.values)
+    return FilterStruct(*entry[:3], values, len(entry.values), entry.function)
 
 
 def _function(library: Any, name: str, pointers: int, *others: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Finds the codec libraries that the compiled core calls: libdeflate, zstd, lz4 and c-blosc.
+"""Finds the codec libraries that the compiled core calls: libdeflate, zstd, lz4, libaec and others.
 
 The core calls their public C interfaces. They are the very libraries that imagecodecs brings along,
-or else those of the environment or the system.
+libaec that of h5py, or else those of the environment or the system.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from ctypes import c_void_p
 from pathlib import Path
 from typing import Any
 
+import h5py
 import imagecodecs
 
+from h5async.codec.plugins import folders_of_hdf5plugin
 from h5async.system.interruptions import suppressing
 
 # Functions by library, in the order of the structure in src/common.h.
@@ -30,6 +32,8 @@ FUNCTIONS = {
     "ZSTD_isError": "zstd",
     "LZ4_decompress_safe": "lz4",
     "blosc_decompress_ctx": "blosc",
+    "aec_buffer_decode": "aec",
+    "BZ2_bzBuffToBuffDecompress": "bz2",
 }
 
 
@@ -61,9 +65,14 @@ def _codec_paths(name: str) -> Iterator[str]:
     # The extension module loads what the codec's library itself needs.
     with suppressing(ImportError):
         importlib.import_module(f"imagecodecs._{name}")
-    package = Path(imagecodecs.__file__).parent
-    for folder in (package.with_name("imagecodecs.libs"), package / ".dylibs"):
-        yield from map(str, sorted(folder.glob(f"lib{name}[-.]*")))
+    # (Versions of libaec differ in what they make of some chunks: HDF5's own comes first.)
+    for module in (h5py, imagecodecs) if name == "aec" else (imagecodecs,):
+        package = Path(module.__file__).parent
+        for folder in (package.with_name(f"{package.name}.libs"), package / ".dylibs"):
+            yield from map(str, sorted(folder.glob(f"lib{name}[-.]*")))
+    if name == "bz2":  # which is part of its plugin there
+        for folder in folders_of_hdf5plugin():
+            yield from map(str, folder.glob("libh5bzip2*"))
     for suffix in (".so", ".dylib"):
         path = Path(sys.prefix, "lib", f"lib{name}{suffix}")
         if path.exists():

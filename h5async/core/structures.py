@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from ctypes import POINTER, Structure, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_int32, c_int64, c_uint32, c_void_p
 from enum import IntEnum
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from h5async.core.libraries import FUNCTIONS
 
-ABI = 14  # a number of the core's own, for changes that its structures do not show
+ABI = 15  # a number of the core's own, for changes that its structures do not show
 MAX_FILTERS, MAX_RANK = 32, 32  # what HDF5 has at most
 
 IO_MODES = {"auto": 0, "pread": 1, "map": 2}
@@ -77,6 +77,7 @@ class WorkerStruct(Structure):
         ("latest", TraceEventStruct),
         ("traced_field", c_int32),
         ("traced_source", c_int32),
+        ("held", c_void_p),
     ]
 
 
@@ -110,7 +111,14 @@ class Event(IntEnum):
 class FilterStruct(Structure):
     """A `CoreFilter`, without its library."""
 
-    _fields_ = [("kind", c_int32), ("element", c_int32), ("block", c_int64)]
+    _fields_ = [
+        ("kind", c_int32),
+        ("element", c_int32),
+        ("block", c_int64),
+        ("values", POINTER(c_uint32)),
+        ("num_values", c_int64),
+        ("function", c_void_p),
+    ]
 
 
 class DatasetStruct(Structure):

@@ -15,26 +15,26 @@ The caller's streams are CuPy's current one and, where PyTorch uses the GPU, PyT
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.core.binding import load_core
 from h5async.deliver.cudafield import cupy_has
-from h5async.deliver.cudaslot import CudaSlot
+from h5async.deliver.cudaslot import CudaSlot, SharedBySlots
+from h5async.deliver.decodeplan import EncodedFormat
+from h5async.deliver.device import DeviceSlot
 from h5async.deliver.devicedecode import DeviceDecoder
 from h5async.deliver.gpu import Gpu, in_own_thread
-from h5async.deliver.kernels import Kernels, needs_host
+from h5async.deliver.kernels import needs_host
 from h5async.deliver.nvcomp import load_nvcomp
 from h5async.errors import DeviceError, H5AsyncError, forget_frames
 from h5async.fill.resident import Budget, Residency
 from h5async.io.shared import SharedMemory
 from h5async.order.selection import Selection
-from h5async.plan.encoded import EncodedFormat
 from h5async.plan.transform import RowTransform
 from h5async.samples.columns import INDICES
 from h5async.samples.devicefields import Outline
@@ -42,13 +42,10 @@ from h5async.samples.ragged import native
 from h5async.samples.samplearrays import memory_of, with_memory
 from h5async.spelling import named
 
-if TYPE_CHECKING:
-    from h5async.deliver.device import DeviceSlot
-
 _CACHE_SHARE = 0.8  # of the device's free memory, where no budget is given
 
 
-class CudaDevice:
+class CudaDevice(SharedBySlots):
     """Batches are CuPy arrays, uploaded from pinned memory.
 
     Parameters
@@ -63,18 +60,9 @@ class CudaDevice:
     """
 
     def __init__(self, gpu: Gpu) -> None:
-        self.gpu = gpu
+        super().__init__(gpu)
         self.name = gpu.name
-        with gpu.working("no stream can be made"):
-            self.copy_stream, self.work_stream = gpu.stream(), gpu.stream()
-        self.kernels = Kernels(gpu.cupy)
-        self.cache: list[Any] = []  # the rows of all samples, one array a field, as uploaded
-        self.cached = Selection(0, 1, 0)  # these samples
-        self.decoders: dict[int, DeviceDecoder] = {}  # by field
-        # Decoders work in memory of their own, in the order of the work stream: what puts one
-        # batch's work there must not be mixed with what puts another's.
-        self.decoding = threading.Lock()
-        self._slots: list[CudaSlot] = []
+        self.slots: list[CudaSlot] = []
         self._row_nbytes: list[int] = []
 
     def open_slots(
@@ -131,7 +119,7 @@ class CudaDevice:
                 f" make {named('batch_size')} or {named('prefetch')} smaller"
             ) from error
         self._row_nbytes = [array.nbytes // rows for array in slots[0].memory.out]
-        self._slots = slots
+        self.slots = slots
         self._compile()
         return list(slots)
 
@@ -152,13 +140,13 @@ class CudaDevice:
 
     def _warm_up(self) -> None:
         with self.gpu.current(), self.gpu.allocating():
-            self._slots[0].warm_up()
+            self.slots[0].warm_up()
             self.kernels.load()
 
-    def drop_decoders(self, slots: Iterable[DeviceSlot]) -> None:
+    def drop_decoders(self) -> None:
         """Give the memory back that is only for decoding here, which is not done any more."""
         self.decoders = {}
-        for slot in slots:
+        for slot in self.slots:
             slot.drop_staging()
 
     @property
@@ -257,4 +245,4 @@ class CudaDevice:
         """Wait until the GPU uses none of the slots' memory any more."""
         with self.gpu.freeing():
             self.gpu.cupy.cuda.runtime.deviceSynchronize()
-        self.cache, self.decoders, self._slots = [], {}, []
+        self.cache, self.decoders, self.slots = [], {}, []

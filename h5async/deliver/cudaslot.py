@@ -8,27 +8,61 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.deliver.cudafield import CudaField
+from h5async.deliver.decodeplan import EncodedPlan
 from h5async.deliver.device import NotDecoded
-from h5async.deliver.devicedecode import Staging
+from h5async.deliver.devicedecode import DeviceDecoder, Staging
+from h5async.deliver.gpu import Gpu
 from h5async.deliver.host import LaidOut, host_slot, made_on_host
+from h5async.deliver.kernels import Kernels
 from h5async.deliver.pinnedpart import PinnedPart
 from h5async.fill.outcomes import FillOutcome
 from h5async.io.growing import plain_memory
 from h5async.io.shared import SharedMemory, page_memory
+from h5async.order.selection import Selection
 from h5async.plan.transform import RowTransform
 from h5async.samples.devicefields import Outline
 
-if TYPE_CHECKING:
-    from h5async.deliver.cuda import CudaDevice
-
 _BYTE = np.dtype(np.uint8)
+
+
+class SharedBySlots:
+    """What the slots on a GPU have in common.
+
+    Parameters
+    ----------
+    gpu
+        On which they are.
+
+    Attributes
+    ----------
+    copy_stream, work_stream
+        Of uploads, and of kernels.
+    cache, cached
+        The rows of samples `cached`, one array a field, as uploaded; empty: none are kept.
+    decoders
+        By column.
+    decoding
+        Decoders work in memory of their own, in the order of the work stream: what puts one
+        batch's work there must not be mixed with what puts another's.
+    """
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+        with gpu.working("no stream can be made"):
+            self.copy_stream, self.work_stream = gpu.stream(), gpu.stream()
+        self.kernels = Kernels(gpu.cupy)
+        self.cache: list[Any] = []
+        self.cached = Selection(0, 1, 0)
+        self.decoders: dict[int, DeviceDecoder] = {}
+        self.decoding = threading.Lock()
 
 
 class CudaSlot:
@@ -48,11 +82,18 @@ class CudaSlot:
         How each field is put together of its columns.
     postprocess
         Whether arrays are whatever a function of the user's returns.
+
+    Attributes
+    ----------
+    staging
+        By column: memory for encoded chunks.
+    staged
+        By column: which were read for the batch at hand, in place of rows. Set before they are.
     """
 
     def __init__(
         self,
-        device: CudaDevice,
+        device: SharedBySlots,
         rows: int,
         transforms: Sequence[RowTransform],
         on_host: Sequence[bool],
@@ -64,7 +105,8 @@ class CudaSlot:
         self._device, self._gpu = device, gpu
         self._copy_stream, self._work_stream = device.copy_stream, device.work_stream
         self._shared = shared
-        self._staging = {
+        self.staged: Mapping[int, EncodedPlan] = {}
+        self.staging = {
             field: Staging(gpu, decoder.form, self._empty_filled)
             for field, decoder in device.decoders.items()
         }
@@ -84,10 +126,6 @@ class CudaSlot:
         self._device_block = cupy.empty(self._host_block.nbytes, np.uint8)
         self._made_parts: list[PinnedPart] = []
         self.memory = laid_out.memory._replace(
-            encoded=tuple(
-                self._staging[column].encoded if column in self._staging else None
-                for column in range(len(transforms))
-            ),
             made=made_on_host(rows, outlines, self._empty_made),
         )
         # By column; for those that are not in the block, nothing.
@@ -233,16 +271,16 @@ class CudaSlot:
             If the GPU fails.
         """
         device = self._device
+        staged = {} if outcome.is_resident else self.staged
         with self._gpu.working("a batch could not be uploaded"):
             with self._copy_stream as stream:
                 for event in (self._ready, *self._released):
                     event.hold(stream.ptr)
                 self._begun[0].record(stream.ptr)
                 try:
-                    for i, plan in enumerate(outcome.encoded):
-                        if plan is not None:
-                            device.decoders[i].upload(plan, self._staging[i], stream)
-                    fields = self._upload_fields(outcome, masks, stream)
+                    for i, plan in staged.items():
+                        device.decoders[i].upload(plan, self.staging[i], stream)
+                    fields = self._upload_fields(outcome, masks, staged, stream)
                     self._sent.record(stream.ptr)
                 finally:  # whatever was put on the stream, the next fill waits for it
                     self._uploaded.record(stream.ptr)
@@ -250,7 +288,7 @@ class CudaSlot:
                 self._uploaded.hold(stream.ptr)
                 self._begun[1].record(stream.ptr)
                 try:
-                    self._decode(outcome, stream)
+                    self._decode(staged, stream)
                     delivered = tuple(
                         self._transformed(self._columns[i], outcome)
                         if field is None
@@ -270,7 +308,11 @@ class CudaSlot:
             return max(sent, self._done.seconds_since(self._begun[1]))
 
     def _upload_fields(
-        self, outcome: FillOutcome, masks: Sequence[NDArray[np.bool_]], stream: Any
+        self,
+        outcome: FillOutcome,
+        masks: Sequence[NDArray[np.bool_]],
+        staged: Mapping[int, EncodedPlan],
+        stream: Any,
     ) -> list[CudaField | None]:
         """Upload rows; return, by field and mask, what has what is none of the slot's rows."""
         size = outcome.index.size
@@ -281,7 +323,7 @@ class CudaSlot:
         mine = []
         for i, array in enumerate(outcome.arrays if not outcome.is_resident else ()):
             column = self._columns[i]
-            if outcome.encoded and outcome.encoded[column] is not None:
+            if column in staged:
                 continue
             if self._in_block[column] and _is_same(array, self.memory.out[column][:size]):
                 mine.append(column)
@@ -307,20 +349,19 @@ class CudaSlot:
         field.upload(array, stream)
         return field
 
-    def _decode(self, outcome: FillOutcome, stream: Any) -> None:
+    def _decode(self, staged: Mapping[int, EncodedPlan], stream: Any) -> None:
         """Decode chunks on the work stream; wait, and see that they are what they should be.
 
         No cache is given anything before.
         """
-        fields = [i for i, plan in enumerate(outcome.encoded) if plan is not None]
-        for i in fields:
+        for i in staged:
             rows = self._raw[i].view(np.uint8)
             with self._device.decoding:
-                self._device.decoders[i].decode(self._staging[i], rows, stream)
-        if fields:
+                self._device.decoders[i].decode(self.staging[i], rows, stream)
+        if staged:
             self._decoded.record(stream.ptr)
             self._decoded.synchronize()
-        if any(self._staging[i].is_bad[0] for i in fields):
+        if any(self.staging[i].is_bad[0] for i in staged):
             raise NotDecoded("a block, or its checksum, is not what it should be")
 
     def acquire(self) -> None:
@@ -341,8 +382,7 @@ class CudaSlot:
 
     def drop_staging(self) -> None:
         """Give the memory back that is only for chunks to be decoded on the device."""
-        self._staging = {}
-        self.memory = self.memory._replace(encoded=(None,) * len(self._raw))
+        self.staging, self.staged = {}, {}
 
     def _transformed(self, i: int, outcome: FillOutcome) -> Any:
         device, size = self._device, outcome.index.size

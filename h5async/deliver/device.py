@@ -1,12 +1,7 @@
-"""Chooses where batches are delivered: on the host, or on a GPU.
-
-What both are is told here by two protocols; `host.py` and `cuda.py` are what there is of them.
-What only a GPU needs is imported where one is asked for.
-"""
+"""Says by two protocols what a device is: `host.py` and `cuda.py` are what there is of them."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -14,17 +9,14 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.deliver.host import HostDevice
+from h5async.deliver.decodeplan import EncodedFormat
 from h5async.fill.outcomes import FillOutcome
 from h5async.fill.resident import Budget, Residency
 from h5async.io.shared import SharedMemory
 from h5async.order.selection import Selection
-from h5async.plan.encoded import EncodedFormat
 from h5async.plan.transform import RowTransform
 from h5async.samples.columns import SlotMemory
 from h5async.samples.devicefields import Outline
-
-_log = logging.getLogger("h5async")
 
 
 class NotDecoded(Exception):
@@ -52,9 +44,6 @@ class DeviceSlot(Protocol):
 
     def transfer_seconds(self) -> float:
         """Wait for the last upload; return what the slower of link and kernels took for it."""
-
-    def drop_staging(self) -> None:
-        """Give the memory back that is only for chunks to be decoded on the device."""
 
     def acquire(self) -> None:
         """Order the caller's current streams behind the upload."""
@@ -115,9 +104,6 @@ class Device(Protocol):
     def open_cache(self, selection: Selection, cache_bytes: int | None) -> Residency | Budget:
         """Make room for the rows of all samples, after `open_slots`, if the budget allows it."""
 
-    def drop_decoders(self, slots: Iterable[DeviceSlot]) -> None:
-        """Give the memory back that is only for decoding here, which is not done any more."""
-
     def current(self) -> AbstractContextManager[Any]:
         """Return a context in which this device is the current one."""
 
@@ -132,41 +118,3 @@ class Device(Protocol):
 
     def close(self) -> None:
         """Wait until the device uses none of the slots' memory any more. Raises nothing."""
-
-
-def find_device(name: str, pin_memory: bool = False) -> Device:
-    """Return the device of an option ``device``.
-
-    Parameters
-    ----------
-    name
-        ``"cpu"``, ``"cuda"``, ``"cuda:N"``, or ``"auto"``: CUDA where CuPy and a GPU are there.
-    pin_memory
-        Batches stay on the host, in pinned memory.
-
-    Raises
-    ------
-    DeviceError
-        If CuPy, PyTorch or the GPU is missing, or the GPU cannot be used; the message says which,
-        and what to do. ``"auto"`` does without what is missing, but not without a GPU that fails.
-    """
-    if pin_memory:
-        from h5async.deliver.pinned import Pinning
-
-        return HostDevice(Pinning())
-    if name == "cpu":
-        return HostDevice()
-    from h5async.deliver.findgpu import MissingGpuError, find_gpu
-
-    number = name.partition(":")[2]
-    try:
-        gpu, reason = find_gpu(int(number) if number else None)
-    except MissingGpuError:
-        if name == "auto":
-            return HostDevice()
-        raise
-    from h5async.deliver.cuda import CudaDevice
-
-    device = CudaDevice(gpu)
-    _log.info("batches go to %s: %s", gpu.name, reason)
-    return device

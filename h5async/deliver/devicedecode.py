@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 from h5async.config import ReaderConfig
 from h5async.core.binding import Core, address, load_core
 from h5async.core.structures import FramesStruct
+from h5async.deliver.decodeplan import EncodedFormat, EncodedPlan, encoded_format
 from h5async.deliver.device import NotDecoded
 from h5async.deliver.gpu import Gpu
 from h5async.deliver.kernels import Kernels
-from h5async.deliver.nvcomp import Nvcomp, NvcompError, load_nvcomp
+from h5async.deliver.nvcomp import Blocks, Nvcomp, NvcompError, load_nvcomp
 from h5async.errors import DeviceError
 from h5async.index.layout import DatasetLayout
-from h5async.plan.encoded import EncodedFormat, EncodedPlan, encoded_format
 from h5async.samples.columns import INDICES
 from h5async.spelling import named
 
@@ -103,14 +103,14 @@ class DeviceDecoder:
         self._actual = cupy.empty(form.max_tasks, np.uint64)
         self._sums = cupy.empty((form.max_chunks, 2), np.uint64)
         self._is_bad = cupy.empty(1, np.int32)
-        geometry = form.geometry
+        shape = form.shape
         self._pieces = [
             gpu.on_device(array)
             for array in (
-                geometry.extents,
-                geometry.row_begin,
-                geometry.chunk_strides,
-                geometry.row_strides,
+                shape.extents,
+                shape.row_begin,
+                shape.chunk_strides,
+                shape.row_strides,
             )
         ]
         nbytes = _temp_nbytes(form, nvcomp)
@@ -133,14 +133,14 @@ class DeviceDecoder:
             target + self._chunks[0].data.ptr,
             target_nbytes,
             *staging.copies[:, :copies],
-            *((plan.run_item, plan.run_cross, plan.run_local, plan.run_position, plan.run_length)),
+            *((plan.run_chunk, plan.run_cross, plan.run_local, plan.run_position, plan.run_length)),
         ]
         if form.is_deflate:
-            padded = np.zeros((plan.num_items + 1) // 2 * 2, np.uint32)
-            padded[: plan.num_items] = staging.adler[: plan.num_items]
+            padded = np.zeros((plan.num_chunks + 1) // 2 * 2, np.uint32)
+            padded[: plan.num_chunks] = staging.adler[: plan.num_chunks]
             lists.append(padded.view(np.int64))
         words = staging.pack(lists)
-        staging.count = plan.num_items
+        staging.count = plan.num_chunks
         used = plan.used_nbytes
         self._gpu.upload(staging.encoded_on_device[:used], staging.encoded[:used], stream)
         self._gpu.upload(staging.lists_on_device[:words], staging.lists[:words], stream)
@@ -159,8 +159,8 @@ class DeviceDecoder:
         stream
             The current stream. When it has come this far, ``staging.is_bad`` tells if it failed.
         """
-        form, geometry, kernels = self.form, self.form.geometry, self._kernels
-        nbytes, pitch, count = geometry.chunk_nbytes, form.pitch, staging.count
+        form, shape, kernels = self.form, self.form.shape, self._kernels
+        nbytes, pitch, count = shape.chunk_nbytes, form.pitch, staging.count
         source, source_nbytes, target, target_nbytes = staging.views[:4]
         copies, runs = staging.views[4:7], staging.views[7:12]
         decoded, tasks = self._chunks[0], source.size
@@ -175,15 +175,17 @@ class DeviceDecoder:
             self._nvcomp.decompress(
                 self._codec,
                 tasks,
-                sources=source.data.ptr,
-                source_nbytes=source_nbytes.data.ptr,
-                targets=target.data.ptr,
-                target_nbytes=target_nbytes.data.ptr,
-                actual_nbytes=actual.data.ptr,
-                states=states.data.ptr,
-                temp=self._temp.data.ptr,
-                temp_nbytes=self._temp.nbytes,
-                stream=stream.ptr,
+                Blocks(
+                    source.data.ptr,
+                    source_nbytes.data.ptr,
+                    target.data.ptr,
+                    target_nbytes.data.ptr,
+                    actual.data.ptr,
+                    states.data.ptr,
+                ),
+                self._temp.data.ptr,
+                self._temp.nbytes,
+                stream.ptr,
             )
             sums = adler = None
             if form.is_deflate:
@@ -203,11 +205,11 @@ class DeviceDecoder:
             rows,
             runs,
             self._pieces,
-            np.int32(geometry.chunk_strides.size),
+            np.int32(shape.chunk_strides.size),
             np.int64(pitch),
-            np.int64(geometry.sample_stride),
+            np.int64(shape.sample_stride),
             np.int64(form.row_nbytes),
-            np.int32(form.itemsize),
+            np.int32(shape.itemsize),
         )
         runtime.memcpyAsync(
             staging.is_bad.ctypes.data,
@@ -221,15 +223,15 @@ class DeviceDecoder:
         form, blocks, copies = self.form, staging.blocks, staging.copies
         frames = FramesStruct(
             base=address(staging.encoded),
-            position=address(plan.position),
-            nbytes=address(plan.nbytes),
+            position=address(plan.chunks.position),
+            nbytes=address(plan.chunks.nbytes),
             base_nbytes=plan.used_nbytes,
-            count=plan.num_items,
+            count=plan.num_chunks,
             kind=form.frame.kind,
             has_checksum=form.frame.has_checksum,
             element=form.frame.element,
             block_nbytes=form.frame.block_nbytes,
-            expected_nbytes=form.geometry.chunk_nbytes,
+            expected_nbytes=form.shape.chunk_nbytes,
             pitch=form.pitch,
             source=address(blocks[0]),
             source_nbytes=address(blocks[1]),
@@ -243,7 +245,7 @@ class DeviceDecoder:
             max_copies=copies.shape[1],
         )
         done = self._core.cut_frames(ctypes.byref(frames))
-        if done < plan.num_items:
+        if done < plan.num_chunks:
             raise NotDecoded(f"chunk {done} of the batch")
         return frames
 
@@ -254,7 +256,7 @@ def find_formats(
     rows: int,
     on_host: Mapping[str, str],
     free_nbytes: int,
-    staging_nbytes: int,
+    host_nbytes: int,
 ) -> tuple[list[EncodedFormat | None], str | None]:
     """Find out which fields' chunks a GPU decodes.
 
@@ -270,7 +272,7 @@ def find_formats(
         Why the host decodes some columns in any case, by name.
     free_nbytes
         Of the GPU's memory.
-    staging_nbytes
+    host_nbytes
         What encoded chunks may take of the host's memory, in all slots.
 
     Returns
@@ -290,6 +292,8 @@ def find_formats(
         return nothing, "postprocess works on host arrays"
     if config.cache == "host":
         return nothing, 'cache="host" keeps what the host decoded'
+    if config.workers != "thread":
+        return nothing, "helper processes decode what they read"
     encoded = [name for name, layout in layouts.items() if any(y.filters for y in layout.leaves())]
     if not encoded:
         return nothing, "nothing is compressed"
@@ -313,15 +317,15 @@ def find_formats(
         if isinstance(found, EncodedFormat):
             needed = _device_nbytes(found, nvcomp, config.prefetch)
             staged = config.prefetch * found.staging_nbytes
-            if needed <= free_nbytes * _MEMORY_SHARE and staged <= staging_nbytes:
+            if needed <= free_nbytes * _MEMORY_SHARE and staged <= host_nbytes:
                 free_nbytes -= needed
-                staging_nbytes -= staged
+                host_nbytes -= staged
                 formats[i] = found
                 continue
-            if staged > staging_nbytes:
+            if staged > host_nbytes:
                 found = (
                     f"its encoded chunks take {staged:,} bytes of the host's memory, of"
-                    f" {max(0, staging_nbytes):,} that max_batch_bytes leaves them"
+                    f" {max(0, host_nbytes):,} that max_batch_bytes leaves them"
                 )
             else:
                 found = (
@@ -340,7 +344,7 @@ def _temp_nbytes(form: EncodedFormat, nvcomp: Nvcomp) -> int:
     """Return what nvCOMP needs to work with."""
     if form.frame.codec is None:
         return 0
-    largest = form.frame.block_nbytes or form.geometry.chunk_nbytes
+    largest = form.frame.block_nbytes or form.shape.chunk_nbytes
     total = form.max_chunks * form.pitch
     return nvcomp.temp_nbytes(form.frame.codec, form.max_tasks, largest, total)
 

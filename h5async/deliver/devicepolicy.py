@@ -7,23 +7,33 @@ needs is given back, when no batch is left on its way that may be decoded there.
 
 from __future__ import annotations
 
-import operator
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection as Names
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
 from h5async.deliver.decodechoice import DecodeChoice
-from h5async.deliver.device import Device, DeviceSlot, NotDecoded
+from h5async.deliver.decodeplan import EncodedFormat, plan_encoded
+from h5async.deliver.device import Device, NotDecoded
 from h5async.errors import DeviceError
-from h5async.fill.outcomes import FillOutcome, SlotFiller
+from h5async.fill.outcomes import FillOutcome
+from h5async.fill.reading import ColumnReader
 from h5async.index.layout import DatasetLayout
 from h5async.order.requests import FillRequest
-from h5async.plan.encoded import EncodedFormat
 from h5async.plan.transform import RowTransform
+from h5async.read.collection import Collection, Ranges
+from h5async.read.queue import SlotBatch
 from h5async.spelling import named
 
+if TYPE_CHECKING:
+    from h5async.deliver.cuda import CudaDevice
 
-class DevicePolicy:
+
+class DevicePolicy(ColumnReader):
     """What is decoded on a device, and for how long. Safe to use from many threads.
 
     Parameters
@@ -36,10 +46,19 @@ class DevicePolicy:
         By column.
     rows
         Samples in a batch.
-    staging_nbytes
+    host_nbytes
         What encoded chunks may take of the host's memory, in all slots.
     mapped
         Columns of codes that are mapped to others.
+
+    Attributes
+    ----------
+    formats
+        By column: how the device decodes its chunks; None: it does not.
+    host_nbytes
+        What encoded chunks take of the host's memory.
+    num_chunks, decoded_nbytes
+        What was decoded there so far.
 
     Raises
     ------
@@ -54,114 +73,147 @@ class DevicePolicy:
         layouts: Mapping[str, DatasetLayout],
         transforms: Mapping[str, RowTransform],
         rows: int,
-        staging_nbytes: int,
-        mapped: Collection[str] = (),
+        host_nbytes: int,
+        mapped: Names[str] = (),
     ) -> None:
         self._device = device
         self._lock = threading.Lock()
         self._serials: set[int] = set()  # batches on their way that may be decoded there
-        self.formats, obstacle = _formats(
-            config, device, layouts, transforms, rows, staging_nbytes, mapped
-        )
+        self._refused: set[int] = set()  # of these, what the host decodes in the end
+        if device.name == "cpu":
+            if config.decode == "device":
+                raise DeviceError(f"{named('decode', 'device')} needs a GPU, and none was found")
+            self.formats: list[EncodedFormat | None] = [None] * len(layouts)
+            obstacle: str | None = "there is no GPU"
+        else:
+            from h5async.deliver.devicedecode import find_formats
+
+            on_host = _left_to_host(transforms, mapped)
+            free_nbytes = device.free_nbytes
+            self.formats, obstacle = find_formats(
+                config, layouts, rows, on_host, free_nbytes, host_nbytes
+            )
+        staged = sum(form.staging_nbytes for form in self.formats if form is not None)
+        self.host_nbytes = config.prefetch * staged
         self._choice = DecodeChoice(config.decode, obstacle)
         self._holds_memory = any(self.formats)  # else nothing is decoded there, any more
-        self.num_chunks = self.decoded_nbytes = 0  # that were decoded there
-        self._chunk_nbytes = [layout.chunk_nbytes for layout in layouts.values()]
+        self.num_chunks = self.decoded_nbytes = 0
 
     @property
     def sentence(self) -> str:
         """Where chunks are decoded, and why."""
         return self._choice.sentence
 
-    def begin(self, serial: int) -> bool:
-        """Tell whether the device decodes a batch that is to be filled now."""
+    @property
+    def column_reader(self) -> ColumnReader | None:
+        """What reads encoded chunks in place of rows; None: nothing is decoded there."""
+        return self if self._holds_memory else None
+
+    @property
+    def _gpu(self) -> CudaDevice:
+        return cast("CudaDevice", self._device)  # as nothing is decoded elsewhere
+
+    def plan(
+        self,
+        collection: Collection,
+        batch: SlotBatch,
+        request: FillRequest,
+        index: NDArray[np.int64],
+    ) -> Mapping[int, Ranges]:
+        """Return the encoded chunks that the device decodes of a batch, by column."""
+        slot = self._gpu.slots[request.slot]
+        slot.staged = {}
+        if request.samples is not None or not self._begins(request.serial):
+            return {}
+        several = [
+            form if is_read else None
+            for form, is_read in zip(self.formats, collection.reads, strict=True)
+        ]
+        collection.plan(batch, index, [form is not None for form in several], 1)
+        planned = collection.planned(batch)
+        for column, form in enumerate(several):
+            table = collection.tables[column]
+            if form is not None and table is not None:
+                memory = slot.staging[column].encoded
+                plan = plan_encoded(form, table, planned, column, memory)
+                if plan is not None:
+                    slot.staged[column] = plan
+        return {column: plan.chunks for column, plan in slot.staged.items()}
+
+    def _begins(self, serial: int) -> bool:
+        """Tell whether the device decodes a batch that is filled now."""
         if not self._holds_memory:
             return False
         with self._lock:  # as in `end`, which gives the memory back where no batch may need it
-            on_device = self._choice.next_on_device()
-            if on_device:
+            is_theirs = serial not in self._refused and self._choice.next_on_device()
+            if is_theirs:
                 self._serials.add(serial)
-            return on_device
+            return is_theirs
 
-    def leaves_to_host(self, outcome: FillOutcome, error: BaseException | None) -> bool:
+    def leaves_to_host(self, request: FillRequest, error: BaseException | None) -> bool:
         """Tell whether a batch has to be filled again for the host to decode, and note it.
 
         The host decodes what the device cannot, and raises the error that says what is wrong.
 
         Parameters
         ----------
-        outcome
+        request
             Of the batch.
         error
             What went wrong with it, in filling or uploading.
         """
-        if error is None or not (isinstance(error, NotDecoded) or any(outcome.encoded)):
-            return False
+        with self._lock:
+            if error is None or request.serial not in self._serials - self._refused:
+                return False
+            if not (isinstance(error, NotDecoded) or self._gpu.slots[request.slot].staged):
+                return False
+            self._refused.add(request.serial)
         self._choice.note_fallback()
         return True
 
-    def note(
-        self, request: FillRequest, outcome: FillOutcome, slot: DeviceSlot, seconds: float
-    ) -> None:
+    def note(self, request: FillRequest, outcome: FillOutcome, seconds: float) -> None:
         """Note a batch that was uploaded. May wait until the device has it.
 
         Parameters
         ----------
-        request, outcome, slot
+        request, outcome
             Of the batch.
         seconds
             What filling and uploading took, by all threads together.
         """
-        if not self._holds_memory:
+        if not self._holds_memory or outcome.is_resident:
             return
+        slot = self._gpu.slots[request.slot]
         with self._lock:
-            counts = [0 if plan is None else plan.num_items for plan in outcome.encoded]
-            self.num_chunks += sum(counts)
-            # (A batch whose rows were read has no plans.)
-            self.decoded_nbytes += sum(map(operator.mul, counts, self._chunk_nbytes))
-        if request.on_device and not (outcome.is_resident or any(outcome.encoded)):
+            on_device = request.serial in self._serials - self._refused
+            for column, plan in slot.staged.items():
+                form = self.formats[column]
+                assert form is not None
+                self.num_chunks += plan.num_chunks
+                self.decoded_nbytes += plan.num_chunks * form.shape.chunk_nbytes
+        if on_device and not slot.staged:
             self._choice.note_fallback()
-        elif self._choice.is_running and not outcome.is_resident:
-            self._choice.note(request.on_device, max(seconds, slot.transfer_seconds()))
+        elif self._choice.is_running:
+            self._choice.note(on_device, max(seconds, slot.transfer_seconds()))
 
-    def end(self, request: FillRequest, slots: Sequence[DeviceSlot], filler: SlotFiller) -> None:
+    def end(self, request: FillRequest) -> None:
         """Note that a batch is not decoded on the device any more.
 
         Gives the memory back that this takes, once the host was chosen for all batches.
-
-        Parameters
-        ----------
-        request
-            Of the batch.
-        slots, filler
-            What holds such memory, and what uses it.
         """
         if not self._holds_memory:
             return
         with self._lock:
             self._serials.discard(request.serial)
+            self._refused.discard(request.serial)
             if self._serials or not (self._holds_memory and self._choice.is_host):
                 return
             self._holds_memory = False
-        self._device.drop_decoders(slots)
-        filler.drop_encoded([slot.memory for slot in slots])
+        self._gpu.drop_decoders()
 
 
-def _formats(
-    config: ReaderConfig,
-    device: Device,
-    layouts: Mapping[str, DatasetLayout],
-    transforms: Mapping[str, RowTransform],
-    rows: int,
-    staging_nbytes: int,
-    mapped: Collection[str],
-) -> tuple[list[EncodedFormat | None], str | None]:
-    """Return how each column is decoded on the device, or None, and why none is, if so."""
-    if device.name == "cpu":
-        if config.decode == "device":
-            raise DeviceError(f"{named('decode', 'device')} needs a GPU, and none was found")
-        return [None] * len(transforms), "there is no GPU"
-    from h5async.deliver.devicedecode import find_formats
+def _left_to_host(transforms: Mapping[str, RowTransform], mapped: Names[str]) -> dict[str, str]:
+    """Return why the host decodes some columns in any case."""
     from h5async.deliver.kernels import needs_host
 
     on_host = dict.fromkeys(mapped, "its codes are mapped on the host")
@@ -170,4 +222,4 @@ def _formats(
             on_host[name] = "its samples have differing lengths"
         elif needs_host(transform) or transform.steps is not None:
             on_host[name] = "its rows are transformed on the host"
-    return find_formats(config, layouts, rows, on_host, device.free_nbytes, staging_nbytes)
+    return on_host

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.deliver.decodeplan import EncodedFormat
+from h5async.deliver.device import DeviceSlot
 from h5async.deliver.pinnedpart import PinnedPart
 from h5async.errors import DeviceError
 from h5async.fill.outcomes import FillOutcome
@@ -21,7 +23,6 @@ from h5async.fill.resident import Budget, Residency
 from h5async.io.growing import plain_memory
 from h5async.io.shared import SharedMemory, page_memory
 from h5async.order.selection import Selection
-from h5async.plan.encoded import EncodedFormat
 from h5async.plan.transform import RowTransform
 from h5async.samples.columns import SlotMemory
 from h5async.samples.devicefields import Outline
@@ -29,7 +30,6 @@ from h5async.samples.samplearrays import memory_of
 from h5async.spelling import named
 
 if TYPE_CHECKING:
-    from h5async.deliver.device import DeviceSlot
     from h5async.deliver.pinned import Pinning
 
 
@@ -110,7 +110,7 @@ def host_slot(
         else:
             raw.append(np.ndarray(shape, dtype, home, at))
             out.append(raw[-1])
-    memory = SlotMemory(tuple(raw), tuple(out), (None,) * len(raw))
+    memory = SlotMemory(tuple(raw), tuple(out))
     return LaidOut(memory, block, begins, varying)
 
 
@@ -175,9 +175,6 @@ class HostSlot:
     def transfer_seconds(self) -> float:
         """Return 0: nothing is transferred."""
         return 0.0
-
-    def drop_staging(self) -> None:
-        """Do nothing."""
 
     def acquire(self) -> None:
         """Do nothing."""
@@ -278,9 +275,6 @@ class HostDevice:
             f"{named('cache', 'device')} keeps rows on a GPU, and none was found; use"
             f" {named('cache', 'host')}"
         )
-
-    def drop_decoders(self, slots: Iterable[DeviceSlot]) -> None:
-        """Do nothing."""
 
     @property
     def is_writable_at_once(self) -> bool:

@@ -174,7 +174,7 @@ class Kernels:
         runs
             int64 arrays: item, cross, local, position and length, as in `EncodedPlan`.
         pieces
-            int64 arrays: extents, row_begin, chunk_strides, row_strides, as in `PieceGeometry`.
+            int64 arrays: extents, row_begin, chunk_strides, row_strides, as in `Shape`.
         *sizes
             Rank, pitch, sample_stride, row_nbytes and itemsize, as the kernel takes them.
         """

@@ -14,6 +14,7 @@ import ctypes
 import functools
 import importlib.util
 from pathlib import Path
+from typing import NamedTuple
 
 _MAJOR_VERSIONS = (5, 6)
 _BACKEND_CUDA = 2  # the decompression engine of newer GPUs does not notice damage
@@ -34,6 +35,25 @@ class _Properties(ctypes.Structure):
 
 class NvcompError(Exception):
     """nvCOMP is not there, or refused a call; the message says which."""
+
+
+class Blocks(NamedTuple):
+    """Device addresses of arrays with a number for each block.
+
+    Attributes
+    ----------
+    sources, source_nbytes, targets, target_nbytes
+        Addresses and sizes, 64 bits each. Deflate: a source lies at a multiple of 4.
+    actual_nbytes, states
+        To be filled: sizes (64 bits), and states (32; 0: well).
+    """
+
+    sources: int
+    source_nbytes: int
+    targets: int
+    target_nbytes: int
+    actual_nbytes: int
+    states: int
 
 
 class Nvcomp:
@@ -93,12 +113,7 @@ class Nvcomp:
         self,
         form: str,
         count: int,
-        sources: int,
-        source_nbytes: int,
-        targets: int,
-        target_nbytes: int,
-        actual_nbytes: int,
-        states: int,
+        blocks: Blocks,
         temp: int,
         temp_nbytes: int,
         stream: int,
@@ -111,11 +126,8 @@ class Nvcomp:
             One of `FORMATS`: raw deflate, a zstd frame, an LZ4 block.
         count
             Blocks.
-        sources, source_nbytes, targets, target_nbytes
-            Device addresses of arrays of `count` addresses or sizes, 64 bits each. Deflate: a
-            source lies at a multiple of 4.
-        actual_nbytes, states
-            Device addresses of arrays to be filled: sizes (64 bits), and states (32; 0: well).
+        blocks
+            Where they lie, and where they go.
         temp, temp_nbytes
             Device memory, as `temp_nbytes` says.
         stream
@@ -124,20 +136,20 @@ class Nvcomp:
         Raises
         ------
         NvcompError
-            If the call is refused; what is wrong with a block is told in `states`.
+            If the call is refused; what is wrong with a block is told in `blocks.states`.
         """
         name = f"nvcompBatched{_NAMES[form]}DecompressAsync"
         status = getattr(self._library, name)(
-            ctypes.c_void_p(sources),
-            ctypes.c_void_p(source_nbytes),
-            ctypes.c_void_p(target_nbytes),
-            ctypes.c_void_p(actual_nbytes),
+            ctypes.c_void_p(blocks.sources),
+            ctypes.c_void_p(blocks.source_nbytes),
+            ctypes.c_void_p(blocks.target_nbytes),
+            ctypes.c_void_p(blocks.actual_nbytes),
             ctypes.c_size_t(count),
             ctypes.c_void_p(temp),
             ctypes.c_size_t(temp_nbytes),
-            ctypes.c_void_p(targets),
+            ctypes.c_void_p(blocks.targets),
             self._options,
-            ctypes.c_void_p(states),
+            ctypes.c_void_p(blocks.states),
             ctypes.c_void_p(stream),
         )
         self._check(status, name)

@@ -27,7 +27,7 @@ from h5async.fill.outcomes import FillerStats, FillOutcome, SlotFiller
 from h5async.fill.phases import Phases
 from h5async.fill.pool import Work, WorkPool
 from h5async.fill.postprocess import Postprocess, load_function, masks_of
-from h5async.fill.reading import BatchReader
+from h5async.fill.reading import BatchReader, ColumnReader
 from h5async.fill.recording import Recorded, Recording
 from h5async.fill.resident import Budget, HostCache, Residency, open_host_cache
 from h5async.fill.submissions import Submissions
@@ -37,7 +37,6 @@ from h5async.opening.dataset import Samplings
 from h5async.opening.limits import MemoryPlan
 from h5async.order.requests import FillRequest
 from h5async.order.spans import SpanRows
-from h5async.plan.encoded import EncodedFormat
 from h5async.plan.transform import RowTransform
 from h5async.read.executors import Executors
 from h5async.samples.columns import Assembly, Categories, Rows, SlotMemory, SparseShape
@@ -76,8 +75,8 @@ class Filler(SlotFiller):
         until the slot's memory may be overwritten.
     device_cache
         Which samples the device has and need not be read again, if it keeps them.
-    encoded_formats
-        By field: how the device decodes chunks, for requests that ask for it.
+    column_reader
+        Says what the device reads in place of rows; None: all rows are read.
     on_done
         Called in a worker with a request and its outcome, once for each request, unless the
         filler is closed before.
@@ -118,7 +117,7 @@ class Filler(SlotFiller):
         left: Collection[str] = (),
         new_memory: Callable[[int], NDArray[np.uint8]] = plain_memory,
         device_cache: Residency | None = None,
-        encoded_formats: Sequence[EncodedFormat | None] = (),
+        column_reader: ColumnReader | None = None,
         next_requests: Callable[[], Sequence[FillRequest]],
         before_fill: Callable[[int], None],
         on_done: Callable[[FillRequest, FillOutcome], None],
@@ -156,7 +155,7 @@ class Filler(SlotFiller):
                 core,
                 self._layouts,
                 several,
-                encoded_formats,
+                column_reader,
                 self._cache if isinstance(self._cache, HostCache) else None,
                 self._executors,
                 max(1, num_threads),
@@ -326,11 +325,6 @@ class Filler(SlotFiller):
         """Note that the device cache has the samples of the batch in a slot."""
         assert self._resident is not None
         self._resident.add(index)
-
-    def drop_encoded(self, slots: Sequence[SlotMemory]) -> None:
-        """Take slots without memory for encoded chunks; no request is left that may need it."""
-        self._reader.drop_encoded()
-        self._phases.slots = slots
 
     def stop(self, then: Callable[[], None]) -> None:
         """Drop what was not begun; when what was is done, close the files and call `then`.

@@ -5,15 +5,13 @@ Plain records, most of them picklable: a helper process is sent the same request
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.order.requests import FillRequest
-from h5async.plan.encoded import EncodedPlan
-from h5async.samples.columns import SlotMemory
 from h5async.system.counts import STAGES, ThreadCounts
 
 
@@ -31,8 +29,6 @@ class FillOutcome(NamedTuple):
         What went wrong, if anything; the arrays then hold nothing of use.
     is_resident
         Nothing was read, because the device has the rows.
-    encoded
-        By field: which encoded chunks were read, for the device to decode; None where rows were.
     busy_seconds
         The time that threads spent on it, summed up.
     warnings
@@ -43,7 +39,6 @@ class FillOutcome(NamedTuple):
     arrays: tuple[Any, ...]
     error: BaseException | None = None
     is_resident: bool = False
-    encoded: tuple[EncodedPlan | None, ...] = ()
     busy_seconds: float = 0.0
     warnings: tuple[str, ...] = ()
 
@@ -113,9 +108,6 @@ class SlotFiller(Protocol):
 
     def note_uploaded(self, slot: int, index: NDArray[np.int64]) -> None:
         """Note that the device cache has the samples of the batch in a slot."""
-
-    def drop_encoded(self, slots: Sequence[SlotMemory]) -> None:
-        """Take slots without memory for encoded chunks; no request is left that may need it."""
 
     def stop(self, then: Callable[[], None]) -> None:
         """Drop all requests; when the work under way is done, let go of all, and call `then`.

@@ -26,7 +26,6 @@ from h5async.fill.reading import BatchPlan, BatchReader, LeftRows
 from h5async.fill.resident import HostCache, Residency
 from h5async.opening.dataset import Samplings
 from h5async.order.requests import NO_SAMPLES, FillRequest
-from h5async.plan.encoded import EncodedPlan
 from h5async.plan.records import GatherPlan, GatherRunsPlan
 from h5async.plan.shares import PlanSlice, cut
 from h5async.plan.transform import RowTransform
@@ -200,7 +199,7 @@ class Phases:
         if self._resident is not None:
             batch.generation = self._resident.generation
         if self._resident is None or not self._resident.has(batch.index):
-            return self._reader.plan(batch.index, batch.request.slot, batch.request.on_device)
+            return self._reader.plan(batch.index, batch.request)
         if self._cache is not None:
             return self._cache.plans(batch.index)
         batch.is_resident = True
@@ -330,7 +329,6 @@ class Phases:
             arrays,
             batch.error,
             batch.is_resident,
-            tuple(plan if isinstance(plan, EncodedPlan) else None for plan in batch.plans),
             batch.busy_ns / 1e9,
             self._take_warnings(),
         )

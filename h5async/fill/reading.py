@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from ctypes import c_int32
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,10 +21,10 @@ from h5async.core.binding import Core, CoreTrace
 from h5async.errors import taking_memory
 from h5async.fill.resident import HostCache
 from h5async.index.layout import DatasetLayout
+from h5async.order.requests import FillRequest
 from h5async.order.selection import Selection
 from h5async.order.spans import SpanRows
 from h5async.order.steps import NO_ROW, StepRows
-from h5async.plan.encoded import EncodedFormat, EncodedPlan, plan_encoded
 from h5async.plan.plan import plan_read
 from h5async.plan.records import (
     BatchItems,
@@ -36,6 +36,7 @@ from h5async.plan.records import (
 )
 from h5async.plan.shares import PlanSlice
 from h5async.plan.transform import RowTransform
+from h5async.read.collection import Collection, Ranges
 from h5async.read.execute import Executor
 from h5async.read.executors import Executors
 from h5async.read.queue import BatchQueue, SlotBatch
@@ -47,9 +48,30 @@ from h5async.spelling import named
 from h5async.system.counts import StageTimes, ThreadCounts
 from h5async.system.timeline import NO_FIELD, Recorder
 
-BatchPlan = Sequence[ReadPlan | EncodedPlan]  # of one batch, by field; at the end, of several
+BatchPlan = Sequence[ReadPlan | Ranges]  # of one batch, by field; at the end, of several
 
 _MIN_SHARE_NBYTES = 256 * 1024  # about 25 µs of copying: what it costs to wake a thread
+
+
+class ColumnReader(Protocol):
+    """Reads some columns of a batch for a device, in place of their rows."""
+
+    def plan(
+        self,
+        collection: Collection,
+        batch: SlotBatch,
+        request: FillRequest,
+        index: NDArray[np.int64],
+    ) -> Mapping[int, Ranges]:
+        """Return what is read of a batch, by column; of others, rows are read.
+
+        Parameters
+        ----------
+        collection, batch
+            Plan it, if need be.
+        request, index
+            Of the batch: its samples.
+        """
 
 
 class LeftRows(NamedTuple):
@@ -76,8 +98,8 @@ class BatchReader:
         The compiled core; None: do without.
     layouts, transforms
         In field order.
-    encoded_formats
-        By field: how the device decodes chunks, for batches that are left to it.
+    column_reader
+        Says what is read in place of the rows of some fields; None: nothing is.
     cache
         Gathers rows that are in memory; None: there are none.
     executors
@@ -110,7 +132,7 @@ class BatchReader:
         core: Core | None,
         layouts: Sequence[DatasetLayout],
         transforms: Sequence[RowTransform],
-        encoded_formats: Sequence[EncodedFormat | None],
+        column_reader: ColumnReader | None,
         cache: HostCache | None,
         executors: Executors,
         num_threads: int,
@@ -136,13 +158,7 @@ class BatchReader:
         self._batches: list[SlotBatch] = []
         if self._collection is not None:
             self._batches = [self._collection.new_batch(slot.raw, slot.out, rows) for slot in slots]
-        self._encoded_formats = encoded_formats
-        readers = (
-            (field, executors.encoded_reader(layout))
-            for field, (layout, form) in enumerate(zip(layouts, encoded_formats, strict=False))
-            if form is not None
-        )
-        self._encoded_readers = {field: reader for field, reader in readers if reader is not None}
+        self._column_reader = column_reader
         self._size = ScratchSize.of(layouts)
         self._stop = c_int32()  # not 0: what is under way ends as soon as it can
         self._scratches: list[Scratch] = []
@@ -155,7 +171,7 @@ class BatchReader:
 
         Positions that are submitted are those of `selection`.
         """
-        if self._collection is None or not all(self._collection.reads) or self._encoded_readers:
+        if self._collection is None or not all(self._collection.reads) or self._column_reader:
             return None
         return self._collection.open_queue(self._batches, self._num_threads, selection)
 
@@ -183,30 +199,30 @@ class BatchReader:
         included = [IncludedPlan()] * len(self._layouts)
         return [*included, BatchItems(slot, count, nbytes // max(1, count))]
 
-    def plan(self, index: NDArray[np.int64], slot: int, on_device: bool) -> BatchPlan:
+    def plan(self, index: NDArray[np.int64], request: FillRequest) -> BatchPlan:
         """Plan how the samples of a batch are read.
 
         Parameters
         ----------
         index
             int64 (n,): sample numbers.
-        slot
-            Where they go.
-        on_device
-            Leave decoding to the device where it can decode.
+        request
+            Says where they go.
 
         Returns
         -------
         sequence
             One plan for each field and, where the core reads several fields at once, one more.
         """
-        plans: list[ReadPlan | EncodedPlan] = []
-        for field, layout in enumerate(self._layouts):
-            form = self._encoded_formats[field] if field in self._encoded_readers else None
-            if form is not None and on_device:
-                plan = plan_read(layout, index)
-                encoded = plan_encoded(layout, form, plan)
-                plans.append(plan if encoded is None else encoded)
+        plans: list[ReadPlan | Ranges] = []
+        others: Mapping[int, Ranges] = {}
+        slot = request.slot
+        if self._collection is not None and self._column_reader is not None:
+            batch = self._batches[slot]
+            others = self._column_reader.plan(self._collection, batch, request, index)
+        for field in range(len(self._layouts)):
+            if field in others:
+                plans.append(others[field])
             elif self._collection is not None and self._collection.reads[field]:
                 plans.append(IncludedPlan())
             else:
@@ -321,7 +337,7 @@ class BatchReader:
 
     def _read_items(
         self,
-        plan: ReadPlan | EncodedPlan,
+        plan: ReadPlan | Ranges,
         field: int,
         start: int,
         stop: int,
@@ -337,11 +353,10 @@ class BatchReader:
             self._work_on(field, scratch, "memory")
             with scratch.timed("read_ns"):
                 self._cache.gather(field, plan, start, stop, memory.raw[field])
-        elif isinstance(plan, EncodedPlan):
-            encoded = memory.encoded[field]
-            assert encoded is not None
+        elif isinstance(plan, Ranges):
+            assert self._collection is not None
             self._work_on(field, scratch)
-            self._encoded_readers[field].execute(plan, start, stop, encoded, scratch)
+            self._collection.read_ranges(plan, start, stop, scratch)
         else:
             raw = self._rows(field, memory.raw[field])
             self._work_on(field, scratch)
@@ -427,10 +442,6 @@ class BatchReader:
         """
         self._executors = self._factory.make()
 
-    def drop_encoded(self) -> None:
-        """Read no encoded chunks from now on."""
-        self._encoded_readers = {}
-
     def interrupt(self) -> None:
         """Have what is under way end as soon as it can, with a `ReaderClosedError`."""
         self._stop.value = 1
@@ -439,7 +450,7 @@ class BatchReader:
         """Let go of all memory. No thread is reading. Idempotent."""
         self._scratches.clear()
         self._free.clear()
-        self._executors, self._encoded_readers, self._cache = [], {}, None
+        self._executors, self._column_reader, self._cache = [], None, None
         self._collection, self._batches, self._slots = None, [], ()
 
     def _new_scratch(self) -> Scratch:

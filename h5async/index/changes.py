@@ -11,11 +11,13 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import h5py
 import numpy as np
 
+from h5async.codec.storedelements import NUMBER
 from h5async.errors import H5AsyncError, ReadError
 from h5async.index.cfattributes import cf_attributes
 from h5async.index.chunkindex import read_chunk_table, without_filters
@@ -201,7 +203,10 @@ def _difference(file: h5py.File, layout: DatasetLayout, where: str, may_grow: bo
     if may_grow or layout.fallback_reason is not None:
         return None
     if layout.storage == "contiguous":
-        is_same = dataset.offset == layout.offset
+        begin = layout.offset
+        if layout.chunks is not None:  # units to convert
+            begin = int(layout.chunks.offset[0]) if layout.chunks.offset.size else -1
+        is_same = dataset.offset == begin
     else:
         is_same = layout.chunks is None or _has_same_chunks(dataset, layout, where)
     return None if is_same else f"the values of {name} lie elsewhere in the file"
@@ -221,6 +226,8 @@ def _has_same_chunks(dataset: Opened, layout: DatasetLayout, where: str) -> bool
     if (found.filter_mask & needed != needed).any():
         return False
     found, _ = without_filters(found, filters, left_out)
+    if layout.filters[:1] and layout.filters[0].number == NUMBER:
+        found = replace(found, filter_mask=found.filter_mask << np.uint32(1))
     return all(
         np.array_equal(getattr(found, column), getattr(known, column))
         for column in ("index", "offset", "nbytes", "filter_mask")

@@ -15,12 +15,14 @@ from typing import Any
 import h5py
 import numpy as np
 
+from h5async.core.binding import load_core
 from h5async.errors import DatasetError, H5AsyncError, ReadError, out_of_memory
 from h5async.index.chunkindex import (
     TooManyChunksError,
     read_chunk_table,
     without_filters,
 )
+from h5async.index.conversion import converted
 from h5async.index.dimensions import dimension_names, numbered_axis
 from h5async.index.elements import Element, element_of, has_objects
 from h5async.index.external import attached, external_layout
@@ -36,6 +38,7 @@ from h5async.index.filterpipeline import (
     filters_of,
     refuse_filters_of_hdf5,
     require_filters,
+    require_filters_of_hdf5,
     require_lengths,
     require_whole,
     unavailable,
@@ -122,7 +125,8 @@ class Indexer:
             if known is not None:
                 return self._again(known, name, dataset, where)
             layout = self._layout(name, dataset, tuple(member), num_dim, where)
-            if kind is not None and layout.fallback_reason is None and layout.offset >= 0:
+            is_plain = layout.fallback_reason is None and not layout.chunk_shape
+            if kind is not None and is_plain and layout.offset >= 0:
                 self._alike[kind] = layout
             return layout
         except H5AsyncError:
@@ -322,22 +326,36 @@ class Indexer:
                 if edges_are_raw(dataset):
                     layout = layout.changed(has_raw_edges=True)
                 require_filters(layout, dataset, where)
-            self._require_direct(layout, dataset, element)
-            layout = layout.changed(text=element.text) if element.text else layout
+            converts = self._converts(element, member)
+            if converts and undecodable(layout.filters):
+                raise NotDirectError("a stored type to convert, and filters that are not decoded")
+            self._require_direct(layout, dataset, element, converts)
+            if element.text and not converts:
+                layout = layout.changed(text=element.text)
             if member:
                 return self._member(layout, dataset, element, where)
             fill = fill_value(dataset.plist, base, extra)
-            return self._direct(layout, dataset, where, fill=fill)
+            layout = self._direct(layout, dataset, where, fill=fill)
+            return converted(layout, element.conversion) if converts else layout
         except NotDirectError as error:
+            require_filters_of_hdf5(layout, dataset, where)
             nbytes = self._stored_nbytes(layout, dataset, where)
             return layout.changed(fallback_reason=str(error), stored_nbytes=nbytes, text=())
 
-    def _require_direct(self, layout: DatasetLayout, dataset: Opened, element: Element) -> None:
+    def _converts(self, element: Element, member: tuple[str, ...]) -> bool:
+        """Tell whether stored bytes are converted as a chunk is decoded."""
+        is_needed = not element.is_numpys or (element.text and self._depth)
+        can = element.conversion and not member and load_core() is not None
+        return bool(is_needed and can)
+
+    def _require_direct(
+        self, layout: DatasetLayout, dataset: Opened, element: Element, converts: bool = False
+    ) -> None:
         if self._is_writer:
             raise NotDirectError(
                 "the file is open for writing in this process, which may hold unwritten values"
             )
-        if not element.is_numpys or (element.text and self._depth):
+        if not converts and (not element.is_numpys or (element.text and self._depth)):
             raise NotDirectError(f"its stored type differs from NumPy's {element.dtype}")
         refuse_filters_of_hdf5(layout, dataset)
         if layout.is_columns and not may_map(layout.file, self._reach.io):

@@ -23,6 +23,8 @@ class Element(NamedTuple):
         As h5py gives it.
     is_numpys, text
         Whether the stored bytes are NumPy's, once these strings are converted.
+    conversion
+        Of a whole element: the filter that converts stored bytes, and these strings, too.
     offset
         Of a member: its first byte within an element.
     """
@@ -30,6 +32,7 @@ class Element(NamedTuple):
     dtype: np.dtype[Any]
     is_numpys: bool
     text: tuple[Text, ...]
+    conversion: tuple[int, ...]
     offset: int
 
     @property

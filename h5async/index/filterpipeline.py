@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import math
 
 import h5py
 import numpy as np
 
-from h5async.codec.filters import Filter, can_decode
+from h5async.codec.filters import Filter, can_decode, is_known_to_hdf5
 from h5async.errors import DatasetError, ReadError
-from h5async.index.chunkindex import applies_any
+from h5async.index.chunkindex import TooManyChunksError, applies_any
 from h5async.index.chunktable import ChunkTable
 from h5async.index.hdf5 import DONT_FILTER_PARTIAL_CHUNKS, chunk_options
 from h5async.index.layout import DatasetLayout
@@ -45,26 +47,62 @@ def require_filters(layout: DatasetLayout, dataset: Opened, where: str) -> None:
     It is available if it is decoded here, or if h5py has it, which gets more from hdf5plugin. Other
     filters that are not available do not matter.
     """
-    if not unavailable(layout.filters):
-        return
-    try:
-        import hdf5plugin  # noqa: F401  (registers its filters with HDF5)
-
-        remedy = "hdf5plugin does not have it: let HDF5_PLUGIN_PATH name a folder with its plugin"
-    except ImportError:
-        remedy = "try: pip install hdf5plugin"
     missing = unavailable(layout.filters)
     if missing and applies_any(dataset, missing, layout.has_raw_edges):
-        entry = layout.filters[missing[0]]
-        raise DatasetError(
-            f"{where} is compressed with filter {entry.number} ({entry.label}), which is not"
-            f" available; {remedy}"
-        )
+        raise _is_not_available(layout.filters[missing[0]], where)
+
+
+def require_filters_of_hdf5(layout: DatasetLayout, dataset: Opened | None, where: str) -> None:
+    """Raise `DatasetError` if a chunk was written with a filter that HDF5 does not have.
+
+    Parameters
+    ----------
+    layout
+        Of a dataset that is to be read through h5py, whatever is decoded here.
+    dataset
+        The same, open; None: its chunk table says which filters were used.
+    """
+    missing = _unknown_to_hdf5(layout.filters) if layout.chunk_shape else []
+    if not missing:
+        return
+    if dataset is not None:
+        with contextlib.suppress(TooManyChunksError):
+            if not applies_any(dataset, missing, layout.has_raw_edges):
+                return
+    elif layout.chunks is not None:
+        bits = np.uint32(sum(1 << bit for bit in missing))
+        if not (~layout.chunks.filter_mask & bits).any():
+            return
+    raise _is_not_available(layout.filters[missing[0]], where)
+
+
+def left_to_hdf5(layout: DatasetLayout, reason: str) -> DatasetLayout:
+    """Return the layout of the same dataset, read through h5py.
+
+    Raises
+    ------
+    DatasetError
+        If HDF5 does not have a filter that it needs.
+    """
+    for origin in layout.origins():
+        require_filters_of_hdf5(origin, None, f'{origin.file}: dataset "{origin.path}"')
+    return layout.through_h5py(reason)
+
+
+def _is_not_available(entry: Filter, where: str) -> DatasetError:
+    remedy = "hdf5plugin does not have it: let HDF5_PLUGIN_PATH name a folder with its plugin"
+    if importlib.util.find_spec("hdf5plugin") is None:
+        remedy = "try: pip install hdf5plugin"
+    by = "to HDF5, through which it is read" if can_decode(entry) else ""
+    return DatasetError(
+        f"{where} is compressed with filter {entry.number} ({entry.label}), which is not"
+        f" available{by and ' '}{by}; {remedy}"
+    )
 
 
 def is_hdf5s(entry: Filter) -> bool:
     """Tell whether HDF5 can undo a filter, and this package cannot."""
-    return not can_decode(entry) and bool(h5py.h5z.filter_avail(entry.number))
+    return not can_decode(entry) and is_known_to_hdf5(entry)
 
 
 def refuse_filters_of_hdf5(layout: DatasetLayout, dataset: Opened) -> None:
@@ -89,8 +127,12 @@ def unavailable(filters: tuple[Filter, ...]) -> list[int]:
     return [
         bit
         for bit, entry in enumerate(filters)
-        if not can_decode(entry) and not h5py.h5z.filter_avail(entry.number)
+        if not can_decode(entry) and not is_known_to_hdf5(entry)
     ]
+
+
+def _unknown_to_hdf5(filters: tuple[Filter, ...]) -> list[int]:
+    return [bit for bit, entry in enumerate(filters) if not is_known_to_hdf5(entry)]
 
 
 def require_whole(chunks: ChunkTable, layout: DatasetLayout, where: str) -> None:

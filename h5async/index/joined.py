@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from h5async.errors import DatasetError
 from h5async.index.dimensions import common_names
+from h5async.index.filterpipeline import left_to_hdf5
 from h5async.index.layout import CfAttribute, DatasetLayout, HeapFile, Part, SequenceLengths
 from h5async.index.slabs import Slab
 
@@ -29,7 +30,7 @@ def join_layouts(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
         return first
     if any(layout.text != first.text for layout in layouts):
         layouts = [
-            layout.through_h5py(_UNLIKE_TEXT) if layout.text else layout for layout in layouts
+            left_to_hdf5(layout, _UNLIKE_TEXT) if layout.text else layout for layout in layouts
         ]
         first = layouts[0]
     if first.heaps:

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from h5async.codec.filters import Filter
 from h5async.errors import ConfigError
 from h5async.index.chunktable import ChunkTable, grid_of, needed_nbytes
-from h5async.index.geometry import PieceGeometry
 from h5async.index.slabs import MOST_RUNS, Blocks, Selection, most_runs, runs_between
 from h5async.io.stamps import FileStamp
 from h5async.names import printable
@@ -373,7 +372,8 @@ class DatasetLayout:
     @property
     def is_columns(self) -> bool:
         """Whether a sample is spread over all of a contiguous dataset."""
-        return self.storage in ("contiguous", "external") and self.sample_axis != 0
+        is_whole = self.storage in ("contiguous", "external") and not self.chunk_shape
+        return is_whole and self.sample_axis != 0
 
     @property
     def rows_are_whole(self) -> bool:
@@ -381,27 +381,6 @@ class DatasetLayout:
         if self.sample_axis != 0:
             return False
         return not self.chunk_shape or self.chunk_shape[1:] == self.shape[1:]
-
-    @property
-    def geometry(self) -> PieceGeometry:
-        """How the pieces of a sample lie in chunks and in rows, to copy them by bytes."""
-        axis, item = self.sample_axis, self.dtype.itemsize
-        shape = self.chunk_shape or self.shape
-        rest = [a for a in range(len(shape)) if a != axis]
-        strides = np.cumprod((item, *shape[:0:-1]), dtype=np.int64)[::-1]
-        row_shape = [self.shape[a] for a in rest]
-        row_strides = np.cumprod((item, *row_shape[:0:-1]), dtype=np.int64)[::-1][: len(rest)]
-        begin = self.cross_section[:, rest]
-        return PieceGeometry(
-            chunk_strides=strides[rest],
-            row_strides=row_strides,
-            extents=np.minimum(np.array(self.piece_shape)[rest], np.array(row_shape) - begin),
-            row_begin=begin @ row_strides,
-            piece_begin=(begin @ strides[rest]) * (not self.chunk_shape),
-            chunk_samples=shape[axis],
-            sample_stride=int(strides[axis]),
-            chunk_nbytes=math.prod(shape) * item,
-        )
 
     @cached_property
     def part_starts(self) -> NDArray[np.int64] | None:
@@ -524,7 +503,16 @@ class DatasetLayout:
 
     def through_h5py(self, reason: str) -> DatasetLayout:
         """Return the layout of the same dataset, read by h5py."""
-        return self.changed(fallback_reason=reason, offset=-1, chunks=None, parts=(), text=())
+        is_cut = self.storage == "contiguous"  # into units to convert
+        return self.changed(
+            fallback_reason=reason,
+            offset=-1,
+            chunk_shape=() if is_cut else self.chunk_shape,
+            filters=tuple(entry for entry in self.filters if entry.number >= 0),
+            chunks=None,
+            parts=(),
+            text=(),
+        )
 
     @property
     def some_parts(self) -> Sequence[Part]:

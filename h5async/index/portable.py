@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.codec.filters import Filter
+from h5async.codec.storedelements import NUMBER
 from h5async.index.slabs import Blocks, Selection, Slab
 
 _MOST_NESTED = 32  # compound types in compound types
@@ -126,7 +127,8 @@ def _metadata_to_json(metadata: dict[str, Any]) -> object:
 def filter_from_json(found: object) -> Filter:
     """Return a filter that was written as a list of its members."""
     number, parameters, name = cast("list[object]", found)
-    return Filter(natural(number), naturals(parameters), text(name))
+    number = NUMBER if number == NUMBER else natural(number)
+    return Filter(number, naturals(parameters), text(name))
 
 
 def region_to_json(region: tuple[slice, ...] | None) -> object:

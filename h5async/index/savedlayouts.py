@@ -16,9 +16,8 @@ from typing import Any, NamedTuple, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.codec.filters import can_decode
+from h5async.codec.filters import can_decode, is_known_to_hdf5
 from h5async.index.chunktable import ChunkTable, grid_of, repeated
-from h5async.index.filterpipeline import is_hdf5s
 from h5async.index.heapelements import Sequences
 from h5async.index.layout import (
     CfAttribute,
@@ -733,8 +732,8 @@ def _read_template(found: Any) -> _Template:
         ),
     }
     # The installation that made the index may know other filters.
-    decodes = all(map(can_decode, filters))
-    is_usable = decodes if reason is None else all(can_decode(f) or is_hdf5s(f) for f in filters)
+    can_undo = can_decode if reason is None else is_known_to_hdf5
+    is_usable = all(map(can_undo, filters))
     return _Template(members, None if digest is None else bytes.fromhex(digest), is_usable)
 
 

@@ -44,7 +44,9 @@ def join_groups(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
 
 def is_one_run(layout: DatasetLayout) -> bool:
     """Tell whether two dimensions that come first are one, as far as its bytes are concerned."""
-    is_plain = layout.fallback_reason is None and not (layout.text or layout.parts)
+    is_plain = layout.fallback_reason is None and not (
+        layout.text or layout.parts or layout.filters
+    )
     return is_plain and layout.storage in _UNCHUNKED
 
 

@@ -16,6 +16,7 @@ import h5py
 from numpy.typing import NDArray
 
 from h5async.errors import DatasetError, H5AsyncError
+from h5async.index.filterpipeline import left_to_hdf5
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Located, MissingError, Reach, locate, open_permitted
 from h5async.index.mappings import Mapping, mapped_files, read_mappings, source_series
@@ -113,7 +114,7 @@ class VirtualSources:
                     f"{self._where}: sources are missing, and only h5py could read the rest"
                     f" ({error})"
                 ) from error
-            return replace(layout, fallback_reason=str(error))
+            return left_to_hdf5(layout, str(error))
         reasons = [part.source.fallback_reason for part in parts]
         reason = next((reason for reason in reasons if reason is not None), None)
         return replace(layout, parts=parts, fallback_reason=reason)

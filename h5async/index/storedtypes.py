@@ -13,9 +13,16 @@ from typing import Any, NamedTuple
 import h5py
 import numpy as np
 
+from h5async.codec.storedelements import MOST_STEPS, Step, StepKind, parameters_of
 from h5async.index.layout import Text
 from h5async.system.interruptions import suppressing
 
+_Number = (h5py.h5t.TypeIntegerID, h5py.h5t.TypeFloatID)
+_STRINGS = {
+    h5py.h5t.STR_NULLTERM: StepKind.ENDED,
+    h5py.h5t.STR_NULLPAD: StepKind.COPY,
+    h5py.h5t.STR_SPACEPAD: StepKind.PADDED,
+}
 _MOST_TEXTS = 64  # strings in an element
 
 
@@ -30,11 +37,15 @@ class StoredType(NamedTuple):
         Whether the stored bytes are NumPy's, once strings are converted.
     text
         The strings to convert in each element, or in each of those that an array type has.
+    conversion
+        Parameters of the filter that makes NumPy's elements of the stored ones, strings converted
+        (`codec/storedelements.py`); empty: there is none.
     """
 
     dtype: np.dtype[Any]
     is_numpys: bool
     text: tuple[Text, ...]
+    conversion: tuple[int, ...]
 
 
 @functools.lru_cache(maxsize=256)
@@ -49,14 +60,71 @@ def describe(encoded: bytes) -> StoredType:
     stored = h5py.h5t.decode(encoded)
     dtype = stored.dtype
     if _is_stored_as(stored, dtype):
-        return StoredType(dtype, True, ())
+        return StoredType(dtype, True, (), ())
     base = dtype
     while isinstance(stored, h5py.h5t.TypeArrayID) and base.subdtype is not None:
         stored, base = stored.get_super(), base.base
+    steps = _steps_of(stored, base)
+    found = steps and parameters_of(base.itemsize, stored.get_size(), steps)
     text = _texts_of(stored, base, 0)
     if text is None or len(text) > _MOST_TEXTS:
-        return StoredType(dtype, False, ())
-    return StoredType(dtype, True, tuple(text))
+        return StoredType(dtype, False, (), found or ())
+    return StoredType(dtype, True, tuple(text), found or ())
+
+
+def _steps_of(stored: h5py.h5t.TypeID, dtype: np.dtype[Any]) -> list[Step] | None:
+    """Return what makes an element of NumPy's of a stored one; None: only HDF5 can."""
+    nbytes, size = dtype.itemsize, int(stored.get_size())
+    if isinstance(stored, h5py.h5t.TypeArrayID) and dtype.subdtype is not None:
+        return _steps_of_array(stored, dtype)
+    if isinstance(stored, h5py.h5t.TypeCompoundID) and dtype.fields is not None:
+        steps, end, names = [], 0, dtype.names or ()
+        for i, name in enumerate(names):
+            member, to = dtype.fields[name][:2]
+            more = _steps_of(stored.get_member_type(i), member)
+            # (h5py has a longer member overlap the next one.)
+            if more is None or stored.get_nmembers() != len(names) or to < end:
+                return None
+            end = to + member.itemsize
+            steps += [step.moved(stored.get_member_offset(i), to) for step in more]
+        return steps
+    if isinstance(stored, h5py.h5t.TypeStringID):
+        kind = _STRINGS.get(stored.get_strpad())
+        is_same = not stored.is_variable_str() and dtype.kind == "S" and nbytes == size
+        return [Step(kind, 0, 0, size, nbytes)] if is_same and kind is not None else None
+    if _is_stored_as(stored, dtype):
+        return [Step(StepKind.COPY, 0, 0, size, nbytes)]
+    order = stored.get_order() if isinstance(stored, _Number) else None
+    if order not in (h5py.h5t.ORDER_LE, h5py.h5t.ORDER_BE):
+        return None
+    is_big = order == h5py.h5t.ORDER_BE
+    if nbytes > 1 and is_big == (dtype.newbyteorder("<") == dtype):
+        return None
+    at, precision = stored.get_offset(), stored.get_precision()
+    if isinstance(stored, h5py.h5t.TypeFloatID):
+        if dtype.kind != "f" or stored.get_norm() != h5py.h5t.NORM_IMPLIED:
+            return None
+        given = (*stored.get_fields(), int(stored.get_ebias()))
+        return [Step(StepKind.FLOAT, 0, 0, size, nbytes, 1, is_big, given)]
+    # (Of big-endian bytes, HDF5 only changes the order, which leaves the other bits as they are.)
+    if dtype.kind not in "iu" or (is_big and size == 1):
+        return None
+    is_signed = dtype.kind == "i"
+    return [Step(StepKind.BITS, 0, 0, size, nbytes, 1, is_big, (at, precision, is_signed))]
+
+
+def _steps_of_array(stored: h5py.h5t.TypeID, dtype: np.dtype[Any]) -> list[Step] | None:
+    element = stored.get_super()
+    steps, count = _steps_of(element, dtype.base), math.prod(dtype.shape)
+    nbytes, size = dtype.base.itemsize, int(element.get_size())
+    if not steps or not count:
+        return None
+    if len(steps) == 1 and steps[0].repeats * steps[0].nbytes == nbytes:  # no gaps between them
+        if steps[0].repeats * steps[0].stored_nbytes == size:
+            return [steps[0]._replace(repeats=count * steps[0].repeats)]
+    if count * len(steps) > MOST_STEPS:
+        return None
+    return [step.moved(i * size, i * nbytes) for i in range(count) for step in steps]
 
 
 def _texts_of(stored: h5py.h5t.TypeID, dtype: np.dtype[Any], offset: int) -> list[Text] | None:
@@ -112,8 +180,13 @@ def _is_stored_as(stored: h5py.h5t.TypeID, dtype: np.dtype[Any]) -> bool:
         return is_whole and dtype == np.dtype("i1" if is_signed else "u1")
     if isinstance(stored, h5py.h5t.TypeBitfieldID) and dtype.kind == "u":
         # h5py gives bitfields as unsigned integers, but would write those as integers.
-        same = getattr(h5py.h5t, f"STD_B{8 * dtype.itemsize}LE", None)
-        return same is not None and dtype.str[0] != ">" and bool(stored.equal(same))
+        order = "BE" if dtype.str[0] == ">" else "LE"
+        same = getattr(h5py.h5t, f"STD_B{8 * dtype.itemsize}{order}", None)
+        return same is not None and bool(stored.equal(same))
+    if dtype.kind == "c" and not isinstance(stored, h5py.h5t.TypeCompoundID):
+        kind = f"COMPLEX_IEEE_F{4 * dtype.itemsize}{'BE' if dtype.str[0] == '>' else 'LE'}"
+        same = getattr(h5py.h5t, kind, None)  # HDF5's own class, since 2.0
+        return same is not None and bool(stored.equal(same))
     if isinstance(stored, h5py.h5t.TypeCompoundID) and dtype.fields is not None:
         names = dtype.names or ()
         return (

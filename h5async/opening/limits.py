@@ -37,7 +37,6 @@ from h5async.index.similardatasets import kinds_of
 from h5async.index.smalldatasets import kept_whole_nbytes
 from h5async.order.selection import Selection
 from h5async.order.steps import StepRows
-from h5async.plan.encoded import EncodedFormat
 from h5async.plan.plan import needs_scratch, scratch_nbytes
 from h5async.plan.transform import RowTransform, sized_nbytes
 from h5async.read.chunkcache import LEAST_KEPT
@@ -168,17 +167,17 @@ class MemoryBudget:
                         self._check_chunk(source)
 
     @property
-    def staging_nbytes(self) -> int:
-        """What slots may take for encoded chunks beside the rows, by ``max_batch_bytes``."""
+    def beside_rows_nbytes(self) -> int:
+        """What a device may add to the host memory of all slots, by ``max_batch_bytes``."""
         return max(0, self._limit - sum(self._slots().values()))
 
-    def plan(self, formats: Sequence[EncodedFormat | None], wanted: Sequence[int]) -> MemoryPlan:
+    def plan(self, device_nbytes: int, wanted: Sequence[int]) -> MemoryPlan:
         """Check that all that a reader needs fits together; divide what is left.
 
         Parameters
         ----------
-        formats
-            By field: how a GPU decodes its chunks, where it does.
+        device_nbytes
+            Host memory that the device adds to the slots.
         wanted
             By field: bytes of decoded chunks that are worth keeping in each filler, as
             `wanted_kept_nbytes` says.
@@ -189,13 +188,13 @@ class MemoryBudget:
             If it does not fit; the message lists the shares.
         """
         threads = max(1, self._config.filler_threads)
-        shares = list(self._shares(formats, threads))
+        shares = list(self._shares(device_nbytes, threads))
         needed = _sum(shares)
         if needed > self._limit_of_all and self._fewer_threads_do and threads > 1:
-            least = _sum(self._shares(formats, 1))
+            least = _sum(self._shares(device_nbytes, 1))
             more = (self._limit_of_all - least) * (threads - 1) // max(1, needed - least)
             threads = 1 + max(0, more)
-            shares = list(self._shares(formats, threads))
+            shares = list(self._shares(device_nbytes, threads))
             needed = _sum(shares)
         if needed > self._limit_of_all:
             raise self._too_much(shares, needed)
@@ -216,7 +215,7 @@ class MemoryBudget:
             f" {_what_is_free()}"
         )
 
-    def _shares(self, formats: Sequence[EncodedFormat | None], threads: int) -> Iterator[_Share]:
+    def _shares(self, device_nbytes: int, threads: int) -> Iterator[_Share]:
         """Yield what a reader needs, with so many threads in each filler."""
         config, rows, fillers = self._config, self._rows, self._fillers
         smaller = f"make {self._batch_option} or {named('prefetch')} smaller"
@@ -225,8 +224,7 @@ class MemoryBudget:
         if config.debug_lifetimes:
             copied = sum(t.slot_rows(rows) * t.nbytes for t in self._transforms.values())
             yield _Share("copies of batches", 2 * copied, f"set {named('debug_lifetimes', False)}")
-        staged = batches * sum(form.staging_nbytes for form in formats if form is not None)
-        yield _Share("encoded chunks for the GPU", staged, f"set {named('decode', 'host')}")
+        yield _Share("chunks for the GPU", device_nbytes, f"set {named('decode', 'host')}")
         for what, nbytes, remedy in self._shares_of_filler(threads):
             if fillers > 1:
                 what = f"{what}, in {fillers} processes"

@@ -17,6 +17,7 @@ from h5async.config import Field, RaggedField, SparseField
 from h5async.config.indices import Values
 from h5async.core.binding import load_core
 from h5async.errors import ConfigError, DatasetError
+from h5async.index.filterpipeline import left_to_hdf5
 from h5async.index.heapelements import Sequences
 from h5async.index.joined import with_lengths
 from h5async.index.layout import DatasetLayout, HeapFile
@@ -261,9 +262,10 @@ def indices_of_one_dtype(layouts: Sequence[DatasetLayout]) -> list[DatasetLayout
     return [
         layout
         if layout.dtype.newbyteorder("=") == widest
-        else layout.through_h5py(
+        else left_to_hdf5(
+            layout,
             f"its indices are {layout.dtype}, and those of all files together {widest}; write them"
-            f" as {widest} to have them read directly"
+            f" as {widest} to have them read directly",
         ).changed(dtype=widest, fill=layout.fill.astype(widest))
         for layout in layouts
     ]

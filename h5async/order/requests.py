@@ -27,8 +27,6 @@ class FillRequest(NamedTuple):
         The position in the epoch's order at which the batch's step begins.
     order
         The key of that order.
-    on_device
-        Leave decoding to the device where it can decode.
     samples
         int64 (n,): the samples of a batch of no epoch.
     """
@@ -39,7 +37,6 @@ class FillRequest(NamedTuple):
     number: int
     start: int
     order: OrderKey = (0, 1)
-    on_device: bool = False
     samples: NDArray[np.int64] | None = None
 
     def is_same(self, other: FillRequest) -> bool:

@@ -109,11 +109,6 @@ class Crew:
         (only,) = self.supervisors  # the options allow no others with a cache
         only.note(NoteUploaded(slot))
 
-    def drop_encoded(self) -> None:
-        """Have all helpers do without memory for encoded chunks."""
-        for supervisor in self.supervisors:
-            supervisor.drop_encoded()
-
     def record(self, max_events: int) -> None:
         """Have all helpers record what their threads do, as `Supervisor.record`."""
         for supervisor in self.supervisors:

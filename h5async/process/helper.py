@@ -31,7 +31,6 @@ from h5async.io.shared import SharedMemory
 from h5async.opening.limits import MemoryPlan
 from h5async.opening.selecting import Chosen
 from h5async.order.requests import FillRequest
-from h5async.plan.encoded import EncodedFormat
 from h5async.process.child import HelperProcess, check_interpreter, refusal
 from h5async.process.crew import Crew
 from h5async.process.messages import Opened, Opening, Starting, dump_opening
@@ -155,7 +154,6 @@ class HelperFiller:
         pixels_nbytes: Sequence[int],
         memory_plan: MemoryPlan,
         device_cache: Residency | None,
-        encoded_formats: Sequence[EncodedFormat | None],
         next_requests: Callable[[], Sequence[FillRequest]],
         before_fill: Callable[[int], None],
         on_done: Callable[[FillRequest, FillOutcome], None],
@@ -171,7 +169,7 @@ class HelperFiller:
             Samples that a slot has room for.
         pixels_nbytes
             By field: what the pixels of a batch of images take, at most.
-        memory_plan, device_cache, encoded_formats, next_requests, before_fill, on_done, on_crash
+        memory_plan, device_cache, next_requests, before_fill, on_done, on_crash
             As of `Filler`. Functions are called in threads of this object.
 
         Raises
@@ -184,9 +182,7 @@ class HelperFiller:
         self._next_requests, self._before_fill, self._on_done = next_requests, before_fill, on_done
         self._on_crash = on_crash
         self._device_cache = device_cache
-        starting = Starting(
-            self._slots.specs, rows, memory_plan, list(encoded_formats), device_cache is not None
-        )
+        starting = Starting(self._slots.specs, rows, memory_plan, device_cache is not None)
         self._crew.start_filling(self._slots, starting, on_done)
         self._start_thread(self._send_all, "send")
         self._crew.await_started(self._config.timeout)
@@ -212,13 +208,6 @@ class HelperFiller:
         assert self._device_cache is not None
         self._device_cache.add(index)
         self._crew.note_uploaded(slot)
-
-    def drop_encoded(self, slots: Sequence[SlotMemory]) -> None:
-        """Take slots without memory for encoded chunks, as `Filler.drop_encoded`."""
-        with self._lock:
-            if self._slots is not None:
-                self._slots.drop_encoded(slots)
-                self._crew.drop_encoded()
 
     def stats(self) -> FillerStats:
         """Return what all helpers have done so far."""

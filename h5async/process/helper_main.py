@@ -31,7 +31,6 @@ from h5async.order.requests import FillRequest
 from h5async.process.channel import Channel, channel_of
 from h5async.process.messages import (
     Answer,
-    DropEncoded,
     Failed,
     NoteUploaded,
     Opened,
@@ -204,7 +203,6 @@ class _Helper:
             device_cache=(
                 Residency(samplings.selection, 0, "device") if starting.has_device_cache else None
             ),
-            encoded_formats=starting.encoded_formats,
             next_requests=list,
             before_fill=lambda slot: None,
             on_done=self._answer,
@@ -219,11 +217,9 @@ class _Helper:
             self._filler.fill(FillRequest(*request))
         elif isinstance(message, NoteUploaded):
             self._filler.note_uploaded(message.slot, self._slots.index(message.slot))
-        elif isinstance(message, Record):
-            self._filler.record(Timeline(message.max_events) if message.max_events else None)
         else:
-            assert isinstance(message, DropEncoded)
-            self._filler.drop_encoded(self._slots.drop_encoded())
+            assert isinstance(message, Record)
+            self._filler.record(Timeline(message.max_events) if message.max_events else None)
 
     def _answer(self, request: FillRequest, outcome: FillOutcome) -> None:
         """Send what became of a request; in a thread of the filler, which nothing must end."""
@@ -250,7 +246,6 @@ class _Helper:
             rooms,
             error,
             outcome.is_resident,
-            outcome.encoded,
             outcome.busy_seconds,
             outcome.warnings,
             self._filler.stats(),
@@ -259,7 +254,7 @@ class _Helper:
         try:
             self._channel.send(answer)
         except BaseException as raised:  # it cannot be pickled
-            self._channel.send(answer._replace(fields=(), encoded=(), error=portable(raised)))
+            self._channel.send(answer._replace(fields=(), error=portable(raised)))
 
 
 def _told(config: ReaderConfig, opened: OpenedDataset, chosen: Chosen) -> Opened:

@@ -2,7 +2,7 @@
 
 First `Opening` is answered by `Opened`, and `Starting` by `Started`. Then the reader sends requests
 to fill slots (`FillRequest` and `Rooms`, as plain tuples), each of which gets one `Answer`, in any
-order, and notes, which get none (`NoteUploaded`, `DropEncoded`, `Record`). Arrays stay in shared
+order, and notes, which get none (`NoteUploaded`, `Record`). Arrays stay in shared
 memory.
 """
 
@@ -25,7 +25,6 @@ from h5async.index.layout import DatasetLayout
 from h5async.io.shared import ArraySpec
 from h5async.opening.limits import MemoryPlan
 from h5async.opening.selecting import Chosen
-from h5async.plan.encoded import EncodedFormat, EncodedPlan
 from h5async.samples.columns import Categories, SparseShape
 from h5async.system.interruptions import suppressing
 
@@ -71,7 +70,7 @@ class SlotSpecs(NamedTuple):
 
     Attributes
     ----------
-    raw, out, encoded, made
+    raw, out, made
         As in `SlotMemory`; None for an array that is not in shared memory, or that is not needed.
     numbers
         int64 (batch,): sample numbers.
@@ -79,7 +78,6 @@ class SlotSpecs(NamedTuple):
 
     raw: tuple[ArraySpec | None, ...]
     out: tuple[ArraySpec, ...]
-    encoded: tuple[ArraySpec | None, ...]
     made: tuple[ArraySpec | None, ...]
     numbers: ArraySpec
 
@@ -91,7 +89,7 @@ class Starting(NamedTuple):
     ----------
     slots, rows
         To be filled, and samples that each has room for.
-    memory_plan, encoded_formats
+    memory_plan
         As of `Filler`.
     has_device_cache
         Whether the reader notes which samples the device's cache has.
@@ -100,7 +98,6 @@ class Starting(NamedTuple):
     slots: list[SlotSpecs]
     rows: int
     memory_plan: MemoryPlan
-    encoded_formats: list[EncodedFormat | None]
     has_device_cache: bool
 
 
@@ -115,10 +112,6 @@ class NoteUploaded(NamedTuple):
     """The device's cache has the samples of the batch in a slot."""
 
     slot: int
-
-
-class DropEncoded(NamedTuple):
-    """Give the memory for encoded chunks back."""
 
 
 class Record(NamedTuple):
@@ -166,7 +159,7 @@ class Answer(NamedTuple):
         Memory beside the slot that was added for them.
     error
         What went wrong, if anything, by `portable`.
-    is_resident, encoded, busy_seconds, warnings
+    is_resident, busy_seconds, warnings
         As in `FillOutcome`.
     stats
         What the helper's filler has done so far.
@@ -180,7 +173,6 @@ class Answer(NamedTuple):
     rooms: Rooms
     error: tuple[bytes, ...]
     is_resident: bool
-    encoded: tuple[EncodedPlan | None, ...]
     busy_seconds: float
     warnings: tuple[str, ...]
     stats: FillerStats

@@ -68,11 +68,6 @@ class ReaderSlots:
         ]
         self._rooms: list[Rooms] = [{}] * len(slots)
 
-    def drop_encoded(self, slots: Sequence[SlotMemory]) -> None:
-        """Take slots without memory for encoded chunks."""
-        self._slots = slots
-        self.specs = [spec._replace(encoded=(None,) * len(spec.encoded)) for spec in self.specs]
-
     def index(self, slot: int, size: int) -> NDArray[np.int64]:
         """Return the sample numbers of the batch in a slot, in memory of their own."""
         return self._numbers[slot][:size].copy()
@@ -132,7 +127,6 @@ class ReaderSlots:
         return SlotSpecs(
             tuple(spec(array) for array in slot.raw),
             tuple(found for found in out if found is not None),
-            tuple(None if array is None else spec(array) for array in slot.encoded),
             tuple(None if array is None else spec(array) for array in made),
             of_numbers,
         )
@@ -212,14 +206,6 @@ class HelperSlots:
         )
         return fields, added
 
-    def drop_encoded(self) -> list[SlotMemory]:
-        """Give the memory for encoded chunks back; return the slots without it."""
-        self.slots = [slot._replace(encoded=(None,) * len(slot.encoded)) for slot in self.slots]
-        for spec in [spec for specs in self._specs for spec in specs.encoded]:
-            if spec is not None:
-                self._shared.discard(spec)
-        return self.slots
-
     def _slot(
         self, specs: SlotSpecs, raws: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]
     ) -> SlotMemory:
@@ -230,11 +216,8 @@ class HelperSlots:
                 specs.raw, specs.out, out, raws, strict=True
             )
         )
-        encoded, made = (
-            tuple(None if spec is None else self._shared.array(spec) for spec in several)
-            for several in (specs.encoded, specs.made)
-        )
-        return SlotMemory(raw, out, encoded, made)
+        made = tuple(None if spec is None else self._shared.array(spec) for spec in specs.made)
+        return SlotMemory(raw, out, made)
 
     def _put_field(
         self, slot: int, field: int, value: Any, size: int, added: dict[int, tuple[int, int]]

@@ -30,11 +30,9 @@ from h5async.fill.outcomes import FillerStats, FillOutcome
 from h5async.fill.recording import Recorded
 from h5async.io.shared import SharedMemory
 from h5async.order.requests import FillRequest
-from h5async.plan.encoded import EncodedFormat
 from h5async.process.child import HelperDied, HelperProcess
 from h5async.process.messages import (
     Answer,
-    DropEncoded,
     Failed,
     Opened,
     Record,
@@ -159,20 +157,6 @@ class Supervisor:
         """Post what needs no answer. A helper that is not started yet is told by `Starting`."""
         self._post(message)
         self._wake_sender()
-
-    def drop_encoded(self) -> None:
-        """Have this helper and later ones do without memory for encoded chunks.
-
-        The slots of `start_filling` must have been told before.
-        """
-        with self._lock:
-            assert self._starting is not None
-            assert self._slots is not None
-            formats: list[EncodedFormat | None] = [None] * len(self._starting.encoded_formats)
-            self._starting = self._starting._replace(
-                slots=self._slots.specs, encoded_formats=formats
-            )
-            self.note(DropEncoded())
 
     def record(self, max_events: int) -> None:
         """Have this helper and later ones record what their threads do; 0: no more."""
@@ -362,7 +346,6 @@ class Supervisor:
                 arrays,
                 error,
                 answer.is_resident,
-                answer.encoded,
                 answer.busy_seconds,
                 answer.warnings,
             ),

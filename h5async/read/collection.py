@@ -8,10 +8,11 @@ the core cannot read is named, and left to the Python implementation.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from io import FileIO
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +33,7 @@ from h5async.core.tablestructures import (
     TargetStruct,
     WantedStruct,
 )
-from h5async.errors import ReaderClosedError
+from h5async.errors import ReaderClosedError, ReadError
 from h5async.index.extents import FieldTable, Layer, SourceFile, TableBuilder
 from h5async.index.keeping import Keeps, what_to_keep
 from h5async.index.layout import DatasetLayout
@@ -58,6 +59,53 @@ _SOURCE, _ITEM, _WANTED = map(np.dtype, (SourceStruct, ItemStruct, WantedStruct)
 _TRUSTED_NS = 100_000_000
 
 
+class Ranges(NamedTuple):
+    """Byte ranges of sources, to be read as they are stored.
+
+    Attributes
+    ----------
+    source, offset, nbytes
+        int64 (n,): the source of each, its address there, and its length.
+    position
+        int64 (n,): where it goes in `memory`.
+    memory
+        uint8.
+    """
+
+    source: Int64s
+    offset: Int64s
+    nbytes: Int64s
+    position: Int64s
+    memory: NDArray[np.uint8]
+
+    @property
+    def num_items(self) -> int:
+        """Ranges to read."""
+        return self.offset.size
+
+    @property
+    def item_nbytes(self) -> int:
+        """Mean length of a range: what it costs."""
+        return int(self.nbytes.sum()) // max(1, self.nbytes.size)
+
+
+class Planned(NamedTuple):
+    """The plan of a batch, as arrays of the core's, until the slot is planned again.
+
+    Attributes
+    ----------
+    items
+        Of `ItemStruct`.
+    run_local, run_position, run_length
+        int64: samples within a chunk's rows, and within the batch, by run.
+    """
+
+    items: NDArray[Any]
+    run_local: Int64s
+    run_position: Int64s
+    run_length: Int64s
+
+
 class Collection:
     """Tables of fields, as the core takes them. Safe to use from many threads.
 
@@ -79,6 +127,11 @@ class Collection:
         By field: which rows each sample consists of; None: its own. Empty: that of all fields.
     samples
         Of an epoch; None: all.
+
+    Attributes
+    ----------
+    tables
+        Of the fields; None for one that is too large.
     """
 
     def __init__(
@@ -97,7 +150,7 @@ class Collection:
         self._keep: list[Any] = []  # what structures point to
         self._firsts: dict[bytes, Int64s] = {}  # of layers; equal ones are one
         builder = TableBuilder(lambda filters: core.filters(filters) is not None, MAX_RANK)
-        tables = [
+        tables = self.tables = [
             builder.build(layout, nbytes)
             for layout, nbytes in zip(layouts, kept_nbytes, strict=True)
         ]
@@ -385,6 +438,45 @@ class Collection:
         if refused < 0:
             raise ReaderClosedError(CLOSED)
         return int(refused)
+
+    def planned(self, batch: SlotBatch) -> Planned:
+        """Return what `plan` has made."""
+        plan = batch.plan
+        runs = plan.run_local, plan.run_position, plan.run_length
+        return Planned(self._items(batch), *(_array(run, plan.num_runs, np.int64) for run in runs))
+
+    def read_ranges(self, ranges: Ranges, start: int, stop: int, scratch: Scratch) -> None:
+        """Read ranges `start` to `stop` as they are stored.
+
+        Raises
+        ------
+        ReadError
+            If one cannot be read, or its file was changed.
+        ReaderClosedError
+            If nobody wants it any more.
+        """
+        worker = scratch.worker(self._core)
+        source = ranges.source[start:stop]
+        begins = start + np.flatnonzero(np.diff(source, prepend=-1))
+        for begin, end in itertools.pairwise([*begins.tolist(), stop]):
+            number = int(ranges.source[begin])
+            done = begin + self._core.read_ranges(
+                self._sources,
+                ctypes.byref(worker.struct),
+                *(address(column[begin:end]) for column in ranges[1:4]),
+                address(ranges.memory),
+                ranges.memory.nbytes,
+                end - begin,
+                number,
+            )
+            worker.note_return()
+            if scratch.stop.value:
+                raise ReaderClosedError(CLOSED)
+            if done < end:
+                raise ReadError(
+                    f"{self.source_path(number)}: {ranges.nbytes[done]} bytes at byte"
+                    f" {ranges.offset[done]} cannot be read"
+                )
 
     def left(self, batch: SlotBatch) -> Iterator[tuple[int, Int64s]]:
         """Yield each field of which the core left something, and the rows of its memory, once.

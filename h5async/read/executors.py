@@ -26,7 +26,6 @@ from h5async.order.spans import SpanRows
 from h5async.order.steps import StepRows
 from h5async.read.chunkcache import ChunkCache
 from h5async.read.collection import Collection
-from h5async.read.encoded import EncodedReader
 from h5async.read.execute import Executor, PlanExecutor
 from h5async.read.fallback import FallbackExecutor, FallbackReader
 from h5async.read.heapexecutor import HeapExecutor
@@ -163,10 +162,6 @@ class Executors:
         self._caches[:] = [ChunkCache(0 if is_read else nbytes) for nbytes, is_read in kept]
         pairs = zip(self._layouts, self._caches, strict=True)
         return [self._executor(layout, cache) for layout, cache in pairs]
-
-    def encoded_reader(self, layout: DatasetLayout) -> EncodedReader | None:
-        """Make what reads the encoded chunks of a field; None where that needs the core."""
-        return None if self._core is None else EncodedReader(self._core, layout, self._files)
 
     def open_ahead(self, is_closed: Callable[[], bool]) -> None:
         """Open the first files, so that they are those that were indexed.

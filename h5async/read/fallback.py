@@ -22,6 +22,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.codec.filters import is_known_to_hdf5
 from h5async.errors import H5AsyncError, ReaderClosedError, ReadError, out_of_memory
 from h5async.index.changes import FileChanges
 from h5async.index.layout import DatasetLayout
@@ -65,6 +66,7 @@ class FallbackReader:
         self._files: KeptFiles[h5py.File] = KeptFiles(kept)
         self._stamps: dict[str, FileStamp] = {}  # of files that hold what was indexed
         self._variables = _variables()
+        self._with_filters: set[tuple[str, str]] = set()  # datasets whose filters HDF5 was given
         self._folder = b""  # from which names of external files are meant; b"": it was removed
         with suppressing(OSError):
             self._folder = os.fsencode(os.getcwd())
@@ -172,6 +174,10 @@ class FallbackReader:
     def _dataset(self, layout: DatasetLayout) -> h5py.Dataset:
         """Open a dataset so that HDF5 finds the other files that were permitted, and no others."""
         file = self._file(layout)
+        if (layout.file, layout.path) not in self._with_filters:
+            for entry in {entry for y in layout.origins() for entry in y.filters}:
+                is_known_to_hdf5(entry)  # in this process, too
+            self._with_filters.add((layout.file, layout.path))
         if (layout.attached or layout.sources) and _variables() != self._variables:
             raise ValueError(
                 f"{' or '.join(_VARIABLES)} was changed after the file had been opened, so HDF5"

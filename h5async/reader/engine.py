@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from h5async.config import ReaderConfig
 from h5async.config.files import paths_text
-from h5async.deliver.device import Device, DeviceSlot, find_device
+from h5async.deliver.device import Device, DeviceSlot
 from h5async.deliver.devicepolicy import DevicePolicy
+from h5async.deliver.finddevice import find_device
 from h5async.deliver.host import HostDevice
 from h5async.deliver.slotrecords import Assignment
 from h5async.deliver.slots import SlotRing
@@ -175,13 +176,12 @@ class Engine:
             layouts,
             transforms,
             rows,
-            budget.staging_nbytes,
+            budget.beside_rows_nbytes,
             [name for name, one in self.categories.items() if one.tables is not None],
         )
-        formats = self.device_policy.formats
         selected = self.num_samples / max(1, next(iter(layouts.values())).sample_count)
         wanted = wanted_kept_nbytes(config, layouts, samplings.rows, selected)
-        memory_plan = budget.plan(formats, wanted)
+        memory_plan = budget.plan(self.device_policy.host_nbytes, wanted)
         self.position = ReaderPosition(config, samplings, self.ring)
         self.checkpoints = Checkpoints(config, layouts, samplings)
         self.names = tuple(fields)
@@ -193,7 +193,7 @@ class Engine:
                 rows,
                 transforms,
                 config.postprocess is not None,
-                formats,
+                self.device_policy.formats,
                 None if helper is None else helper.shared,
                 outlines,
             )
@@ -216,7 +216,7 @@ class Engine:
                 left=frozenset(outline.name for outline in outlines if outline.is_left),
                 new_memory=self.device.host_memory,
                 device_cache=device_cache,
-                encoded_formats=formats,
+                column_reader=self.device_policy.column_reader,
                 next_requests=self._next_requests,
                 before_fill=self._wait_writable,
                 on_done=self._on_done,
@@ -235,7 +235,6 @@ class Engine:
                 pixels_nbytes=pixels_nbytes(fields, rows, most_pixels),
                 memory_plan=memory_plan,
                 device_cache=device_cache,
-                encoded_formats=formats,
                 next_requests=self._next_requests,
                 before_fill=self._wait_writable,
                 on_done=self._on_done,
@@ -324,7 +323,7 @@ class Engine:
         return requests
 
     def _requests(self, assignments: Sequence[Assignment]) -> list[FillRequest]:
-        return self.position.requests(assignments, self.device_policy.begin)
+        return self.position.requests(assignments)
 
     @passing()
     def trace(
@@ -516,10 +515,10 @@ class Engine:
         try:
             if error is None:
                 arrays, error = self._uploaded(request, outcome)
-            if self.device_policy.leaves_to_host(outcome, error):
-                self._filler.fill(request._replace(on_device=False))
+            if self.device_policy.leaves_to_host(request, error):
+                self._filler.fill(request)
                 return
-            self.device_policy.end(request, self.slots, self._filler)
+            self.device_policy.end(request)
         except BaseException as raised:  # whatever it is, the consumer must not wait for ever
             if interruption(raised) is not None:
                 raise  # this is the thread of the caller, whom it concerns
@@ -551,7 +550,7 @@ class Engine:
             seconds = outcome.busy_seconds + (time.perf_counter_ns() - begin) / 1e9
             if isinstance(self.cache, Residency):
                 self._filler.note_uploaded(request.slot, outcome.index)
-            self.device_policy.note(request, outcome, slot, seconds / self.num_threads)
+            self.device_policy.note(request, outcome, seconds / self.num_threads)
             return arrays, None
         except Exception as error:
             if interruption(error) is not None:

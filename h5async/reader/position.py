@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -191,18 +191,8 @@ class ReaderPosition:
             return -1, -1
         return course.schedule.position(max(serial, course.schedule.serial))[:2]
 
-    def requests(
-        self, assignments: Sequence[Assignment], begin_on_device: Callable[[int], bool]
-    ) -> list[FillRequest]:
-        """Return what slots are to be filled with.
-
-        Parameters
-        ----------
-        assignments
-            Slots, and the serial numbers of their batches.
-        begin_on_device
-            Called with a serial number: whether decoding is left to the device.
-        """
+    def requests(self, assignments: Sequence[Assignment]) -> list[FillRequest]:
+        """Return what slots are to be filled with."""
         found = []
         course = self.course  # or a later one: then what was assigned before is dropped
         schedule = course.schedule
@@ -211,9 +201,8 @@ class ReaderPosition:
             if given is not None:
                 found.append(FillRequest(slot, serial, -1, -1, 0, course.order, samples=given))
                 continue
-            on_device = begin_on_device(serial)
             position = schedule.position(max(serial, schedule.serial))
-            found.append(FillRequest(slot, serial, *position, course.order, on_device))
+            found.append(FillRequest(slot, serial, *position, course.order))
         return found
 
     def jump(self, epoch: int) -> None:

@@ -39,8 +39,6 @@ class SlotMemory(NamedTuple):
     out
         (batch, *row): rows as delivered; the very array of `raw` where the filler has nothing
         to transform.
-    encoded
-        uint8: encoded chunks, for the device to decode; None where it cannot.
     made
         By field, where there are any: (batch, ...), plain arrays that are made of samples of
         differing lengths; in helper processes also uint8 memory for the pixels of images. None
@@ -49,7 +47,6 @@ class SlotMemory(NamedTuple):
 
     raw: tuple[NDArray[Any], ...]
     out: tuple[NDArray[Any], ...]
-    encoded: tuple[NDArray[np.uint8] | None, ...]
     made: tuple[NDArray[Any] | None, ...] = ()
 
 

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import importlib
 import itertools
-import mmap
 import os
 import re
 import shutil
@@ -53,7 +52,7 @@ from h5async.codec.filters import (
 from h5async.core import binding as core_module
 from h5async.core import libraries, structures
 from h5async.core.binding import Core, address, load_core
-from h5async.core.structures import IO_MODES, Event, FileStruct, TransformStruct, transform_source
+from h5async.core.structures import TransformStruct, transform_source
 from h5async.errors import ReaderClosedError
 from h5async.fill.reading import BatchReader
 from h5async.index.metadata import read_layouts
@@ -1451,38 +1450,6 @@ def test_a_page_that_cannot_be_had_ends_the_call_and_not_the_process(core, tmp_p
         for _ in range(2):
             assert collected.read(samples) == 0
             assert np.array_equal(collected.arrays[0], before)
-
-
-def test_a_page_that_cannot_be_had_ends_the_reading_of_encoded_chunks(core, tmp_path):
-    """The map is of a file that was cut short; the descriptor is of one that was not."""
-    mapped, whole = tmp_path / "mapped", tmp_path / "whole"
-    for path in (mapped, whole):
-        path.write_bytes(bytes(range(256)) * 64)
-    with mapped.open("rb") as file:
-        content = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
-    out, empty = np.zeros(16384, np.uint8), np.empty(0, np.uint8)
-    worker = core.new_worker(empty, empty, (empty,) * 3)
-    zero, length = int64s(0), int64s(16384)
-    with whole.open("rb") as file:
-        struct = FileStruct(
-            file.fileno(), IO_MODES["map"], address(content), content.size, nbytes=-1
-        )
-
-        def call():
-            return core.read_encoded(
-                ctypes.byref(struct), ctypes.byref(worker.struct),
-                *map(address, (zero, length, zero)), 1, address(out), out.size,
-            )  # fmt: skip
-
-        assert call() == 1
-        assert (out == content).all()
-        os.truncate(mapped, 0)
-        for _ in range(3):
-            assert (call(), struct.event) == (0, Event.FAULTED)
-        os.truncate(mapped, 16384)
-        assert call() == 1
-        assert struct.event == Event.NONE
-        assert not out.any()
 
 
 @pytest.mark.parametrize("io", IO)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import mmap
 import os
 import zlib
 from random import Random
@@ -39,9 +40,11 @@ from h5async.codec.filters import (
     Filter,
 )
 from h5async.core.binding import address
-from h5async.core.frames import FrameFormat, frame_format
-from h5async.core.structures import IO_MODES, FileStruct, FramesStruct
+from h5async.core.structures import IO_MODES, FramesStruct
+from h5async.core.tablestructures import SourceStruct
+from h5async.deliver.frames import FrameFormat, Unshuffle, frame_format, unshuffles
 from h5async.index.metadata import read_layouts
+from h5async.io.stamps import FileStamp
 from h5async.read.pipeline import FilterPipeline
 from h5async.read.scratch import Scratch
 
@@ -77,10 +80,14 @@ def ids(value):
 
 
 class Pieces:
-    """A file, mapped, and the core's way to read stretches of it as they are."""
+    """A source, and the core's way to read ranges of it as they are stored.
 
-    def __init__(self, core, file, mapped):
-        self.core, self.file, self.map = core, file, mapped
+    `memory`: that is the source, and not the file at `path`.
+    """
+
+    def __init__(self, core, path, memory=None):
+        self.core, self.path, self.memory = core, path, memory
+        self.stamp = None  # as indexed; None: as it is when it is read
         empty = np.empty(0, np.uint8)
         self.worker = core.new_worker(empty, empty, (empty,) * 3)
         self.done = 0
@@ -92,16 +99,30 @@ class Pieces:
             target = np.cumsum([0, *nbytes[:-1]])
         target = int64s(*target)
         base = Guarded(int(nbytes.sum()) if base_nbytes is None else base_nbytes)
-        mapped = None if io == "pread" else self.map.ctypes.data
-        file = FileStruct(self.file.fileno(), IO_MODES[io], mapped, self.map.size, nbytes=-1)
-        before = self.worker.counts()
-        self.done = self.core.read_encoded(
-            *map(ctypes.byref, (file, self.worker.struct)),
-            *map(address, (offset, nbytes, target)),
-            offset.size,
-            address(base.inside),
-            base.inside.size,
+        name = ctypes.create_string_buffer(os.fsencode(self.path))
+        table = (SourceStruct * 1)(SourceStruct(ctypes.addressof(name), fd=-1))
+        for member, value in (self.stamp or FileStamp.of(self.path))._asdict().items():
+            setattr(table[0], member, value)
+        table[0].may_map = io != "pread"
+        if self.memory is not None:
+            table[0].path = None
+            table[0].map, table[0].map_nbytes = address(self.memory), self.memory.size
+        sources = ctypes.create_string_buffer(self.core.sources_nbytes())
+        # Where maps are kept without descriptors, as of many files.
+        gives_back = io == "auto"
+        self.core.open_sources(
+            sources, ctypes.addressof(table), 1, 1, 1, IO_MODES[io], gives_back, 0
         )
+        before = self.worker.counts()
+        self.done = self.core.read_ranges(
+            sources,
+            ctypes.byref(self.worker.struct),
+            *map(address, (offset, nbytes, target, base.inside)),
+            base.inside.size,
+            offset.size,
+            0,
+        )
+        self.core.close_sources(sources)
         assert base.is_intact(), "written beside the memory"
         after = self.worker.counts()
         assert after.read_nbytes - before.read_nbytes == nbytes[: self.done].sum()
@@ -330,9 +351,8 @@ def test_chunks_of_a_file(core, tmp_path, io, pipeline):
     order = [3, 0, 4, 1]
     nbytes = layout.chunks.nbytes[order]
     chunks = [bytes(n) for n in nbytes.tolist()]
-    with path.open("rb") as file:
-        pieces = Pieces(core, file, np.memmap(path, np.uint8, "r"))
-        base = pieces.read(io, layout.chunks.offset[order], nbytes)
+    pieces = Pieces(core, path)
+    base = pieces.read(io, layout.chunks.offset[order], nbytes)
     assert pieces.done == len(order)
     cut = Cut(core, form, due, chunks, base=base, room=(4000, 4000))
     assert cut.done == len(order)
@@ -356,6 +376,7 @@ def test_how_pipelines_are_framed():
     assert form(shuffle, deflate, fletcher) == FrameFormat(CoreKind.DEFLATE, True, codec="deflate")
     assert form((ZSTD, 3)) == FrameFormat(CoreKind.ZSTD, codec="zstd")
     assert form(shuffle, (LZ4,)) == FrameFormat(CoreKind.LZ4, codec="lz4")
+    assert form((LZ4, 4096)) == FrameFormat(CoreKind.LZ4, codec="lz4", usual_block_nbytes=4096)
     assert form(lz4_bits) == FrameFormat(CoreKind.BITSHUFFLE_LZ4, False, 4, 64, "lz4")
     zstd_bits = [(BITSHUFFLE, 0, 4, element, 0, 3, 3) for element in (1, 4, 3, 100)]
     blocks = [form(entry).block_nbytes for entry in zstd_bits]
@@ -376,6 +397,15 @@ def test_how_pipelines_are_framed():
         [(305,)],
     ):
         assert form(*pipeline) is None, pipeline
+
+
+def test_shuffles_are_undone_after_the_compressor_the_last_one_first():
+    def found(*entries):
+        return unshuffles(tuple(Filter(entry[0], entry[1:], "") for entry in entries))
+
+    assert found((DEFLATE, 6), (FLETCHER32,)) == ()
+    assert found((SHUFFLE, 4), (BITSHUFFLE, 0, 4, 2, 64, 0), (DEFLATE, 6)) == ((2, 64), (4, 0))
+    assert found((BITSHUFFLE, 0, 4, 4, 0, 2)) == (Unshuffle(4, 2048),)
 
 
 def test_how_many_blocks_there_are_at_most():
@@ -682,12 +712,9 @@ def test_a_block_size_of_one(core):
 @pytest.fixture
 def pieces(core, tmp_path):
     file = RowFile(core, tmp_path / "pieces")
-    mapped = np.memmap(file.path, np.uint8, "r")
-    with file.path.open("rb") as opened:
-        found = Pieces(core, opened, mapped)
-        found.content, found.forget, found.path = file.content, file.forget, file.path
-        yield found
-    mapped._mmap.close()
+    found = Pieces(core, file.path)
+    found.content, found.forget = file.content, file.forget
+    return found
 
 
 IO = ["auto", "pread", "map"]
@@ -755,6 +782,26 @@ def test_pieces_of_a_file_that_was_cut_short(pieces, io):
     assert pieces.done == 0
     pieces.read(io, [], [])
     assert pieces.done == 0
+
+
+@pytest.mark.parametrize("io", IO)
+def test_nothing_is_read_of_a_file_that_was_changed(pieces, io):
+    pieces.stamp = FileStamp.of(pieces.path)._replace(modified_ns=1)
+    pieces.read(io, [0, 3000], [1000, 1000])
+    assert pieces.done == 0
+
+
+def test_a_page_that_cannot_be_had_ends_the_reading(pieces):
+    """The map is of a file that was cut short."""
+    with pieces.path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    pieces.memory = np.frombuffer(mapped, np.uint8)
+    assert np.array_equal(pieces.read("map", [100], [16384]), pieces.content[100:16484])
+    os.truncate(pieces.path, 0)
+    for _ in range(3):
+        pieces.read("map", [100], [16384])
+        assert pieces.done == 0
+    pieces.memory = None  # which closes the file
 
 
 def test_memory_of_no_bytes(pieces):

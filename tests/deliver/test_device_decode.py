@@ -8,8 +8,6 @@ the same code is in test_gpu.py.
 from __future__ import annotations
 
 import math
-import mmap
-import os
 import time
 
 import h5py
@@ -24,9 +22,8 @@ import h5async.deliver.findgpu
 from h5async import AsyncReader, ConfigError, DeviceError, Field, ReadError
 from h5async.core.binding import load_core
 from h5async.deliver.decodechoice import DecodeChoice
+from h5async.deliver.decodeplan import EncodedFormat, encoded_format
 from h5async.deliver.nvcomp import NvcompError
-from h5async.io.shared import SharedMemory
-from h5async.plan.encoded import EncodedFormat, encoded_format
 
 hdf5plugin = require_extra("hdf5plugin")
 pytestmark = [
@@ -307,6 +304,35 @@ def test_several_files_are_one(tmp_path, monkeypatch):
     assert nvcomp.calls > 0
 
 
+def test_files_whose_grids_differ_and_rows_of_a_large_chunk(tmp_path, monkeypatch):
+    """Samples are columns: a file of another length has other numbers of chunks."""
+    cupy, simulation, nvcomp = use_gpu(monkeypatch, seed=4)
+    paths, data = [], values((4096, 90), "<f4")
+    for i, (begin, end) in enumerate([(0, 40), (40, 90)]):
+        paths.append(tmp_path / f"{i}.h5")
+        with h5py.File(paths[-1], "w") as file:
+            made = {"chunks": (2048, 20), **PIPELINES["shuffle+gzip"]}
+            file.create_dataset("columns", data=data[:, begin:end], **made)
+            rows = np.ascontiguousarray(data.T[begin:end])
+            file.create_dataset("rows", data=rows, chunks=(20, 4096), compression=1)
+    for path, of_field in (("columns", {"num_dim": 1}), ("rows", {})):
+        for shuffle in (False, "full"):
+            with AsyncReader(
+                hdf5_path=paths,
+                data_field=path,
+                labels_field=None,
+                batch_size=30,
+                shuffle=shuffle,
+                device="cuda",
+                decode="device",
+                **of_field,
+            ) as reader:
+                for index, got in late_copies(cupy, simulation, reader, epochs=1):
+                    assert np.array_equal(got.get(), data.T[index])
+                assert reader.stats().decode == 'device: decode="device"'
+    assert nvcomp.calls > 0
+
+
 def test_with_a_device_cache(tmp_path, monkeypatch):
     cupy, simulation, nvcomp = use_gpu(monkeypatch, seed=5)
     path = tmp_path / "data.h5"
@@ -330,8 +356,7 @@ def test_with_a_device_cache(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device_is_fast", [True, False])
-@pytest.mark.parametrize("workers", ["thread", "process", 2])
-def test_auto_keeps_what_is_faster(tmp_path, monkeypatch, device_is_fast, workers):
+def test_auto_keeps_what_is_faster(tmp_path, monkeypatch, device_is_fast):
     cupy, simulation, nvcomp = use_gpu(monkeypatch, seed=6)
     note, noted = DecodeChoice.note, []
 
@@ -341,8 +366,6 @@ def test_auto_keeps_what_is_faster(tmp_path, monkeypatch, device_is_fast, worker
         note(choice, on_device, 1.0 if on_device == device_is_fast else 2.0)
 
     monkeypatch.setattr(DecodeChoice, "note", note_as_told)
-    pieces, empty = [], SharedMemory.empty
-    monkeypatch.setattr(SharedMemory, "empty", lambda m, n: pieces.append(n) or empty(m, n))
     path = tmp_path / "data.h5"
     data = values((400, 40), "u1")
     with h5py.File(path, "w") as file:
@@ -353,7 +376,6 @@ def test_auto_keeps_what_is_faster(tmp_path, monkeypatch, device_is_fast, worker
         batch_size=16,
         device="cuda",
         num_threads=2,
-        workers=workers,
     ) as reader:
         kept = late_copies(cupy, simulation, reader, epochs=1)
         chosen = "device: a batch takes 1e+03" if device_is_fast else "host: a batch takes 2e+03"
@@ -364,44 +386,21 @@ def test_auto_keeps_what_is_faster(tmp_path, monkeypatch, device_is_fast, worker
         assert (nvcomp.calls > calls) == device_is_fast
         assert noted.count(True) >= 4
         assert noted.count(False) >= 4
-        if workers != "thread" and not device_is_fast:
-            # Of less than a page each.
-            used = 512 * os.fstat(reader._engine.filler.shared.fd).st_blocks
-            assert used <= (len(pieces) - len(reader._engine.slots)) * mmap.PAGESIZE
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("decode", ["device", "auto"])
-@pytest.mark.parametrize("num_threads", [0, 2])
-@pytest.mark.parametrize(
-    ("workers", "cache"), [("process", None), ("process", "device"), (3, None)]
-)
-def test_helper_processes_read_what_the_gpu_decodes(
-    tmp_path, monkeypatch, decode, num_threads, workers, cache
-):
+@pytest.mark.parametrize("workers", ["process", 3])
+def test_helper_processes_decode_what_they_read(tmp_path, monkeypatch, workers):
     path = tmp_path / "data.h5"
-    with h5py.File(path, "w") as file:
-        data = values((4 * N, 6, 5), "u1")
-        file.create_dataset("data", data=data, chunks=(4, 6, 5), compression="gzip", shuffle=True)
+    make(path, compression="gzip")
     cupy, simulation, nvcomp = use_gpu(monkeypatch, seed=2)
-    with AsyncReader(
-        hdf5_path=path,
-        labels_field=None,
-        batch_size=8,
-        shuffle="full",
-        device="cuda",
-        decode=decode,
-        workers=workers,
-        num_threads=num_threads,
-        prefetch=3,
-        cache=cache,
-        timeout=200,
-    ) as reader:
-        kept = late_copies(cupy, simulation, reader, epochs=3)
-        assert reader.stats().decode.startswith("device" if decode == "device" else ("host", "de"))
-        assert reader.stats().decoded_chunks > 0
-    check(path, kept)
-    assert nvcomp.calls > 0
+    options = {"hdf5_path": path, "labels_field": None, "device": "cuda", "workers": workers}
+    with pytest.raises(ConfigError, match='decode="device" needs workers="thread"'):
+        AsyncReader(decode="device", **options)
+    with AsyncReader(timeout=200, **options) as reader:
+        check(path, late_copies(cupy, simulation, reader))
+        assert reader.stats().decode == "host: helper processes decode what they read"
+    assert nvcomp.calls == 0
 
 
 def test_a_choice():
@@ -523,7 +522,7 @@ def test_batches_that_touch_too_much_are_the_hosts(tmp_path, monkeypatch):
     core = load_core()
     assert isinstance(encoded_format(layout, core, 4, in_order=True), EncodedFormat)
     assert encoded_format(layout, None, 4, in_order=True) == "the compiled core is missing"
-    monkeypatch.setattr("h5async.plan.encoded._MOST_DECODED_NBYTES", 100)
+    monkeypatch.setattr("h5async.deliver.decodeplan._MOST_DECODED_NBYTES", 100)
     assert "may touch 4 chunks of 40 bytes" in str(encoded_format(layout, core, 4, in_order=False))
 
 
@@ -619,12 +618,11 @@ def test_memory_for_decoding_is_given_back_when_the_host_won(tmp_path, monkeypat
         ) as reader:
             device, slots = reader._engine.device, reader._engine.slots
             assert device.decoders
-            assert all(slot.memory.encoded[0] is not None for slot in slots)
+            assert all(slot.staging for slot in slots)
             check(path, late_copies(cupy, simulation, reader, epochs=2))
             assert reader.stats().decode.startswith("host: a batch takes")
             assert not device.decoders
-            assert not any(slot._staging for slot in slots)
-            assert all(slot.memory.encoded == (None,) for slot in slots)
+            assert not any(slot.staging or slot.staged for slot in slots)
 
 
 def test_decoding_that_does_not_fit_the_gpu_is_the_hosts(tmp_path, monkeypatch):

@@ -22,7 +22,6 @@ from h5async.deliver.devicedecode import DeviceDecoder
 from h5async.deliver.findgpu import find_gpu
 from h5async.io.shared import page_memory
 from h5async.read.collection import Collection
-from h5async.read.encoded import EncodedReader
 from h5async.read.execute import PlanExecutor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.simulated_gpu]
@@ -504,7 +503,7 @@ def test_a_thread_that_waits_for_the_gpu_to_decode_counts_as_busy(cupy, images, 
 
     taking(PlanExecutor, "execute", 4)
     taking(Collection, "read", 4)
-    taking(EncodedReader, "execute", 1)
+    taking(Collection, "read_ranges", 1)
     taking(DeviceDecoder, "decode", 4)
     monkeypatch.setattr(CudaSlot, "transfer_seconds", lambda slot: 3e-3)
     more = {"fields": {"data": "data"}, "num_threads": 0, "prefetch": 1}

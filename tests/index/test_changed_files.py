@@ -41,7 +41,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "shuffle_lzf": {"chunks": (8, 6, 5), "compression": "lzf", "shuffle": True},
     "blosc2": {"chunks": (8, 6, 5), **hdf5plugin.Blosc2()},
     "szip": {"chunks": (8, 6, 5), "compression": "szip"},
-    "by_h5py": {"chunks": (8, 6, 5), **hdf5plugin.Zfp(reversible=True)},
+    "by_plugin": {"chunks": (8, 6, 5), **hdf5plugin.Zfp(reversible=True)},
 }
 
 
@@ -164,7 +164,7 @@ def test_a_file_rewritten_in_place_with_the_same_index_goes_on(tmp_path, options
             assert str(path) in str(batch)
 
 
-@pytest.mark.parametrize("way", ["contiguous", "gzip", "gzip_tiles", "by_h5py"])
+@pytest.mark.parametrize("way", ["contiguous", "gzip", "gzip_tiles", "by_plugin"])
 @pytest.mark.parametrize(
     "change", ["dtype", "shape", "moved", "gone", "no_hdf5", "empty", "longer", "chunks"]
 )
@@ -186,7 +186,7 @@ def test_a_file_rewritten_with_another_index_is_an_error(tmp_path, options, way,
             other = np.concatenate([other, other])
         elif change == "chunks":
             how |= {"chunks": (4, 6, 5)}
-        if change == "dtype" and way == "by_h5py":
+        if change == "dtype" and way == "by_plugin":
             how = {"chunks": (8, 6, 5), "compression": "gzip"}
         if change == "no_hdf5":
             with path.open("r+b") as file:
@@ -249,7 +249,7 @@ def every_kind(folder: Path) -> dict[str, dict[str, Any]]:
         file["table"] = table
         file.create_dataset("chunked_table", data=table, chunks=(8,), compression="gzip")
         file.create_dataset("gzip", data=values(1), chunks=(8, 6, 5), compression="gzip")
-        file.create_dataset("by_h5py", data=values(1), chunks=(8, 6, 5), scaleoffset=4)
+        file.create_dataset("by_plugin", data=values(1), chunks=(8, 6, 5), scaleoffset=4)
         plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         plist.set_layout(h5py.h5d.COMPACT)
         space = h5py.h5s.create_simple((ROWS, *ROW))
@@ -261,7 +261,7 @@ def every_kind(folder: Path) -> dict[str, dict[str, Any]]:
         values(1).tofile(folder / "f.raw")
         external = [(str(folder / "f.raw"), 0, h5py.h5f.UNLIMITED)]
         file.create_dataset("external", (ROWS, *ROW), "f4", external=external)
-    names = ["contiguous", "gzip", "by_h5py", "compact", "virtual", "external"]
+    names = ["contiguous", "gzip", "by_plugin", "compact", "virtual", "external"]
     fields = {name: name for name in [*names, "table/b", "chunked_table/b"]}
     return {name: {"fields": {"data": path}} for name, path in fields.items()}
 
@@ -389,7 +389,7 @@ def test_a_helper_process_warns_too(tmp_path, workers):
         assert all(is_of(batch, 2) for batch in found[2:])
 
 
-@pytest.mark.parametrize("way", ["contiguous", "raw_chunks", "gzip", "gzip_tiles", "by_h5py"])
+@pytest.mark.parametrize("way", ["contiguous", "raw_chunks", "gzip", "gzip_tiles", "by_plugin"])
 @each("options", OPTIONS)
 def test_sources_of_a_virtual_dataset_are_looked_at(tmp_path, options, way):
     layout = h5py.VirtualLayout((2 * ROWS, *ROW), np.float32)

@@ -260,15 +260,15 @@ def test_parameters_that_state_another_length(tmp_path, itemsize):
 def test_chunks_that_only_hdf5_reads_are_looked_at_too(tmp_path, damage):
     """HDF5 does not ask whether n-bit has the bytes that it unpacks."""
     path = tmp_path / "data.h5"
-    of_12_bits = h5py.h5t.STD_U16LE.copy()
-    of_12_bits.set_precision(12)
+    of_7_bits = h5py.h5t.STD_U8BE.copy()
+    of_7_bits.set_precision(7)
     with h5py.File(path, "w", libver="earliest") as file:
         plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         plist.set_chunk((8, 1000))
         plist.set_filter(h5py.h5z.FILTER_NBIT, 0)
         space = h5py.h5s.create_simple((ROWS, 1000))
-        dataset = h5py.Dataset(h5py.h5d.create(file.id, b"data", of_12_bits, space, plist))
-        dataset[...] = np.arange(ROWS * 1000).reshape(ROWS, 1000) % 4096
+        dataset = h5py.Dataset(h5py.h5d.create(file.id, b"data", of_7_bits, space, plist))
+        dataset[...] = np.arange(ROWS * 1000).reshape(ROWS, 1000) % 128
     options = {"hdf5_path": path, "labels_field": None, "device": "cpu"}
     with AsyncReader(**options) as reader:
         assert "stored type differs" in reader.layouts["data"].fallback_reason

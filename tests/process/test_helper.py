@@ -44,7 +44,7 @@ from h5async import (
     UnsafeFileError,
 )
 from h5async.io.shared import SharedMemory
-from h5async.process.messages import DropEncoded, NoteUploaded, Started, Starting
+from h5async.process.messages import NoteUploaded, Record, Started, Starting
 
 N = 53
 DEADLOCK_SECONDS = 200
@@ -838,7 +838,7 @@ def test_a_new_helper_is_told_what_was_noted_while_it_started(path, monkeypatch)
         if isinstance(message, Started):
             starts.append(len(messages))
             if len(starts) == 2:
-                reader._engine.filler.drop_encoded([slot.memory for slot in reader._engine.slots])
+                reader._engine.filler._crew.record(1000)
                 reader.load_state_dict(state)
                 noted.set()
         return message
@@ -852,7 +852,7 @@ def test_a_new_helper_is_told_what_was_noted_while_it_started(path, monkeypatch)
         assert reader.get_next_batch().index.tolist()[:5] == expected
         reader.get_next_batch()
     told = messages[max(i for i, m in enumerate(messages) if isinstance(m, Starting)) + 1 :]
-    assert [type(message) for message in told[:2]] == [DropEncoded, tuple]
+    assert [type(message) for message in told[:2]] == [Record, tuple]
     requests = told[1:]
     assert len({request for request, _ in requests}) == len(requests) >= 2
 

@@ -276,7 +276,7 @@ def test_each_helper_has_memory_of_its_own(path, monkeypatch):
         found = budget(path, monkeypatch, 4 << 20, workers=workers, num_threads=8)
         # As delivered once, and as read in each helper.
         assert found._slots() == {"data": 4 * (rows * 8 + workers * rows)}
-        plans[workers] = found.plan([None], wanted)
+        plans[workers] = found.plan(0, wanted)
     assert plans[1].most_threads == 8
     assert plans[4].most_threads == 2
     assert plans[1].kept_nbytes == (1 << 20,)
@@ -288,16 +288,16 @@ def test_each_helper_has_memory_of_its_own(path, monkeypatch):
     scratch = [
         share.nbytes
         for workers in (1, 4)
-        for share in budget(path, monkeypatch, 4 << 20, workers=workers)._shares([None], 2)
+        for share in budget(path, monkeypatch, 4 << 20, workers=workers)._shares(0, 2)
         if share.what.startswith("scratch of 2 threads")
     ]
     assert scratch[1] == 4 * scratch[0] > 0
 
 
 def test_what_several_helpers_need_is_refused_where_it_does_not_fit(path, monkeypatch):
-    budget(path, monkeypatch, 400_000, workers=1).plan([None], [0])
+    budget(path, monkeypatch, 400_000, workers=1).plan(0, [0])
     with pytest.raises(BudgetError, match=r"scratch of 1 thread, in 64 processes .* smaller"):
-        budget(path, monkeypatch, 400_000, workers=64).plan([None], [0])
+        budget(path, monkeypatch, 400_000, workers=64).plan(0, [0])
 
 
 # --- who gets which request ----------------------------------------------------------------------
@@ -317,7 +317,8 @@ class Counting:
 
 
 def test_a_request_goes_to_the_freest():
-    crew = Crew(3, "x.h5", b"", SharedMemory(), lambda: None)
+    shared = SharedMemory()
+    crew = Crew(3, "x.h5", b"", shared, lambda: None)
     first, second, third = crew.supervisors = [Counting() for _ in range(3)]
     for serial in range(5):
         assert crew.request(FillRequest(serial, serial, 0, serial, 0))
@@ -327,6 +328,7 @@ def test_a_request_goes_to_the_freest():
     for serial in range(5, 8):
         crew.request(FillRequest(serial, serial, 0, serial, 0))
     assert [one.found for one in (first, second, third)] == [[5, 7], [1, 4], [6]]
+    shared.close()
 
 
 # --- shared memory -------------------------------------------------------------------------------

@@ -99,7 +99,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file.create_dataset("zstd", data=values, chunks=(4, 16, 16, 3), **hdf5plugin.Zstd())
         zfp = hdf5plugin.Zfp(reversible=True)
         floats = values[..., 0].astype(np.float32)
-        file.create_dataset("zfp", data=floats, chunks=(4, 32, 32), **zfp)
+        file.create_dataset("floats", data=floats, chunks=(4, 32, 32), **zfp)
+        twice = h5py.VirtualLayout(floats.shape, floats.dtype)  # which only h5py reads
+        for samples in slice(None), slice(1):
+            twice[samples] = h5py.VirtualSource(file["floats"])[samples]
+        file.create_virtual_dataset("zfp", twice)
     with h5py.File(folder / "virtual.h5", "w") as file:
         layout = h5py.VirtualLayout(values.shape, values.dtype)
         layout[:256] = h5py.VirtualSource("data.h5", "gzip", values.shape)[:256]

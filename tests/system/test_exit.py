@@ -35,7 +35,7 @@ PIPELINES = {
     "bitshuffle_zstd": hdf5plugin.Bitshuffle(cname="zstd"),
     "szip": {"compression": "szip"},
     "scaleoffset": {"scaleoffset": 0},
-    "by_h5py": hdf5plugin.Zfp(reversible=True),
+    "zfp": hdf5plugin.Zfp(reversible=True),
 }
 
 # `readers` were made of one dataset; `read` is the body of a training script.
@@ -120,7 +120,7 @@ def every_codec(tmp_path_factory: pytest.TempPathFactory) -> Path:
     values = np.random.default_rng(0).integers(0, 50, (128, 128, 128), dtype=np.uint16)
     with h5py.File(path, "w") as file:
         for name, options in PIPELINES.items():
-            data = values[:, :32].astype(np.float32) if name == "by_h5py" else values
+            data = values[:, :32].astype(np.float32) if name == "zfp" else values
             chunks = (8, *data.shape[1:])
             file.create_dataset(name, data=data, chunks=chunks, **options)
         file["contiguous"] = values

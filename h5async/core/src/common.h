@@ -49,7 +49,7 @@
 #define PUBLIC __attribute__((visibility("default")))
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 
-enum { ABI = 14 };
+enum { ABI = 15 };
 enum { MAX_FILTERS = 32, MAX_RANK = 33, MAX_IOVEC = 1024, MAX_PROBES = 16 };
 enum { ADVISED_NBYTES = 128 * 1024 }; /* Linux cuts longer requests to its read-ahead window */
 enum { LONG_RUN_NBYTES = 1 << 20, CLOSE_NBYTES = 4096 }; /* of a run that the system reads ahead */
@@ -57,12 +57,22 @@ enum { TILE_ELEMENTS = 8, TILE_NBYTES = 16 * 1024 };
 enum { MAX_LZ4_NBYTES = 0x7E000000 }; /* LZ4_MAX_INPUT_SIZE */
 
 enum Kind { DEFLATE = 1, SHUFFLE, FLETCHER32, LZF, ZSTD, LZ4, BLOSC, BITSHUFFLE,
-            BITSHUFFLE_LZ4, BITSHUFFLE_ZSTD, NOTHING };
+            BITSHUFFLE_LZ4, BITSHUFFLE_ZSTD, NOTHING, PLUGIN, SZIP, NBIT, SCALEOFFSET, BZIP2,
+            STORED };
 enum State { TO_SCRATCH = 0, TO_TARGET = 1, IN_TARGET = 2 };
 enum Io { IO_AUTO = 0, IO_PREAD = 1, IO_MAP = 2 };
 /* Why a call did not do its work, or why its work is worthless: the file is not what was indexed; a
    page of its map cannot be read; the reader is being closed. */
 enum Event { NO_EVENT = 0, CHANGED = 1, FAULTED = 2, STOPPED = 3 };
+
+typedef struct { /* struct aec_stream of libaec.h */
+    const unsigned char *next_in;
+    size_t avail_in, total_in;
+    unsigned char *next_out;
+    size_t avail_out, total_out;
+    unsigned bits_per_sample, block_size, rsi, flags;
+    void *state;
+} AecStream;
 
 typedef struct {
     void *(*libdeflate_alloc_decompressor)(void);
@@ -74,6 +84,8 @@ typedef struct {
     unsigned (*ZSTD_isError)(size_t);
     int (*LZ4_decompress_safe)(const char *, char *, int, int);
     int (*blosc_decompress_ctx)(const void *, void *, size_t, int);
+    int (*aec_buffer_decode)(AecStream *);
+    int (*BZ2_bzBuffToBuffDecompress)(char *, unsigned *, char *, unsigned, int, int);
 } Libraries;
 
 typedef struct Trace Trace; /* see trace.h */
@@ -99,6 +111,7 @@ typedef struct {
     int64_t batch;                   /* its serial number */
     TraceEvent latest;               /* which may grow */
     int32_t traced_field, traced_source;
+    void *held; /* of malloc: the input of a decoder that needs a copy */
 } Worker;
 
 typedef struct {
@@ -110,9 +123,15 @@ typedef struct {
     const char *path; /* fd below 0: by which its state is asked for; NULL: it is memory */
 } File;
 
+/* H5Z_func_t of H5Zdevelop.h */
+typedef size_t (*PluginFunction)(unsigned, size_t, const unsigned *, size_t, size_t *, void **);
+
 typedef struct {
-    int32_t kind, element; /* SHUFFLE, BITSHUFFLE*: bytes of an element */
-    int64_t block;         /* BITSHUFFLE: elements of a block, 0: the default */
+    int32_t kind, element;   /* SHUFFLE, BITSHUFFLE*: bytes of an element; PLUGIN: its traits */
+    int64_t block;           /* BITSHUFFLE: elements of a block, 0: the default */
+    const uint32_t *values;  /* the client data, of PLUGIN, SZIP, NBIT, SCALEOFFSET, STORED */
+    int64_t num_values;
+    PluginFunction function; /* of PLUGIN */
 } Filter;
 
 /* Of a dataset. `rank` counts all dimensions but that of the samples; its cross-section is the

@@ -10,10 +10,11 @@
    implementation then does that one item again, and words the error. So what is refused here need
    not be an error, but what is done must be what the Python implementation would do.
 
-   Codecs are called through the public C interfaces of libdeflate, zstd, lz4 and c-blosc, by
-   pointers that are handed over. Formats: HDF5's shuffle and Fletcher-32 (H5Zshuffle.c,
+   Codecs are called through the public C interfaces of libdeflate, zstd, lz4, c-blosc, libaec and
+   bzip2, by pointers that are handed over. Formats: HDF5's shuffle and Fletcher-32 (H5Zshuffle.c,
    H5Zfletcher32.c), LibLZF's stream (h5py's lzf_filter.c), the framing of lz4 (H5Zlz4.c) and of
-   bitshuffle (bshuf_h5filter.c), the header of c-blosc (README_CHUNK_FORMAT.rst). */
+   bitshuffle (bshuf_h5filter.c), the header of c-blosc (README_CHUNK_FORMAT.rst). Other filters are
+   undone by HDF5's plugins (plugin.h). */
 
 #include "common.h"
 #include "trace.h"
@@ -24,6 +25,9 @@
 #include "decoders.h"
 #include "bits.h"
 #include "blosc.h"
+#include "packed.h"
+#include "stored.h"
+#include "plugin.h"
 #include "pipeline.h"
 #include "place.h"
 #include "chunks.h"
@@ -44,6 +48,7 @@
 #include "piecewise.h"
 #include "batch.h"
 #include "queue.h"
+#include "ranges.h"
 #include "frames.h"
 #include "visit.h"
 #include "dense.h"
@@ -57,7 +62,8 @@ PUBLIC void h5async_free(Worker *w)
     if (w->zstd)
         w->libraries->ZSTD_freeDCtx(w->zstd);
     free(w->heap);
-    w->deflate = w->zstd = w->heap = NULL;
+    free(w->held);
+    w->deflate = w->zstd = w->heap = w->held = NULL;
 }
 
 /* The members of all structures: their names, offsets and sizes, by which Python knows that this
@@ -75,6 +81,7 @@ static const Member MEMBERS[] = {
     MEMBER(Libraries, ZSTD_createDCtx), MEMBER(Libraries, ZSTD_freeDCtx),
     MEMBER(Libraries, ZSTD_decompressDCtx), MEMBER(Libraries, ZSTD_isError),
     MEMBER(Libraries, LZ4_decompress_safe), MEMBER(Libraries, blosc_decompress_ctx),
+    MEMBER(Libraries, aec_buffer_decode), MEMBER(Libraries, BZ2_bzBuffToBuffDecompress),
     MEMBER(Worker, libraries), MEMBER(Worker, encoded), MEMBER(Worker, chunk),
     MEMBER(Worker, between), MEMBER(Worker, encoded_nbytes), MEMBER(Worker, chunk_nbytes),
     MEMBER(Worker, between_nbytes), MEMBER(Worker, deflate), MEMBER(Worker, zstd),
@@ -83,7 +90,7 @@ static const Member MEMBERS[] = {
     MEMBER(Worker, read_nbytes), MEMBER(Worker, decoded_chunks), MEMBER(Worker, decoded_nbytes),
     MEMBER(Worker, returned_ns), MEMBER(Worker, stop), MEMBER(Worker, transform_ns),
     MEMBER(Worker, trace), MEMBER(Worker, tracing), MEMBER(Worker, batch), MEMBER(Worker, latest),
-    MEMBER(Worker, traced_field), MEMBER(Worker, traced_source),
+    MEMBER(Worker, traced_field), MEMBER(Worker, traced_source), MEMBER(Worker, held),
     MEMBER(TraceEvent, begin_ns), MEMBER(TraceEvent, end_ns), MEMBER(TraceEvent, thread),
     MEMBER(TraceEvent, batch), MEMBER(TraceEvent, stage), MEMBER(TraceEvent, field),
     MEMBER(TraceEvent, source), MEMBER(TraceEvent, padding),
@@ -92,6 +99,7 @@ static const Member MEMBERS[] = {
     MEMBER(File, device), MEMBER(File, inode), MEMBER(File, nbytes), MEMBER(File, modified_ns),
     MEMBER(File, changed_ns), MEMBER(File, event), MEMBER(File, path),
     MEMBER(Filter, kind), MEMBER(Filter, element), MEMBER(Filter, block),
+    MEMBER(Filter, values), MEMBER(Filter, num_values), MEMBER(Filter, function),
     MEMBER(Dataset, filters), MEMBER(Dataset, chunk_offset), MEMBER(Dataset, chunk_stored),
     MEMBER(Dataset, chunk_mask), MEMBER(Dataset, chunk_strides), MEMBER(Dataset, row_strides),
     MEMBER(Dataset, extents), MEMBER(Dataset, row_begin), MEMBER(Dataset, piece_begin),

@@ -1,6 +1,17 @@
 /* Undoes single filters. Each function returns how many bytes it decoded, -1 where the
    encoded bytes are damaged. */
 
+/* Return memory for a decoder that would lose its own where a page of the map of the file, from which
+   `in` is copied to it first, cannot be read: the next call frees it then. */
+static uint8_t *hold(Worker *w, const uint8_t *in, int64_t n, int64_t more)
+{
+    free(w->held);
+    w->held = more > INT64_MAX - n - 1 ? NULL : malloc((size_t)(n + more + 1));
+    if (w->held != NULL)
+        memcpy(w->held, in, (size_t)n);
+    return w->held;
+}
+
 static int64_t inflate(Worker *w, const uint8_t *in, int64_t n, uint8_t *out, int64_t room)
 {
     size_t count = 0;
@@ -19,6 +30,19 @@ static int64_t unzstd(Worker *w, const uint8_t *in, int64_t n, uint8_t *out, int
         return -1;
     size_t count = l->ZSTD_decompressDCtx(w->zstd, out, (size_t)room, in, (size_t)n);
     return l->ZSTD_isError(count) ? -1 : (int64_t)count;
+}
+
+/* By the library, since the plugin never ends with a stream that was cut short. */
+static int64_t unbzip2(Worker *w, const uint8_t *in, int64_t n, uint8_t *out, int64_t room)
+{
+    unsigned count = room > UINT32_MAX ? UINT32_MAX : (unsigned)room;
+    uint8_t *encoded = n > UINT32_MAX || w->libraries->BZ2_bzBuffToBuffDecompress == NULL
+                           ? NULL
+                           : hold(w, in, n, 0);
+    if (encoded == NULL || w->libraries->BZ2_bzBuffToBuffDecompress(
+                               (char *)out, &count, (char *)encoded, (unsigned)n, 0, 0) != 0)
+        return -1;
+    return count;
 }
 
 static int64_t unlz4(Worker *w, const uint8_t *in, int64_t n, uint8_t *out, int64_t room)

@@ -1,4 +1,4 @@
-/* Reads encoded chunks, and cuts them into blocks, each of which was compressed alone.
+/* Cuts encoded chunks into blocks, each of which was compressed alone.
 
    A GPU then decodes all blocks of a batch at once. Lengths, headers and checksums are compared with
    what is expected, but no block is decoded here. No chunk is cut that the host's decoders would
@@ -182,29 +182,5 @@ PUBLIC int64_t h5async_cut_frames(Frames *f)
             break;
         }
     }
-    return done;
-}
-
-/* Reads `nbytes[i]` bytes at `offset[i]` of the file to `base + target[i]`, for each i up to the
-   first that cannot be read, and returns how many it read. */
-PUBLIC int64_t h5async_read_encoded(File *file, Worker *worker, const int64_t *offset,
-                                    const int64_t *nbytes, const int64_t *target, int64_t count,
-                                    uint8_t *base, int64_t base_nbytes)
-{
-    int64_t since = now_ns(), done = 0, valid = 0;
-    begin_tracing(worker);
-    while (valid < count && nbytes[valid] >= 0 && nbytes[valid] <= base_nbytes &&
-           target[valid] >= 0 && target[valid] <= base_nbytes - nbytes[valid] &&
-           offset[valid] >= 0 && offset[valid] <= INT64_MAX - nbytes[valid])
-        valid++;
-    Pieces pieces = {.offset = offset, .nbytes = nbytes, .position = target, .count = valid,
-                     .unit = 1, .base = base};
-    if (valid > 0)
-        done = read_pieces(file, worker, &pieces);
-    for (int64_t i = 0; i < done; i++)
-        worker->read_nbytes += nbytes[i];
-    end_stage(worker, READING, &since);
-    end_tracing(worker);
-    worker->returned_ns = since;
     return done;
 }

@@ -254,7 +254,8 @@ static void do_pieces(void *data)
     File *file = call->file;
     const Pieces *p = call->pieces;
     int64_t available = mappable_nbytes(file);
-    int is_mapped = available > 0 && (file->io == IO_MAP || pieces_are_cached(file, call->w, p));
+    int can_wait = file->io == IO_MAP || file->fd < 0; /* pages come when touched */
+    int is_mapped = available > 0 && (can_wait || pieces_are_cached(file, call->w, p));
     call->done = is_mapped ? copy_pieces(file, call->w, p, available)
                            : pread_pieces(file, call->w, p);
 }

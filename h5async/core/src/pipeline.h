@@ -21,6 +21,18 @@ static int64_t undo(Worker *w, const Filter *f, const uint8_t *in, int64_t n, ui
     case BITSHUFFLE_LZ4:
     case BITSHUFFLE_ZSTD:
         return unbitshuffle_blocks(w, in, n, f, out, room);
+    case PLUGIN:
+        return unplug(w, f, in, n, out, room);
+    case BZIP2:
+        return unbzip2(w, in, n, out, room);
+    case SZIP:
+        return unszip(w, f, in, n, out, room);
+    case NBIT:
+        return unpack_bits(f, in, n, out, room);
+    case SCALEOFFSET:
+        return unscale(f, in, n, out, room);
+    case STORED:
+        return convert_stored(f, in, n, out, room);
     default:
         return -1;
     }
@@ -52,6 +64,8 @@ static int decode(const Dataset *d, Worker *w, const uint8_t *in, int64_t n, uin
         expected[i] = nbytes;
         if (kind == FLETCHER32)
             nbytes = nbytes < 0 ? -1 : nbytes + 4;
+        else if (kind == STORED)
+            nbytes = nbytes / d->filters[i].values[0] * d->filters[i].values[1];
         else if (kind != SHUFFLE && kind != BITSHUFFLE && kind != NOTHING)
             nbytes = -1;
     }
@@ -79,4 +93,12 @@ static int decode(const Dataset *d, Worker *w, const uint8_t *in, int64_t n, uin
     if (in != out)
         memcpy(out, in, (size_t)n);
     return 1;
+}
+
+/* Decode one chunk to exactly `room` bytes; returns whether it could be done. */
+PUBLIC int64_t h5async_decode(const Filter *filters, Worker *w, const uint8_t *in, uint8_t *out,
+                              int64_t num_filters, int64_t n, int64_t mask, int64_t room)
+{
+    Dataset d = {.filters = filters, .num_filters = num_filters, .chunk_nbytes = room};
+    return decode(&d, w, in, n, (uint32_t)mask, out);
 }

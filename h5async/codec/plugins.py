@@ -1,0 +1,176 @@
+"""Finds HDF5's filter plugins: the number of a filter enters, a function that undoes it leaves.
+
+A plugin is a shared library that says by `H5PLget_plugin_info` which filter it is, and how it is
+undone (H5PLextern.h, H5Zdevelop.h of the HDF5 reference). The compiled core calls that function,
+without HDF5 and its lock. Plugins come from the folders where HDF5 itself looks for them
+(HDF5_PLUGIN_PATH), else from hdf5plugin: as for HDF5 after ``import hdf5plugin``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import threading
+from collections.abc import Iterator
+from ctypes import POINTER, Structure, byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from functools import lru_cache
+from pathlib import Path
+
+import h5py
+
+from h5async.codec.decoding import Bytes, filled, require_room
+from h5async.codec.entry import Codec, CoreFilter, CoreKind, Parameters
+from h5async.system.interruptions import suppressing
+
+_FIRST_REGISTERED = 256  # smaller numbers are HDF5's own filters
+_FILTER_TYPE, _CLASS_VERSION, _REVERSE = 0, 1, 0x0100
+_FILTERS_MAY_BE_LOADED = 1  # of H5PLget_loading_state
+_TAKES_TURNS, _CHECKS_ITS_INPUT, _IS_BLOSC2 = 1, 2, 4  # enum PluginTrait of core/src/plugin.h
+
+# Plugins that gave h5py's values in several threads at once (tests/read/test_plugins.py), and what
+# else is known of them. All others take turns.
+_BLOSC, _LZ4, _BITSHUFFLE, _ZFP, _ZSTD = 32001, 32004, 32008, 32013, 32015
+_SZ3, _BLOSC2, _SPERR = 32024, 32026, 32028
+_TRAITS = {
+    _BLOSC: _CHECKS_ITS_INPUT,
+    _LZ4: 0,
+    _BITSHUFFLE: 0,
+    _ZFP: 0,
+    _ZSTD: _CHECKS_ITS_INPUT,
+    _SZ3: 0,
+    _BLOSC2: _CHECKS_ITS_INPUT | _IS_BLOSC2,
+    _SPERR: 0,
+}
+_ZFP_MAGIC = int.from_bytes(b"zfp", "little")
+
+
+class _FilterClass(Structure):
+    """``H5Z_class2_t``."""
+
+    _fields_ = [
+        ("version", c_int),
+        ("id", c_int),
+        ("encoder_present", c_uint),
+        ("decoder_present", c_uint),
+        ("name", c_char_p),
+        ("can_apply", c_void_p),
+        ("set_local", c_void_p),
+        ("filter", c_void_p),
+    ]
+
+
+_Function = ctypes.CFUNCTYPE(
+    c_size_t, c_uint, c_size_t, POINTER(c_uint), c_size_t, POINTER(c_size_t), POINTER(c_void_p)
+)
+
+
+def plugin_codec(number: int, parameters: Parameters) -> Codec | None:
+    """Return what undoes a filter by its plugin; None: there is none."""
+    if number == _ZFP and (len(parameters) < 2 or parameters[1] & 0xFFFFFF != _ZFP_MAGIC):
+        return None  # of a big-endian machine: the plugin would ask HDF5 to swap its bytes
+    function = find_plugin(number)
+    if function is None:
+        return None
+    traits = _TRAITS.get(number, _TAKES_TURNS)
+    core = CoreFilter(CoreKind.PLUGIN, traits, values=parameters, function=function)
+    return Codec(_CallPlugin(number, function, parameters), core=core)
+
+
+def find_plugin(number: int) -> int | None:
+    """Return the address of the function by which a plugin undoes a filter; None: there is none."""
+    return _find(number, _folders()) if number >= _FIRST_REGISTERED else None
+
+
+def has_hdf5(number: int) -> bool:
+    """Tell whether HDF5 can undo a filter in this process; hdf5plugin is imported if need be."""
+    if not h5py.h5z.filter_avail(number) and folders_of_hdf5plugin():
+        import hdf5plugin  # noqa: F401  (registers its filters with HDF5)
+    return bool(h5py.h5z.filter_avail(number))
+
+
+def _folders() -> tuple[Path, ...]:
+    """Return the folders where HDF5 looks for plugins, in its order, then that of hdf5plugin."""
+    found = []
+    state = c_uint(_FILTERS_MAY_BE_LOADED)
+    with suppressing(OSError, AttributeError):  # HDF5_PLUGIN_PRELOAD may say: none
+        ctypes.CDLL(h5py.h5z.__file__).H5PLget_loading_state(byref(state))
+    if state.value & _FILTERS_MAY_BE_LOADED:
+        paths = (h5py.h5pl.get(index) for index in range(h5py.h5pl.size()))
+        found = [Path(path.decode("utf-8", "surrogateescape")) for path in paths]
+    return (*found, *folders_of_hdf5plugin())
+
+
+@lru_cache(maxsize=1)
+def folders_of_hdf5plugin() -> tuple[Path, ...]:
+    """Return the folder with the plugins of hdf5plugin; empty: it is not installed."""
+    spec = importlib.util.find_spec("hdf5plugin")
+    return () if spec is None or spec.origin is None else (Path(spec.origin).with_name("plugins"),)
+
+
+@lru_cache(maxsize=256)
+def _find(number: int, folders: tuple[Path, ...]) -> int | None:
+    found = (_plugin(path) for folder in folders for path in _libraries(folder))
+    return next((function for filter_number, function in found if filter_number == number), None)
+
+
+def _libraries(folder: Path) -> Iterator[Path]:
+    """Yield the shared libraries of a folder, named as HDF5 wants plugins to be named."""
+    with suppressing(OSError):
+        for path in sorted(folder.iterdir()):
+            if path.name.startswith("lib") and (".so" in path.name or ".dylib" in path.name):
+                yield path
+
+
+@lru_cache(maxsize=256)
+def _plugin(path: Path) -> tuple[int, int | None]:
+    """Return which filter a library undoes, and the address of the function that does."""
+    with suppressing(OSError, AttributeError):
+        library = ctypes.CDLL(str(path))  # never unloaded
+        library.H5PLget_plugin_info.restype = POINTER(_FilterClass)
+        if library.H5PLget_plugin_type() == _FILTER_TYPE:
+            found = library.H5PLget_plugin_info()
+            if found and found[0].version == _CLASS_VERSION:
+                return int(found[0].id), found[0].filter
+    return -1, None
+
+
+class _CallPlugin:
+    """Undoes a filter by its plugin, from Python."""
+
+    def __init__(self, number: int, function: int, parameters: Parameters) -> None:
+        self._name = f"filter {number}"
+        self._function = _Function(function)
+        self._values = (c_uint * max(1, len(parameters)))(*parameters)
+        self._count = len(parameters)
+        self._is_blosc2 = number == _BLOSC2
+
+    def __call__(self, encoded: Bytes, out: Bytes, _spare: Bytes) -> Bytes:
+        if self._is_blosc2:
+            chunk = int.from_bytes(encoded[11:15].tobytes(), "big")
+            if int.from_bytes(encoded[30:38].tobytes(), "big") > out.size or (
+                chunk + 32 <= encoded.size
+                and encoded[chunk + 2] & 5 == 5
+                and encoded[chunk + 31] >> 4 & 7 >= 4
+            ):
+                raise ValueError("blosc2: the chunk is too long, or has no values")
+        libc = ctypes.CDLL(None)
+        libc.malloc.restype = c_void_p
+        memory = libc.malloc(c_size_t(encoded.size + out.size + 1))
+        ctypes.memset(memory, 0, encoded.size + out.size + 1)
+        ctypes.memmove(memory, encoded.ctypes.data, encoded.size)
+        buffer, nbytes = c_void_p(memory), c_size_t(encoded.size)
+        with _turn:
+            count = self._function(
+                _REVERSE, self._count, self._values, encoded.size, byref(nbytes), byref(buffer)
+            )
+        try:
+            if not count or not buffer.value:
+                raise ValueError(f"{self._name}: its plugin finds the bytes damaged")
+            require_room(self._name, count, out)
+            ctypes.memmove(out.ctypes.data, buffer.value, count)
+        finally:
+            libc.free(buffer)
+        return filled(out, count)
+
+
+_turn = threading.Lock()

@@ -1,0 +1,154 @@
+"""Makes NumPy's elements of stored ones whose bytes differ: a filter of this package's own.
+
+It stands first in a pipeline, so that it is undone last, and gives what HDF5's conversion gives.
+Its parameters are the bytes of an element as NumPy has it and as it is stored, then `Step`s. It is
+undone by the core alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import IntEnum
+from functools import partial
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+
+from h5async.codec.decoding import Bytes, filled, require_room
+from h5async.codec.entry import Codec, CoreFilter, CoreKind, Parameters
+
+NUMBER = -1  # HDF5 has none below 0, so no file can name it
+_STEP_VALUES = 13
+MOST_STEPS = 1024
+_LARGEST = 1 << 31
+_MANTISSAS = {2: 10, 4: 23, 8: 52}  # bits, by the bytes of a float of NumPy's
+
+Native = Callable[[int, int, int, int, int, int], int]
+native: list[Native] = []  # the core's function, once it is loaded
+
+
+class StepKind(IntEnum):
+    """What a step does: ``enum StepKind`` of core/src/stored.h."""
+
+    COPY = 0
+    ENDED = 1  # a string that a NUL ends
+    PADDED = 2  # a string that spaces fill up
+    BITS = 3  # an integer among other bits
+    FLOAT = 4  # a float of a format that NumPy lacks
+
+
+class Step(NamedTuple):
+    """Makes some values of an element.
+
+    Attributes
+    ----------
+    kind
+        What it does.
+    start, to
+        Where values begin in the stored element, and in NumPy's.
+    stored_nbytes, nbytes
+        Bytes of one, stored and as NumPy has it.
+    repeats
+        How many lie one after the other.
+    is_big
+        Whether both are big-endian.
+    given
+        Of bits: their offset, how many, whether they have a sign. Of a float: the bit of the sign,
+        the first bit and the number of bits of exponent and mantissa, and the exponent's bias.
+    """
+
+    kind: StepKind
+    start: int
+    to: int
+    stored_nbytes: int
+    nbytes: int
+    repeats: int = 1
+    is_big: bool = False
+    given: tuple[int, ...] = ()
+
+    def moved(self, start: int, to: int) -> Step:
+        """Return the same step for values so many bytes further on."""
+        return self._replace(start=self.start + start, to=self.to + to)
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the core can do it."""
+        if self.kind <= StepKind.PADDED:
+            return 0 < self.nbytes == self.stored_nbytes
+        if not (0 < self.stored_nbytes <= 8 and self.nbytes in (1, 2, 4, 8)):
+            return False
+        bits = 8 * self.stored_nbytes
+        if self.kind == StepKind.BITS:
+            offset, precision, _ = self.given[:3]
+            return 0 < precision <= 8 * self.nbytes and offset + precision <= bits
+        sign, power, power_bits, mantissa, mantissa_bits, bias = self.given
+        room, powers = _MANTISSAS.get(self.nbytes, 0), 8 * self.nbytes - 1
+        return (
+            max(sign + 1, power + power_bits, mantissa + mantissa_bits) <= bits
+            and 0 < mantissa_bits <= room
+            and 0 < power_bits <= powers - room
+            and (1 << power_bits) - 2 - bias <= (1 << (powers - room - 1)) - 1
+            and bias + mantissa_bits <= (1 << (powers - room - 1)) - 1 + room
+        )
+
+
+def parameters_of(nbytes: int, stored_nbytes: int, steps: list[Step]) -> Parameters | None:
+    """Return the parameters of the filter, or None where the core cannot undo it."""
+    flat = (
+        (*step[:-1], *step.given, *(0,) * (_STEP_VALUES - len(step) + 1 - len(step.given)))
+        for step in steps
+    )
+    found = tuple(map(int, (nbytes, stored_nbytes, *chain.from_iterable(flat))))
+    return None if _steps(found) is None else found
+
+
+def stored_codec(parameters: Parameters) -> Codec | None:
+    """Return what undoes the filter with these parameters, or None where they make no sense."""
+    if _steps(parameters) is None:
+        return None
+    is_as_long = parameters[0] == parameters[1]
+    return Codec(
+        partial(_convert, parameters),
+        added_nbytes=0 if is_as_long else None,
+        core=CoreFilter(CoreKind.STORED, values=parameters),
+    )
+
+
+def _steps(parameters: Parameters) -> list[Step] | None:
+    nbytes, stored_nbytes, *rest = (*parameters, 0, 0)[: max(2, len(parameters))]
+    is_sized = 0 < stored_nbytes <= nbytes < _LARGEST  # so no chunk grows as it is stored
+    if not is_sized or len(rest) % _STEP_VALUES or len(rest) > MOST_STEPS * _STEP_VALUES:
+        return None
+    steps = []
+    for at in range(0, len(rest), _STEP_VALUES):
+        kind, *numbers = rest[at : at + _STEP_VALUES]
+        if kind not in set(StepKind) or not all(0 <= n < _LARGEST for n in numbers):
+            return None
+        start, to, one, each, count, is_big, *given = numbers
+        step = Step(StepKind(kind), start, to, one, each, count, bool(is_big), tuple(given))
+        is_within = (
+            step.start + step.repeats * step.stored_nbytes <= stored_nbytes
+            and step.to + step.repeats * step.nbytes <= nbytes
+        )
+        if not (is_within and step.is_valid):
+            return None
+        steps.append(step)
+    return steps
+
+
+def _convert(parameters: Parameters, encoded: Bytes, out: Bytes, _spare: Bytes) -> Bytes:
+    count, odd = divmod(encoded.size, parameters[1])
+    if odd or not native:
+        raise ValueError(f"stored elements of {parameters[1]} bytes cannot be converted here")
+    require_room("stored elements", count * parameters[0], out)
+    values = np.array(parameters, np.uint32)
+    found = native[0](
+        values.ctypes.data,
+        values.size,
+        encoded.ctypes.data,
+        encoded.size,
+        out.ctypes.data,
+        out.size,
+    )
+    return filled(out, found)

@@ -1,0 +1,265 @@
+"""Plans which encoded chunks a GPU is given to decode. Pure.
+
+The tables of fields and the core's plans enter. A field whose chunks a GPU can decode gets an
+`EncodedFormat`. For a batch, an `EncodedPlan` leaves: which chunks are read encoded, as they are
+stored in the file, and where the samples in them go; so chunks cross the link to the GPU
+compressed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5async.core.binding import Core
+from h5async.core.structures import MAX_RANK
+from h5async.deliver.frames import FrameFormat, Unshuffle, frame_format, unshuffles
+from h5async.index.extents import FieldTable, Layer, TableBuilder
+from h5async.index.layout import DatasetLayout
+from h5async.index.shapes import Kind, Shape
+from h5async.read.collection import Planned, Ranges
+
+Int64s = NDArray[np.int64]
+
+_ALIGNMENT = 16  # of encoded and decoded chunks
+_DEFLATE_BEGIN = 14  # behind a multiple of it: so the stream, 2 bytes on, is aligned
+_MOST_DECODED_NBYTES = 4 << 30  # of a batch, before samples are taken out
+_MOST_ENCODED_NBYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class EncodedFormat:
+    """How chunks of a dataset are decoded on a GPU, and what a batch takes at most.
+
+    Attributes
+    ----------
+    frame
+        How encoded bytes are framed.
+    unshuffles
+        What is undone after the codec, in this order.
+    shape
+        How pieces lie in chunks and rows.
+    row_nbytes
+        Of a row.
+    pitch
+        Bytes between decoded chunks.
+    max_chunks, max_tasks, max_runs
+        In a batch, at most: chunks, compressed blocks, runs of samples.
+    encoded_nbytes
+        Bytes that the encoded chunks of a batch take at most.
+    """
+
+    frame: FrameFormat
+    unshuffles: tuple[Unshuffle, ...]
+    shape: Shape
+    row_nbytes: int
+    pitch: int
+    max_chunks: int
+    max_tasks: int
+    max_runs: int
+    encoded_nbytes: int
+
+    @property
+    def list_words(self) -> int:
+        """Words of 64 bits of the lists that are uploaded with a batch.
+
+        Of blocks, copies, checksums (two to a word), and runs.
+        """
+        tasks, chunks = self.max_tasks, self.max_chunks
+        return 4 * tasks + 3 * (chunks + tasks) + (chunks + 1) // 2 + 5 * self.max_runs
+
+    @property
+    def staging_nbytes(self) -> int:
+        """Bytes of host memory that a slot takes for a batch's encoded chunks and their lists."""
+        lists = 4 * self.max_tasks + 3 * (
+            self.max_chunks + self.max_tasks
+        )  # before they are packed
+        return self.encoded_nbytes + 8 * (self.list_words + lists) + 4 * self.max_chunks
+
+    @property
+    def is_deflate(self) -> bool:
+        """Whether decoded chunks have an Adler-32 to be checked."""
+        return self.frame.codec == "deflate"
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPlan:
+    """Which chunks are read encoded, and where the samples in them go.
+
+    Attributes
+    ----------
+    chunks
+        Each chunk once.
+    run_chunk, run_cross, run_local, run_position, run_length
+        int64 (r,): samples that go from a chunk to the batch: the chunk, its index in the
+        cross-section, the first sample in the chunk, the first row of the batch, and how many.
+    """
+
+    chunks: Ranges
+    run_chunk: Int64s
+    run_cross: Int64s
+    run_local: Int64s
+    run_position: Int64s
+    run_length: Int64s
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks to read."""
+        return self.chunks.num_items
+
+    @property
+    def used_nbytes(self) -> int:
+        """Bytes of the memory for encoded chunks that are used."""
+        return int(self.chunks.position[-1] + self.chunks.nbytes[-1])
+
+
+def encoded_format(
+    layout: DatasetLayout, core: Core | None, rows: int, *, in_order: bool
+) -> EncodedFormat | str:
+    """Return how a GPU decodes chunks of a dataset, or why it cannot.
+
+    Parameters
+    ----------
+    layout
+        Of the dataset.
+    core
+        The compiled core, which plans batches and reads encoded chunks.
+    rows
+        Samples in a batch.
+    in_order
+        Whether batches hold neighbouring samples.
+    """
+    filters = next(iter(layout.leaves())).filters
+    frame = frame_format(filters)
+    if frame is None:
+        return f"its filters are {'+'.join(entry.label for entry in filters)}"
+    if core is None:
+        return "the compiled core is missing"
+    table = TableBuilder(lambda one: core.filters(one) is not None, MAX_RANK).build(layout)
+    reason = _reason_against(table, layout.row_nbytes)
+    if reason is not None:
+        return reason
+    assert table is not None
+    (layer,), shape, nbytes = table.layers, table.shapes[0], table.nbytes
+    pieces = len(shape.extents)
+    touched = rows
+    if in_order and (layer.step == 1).all():
+        touched = min(rows, -(-rows // shape.chunk_samples) + 2 * layer.row.size)
+    max_chunks = min(touched * pieces, nbytes.size)
+    pitch = -(-shape.chunk_nbytes // _ALIGNMENT) * _ALIGNMENT
+    largest = np.partition(nbytes, nbytes.size - max_chunks)[nbytes.size - max_chunks :]
+    encoded_nbytes = int(largest.sum()) + 2 * _ALIGNMENT * max_chunks
+    if pitch * max_chunks > _MOST_DECODED_NBYTES or encoded_nbytes > _MOST_ENCODED_NBYTES:
+        return f"a batch may touch {max_chunks} chunks of {shape.chunk_nbytes} bytes"
+    return EncodedFormat(
+        frame=frame,
+        unshuffles=unshuffles(filters),
+        shape=shape,
+        row_nbytes=layout.row_nbytes,
+        pitch=pitch,
+        max_chunks=max_chunks,
+        max_tasks=max_chunks * max(1, frame.usual_tasks(shape.chunk_nbytes)),
+        max_runs=rows * pieces,
+        encoded_nbytes=encoded_nbytes,
+    )
+
+
+def _reason_against(table: FieldTable | None, row_nbytes: int) -> str | None:
+    if table is None or any(shape.kind == Kind.LEFT for shape in table.shapes):
+        return "it is read through h5py"
+    if any(not shape.filters for shape in table.shapes):
+        return "it is not compressed"
+    if not table.offset.size:
+        return "it has no chunks"
+    is_whole = all(
+        shape.source_row_nbytes == row_nbytes and not shape.piece_begin.any()
+        for shape in table.shapes
+    )
+    if len(table.layers) > 1 or table.is_filled_first or not is_whole:
+        return "it is put together out of pieces of other datasets"
+    if not all(_are_alike(table.shapes[0], shape) for shape in table.shapes[1:]):
+        return "its files differ in chunks or filters"
+    return None
+
+
+def _are_alike(one: Shape, other: Shape) -> bool:
+    arrays = "extents", "row_begin", "chunk_strides", "row_strides"
+    numbers = "filters", "itemsize", "chunk_nbytes", "chunk_samples", "sample_stride"
+    return all(np.array_equal(getattr(one, n), getattr(other, n)) for n in arrays) and all(
+        getattr(one, n) == getattr(other, n) for n in numbers
+    )
+
+
+def plan_encoded(
+    form: EncodedFormat,
+    table: FieldTable,
+    planned: Planned,
+    column: int,
+    memory: NDArray[np.uint8],
+) -> EncodedPlan | None:
+    """Plan how the chunks of a batch are given to a GPU.
+
+    Parameters
+    ----------
+    form, table
+        Of a field that has an `EncodedFormat`.
+    planned, column
+        The core's plan of the batch, and the number of the field in it.
+    memory
+        uint8: where encoded chunks go.
+
+    Returns
+    -------
+    EncodedPlan or None
+        None where the host has to decode this batch: some chunks were never written, or some
+        filter was left out for some.
+    """
+    items, layer = planned.items[planned.items["field"] == column], table.layers[0]
+    if not items.size or (items["kind"] != Kind.CHUNKS).any():
+        return None
+    segment = items["segment"]
+    cross_number = np.stack([shape.cross_number for shape in table.shapes])[layer.shape[segment]]
+    extent = _extents(table, layer, segment, items["number"][:, np.newaxis] + cross_number)
+    if (extent < 0).any() or table.mask[extent].any():
+        return None
+    chunk, first, chunk_of = np.unique(extent, return_index=True, return_inverse=True)
+    chunk_of = chunk_of.reshape(extent.shape)
+    pieces = extent.shape[1]
+    nbytes = table.nbytes[chunk]
+    room = -(-nbytes // _ALIGNMENT) * _ALIGNMENT + _ALIGNMENT
+    # All runs of an item's samples, once for each of its pieces.
+    count = items["num_runs"]
+    item = np.repeat(np.arange(items.size), count)
+    run = np.arange(item.size) + np.repeat(items["first_run"] - np.cumsum(count) + count, count)
+    run, cross = np.repeat(run, pieces), np.tile(np.arange(pieces), run.size)
+    plan = EncodedPlan(
+        chunks=Ranges(
+            source=layer.source[segment[first // pieces]].astype(np.int64),
+            offset=table.offset[chunk],
+            nbytes=nbytes,
+            position=np.cumsum(room) - room + (_DEFLATE_BEGIN if form.is_deflate else 0),
+            memory=memory,
+        ),
+        run_chunk=chunk_of[item].reshape(-1),
+        run_cross=cross,
+        run_local=planned.run_local[run],
+        run_position=planned.run_position[run],
+        run_length=planned.run_length[run],
+    )
+    fits = plan.num_chunks <= form.max_chunks and plan.used_nbytes <= form.encoded_nbytes
+    return plan if fits and run.size <= form.max_runs else None
+
+
+def _extents(table: FieldTable, layer: Layer, segment: NDArray[np.int32], number: Int64s) -> Int64s:
+    """Return the extents of chunks, (items, pieces); -1: never written."""
+    begin, count = (column[segment][:, np.newaxis] for column in (layer.begin, layer.count))
+    found = np.where(number < count, begin + number, -1)
+    for sparse in np.unique(segment[layer.is_sparse[segment]]).tolist():
+        here, first = segment == sparse, int(layer.begin[sparse])
+        written = table.number[first : first + int(layer.count[sparse])]
+        at = np.searchsorted(written, number[here])
+        is_written = np.append(written, -1)[at] == number[here]
+        found[here] = np.where(is_written, first + at, -1)
+    return found

@@ -1,0 +1,128 @@
+"""Tells how the encoded chunks of a filter pipeline are cut into compressed blocks for a GPU.
+
+A GPU decodes many blocks at once, each alone. A chunk may have gone through one compressor at most,
+behind filters that only change the order of bytes or bits, which are undone after it; a checksum
+may come last. The compiled core then cuts the chunks (core/src/frames.h).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from h5async.codec.bitshuffle import default_block
+from h5async.codec.entry import CoreFilter, CoreKind
+from h5async.codec.filters import Filter
+
+BlockCodec = Literal["deflate", "zstd", "lz4"]  # raw deflate, a frame of zstd, a block of LZ4
+
+_SHUFFLES = CoreKind.SHUFFLE, CoreKind.BITSHUFFLE
+_OF_BITS = CoreKind.BITSHUFFLE, CoreKind.BITSHUFFLE_LZ4, CoreKind.BITSHUFFLE_ZSTD
+_COMPRESSORS: dict[CoreKind, BlockCodec] = {
+    CoreKind.DEFLATE: "deflate",
+    CoreKind.ZSTD: "zstd",
+    CoreKind.LZ4: "lz4",
+    CoreKind.BITSHUFFLE_LZ4: "lz4",
+    CoreKind.BITSHUFFLE_ZSTD: "zstd",
+}
+
+
+class Unshuffle(NamedTuple):
+    """A change of the order of bytes or bits, which a GPU undoes after it has decoded the blocks.
+
+    Attributes
+    ----------
+    itemsize
+        Bytes of an element.
+    block
+        Bits: elements of a block. 0: it is bytes that are shuffled.
+    """
+
+    itemsize: int
+    block: int
+
+
+@dataclass(frozen=True)
+class FrameFormat:
+    """How an encoded chunk is framed.
+
+    Attributes
+    ----------
+    kind
+        The core's number of the filter that compressed it; ``NOTHING``: none did.
+    has_checksum
+        Whether a Fletcher-32 checksum was added last.
+    element, block_nbytes
+        Of bitshuffle with a compressor: bytes of an element, and of a block; else 0.
+    codec
+        What decodes one block.
+    usual_block_nbytes
+        Of filters whose chunks say for themselves how large their blocks are: how large they are
+        where the filter's client data hold; 0: as large as the chunk.
+    """
+
+    kind: CoreKind
+    has_checksum: bool = False
+    element: int = 0
+    block_nbytes: int = 0
+    codec: BlockCodec | None = None
+    usual_block_nbytes: int = 0
+
+    def usual_tasks(self, chunk_nbytes: int) -> int:
+        """Return how many compressed blocks a chunk has.
+
+        It has no more, except where it says itself how large its blocks are. Where it does not say
+        that, at most one stretch of a chunk is not compressed.
+        """
+        nbytes = self.block_nbytes or self.usual_block_nbytes
+        if nbytes:
+            return -(-chunk_nbytes // nbytes)
+        return 0 if self.codec is None else 1
+
+
+def frame_format(filters: tuple[Filter, ...]) -> FrameFormat | None:
+    """Return how chunks are framed that all of these filters were applied to, in this order.
+
+    None: in a way that the core does not cut.
+    """
+    known = _known(filters)
+    if known is None:
+        return None
+    rest = [one for one in known if one[1].kind != CoreKind.NOTHING]
+    has_checksum = bool(rest) and rest[-1][1].kind == CoreKind.FLETCHER32
+    if has_checksum:
+        rest.pop()
+    compressor = rest.pop() if rest and rest[-1][1].kind not in _SHUFFLES else None
+    if any(core.kind not in _SHUFFLES for _, core in rest):
+        return None
+    if compressor is None:
+        return FrameFormat(CoreKind.NOTHING, has_checksum)
+    entry, core = compressor
+    codec = _COMPRESSORS.get(core.kind)
+    if codec is None:
+        return None
+    is_plain = core.kind not in _OF_BITS
+    element, block = (0, 0) if is_plain else (core.element_nbytes, _block(core))
+    if block % 8:
+        return None
+    usual = entry.parameters[0] if core.kind == CoreKind.LZ4 and entry.parameters else 0
+    return FrameFormat(core.kind, has_checksum, element, block * element, codec, usual)
+
+
+def unshuffles(filters: tuple[Filter, ...]) -> tuple[Unshuffle, ...]:
+    """Return what is undone after the compressor, in this order."""
+    return tuple(
+        Unshuffle(core.element_nbytes, 0 if core.kind == CoreKind.SHUFFLE else _block(core))
+        for _, core in reversed(_known(filters) or [])
+        if core.kind == CoreKind.SHUFFLE or core.kind in _OF_BITS
+    )
+
+
+def _known(filters: tuple[Filter, ...]) -> list[tuple[Filter, CoreFilter]] | None:
+    """Return filters as the core takes them; None where it does not know one."""
+    known = [(entry, entry.codec.core) for entry in filters if entry.codec and entry.codec.core]
+    return known if len(known) == len(filters) else None
+
+
+def _block(core: CoreFilter) -> int:
+    return core.block or default_block(core.element_nbytes)
