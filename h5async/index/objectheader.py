@@ -70,7 +70,7 @@ def _message(dataset: h5py.h5d.DatasetID, descriptor: int, kind: int) -> bytes:
     base, widths = int(created.get_userblock()), created.get_sizes()
     address = base + int(h5py.h5o.get_info(dataset).addr)
     found = [
-        (body, flags) for one, flags, body in _messages(descriptor, address, base, widths)
+        (body, flags) for one, flags, body in messages(descriptor, address, base, widths)
         if one == kind
     ]  # fmt: skip
     if len(found) != 1 or found[0][1] & _IS_SHARED or len(found[0][0]) < 4:
@@ -78,7 +78,7 @@ def _message(dataset: h5py.h5d.DatasetID, descriptor: int, kind: int) -> bytes:
     return found[0][0]
 
 
-def _messages(
+def messages(
     descriptor: int, address: int, base: int, widths: tuple[int, int]
 ) -> Iterator[tuple[int, int, bytes]]:
     """Yield type, flags and body of each message of a header."""

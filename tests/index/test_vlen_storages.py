@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import shutil
 import struct
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,9 @@ import numpy as np
 import pytest
 from h5py import h5d, h5p, h5s, h5t
 
-from h5async import AsyncReader, DatasetError, H5AsyncError, ReadError
+from h5async import AsyncReader, DatasetError, ReadError, UnsafeFileError
 from h5async.errors import BudgetError
+from h5async.index import objectheader
 from h5async.index.links import Reach
 from h5async.index.obstacles import NotDirectError
 from h5async.opening.raggedcolumns import heap_layout
@@ -196,3 +196,168 @@ def test_other_ways_of_reading(tmp_path, seed, options):
     for name, truth in list(found.items())[-1 if "workers" in options else 0 :]:
         for _ in range(1 + ("index_cache" in options)):  # the second time by the saved index
             assert_equal(read(folder / "a.h5", name, **options), truth)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "a.h5"
+
+
+def test_what_is_open_for_writing_is_refused(path):
+    with h5py.File(path, "w") as file:
+        put(file, "x", (3,), TEXT, "compact", None)
+        with pytest.raises(DatasetError, match="open for writing"):
+            read(path, "x")
+
+
+def test_attributes_behind_which_the_header_goes_on(path):
+    """Fill value and compact values lie in continuations, also of the newest form."""
+    for libver in ("earliest", "latest"):
+        with h5py.File(path, "w", libver=libver, track_order=True) as file:
+            for name, storage in (("x", "compact"), ("y", "chunked")):
+                data = put(file, name, (50,), TEXT, storage, "filled")
+                for number in range(7):
+                    data.attrs[f"{number}"] = "a" * 5000
+                    data.attrs[f"{number}"] = "b"
+                data[7] = "seven"
+        truth = [b"filled"] * 50
+        truth[7] = b"seven"
+        for name in ("x", "y"):
+            assert [bytes(one) for one in read(path, name)] == truth
+
+
+def mapped(file: h5py.File, names: list[tuple[str, str]], dtype: Any = TEXT) -> None:
+    """Write a virtual dataset, two samples of each source."""
+    layout = h5py.VirtualLayout((2 * len(names),), dtype)
+    for number, (source_file, name) in enumerate(names):
+        source = h5py.VirtualSource(source_file, name, (2,), dtype=dtype)
+        layout[2 * number : 2 * number + 2] = source
+    file.create_virtual_dataset("x", layout)
+
+
+def test_sources_are_one_heap_for_each_run_of_a_file(path):
+    for name in ("b.h5", "c.h5"):
+        with h5py.File(path.with_name(name), "w") as file:
+            for source in ("0", "1"):
+                file[source] = [name + source, "ä"]
+    with h5py.File(path, "w") as file:
+        mapped(file, [("b.h5", "1"), ("b.h5", "0"), ("c.h5", "0"), ("b.h5", "0")])
+    found = heap_layout("x", path, Reach())
+    assert [Path(heap.file).name for heap in found.heaps] == ["b.h5", "c.h5", "b.h5"]
+    assert [heap.first_sample for heap in found.heaps] == [0, 4, 6]
+    with AsyncReader(hdf5_path=[path, path], fields={"x": "x"}, batch_size=99) as reader:
+        texts = reader.get_next_batch().x.to_strings()
+    assert texts == ["b.h51", "ä", "b.h50", "ä", "c.h50", "ä", "b.h50", "ä"] * 2
+
+
+def test_sources_must_be_alike_there_and_permitted(path, tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    for name, dtype in (("b.h5", TEXT), ("c.h5", INTEGERS), ("outside/d.h5", TEXT)):
+        with h5py.File(tmp_path / name, "w") as file:
+            file.create_dataset("0", (2,), dtype)
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    cases = [
+        (path, "c.h5", DatasetError, "source is of another datatype"),
+        (path, "z.h5", DatasetError, "z.h5, which is missing"),
+        (inside / "a.h5", "../outside/d.h5", UnsafeFileError, "d.h5"),
+    ]
+    for at, source, kind, message in cases:
+        with h5py.File(at, "w") as file:
+            mapped(file, [(source, "0")])
+        with pytest.raises(kind, match=message):
+            read(at, "x")
+    with h5py.File(path, "w") as file:
+        mapped(file, [("z.h5", "0"), ("b.h5", "0")])
+    assert [bytes(one) for one in read(path, "x", allow_missing=True)] == [b""] * 4
+
+
+def test_an_unlimited_mapping(path):
+    with h5py.File(path.with_name("b.h5"), "w") as file:
+        file.create_dataset("0", data=["one", "two", "three"], dtype=TEXT, maxshape=(None,))
+    layout = h5py.VirtualLayout((1,), TEXT, maxshape=(None,))
+    source = h5py.VirtualSource("b.h5", "0", (1,), dtype=TEXT, maxshape=(None,))
+    layout[: h5s.UNLIMITED] = source[: h5s.UNLIMITED]
+    with h5py.File(path, "w") as file:
+        file.create_virtual_dataset("x", layout)
+    assert [bytes(one) for one in read(path, "x")] == [b"one", b"two", b"three"]
+
+
+@pytest.mark.parametrize("storage", ["compact", "chunked", "virtual"])
+def test_damaged_references(path, storage):
+    """Those of compact values, of a fill value, and of a source in another file."""
+    other = path.with_name("b.h5") if storage == "virtual" else path
+    with h5py.File(other, "w") as file:
+        kind = "chunked" if storage == "virtual" else storage
+        data = put(file, "0", (2,), TEXT, kind, "filled" if storage == "chunked" else None)
+        if storage != "chunked":
+            data[...] = "filled"
+    if storage == "virtual":
+        with h5py.File(path, "w") as file:
+            mapped(file, [("b.h5", "0")])
+    name = "x" if storage == "virtual" else "0"
+    image = other.read_bytes()
+    heap = image.index(b"GCOL")
+    reference = struct.pack("<IQ", 6, heap)  # (HDF5 checks a fill value, as it opens a dataset.)
+    by_hdf5 = "|metadata cannot be read" if storage == "chunked" else ""
+    assert reference in image
+    damages = [
+        (struct.pack("<IQ", 1 << 31, heap), "do not fit into the file"),
+        (struct.pack("<IQ", 7, heap), "instead of 7"),
+        (struct.pack("<IQ", 6, heap + 8), "has no signature"),
+        (struct.pack("<IQ", 6, 1 << 60), "too large"),
+    ]
+    for stored, message in damages:
+        other.write_bytes(image.replace(reference, stored))
+        with pytest.raises(ReadError, match=message + by_hdf5) as caught:
+            read(path, name)
+        assert str(other) in str(caught.value)
+    other.write_bytes(image)
+    assert [bytes(one) for one in read(path, name)] == [b"filled"] * 2
+
+
+@pytest.mark.parametrize("libver", ["earliest", "latest"])
+def test_a_damaged_header_is_no_crash(path, libver):
+    """HDF5 itself crashes at some of them, so that only our own walk is tried."""
+    with h5py.File(path, "w", libver=libver) as file:
+        data = put(file, "0", (2,), TEXT, "compact", "filled")
+        data.attrs["long"] = "a" * 3000
+        begin, widths = h5py.h5o.get_info(data.id).addr, file.id.get_create_plist().get_sizes()
+    image, rng = path.read_bytes(), np.random.default_rng(0)
+    for nth in range(400):
+        damaged = bytearray(image)
+        for _ in range(nth and 3):
+            damaged[begin + int(rng.integers(0, 180))] = int(rng.integers(0, 256))
+        path.write_bytes(damaged)
+        with path.open("rb") as file:
+            try:
+                found = list(objectheader.messages(file.fileno(), begin, 0, widths))
+            except NotDirectError:
+                assert nth
+            else:
+                assert sum(len(body) for _, _, body in found) < 64 * len(image)
+
+
+def test_many_runs_are_bounded_by_what_files_store(path, monkeypatch):
+    """A small file may map as many samples as it likes, in turns of two files."""
+    for name in ("b.h5", "c.h5"):
+        with h5py.File(path.with_name(name), "w") as file:
+            file.create_dataset("0", (1 << 11,), TEXT, chunks=(1 << 11,))
+    layout = h5py.VirtualLayout((1 << 12,), TEXT)
+    for number, name in enumerate(("b.h5", "c.h5")):
+        layout[number::2] = h5py.VirtualSource(name, "0", (1 << 11,), dtype=TEXT)
+    with h5py.File(path, "w") as file:
+        file.create_virtual_dataset("x", layout)
+    assert len(heap_layout("x", path, Reach()).heaps) == 1 << 12
+    monkeypatch.setattr("h5async.index.room._LEAST_NBYTES", 1 << 20)
+    with pytest.raises(BudgetError, match="its runs of samples"):
+        heap_layout("x", path, Reach())
+
+
+def test_stored_headers_that_are_not_known_are_refused(path, monkeypatch):
+    with h5py.File(path, "w") as file:
+        put(file, "0", (2,), TEXT, "compact", None)
+    monkeypatch.setattr("h5async.index.objectheader._MOST_BLOCKS", 0)
+    with pytest.raises(DatasetError, match="object header of an unknown form"):
+        read(path, "0")
