@@ -38,14 +38,14 @@ from h5async.samples.sparse import Csr
 if TYPE_CHECKING:
     from h5async.config.keywords import ReaderOptions
 
-# Where the program does not set up logging, nothing is printed, not even warnings.
+# If the program does not set up logging, nothing is printed, not even warnings.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __version__: str
 
 
 def __getattr__(name: str) -> Any:
-    """Return the version, or a module: what these need is loaded where somebody asks for them."""
+    """Return the version or a module, loading what they need on access."""
     if name == "__version__":
         return _version()
     if name == "ReaderOptions":
@@ -57,7 +57,7 @@ def __getattr__(name: str) -> Any:
     path = f"{__name__}.{name}"
     if name.startswith("_") or importlib.util.find_spec(path) is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    importlib.import_module(f"{__name__}.reader.engine")  # with nearly all that there is
+    importlib.import_module(f"{__name__}.reader.engine")  # loads nearly everything
     return importlib.import_module(path)
 
 

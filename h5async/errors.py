@@ -50,21 +50,21 @@ class H5AsyncError(Exception):
 
     @property
     def marked(self) -> str:
-        """The message with its options marked, for a message that contains it."""
+        """The message with its options marked, for inclusion in another message."""
         found: str = self.__dict__.get("_marked") or str(self)
         return found
 
     def spelled(self, spell: Spell) -> str:
-        """Return the message with the options as `spell` writes them, in printable form."""
+        """Return the message with options spelled by `spell`, in printable form."""
         return printable(spelled(self.marked, spell))
 
     def __str__(self) -> str:
-        """Return the message as it was given, in printable form (`KeyError` would quote it)."""
+        """Return the message as given, in printable form (`KeyError` would quote it)."""
         return printable(str(self.args[0]) if len(self.args) == 1 else super().__str__())
 
 
 class ConfigError(H5AsyncError, ValueError):
-    """An option is unknown, or its value does not fit it or the dataset.
+    """An option is unknown, or its value is invalid or does not fit the dataset.
 
     Examples
     --------
@@ -204,7 +204,7 @@ class BatchExpiredError(H5AsyncError, RuntimeError):
 
 
 class FileChangedWarning(UserWarning):
-    """A file was changed while a reader had it open; its chunks still lie where they did.
+    """A file was changed while a reader had it open; its chunks still have the same places.
 
     Examples
     --------
@@ -235,19 +235,9 @@ class PostprocessError(H5AsyncError):
 
 @contextmanager
 def needs_package(package: str, purpose: str) -> Iterator[None]:
-    """Turn an `ImportError` into an error that says what to install.
+    """Turn an `ImportError` into a `MissingPackageError` that says what to install.
 
-    Parameters
-    ----------
-    package
-        By which name pip knows it.
-    purpose
-        What it is needed for: ``"nested tensors"``.
-
-    Raises
-    ------
-    MissingPackageError
-        If what is done within it cannot import something.
+    `package` is its name for pip, and `purpose` what needs it: ``"nested tensors"``.
     """
     try:
         yield
@@ -260,14 +250,9 @@ def needs_package(package: str, purpose: str) -> Iterator[None]:
 
 @contextmanager
 def taking_memory(what: str, remedy: str) -> Iterator[None]:
-    """Turn errors which say that memory was refused into an `OutOfMemoryError`.
+    """Turn errors for refused memory into an `OutOfMemoryError`.
 
-    Parameters
-    ----------
-    what
-        What needs memory: ``"train.h5: 2 batches of 64 samples"``.
-    remedy
-        What to do about it.
+    `what` needs memory: ``"train.h5: 2 batches of 64 samples"``. `remedy` says what to do.
     """
     try:
         yield
@@ -278,10 +263,10 @@ def taking_memory(what: str, remedy: str) -> Iterator[None]:
 
 
 def is_lack_of_memory(error: BaseException | None) -> TypeGuard[Exception]:
-    """Tell whether Python or a library says by an error that it got no memory."""
+    """Tell whether an error of Python or a library means that memory was refused."""
     if isinstance(error, H5AsyncError):
         return False
-    # Python's locks raise a `RuntimeError` for it, and some functions of NumPy set no error at all.
+    # Python's locks then raise a `RuntimeError`, and some functions of NumPy set no error at all.
     words = (
         "can't allocate lock",
         "returned NULL without setting an exception",
@@ -292,19 +277,9 @@ def is_lack_of_memory(error: BaseException | None) -> TypeGuard[Exception]:
 
 
 def out_of_memory(what: str, cause: BaseException, remedy: str = "") -> OutOfMemoryError:
-    """Make the error for memory that the system refused.
+    """Make the error for refused memory, with its cause.
 
-    Parameters
-    ----------
-    what, remedy
-        As of `taking_memory`; the default remedy is one that always applies.
-    cause
-        The error that was raised.
-
-    Returns
-    -------
-    OutOfMemoryError
-        With `cause` as its cause.
+    `what` and `remedy` are as in `taking_memory`; the default remedy always applies.
     """
     found = f" ({cause})" if str(cause) else ""
     batches = f"{named('batch_size')}, {named('prefetch')}"
@@ -315,9 +290,9 @@ def out_of_memory(what: str, cause: BaseException, remedy: str = "") -> OutOfMem
 
 
 def forget_frames(error: BaseException) -> None:
-    """Clear the local variables that the tracebacks of an error and of its causes hold.
+    """Clear the local variables held by the tracebacks of an error and its causes.
 
-    The tracebacks still tell where the error came from; functions that still run are left alone.
+    The tracebacks still tell where the error came from. Running functions are left alone.
     """
     seen: set[int] = set()
     todo: list[BaseException | None] = [error]
@@ -332,19 +307,8 @@ def forget_frames(error: BaseException) -> None:
 def postprocess_error(message: str, cause: Exception) -> PostprocessError:
     """Make an error that is a `PostprocessError` and also of the type of `cause`.
 
-    The caller catches it by the type raised in `postprocess`, or as an `H5AsyncError`.
-
-    Parameters
-    ----------
-    message
-        The whole message.
-    cause
-        The exception that `postprocess` raised; it becomes ``__cause__``.
-
-    Returns
-    -------
-    PostprocessError
-        To be raised; a plain `PostprocessError` where the type of `cause` cannot be mixed in.
+    So the caller can catch it by the type raised in `postprocess`, or as an `H5AsyncError`. It is a
+    plain `PostprocessError` if the type of `cause` cannot be mixed in.
     """
     error = _mixed(message, type(cause), cause.__dict__)
     error.__cause__ = cause
@@ -355,7 +319,7 @@ def _mixed(
     message: str, kind: type[Exception], attributes: Mapping[str, object]
 ) -> PostprocessError:
     error = PostprocessError(message)
-    if issubclass(kind, H5AsyncError | StopIteration):  # the latter would end a for loop
+    if issubclass(kind, H5AsyncError | StopIteration):  # StopIteration would end a for loop
         return error
     try:
         both: type[PostprocessError] = type(
@@ -368,9 +332,9 @@ def _mixed(
         )
         try:
             mixed = both.__new__(both)
-        except TypeError:  # that of `MemoryError` makes none of our classes
+        except TypeError:  # `MemoryError.__new__` rejects our classes
             mixed = Exception.__new__(both)
-    except TypeError:  # a layout conflict, or a __new__ that wants arguments
+    except TypeError:  # a layout conflict, or a __new__ that needs arguments
         return error
     mixed.__dict__.update(attributes)
     mixed.args = (message,)

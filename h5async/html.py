@@ -1,7 +1,6 @@
-"""Makes small HTML tables for notebooks: rows of text and bars enter, HTML leaves.
+"""Makes small HTML tables of text and bars for notebooks.
 
-Colours are those of the page around them, dark or light. Nothing is loaded, nothing runs, and all
-text is escaped.
+Colours follow the page, dark or light. Nothing is loaded or run, and all text is escaped.
 """
 
 from __future__ import annotations
@@ -24,15 +23,7 @@ _FILLED = "display:block;height:100%;background:#3b82c4"
 
 
 class Bar(NamedTuple):
-    """A cell with a bar, and text behind it.
-
-    Attributes
-    ----------
-    share
-        How much of the bar is filled, 0 to 1.
-    text
-        What stands behind it.
-    """
+    """A cell with a bar, filled to `share` (0 to 1), and text after it."""
 
     share: float
     text: str
@@ -54,17 +45,7 @@ def table(
 
 
 def box(title: str, grids: Iterable[str], *, subtitle: str = "", note: str = "") -> str:
-    """Return several tables with a title as HTML.
-
-    Parameters
-    ----------
-    title, subtitle
-        The line above them: the title is bold.
-    grids
-        What `grid` returned.
-    note
-        A sentence below them.
-    """
+    """Return tables with a title in bold, a subtitle and a note below them, as HTML."""
     line = (
         f'<p style="{_CAPTION}"><strong>{html.escape(title)}</strong> {html.escape(subtitle)}</p>'
     )
@@ -73,15 +54,7 @@ def box(title: str, grids: Iterable[str], *, subtitle: str = "", note: str = "")
 
 
 def grid(rows: Iterable[Sequence[Cell]], head: Sequence[str] = ()) -> str:
-    """Return a table as HTML.
-
-    Parameters
-    ----------
-    rows
-        The cells of each row.
-    head
-        Names of the columns; empty: there are none, and the first cell of a row is its name.
-    """
+    """Return a table as HTML; without `head`, the first cell of a row is its name."""
     found = []
     if head:
         cells = "".join(f'<th style="{_HEAD}">{html.escape(name)}</th>' for name in head)
@@ -97,7 +70,7 @@ def _cell(cell: Cell) -> str:
     if isinstance(cell, str):
         return html.escape(cell)
     percent = 100 * min(1.0, max(0.0, cell.share))
-    # The track is a shade of the page's own colour of text: visible on dark and light pages.
+    # The track is a shade of the page's text colour: visible on dark and light pages.
     return (
         f'<span style="white-space:nowrap"><span style="{_TRACK};position:relative">'
         '<span style="position:absolute;inset:0;background:currentColor;opacity:.15"></span>'
@@ -107,12 +80,12 @@ def _cell(cell: Cell) -> str:
 
 
 def counted(count: int, singular: str, plural: str = "") -> str:
-    """Return a number of things as text: "1 batch", "2,000 batches"."""
+    """Return a count with its noun: "1 batch", "2,000 batches"."""
     return f"{count:,} {singular if count == 1 else plural or singular + 's'}"
 
 
 def seconds_text(seconds: float) -> str:
-    """Return a time in the unit that suits it."""
+    """Return a time in a suitable unit."""
     for unit, times in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
         if seconds * times >= 1 or unit == "µs":
             return f"{seconds * times:.3g} {unit}"
@@ -120,7 +93,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def size_text(nbytes: float) -> str:
-    """Return a size in the unit that suits it."""
+    """Return a size in a suitable unit."""
     for unit, of_unit in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= of_unit:
             return f"{nbytes / of_unit:.3g} {unit}"

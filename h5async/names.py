@@ -1,7 +1,7 @@
-"""Converts names in HDF5 files, which are bytes, to `str` and back, and to text for any terminal.
+"""Converts names in HDF5 files, which are bytes, to `str` and back, and to printable text.
 
-Most names are UTF-8. A byte that is not UTF-8 becomes a surrogate escape, as in Python's names of
-files, so that nothing is lost. Such text cannot be written to a terminal or a log.
+Most names are UTF-8. Other bytes become surrogate escapes, as in Python's file names, so that
+nothing is lost; such text cannot be written to a terminal or a log.
 """
 
 from __future__ import annotations
@@ -12,10 +12,7 @@ import shlex
 def name_bytes(name: str) -> bytes:
     """Return the bytes that HDF5 stores for a name or a path.
 
-    Raises
-    ------
-    ValueError
-        If no file can hold the name, because it has surrogates that stand for no byte.
+    Raises `ValueError` for surrogates that stand for no byte, which no file can hold.
     """
     return name.encode("utf-8", "surrogateescape")
 
@@ -26,7 +23,7 @@ def name_text(name: str | bytes) -> str:
 
 
 def printable(text: str) -> str:
-    r"""Return text that can be encoded; a byte that is not UTF-8 is shown as ``\xff``."""
+    r"""Return text that can be encoded; bytes that are not UTF-8 look like ``\xff``."""
     if text.isascii():
         return text
     shown = (_byte_escape(c) if "\udc80" <= c <= "\udcff" else c for c in text)
@@ -34,7 +31,7 @@ def printable(text: str) -> str:
 
 
 def shell_word(text: str) -> str:
-    """Return text as it is typed in a shell: in bash and zsh, also bytes that are not UTF-8."""
+    """Quote text for a shell; bytes that are not UTF-8 need bash or zsh."""
     if printable(text) == text:
         return shlex.quote(text)
     escaped = text.replace("\\", r"\\").replace("'", r"\'")

@@ -1,8 +1,8 @@
-"""Spells options in messages as they are written where somebody reads them.
+"""Spells options in messages as the reader of the message would write them.
 
-A message names options by `named`, which marks them. Python reads ``allow_missing=True``; the
-command line spells the same message with ``--allow-missing``, and a configuration file with
-``allow_missing = true``. So nobody searches messages for words that look like options.
+Messages mark options with `named`. Python shows ``allow_missing=True``; the command line spells the
+same message with ``--allow-missing``, and a configuration file with ``allow_missing = true``. So no
+code searches messages for words that look like options.
 """
 
 from __future__ import annotations
@@ -16,40 +16,30 @@ from typing import Any, Final, Literal
 Where = Literal["keyword", "toml", "json", "yaml"]
 Spell = Callable[[str, tuple[Any, ...]], str]
 
-# Noncharacters of Unicode, which no text holds.
+# Noncharacters of Unicode, which no text contains.
 _BEGIN, _VALUE, _END = "\ufdd0", "\ufdd1", "\ufdd2"
 _MARKED = re.compile(f"{_BEGIN}([^{_BEGIN}{_END}{_VALUE}]*)(?:{_VALUE}([^{_BEGIN}{_END}]*))?{_END}")
 _NOT_GIVEN: Final = object()
 
 
 def named(name: str, value: object = _NOT_GIVEN) -> str:
-    """Return an option, and perhaps its value, as messages hold it: marked.
+    """Return an option, and optionally its value, marked for a message.
 
-    Parameters
-    ----------
-    name
-        Of the option, as a keyword.
-    value
-        A literal of Python: None, a bool, a number, a string, or a list of these.
+    `value` is a literal of Python: None, a bool, a number, a string, or a list of these.
     """
     shown = "" if value is _NOT_GIVEN else f"{_VALUE}{value!r}"
     return f"{_BEGIN}{name}{shown}{_END}"
 
 
 def has_options(text: str) -> bool:
-    """Tell whether a message holds a marked option."""
+    """Tell whether a message has a marked option."""
     return _BEGIN in text
 
 
 def spelled(text: str, spell: Spell) -> str:
-    """Return a message with its options as `spell` writes them.
+    """Return a message with its marked options written by `spell`.
 
-    Parameters
-    ----------
-    text
-        A message with options as `named` marked them.
-    spell
-        Takes the name of an option, and its value in a tuple: an empty one where none is told.
+    `spell` takes the name of an option, and a tuple of its value, empty if none is given.
     """
 
     def one(found: re.Match[str]) -> str:
@@ -60,12 +50,12 @@ def spelled(text: str, spell: Spell) -> str:
 
 
 def as_keyword(name: str, value: tuple[Any, ...]) -> str:
-    """Spell an option as a keyword of Python."""
+    """Spell an option as a Python keyword."""
     return name if not value else f"{name}={_quoted(value[0])}"
 
 
 def in_file(where: Where) -> Spell:
-    """Return what spells options as a configuration file of some kind has them."""
+    """Return a function that spells options as a kind of configuration file does."""
     if where == "keyword":
         return as_keyword
     form = {"toml": "{} = {}", "json": '"{}": {}', "yaml": "{}: {}"}[where]
@@ -80,7 +70,7 @@ def _literal(text: str) -> Any:
 
 
 def _quoted(value: object) -> str:
-    """Return a value as Python has it; the messages have strings in double quotes."""
+    """Return a value as in Python; strings are in double quotes, as in the messages."""
     if isinstance(value, str) and value.isprintable() and not set(value) & {'"', "\\"}:
         return f'"{value}"'
     return repr(value)

@@ -1,6 +1,6 @@
 """Delivers the batches of an `AsyncReader` as PyTorch tensors, over the same memory.
 
-This imports torch, so ``import h5async`` does not import it.
+Only this module imports torch, not ``import h5async``.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ _WRITE = "write DataLoader(dataset, batch_size=None)"
 class H5Dataset(IterableDataset):
     """An iterable dataset of whole batches, for a loop, a DataLoader or a Lightning Trainer.
 
-    Each iteration is the next epoch, and gives dicts of tensors by the names of their fields.
-    **The tensors live until the next iteration of the loop**, as a batch does: they are the
-    reader's own buffers, not copies. Clone what has to last longer. (With the option
-    ``debug_lifetimes``, tensors that are kept too long hold NaN, -1 or 255.) The same holds with
-    ``pin_memory``: the reader waits for a copy to a GPU that is still running then, if the copy was
-    made on the stream that is PyTorch's current one when the next batch is asked for.
+    Each iteration is the next epoch, and gives dicts of tensors by field name. **The tensors live
+    until the next iteration of the loop**, as a batch does: they are the reader's own buffers, not
+    copies. Clone what has to last longer. (With the option ``debug_lifetimes``, tensors that are
+    kept too long hold NaN, -1 or 255.) The same holds with ``pin_memory``: the reader waits for a
+    copy to a GPU that is still running, if it was made on PyTorch's current stream at the time of
+    the next request.
 
-    Sparse rows are tensors of layout ``torch.sparse_csr``, and samples of differing lengths nested
-    tensors of layout ``torch.jagged``, over the same buffers.
+    Sparse rows are tensors of layout ``torch.sparse_csr``, and samples of varying lengths are
+    nested tensors of layout ``torch.jagged``, over the same buffers.
 
-    The reader's threads do the work of a DataLoader's worker processes. Where a DataLoader is
-    needed, write ``DataLoader(dataset, batch_size=None)``: the batches exist already, and
-    `num_workers` stays 0. For a `postprocess` that holds the GIL, give the dataset ``workers=4``,
-    say, which has as many processes fill batches side by side.
+    The reader's threads do the work of a DataLoader's worker processes. If a DataLoader is needed,
+    write ``DataLoader(dataset, batch_size=None)``: the batches exist already, and `num_workers`
+    stays 0. For a `postprocess` that holds the GIL, give the dataset ``workers=4``, say, so that
+    several processes fill batches side by side.
 
-    Files are opened by the first use of anything but `close`. The dataset can be pickled before and
-    after that: the copy opens the files again, and goes on where this one is.
+    Any first use except `close` opens the files. The dataset can be pickled before and after that:
+    the copy opens the files again, and continues at the same position.
 
     With several processes, each gets its part of every epoch, and all get the same number of
-    batches. The options `rank` and `world_size` say which process this is; else
-    ``torch.distributed`` does, if a process group exists when the first batch is asked for; else
-    the launcher's environment. The state is the same in all processes.
+    batches. The options `rank` and `world_size` identify the process; without them,
+    ``torch.distributed`` does, if a process group exists at the time of the first batch; else the
+    launcher's environment. The state is the same in all processes.
 
     Parameters
     ----------
@@ -67,8 +67,8 @@ class H5Dataset(IterableDataset):
     Raises
     ------
     ConfigError
-        If an option is unknown; or when iterated in a worker process, or by a DataLoader that
-        would collate batches.
+        If an option is unknown; or when iterated in a worker process, or by a DataLoader that would
+        collate batches.
     DatasetError
         When opened: if PyTorch has no dtype for a field; or as `AsyncReader` raises.
 
@@ -99,7 +99,7 @@ class H5Dataset(IterableDataset):
         super().__init__()
         self._as_tuple = as_tuple
         self._reader: AsyncReader | None = None
-        self._state: Mapping[str, Any] | None = None  # to go on from, once opened
+        self._state: Mapping[str, Any] | None = None  # to continue from, once opened
         self._is_closed = False
         self._is_ours = not isinstance(config, AsyncReader)
         if isinstance(config, AsyncReader):
@@ -115,7 +115,7 @@ class H5Dataset(IterableDataset):
 
     @property
     def reader(self) -> AsyncReader:
-        """The reader, which is opened here if it is not open yet."""
+        """The reader, opened on first access."""
         _check_process()
         if self._is_closed:
             raise ReaderClosedError("the dataset is closed")
@@ -125,13 +125,13 @@ class H5Dataset(IterableDataset):
         return self._reader
 
     def __len__(self) -> int:
-        """Return the number of batches in an epoch, which is the same in all processes."""
+        """Return the number of batches in an epoch, the same in all processes."""
         return len(self.reader)
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin the next epoch; after `load_state_dict`, the rest of the one it was saved in."""
-        # A DataLoader that collates holds batches past their life, and would give wrong values;
-        # whether it does, only its fetcher knows, which calls this.
+        """Begin the next epoch; after `load_state_dict`, the rest of the saved one."""
+        # A DataLoader that collates holds batches past their life, and would give wrong values.
+        # Only its fetcher, which calls this, knows whether it collates.
         caller = sys._getframe(1).f_locals.get("self")
         if getattr(caller, "auto_collation", None) is True:
             raise ConfigError(
@@ -141,13 +141,7 @@ class H5Dataset(IterableDataset):
         return map(self._tensors, self.reader)
 
     def __getitem__(self, index: object) -> NoReturn:
-        """Refuse: samples come in batches, and `random_split` is a matter of the option `indices`.
-
-        Raises
-        ------
-        ConfigError
-            In any case.
-        """
+        """Raise `ConfigError`: samples come in batches, and `indices` selects a part."""
         raise ConfigError(
             "H5Dataset gives whole batches, and no item by its number; for a part of the samples,"
             ' instead of random_split() or Subset, give it indices=Split("train", {"train": 0.9,'
@@ -155,19 +149,19 @@ class H5Dataset(IterableDataset):
         )
 
     def set_epoch(self, epoch: int) -> None:
-        """Go on with the beginning of an epoch, as `AsyncReader.set_epoch`.
+        """Continue at the beginning of an epoch, as `AsyncReader.set_epoch`.
 
         No loop needs it: each iteration is the next epoch. Do not call it after `load_state_dict`:
-        it would start the epoch again whose rest is to come.
+        it would restart the epoch instead of continuing it.
         """
         self.reader.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the dataset is, as `AsyncReader.state_dict`."""
+        """Return the dataset's position, as `AsyncReader.state_dict`."""
         return self.reader.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on exactly where a state was saved, as `AsyncReader.load_state_dict`."""
+        """Continue exactly where a state was saved, as `AsyncReader.load_state_dict`."""
         self.reader.load_state_dict(state)
 
     def close(self) -> None:
@@ -177,7 +171,6 @@ class H5Dataset(IterableDataset):
             self._reader.close()
 
     def __enter__(self) -> H5Dataset:
-        """Return the dataset itself."""
         return self
 
     def __exit__(
@@ -186,16 +179,14 @@ class H5Dataset(IterableDataset):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Close the dataset."""
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Send options and position to another process, and no reader."""
+        """Return options and position for another process, without the reader."""
         state = self._state if self._reader is None else self._reader.state_dict()
         return {**self.__dict__, "_reader": None, "_state": state, "_is_ours": True}
 
     def __repr__(self) -> str:
-        """Describe the dataset in a line."""
         return f"<H5Dataset {self._config.hdf5_path if self._reader is None else self._reader}>"
 
     def _tensors(self, batch: Batch) -> dict[str, Any] | tuple[Any, ...]:
@@ -226,7 +217,7 @@ def _open(config: ReaderConfig, state: Mapping[str, Any] | None) -> AsyncReader:
 
 
 def _check_dtypes(reader: AsyncReader) -> None:
-    """Raise for dtypes that PyTorch lacks now, and not in the first batch."""
+    """Raise early for dtypes that PyTorch lacks, not with the first batch."""
     if reader.config.postprocess is not None:
         return  # it may change dtypes
     for name, field in reader.config.batch_fields.items():
@@ -238,7 +229,7 @@ def _check_dtypes(reader: AsyncReader) -> None:
 
 
 def _tensor(array: Any, name: str, where: str = "") -> Any:
-    """Return a tensor over the memory of an array, NumPy's or CuPy's, or of several samples'."""
+    """Return a tensor over the memory of an array, NumPy's or CuPy's, or of sample arrays."""
     try:
         return array.to_tensor() if isinstance(array, SampleArrays) else torch.from_dlpack(array)
     except NoTensorError as error:

@@ -13,12 +13,14 @@ from numpy.typing import NDArray
 from h5async import Field
 from h5async.codec.filters import Filter
 from h5async.core.binding import Core, address
+from h5async.core.tablestructures import REFUSED, WantedStruct
 from h5async.index.chunktable import ChunkTable
 from h5async.index.joined import join_layouts
 from h5async.index.layout import DatasetLayout
 from h5async.index.metadata import read_layouts
+from h5async.index.shapes import Kind
 from h5async.io.stamps import FileStamp
-from h5async.read.collection import Collection
+from h5async.read.collection import Collection, _array
 from h5async.read.scratch import Scratch, ScratchSize
 
 GUARD_NBYTES, CANARY, FRESH = 64, 0xC3, 0x5A
@@ -180,5 +182,24 @@ class Collected:
         return refused
 
     def left(self) -> dict[int, list[int]]:
-        """Return, by field, the rows that the core has left."""
-        return {field: rows.tolist() for field, rows in self.collection.left(self.batch)}
+        """Return, by field, the rows that the core has refused, or left to h5py."""
+        items, plan = self.collection._items(self.batch), self.batch.plan
+        items = items[items["status"] == REFUSED]
+        wanted = _array(plan.sorted, plan.num_wanted + 1, np.dtype(WantedStruct))
+        ranks = np.arange(wanted["rank"][-1])
+        run = np.searchsorted(wanted["rank"], ranks, side="right") - 1
+        position = wanted["position"][run].astype(np.int64) + ranks - wanted["rank"][run]
+        run_position = _array(plan.run_position, plan.num_runs, np.int64)
+        run_length = _array(plan.run_length, plan.num_runs, np.int64)
+        found: dict[int, set[int]] = {}
+        for item in items:
+            here = slice(item["first_run"], item["first_run"] + item["num_runs"])
+            rows = found.setdefault(int(item["field"]), set())
+            if item["kind"] == Kind.ROWS:
+                rows.update(position[here].tolist())
+            elif item["kind"] == Kind.HEAP:
+                rows.update(run_length[here].tolist())
+            else:
+                for first, length in zip(run_position[here], run_length[here], strict=True):
+                    rows.update(range(int(first), int(first + length)))
+        return {field: sorted(rows) for field, rows in sorted(found.items())}

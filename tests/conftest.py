@@ -329,6 +329,6 @@ def nobody_else_gets_the_gil() -> Iterator[None]:
 
 
 @pytest.fixture
-def python_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Execute plans in Python, though the compiled core may be there."""
+def h5py_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read all through h5py, though the compiled core may be there."""
     monkeypatch.setattr("h5async.fill.filling.load_core", lambda: None)

@@ -1113,6 +1113,8 @@ H5PY_TYPES = {
     "bool on i4": enum_on(h5t.STD_I32LE, FALSE=0, TRUE=1),
     "bool on i2 big-endian": enum_on(h5t.STD_I16BE, FALSE=0, TRUE=1),
     "complex with a gap": compound(24, r=(0, h5t.IEEE_F64LE), i=(16, h5t.IEEE_F64LE)),
+}
+CONVERTED_TYPES = {
     "bitfield of 32 big-endian": h5t.STD_B32BE,
     "12 bits": integer_of(h5t.STD_U16LE, 12),
     "12 bits signed": integer_of(h5t.STD_I16LE, 12),
@@ -1130,8 +1132,8 @@ H5PY_TYPES = {
     "array of 12 bits": h5t.array_create(integer_of(h5t.STD_U16LE, 12), (3,)),
 }
 if hasattr(h5t, "COMPLEX_IEEE_F64LE"):  # HDF5 2
-    H5PY_TYPES["complex of HDF5 2"] = h5t.COMPLEX_IEEE_F64LE
-    H5PY_TYPES["complex of HDF5 2 big-endian"] = h5t.COMPLEX_IEEE_F32BE
+    CONVERTED_TYPES["complex of HDF5 2"] = h5t.COMPLEX_IEEE_F64LE
+    CONVERTED_TYPES["complex of HDF5 2 big-endian"] = h5t.COMPLEX_IEEE_F32BE
 
 
 def stored_as(types: Mapping[str, h5t.TypeID]) -> dict[str, dict[str, Any]]:
@@ -1139,7 +1141,10 @@ def stored_as(types: Mapping[str, h5t.TypeID]) -> dict[str, dict[str, Any]]:
 
 
 @quirk(
-    "direct", cases=product(stored_as(DIRECT_TYPES), {"": {}, "encoded": {"filters": ("deflate",)}})
+    "direct",
+    cases=product(
+        stored_as(DIRECT_TYPES | CONVERTED_TYPES), {"": {}, "encoded": {"filters": ("deflate",)}}
+    ),
 )
 @quirk("h5py", cases=product(stored_as(H5PY_TYPES), {"": {}, "encoded": {"filters": ("deflate",)}}))
 def type_of(file, stored, filters=()):
@@ -1156,12 +1161,12 @@ def type_of(file, stored, filters=()):
 
 
 NBIT = {
-    "u2 of 12 bits": {"stored": integer_of(h5t.STD_U16LE, 12)},
-    "i2 of 12 bits": {"stored": integer_of(h5t.STD_I16LE, 12)},
-    "u2 of 12 bits shifted": {"stored": integer_of(h5t.STD_U16LE, 12, 4)},
-    "i4 of 17 bits big-endian": {"stored": integer_of(h5t.STD_I32BE, 17, 5)},
+    "u2 of 12 bits": {"stored": integer_of(h5t.STD_U16LE, 12), "way": "direct"},
+    "i2 of 12 bits": {"stored": integer_of(h5t.STD_I16LE, 12), "way": "direct"},
+    "u2 of 12 bits shifted": {"stored": integer_of(h5t.STD_U16LE, 12, 4), "way": "direct"},
+    "i4 of 17 bits big-endian": {"stored": integer_of(h5t.STD_I32BE, 17, 5), "way": "direct"},
     "array of 12 bits": {"stored": h5t.array_create(integer_of(h5t.STD_U16LE, 12), (3,))},
-    "compound with 12 bits": {"stored": H5PY_TYPES["compound with 12 bits"]},
+    "compound with 12 bits": {"stored": CONVERTED_TYPES["compound with 12 bits"]},
     "f8": {"stored": h5t.IEEE_F64LE, "way": "direct"},
     "i2 big-endian": {"stored": h5t.STD_I16BE, "way": "direct"},
     "compound": {"stored": DIRECT_TYPES["compound packed"], "way": "direct"},

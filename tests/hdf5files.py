@@ -57,8 +57,10 @@ def write_compact(file: h5py.File, name: str, values: np.ndarray) -> None:
     h5py.Dataset(h5py.h5d.create(file.id, name.encode(), kind, space, plist))[...] = values
 
 
-def reduced_precision(bits: int = 20) -> h5py.Datatype:
-    """Return the type of integers of fewer bits than their four bytes have; only h5py reads it."""
+def type_for_h5py(bits: int = 20) -> h5py.Datatype:
+    """Return a type that only h5py reads: an enumeration of integers of so many bits in 4 bytes."""
     kind = h5py.h5t.STD_I32LE.copy()
     kind.set_precision(bits)
-    return h5py.Datatype(kind)
+    enumeration = h5py.h5t.enum_create(kind)
+    enumeration.enum_insert(b"zero", 0)
+    return h5py.Datatype(enumeration)

@@ -8,7 +8,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from hdf5files import reduced_precision
+from hdf5files import type_for_h5py
 from test_stats import told as sentence_of
 
 from h5async import AsyncReader, Field, RaggedField, ReaderStats
@@ -47,12 +47,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(params=[True, False], ids=["core", "python"])
-def each_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not request.param:
-        request.getfixturevalue("python_way")
-
-
 @pytest.fixture(autouse=True)
 def keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have readers keep no decoded chunks between batches, as they do of large datasets."""
@@ -81,7 +75,6 @@ def remedies(path: Any, **options: Any) -> list[str]:
 # --- counted ---------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("field", ["eight", "one", "cut"])
 def test_in_order_nothing_is_decoded_in_vain(path: Path, field: str) -> None:
     stats = read(path, data_field=field)
@@ -89,14 +82,12 @@ def test_in_order_nothing_is_decoded_in_vain(path: Path, field: str) -> None:
     assert stats.decoded_per_used == 1.0
 
 
-@pytest.mark.usefixtures("each_way")
 def test_a_sample_of_each_chunk(path: Path) -> None:
     stats = read(path, data_field="eight", indices=range(0, 400, 8))
     assert (stats.samples, stats.decoded_chunks) == (50, 50)
     assert stats.decoded_per_used == 8.0
 
 
-@pytest.mark.usefixtures("each_way")
 def test_shuffled_it_is_what_batches_have_of_a_chunk(path: Path) -> None:
     stats = read(path, data_field="eight", shuffle="full")
     with AsyncReader(
@@ -108,13 +99,11 @@ def test_shuffled_it_is_what_batches_have_of_a_chunk(path: Path) -> None:
     assert stats.decoded_per_used > 5
 
 
-@pytest.mark.usefixtures("each_way")
 def test_pieces_of_images_count_as_whole_images(path: Path) -> None:
     stats = read(path, data_field="cut", indices=range(0, 400, 8))
     assert (stats.decoded_chunks, stats.decoded_per_used) == (100, 8.0)
 
 
-@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("field", ["raw", "raw_cut"])
 @pytest.mark.parametrize("io", ["auto", "pread"])
 def test_of_chunks_without_filters_samples_are_read_alone(path: Path, field: str, io: str) -> None:
@@ -123,7 +112,6 @@ def test_of_chunks_without_filters_samples_are_read_alone(path: Path, field: str
     assert (stats.read_per_used, stats.decoded_per_used) == (1.0, 0.0)
 
 
-@pytest.mark.usefixtures("each_way")
 def test_chunks_across_the_samples_are_read_whole(path: Path) -> None:
     options = {"data_field": "columns", "num_dim": 1, "indices": range(0, 400, 100)}
     stats = read(path, **options)
@@ -132,7 +120,6 @@ def test_chunks_across_the_samples_are_read_whole(path: Path) -> None:
     assert '"data" with the dimension of its samples first' in stats._advice.raw_remedies[0].text
 
 
-@pytest.mark.usefixtures("each_way")
 def test_windows_that_overlap_use_a_chunk_several_times(path: Path) -> None:
     fields = {"x": Field("eight", steps=range(4))}
     sequences = {"ends": "ends"}
@@ -144,7 +131,6 @@ def test_windows_that_overlap_use_a_chunk_several_times(path: Path) -> None:
     assert one.decoded_per_used == 2.0
 
 
-@pytest.mark.usefixtures("each_way")
 def test_ragged_samples_count_by_their_values(path: Path) -> None:
     field = RaggedField("tokens", offsets="token_ends", offsets_kind="ends")
     whole = read(path, fields={"x": field}, batch_size=80)
@@ -155,7 +141,6 @@ def test_ragged_samples_count_by_their_values(path: Path) -> None:
     assert alone._advice.unit == "value"
 
 
-@pytest.mark.usefixtures("each_way")
 def test_members_of_records_and_edges_are_not_blamed_on_the_order(path: Path) -> None:
     member = read(path, fields={"x": Field("table/x")}, batch_size=100)
     assert member.decoded_chunks == 4
@@ -189,7 +174,7 @@ def test_several_files_and_fields(path: Path) -> None:
 def test_h5py_decodes_whole_chunks(tmp_path: Path) -> None:
     storage = {"chunks": (10, 300_000), **GZIP}  # larger than what HDF5 keeps
     with h5py.File(tmp_path / "f.h5", "w") as file:
-        file.create_dataset("data", (60, 300_000), reduced_precision(), **storage)[...] = 1
+        file.create_dataset("data", (60, 300_000), type_for_h5py(), **storage)[...] = 1
     in_order = read(tmp_path / "f.h5", batch_size=5)
     assert in_order.fallback_reads == 12
     assert in_order._h5py_per_used == 1.0

@@ -16,14 +16,17 @@ import numpy as np
 import pytest
 from cases import each
 from conftest import spoil_chunk
-from hdf5files import reduced_precision
+from hdf5files import type_for_h5py
 from typer.testing import CliRunner
 
 from h5async import ReaderConfig, cli
-from h5async.core.binding import load_core
+from h5async.codec.filters import Filter
+from h5async.core.binding import can_decode, load_core
 from h5async.system.counts import STAGES
 
-BY_US = "direct, by the core" if load_core() else "direct, in Python"
+HAS_SCALEOFFSET = can_decode(Filter(6, (2, 32), "scaleoffset"))
+BY_HDF5 = "h5py: filter 6 (scaleoffset) is decoded by HDF5"
+BY_US = "direct, by the core" if load_core() else "h5py: the compiled core is missing"
 SCRIPTS = sysconfig.get_path("scripts")
 COLUMNS = [
     "dataset",
@@ -152,7 +155,7 @@ def quirks(tmp_path):
         sources = h5py.VirtualLayout((6,), np.int64)
         sources[...] = h5py.VirtualSource("gone.h5", "data", (6,))
         file.create_virtual_dataset("missing", sources, fillvalue=7)
-        file.create_dataset("narrow", (3,), reduced_precision())
+        file.create_dataset("narrow", (3,), type_for_h5py())
         file["names"] = ["a", "b"]
         file["scalar"] = 3
         file["nothing"] = h5py.Empty("f4")
@@ -253,9 +256,10 @@ def test_inspect_says_what_is_read_directly_and_by_whom(quirks, name, storage, w
 
 
 @pytest.mark.slow
-def test_without_the_core_all_is_read_in_python(train):
+def test_without_the_core_all_is_read_through_h5py(train):
     shown = run_script("h5async inspect train.h5", train.parent, H5ASYNC_CORE="0").stdout
-    assert {row["read"] for row in table_rows(shown).values()} == {"direct, in Python"}
+    ways = {row["read"] for row in table_rows(shown).values()}
+    assert ways == {"h5py: the compiled core is missing"}
 
 
 def test_inspect_says_what_comes_from_several_sources(tmp_path):
@@ -733,7 +737,7 @@ def test_bench_says_where_the_time_goes_and_tries_what_may_be_faster(train):
     result = succeed("bench", train, "--seconds", 0.05, "--num-threads", 2, "--device", "cpu")
     assert result.stderr == ""
     ways, sentence, trials = bench_lines(result.stdout)
-    way = "core" if load_core() else "python"
+    way = "core" if load_core() else "h5py"
     assert ways == f"data: {way}, labels: {way}"
     assert re.fullmatch(LIMIT, sentence)
     threads = sorted({1, 4, os.cpu_count()} - {2})

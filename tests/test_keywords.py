@@ -16,7 +16,7 @@ import h5py
 import numpy as np
 import pytest
 from conftest import require_extra
-from hdf5files import reduced_precision
+from hdf5files import type_for_h5py
 
 import h5async
 from h5async import AsyncReader, ReaderConfig, ReaderOptions
@@ -137,7 +137,7 @@ def test_layouts_are_shown_in_a_line_each(path):
 def test_a_layout_says_why_h5py_reads_it(tmp_path):
     path = tmp_path / "narrow.h5"
     with h5py.File(path, "w") as file:
-        file.create_dataset("data", (10,), reduced_precision())
+        file.create_dataset("data", (10,), type_for_h5py())
     with AsyncReader(hdf5_path=path, labels_field=None, device="cpu") as reader:
         shown = repr(reader.layouts["data"])
     assert shown.endswith("read through h5py: its stored type differs from NumPy's int32>")

@@ -13,7 +13,7 @@ import warnings
 import h5py
 import numpy as np
 import pytest
-from hdf5files import reduced_precision
+from hdf5files import type_for_h5py
 
 from h5async import AsyncReader
 from h5async.core.binding import load_core
@@ -39,7 +39,7 @@ def path(tmp_path):
         twice[:60] = h5py.VirtualSource(file["labels"])[:60]
         twice[40:] = h5py.VirtualSource(file["labels"])[40:]
         file.create_virtual_dataset("odd", twice)
-        file.create_dataset("narrow", (100,), reduced_precision())
+        file.create_dataset("narrow", (100,), type_for_h5py())
     return path
 
 
@@ -103,7 +103,7 @@ def test_a_cache_that_does_not_fit(path, caplog, workers):
     with reader_of(path, cache="host", cache_bytes=10, workers=workers) as reader:
         warned = [text for text in at(caplog, "WARNING") if "option cache" in text]
         assert len(warned) == 1
-        assert "no rows are kept by the option cache: " in warned[0]
+        assert "the option cache keeps no rows: " in warned[0]
         assert "do not fit into" in warned[0]
         reader.get_next_batch()
     caplog.clear()
@@ -126,7 +126,7 @@ def test_threads_and_chunks_for_which_there_is_no_memory(path, caplog, monkeypat
     )
     reader_of(path, num_threads=4).close()
     warned = at(caplog, "WARNING")
-    assert any("there is memory for 2 threads, of 4" in text for text in warned)
+    assert any("memory suffices for 2 of 4 threads" in text for text in warned)
     assert any("700 bytes of decoded chunks would be kept" in text for text in warned)
 
 

@@ -299,8 +299,8 @@ def test_a_broken_image_of_a_window(tmp_path):
     ("make", "words"),
     [
         (lambda: ImageField("x", steps=range(2)), "steps need size"),
-        (lambda: RaggedField("x", steps=range(2)), "steps are of fields whose samples have one"),
-        (lambda: SparseField("x", steps=range(2)), "steps are of fields whose samples have one"),
+        (lambda: RaggedField("x", steps=range(2)), "steps need fields whose samples have one"),
+        (lambda: SparseField("x", steps=range(2)), "steps need fields whose samples have one"),
     ],
 )
 def test_steps_that_do_not_fit(make, words):

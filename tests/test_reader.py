@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 from cases import each
 from conftest import assert_epoch_is, assert_same_bits, our_threads, poison, truth
-from hdf5files import reduced_precision
+from hdf5files import type_for_h5py
 
 from h5async import (
     AsyncReader,
@@ -1111,7 +1111,7 @@ def test_a_reader_collected_while_a_lock_is_held_that_its_worker_waits_for(tmp_p
     """The collector runs anywhere; here where this thread is in h5py, as a worker wants to be."""
     path = tmp_path / "odd.h5"
     with h5py.File(path, "w") as file:
-        file.create_dataset("data", (NUM_SAMPLES,), reduced_precision())[...] = 7
+        file.create_dataset("data", (NUM_SAMPLES,), type_for_h5py())[...] = 7
     reader = AsyncReader(hdf5_path=path, labels_field=None, num_threads=2)
     gone, fallback = weakref.ref(reader), reader._engine.filler._executors._fallback
     waits = threading.Event()
@@ -1452,21 +1452,11 @@ def test_a_file_as_it_is_opened(tmp_path: Path, io: Any) -> None:
     path.write_bytes(b"h5async" * 1000)
     with path.open("rb") as file:
         expected = FileStamp.of(file.fileno())
-    opened = LocalFile(str(path), expected, io, python_maps=True)
+    opened = LocalFile(str(path), expected, io)
     try:
         is_mapped = io == "map" or (io == "auto" and can_map(str(path)))
         assert opened.map_nbytes == (7000 if is_mapped else 0)
         assert bool(opened.map_address) == is_mapped
-        mapped = opened.mapped(7000)
-        assert (mapped is not None) == is_mapped
-        if mapped is not None:
-            assert mapped.tobytes() == path.read_bytes()
-            with pytest.raises(ReadError, match="cut short"):
-                opened.mapped(7001)
-        del mapped
-        found = bytearray(7)
-        opened.read_into(7, [memoryview(found)])
-        assert found == b"h5async"
     finally:
         opened.close()
     opened.close()
@@ -1479,7 +1469,7 @@ def test_what_cannot_be_mapped_is_an_error_only_where_that_was_asked_for(tmp_pat
         expected = FileStamp.of(file.fileno())
     for io in ("auto", "pread"):
         opened = LocalFile(str(path), expected, io)
-        assert (opened.map_nbytes, opened.mapped(0)) == (0, None)
+        assert opened.map_nbytes == 0
         opened.close()
     with pytest.raises(
         ReadError, match=r'cannot be mapped into memory: .*; read it with io="pread"'

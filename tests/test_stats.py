@@ -12,14 +12,16 @@ import numpy as np
 import pytest
 from cases import each
 from conftest import spoil_chunk
-from hdf5files import reduced_precision
+from hdf5files import type_for_h5py
 
 from h5async import AsyncReader, Field, ReadError, ReaderStats
-from h5async.core.binding import load_core
+from h5async.codec.filters import Filter
+from h5async.core.binding import can_decode, load_core
 from h5async.observe.stats import Waits, WaitTotals, percentile
 from h5async.system.counts import STAGES, StageTimes, ThreadCounts
 
-BY_US = "core" if load_core() else "python"
+BY_US = "core" if load_core() else "h5py"
+PACKED = "core" if can_decode(Filter(6, (2, 32), "scaleoffset")) else "h5py"  # what scaleoffset is
 GZIP = {"compression": "gzip", "compression_opts": 1}
 
 
@@ -263,7 +265,7 @@ def values_of(*shape: int, dtype: str = "i4") -> np.ndarray:
 def write_only_h5py(path: Path, rows: int) -> None:
     """Add "data", which only h5py may read."""
     with h5py.File(path, "a") as file:
-        file.create_dataset("data", data=values_of(rows), dtype=reduced_precision())
+        file.create_dataset("data", data=values_of(rows), dtype=type_for_h5py())
 
 
 @pytest.fixture

@@ -163,14 +163,14 @@ def test_stages_of_a_trace_are_those_of_the_statistics(path: Path) -> None:
         assert found[stage] == pytest.approx(taken, rel=0.5, abs=0.01), stage
 
 
-@pytest.mark.usefixtures("python_way")
-def test_the_python_way_is_traced(path: Path) -> None:
+@pytest.mark.usefixtures("h5py_way")
+def test_the_h5py_way_is_traced(path: Path) -> None:
     trace = path.with_name("t.json")
     with AsyncReader(hdf5_path=path, batch_size=64, io="pread") as reader, reader.trace(trace):
         for _ in reader:
             pass
     found = stages(trace)
-    assert {"plan", "read", "decode", "place", *CONSUMER} <= set(found)
+    assert {"plan", "read", *CONSUMER} <= set(found)
     assert {event["args"].get("field") for event in complete(trace)} >= {"data", "labels"}
     assert {event["args"].get("file") for event in complete(trace)} == {None, str(path)}
 

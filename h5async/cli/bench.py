@@ -1,4 +1,4 @@
-"""`h5async bench`: reads flat out, says where the time goes, and tries what may be faster."""
+"""`h5async bench`: reads at full speed, says where the time goes, and tries faster options."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from h5async.config.files import home_path, with_variables
 from h5async.observe.stats import reader_sentence
 from h5async.spelling import spelled
 
-_SHOWN_SHARE = 0.001  # of the time, below which a stage is left out
+_SHOWN_SHARE = 0.001  # stages with a smaller share of the time are left out
 _VERDICTS = {
     "faster": "faster",
     "slower": "slower",
@@ -33,22 +33,19 @@ _VERDICTS = {
 @takes_reader
 def bench(
     seconds: Annotated[
-        float, typer.Option(min=0.0, help="How long to read with each of the options compared.")
+        float, typer.Option(min=0.0, help="Seconds to read with each of the options compared.")
     ] = 2.0,
-    rounds: Annotated[
-        int, typer.Option(min=LEAST_ROUNDS, help="In how many turns each of them reads.")
-    ] = 7,
+    rounds: Annotated[int, typer.Option(min=LEAST_ROUNDS, help="Number of turns of each.")] = 7,
     plot: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Draw what was found (.png, .svg, .pdf); by Matplotlib."),
+        typer.Option(metavar="FILE", help="Draw the results with Matplotlib (.png, .svg, .pdf)."),
     ] = None,
     as_json: Json = False,
     **typed: Any,
 ) -> None:
-    """Read FILE as fast as it goes, say where the time goes, and try what may be faster.
+    """Read FILE at full speed, say where the time goes, and try options that may be faster.
 
-    Each of the options that are compared reads by turns, after a warm-up. What the turns do not
-    agree on is no verdict.
+    The compared options take turns, after a warm-up. If the turns disagree, there is no verdict.
     """
     config, waits = reader_config(typed), list[float]()
     picture = Plot(Path(home_path(with_variables(plot)))) if plot else None
@@ -74,7 +71,6 @@ def _draw(
     waits: Sequence[float],
     trials: Sequence[Trial],
 ) -> None:
-    """Draw what was found."""
     several = [
         Speeds(_typed(trial.changed) or "as given", trial.speeds, trial.verdict if number else None)
         for number, trial in enumerate(trials)
@@ -96,12 +92,12 @@ def _compared(config: ReaderConfig, seconds: float, rounds: int) -> list[Trial]:
 
 
 def _sentence(stats: ReaderStats) -> str:
-    """Say what limits the reader; nothing else holds up a loop that does nothing."""
+    """Say what limits the reader, regardless of the loop, which only reads."""
     return spelled(reader_sentence(stats), spell_in_shell)
 
 
 def _breakdown(stats: ReaderStats) -> list[str]:
-    """Say where the threads' time went: a line for each stage that took some."""
+    """Say where the threads' time went, with a line per stage."""
     total = stats.busy_seconds + stats.gil_wait_seconds or 1.0
     times = {**stats.stage_seconds, "GIL": stats.gil_wait_seconds}
     methods = ", ".join(f"{name}: {method}" for name, method in stats.ways.items())
@@ -118,7 +114,7 @@ def _breakdown(stats: ReaderStats) -> list[str]:
 
 
 def _trial_lines(trials: Sequence[Trial]) -> list[str]:
-    """Return a line for each trial: the median of its speeds, their spread, and the ratio's."""
+    """Return a line per trial: the median of its speeds, their spread, and the ratio's."""
     given, *others = trials
     width = max(len(_typed(trial.changed)) for trial in trials)
     head = f"{'as given':<{width}}  {_speed_text(given)}".rstrip()
@@ -144,7 +140,6 @@ def _ratio_text(trial: Trial) -> str:
 
 
 def _typed(changed: Mapping[str, Any]) -> str:
-    """Return options as they are typed."""
     return " ".join(spell_in_shell(name, (value,)) for name, value in changed.items())
 
 
@@ -154,7 +149,7 @@ def _fastest(trials: Sequence[Trial]) -> Trial | None:
 
 
 def _verdict(trials: Sequence[Trial]) -> str:
-    """Say in a sentence what to change, if the rounds agree on that."""
+    """Say in a sentence what to change, if the rounds agree."""
     rounds, best = len(trials[0].speeds), _fastest(trials)
     if best is not None:
         return (
@@ -165,7 +160,7 @@ def _verdict(trials: Sequence[Trial]) -> str:
     if unclear:
         return (
             f"verdict: nothing that was tried is clearly faster; {unclear} of {len(trials) - 1} are"
-            " within the spread, which a longer run (--seconds) may tell apart"
+            " within the spread; a longer run (--seconds) may decide"
         )
     return "verdict: nothing that was tried is faster"
 
@@ -173,7 +168,7 @@ def _verdict(trials: Sequence[Trial]) -> str:
 def _content(
     config: ReaderConfig, stats: ReaderStats, seconds: float, trials: Sequence[Trial]
 ) -> dict[str, Any]:
-    """Return what `docs/command-line.md` says of the document of `h5async bench`."""
+    """Return the contents of the JSON document, as in `docs/command-line.md`."""
     best = _fastest(trials)
     return {
         "files": config.files,

@@ -1,6 +1,6 @@
-"""Draws what `h5async bench` found: speeds and their spread, waits, and where the time went.
+"""Draws the results of `h5async bench`: speeds and their spread, waits, and stages.
 
-Matplotlib is an extra, and imported only here, where a plot is asked for.
+Matplotlib is an extra, and imported only for a plot.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from h5async.errors import ConfigError, MissingPackageError
 
 _OURS, _OTHER, _SLOWER, _FASTER = "#1f6feb", "#8c959f", "#bc4c00", "#1a7f37"
 _COLOURS = {"faster": _FASTER, "slower": _SLOWER}
-_LEAST_SECONDS = 1e-7  # of a wait that is drawn: below that nobody waits
+_LEAST_SECONDS = 1e-7  # shortest wait that is drawn
 _BINS_A_DECADE = 6
 _LONGEST_NAME = 40
 
 
 class Speeds(NamedTuple):
-    """What readers with some options did, round by round.
+    """The speeds of readers with some options, round by round.
 
     Attributes
     ----------
     name
-        The options, as they are typed.
+        The options, as typed.
     speeds
-        Decoded bytes a second.
+        Decoded bytes per second.
     verdict
-        As of `h5async.cli.measuring.Trial`; None: these are the options as given.
+        As in `h5async.cli.measuring.Trial`; None for the options as given.
     """
 
     name: str
@@ -41,19 +41,10 @@ class Speeds(NamedTuple):
 
 
 class Plot:
-    """A picture that is to be written. Made before anything is measured.
+    """A picture to be written; made before measuring, so that errors come first.
 
-    Parameters
-    ----------
-    path
-        The picture: of a kind that Matplotlib writes, by its suffix.
-
-    Raises
-    ------
-    MissingPackageError
-        If Matplotlib is not installed.
-    ConfigError
-        If there is no such folder, or Matplotlib writes no such pictures.
+    The suffix of `path` decides its format. Raises `MissingPackageError` without Matplotlib, and
+    `ConfigError` for a missing folder or an unknown format.
     """
 
     def __init__(self, path: Path) -> None:
@@ -69,7 +60,7 @@ class Plot:
         kinds = self._figure.canvas.get_supported_filetypes()
         if path.suffix[1:].lower() not in kinds:
             raise ConfigError(
-                f"--plot {path}: the name must end as that of a picture, in one of:"
+                f"--plot {path}: the name must end in one of:"
                 f" {', '.join(f'.{kind}' for kind in sorted(kinds))}"
             )
         if not path.parent.is_dir():
@@ -82,23 +73,18 @@ class Plot:
         waits: Sequence[float],
         stages: Mapping[str, float],
     ) -> None:
-        """Draw and write the picture.
+        """Draw and write the picture, or raise `ConfigError` if it cannot be written.
 
         Parameters
         ----------
         title
             What was read.
         trials
-            The first one is of the options as given.
+            The first one has the options as given.
         waits
-            How long each batch was waited for, in seconds.
+            Seconds waited for each batch.
         stages
-            Seconds of threads in each stage.
-
-        Raises
-        ------
-        ConfigError
-            If it cannot be written.
+            Thread seconds in each stage.
         """
         rows = len(trials)
         self._figure.set_size_inches(11, 4.2 + 0.42 * rows)
@@ -117,7 +103,7 @@ class Plot:
 
 
 def _draw_speeds(panel: Any, trials: Sequence[Speeds]) -> None:
-    """Draw a bar for the median of each trial, and a dot for each of its rounds."""
+    """Draw a bar for the median of each trial, and a dot per round."""
     for row, trial in enumerate(trials):
         speeds = [speed / 1e9 for speed in trial.speeds]
         colour = _OURS if trial.verdict is None else _COLOURS.get(trial.verdict, _OTHER)
@@ -145,14 +131,14 @@ def _draw_speeds(panel: Any, trials: Sequence[Speeds]) -> None:
 
 
 def _draw_waits(panel: Any, waits: Sequence[float]) -> None:
-    """Draw a histogram of waits, on a logarithmic scale, with the median and a high percentile."""
+    """Draw a logarithmic histogram of waits, with the median and a high percentile."""
     lines = ""
     values = np.maximum(np.asarray(waits, np.float64), _LEAST_SECONDS) * 1e3
     if values.size:
         low, high = np.floor(np.log10(values.min())), np.ceil(np.log10(values.max()))
         high = max(high, low + 1)
         bins = np.logspace(low, high, int(high - low) * _BINS_A_DECADE + 1)
-        inside = np.clip(values, bins[0], bins[-1])  # which are rounded
+        inside = np.clip(values, bins[0], bins[-1])  # bins are rounded
         panel.hist(inside, bins=bins, color=_OURS, alpha=0.6)
         panel.set_xscale("log")
         panel.xaxis.set_major_formatter("{x:g}")
@@ -166,7 +152,6 @@ def _draw_waits(panel: Any, waits: Sequence[float]) -> None:
 
 
 def _draw_stages(panel: Any, stages: Mapping[str, float]) -> None:
-    """Draw a bar for each stage, with its share."""
     total = sum(stages.values()) or 1.0
     shown = {name: seconds for name, seconds in stages.items() if seconds / total >= 0.001}
     bars = panel.barh(list(shown), list(shown.values()), height=0.62, color=_OURS, alpha=0.6)

@@ -1,4 +1,4 @@
-"""What `h5async inspect` tells of a dataset: facts for programs, and the cells of a table."""
+"""Collects the facts that `h5async inspect` shows of a dataset, for programs and a table."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ from h5async.names import printable
 
 @dataclass(frozen=True)
 class Dataset:
-    """One dataset, or, merged, those of the same name in several groups that are alike.
+    """One dataset, or several similar ones of the same name in several groups, merged.
 
     Attributes
     ----------
     path, file
-        Its path, and the file that it lies in.
+        Its path, and the file that holds it.
     shape, dtype, layout, chunks, filters
-        As HDF5 has them; `chunks` is None where there are none. Of several: those of the first.
+        As in HDF5; `chunks` is None if there are none. Merged ones show the first.
     stored_nbytes, nbytes
-        In the file, and decoded.
+        Size in the file, and decoded.
     in_order_nbytes, shuffled_nbytes
-        That are read from the file for each sample used.
+        Bytes read from the file per sample used.
     read
         ``"direct"``, ``"h5py"``, or ``"refused"``.
     by
-        Where it is read directly: ``"core"``, ``"python"``, or ``"memory"``; or several of these.
+        If read directly: ``"core"`` or ``"memory"``, or both.
     sources
-        Datasets of other paths or files that its values lie in, itself left out.
+        Number of other datasets that hold its values.
     reason
-        Why it is not read directly, or why it is refused.
+        Why it is not read directly, or refused.
     dimensions
-        The name of each dimension, empty where it has none; None: none has one.
+        The names of the dimensions, empty for unnamed ones; None if all are unnamed.
     packing
-        How its values are packed, in words; None: they are not.
+        How its values are packed, in words; None if they are not.
     kind
-        What it can be read as: ``"dataset"``, ``"ragged"``; and, of groups, ``"sparse"``,
+        What it can be read as: ``"dataset"``, ``"ragged"``; for groups, ``"sparse"``,
         ``"categorical"`` and ``"nullable"``.
     mean_length
-        Values of a sample, on average: of ragged and sparse ones; None: nobody has counted.
+        Mean number of values of ragged and sparse samples; None if not counted.
     categories
-        How many there are, of a categorical column.
+        Number of categories of a categorical column.
     most_samples, has_several_chunks
-        Of several: the largest first dimension, and whether the shapes of their chunks differ.
+        For merged ones: the largest first dimension, and whether chunk shapes differ.
     """
 
     path: str
@@ -79,7 +79,7 @@ class Dataset:
     samples: int = 0
 
     def is_like(self, other: Dataset) -> bool:
-        """Tell whether two datasets differ in their numbers of samples, and sizes, alone."""
+        """Tell whether two datasets differ only in their numbers of samples and sizes."""
         return self._kind() == other._kind()
 
     def _kind(self) -> tuple[object, ...]:
@@ -89,7 +89,7 @@ class Dataset:
         return *of_values, *how, self.kind, self.categories
 
     def merged(self, other: Dataset) -> Dataset:
-        """Return the facts of both, which are alike: sums of sizes, and means for each sample."""
+        """Return the facts of two similar datasets: sums of sizes, and means per sample."""
         if self.shape is None or other.shape is None:
             return self
         samples = self.samples + other.samples
@@ -116,7 +116,7 @@ class Dataset:
         return total / samples if samples else 0.0
 
     def cells(self, name: str) -> Sequence[str]:
-        """Return the cells of its row, under a name, in the order of `listing.COLUMNS`."""
+        """Return the cells of its row, in the order of `listing.COLUMNS`."""
         if self.shape is None:
             return name, *("-" for _ in range(9)), f"refused: {self.reason}"
         return (
@@ -134,7 +134,7 @@ class Dataset:
         )
 
     def _kind_text(self) -> str | None:
-        """Say what it is read as, where that is no array of rows of one shape."""
+        """Say what it is read as, unless that is an array of equal rows."""
         mean = "" if self.mean_length is None else f", {self.mean_length:.4g} values each"
         match self.kind:
             case "ragged":
@@ -165,7 +165,7 @@ class Dataset:
 
 
 def dataset_of(path: str, file: Path, found: DatasetLayout | H5AsyncError) -> Dataset:
-    """Return what there is to tell of a dataset, by its layout or the reason why it has none."""
+    """Return the facts of a dataset, from its layout or the error that replaces it."""
     if isinstance(found, H5AsyncError):
         where = printable(f'{file}: dataset "{path}"')
         reason = found.spelled(spell_in_shell).removeprefix(where).lstrip(":, ")
@@ -197,7 +197,7 @@ def dataset_of(path: str, file: Path, found: DatasetLayout | H5AsyncError) -> Da
 def ragged_dataset(
     path: str, file: Path, found: DatasetLayout, form: VariableLength, mean_length: float | None
 ) -> Dataset:
-    """Return what there is to tell of a dataset of variable length, by its references."""
+    """Return the facts of a dataset of variable length, from its references."""
     nbytes = None if mean_length is None else mean_length * form.dtype.itemsize
     return Dataset(
         path,
@@ -221,16 +221,10 @@ def ragged_dataset(
 
 
 def group_dataset(path: str, file: Path, parts: Sequence[DatasetLayout], kind: str) -> Dataset:
-    """Return what there is to tell of a group that is read as one field.
+    """Return the facts of a group that is read as one field.
 
-    Parameters
-    ----------
-    path, file
-        Of the group.
-    parts
-        The layouts of its datasets; the first one is of the values.
-    kind
-        As of `Dataset`.
+    `parts` are the layouts of its datasets; the first one has the values. `kind` is as in
+    `Dataset`.
     """
     first, costs = parts[0], [read_cost(part) for part in parts]
     methods = {method for part in parts for method in methods_of(part)[0]}
@@ -258,7 +252,7 @@ def group_dataset(path: str, file: Path, parts: Sequence[DatasetLayout], kind: s
 def sparse_dataset(
     path: str, file: Path, parts: Sequence[DatasetLayout], shape: tuple[int, int]
 ) -> Dataset:
-    """Return what there is to tell of a sparse matrix of some shape."""
+    """Return the facts of a sparse matrix."""
     found = group_dataset(path, file, parts, "sparse")
     mean = parts[0].num_samples / shape[0] if shape[0] else None
     in_order, shuffled = _costs(parts, mean or 0.0)
@@ -273,7 +267,7 @@ def sparse_dataset(
 
 
 def _costs(parts: Sequence[DatasetLayout], length: float) -> tuple[float, float]:
-    """Return what a row of so many values costs; shuffled, whole chunks are read for it."""
+    """Return the cost of a row of `length` values; shuffled rows read whole chunks."""
     costs = [read_cost(part) for part in parts]
     in_order = sum(cost.in_order for cost in costs) * length
     return in_order, sum(max(cost.in_order * length, cost.shuffled) for cost in costs)

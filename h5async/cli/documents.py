@@ -1,4 +1,4 @@
-"""Writes what a command found as one JSON document; docs/command-line.md says what is in it."""
+"""Writes a command's results as one JSON document; docs/command-line.md describes it."""
 
 from __future__ import annotations
 
@@ -17,33 +17,29 @@ from h5async.index.layout import DatasetLayout
 from h5async.names import printable
 from h5async.samples.samplearrays import SampleArrays
 
-VERSION = 1  # of all schemas: raised where a key is renamed or removed, not where one is added
+VERSION = 1  # of all schemas: raised if a key is renamed or removed, not if one is added
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, for programs.")]
 
 
 def print_document(command: str, content: Mapping[str, Any]) -> None:
     """Print a document on standard output.
 
-    Parameters
-    ----------
-    command
-        Whose schema it has.
-    content
-        Its keys and values: what JSON has, and dataclasses, of which each attribute is a key.
+    `command` names its schema. `content` holds JSON types and dataclasses, whose attributes become
+    keys.
     """
     whole = {"schema": f"h5async {command} {VERSION}", **content}
     typer.echo(json.dumps(plain(whole), indent=2, allow_nan=False))
 
 
 class SampleForm(NamedTuple):
-    """What a sample of a field is, as it is delivered.
+    """The form of a field's sample, as delivered.
 
     Attributes
     ----------
     kind
         ``"array"``, ``"Csr"``, ``"Ragged"`` or ``"Images"``.
     shape
-        Its dimensions; None: they differ from sample to sample.
+        Its dimensions; None for those that vary.
     dtype
         Of its values.
     """
@@ -54,7 +50,7 @@ class SampleForm(NamedTuple):
 
 
 def sample_form(batch: Any) -> SampleForm:
-    """Return what a sample is, of what a batch has of a field."""
+    """Return the form of a sample, from a field of a batch."""
     if isinstance(batch, SampleArrays):
         return SampleForm(batch.kind, batch.sample_shape, str(batch.dtype))
     return SampleForm("array", batch.shape[1:], str(batch.dtype))
@@ -65,14 +61,7 @@ def field_facts(
 ) -> dict[str, Any]:
     """Return how a field of a reader is read.
 
-    Parameters
-    ----------
-    name, layout
-        Of the field.
-    typed
-        The field as the options have it, if they do.
-    form
-        What a sample of it is, if that is known.
+    `typed` is the field in the options, and `form` that of its samples, if known.
     """
     is_direct = layout.fallback_reason is None
     inner = form.shape if form is not None and form.kind != "array" else ()
@@ -89,7 +78,7 @@ def field_facts(
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON has it: numbers that are not finite are null, and paths are text."""
+    """Convert a value to JSON types: non-finite numbers become null, paths text."""
     if is_dataclass(value) and not isinstance(value, type):
         return {one.name: plain(getattr(value, one.name)) for one in fields(value)}
     if isinstance(value, Mapping):

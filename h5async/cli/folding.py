@@ -1,7 +1,7 @@
-"""Folds groups that hold the same datasets into one: a file may have one for each episode.
+"""Folds groups that hold the same datasets into one: a file may have one per episode.
 
-Datasets enter in the order in which a file is walked, and lines leave as soon as it is clear that
-nothing will be folded with them.
+Datasets enter in the order of the walk through a file. Lines leave as soon as nothing can be folded
+with them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 from h5async.cli.datasetfacts import Dataset
 
-_LEAST_NUMBERED = 3  # groups alike that are folded, where their names differ in numbers alone
-_LEAST_OTHERS = 10  # ... whatever their names are
+_LEAST_NUMBERED = 3  # similar groups to fold, if their names differ only in numbers
+_LEAST_OTHERS = 10  # ... with any names
 _MOST_HELD = 500  # lines of one group, before they are printed in any case
 _INDENT = "  "
 
 
 class Line(NamedTuple):
-    """A line of the listing: a dataset, or, without one, what the lines below it belong to."""
+    """A line of the listing: a dataset, or, without one, a heading of the lines below it."""
 
     text: str
     dataset: Dataset | None
@@ -29,7 +29,7 @@ class Line(NamedTuple):
 
 @dataclass
 class _One:
-    """A dataset, by its path from the group that holds it."""
+    """A dataset, and its path from its group."""
 
     path: str
     dataset: Dataset
@@ -37,7 +37,7 @@ class _One:
 
 @dataclass
 class _Run:
-    """Neighbouring groups that are alike, and what they hold together."""
+    """Similar neighbouring groups, and their common content."""
 
     names: list[str]
     content: list[_Item]
@@ -49,10 +49,10 @@ class _Run:
         if len(self.names) < _LEAST_OTHERS:
             self.members.append(content)
         else:
-            self.members.clear()  # they are folded, whatever comes
+            self.members.clear()  # they are folded in any case
 
     def items(self) -> Iterator[_Item]:
-        """Yield the groups, folded where there are enough of them."""
+        """Yield the groups, folded if there are enough of them."""
         if not self.members:
             yield self
             return
@@ -71,12 +71,12 @@ _Item = _One | _Run
 
 @dataclass
 class _Level:
-    """An open group: what it holds so far, and the groups at its end that are alike."""
+    """An open group: its content so far, and the similar groups at its end."""
 
     name: str
     items: list[_Item] = field(default_factory=list)
     run: _Run | None = None
-    is_printed: bool = False  # all that it held until now, so it cannot be folded itself
+    is_printed: bool = False  # its content so far, so it cannot be folded itself
 
     def end_run(self) -> None:
         if self.run is not None:
@@ -84,7 +84,7 @@ class _Level:
             self.run = None
 
     def close(self, name: str, content: list[_Item]) -> None:
-        """Take what a group in this one holds, which is complete."""
+        """Take the complete content of an inner group."""
         if self.run is not None and _are_alike(self.run.content, content):
             self.run.add(name, content)
             return
@@ -93,20 +93,14 @@ class _Level:
 
 
 class Folding:
-    """Makes lines of the datasets of one file.
-
-    Parameters
-    ----------
-    is_wanted
-        Whether groups that are alike are folded at all.
-    """
+    """Makes lines of the datasets of one file; folds similar groups if `is_wanted`."""
 
     def __init__(self, is_wanted: bool = True) -> None:
         self._is_wanted = is_wanted
         self._levels = [_Level("", is_printed=True)]
 
     def add(self, dataset: Dataset) -> Iterator[Line]:
-        """Take the next dataset; yield lines that are complete."""
+        """Take the next dataset; yield complete lines."""
         if not self._is_wanted:
             yield Line(dataset.path, dataset)
             return
@@ -134,7 +128,7 @@ class Folding:
         yield from self._lines()
 
     def _close_to(self, depth: int) -> None:
-        """Close all groups but so many."""
+        """Close all groups deeper than `depth`."""
         while len(self._levels) > depth + 1:
             level = self._levels.pop()
             level.end_run()
@@ -146,7 +140,7 @@ class Folding:
                 parent.close(level.name, level.items)
 
     def _lines(self) -> Iterator[Line]:
-        """Yield what the groups from the root on hold that cannot be folded any more."""
+        """Yield the items of open groups that can no longer be folded."""
         prefix = ""
         for level in self._levels:
             if not level.is_printed:
@@ -155,7 +149,7 @@ class Folding:
             for item in level.items:
                 yield from _lines_of(item, prefix, "")
             level.items.clear()
-            if level.run is not None:  # what comes next would come before it
+            if level.run is not None:  # later items must not precede it
                 return
 
 
@@ -172,12 +166,12 @@ def _lines_of(item: _Item, prefix: str, indent: str) -> Iterator[Line]:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Return a key by which 10 comes behind 9."""
+    """Return a sort key by which 10 follows 9."""
     return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _within(name: str, item: _Item) -> _Item:
-    """Return an item of a group as one of the group around it."""
+    """Return an item of a group as an item of the enclosing group."""
     if isinstance(item, _One):
         return _One(f"{name}/{item.path}", item.dataset)
     names = [f"{name}/{inner}" for inner in item.names]

@@ -1,4 +1,4 @@
-"""`h5async index`: saves what a reader must know of files, for readers that open them later."""
+"""`h5async index`: saves the index of files, for readers that open them later."""
 
 from __future__ import annotations
 
@@ -45,9 +45,7 @@ _Files = Annotated[
 _Output = Annotated[
     str | None, typer.Option("--output", "-o", metavar="INDEX", help="The index: train.h5idx.")
 ]
-_Clear = Annotated[
-    bool, typer.Option("--clear", help="Empty the user's cache folder of what readers kept there.")
-]
+_Clear = Annotated[bool, typer.Option("--clear", help="Empty the user's cache folder of indices.")]
 
 
 @takes_options(["fields", "num_dim", "sequences", "io", "allow_external", "allow_missing"])
@@ -58,10 +56,10 @@ def index(
     as_json: Json = False,
     **typed: Any,
 ) -> None:
-    """Save what a reader must know of FILES as one index, which `hdf5_path` takes in their place.
+    """Save the index of FILES, which `hdf5_path` takes instead of them.
 
-    It holds all datasets of the files, by their first dimension; with --field, these alone. Where
-    readers have groups as their sequences, give the same --sequences here.
+    It has all datasets of the files, by their first dimension; with --field, only these. If readers
+    use groups as sequences, give the same --sequences here.
     """
     cleared = _clear() if clear else None
     if cleared is not None and not as_json:
@@ -119,7 +117,7 @@ def _config(files: Sequence[str], typed: dict[str, Any]) -> ReaderConfig:
 def _indexed(
     paths: Sequence[Path], config: ReaderConfig, reach: Reach, left_out: list[str]
 ) -> Iterator[IndexedFile]:
-    """Yield what is learnt of each file; add what has no layout, and why, to `left_out`."""
+    """Yield the index of each file; add datasets without a layout, and why, to `left_out`."""
     tell = on_indexed.get()
     grouping = grouping_of(config, reach)
     needs: dict[str, Need] = {}
@@ -142,7 +140,7 @@ def _indexed(
 def _layouts(
     path: Path, config: ReaderConfig, reach: Reach, grouping: Grouping | None, left_out: list[str]
 ) -> dict[Wanted, DatasetLayout]:
-    """Return what is known of all datasets of a file that can be read."""
+    """Return the layouts of all readable datasets of a file."""
     layouts = {}
     for wanted, layout in list_known(path, reach, config.num_dim, grouping):
         if isinstance(layout, DatasetLayout):
@@ -153,13 +151,13 @@ def _layouts(
 
 
 def _is_dataset(wanted: Wanted) -> bool:
-    """Tell whether it is the layout of a dataset, and not what is known beside those."""
+    """Tell whether an entry is a dataset's layout, and not further facts."""
     return wanted.kind not in (SHAPE, TEXTS, CATEGORIES, NULLABLE)
 
 
 @dataclass(frozen=True)
 class _Cleared:
-    """What was removed of the user's cache folder; None: there is no home."""
+    """What was removed from the user's cache folder; None if there is no home."""
 
     folder: Path | None
     entries: int

@@ -42,7 +42,7 @@ from h5async.system.interruptions import suppressing
 
 _LEGEND = "in order, shuffled: bytes read from the file for each sample used"
 _FOLDED = "groups alike: from the least samples to the most, and the sizes of all together"
-_MOST_REFERENCES = 64 << 20  # bytes that are read to tell the mean length of samples
+_MOST_REFERENCES = 64 << 20  # bytes to read for the mean length of samples
 _OF_TABLE = ("most_samples", "has_several_chunks", "samples")  # facts of several datasets
 
 
@@ -103,7 +103,7 @@ def _require_some(found: bool, path: Path, patterns: Sequence[str]) -> None:
 def _lines(
     datasets: Iterator[Dataset], fold: bool, has_several_files: bool
 ) -> Iterator[Sequence[str]]:
-    """Yield the rows of the table, as their datasets come."""
+    """Yield the rows of the table as their datasets arrive."""
     for file, of_file in groupby(datasets, lambda dataset: dataset.file):
         prefix = f"{file}: " if has_several_files else ""
         folding = Folding(fold)
@@ -132,7 +132,7 @@ def _content(path: Path, datasets: Sequence[Dataset]) -> dict[str, Any]:
 
 
 def _datasets(path: Path, reach: Reach, patterns: Sequence[str]) -> Iterator[Dataset]:
-    """Yield the datasets of a file that are meant, and groups that are read as one field."""
+    """Yield a file's matching datasets, and groups that are read as one field."""
     wanted = partial(is_meant, patterns=patterns)
     for name, found in list_layouts(path, reach, wanted=wanted, with_attributes=True):
         ragged = None
@@ -142,7 +142,7 @@ def _datasets(path: Path, reach: Reach, patterns: Sequence[str]) -> Iterator[Dat
         yield dataset_of(name, path, found) if ragged is None else ragged
         parent, _, member = name.rpartition("/")
         group = None
-        with suppressing(H5AsyncError):  # its datasets are listed in any case
+        with suppressing(H5AsyncError):  # its datasets are listed anyway
             group = _group(parent, member, path, reach)
         if group is not None:
             yield group
@@ -157,7 +157,7 @@ def _ragged(name: str, path: Path, reach: Reach) -> Dataset:
 
 
 def _group(parent: str, member: str, path: Path, reach: Reach) -> Dataset | None:
-    """Return the group whose last part in the order of names is a dataset, if it is read as one."""
+    """Return the group whose last member is this dataset, if it is read as one field."""
     if member == "indptr":
         with open_index(path) as file:
             matrix = sparse_group(file, parent, reach)
@@ -179,7 +179,7 @@ def _group(parent: str, member: str, path: Path, reach: Reach) -> Dataset | None
 
 
 def _indexed(index: NamedIndex, reach: Reach, patterns: Sequence[str]) -> Iterator[Dataset]:
-    """Yield the datasets of a saved index that are meant."""
+    """Yield the matching datasets of a saved index."""
     for number, file in enumerate(index.paths):
         known = [one for one in index.datasets(number) if is_meant(one.path, patterns)]
         layouts = index.find(number, index.datasets(number), reach)
@@ -190,7 +190,7 @@ def _indexed(index: NamedIndex, reach: Reach, patterns: Sequence[str]) -> Iterat
 
 
 def _known(wanted: Wanted, layouts: Mapping[Wanted, DatasetLayout], file: Path) -> Dataset | None:
-    """Return what there is to tell of what an index knows; None: it is part of something else."""
+    """Return the facts of an index's entry; None if it is part of something else."""
     layout = layouts[wanted]
 
     def part(name: str, kind: str = "") -> DatasetLayout | None:
@@ -216,7 +216,7 @@ def _known(wanted: Wanted, layouts: Mapping[Wanted, DatasetLayout], file: Path) 
         return found
     mean = layout.num_samples / layout.sample_count if layout.sample_count else None
     in_order, shuffled = found.in_order_nbytes or 0.0, found.shuffled_nbytes or 0.0
-    if layout.heaps:  # whose values are read alone
+    if layout.heaps:  # only its values are read
         in_order = shuffled = layout.row_nbytes
     is_text = any(heap.elements.form.is_text for heap in layout.heaps)
     return replace(

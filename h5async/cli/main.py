@@ -1,4 +1,4 @@
-"""The application: its commands, its version, and one way to report errors."""
+"""The application: its commands, its version, and a common way to report errors."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ from h5async.cli.read import read
 from h5async.cli.text import safe
 from h5async.config.hints import hint_for
 
-_UsageError: Any = typer.BadParameter.__base__  # click's, which typer has a copy of, or has not
+_UsageError: Any = typer.BadParameter.__base__  # click's, or the copy in typer
 
 
 class _Group(TyperGroup):
-    """The commands, with one way to report what the library refuses."""
+    """The commands, with a common way to report errors of the library."""
 
     def main(self, *arguments: Any, **options: Any) -> Any:
         """Run a command; if its output cannot be written, end with a message.
 
-        A pipe that nobody reads any more ends it without one.
+        A pipe that its reader has closed ends it without one.
         """
-        if isinstance(sys.stdout, TextIOWrapper):  # names may hold what the terminal cannot show
+        if isinstance(
+            sys.stdout, TextIOWrapper
+        ):  # names may have characters that the terminal lacks
             sys.stdout.reconfigure(errors="backslashreplace")
         try:
             try:
@@ -58,7 +60,7 @@ class _Group(TyperGroup):
             _print_error("\n".join(map(safe, error.spelled(spell_in_shell).splitlines())))
             raise typer.Exit(1) from None
         except _UsageError as error:
-            name = getattr(error, "option_name", "")  # it is an option that there is not
+            name = getattr(error, "option_name", "")  # an unknown option
             hint = hint_for(name, list(ReaderConfig.model_fields), "shell")
             if hint is None or ctx.invoked_subcommand == "inspect":
                 raise
@@ -70,14 +72,14 @@ def _print_error(message: str) -> None:
 
 
 def _output_error() -> OSError | None:
-    """Return why nothing can be written to standard output, if so; then discard what follows."""
+    """Return why standard output cannot be written, if so; then discard further output."""
     if sys.stdout is None:
         return None
     try:
         sys.stdout.write("\n")
         sys.stdout.flush()
     except OSError as error:
-        with contextlib.suppress(OSError):  # else the interpreter would try again as it ends
+        with contextlib.suppress(OSError):  # or the interpreter would try again at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return error
     return None
@@ -88,7 +90,7 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # names and messages hold brackets; its panels break long messages
+    rich_markup_mode=None,  # names hold brackets; panels break long messages
 )
 
 

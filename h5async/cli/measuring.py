@@ -1,8 +1,7 @@
-"""Measures how fast a reader delivers batches to a loop that does nothing else.
+"""Measures how fast a reader delivers batches to a loop that only reads.
 
-Options are compared by turns: in each round, every one of them reads for a short while, so that
-what changes on the machine meanwhile changes all of them. Where the rounds do not agree, there is
-no verdict.
+Options take turns: each reads for a short while in each round, so that changes on the machine
+affect all of them. If the rounds disagree, there is no verdict.
 """
 
 from __future__ import annotations
@@ -20,24 +19,24 @@ from h5async.reader.asyncreader import AsyncReader
 
 LEAST_ROUNDS = 3
 _LEAST_BATCHES = 3
-_WARM_UP_SHARE = 0.2  # of the time of a round, before it counts
-_LEAST_DIFFERENCE = 0.05  # that anybody would change an option for
+_WARM_UP_SHARE = 0.2  # of a round's time, not counted
+_LEAST_DIFFERENCE = 0.05  # smaller ones are not worth changing an option
 
 Verdict = Literal["faster", "slower", "same", "unclear"]
 
 
 @dataclass
 class Trial:
-    """Options that were changed, and how fast a reader with them was, round by round.
+    """Changed options, and the speed of a reader with them, round by round.
 
     Attributes
     ----------
     changed
-        The options; none: as given.
+        The options; empty for those as given.
     speeds
-        Decoded bytes a second.
+        Decoded bytes per second.
     ratios
-        To the speed as given in the same round.
+        Relative to the speed as given, in the same round.
     """
 
     changed: Mapping[str, Any]
@@ -46,16 +45,16 @@ class Trial:
 
     @property
     def verdict(self) -> Verdict:
-        """What the rounds agree on; see `judge`."""
+        """The verdict of all rounds; see `judge`."""
         return judge(self.ratios)
 
 
 def judge(ratios: Sequence[float]) -> Verdict:
-    """Say what ratios of speeds agree on, so that another run would say it, too.
+    """Return a verdict on ratios of speeds that another run would probably repeat.
 
-    ``"faster"`` and ``"slower"``: all of them say so, their median differs from 1 by 5 % at least,
-    and by more than half of their spread. ``"same"``: all of them are within 5 %. Else the spread
-    covers the difference, and nothing can be said: ``"unclear"``.
+    ``"faster"`` and ``"slower"``: all ratios agree, and their median differs from 1 by at least 5
+    %, and by more than half of their spread. ``"same"``: all are within 5 %. Otherwise, the spread
+    covers the difference: ``"unclear"``.
     """
     if len(ratios) < LEAST_ROUNDS:
         return "unclear"
@@ -71,21 +70,9 @@ def judge(ratios: Sequence[float]) -> Verdict:
 def run_flat_out(
     config: ReaderConfig, seconds: float, waits: list[float] | None = None
 ) -> ReaderStats:
-    """Read batches for some seconds, epoch after epoch; return what the reader says of it.
+    """Read batches for some seconds, epoch after epoch; return the reader's statistics.
 
-    Parameters
-    ----------
-    config
-        The options.
-    seconds
-        How long.
-    waits
-        Gets how long each batch but the first was waited for, in seconds.
-
-    Raises
-    ------
-    H5AsyncError
-        What the reader raises.
+    `waits` gets the seconds waited for each batch except the first.
     """
     with AsyncReader(config) as reader:
         require_batches(reader)
@@ -108,34 +95,22 @@ def compare(
     rounds: int,
     tell: Callable[[], None] = lambda: None,
 ) -> list[Trial]:
-    """Measure options by turns.
+    """Measure options in turns; return a trial of the options as given, then of each change.
 
     Parameters
     ----------
-    config
-        The options as given; the first trial is of these.
     changes
-        Options to be changed.
+        Options to change.
     seconds
-        How long each of them reads, in all rounds together.
+        Time that each trial reads, all rounds together.
     rounds
-        How often each of them reads.
+        Number of turns of each trial.
     tell
-        Called after each reading.
-
-    Returns
-    -------
-    list of Trial
-        As given, then the changes in their order.
-
-    Raises
-    ------
-    H5AsyncError
-        What a reader raises.
+        Called after each turn.
     """
     trials = [Trial({}), *map(Trial, changes)]
     for number in range(rounds):
-        # Each round begins with another one: none always follows the same.
+        # Each round begins with another trial, so that none always follows the same.
         start = number % len(trials)
         for trial in (*trials[start:], *trials[:start]):
             trial.speeds.append(_speed(config, trial.changed, seconds / rounds))
@@ -148,10 +123,10 @@ def compare(
 
 
 def _speed(config: ReaderConfig, changed: Mapping[str, Any], seconds: float) -> float:
-    """Return decoded bytes a second of a new reader that has warmed up."""
+    """Return the decoded bytes per second of a new, warmed-up reader."""
     with AsyncReader(config, **changed) as reader:
         require_batches(reader)
-        warm_up = reader.config.prefetch + 1  # batches: so many are read before the first is taken
+        warm_up = reader.config.prefetch + 1  # batches, read before the first is taken
         counted = read_before = 0
         begin = since = perf_counter()
         for batches, _ in enumerate(_endless(reader), 1):
@@ -173,19 +148,13 @@ def _endless(reader: AsyncReader) -> Iterator[Any]:
 
 
 def require_batches(reader: AsyncReader) -> None:
-    """Refuse a reader that has nothing to read.
-
-    Raises
-    ------
-    DatasetError
-        If an epoch has no batch; the message says why.
-    """
+    """Raise `DatasetError`, with the reason, if an epoch has no batch."""
     if not len(reader):
         reader.fetch_data()
 
 
 def alternatives(config: ReaderConfig) -> Iterator[dict[str, Any]]:
-    """Yield options that may be faster: other orders, and other numbers of threads."""
+    """Yield options that may be faster: other orders and numbers of threads."""
     is_drawn = config.sampler is not None or config.weights is not None
     for shuffle in () if is_drawn else (False, "window", "full"):
         if shuffle != config.shuffle:

@@ -1,7 +1,7 @@
-"""Makes the options of commands from those of `ReaderConfig`, and its values from what was typed.
+"""Makes command options from those of `ReaderConfig`, and its values from what was typed.
 
-An option that is added to `ReaderConfig` is an option of `read` and `bench`, too, with its type,
-choices, default and description.
+An option added to `ReaderConfig` becomes one of `read` and `bench`, with its type, choices, default
+and description.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _CONFIG = typer.Option(
 )
 _NO_LABELS = typer.Option("--no-labels", help="Read no labels.")
 
-_OBJECTS = ("sampler",)  # which cannot be typed
-_TABLES = ("indices", "weights", "sequences")  # which may be typed as one of TOML
+_OBJECTS = ("sampler",)  # cannot be typed
+_TABLES = ("indices", "weights", "sequences")  # may be typed as tables of TOML
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
 
 def takes_options(names: Iterable[str]) -> Callable[[Command], Command]:
-    """Give a command some options of `ReaderConfig`, which it takes as ``**typed``."""
+    """Give a command some options of `ReaderConfig`, passed as ``**typed``."""
     found = reader_options(ReaderConfig)
     return lambda command: _with_parameters(command, {name: found[name] for name in names})
 
@@ -46,7 +46,7 @@ def takes_options(names: Iterable[str]) -> Callable[[Command], Command]:
 def takes_reader(command: Command) -> Command:
     """Give a command all options of `ReaderConfig`, and a file of options, as ``**typed``.
 
-    `reader_config` makes the configuration of them.
+    `reader_config` converts them.
     """
     options = reader_options(ReaderConfig)
     parameters = {
@@ -60,7 +60,7 @@ def takes_reader(command: Command) -> Command:
 def reader_options(model: type[BaseModel]) -> dict[str, Parameter]:
     """Return the parameters of a command for all options of a configuration.
 
-    Each is None where the user did not type it, and the default is only shown: passed on, it would
+    Options that were not typed are None, and the default is only shown: passed on, it would
     override a configuration file.
     """
     return {
@@ -71,7 +71,7 @@ def reader_options(model: type[BaseModel]) -> dict[str, Parameter]:
 
 
 def _with_parameters(command: Command, added: Mapping[str, Parameter]) -> Command:
-    """Declare parameters in place of a command's ``**typed``."""
+    """Declare parameters instead of a command's ``**typed``."""
     hints = get_type_hints(command, include_extras=True)
     own = [p for p in signature(command).parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
     own = [p.replace(annotation=hints[p.name]) for p in own]
@@ -88,7 +88,7 @@ def _parameter(name: str, kind: Any, declaration: Any, default: Any = None) -> P
 
 
 def _type(option: Option) -> Any:
-    # A `Path` of "" would be one of "."; and one of some words may be a number, too.
+    # `Path("")` would be "."; and a choice may be a number, too.
     as_text = option.type is Path or option.takes_names or option.choices
     kind = str if as_text else option.type
     return GenericAlias(list, (kind,)) if option.is_list else kind
@@ -115,7 +115,7 @@ def _declaration(option: Option) -> Any:
 
 
 def _completion(option: Option) -> Callable[[str], list[str]] | None:
-    """Return what completes a choice that is being typed in a shell; None: it completes paths."""
+    """Return a function that completes a choice in a shell; None to complete paths."""
     words = [_typed_choice(choice) for choice in option.choices]
     if not words:
         return None
@@ -123,13 +123,12 @@ def _completion(option: Option) -> Callable[[str], list[str]] | None:
 
 
 def flag(option: Option) -> str:
-    """Return what is typed for an option; that of several names and values is in the singular."""
+    """Return the flag of an option, in the singular if it takes several names and values."""
     name = option.name.removesuffix("s") if option.is_mapping else option.name
     return f"--{name.replace('_', '-')}"
 
 
 def _default_text(option: Option) -> str:
-    """Return what is shown of a default; nothing of None."""
     default = option.default
     if option.default_text or default is None:
         return option.default_text
@@ -148,12 +147,7 @@ def _typed_choice(choice: object) -> str:
 def reader_config(typed: Mapping[str, Any]) -> ReaderConfig:
     """Return the configuration that was typed.
 
-    Raises
-    ------
-    H5AsyncError
-        If the reader refuses it.
-    typer.BadParameter
-        If it cannot be understood.
+    Raises `H5AsyncError` if it is invalid, or `typer.BadParameter` if it cannot be parsed.
     """
     if not typed["hdf5_path"] and typed["config"] is None:
         raise typer.BadParameter("give it, or --config with an hdf5_path", param_hint="FILE")
@@ -165,12 +159,12 @@ def reader_config(typed: Mapping[str, Any]) -> ReaderConfig:
             raise
         raise ConfigError(_spelled_as_in(path, error.marked, given)) from error
     if config.postprocess is not None:
-        sys.path.insert(0, "")  # as `python -m` has it; a script finds no modules next to the user
+        sys.path.insert(0, "")  # like `python -m`, find modules in the current folder
     return config
 
 
 def _spelled_as_in(path: Path, message: str, typed: Container[str]) -> str:
-    """Spell the options that a file has, and nobody typed, as they are in the file."""
+    """Spell options that come from a file, and were not typed, as in the file."""
     try:
         in_path = load_file(path)
     except ConfigError:
@@ -183,7 +177,7 @@ def _spelled_as_in(path: Path, message: str, typed: Container[str]) -> str:
 
 
 def spell_in_shell(name: str, value: tuple[Any, ...]) -> str:
-    """Spell an option, which a message names, as it is typed in a shell."""
+    """Spell an option in a message as it is typed in a shell."""
     option = _options().get(name)
     if option is None or name in _OBJECTS:
         return as_keyword(name, value)
@@ -210,7 +204,7 @@ def _negated(name: str) -> str:
 
 
 def _typed_options(typed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the reader's options, as far as the user typed them."""
+    """Return the reader's options that the user typed."""
     options: dict[str, Any] = {}
     for option in options_of(ReaderConfig):
         value = typed.get(option.name)
@@ -238,31 +232,22 @@ def _typed_options(typed: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def number_or_name(text: str) -> int | str:
-    """Return what was typed for a dimension: its number, or its name."""
+    """Convert a typed dimension to its number, or its name."""
     return int(text) if re.fullmatch(r"[-+]?\d+", text) else text
 
 
 def table(text: str, name: str) -> object:
-    """Return what was typed as a table of TOML.
-
-    Raises
-    ------
-    typer.BadParameter
-        If it is none.
-    """
+    """Parse a typed table of TOML; raise `typer.BadParameter` if it is invalid."""
     try:
         return tomllib.loads(f"table = {text}")["table"]
     except tomllib.TOMLDecodeError as error:
-        raise typer.BadParameter(f"is no table of TOML: {error}", param_hint=name) from error
+        raise typer.BadParameter(f"is not a table of TOML: {error}", param_hint=name) from error
 
 
 def fields_of(entries: Iterable[str], name: str) -> dict[str, Any]:
-    """Return what was typed as NAME=PATH, or as NAME= and a table of the field's options.
+    """Parse NAME=PATH, or NAME= and a table of the field's options.
 
-    Raises
-    ------
-    typer.BadParameter
-        If it is something else, or two have the same name.
+    Raises `typer.BadParameter` for anything else, or if a name repeats.
     """
     pairs = [entry.partition("=") for entry in entries]
     if not all(key and value for key, _, value in pairs):

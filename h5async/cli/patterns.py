@@ -1,4 +1,4 @@
-"""Tells which datasets a pattern of paths means, as a shell would: ``data/*/obs``."""
+"""Matches the paths of datasets with patterns, as a shell would: ``data/*/obs``."""
 
 from __future__ import annotations
 
@@ -7,22 +7,17 @@ from fnmatch import fnmatchcase
 
 
 def is_meant(path: str, patterns: Sequence[str]) -> bool:
-    """Tell whether a dataset, or a group that it lies in, is named by one of the patterns.
+    """Tell whether a pattern matches a dataset's path, or a group around it.
 
-    Parameters
-    ----------
-    path
-        Of the dataset.
-    patterns
-        ``*``, ``?`` and ``[...]`` stand for characters of one name, and ``**`` for any number of
-        names. A name that has such characters itself is meant by them, too. None at all: all.
+    ``*``, ``?`` and ``[...]`` match characters of one name, and ``**`` any number of names. They
+    also match themselves. Without patterns, everything matches.
     """
     names = _names(path)
     return not patterns or any(_begins(names, _names(pattern)) for pattern in patterns)
 
 
 def _begins(names: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Tell whether the first of the names, or all of them, are as the pattern says."""
+    """Tell whether a pattern matches the first names, or all of them."""
     if not pattern:
         return True
     if pattern[0] == "**":

@@ -12,16 +12,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from h5async.opening.progress import on_indexed
 
 REFRESH_SECONDS = 0.1
-_PATIENCE_SECONDS = 2.0  # before a bar shows that files are being indexed
+_PATIENCE_SECONDS = 2.0  # before a bar for indexing is shown
 
 
 def progress_bar(counted: str, console: Console | None = None) -> Progress:
-    """Return a bar for stderr, shown where that is a terminal.
+    """Return a bar for stderr, shown if that is a terminal.
 
-    Parameters
-    ----------
-    counted
-        What is counted; it may hold the fields of a task, such as ``{task.description}``.
+    `counted` names the things counted, and may have fields of a task, such as
+    ``{task.description}``.
     """
     console = Console(stderr=True) if console is None else console
     return Progress(
@@ -40,7 +38,7 @@ def progress_bar(counted: str, console: Console | None = None) -> Progress:
 
 @contextmanager
 def opening(console: Console | None = None) -> Iterator[None]:
-    """Show how many files are indexed, where a reader that is made inside takes a while."""
+    """Show the number of indexed files if opening a reader inside takes a while."""
     began = shown = perf_counter()
     progress = progress_bar("files indexed", console)
     task = progress.add_task("")

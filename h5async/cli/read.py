@@ -1,4 +1,4 @@
-"""`h5async read`: streams epochs, and says how fast that was, and what limits the reader."""
+"""`h5async read`: streams epochs, and reports the speed and what limits the reader."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _CTRL_C = 128 + signal.SIGINT
 
 
 class _TerminatedError(SystemExit):
-    """SIGTERM came; its code is what shells have a terminated process end with."""
+    """SIGTERM came; its code is the exit status of a terminated process in shells."""
 
 
 @takes_reader
@@ -44,15 +44,15 @@ def read(
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Write when each thread did what, as Perfetto and chrome://tracing show it.",
+            help="Record what each thread does, for Perfetto and chrome://tracing.",
         ),
     ] = None,
     as_json: Json = False,
     **typed: Any,
 ) -> None:
-    """Read FILE in batches, and say how fast that was, and what limits the reader.
+    """Read FILE in batches, and report the speed and what limits the reader.
 
-    Interrupted by Ctrl-C or SIGTERM, it says so of what it has read until then.
+    After Ctrl-C or SIGTERM, it reports what it has read so far.
     """
     with opening():
         reader = AsyncReader(reader_config(typed))
@@ -68,7 +68,7 @@ def read(
         except _TerminatedError as ended:
             code = int(ended.code or 0)
         if not tally.batches:
-            raise typer.Exit(code)  # there is nothing to tell
+            raise typer.Exit(code)  # there is nothing to report
         tally.nbytes = reader.stats().nbytes
         if as_json:
             print_document("read", _content(reader, tally, code))
@@ -79,7 +79,7 @@ def read(
 
 @contextmanager
 def _stopping_by_sigterm() -> Iterator[None]:
-    """Have SIGTERM end a block, unless somebody else cares for it already."""
+    """Let SIGTERM end a block, unless the program already handles it."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise _TerminatedError(128 + number)
@@ -97,7 +97,7 @@ def _stopping_by_sigterm() -> Iterator[None]:
 
 @dataclass(slots=True)
 class Tally:
-    """What was read so far, and how long it took."""
+    """The amount read so far, and the time it took."""
 
     epochs: int = 0
     batches: int = 0
@@ -105,17 +105,17 @@ class Tally:
     nbytes: int = 0
     seconds: float = 0.0
     waited_seconds: float = 0.0
-    forms: dict[str, SampleForm] = field(default_factory=dict)  # what a sample is, by field
+    forms: dict[str, SampleForm] = field(default_factory=dict)  # per field
 
     @property
     def speed(self) -> str:
-        """Samples and decoded bytes a second."""
+        """Samples and decoded bytes per second."""
         seconds = self.seconds or float("inf")
         return f"{self.samples / seconds:,.0f} samples/s, {self.nbytes / seconds / 1e9:.3g} GB/s"
 
 
 def stream(reader: AsyncReader, epochs: int, tally: Tally) -> None:
-    """Read epochs by a new reader, counting batches, bytes and the time spent waiting for them."""
+    """Read epochs with a new reader, counting batches, bytes and the time spent waiting."""
     with progress_bar("batches, {task.description}") as progress:
         task = progress.add_task(tally.speed, total=epochs * len(reader))
         began = shown = perf_counter()
@@ -141,12 +141,12 @@ def stream(reader: AsyncReader, epochs: int, tally: Tally) -> None:
 
 
 def _limit(reader: AsyncReader) -> str:
-    """Say what limits the reader: this loop does nothing else, so that it waits is no news."""
+    """Say what limits the reader; a loop that only reads always waits."""
     return spelled(reader_sentence(reader.stats()), spell_in_shell)
 
 
 def _content(reader: AsyncReader, tally: Tally, code: int) -> dict[str, Any]:
-    """Return what `docs/command-line.md` says of the document of `h5async read`."""
+    """Return the contents of the JSON document, as in `docs/command-line.md`."""
     layouts, typed = reader.layouts.items(), reader.config.batch_fields
     totals = asdict(tally)
     del totals["forms"]
@@ -165,7 +165,7 @@ def _content(reader: AsyncReader, tally: Tally, code: int) -> dict[str, Any]:
 
 
 def _summary(reader: AsyncReader, epochs: int, tally: Tally) -> str:
-    """Say what was read, how, and how fast: a line for each thing."""
+    """Say what was read, how, and how fast, with a line for each."""
     is_whole = tally.epochs == epochs
     lines = [
         ("file", files_text(reader.config.files)),

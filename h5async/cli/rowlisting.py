@@ -1,4 +1,4 @@
-"""Prints the table of datasets as its rows come, for a pipe, a wide or a narrow terminal."""
+"""Prints the table of datasets row by row, for a pipe, a wide or a narrow terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-BLOCK_SECONDS = 0.5  # for which rows may be held back that could be printed with others
+BLOCK_SECONDS = 0.5  # for which rows may be held back
 _STACKED_COLUMNS = (
     ("dataset",),
     ("shape", "dtype"),
@@ -27,14 +27,14 @@ COLUMNS = tuple(name for names in _STACKED_COLUMNS for name in names)
 
 
 class Listing:
-    """A table that is printed in pieces, as its rows come; columns get only wider.
+    """A table that is printed in blocks as rows arrive; columns only get wider.
 
     Attributes
     ----------
     has_begun
         Whether anything was printed.
     has_heads
-        Whether there were lines of a single cell.
+        Whether there were headings.
     """
 
     def __init__(self) -> None:
@@ -46,9 +46,9 @@ class Listing:
         self._since = 0.0
 
     def add(self, row: Sequence[str]) -> None:
-        """Take a row, which may be printed somewhat later, for the sake of even columns.
+        """Take a row; it may be printed later, to align columns.
 
-        One of a single cell is a line of its own, which says what the rows below it belong to.
+        A row of a single cell is a heading of the rows below it.
         """
         self.has_heads |= len(row) == 1
         if not self._rows:
@@ -58,7 +58,7 @@ class Listing:
             self.print()
 
     def print(self) -> None:
-        """Print the rows that were not printed yet."""
+        """Print the rows that were held back."""
         if not self._rows:
             return
         for row in self._rows:
@@ -94,7 +94,7 @@ def _rule(width: int) -> str:
 
 
 def _stacked(rows: Sequence[Sequence[str]]) -> Table:
-    """Lay rows out for a narrow terminal: columns have several of `COLUMNS`, one below another."""
+    """Lay rows out for a narrow terminal, with several of `COLUMNS` stacked in each column."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), show_lines=True)
     for names in _STACKED_COLUMNS:
         right = not _RIGHT.isdisjoint(names)

@@ -1,4 +1,4 @@
-"""Makes text that is safe to print: of names in files, of paths, and of how a dataset is read."""
+"""Makes text that is safe to print: names in files, paths, and how a dataset is read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from h5async.system.interruptions import suppressing
 
 
 def safe(text: object) -> str:
-    """Escape the characters by which a name in a file could steer the terminal."""
+    """Escape characters in names that could control the terminal."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in printable(str(text)))
 
 
@@ -26,7 +26,7 @@ def files_text(paths: Sequence[Path]) -> str:
 
 
 def dimensions_of(layout: DatasetLayout) -> tuple[str, ...] | None:
-    """Return the name of each dimension, empty where it has none; None: none has one."""
+    """Return the names of dimensions, empty for unnamed ones; None if all are unnamed."""
     if not any(layout.dim_names):
         return None
     names = [*layout.dim_names, *((),) * (len(layout.shape) - len(layout.dim_names))]
@@ -34,11 +34,11 @@ def dimensions_of(layout: DatasetLayout) -> tuple[str, ...] | None:
 
 
 def packing_text(layout: DatasetLayout) -> str:
-    """Say how the values of a dataset are packed; "" where they are not, and never missing."""
+    """Say how the values of a dataset are packed; "" if they are neither packed nor missing."""
     attributes = [one for _, several in layout.cf for one in several]
     if layout.member or layout.dtype.kind not in "iuf":
         return ""
-    with suppressing(DatasetError):  # which `decode_cf` raises
+    with suppressing(DatasetError):  # raised by `decode_cf`
         if unpacking(attributes, layout.dtype, "").is_identity(layout.dtype):
             return ""
     listed = ", ".join(f"{one.name} {shown_value(one)}" for one in attributes)
@@ -48,20 +48,24 @@ def packing_text(layout: DatasetLayout) -> str:
 
 
 def method_text(layout: DatasetLayout) -> str:
-    """Say how a dataset is read: directly, and by what, or through h5py, and why."""
+    """Say how a dataset is read: directly and by what, or through h5py and why."""
+    if load_core() is None:
+        return "h5py: the compiled core is missing"
     if layout.fallback_reason is not None:
         return f"h5py: {layout.fallback_reason}"
     return direct_text(*methods_of(layout))
 
 
 def methods_of(layout: DatasetLayout) -> tuple[tuple[str, ...], int]:
-    """Return by what a dataset is read directly, and how many datasets its values lie in."""
+    """Return what reads a dataset directly, and the number of datasets that hold its values."""
     methods = {method_of(load_core(), source) for source in layout.leaves()}
     sources = len({(source.file, source.path) for source in layout.leaves()})
     return tuple(sorted(methods)), sources
 
 
 def direct_text(methods: Collection[str], sources: int) -> str:
-    """Say by what a dataset is read directly, and out of how many."""
-    by = ", by the core" if set(methods) == {"core"} else ", in Python" * ("python" in methods)
+    """Say what reads a dataset directly, and from how many sources."""
+    if set(methods) == {"h5py"}:
+        return "h5py: the core does not read its storage"
+    by = ", by the core" if set(methods) == {"core"} else ", partly by h5py" * ("h5py" in methods)
     return f"direct{by}, from {sources} sources" if sources > 1 else f"direct{by}"

@@ -1,7 +1,7 @@
 """Validates options once: they enter in any of four forms, and a frozen `ReaderConfig` leaves.
 
-What can be checked without opening a file is checked here. What depends on the dataset (does axis
-3 exist?) is checked where the dataset is opened, with the same type of error.
+Checks that need no file happen here. What depends on the dataset (does axis 3 exist?) is checked
+when it is opened, with the same type of error.
 """
 
 from h5async.config.field import Field

@@ -16,7 +16,7 @@ _PATHS = ("hdf5_path", "allow_external", "index_cache")
 
 
 def kind_of_file(path: Path) -> Where:
-    """Return what a configuration file is, by its name: TOML, unless it says something else."""
+    """Return the format of a configuration file, by its suffix; TOML by default."""
     kinds: dict[str, Where] = {".json": "json", ".yaml": "yaml", ".yml": "yaml"}
     return kinds.get(path.suffix.lower(), "toml")
 
@@ -24,10 +24,7 @@ def kind_of_file(path: Path) -> Where:
 def load_file(path: Path) -> dict[str, Any]:
     """Return the options in a file.
 
-    Raises
-    ------
-    ConfigError
-        If the file cannot be read, is not of its kind, or nothing there can read YAML.
+    Raises `ConfigError` if the file cannot be read or parsed, or YAML is not installed.
     """
     path, kind = Path(home_path(str(path))), kind_of_file(path)
     parse = {"toml": _toml, "json": _json, "yaml": _yaml}[kind]
@@ -38,7 +35,7 @@ def load_file(path: Path) -> dict[str, Any]:
     except (
         ValueError,
         RecursionError,
-    ) as error:  # the former also of bytes
+    ) as error:  # ValueError includes invalid UTF-8
         is_hdf5 = path.suffix in _HDF5_SUFFIXES
         hint = f"; to read an HDF5 file, give it as {named('hdf5_path')}" if is_hdf5 else ""
         reason = " ".join(str(error).split())
@@ -49,15 +46,7 @@ def load_file(path: Path) -> dict[str, Any]:
 
 
 def map_paths(options: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
-    """Return options with each path in them changed.
-
-    Parameters
-    ----------
-    options
-        As they were typed: paths are strings.
-    change
-        Takes a path.
-    """
+    """Return options with `change` applied to each path in them."""
     changed = {str(name): value for name, value in options.items()}
     for name in _PATHS:
         value = changed.get(name)
@@ -109,6 +98,6 @@ def _yaml(text: str) -> object:
 def _content(path: Path) -> bytes:
     try:
         return path.read_bytes()
-    except (OSError, ValueError) as error:  # the latter of a path with a NUL
+    except (OSError, ValueError) as error:  # a NUL in the path is a ValueError
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"cannot read the configuration {path}: {reason}") from error

@@ -1,4 +1,4 @@
-"""Tells how many cores this process may use: the default number of threads."""
+"""Finds the number of cores that this process may use: the default number of threads."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from h5async.system.controlgroups import cpu_quota
 
 
 def usable_cores() -> int:
-    """Return the cores that this process may use, by its affinity and its CPU quota."""
-    if hasattr(os, "process_cpu_count"):  # of Python 3.13; the user may have set another
+    """Return the number of cores that affinity and CPU quota allow."""
+    if hasattr(os, "process_cpu_count"):  # Python 3.13; users may override it
         cores = os.process_cpu_count() or 1
     elif hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))

@@ -1,7 +1,4 @@
-"""Describes the options of a configuration: types, defaults and meanings, as its class has them.
-
-The command line and the page of options are made from this.
-"""
+"""Describes the options of a configuration class, for the command line and the options page."""
 
 from __future__ import annotations
 
@@ -25,23 +22,21 @@ class Option:
 
     Attributes
     ----------
-    name, description, shell
-        Its name, what it means, and what it means on the command line.
+    description, shell
+        Its meaning, and its meaning on the command line.
     type
-        The type of one value, as it is typed on a command line: bool, int, float, str or Path; str
-        for numbers that are typed in a way of their own, which `values` says.
+        The type of one value on a command line: bool, int, float, str or Path. It is str for
+        numbers with a syntax of their own, which `values` shows.
     choices
-        The only values that there are, but None, and numbers where `type` is one; empty: any.
+        The only values, except None, and numbers if `type` is one; empty means any.
     is_list, is_mapping, is_function
         Whether it takes several values, whether these have names, and whether it takes a function.
     takes_names
-        Whether it takes a name in place of an integer.
-    is_required, default
-        Whether it has to be given, and what it is where it is not given.
+        Whether it takes a name instead of an integer.
     default_text
-        The default in words, where its value does not say it; else empty.
+        The default in words, if its value does not tell; else empty.
     values
-        How its values are typed, where `type` and `choices` do not say it; else empty.
+        Syntax of its values, if `type` and `choices` do not tell; else empty.
     """
 
     name: str
@@ -60,7 +55,7 @@ class Option:
 
 
 def options_of(model: type[BaseModel]) -> list[Option]:
-    """Return the options of a configuration, in their order."""
+    """Return the options of a configuration, in order."""
     return [_option(name, field) for name, field in model.model_fields.items()]
 
 
@@ -90,7 +85,7 @@ def _option(name: str, field: Any) -> Option:
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:
-    """Yield the types of which a value may be one, None left out."""
+    """Yield the types in a union, except None."""
     origin = get_origin(annotation)
     if origin is Annotated:
         yield from _kinds(get_args(annotation)[0])

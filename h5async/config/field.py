@@ -1,4 +1,4 @@
-"""The fields of a batch: which datasets they come from, and how their samples are delivered."""
+"""Defines `Field`: the dataset of a field of a batch, and how its samples are delivered."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _BY_USE = (
     "ragged",
     "sparse",
     "image",
-)  # kinds of fields: an option is one of the first that has it
+)  # kinds of fields, in the order in which messages suggest them
 KINDS: dict[str, type[Field]] = {}  # by name; `kinds.py` defines them
 _RESERVED_NAMES = frozenset(
     {"copy", "count", "epoch", "index", "keys", "last", "number", "sequence", "size", "step"}
@@ -48,17 +48,17 @@ _RESERVED_NAMES = frozenset(
 
 @documented
 class Field(Frozen):
-    """One dataset, and how its samples are delivered.
+    """A dataset, and how its samples are delivered.
 
-    The delivered value is ``stored.astype(dtype) * scale + offset``, with the dataset's
-    dimensions in the order of `axes`. Arithmetic is done in `dtype`; a cast is NumPy's
-    ``astype`` (a float out of an integer's range is undefined, as there). With `decode_cf`, the
-    dataset's own attributes say how its values are unpacked.
+    The delivered value is ``stored.astype(dtype) * scale + offset``, with the dataset's dimensions
+    in the order of `axes`. Arithmetic is done in `dtype`. Casts are NumPy's ``astype``: a float
+    outside of an integer's range is undefined. With `decode_cf`, the dataset's attributes say how
+    to unpack its values.
 
     Raises
     ------
     ConfigError
-        If a value does not fit.
+        If a value is invalid.
 
     Examples
     --------
@@ -72,44 +72,45 @@ class Field(Frozen):
     path: Name = option(REQUIRED, "Path of the dataset in the HDF5 file.")
     num_dim: SampleDimension = option(
         0,
-        "The dimension that counts the samples: its number, or its name, where the file names its"
-        " dimensions; or two of them, those of sequences and of their steps.",
+        "The dimension that counts the samples, by number, or by name if the file names its"
+        " dimensions; or a pair: those of sequences and of their steps.",
         default_text="0, or the first of `axes`",
     )
     axes: Dimensions | None = option(
         None,
-        "The dataset's dimensions in the order of delivery, by number or by name, the sample"
+        "The dataset's dimensions in the order of delivery, by number or name, the sample"
         " dimension first. None: the sample dimension, then the others in the file's order.",
     )
     dtype: DType = option(
         None,
-        "Delivered dtype. None: the file's, in native byte order; with a `scale` or `offset`:"
-        " float32.",
+        "Delivered dtype. None: the file's, in native byte order; float32 with a `scale` or"
+        " `offset`.",
     )
     scale: Number | None = option(
-        None, "A factor, or one for each channel (index along the second delivered axis)."
+        None, "A factor, or one per channel (index along the second delivered axis)."
     )
-    offset: Number | None = option(
-        None, "What is added after scaling: a number, or one for each channel."
-    )
+    offset: Number | None = option(None, "A number to add after scaling, or one per channel.")
     decode_cf: Bool = option(
         False,
-        "Unpack the values as the dataset's own attributes say (the CF conventions): `scale_factor`"
-        " and `add_offset` are applied, and NaN stands for `_FillValue`, `missing_value`, and what"
-        " lies outside `valid_range`. Without a `dtype`: float32 or float64, as xarray chooses.",
+        "Unpack the values by the dataset's own attributes (CF conventions): apply"
+        " `scale_factor` and `add_offset`; replace `_FillValue`, `missing_value` and values"
+        " outside `valid_range` by NaN. Without a `dtype`: float32 or float64, as xarray"
+        " chooses.",
     )
     steps: Steps = option(
         None,
-        "Which rows are delivered of each sample, counted from its own: `range(-3, 1)`, or a list;"
-        ' in a TOML file also `"-3:1"`. A batch is (samples, steps, ...) then.',
+        "Rows to deliver for each sample, counted from its own: `range(-3, 1)`, or a list; in a"
+        ' TOML file also `"-3:1"`. A batch is then (samples, steps, ...).',
     )
     pad: Literal["drop", "edge", "zero"] = option(
         "drop",
-        "What becomes of steps that leave the sequence. `drop`: there are no such samples. `edge`:"
-        " its first or last row stands for them. `zero`: zeros do, before `scale` and `offset`.",
+        "How to treat steps that leave the sequence. `drop`: there are no such samples. `edge`:"
+        " repeat its first or last row. `zero`: deliver zeros, before `scale` and `offset`.",
     )
     pad_mask: Name | None = option(
-        None, "The name under which a batch has which steps were there: bool (samples, steps)."
+        None,
+        "Name of another field of the batch, which tells the steps inside the sequence: bool"
+        " (samples, steps).",
     )
 
     def __init__(
@@ -172,7 +173,7 @@ class Field(Frozen):
         if self.axes is not None:
             if len(set(self.axes)) != len(self.axes) or not self.axes:
                 raise ValueError(f"axes must name each dimension once, found {self.axes}")
-            # (Whether a name and a number are one dimension, the file says.)
+            # (Only the file can tell whether a name and a number are the same dimension.)
             pairs = zip(self.axes, of_samples, strict=False)
             if len(self.axes) < len(of_samples) or any(
                 isinstance(a, str) == isinstance(b, str) and a != b for a, b in pairs
@@ -184,7 +185,7 @@ class Field(Frozen):
 
     @classmethod
     def unknown_option(cls, name: str, where: Where) -> str:
-        """Say what is wrong with the name of an option, which was typed there."""
+        """Return the message for an unknown option, written as `where` spells options."""
         other = _kind_with(name, cls)
         if other is None:
             return super().unknown_option(name, where)
@@ -204,7 +205,7 @@ class Field(Frozen):
 
     @property
     def delivered_dtype(self) -> np.dtype[Any] | None:
-        """The dtype asked for, float32 where scaling implies it, None for the file's own."""
+        """The requested dtype, float32 if scaling implies it, or None for the file's own."""
         if self.dtype is None and (self.scale is not None or self.offset is not None):
             return np.dtype(np.float32)
         dtype: np.dtype[Any] | None = self.dtype
@@ -212,13 +213,7 @@ class Field(Frozen):
 
 
 def _field(value: object) -> Field:
-    """Make a `Field` of a path or a mapping.
-
-    Raises
-    ------
-    ConfigError
-        If a value does not fit.
-    """
+    """Make a `Field` of a path or a mapping."""
     if isinstance(value, Field):
         return value
     if isinstance(value, str | bytes):
@@ -235,12 +230,9 @@ def _field(value: object) -> Field:
 
 
 def kind_of(name: object) -> type[Field]:
-    """Return the class of a kind of fields, by its name; None: that of plain ones.
+    """Return the field class of a kind's name, or `Field` for None.
 
-    Raises
-    ------
-    ConfigError
-        If there is none.
+    Raises `ConfigError` for an unknown kind.
     """
     if name is None:
         return Field
@@ -250,7 +242,7 @@ def kind_of(name: object) -> type[Field]:
 
 
 def _kind_with(option: str, chosen: type[Field]) -> str | None:
-    """Return the kind of fields that has an option which the chosen one lacks; None: none has."""
+    """Return a kind of field that has an option which the chosen one lacks, if any."""
     if option in chosen.model_fields:
         return None
     return next((name for name in _BY_USE if option in KINDS[name].model_fields), None)

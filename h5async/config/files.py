@@ -1,4 +1,4 @@
-"""Checks paths of files and folders, and finds the files that a glob matches."""
+"""Checks paths of files and folders, and finds the files that match a glob."""
 
 from __future__ import annotations
 
@@ -19,12 +19,9 @@ _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 
 
 def matching_files(paths: Iterable[Path]) -> list[Path]:
-    """Return files in order; what a glob matches is sorted.
+    """Return files in order, with the sorted matches of globs.
 
-    Raises
-    ------
-    ReadError
-        If a glob matches nothing.
+    Raises `ReadError` if a glob matches nothing.
     """
     found: list[Path] = []
     for path in paths:
@@ -39,20 +36,14 @@ def matching_files(paths: Iterable[Path]) -> list[Path]:
 
 
 def home_path(text: str) -> str:
-    """Return a path that begins with ``~`` or ``~user`` as one of that home; others as they are."""
+    """Replace ``~`` or ``~user`` at the beginning of a path."""
     return os.path.expanduser(text)
 
 
 def with_variables(text: str) -> str:
-    """Return a path with the environment variables that it names, as ``$NAME`` or ``${NAME}``.
+    """Replace environment variables, written as ``$NAME`` or ``${NAME}``, in a typed path.
 
-    This is for paths that are typed on a command line or in a configuration file. One that exists
-    as it was typed is left alone.
-
-    Raises
-    ------
-    ConfigError
-        If the environment has no such variable.
+    A path that exists as typed is left alone. Raises `ConfigError` for an unset variable.
     """
     if "$" not in text or os.path.exists(text):
         return text
@@ -67,7 +58,7 @@ def with_variables(text: str) -> str:
 
 
 def paths_text(paths: Path | Sequence[Path]) -> str:
-    """Name one file, or the first of several and how many more there are."""
+    """Name one file, or the first of several and the number of the others."""
     if isinstance(paths, Path):
         return printable(str(paths))
     more = f" and {len(paths) - 1:,} more" if len(paths) > 1 else ""

@@ -1,4 +1,4 @@
-"""The base of all configurations: frozen, documented, and with messages that name the option."""
+"""The base of all configurations: frozen, documented, with messages that name the option."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 class _Absent:
-    """An attribute that a class does not have, though its base does."""
+    """Hides an attribute of the base class."""
 
     def __get__(self, *_: object) -> NoReturn:
         raise AttributeError
 
 
 class Frozen(BaseModel):
-    """A configuration: unknown options and values that do not fit are a `ConfigError`."""
+    """A configuration: unknown options and invalid values raise `ConfigError`."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", arbitrary_types_allowed=True, defer_build=True
@@ -51,12 +51,9 @@ class Frozen(BaseModel):
 
     @classmethod
     def check_names(cls, names: Iterable[str], where: Where = "keyword") -> None:
-        """Check that names, which were typed there, are options.
+        """Check that names are options; `where` tells how messages spell them.
 
-        Raises
-        ------
-        ConfigError
-            If one is not; it says which is meant, perhaps.
+        Raises `ConfigError` for an unknown name, and suggests the one meant.
         """
         known = list(cls.model_fields)
         for name in names:
@@ -65,19 +62,19 @@ class Frozen(BaseModel):
 
     @classmethod
     def unknown_option(cls, name: str, where: Where) -> str:
-        """Say what is wrong with the name of an option, which was typed there."""
+        """Return the message for an unknown option, written as `where` spells options."""
         return _unknown_option(name, list(cls.model_fields), where)
 
 
-# pydantic's, which is deprecated: it may be the name of an option.
+# pydantic's deprecated method: `copy` may be the name of an option.
 Frozen.copy = _Absent()  # type: ignore[assignment,method-assign]
 
 
 @dataclass(frozen=True)
 class Words:
-    """What the help and the page of options say of an option beside its description; see `option`.
+    """Texts for the help and the options page beside an option's description; see `option`.
 
-    It is metadata of the option's type, which pydantic hands on and does not read.
+    They are metadata of the option's type, which pydantic ignores.
     """
 
     default_text: str = ""
@@ -95,13 +92,13 @@ def option(
     default
         Its default, or `REQUIRED`.
     description
-        What it means: for docstrings, the command line's help and the page of options.
+        Its meaning, for docstrings, the command line's help and the options page.
     default_text
-        The default in words, where its value does not say it.
+        The default in words, if its value does not tell.
     values
-        How its values are typed, where its type does not say it: ``"auto|cpu|cuda"``.
+        Syntax of its values, if its type does not tell: ``"auto|cpu|cuda"``.
     shell
-        What it means on the command line, where that differs from `description`.
+        Its meaning on the command line, if different from `description`.
     """
     declared = Bound(default, description=description)
     declared.metadata.append(Words(default_text, values, shell))
@@ -116,7 +113,7 @@ def documented(model: type[Model]) -> type[Model]:
 
 
 class _Docstring:
-    """A class's docstring, which is put together when somebody reads it."""
+    """A class's docstring, which is assembled on access."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -126,7 +123,7 @@ class _Docstring:
 
 
 def with_descriptions(docstring: str, section: str, model: type[BaseModel]) -> str:
-    """Return a docstring with a section of the descriptions of all options before its Raises."""
+    """Insert a section with the descriptions of all options before a docstring's Raises."""
     import textwrap
 
     text, raises, rest = inspect.cleandoc(docstring).partition("Raises\n------")
@@ -138,7 +135,7 @@ def with_descriptions(docstring: str, section: str, model: type[BaseModel]) -> s
 
 
 def _unknown_option(name: str, known: list[str], where: Where) -> str:
-    """Say which option does what the name promises; else name the nearest one, or all."""
+    """Suggest the option that does what the name promises, or the nearest one, or list all."""
     import difflib
 
     expected = hint_for(name, known, where)
@@ -154,7 +151,7 @@ def _unknown_option(name: str, known: list[str], where: Where) -> str:
 
 
 def _message(error: ValidationError) -> str:
-    """Say in one line which options have which values that do not fit."""
+    """Describe all invalid options in one line."""
     lines = []
     for item in error.errors():
         names = [str(part) for part in item["loc"]]

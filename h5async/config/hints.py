@@ -1,7 +1,7 @@
-"""Says which option does what somebody expects of a name that is none.
+"""Suggests the option for a name that other loaders use.
 
-The names are those of other loaders. A hint names the option as it is spelled where the name was
-typed: as a keyword, in a configuration file, or on the command line.
+A hint spells the option as in the place where the name was typed: as a keyword, in a configuration
+file, or on the command line.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Where = spelling.Where | Literal["shell"]
 
 
 class _Hint(NamedTuple):
-    """What to write instead of a name.
+    """A suggestion instead of an unknown name.
 
     Attributes
     ----------
@@ -24,7 +24,7 @@ class _Hint(NamedTuple):
     option, value
         The option, and an example of its value.
     spelled
-        How that is written, by where, if the option's value is not just written behind its name.
+        The option with its value, by place, unless it is just the one after the other.
     """
 
     text: str
@@ -33,26 +33,24 @@ class _Hint(NamedTuple):
     spelled: Mapping[Where, str] = {}
 
 
-_SELECT = _Hint(
-    "{} says which samples an epoch is made of, and so does a Split", "indices", "1000:"
-)
+_SELECT = _Hint("{} selects the samples of an epoch, and so does a Split", "indices", "1000:")
 _FUNCTION = _Hint("{} is called with the arrays of a whole batch", "postprocess", "module:function")
 _WORKERS = _Hint(
-    "threads do the work of worker processes, and num_threads says how many; for a postprocess that"
-    " holds the GIL, {} has several processes fill batches side by side",
+    "threads do the work of worker processes, and num_threads is their number; for a postprocess"
+    " that holds the GIL, {} lets several processes fill batches side by side",
     "workers",
     4,
 )
 _SCALE = _Hint(
     "a Field of `fields` has dtype, scale and offset: values are delivered as x * scale + offset;"
-    " what else is to be computed, {} does",
+    " {} can compute anything else",
     "postprocess",
     "module:function",
 )
 _SCALE_OF_FIELD = _Hint("values are delivered as x * scale + offset: {}", "scale", 0.5)
 _UNPACK = _Hint("values are unpacked by the attributes of their dataset: {}", "decode_cf", True)
 _MIX = _Hint(
-    "{} mixes the samples of some chunks, and window_bytes says how many", "shuffle", "window"
+    "{} mixes the samples of several chunks, and window_bytes limits them", "shuffle", "window"
 )
 _STEPS = _Hint(
     "steps of a Field say which rows each sample consists of: {}",
@@ -64,14 +62,16 @@ _STEPS = _Hint(
     },
 )
 _STEPS_OF_FIELD = _Hint(
-    "{} delivers the row of each sample and the nine behind it",
+    "{} delivers the row of each sample and the nine after it",
     "steps",
     spelled={"keyword": "steps=range(0, 10)", "toml": 'steps = "0:10"'},
 )
 _PAD = _Hint("{} repeats the first or last row of a sequence", "pad", "edge")
-_MASK = _Hint("{} names what a batch has of which steps were there", "pad_mask", "mask")
+_MASK = _Hint(
+    "{} names the field of a batch that tells padded steps from others", "pad_mask", "mask"
+)
 _ONLY = _Hint(
-    "{} reads the groups whose names a dataset holds",
+    "{} reads only the groups that a dataset names",
     "sequences",
     spelled={
         "keyword": 'sequences=Sequences(groups="data/demo_*", only="mask/train")',
@@ -81,9 +81,11 @@ _ONLY = _Hint(
 )
 _DRAWN = _Hint("{} draws samples with replacement", "weights", "balanced")
 _VALUES = _Hint(
-    "{} fills batches with samples of differing lengths up to so many values", "batch_values", 65536
+    "{} fills batches with samples of varying lengths up to a number of values",
+    "batch_values",
+    65536,
 )
-_BUCKET = _Hint("{} puts samples of like length together", "bucket", 8)
+_BUCKET = _Hint("{} groups samples of similar length", "bucket", 8)
 _RAGGED = _Hint(
     "it is an option of a field: {}",
     "fields",
@@ -113,7 +115,7 @@ _IMAGE = _Hint(
         " --config",
     },
 )
-_SEED = _Hint("{} is all that the order is made from", "seed", 0)
+_SEED = _Hint("the order depends only on {}", "seed", 0)
 
 _HINTS: dict[str, tuple[_Hint, ...]] = {
     name: hints
@@ -150,17 +152,7 @@ _HINTS: dict[str, tuple[_Hint, ...]] = {
 
 
 def hint_for(name: str, known: Sequence[str], where: Where = "keyword") -> str | None:
-    """Return what to write instead of a name, if that is known.
-
-    Parameters
-    ----------
-    name
-        As it was typed.
-    known
-        The options that there are.
-    where
-        Where it was typed.
-    """
+    """Return the suggestion for an unknown name typed in `where`, if any."""
     for hint in _HINTS.get(name.lstrip("-").replace("-", "_").lower(), ()):
         if hint.option in known:
             return hint.text.format(_spelled(hint, where))

@@ -1,4 +1,4 @@
-"""Which samples an epoch is made of: the options `indices` and `weights`, and `Split`."""
+"""Defines the options that select samples, `indices` and `weights`, and `Split`."""
 
 from __future__ import annotations
 
@@ -32,20 +32,13 @@ _NOT_GIVEN: Any = object()
 
 
 class Values:
-    """An array as the value of an option: it has an equality, and cannot be changed.
-
-    Parameters
-    ----------
-    array
-        One-dimensional; it is copied.
-    """
+    """A copy of a one-dimensional array as an option's value: comparable and read-only."""
 
     def __init__(self, array: NDArray[Any]) -> None:
         self.array = np.array(array)
         self.array.setflags(write=False)
 
     def __eq__(self, other: object) -> bool:
-        """Compare dtypes and values."""
         return (
             isinstance(other, Values)
             and self.array.dtype == other.array.dtype
@@ -53,25 +46,23 @@ class Values:
         )
 
     def __hash__(self) -> int:
-        """Hash the values."""
         return hash(self.array.tobytes())
 
     def __repr__(self) -> str:
-        """Show the array as NumPy does."""
         return repr(self.array)
 
 
 @documented
 class Split(Frozen):
-    """One of several disjoint parts of a dataset, which together are all of it.
+    """One of several disjoint parts of a dataset.
 
-    Parts are made by a keyed permutation: they are the same on every machine, and nothing is
-    stored. Give the same `parts`, `seed`, `by` and `stratify` for each of them.
+    Parts come from a keyed permutation: they are the same on every machine, and nothing is stored.
+    Give the same `parts`, `seed`, `by` and `stratify` for each of them.
 
     Raises
     ------
     ConfigError
-        If a value does not fit.
+        If a value is invalid.
 
     Examples
     --------
@@ -84,13 +75,14 @@ class Split(Frozen):
     val 179
     """
 
-    name: str = option(REQUIRED, "Which of the parts.")
+    name: str = option(REQUIRED, "Name of the part.")
     parts: Mapping[str, float] = option(
-        REQUIRED, "The share of each part, by name; they sum up to 1, or less: the rest is in none."
+        REQUIRED,
+        "The share of each part, by name. They sum up to 1, or less: the rest is in no part.",
     )
     seed: Int = option(0, "Another seed makes other parts.")
     by: Name | None = option(
-        None, "Path of a dataset: samples for which it has the same value stay together."
+        None, "Path of a dataset: samples with the same value there stay together."
     )
     stratify: Name | None = option(
         None, "Path of a dataset: each part has its share of the samples of each value."
@@ -152,7 +144,6 @@ def _array(value: object, words: str) -> NDArray[Any]:
 
 
 def _of_slice(value: slice) -> str:
-    """Return a slice as text."""
     try:
         ends = [
             "" if end is None else str(operator.index(end))
@@ -164,7 +155,7 @@ def _of_slice(value: slice) -> str:
 
 
 def slice_of(text: str) -> slice | None:
-    """Return the slice that a text is, such as ``"100:200"``; None where it is none."""
+    """Return the slice in a text such as ``"100:200"``; None if it is none."""
     if not _SLICE.fullmatch(text):
         return None
     return slice(*(int(end) if end else None for end in text.split(":")))
@@ -195,12 +186,9 @@ def _is_weight(value: object) -> bool:
 
 
 def plain_selection(value: object) -> object:
-    """Return a value of these options as JSON can hold it, and as the option takes it.
+    """Return a value of these options in a form that JSON and the option accept.
 
-    Raises
-    ------
-    ConfigError
-        If it is a sampler: an object of the caller's.
+    Raises `ConfigError` for a sampler, which is an object of the caller.
     """
     if isinstance(value, range):
         return list(value)

@@ -1,4 +1,4 @@
-"""Kinds of fields whose samples are not stored as arrays of one shape."""
+"""Defines the fields whose samples are not stored as arrays of one shape."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _Positive = Annotated[float, Bound(gt=0, allow_inf_nan=False)]
 
 @documented
 class RaggedField(Field):
-    """Samples of differing lengths, delivered as `Ragged`.
+    """Samples of varying lengths, delivered as `Ragged`.
 
-    Either a dataset of a variable-length datatype (strings are such, too), or flat values of which
-    another dataset says where each sample begins.
+    Either a dataset of a variable-length datatype, such as strings, or flat values with another
+    dataset that tells where samples begin.
 
     Raises
     ------
     ConfigError
-        If a value does not fit.
+        If a value is invalid.
 
     Examples
     --------
@@ -57,20 +57,20 @@ class RaggedField(Field):
 
     offsets: Name | None = option(
         None,
-        "Path of the dataset that says where samples begin, if the values have no variable-length"
-        " datatype.",
+        "Path of the dataset that tells where samples begin, if the values have no"
+        " variable-length datatype.",
     )
     offsets_kind: Literal["offsets", "ends", "lengths"] = option(
         "offsets",
-        "What that dataset holds. `offsets`: where each sample begins, and, as one number more,"
-        " where the last one ends. `ends`: where each sample ends. `lengths`: how many values each"
-        " sample has.",
+        "Contents of that dataset. `offsets`: where each sample begins and, as one more number,"
+        " where the last one ends. `ends`: where each sample ends. `lengths`: the number of"
+        " values of each sample.",
     )
     pad_to: Natural | None = option(
         None,
-        "Deliver an array (samples, pad_to, ...) in place of `Ragged`: shorter samples end with"
-        " zeros, and of longer ones the first values are taken. The batch has `NAME_mask`, too:"
-        " bool (samples, pad_to), whether it is a value of the sample.",
+        "Deliver an array (samples, pad_to, ...) instead of `Ragged`: shorter samples end with"
+        " zeros, longer ones are cut off. The batch also has `NAME_mask`: bool (samples,"
+        " pad_to), True for values of the sample.",
     )
 
     @model_validator(mode="after")
@@ -95,14 +95,14 @@ def _size(value: object) -> object:
 class ImageField(RaggedField):
     """Encoded images (JPEG or PNG), delivered as RGB pixels (samples, height, width, 3).
 
-    The bytes of an image are an element of a variable-length dataset, or flat ones with `offsets`.
-    `axes`, `dtype`, `scale` and `offset` are of the pixels: ``axes=(0, 3, 1, 2)`` delivers channels
-    first. With `steps`, which need `size`: (samples, steps, height, width, 3).
+    The bytes of an image are an element of a variable-length dataset, or flat values with
+    `offsets`. `axes`, `dtype`, `scale` and `offset` apply to the pixels: ``axes=(0, 3, 1, 2)``
+    delivers channels first. With `steps`, which need `size`: (samples, steps, height, width, 3).
 
     Raises
     ------
     ConfigError
-        If a value does not fit.
+        If a value is invalid.
 
     Examples
     --------
@@ -124,42 +124,42 @@ class ImageField(RaggedField):
 
     size: Annotated[tuple[_Pixels, _Pixels] | None, BeforeValidator(_size)] = option(
         None,
-        "Resize images to this height and width (a number: both), by OpenCV. None: they keep their"
-        " sizes, and a batch of images of differing sizes is `Images`.",
+        "Resize images to this height and width (a number: both), with OpenCV. None: images"
+        " keep their sizes, and a batch of images of varying sizes is `Images`.",
     )
     crop: Literal["center", "random"] = option(
         "center",
-        "What part is resized to `size`. `center`: the largest one in the middle that has its"
-        " proportions. `random`: one of random area, proportions and place, as torchvision's"
-        " RandomResizedCrop chooses it.",
+        "The part to resize to `size`. `center`: the largest one in the middle with its aspect"
+        " ratio. `random`: one of random area, aspect ratio and place, chosen like torchvision's"
+        " RandomResizedCrop.",
     )
     crop_scale: tuple[_Positive, _Positive] = option(
-        (0.08, 1.0), "Bounds of the area of a random part, of that of the image."
+        (0.08, 1.0), "Bounds of the area of a random part, relative to the image's area."
     )
     crop_ratio: tuple[_Positive, _Positive] = option(
         (3 / 4, 4 / 3),
         "Bounds of its width divided by its height.",
         default_text="`(3 / 4, 4 / 3)`",
     )
-    flip: Bool = option(False, "Flip every other image, chosen at random, left to right.")
+    flip: Bool = option(False, "Flip images left to right at random, half of them on average.")
     interpolation: Literal["auto", "linear", "area"] = option(
         "auto",
-        "How OpenCV resizes. `linear`: between neighbours. `area`: the mean of an area, which is"
-        " free of aliasing, and slower. `auto`: `area` where an image shrinks to less than half,"
-        " else `linear`.",
+        "How OpenCV resizes. `linear`: between neighbours. `area`: the mean of an area, free of"
+        " aliasing, but slower. `auto`: `area` if an image shrinks to less than half, else"
+        " `linear`.",
     )
     on_error: Literal["raise", "zero"] = option(
         "raise",
-        "What becomes of an image that cannot be decoded. `raise`: the batch is a `ReadError`."
+        "How to treat an image that cannot be decoded. `raise`: the batch raises `ReadError`."
         " `zero`: it is black, and counted in `ReaderStats.broken_images`; this needs `size`.",
     )
 
     @model_validator(mode="after")
     def _check_image(self) -> ImageField:
         if self.pad_to is not None:
-            raise ValueError("pad_to is of ragged fields; images of one size are made by size")
+            raise ValueError("pad_to is for ragged fields; size gives images one size")
         if self.decode_cf:
-            raise ValueError("decode_cf does not go with images; use scale and offset")
+            raise ValueError("decode_cf cannot be used with images; use scale and offset")
         if self.axes is not None and sorted(self.axes, key=str) != [0, 1, 2, 3]:
             raise ValueError(
                 "axes must have the numbers of samples (0), height (1), width (2) and channels (3)"
@@ -209,7 +209,7 @@ class SparseField(Field):
     Raises
     ------
     ConfigError
-        If a value does not fit.
+        If a value is invalid.
 
     Examples
     --------
@@ -230,8 +230,8 @@ class SparseField(Field):
 
     dense: Bool = option(
         False,
-        "Deliver ordinary arrays (samples, columns), of the values' dtype where `dtype` says no"
-        " other. `offset` is added to all of them, also where no value is stored.",
+        "Deliver dense arrays (samples, columns), with the values' dtype unless `dtype` is"
+        " given. `offset` is added everywhere, even if no value is stored.",
     )
     columns: Annotated[
         Any,
@@ -239,15 +239,15 @@ class SparseField(Field):
         PlainSerializer(_plain_columns, when_used="json-unless-none"),
     ] = option(
         None,
-        "Which columns: their numbers, a mask, or names, which are looked up in each file in"
-        " `var/_index`; in one of 10x Genomics, names or ids of `features`. They come in this"
-        " order.",
+        "The columns to deliver, in this order: their numbers, a mask, or names, which are"
+        " looked up in each file in `var/_index`; in a file of 10x Genomics, names or ids of"
+        " `features`.",
     )
 
     missing: Literal["zero", "error"] = option(
         "zero",
-        "What becomes of a column that is chosen by its name, and that a file lacks. `zero`: it is"
-        " 0 there, if another file has it. `error`: the reader is a `DatasetError`.",
+        "How to treat a column, chosen by name, that a file lacks. `zero`: it is 0 there, if"
+        " another file has it. `error`: raise `DatasetError`.",
     )
 
     @model_validator(mode="after")
@@ -255,20 +255,19 @@ class SparseField(Field):
         _require_no_steps(self)
         _require_first_dimension(self)
         if self.missing != "zero" and not isinstance(self.columns, tuple):
-            raise ValueError("missing is of columns that are chosen by their names")
+            raise ValueError("missing is for columns chosen by name")
         if isinstance(self.scale, tuple) or isinstance(self.offset, tuple):
             raise ValueError("scale and offset of sparse rows must be one number each")
         if self.decode_cf:
-            raise ValueError("decode_cf does not go with sparse rows; use scale and offset")
+            raise ValueError("decode_cf cannot be used with sparse rows; use scale and offset")
         return self
 
 
 def _require_no_steps(field: Field) -> None:
-    """Refuse steps of fields whose samples have no one shape."""
+    """Reject steps of fields whose samples do not have the same shape."""
     if field.steps is not None:
         raise ValueError(
-            "steps are of fields whose samples have one shape, and of images with a size; leave"
-            " them out"
+            "steps need fields whose samples have one shape, or images with a size; leave them out"
         )
 
 

@@ -1,4 +1,4 @@
-"""All options of a reader, as one frozen value that was validated once."""
+"""Defines `ReaderConfig`: all options of a reader, validated once and frozen."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class ReaderConfig(Frozen):
     Raises
     ------
     ConfigError
-        If an option is unknown or its value does not fit.
+        If an option is unknown or its value is invalid.
 
     Examples
     --------
@@ -85,35 +85,36 @@ class ReaderConfig(Frozen):
 
     hdf5_path: Files = option(
         REQUIRED,
-        "A file, a list of files, or a glob, whose matches are sorted. Several files are one long"
-        " dataset, in that order. A saved index (`.h5idx`) stands for the files that it is of."
-        " `~` is the user's home. In a configuration file, paths are relative to that file.",
+        "A file, a list of files, or a glob, whose matches are sorted. Several files are"
+        " concatenated in this order. A saved index (`.h5idx`) stands for its files. `~` is the"
+        " user's home. In a configuration file, paths are relative to that file.",
     )
-    data_field: Name = option("data", "Path of the dataset that holds the data.")
+    data_field: Name = option("data", "Path of the dataset with the data.")
     labels_field: Name | None = option(
         "labels",
-        'Path of the dataset that holds the labels. None (in a TOML file `""`): no labels.',
+        'Path of the dataset with the labels. None (in a TOML file `""`): no labels.',
         shell="Path of the dataset that holds the labels (--no-labels: there are none).",
     )
     fields: Fields | None = option(
         None,
-        "In place of `data_field` and `labels_field`: the fields of a batch, in their order. A"
-        " mapping of names to paths, or to values of `Field`, which say how samples are delivered.",
+        "The fields of a batch, in order, instead of `data_field` and `labels_field`: a"
+        " mapping of names to paths, or to `Field` values, which say how samples are"
+        " delivered.",
         values="NAME=PATH",
-        shell="In place of `--data-field` and `--labels-field`: one field of a batch, by its name"
-        " and the path of its dataset.",
+        shell="Instead of `--data-field` and `--labels-field`: one field of a batch, by its"
+        " name and its dataset's path.",
     )
     num_dim: SampleDimension = option(
         0,
-        "Which dimension of the data counts the samples: its number, or its name, where the file"
-        " names its dimensions (`time`); or two (on the command line `0,1`): those of sequences,"
-        " and of their steps.",
+        "The dimension of the data that counts the samples, by number, or by name if the file"
+        " names its dimensions (`time`); or a pair (on the command line `0,1`): those of"
+        " sequences and of their steps.",
         values="N|NAME|N,N",
     )
     h_dim: Dimension | None = option(
         None,
-        "Dimension of an image's height; needs `w_dim`. The data is then delivered as (N, H, W), or"
-        " with `cha_dim` as (N, C, H, W).",
+        "Dimension of an image's height; needs `w_dim`. The data is then delivered as (N, H,"
+        " W), or with `cha_dim` as (N, C, H, W).",
         values="N|NAME",
     )
     w_dim: Dimension | None = option(
@@ -127,58 +128,60 @@ class ReaderConfig(Frozen):
     )
     batch_values: Positive | None = option(
         None,
-        "Fill batches with samples of ragged and sparse fields up to so many values; `batch_size`,"
-        " where it is given, remains a bound. A sample counts the values of its longest field. With"
-        " `bucket`, padding counts, too: samples times the values of the longest one. A sample that"
-        " has more is a batch of its own.",
+        "Fill batches with samples of ragged and sparse fields up to this number of values;"
+        " `batch_size`, if given, remains a limit. A sample counts the values of its longest"
+        " field. With `bucket`, padding counts, too: samples times the values of the longest"
+        " one. A larger sample is a batch of its own.",
     )
     bucket: Positive | None = option(
         None,
-        "Put ragged or sparse samples of like length together, so that little is to be padded:"
-        " samples are sorted by length within windows of so many batches, and these batches are"
-        " shuffled, if samples are.",
+        "Group ragged or sparse samples of similar length, to reduce padding: sort samples by"
+        " length within windows of this number of batches, and shuffle these batches, if samples"
+        " are shuffled.",
     )
     shuffle: Literal[False, "full", "window"] = option(
         False,
-        "The order of the samples. False (on the command line `none`): as in the file. `full`, or"
-        f" True: a uniform permutation of all samples. {_WINDOW}",
+        "The order of the samples. False (on the command line `none`): as in the file. `full`,"
+        f" or True: a uniform permutation of all samples. {_WINDOW}",
         shell="The order of the samples. `none`: as in the file. `full`: a uniform permutation of"
         f" all samples. {_WINDOW}",
     )
     window_bytes: Size = option(
         256 << 20,
-        "Memory for the chunks whose samples `shuffle=window` mixes; without shuffling, the most"
-        " that is kept of chunks that several batches need.",
+        "Memory for the chunks whose samples `shuffle=window` mixes; without shuffling, the"
+        " maximum memory for chunks that several batches need.",
         default_text="256 MiB",
         values="SIZE",
     )
-    seed: Int = option(0, "The order depends on the seed, the epoch and the position alone.")
+    seed: Int = option(
+        0, "Seed of the order, which depends only on the seed, the epoch and the position."
+    )
     indices: Indices | None = option(
         None,
-        "Which samples an epoch is made of: a slice, as text too (`40000:`); a range; an array of"
-        " integers, or of bools, one for each sample; the path of a `.npy` file that holds such an"
-        " array, or of a dataset in the file; or a `Split`. `batch.index` has the dataset's"
-        " numbers all the same.",
+        "The samples of an epoch: a slice, also as text (`40000:`); a range; an array of"
+        " integers, or of bools, one per sample; the path of a `.npy` file with such an array,"
+        " or of a dataset in the file; or a `Split`. `batch.index` still has the dataset's"
+        " sample numbers.",
         default_text="all of them",
         values="A:B|PATH|{...}",
-        shell="Which samples an epoch is made of: a slice (`40000:`); the path of a .npy file of"
-        " integers or bools, or of such a dataset in the file; or a part of a split, as a table of"
-        " TOML: `{name = 'train', parts = {train = 0.9, val = 0.1}}`.",
+        shell="The samples of an epoch: a slice (`40000:`); the path of a .npy file of integers or"
+        " bools, or of such a dataset in the file; or a part of a split, as a table of TOML:"
+        " `{name = 'train', parts = {train = 0.9, val = 0.1}}`.",
     )
     weights: Weights | None = option(
         None,
-        "Draw samples with replacement, as often as these say: an array, or the path of a dataset"
-        " in the file, with a number for each sample of the dataset; `balanced`: all labels are"
-        " equally frequent; or a mapping of files to numbers.",
+        "Draw samples with replacement, in proportion to these weights: an array, or the path"
+        " of a dataset in the file, with a number per sample; `balanced`: all labels are equally"
+        " frequent; or a mapping of files to numbers.",
         values="PATH|balanced|{...}",
-        shell="Draw samples with replacement: the path of a dataset in the file, with a number for"
-        " each sample; `balanced`: all labels are equally frequent; or a table of TOML of files"
-        " and numbers.",
+        shell="Draw samples with replacement: the path of a dataset in the file, with a number per"
+        " sample; `balanced`: all labels are equally frequent; or a table of TOML of files and"
+        " numbers.",
     )
     epoch_samples: Positive | None = option(
         None,
-        "With `weights`: how many samples are drawn in an epoch. With a `sampler`: how many are"
-        " taken of it at most.",
+        "With `weights`: the number of samples drawn in an epoch. With a `sampler`: the maximum"
+        " number of samples taken from it.",
         default_text="as many as there are",
     )
     sequences: SequencesOption = option(
@@ -191,28 +194,28 @@ class ReaderConfig(Frozen):
     )
     sampler: Sampler = option(
         None,
-        "An order of your own: an iterable of sample numbers, or of lists of them, which are the"
-        " batches; it is begun anew for each epoch, after `set_epoch(epoch)`, if it has that."
-        " PyTorch's samplers are such. Each process has its own.",
+        "An order of your own: an iterable of sample numbers, or of lists of them, which are"
+        " the batches, such as PyTorch's samplers. Each epoch iterates it again, after calling"
+        " its `set_epoch(epoch)`, if it has one. Each process has its own.",
     )
-    drop_last: Bool = option(False, "Leave out the last batch of an epoch where it is short.")
+    drop_last: Bool = option(False, "Leave out the last batch of an epoch if it is short.")
     num_threads: Threads | None = option(
         None,
-        f"Threads that read and decode, {MOST_THREADS:,} at most. 0: all work is done in"
+        f"Threads that read and decode, at most {MOST_THREADS:,}. 0: all work is done in"
         " `get_next_batch()`, or by one thread of a helper process.",
         default_text="usable cores, by affinity and CPU quota",
     )
     workers: Workers = option(
         "thread",
         "Where the threads run. `thread`: in this process. `process`: in one helper process. A"
-        " number: in so many helper processes, which fill slots side by side and divide"
-        " `num_threads` among them, for a `postprocess` that holds the GIL.",
+        " number: in that many helper processes, which fill slots side by side and share"
+        " `num_threads`, for a `postprocess` that holds the GIL.",
         values="thread|process|N",
     )
     prefetch: Positive = option(
         2,
-        "Slots for batches, allocated once; 2 is double buffering. Several helper processes need"
-        " more: each fills one while another one waits for it, and the loop holds one.",
+        "Slots for batches, allocated once; 2 is double buffering. Several helper processes"
+        " need more: each fills one while another one waits for it, and the loop holds one.",
         default_text="2; with workers=N, 2 N + 1",
     )
     device: str = option(
@@ -223,7 +226,7 @@ class ReaderConfig(Frozen):
     )
     pin_memory: Bool = option(
         False,
-        "Leave batches on the host, in pinned memory, from which PyTorch copies to a GPU without"
+        "Keep batches on the host, in pinned memory, from which PyTorch copies to a GPU without"
         " blocking.",
     )
     postprocess: Function = option(
@@ -238,13 +241,14 @@ class ReaderConfig(Frozen):
     )
     timeout: Seconds = option(
         None,
-        "Seconds that `get_next_batch()` waits at most, up to 1,000,000,000.",
+        "Maximum seconds that `get_next_batch()` waits, up to 1,000,000,000.",
         default_text="no limit",
     )
     max_batch_bytes: Size | None = option(
         None,
-        "Memory that all slots may take together, and any one chunk, row or list of chunks that"
-        " must be held whole.",
+        "Maximum memory for all slots together, and for any single chunk, row or list"
+        " of chunks that must be held as a whole; also for tables of samples that files"
+        " declare, if larger than 64 MiB and 64 times the bytes of the files.",
         default_text="half of the free memory",
         values="SIZE",
     )
@@ -258,24 +262,26 @@ class ReaderConfig(Frozen):
     )
     cache_bytes: SizeOrZero | None = option(
         None,
-        "Memory that the cache may take.",
+        "Maximum memory for the cache.",
         default_text="half of the free memory; 0.8 of what the GPU has free",
         values="SIZE",
     )
     debug_lifetimes: Bool = option(
         False,
-        "Find batches that are used too late: each is a copy, which is overwritten when the next"
-        " batch is asked for.",
+        "Find batches that are used too late: each is a copy, which is overwritten when the"
+        " next batch is requested.",
     )
     copy: Bool = option(  # type: ignore[assignment]  # (which `Frozen` hides)
         False,
-        "Deliver batches that have memory of their own, and last, as `batch.copy()` does.",
+        "Deliver batches that own their memory and stay valid, as `batch.copy()` does.",
     )
     rank: Natural | None = option(
         None, "The number of this process among `world_size`.", default_text="the launcher's"
     )
     world_size: Annotated[int, Bound(strict=True, ge=1, le=MAX_WORLD_SIZE), AsInteger] | None = (
-        option(None, "How many processes share each epoch.", default_text="the launcher's")
+        option(
+            None, "The number of processes that share each epoch.", default_text="the launcher's"
+        )
     )
     io: Literal["auto", "pread", "map"] = option(
         "auto",
@@ -284,23 +290,24 @@ class ReaderConfig(Frozen):
     )
     allow_external: Folders = option(
         (),
-        "Folders below which a file may refer to other files, if these do not lie beside it.",
+        "A file may refer to other files beside it, and below these folders.",
         default_text="none",
         values="FOLDER",
     )
     allow_missing: Bool = option(
-        False, "What is missing of a virtual dataset has its fill value, and is no error."
+        False,
+        "Fill missing parts of a virtual dataset with its fill value, instead of raising an error.",
     )
     index_cache: Place = option(
         True,
-        "Where to keep what was learnt of the files, so that later readers open faster. True (on"
-        " the command line `default`): in the user's cache folder. False (`none`): nowhere. A path:"
+        "Where to keep the index of the files, so that later readers open faster. True (on the"
+        " command line `default`): in the user's cache folder. False (`none`): nowhere. A path:"
         " in that folder, or in that file, which ends in `.h5idx`.",
         default_text="the user's cache folder",
         values="none|default|PATH",
-        shell="Where to keep what was learnt of the files, so that later readers open faster."
-        " `default`: in the user's cache folder. `none`: nowhere. A path: in that folder, or in"
-        " that file, which ends in `.h5idx`.",
+        shell="Where to keep the index of the files, so that later readers open faster.  `default`:"
+        " in the user's cache folder. `none`: nowhere. A path: in that folder, or in that file,"
+        " which ends in `.h5idx`.",
     )
 
     @field_validator("labels_field", mode="before")
@@ -332,12 +339,12 @@ class ReaderConfig(Frozen):
     @model_validator(mode="after")
     def _check(self) -> ReaderConfig:
         if "prefetch" not in self.model_fields_set and self.num_helpers > 1:
-            # Each fills one while the next one waits for it, and the loop holds one. Measured: with
-            # one for each, and the loop's, two helpers are 1.2 times as fast as one, not 2 times.
+            # Each fills one slot while another one waits, and the loop holds one. Measured: with
+            # one per helper and the loop's, two helpers are 1.2 times as fast as one, not 2 times.
             # (`model_fields_set` stays as it is.)
             self.__dict__["prefetch"] = 2 * self.num_helpers + 1
         if "batch_size" not in self.model_fields_set and self.batch_values is not None:
-            self.__dict__["batch_size"] = self.batch_values  # no bound but that of values
+            self.__dict__["batch_size"] = self.batch_values  # only values are limited
         self._check_cache()
         self._check_order()
         self._check_rank()
@@ -388,7 +395,7 @@ class ReaderConfig(Frozen):
                     )
             if self.workers != "thread":
                 raise ValueError(
-                    f"a sampler is asked in this process; use {named('workers', 'thread')}"
+                    f"a sampler runs in this process; use {named('workers', 'thread')}"
                 )
         if self.weights is not None and self.shuffle == "window":
             raise ValueError(
@@ -429,7 +436,7 @@ class ReaderConfig(Frozen):
         if self.fields is not None:
             both = sorted(self.model_fields_set.intersection(_REPLACED_BY_FIELDS))
             if self.labels_field is None and "labels_field" in both:
-                both.remove("labels_field")  # no labels but what `fields` has
+                both.remove("labels_field")  # no labels except those in `fields`
             if both:
                 raise ValueError(
                     f"give {named('fields')} or {named(both[0])}, not both; a Field"
@@ -476,7 +483,7 @@ class ReaderConfig(Frozen):
         Raises
         ------
         ConfigError
-            If the file cannot be read, an option is unknown or a value does not fit.
+            If the file cannot be read, an option is unknown or a value is invalid.
 
         Examples
         --------
@@ -507,9 +514,9 @@ class ReaderConfig(Frozen):
 
     @model_serializer(mode="wrap")
     def _without_what_fields_replace(self, handler: SerializerFunctionWrapHandler) -> Any:
-        """Leave out what cannot be given with `fields`, so that `load` takes what was dumped.
+        """Leave out options that conflict with `fields`, so that `load` accepts what was dumped.
 
-        (``labels_field=None`` can.)
+        (``labels_field=None`` does not conflict.)
         """
         found = handler(self)
         for name in _REPLACED_BY_FIELDS if self.fields is not None else ():
@@ -518,22 +525,15 @@ class ReaderConfig(Frozen):
         return found
 
     def model_dump_json(self, *, indent: int | None = None, **options: Any) -> str:
-        """Return the options as JSON; ``ReaderConfig.load(json.loads(text))`` gives them again.
+        """Return the options as JSON; ``ReaderConfig.load(json.loads(text))`` restores them.
 
-        pydantic's own would not take paths that are not UTF-8.
-
-        Parameters
-        ----------
-        indent
-            Spaces for each level; None: one line.
-        **options
-            As of `model_dump`.
+        pydantic's own method rejects paths that are not UTF-8. `indent` is the number of spaces per
+        level, None for one line; `options` go to `model_dump`.
 
         Raises
         ------
         ConfigError
-            If `postprocess` is a function that cannot be imported by a name, or there is a
-            `sampler`.
+            If `postprocess` is a function that cannot be imported by name, or there is a `sampler`.
         """
         found = self.model_dump(**options)
         if "postprocess" in found:
@@ -546,7 +546,7 @@ class ReaderConfig(Frozen):
 
     @property
     def batch_fields(self) -> dict[str, Field]:
-        """The fields of a batch, by name, in order; `data_field` and its kin resolved."""
+        """The fields of a batch, by name, in order, with `data_field` and the like resolved."""
         if self.fields is not None:
             return dict(self.fields)
         axes: tuple[int | str, ...] | None = None
@@ -562,54 +562,42 @@ class ReaderConfig(Frozen):
 
     @property
     def files(self) -> list[Path]:
-        """The files of `hdf5_path`, in order; what a glob finds is sorted.
+        """The files of `hdf5_path`, in order, with the sorted matches of globs.
 
-        Raises
-        ------
-        ReadError
-            If a glob finds nothing.
+        Raises `ReadError` if a glob matches nothing.
         """
         several = self.hdf5_path if isinstance(self.hdf5_path, tuple) else (self.hdf5_path,)
         return matching_files(several)
 
     @property
     def names_index(self) -> bool:
-        """Whether `hdf5_path` names a saved index, whose files are opened as they are needed."""
+        """Whether `hdf5_path` names a saved index, whose files are opened when needed."""
         several = self.hdf5_path if isinstance(self.hdf5_path, tuple) else (self.hdf5_path,)
         return any(path.suffix == INDEX_SUFFIX for path in several)
 
     @property
     def thread_count(self) -> int:
-        """Threads of the pool: `num_threads`, or the cores that this process may use.
-
-        These are what its affinity allows, but no more than its control groups have time for.
-        """
+        """Threads of the pool: `num_threads`, or the cores that affinity and CPU quota allow."""
         if self.num_threads is None:
             return min(usable_cores(), MOST_THREADS)
         return self.num_threads
 
     @property
     def num_helpers(self) -> int:
-        """Helper processes that fill slots; 0: threads of this process do."""
+        """Number of helper processes that fill slots; 0 if threads of this process do."""
         if self.workers == "thread":
             return 0
         return 1 if self.workers == "process" else self.workers
 
     @property
     def filler_threads(self) -> int:
-        """Threads of this process, or of each helper process, which has one at least."""
+        """Threads of this process, or of each helper process, which has at least one."""
         helpers = self.num_helpers
         return max(1, self.thread_count // helpers) if helpers else self.thread_count
 
 
 def _check_tables(options: Mapping[str, Any], where: Spelling) -> None:
-    """Check the names of options in a file's tables of fields.
-
-    Raises
-    ------
-    ConfigError
-        If one is unknown, or a kind of fields.
-    """
+    """Check the option names in a file's tables of fields."""
     fields = options.get("fields")
     for name, field in fields.items() if isinstance(fields, dict) else ():
         try:

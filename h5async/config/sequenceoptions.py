@@ -1,4 +1,4 @@
-"""What the steps of a sample never leave: the option `sequences`."""
+"""Defines the option `sequences`: what the steps of a sample never leave."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KINDS = ("groups", "ends", "starts", "lengths", "ids", "last")
 
 
 def _names(value: object) -> object:
-    """Let a list of paths count as a tuple."""
+    """Make a single path a tuple."""
     return (value,) if isinstance(value, str | bytes) else value
 
 
@@ -25,13 +25,13 @@ def _names(value: object) -> object:
 class Sequences(Frozen):
     """The sequences of a dataset: episodes, trajectories, recordings. Steps never leave them.
 
-    One of `groups`, `ends`, `starts`, `lengths`, `ids` and `last` says what a sequence is; with
-    none of them, each file is one. The paths are of datasets that each file has.
+    One of `groups`, `ends`, `starts`, `lengths`, `ids` and `last` defines the sequences; without
+    any, each file is one. The paths are of datasets that each file has.
 
     Raises
     ------
     ConfigError
-        If a value does not fit.
+        If a value is invalid.
 
     Examples
     --------
@@ -53,26 +53,26 @@ class Sequences(Frozen):
 
     groups: Name | None = option(
         None,
-        "A pattern of groups, such as `data/demo_*`: each group that matches is a sequence, in"
+        "A pattern of groups, such as `data/demo_*`: each matching group is a sequence, in"
         " natural order (`demo_2` before `demo_10`), and the paths of fields begin there.",
     )
     only: Name | None = option(
         None, "With `groups`: path of a dataset of names; other groups are left out."
     )
-    ends: Name | None = option(
-        None, "Path of a dataset: the row behind the last one of each sequence."
-    )
+    ends: Name | None = option(None, "Path of a dataset: for each sequence, one past its last row.")
     starts: Name | None = option(None, "Path of a dataset: the first row of each sequence.")
-    lengths: Name | None = option(None, "Path of a dataset: how many rows each sequence has.")
+    lengths: Name | None = option(None, "Path of a dataset: the number of rows of each sequence.")
     ids: Name | None = option(
-        None, "Path of a dataset with a value for each row; a sequence ends where it changes."
+        None, "Path of a dataset with a value per row; a sequence ends where it changes."
     )
     last: Annotated[tuple[Name, ...], BeforeValidator(_names)] | None = option(
         None,
-        "Path of a dataset with a bool for each row, or several: a row for which one of them is"
-        " true is the last of its sequence. Rows behind the last such row are a sequence, too.",
+        "Path of a dataset with a bool per row, or several: a row for which one of them is true"
+        " is the last of its sequence. Rows after the last such row are a sequence, too.",
     )
-    every: Positive = option(1, "Only every so many rows of a sequence is a sample.")
+    every: Positive = option(
+        1, "Use only every n-th row of a sequence as a sample, from its first one on."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Sequences:
@@ -82,12 +82,12 @@ class Sequences(Frozen):
         if self.last == ():
             raise ValueError("last needs the path of a dataset, or several")
         if self.only is not None and self.groups is None:
-            raise ValueError("only needs groups, of which it names some")
+            raise ValueError("only needs groups, and names some of them")
         return self
 
     @property
     def kind(self) -> str | None:
-        """Which of the options says what a sequence is; None: a file is one."""
+        """The option that defines the sequences; None if each file is one."""
         return next((name for name in _KINDS if getattr(self, name) is not None), None)
 
 

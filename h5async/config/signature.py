@@ -1,6 +1,6 @@
-"""Shows the options of a reader where Python is asked what a class takes: help(), ? and completion.
+"""Shows the options of a reader in help(), ? and completion.
 
-Editors, which do not run the program, see the same by `ReaderOptions`.
+Editors, which do not run the program, get the same from `ReaderOptions`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Class = TypeVar("Class", bound=type)
 def takes_options(cls: Class) -> Class:
     """Add the options of `ReaderConfig` to the docstring and the signature of a class.
 
-    Its ``__init__`` takes them as ``**options``. Both are made when somebody asks for them.
+    Its ``__init__`` takes them as ``**options``. Both are made on access.
     """
     if cls.__doc__ is not None:  # python -OO
         cls.__doc__ = cast("str", _Docstring(cls.__doc__))

@@ -1,7 +1,7 @@
-"""Checks the values of options: types that pydantic does not have, or takes too widely or narrowly.
+"""Checks option values of types that pydantic lacks, or takes too widely or narrowly.
 
-Each check raises `ValueError` with what a value must be; `frozen` adds the option's name, and the
-value that was found.
+Each check raises `ValueError` that says what a value must be; `frozen` adds the option's name and
+the value.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from h5async.names import name_bytes, name_text
 from h5async.spelling import named
 from h5async.system.interruptions import passing, suppressing
 
-_MAX_TIMEOUT_SECONDS = 1_000_000_000  # 30 years; ten times as much overflows the system's clocks
+_MAX_TIMEOUT_SECONDS = 1_000_000_000  # 30 years; ten times that overflows the system's clocks
 _MOST_STEPS = 1 << 20  # of a sample
-_MOST_STEP = 1 << 40  # farther from a sample no row lies
-_SHOWN_CHARACTERS = 200  # of a value that does not fit
+_MOST_STEP = 1 << 40  # no row is farther from a sample
+_SHOWN_CHARACTERS = 200  # of an invalid value
 _NUMBER_WORDS = "must be a number, or one for each channel"
 _SIZE = re.compile(r"(\d[\d_]*(?:\.\d+)?)\s*(?:(?:([kmgtpe])(i)?)?b)?", re.IGNORECASE)
 _SIZE_WORDS = "a number of bytes, or a size such as 512MiB (of 1,024s) or 1.5GB (of 1,000s)"
@@ -44,7 +44,7 @@ _WORKERS_WORDS = 'must be "thread", "process", or a number of helper processes'
 
 
 def shown(value: object) -> str:
-    """Return how a value is written, cut off where it is long."""
+    """Return the repr of a value, cut off if it is long."""
     text = f"a value of type {type(value).__name__}"
     with suppressing(Exception):  # an integer of 5,000 digits, say
         text = repr(value)
@@ -52,28 +52,27 @@ def shown(value: object) -> str:
 
 
 def _worded(message: str) -> WrapValidator:
-    """Say in our words what a value must be: pydantic's name each type that it has tried."""
+    """Replace pydantic's messages, which list each type that it has tried."""
 
     def check(value: object, handler: ValidatorFunctionWrapHandler) -> object:
         try:
             return handler(value)
         except ValidationError as error:
             if any("error" in item.get("ctx", {}) for item in error.errors()):
-                raise  # a check of ours has said it
+                raise  # raised by one of our checks
             raise ValueError(message) from error
 
     return WrapValidator(check)
 
 
 def _integer(value: object) -> object:
-    """Let NumPy integers count as integers, and keep bools from counting as such."""
+    """Convert NumPy integers; leave bools, so that they are rejected."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         return value
     return operator.index(value)
 
 
 def _dimension(value: object) -> object:
-    """Take a number of a dimension, or its name."""
     if isinstance(value, str):
         if not value:
             raise ValueError("the name of a dimension is empty")
@@ -82,7 +81,7 @@ def _dimension(value: object) -> object:
 
 
 def _sample_dimension(value: object) -> object:
-    """Take a number or a name, or a pair of them; as text, such as it is typed: ``0,1``."""
+    """Take a number or a name, or a pair of them, also as typed: ``0,1``."""
     if isinstance(value, str) and re.fullmatch(r"-?\d+(, *-?\d+)?", value):
         value = tuple(map(int, value.split(","))) if "," in value else int(value)
     several = _several(value)
@@ -97,14 +96,14 @@ def _sample_dimension(value: object) -> object:
 
 
 def _workers(value: object) -> object:
-    """Let a number be a string, as which it is typed on the command line."""
+    """Convert a number typed on the command line."""
     if isinstance(value, str) and re.fullmatch(r"[0-9]{1,9}", value):
         return int(value)
     return _integer(value)
 
 
 def _nbytes(value: object) -> object:
-    """Let text such as "512MiB" and "1.5 GB" count as numbers of bytes."""
+    """Convert text such as "512MiB" and "1.5 GB" to a number of bytes."""
     if not isinstance(value, str):
         return _integer(value)
     found = _SIZE.fullmatch(value.strip())
@@ -128,7 +127,7 @@ def _dtype(value: object) -> np.dtype[Any] | None:
 
 
 def _dataset_path(value: object) -> str:
-    """Let a path be any that HDF5 may hold: h5py gives those that are not UTF-8 as bytes."""
+    """Take any path that HDF5 may hold: h5py gives those that are not UTF-8 as bytes."""
     if not isinstance(value, str | bytes):
         raise ValueError("must be a string")
     if not value:
@@ -142,7 +141,7 @@ def _dataset_path(value: object) -> str:
 
 
 def _steps(value: object) -> object:
-    """Let a range, a list, or a slice as text say which steps."""
+    """Take a range, a list, or a slice as text."""
     words = 'must be a range or a list of integers, or a slice as text, such as "-3:1"'
     if value is None:
         return None
@@ -166,7 +165,7 @@ def _steps(value: object) -> object:
 
 
 def _numbers(value: object) -> object:
-    """Let NumPy arrays and lists of numbers count as tuples."""
+    """Convert arrays and lists of numbers to tuples."""
     if not isinstance(value, np.ndarray | list | tuple):
         return value
     try:
@@ -176,7 +175,7 @@ def _numbers(value: object) -> object:
 
 
 def _several(value: object) -> object:
-    """Let NumPy arrays and ranges count as tuples."""
+    """Convert NumPy arrays and ranges to tuples."""
     return tuple(value) if isinstance(value, np.ndarray | range) and np.ndim(value) else value
 
 
@@ -193,13 +192,7 @@ def _seconds(value: object) -> float | None:
 
 @passing()
 def check_timeout(value: object) -> float | None:
-    """Return the seconds that a caller may be made to wait; None: without a limit.
-
-    Raises
-    ------
-    ConfigError
-        If it is no number of seconds.
-    """
+    """Return a timeout in seconds, or None for no limit; raise `ConfigError` if it is invalid."""
     try:
         return _seconds(value)
     except ValueError as error:
@@ -207,13 +200,7 @@ def check_timeout(value: object) -> float | None:
 
 
 def function_path(value: object) -> object:
-    """Return a function as ``"module:function"``, by which it can be imported.
-
-    Raises
-    ------
-    ConfigError
-        If it cannot be imported.
-    """
+    """Return a function as ``"module:function"``; raise `ConfigError` if it cannot be imported."""
     if value is None or isinstance(value, str):
         return value
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
@@ -243,12 +230,12 @@ def plain(value: object) -> object:
     return os.fspath(value) if isinstance(value, os.PathLike) else str(value)
 
 
-# Bounds come before the check: of bounds around it, pydantic makes no JSON schema.
+# Bounds come before the check: pydantic makes no JSON schema of bounds around it.
 AsInteger = BeforeValidator(_integer)
 Int = Annotated[int, Bound(strict=True), AsInteger]
 Natural = Annotated[int, Bound(strict=True, ge=0), AsInteger]
 Positive = Annotated[int, Bound(strict=True, ge=1), AsInteger]
-# Several for each core of the largest machines; thousands take seconds to start and to end.
+# Several per core of the largest machines; thousands take seconds to start and to end.
 MOST_THREADS = 1024
 Threads = Annotated[int, Bound(strict=True, ge=0, le=MOST_THREADS), AsInteger]
 _AsSize = BeforeValidator(_nbytes, json_schema_input_type=int | str)
@@ -284,7 +271,7 @@ Function = Annotated[
     PlainSerializer(function_path, when_used="json"),
 ]
 Seconds = Annotated[float | None, PlainValidator(_seconds)]
-# (str() of a dtype is its name, of which NumPy makes it again.)
+# (str() of a dtype is its name, which NumPy converts back.)
 DType = Annotated[
     Any, BeforeValidator(_dtype), PlainSerializer(plain, when_used="json-unless-none")
 ]

@@ -48,6 +48,20 @@ class TraceStruct(Structure):
     _fields_ = [("events", c_void_p), ("capacity", c_int64), ("count", c_int64)]
 
 
+class FailureStruct(Structure):
+    """What of an item cannot be done, and why; see src/common.h."""
+
+    _fields_ = [
+        ("reason", c_int64),
+        ("filter", c_int64),
+        ("extent", c_int64),
+        ("cross", c_int64),
+        ("at", c_int64),
+        ("expected", c_int64),
+        ("found", c_int64),
+    ]
+
+
 class WorkerStruct(Structure):
     """What one thread needs to call the core; see `CoreWorker`."""
 
@@ -77,6 +91,8 @@ class WorkerStruct(Structure):
         ("latest", TraceEventStruct),
         ("traced_field", c_int32),
         ("traced_source", c_int32),
+        ("failure", FailureStruct),
+        ("least_nbytes", c_int64),
         ("held", c_void_p),
     ]
 
@@ -96,6 +112,8 @@ class FileStruct(Structure):
         ("changed_ns", c_int64),
         ("event", c_int64),
         ("path", c_void_p),
+        ("failed_at", c_int64),
+        ("error", c_int64),
     ]
 
 
@@ -294,6 +312,7 @@ class MemberStruct(Structure):
 
 STRUCTURES = {
     "Libraries": LibrariesStruct,
+    "Failure": FailureStruct,
     "Worker": WorkerStruct,
     "TraceEvent": TraceEventStruct,
     "Trace": TraceStruct,

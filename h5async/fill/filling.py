@@ -282,10 +282,7 @@ class Filler(SlotFiller):
         bool
             Whether it was forgotten.
         """
-        is_forgotten = self._pool.forget_work()
-        if is_forgotten:
-            self._reader.restart()
-        return is_forgotten
+        return self._pool.forget_work()
 
     def stats(self) -> FillerStats:
         """Return what all threads have done so far."""

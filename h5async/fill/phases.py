@@ -22,7 +22,7 @@ from h5async.fill.imagedecoding import BatchImages, ImageDecoder
 from h5async.fill.outcomes import FillOutcome
 from h5async.fill.pool import Work, WorkPool
 from h5async.fill.postprocess import Postprocess, postprocessed
-from h5async.fill.reading import BatchPlan, BatchReader, LeftRows
+from h5async.fill.reading import BatchPlan, BatchReader, LeftRows, Refused
 from h5async.fill.resident import HostCache, Residency
 from h5async.opening.dataset import Samplings
 from h5async.order.requests import NO_SAMPLES, FillRequest
@@ -212,12 +212,12 @@ class Phases:
 
     def _begin_left(self, batch: _Fill) -> None:
         """Begin to read what the core has left."""
-        left = [] if batch.error is not None else self._reader.left(batch.plans, batch.index)
+        left = [] if batch.error is not None else self._reader.left(batch.plans)
         self._begin(
             batch, [partial(self._read_left, batch, some) for some in left], self._begin_keep
         )
 
-    def _read_left(self, batch: _Fill, left: LeftRows) -> None:
+    def _read_left(self, batch: _Fill, left: LeftRows | Refused) -> None:
         # (Whoever keeps an error keeps the callers of this, which must not hold the memory.)
         self._reader.read_left(left, batch.index, self.slots[batch.request.slot])
 

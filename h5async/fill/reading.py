@@ -10,8 +10,9 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from ctypes import c_int32
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -23,22 +24,21 @@ from h5async.fill.resident import HostCache
 from h5async.index.layout import DatasetLayout
 from h5async.order.requests import FillRequest
 from h5async.order.selection import Selection
-from h5async.order.spans import SpanRows
+from h5async.order.spans import SpanRows, StepSpans
 from h5async.order.steps import NO_ROW, StepRows
-from h5async.plan.plan import plan_read
 from h5async.plan.records import (
     BatchItems,
     GatherPlan,
     GatherRunsPlan,
-    HeapPlan,
     IncludedPlan,
     ReadPlan,
+    SamplesPlan,
 )
 from h5async.plan.shares import PlanSlice
 from h5async.plan.transform import RowTransform
 from h5async.read.collection import Collection, Ranges
-from h5async.read.execute import Executor
 from h5async.read.executors import Executors
+from h5async.read.h5pyrows import H5pyRows
 from h5async.read.queue import BatchQueue, SlotBatch
 from h5async.read.scratch import Scratch, ScratchSize
 from h5async.read.transform import NativeTransform, native_transform
@@ -75,7 +75,7 @@ class ColumnReader(Protocol):
 
 
 class LeftRows(NamedTuple):
-    """Rows of a batch that the core has left to the Python implementation.
+    """Rows of a batch that the core has left to h5py.
 
     Attributes
     ----------
@@ -87,6 +87,27 @@ class LeftRows(NamedTuple):
 
     field: int
     rows: NDArray[np.int64]
+
+
+class Refused(NamedTuple):
+    """Items of a plan that the core has refused: they are read again, or are an error."""
+
+    batch: SlotBatch
+
+
+class _Batches(NamedTuple):
+    """The core's plans of a slot.
+
+    Attributes
+    ----------
+    batch
+        Of all fields whose rows it finds.
+    of_rows
+        By number of a field: that of one which is told its rows.
+    """
+
+    batch: SlotBatch
+    of_rows: dict[int, SlotBatch]
 
 
 class BatchReader:
@@ -154,10 +175,20 @@ class BatchReader:
         self._factory = executors
         self._num_threads = num_threads
         self._collection = executors.open_collection(self._at_once(slots[0]), steps)
-        self._executors: list[Executor] = executors.make()
-        self._batches: list[SlotBatch] = []
+        self._h5py_rows: list[H5pyRows] = executors.h5py_rows()
+        self._batches: list[_Batches] = []
         if self._collection is not None:
-            self._batches = [self._collection.new_batch(slot.raw, slot.out, rows) for slot in slots]
+            new = self._collection.new_batch
+            self._batches = [
+                _Batches(
+                    new(slot.raw, slot.out, rows),
+                    {
+                        field: new(slot.raw, slot.out, len(slot.raw[field]))
+                        for field in self._told_fields(self._collection)
+                    },
+                )
+                for slot in slots
+            ]
         self._column_reader = column_reader
         self._size = ScratchSize.of(layouts)
         self._stop = c_int32()  # not 0: what is under way ends as soon as it can
@@ -173,7 +204,8 @@ class BatchReader:
         """
         if self._collection is None or not all(self._collection.reads) or self._column_reader:
             return None
-        return self._collection.open_queue(self._batches, self._num_threads, selection)
+        batches = [batches.batch for batches in self._batches]
+        return self._collection.open_queue(batches, self._num_threads, selection)
 
     @property
     def transforms_all(self) -> bool:
@@ -195,9 +227,8 @@ class BatchReader:
     def planned(self, slot: int) -> BatchPlan:
         """Return the plan that the core has made of a batch in a queue, all fields of it."""
         assert self._collection is not None
-        count, nbytes = self._batches[slot].plan.num_items, self._batches[slot].plan.nbytes
-        included = [IncludedPlan()] * len(self._layouts)
-        return [*included, BatchItems(slot, count, nbytes // max(1, count))]
+        batch, included = self._batches[slot].batch, [IncludedPlan()] * len(self._layouts)
+        return [*included, _batch_items(batch, batch.plan.num_items, batch.plan.nbytes)]
 
     def plan(self, index: NDArray[np.int64], request: FillRequest) -> BatchPlan:
         """Plan how the samples of a batch are read.
@@ -214,83 +245,125 @@ class BatchReader:
         sequence
             One plan for each field and, where the core reads several fields at once, one more.
         """
-        plans: list[ReadPlan | Ranges] = []
+        batches = self._batches[request.slot] if self._batches else None
         others: Mapping[int, Ranges] = {}
-        slot = request.slot
-        if self._collection is not None and self._column_reader is not None:
-            batch = self._batches[slot]
-            others = self._column_reader.plan(self._collection, batch, request, index)
+        if self._collection is not None and batches is not None and self._column_reader is not None:
+            others = self._column_reader.plan(self._collection, batches.batch, request, index)
+        return self._plan(index, self._slots[request.slot], batches, others)
+
+    def _plan(
+        self,
+        index: NDArray[np.int64],
+        memory: SlotMemory,
+        batches: _Batches | None,
+        others: Mapping[int, Ranges],
+    ) -> BatchPlan:
+        """Plan each field for the core or for h5py, except those that `others` has planned."""
+        plans: list[ReadPlan | Ranges] = []
+        collection, wanted = self._collection, [False] * len(self._layouts)
+        more: list[BatchItems] = []
         for field in range(len(self._layouts)):
             if field in others:
                 plans.append(others[field])
-            elif self._collection is not None and self._collection.reads[field]:
-                plans.append(IncludedPlan())
+            elif collection is None or not collection.can_read[field]:
+                plans.append(self._plan_rows(field, index, memory.raw[field]))
             else:
-                plans.append(self._plan_rows(field, index, self._slots[slot].raw[field]))
-        wanted = [isinstance(plan, IncludedPlan) for plan in plans]
-        if self._collection is not None and any(wanted):
-            count, nbytes = self._collection.plan(
-                self._batches[slot], index, wanted, self._num_threads
+                plans.append(IncludedPlan())
+                wanted[field] = collection.reads[field]
+                if not wanted[field]:
+                    assert batches is not None
+                    more.append(self._plan_told(field, index, batches.of_rows[field]))
+        if any(wanted):
+            assert collection is not None
+            assert batches is not None
+            batch = batches.batch
+            more.append(
+                _batch_items(batch, *collection.plan(batch, index, wanted, self._num_threads))
             )
-            plans.append(BatchItems(slot, count, nbytes // max(1, count)))
-        return plans
+        return [*plans, *more]
 
-    def _plan_rows(self, field: int, index: NDArray[np.int64], raw: NDArray[Any]) -> ReadPlan:
-        """Plan a field alone; rows in whose place there are zeros are set here."""
+    @staticmethod
+    def _told_fields(collection: Collection) -> list[int]:
+        return [
+            field
+            for field, can in enumerate(collection.can_read)
+            if can and collection.shares[field]
+        ]
+
+    def _plan_told(self, field: int, index: NDArray[np.int64], batch: SlotBatch) -> BatchItems:
+        """Have the core plan a field of which it is told the rows, or the elements."""
+        steps, layout, collection = self._steps[field], self._layouts[field], self._collection
+        assert collection is not None
+        assert isinstance(steps, SpanRows)
+        wanted = [number == field for number in range(len(self._layouts))]
+        rows = steps.runs(index) if layout.heaps else steps.rows(index)
+        count = layout.sample_count if layout.heaps else layout.num_samples
+        found = collection.plan(batch, rows, wanted, self._num_threads, count)
+        return _batch_items(batch, *found)
+
+    def _plan_rows(self, field: int, index: NDArray[np.int64], raw: NDArray[Any]) -> SamplesPlan:
+        """Plan a field for h5py; rows in whose place there are zeros are set here."""
         steps, layout = self._steps[field], self._layouts[field]
-        if steps is None:
-            return plan_read(layout, index)
         if layout.heaps and isinstance(steps, SpanRows):
-            return HeapPlan(steps.runs(index), steps.offsets(index), layout.row_nbytes)
-        rows = steps.rows(index)
+            runs = steps.runs(index)
+            offsets = (steps.spans if isinstance(steps, StepSpans) else steps).offsets(runs)
+            return SamplesPlan(runs, offsets[:-1], int(offsets[-1]) * layout.row_nbytes)
+        rows = index if steps is None else steps.rows(index)
+        places = np.arange(rows.size)
         is_there = rows != NO_ROW
-        if is_there.all():
-            return plan_read(layout, rows)
-        self._rows(field, raw)[: rows.size][~is_there] = np.zeros((), raw.dtype)
-        places = np.flatnonzero(is_there)
-        return plan_read(layout, rows[places], places)
+        if not is_there.all():
+            self._rows(field, raw)[: rows.size][~is_there] = np.zeros((), raw.dtype)
+            rows, places = rows[is_there], places[is_there]
+        return SamplesPlan(rows, places, rows.size * layout.row_nbytes)
 
     def _rows(self, field: int, batch: NDArray[Any]) -> NDArray[Any]:
         """Return an array of samples as one of rows of the dataset."""
         return self._row_transforms[field].rows(batch)
 
-    def left(self, plans: BatchPlan, index: NDArray[np.int64]) -> list[LeftRows]:
+    def left(self, plans: BatchPlan) -> list[LeftRows | Refused]:
         """Return what the core has left of a batch after the last share, for other threads too."""
-        if self._collection is None or not plans or not isinstance(plans[-1], BatchItems):
-            return []
-        found = []
-        for field, rows in self._collection.left(self._batches[plans[-1].slot]):
-            nbytes = rows.size * self._layouts[field].row_nbytes
-            parts = max(1, min(self._num_threads, rows.size, nbytes // _MIN_SHARE_NBYTES))
-            found += [LeftRows(field, some) for some in np.array_split(rows, parts)]
+        found: list[LeftRows | Refused] = []
+        for plan in plans:
+            if self._collection is None or not isinstance(plan, BatchItems):
+                continue
+            if self._collection.has_refused(plan.batch):
+                found.append(Refused(plan.batch))
+            for field, rows in self._collection.left(plan.batch):
+                nbytes = rows.size * self._layouts[field].row_nbytes
+                parts = max(1, min(self._num_threads, rows.size, nbytes // _MIN_SHARE_NBYTES))
+                found += [LeftRows(field, some) for some in np.array_split(rows, parts)]
         return found
 
-    def read_left(self, left: LeftRows, index: NDArray[np.int64], memory: SlotMemory) -> None:
-        """Read rows that the core has left.
+    def read_left(
+        self, left: LeftRows | Refused, index: NDArray[np.int64], memory: SlotMemory
+    ) -> None:
+        """Read what the core has left.
 
         Raises
         ------
         H5AsyncError
             If bytes cannot be read or decoded.
         """
+        if isinstance(left, Refused):
+            with self._scratch() as scratch:
+                self._work_on(NO_FIELD, scratch)
+                self._factory.read_again(left.batch, scratch)
+            return
         field, rows = left
         steps, layout = self._steps[field], self._layouts[field]
-        if layout.heaps and isinstance(steps, SpanRows):
-            offsets = steps.offsets(index)[np.append(rows, rows[-1] + 1)]
-            plan: ReadPlan = HeapPlan(index[rows], offsets, layout.row_nbytes)
-            wanted = index
-        else:
-            wanted = index if steps is None else steps.rows(index)
-            plan = plan_read(layout, wanted[rows], rows)
-        raw = self._rows(field, memory.raw[field])
-        with self._scratch() as scratch:
-            self._work_on(field, scratch)
-            self._executors[field].execute(plan, 0, plan.num_items, raw, scratch)
+        wanted = index if steps is None else steps.rows(index)
+        plan = SamplesPlan(wanted[rows], rows, rows.size * layout.row_nbytes)
+        self._read_through_h5py(field, plan, memory)
         if self._collection is not None and self._collection.transforms[field]:
-            out = self._rows(field, memory.out[field])
+            raw, out = self._rows(field, memory.raw[field]), self._rows(field, memory.out[field])
             for some in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1):
                 run = slice(some[0], some[-1] + 1)
                 self._transform_rows(field, raw[run], out[run], wanted[run])
+
+    def _read_through_h5py(self, field: int, plan: SamplesPlan, memory: SlotMemory) -> None:
+        with self._scratch() as scratch:
+            self._work_on(field, scratch)
+            self._h5py_rows[field].execute(plan, self._rows(field, memory.raw[field]), scratch)
 
     def read_rows(self, index: NDArray[np.int64], memory: SlotMemory) -> None:
         """Read and transform samples in the calling thread, to memory of as many rows.
@@ -300,15 +373,24 @@ class BatchReader:
         H5AsyncError
             If bytes cannot be read or decoded.
         """
-        for field in range(len(self._layouts)):
-            raw, out = memory.raw[field], memory.out[field]
-            plan = self._plan_rows(field, index, raw)
-            if plan.num_items:  # else nothing is read: all steps are zeros
-                with self._scratch() as scratch:
-                    self._work_on(field, scratch)
-                    rows = self._rows(field, raw)
-                    self._executors[field].execute(plan, 0, plan.num_items, rows, scratch)
-            if raw is not out:
+        with ExitStack() as lent:
+            batches = None
+            if self._collection is not None:
+                take = partial(self._collection.lent_batch, memory.raw, memory.out)
+                batches = _Batches(
+                    lent.enter_context(take(index.size)),
+                    {
+                        field: lent.enter_context(take(len(memory.raw[field])))
+                        for field in self._told_fields(self._collection)
+                    },
+                )
+            plans = self._plan(index, memory, batches, {})
+            share = [PlanSlice(i, 0, plan.num_items) for i, plan in enumerate(plans)]
+            self.read(plans, [part for part in share if part.stop], memory)
+            for left in self.left(plans):
+                self.read_left(left, index, memory)
+        for field, (raw, out) in enumerate(zip(memory.raw, memory.out, strict=True)):
+            if raw is not out and not self.transforms_at_once(field, plans):
                 self.transform(field, raw, out, index)
 
     def read(self, plans: BatchPlan, share: Sequence[PlanSlice], memory: SlotMemory) -> None:
@@ -347,7 +429,7 @@ class BatchReader:
         if isinstance(plan, BatchItems):
             assert self._collection is not None
             self._work_on(NO_FIELD, scratch)
-            self._collection.read(self._batches[plan.slot], start, stop, scratch)
+            self._collection.read(plan.batch, start, stop, scratch)
         elif isinstance(plan, GatherPlan | GatherRunsPlan):
             assert self._cache is not None
             self._work_on(field, scratch, "memory")
@@ -357,10 +439,10 @@ class BatchReader:
             assert self._collection is not None
             self._work_on(field, scratch)
             self._collection.read_ranges(plan, start, stop, scratch)
-        else:
+        elif isinstance(plan, SamplesPlan):
             raw = self._rows(field, memory.raw[field])
             self._work_on(field, scratch)
-            self._executors[field].execute(plan, start, stop, raw, scratch)
+            self._h5py_rows[field].execute(plan, raw, scratch)
 
     def _work_on(self, field: int, scratch: Scratch, source: str | None = None) -> None:
         """Say, where it is recorded, of which field this thread reads, and out of what."""
@@ -435,13 +517,6 @@ class BatchReader:
         totals = (scratch.total() for scratch in list(self._scratches))
         return functools.reduce(ThreadCounts.plus, totals, ThreadCounts())
 
-    def restart(self) -> None:
-        """Begin anew after an exception, when no thread is reading.
-
-        What was interrupted may have left a chunk that is claimed, and never comes.
-        """
-        self._executors = self._factory.make()
-
     def interrupt(self) -> None:
         """Have what is under way end as soon as it can, with a `ReaderClosedError`."""
         self._stop.value = 1
@@ -450,7 +525,7 @@ class BatchReader:
         """Let go of all memory. No thread is reading. Idempotent."""
         self._scratches.clear()
         self._free.clear()
-        self._executors, self._column_reader, self._cache = [], None, None
+        self._h5py_rows, self._column_reader, self._cache = [], None, None
         self._collection, self._batches, self._slots = None, [], ()
 
     def _new_scratch(self) -> Scratch:
@@ -458,6 +533,10 @@ class BatchReader:
         scratch.record(self._trace)
         self._scratches.append(scratch)
         return scratch
+
+
+def _batch_items(batch: SlotBatch, count: int, nbytes: int) -> BatchItems:
+    return BatchItems(batch, count, nbytes // max(1, count))
 
 
 def _no_path(source: int) -> int | str:

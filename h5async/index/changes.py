@@ -104,7 +104,7 @@ class FileChanges:
             if not self._in_file:
                 for layout in _all_of(self._layouts):
                     self._in_file.setdefault(layout.file, []).append(layout)
-        return self._in_file[path]
+        return self._in_file.get(path, [])
 
 
 def _cause(error: BaseException) -> BaseException:

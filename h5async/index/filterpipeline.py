@@ -9,7 +9,8 @@ import math
 import h5py
 import numpy as np
 
-from h5async.codec.filters import Filter, can_decode, is_known_to_hdf5
+from h5async.codec.filters import Filter, is_known_to_hdf5
+from h5async.core.binding import can_decode
 from h5async.errors import DatasetError, ReadError
 from h5async.index.chunkindex import TooManyChunksError, applies_any
 from h5async.index.chunktable import ChunkTable
@@ -44,8 +45,8 @@ def edges_are_raw(dataset: Opened) -> bool:
 def require_filters(layout: DatasetLayout, dataset: Opened, where: str) -> None:
     """Raise `DatasetError` if a chunk was written with a filter that is not available.
 
-    It is available if it is decoded here, or if h5py has it, which gets more from hdf5plugin. Other
-    filters that are not available do not matter.
+    It is available if the core decodes it, or if h5py has it, which gets more from hdf5plugin.
+    Other filters that are not available do not matter.
     """
     missing = unavailable(layout.filters)
     if missing and applies_any(dataset, missing, layout.has_raw_edges):
@@ -101,7 +102,7 @@ def _is_not_available(entry: Filter, where: str) -> DatasetError:
 
 
 def is_hdf5s(entry: Filter) -> bool:
-    """Tell whether HDF5 can undo a filter, and this package cannot."""
+    """Tell whether HDF5 can undo a filter, and the core cannot."""
     return not can_decode(entry) and is_known_to_hdf5(entry)
 
 
@@ -118,12 +119,12 @@ def refuse_filters_of_hdf5(layout: DatasetLayout, dataset: Opened) -> None:
 
 
 def undecodable(filters: tuple[Filter, ...]) -> list[int]:
-    """Return the positions of filters that this package cannot undo."""
+    """Return the positions of filters that the core cannot undo."""
     return [bit for bit, entry in enumerate(filters) if not can_decode(entry)]
 
 
 def unavailable(filters: tuple[Filter, ...]) -> list[int]:
-    """Return the positions of filters that neither this package nor HDF5 can undo."""
+    """Return the positions of filters that neither the core nor HDF5 can undo."""
     return [
         bit
         for bit, entry in enumerate(filters)

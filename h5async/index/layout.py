@@ -71,13 +71,19 @@ class HeapFile(NamedTuple):
     first_sample
         The sample that its first element is.
     elements
-        Where their values lie: a `read.heaps.Sequences`.
+        Where their values lie: `heapelements.Sequences`.
     """
 
     file: str
     stamp: FileStamp
     first_sample: int
     elements: Any
+
+    @property
+    def path(self) -> str:
+        """The path of the dataset in the file."""
+        where: str = self.elements.where
+        return where.removeprefix(f'{self.file}: dataset "').removesuffix('"')
 
 
 class Text(NamedTuple):

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.codec.filters import can_decode, is_known_to_hdf5
+from h5async.codec.filters import is_known_to_hdf5
+from h5async.core.binding import can_decode
 from h5async.index.chunktable import ChunkTable, grid_of, repeated
 from h5async.index.heapelements import Sequences
 from h5async.index.layout import (

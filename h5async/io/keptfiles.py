@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-import resource
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -15,7 +14,13 @@ from typing import Generic, Protocol, TypeVar
 from h5async.errors import ReadError
 from h5async.system.interruptions import suppressing
 
-_LEAST_KEPT, _MOST_KEPT = 4, 8192  # files; each map counts against vm.max_map_count, 65,530
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
+# Files; each map counts against vm.max_map_count, 65,530.
+_LEAST_KEPT, _FEW_KEPT, _MOST_KEPT = 4, 128, 8192
 
 
 class _Closable(Protocol):
@@ -135,6 +140,8 @@ def affordable_files() -> int:
 
     A mapped file takes two.
     """
+    if resource is None:
+        return _FEW_KEPT
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY:
         return _MOST_KEPT

@@ -42,8 +42,6 @@ class LocalFiles:
         Files that stay open while nobody reads from them; a mapped file takes two descriptors.
     io
         As for `LocalFile`.
-    python_maps
-        As for `LocalFile`.
     look_anew
         Called in the thread that finds a file changed; None: a changed file is refused.
     on_new_stamp
@@ -58,7 +56,6 @@ class LocalFiles:
         kept: int,
         io: IoMode = "auto",
         *,
-        python_maps: bool = False,
         look_anew: LookAnew | None = None,
         on_new_stamp: Callable[[str, FileStamp], None] | None = None,
         open_elsewhere: Callable[[str], FileIO | None] | None = None,
@@ -66,7 +63,6 @@ class LocalFiles:
         self._open_elsewhere = open_elsewhere
         self._on_new_stamp = on_new_stamp
         self._io: IoMode = io
-        self._python_maps = python_maps
         self._look_anew = look_anew or _refuse
         self._files: KeptFiles[LocalFile] = KeptFiles(kept)
 
@@ -150,12 +146,12 @@ class LocalFiles:
 
     def _opened(self, path: str, expected: FileStamp) -> LocalFile:
         try:
-            return LocalFile(path, expected, self._io, python_maps=self._python_maps)
+            return LocalFile(path, expected, self._io)
         except ReadError:
             found = None if self._open_elsewhere is None else self._open_elsewhere(path)
             if found is None:
                 raise
-        return LocalFile(path, expected, self._io, python_maps=self._python_maps, file=found)
+        return LocalFile(path, expected, self._io, file=found)
 
     def close(self) -> None:
         """Close all files. Idempotent."""

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import functools
 import math
 import mmap
 import os
-import resource
 import sys
 import tempfile
 import threading
@@ -32,6 +30,14 @@ from h5async.io.descriptors import owned
 from h5async.spelling import named
 from h5async.system.endings import call_when_gone
 from h5async.system.interruptions import suppressing
+
+try:
+    import fcntl
+    import resource
+except ImportError:  # Windows, where no helper processes are
+    fcntl = resource = None  # type: ignore[assignment]
+
+_MAPS = hasattr(mmap, "MAP_ANONYMOUS")  # else memory is that of NumPy
 
 
 class ArraySpec(NamedTuple):
@@ -63,6 +69,8 @@ def page_memory(nbytes: int) -> NDArray[np.uint8]:
     MemoryError
         If the system refuses.
     """
+    if not _MAPS:
+        return np.zeros(_whole_pages(nbytes), np.uint8)[:nbytes]
     try:
         return _mapped(None, -1, 0, nbytes)
     except (OSError, OverflowError, ctypes.ArgumentError) as error:
@@ -272,6 +280,9 @@ def map_file(fd: int, nbytes: int) -> NDArray[np.uint8]:
     OSError
         If it cannot be mapped.
     """
+    if not _MAPS:
+        with open(fd, "rb", closefd=False) as file:
+            return np.fromfile(file, np.uint8, nbytes)
     return np.asarray(_Map(None, fd, 0, _whole_pages(nbytes), is_writable=False))[:nbytes]
 
 

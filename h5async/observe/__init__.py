@@ -1,1 +1,1 @@
-"""Tells what a reader does: statistics, traces, logs."""
+"""Reports what a reader does: statistics, traces, logs."""

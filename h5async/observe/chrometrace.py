@@ -1,10 +1,10 @@
-"""Writes events as a file of Chrome's trace event format, which Perfetto and chrome://tracing open.
+"""Writes events in Chrome's trace event format, for Perfetto and chrome://tracing.
 
-Events enter; JSON leaves: the "JSON Object Format" of Google's "Trace Event Format",
+The file has the "JSON Object Format" of Google's "Trace Event Format",
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. Each event is a
 complete one (``"ph": "X"``), with times in microseconds of `time.perf_counter`. An arrow (``"ph":
-"s"``, ``"t"``, ``"f"``) leads from the request for a batch by the first work on it to the wait for
-it.
+"s"``, ``"t"``, ``"f"``) leads from the request for a batch through the first work on it to the wait
+for it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from h5async.fill.recording import Recorded
 from h5async.system.interruptions import suppressing
 from h5async.system.timeline import NO_BATCH, Event
 
-# What the file says of itself.
 FORMAT = "h5async trace 1"
 
 _CATEGORY = "h5async"
-_CONSUMER = ("fetch", "wait", "in use")  # which the caller's thread does
+_CONSUMER = ("fetch", "wait", "in use")  # stages of the caller's thread
 
 
 def write_trace(
@@ -35,32 +34,32 @@ def write_trace(
     max_events: int,
     other: Mapping[str, Any],
 ) -> None:
-    """Write a trace, in place of what the file held; it never holds a part of one.
+    """Write a trace, replacing an existing file in one step.
 
     Parameters
     ----------
     path
-        Of the file; one that ends in ``.gz`` is compressed.
+        The file; ``.gz`` compresses it.
     processes
-        What each is called, and what was recorded in it.
+        Name and events of each process.
     batches
         Epoch and number, by serial number.
     max_events
-        The first so many events are written.
+        Number of events to write, from the first one on.
     other
-        What else is to be known of the trace.
+        Further metadata.
 
     Raises
     ------
     OSError
-        If it cannot be written, or something else than a file is there.
+        If it cannot be written, or `path` exists and is not a file.
     """
     path = Path(os.path.realpath(path))
     with suppressing(FileNotFoundError):
         if not stat.S_ISREG(path.stat().st_mode):
             raise OSError("it is not a file")
     several = [(number, event) for number, (_, one) in enumerate(processes) for event in one.events]
-    # What contains others comes before them.
+    # Enclosing events come before those inside.
     several.sort(key=lambda pair: (pair[1].begin_ns, -pair[1].end_ns))
     dropped = sum(one.dropped for _, one in processes) + max(0, len(several) - max_events)
     del several[max_events:]
@@ -89,7 +88,7 @@ def _opened(path: Path, is_compressed: bool) -> IO[str]:
 
 
 class _ThreadNumbers:
-    """Numbers of threads, as the file has them: those of the system."""
+    """Numbers of threads in the file: those of the operating system."""
 
     def __init__(self, processes: Sequence[tuple[str, Recorded]]) -> None:
         self._processes = processes
@@ -106,14 +105,14 @@ def _names(
     several: Sequence[tuple[int, Event]],
     numbers: _ThreadNumbers,
 ) -> Iterator[str]:
-    """Yield what processes and threads are called; those that the events have."""
+    """Yield the names of the processes and threads that have events."""
     for process, (name, recorded) in enumerate(processes):
         yield _name_of("process_name", f'"pid":{recorded.process},"tid":0', {"name": name})
         yield _name_of(
             "process_sort_index", f'"pid":{recorded.process},"tid":0', {"sort_index": process}
         )
     callers = {(process, e.thread) for process, e in several if e.stage in _CONSUMER[1:]}
-    # The caller's threads come first, the others by their names.
+    # The caller's threads come first, then the others, by name.
     threads = sorted(
         {(process, event.thread) for process, event in several},
         key=lambda pair: (pair not in callers, _thread_name(processes[pair[0]][1], pair[1])),
@@ -160,21 +159,21 @@ def _events(
 
 
 def _arrows(several: Iterable[tuple[int, Event]], numbers: _ThreadNumbers) -> Iterator[str]:
-    """Yield the arrow of each batch of which the file has all three: request, work and wait."""
+    """Yield an arrow per batch that has all three: request, work and wait."""
     ends: dict[int, dict[str, tuple[int, Event]]] = {}
     for process, event in several:
         if event.batch == NO_BATCH or event.stage == "in use":
             continue
         kind = event.stage if event.stage in _CONSUMER else "work"
         of_batch = ends.setdefault(event.batch, {})
-        if kind not in of_batch or kind == "wait":  # the last one: others were in vain
+        if kind not in of_batch or kind == "wait":  # the last wait: others timed out
             of_batch[kind] = process, event
     for batch, found in ends.items():
         if len(found) < len(("fetch", "work", "wait")):
             continue
         for phase, kind in (("s", "fetch"), ("t", "work"), ("f", "wait")):
             process, event = found[kind]
-            # An arrow begins and ends within events; that of a wait at its end.
+            # An arrow begins and ends within events, and at the end of a wait.
             at = event.end_ns if kind == "wait" else event.begin_ns
             bound = ',"bp":"e"' if phase == "f" else ""
             yield (

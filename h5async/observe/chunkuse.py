@@ -1,7 +1,7 @@
-"""Tells how much of what is decoded and read is used, and what would decode less.
+"""Compares the bytes that are read and decoded with those that are used, and advises.
 
-Layouts, options and counts enter; `ChunkUse` leaves. What is used is counted where batches are
-delivered, and what is decoded where chunks are; here the two are set against each other.
+Layouts, options and counts enter; `ChunkUse` leaves. Used bytes are counted when batches are
+delivered, decoded bytes when chunks are decoded.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from h5async.samples.columns import INDICES, Rows
 from h5async.spelling import named
 from h5async.system.freememory import free_memory
 
-_CACHED_SHARE = 0.5  # of the free memory, which a dataset or a window may take to be kept there
-_LEAST_CHUNK_NBYTES = 10_000  # smaller chunks cost more to read each than they save
-_LOOKED_AT = 100_000  # samples, by which it is estimated how many of a chunk are selected
-_FAR_FEWER = 1.5  # samples in a chunk than now, for a file to be written anew
+_CACHED_SHARE = 0.5  # of the free memory, for a dataset or a window that is kept
+_LEAST_CHUNK_NBYTES = 10_000  # reading smaller chunks costs more than it saves
+_LOOKED_AT = 100_000  # samples, to estimate how many of a chunk are selected
+_FAR_FEWER = 1.5  # reduction of samples per chunk that justifies rewriting a file
 
 
 class Used(NamedTuple):
-    """Bytes that samples need by how they are stored, each of them read or decoded once.
+    """Bytes that samples need, by storage, with each chunk read or decoded once.
 
     Attributes
     ----------
     encoded
-        In chunks that h5async decodes. The records of a table count whole, and so do the edges of
-        chunks that reach beyond the dataset: no other order of samples spares them.
+        In chunks that h5async decodes. Records of a table count as a whole, and so do edge chunks
+        that extend beyond the dataset: no order of samples avoids these bytes.
     raw
         Not encoded.
     by_h5py
@@ -50,12 +50,12 @@ class Used(NamedTuple):
     by_h5py: float = 0.0
 
     def plus(self, other: Used, times: float = 1.0) -> Used:
-        """Return the sums, the other one counted several times."""
+        """Return the sum; `other` counts `times` times."""
         return Used(*(mine + times * others for mine, others in zip(self, other, strict=True)))
 
 
 class _Culprit(NamedTuple):
-    """The column of whose chunks the most bytes are decoded for each sample."""
+    """The column whose chunks cause the most decoded bytes per sample."""
 
     nbytes: float
     name: str
@@ -63,23 +63,21 @@ class _Culprit(NamedTuple):
 
 
 class ChunkFacts:
-    """What is known of the chunks of a reader, from the beginning.
+    """Facts about the chunks of a reader that do not change.
 
     Parameters
     ----------
-    config
-        The options.
     layouts
-        Of all columns, by name.
+        Layouts of all columns, by name.
     rows
-        By column: which rows each sample consists of.
+        Per column: the rows that each sample consists of.
     selection
         The samples of an epoch.
 
     Attributes
     ----------
     stored_share
-        Encoded bytes of a decoded byte, of what h5async decodes.
+        Encoded bytes per decoded byte, for chunks that h5async decodes.
     """
 
     def __init__(
@@ -103,11 +101,11 @@ class ChunkFacts:
         self.stored_share = stored / decoded if decoded else 0.0
 
     def used(self, column: str, nbytes: float) -> Used:
-        """Return what so many bytes of a column need, as they are delivered."""
+        """Return the bytes needed for `nbytes` delivered bytes of a column."""
         return Used().plus(self._shares[column], nbytes)
 
     def advice(self) -> ChunkAdvice:
-        """Return what would decode or read less, for these options and this memory."""
+        """Return what would decode or read less, with these options and this memory."""
         ours, h5pys = self._culprit(by_h5py=False), self._culprit(by_h5py=True)
         return ChunkAdvice(
             self._name_of(ours),
@@ -128,13 +126,13 @@ class ChunkFacts:
         return max(found, key=lambda one: one.nbytes, default=None)
 
     def _name_of(self, culprit: _Culprit | None) -> str:
-        """Return the field, where there are others that could be meant."""
+        """Return the field's name if there are several fields."""
         if culprit is None or len({name.removesuffix(INDICES) for name in self._layouts}) == 1:
             return ""
         return printable(culprit.name.removesuffix(INDICES))
 
     def _unit_of(self, culprit: _Culprit | None) -> str:
-        """Return what people call that of which a chunk has several."""
+        """Return the word for an item of a chunk."""
         if culprit is None:
             return "sample"
         if isinstance(self._rows[culprit.name], StepRows):
@@ -154,7 +152,7 @@ class ChunkFacts:
         config, found = self._config, []
         is_free = config.weights is None and config.sampler is None
         if config.shuffle == "full" and is_free and not by_h5py and self._window_fits():
-            # (Through h5py, a chunk would still be decoded for each batch that needs it.)
+            # (h5py would still decode a chunk for each batch that needs it.)
             found.append(Remedy(named("shuffle", "window"), self._left_by_window(culprit)))
         if config.cache is None and config.num_helpers <= 1 and config.decode != "device":
             if self._fits():
@@ -168,7 +166,7 @@ class ChunkFacts:
         return tuple(found)
 
     def _rows_of_chunk(self, culprit: _Culprit) -> int:
-        """Return how many rows a chunk should have; 0: about as many as it has."""
+        """Return the number of rows that a chunk should have; 0 if it need not change."""
         layout, rows = culprit.layout, self._rows[culprit.name]
         now = layout.chunk_shape[layout.sample_axis]
         wanted = -(-_LEAST_CHUNK_NBYTES // max(1, layout.row_nbytes))
@@ -179,10 +177,10 @@ class ChunkFacts:
         return wanted if wanted * _FAR_FEWER <= now else 0
 
     def _left_by_window(self, culprit: _Culprit) -> float:
-        """Return how many samples are decoded for each, where each chunk is decoded once.
+        """Return the samples decoded per used sample if each chunk is decoded once.
 
-        Of a chunk with few samples that are selected, the others are decoded in vain in any order;
-        and each helper process decodes the chunks of its batches.
+        Unselected samples of a chunk are decoded in vain in any order, and each helper process
+        decodes the chunks of its batches.
         """
         layout, rows = culprit.layout, self._rows[culprit.name]
         per_chunk, steps = float(layout.chunk_shape[layout.sample_axis]), 1
@@ -197,7 +195,7 @@ class ChunkFacts:
         return max(1.0, once) * max(1, self._config.num_helpers)
 
     def _remedies_of_raw(self) -> tuple[Remedy, ...]:
-        """Return what would read less of chunks that are read whole: those across the samples."""
+        """Return remedies for raw chunks that are read whole because they lie across samples."""
         across = [
             name
             for name, layout in self._layouts.items()
@@ -209,13 +207,13 @@ class ChunkFacts:
         return (Remedy(f'store "{name}" with the dimension of its samples first'),)
 
     def _window_fits(self) -> bool:
-        """Tell whether there is memory for the chunks that a window keeps."""
+        """Tell whether memory suffices for the chunks that a window keeps."""
         wanted = sum(wanted_kept_nbytes(self._config, self._layouts, in_window=True))
         wanted *= max(1, self._config.num_helpers)
         return wanted <= _CACHED_SHARE * free_memory()[0].nbytes
 
     def _fits(self) -> bool:
-        """Tell whether the samples that are selected fit into memory."""
+        """Tell whether the selected samples fit into memory."""
         nbytes = 0
         for name, layout in self._layouts.items():
             share = self._selection.size / max(1, layout.sample_count)
@@ -226,12 +224,12 @@ class ChunkFacts:
 
 
 def needs_of(layout: DatasetLayout) -> Used:
-    """Return what a byte of a dataset needs; nothing where that is in memory from the beginning."""
+    """Return what a byte of a dataset needs; nothing if it is in memory from the beginning."""
     if isinstance(layout.parts, AlikeParts):
         return needs_of(layout.parts.like)
     if layout.parts:
         found, nbytes = Used(), max(1, layout.num_samples * layout.row_nbytes)
-        for part in layout.parts:  # a member's part has the whole records
+        for part in layout.parts:  # a member's part has whole records
             share = part.samples.size * part.source.row_nbytes / nbytes
             found = found.plus(needs_of(part.source), share)
         return found
@@ -248,7 +246,7 @@ def needs_of(layout: DatasetLayout) -> Used:
 
 
 def _largest_chunks(layout: DatasetLayout, *, by_h5py: bool) -> DatasetLayout:
-    """Return the dataset with the largest chunks of those that a layout consists of."""
+    """Return the dataset with the largest chunks among the parts of a layout."""
     if isinstance(layout.parts, AlikeParts):
         return _largest_chunks(layout.parts.like, by_h5py=by_h5py)
     parts = [part.source for part in layout.parts]

@@ -1,6 +1,6 @@
-"""Tells other profilers of what is done in Python: ranges of NVTX, and of PyTorch's profiler.
+"""Tells other profilers what is done in Python: ranges of NVTX and of PyTorch's profiler.
 
-Both are imported only where they are asked for.
+Both are imported on request only.
 """
 
 from __future__ import annotations
@@ -15,12 +15,9 @@ from h5async.system.timeline import OpenRange
 
 
 def nvtx_ranges() -> OpenRange:
-    """Return what opens ranges of NVTX, which Nsight Systems shows.
+    """Return a function that opens ranges of NVTX, which Nsight Systems shows.
 
-    Raises
-    ------
-    MissingPackageError
-        If CuPy, which has NVTX, is not installed.
+    Raises `MissingPackageError` if CuPy, which has NVTX, is not installed.
     """
     try:
         nvtx = importlib.import_module("cupy.cuda.nvtx")
@@ -39,12 +36,9 @@ def _open_nvtx(nvtx: Any, name: str) -> Callable[[], object]:
 
 
 def torch_ranges() -> OpenRange:
-    """Return what opens ranges of `torch.profiler.record_function`.
+    """Return a function that opens ranges of `torch.profiler.record_function`.
 
-    Raises
-    ------
-    MissingPackageError
-        If PyTorch is not installed.
+    Raises `MissingPackageError` if PyTorch is not installed.
     """
     try:
         profiler = importlib.import_module("torch.profiler")

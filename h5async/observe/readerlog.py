@@ -1,7 +1,7 @@
-"""Logs what a reader has opened, which way each field is read, and what memory did not allow.
+"""Logs what a reader has opened, how it reads each field, and what memory did not allow.
 
-These records are all made in the process that made the reader, wherever its fields are read. A
-warning is logged once in a process: readers of the same files follow one another.
+All records come from the process that made the reader. A process logs each warning once, since
+readers of the same files may follow one another.
 """
 
 from __future__ import annotations
@@ -22,24 +22,14 @@ from h5async.index.similardatasets import kinds_of
 from h5async.names import printable
 
 _log = logging.getLogger("h5async.reader")
-_MOST_WARNED = 1000  # that are remembered
+_MOST_WARNED = 1000  # remembered
 _warned: set[str] = set()
 
 
 def log_opened(
     config: ReaderConfig, layouts: Mapping[str, DatasetLayout], num_samples: int, seconds: float
 ) -> None:
-    """Log what was opened.
-
-    Parameters
-    ----------
-    config, layouts
-        Of the reader, by field name.
-    num_samples
-        How many are selected.
-    seconds
-        How long it took until batches could be filled.
-    """
+    """Log what was opened: fields, `num_samples` selected ones, and the seconds until ready."""
     if not _log.isEnabledFor(logging.INFO):
         return
     files = {source.file for layout in layouts.values() for source, _ in kinds_of(layout)}
@@ -55,35 +45,27 @@ def log_opened(
 
 
 def log_ways(layouts: Mapping[str, DatasetLayout], methods: Sequence[str]) -> None:
-    """Log which way each field is read, and why not the fastest: that is a warning.
+    """Log how each field is read, and warn if that is not the fastest way.
 
-    Parameters
-    ----------
-    layouts
-        By field name.
-    methods
-        How each field is read, as in `ReaderStats.ways`.
+    `methods` has an entry per field, as in `ReaderStats.ways`.
     """
     reason = why_no_core()
     if reason is not None:
         _warn_once(reason)
     for (name, layout), method in zip(layouts.items(), methods, strict=True):
         what = printable(f'{layout.file}: field {name}, dataset "{layout.path}"')
-        if layout.fallback_reason is not None:
+        if layout.fallback_reason is not None and reason is None:
             _warn_once(
                 f"{what}: is read through h5py, one read at a time: {layout.fallback_reason}"
             )
-        elif "python" in method and reason is None:
-            filters = "+".join(
-                dict.fromkeys(f.label for y, _ in kinds_of(layout) for f in y.filters)
-            )
-            named = f" ({filters})" if filters else ""
+        elif "h5py" in method and reason is None:
             _warn_once(
-                f"{what}: is read directly, but in Python, because the core does not read its"
-                f" storage or undo its filters{named}"
+                f"{what}: is read through h5py, one read at a time, because the core does not read"
+                " its storage"
             )
         else:
-            _log.info("%s: is read directly (%s)", what, method)
+            how = "through h5py" if method == "h5py" else f"directly ({method})"
+            _log.info("%s: is read %s", what, how)
 
 
 def log_memory(
@@ -93,25 +75,23 @@ def log_memory(
 
     Parameters
     ----------
-    config
-        Of the reader.
     cache
         As in `ReaderStats.cache`.
     most_threads
-        For which there is memory.
+        Number of threads that memory allows.
     kept, wanted
-        Bytes of decoded chunks that may be kept for later batches, by field, and that would help.
+        Bytes of decoded chunks, per field, that may be kept for later batches, and that would help.
     """
     what = paths_text(config.hdf5_path)
     if config.cache is not None and cache.startswith("none: "):
         reason = cache.removeprefix("none: ")
-        _warn_once(f"{what}: no rows are kept by the option cache: {reason}")
+        _warn_once(f"{what}: the option cache keeps no rows: {reason}")
     elif config.cache is not None:
         _log.info("%s: rows are kept: %s", what, cache)
     if most_threads < config.filler_threads:
         _warn_once(
-            f"{what}: there is memory for {most_threads} threads, of {config.filler_threads}:"
-            " max_batch_bytes, or what is free, allows no more"
+            f"{what}: memory suffices for {most_threads} of {config.filler_threads} threads:"
+            " max_batch_bytes, or free memory, allows no more"
         )
     if sum(kept) < sum(wanted):
         _warn_once(
@@ -121,26 +101,20 @@ def log_memory(
 
 
 def log_unused_values(layouts: Mapping[str, DatasetLayout]) -> None:
-    """Log how many values are in no sample: what says where samples lie may be meant otherwise.
-
-    Parameters
-    ----------
-    layouts
-        By field name.
-    """
+    """Log values that are in no sample: the offsets may have another meaning."""
     for name, layout in layouts.items():
         count = unused_rows(layout) if layout.spans is not None else 0
         if count:
             _warn_once(
                 printable(f'{layout.file}: field {name}, dataset "{layout.path}"')
-                + f": {count:,} of its values lie before the first sample or behind the last one,"
-                " and are in none; if they should be, see what the options offsets and offsets_kind"
-                " say: offsets have one number more than there are samples, and ends as many"
+                + f": {count:,} of its values lie before the first sample or after the last one,"
+                " and belong to none; if they should, check the options offsets and offsets_kind:"
+                " there is one more offset than samples, and one end or length per sample"
             )
 
 
 def log_long_samples(config: ReaderConfig, lengths: NDArray[Any]) -> None:
-    """Log how many samples have more values than a batch is to have; `lengths`: of each."""
+    """Log samples with more values than a batch; `lengths` has their values."""
     if config.batch_values is None:
         return
     count = int(np.count_nonzero(lengths > min(config.batch_values, np.iinfo(np.int64).max)))
@@ -153,7 +127,7 @@ def log_long_samples(config: ReaderConfig, lengths: NDArray[Any]) -> None:
 
 
 def _warn_once(message: str) -> None:
-    """Log a warning, or what was one before at level DEBUG."""
+    """Log a warning; repetitions have level DEBUG."""
     is_new = message not in _warned
     if is_new and len(_warned) < _MOST_WARNED:
         _warned.add(message)

@@ -1,6 +1,6 @@
-"""Makes the statistics of a reader: of all it did, of an epoch, or since earlier ones.
+"""Makes the statistics of a reader: of all its work, of an epoch, or since earlier ones.
 
-What was delivered and the counts of the filler enter; `ReaderStats` leaves.
+Deliveries and the filler's counts enter; `ReaderStats` leaves.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Delivered(NamedTuple):
     batches, samples, nbytes
         As in `ReaderStats`.
     used
-        What these samples need to be read and decoded, each once.
+        Bytes that these samples need, each read and decoded once.
     waits
-        How it waited for them.
+        Waits for these batches.
     """
 
     batches: int = 0
@@ -52,12 +52,9 @@ class Delivered(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What the threads have done so far, as in `ReaderStats`.
+    """The threads' work so far, as in `ReaderStats`.
 
-    Attributes
-    ----------
-    h5py_decoded_nbytes
-        What HDF5 has decoded of chunks that only h5py reads.
+    `h5py_decoded_nbytes` is decoded by HDF5, from chunks that only h5py reads.
     """
 
     stage_seconds: Mapping[str, float] = dict.fromkeys(STAGES, 0.0)
@@ -70,7 +67,7 @@ class Work(NamedTuple):
     broken_images: int = 0
 
     def since(self, earlier: Work) -> Work:
-        """Return what was done since."""
+        """Return the work done since."""
         stages = {
             stage: max(0.0, seconds - earlier.stage_seconds[stage])
             for stage, seconds in self.stage_seconds.items()
@@ -81,7 +78,7 @@ class Work(NamedTuple):
 
 
 class _Mark(NamedTuple):
-    """A moment in the life of a reader, by which statistics begin or end."""
+    """A moment in the life of a reader, at which statistics begin or end."""
 
     reader: object
     delivered: Delivered
@@ -100,7 +97,7 @@ class _Span(NamedTuple):
 
 
 class _OpenEpoch(NamedTuple):
-    """An epoch of which batches are being delivered."""
+    """An epoch whose batches are being delivered."""
 
     epoch: int
     begin: Delivered
@@ -108,13 +105,7 @@ class _OpenEpoch(NamedTuple):
 
 
 class Way(NamedTuple):
-    """How a reader reads, as in `ReaderStats`.
-
-    Attributes
-    ----------
-    methods
-        How each column is read.
-    """
+    """How a reader reads, as in `ReaderStats`; `methods` has an entry per column."""
 
     methods: Sequence[str]
     num_threads: int
@@ -124,33 +115,31 @@ class Way(NamedTuple):
 
 
 class ReaderCounts:
-    """What was delivered, and how long the consumer waited for it.
+    """Counts of deliveries, and of the consumer's waits.
 
-    The consumer's thread notes; `stats` may be called from any.
+    The consumer's thread counts; `stats` may be called from any thread.
 
     Parameters
     ----------
-    config
-        The options.
     layouts
         Layouts of all columns, by name.
     rows
-        By column: which rows each sample consists of.
+        Per column: the rows that each sample consists of.
     selection
         The samples of an epoch.
     kept_nbytes
-        What is kept at most of decoded chunks, for later batches.
+        Maximum size of decoded chunks kept for later batches.
 
     Attributes
     ----------
     waits
-        The consumer's waits, which its thread notes.
+        Written by the consumer's thread.
     upload_times
         Time of uploads, of all threads.
     samples
-        Samples that were delivered.
+        Number of delivered samples.
     last
-        Epoch and number of the last batch that was delivered in an epoch; None: there is none.
+        Epoch and number of the last batch delivered in an epoch; None if there is none.
     """
 
     def __init__(
@@ -165,8 +154,8 @@ class ReaderCounts:
         self._kept_nbytes = kept_nbytes
         self._facts = ChunkFacts(config, layouts, rows, selection)
         self._advice: ChunkAdvice | None = None
-        self._plain_nbytes, self._plain_used = 0, Used()  # of a sample
-        # Of a row of samples of any length: likewise.
+        self._plain_nbytes, self._plain_used = 0, Used()  # per sample
+        # The same per row of ragged samples.
         self._ragged: dict[SpanRows, tuple[int, Used]] = {}
         for (name, layout), one in zip(layouts.items(), rows, strict=True):
             if isinstance(one, SpanRows):
@@ -188,23 +177,23 @@ class ReaderCounts:
                 for entry in leaf.filters
             )
         )
-        self._ahead = max(0, config.prefetch - 1)  # batches that may be filled, not delivered
+        self._ahead = max(0, config.prefetch - 1)  # batches that may be filled but not delivered
         self.waits = Waits()
         self.upload_times = StageTimes()
         self.last: tuple[int, int] | None = None
-        self._lock = threading.RLock()  # a signal handler may ask in the midst of a note
+        self._lock = threading.RLock()  # a signal handler may interrupt a note and ask
         self._batches = self.samples = 0
         self._ragged_rows = [0] * len(self._ragged)
         self._reader = object()
         self._epochs: deque[_Span] = deque(maxlen=_KEPT_EPOCHS)
         self._open: _OpenEpoch | None = None
-        self._rest = Work()  # what was done by the end of the last epoch
+        self._rest = Work()  # work at the end of the last epoch
         self._warned: set[str] = set()
 
     # --- the consumer's calls ---------------------------------------------------------------------
 
     def note(self, index: NDArray[np.int64]) -> None:
-        """Count the samples of a batch that is delivered."""
+        """Count the samples of a delivered batch."""
         lengths = [int(rows.lengths(index).sum()) for rows in self._ragged]
         with self._lock:
             self._batches += 1
@@ -214,11 +203,11 @@ class ReaderCounts:
 
     @property
     def open_epoch(self) -> int:
-        """The epoch of which batches are being delivered; -1: none."""
+        """The epoch whose batches are being delivered; -1 if none."""
         return -1 if self._open is None else self._open.epoch
 
     def begin_epoch(self, epoch: int, work: Work) -> None:
-        """Note that the batch that was waited for last is the first one of an epoch."""
+        """Note that the last wait was for the first batch of an epoch."""
         with self._lock:
             delivered = self._so_far()._replace(waits=self.waits.before)
             if self._open is not None:
@@ -226,7 +215,7 @@ class ReaderCounts:
             self._open = _OpenEpoch(epoch, delivered, self._rest)
 
     def end_epoch(self, work: Work) -> None:
-        """Note that no batch of the epoch follows; harmless where none was begun."""
+        """Note the end of the epoch; harmless if none has begun."""
         with self._lock:
             if self._open is not None:
                 self._end(self._so_far(), work)
@@ -239,7 +228,7 @@ class ReaderCounts:
         self._open, self._rest = None, work
 
     def new_warnings(self, found: Sequence[str]) -> list[str]:
-        """Return those of some warnings that the caller has not seen yet."""
+        """Return the warnings that the caller has not seen yet."""
         new = [text for text in found if text not in self._warned]
         self._warned.update(new)
         return new
@@ -247,7 +236,7 @@ class ReaderCounts:
     # --- any thread's calls -----------------------------------------------------------------------
 
     def epoch_nbytes(self, selection: Selection, samples: int) -> int:
-        """Return the bytes of so many samples, of the mean length of those that are selected."""
+        """Return the bytes of `samples` samples of the selection's mean length."""
         found = self._plain_nbytes * samples
         if self._ragged and selection.size:
             selected = selection.samples(np.arange(selection.size))
@@ -257,15 +246,7 @@ class ReaderCounts:
         return found
 
     def work(self, filler: FillerStats, device_chunks: int, device_nbytes: int) -> Work:
-        """Return what was done so far.
-
-        Parameters
-        ----------
-        filler
-            What the filler's threads have done.
-        device_chunks, device_nbytes
-            Chunks that were decoded on a GPU, and what they hold.
-        """
+        """Return the work so far of the filler's threads, and of a GPU that has decoded chunks."""
         counts, stages = filler.counts, dict(filler.stage_seconds)
         stages["upload"] += self.upload_times.seconds()["upload"]
         stages["read"] += counts.read_ns / 1e9
@@ -287,19 +268,8 @@ class ReaderCounts:
     ) -> ReaderStats:
         """Return the statistics of the reader.
 
-        Parameters
-        ----------
-        work
-            What was done so far.
-        way
-            How.
-        since, epoch
-            Of which time, as `AsyncReader.stats` says.
-
-        Raises
-        ------
-        ConfigError
-            If there are no such statistics.
+        `since` and `epoch` choose the time, as in `AsyncReader.stats`. Raises `ConfigError` if
+        there are no such statistics.
         """
         if since is not None and epoch is not None:
             raise ConfigError("stats() takes since or epoch, not both")
@@ -308,7 +278,7 @@ class ReaderCounts:
         return self._made(span, way)
 
     def _so_far(self) -> Delivered:
-        """Return what was delivered; called under the lock."""
+        """Return the deliveries; called under the lock."""
         nbytes, used = (
             self._plain_nbytes * self.samples,
             Used().plus(self._plain_used, self.samples),
@@ -371,7 +341,7 @@ class ReaderCounts:
         if self._advice is None:
             self._advice = self._facts.advice()
         batches = end.batches - begin.batches
-        # What was decoded for batches that are yet to come is no waste.
+        # Samples decoded for coming batches are not wasted.
         ahead = self._ahead if way.num_threads and not any(span.begin_work[2:]) else 0
         share = (batches + ahead) / batches if batches else 1.0
         used = Used().plus(end.used.plus(begin.used, -1.0), share)
@@ -418,7 +388,6 @@ def _ratio(one: float, other: float) -> float:
 
 
 def _no_epoch(epoch: int, known: Sequence[int | None]) -> str:
-    """Say why there are no statistics of an epoch."""
     if not known:
         return f"there are no statistics of epoch {epoch}: no batch of any was delivered yet"
     kept = f"those of the last {_KEPT_EPOCHS} are kept, {known[0]} to {known[-1]}"
@@ -428,7 +397,7 @@ def _no_epoch(epoch: int, known: Sequence[int | None]) -> str:
 
 
 def _sample_nbytes(layout: DatasetLayout) -> float:
-    """Return the bytes of a sample, of ragged ones on average."""
+    """Return the bytes of a sample; the mean if samples are ragged."""
     if not layout.is_ragged:
         return float(layout.row_nbytes)
     values = layout.num_samples if layout.spans is None else int(layout.spans[-1] - layout.spans[0])

@@ -1,7 +1,6 @@
-"""Collects times and counts while a reader works, and says in a sentence what holds it up.
+"""Collects times and counts while a reader works, and names the bottleneck in a sentence.
 
-`ReaderStats` is what the caller gets of them: of all that was done, of an epoch, or of the time
-since earlier ones.
+`ReaderStats` is the public result: of all the work, of an epoch, or since earlier statistics.
 
 A stage is one step of delivering a batch, in the threads of the pool: plan, read, decode, place
 (copying samples from decoded chunks into the batch), transform, postprocess, upload. The consumer's
@@ -20,13 +19,13 @@ from h5async.html import Bar, Cell, counted, seconds_text, size_text, table
 from h5async.spelling import as_keyword, named, spelled
 
 _KEPT_WAITS = 4096
-_DATA_BOUND = 0.02  # share of its time that a loop may wait without being held up by the data
-_HOLDS = 0.6  # share of its time that a loop may wait and still be what holds the GIL
-_STARVED = 0.25  # share of the threads' time that they may spend waiting for the GIL
-_BUSY = 0.4  # share of their time that threads work at least, where they have enough to do
-_DECODES = 0.25  # share of the threads' time from which decoding is worth a word
-_WASTED = 1.5  # samples decoded for each that is used, from which they are worth a word
-_WORK = {  # what a stage is called in the sentence
+_DATA_BOUND = 0.02  # share of waiting from which a loop counts as data-bound
+_HOLDS = 0.6  # share of waiting up to which the loop may be what holds the GIL
+_STARVED = 0.25  # share of the threads' time spent waiting for the GIL
+_BUSY = 0.4  # minimum share of working time of threads with enough to do
+_DECODES = 0.25  # share of the threads' time from which decoding is mentioned
+_WASTED = 1.5  # samples decoded per used one, from which waste is mentioned
+_WORK = {  # names of stages in the sentence
     "plan": "planning",
     "read": "reading",
     "decode": "decoding",
@@ -38,16 +37,16 @@ _WORK = {  # what a stage is called in the sentence
 
 
 class WaitTotals(NamedTuple):
-    """How the consumer waited so far.
+    """The consumer's waits so far.
 
     Attributes
     ----------
     number
-        Waits that count: all but the first, which is start-up.
+        Number of waits, without the first, which is start-up.
     seconds
         Their sum.
     elapsed_seconds
-        From the first batch to the end of the last wait.
+        Time from the first batch to the end of the last wait.
     """
 
     number: int = 0
@@ -56,16 +55,16 @@ class WaitTotals(NamedTuple):
 
 
 class Waits:
-    """How long the consumer waited for each batch; it notes, and any thread may ask."""
+    """The consumer's waits for batches; only it notes, any thread may ask."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a signal handler may ask in the midst of a note
+        self._lock = threading.RLock()  # a signal handler may interrupt a note and ask
         self._last: deque[float] = deque(maxlen=_KEPT_WAITS)
         self._totals = self._before = WaitTotals()
         self._begin: float | None = None
 
     def note(self, begin: float, end: float) -> None:
-        """Note one wait, in seconds of `time.perf_counter`; the first is left out, as start-up."""
+        """Note a wait, in seconds of `time.perf_counter`; leave out the first one, start-up."""
         with self._lock:
             if self._begin is None:
                 self._begin = end
@@ -77,16 +76,16 @@ class Waits:
 
     @property
     def totals(self) -> WaitTotals:
-        """All waits that count."""
+        """All waits so far."""
         return self._totals
 
     @property
     def before(self) -> WaitTotals:
-        """The same at the beginning of the last wait."""
+        """All waits before the last one."""
         return self._before
 
     def percentiles(self, totals: WaitTotals, since: WaitTotals) -> tuple[float, float]:
-        """Return median and 99th percentile of the waits between two moments, of those kept."""
+        """Return median and 99th percentile of the kept waits between two moments."""
         with self._lock:
             later = self._totals.number - totals.number
             kept = list(self._last)
@@ -97,7 +96,7 @@ class Waits:
 
 
 def percentile(ascending: Sequence[float], percent: float) -> float:
-    """Return a percentile of numbers, as NumPy interpolates it; 0 of none."""
+    """Return a percentile, interpolated as NumPy does; 0 if there are no numbers."""
     if not ascending:
         return 0.0
     at = (len(ascending) - 1) * percent / 100
@@ -107,14 +106,14 @@ def percentile(ascending: Sequence[float], percent: float) -> float:
 
 
 class Remedy(NamedTuple):
-    """What would decode less.
+    """A way to decode less.
 
     Attributes
     ----------
     text
         What to do; options are marked.
     leaves
-        How many samples would be decoded then for each that is used.
+        Samples that would then be decoded per used one.
     """
 
     text: str
@@ -122,20 +121,18 @@ class Remedy(NamedTuple):
 
 
 class ChunkAdvice(NamedTuple):
-    """What may be said of chunks that hold more than is used.
+    """Advice on chunks that hold more than is used.
 
     Attributes
     ----------
     name
-        The field of whose chunks most is decoded; empty: there is one field only.
+        The field whose chunks are decoded most; empty if there is only one field.
     unit
-        What a chunk has several of: "sample", "image", "row" or "value".
-    remedies
-        What would decode less.
+        An item of a chunk: "sample", "image", "row" or "value".
     h5py_name, h5py_remedies
-        The same of chunks that only h5py reads.
+        The same for chunks that only h5py reads.
     raw_remedies
-        What would read less of chunks without filters.
+        Remedies for reading too much of chunks without filters.
     """
 
     name: str = ""
@@ -153,35 +150,33 @@ class ReaderStats:
     Attributes
     ----------
     batches, samples, nbytes
-        How much was delivered; `nbytes` counts in the dtypes of the file.
+        What was delivered; `nbytes` counts in the dtypes of the file.
     elapsed_seconds
-        Time between the first batch and the last one that was delivered. Of an epoch: from the
-        moment at which its first batch was asked for; since an earlier moment: from the last batch
-        before it.
+        Time between the deliveries of the first and the last batch. For an epoch, it begins with
+        the request for its first batch; since an earlier moment, with the last batch before it.
     wait_seconds, wait_p50_seconds, wait_p99_seconds
         Time that the consumer waited for batches since the first one: the sum, and the median and
         99th percentile of the last 4,096 waits.
     stage_seconds
         Time that threads spent in each stage (plan, read, decode, place, transform, postprocess,
-        upload), for all batches that were filled. Where h5py reads a dataset, all of it counts as
-        ``"read"``.
+        upload), for all filled batches. If h5py reads a dataset, all of it counts as ``"read"``.
     gil_wait_seconds
         Time that threads waited for the GIL after calls of the compiled core; no stage contains it.
     read_nbytes, decoded_chunks, decoded_nbytes
-        Encoded bytes that were read, chunks that were decoded, and what these hold.
+        Encoded bytes read, chunks decoded, and the bytes in these.
     decoded_per_used
-        Samples that were decoded for each that was used; by bytes, over the fields whose chunks are
-        encoded. 1: each chunk was decoded once, and all of it was used. 0: nothing was decoded.
-        Batches that are probably on their way count as used.
+        Samples decoded per used one; by bytes, over the fields whose chunks are encoded. 1: each
+        chunk was decoded once, and all of it was used. 0: nothing was decoded. Batches that are
+        probably on their way count as used.
     read_per_used
-        Bytes that were read for each that was used, of fields that are not encoded.
+        Bytes read per used one, of fields that are not encoded.
     fallback_reads
-        Reads that went through h5py, one for each batch of each field that needs it.
+        Reads through h5py: one per batch and field that needs it.
     direct_share
         Share of the bytes of a sample that are read without h5py.
     ways
-        How each field is read: ``"core"``, ``"python"``, ``"h5py"``, ``"memory"``, or several of
-        them for several files.
+        How each field is read: ``"core"``, ``"h5py"``, ``"memory"``, or several of these
+        for several files.
     cache
         Where rows are kept for later epochs, and how many; or why they are not.
     decode
@@ -193,11 +188,11 @@ class ReaderStats:
     broken_images
         Images that were replaced because they cannot be decoded; see `ImageField`.
     workers
-        As the option says it: which processes the threads, and their GIL, belong to.
+        The option: the processes that the threads, and their GIL, belong to.
     epoch
-        The epoch that was asked for; None: all of them.
+        The requested epoch; None means all.
     first_batch
-        How many batches had been delivered before, where the statistics begin later.
+        Number of batches delivered before these statistics begin.
 
     Examples
     --------
@@ -238,14 +233,14 @@ class ReaderStats:
     read_per_used: float = 0.0
     epoch: int | None = None
     first_batch: int = 0
-    # The same without what is kept decoded, and may be used yet: what is in vain for certain.
+    # The same without decoded chunks that are kept and may be used later: certain waste.
     _least_decoded: float = 0.0
     _least_read: float = 0.0
     _h5py_per_used: float = 0.0
-    _encoded_share: float = 0.0  # of the bytes that are read: those of chunks that are decoded
+    _encoded_share: float = 0.0  # of the bytes read: those of decoded chunks
     _waits: int | None = None  # None: one fewer than batches
     _advice: ChunkAdvice = field(default=ChunkAdvice(), compare=False)
-    _mark: object = field(default=None, compare=False)  # by which later ones are told from these
+    _mark: object = field(default=None, compare=False)  # where statistics since these begin
 
     @property
     def waited_share(self) -> float:
@@ -267,17 +262,17 @@ class ReaderStats:
 
     @property
     def limit(self) -> str:
-        """The stage that takes most time of the threads."""
+        """The stage that takes most of the threads' time."""
         return max(self.stage_seconds, key=lambda stage: self.stage_seconds[stage])
 
     @property
     def bottleneck(self) -> str:
-        """What limits the reader, as a sentence: also where the loop does nothing but read."""
+        """A sentence on what limits the reader, even if the loop only reads."""
         return spelled(reader_sentence(self), as_keyword)
 
     @property
     def _intervals(self) -> int:
-        """Batches whose time is known."""
+        """Number of batches whose time is known."""
         return max(0, self.batches - 1) if self._waits is None else self._waits
 
     @property
@@ -286,22 +281,19 @@ class ReaderStats:
 
     @property
     def _span(self) -> str:
-        """Which time this is of, as part of a sentence."""
+        """The time of these statistics, as part of a sentence."""
         if self.epoch is not None:
             return f" in epoch {self.epoch}"
         return f" since batch {self.first_batch}" if self.first_batch else ""
 
     @property
     def _amount(self) -> str:
-        """How much was delivered, as text."""
         return f"{counted(self.batches, 'batch', 'batches')}, {counted(self.samples, 'sample')}"
 
     def __str__(self) -> str:
-        """Say whether the loop waits for data, and what to do."""
         return spelled(loop_sentence(self), as_keyword)
 
     def __repr__(self) -> str:
-        """Describe the statistics in a line."""
         return f"<ReaderStats{self._span}: {self._glance()}>"
 
     def _glance(self) -> str:
@@ -311,11 +303,11 @@ class ReaderStats:
         return f"{text}, waited {_percent(self.waited_share)} %, most time in {self.limit}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all of it as JSON has it: numbers, strings, None, and lists and dicts of these.
+        """Return everything as JSON types: numbers, strings, None, lists and dicts.
 
-        The keys are the attributes, with `waited_share`, `busy_seconds`, `headroom`, `limit`,
-        `bottleneck` and ``"sentence"``, which is ``str()``. Names end in their units: seconds, and
-        nbytes for bytes; the names of shares say so, too.
+        The keys are the attributes, `waited_share`, `busy_seconds`, `headroom`, `limit`,
+        `bottleneck` and ``"sentence"``, which is ``str()``. Names end in their units: seconds,
+        share, or nbytes for bytes.
 
         Examples
         --------
@@ -335,7 +327,7 @@ class ReaderStats:
         return {**found, "sentence": str(self)}
 
     def _repr_html_(self) -> str:
-        """Show a small table in a notebook: where the time went, as bars."""
+        """Show a small table in a notebook, with bars for where the time went."""
         busy = self.busy_seconds
         rows: list[list[Cell]] = []
         for stage, seconds in self.stage_seconds.items():
@@ -379,7 +371,7 @@ def loop_sentence(stats: ReaderStats) -> str:
 
 
 def reader_sentence(stats: ReaderStats) -> str:
-    """Say what limits the reader, whatever the loop does; options are marked."""
+    """Say what limits the reader, regardless of the loop; options are marked."""
     if not stats._says_something:
         return _nothing(stats)
     threads = max(1, stats.num_threads)
@@ -403,7 +395,7 @@ def _percent(share: float) -> str:
 
 
 def _limit(stats: ReaderStats) -> str:
-    """Name the stage that limits, and what it does in vain."""
+    """Name the limiting stage, and its wasted work."""
     stage, threads = stats.limit, max(1, stats.num_threads)
     work = _WORK[stage]
     if stage == "decode" and stats.filters:
@@ -417,9 +409,9 @@ def _limit(stats: ReaderStats) -> str:
 
 
 def _waste(stats: ReaderStats) -> str:
-    """Say what chunks have decoded or read in vain, where that is much of what limits."""
+    """Say what chunks were decoded or read in vain, if that is much of the limiting work."""
     if stats.cache.startswith(("host", "device")):
-        return ""  # what is kept is not decoded again
+        return ""  # kept chunks are not decoded again
     advice, limit = stats._advice, stats.limit
     reads = stats.stage_seconds.get("read", 0.0) * stats._encoded_share
     decodes = (stats.stage_seconds.get("decode", 0.0) + reads) / stats.busy_seconds
@@ -445,7 +437,7 @@ def _told(ratio: float, unit: str, name: str, remedies: Sequence[Remedy]) -> str
 
 
 def _remedies(ratio: float, remedies: Sequence[Remedy]) -> str:
-    """Name what would help noticeably."""
+    """Name remedies that would help noticeably."""
     texts = [remedy.text for remedy in remedies if remedy.leaves * _WASTED <= ratio]
     if len(texts) > 1:
         texts[-1] = f"or {texts[-1]}"

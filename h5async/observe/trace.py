@@ -1,4 +1,4 @@
-"""Defines `Trace`: what the caller ends a trace with that a reader has begun."""
+"""Defines `Trace`, with which the caller ends a trace."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from types import TracebackType
 
 
 class Trace:
-    """A trace of what a reader does, which `AsyncReader.trace` began; ends by `stop`.
+    """A running trace of a reader, begun by `AsyncReader.trace` and ended by `stop`.
 
-    As a context it ends where that does. It ends with its reader, too.
+    It also ends at the end of its ``with`` block, and with its reader.
 
     Attributes
     ----------
     path
-        The file that is written at the end; None: no file.
+        The file that is written at the end; None means no file.
     is_ending
-        Whether it was ended, or its end was begun.
+        Whether it has ended or is ending.
 
     Examples
     --------
@@ -35,7 +35,7 @@ class Trace:
         self._end = end
 
     def stop(self) -> None:
-        """End the trace, and write the file. Extra calls are harmless.
+        """End the trace and write the file. Extra calls are harmless.
 
         Raises
         ------
@@ -54,7 +54,6 @@ class Trace:
         self._end(self)
 
     def __enter__(self) -> Trace:
-        """Return the trace itself."""
         return self
 
     def __exit__(
@@ -63,10 +62,8 @@ class Trace:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """End the trace."""
         self.stop()
 
     def __repr__(self) -> str:
-        """Describe the trace in a line."""
         state = "ended" if self.is_ending else "running"
         return f"<Trace {self.path or 'without a file'}, {state}>"

@@ -1,6 +1,6 @@
-"""Records what a reader does, and writes it as a trace when that ends.
+"""Records what a reader does, and writes it as a trace at the end.
 
-The engine says here what it asks for and hands over; a `Trace` is what the caller holds.
+The engine reports its requests and deliveries here; the caller holds a `Trace`.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ _ENDED_EARLY = "the process ended before the trace did"
 
 
 class Records(Protocol):
-    """What records the threads that fill slots: a filler."""
+    """A filler, which records its threads."""
 
     def record(self, timeline: Timeline | None) -> None:
-        """Record what they do from now on; None: no more."""
+        """Begin recording to a timeline, or end it if None."""
 
     def recorded(self) -> list[Recorded]:
-        """Return what was recorded since the last call, of each process."""
+        """Return what was recorded since the last call, per process."""
 
 
 class Tracing:
-    """The traces of a reader, one after the other. The caller's.
+    """The traces of a reader, one at a time. For the caller's thread.
 
     Parameters
     ----------
     recorder
-        Whom all parts of the reader tell what they do.
+        Gets reports from all parts of the reader.
     title
-        What the reader reads.
+        Name of what is read.
     """
 
     def __init__(self, recorder: Recorder, title: str) -> None:
@@ -79,18 +79,13 @@ class Tracing:
         Parameters
         ----------
         path, nvtx, torch, max_events
-            As of `AsyncReader.trace`.
+            As in `AsyncReader.trace`, like the errors raised.
         filler
-            Whose threads are recorded.
+            The filler whose threads are recorded.
         batches
-            Returns epoch and number of batches that are on their way, by serial number.
+            Returns epoch and number of requested batches, by serial number.
         held
             Serial number of the batch that the caller holds.
-
-        Raises
-        ------
-        ConfigError, MissingPackageError, OutOfMemoryError
-            As `AsyncReader.trace` says.
         """
         trace = None if self._trace is None else self._trace()
         if trace is not None and not trace.is_ending:
@@ -138,12 +133,12 @@ class Tracing:
             if not isinstance(error, MemoryError):
                 raise
             raise out_of_memory(
-                f"a trace of {max_events:,} events", error, "give fewer by max_events"
+                f"a trace of {max_events:,} events", error, "reduce max_events"
             ) from error
         return trace
 
     def _begin_file(self) -> None:
-        """Write the trace as it is found if the process ends before it does."""
+        """Write a trace that says that the process ended early, in case it does."""
         if self._file is None:
             return
         try:
@@ -157,7 +152,7 @@ class Tracing:
     # --- its end ----------------------------------------------------------------------------------
 
     def close(self) -> ReadError | None:
-        """End a trace that is running, with the reader; return why it cannot be written, if so."""
+        """End a running trace with the reader; return the error if it cannot be written."""
         try:
             self._end()
         except ReadError as error:
@@ -173,9 +168,9 @@ class Tracing:
             self._end()
 
     def _end(self) -> None:
-        """End the trace that is running; what an interruption leaves undone, the next call does."""
+        """End a running trace; if interrupted, the next call continues."""
         filler = self._filler
-        if filler is None or self._process != os.getpid():  # a fork: it is the first process's
+        if filler is None or self._process != os.getpid():  # a fork: it belongs to the parent
             return
         trace = None if self._trace is None else self._trace()
         if trace is not None:

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config import ReaderConfig
+from h5async.core.binding import load_core
 from h5async.core.tablestructures import (
     HEAP_SCRATCH_NBYTES,
     KEPT_OVERHEAD_NBYTES,
@@ -37,9 +38,9 @@ from h5async.index.similardatasets import kinds_of
 from h5async.index.smalldatasets import kept_whole_nbytes
 from h5async.order.selection import Selection
 from h5async.order.steps import StepRows
-from h5async.plan.plan import needs_scratch, scratch_nbytes
+from h5async.plan.parts import needs_scratch, scratch_nbytes
 from h5async.plan.transform import RowTransform, sized_nbytes
-from h5async.read.chunkcache import LEAST_KEPT
+from h5async.read.executors import method_of
 from h5async.read.fallback import span_nbytes
 from h5async.read.scratch import ScratchSize
 from h5async.samples.columns import Rows
@@ -241,8 +242,6 @@ class MemoryBudget:
         yield _Share(f"scratch of {threads} thread{'s' * (threads > 1)}", scratch, fewer)
         of_parts = threads * max(map(_parts_scratch_nbytes, layouts))
         yield _Share("rows that only pieces are taken of", of_parts, fewer)
-        kept = sum(LEAST_KEPT * _kept_chunk_nbytes(layout) for layout in layouts)
-        yield _Share("chunks that two batches share", kept, "store smaller chunks")
         several = {name: rows * t.rows_of_sample for name, t in self._transforms.items()}
         at_once = {n: t.slot_rows(rows) * t.rows_of_sample for n, t in self._transforms.items()}
         read = max(_fallback_nbytes(y, at_once[name]) for name, y in self._layouts.items())
@@ -529,15 +528,12 @@ def _num_layers(layout: DatasetLayout) -> int:
     return max(1, len(regions), *(_num_layers(part.source) for part in layout.some_parts))
 
 
-def _kept_chunk_nbytes(layout: DatasetLayout) -> int:
-    return max((leaf.chunk_nbytes for leaf, _ in kinds_of(layout) if leaf.unit_nbytes), default=0)
-
-
 def _fallback_nbytes(layout: DatasetLayout, rows: int) -> int:
     """Return what is held for a moment to read through h5py, by one thread at a time."""
     most = 0
+    core = load_core()
     for leaf, _ in kinds_of(layout):
-        if leaf.fallback_reason is None:
+        if method_of(core, leaf) != "h5py":
             continue
         read = min(leaf.nbytes, span_nbytes(leaf, rows))
         # A chunk that is checked: encoded, decoded, and between its filters.

@@ -1,8 +1,8 @@
-"""Cuts samples into batches by their lengths, and puts samples of like length together. Pure.
+"""Cuts samples into batches by their lengths, and groups samples of similar length. Pure.
 
-Lengths enter, in the order of an epoch; where batches end leaves. Without sorting, a batch takes
-samples for as long as their lengths add up to no more than the limit. Where samples are sorted,
-which is for models that pad, padding counts: number of samples times the longest length.
+Input: lengths in the order of an epoch. Output: where batches end. Unsorted samples fill a batch
+until the sum of their lengths reaches the limit. Sorted samples are meant for models that pad, so
+padding counts: number of samples times the longest length.
 """
 
 from __future__ import annotations
@@ -22,44 +22,33 @@ _MOVED = 1 << 16  # batches that are moved at a time
 
 
 class Limits(NamedTuple):
-    """What a batch, or a window, may hold.
+    """Limits of a batch or a window.
 
     Attributes
     ----------
     samples
-        Samples at most.
+        Maximum number of samples.
     values
-        Values at most, unless it holds but one sample.
+        Maximum number of values; a single sample may exceed it.
     """
 
     samples: int
     values: int = NO_LIMIT
 
     def times(self, count: int) -> Limits:
-        """Return what so many batches may hold."""
+        """Return the limits of `count` batches."""
         return Limits(*(min(NO_LIMIT, limit * count) for limit in self))
 
     def are_reached(self, samples: int, values: int) -> bool:
-        """Tell whether a batch is as large as it may be, even if no sample follows."""
+        """Tell whether a batch is full, even if no sample follows."""
         return samples >= self.samples or values >= self.values
 
 
 def cut(lengths: Int64s, limits: Limits, *, is_end: bool) -> Int64s:
-    """Cut samples into runs, each as long as the limits allow.
+    """Cut samples into runs, each as long as the limits allow; return where runs end (int64).
 
-    Parameters
-    ----------
-    lengths
-        int64 (n,): values of each sample.
-    limits
-        Of a run.
-    is_end
-        Whether no more samples follow; else the last run, which may go on, is left out.
-
-    Returns
-    -------
-    numpy.ndarray
-        int64: where the runs end.
+    Unless `is_end`, more samples follow: the last run may go on and is left out. `lengths` is int64
+    (n,): values per sample.
     """
     core = load_core()
     if core is None:
@@ -75,7 +64,7 @@ def cut(lengths: Int64s, limits: Limits, *, is_end: bool) -> Int64s:
 
 
 def _cut(lengths: Int64s, limits: Limits) -> Int64s:
-    """Return what the core computes."""
+    """Compute the same without the core."""
     total = np.cumsum(lengths, dtype=np.int64).data
     found, at, before = [], 0, 0
     while at < lengths.size:
@@ -87,22 +76,21 @@ def _cut(lengths: Int64s, limits: Limits) -> Int64s:
 
 
 def cut_sorted(lengths: Int64s, windows: Int64s, limits: Limits) -> tuple[Int64s, Int64s]:
-    """Sort samples by their lengths within windows, longest first, and cut these into batches.
+    """Sort samples by length within windows, longest first, and cut them into batches.
+
+    The values of a batch are its samples times the longest length.
 
     Parameters
     ----------
     lengths
-        int64 (n,): values of each sample.
+        int64 (n,): values per sample.
     windows
-        int64: where the windows end; the last one of them ends at n.
-    limits
-        Of a batch. Its values are its samples times the longest length.
+        int64: where the windows end; the last one ends at n.
 
     Returns
     -------
     order, ends
-        int64 (n,): the samples, sorted; those of one length stay in their order. And where batches
-        end.
+        int64 (n,): the sorted samples; equal lengths keep their order. int64: where batches end.
     """
     core = load_core()
     if core is not None and lengths.size:
@@ -115,7 +103,7 @@ def cut_sorted(lengths: Int64s, windows: Int64s, limits: Limits) -> tuple[Int64s
 
 
 def _cut_sorted(lengths: Int64s, windows: Int64s, limits: Limits) -> tuple[Int64s, Int64s]:
-    """Return what the core computes."""
+    """Compute the same without the core."""
     sizes = np.diff(windows, prepend=0)
     order = _longest_first(lengths, np.repeat(np.arange(windows.size), sizes))
     longest = lengths[order]
@@ -140,7 +128,7 @@ def _longest_first(lengths: Int64s, window: Int64s) -> Int64s:
     length_bits = longest.bit_length()
     if number_bits + length_bits + int(window[-1]).bit_length() > 63:
         return np.lexsort((-lengths, window))
-    # As one number, which is sorted in a fraction of the time.
+    # Sorting single integers takes a fraction of the time.
     keys = window << length_bits
     keys |= longest - lengths
     keys <<= number_bits
@@ -151,22 +139,22 @@ def _longest_first(lengths: Int64s, window: Int64s) -> Int64s:
 
 
 def shuffled(hashes: NDArray[np.uint64], window: int) -> Int64s:
-    """Return a permutation of numbers, each of which stays in its window of so many numbers.
+    """Return a permutation of numbers in which each stays in its window of `window` numbers.
 
-    `hashes` has a random number for each.
+    `hashes` holds a random number for each of them.
     """
     size, window = hashes.size, max(1, min(window, hashes.size))
     keys = np.full(-(-size // window) * window, np.iinfo(np.uint64).max, np.uint64)
-    keys[:size] = hashes >> np.uint64(1)  # below those that stand for none
+    keys[:size] = hashes >> np.uint64(1)  # below the padding
     found = np.argsort(keys.reshape(-1, window), axis=1, kind="stable")
     found += np.arange(0, keys.size, window)[:, np.newaxis]
     return np.ascontiguousarray(found.ravel()[:size])
 
 
 def interleaved(counts: list[int]) -> Int64s:
-    """Return the batches of several lanes in turn, as long as all lanes have some; then the rest.
+    """Return the batches of several lanes in turn while all lanes have some, then the rest.
 
-    Batches are numbered lane by lane, of which each has so many.
+    Batches are numbered lane by lane; ``counts[i]`` is the number in lane i.
     """
     firsts, common = np.cumsum([0, *counts[:-1]]), min(counts)
     in_turn = firsts + np.arange(common)[:, np.newaxis]
@@ -177,21 +165,10 @@ def interleaved(counts: list[int]) -> Int64s:
 def moved(
     order: NDArray[Any], begins: Int64s, sizes: Int64s, which: Int64s
 ) -> tuple[NDArray[Any], Int64s]:
-    """Lay batches end to end in another order.
+    """Lay the requested batches end to end in another order, and return them and their bounds.
 
-    Parameters
-    ----------
-    order
-        What the batches consist of.
-    begins, sizes
-        int64 (batches,): where each lies in it.
-    which
-        int64: the batches that are wanted, in their new order.
-
-    Returns
-    -------
-    order, bounds
-        What they consist of, and int64 (wanted + 1,): where each begins.
+    Batch i is ``order[begins[i] : begins[i] + sizes[i]]``; `which` has the numbers of the requested
+    batches in their new order. Bounds are int64 (requested + 1,).
     """
     begins, sizes = begins[which], sizes[which]
     bounds = np.zeros(which.size + 1, np.int64)
@@ -207,7 +184,7 @@ def moved(
 
 
 def split(bounds: Int64s, most: int) -> Int64s:
-    """Return where batches begin if those of more than `most` samples are cut into equal parts."""
+    """Return where batches begin if those of over `most` samples are cut into equal parts."""
     sizes = np.diff(bounds)
     if not (sizes > most).any():
         return bounds

@@ -1,12 +1,12 @@
-"""Orders of samples that a sampler of the user's own draws, an epoch at a time.
+"""Orders that a user's sampler draws, an epoch at a time.
 
-A sampler is an iterable of sample numbers, or of lists of them, which are the batches. It is begun
-anew for each epoch, after its `set_epoch`, if it has one. An epoch is drawn whole, so that its
-numbers can be asked for again, and kept while it lasts: 8 bytes a sample.
+A sampler is an iterable of sample numbers, or of lists of them, which are the batches. Each epoch
+iterates it again, after calling its `set_epoch`, if it has one. An epoch is drawn as a whole and
+kept while it lasts, at 8 bytes a sample.
 
-An epoch is drawn again (by a reader that goes back, or that another one's state is given to) from
-the state that the sampler had when it began, or after `set_epoch`. A sampler that has neither is
-begun once for each epoch before. What is drawn for a saved state must be what was drawn then.
+A reader that goes back, or is given a state, draws an epoch again. It starts from the state that
+the sampler had at the epoch's beginning, or calls `set_epoch`. A sampler with neither is iterated
+once for each earlier epoch. The result must equal what was drawn when the state was saved.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Int64s = NDArray[np.int64]
 
 _EPOCHS_KEPT = 3
 _BLOCK = 8192  # numbers that are drawn at a time
-_MOST_LEAST = 1 << 20  # of a sampler without a length, more than this and
-_MOST_TIMES = 4  # so many times the dataset, are taken for no end
+_MOST_LEAST = 1 << 20  # a sampler without a length that draws more than this and
+_MOST_TIMES = 4  # this many times the dataset counts as endless
 _END: Any = object()
 
 
@@ -40,12 +40,10 @@ class _Epoch(NamedTuple):
 
     Attributes
     ----------
-    samples
-        int64 (n,): all sample numbers.
     bounds
-        int64 (batches + 1,): where the batches begin, where the sampler draws batches.
+        int64 (batches + 1,): where the batches begin, if the sampler draws batches.
     state
-        Of the sampler when the epoch was begun; None: it has none.
+        The sampler's state at the beginning of the epoch; None if it has no state.
     """
 
     samples: Int64s
@@ -53,7 +51,7 @@ class _Epoch(NamedTuple):
     state: Any
 
     def digest(self) -> str:
-        """Return a short text that depends on all batches."""
+        """Return a short hash of all batches."""
         found = hashlib.blake2b(self.samples.astype("<i8").tobytes(), digest_size=16)
         if self.bounds is not None:
             found.update(self.bounds.astype("<i8").tobytes())
@@ -61,22 +59,18 @@ class _Epoch(NamedTuple):
 
 
 class SamplerOrder:
-    """The order that a sampler draws. Safe to use from many threads.
+    """The order that a sampler draws. Thread-safe.
 
-    Where it draws batches, each stands for `batch_size` positions, though it may be shorter.
+    A batch drawn by the sampler stands for `batch_size` positions, though it may be shorter.
 
     Parameters
     ----------
     sampler
         An iterable of sample numbers, or of lists of them.
-    num_samples
-        Samples of the dataset.
-    batch_size
-        Samples in a batch, at most.
     epoch_samples
-        Where an epoch ends, at the latest; None: where the sampler does.
+        Ends an epoch that the sampler has not ended before.
     check
-        Raises for numbers that are no samples, though the dataset has them.
+        Raises for samples that the reader excludes.
 
     Attributes
     ----------
@@ -88,7 +82,7 @@ class SamplerOrder:
     Raises
     ------
     ConfigError
-        If it draws what is no sample, too large a batch, or without an end.
+        If the sampler draws invalid numbers or too large a batch, or never ends.
     """
 
     def __init__(
@@ -108,18 +102,15 @@ class SamplerOrder:
         self._has_epochs = hasattr(sampler, "set_epoch")
         self._lock = threading.RLock()
         self._epochs: dict[int, _Epoch] = {}
-        self._first: tuple[int, Any] | None = None  # the first epoch, and the state it began with
-        self._begun = 0  # the epoch that comes if the sampler is begun once more
+        self._first: tuple[int, Any] | None = None  # the first epoch and its initial state
+        self._begun = 0  # the epoch that the next iteration draws
         first = self._epoch(0)
         self.size, self.draws_batches = self._positions(first), first.bounds is not None
 
     def samples(self, epoch: int, start: int, stop: int) -> Int64s:
         """Return the samples at positions `start` to `stop` of an epoch, as a new array.
 
-        Raises
-        ------
-        ConfigError
-            If the sampler draws what is no sample, or another number of them than before.
+        Raises `ConfigError` for invalid numbers, or not as many as for the first epoch.
         """
         found = self._epoch(epoch)
         if self._positions(found) != self.size:
@@ -132,9 +123,9 @@ class SamplerOrder:
     def _other_size(self, found: _Epoch, epoch: int) -> str:
         if iter(self._sampler) is self._sampler:
             return (
-                f"sampler: an iterator was given, which is exhausted in epoch {epoch}; give what"
-                " can be begun anew for each epoch, such as a list or an object with __iter__; of"
-                f" one without an end, say by {named('epoch_samples')} how many make an epoch"
+                f"sampler: an iterator was given, and it is exhausted in epoch {epoch}; give an"
+                " iterable for each epoch, such as a list or an object with __iter__, or an endless"
+                f" iterator with {named('epoch_samples')}"
             )
         sizes = self._positions(found), self.size
         what = "samples"
@@ -142,21 +133,18 @@ class SamplerOrder:
             what, sizes = "batches", (sizes[0] // self._batch_size, sizes[1] // self._batch_size)
         return (
             f"sampler: {sizes[0]} {what} were drawn for epoch {epoch}, and {sizes[1]} for the"
-            " first; all epochs must have equally many"
+            " first; all epochs must have the same number"
         )
 
     def state(self, epoch: int) -> dict[str, Any]:
-        """Return from what an epoch is drawn again, and how to tell that it is the same."""
+        """Return what is needed to draw an epoch again and to check that it is the same."""
         found = self._epoch(epoch)
         return {"drawn": found.digest(), "state": found.state}
 
     def restore(self, epoch: int, saved: object) -> None:
-        """Draw an epoch as it was drawn when `state` was called, by another reader, perhaps.
+        """Draw an epoch as it was when `state` was called, perhaps by another reader.
 
-        Raises
-        ------
-        ConfigError
-            If the sampler draws other samples, or `saved` is no such state.
+        Raises `ConfigError` if the sampler draws other samples, or `saved` is not such a state.
         """
         if not isinstance(saved, Mapping):
             raise ConfigError("the state has no valid state of a sampler; start anew, without it")
@@ -167,7 +155,7 @@ class SamplerOrder:
             self._epochs = {}
             state = saved.get("state")
             found = self._drawn(epoch, None if state is None else (epoch, state))
-            if not found.samples.size:  # the state of one that stood at its end
+            if not found.samples.size:  # the saved state was that of an exhausted sampler
                 found = self._drawn(epoch, (epoch, None))
             if found.digest() != saved.get("drawn"):
                 raise ConfigError(
@@ -192,7 +180,7 @@ class SamplerOrder:
             return found
 
     def _drawn(self, epoch: int, at: tuple[int, Any] | None) -> _Epoch:
-        """Draw an epoch; `at`: the state in which the sampler is to be when which one begins."""
+        """Draw an epoch; `at` is an epoch and the sampler's state at its beginning."""
         try:
             if at is None and self._has_state and epoch < self._begun:
                 at = self._first
@@ -227,7 +215,7 @@ class SamplerOrder:
         return _Epoch(samples, np.cumsum([0, *(numbers.size for numbers, _ in drawn)]), state)
 
     def _numbers(self, epoch: int) -> Iterator[tuple[Int64s, bool]]:
-        """Draw an epoch: yield runs of sample numbers, and whether each of them is a batch."""
+        """Yield an epoch's runs of sample numbers, and whether each run is a batch."""
         drawn = iter(self._sampler)
         first: Any = next(drawn, _END)
         if first is _END:
@@ -250,12 +238,12 @@ class SamplerOrder:
             yield numbers, are_batches
         if self._epoch_samples is None:
             raise ConfigError(
-                f"sampler: {count:,} samples were drawn for epoch {epoch}, and there is no end; say"
-                f" by {named('epoch_samples')} how many make an epoch"
+                f"sampler: {count:,} samples were drawn for epoch {epoch} without an end; give"
+                f" {named('epoch_samples')} to end an epoch"
             )
 
     def _most(self, are_batches: bool) -> int:
-        """Return how many samples an epoch may have."""
+        """Return the maximum number of samples in an epoch."""
         most = max(_MOST_LEAST, _MOST_TIMES * self._num_samples)
         length = operator.length_hint(self._sampler, 0) if hasattr(self._sampler, "__len__") else 0
         return max(most, length * (self._batch_size if are_batches else 1))

@@ -1,12 +1,11 @@
-"""Deals samples to batches by how many values they have: `batch_values`, and `bucket`.
+"""Deals samples to batches by their lengths: `batch_values` and `bucket`.
 
-The batches of an epoch are a sequence that all ranks share, and that is computed once an epoch: the
-order of the epoch is cut into them, and with `bucket`, samples of like length are put together
-before. Each rank gets every so many-th batch. What grows with the dataset are arrays: 4 bytes a
-sample for the lengths, 8 for each batch and, where the sequence differs from the order, 4 for each
-sample, of two epochs (8, of more than 4 billion samples).
+An epoch's order is cut into a sequence of batches that all ranks share; with `bucket`, samples of
+similar length are grouped first. Each rank gets every `world_size`-th batch. Memory: 4 bytes a
+sample for the lengths, 8 a batch and, if the sequence differs from the order, 4 a sample (8 above 4
+billion samples) for each of two epochs.
 
-The batches are part of what users rely on to repeat a run: changing them is a breaking change.
+Users rely on these batches to repeat a run: changing them is a breaking change.
 """
 
 from __future__ import annotations
@@ -38,21 +37,21 @@ from h5async.order.window import DealtOrder
 Int64s = NDArray[np.int64]
 
 _BLOCK = 1 << 18  # samples that are cut at a time
-_EPOCHS_KEPT = 2  # that which is under way, and that which is read ahead
+_EPOCHS_KEPT = 2  # the current one and the one read ahead
 
 
 @dataclass(frozen=True, eq=False)
 class Lengths:
-    """How many values samples count, and what is made of that.
+    """The values that samples count, and the limits on them.
 
     Attributes
     ----------
     of_sample
-        (samples of the dataset,), uint32 or int64: values of each.
+        (samples of the dataset,), uint32 or int64: values per sample.
     values
-        Of a batch at most; None: any number.
+        Maximum number of values in a batch; None means no limit.
     bucket
-        Batches in a window within which samples are sorted; None: they are not.
+        Number of batches in a window of sorted samples; None means no sorting.
     """
 
     of_sample: NDArray[Any]
@@ -60,12 +59,12 @@ class Lengths:
     bucket: int | None
 
     def limits(self, samples: int) -> Limits:
-        """Return what a batch of so many samples at most may hold."""
+        """Return the limits of a batch of at most `samples` samples."""
         values = NO_LIMIT if self.values is None else self.values
         return Limits(min(NO_LIMIT, samples), min(NO_LIMIT, values))
 
     def moved_samples(self, samples: int) -> int:
-        """Return how far samples are moved, about, by sorting and shuffling."""
+        """Return roughly how far sorting and shuffling move samples."""
         if self.bucket is None or not self.of_sample.size:
             return 0
         if self.values is not None:
@@ -74,7 +73,7 @@ class Lengths:
         return 2 * self.bucket * samples
 
     def most_samples(self, selection: Selection, most: int, *, may_repeat: bool) -> int:
-        """Return how many of the samples, of `most`, fit in a batch at most."""
+        """Return the maximum number of samples that fit in a batch, at most `most`."""
         if self.values is None or not selection.size:
             return most
         if selection.is_prefix:
@@ -97,13 +96,13 @@ class _Epoch(NamedTuple):
     Attributes
     ----------
     order
-        The position in the selection of each place; None: that of the epoch's order.
+        The position in the selection per place; None if places are those of the epoch's order.
     bounds
         int64 (batches + 1,): the place at which each batch begins.
     number, steps
-        Of the first step, and how many there are.
+        Number of the first step; count of steps.
     sampling
-        Whose order it is.
+        The sampling that this order belongs to.
     """
 
     order: NDArray[Any] | None
@@ -115,20 +114,20 @@ class _Epoch(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SamplingByLength(Sampling):
-    """The order of an epoch's samples where their lengths say which make up a batch.
+    """The order of an epoch whose batches depend on the lengths of samples.
 
-    A position is a place in the sequence of batches. All ranks have equally many batches: those
-    that are left at the end, fewer than ranks, are divided among them; or left out, by `drop_last`,
-    and so is a batch that is short because the samples are at an end.
+    A position is a place in the sequence of batches. All ranks have the same number of batches. If
+    fewer batches than ranks are left at the end, they are divided among the ranks. `drop_last`
+    leaves these out, and a last batch that is short for want of samples.
 
     Parameters
     ----------
     lengths
-        Values of samples.
+        Values per sample.
     begun
-        An epoch that was begun with other `batch_size` or `world_size`, or at a place where it has
-        no step; that place; and the sampling with which it was begun. The rest of it has the
-        batches that it would have had, in their order; those that are too large are divided.
+        An epoch that was begun with another `batch_size` or `world_size`, or in the middle of a
+        step; the place where it goes on; and its original sampling. The rest keeps its batches and
+        their order, except that too large ones are divided.
     """
 
     lengths: Lengths
@@ -141,7 +140,7 @@ class SamplingByLength(Sampling):
     _counts: dict[int, int] = field(default_factory=dict, init=False, repr=False)
 
     def batches_in(self, epoch: int) -> int:
-        """Return how many batches an epoch has."""
+        """Return the number of batches in an epoch."""
         with self._lock:
             if epoch not in self._counts:
                 found = self._epoch(epoch)
@@ -149,32 +148,33 @@ class SamplingByLength(Sampling):
             return self._counts[epoch]
 
     def batches_from(self, epoch: int, start: int) -> int:
-        """Return how many batches there are from a position of an epoch's order on."""
+        """Return the number of batches from a position on."""
         found = self._epoch(epoch)
         return max(0, found.steps - self._step(found, start))
 
     def samples_in(self, epoch: int) -> int:
-        """Return how many samples an epoch has, of all ranks."""
+        """Return the number of samples in an epoch, of all ranks."""
         if not self.drop_last:
             return self.num_samples
         bounds = self._epoch(epoch).bounds
         return int(bounds[(bounds.size - 1) // self.world_size * self.world_size])
 
     def step_at(self, epoch: int, start: int, passed: int) -> tuple[int, int]:
-        """Return number and position of the step that is `passed` steps behind that at `start`."""
+        """Return number and position of the step that is `passed` steps after that at `start`."""
         found = self._epoch(epoch)
         step = self._step(found, start) + passed
         return found.number + step, int(found.bounds[step * self.world_size])
 
     def dealt_at(self, epoch: int, start: int) -> tuple[int, int]:
-        """Return begin and end of this rank's positions in the step that begins at a position."""
+        """Return begin and end of this rank's positions in the step at `start`."""
         bounds, ranks = self._epoch(epoch).bounds, self.world_size
         first = int(np.searchsorted(bounds, start))
         left = bounds.size - 1 - first
         if left >= ranks:
             begin, end = bounds[first + self.rank : first + self.rank + 2].tolist()
             return begin, end
-        # The batches that are left are dealt ranks, and each is dealt to its own.
+        # Fewer batches than ranks are left: ranks are dealt to batches, and each batch to its
+        # ranks.
         batch = ((self.rank + 1) * left - 1) // ranks
         begin, end = bounds[first + batch : first + batch + 2].tolist()
         of_batch, behind = dealt(ranks, batch, left)
@@ -185,7 +185,7 @@ class SamplingByLength(Sampling):
         return self.lengths.bucket is None and Sampling._is_computed(self)
 
     def samples(self, epoch: int, start: int, stop: int) -> Int64s:
-        """Return the sample numbers at some positions of an epoch's order, as a new array."""
+        """Return the sample numbers at some positions of an epoch, as a new array."""
         found = self._epoch(epoch)
         if found.order is None:
             return Sampling.samples(found.sampling, epoch, start, stop)
@@ -202,7 +202,7 @@ class SamplingByLength(Sampling):
             found = self._epochs.get(epoch)
             if found is None:
                 for other in list(self._epochs)[: 1 - _EPOCHS_KEPT]:
-                    del self._epochs[other]  # before memory for this one is taken
+                    del self._epochs[other]  # before memory for this one is allocated
                 found = self._epochs[epoch] = self._new_epoch(epoch)
             return found
 
@@ -222,7 +222,7 @@ class SamplingByLength(Sampling):
         return _Epoch(order, bounds, first // self.world_size, steps, sampling)
 
     def _sequence(self, epoch: int) -> tuple[NDArray[Any] | None, Int64s]:
-        """Return the batches of all ranks: what they consist of, and where they begin."""
+        """Return the batches of all ranks: their contents, and where they begin."""
         lanes = self._lanes(epoch)
         bucket, order = self.lengths.bucket, None
         if len(lanes) > 1 or bucket is not None:
@@ -242,7 +242,7 @@ class SamplingByLength(Sampling):
         return moved(order, begins, sizes, which)
 
     def _lanes(self, epoch: int) -> list[tuple[Callable[[int, int], Int64s], int]]:
-        """Return what is cut for itself: the positions of each lane, and how many they are.
+        """Return what is cut separately: each lane's positions and their number.
 
         With ``shuffle="window"``, each rank has chunks of its own.
         """
@@ -257,10 +257,10 @@ class SamplingByLength(Sampling):
     def _cut(
         self, positions: Callable[[int, int], Int64s], size: int, order: NDArray[Any] | None
     ) -> Int64s:
-        """Cut a lane into batches; return where they begin and end, and note their positions."""
+        """Cut a lane into batches, write their positions to `order`, and return their bounds."""
         limits, bucket = self.lengths.limits(self.batch_size), self.lengths.bucket
         ranks = 1 if isinstance(self.order, DealtOrder) else self.world_size
-        window = limits.times(ranks * (bucket or 1))  # so that those of a step are alike
+        window = limits.times(ranks * (bucket or 1))  # to make a step's batches alike
         found, done, rest = [np.zeros(1, np.int64)], 0, np.zeros(0, np.int64)
         for start in range(0, size, _BLOCK):
             stop = min(start + _BLOCK, size)
@@ -293,7 +293,7 @@ class SamplingByLength(Sampling):
         return not limits.are_reached(last.size, values)
 
     def _shuffled(self, epoch: int, which: Int64s, bucket: int) -> Int64s:
-        """Shuffle the steps within windows of `bucket`, but not what is left for the last one."""
+        """Shuffle steps within windows of `bucket`; batches of an incomplete last step stay."""
         ranks = self.world_size
         steps = which.size // ranks
         keys = round_keys(self.seed, epoch, "bucket")

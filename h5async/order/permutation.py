@@ -1,15 +1,15 @@
-"""Permutes numbers by keys: a position in an order enters, the number there leaves.
+"""Permutes numbers by keys: maps a position in an order to the number there.
 
 The permutation is the generalized Feistel network of J. Black and P. Rogaway, "Ciphers with
-Arbitrary Finite Domains" (CT-RSA 2002): numbers below ``a * b`` are pairs, whose halves are in turn
-shifted by a keyed hash of the other, modulo `a` and `b`; since ``a * b`` exceeds the number of
-samples by less than `a`, the few results that fall outside are permuted again until they fall
-inside. Four rounds suffice with random functions (M. Luby, C. Rackoff, SIAM J. Comput. 17, 1988);
-here are six, of two multiplications each: the order must look random, and need not resist an
-adversary. A network over a tiny domain does not reach every permutation, so up to `SORTED_UP_TO`
-samples are shuffled by sorting keyed hashes instead, which does.
+Arbitrary Finite Domains" (CT-RSA 2002). Numbers below ``a * b`` are pairs; in turn, each half is
+shifted by a keyed hash of the other, modulo `a` or `b`. ``a * b`` exceeds the number of samples by
+less than `a`; results that fall outside are permuted again. Four rounds suffice with random
+functions (M. Luby, C. Rackoff, SIAM J. Comput. 17, 1988); here are six, of two multiplications
+each, because the order must look random but need not resist an adversary. A network over a tiny
+domain does not reach every permutation, so up to `SORTED_UP_TO` samples are shuffled by sorting
+keyed hashes instead.
 
-The order is part of what users rely on to repeat a run: changing it is a breaking change.
+Users rely on this order to repeat a run: changing it is a breaking change.
 """
 
 from __future__ import annotations
@@ -35,16 +35,8 @@ def permute(
 ) -> NDArray[np.int64]:
     """Map positions to samples by the permutation of all samples keyed by seed and epoch.
 
-    Parameters
-    ----------
-    positions
-        int64 numbers from 0 to ``num_samples - 1``.
-
-    Returns
-    -------
-    numpy.ndarray
-        int64, as many as `positions`; time and memory are proportional to their number (and
-        bounded by a constant where there are fewer than 1,024 samples).
+    `positions` are int64, from 0 to ``num_samples - 1``. Time and memory are proportional to their
+    number, and bounded up to `SORTED_UP_TO` samples.
     """
     if num_samples <= SORTED_UP_TO:
         keys = round_keys(seed, epoch)
@@ -67,13 +59,10 @@ def permute(
 
 @functools.lru_cache(maxsize=8)
 def permutation(num_samples: int, seed: int, epoch: int) -> NDArray[np.uint64]:
-    """Return what the permutation of `permute` depends on, of more than `SORTED_UP_TO` samples.
+    """Return the parameters of `permute` for more than `SORTED_UP_TO` samples.
 
-    Returns
-    -------
-    numpy.ndarray
-        uint64 (9,): the number of samples, the numbers of left and right halves, the keys of the
-        rounds. Callers share the array, and do not change it.
+    uint64 (9,): the number of samples, the numbers of left and right halves, the round keys.
+    Shared: do not modify.
     """
     a = math.isqrt(num_samples - 1) + 1
     b = -(-num_samples // a)
@@ -92,16 +81,11 @@ def permute_each(
     Parameters
     ----------
     positions, counts
-        int64 (n,): numbers from 0 to ``count - 1``.
+        int64 (n,): positions from 0 to ``count - 1``.
     names
-        int64 (n,): which permutation; those of one name have one count.
+        int64 (n,): which permutation. Equal names have equal counts.
     keys
-        Of `round_keys`.
-
-    Returns
-    -------
-    numpy.ndarray
-        int64 (n,).
+        From `round_keys`.
     """
     above = counts.astype(np.uint64)
     a = np.ceil(np.sqrt(counts)).astype(np.uint64)
@@ -126,7 +110,7 @@ def round_keys(seed: int, epoch: int, purpose: str = "") -> NDArray[np.uint64]:
 def keyed_hash(
     numbers: NDArray[np.uint64], first: np.uint64, second: np.uint64
 ) -> NDArray[np.uint64]:
-    """Hash numbers to what looks random; a new array."""
+    """Hash numbers to pseudorandom ones, in a new array."""
     return _hash(_hash(numbers + first) ^ second)
 
 
@@ -158,11 +142,11 @@ def _shift(
     shift *= modulus  # a multiply-shift in place of a division
     shift >>= _HALF
     half += shift
-    np.minimum(half, half - modulus, out=half)  # a difference below 0 wraps round to more
+    np.minimum(half, half - modulus, out=half)  # a negative difference wraps round
 
 
 def _hash(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Hash in place; the upper half of the result is what looks random."""
+    """Hash in place; the upper half of the result looks random."""
     x *= _MULTIPLIERS[0]
     x ^= x >> _HALF
     x *= _MULTIPLIERS[1]

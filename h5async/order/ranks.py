@@ -1,15 +1,15 @@
 """Finds the rank of this process and the world size, from the environment, PyTorch or JAX.
 
-Each launcher of several processes sets variables of its own, and PyTorch and JAX know once they
-were initialized. No process may get a part of the data by mistake, so all that is found must agree:
+Each launcher sets variables of its own; PyTorch and JAX know once they are initialized. No process
+may get a part of the data by mistake, so all sources must agree:
 
 - Sources that say the same count as one.
 - Launchers may be nested: `srun` starts `mpirun` or `torchrun` on each node, which start more
-  processes than Slurm has tasks. Then the inner one counts, if its level says that it is the inner
-  one, and it speaks of several processes.
-- Anything else, and one variable of a pair without the other, is an error that says what was found.
+  processes than Slurm has tasks. The inner one counts if its level proves that it is the inner one
+  and it has several processes.
+- Anything else, and one variable of a pair without the other, is an error that lists the sources.
 
-Where nothing is found, the process is the only one.
+Without any source, the process is the only one.
 """
 
 from __future__ import annotations
@@ -34,17 +34,15 @@ class Rank(NamedTuple):
 
 
 class Source(NamedTuple):
-    """What says which rank this process has.
+    """A source that tells the rank of this process.
 
     Attributes
     ----------
-    rank
-        What it says.
-    name, found
-        Its name, and the variables or functions by which it says so.
+    found
+        The variables or functions that it was found in.
     level
-        A launcher starts those of higher levels, and never those of lower ones. None: it may have
-        any, as with variables that were set by hand or in the description of a pod.
+        A launcher starts only launchers of higher levels. None means any level, such as for
+        variables set by hand or in the description of a pod.
     """
 
     rank: Rank
@@ -53,12 +51,9 @@ class Source(NamedTuple):
     level: int | None
 
     def __str__(self) -> str:
-        """Describe it in a few words."""
         return f"{self.name} ({self.found})" if self.found else self.name
 
 
-# Levels. Slurm starts the daemons of MPI's launchers and of Flux as tasks of a step of its own; its
-# numbers then count nodes, which are fewer than processes.
 _SLURM, _FLUX, _MPI, _LOCAL, _TORCHRUN, _IN_PROCESS = range(6)
 
 _TORCH = "PyTorch", "RANK", "WORLD_SIZE"
@@ -83,14 +78,10 @@ def find_rank(environment: Mapping[str, str] = os.environ) -> Rank:
 
 
 def find_source(environment: Mapping[str, str] = os.environ) -> Source:
-    """Return the rank of this process, and what says so.
+    """Return the rank of this process and its source.
 
-    Imports nothing: PyTorch and JAX are asked where the program has imported them.
-
-    Raises
-    ------
-    ConfigError
-        If sources disagree, one variable of a pair is missing, or one is not a number.
+    PyTorch and JAX are asked only if the program has imported them. Raises `ConfigError` if sources
+    disagree, one variable of a pair is missing, or one is not a number.
     """
     in_process = [*_torch(), *_jax()]
     sources = in_process + _launchers(environment)
@@ -110,12 +101,12 @@ def find_source(environment: Mapping[str, str] = os.environ) -> Source:
 
 
 def may_change() -> bool:
-    """Tell whether PyTorch or JAX, which the program has imported, may still say another rank."""
+    """Tell whether PyTorch or JAX, imported by the program, may still tell another rank."""
     return "torch" in sys.modules or "jax" in sys.modules
 
 
 def _order(source: Source) -> int:
-    """Sort the innermost first."""
+    """Return a key that sorts the innermost source first."""
     return 0 if source.level is None else -source.level
 
 
@@ -141,7 +132,7 @@ def _launchers(environment: Mapping[str, str]) -> list[Source]:
         _parse("Slurm", *_STEP, environment), "Slurm", _values(environment, *_STEP), _SLURM
     )
     if "MPI_LOCALRANKID" not in environment:
-        # Not MPICH's launcher, but `srun` itself sets these, and they are the step's.
+        # `srun` itself set these for its step, not MPICH's launcher.
         found = [s for s in found if s.name not in ("MPICH", "PALS") or s.rank != step.rank]
     if step.rank.world_size > 1 and not _is_interactive(environment):
         found.append(step)
@@ -149,18 +140,17 @@ def _launchers(environment: Mapping[str, str]) -> list[Source]:
 
 
 def _torch_level(environment: Mapping[str, str]) -> int | None:
-    """Return the level of the launcher that set RANK and WORLD_SIZE."""
     if "TORCHELASTIC_RUN_ID" in environment:
         return _TORCHRUN
-    # Launchers that start all processes of a node set this, too; those of pods do not.
+    # Set by launchers that start all processes of a node, not by those of pods.
     return _LOCAL if "LOCAL_RANK" in environment else None
 
 
 def _is_interactive(environment: Mapping[str, str]) -> bool:
-    """Tell whether this runs in an interactive shell of Slurm's, which has one task only.
+    """Tell whether this is an interactive shell of Slurm, which has a single task.
 
-    `srun --pty` gives its first task alone a terminal, and says so by variables, which the tasks
-    of a step that is started in that shell inherit. Those have no terminal.
+    `srun --pty` gives its first task alone a terminal and sets variables. Tasks of a step started
+    in that shell inherit the variables, but have no terminal.
     """
     if environment.get("SLURM_STEP_ID", environment.get("SLURM_STEPID")) in _NOT_BY_SRUN:
         return True
@@ -181,13 +171,13 @@ def _parent_and_terminal(process: str) -> tuple[str, str]:
         status = Path("/proc", process, "stat").read_bytes()
     if not status:
         return "", ""
-    # After the name, which may hold anything: state, parent, group, session, terminal.
+    # After the name, which may contain ")": state, parent, group, session, terminal.
     _, parent, _, _, terminal = status.rpartition(b")")[2].decode().split()[:5]
     return parent, terminal
 
 
 def _check_complete(environment: Mapping[str, str], sources: list[Source]) -> None:
-    """Refuse one variable of a pair without the other, unless a launcher says the same."""
+    """Reject one variable of a pair without the other, unless a source has the same value."""
     pairs = [_TORCH[1:], *(launcher[1:3] for launcher in _LAUNCHERS), _STEP]
     paired = {name for pair in pairs if all(n in environment for n in pair) for name in pair}
     for rank, size in pairs:
@@ -199,7 +189,7 @@ def _check_complete(environment: Mapping[str, str], sources: list[Source]) -> No
             if there == "SLURM_PROCID":
                 said.append("0")  # as in a batch script
             elif there == size and not sources:
-                said.append("1")  # then there is one rank only
+                said.append("1")  # there is only one rank
             if value not in said:
                 others = "".join(f"; {source.found} ({source.name})" for source in sources)
                 raise ConfigError(
@@ -233,7 +223,6 @@ def _parse(launcher: str, rank: str, world_size: str, environment: Mapping[str, 
 
 
 def _torch() -> list[Source]:
-    """Return what ``torch.distributed`` says, if it was initialized."""
     group = sys.modules.get("torch.distributed")
     # A build without it has no such function.
     is_initialized = getattr(group, "is_initialized", None)
@@ -245,9 +234,8 @@ def _torch() -> list[Source]:
 
 
 def _jax() -> list[Source]:
-    """Return what ``jax.distributed`` says, if it was initialized."""
-    # All versions of JAX have this. The public function came with 0.6, and others that tell the
-    # rank start the GPU.
+    # All versions of JAX have this. The public function is new in 0.6, and asking others for the
+    # rank initializes the GPU.
     state = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
     if state is not None:
         if state.client is None:

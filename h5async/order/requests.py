@@ -1,4 +1,4 @@
-"""Says which batch is asked for: a small picklable record."""
+"""Defines `FillRequest`, a small picklable record that names a batch."""
 
 from __future__ import annotations
 
@@ -13,22 +13,18 @@ NO_SAMPLES = np.zeros(0, np.int64)
 
 
 class FillRequest(NamedTuple):
-    """Fill a slot with a batch.
+    """A request to fill a slot with a batch.
 
     Attributes
     ----------
-    slot
-        The slot's number.
     serial
-        Orders requests by urgency: the lowest comes first.
-    epoch, number
-        The batch's epoch, and its number in it.
+        Urgency: the lowest comes first.
     start
-        The position in the epoch's order at which the batch's step begins.
+        Position in the epoch's order at which the batch's step begins.
     order
-        The key of that order.
+        Key of that order.
     samples
-        int64 (n,): the samples of a batch of no epoch.
+        int64 (n,): the samples of a batch outside of epochs.
     """
 
     slot: int
@@ -40,11 +36,10 @@ class FillRequest(NamedTuple):
     samples: NDArray[np.int64] | None = None
 
     def is_same(self, other: FillRequest) -> bool:
-        """Tell whether this is another copy of a request."""
+        """Tell whether this is a copy of the same request."""
         return self[:-1] == other[:-1]  # the samples go with the serial number
 
     def __str__(self) -> str:
-        """Name the batch, for messages."""
         if self.samples is not None:
             return "a batch of given samples"
         return f"batch {self.number} of epoch {self.epoch}"

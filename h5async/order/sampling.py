@@ -1,10 +1,9 @@
-"""Computes which samples a batch holds, from seed, epoch and the batch's number.
+"""Computes the samples of a batch from seed, epoch and the batch's number.
 
-Nothing that grows with the dataset is kept: a position in the epoch's order is mapped to a sample
-by a keyed permutation of all sample numbers (`permutation.py`), which is evaluated only at the
-positions of one batch.
+Nothing kept grows with the dataset: a keyed permutation of all sample numbers (`permutation.py`) is
+evaluated only at the positions of one batch.
 
-The order is part of what users rely on to repeat a run: changing it is a breaking change.
+Users rely on this order to repeat a run: changing it is a breaking change.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ _BLOCK = 1024
 
 Shuffle = Literal[False, "full", "window"]
 
-# Identifies an order of the samples of a reader: rank and world size, and, where an epoch was begun
-# with another batch or world size than now, that epoch and these sizes.
+# Identifies an order of a reader's samples: rank and world size; and an epoch that was begun with
+# another batch or world size, with these sizes.
 OrderKey = tuple[int, ...]
 
 
@@ -40,36 +39,25 @@ class Order(Protocol):
 class Sampling:
     """The order of an epoch's samples, and how they are dealt to batches and ranks.
 
-    All ranks have the same order. At each step the next ``batch_size * world_size`` samples of it
-    are dealt, a run of `batch_size` to each rank; what is left at the end is dealt as evenly as
-    possible, and a rank for which nothing is left repeats a sample. So all ranks have equally many
-    batches, and after each step, the samples that all ranks together have had are the first ones of
-    the order.
+    All ranks share the order. Each step deals its next ``batch_size * world_size`` samples, a run
+    of `batch_size` to each rank. The rest at the end is dealt as evenly as possible; a rank that
+    would get nothing repeats a sample. So all ranks have the same number of batches, and after each
+    step, all ranks together have had the first samples of the order.
 
     Parameters
     ----------
     num_samples
         Positions of an epoch's order: samples that are selected, or drawn.
-    batch_size
-        Samples in a batch.
     shuffle
-        False: in the order of the selection; ``"full"``: a uniform permutation of it; else: that
-        of `order`.
-    seed
-        Any integer; with the epoch it determines the permutation.
-    drop_last
-        Whether short last batches are left out.
-    order
-        The order of positions, of other kinds than these.
-    rank, world_size
-        Whose batches these are, of how many.
+        False: the order of the selection; ``"full"``: a uniform permutation of it, keyed by `seed`
+        and epoch; otherwise `order` applies.
     resumed
-        An epoch that has another `order` than the others, and that order: it was begun with
-        another `batch_size` or `world_size`, on which the order depends.
+        An epoch that was begun with another `batch_size` or `world_size`, and its `order`, which
+        depends on them.
     selection
-        The samples to which positions are mapped; None: they are sample numbers.
+        Maps positions to samples; None if positions are sample numbers.
     draws
-        Draws positions of the selection with replacement, in place of all these orders.
+        Draws positions of the selection with replacement, instead of these orders.
     """
 
     num_samples: int
@@ -86,49 +74,49 @@ class Sampling:
 
     is_uniform: ClassVar[bool] = True  # whether all epochs have equally many batches
 
-    @functools.cached_property  # these are asked for with every batch
+    @functools.cached_property  # used for every batch
     def step_samples(self) -> int:
-        """Samples that are dealt to all ranks at a time."""
+        """Samples dealt to all ranks in a step."""
         return self.batch_size * self.world_size
 
     @functools.cached_property
     def num_batches(self) -> int:
-        """Batches in an epoch."""
+        """Number of batches in an epoch."""
         return self.batches_from(0, 0)
 
     def batches_in(self, epoch: int) -> int:
-        """Return how many batches an epoch has."""
+        """Return the number of batches in an epoch."""
         return self.num_batches
 
     def batches_from(self, epoch: int, start: int) -> int:
-        """Return how many batches there are from a position of an epoch's order on."""
+        """Return the number of batches from a position of an epoch on."""
         full, rest = divmod(max(0, self.num_samples - start), self.step_samples)
         return full + (rest > 0 and not self.drop_last)
 
     @property
     def epoch_samples(self) -> int:
-        """Samples in an epoch, of all ranks: all, less those of dropped last batches."""
+        """Number of samples in an epoch, of all ranks, without dropped last batches."""
         return self.samples_in(0)
 
     def samples_in(self, epoch: int) -> int:
-        """Return the same of any epoch."""
+        """Return the same for any epoch."""
         return min(self.num_samples, self.num_batches * self.step_samples)
 
     def step_at(self, epoch: int, start: int, passed: int) -> tuple[int, int]:
-        """Return number and position of the step that is `passed` steps behind that at `start`."""
+        """Return number and position of the step that is `passed` steps after that at `start`."""
         start += passed * self.step_samples
         return start // self.step_samples, start
 
     def batch(self, epoch: int, number: int) -> NDArray[np.int64]:
-        """Return the sample numbers of batch `number` of `epoch`, in order, as a new array."""
+        """Return the sample numbers of a batch, in order, as a new array."""
         return self.batch_at(epoch, self.step_at(epoch, 0, number)[1])
 
     def batch_at(self, epoch: int, start: int) -> NDArray[np.int64]:
-        """Return the samples of this rank's batch in the step that begins at a position."""
+        """Return the samples of this rank's batch in the step at `start`."""
         return self.samples(epoch, *self.dealt_at(epoch, start))
 
     def dealt_at(self, epoch: int, start: int) -> tuple[int, int]:
-        """Return begin and end of this rank's positions in the step that begins at a position."""
+        """Return begin and end of this rank's positions in the step at `start`."""
         rank, size = self.rank, self.batch_size
         left = self.num_samples - start
         if left >= self.step_samples:
@@ -138,7 +126,7 @@ class Sampling:
 
     @functools.cached_property
     def is_computed(self) -> bool:
-        """Whether positions are those of the selection, or mapped to them by `mapping_of`."""
+        """Whether positions equal those of the selection, or `mapping_of` maps them."""
         return self._is_computed()
 
     def _is_computed(self) -> bool:
@@ -149,16 +137,16 @@ class Sampling:
         return not self.shuffle or self.num_samples > SORTED_UP_TO
 
     def mapping_of(self, epoch: int) -> NDArray[np.uint64] | None:
-        """Return what maps the positions of an epoch to those of the selection; None: nothing.
+        """Return the parameters that map an epoch's positions to those of the selection, if any.
 
-        Only where `is_computed`. See the functions `permutation` and `WeightedOrder.mapping`.
+        Valid only if `is_computed`. See `permutation` and `WeightedOrder.mapping`.
         """
         if self.draws is not None:
             return self.draws.mapping(epoch)
         return permutation(self.num_samples, self.seed, epoch) if self.shuffle else None
 
     def samples(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the sample numbers at some positions of an epoch's order, as a new array."""
+        """Return the sample numbers at some positions of an epoch, as a new array."""
         found = self._positions(epoch, start, stop)
         return found if self.selection is None else self.selection.samples(found)
 
@@ -173,7 +161,7 @@ class Sampling:
             return np.arange(start, stop, dtype=np.int64)
         if stop - start >= _BLOCK:
             return permute(np.arange(start, stop), self.num_samples, self.seed, epoch)
-        # Small batches are cut from blocks: a block costs little more than a batch of 32.
+        # Small batches are slices of blocks: a block costs little more than a batch of 32.
         first, last = start // _BLOCK, max(start, stop - 1) // _BLOCK
         key = (self.num_samples, self.seed, epoch)
         if first == last:
@@ -185,18 +173,18 @@ class Sampling:
 
 
 def dealt(count: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Return begin and end of what a rank gets of `count` things, dealt as evenly as possible."""
+    """Return begin and end of a rank's share of `count` items, dealt as evenly as possible."""
     return count * rank // world_size, count * (rank + 1) // world_size
 
 
 def dealt_or_repeated(count: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Return the same, and for a rank that gets nothing, one of the things once more."""
+    """Return the same; a rank without a share repeats an item of another one."""
     begin, end = dealt(count, rank, world_size)
     return (begin, end) if begin < end else (rank % count, rank % count + 1)
 
 
 @functools.lru_cache(maxsize=8)
 def _permuted_block(num_samples: int, seed: int, epoch: int, number: int) -> NDArray[np.int64]:
-    """Return the samples at `_BLOCK` positions; callers share the array, and do not change it."""
+    """Return the samples at `_BLOCK` positions. Shared: do not modify."""
     positions = np.arange(number * _BLOCK, min((number + 1) * _BLOCK, num_samples), dtype=np.int64)
     return permute(positions, num_samples, seed, epoch)

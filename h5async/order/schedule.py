@@ -1,7 +1,7 @@
-"""Tells which epoch and position a batch has, from its serial number.
+"""Maps a batch's serial number to its epoch and position.
 
-Serial numbers go on through all epochs. The first one stands for any position, such as that at
-which the state of a reader was saved; so the first epoch may be the rest of one.
+Serial numbers go on through all epochs. The first one may stand for any position, such as that of a
+saved state, so the first epoch may be the rest of one.
 """
 
 from __future__ import annotations
@@ -22,37 +22,29 @@ from h5async.order.sampling import OrderKey, Sampling
 
 
 class Position(NamedTuple):
-    """A batch.
-
-    Attributes
-    ----------
-    epoch, number
-        Which batch of which epoch.
-    start
-        Position in the epoch's order at which the step of this batch begins.
-    """
+    """A batch's epoch, its number in it, and the position at which its step begins."""
 
     epoch: int
     number: int
     start: int
 
 
-_MANY_OTHERS = 64  # to forget some takes longer than to look among so many
-_position = functools.partial(tuple.__new__, Position)  # in half the time
+_MANY_OTHERS = 64  # searching fewer is faster than dropping some
+_position = functools.partial(tuple.__new__, Position)  # takes half the time
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which batch has which serial number.
+    """A mapping between serial numbers and batches.
 
     Attributes
     ----------
     sampling
-        Says how many batches an epoch has: at least one.
+        Tells the number of batches in an epoch: at least one.
     serial, epoch, start
         The first batch: its serial number, its epoch, and the position in the epoch's order.
     others
-        Ascending: serial numbers from `serial` on that batches have which are of no epoch.
+        Ascending serial numbers, from `serial` on, of batches outside of epochs.
     """
 
     sampling: Sampling
@@ -63,19 +55,19 @@ class Schedule:
 
     @functools.cached_property
     def _first(self) -> int:
-        """Batches in the first epoch, or the rest of it."""
+        """Number of batches in the first epoch, or in the rest of it."""
         return self.sampling.batches_from(self.epoch, self.start)
 
     @classmethod
     def beginning(cls, sampling: Sampling, serial: int, epoch: int, start: int) -> Schedule:
-        """Make a schedule; where no batch of the epoch is left, it begins with the next epoch."""
+        """Make a schedule from a position on; at the end of an epoch, from the next one."""
         if start and not sampling.batches_from(epoch, start):
             epoch, start = epoch + 1, 0
         kind = Schedule if sampling.is_uniform else VaryingSchedule
         return kind(sampling, serial, epoch, start)
 
     def position(self, serial: int) -> Position:
-        """Return which batch has a serial number; of one of no epoch, the batch that follows it."""
+        """Return the batch of a serial number; outside of epochs, the batch that follows."""
         step, first = self.sampling.step_samples, self._first
         passed = serial - self.serial
         if self.others:
@@ -92,14 +84,14 @@ class Schedule:
         if self.others:
             at = bisect.bisect_left(self.others, serial)
             if at < len(self.others) and self.others[at] == serial:
-                return False  # it is of no epoch
+                return False  # it is outside of epochs
             after -= at
         return after >= 0 and after % self.sampling.num_batches == 0
 
     def epoch_begin(self, serial: int) -> int:
         """Return the first serial number, from `serial` on, at which an epoch or a rest begins.
 
-        Batches of no epoch that come right before it are left out.
+        Batches outside of epochs that come right before it are skipped.
         """
         passed = serial - self.serial - bisect.bisect_left(self.others, serial)
         found = 0
@@ -112,9 +104,9 @@ class Schedule:
         return max(found, serial)
 
     def with_other(self, serial: int, following: int) -> Schedule:
-        """Return the schedule in which a batch of no epoch has a serial number.
+        """Return a schedule in which `serial` is a batch outside of epochs.
 
-        Those before `following` were delivered. Once there are many of them, they are forgotten.
+        Batches before `following` were delivered; once there are many, they are forgotten.
         """
         if len(self.others) < _MANY_OTHERS:
             others = (*self.others, serial)
@@ -129,16 +121,16 @@ class Schedule:
 
 @dataclass(frozen=True)
 class VaryingSchedule(Schedule):
-    """The same where epochs have differing numbers of batches."""
+    """A `Schedule` whose epochs have different numbers of batches."""
 
-    # How many batches have passed at the end of the first epoch, and of those behind it.
+    # Cumulative numbers of batches at the ends of the first and later epochs.
     _ends: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
     _lock: threading.Lock = field(
         default_factory=threading.Lock, init=False, repr=False, compare=False
     )
 
     def _epoch_of(self, passed: int) -> tuple[int, int, int]:
-        """Return in which epoch a batch is, counted from the first one, and its begin and end."""
+        """Return a batch's epoch, counted from the first one, and that epoch's begin and end."""
         with self._lock:
             ends = self._ends
             if not ends:
@@ -149,11 +141,11 @@ class VaryingSchedule(Schedule):
             return later, ends[later - 1] if later else 0, ends[later]
 
     def _passed(self, serial: int) -> int:
-        """Return how many batches of epochs come before a serial number."""
+        """Return the number of batches of epochs before a serial number."""
         return serial - self.serial - bisect.bisect_left(self.others, serial)
 
     def position(self, serial: int) -> Position:
-        """Return which batch has a serial number; of one of no epoch, the batch that follows it."""
+        """Return the batch of a serial number; outside of epochs, the batch that follows."""
         passed = self._passed(serial)
         later, begin, _ = self._epoch_of(passed)
         epoch, start = self.epoch + later, 0 if later else self.start
@@ -167,10 +159,7 @@ class VaryingSchedule(Schedule):
         return self._epoch_of(passed)[2] == passed + 1
 
     def epoch_begin(self, serial: int) -> int:
-        """Return the first serial number, from `serial` on, at which an epoch or a rest begins.
-
-        Batches of no epoch that come right before it are left out.
-        """
+        """Return the first serial number, from `serial` on, at which an epoch or a rest begins."""
         passed = self._passed(serial)
         found = self.serial
         if passed > 0:
@@ -181,23 +170,19 @@ class VaryingSchedule(Schedule):
 
 
 class Course(NamedTuple):
-    """From where a reader goes on, and in which order: one value, so it changes as a whole.
+    """Where a reader goes on, and in which order: one value, so that it changes as a whole.
 
     Attributes
     ----------
-    rank
-        Whose batches these are, of how many.
     place
-        Epoch, position, and batch and world size with which the epoch was begun, if known: from
-        where to go on once the rank is known.
+        Where to go on once the rank is known: epoch, position, and the batch and world size with
+        which the epoch was begun, if known.
     origin
-        An epoch, and with what batch and world size it was begun.
+        An epoch, and the batch and world size with which it was begun.
     order
-        Which order of samples that gives.
-    schedule
-        Which batch has which serial number.
+        Key of the resulting order.
     given
-        The samples of batches of no epoch, by serial number.
+        Samples of batches outside of epochs, by serial number.
     """
 
     rank: Rank

@@ -1,7 +1,7 @@
-"""Defines `Selection`: which samples of a dataset an epoch is made of.
+"""Defines `Selection`: the samples of a dataset that make up an epoch.
 
-The order of an epoch counts the samples that are selected, from 0: these numbers are *positions*.
-A selection maps them to the sample numbers of the dataset.
+Selected samples are counted from 0 by *positions*; a selection maps these to the sample numbers of
+the dataset.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 Int64s = NDArray[np.int64]
 
-_LOOKED_AT = 1024  # first numbers, which nearly always tell that they are no range
+_LOOKED_AT = 1024  # the first numbers nearly always show if these are not a range
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,9 +25,9 @@ class Selection:
     Attributes
     ----------
     start, step, size
-        Sample ``start + step * position`` is selected, for each position below `size`.
+        Position p below `size` is sample ``start + step * p``.
     numbers
-        int64 (size,), C-contiguous: the sample of each position, where they are no such sequence.
+        int64 (size,), C-contiguous: the sample at each position, if they are not equidistant.
     """
 
     start: int
@@ -37,12 +37,12 @@ class Selection:
 
     @classmethod
     def of_range(cls, samples: range) -> Selection:
-        """Return a selection of the samples of a range."""
+        """Return a selection of a range."""
         return cls(samples.start, samples.step, len(samples))
 
     @classmethod
     def of_numbers(cls, numbers: Int64s) -> Selection:
-        """Return a selection of these samples, in their order; the caller does not change them."""
+        """Return a selection of these samples, in their order; the array must not change later."""
         if numbers.size < 2:
             return cls(int(numbers[0]) if numbers.size else 0, 1, numbers.size)
         step = int(numbers[1] - numbers[0])
@@ -56,7 +56,7 @@ class Selection:
         return self.numbers is None and (self.start, self.step) == (0, 1)
 
     def samples(self, positions: Int64s) -> Int64s:
-        """Return the sample numbers of some positions; a new array, or that of the positions."""
+        """Return the sample numbers at positions, as a new array or `positions` itself."""
         if self.numbers is not None:
             return self.numbers[positions]
         return positions if self.is_prefix else self.start + self.step * positions
@@ -68,7 +68,7 @@ class Selection:
 
     @functools.cached_property
     def _sorted(self) -> Selection | None:
-        """The same in ascending order; None, and not itself, where they are in it."""
+        """The same in ascending order; None, to avoid a cycle, if this one is."""
         if self.numbers is not None:
             if (self.numbers[1:] >= self.numbers[:-1]).all():
                 return None
@@ -84,19 +84,19 @@ class Selection:
         return numbers is not None and bool((numbers[1:] == numbers[:-1]).any())
 
     def positions(self, samples: Int64s) -> Int64s:
-        """Return where sample numbers stand, of an ascending selection that has all of them."""
+        """Return the positions of sample numbers, all of which this ascending selection has."""
         if self.numbers is not None:
             return np.searchsorted(self.numbers, samples)
         return samples if self.is_prefix else (samples - self.start) // self.step
 
     def has(self, samples: Int64s) -> bool:
-        """Tell whether all of some sample numbers are selected."""
+        """Tell whether all these sample numbers are selected."""
         return bool(self.are_in(samples).all())
 
     def within(self, possible: Selection, num_samples: int) -> Selection:
-        """Return those of the samples that another selection has, too, in their order.
+        """Return the samples that `possible` has, too, in this order.
 
-        `num_samples`: of the dataset; where the other one has all of them, this is returned.
+        `num_samples` is the size of the dataset; if `possible` has all of it, return self.
         """
         if possible.is_prefix and possible.size == num_samples:
             return self
@@ -104,7 +104,7 @@ class Selection:
         return Selection.of_numbers(numbers[possible.are_in(numbers)])
 
     def are_in(self, samples: Int64s) -> NDArray[np.bool_]:
-        """Tell of each of some sample numbers whether it is selected."""
+        """Tell for each sample number whether it is selected."""
         if not self.size:
             return np.zeros(samples.shape, np.bool_)
         ascending = self.ascending
@@ -115,17 +115,10 @@ class Selection:
         return is_in
 
     def bounds(self, bounds: Int64s) -> Int64s:
-        """Return where units begin, in positions of an ascending selection.
+        """Return where units begin, in positions of this ascending selection.
 
-        Parameters
-        ----------
-        bounds
-            int64 (n + 1,), ascending: unit i is samples ``bounds[i]`` to ``bounds[i + 1]``.
-
-        Returns
-        -------
-        numpy.ndarray
-            int64 (m + 1,), from 0 to `size`: the same for those units that have a sample here.
+        `bounds` is int64 (n + 1,), ascending: unit i is samples ``bounds[i]`` to ``bounds[i + 1]``.
+        The result has the bounds, from 0 to `size`, of units that have a selected sample.
         """
         if self.is_prefix and self.size == bounds[-1]:
             return bounds
@@ -136,14 +129,14 @@ class Selection:
         return np.unique(found) if self.size else np.zeros(1, np.int64)
 
     def digest(self) -> str:
-        """Return a short text that two selections have in common only where they are the same."""
+        """Return a short text that only equal selections share."""
         if self.numbers is None:
             return f"{self.start}:{self.step}:{self.size}"
         return hashlib.blake2b(self.numbers.astype("<i8").tobytes(), digest_size=16).hexdigest()
 
 
 def _are_equidistant(numbers: Int64s, step: int) -> bool:
-    """Tell whether numbers are a range of such a step, from few of them where they are not."""
+    """Tell whether all differences are `step`; look at the first numbers before the rest."""
     size = min(numbers.size, _LOOKED_AT)
     while (np.diff(numbers[:size]) == step).all():
         if size == numbers.size:

@@ -1,4 +1,4 @@
-"""Defines `SequenceTable`: where the sequences begin that steps around a sample never leave.
+"""Defines `SequenceTable`: bounds of sequences, which the steps around a sample never leave.
 
 A sequence is a run of rows: an episode, a trajectory, a recording. Pure.
 """
@@ -21,15 +21,14 @@ Int64s = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class SequenceTable:
-    """Sequences of rows, one after the other; between them may be rows that are in none.
+    """Sequences of rows in ascending order; some rows may be in none.
 
     Attributes
     ----------
     starts, ends
-        int64 (n,), not descending: the first row of each sequence, and the row behind its last one.
+        int64 (n,), non-decreasing: first row of each sequence, and one past its last row.
     lengths
-        By field name: int64 (n,), how many rows of each sequence the field has, where that is not
-        all of them.
+        Per field name, int64 (n,): rows of each sequence that the field has, if not all.
     """
 
     starts: Int64s
@@ -38,29 +37,29 @@ class SequenceTable:
 
     @classmethod
     def joined(cls, bounds: Sequence[Int64s]) -> SequenceTable:
-        """Return the sequences of several runs of such: of each, their starts and the last end."""
+        """Join tables given as starts and the last end, concatenated in one array per table."""
         starts, ends = [one[:-1] for one in bounds], [one[1:] for one in bounds]
         return cls(np.concatenate(starts), np.concatenate(ends))
 
     @property
     def size(self) -> int:
-        """How many sequences there are."""
+        """Number of sequences."""
         return self.starts.size
 
     def numbers(self, samples: Int64s) -> Int64s:
-        """Return in which sequence each of some samples lies."""
+        """Return the sequence number of each sample."""
         return np.searchsorted(self.starts, samples, side="right") - 1
 
     def steps(self, samples: Int64s) -> Int64s:
-        """Return which row of its sequence each of some samples is."""
+        """Return each sample's row within its sequence."""
         return samples - self.starts[self.numbers(samples)]
 
     def step_rows(
         self, steps: Mapping[str, tuple[tuple[int, ...], Pad] | None]
     ) -> list[StepRows | None]:
-        """Return, by field, which rows each sample consists of; the same object for equal ones.
+        """Return the rows that samples consist of, per field; equal ones share an object.
 
-        `steps`: by field name, offsets and what stands for rows that are not there.
+        `steps` maps a field name to its offsets and padding.
         """
         made: dict[tuple[object, ...], StepRows] = {}
         found: list[StepRows | None] = []
@@ -77,14 +76,10 @@ class SequenceTable:
         return found
 
     def samples(self, rows: Sequence[StepRows], every: int = 1) -> Selection:
-        """Return the samples: rows that all fields have, and whose steps do not leave the sequence.
+        """Return the samples: rows that all fields have, and whose steps stay in the sequence.
 
-        Parameters
-        ----------
-        rows
-            Of the fields that have steps; only those count whose steps are not padded.
-        every
-            Only every so many rows of a sequence, from its first one on.
+        Of `rows`, only those with ``pad="drop"`` count. Takes every `every`-th row of a sequence,
+        from its first one on.
         """
         first = 0
         behind = functools.reduce(np.minimum, [self.ends - self.starts, *self.lengths.values()])
@@ -98,7 +93,7 @@ class SequenceTable:
         count = count[count > 0]
         if not begin.size:
             return Selection.of_range(range(0))
-        # One after the other, all of them are one run, perhaps.
+        # Adjacent runs with the same step are a single run.
         if (begin[1:] == begin[:-1] + every * count[:-1]).all():
             total = int(count.sum())
             return Selection(int(begin[0]), every, total)
@@ -109,11 +104,11 @@ class SequenceTable:
         return Selection.of_numbers(found)
 
     def is_same(self, other: SequenceTable) -> bool:
-        """Compare all sequences."""
+        """Tell whether two tables are equal."""
         return self.digest() == other.digest()
 
     def digest(self) -> str:
-        """Return a short text that two tables have in common only where they are the same."""
+        """Return a short text that only equal tables share."""
         found = hashlib.blake2b(self.starts.astype("<i8").tobytes(), digest_size=16)
         found.update(self.ends.astype("<i8").tobytes())
         for name, lengths in sorted(self.lengths.items()):

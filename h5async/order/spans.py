@@ -1,4 +1,4 @@
-"""Defines `SpanRows`: which rows of a field each sample is, where their number differs. Pure."""
+"""Defines `SpanRows`: the rows of each sample of a field whose number of rows varies. Pure."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ from h5async.order.steps import NO_ROW, StepRows
 
 Int64s = NDArray[np.int64]
 
-_BLOCK = 1 << 20  # samples that are looked at at a time: where there are very many, memory counts
+_BLOCK = 1 << 20  # samples at a time, to bound memory
 
 
 class SpanRows:
     """The rows of each sample of a ragged field: a run of any length.
 
-    Parameters
-    ----------
-    starts
-        int64 (n + 1,), not descending: sample i is rows ``starts[i]`` to ``starts[i + 1]``.
+    `starts` is int64 (n + 1,), non-decreasing: sample i is rows ``starts[i]`` to ``starts[i + 1]``.
     """
 
     def __init__(self, starts: Int64s) -> None:
@@ -30,40 +27,34 @@ class SpanRows:
 
     @property
     def starts(self) -> Int64s:
-        """Where the rows of each sample begin, and where those of the last one end."""
+        """First row of each sample, and one past the last row."""
         return self._starts
 
     @property
     def size(self) -> int:
-        """How many samples there are."""
+        """Number of samples."""
         return self._starts.size - 1
 
     def lengths(self, samples: Int64s) -> Int64s:
-        """Return how many rows each of some samples has."""
+        """Return the number of rows of each sample."""
         return self._starts[samples + 1] - self._starts[samples]
 
     def total(self, samples: Int64s) -> int:
-        """Return how many rows a batch of some samples has."""
+        """Return the number of rows in a batch of samples."""
         return int(self.lengths(samples).sum())
 
     def runs(self, samples: Int64s) -> Int64s:
-        """Return the runs that a batch of some samples has, one behind the other: the samples."""
+        """Return the runs of a batch: its samples."""
         return samples
 
     def offsets(self, samples: Int64s) -> Int64s:
-        """Return where the rows of each of some samples begin, one sample behind the other.
-
-        Returns
-        -------
-        numpy.ndarray
-            int64 (samples + 1,): the last one is how many rows there are in all.
-        """
+        """Return where each sample's rows begin in their concatenation, and the total number."""
         found = np.zeros(samples.size + 1, np.int64)
         np.cumsum(self.lengths(samples), out=found[1:])
         return found
 
     def rows(self, samples: Int64s) -> Int64s:
-        """Return the rows of some samples, one sample behind the other."""
+        """Return the rows of samples, concatenated."""
         offsets = self.offsets(samples)
         lengths = np.diff(offsets)
         found = np.arange(int(offsets[-1]), dtype=np.int64)
@@ -71,12 +62,12 @@ class SpanRows:
         return found
 
     def are_there(self, length: int, samples: Int64s) -> NDArray[np.bool_]:
-        """Return which of `length` values some samples have: bool (samples, length)."""
+        """Return which of `length` values each sample has: bool (samples, length)."""
         found: NDArray[np.bool_] = np.arange(length) < self.lengths(samples)[:, np.newaxis]
         return found
 
     def most(self, count: int, *, may_repeat: bool) -> int:
-        """Return how many rows `count` samples have at most."""
+        """Return the maximum number of rows of `count` samples."""
         if not self.size or not count:
             return 0
         if may_repeat or count == 1:
@@ -91,27 +82,24 @@ class SpanRows:
         return int(longest.sum(dtype=np.int64))
 
     def likely(self, count: int) -> int:
-        """Return how many rows `count` samples have in the mean, and a quarter more."""
+        """Return the mean number of rows of `count` samples, plus a quarter."""
         rows = sum(int(lengths.sum(dtype=np.int64)) for lengths in self._all_lengths())
         return -(-5 * count * rows // (4 * self.size)) if self.size else 0
 
     def all_lengths(self) -> NDArray[Any]:
-        """Return how many rows each sample has: int64 or uint32 (n,)."""
+        """Return the number of rows of every sample: int64 or uint32 (n,)."""
         return np.diff(self._starts)
 
     def _all_lengths(self) -> Iterator[NDArray[Any]]:
-        """Yield how many rows each sample has, of some samples at a time."""
+        """Yield the same in blocks."""
         for begin in range(0, self.size, _BLOCK):
             yield np.diff(self._starts[begin : begin + _BLOCK + 1])
 
 
 class LengthRows(SpanRows):
-    """The same where the rows of a sample are found by its number: lengths are all that is kept.
+    """A `SpanRows` that keeps only lengths, for fields that store samples by number.
 
-    Parameters
-    ----------
-    stored
-        uint32 or int64 (n,): how many rows each sample has.
+    `stored` is uint32 or int64 (n,): number of rows per sample.
     """
 
     def __init__(self, stored: NDArray[Any]) -> None:
@@ -119,20 +107,20 @@ class LengthRows(SpanRows):
 
     @cached_property
     def starts(self) -> Int64s:
-        """Where the rows of each sample would begin; this takes 8 bytes for each."""
+        """First row of each sample if samples were concatenated; needs 8 bytes a sample."""
         return starts_of(self._stored)
 
     @property
     def size(self) -> int:
-        """How many samples there are."""
+        """Number of samples."""
         return self._stored.size
 
     def lengths(self, samples: Int64s) -> Int64s:
-        """Return how many rows each of some samples has."""
+        """Return the number of rows of each sample."""
         return self._stored[samples].astype(np.int64)
 
     def all_lengths(self) -> NDArray[Any]:
-        """Return how many rows each sample has."""
+        """Return the number of rows of every sample."""
         return self._stored
 
     def _all_lengths(self) -> Iterator[NDArray[Any]]:
@@ -141,16 +129,9 @@ class LengthRows(SpanRows):
 
 
 class StepSpans(SpanRows):
-    """The runs of rows around each sample of a ragged field with steps.
+    """The runs of rows (`spans`) around each sample (`steps`) of a ragged field with steps.
 
-    A batch has each run once, however many of its samples share it: in the order of the dataset.
-
-    Parameters
-    ----------
-    spans
-        The rows of each run.
-    steps
-        The runs of each sample.
+    A batch has each run once, in the order of the dataset, even if several samples share it.
     """
 
     def __init__(self, spans: SpanRows, steps: StepRows) -> None:
@@ -159,16 +140,16 @@ class StepSpans(SpanRows):
 
     @property
     def starts(self) -> Int64s:
-        """Where the rows of each run begin, and where those of the last one end."""
+        """First row of each run, and one past the last row."""
         return self.spans.starts
 
     @property
     def size(self) -> int:
-        """How many runs there are."""
+        """Number of runs."""
         return self.spans.size
 
     def lengths(self, samples: Int64s) -> Int64s:
-        """Return how many rows each of some samples has, all of its steps together."""
+        """Return the number of rows of each sample, all steps together."""
         runs = self.steps.rows(samples)
         found = self.spans.lengths(np.maximum(runs, 0))
         found[runs == NO_ROW] = 0
@@ -176,22 +157,17 @@ class StepSpans(SpanRows):
         return total
 
     def total(self, samples: Int64s) -> int:
-        """Return how many rows a batch of some samples has."""
+        """Return the number of rows in a batch of samples."""
         return self.spans.total(self.runs(samples))
 
     def runs(self, samples: Int64s) -> Int64s:
-        """Return the runs that a batch of some samples has, one behind the other."""
+        """Return the runs in a batch of samples."""
         return self.places(samples)[0]
 
     def places(self, samples: Int64s) -> tuple[Int64s, Int64s]:
-        """Return the runs that a batch of some samples has, and which of them each step is.
+        """Return the runs in a batch, int64 (n,), ascending, and the place of each step among them.
 
-        Returns
-        -------
-        runs
-            int64 (n,), ascending.
-        places
-            int64 (samples, steps): a place among them; `NO_ROW` for zeros.
+        Places are int64 (samples, steps): an index of the runs; `NO_ROW` for zeros.
         """
         runs, places = np.unique(self.steps.rows(samples), return_inverse=True)
         places = places.reshape(samples.size, self.steps.size)
@@ -200,24 +176,24 @@ class StepSpans(SpanRows):
         return runs, places
 
     def offsets(self, samples: Int64s) -> Int64s:
-        """Return where the rows of each run begin that a batch of some samples has."""
+        """Return where the rows of each run in a batch of samples begin."""
         return self.spans.offsets(self.runs(samples))
 
     def rows(self, samples: Int64s) -> Int64s:
-        """Return the rows that a batch of some samples has."""
+        """Return the rows in a batch of samples."""
         return self.spans.rows(self.runs(samples))
 
     def most(self, count: int, *, may_repeat: bool) -> int:
-        """Return how many rows a batch of `count` samples has at most: no run comes twice."""
+        """Return the maximum number of rows in a batch of `count` samples; runs do not repeat."""
         return self.spans.most(min(count * self.steps.size, self.size), may_repeat=False)
 
     def likely(self, count: int) -> int:
-        """Return how many rows a batch of `count` samples has in the mean, at most, and more."""
+        """Return a likely upper bound of the rows in a batch of `count` samples."""
         return self.spans.likely(min(count * self.steps.size, self.size))
 
 
 def starts_of(lengths: NDArray[Any]) -> Int64s:
-    """Return where samples of some lengths begin, and where the last one ends: int64 (n + 1,)."""
+    """Return where samples of these lengths begin, and the last one ends: int64 (n + 1,)."""
     found = np.zeros(lengths.size + 1, np.int64)
     np.cumsum(lengths, out=found[1:])
     return found

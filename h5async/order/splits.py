@@ -1,12 +1,12 @@
-"""Splits samples into disjoint parts by a keyed permutation: the same parts on every machine.
+"""Splits samples into disjoint parts by a keyed permutation, the same on every machine.
 
-What is split are *units*: samples, or groups of samples that stay together. The units of each class
-are permuted, and those of a class are cut where the count of their samples crosses the share of a
-part. So parts are complete and disjoint, and each has its share of each class, up to the size of a
-unit. Whether a cut is rounded up or down goes by a sequence of little discrepancy over the classes,
-so that each part has about its share of all samples, too.
+*Units* are split: samples, or groups of samples that stay together. The units of each class are
+permuted, then cut where their cumulative number of samples crosses a part's share. So parts are
+complete and disjoint, and each has its share of each class, up to the size of a unit. A
+low-discrepancy sequence over the classes rounds cuts up or down, so that each part also has about
+its share of all samples.
 
-The parts are what users rely on to repeat a run: changing them is a breaking change.
+Users rely on these parts to repeat a run: changing them is a breaking change.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from h5async.order.permutation import permute
 
 Int64s = NDArray[np.int64]
 
-_GOLDEN = 0.6180339887498949  # multiples of which are spread evenly, modulo 1
+_GOLDEN = 0.6180339887498949  # its multiples are spread evenly, modulo 1
 _ROUNDING = 1e-9
 
 
@@ -33,28 +33,17 @@ def part_of(
     groups: NDArray[Any] | None = None,
     classes: NDArray[Any] | None = None,
 ) -> Int64s:
-    """Return the samples of one part, ascending.
+    """Return the samples of part `number`, int64 (n,), ascending.
 
     Parameters
     ----------
-    number
-        Of the part.
     shares
-        Of all parts; they sum up to 1 at most.
-    num_samples
-        Samples to be split.
-    seed
-        Any integer.
+        Shares of all parts; their sum is at most 1.
     groups
-        (num_samples,), of any type that NumPy sorts: samples of one value stay together.
+        (num_samples,), of any sortable dtype: equal values stay together.
     classes
-        Likewise: each part has its share of each value; a group has the value of most of its
-        samples, the smallest of several.
-
-    Returns
-    -------
-    numpy.ndarray
-        int64 (n,).
+        (num_samples,), likewise: each part has its share of each value. A group has the value of
+        most of its samples; ties go to the smallest.
     """
     begin, end = _edge(shares[:number]), _edge(shares[: number + 1])
     if groups is None and classes is None:
@@ -69,7 +58,7 @@ def part_of(
     sizes = np.bincount(unit, minlength=count)
     kind_sizes = np.bincount(kind_of_unit, sizes).astype(np.int64)
     before, kinds = np.cumsum(kind_sizes) - kind_sizes, kind_of_unit[order]
-    # A unit belongs to the part in which its middle falls: twice that, to stay with integers.
+    # A unit belongs to the part that holds its middle (doubled here, to stay with integers).
     middle = 2 * (np.cumsum(sizes[order]) - before[kinds]) - sizes[order]
     first, last = (2 * _cut(share, kind_sizes)[kinds] for share in (begin, end))
     is_in = np.zeros(count, np.bool_)
@@ -78,19 +67,19 @@ def part_of(
 
 
 def _edge(shares: Sequence[float]) -> float:
-    """Return the sum of some shares; what rounding takes from all of them is put back."""
+    """Return the sum of some shares, and exactly 1 if only rounding keeps it below."""
     found = sum(shares)
     return found if found < 1 - _ROUNDING else 1
 
 
 def _cut(share: float, sizes: Int64s) -> Int64s:
-    """Return how many samples of each class a share is; more, or as many, for a larger share."""
+    """Return a share's number of samples per class; it never falls as the share grows."""
     offset = (0.5 + _GOLDEN * np.arange(sizes.size)) % 1
     return np.minimum(np.floor(share * sizes + offset).astype(np.int64), sizes)
 
 
 def _numbered(values: NDArray[Any] | None, num_samples: int) -> tuple[Int64s, int]:
-    """Return the number of each sample's value among all values, sorted, and how many there are."""
+    """Return each sample's value as a number among all sorted values, and the number of values."""
     if values is None:
         return np.arange(num_samples), num_samples
     found, numbers = np.unique(values, return_inverse=True)
@@ -98,10 +87,9 @@ def _numbered(values: NDArray[Any] | None, num_samples: int) -> tuple[Int64s, in
 
 
 def _most_frequent(unit: Int64s, count: int, kind: Int64s) -> Int64s:
-    """Return the kind that most samples of each unit have."""
     kinds = int(kind.max(initial=0)) + 1
     pairs, times = np.unique(unit * kinds + kind, return_counts=True)
     units, kind = np.divmod(pairs, kinds)
-    order = np.lexsort((kind, -times, units))  # of each unit, the most frequent comes first
+    order = np.lexsort((kind, -times, units))  # the most frequent of each unit comes first
     first = np.searchsorted(units, np.arange(count))
     return kind[order][first]

@@ -1,7 +1,7 @@
-"""Defines `StepRows`: which rows of a field each sample consists of, and which of them are there.
+"""Defines `StepRows`: the rows of a field that each sample consists of. Pure.
 
-A sample is a row of the dataset. A field that has steps delivers rows around it, at fixed offsets,
-which never leave the sequence that the sample lies in. Pure.
+A sample is a row of the dataset. A field with steps delivers rows around it, at fixed offsets,
+which never leave the sample's sequence.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 Int64s = NDArray[np.int64]
 Pad = Literal["drop", "edge", "zero"]
 
-NO_ROW = -1  # in place of a row's number: zeros
+NO_ROW = -1  # instead of a row number: zeros
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,12 +25,12 @@ class StepRows:
     Attributes
     ----------
     offsets
-        Of the rows, from that of the sample.
+        Offsets of the rows, from the sample's row.
     pad
-        What stands for rows that are not in the sequence. ``"edge"``: its first or its last row;
-        ``"zero"``: zeros; ``"drop"``: there are no such samples.
+        Replacement for rows outside of the sequence. ``"edge"``: its first or last row; ``"zero"``:
+        zeros; ``"drop"``: such samples do not exist.
     starts, ends
-        int64 (n,): the first row of each sequence, not descending, and the row behind the last one.
+        int64 (n,), non-decreasing: first row of each sequence, and one past its last row.
     """
 
     offsets: tuple[int, ...]
@@ -40,17 +40,11 @@ class StepRows:
 
     @property
     def size(self) -> int:
-        """Rows of a sample."""
+        """Number of rows of a sample."""
         return len(self.offsets)
 
     def rows(self, samples: Int64s) -> Int64s:
-        """Return the rows of some samples.
-
-        Returns
-        -------
-        numpy.ndarray
-            int64 (samples * size,), sample by sample; `NO_ROW` for zeros.
-        """
+        """Return the rows of samples, int64 (samples * size,); `NO_ROW` for zeros."""
         first, last, wanted = self._wanted(samples)
         rows = np.clip(wanted, first, last)
         if self.pad == "zero":
@@ -58,12 +52,12 @@ class StepRows:
         return rows.reshape(-1)
 
     def are_there(self, samples: Int64s) -> NDArray[np.bool_]:
-        """Return which rows of some samples are in their sequences: bool (samples, size)."""
+        """Return which rows of each sample are in its sequence: bool (samples, size)."""
         first, last, wanted = self._wanted(samples)
         return (first <= wanted) & (wanted <= last)
 
     def _wanted(self, samples: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-        """Return the first and the last row of each sample's sequence, and the rows asked for."""
+        """Return the first and last row of each sample's sequence, and the requested rows."""
         number = np.searchsorted(self.starts, samples, side="right") - 1
         wanted = samples[:, np.newaxis] + np.array(self.offsets, np.int64)
         return self.starts[number, np.newaxis], self.ends[number, np.newaxis] - 1, wanted

@@ -1,16 +1,15 @@
 """Computes the order of an epoch's samples for ``shuffle="window"``.
 
 A unit is a group of samples that is read and decoded as a whole: a chunk, or the chunks that hold
-pieces of the same samples. One unit starts in each round, in random order, and its samples, in
-random order too, are spread evenly over the `window` rounds that follow: column `s` of round `r`
-holds a sample of the unit that started ``s * window // size`` rounds before. This is the
-convolutional interleaver of G. D. Forney ("Burst-Correcting Codes for the Classic Bursty Channel",
-IEEE Trans. Commun. Technol. 19, 1971): every sample has a position of its own, and in each
-round one unit starts and one ends, so that no more than `window` are needed at a time, and the work
-is the same throughout, except at the ends of an epoch. Finally, the samples of a few rounds are
-shuffled among themselves.
+pieces of the same samples. One unit starts in each round, in random order. Its samples, also in
+random order, are spread evenly over the next `window` rounds: column `s` of round `r` holds a
+sample of the unit that started ``s * window // size`` rounds before. This is the convolutional
+interleaver of G. D. Forney ("Burst-Correcting Codes for the Classic Bursty Channel", IEEE Trans.
+Commun. Technol. 19, 1971). Every sample has a position of its own, and one unit starts and one ends
+in each round, so at most `window` are needed at a time, and the work is constant except at the ends
+of an epoch. Finally, the samples of a few rounds are shuffled.
 
-The order is part of what users rely on to repeat a run: changing it is a breaking change.
+Users rely on this order to repeat a run: changing it is a breaking change.
 """
 
 from __future__ import annotations
@@ -39,25 +38,24 @@ Int64s = NDArray[np.int64]
 
 _BLOCK_SAMPLES = 1024  # computed at a time: fewer would cost about as much
 _MISSING_SAMPLES = 1 << 18  # counted at a time
-_GROUP_SAMPLES = 128  # shuffled among themselves: at least a round, at most what a small window has
-_TIMES_REACH = 16  # longer than its steps reach, a merged unit is: few samples lie at its ends
-_LEAST_UNITS = 8  # merged ones in a window
-# Chunks of ragged rows that a unit consists of: its last row reaches into one more, which is
-# decoded for it, too.
+_GROUP_SAMPLES = 128  # shuffled together: at least a round, at most a small window
+_TIMES_REACH = 16  # length of a merged unit by the reach of steps: few samples lie at its ends
+_LEAST_UNITS = 8  # minimum number of merged units in a window
+# Chunks of ragged rows in a unit: its last row reaches into another one, which is decoded, too.
 _RAGGED_CHUNKS = 8
-_IN_FLIGHT_SHARE = 1 / 4  # of the memory: for units that batches in preparation need
+_IN_FLIGHT_SHARE = 1 / 4  # of the memory, for batches in preparation
 
 
 @dataclass(frozen=True)
 class _Table:
-    """What an epoch's order is computed from.
+    """Tables that an epoch's order is computed from.
 
     Attributes
     ----------
     unit
         (n,): units in the order in which they start.
     skip, count
-        int64 (n,): how many samples of each belong to the piece before, and to this one.
+        int64 (n,): each unit's samples that belong to the piece before, and to this one.
     are_equal
         Whether all counts are those of the largest unit.
     begin
@@ -72,20 +70,17 @@ class _Table:
 
 
 class WindowOrder:
-    """The order of samples of `shuffle="window"`. Safe to use from many threads.
+    """The order of ``shuffle="window"``. Thread-safe.
 
     Parameters
     ----------
     bounds
         int64 (n + 1,), ascending from 0: unit i is samples ``bounds[i]`` to ``bounds[i + 1]``.
     window
-        Units that are mixed with each other; 1: one after the other.
-    seed
-        Any integer.
+        Number of units that are mixed with each other; 1 means one after the other.
     piece, pieces
-        The units, in the order in which they start, are cut into `pieces` of equally many
-        samples, and this is the order of one of them: so a unit belongs to one piece, except for
-        those that are cut.
+        The units, in the order in which they start, are cut into `pieces` with equal numbers of
+        samples; this is the order of one. Only a unit at a cut belongs to two pieces.
     """
 
     def __init__(
@@ -103,14 +98,14 @@ class WindowOrder:
         self._take_piece(piece, pieces)
 
     def piece(self, piece: int, pieces: int) -> WindowOrder:
-        """Return the order of one piece; it shares all that does not depend on the piece."""
+        """Return the order of one piece; it shares all data that does not depend on the piece."""
         other = copy.copy(self)
         other._take_piece(piece, pieces)
         return other
 
     def _take_piece(self, piece: int, pieces: int) -> None:
         self._piece, self._pieces = piece, pieces
-        own = weakref.proxy(self)  # or tables would last until a garbage collection
+        own = weakref.proxy(self)  # or tables would live until a garbage collection
         self._table = functools.lru_cache(maxsize=2)(functools.partial(WindowOrder._new_table, own))
         self._struct = functools.lru_cache(maxsize=2)(
             functools.partial(WindowOrder._new_struct, own)
@@ -144,7 +139,7 @@ class WindowOrder:
         return _Table(unit, skip, counts, not shorter.size, begin)
 
     def _subtract_missing(self, size: Int64s, shorter: Int64s, missing: Int64s) -> None:
-        """Subtract, from the sizes of rounds, the samples that shorter units have less."""
+        """Subtract the samples that shorter units lack from the sizes of rounds."""
         groups = np.cumsum(missing) // _MISSING_SAMPLES
         edges = np.flatnonzero(np.diff(groups, prepend=-1, append=-1))
         for first, last in itertools.pairwise(edges):
@@ -172,7 +167,7 @@ class WindowOrder:
         return unit, skip, np.minimum(ends, end) - np.maximum(ends - self._counts[unit], begin)
 
     def _new_block(self, epoch: int, number: int) -> Int64s:
-        """Return the samples of a block of rounds; callers share the array, unchanged."""
+        """Return the samples of a block of rounds. Shared: do not modify."""
         core = load_core()
         if core is not None:
             samples = np.empty(self._block_rounds * self._size, np.int64)
@@ -185,7 +180,7 @@ class WindowOrder:
         return self._numpy_block(epoch, number)
 
     def _new_struct(self, epoch: int) -> tuple[WindowStruct, object]:
-        """Return an epoch's order as the core takes it, and what has to be kept as long."""
+        """Return an epoch's order as the core's structure, and the arrays that it points to."""
         table = self._table(epoch)
         arrays = [
             np.ascontiguousarray(array, np.int64)
@@ -196,7 +191,7 @@ class WindowOrder:
         return WindowStruct(*map(address, arrays), *sizes, tuple(keys)), arrays
 
     def _numpy_block(self, epoch: int, number: int) -> Int64s:
-        """Return the same, as the core computes it."""
+        """Compute the same without the core."""
         table, size = self._table(epoch), self._size
         keys = round_keys(self._seed, epoch, "window")
         rounds = np.arange(number * self._block_rounds, (number + 1) * self._block_rounds)
@@ -208,7 +203,7 @@ class WindowOrder:
         if not table.are_equal:
             is_there &= slot < table.count[place]
             slot = slot + table.skip[place]
-        # Sorted by hash within each group, with missing samples at its end.
+        # Sorted by hash within each group; missing samples come last.
         group = self._group_rounds * size
         serial = np.arange(rounds[0] * size, rounds[0] * size + unit.size, dtype=np.uint64)
         mixed = (keyed_hash(serial, keys[0], keys[1]) >> np.uint64(1)).astype(np.int64)
@@ -222,24 +217,15 @@ class WindowOrder:
 
 
 class DealtOrder:
-    """The order of ``shuffle="window"`` of several ranks. Safe to use from many threads.
+    """The order of ``shuffle="window"`` for several ranks. Thread-safe.
 
-    Each rank has a piece of the units, in an order of its own. At each step every rank gets the
-    next `batch_size` samples of its piece: the runs of all ranks, one after the other, step after
-    step, are this order. What is left of the pieces at the end follows, in the order of ranks.
-
-    Parameters
-    ----------
-    whole
-        The order of all units, of which each rank gets a piece.
-    ranks
-        How many ranks there are.
-    num_samples, batch_size
-        Samples in all pieces; in a run.
+    Each rank has a piece of the units, in an order of its own. At each step, every rank gets the
+    next `batch_size` samples of its piece. This order is the runs of all ranks, step by step, then
+    the rest of each piece, by rank.
     """
 
     def __init__(self, whole: WindowOrder, ranks: int, num_samples: int, batch_size: int) -> None:
-        # Made when first needed: most often, one rank asks for its own piece only.
+        # Made when first needed: usually, a rank needs only its own piece.
         self._piece = functools.lru_cache(maxsize=64)(lambda rank: whole.piece(rank, ranks))
         self._ranks = ranks
         self._num_samples = num_samples
@@ -247,7 +233,7 @@ class DealtOrder:
         self.window = whole.window
 
     def piece(self, rank: int) -> Order:
-        """Return the order of the piece of a rank."""
+        """Return the order of a rank's piece."""
         return self._piece(rank)
 
     def samples(self, epoch: int, start: int, stop: int) -> Int64s:
@@ -261,14 +247,14 @@ class DealtOrder:
         return np.concatenate(found)
 
     def _run(self, position: int) -> tuple[int, int, int]:
-        """Return whose run holds a position, where in its piece, and the samples left there."""
+        """Return the rank whose run holds a position, the place in its piece, and samples left."""
         size, ranks = self._batch_size, self._ranks
         steps, left = divmod(self._num_samples, size * ranks)
         step, inside = divmod(position, size * ranks)
         if step < steps:
             rank, inside = divmod(inside, size)
             return rank, step * size + inside, size - inside
-        rank = ((inside + 1) * ranks - 1) // left  # the last one whose samples begin by then
+        rank = ((inside + 1) * ranks - 1) // left  # the last one that begins there or before
         begin, end = dealt(left, rank, ranks)
         return rank, steps * size + inside - begin, end - inside
 
@@ -283,16 +269,13 @@ def window_order(
     steps: Sequence[StepRows | None] = (),
     moved_samples: int = 0,
 ) -> WindowOrder | DealtOrder:
-    """Return the order of `shuffle="window"` for the fields of a reader.
+    """Return the order of ``shuffle="window"`` for the fields of a reader.
 
-    It is one of the positions of an ascending `selection`, where there is one. Where samples have
-    several `steps`, neighbouring units of one sequence are one.
-
-    The field with the largest units decides what a unit is. Of ragged rows, several neighbouring
-    units are one, too. The window holds as many decoded units
-    as fit into the memory, with room for others, and at most half of all units (of a rank). With
-    several ranks the order depends on `batch_size`. Where samples are put in another order
-    afterwards, that moves them by `moved_samples` at most.
+    The field with the largest units decides what a unit is; neighbouring units are merged if rows
+    are ragged, or if samples have `steps` within a sequence. The window holds as many decoded units
+    as fit into `window_nbytes`, with room for others, and at most half of all units (of a rank).
+    With several ranks, the order depends on `batch_size`. `selection` is ascending, and its
+    positions are ordered; afterwards, samples may be moved by `moved_samples`.
     """
     leader = max(layouts, key=lambda layout: (layout.unit_nbytes, layout.row_nbytes))
     bounds = leader.sample_bounds()
@@ -309,12 +292,12 @@ def window_order(
         bounds = selection.bounds(bounds)
     counts = np.diff(bounds)
     size = int(counts.max(initial=1))
-    if not unit_nbytes:  # nothing is kept; the window only keeps reads near each other
+    if not unit_nbytes:  # nothing is kept; the window only makes reads local
         unit_nbytes = size * sum(layout.row_nbytes for layout in layouts)
     fitting = (1 - _IN_FLIGHT_SHARE) * window_nbytes / max(1, unit_nbytes) - 2
     fitting -= moved_samples / size  # units that start while others wait for their samples
-    # A unit's samples come `window / size` rounds apart, and others start meanwhile; more start in
-    # a group of rounds, which is a quarter of the window at most.
+    # A unit's samples are `window / size` rounds apart, and others start meanwhile; more start in a
+    # group of rounds, which is at most a quarter of the window.
     most = -(-counts.size // (2 * world_size))
     window = max(2, min(int(fitting / (1 + 1 / size + 1 / 4)), most))
     whole = WindowOrder(bounds, window, seed)
@@ -324,7 +307,7 @@ def window_order(
 
 
 def _ragged_times(bounds: Int64s, layouts: Sequence[DatasetLayout]) -> int:
-    """Return how many units are to be one, so that few ragged rows reach into two of them."""
+    """Return the number of units to merge, so that few ragged rows reach into two units."""
     times = 1
     for layout in layouts:
         chunk = max((leaf.chunk_shape[0] for leaf in layout.leaves() if leaf.filters), default=0)
@@ -341,10 +324,7 @@ def _merged_bounds(
 ) -> tuple[Int64s, int]:
     """Merge units of one sequence, so that the steps of few samples reach into two of them.
 
-    Returns
-    -------
-    bounds, times
-        Of the merged units; and of how many units one consists, at most: nearly `most`.
+    Returns the new bounds, and the maximum number of units in one: about `most`.
     """
     steps = [one for one in several if one is not None]
     reach = max(max(0, *one.offsets) - min(0, *one.offsets) for one in steps)

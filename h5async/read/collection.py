@@ -1,8 +1,9 @@
 """Reads the rows of a batch, of all fields and out of all files at once, by the compiled core.
 
 A table of sources and of extents enters (`index/extents.py`), and for each batch sample numbers and
-the memory of a slot; rows leave. A batch is planned in one call, and read in one call a share. What
-the core cannot read is named, and left to the Python implementation.
+the memory of a slot; rows leave. A batch is planned in one call, and read in one call a share. Rows
+that only h5py reads are named. What is refused is read again out of a file that was checked, or is
+an error.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import ctypes
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from io import FileIO
 from typing import Any, NamedTuple
 
@@ -19,7 +22,7 @@ from numpy.typing import NDArray
 
 from h5async.core.binding import Core, address
 from h5async.core.heap import HeapStruct
-from h5async.core.structures import IO_MODES, MAX_RANK, DatasetStruct
+from h5async.core.structures import IO_MODES, MAX_RANK, DatasetStruct, Event, FileStruct
 from h5async.core.tablestructures import (
     REFUSED,
     BatchPlanStruct,
@@ -36,15 +39,18 @@ from h5async.core.tablestructures import (
 from h5async.errors import ReaderClosedError, ReadError
 from h5async.index.extents import FieldTable, Layer, SourceFile, TableBuilder
 from h5async.index.keeping import Keeps, what_to_keep
-from h5async.index.layout import DatasetLayout
+from h5async.index.layout import DatasetLayout, HeapFile
 from h5async.index.shapes import Kind, Shape
 from h5async.io.descriptors import owned
 from h5async.io.keptfiles import affordable_maps
+from h5async.io.localfile import LocalFile
+from h5async.io.localfiles import FileEventError, LocalFiles
 from h5async.io.maps import IoMode, may_map
 from h5async.io.stamps import FileStamp
 from h5async.order.selection import Selection
 from h5async.order.spans import SpanRows, StepSpans
 from h5async.order.steps import StepRows
+from h5async.read.failures import Chunk, Extent, Reason, error_of, error_of_element, find_chunk
 from h5async.read.queue import BatchQueue, SlotBatch
 from h5async.read.scratch import CLOSED, Scratch
 from h5async.read.transform import NativeTransform
@@ -157,13 +163,16 @@ class Collection:
         self.num_samples = layouts[0].sample_count
         self._share = 1.0 if samples is None else samples / max(1, self.num_samples)
         self._num_fields = len(layouts)
-        # Fields of which it reads something.
-        # (Not where samples share runs of rows, of which each is read once.)
-        own_rows = [not isinstance(rows, StepSpans) for rows in steps] or [True] * len(tables)
+        # Fields of which it reads something; and those of which it is told the rows of a batch,
+        # because samples share runs of rows, of which each is read once.
+        self.can_read = [table is not None and table.can_read for table in tables]
+        self.shares = [isinstance(rows, StepSpans) for rows in steps] or [False] * len(tables)
         self.reads = [
-            table is not None and table.can_read and is_own
-            for table, is_own in zip(tables, own_rows, strict=True)
+            can and not is_shared for can, is_shared in zip(self.can_read, self.shares, strict=True)
         ]
+        self._tables = tables
+        self._layouts = list(layouts)
+        self._files = list(builder.sources)
         # By path, and whether elements of variable length are read from it.
         self._numbers: dict[tuple[str, bool], list[int]] = {}
         for i, source in enumerate(builder.sources):
@@ -179,7 +188,7 @@ class Collection:
         several = steps or [None] * len(layouts)
         try:
             for (struct, table, layout, kept, transform), reads, rows in zip(
-                described, self.reads, several, strict=True
+                described, self.can_read, several, strict=True
             ):
                 if table is not None and reads:
                     uses = self._share * layout.num_samples
@@ -367,8 +376,25 @@ class Collection:
         self._batches.append(batch)
         return batch
 
+    @contextmanager
+    def lent_batch(
+        self, raw: Sequence[NDArray[Any]], out: Sequence[NDArray[Any]], rows: int
+    ) -> Iterator[SlotBatch]:
+        """Return the same for memory that is used once."""
+        batch = self.new_batch(raw, out, rows)
+        try:
+            yield batch
+        finally:
+            self._batches.remove(batch)
+            self._core.free_plan(ctypes.byref(batch.plan))
+
     def plan(
-        self, batch: SlotBatch, samples: Int64s, wanted: Sequence[bool], threads: int
+        self,
+        batch: SlotBatch,
+        samples: Int64s,
+        wanted: Sequence[bool],
+        threads: int,
+        num_samples: int | None = None,
     ) -> tuple[int, int]:
         """Plan a batch.
 
@@ -380,6 +406,8 @@ class Collection:
             By field: whether it is to be read.
         threads
             That may share the work.
+        num_samples
+            How many there are; None: samples of the dataset.
 
         Returns
         -------
@@ -405,7 +433,7 @@ class Collection:
             address(samples),
             count,
             batch.rows,
-            self.num_samples,
+            self.num_samples if num_samples is None else num_samples,
             threads,
         )
         if planned < 0:
@@ -415,7 +443,7 @@ class Collection:
         return plan.num_items, plan.nbytes
 
     def read(self, batch: SlotBatch, start: int, stop: int, scratch: Scratch) -> int:
-        """Read items of a plan; return how many are left to the Python implementation.
+        """Read items of a plan; return how many were refused.
 
         Raises
         ------
@@ -478,32 +506,136 @@ class Collection:
                     f" {ranges.offset[done]} cannot be read"
                 )
 
-    def left(self, batch: SlotBatch) -> Iterator[tuple[int, Int64s]]:
-        """Yield each field of which the core left something, and the rows of its memory, once.
+    def has_refused(self, batch: SlotBatch) -> bool:
+        """Return whether something is to be read again."""
+        return bool(self._refused(batch).size)
 
-        Of elements of variable length: the places of samples in the batch.
-        """
+    def _refused(self, batch: SlotBatch) -> Int64s:
         items = self._items(batch)
-        items = items[items["status"] == REFUSED]
+        return np.flatnonzero((items["status"] == REFUSED) & (items["kind"] != Kind.LEFT))
+
+    def read_again(
+        self, batch: SlotBatch, files: Callable[[SourceFile], LocalFiles], scratch: Scratch
+    ) -> None:
+        """Read what was refused out of files that are checked, and opened in Python.
+
+        Parameters
+        ----------
+        files
+            Returns what opens a source, and reads it anew where it was changed.
+
+        Raises
+        ------
+        ReadError
+            If something cannot be read or decoded; it names file, dataset and chunk or sample.
+        ReaderClosedError
+            If nobody wants it any more.
+        """
+        refused = self._refused(batch)
+        sources = self._items(batch)["source"][refused]
+        for number in np.unique(sources).tolist():
+            source, numbers = self._files[number], refused[sources == number].tolist()
+            work = partial(self._read_again, batch, numbers, scratch)
+            files(source).read(source.path, source.stamp, work)
+
+    def _read_again(
+        self,
+        batch: SlotBatch,
+        numbers: Sequence[int],
+        scratch: Scratch,
+        file: LocalFile,
+        stamp: FileStamp,
+    ) -> bool:
+        opened = file_struct(file, stamp)
+        for number in numbers:
+            if self._reads_again(batch, number, scratch, opened):
+                continue
+            failure = scratch.worker(self._core).struct.failure
+            if failure.reason == Reason.ABOVE_LIMIT:
+                continue  # whoever delivers them has the words
+            if self._items(batch)[number]["kind"] == Kind.HEAP:
+                heap = self._heap_of(batch, number)
+                raise error_of_element(failure, file, opened, heap.elements.where)
+            field, extent = self._extent_of(batch, number, failure.extent)
+            found = find_chunk(self._layouts[field], file.path, extent)
+            may_be_short = failure.reason in (Reason.WRONG_SIZE, Reason.DAMAGED)
+            if may_be_short and isinstance(found, Chunk):
+                # Some writers leave out what of a chunk lies beyond the dataset's edge.
+                needed = found.needed_nbytes
+                if needed < found.layout.chunk_nbytes and self._reads_again(
+                    batch, number, scratch, opened, needed
+                ):
+                    continue
+            raise error_of(failure, file, opened, extent, found)
+        return False
+
+    def _reads_again(
+        self, batch: SlotBatch, number: int, scratch: Scratch, opened: Any, least_nbytes: int = 0
+    ) -> bool:
+        worker = scratch.worker(self._core)
+        worker.struct.least_nbytes = least_nbytes
+        done = self._core.read_again(
+            ctypes.byref(batch.plan),
+            self._fields,
+            batch.targets,
+            ctypes.byref(opened),
+            ctypes.byref(worker.struct),
+            number,
+        )
+        worker.struct.least_nbytes = 0
+        worker.note_return()
+        if opened.event == Event.STOPPED:
+            raise ReaderClosedError(CLOSED)
+        if opened.event != Event.NONE:
+            raise FileEventError(map_failed=opened.event == Event.FAULTED)
+        return bool(done)
+
+    def _heap_of(self, batch: SlotBatch, number: int) -> HeapFile:
+        item = self._items(batch)[number]
+        table = self._tables[item["field"]]
+        assert table is not None
+        of_field = int(table.layers[item["layer"]].begin[item["segment"]])
+        return self._layouts[int(item["field"])].heaps[of_field]
+
+    def _extent_of(self, batch: SlotBatch, number: int, extent: int) -> tuple[int, Extent]:
+        """Return the field of an item, and where it lies: chunk `extent`, or rows (below 0)."""
+        item = self._items(batch)[number]
+        field, table = int(item["field"]), self._tables[item["field"]]
+        assert table is not None
+        if extent >= 0:
+            return field, Extent(int(table.offset[extent]), int(table.nbytes[extent]), None)
+        layer, segment = table.layers[item["layer"]], item["segment"]
+        begin = int(layer.begin[segment])
+        samples = None
+        if item["kind"] == Kind.ROWS:
+            first, step = int(layer.first[segment]), int(layer.step[segment])
+            rows = int(layer.row[segment]) + (self._samples_of(batch, item) - first) * step
+            samples = int(rows.min()), int(rows.max())
+            if layer.count[segment]:
+                begin = int(table.offset[begin])
+        return field, Extent(begin, 0, samples)
+
+    def _samples_of(self, batch: SlotBatch, item: Any) -> Int64s:
+        """Return the samples of an item of rows."""
+        wanted = _array(batch.plan.sorted, batch.plan.num_wanted + 1, _WANTED)
+        ranks = np.arange(item["first_run"], item["first_run"] + item["num_runs"])
+        run = np.searchsorted(wanted["rank"], ranks, side="right") - 1
+        samples: Int64s = wanted["sample"][run] + ranks - wanted["rank"][run]
+        return samples
+
+    def left(self, batch: SlotBatch) -> Iterator[tuple[int, Int64s]]:
+        """Yield each field that h5py reads some rows of, and these rows of its memory, once."""
+        items = self._items(batch)
+        items = items[items["kind"] == Kind.LEFT]
         if not items.size:
             return  # (of sparse rows, there may be a million numbers below)
         plan = batch.plan
-        wanted = _array(plan.sorted, plan.num_wanted + 1, _WANTED)
-        ranks = np.arange(wanted["rank"][-1])
-        run = np.searchsorted(wanted["rank"], ranks, side="right") - 1
-        position = wanted["position"][run].astype(np.int64) + ranks - wanted["rank"][run]
         run_position = _array(plan.run_position, plan.num_runs, np.int64)
         run_length = _array(plan.run_length, plan.num_runs, np.int64)
         for number in np.unique(items["field"]).tolist():
             rows = []
             for item in items[items["field"] == number]:
                 here = slice(item["first_run"], item["first_run"] + item["num_runs"])
-                if item["kind"] == Kind.ROWS:
-                    rows.append(position[here])
-                    continue
-                if item["kind"] == Kind.HEAP:
-                    rows.append(run_length[here])
-                    continue
                 for first, length in zip(run_position[here], run_length[here], strict=True):
                     rows.append(np.arange(first, first + length))
             yield number, np.unique(np.concatenate(rows))
@@ -539,6 +671,11 @@ class Collection:
             not is_closed() and self._core.open_ahead(self._sources, number)
             for number in range(count)
         )
+
+    def first_files(self) -> Iterator[SourceFile]:
+        """Yield the files of which `open_ahead` opens some."""
+        few = itertools.islice(self._files, self._most_files)
+        return (source for source in few if source.values is None)
 
     def open_again(self, path: str) -> FileIO | None:
         """Return a file once more that is open, whatever lies at its path by now."""
@@ -590,3 +727,13 @@ def _array(memory: int | None, count: int, dtype: Any) -> NDArray[Any]:
         return np.zeros(0, dtype)
     block = (ctypes.c_char * (count * dtype.itemsize)).from_address(memory)
     return np.frombuffer(block, dtype, count)
+
+
+def file_struct(file: LocalFile, stamp: FileStamp) -> FileStruct:
+    """Return an open file as the core takes it, to be compared with a stamp."""
+    opened = FileStruct(
+        file.descriptor, IO_MODES[file.io], file.map_address or None, file.map_nbytes, *stamp
+    )
+    if file.has_swmr_writer:
+        opened.nbytes = -1  # it changes all the time
+    return opened

@@ -1,8 +1,9 @@
-"""Reads rows through h5py: of datasets that cannot be read directly.
+"""Reads datasets through h5py, one at a time: those that the core does not read.
 
-Sample numbers enter; rows leave. HDF5 has one lock for the whole process, so one such read runs at
-a time, whatever the number of threads. A file stays open, with HDF5's shared lock on it, until the
-reader is closed, or too many others were opened after it.
+Sample numbers enter; rows leave. What a field has of a batch, `h5pyrows.py` finds out. HDF5 has one
+lock for the whole process, so one such read runs at a time, whatever the number of threads. A file
+stays open, with HDF5's shared lock on it, until the reader is closed, or too many others were
+opened after it.
 
 HDF5 answers a chunk that decodes short with whatever its heap held. So chunks are checked before
 they are read (`chunkcheck.py`).
@@ -23,15 +24,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.codec.filters import is_known_to_hdf5
+from h5async.core.binding import load_core
 from h5async.errors import H5AsyncError, ReaderClosedError, ReadError, out_of_memory
 from h5async.index.changes import FileChanges
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import open_hdf5
 from h5async.io.keptfiles import KeptFiles
-from h5async.io.stamps import FileStamp, lies_at, replaced
+from h5async.io.stamps import FileStamp, changed, lies_at, replaced
 from h5async.names import name_bytes
-from h5async.plan.plan import rows_at
-from h5async.plan.records import Int64s, SamplesPlan
+from h5async.plan.records import Int64s
 from h5async.read.chunkcheck import ChunkCheck
 from h5async.read.scratch import Scratch
 from h5async.system.interruptions import interruption, suppressing
@@ -70,6 +71,8 @@ class FallbackReader:
         self._folder = b""  # from which names of external files are meant; b"": it was removed
         with suppressing(OSError):
             self._folder = os.fsencode(os.getcwd())
+        # (Not asked later: a thread may have to wait for h5py's lock.)
+        self.cache_nbytes = h5py.h5p.create(h5py.h5p.FILE_ACCESS).get_cache()[2]
         self.reads = self.changes_found = 0
 
     def open(self, layout: DatasetLayout) -> None:
@@ -86,17 +89,19 @@ class FallbackReader:
     def read(
         self,
         layout: DatasetLayout,
-        plan: SamplesPlan,
-        raw: NDArray[Any],
+        sample: Int64s,
+        work: Callable[[h5py.Dataset], None],
         checks: list[ChunkCheck],
         require_open: Callable[[], None],
     ) -> None:
-        """Fill the rows of a plan.
+        """Have some samples of a dataset read.
 
         Parameters
         ----------
-        raw
-            (batch, *raw_row): the batch, samples first, of the dataset's dtype (bool as uint8).
+        sample
+            int64 (n,), n > 0: their numbers.
+        work
+            Reads them from the open dataset; called again where a file was changed meanwhile.
         checks
             Run before anything is read. Those of sources, which are checked whole, are taken away.
         require_open
@@ -113,7 +118,8 @@ class FallbackReader:
             for _ in range(_TRIES):
                 try:
                     self._check_files(layout)
-                    self._read(layout, plan, raw, checks, require_open)
+                    self._check_chunks(layout, sample, checks, require_open)
+                    work(self._dataset(layout))
                 except ReaderClosedError:
                     raise
                 except MemoryError as error:
@@ -126,10 +132,9 @@ class FallbackReader:
                         raise
                     if self._changed_paths(layout) and not isinstance(error, ReadError):
                         continue
-                    sample = plan.sample
                     raise ReadError(
                         f'{layout.file}: dataset "{layout.path}", samples {sample.min()} to'
-                        f" {sample.max()}, read through h5py ({layout.fallback_reason}): {error}"
+                        f" {sample.max()}, read through h5py ({_why_h5py(layout)}): {error}"
                     ) from error
                 if not self._changed_paths(layout):
                     self.reads += 1
@@ -142,34 +147,19 @@ class FallbackReader:
         with self._lock:
             self._files.close()
 
-    def _read(
+    def _check_chunks(
         self,
         layout: DatasetLayout,
-        plan: SamplesPlan,
-        raw: NDArray[Any],
+        sample: Int64s,
         checks: list[ChunkCheck],
         require_open: Callable[[], None],
     ) -> None:
-        sample = plan.sample
         for check in list(checks):
             source = check.layout
             needed = sample if source is layout else _written(source)
             check.run(self._file(source)[name_bytes(source.path)], needed, require_open)
             if source is not layout:
                 checks.remove(check)
-        dataset = self._dataset(layout)
-        values = dataset.fields(layout.member[0]) if layout.member else dataset
-        for first, last, chosen in _spans(layout, sample):
-            require_open()
-            where = (slice(None),) * layout.sample_axis
-            block = values[(*where, slice(first, last))]
-            for name in layout.member[1:]:
-                block = block[name]
-            block = np.moveaxis(block, len(where), 0)
-            out = raw
-            if raw.dtype.fields and raw.dtype == block.dtype:  # padding, too
-                out, block = (array.view(f"V{array.itemsize}") for array in (raw, block))
-            out[rows_at(plan.rows, chosen)] = block[sample[chosen] - first]
 
     def _dataset(self, layout: DatasetLayout) -> h5py.Dataset:
         """Open a dataset so that HDF5 finds the other files that were permitted, and no others."""
@@ -204,6 +194,8 @@ class FallbackReader:
             if now.file_id != known.file_id:
                 raise replaced(path)
             self.changes_found += 1
+            if layout.heaps:
+                raise changed(path, "whether its values still lie where they did is unknown")
             self._files.discard(path)  # HDF5 believes what it has in memory
             self._changes.look_at(path, None, known, now)
             self._stamps[path] = now
@@ -260,32 +252,59 @@ def _variables() -> list[str | None]:
     return [os.environ.get(name) for name in _VARIABLES]
 
 
-class FallbackExecutor:
-    """Executes plans for one dataset through a `FallbackReader`."""
+def _why_h5py(layout: DatasetLayout) -> str:
+    if layout.fallback_reason is not None:
+        return layout.fallback_reason
+    return "the core is missing" if load_core() is None else "the core cannot take its rows"
+
+
+class DatasetRows:
+    """Reads rows of one dataset through a `FallbackReader`. Safe to use from many threads."""
 
     def __init__(self, layout: DatasetLayout, reader: FallbackReader) -> None:
-        self._layout = layout
+        self._layout = _as_stored(layout)
+        self._is_one_sample = self._layout is not layout
         self._reader = reader
         self._changes_found = -1
         self._checks: list[ChunkCheck] = []
         # Rows of chunks along the samples that HDF5 may still have decoded, the latest last.
         self._recent: dict[int, None] = {}
         self._counting = threading.Lock()
-        self._cache_nbytes = h5py.h5p.create(h5py.h5p.FILE_ACCESS).get_cache()[2]
 
-    def execute(
-        self, plan: SamplesPlan, start: int, stop: int, raw: NDArray[Any], scratch: Scratch
-    ) -> None:
-        """Read the one item of a plan, all samples, into the batch `raw`."""
-        if not plan.sample.size:  # samples of differing lengths, all of them empty
+    def read(self, sample: Int64s, rows: Int64s, raw: NDArray[Any], scratch: Scratch) -> None:
+        """Read samples to rows of a batch.
+
+        Parameters
+        ----------
+        sample, rows
+            int64 (n,): which ones, and where they go.
+        raw
+            (batch, *raw_row): the batch, samples first, of the dataset's dtype (bool as uint8).
+
+        Raises
+        ------
+        ReadError
+            As `FallbackReader.read`.
+        """
+        if self._is_one_sample:
+            sample = np.arange(self._layout.num_samples)
+            one = np.empty(self._layout.shape, raw.dtype)
+            self._read(sample, sample, one, scratch)
+            raw[rows] = one.reshape(raw.shape[1:])
+        else:
+            self._read(sample, rows, raw, scratch)
+
+    def _read(self, sample: Int64s, rows: Int64s, raw: NDArray[Any], scratch: Scratch) -> None:
+        if not sample.size:
             return
         if self._changes_found != self._reader.changes_found:  # or nothing was checked yet
             self._changes_found = self._reader.changes_found
             checks = map(ChunkCheck.of, self._layout.origins())
             self._checks = [check for check in checks if check is not None]
+        work = partial(_copy, self._layout, sample, rows, raw, scratch.require_open)
         with scratch.timed("read_ns"):
-            self._reader.read(self._layout, plan, raw, self._checks, scratch.require_open)
-        scratch.counts.h5py_decoded_nbytes += self._decoded_nbytes(plan.sample)
+            self._reader.read(self._layout, sample, work, self._checks, scratch.require_open)
+        scratch.counts.h5py_decoded_nbytes += self._decoded_nbytes(sample)
 
     def _decoded_nbytes(self, sample: Int64s) -> int:
         """Return what HDF5 has decoded for some samples: whole chunks, of which it keeps some."""
@@ -300,9 +319,49 @@ class FallbackExecutor:
                 decoded += nbytes * (chunk not in self._recent)
                 self._recent.pop(chunk, None)
                 self._recent[chunk] = None
-            while len(self._recent) > max(_NEIGHBOURS, self._cache_nbytes // max(1, nbytes)):
+            while len(self._recent) > max(_NEIGHBOURS, self._reader.cache_nbytes // max(1, nbytes)):
                 del self._recent[next(iter(self._recent))]
         return decoded
+
+
+def _as_stored(layout: DatasetLayout) -> DatasetLayout:
+    """Return the layout of a dataset that is read as one sample (`with_one_sample`) as it lies."""
+    known = layout.indexed
+    if known is None or len(known.shape) + layout.extra_dims + 1 != len(layout.shape):
+        return layout
+    if not known.shape:
+        return layout
+    return layout.changed(shape=layout.shape[1:], chunk_shape=layout.chunk_shape[1:])
+
+
+def _are_same_bytes(some: np.dtype[Any], found: np.dtype[Any]) -> bool:
+    """Tell whether compounds have the same members; `some` may name a few of those in `found`."""
+    if some.fields is None or found.fields is None or some.itemsize != found.itemsize:
+        return False
+    return all(found.fields.get(name, ())[:2] == field[:2] for name, field in some.fields.items())
+
+
+def _copy(
+    layout: DatasetLayout,
+    sample: Int64s,
+    rows: Int64s,
+    raw: NDArray[Any],
+    require_open: Callable[[], None],
+    dataset: h5py.Dataset,
+) -> None:
+    """Copy samples of an open dataset to rows of a batch."""
+    values = dataset.fields(layout.member[0]) if layout.member else dataset
+    for first, last, chosen in _spans(layout, sample):
+        require_open()
+        where = (slice(None),) * layout.sample_axis
+        block = values[(*where, slice(first, last))] if dataset.shape else np.array([values[()]])
+        for name in layout.member[1:]:
+            block = block[name]
+        block = np.moveaxis(block, len(where), 0)
+        out = raw
+        if _are_same_bytes(raw.dtype, block.dtype):  # padding, too
+            out, block = (array.view(f"V{array.itemsize}") for array in (raw, block))
+        out[rows[chosen]] = block[sample[chosen] - first]
 
 
 def _written(layout: DatasetLayout) -> Int64s:

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.core.binding import load_core, mapping_mode
 from h5async.errors import DatasetError
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach
 from h5async.index.room import files_of
 from h5async.io.maps import IoMode
-from h5async.plan.plan import plan_run
+from h5async.plan.records import SamplesPlan
 from h5async.read.executors import Executors
 from h5async.read.scratch import Scratch, ScratchSize
 
@@ -89,18 +90,27 @@ def _blocks(layout: DatasetLayout, io: IoMode) -> Iterator[tuple[int, NDArray[An
     size = layout.chunk_shape[layout.sample_axis] if layout.chunk_shape else 1
     size *= max(1, _BLOCK_SAMPLES // size)
     memory = np.empty(min(size, count), layout.raw_dtype)
-    executors = Executors(None, [layout], io, [layout.unit_nbytes], _do_nothing)
+    core = load_core()
+    executors = Executors(core, [layout], mapping_mode(io), [layout.unit_nbytes], _do_nothing)
     try:
-        executor = executors.make()[0]
+        collection, through_h5py = executors.open_collection([None]), executors.h5py_rows()[0]
         room = ScratchSize.of([layout])
         if layout.chunks is not None:  # read chunk by chunk, also where batches read rows
             room = room._replace(raw_chunk=max(room.raw_chunk, layout.chunk_nbytes))
         scratch = Scratch.allocate(*room)
         for first in range(0, count, size):
-            end = min(first + size, count)
-            plan = plan_run(layout, first, end)
-            block = memory[: end - first]
-            executor.execute(plan, 0, plan.num_items, block.reshape(-1, *shape), scratch)
+            samples = np.arange(first, min(first + size, count))
+            block = memory[: samples.size]
+            rows, left = block.reshape(-1, *shape), [np.arange(samples.size)]
+            if collection is not None and collection.reads[0]:
+                with collection.lent_batch([rows], [rows], samples.size) as batch:
+                    items, _ = collection.plan(batch, samples, [True], 1)
+                    collection.read(batch, 0, items, scratch)
+                    executors.read_again(batch, scratch)
+                    left = [some for _, some in collection.left(batch)]
+            for some in left:
+                plan = SamplesPlan(samples[some], some, some.size * layout.row_nbytes)
+                through_h5py.execute(plan, rows, scratch)
             # Any byte but 0 is True to HDF5.
             yield first, block != 0 if layout.dtype.kind == "b" else block
     finally:

@@ -1,1 +1,1 @@
-"""AsyncReader: options enter, batches leave; its engine, its position, its saved states."""
+"""`AsyncReader`: options enter, batches leave; its engine, its position, its saved states."""

@@ -1,4 +1,4 @@
-"""Defines `AsyncReader`, which the caller makes of options and which delivers batches."""
+"""Defines `AsyncReader`, which takes options and delivers batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from h5async.html import Bar, Cell, box, grid, size_text
 from h5async.names import printable
 from h5async.observe.stats import ReaderStats
 from h5async.observe.trace import Trace
-from h5async.reader import lifetime  # noqa: F401  # registers what is done at exit, and after a fork
+from h5async.reader import lifetime  # noqa: F401  # registers exit and fork handlers
 from h5async.reader.batch import Batch
 from h5async.spelling import named
 
@@ -49,13 +49,13 @@ class AsyncReader:
     ReadError
         If a file cannot be opened.
     DatasetError
-        If a dataset is missing or cannot be delivered in batches, if the datasets have different
-        lengths, or if the rows of a dataset differ between files.
+        If a dataset is missing or cannot be delivered in batches, or if lengths of datasets or rows
+        of files differ.
     UnsafeFileError
         If a file refers to others that neither lie beside it nor are permitted by
         ``allow_external``.
     DeviceError
-        If the device asked for is not there, or cannot hold the data.
+        If the requested device does not exist, or cannot hold the data.
 
     Examples
     --------
@@ -79,7 +79,7 @@ class AsyncReader:
         /,
         **options: Unpack[ReaderOptions],
     ) -> None:
-        # Here, because they load nearly all of the package, and not every import makes a reader.
+        # Imported here, because it loads nearly all of the package.
         from h5async.reader.engine import Engine
         from h5async.reader.handover import Handover
 
@@ -98,7 +98,7 @@ class AsyncReader:
 
     @property
     def config(self) -> ReaderConfig:
-        """The options, as validated."""
+        """The validated options."""
         return self._config
 
     @property
@@ -108,19 +108,19 @@ class AsyncReader:
 
     @property
     def layouts(self) -> dict[str, DatasetLayout]:
-        """Where the values of each field lie, and why h5py reads them where it does.
+        """Where the values of each field lie, and why h5py reads them, if it does.
 
-        Of a sparse field, that is the layout of the values that are stored.
+        For a sparse field, this is the layout of the stored values.
         """
-        from h5async.samples.columns import by_field  # which takes long to import
+        from h5async.samples.columns import by_field  # a slow import
 
         return by_field(self._engine.layouts, lambda values, indices: values)
 
     @property
     def categories(self) -> dict[str, tuple[Any, ...]]:
-        """What the codes of categorical fields stand for, by field: code c for the name number c.
+        """The names of categorical fields' codes, per field: name number c belongs to code c.
 
-        -1 stands for no value. Where several files have other categories, these are all of them.
+        Code -1 means no value. If files have different categories, these are all of them.
 
         Examples
         --------
@@ -136,21 +136,21 @@ class AsyncReader:
 
     @property
     def num_samples(self) -> int:
-        """Samples that are selected: all of the dataset, or those of the option `indices`."""
+        """Number of selected samples: all of the dataset, or those of the option `indices`."""
         return self._engine.num_samples
 
     @property
     def nbytes(self) -> int:
         """Decoded bytes of one epoch, of all fields, in the dtypes of the file.
 
-        Where samples of differing lengths are left out, or drawn, their mean length counts.
+        If samples vary in length, and some are left out or drawn, their mean length counts.
         """
         engine = self._engine
         return engine.counts.epoch_nbytes(engine.samplings.selection, engine.position.epoch_samples)
 
     @property
     def fallback_reads(self) -> int:
-        """Reads that went through h5py so far: one for each batch of each field that needs it."""
+        """Reads through h5py so far: one per batch and field that needs it."""
         return self._engine.fallback_reads
 
     def stats(self, since: ReaderStats | None = None, *, epoch: int | None = None) -> ReaderStats:
@@ -161,11 +161,11 @@ class AsyncReader:
         Parameters
         ----------
         since
-            What this method returned before: only what was done after that counts.
+            Earlier statistics of this reader: count only what was done after them.
         epoch
-            The number of an epoch, of the last 256; -1 is the last one that a batch was delivered
-            of, -2 the one before. None: all that was done. What is done for the first batches of
-            an epoch before the one before it has ended counts there.
+            The number of an epoch, of the last 256; -1 is that of the last delivered batch, -2 the
+            one before. None means everything. Work for an epoch that is done before the end of the
+            previous one counts for the previous one.
 
         Raises
         ------
@@ -183,7 +183,7 @@ class AsyncReader:
         >>> print(stats)  # doctest: +SKIP
         data-bound: waited 31 % of the time; the limit is deflate decoding, 0.9 GB/s on 2 threads
 
-        Of each epoch, and of what comes after some moment:
+        Of each epoch, and since an earlier moment:
 
         >>> with AsyncReader(hdf5_path="sample_data/digits.h5", batch_size=64) as reader:
         ...     for epoch in range(3):
@@ -207,41 +207,36 @@ class AsyncReader:
     ) -> Trace:
         """Record what each thread does for which batch, until the trace is stopped.
 
-        The file is written when that ends: by ``stop()`` of what this returns, at the end of
-        ``with reader.trace(...)``, or with the reader. https://ui.perfetto.dev and chrome://tracing
-        show it: when which thread planned, read, decoded, placed, transformed, postprocessed and
-        uploaded batches, and when the loop waited for one (``wait``) and had one (``in use``).
+        The file is written at the end: by ``stop()`` of the returned `Trace`, at the end of ``with
+        reader.trace(...)``, or with the reader. https://ui.perfetto.dev and chrome://tracing show
+        when each thread planned, read, decoded, placed, transformed, postprocessed and uploaded
+        batches, and when the loop waited for one (``wait``) and had one (``in use``).
 
         Parameters
         ----------
         path
-            The file, in Chrome's trace event format (JSON); compressed where it ends in ``.gz``.
-            None: no file, only what `nvtx` and `torch` ask for.
+            The file, in Chrome's trace event format (JSON); ``.gz`` compresses it. None means no
+            file, only what `nvtx` and `torch` request.
         nvtx
-            Open ranges of NVTX, too, which Nsight Systems shows; this needs CuPy. There are ranges
-            of what Python does: wait, plan, transform, decode (of images), postprocess, upload.
+            Also open ranges of NVTX, which Nsight Systems shows; this needs CuPy. Ranges cover what
+            Python does: wait, plan, transform, decode (of images), postprocess, upload.
         torch
-            The same by ``torch.profiler.record_function``. PyTorch's profiler shows those of the
-            thread in which it was started, if nothing else is asked of it.
+            Also open ranges of ``torch.profiler.record_function``. By default, PyTorch's profiler
+            shows only those of the thread that started it.
         max_events
-            So many events are kept, the first ones, 20,000,000 at most; the others are counted. One
-            takes about 50 bytes of memory in the compiled core, some 200 in Python, and 150 in the
-            file.
-
-        Returns
-        -------
-        Trace
-            What ends the trace: by ``stop()``, or as a context.
+            Number of events to keep, from the first one on, at most 20,000,000; the others are
+            counted. An event takes about 50 bytes of memory in the compiled core, 200 in Python,
+            and 150 in the file.
 
         Raises
         ------
         ConfigError
-            If a trace of this reader is running already, the file cannot be written, or
-            `max_events` is no number of events.
+            If a trace of this reader is already running, the file cannot be written, or
+            `max_events` is invalid.
         MissingPackageError
-            If CuPy or PyTorch is not installed, where it is asked for.
+            If CuPy or PyTorch is needed and not installed.
         OutOfMemoryError
-            If the system refuses memory for so many events.
+            If the system refuses memory for that many events.
         ReaderClosedError
             If the reader is closed.
 
@@ -262,44 +257,44 @@ class AsyncReader:
     def __len__(self) -> int:
         """Return the number of batches in an epoch.
 
-        With `batch_values` or `bucket`, epochs may differ: it is that of the epoch under way and,
-        between two, of the next one. Where the rank is not given as an option, it is settled with
-        the first batch; until then this is the number for the rank as it is found now.
+        With `batch_values` or `bucket`, epochs may differ: it is that of the current epoch or,
+        between two epochs, of the next one. Unless the rank is given as an option, it is settled
+        with the first batch; until then, the number is for the rank found now.
 
         Raises
         ------
         ConfigError
-            If the environment tells the rank differently in different places.
+            If the environment has contradictory ranks.
         """
         return self._engine.position.num_batches
 
     def fetch_data(self, index: ArrayLike | None = None) -> bool:
-        """Ask for the next batch in order, or for one of given samples. Never blocks.
+        """Request the next batch in order, or one of given samples. Never blocks.
 
-        While all slots are busy the request waits in line: a batch that is in use is never
-        overwritten. Extra calls are harmless.
+        While all slots are busy, the request waits in line: a batch in use is never overwritten.
+        Extra calls are harmless.
 
         Parameters
         ----------
         index
-            Sample numbers of the dataset: the samples of a batch of no epoch (its `epoch` and
-            `number` are -1), in this order; `batch_size` at most, and repeats are allowed. It comes
-            behind what was asked for before, and, in a ``for`` loop, behind what threads read
-            ahead. Nothing of the order of epochs changes.
+            Sample numbers of the dataset, for a batch outside of epochs (its `epoch` and `number`
+            are -1), in this order; at most `batch_size`, repeats are allowed. It comes after
+            earlier requests, and, in a ``for`` loop, after batches that threads read ahead. The
+            order of epochs does not change.
 
         Returns
         -------
         bool
-            Whether the batch asked for is the last of its epoch.
+            Whether the requested batch is the last of its epoch.
 
         Raises
         ------
         ConfigError
-            If `index` has no sample numbers of the dataset, or too many; nothing is asked for then.
+            If `index` has invalid sample numbers, or too many; then nothing is requested.
         ReaderClosedError
             If the reader is closed.
         DatasetError
-            If an epoch has no batch at all.
+            If an epoch has no batch.
 
         Examples
         --------
@@ -314,28 +309,28 @@ class AsyncReader:
         return self._engine.fetch(None if index is None else self._engine.given.batch(index))
 
     def get_next_batch(self, timeout: float | None = None) -> Batch:
-        """Return the oldest batch that was asked for, and end the life of the one before.
+        """Return the oldest requested batch, and end the life of the one before.
 
-        Asks for a batch itself where nothing did so before. Blocks until the batch is filled; its
-        upload to a GPU is ordered before what the current stream does next.
+        Requests a batch if none is. Blocks until the batch is filled; its upload to a GPU is
+        ordered before the current stream's next operations.
 
         Parameters
         ----------
         timeout
-            Seconds to wait at most; None: the option ``timeout``.
+            Maximum seconds to wait; None means the option ``timeout``.
 
         Raises
         ------
         ConfigError
-            If `timeout` is no number of seconds; nothing else happens then.
+            If `timeout` is invalid; then nothing else happens.
         BatchTimeoutError
-            If the batch is not ready in time; the next call goes on waiting for it.
+            If the batch is not ready in time; the next call continues to wait for it.
         ReadError, DeviceError, PostprocessError
-            If filling this batch failed; the next call gives the next batch.
+            If filling this batch failed; the next call returns the next batch.
         ReaderClosedError
             If the reader is closed, before the call or during it.
         DatasetError
-            If an epoch has no batch at all.
+            If an epoch has no batch.
 
         Examples
         --------
@@ -356,7 +351,7 @@ class AsyncReader:
             engine.take(serial, filled)
             if batch is not None:
                 engine.note(batch.index, batch.epoch, batch.number, batch.last)
-        except BaseException:  # Ctrl-C: the next call gives this batch
+        except BaseException:  # Ctrl-C: the next call returns this batch
             engine.ring.put_back(serial, filled)
             raise
         if batch is None:
@@ -368,9 +363,9 @@ class AsyncReader:
         return batch
 
     def read(self, index: ArrayLike) -> Batch:
-        """Read given samples at once, in the calling thread; the batch lasts.
+        """Read given samples at once, in the calling thread; the batch owns its memory.
 
-        Batches that were asked for are on their way meanwhile, and stay as they are.
+        Requested batches continue to be filled, and do not change.
 
         Parameters
         ----------
@@ -380,14 +375,14 @@ class AsyncReader:
         Returns
         -------
         Batch
-            With memory of its own; its `epoch` and `number` are -1.
+            Its `epoch` and `number` are -1.
 
         Raises
         ------
         ConfigError
-            If `index` has no sample numbers of the dataset.
+            If `index` has invalid sample numbers.
         ReadError, PostprocessError
-            If they cannot be read.
+            If the samples cannot be read.
         ReaderClosedError
             If the reader is closed.
 
@@ -404,10 +399,10 @@ class AsyncReader:
         return self._handover.given(samples, engine.read(samples))
 
     def __iter__(self) -> Iterator[Batch]:
-        """Begin the next epoch, the first one of which no batch was taken yet.
+        """Begin the next epoch: the first one of which no batch was taken yet.
 
-        Of an epoch that is left before its end, batches that were asked for are dropped. The first
-        batches of the following epoch are read before this one ends.
+        If an epoch is left before its end, its requested batches are dropped. The next epoch's
+        first batches are read before this one ends.
         """
         from h5async.reader.handover import Epoch
 
@@ -419,9 +414,9 @@ class AsyncReader:
         return Epoch(engine, engine.begin_epoch(), self.get_next_batch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Go on with the beginning of an epoch; batches of others that were asked for are dropped.
+        """Continue at the beginning of an epoch; requested batches of others are dropped.
 
-        Nothing is dropped where this epoch comes next anyway.
+        Nothing is dropped if this epoch comes next anyway.
 
         Parameters
         ----------
@@ -454,15 +449,15 @@ class AsyncReader:
             engine.jump(epoch)
 
     def reset(self) -> None:
-        """Go back to the first batch of epoch 0, as a new reader."""
+        """Go back to the first batch of epoch 0."""
         self.set_epoch(0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the reader is, so that `load_state_dict` can go on from there later.
+        """Return the reader's position, for `load_state_dict` to continue from later.
 
-        Batches count that `get_next_batch` returned, not those that are on their way. The state is
-        small for any dataset, can be written as JSON, and is the same in all ranks. It describes
-        the files as they were when the reader was made.
+        Only batches that `get_next_batch` returned count. The state is small for any dataset, can
+        be written as JSON, and is the same in all ranks. It describes the files as they were when
+        the reader was made.
 
         Examples
         --------
@@ -477,13 +472,13 @@ class AsyncReader:
         return self._engine.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on exactly where a state was saved; batches that were asked for are dropped.
+        """Continue exactly where a state was saved; requested batches are dropped.
 
         The next batch is the one that would have come next then, with any number of threads or
-        slots and on any device. With another `batch_size` or `world_size` the rest of the epoch is
-        dealt again: samples that the ranks had received together do not come again, and none is
-        left out. (Whole steps of all ranks count: save the state of all ranks at the same step.)
-        The next ``for`` loop gives the rest of the epoch.
+        slots and on any device. With another `batch_size` or `world_size`, the rest of the epoch is
+        dealt again: samples that all ranks together had received do not repeat, and none is left
+        out. (Whole steps of all ranks count: save the state of all ranks at the same step.) The
+        next ``for`` loop gives the rest of the epoch.
 
         Parameters
         ----------
@@ -523,23 +518,22 @@ class AsyncReader:
         """Stop the threads, close the files and free the slots' memory. Idempotent.
 
         Waits for work in progress (a `postprocess`, say), but no longer than the option `timeout`;
-        what is still running then ends with that work. The arrays of the batch that the caller
-        holds stay valid. A trace that is running ends, too.
+        anything still running then ends with that work. The arrays of the batch that the caller
+        holds stay valid. A running trace ends, too.
 
         Raises
         ------
         ReadError
-            If the file of a trace cannot be written; the reader is closed then, as ever.
+            If the file of a trace cannot be written; the reader is still closed.
         """
         try:
             self._engine.close(self._config.timeout)
         except ReadError:
             self._dropped.detach()
             raise
-        self._dropped.detach()  # nothing is left to be done when the reader is collected
+        self._dropped.detach()  # nothing is left to do when the reader is collected
 
     def __enter__(self) -> AsyncReader:
-        """Return the reader itself."""
         return self
 
     def __exit__(
@@ -548,16 +542,12 @@ class AsyncReader:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Close the reader."""
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle a reader that has not begun; the process that unpickles it opens it again.
+        """Pickle a reader that has not begun; unpickling opens it again.
 
-        Raises
-        ------
-        ConfigError
-            If a batch was asked for already.
+        Raises `ConfigError` if a batch was requested already.
         """
         self._check_not_empty()
         if self._engine.ring.has_begun:
@@ -568,11 +558,10 @@ class AsyncReader:
         return _reopen, (self._config, self.state_dict())
 
     def __repr__(self) -> str:
-        """Describe the reader in a line."""
         state = ", closed" if self._engine.ring.is_closed else ""
         try:
             batches = f"{len(self)} batches an epoch"
-        except ConfigError:  # launchers contradict each other, and no batch was asked for yet
+        except ConfigError:  # launchers contradict each other, and no batch was requested yet
             batches = "rank not known"
         return (
             f"<AsyncReader {paths_text(self._config.hdf5_path)}: {', '.join(self._engine.names)},"
@@ -580,7 +569,7 @@ class AsyncReader:
         )
 
     def _repr_html_(self) -> str:
-        """Show a small table in a notebook: the fields, how they are read, and how far it is."""
+        """Show a small table in a notebook: the fields, how they are read, and the progress."""
         layouts, ways = self.layouts, self.stats().ways
         fields = [
             [name, one.path, _row_text(one), str(one.dtype), ways[name]]
@@ -640,7 +629,7 @@ def _why_empty(reader: AsyncReader) -> str:
 
 
 def _row_text(layout: DatasetLayout) -> str:
-    """Return the shape of a stored sample; "any": that dimension differs from sample to sample."""
+    """Return the shape of a stored sample; "any" marks a dimension that varies."""
     if not layout.is_ragged:
         return str(layout.row_shape)
     inner = "".join(f" {length}," for length in layout.row_shape)
@@ -659,7 +648,6 @@ def _order_text(config: ReaderConfig) -> str:
 
 
 def _reopen(config: ReaderConfig, state: Mapping[str, Any]) -> AsyncReader:
-    """Make a reader that was pickled."""
     reader = AsyncReader(config)
     reader.load_state_dict(state)
     return reader

@@ -1,4 +1,4 @@
-"""Defines `Batch`: the arrays of one minibatch, by field, and which samples they hold."""
+"""Defines `Batch`: the arrays of one minibatch, by field, and the samples that they hold."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from h5async.deliver.device import Device
 
 
-_SHOWN = 6  # numbers of samples in a notebook
+_SHOWN = 6  # sample numbers shown in a notebook
 _OVER = (
     "The life of this batch is over: the next one was asked for, and its memory is filled with"
     " other samples. batch.copy(), in time, gives a batch that lasts."
@@ -27,19 +27,19 @@ _OVER = (
 
 
 class Batch(Sequence[Any]):
-    """One minibatch: a sequence of arrays in field order, which are also reached by name.
+    """One minibatch: a sequence of arrays in field order, also accessible by name.
 
-    ``data, labels = batch``, ``batch["data"]`` and ``batch.data`` all give arrays of
-    ``(size, *row)``: NumPy arrays on the CPU, CuPy arrays on a GPU. **The arrays live until the
-    next** ``get_next_batch()``, or the next iteration of a ``for`` loop: then their memory is
-    filled with another batch. `copy` gives a batch that lasts.
+    ``data, labels = batch``, ``batch["data"]`` and ``batch.data`` all give arrays of ``(size,
+    *row)``: NumPy arrays on the CPU, CuPy arrays on a GPU. **The arrays live until the next**
+    ``get_next_batch()``, or the next iteration of a ``for`` loop: then another batch is filled into
+    their memory. `copy` returns a batch that lasts.
 
     Attributes
     ----------
     index
         int64 (size,): the sample numbers, in a NumPy array that lasts.
     epoch, number
-        Which batch of which epoch this is; both count from 0.
+        The batch's epoch, and its number in it; both count from 0.
     last
         Whether it is the last batch of its epoch.
     size
@@ -87,27 +87,22 @@ class Batch(Sequence[Any]):
 
     @property
     def sequence(self) -> NDArray[np.int64]:
-        """In which sequence each sample lies: int64 (size,), counted from 0 over all files."""
+        """The sequence number of each sample: int64 (size,), counted from 0 over all files."""
         return self.index * 0 if self._sequences is None else self._sequences.numbers(self.index)
 
     @property
     def step(self) -> NDArray[np.int64]:
-        """Which row of its sequence each sample is: int64 (size,)."""
+        """The row of each sample within its sequence: int64 (size,)."""
         return self.index if self._sequences is None else self._sequences.steps(self.index)
 
     def __len__(self) -> int:
-        """Return the number of fields."""
         return len(self._arrays)
 
     def __getitem__(self, key: Any) -> Any:
-        """Return the array of a field, by its name or its number; a slice gives a tuple.
+        """Return the array of a field, by its name or number; a slice gives a tuple.
 
-        Raises
-        ------
-        DatasetError
-            If there is no field of that name.
-        BatchExpiredError
-            As in `ReaderConfig.debug_lifetimes`.
+        Raises `DatasetError` for an unknown name, and `BatchExpiredError` as in
+        `ReaderConfig.debug_lifetimes`.
         """
         if isinstance(key, str):
             if key not in self._arrays:
@@ -116,29 +111,26 @@ class Batch(Sequence[Any]):
         return tuple(self._arrays.values())[key]
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over the arrays, in field order."""
         return iter(self._arrays.values())
 
     def __getattr__(self, name: str) -> Any:
-        """Return the array of the field `name`."""
         arrays = object.__getattribute__(self, "_arrays")
         if name not in arrays:
             raise AttributeError(f"a batch of {', '.join(arrays)} has no {name!r}")
         return arrays[name]
 
     def __dir__(self) -> list[str]:
-        """List the fields, too, for completion in a notebook."""
+        """Add the fields, for completion in a notebook."""
         return sorted({*super().__dir__(), *filter(str.isidentifier, self._arrays)})
 
     @property
     def _where(self) -> str:
-        """Which batch it is, within a sentence."""
+        """The batch's name within a sentence."""
         if self.epoch < 0:
             return "a batch of given samples"
         return f"batch {self.number} of epoch {self.epoch}"
 
     def __repr__(self) -> str:
-        """Describe the batch in a line."""
         where = self._where.removeprefix("a ").capitalize()
         if isinstance(self._arrays, _ExpiredArrays):
             return f"<{where}, expired>"
@@ -146,7 +138,7 @@ class Batch(Sequence[Any]):
         return f"<{where}: {fields}>"
 
     def _repr_html_(self) -> str:
-        """Show a small table in a notebook: what each field holds. Nothing is copied from a GPU."""
+        """Show a small table of the fields in a notebook. Nothing is copied from a GPU."""
         title = self._where.removeprefix("a ").capitalize()
         if isinstance(self._arrays, _ExpiredArrays) or (self._life is not None and self._life.over):
             return table(title, [], note=_OVER)
@@ -168,7 +160,7 @@ class Batch(Sequence[Any]):
         return list(self._arrays)
 
     def copy(self) -> Batch:
-        """Return a batch with memory of its own (on a GPU: copied on the current stream)."""
+        """Return a batch that owns its memory (on a GPU: copied on the current stream)."""
         with nullcontext() if self._device is None else self._device.current():
             what = f"a copy of {self._where}"
             with taking_memory(what, f"keep fewer batches, or make {named('batch_size')} smaller"):
@@ -178,7 +170,7 @@ class Batch(Sequence[Any]):
 
 
 def _cells(array: Any) -> tuple[str, str, str]:
-    """Return shape, dtype and the first values of an array, as text; on a GPU, no values."""
+    """Return shape, dtype and first values of an array, as text; on a GPU, no values."""
     shape = getattr(array, "shape", None)
     if shape is None or not hasattr(array, "ndim"):  # ragged or sparse
         return f"{len(array):,} {type(array).__name__}", str(array.dtype), preview(array)
@@ -186,18 +178,15 @@ def _cells(array: Any) -> tuple[str, str, str]:
 
 
 def _shown(array: Any) -> str:
-    """Return shape and dtype of an array, or what ragged samples say of themselves."""
+    """Return shape and dtype of an array, or the repr of ragged samples."""
     shape = getattr(array, "shape", None)
     return repr(array) if shape is None else f"{shape} {array.dtype}"
 
 
 class Life:
-    """The life of a batch on the memory of a slot.
+    """The life of a batch in the memory of a slot.
 
-    Attributes
-    ----------
-    over
-        Whether the next batch was asked for, so that the memory is filled with other samples.
+    It is `over` when the next batch is requested, and the memory gets other samples.
     """
 
     __slots__ = ("over",)
@@ -207,7 +196,7 @@ class Life:
 
 
 class _ExpiredArrays(dict[str, Any]):
-    """What is left of the arrays of a batch whose life is over: their names."""
+    """The names of the arrays of an expired batch."""
 
     def __init__(self, batch: Batch) -> None:
         super().__init__(dict.fromkeys(batch.keys()))

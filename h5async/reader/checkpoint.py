@@ -1,6 +1,6 @@
-"""Writes and checks a reader's state: a saved position, and what the order of samples depends on.
+"""Writes and checks a reader's state: a saved position, and what the order depends on.
 
-A state is a small dict of what JSON has, the same in all ranks.
+A state is a small dict of JSON types, the same in all ranks.
 """
 
 from __future__ import annotations
@@ -21,24 +21,14 @@ from h5async.opening.samplelengths import digest
 from h5async.reader.position import SavedPosition
 
 _VERSION = 1
-# Parts of a state that not every reader has; of those in the first line it has a digest.
+# Optional parts of a state; those in the first line are digests.
 _DIGESTS = ("indices", "weights", "sampler")
 _OPTIONAL = (*_DIGESTS, "batch_values", "bucket")
-_MOST_RANKS = 1 << 20  # a saved state is not to be trusted with more
+_MOST_RANKS = 1 << 20  # bounds what a bad state can cost
 
 
 class Checkpoints:
-    """Makes the states of one reader, and checks those that it is given.
-
-    Parameters
-    ----------
-    config
-        The options.
-    layouts
-        Layouts of all fields, by name.
-    samplings
-        The orders of samples.
-    """
+    """Makes the states of one reader, and checks those that it is given."""
 
     def __init__(
         self,
@@ -63,19 +53,15 @@ class Checkpoints:
         }
 
     def _sampler_state(self, epoch: int) -> dict[str, Any]:
-        """Return the state of the sampler at the beginning of an epoch, where there is one."""
+        """Return the sampler's state at the beginning of an epoch, if there is one."""
         sampler = self._samplings.sampler
         return {} if sampler is None else {"sampler": sampler.state(epoch)}
 
     def position(self, state: Mapping[str, Any]) -> SavedPosition:
-        """Return the position of a state, which must fit the reader.
+        """Return the position in a state, which must fit the reader.
 
-        Raises
-        ------
-        ConfigError
-            If it was saved with other options, or is no state.
-        ReadError
-            If a file has changed since.
+        Raises `ConfigError` if it was saved with other options or is not a state, and `ReadError`
+        if a file has changed since.
         """
         if not _is(state.get("version"), _VERSION):
             raise ConfigError(
@@ -85,7 +71,7 @@ class Checkpoints:
         self._check_order(state)
         numbers = [state.get(n) for n in ("epoch", "position", "batch_size", "world_size")]
         if (
-            not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers)  # (a bool is none)
+            not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers)  # (not a bool)
             or not all(numbers[2:])
             or cast("int", numbers[3]) > _MOST_RANKS
         ):
@@ -104,7 +90,7 @@ class Checkpoints:
         return position
 
     def _check_order(self, state: Mapping[str, Any]) -> None:
-        """Check that the state's order of samples is the reader's."""
+        """Check that state and reader have the same order of samples."""
         for name in _OPTIONAL:
             mine = name in self._order_depends_on
             mine = self._config.sampler is not None if name == "sampler" else mine
@@ -146,7 +132,7 @@ class Checkpoints:
 
     @functools.cached_property
     def _order_depends_on(self) -> dict[str, Any]:
-        """What an order of samples depends on."""
+        """Everything that an order of samples depends on."""
         config = self._config
         found: dict[str, Any] = {
             "seed": config.seed,
@@ -171,7 +157,7 @@ class Checkpoints:
         return found
 
     def _fingerprint(self) -> str:
-        """Return what depends on the data, and on what the order makes of them."""
+        """Return a hash of the data's structure, as far as the order depends on it."""
         layouts, sequences = list(self._layouts.values()), self._samplings.sequences
         also = [sequences.starts, sequences.ends]
         if self._config.shuffle == "window":

@@ -1,7 +1,7 @@
 """Connects layouts, order, filler, slots and device: options enter, filled batches leave.
 
-The engine does not know the reader that the caller holds. So a reader that is dropped unclosed can
-be collected, and its engine closed.
+The engine does not refer to the caller's reader. So a reader that is dropped unclosed can be
+collected, and its engine closed.
 """
 
 from __future__ import annotations
@@ -67,56 +67,39 @@ if TYPE_CHECKING:
     from h5async.observe.tracing import Tracing
     from h5async.process.helper import HelperFiller
 
-_MOMENT_SECONDS = 0.5  # in which idle workers have nearly always ended
+_MOMENT_SECONDS = 0.5  # idle workers nearly always end within this time
 _REMEDY = "free some memory, or raise the memory limit of this process"
 
 
 class Engine:
-    """The implementation of a reader, which `AsyncReader` shows to the caller.
-
-    Parameters
-    ----------
-    config
-        The options.
-
-    Raises
-    ------
-    H5AsyncError
-        As `AsyncReader` says.
-    """
+    """The implementation of a reader behind `AsyncReader`, whose methods list the errors."""
 
     def __init__(self, config: ReaderConfig) -> None:
-        # How many threads there are is settled here: affinity and quotas may change later.
+        # The number of threads is fixed here: affinity and quotas may change later.
         self.config = config.model_copy(update={"num_threads": config.thread_count})
         self.fewer_threads_do = config.num_threads is None
         self.num_forks = lifetime.num_forks
         self.ring: SlotRing[FillOutcome] = SlotRing(config.prefetch)
         self.filler: Filler | HelperFiller | None = None
-        self.has_opened = Flag(True)  # or is not being opened
+        self.has_opened = Flag(True)  # set unless it is being opened
         self.slots: list[DeviceSlot] = []
         self.categories: Mapping[str, Categories] = {}
         self.device: Device = HostDevice()
-        self._submitter: Submitter | None = None  # None: workers ask for requests
+        self._submitter: Submitter | None = None  # None if workers ask for requests
         self._recorder = Recorder()
-        self._tracing: Tracing | None = None  # None: nobody has asked for a trace yet
+        self._tracing: Tracing | None = None  # None until a trace is requested
         self._trace_error: ReadError | None = None  # why a trace was not written at the end
 
     @passing()
     def open(self) -> None:
-        """Open the dataset, and start the threads; after an exception, call `close`.
-
-        Raises
-        ------
-        H5AsyncError
-            As `AsyncReader` says.
-        """
+        """Open the dataset, and start the threads; after an exception, call `close`."""
         self.has_opened.is_set = False
         begin = time.perf_counter()
         try:
             lifetime.register(self)
             self._open_dataset()
             log_opened(self.config, self.layouts, self.num_samples, time.perf_counter() - begin)
-            self.ring.check_open()  # at exit, it may have been closed meanwhile
+            self.ring.check_open()  # exit handlers may have closed it meanwhile
         finally:
             self.has_opened.set()
 
@@ -151,7 +134,7 @@ class Engine:
         self.num_samples = samplings.selection.size
         self.device = find_device(config.device, config.pin_memory)
         is_on_gpu = self.device.name != "cpu"
-        # A GPU makes them with the batch; on the host they are made as it is handed over.
+        # A GPU makes them with the batch; on the host they are made when it is handed over.
         self.masks = masks_of(fields, layouts, samplings.rows)
         self._masks_of_device = list(self.masks.values()) if is_on_gpu else []
         rows = samples_of_slot(config, samplings)
@@ -240,7 +223,7 @@ class Engine:
                 on_done=self._on_done,
                 on_crash=self.ring.fail,
             )
-        # A helper process has one in any case; and without any, the caller does the work.
+        # A helper process always has one; without any, the caller does the work.
         of_each = min(config.filler_threads, memory_plan.most_threads)
         self.has_threads = of_each > 0
         self.num_threads = max(1, config.num_helpers) * max(1, of_each)
@@ -258,7 +241,7 @@ class Engine:
 
     @property
     def schedule(self) -> Schedule:
-        """Which batch has which serial number."""
+        """Maps serial numbers to batches."""
         return self.position.schedule
 
     @property
@@ -276,7 +259,7 @@ class Engine:
         self.ring.check_open()
 
     def fetch(self, samples: NDArray[np.int64] | None = None) -> bool:
-        """Ask for one more batch, or one of these samples; tell whether its epoch ends with it."""
+        """Request another batch, or one of these samples; tell whether its epoch ends with it."""
         if samples is not None:
             self.position.give(samples)
             self._begin()
@@ -287,13 +270,7 @@ class Engine:
 
     @passing()
     def read(self, samples: NDArray[np.int64]) -> tuple[Any, ...]:
-        """Read samples in the calling thread, to arrays of their own.
-
-        Raises
-        ------
-        H5AsyncError
-            As `AsyncReader.read` says.
-        """
+        """Read samples in the calling thread, to arrays of their own."""
         return self.device.owned(self.given.read(samples, self._filler))
 
     def begin_epoch(self) -> int:
@@ -302,20 +279,20 @@ class Engine:
         course, following = self.position.course, self.ring.next_serial
         first = course.schedule.epoch_begin(following)
         while first > following and first - 1 in course.given:
-            first -= 1  # the caller wants these, too
+            first -= 1  # the caller requested these, too
         self.ring.skip_to(first, read_ahead=self.has_threads, loops=self.has_threads)
         self._begin()
         return course.schedule.position(first).epoch
 
     def _begin(self) -> None:
-        """Have free slots filled with the batches that were asked for."""
+        """Fill free slots with requested batches."""
         if self._submitter is not None:
             self._submitter.begin(self._requests)
         elif self.ring.can_assign():
             self._filler.kick()
 
     def _next_requests(self) -> list[FillRequest]:
-        """Return which slots are to be filled now, and with what; called in a worker."""
+        """Return the requests for free slots; called in a worker."""
         begin_ns, timeline = time.perf_counter_ns(), self._recorder.timeline
         requests = self._requests(self.ring.assign())
         if timeline is not None and requests:
@@ -329,16 +306,10 @@ class Engine:
     def trace(
         self, path: str | os.PathLike[str] | None, *, nvtx: bool, torch: bool, max_events: int
     ) -> Trace:
-        """Begin a trace of what is done from now on.
-
-        Raises
-        ------
-        H5AsyncError
-            As `AsyncReader.trace` says.
-        """
+        """Begin a trace of all work from now on."""
         self.check_open()
         if self._tracing is None:
-            from h5async.observe.tracing import Tracing  # which few need
+            from h5async.observe.tracing import Tracing  # rarely needed
 
             self._tracing = Tracing(self._recorder, paths_text(self.config.hdf5_path))
         place_of = self.position.place_of
@@ -354,29 +325,17 @@ class Engine:
 
     @passing()
     def state(self) -> dict[str, Any]:
-        """Return where the reader is: after the caller's last batch, not those on their way.
-
-        Raises
-        ------
-        H5AsyncError
-            As `AsyncReader.state_dict` says.
-        """
+        """Return the position after the caller's last batch, ignoring requested ones."""
         return self.checkpoints.state(self.position.save())
 
     @passing()
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on where a state was saved.
-
-        Raises
-        ------
-        H5AsyncError
-            As `AsyncReader.load_state_dict` says.
-        """
+        """Continue where a state was saved."""
         self.position.restore(self.checkpoints.position(state))
         self.counts.end_epoch(self._work())
 
     def jump(self, epoch: int) -> None:
-        """Go on with the beginning of an epoch; batches that were asked for are dropped."""
+        """Continue at the beginning of an epoch; requested batches are dropped."""
         self.position.jump(epoch)
         self.counts.end_epoch(self._work())
 
@@ -388,7 +347,7 @@ class Engine:
             timeline.begin_wait()
         end = 0.0
         try:
-            # Where a slot may be filled as soon as it is free, uses have no order to be kept.
+            # If a slot may be filled as soon as it is free, the order of uses does not matter.
             has_order = not self.device.is_writable_at_once
             if has_order and slots and ring.in_use is not None:
                 slots[ring.in_use].release()
@@ -406,7 +365,7 @@ class Engine:
             try:
                 return serial, filled
             finally:
-                del filled, slots  # an error has this frame, where the batch was filled here
+                del filled, slots  # an error from filling here holds this frame
         finally:
             if timeline is not None:
                 end = end or time.perf_counter()
@@ -414,13 +373,13 @@ class Engine:
 
     def take(self, serial: int, filled: FillOutcome) -> None:
         """Put the batch that was waited for in use, or forget its error."""
-        # The error will have a traceback, with the reader in it, which nothing must hold.
+        # The error's traceback will hold the reader, so nothing may hold the error.
         self.ring.take(serial, forget=filled.error is not None)
         if filled.error is not None and self._submitter is not None:
             self._submitter.drop_error(serial)
 
     def note(self, index: NDArray[np.int64], epoch: int, number: int, last: bool) -> None:
-        """Count a batch that is delivered: its samples, and which one of which epoch it is."""
+        """Count a delivered batch."""
         counts = self.counts
         if epoch not in (-1, counts.open_epoch):
             counts.begin_epoch(epoch, self._work())
@@ -432,11 +391,11 @@ class Engine:
 
     @passing()
     def _fill_here(self) -> None:
-        """Fill the next batch in the thread of the caller."""
+        """Fill the next batch in the caller's thread."""
         try:
             while not self.ring.is_ready() and self._filler.run_next():
                 pass
-        except BaseException:  # Ctrl-C: the next call begins the batch anew
+        except BaseException:  # Ctrl-C: the next call begins the batch again
             if self._filler.abandon():
                 self.ring.unassign()
             raise
@@ -445,7 +404,7 @@ class Engine:
     def close(self, patience_seconds: float | None = None) -> None:
         """Stop the threads, close the files and free the slots' memory. Idempotent.
 
-        Waits for that, `patience_seconds` at most; does not wait in a thread of the pool.
+        Waits at most `patience_seconds`, and not at all in a thread of the pool.
         """
         self.stop()
         self.join(patience_seconds)
@@ -454,15 +413,17 @@ class Engine:
             raise error
 
     def stop(self, *, at_exit: bool = False) -> None:
-        """Begin to close, and wait for nothing. `at_exit`: see `SlotRing.close`."""
-        if self.num_forks != lifetime.num_forks:  # locks that the threads held stay locked here
+        """Begin to close, without waiting. For `at_exit`, see `SlotRing.close`."""
+        if (
+            self.num_forks != lifetime.num_forks
+        ):  # locks held by the parent's threads stay locked here
             return
         self.ring.close(at_exit=at_exit)
         if self.filler is not None:
             self.filler.stop(self._release)
 
     def join(self, patience_seconds: float | None) -> None:
-        """Wait until all is closed, after `stop`; does not wait in a thread of the pool."""
+        """Wait until everything is closed, after `stop`; not in a thread of the pool."""
         is_ours = threading.current_thread().name.startswith(THREAD_NAME)
         is_forked = self.num_forks != lifetime.num_forks
         if not is_forked and self.filler is not None and not is_ours:
@@ -473,7 +434,7 @@ class Engine:
     def drop(self) -> None:
         """Close because the reader was collected, in any thread, which may hold any lock.
 
-        A worker may need that lock (h5py's, say) to end. So this waits for a moment only.
+        A worker may need that lock (h5py's, say) to end, so this waits only for a moment.
         """
         self.stop()
         self.join(_MOMENT_SECONDS)
@@ -484,11 +445,11 @@ class Engine:
 
     @property
     def fallback_reads(self) -> int:
-        """Reads that went through h5py so far."""
+        """Number of reads through h5py so far."""
         return self._filler.stats().fallback_reads
 
     def stats(self, since: ReaderStats | None = None, epoch: int | None = None) -> ReaderStats:
-        """Return what was done, as `AsyncReader.stats` says."""
+        """Return statistics, as `AsyncReader.stats`."""
         done = self._filler.stats()
         way = Way(
             self._filler.methods,
@@ -500,7 +461,7 @@ class Engine:
         return self.counts.stats(self._work(done), way, since, epoch)
 
     def _work(self, done: FillerStats | None = None) -> Work:
-        """Return what all threads have done so far."""
+        """Return the work of all threads so far."""
         policy = self.device_policy
         return self.counts.work(
             self._filler.stats() if done is None else done, policy.num_chunks, policy.decoded_nbytes
@@ -519,15 +480,15 @@ class Engine:
                 self._filler.fill(request)
                 return
             self.device_policy.end(request)
-        except BaseException as raised:  # whatever it is, the consumer must not wait for ever
+        except BaseException as raised:  # on any error, the consumer must not wait for ever
             if interruption(raised) is not None:
-                raise  # this is the thread of the caller, whom it concerns
+                raise  # raise it in the caller's own thread
             error = raised
-        if is_lack_of_memory(error):  # of a helper process, or of the device
+        if is_lack_of_memory(error):  # in a helper process, or on the device
             batch = f"batch {request.number} of epoch {request.epoch}"
             error = out_of_memory(f"{paths_text(self.config.hdf5_path)}: {batch}", error)
         self.ring.filled(request.serial, outcome._replace(arrays=arrays, error=error))
-        del error  # its traceback may have this frame
+        del error  # its traceback may hold this frame
         if self._submitter is not None and self.has_threads:
             self._submitter.begin_in_worker(self._requests)
         else:
@@ -536,17 +497,17 @@ class Engine:
     def _uploaded(
         self, request: FillRequest, outcome: FillOutcome
     ) -> tuple[tuple[Any, ...], BaseException | None]:
-        """Return the arrays of a batch where the consumer wants them, or what went wrong."""
+        """Return a batch's arrays on the consumer's device, or the error."""
         begin = time.perf_counter_ns()
         try:
             slot = self.slots[request.slot]
             masks = [are_there(outcome.index) for are_there in self._masks_of_device]
-            if self.device.name == "cpu":  # there is nothing to upload
+            if self.device.name == "cpu":  # nothing to upload
                 arrays = slot.upload(outcome, masks)
             else:
                 with self._recorder.ranges("upload"):
                     arrays = slot.upload(outcome, masks)
-            # A thread that uploads what the GPU decodes waits there, and fills nothing meanwhile.
+            # A thread that uploads chunks for the GPU to decode waits, and fills nothing meanwhile.
             seconds = outcome.busy_seconds + (time.perf_counter_ns() - begin) / 1e9
             if isinstance(self.cache, Residency):
                 self._filler.note_uploaded(request.slot, outcome.index)

@@ -1,6 +1,6 @@
-"""Checks samples that the consumer gives, and reads them at once where it wants them so.
+"""Checks sample numbers given by the consumer, and reads them at once on request.
 
-Sample numbers enter in any form; an array that fits the reader, or the rows, leave.
+Sample numbers enter in any form; a checked array, or the rows, leave.
 """
 
 from __future__ import annotations
@@ -28,14 +28,9 @@ from h5async.spelling import named
 
 
 class GivenSamples:
-    """What the consumer may give to a reader. Safe to use from many threads.
+    """Checks and reads the consumer's own samples. Thread-safe.
 
-    Parameters
-    ----------
-    config, layouts, transforms, samplings
-        The options, and what is by field name, in field order.
-    rows
-        Samples that a slot has room for.
+    Layouts and transforms are per field name, in field order; `rows` is the room of a slot.
     """
 
     def __init__(
@@ -59,13 +54,7 @@ class GivenSamples:
         ]
 
     def checked(self, index: ArrayLike, what: str = "index") -> NDArray[np.int64]:
-        """Return sample numbers as a new array, which is not empty.
-
-        Raises
-        ------
-        ConfigError
-            If they are not sample numbers of the dataset, or none.
-        """
+        """Return sample numbers as a new, non-empty array, or raise `ConfigError`."""
         found = sample_numbers(index, self._num_samples, f"{what}: {self._where}")
         if not found.size:
             raise ConfigError(f"{what}: give at least one sample number, found none")
@@ -75,14 +64,11 @@ class GivenSamples:
     def batch(self, index: ArrayLike) -> NDArray[np.int64]:
         """Return the sample numbers of a batch, as a new array.
 
-        Raises
-        ------
-        ConfigError
-            As `checked` says, or if they are too many, or the cache has no room for them.
+        Raises `ConfigError`, also if there are too many, or the cache has no room for them.
         """
         found = self.checked(index)
         if found.size > self._rows:
-            remedy = "use read()"  # an epoch has no more samples
+            remedy = "use read()"  # a larger batch_size would not help
             if self._rows == self._config.batch_size:
                 remedy = f"make {named('batch_size')} larger, or {remedy}"
             elif self._config.batch_values is not None:
@@ -108,13 +94,7 @@ class GivenSamples:
     def read(
         self, samples: NDArray[np.int64], filler: Filler | SlotFiller
     ) -> tuple[NDArray[Any], ...]:
-        """Read samples in the calling thread, to host arrays of their own.
-
-        Raises
-        ------
-        H5AsyncError
-            As `AsyncReader.read` says.
-        """
+        """Read samples in the calling thread, to host arrays of their own."""
         if not isinstance(filler, Filler):
             raise ConfigError(
                 f"read() reads in this process, and needs {named('workers', 'thread')}"

@@ -1,4 +1,4 @@
-"""Hands batches over to the caller: what the engine has filled enters, `Batch`es leave."""
+"""Hands filled batches of the engine over to the caller as `Batch` objects."""
 
 from __future__ import annotations
 
@@ -14,21 +14,15 @@ from h5async.reader.engine import Engine
 
 
 class Handover:
-    """Makes batches of filled slots, as the options say: on the slot's memory, or copies of it.
-
-    Parameters
-    ----------
-    engine
-        Of the reader.
-    """
+    """Makes batches of filled slots: views of the slot's memory, or copies if requested."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._held: Batch | None = None  # with debug_lifetimes: the batch that the caller holds
-        self._life = Life()  # of the batch that the caller holds
+        self._held: Batch | None = None  # the caller's batch, with debug_lifetimes
+        self._life = Life()  # of the caller's batch
 
     def batch(self, serial: int, filled: FillOutcome) -> Batch:
-        """Return a batch that was filled well."""
+        """Return a successfully filled batch."""
         engine = self._engine
         device, course = engine.device, engine.position.course
         epoch, number, is_last = -1, -1, False
@@ -46,7 +40,7 @@ class Handover:
         return batch
 
     def given(self, samples: NDArray[np.int64], arrays: tuple[Any, ...]) -> Batch:
-        """Return a batch of no epoch, of arrays that last."""
+        """Return a batch outside of epochs, from arrays that last."""
         return self._batch(arrays, samples, -1, -1, False)
 
     def _batch(
@@ -70,7 +64,7 @@ class Handover:
         return Batch(arrays, index, epoch, number, last, engine.device, sequences, life)
 
     def expire(self) -> None:
-        """End the life of a batch; where asked for, fields raise then, and arrays hold poison."""
+        """End the life of a batch; with `debug_lifetimes`, make fields raise and arrays poison."""
         self._life.over = True
         if self._held is not None:
             held, self._held = self._held, None
@@ -79,18 +73,9 @@ class Handover:
 
 
 class Epoch(Iterator[Batch]):
-    """The rest of one epoch; ends where another loop has taken the reader on.
+    """The rest of one epoch; it ends if another loop has moved the reader on.
 
-    Batches of given samples that come among its own are part of it.
-
-    Parameters
-    ----------
-    engine
-        Of the reader.
-    epoch
-        The epoch's number.
-    get_next_batch
-        The reader's.
+    Batches of given samples among its own are part of it. `get_next_batch` is the reader's.
     """
 
     def __init__(self, engine: Engine, epoch: int, get_next_batch: Callable[[], Batch]) -> None:

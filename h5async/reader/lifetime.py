@@ -1,7 +1,7 @@
-"""Closes what is still open when the interpreter ends, and counts the forks of this process.
+"""Closes open readers when the interpreter ends, and counts the forks of this process.
 
-What has threads registers itself while it is open. After a fork its threads are not in the child,
-where the count has changed.
+Objects with threads register while they are open. After a fork, the child has none of these
+threads, and a higher count.
 """
 
 from __future__ import annotations
@@ -13,45 +13,39 @@ import time
 import weakref
 from typing import Protocol
 
-# Imported first: what is registered last runs first at exit, and h5py's function changes what HDF5
-# uses, which threads of ours may be in.
+# Imported first, so that our exit handler runs before h5py's, which changes HDF5 while our threads
+# may still be in it.
 import h5py  # noqa: F401
 
 from h5async.system.waiting import Flag
 
-EXIT_SECONDS = 10.0  # for work that was begun when the interpreter ends
+EXIT_SECONDS = 10.0  # for unfinished work when the interpreter ends
 
 
 class Closable(Protocol):
-    """What is closed when the interpreter ends.
+    """An object to close when the interpreter ends.
 
-    Attributes
-    ----------
-    has_opened
-        Set where it is open, and where it is not being opened.
+    `has_opened` is set unless it is being opened.
     """
 
     has_opened: Flag
 
     def stop(self, *, at_exit: bool = False) -> None:
-        """Ask for the end, and wait for nothing."""
+        """Begin to end, without waiting."""
 
     def join(self, patience_seconds: float | None) -> None:
-        """Wait until all has ended."""
+        """Wait until everything has ended."""
 
 
 _open: weakref.WeakSet[Closable] = weakref.WeakSet()
-_is_exiting = False  # the interpreter
-num_forks = 0  # between the first process and this one, since this module was imported
+_is_exiting = False  # whether the interpreter is
+num_forks = 0  # from the first process to this one, since the import
 
 
 def register(closable: Closable) -> None:
     """Have an object closed when the interpreter ends, as long as it exists.
 
-    Raises
-    ------
-    SystemExit
-        In a daemon thread of an interpreter that is ending.
+    Raises `SystemExit` in a daemon thread of an interpreter that is ending.
     """
     _open.add(closable)
     if _is_exiting and threading.current_thread().daemon:
@@ -69,7 +63,7 @@ if hasattr(os, "register_at_fork"):
 
 @atexit.register
 def close_all() -> None:
-    """Close all that is open; all are told to end before any is waited for."""
+    """Close everything open; all are told to end before waiting for any."""
     global _is_exiting
     _is_exiting = True
     found = list(_open)

@@ -1,7 +1,6 @@
-"""Decides which batches come next: settles the rank, and goes from one epoch to another.
+"""Decides which batches come next: settles the rank, and moves from epoch to epoch.
 
-Options and what launchers say enter; the schedule of batches, which the ring of slots asks for by
-serial number, leaves.
+Options and launchers' ranks enter; the schedule of batches, by serial number, leaves.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ _log = logging.getLogger("h5async")
 
 
 class SavedPosition(NamedTuple):
-    """A position from which another reader can go on.
+    """A position from which another reader can continue.
 
     Attributes
     ----------
-    epoch, start
-        The epoch, and the position in its order at which the next batch begins.
+    start
+        Position in the epoch's order at which the next batch begins.
     batch_size, world_size
-        What the epoch was begun with: the order of its samples depends on them.
+        The sizes with which the epoch was begun: the order of its samples depends on them.
     """
 
     epoch: int
@@ -45,31 +44,17 @@ class SavedPosition(NamedTuple):
 
 
 class ReaderPosition:
-    """Which batch has which serial number, and which one comes next.
+    """Maps serial numbers to batches, and decides which one comes next.
 
-    The consumer's thread changes it; all threads may read it, because it is one value in the ring
-    that is replaced as a whole.
-
-    Parameters
-    ----------
-    config
-        The options.
-    samplings
-        Makes the orders of samples.
-    ring
-        Holds the position, and the serial number of the next batch.
+    The consumer's thread changes it. All threads may read it, because it is one value in the ring
+    that is replaced as a whole. Raises `ConfigError` if the environment has contradictory ranks.
 
     Attributes
     ----------
     has_settled
-        Whether the rank is known for good.
+        Whether the rank is final.
     looped_epoch
         The epoch of the caller's last batch, until the epoch ends for it.
-
-    Raises
-    ------
-    ConfigError
-        If the environment tells the rank differently in different places.
     """
 
     def __init__(self, config: ReaderConfig, samplings: Samplings, ring: SlotRing[Any]) -> None:
@@ -81,14 +66,10 @@ class ReaderPosition:
         self._go_to(self._expected_rank(), 0, 0, None)
 
     def settle(self) -> None:
-        """Find out for good which of how many processes this is.
+        """Settle rank and world size of this process.
 
-        With the first batch, and not before: a group of processes is often made after the reader.
-
-        Raises
-        ------
-        ConfigError
-            As `find_source` says.
+        This waits for the first batch, because process groups are often made after the reader.
+        Raises `ConfigError` as `find_source` does.
         """
         if self.has_settled:
             return
@@ -99,21 +80,21 @@ class ReaderPosition:
         self.has_settled = True
 
     def _find_source(self) -> Source:
-        """Return which of how many processes this is, as the options or others say now."""
+        """Return the rank and its source, from the options or as found now."""
         rank, world_size = self._config.rank, self._config.world_size
         if self._config.sampler is not None:
-            return Source(Rank(0, 1), "the sampler, which each process has one of", "", None)
+            return Source(Rank(0, 1), "the sampler, one per process", "", None)
         if rank is None or world_size is None:
             return find_source()
         return Source(Rank(rank, world_size), "the options rank and world_size", "", None)
 
     def _expected_rank(self) -> Rank:
-        """Return the rank as it seems when the reader is made."""
+        """Return the rank that is likely when the reader is made."""
         try:
             return self._find_source().rank
         except ConfigError:
             if may_change():
-                return Rank(0, 1)  # a group of processes that is yet to be made will say
+                return Rank(0, 1)  # a process group that is yet to be made will tell
             raise
 
     @property
@@ -124,7 +105,7 @@ class ReaderPosition:
 
     @property
     def schedule(self) -> Schedule:
-        """Which batch has which serial number."""
+        """Maps serial numbers to batches."""
         return self.course.schedule
 
     @property
@@ -134,15 +115,15 @@ class ReaderPosition:
 
     @property
     def num_batches(self) -> int:
-        """Batches in an epoch; before the first batch, as the rank seems to be by now.
+        """Number of batches in an epoch; before the first batch, with the rank found now.
 
-        Where epochs differ: in that of the last batch; from its end on, in the next one.
+        If epochs differ, it is that of the last batch's epoch; from its end on, of the next one.
         """
         return self._sampling_by_now().batches_in(self._epoch_by_now())
 
     @property
     def epoch_samples(self) -> int:
-        """Samples in an epoch of all ranks, likewise."""
+        """Number of samples in an epoch, of all ranks; likewise."""
         return self._sampling_by_now().samples_in(self._epoch_by_now())
 
     def _epoch_by_now(self) -> int:
@@ -152,11 +133,11 @@ class ReaderPosition:
             return self.looped_epoch
         schedule = self.schedule
         if not schedule.start and not schedule.sampling.batches_in(schedule.epoch):
-            return schedule.epoch  # and there is no next batch
+            return schedule.epoch  # there is no next batch
         return schedule.position(self._ring.next_serial).epoch
 
     def _sampling_by_now(self) -> Sampling:
-        """Return what says how many batches there are, and settle nothing."""
+        """Return the sampling for the rank found now, without settling it."""
         if self.has_settled:
             return self.sampling
         rank = self._find_source().rank
@@ -167,13 +148,7 @@ class ReaderPosition:
         return self._samplings.at((*rank,))
 
     def give(self, samples: NDArray[np.int64]) -> int:
-        """Ask for a batch of these samples, behind all that slots were given to.
-
-        Returns
-        -------
-        int
-            Its serial number.
-        """
+        """Request a batch of these samples, after all assigned ones; return its serial number."""
 
         def course_from(serial: int, following: int) -> Course:
             rank, place, origin, order, schedule, known = self.course
@@ -185,16 +160,16 @@ class ReaderPosition:
         return self._ring.ask_for(course_from)
 
     def place_of(self, serial: int) -> tuple[int, int]:
-        """Return epoch and number of a batch; -1 and -1: of samples that were given."""
+        """Return epoch and number of a batch; -1 and -1 for given samples."""
         course = self.course
         if serial in course.given:
             return -1, -1
         return course.schedule.position(max(serial, course.schedule.serial))[:2]
 
     def requests(self, assignments: Sequence[Assignment]) -> list[FillRequest]:
-        """Return what slots are to be filled with."""
+        """Return the requests for slots and the serial numbers assigned to them."""
         found = []
-        course = self.course  # or a later one: then what was assigned before is dropped
+        course = self.course  # or a later one: then earlier assignments are dropped
         schedule = course.schedule
         for slot, serial in assignments:
             given = course.given.get(serial)
@@ -206,11 +181,11 @@ class ReaderPosition:
         return found
 
     def jump(self, epoch: int) -> None:
-        """Go on with the beginning of an epoch; batches that were asked for are dropped."""
+        """Continue at the beginning of an epoch; requested batches are dropped."""
         self._go_to(self.course.rank, epoch, 0, None)
 
     def save(self) -> SavedPosition:
-        """Return the position of the next batch that the caller gets, not of those on their way."""
+        """Return the position of the caller's next batch, ignoring requested ones."""
         epoch, _, start = self.schedule.position(self._ring.next_serial)
         course = self.course
         begun_with = self._config.batch_size, course.rank.world_size
@@ -219,16 +194,16 @@ class ReaderPosition:
         return SavedPosition(epoch, start, *begun_with)
 
     def restore(self, saved: SavedPosition) -> None:
-        """Go on with a saved position; batches that were asked for are dropped."""
+        """Continue at a saved position; requested batches are dropped."""
         start = min(saved.start, self._samplings.epoch_samples)
         self._go_to(self.course.rank, saved.epoch, start, (saved.batch_size, saved.world_size))
 
     def _go_to(
         self, rank: Rank, epoch: int, start: int, begun_with: tuple[int, int] | None
     ) -> None:
-        """Replace the position at once: an exception in the middle leaves all as it was.
+        """Replace the position at once: an exception in the middle changes nothing.
 
-        `begun_with`: batch and world size that the epoch was begun with, if others than now.
+        `begun_with`: batch and world size with which the epoch was begun, if different from now.
         """
         own = self._config.batch_size, rank.world_size
         origin = own if begun_with is None or not start else begun_with

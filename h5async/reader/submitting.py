@@ -1,7 +1,6 @@
-"""Gives free slots to the batches that were asked for, where the core fills them alone.
+"""Assigns free slots to requested batches, if the core fills them without Python.
 
-The ring says which slots are free, and the caller which batches they get. These are submitted in
-the thread of the consumer, and the ring is told how to see that they are ready.
+They are submitted in the consumer's thread, and the ring is told how to see that they are ready.
 """
 
 from __future__ import annotations
@@ -16,22 +15,12 @@ from h5async.fill.submissions import Submissions
 from h5async.order.requests import FillRequest
 from h5async.system.timeline import Recorder
 
-# Returns what the slots of some assignments are to be filled with.
+# Returns the requests for assigned slots.
 Requests = Callable[[Sequence[Assignment]], Sequence[FillRequest]]
 
 
 class Submitter:
-    """Submits batches. All but `begin_in_worker` are the consumer's calls.
-
-    Parameters
-    ----------
-    ring
-        The ring of slots.
-    submissions
-        Where batches are submitted.
-    recorder
-        Is told when that is done.
-    """
+    """Submits batches in the consumer's thread, or with `begin_in_worker` in another one."""
 
     def __init__(
         self, ring: SlotRing[FillOutcome], submissions: Submissions, recorder: Recorder
@@ -39,7 +28,7 @@ class Submitter:
         self._ring = ring
         self._recorder = recorder
         self._submissions = submissions
-        self._may_have_lost = False  # an assignment that was made is not submitted yet
+        self._may_have_lost = False  # an assignment is not submitted yet
         ring.completions = submissions
 
     def begin(self, requests: Requests) -> None:
@@ -54,8 +43,8 @@ class Submitter:
         self._may_have_lost = False
 
     def begin_in_worker(self, requests: Requests) -> None:
-        """Do the same in a thread that no exception interrupts."""
-        # At once: a batch that is dropped in between must not be submitted afterwards.
+        """Do the same in a thread that no signal handler interrupts."""
+        # Under the ring's lock: a batch that is dropped meanwhile must not be submitted.
         with self._ring.unchanged():
             self._submit(requests, self._ring.assign())
 
@@ -69,5 +58,5 @@ class Submitter:
             timeline.fetched(begin_ns, several)
 
     def drop_error(self, serial: int) -> None:
-        """Forget the error of a batch, which is raised now."""
+        """Forget the error of a batch, which is being raised."""
         self._submissions.drop_error(serial)

@@ -1,11 +1,10 @@
-"""Reads how much memory and CPU time the control groups of this process leave it.
+"""Reads the memory and CPU time that the control groups of this process leave it.
 
 A process is in one group of each hierarchy of version 1 (memory, cpu, ...) and in one group of the
-hierarchy of version 2, and the limits of all groups above these hold for it, too. Slurm, systemd
-and Kubernetes set limits on several levels. `/proc/self/cgroup` names the groups, and
-`/proc/self/mountinfo` says where each hierarchy, or the part of it that a container sees, is
-mounted. Everything is read below a `root`, so that tests can make trees of their own. A file that
-is missing or cannot be read sets no limit.
+hierarchy of version 2. The limits of all groups above apply, too; Slurm, systemd and Kubernetes set
+limits on several levels. `/proc/self/cgroup` names the groups, and `/proc/self/mountinfo` says
+where each hierarchy, or the part that a container sees, is mounted. All paths are below a `root`,
+for tests. A missing or unreadable file sets no limit.
 """
 
 from __future__ import annotations
@@ -22,15 +21,7 @@ _ROOT = Path("/")
 
 
 class MemoryLeft(NamedTuple):
-    """The memory that a limit leaves.
-
-    Attributes
-    ----------
-    nbytes
-        Bytes that can still be allocated.
-    limit
-        The name under which the user finds the limit: a file, for example.
-    """
+    """The bytes that a limit still allows, and the limit's name for users, such as a file."""
 
     nbytes: int
     limit: str
@@ -44,7 +35,7 @@ class _Mount(NamedTuple):
 
 
 def memory_left(root: Path = _ROOT) -> list[MemoryLeft]:
-    """Return what each limit on the memory of this process's groups leaves, in any order."""
+    """Return what each memory limit of this process's groups leaves, in any order."""
     found: list[MemoryLeft] = []
     for folder in _groups("memory", root):
         found += _left_by(folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
@@ -55,7 +46,7 @@ def memory_left(root: Path = _ROOT) -> list[MemoryLeft]:
 
 
 def cpu_quota(root: Path = _ROOT) -> float | None:
-    """Return the limit on CPU time of this process's groups, in cores; None if there is none."""
+    """Return the CPU time limit of this process's groups, in cores; None if there is none."""
     quotas = []
     for folder in _groups("cpu", root):
         quota = _number(folder / "cpu.cfs_quota_us")
@@ -68,10 +59,10 @@ def cpu_quota(root: Path = _ROOT) -> float | None:
 
 
 def _left_by(folder: Path, limit: str, usage: str, prefix: str) -> Iterator[MemoryLeft]:
-    """Yield what a group's limit leaves; the page cache, which is given up on demand, is free."""
+    """Yield what a group's limit leaves; page cache counts as free, since it is reclaimable."""
     statistics = dict(_pairs(_text(folder / "memory.stat")))
     cached = [statistics.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive")]
-    # In version 1 this includes the limits of groups above, also those that a container cannot see.
+    # In version 1 this includes limits of groups above that a container cannot see.
     limits = [_number(folder / limit), statistics.get("hierarchical_memory_limit")]
     used = _number(folder / usage)
     least = min((n for n in limits if n is not None), default=None)
@@ -80,7 +71,7 @@ def _left_by(folder: Path, limit: str, usage: str, prefix: str) -> Iterator[Memo
 
 
 def _groups(controller: str, root: Path) -> Iterator[Path]:
-    """Yield the folders of this process's group and of the groups above it that are visible.
+    """Yield the folders of this process's group and of the visible groups above it.
 
     `controller` is one of version 1, or ``""`` for version 2.
     """
@@ -92,14 +83,14 @@ def _groups(controller: str, root: Path) -> Iterator[Path]:
     for mount in mounts:
         inside = os.path.relpath(path, mount.root)
         folder = mount.folder / inside
-        # With a ".." the group is not below the one that is mounted, or not in the namespace.
+        # A ".." means that the group is not below the mounted one, or not in the namespace.
         if ".." in (*path.split("/"), *inside.split("/")) or not os.path.isdir(folder):
             continue
         is_found = True
         yield from (folder, *folder.parents[: len(folder.parts) - len(mount.folder.parts)])
     if not is_found:
-        # A container without a namespace of its own gets the group's path on the host, and may see
-        # nothing but its own group, at the mount point.
+        # A container without its own namespace gets the group's path on the host, and may see only
+        # its own group, at the mount point.
         yield from (mount.folder for mount in mounts)
 
 
@@ -112,7 +103,7 @@ def _group(controller: str, root: Path) -> str | None:
 
 
 def _mounts(controller: str, root: Path) -> Iterator[_Mount]:
-    """Yield the mounts of a hierarchy; of several on one folder the last, which hides others."""
+    """Yield the mounts of a hierarchy; of several on one folder, the last, which hides others."""
     found = {}
     for line in _text(root / "proc/self/mountinfo").split("\n"):
         if " - cgroup" not in line:
@@ -134,14 +125,14 @@ def _unescaped(word: str) -> str:
 
 
 def _text(path: Path) -> str:
-    """Return the text of a file, decoded as file names are; ``""`` if it cannot be read."""
+    """Return the text of a file, decoded like file names; ``""`` if it cannot be read."""
     with suppressing(OSError, ValueError), open(path, "rb", buffering=0) as file:
         return os.fsdecode(file.read() or b"")
     return ""
 
 
 def _number(path: Path) -> int | None:
-    """Return the number in a file; None if it holds no number ("max", for example)."""
+    """Return the number in a file; None if there is none (but "max", for example)."""
     with suppressing(ValueError):
         return int(_text(path))
     return None

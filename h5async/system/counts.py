@@ -1,7 +1,6 @@
-"""Counts what threads do, and the time that each stage of delivering a batch takes.
+"""Counts what threads do, and the time of each stage of delivering a batch.
 
-A stage is one step of delivering a batch, in the threads of the pool: plan, read, decode, place
-(copying samples from decoded chunks into the batch), transform, postprocess, upload.
+`h5async.observe.stats` explains the stages.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ STAGES = ("plan", "read", "decode", "place", "transform", "postprocess", "upload
 
 @dataclass
 class ThreadCounts:
-    """What one thread did; written by that thread only."""
+    """Counts of one thread; only that thread writes them."""
 
     read_ns: int = 0
     decode_ns: int = 0
@@ -26,10 +25,10 @@ class ThreadCounts:
     read_nbytes: int = 0
     decoded_chunks: int = 0
     decoded_nbytes: int = 0
-    h5py_decoded_nbytes: int = 0  # what HDF5 decodes of chunks that only h5py reads
+    h5py_decoded_nbytes: int = 0  # by HDF5, from chunks that only h5py reads
 
     def plus(self, other: ThreadCounts) -> ThreadCounts:
-        """Return the sums of all counts."""
+        """Return the sum of all counts."""
         return ThreadCounts(
             self.read_ns + other.read_ns,
             self.decode_ns + other.decode_ns,
@@ -52,7 +51,7 @@ class ThreadCounts:
 
 
 class StageTimes:
-    """Times of the stages that are not counted for each thread. Safe to use from many threads."""
+    """Times of stages, summed over threads. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -65,7 +64,7 @@ class StageTimes:
             self._ns[stage] += taken
 
     def seconds(self) -> dict[str, float]:
-        """Return the time of each stage, in seconds of threads."""
+        """Return the time of each stage, in thread seconds."""
         with self._lock:
             found = dict(self._ns)
         return {stage: ns / 1e9 for stage, ns in found.items()}

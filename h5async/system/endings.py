@@ -1,4 +1,4 @@
-"""Has functions of C called when objects are gone."""
+"""Has C functions called when objects are gone."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Callable
 from functools import partial
 
 _references: dict[int, weakref.ref[object]] = {}
-# Not at the end of the interpreter: a thread may still use what would be freed.
+# Not at interpreter exit: a thread may still use memory that would be freed.
 atexit.register(_references.clear)
 
 
 def call_when_gone(owner: object, function: Callable[..., object], *arguments: object) -> None:
-    """Have a function of C called when an object is gone; what is registered last comes first.
+    """Have a C function called when an object is gone; the last one registered comes first.
 
-    (`weakref.finalize` is Python code: what a signal handler raises in there is lost, and the
-    function not called. Here `next` calls the function, and removes the reference.)
+    (`weakref.finalize` is Python code: an exception of a signal handler in there is lost, and the
+    function not called. Here `next` calls the function and removes the reference.)
     """
     removed: list[int] = []
     calls = zip(

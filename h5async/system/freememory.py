@@ -1,7 +1,7 @@
-"""Finds how much memory this process can still allocate, and which limit says so.
+"""Finds how much memory this process can still allocate, and the limit that decides.
 
-The free memory of the machine, and what control groups leave, is divided by the number of processes
-that a launcher started on this node. What `ulimit` leaves is for this process alone.
+The machine's free memory, and what control groups leave, is divided by the number of processes that
+a launcher started on this node. `ulimit` applies to this process alone.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from h5async.system.interruptions import suppressing
 
 try:
     import resource
-except ImportError:  # only Unix has it
+except ImportError:  # not on Unix
     resource = None  # type: ignore[assignment]
 
-# Variables for the number of processes on this node: of torchrun; Open MPI; MPICH and Intel MPI
-# (two); MVAPICH. Slurm's variable has a number for each node of a step, as in "4(x2),3".
+# Number of processes on this node, of torchrun; Open MPI; MPICH and Intel MPI (two); MVAPICH.
+# Slurm's variable has a number for each node of a step, as in "4(x2),3".
 _COUNTS = (
     "LOCAL_WORLD_SIZE",
     "OMPI_COMM_WORLD_LOCAL_SIZE",
@@ -37,12 +37,7 @@ def free_memory(
 ) -> list[MemoryLeft]:
     """Return what each limit leaves this process, the tightest first; there is at least one.
 
-    Parameters
-    ----------
-    root
-        The folder that has ``proc`` and ``sys``.
-    environment
-        Variables; among them the number of processes on this node, if a launcher sets it.
+    `root` is the folder with ``proc`` and ``sys``.
     """
     ranks = local_ranks(environment)
     shared = [_of_machine(root), *memory_left(root)]
@@ -51,9 +46,9 @@ def free_memory(
 
 
 def local_ranks(environment: Mapping[str, str] = os.environ) -> int:
-    """Return how many processes the launcher started on this node; 1 if there is no launcher.
+    """Return the number of processes that launchers started on this node, at least 1.
 
-    Where launchers are nested, as torchrun in a step of Slurm, the largest number counts.
+    With nested launchers, such as torchrun in a step of Slurm, the largest number counts.
     """
     counts = [environment.get(name, "") for name in _COUNTS]
     found = [int(count) for count in counts if count.isdecimal()]

@@ -1,12 +1,12 @@
-"""Tells exceptions that a signal handler of the program raised inside our code from all others.
+"""Distinguishes exceptions raised by a signal handler of the program from all others.
 
-Python runs signal handlers in the main thread, between any two instructions. What a handler raises
-comes out of the code that was running there: a `TimeoutError` that ends a slow step, for example.
-Such an exception, an *interruption*, is no error of a file, whatever its type, and must reach the
-caller as it was raised. So
+Python runs signal handlers in the main thread, between any two instructions. Their exceptions come
+out of the code that was running there: a `TimeoutError` that ends a slow step, for example. Such an
+*interruption* is no error of a file, whatever its type, and must reach the caller as it was raised.
+So
 
 - a clause that continues after an exception uses `suppressing`, or asks `interruption` first;
-- a clause that raises another error instead names the exception as the cause (``from error``), and
+- a clause that raises another error instead names the exception as its cause (``from error``), and
   `passing`, around the whole call, finds it there.
 """
 
@@ -29,8 +29,8 @@ _PACKAGE = str(Path(__file__).parents[1])
 def interruption(error: BaseException | None) -> BaseException | None:
     """Return the interruption that an exception is, or that caused it; None if there is none.
 
-    In the main thread, whatever is not an `Exception`, such as `KeyboardInterrupt`, is one, too. In
-    other threads there are none, because no handler runs there.
+    In the main thread, anything but an `Exception`, such as `KeyboardInterrupt`, counts, too. Other
+    threads have none, because no handler runs there.
     """
     if threading.get_ident() != threading.main_thread().ident:
         return None
@@ -41,7 +41,7 @@ def interruption(error: BaseException | None) -> BaseException | None:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and its causes, but no causes inside the caller's `postprocess`."""
+    """Yield an error and its causes, except causes inside the caller's `postprocess`."""
     while error is not None:
         yield error
         is_callers = isinstance(error, PostprocessError)
@@ -52,7 +52,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _is_of_handler(traceback: TracebackType | None) -> bool:
-    """Tell whether an exception came through a signal handler."""
+    """Tell whether an exception passed through a signal handler."""
     installed: set[CodeType] | None = None
     while traceback is not None:
         frame, traceback = traceback.tb_frame, traceback.tb_next
@@ -68,10 +68,10 @@ def _is_of_handler(traceback: TracebackType | None) -> bool:
 def _has_interrupted_frame(frame: FrameType) -> bool:
     """Tell whether a function was given its caller's frame, as Python calls a signal handler.
 
-    So a handler is found that had installed another one instead before it raised.
+    This finds a handler that installed another one before it raised.
     """
     code = frame.f_code
-    # (Reading a frame's variables keeps their values alive; no function of ours is a handler.)
+    # (Reading a frame's variables keeps their values alive, so skip ours: none is a handler.)
     if frame.f_back is None or code.co_filename.startswith(_PACKAGE):
         return False
     names = code.co_varnames[: code.co_argcount]
@@ -84,7 +84,7 @@ def _has_interrupted_frame(frame: FrameType) -> bool:
 
 
 def _installed_codes() -> Iterator[CodeType]:
-    """Yield the code of all installed handlers, for one that has deleted its arguments."""
+    """Yield the code of all installed handlers, to find one that deleted its arguments."""
     for number in signal.valid_signals():
         found: object = signal.getsignal(number)
         while hasattr(found, "func"):  # functools.partial
@@ -100,9 +100,9 @@ def _code_of_calls(kind: type) -> object:
 
 
 class passing(ContextDecorator):
-    """Raises interruptions as they were, where errors of ours were raised instead."""
+    """Raises interruptions as they were, instead of our errors that they caused."""
 
-    _kinds: tuple[type[Exception], ...] = ()  # of errors that are suppressed
+    _kinds: tuple[type[Exception], ...] = ()  # errors to suppress
 
     def __enter__(self) -> None:
         """Do nothing."""
@@ -113,13 +113,7 @@ class passing(ContextDecorator):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
-        """Raise the interruption that caused an error.
-
-        Raises
-        ------
-        BaseException
-            Whatever the signal handler raised.
-        """
+        """Raise the interruption that caused an error, if any."""
         if error is None:
             return False
         found = interruption(error)
@@ -129,14 +123,14 @@ class passing(ContextDecorator):
 
 
 class suppressing(passing):
-    """`contextlib.suppress` for errors of the code inside; interruptions are raised."""
+    """Like `contextlib.suppress`, but interruptions are raised."""
 
     def __init__(self, *kinds: type[Exception]) -> None:
         self._kinds = kinds
 
 
 def raise_again(error: BaseException) -> NoReturn:
-    """Raise an exception again, with the context that it had."""
+    """Raise an exception again, with its original context."""
     context = error.__context__
     try:
         raise error

@@ -1,8 +1,8 @@
-"""Finds the type of the file system that holds a file, and whether the file may be mapped.
+"""Finds the type of a file's file system, and whether the file may be mapped.
 
-The system is asked about the file itself (``statfs``), and the table of mounts is not read: so the
-names of mounts need not be decoded, a later mount in the same place counts at once, and the answer
-takes a microsecond, so that it need not be kept.
+The system is asked about the file itself (``statfs``), not the table of mounts. So names of mounts
+need not be decoded, later mounts count at once, and the answer takes a microsecond and need not be
+kept.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import os
 import sys
 from typing import Any
 
-# In a memory map, an I/O error is a fatal signal. So files are mapped only where their bytes come
-# from this machine's own disks or memory. The numbers are Linux's (linux/magic.h, statfs(2)).
+# In a memory map, an I/O error is a fatal signal. So files are mapped only if their bytes come from
+# this machine's own disks or memory. The numbers are Linux's (linux/magic.h, statfs(2)).
 _LOCAL_FILE_SYSTEMS = {
     0xCA451A4E: "bcachefs",
     0x9123683E: "btrfs",
@@ -35,24 +35,16 @@ _LOCAL_FILE_SYSTEMS = {
     0x58465342: "xfs",
     0x2FC12FC1: "zfs",
 }
-_STATFS_NBYTES = 512  # more than the structure has on any machine
+_STATFS_NBYTES = 512  # larger than the structure on any machine
 
 
 def can_map(file: str | int) -> bool:
-    """Tell whether a file is on a file system where it is safe to map it.
-
-    Safe to call from many threads.
-
-    Parameters
-    ----------
-    file
-        Its path, or an open descriptor of it.
-    """
+    """Tell whether a file, given by path or open descriptor, is safe to map. Thread-safe."""
     return file_system(file) in _LOCAL_FILE_SYSTEMS
 
 
 def file_system(file: str | int) -> int:
-    """Return Linux's number for the type of the file system that holds a file; 0: unknown."""
+    """Return Linux's number for the type of a file's file system; 0 if unknown."""
     ask_path, ask_descriptor = _statfs()
     if ask_path is None:
         return 0
@@ -61,14 +53,14 @@ def file_system(file: str | int) -> int:
         failed = ask_descriptor(file, status)
     else:
         failed = ask_path(os.fsencode(file), status)
-    # The structure begins with the type: 32 bits, or on some machines 64, the lower 32 of them
-    # first. (Where the upper ones are first this is 0, and files are not mapped.)
+    # The structure begins with the type: 32 bits, or on some machines 64, lower half first. (On
+    # big-endian ones this is 0, and files are not mapped.)
     return 0 if failed else int(status[0])
 
 
 @functools.cache
 def _statfs() -> tuple[Any, Any]:
-    """Return the C functions that take a path and a descriptor; None if this is not Linux."""
+    """Return the C functions that take a path and a descriptor; None except on Linux."""
     if sys.platform != "linux":
         return None, None
     libc = ctypes.CDLL(None)

@@ -1,8 +1,8 @@
 """Waits no longer than a timeout, even in a process that is stopped for a while.
 
-The process may be stopped (by SIGSTOP, or with a laptop that sleeps) while it waits. The timeout is
-for the time that it has waited, not for the time of day, so waiting is cut into short waits: a stop
-falls into one of them, and costs no more than that one.
+SIGSTOP, or a laptop that sleeps, may stop the process while it waits. The timeout counts time spent
+waiting, not time of day. So waiting is cut into short waits, and a stop costs no more than one of
+them.
 """
 
 from __future__ import annotations
@@ -16,13 +16,7 @@ _SHORT_WAITS, _MIN_SHORT_WAIT_SECONDS = 8, 0.05
 
 
 class Patience:
-    """The part of a timeout that is left; for one thread.
-
-    Parameters
-    ----------
-    seconds
-        The timeout; None: wait as long as it takes.
-    """
+    """The rest of a timeout in seconds, None for no limit; for one thread."""
 
     def __init__(self, seconds: float | None) -> None:
         if seconds is None or seconds > threading.TIMEOUT_MAX:
@@ -38,10 +32,7 @@ class Patience:
     def wait(self, wait: Callable[[float | None], bool]) -> bool:
         """Wait once, for a part of the timeout; return whether it was successful.
 
-        Parameters
-        ----------
-        wait
-            Given seconds, waits so long at most, and returns whether it was successful.
+        `wait` is given a maximum in seconds, and returns whether it was successful.
         """
         if self._left == math.inf:
             return wait(None)

@@ -1,8 +1,8 @@
-"""Records from when to when each thread did what, while somebody wants to know it.
+"""Records when each thread did what, on request.
 
-A `Recorder` is there for as long as a reader, and has a `Timeline` while one is recorded. Whoever
-does something says so to the recorder, which does nothing otherwise. What the compiled core does,
-it notes itself (core/src/trace.h).
+A `Recorder` lives as long as a reader, and has a `Timeline` while recording. All parts report to
+the recorder, which otherwise does nothing. The compiled core records its own work
+(core/src/trace.h).
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from threading import get_ident
 from time import perf_counter, perf_counter_ns
 from typing import Any, NamedTuple
 
-# What threads do, by the numbers that the core has for the first ones.
+# Names of the core's stages, by its numbers.
 CORE_STAGES = ("plan", "read", "decode", "place", "transform")
 
 NO_BATCH, NO_FIELD = -1, -1
 
-# Begins a range of that name in another tool, in this thread; returns what ends it.
+# Begins a range with a name in another tool, in this thread; returns a function that ends it.
 OpenRange = Callable[[str], Callable[[], object]]
 
-# From when to when (in ns) which thread has asked for a batch: serial, epoch and number.
+# A request: begin and end (ns), thread, and the batch's serial number, epoch and number.
 _FETCH = Struct("=6q")
-# From when to when (in s) which thread has waited for which batch, and whether it has it then.
+# A wait: begin and end (s), thread, the batch, and whether it was delivered.
 _WAIT = Struct("=ddqq?")
 _pack_fetch, _pack_wait = _FETCH.pack, _WAIT.pack
 
 _OFF = nullcontext()
-_RANGE = "h5async: "  # before the names of stages, in other tools
+_RANGE = "h5async: "  # prefix of stages in other tools
 
 
 class Event(NamedTuple):
-    """From when to when a thread did something.
+    """A period in which a thread did something.
 
     Attributes
     ----------
@@ -44,13 +44,13 @@ class Event(NamedTuple):
     begin_ns, end_ns
         Of `time.perf_counter_ns`.
     thread
-        What `threading.get_ident` returns there.
+        Of `threading.get_ident`.
     batch
-        Serial number of the batch; `NO_BATCH`: of samples that were given.
+        Serial number of the batch; `NO_BATCH` for given samples.
     field
-        Number of the column, or name of the field; `NO_FIELD`: of none, or of several.
+        Number of the column, or name of the field; `NO_FIELD` for none or several.
     source
-        What was read: the number of a source of the core, or a name.
+        What was read: the number of a source in the core, or a name.
     """
 
     stage: str
@@ -63,33 +63,33 @@ class Event(NamedTuple):
 
 
 class ThreadName(NamedTuple):
-    """What a thread is called, and its number in the system."""
+    """A thread's name, and its number in the operating system."""
 
     name: str
     native_id: int
 
 
 class Timeline:
-    """What threads do, as it is recorded. Safe to use from many threads.
+    """A record of what threads do. Thread-safe.
 
-    What the consumer does is noted in packed form, without an object that lasts: where batches are
-    small, a microsecond counts.
+    The consumer's events are packed instead of being objects: with small batches, a microsecond
+    counts.
 
     Parameters
     ----------
     max_events
-        Events that are kept: the first ones. Others are counted.
+        Number of events to keep: the first ones. Others are counted.
     open_ranges
-        Other tools, which are told of what is done in Python as it begins.
+        Functions of other tools, called when Python code begins something.
 
     Attributes
     ----------
     dropped
-        How many were not kept, so far.
+        Number of events not kept so far.
     threads
-        The threads of the events, by what `threading.get_ident` returns there.
+        Names of the events' threads, by `threading.get_ident`.
     batches
-        Epoch and number of batches, by serial number; those of `take_events` and before.
+        Epoch and number of batches up to the last `take_events`, by serial number.
     """
 
     def __init__(self, max_events: int, open_ranges: Sequence[OpenRange] = ()) -> None:
@@ -101,7 +101,7 @@ class Timeline:
         self._events: list[tuple[Any, ...]] = []  # the members of an `Event`
         self._fetches, self._waits = bytearray(), bytearray()
         self._closing: list[Callable[[], object]] = []
-        # By thread: the batch, field and source that it is at work on.
+        # Per thread: the batch, field and source that it works on.
         self._here: dict[int, tuple[int, int, int | str]] = {}
         self._fetches_nbytes = max_events * _FETCH.size
         self._waits_nbytes = max_events * _WAIT.size
@@ -110,19 +110,19 @@ class Timeline:
     # --- what is done -----------------------------------------------------------------------------
 
     def work_on(self, batch: int, field: int = NO_FIELD, source: int | str = -1) -> None:
-        """Say what this thread does from now on, for `add`."""
+        """Note what this thread works on from now on, for `add`."""
         self._here[get_ident()] = batch, field, source
 
     def batch_here(self) -> int:
-        """Return the batch that this thread is at work on."""
+        """Return the batch that this thread works on."""
         return self._here.get(get_ident(), _NOTHING)[0]
 
     def work_on_field(self, field: int, source: int | str = -1) -> None:
-        """Say of which field this thread reads what it reads from now on."""
+        """Note the field that this thread reads from now on."""
         self.work_on(self.batch_here(), field, source)
 
     def add(self, stage: str, begin_ns: int) -> None:
-        """Note that this thread has done a stage, of what it is at work on, since `begin_ns`."""
+        """Note that this thread has done a stage of its current work since `begin_ns`."""
         batch, field, source = self._here.get(get_ident(), _NOTHING)
         self.put(stage, begin_ns, batch, field, source)
 
@@ -136,7 +136,7 @@ class Timeline:
     ) -> None:
         """Note that this thread has done a stage of a batch since `begin_ns`."""
         events, end_ns, thread = self._events, perf_counter_ns(), get_ident()
-        if thread not in self.threads:  # it may have ended when names are looked for
+        if thread not in self.threads:  # it may have ended before names are collected
             self._note_thread(threading.current_thread())
         if len(events) < self.max_events:
             events.append((stage, begin_ns, end_ns, thread, batch, field, source))
@@ -144,7 +144,7 @@ class Timeline:
             self._drop()
 
     def fetched(self, begin_ns: int, requests: Sequence[tuple[Any, ...]]) -> None:
-        """Note that this thread has asked for batches since `begin_ns`: with some `FillRequest`."""
+        """Note that this thread has requested batches (`FillRequest`) since `begin_ns`."""
         fetches, end_ns, thread = self._fetches, perf_counter_ns(), get_ident()
         for request in requests:
             if len(fetches) < self._fetches_nbytes:
@@ -153,7 +153,7 @@ class Timeline:
                 self._drop()
 
     def hold(self, batch: int) -> None:
-        """Note that a batch is in use from now on; the consumer's call, as are those below."""
+        """Note that a batch is in use from now on; called by the consumer, as those below."""
         now = perf_counter()
         self.waited(now, now, batch, True)
 
@@ -164,7 +164,7 @@ class Timeline:
     def waited(self, begin: float, end: float, batch: int, is_there: bool) -> None:
         """Note that this thread has waited for a batch, in seconds of `time.perf_counter`.
 
-        None is in use meanwhile, and this one from the end on, if it is there.
+        No batch is in use meanwhile. From the end on, this one is, if `is_there`.
         """
         waits = self._waits
         if len(waits) < self._waits_nbytes:
@@ -182,12 +182,12 @@ class Timeline:
     # --- what is made of it -----------------------------------------------------------------------
 
     def take_events(self, end_ns: int) -> list[Event]:
-        """Return the events since the last call; a batch that is in use is so until `end_ns`."""
+        """Return the events since the last call; a batch in use ends at `end_ns`."""
         self.note_threads()
         count = len(self._events)
         events = list(map(Event._make, self._events[:count]))
         del self._events[:count]
-        # (Copied: a thread that was here before may be about to add one, and iterating locks it.)
+        # (Copied: a recording thread may be about to add one, and iterating would lock the buffer.)
         fetches, self._fetches = bytes(self._fetches), bytearray()
         for when, several in groupby(_FETCH.iter_unpack(fetches), key=lambda one: one[:3]):
             begin_ns, last_ns, thread = when
@@ -202,7 +202,7 @@ class Timeline:
         for wait, next_ns in zip(waits, [*ends, end_ns], strict=False):
             begin, taken, thread, serial, is_there = wait
             begin_ns, taken_ns = _ns(begin), _ns(taken)
-            if begin < taken:  # else it was in use already
+            if begin < taken:  # otherwise it was in use already
                 events.append(Event("wait", begin_ns, taken_ns, thread, serial))
             if is_there:
                 events.append(Event("in use", taken_ns, next_ns, thread, serial))
@@ -214,7 +214,7 @@ class Timeline:
             self.threads[thread.ident] = ThreadName(thread.name, number)
 
     def note_threads(self) -> None:
-        """Note what all threads are called."""
+        """Note the names of all threads."""
         for thread in threading.enumerate():
             self._note_thread(thread)
 
@@ -227,13 +227,7 @@ _NOTHING: tuple[int, int, int | str] = (NO_BATCH, NO_FIELD, -1)
 
 
 class Recorder:
-    """Says whether a timeline is recorded now, to all who may note what they do.
-
-    Attributes
-    ----------
-    timeline
-        None: nothing is recorded.
-    """
+    """Gives all who report the current `timeline`; None if nothing is recorded."""
 
     __slots__ = ("timeline",)
 
@@ -241,7 +235,7 @@ class Recorder:
         self.timeline: Timeline | None = None
 
     def ranges(self, stage: str) -> AbstractContextManager[Any]:
-        """Return a context in which this thread does a stage, for other tools that are told so."""
+        """Return a context in which this thread does a stage, for other tools."""
         timeline = self.timeline
         if timeline is None or not timeline.open_ranges:
             return _OFF
@@ -253,14 +247,13 @@ class Recorder:
             self.timeline.put(stage, begin_ns, batch, field)
 
     def work_on(self, batch: int) -> None:
-        """Say of which batch this thread does what it does from now on."""
+        """Note the batch that this thread works on from now on."""
         if self.timeline is not None:
             self.timeline.work_on(batch)
 
 
 @contextmanager
 def _ranges(open_ranges: Sequence[OpenRange], name: str) -> Iterator[None]:
-    """Open a range in each of some tools."""
     with ExitStack() as stack:
         for open_range in open_ranges:
             stack.callback(open_range(name))

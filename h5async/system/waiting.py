@@ -1,7 +1,7 @@
-"""Has threads wait for each other, and start, so that a signal handler may raise in the middle.
+"""Starts threads and lets them wait for each other, safe from exceptions of signal handlers.
 
 Python runs signal handlers in the main thread, between any two instructions. `threading.Condition`
-and `Event`, and `Thread.start` and `join`, are written in Python: what a handler raises inside of
+and `Event`, and `Thread.start` and `join`, are written in Python: an exception raised inside of
 them leaves a lock held, releases one that nobody holds, or ends the new thread. Here each step that
 must be done or not done is one call of C code.
 """
@@ -19,25 +19,21 @@ from h5async.system.patience import Patience
 
 
 class Gate:
-    """Has threads wait for a condition. Safe to use from many threads."""
+    """Lets threads wait for a condition. Thread-safe."""
 
     def __init__(self) -> None:
         self._waiting: set[queue.SimpleQueue[None]] = set()
 
     def notify(self) -> None:
-        """Have all threads that wait look again. Never blocks; extra calls are harmless."""
+        """Make all waiting threads look again. Never blocks; extra calls are harmless."""
         for waiting in tuple(self._waiting):
             waiting.put(None)
 
     def wait(self, is_so: Callable[[], bool], seconds: float | None = None) -> bool:
-        """Wait until a condition holds; return whether it does.
+        """Wait until `is_so` holds; return whether it does.
 
-        Parameters
-        ----------
-        is_so
-            The condition; `notify` is called after it has become true.
-        seconds
-            To wait for each call of `notify`; None: for ever.
+        Call `notify` after it has become true. `seconds` limits the wait for each `notify`; None
+        means no limit.
         """
         if is_so():
             return True
@@ -54,29 +50,26 @@ class Gate:
 
 
 class Flag(Gate):
-    """A flag that threads wait for, as `threading.Event` is."""
+    """A flag to wait for, like `threading.Event`."""
 
     def __init__(self, is_set: bool = False) -> None:
         super().__init__()
         self.is_set = is_set
 
     def set(self) -> None:
-        """Set the flag."""
+        """Set the flag and wake up waiting threads."""
         self.is_set = True
         self.notify()
 
     def wait_set(self, seconds: float | None = None) -> bool:
-        """Wait until the flag is set, so many seconds at most; return whether it is."""
+        """Wait at most `seconds` until the flag is set; return whether it is."""
         return self.wait(lambda: self.is_set, seconds)
 
 
 class Once(Flag):
-    """Does some work once, and is set then. What an interruption leaves undone, the next call does.
+    """Does some work once, and is set then. After an interruption, the next call tries again.
 
-    Attributes
-    ----------
-    has_begun
-        Whether the work is done, or under way.
+    `has_begun` tells whether the work is done or in progress.
     """
 
     def __init__(self) -> None:
@@ -86,7 +79,7 @@ class Once(Flag):
         self.has_begun = False
 
     def do(self, work: Callable[[], None]) -> None:
-        """Do the work, if nobody did."""
+        """Do the work, unless somebody did."""
         is_ours = False
         try:
             with self._lock:
@@ -104,12 +97,9 @@ class Once(Flag):
 
 
 def start_threads(threads: Sequence[threading.Thread]) -> None:
-    """Start threads, in one in which no signal handler runs.
+    """Start threads, from a thread in which no signal handler runs.
 
-    Raises
-    ------
-    RuntimeError
-        If the system gives no more threads.
+    Raises `RuntimeError` if the system gives no more threads.
     """
     outcome: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
     _thread.start_new_thread(_start, (threads, outcome))
@@ -132,7 +122,7 @@ def _start(
 def join_threads(threads: Sequence[threading.Thread], patience: Patience) -> None:
     """Wait for threads that are about to end, as long as the patience lasts.
 
-    Before Python 3.13, a thread that is not counts as ended after an interruption.
+    Before Python 3.13, a thread may count as ended after an interruption although it has not.
     """
     for thread in threads:
         while not _has_ended(thread, 0.0) and not patience.is_over:
@@ -141,7 +131,7 @@ def join_threads(threads: Sequence[threading.Thread], patience: Patience) -> Non
 
 def _has_ended(thread: threading.Thread, seconds: float | None) -> bool:
     try:
-        if thread.is_alive():  # one that was never started is not
+        if thread.is_alive():  # not if it was never started
             thread.join(seconds)
         return not thread.is_alive()
     except RuntimeError as error:  # it ended while an interruption went through `join`

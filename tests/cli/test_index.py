@@ -261,7 +261,7 @@ def test_two_dimensions_that_count_samples(tmp_path, monkeypatch):
     [
         ("{groups = 'episode_*'}", 'no group matches "episode_*"'),
         ("{group = 'demo_*'}", "did you mean 'groups'"),
-        ("groups = 'demo_*'", "is no table of TOML"),
+        ("groups = 'demo_*'", "is not a table of TOML"),
     ],
 )
 def test_sequences_that_do_not_fit(demos, tmp_path, typed, message):

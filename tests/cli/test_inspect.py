@@ -8,7 +8,7 @@ import math
 import h5py
 import numpy as np
 import pytest
-from hdf5files import reduced_precision
+from hdf5files import type_for_h5py
 from typer.testing import CliRunner
 
 from h5async.cli import app
@@ -132,7 +132,7 @@ def test_what_is_refused_and_what_h5py_reads_as_json(tmp_path):
     path = tmp_path / "a.h5"
     with h5py.File(path, "w") as file:
         file["scalar"] = 3
-        file.create_dataset("narrow", (3,), reduced_precision())
+        file.create_dataset("narrow", (3,), type_for_h5py())
     narrow, scalar = json.loads(run("inspect", path, "--json"))["datasets"]
     assert (narrow["read"], narrow["by"]) == ("h5py", [])
     assert "stored type" in narrow["reason"]

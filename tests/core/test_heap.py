@@ -1,4 +1,4 @@
-"""Elements of variable length, by the core and by its twin in Python, against h5py.
+"""Elements of variable length, by the core and by the reference in Python, against h5py.
 
 Damaged files lie in memory of exactly their size, and values go to memory with canaries on both
 sides, so that a build with sanitizers (scripts/check_core) tells of any byte beyond.
@@ -19,18 +19,19 @@ import numpy as np
 import pytest
 from collecting import Guarded
 from conftest import assert_same_bits
+from heapreference import HeapReader, read_in_python
 from hypothesis import given
 from hypothesis import strategies as st
 
 from h5async.core.binding import address
 from h5async.core.structures import IO_MODES, Event, FileStruct
 from h5async.errors import ReadError
+from h5async.index.heapelements import Sequences
 from h5async.index.obstacles import NotDirectError
 from h5async.index.variablelength import VariableLength, variable_length
 from h5async.io.localfile import LocalFile
 from h5async.io.localfiles import FileEventError
 from h5async.io.stamps import FileStamp
-from h5async.read.heaps import HeapReader, Sequences, read_in_python
 
 SEED = 20160704
 COMPOUND = np.dtype([("x", "<i2"), ("y", ">f8"), ("z", "u1", (3,))])
@@ -108,10 +109,10 @@ class Opened:
         return Sequences.decoded(self.references, self.form, self.nbytes, where, core)
 
     def read(self, element, io="auto", core=None, sequences=None):
-        """Return the bytes of some elements, by the core or the twin, through a `LocalFile`."""
+        """Return the bytes of some elements, by the core or the reference."""
         sequences = self.sequences(core) if sequences is None else sequences
         stamp = FileStamp.of(self.path)
-        file = LocalFile(str(self.path), stamp, io, python_maps=core is None and io == "map")
+        file = LocalFile(str(self.path), stamp, io)
         try:
             reader = HeapReader(core)
             return collected(sequences, element, lambda *a: reader.read(sequences, file, stamp, *a))

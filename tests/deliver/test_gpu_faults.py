@@ -22,7 +22,6 @@ from h5async.deliver.devicedecode import DeviceDecoder
 from h5async.deliver.findgpu import find_gpu
 from h5async.io.shared import page_memory
 from h5async.read.collection import Collection
-from h5async.read.execute import PlanExecutor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.simulated_gpu]
 
@@ -501,7 +500,6 @@ def test_a_thread_that_waits_for_the_gpu_to_decode_counts_as_busy(cupy, images, 
 
         monkeypatch.setattr(cls, name, take)
 
-    taking(PlanExecutor, "execute", 4)
     taking(Collection, "read", 4)
     taking(Collection, "read_ranges", 1)
     taking(DeviceDecoder, "decode", 4)

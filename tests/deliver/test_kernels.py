@@ -23,6 +23,7 @@ import hypothesis
 import numpy as np
 import pytest
 from cases import each
+from chunkplans import ChunkPlan, plan_chunks
 from cuda_on_cpu import load_kernels
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,8 +33,6 @@ from h5async.codec.bitshuffle import bitshuffle_codec
 from h5async.deliver import kernels as kernels_module
 from h5async.index.layout import DatasetLayout
 from h5async.index.metadata import read_layouts
-from h5async.plan.plan import plan_read
-from h5async.plan.records import ChunkPlan
 from h5async.samples.samplekernels import EXACT, OPTIONS
 
 SOURCE = Path(__file__).parents[2] / "h5async" / "deliver" / "kernels.cu"
@@ -494,8 +493,7 @@ def test_place_executes_the_readers_plans(kernels, tmp_path, shape, chunks, axis
     layout = read_layouts(path, {"data": Field("data", axis)})["data"]
     sample = np.random.default_rng(4).permutation(shape[axis])[: shape[axis] // 2]
     sample = np.concatenate([sample, np.arange(shape[axis] // 2)])
-    plan = plan_read(layout, sample.astype(np.int64))
-    assert isinstance(plan, ChunkPlan)
+    plan = plan_chunks(layout, sample.astype(np.int64), np.arange(sample.size))
     with h5py.File(path) as file:
         data = read_chunks(file["data"], layout, plan)
     geometry = Geometry(layout.chunk_shape, layout.row_shape, axis, layout.dtype.itemsize)

@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 import pytest
 from conftest import assert_same_bits, truth
-from hdf5files import reduced_precision
+from hdf5files import type_for_h5py
 
 import h5async.index.virtual
 import h5async.read.fallback
@@ -150,7 +150,7 @@ def test_few_samples_of_large_chunks_that_h5py_reads(
     count, chunk = 40_000, 10_000
     with h5py.File(path, "w") as file:
         storage = {"chunks": (chunk,), "compression": "gzip" if filters else None}
-        kind = reduced_precision(31)
+        kind = type_for_h5py(31)
         file.create_dataset("data", data=np.arange(count), dtype=kind, **storage)
     spans = []
     inner = h5async.read.fallback._spans

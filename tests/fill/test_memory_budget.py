@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from cases import each
 from conftest import assert_same_bits, truth
-from hdf5files import reduced_precision, write_compact
+from hdf5files import type_for_h5py, write_compact
 
 import h5async.opening.limits
 from h5async import (
@@ -32,7 +32,6 @@ from h5async import (
 from h5async.core.tablestructures import KEPT_OVERHEAD_NBYTES
 from h5async.fill.resident import Budget, HostCache, open_host_cache
 from h5async.order.selection import Selection
-from h5async.read.chunkcache import ChunkCache
 from h5async.system.controlgroups import MemoryLeft, cpu_quota, memory_left
 from h5async.system.freememory import free_memory, local_ranks
 
@@ -436,18 +435,6 @@ def fail_on(monkeypatch: pytest.MonkeyPatch, module: str, numbers: set[int]) -> 
     return calls
 
 
-def test_a_chunk_for_which_there_is_no_memory_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, scratch, decoded = ChunkCache(4 * (8 + KEPT_OVERHEAD_NBYTES)), np.empty(8, np.uint8), []
-    fail_on(monkeypatch, "h5async.read.chunkcache", {1})
-    seen = []
-    for number in (1, 2, 1, 2, 1, 2):
-        with cache.decoded(number, scratch, lambda _, n=number: decoded.append(n)) as chunk:
-            seen.append((chunk is scratch, cache._nbytes))
-    one = 8 + KEPT_OVERHEAD_NBYTES
-    assert seen == [(False, one), (True, one), (False, one), *[(False, 2 * one)] * 3]
-    assert decoded == [1, 2, 2]
-
-
 # --- memory that is refused, wherever -------------------------------------------------------------
 
 ROWS, BATCH = 40, 8
@@ -486,7 +473,7 @@ def write_only_h5py(path: Path) -> None:
     values = np.arange(ROWS * 30, dtype="<i4").reshape(ROWS, 6, 5)
     with h5py.File(path, "w") as file:
         storage = {"chunks": (7, 6, 5), "compression": "gzip"}
-        file.create_dataset("data", data=values, dtype=reduced_precision(31), **storage)
+        file.create_dataset("data", data=values, dtype=type_for_h5py(31), **storage)
 
 
 def write_in_header(path: Path) -> None:
@@ -606,7 +593,7 @@ def read_some(options: dict[str, Any], expected: np.ndarray) -> list[OutOfMemory
 
 
 @pytest.mark.sampled(10)
-@pytest.mark.parametrize(("way", "num_threads"), [("core", 0), ("core", 2), ("python", 0)])
+@pytest.mark.parametrize(("way", "num_threads"), [("core", 0), ("core", 2), ("h5py", 0)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_memory_may_be_refused(
     tmp_path: Path,
@@ -619,7 +606,7 @@ def test_any_memory_may_be_refused(
     path = tmp_path / "f.h5"
     make, options = KINDS[kind]
     make(path)
-    if way == "python":
+    if way == "h5py":
         monkeypatch.setattr("h5async.fill.filling.load_core", lambda: None)
     expected = truth(path, num_dim=options.get("num_dim", 0))
     if kind == "moved and scaled":

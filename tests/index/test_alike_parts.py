@@ -160,10 +160,10 @@ def _described(table, layer, i):
 
 @pytest.mark.parametrize("source", ["path", "index"])
 @pytest.mark.parametrize("shuffle", [False, "full", "window"])
-@pytest.mark.parametrize("has_core", [True, False], ids=["core", "python"])
+@pytest.mark.parametrize("has_core", [True, False], ids=["core", "h5py"])
 def test_reads_like_h5py(source, shuffle, has_core, truth, request):
     if not has_core:
-        request.getfixturevalue("python_way")
+        request.getfixturevalue("h5py_way")
     with opened(request.getfixturevalue(source), shuffle=shuffle) as reader:
         seen = []
         for _ in range(2):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import inspect
 import itertools
 import math
 import subprocess
@@ -18,7 +17,6 @@ import zlib
 from types import SimpleNamespace
 
 import h5py
-import imagecodecs
 import numpy as np
 import pytest
 from cases import each
@@ -26,13 +24,10 @@ from conftest import assert_reads_like_h5py, assert_same_bits, poison, truth
 from h5py import h5d, h5p, h5s, h5t, h5z
 
 from h5async import AsyncReader, DatasetError, FileChangedWarning, ReadError, UnsafeFileError
-from h5async.codec import filters
 from h5async.index import chunkindex, datasets, extensible, hdf5, metadata, virtual
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Located, Reach
 from h5async.read import fallback
-from h5async.read.chunks import ChunkReader
-from h5async.read.rows import RowReader
 
 HDF5 = ctypes.CDLL(h5py.h5p.__file__)
 DONT_FILTER_PARTIAL_CHUNKS = 2
@@ -514,45 +509,10 @@ def test_damaged_chunk(tmp_path, replace, options, message, num_threads):
     assert_only_the_damaged_chunk_fails(path, message, num_threads=num_threads)
 
 
-def decode_by(monkeypatch, decode):
-    """Have all filters undone by another function."""
-    codec_of = filters._codec
-
-    def codec(*given):
-        return dataclasses.replace(codec_of(*given), decode=decode)
-
-    monkeypatch.setattr(filters, "_codec", codec)
-
-
-def test_a_short_chunk_is_no_error_to_hdf5(tmp_path, monkeypatch):
-    """It gives what its heap held; without our check of the length we would do the same."""
-    path = tmp_path / "a.h5"
-    chunk_that_was_replaced(path, short(**GZIP), **GZIP)
-    assert truth(path).shape == (12, COLUMNS)
-
-    def whatever_the_length(encoded, out, spare):
-        imagecodecs.deflate_decode(encoded, out=out)
-        return out
-
-    decode_by(monkeypatch, whatever_the_length)
-    with reader_of(path, batch_size=12) as reader:
-        reader.get_next_batch()
-
-
 def test_a_long_chunk_is_no_error_to_hdf5(tmp_path):
     path = tmp_path / "a.h5"
     chunk_that_was_replaced(path, long(**GZIP), **GZIP)
     assert np.array_equal(truth(path), numbers(12, COLUMNS, dtype="i8"))
-
-
-@pytest.mark.usefixtures("python_way")
-def test_fletcher32_unguarded(tmp_path, monkeypatch):
-    path = tmp_path / "a.h5"
-    chunk_that_was_replaced(path, with_a_flipped_byte(3, **FLETCHER), **FLETCHER)
-    decode_by(monkeypatch, lambda encoded, out, spare: encoded[:-4])
-    with reader_of(path, batch_size=12) as reader:
-        found = reader.get_next_batch()["data"]
-        assert not np.array_equal(found, numbers(12, COLUMNS, dtype="i8"))
 
 
 def test_unfiltered_chunk_that_is_too_short(tmp_path):
@@ -878,37 +838,6 @@ def test_rows_of_older_batches_do_not_leak(tmp_path, how, num_threads):
         batches = [batch.copy() for batch in reader]
     assert batches[0].data.all()
     assert not batches[2].data.any()
-
-
-@pytest.mark.parametrize("how", FILL_LAYOUTS.values(), ids=FILL_LAYOUTS)
-@pytest.mark.usefixtures("python_way")
-def test_rows_of_older_batches_leak_unguarded(tmp_path, monkeypatch, how):
-    path = tmp_path / "a.h5"
-    partly_written(path, **FILLS["never"], **how)
-    read_rows, read_chunk = (
-        RowReader.read,
-        ChunkReader._read_chunk,
-    )
-
-    def read_rows_unfilled(*args):
-        given = inspect.signature(read_rows).bind(*args).arguments
-        plan, start, raw = given["plan"], given["start"], given["raw"]
-        before = raw.copy()
-        read_rows(*args)
-        holes = start + np.flatnonzero(plan.offset[start : given["stop"]] < 0)
-        raw[holes] = before[holes]
-
-    def read_chunk_unfilled(*args):
-        given = inspect.signature(read_chunk).bind(*args).arguments
-        if given["reading"].plan.entry[given["item"]] >= 0:
-            read_chunk(*args)
-
-    monkeypatch.setattr(RowReader, "read", read_rows_unfilled)
-    monkeypatch.setattr(ChunkReader, "_read_chunk", read_chunk_unfilled)
-    assert goes_wrong(path)
-    with reader_of(path, batch_size=4, prefetch=1) as reader:
-        batches = [batch.copy() for batch in reader]
-    assert batches[2].data.any()
 
 
 def test_fill_time_never_unguarded(tmp_path, monkeypatch):
@@ -1547,15 +1476,6 @@ def test_file_system_where_nothing_may_be_mapped(tmp_path, monkeypatch):
     for name, num_dim in itertools.product(names, (0, 1)):
         fallback = "mapping" if (name, num_dim) == ("contiguous", 1) else None
         assert_reads_like_h5py(path, name, num_dim=num_dim, fallback=fallback)
-
-
-def test_reads_of_a_few_buffers_at_a_time(tmp_path, monkeypatch):
-    path = tmp_path / "a.h5"
-    names = many_layouts(path)
-    monkeypatch.setattr("h5async.io.maps.can_map", lambda path: False)
-    monkeypatch.setattr("h5async.io.localfile._IOV_MAX", 2)
-    for name in names:
-        assert_reads_like_h5py(path, name, batch_size=9)
 
 
 def test_work_is_shared_out_among_threads(tmp_path, monkeypatch):

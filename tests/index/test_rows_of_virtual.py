@@ -26,6 +26,7 @@ from h5async.index.cost import read_cost
 from h5async.index.fingerprint import fingerprint
 from h5async.index.layout import DatasetLayout
 from h5async.index.slabs import Blocks, PairedRuns, Selection, Slab, runs_between
+from h5async.read.h5pyrows import H5pyRows
 
 EXAMPLES = settings().max_examples  # of the profile
 OPTIONS: dict[str, Any] = {"labels_field": None, "device": "cpu", "num_threads": 0}
@@ -450,7 +451,7 @@ def test_files_of_either_byte_order_cost_no_python(tmp_path, dtype, io, core):
             dataset = file.create_dataset("data", (12, 6), f"{order}{dtype}", fillvalue=fill, **how)
             dataset[:10] = some
     expected = np.concatenate([truth(path) for path in paths])
-    with mock.patch("h5async.fill.reading.plan_read", side_effect=AssertionError("by Python")):
+    with mock.patch.object(H5pyRows, "execute", side_effect=AssertionError("by h5py")):
         for shuffle in (False, "full"):
             with AsyncReader(
                 hdf5_path=paths, batch_size=7, shuffle=shuffle, io=io, **OPTIONS
@@ -467,7 +468,7 @@ def test_pieces_of_rows_of_another_byte_order_cost_no_python(tmp_path, core):
     sources = {"a": (9, 4), "b": (9, 4)}
     recipe = Recipe((12, 5), mappings, sources, {"chunks": (2, 3)}, {"a": ">i4"})
     path = recipe.write(tmp_path)
-    with mock.patch("h5async.fill.reading.plan_read", side_effect=AssertionError("by Python")):
+    with mock.patch.object(H5pyRows, "execute", side_effect=AssertionError("by h5py")):
         assert_reads_like_h5py(path)
 
 

@@ -818,8 +818,8 @@ def test_a_reader_that_has_an_index_can_be_pickled(tmp_path, cache):
                 assert_epoch_is(other, truth(path))
 
 
-@pytest.mark.usefixtures("python_way")
-def test_the_python_implementation_reads_by_an_index(tmp_path, cache):
+@pytest.mark.usefixtures("h5py_way")
+def test_h5py_reads_by_an_index(tmp_path, cache):
     paths = [make(tmp_path / f"{i}.h5", 1000 * i, chunks=n) for i, n in enumerate((4, None, 7))]
     index = save(tmp_path, *paths, fields={"data": Field("data")})
     for several in (paths, paths, [index]):

@@ -85,17 +85,6 @@ def test_each_chunk_is_decoded_once(
     assert_same_bits(np.concatenate([batch.data for batch in batches]), expected)
 
 
-@pytest.mark.usefixtures("python_way")
-@pytest.mark.parametrize("name", SPLIT)
-def test_without_the_core(tmp_path: Path, name: str) -> None:
-    path, (shape, chunks, axis) = tmp_path / "f.h5", SPLIT[name]
-    expected = np.moveaxis(write(path, shape, chunks), axis, 0)
-    with open_reader(path, num_dim=axis, num_threads=0) as reader:
-        batches = read_exactly_an_epoch(reader)
-        assert_decoded_once(reader, path)
-    assert_same_bits(np.concatenate([batch.data for batch in batches]), expected)
-
-
 @each("num_threads", [0, 2])
 def test_of_several_files(tmp_path: Path, num_threads: int) -> None:
     paths = [tmp_path / f"{number}.h5" for number in range(3)]

@@ -166,7 +166,7 @@ def test_arrays_of_no_dimension_are_samples():
 def test_an_iterator_that_is_exhausted_is_told():
     order = SamplerOrder(iter(range(10)), COUNT, 8)
     assert whole(order, 0) == list(range(10))
-    with pytest.raises(ConfigError, match=r"an iterator was given, which is exhausted in epoch 1"):
+    with pytest.raises(ConfigError, match=r"an iterator was given, and it is exhausted in epoch 1"):
         whole(order, 1)
 
 
@@ -186,7 +186,7 @@ def test_unequal_epochs_are_told():
 @pytest.mark.slow
 @pytest.mark.parametrize("endless", [itertools.cycle([1, 2, 3]), itertools.cycle([[1, 2], [3]])])
 def test_a_sampler_without_an_end_is_told(endless):
-    with pytest.raises(ConfigError, match="there is no end; say by epoch_samples"):
+    with pytest.raises(ConfigError, match="without an end; give epoch_samples"):
         SamplerOrder(endless, COUNT, 8)
 
 

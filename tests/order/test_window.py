@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from cases import each
 from conftest import assert_epoch_is, assert_same_bits, truth
-from hdf5files import reduced_precision, write_compact
+from hdf5files import type_for_h5py, write_compact
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import DEFLATE, layout
@@ -28,7 +28,6 @@ from h5async import AsyncReader, ConfigError, DatasetError
 from h5async.core.binding import load_core
 from h5async.order.sampling import Sampling
 from h5async.order.window import _GROUP_SAMPLES, WindowOrder, kept_nbytes, window_order
-from h5async.read.chunkcache import ChunkCache
 from h5async.read.collection import Collection
 
 KIB, MIB = 1024, 1024 * 1024
@@ -449,7 +448,7 @@ def write_in_header(path: Path) -> None:
 
 
 def write_only_h5py(path: Path) -> None:
-    write(path, values_of(ROWS, 5), dtype=reduced_precision(), chunks=(16, 5), **GZIP)
+    write(path, values_of(ROWS, 5), dtype=type_for_h5py(), chunks=(16, 5), **GZIP)
 
 
 def write_with_holes(path: Path) -> None:
@@ -704,19 +703,6 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What decoded chunks are kept in, by field; each knows how much it held at most."""
     made: list[Any] = []
 
-    class Cached(ChunkCache):
-        def __init__(self, budget_nbytes: int) -> None:
-            super().__init__(budget_nbytes)
-            self.most_nbytes = 0
-            if budget_nbytes:
-                made.append(self)
-
-        def _release(self, key: Any, entry: Any) -> None:
-            with self._lock:  # other threads change what is kept
-                now = sum(kept.data.size for kept in self._entries.values())
-                self.most_nbytes = max(self.most_nbytes, now)
-            super()._release(key, entry)
-
     class Collected(Collection):
         def close(self) -> None:
             most = self.most_kept_nbytes()
@@ -724,7 +710,6 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
                 made.extend(SimpleNamespace(most_nbytes=n) for n in most)
             super().close()
 
-    monkeypatch.setattr("h5async.read.executors.ChunkCache", Cached)
     monkeypatch.setattr("h5async.read.executors.Collection", Collected)
     return made
 
@@ -732,7 +717,6 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 ONCE: dict[str, tuple[Callable[[Path], None], int, int]] = {  # and decoded bytes of a unit
     "gzip": (plain(960, 5, chunks=(8, 5), **GZIP), 0, 8 * 20),
     "gzip, short last chunk": (plain(955, 5, chunks=(8, 5), **GZIP), 0, 8 * 20),
-    "scaleoffset": (plain(960, 5, chunks=(8, 5), scaleoffset=0), 0, 8 * 20),
     "chunks across a row": (plain(960, 6, 7, chunks=(8, 4, 3), **GZIP), 0, 6 * 8 * 48),
     "one sample in several chunks": (plain(240, 6, 7, chunks=(1, 4, 3), **GZIP), 0, 6 * 48),
     "samples last": (plain(7, 960, chunks=(3, 8), **GZIP), 1, 3 * 3 * 32),

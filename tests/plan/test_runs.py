@@ -1,35 +1,15 @@
-"""Plans of neighbouring samples, and the rows of samples of any length, against plain NumPy."""
+"""The rows of samples of any length, against plain NumPy."""
 
 from __future__ import annotations
 
-import h5py
 import numpy as np
 import pytest
 
-from h5async import Field
-from h5async.index.metadata import read_layouts
 from h5async.order.spans import LengthRows, SpanRows, StepSpans
 from h5async.order.steps import NO_ROW, StepRows
-from h5async.plan.plan import plan_read, plan_run
-from h5async.plan.records import ChunkPlan
 
 LENGTHS = np.array([3, 0, 5, 1, 0, 2], np.uint32)
 STARTS = np.append(0, np.cumsum(LENGTHS, dtype=np.int64))
-
-
-@pytest.mark.parametrize("chunk", [1, 4, 7, 30])
-@pytest.mark.parametrize(("begin", "end"), [(0, 30), (0, 1), (3, 4), (4, 8), (5, 29), (29, 30)])
-def test_a_plan_of_neighbours_is_that_of_samples(tmp_path, chunk, begin, end):
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        file.create_dataset("x", data=np.arange(30), chunks=(chunk,), compression="gzip")
-    layout = read_layouts(tmp_path / "a.h5", {"x": Field("x")})["x"]
-    run, plain = plan_run(layout, begin, end), plan_read(layout, np.arange(begin, end))
-    assert isinstance(run, ChunkPlan)
-    assert isinstance(plain, ChunkPlan)
-    for name in ("entry", "cross", "group", "group_number", "run_start", "run_local"):
-        np.testing.assert_array_equal(getattr(run, name), getattr(plain, name))
-    np.testing.assert_array_equal(run.run_position, plain.run_position)
-    np.testing.assert_array_equal(run.run_length, plain.run_length)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5, 6, 9])

@@ -25,7 +25,7 @@ import h5py
 import numpy as np
 import pytest
 from cases import each
-from hdf5files import reduced_precision
+from hdf5files import type_for_h5py
 
 import h5async.deliver.device
 import h5async.deliver.findgpu
@@ -61,7 +61,7 @@ def path(tmp_path_factory):
         terminated = h5py.h5t.C_S1.copy()
         terminated.set_size(8)
         space = h5py.h5s.create_simple((N,))
-        file.create_dataset("odd", data=np.arange(N), dtype=reduced_precision())
+        file.create_dataset("odd", data=np.arange(N), dtype=type_for_h5py())
         texts = h5py.Dataset(h5py.h5d.create(file.id, b"texts", terminated, space))
         texts[...] = np.array([b"text %d" % i for i in range(N)], "S8")
         file["flags"] = rng.integers(0, 2, N).astype(bool)

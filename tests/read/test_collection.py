@@ -23,7 +23,7 @@ from h5async import AsyncReader, Field, FileChangedWarning, H5AsyncError
 from h5async.core.tablestructures import PLANNED_ROW_NBYTES, ItemStruct, WantedStruct
 from h5async.index.metadata import read_layouts
 from h5async.io.stamps import FileStamp
-from h5async.read.execute import PlanExecutor
+from h5async.read.h5pyrows import H5pyRows
 from h5async.read.scratch import Scratch, ScratchSize
 
 SEED = 20261122
@@ -176,7 +176,7 @@ def test_virtual_datasets_of_windows_splits_and_gaps(tmp_path, shuffle, monkeypa
         file.create_virtual_dataset("window", window, fillvalue=-1)
         file.create_virtual_dataset("split", split, fillvalue=-2)
         file.create_virtual_dataset("halves", halves, fillvalue=-3)
-    monkeypatch.setattr(PlanExecutor, "execute", None)
+    monkeypatch.setattr(H5pyRows, "execute", None)
     for name, mapped in (("window", 10), ("split", 30), ("halves", 20)):
         with h5py.File(tmp_path / "whole.h5") as file:
             expected = file[name][...]

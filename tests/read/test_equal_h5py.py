@@ -22,8 +22,7 @@ from hypothesis import strategies as st
 
 from h5async import AsyncReader, Field
 from h5async.fill import phases
-from h5async.io import localfile, maps
-from h5async.read import rows
+from h5async.io import maps
 
 PLAIN = [
     f"{order}{kind}" for order in "<>" for kind in ("u2 i2 u4 i4 u8 i8 f2 f4 f8 c8 c16").split()
@@ -220,8 +219,6 @@ def readers(draw: st.DrawFn, recipe: Recipe) -> dict[str, Any]:
 # than one system call.
 SMALL_LIMITS = {
     (phases, "_MIN_SHARE_NBYTES"): 1,
-    (rows, "_GATHER_BLOCK_NBYTES"): 7,
-    (localfile, "_IOV_MAX"): 2,
 }
 NO_MAPPING = {
     (maps, "can_map"): lambda path: False,

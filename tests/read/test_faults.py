@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import random
 import signal
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 import pytest
 from cases import each
+from collecting import Collected, layouts_of
 from conftest import our_threads
 
 import h5async.deliver.host
 import h5async.fill.filling
 import h5async.fill.phases
 import h5async.fill.reading
-import h5async.io.localfile
 import h5async.order.sampling
 from h5async import AsyncReader, BatchTimeoutError, Field, FileChangedWarning, ReadError
 from h5async.core.binding import load_core
+from h5async.core.tablestructures import REFUSED
 from h5async.fill.reading import BatchReader
+from h5async.io.localfile import LocalFile
+from h5async.io.localfiles import LocalFiles
 
 N = 120
 
@@ -51,59 +53,35 @@ def truth(path, name="data"):
 # --- disks ---------------------------------------------------------------------------------------
 
 
-class Disk:
-    """`os`, whose reads are cut short or fail at random."""
+class Unreadable(LocalFiles):
+    """Opens files so that every read of them fails."""
 
-    def __init__(self, seed, short, failing):
-        self.random, self.short, self.failing = random.Random(seed), short, failing
-        self.failures = 0
-
-    def __getattr__(self, name):
-        return getattr(os, name)
-
-    def preadv(self, descriptor, buffers, offset, *flags):
-        if not flags and self.random.random() < self.failing:
-            self.failures += 1
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        if not flags and self.random.random() < self.short:
-            first = memoryview(buffers[0]).cast("B")
-            size = self.random.randrange(1, len(first)) if len(first) > 1 else len(first)
-            return os.preadv(descriptor, [first[:size]], offset)
-        return os.preadv(descriptor, buffers, offset, *flags)
+    def read(self, path: str, expected: Any, work: Any) -> None:
+        file = LocalFile(path, expected, "pread")
+        descriptor = os.open(path, os.O_WRONLY)
+        try:
+            file.descriptor, kept = descriptor, file.descriptor
+            work(file, file.stamp)
+        finally:
+            file.descriptor = kept
+            file.close()
+            os.close(descriptor)
 
 
-@each("num_threads", [0, 3])
-@each("shuffle", [False, "full"])
-@pytest.mark.parametrize(("short", "failing"), [(0.5, 0), (0, 0.1), (0.3, 0.05)])
-def test_short_and_failing_reads(path, monkeypatch, num_threads, shuffle, short, failing):
-    disk = Disk(7, short, failing)
-    monkeypatch.setattr(h5async.fill.filling, "load_core", lambda: None)  # it reads without Python
-    monkeypatch.setattr(h5async.io.localfile, "os", disk)
-    rows, data, errors = truth(path, "rows"), truth(path), []
-    fields = {"rows": "rows", "data": "data", "labels": "labels"}
-    with AsyncReader(
-        hdf5_path=path,
-        fields=fields,
-        batch_size=8,
-        shuffle=shuffle,
-        num_threads=num_threads,
-        io="pread",
-        device="cpu",
-        timeout=200,
-    ) as reader:
-        for due in range(4 * len(reader)):
-            try:
-                batch = reader.get_next_batch()
-            except ReadError as error:
-                errors.append(str(error))
-                continue
-            assert batch.epoch * len(reader) + batch.number == due
-            assert np.array_equal(batch.rows, rows[batch.index])
-            assert np.array_equal(batch.data, data[batch.index])
-            assert np.array_equal(batch.labels, batch.index)
-    assert bool(errors) == bool(failing)
-    assert len(errors) <= disk.failures
-    assert all(str(path) in text and "Input/output error" in text for text in errors)
+@pytest.mark.parametrize("name", ["rows", "data"])
+def test_a_read_that_fails_is_named(path, core, name):
+    layout = layouts_of([path], {name: Field(name)})[0]
+    with Collected(core, [layout], 4, io="pread") as collected:
+        count = collected.plan([5, 4, 3, 2])
+        collected.collection._items(collected.batch)["status"] = REFUSED
+        assert count == collected.collection._refused(collected.batch).size
+        with pytest.raises(ReadError, match=r"samples \d+ to \d+") as caught:
+            collected.collection.read_again(
+                collected.batch, lambda _: Unreadable(1), collected.scratch
+            )
+    assert str(path) in str(caught.value)
+    assert "failed: Bad file descriptor" in str(caught.value)
+    assert f'dataset "{name}"' in str(caught.value)
 
 
 @pytest.mark.parametrize("num_threads", [0, 2])

@@ -20,11 +20,11 @@ import pytest
 from cases import each
 from conftest import assert_epoch_is, assert_same_bits, open_descriptors, poison, truth
 from h5py import h5d, h5p, h5s, h5t
-from hdf5files import reduced_precision
+from hdf5files import type_for_h5py
 
 from h5async import AsyncReader, ConfigError, DatasetError, Field, ReaderConfig, ReadError
 from h5async.fill import phases
-from h5async.plan import plan
+from h5async.plan import parts
 from h5async.read import collection, executors
 
 OPTIONS: dict[str, Any] = {"labels_field": None, "device": "cpu", "batch_size": 4}
@@ -65,10 +65,12 @@ def joined(paths: Sequence[Path], name: str = "data", num_dim: int = 0) -> np.nd
 def _many_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let threads share the work of small batches, too."""
     monkeypatch.setattr(phases, "_MIN_SHARE_NBYTES", 1)
-    monkeypatch.setattr(plan, "_SCRATCH_NBYTES", 64)
+    monkeypatch.setattr(parts, "_SCRATCH_NBYTES", 64)
 
 
-def assert_files_read_like_h5py(paths: Any, expected: np.ndarray, **options: Any) -> None:
+def assert_files_read_like_h5py(
+    paths: Any, expected: np.ndarray, *, has_gaps: bool = False, **options: Any
+) -> None:
     """Compare an epoch in order and a shuffled one, in the caller and in threads."""
     for shuffle, num_threads in itertools.product((False, "full"), (0, 3)):
         given = {**OPTIONS, **options, "shuffle": shuffle, "num_threads": num_threads}
@@ -77,7 +79,8 @@ def assert_files_read_like_h5py(paths: Any, expected: np.ndarray, **options: Any
             poison(reader)
             assert_epoch_is(reader, expected, in_order=not shuffle)
             reason = reader.layouts["data"].fallback_reason
-            assert (reader.fallback_reads == 0) == (reason is None or len(reader) == 0)
+            is_direct = reason is None and not has_gaps
+            assert (reader.fallback_reads == 0) == (is_direct or len(reader) == 0)
 
 
 def read_all(paths: Any, **options: Any) -> np.ndarray:
@@ -344,7 +347,7 @@ def null_terminated(file: h5py.File, values: np.ndarray) -> None:
 
 def odd_integers(file: h5py.File, values: np.ndarray) -> None:
     """Store numbers that only h5py can read."""
-    file.create_dataset("data", data=values, dtype=reduced_precision())
+    file.create_dataset("data", data=values, dtype=type_for_h5py())
 
 
 def compact(file: h5py.File, values: np.ndarray) -> None:
@@ -430,7 +433,8 @@ def test_two_files_of_any_layouts_with_numbers(tmp_path, names):
         with AsyncReader(hdf5_path=paths, **how) as reader:
             poison(reader)
             assert_epoch_is(reader, expected, in_order=not shuffle)
-            assert reader.fallback_reads == 0
+            # (A virtual dataset with gaps may have another fill value than the others.)
+            assert (reader.fallback_reads == 0) == ("virtual" not in names)
 
 
 def test_all_layouts_at_once_along_another_dimension(tmp_path):
@@ -438,7 +442,9 @@ def test_all_layouts_at_once_along_another_dimension(tmp_path):
     for number, writer in enumerate(WRITERS.values()):
         values = np.ascontiguousarray(numbered(4 + number % 3, 10 * number, (6,)).T)
         paths.append(write_with(tmp_path / f"{number}.h5", writer, values))
-    assert_files_read_like_h5py(paths, joined(paths, num_dim=1), num_dim=1, batch_size=7)
+    assert_files_read_like_h5py(
+        paths, joined(paths, num_dim=1), has_gaps=True, num_dim=1, batch_size=7
+    )
 
 
 def test_all_layouts_at_once_with_labels_alongside(tmp_path):

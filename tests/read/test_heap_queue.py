@@ -15,7 +15,7 @@ from conftest import fetch_and_keep_the_gil
 from h5async import AsyncReader
 from h5async.core.binding import load_core
 from h5async.errors import ReadError
-from h5async.read.heapexecutor import HeapExecutor
+from h5async.read.collection import Collection
 
 pytestmark = pytest.mark.skipif(load_core() is None, reason="needs the compiled core")
 
@@ -86,7 +86,7 @@ def test_a_batch_is_filled_while_the_loop_keeps_the_gil(path, shuffle, nobody_el
 @pytest.mark.parametrize("num_threads", [0, 1, 3])
 @pytest.mark.parametrize("io", ["auto", "map", "pread"])
 def test_several_files_by_many_threads_without_python(tmp_path, num_threads, io, monkeypatch):
-    monkeypatch.setattr(HeapExecutor, "execute", None)  # which would be the way of Python
+    monkeypatch.setattr(Collection, "_read_again", None)
     paths = [tmp_path / f"{name}.h5" for name in "abc"]
     for seed, path in enumerate(paths):
         write(path, seed)

@@ -2,7 +2,8 @@
 
    Threads take ranges of a plan's items, each in one call. First come pieces that are kept decoded,
    for which no file is needed (kept.h); then what is read, source by source. An item that cannot be
-   done is marked, and left to the Python implementation, which has the words for what is wrong. */
+   done is marked: Python opens its file, checks it where it was changed, and has it read again out of
+   that, so that it learns the reason (read/failures.py). */
 
 /* Where a piece of an item lies; -1: nowhere, or it is not asked for. */
 static int64_t offset_of_piece(const Work *work, const Item *item, int32_t cross, int64_t *nbytes)
@@ -123,7 +124,9 @@ static void do_section(void *data)
             end_stage(work->w, TRANSFORMING, &work->last_ns);
         }
         if (outcome == READ && !item_is_within(plan, f, target, item))
-            outcome = FAILED;
+            outcome = fail(work->w, ABOVE_LIMIT, -1, f->limit, 0) ? READ : FAILED;
+        if (outcome == FAILED)
+            fail(work->w, UNREADABLE, -1, 0, 0);
         if (outcome != IS_BUSY)
             item->status = outcome == READ ? DONE : REFUSED;
         else if (work->skipped == work->end)
@@ -138,36 +141,28 @@ static void release_claims(Work *work, int are_filled)
     work->num_claims = 0;
 }
 
-/* Items `begin` to `end`, all of one source. */
-static void read_source(Work *work, Sources *sources, int64_t begin, int64_t end)
+/* Items `begin` to `end`, all of one source, out of its open file. */
+static void read_file(Work *work, File *file, Source *s, int64_t begin, int64_t end)
 {
-    BatchPlan *plan = work->plan;
-    File file;
-    Source *s = acquire_source(sources, plan->items[begin].source, &file);
-    if (s == NULL) {
-        for (int64_t i = begin; i < end; i++)
-            plan->items[i].status = REFUSED;
-        return;
-    }
-    work->file = &file, work->source = s;
+    work->file = file, work->source = s;
     work->end = work->skipped = end, work->may_wait = 0;
     work->available = -1;
     go_to(work, begin);
     while (work->at < end) {
         int64_t now = now_ns();
         /* A file that was changed before, too, shows it afterwards. */
-        int is_good = guarded(&file, do_section, work);
+        int is_good = guarded(file, do_section, work);
         if (!is_good)
-            file.event = FAULTED;
+            file->event = FAULTED;
         else
-            is_good = file.event == NO_EVENT && is_as_indexed(&file);
-        if (is_good && file.nbytes < 0 && !has_swmr_writer(file.fd, INT64_MAX)) {
-            file.event = CHANGED; /* the writer has ended, and left the file for good */
+            is_good = file->event == NO_EVENT && is_as_indexed(file);
+        if (is_good && s->has_swmr_writer && !has_swmr_writer(file->fd, INT64_MAX)) {
+            file->event = CHANGED; /* the writer has ended, and left the file for good */
             is_good = 0;
         }
         release_claims(work, is_good);
         for (int64_t i = begin; !is_good && i < end; i++)
-            plan->items[i].status = REFUSED;
+            work->plan->items[i].status = REFUSED;
         if (!is_good)
             break;
         s->checked_ns = now;
@@ -178,7 +173,42 @@ static void read_source(Work *work, Sources *sources, int64_t begin, int64_t end
         work->may_wait = 1;
     }
     let_go_of_rows(work); /* where it was given up midway */
+}
+
+/* Items `begin` to `end`, all of one source. */
+static void read_source(Work *work, Sources *sources, int64_t begin, int64_t end)
+{
+    File file;
+    Source *s = acquire_source(sources, work->plan->items[begin].source, &file);
+    if (s == NULL) {
+        for (int64_t i = begin; i < end; i++)
+            work->plan->items[i].status = REFUSED;
+        return;
+    }
+    read_file(work, &file, s, begin, end);
     release_source(sources, s, file.event);
+}
+
+/* Read one item again that was refused, out of an open file. Returns whether it was read; if not, the
+   event of the file says why, or the failure of the worker. */
+PUBLIC int64_t h5async_read_again(BatchPlan *plan, const Field *fields, const Target *targets,
+                                  File *file, Worker *w, int64_t number)
+{
+    Work work = {.plan = plan, .fields = fields, .targets = targets, .w = w, .last_ns = now_ns()};
+    Source source = {.fd = file->fd};
+    Item *item = &plan->items[number];
+    w->failure = (Failure){.filter = -1, .extent = -1, .at = -1};
+    file->event = NO_EVENT;
+    file->failed_at = -1, file->error = 0;
+    if (number < 0 || number >= plan->num_items)
+        return 0;
+    install_guard();
+    begin_tracing(w);
+    item->status = TO_DO;
+    read_file(&work, file, &source, number, number + 1);
+    end_tracing(w);
+    w->returned_ns = now_ns();
+    return item->status == DONE;
 }
 
 /* Items that have no source. */

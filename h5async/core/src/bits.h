@@ -142,9 +142,12 @@ static int64_t unbitshuffle(Worker *w, const uint8_t *in, int64_t n, const Filte
                             int64_t room)
 {
     int64_t element = f->element, block = f->block ? f->block : default_block(element);
-    if (n > room || n % element || block % 8 || block > w->between_nbytes / element)
-        return -1;
     int64_t count = n / element, whole = count / 8 * 8;
+    if (n > room || n % element || block % 8)
+        return -1;
+    block = block < whole ? block : whole;
+    if (block > w->between_nbytes / element)
+        return -1;
     for (int64_t at = 0; at < whole; at += block) {
         int64_t size = whole - at < block ? whole - at : block;
         unbitshuffle_block(in + at * element, size, element, w->between[2], out + at * element);
@@ -162,10 +165,12 @@ static int64_t unbitshuffle_blocks(Worker *w, const uint8_t *in, int64_t n, cons
     if (n < 12)
         return -1;
     int64_t nbytes = big64(in), block = big32(in + 8), at = 12;
-    if (nbytes > room || nbytes % element || block == 0 || block % (8 * element) ||
-        block > w->between_nbytes / 2)
+    if (nbytes > room || nbytes % element || block == 0 || block % (8 * element))
         return -1;
     int64_t body = nbytes / (8 * element) * (8 * element);
+    block = block < body ? block : body;
+    if (block > w->between_nbytes / 2)
+        return -1;
     uint8_t *shuffled = w->between[2], *planes = w->between[2] + block;
     for (int64_t done = 0; done < body; done += block) {
         int64_t expected = body - done < block ? body - done : block, count;

@@ -1,12 +1,12 @@
 /* Reads and decodes a chunk, and copies its samples into the batch. */
 
 /* Read the wanted samples of a chunk that no filter was applied to into the scratch buffer. */
-static int read_raw_samples(const Dataset *d, Worker *w, const File *file, int64_t offset,
+static int read_raw_samples(const Dataset *d, Worker *w, File *file, int64_t offset,
                             const Runs *runs)
 {
     int64_t stride = d->sample_stride;
     if (d->chunk_nbytes > w->chunk_nbytes)
-        return 0;
+        return fail(w, NO_ROOM, -1, w->chunk_nbytes, d->chunk_nbytes);
     if (stride * d->chunk_samples != d->chunk_nbytes)
         return read_fully(file, offset, w->chunk, d->chunk_nbytes);
     for (int64_t r = 0; r < runs->count; r++)
@@ -36,6 +36,28 @@ typedef struct {
     uint8_t *batch;
     int64_t last_ns;
 } Call;
+
+/* Read samples of a dataset without chunks one by one, and copy a piece of each, without a map. */
+static int read_contiguous_samples(Call *call, const Piece *piece, int64_t offset, const Runs *runs)
+{
+    const Dataset *d = call->d;
+    const int64_t stride = d->sample_stride, none = 0, one = 1;
+    uint8_t *sample = malloc((size_t)(stride > 0 ? stride : 1));
+    int is_good = sample != NULL || fail(call->w, NO_ROOM, -1, 0, stride);
+    for (int64_t r = 0; is_good && r < runs->count; r++)
+        for (int64_t k = 0; is_good && k < runs->length[r]; k++) {
+            const int64_t position = runs->position[r] + k;
+            const Runs here = {&none, &position, &one, 1};
+            is_good = !is_stopped(call->file, call->w) &&
+                      read_fully(call->file, offset + (runs->local[r] + k) * stride, sample, stride);
+            if (is_good)
+                place(d, piece, &here, sample, call->batch);
+        }
+    free(sample);
+    call->w->read_nbytes += is_good ? raw_nbytes(d, runs) : 0;
+    end_stage(call->w, READING, &call->last_ns);
+    return is_good;
+}
 
 /* Chunk `number` of the dataset, -1: never allocated; `state` says whether it is decoded into the
    scratch buffer or into memory that is kept (`target`), or lies decoded there already. The runs are
@@ -70,15 +92,19 @@ static int read_chunk(Call *call, int64_t number, int64_t cross, const Runs *run
     const uint8_t *in = stored <= call->available && offset <= call->available - stored
                             ? call->file->map + offset
                             : NULL;
+    if (in == NULL && d->begin >= 0 && d->sample_stride * d->chunk_samples == d->chunk_nbytes &&
+        call->file->map == NULL)
+        return read_contiguous_samples(call, &piece, offset, runs);
     if (in == NULL && (call->file->io == IO_MAP || call->available > 0 || d->begin >= 0))
-        return 0; /* the file is too short, or can only be mapped */
+        return fail(w, d->begin >= 0 || call->file->map == NULL ? NOT_MAPPED : UNREADABLE, -1,
+                    offset + stored, call->available); /* the file is too short, or can only be mapped */
     int raw = is_raw(d, mask);
     int is_whole = state == TO_SCRATCH && d->rows_are_whole && runs->count == 1 &&
                    runs->length[0] == d->chunk_samples &&
                    d->chunk_samples * d->row_nbytes == d->chunk_nbytes;
     uint8_t *whole = is_whole ? call->batch + runs->position[0] * d->row_nbytes : NULL;
     if (raw && stored != d->chunk_nbytes)
-        return 0;
+        return fail(w, WRONG_SIZE, -1, d->chunk_nbytes, stored);
     if (raw && state == TO_TARGET) {
         if (in == NULL && !read_fully(call->file, offset, target, stored))
             return 0;
@@ -93,7 +119,9 @@ static int read_chunk(Call *call, int64_t number, int64_t cross, const Runs *run
         in = w->chunk;
         end_stage(w, READING, &call->last_ns);
     } else if (in == NULL) {
-        if (stored > w->encoded_nbytes || !read_fully(call->file, offset, w->encoded, stored))
+        if (stored > w->encoded_nbytes)
+            return fail(w, NO_ROOM, -1, w->encoded_nbytes, stored);
+        if (!read_fully(call->file, offset, w->encoded, stored))
             return 0;
         in = w->encoded;
         end_stage(w, READING, &call->last_ns);
@@ -105,7 +133,7 @@ static int read_chunk(Call *call, int64_t number, int64_t cross, const Runs *run
     if (!raw) {
         uint8_t *out = whole ? whole : state == TO_TARGET ? target : w->chunk;
         if (out == w->chunk && d->chunk_nbytes > w->chunk_nbytes)
-            return 0;
+            return fail(w, NO_ROOM, -1, w->chunk_nbytes, d->chunk_nbytes);
         if (!decode(d, w, in, stored, mask, out))
             return 0;
         in = out;

@@ -64,6 +64,10 @@ enum Io { IO_AUTO = 0, IO_PREAD = 1, IO_MAP = 2 };
 /* Why a call did not do its work, or why its work is worthless: the file is not what was indexed; a
    page of its map cannot be read; the reader is being closed. */
 enum Event { NO_EVENT = 0, CHANGED = 1, FAULTED = 2, STOPPED = 3 };
+/* Why an item cannot be done; read/failures.py has the words. */
+enum Reason { UNREADABLE = 1, WRONG_SIZE, DAMAGED, NO_ROOM, NOT_MAPPED, ABOVE_LIMIT, HEAP_NOWHERE,
+              HEAP_BEHIND, HEAP_SIGNATURE, HEAP_VERSION, HEAP_SIZE, HEAP_FREE, HEAP_ENDS, HEAP_TWICE,
+              HEAP_MISSING, HEAP_LENGTH, HEAP_NUL };
 
 typedef struct { /* struct aec_stream of libaec.h */
     const unsigned char *next_in;
@@ -97,6 +101,16 @@ typedef struct {
     int32_t stage, field, source, padding; /* below 0: none, or several */
 } TraceEvent;
 
+/* What of an item cannot be done, and why: the first reason since the caller has set it to 0. */
+typedef struct {
+    int64_t reason;
+    int64_t filter;          /* of the pipeline; below 0: none */
+    int64_t extent;          /* the chunk; below 0: none; of variable length, the element */
+    int64_t cross;           /* which piece of the item */
+    int64_t at;              /* the byte of the file; below 0: unknown */
+    int64_t expected, found; /* bytes, or what the reason says */
+} Failure;
+
 typedef struct {
     const Libraries *libraries;
     uint8_t *encoded, *chunk, *between[3];
@@ -111,6 +125,8 @@ typedef struct {
     int64_t batch;                   /* its serial number */
     TraceEvent latest;               /* which may grow */
     int32_t traced_field, traced_source;
+    Failure failure;
+    int64_t least_nbytes; /* above 0: a chunk is taken that decodes to so many bytes at least */
     void *held; /* of malloc: the input of a decoder that needs a copy */
 } Worker;
 
@@ -121,6 +137,7 @@ typedef struct {
     int64_t device, inode, nbytes, modified_ns, changed_ns; /* as indexed; nbytes -1: not checked */
     int64_t event;                                          /* out: enum Event */
     const char *path; /* fd below 0: by which its state is asked for; NULL: it is memory */
+    int64_t failed_at, error; /* out: where a read failed; what errno said, 0: the file ended */
 } File;
 
 /* H5Z_func_t of H5Zdevelop.h */
@@ -149,6 +166,13 @@ typedef struct {
     int64_t rows_are_whole;
     int64_t begin; /* of a contiguous dataset, which is its own only chunk; else -1 */
 } Dataset;
+
+static int fail(Worker *w, int64_t reason, int64_t filter, int64_t expected, int64_t found)
+{
+    if (w->failure.reason == 0)
+        w->failure = (Failure){reason, filter, -1, 0, -1, expected, found};
+    return 0;
+}
 
 static int64_t now_ns(void)
 {

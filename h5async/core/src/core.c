@@ -4,11 +4,9 @@
    ctypes calls it, and releases the GIL for the call. It needs no header of Python's, so that one
    build serves every version of Python. core/structures.py declares the same structures.
 
-   The Python implementation (read/ does all of this too) is the reference. Each function here
-   returns how many items it did. It stops before the first that it cannot do (bytes that are missing
-   or damaged, that have another length than expected, a bound that does not hold); the Python
-   implementation then does that one item again, and words the error. So what is refused here need
-   not be an error, but what is done must be what the Python implementation would do.
+   What the core cannot do (bytes that are missing or damaged, that have another length than expected,
+   a bound that does not hold) it refuses with a reason, of which Python makes an error. What it does
+   must be what HDF5 would do.
 
    Codecs are called through the public C interfaces of libdeflate, zstd, lz4, c-blosc, libaec and
    bzip2, by pointers that are handed over. Formats: HDF5's shuffle and Fletcher-32 (H5Zshuffle.c,
@@ -90,7 +88,10 @@ static const Member MEMBERS[] = {
     MEMBER(Worker, read_nbytes), MEMBER(Worker, decoded_chunks), MEMBER(Worker, decoded_nbytes),
     MEMBER(Worker, returned_ns), MEMBER(Worker, stop), MEMBER(Worker, transform_ns),
     MEMBER(Worker, trace), MEMBER(Worker, tracing), MEMBER(Worker, batch), MEMBER(Worker, latest),
-    MEMBER(Worker, traced_field), MEMBER(Worker, traced_source), MEMBER(Worker, held),
+    MEMBER(Worker, traced_field), MEMBER(Worker, traced_source), MEMBER(Worker, failure),
+    MEMBER(Worker, least_nbytes), MEMBER(Failure, reason), MEMBER(Failure, filter),
+    MEMBER(Failure, extent), MEMBER(Failure, cross), MEMBER(Failure, at),
+    MEMBER(Failure, expected), MEMBER(Failure, found), MEMBER(Worker, held),
     MEMBER(TraceEvent, begin_ns), MEMBER(TraceEvent, end_ns), MEMBER(TraceEvent, thread),
     MEMBER(TraceEvent, batch), MEMBER(TraceEvent, stage), MEMBER(TraceEvent, field),
     MEMBER(TraceEvent, source), MEMBER(TraceEvent, padding),
@@ -98,6 +99,7 @@ static const Member MEMBERS[] = {
     MEMBER(File, fd), MEMBER(File, io), MEMBER(File, map), MEMBER(File, map_nbytes),
     MEMBER(File, device), MEMBER(File, inode), MEMBER(File, nbytes), MEMBER(File, modified_ns),
     MEMBER(File, changed_ns), MEMBER(File, event), MEMBER(File, path),
+    MEMBER(File, failed_at), MEMBER(File, error),
     MEMBER(Filter, kind), MEMBER(Filter, element), MEMBER(Filter, block),
     MEMBER(Filter, values), MEMBER(Filter, num_values), MEMBER(Filter, function),
     MEMBER(Dataset, filters), MEMBER(Dataset, chunk_offset), MEMBER(Dataset, chunk_stored),

@@ -16,7 +16,7 @@ static int read_heap_item(Work *work, const Field *f, const Target *target, cons
                      .out_nbytes = target->capacity * f->row_nbytes,
                      .available = work->available, .file_nbytes = nbytes_of_file(work->file)};
     if (scratch == NULL || call.count > BLOCK_SEQUENCES)
-        return 0;
+        return fail(work->w, NO_ROOM, -1, 0, (int64_t)sizeof(HeapScratch));
     call.ordered = scratch->ordered;
     find_and_copy(&call);
     end_stage(work->w, READING, &work->last_ns);

@@ -99,14 +99,16 @@ static void ask_later(const File *file, Span *span, int64_t offset, int64_t nbyt
     span->end = offset + nbytes > span->end ? offset + nbytes : span->end;
 }
 
-static int read_fully(const File *file, int64_t offset, uint8_t *out, int64_t nbytes)
+static int read_fully(File *file, int64_t offset, uint8_t *out, int64_t nbytes)
 {
     while (nbytes > 0) {
         ssize_t count = pread(file->fd, out, (size_t)nbytes, offset);
         if (count < 0 && errno == EINTR)
             continue;
-        if (count <= 0)
+        if (count <= 0) {
+            file->failed_at = offset, file->error = count < 0 ? errno : 0;
             return 0;
+        }
         offset += count, out += count, nbytes -= count;
     }
     return 1;

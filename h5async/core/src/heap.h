@@ -130,10 +130,13 @@ PUBLIC int64_t h5async_decode_references(const Heap *h, const uint8_t *reference
 static const uint8_t *heap_bytes(HeapCall *c, int64_t offset)
 {
     HeapScratch *s = c->scratch;
-    if (offset < 0 || offset > c->file_nbytes - OBJECT_HEAD)
+    if (offset < 0 || offset > c->file_nbytes - OBJECT_HEAD ||
+        (c->available > 0 && offset > c->available - OBJECT_HEAD)) {
+        fail(c->w, HEAP_BEHIND, -1, c->file_nbytes, 0);
         return NULL;
+    }
     if (c->available > 0)
-        return offset > c->available - OBJECT_HEAD ? NULL : c->file->map + offset;
+        return c->file->map + offset;
     if (offset < s->window_begin || offset > s->window_end - OBJECT_HEAD) {
         int64_t rest = c->file_nbytes - offset;
         int64_t nbytes = rest < HEAP_WINDOW ? rest : HEAP_WINDOW;
@@ -145,17 +148,21 @@ static const uint8_t *heap_bytes(HeapCall *c, int64_t offset)
     return s->window + (offset - s->window_begin);
 }
 
-/* List the objects of the collection at an offset; 0: it is damaged. Free space comes last, of index
+/* List the objects of the collection at an offset; 0: it is damaged, and that is noted. Free space comes last, of index
    0, if there is room for its head. */
 static int walk_collection(HeapCall *c, int64_t begin)
 {
     HeapScratch *s = c->scratch;
     const uint8_t *head = heap_bytes(c, begin);
-    if (head == NULL || memcmp(head, "GCOL\1", 5) != 0)
+    if (head == NULL)
         return 0;
+    if (memcmp(head, "GCOL", 4) != 0)
+        return fail(c->w, HEAP_SIGNATURE, -1, 0, 0);
+    if (head[4] != 1)
+        return fail(c->w, HEAP_VERSION, -1, 1, head[4]);
     int64_t nbytes = get_number(head + 8, c->heap->size_nbytes);
     if (nbytes < LEAST_COLLECTION || nbytes > c->file_nbytes - begin)
-        return 0;
+        return fail(c->w, HEAP_SIZE, -1, c->file_nbytes, nbytes);
     s->visit++, s->begin = begin, s->end = begin + nbytes;
     for (int64_t at = begin + COLLECTION_HEAD; s->end - at >= OBJECT_HEAD;) {
         int64_t rest = s->end - at;
@@ -164,10 +171,12 @@ static int walk_collection(HeapCall *c, int64_t begin)
         int64_t index = get_number(head, 2);
         nbytes = get_number(head + 8, c->heap->size_nbytes);
         if (index == 0)
-            return nbytes == rest;
+            return nbytes == rest || fail(c->w, HEAP_FREE, -1, rest, nbytes);
         HeapObject *object = &s->object[index];
-        if (nbytes < 0 || nbytes > rest - OBJECT_HEAD || object->visit == s->visit)
-            return 0;
+        if (nbytes < 0 || nbytes > rest - OBJECT_HEAD)
+            return fail(c->w, HEAP_ENDS, -1, 0, index);
+        if (object->visit == s->visit)
+            return fail(c->w, HEAP_TWICE, -1, 0, index);
         *object = (HeapObject){at + OBJECT_HEAD, nbytes, s->visit};
         at += OBJECT_HEAD + (nbytes + 7) / 8 * 8;
     }
@@ -185,6 +194,17 @@ static int resolve(const HeapCall *c, int64_t number, int64_t place)
         return 0;
     __atomic_store_n(&h->place[number], object->offset, __ATOMIC_RELAXED);
     return 1;
+}
+
+/* Say why an element of the collection that was walked has no place; returns 0. */
+static int fail_to_resolve(const HeapCall *c, int64_t number, int64_t place)
+{
+    const HeapObject *object = &c->scratch->object[index_of(place)];
+    if (object->visit != c->scratch->visit)
+        return fail(c->w, HEAP_MISSING, -1, 0, index_of(place));
+    fail(c->w, HEAP_LENGTH, index_of(place), c->heap->length[number] * c->heap->value_nbytes,
+         object->nbytes);
+    return 0;
 }
 
 /* The same for elements before or behind one, as far as they lie in the same collection. */
@@ -250,9 +270,15 @@ static int resolve_all(HeapCall *c)
         int64_t number = c->element[c->ordered[i].number];
         int is_new = address != walked;
         c->failed = c->ordered[i].number;
-        if (is_stopped(c->file, c->w) || address == MOST_ADDRESS ||
-            (is_new && !walk_collection(c, h->base + address)) || !resolve(c, number, place))
+        if (is_stopped(c->file, c->w))
             return 0;
+        if (address == MOST_ADDRESS ? !fail(c->w, HEAP_NOWHERE, -1, 0, 0)
+            : (is_new && !walk_collection(c, h->base + address)) ||
+                  (!resolve(c, number, place) && !fail_to_resolve(c, number, place))) {
+            fail(c->w, UNREADABLE, -1, 0, 0);
+            c->w->failure.extent = number, c->w->failure.at = h->base + address;
+            return 0;
+        }
         walked = address;
         if (is_new) {
             resolve_neighbours(c, number, -1, address);
@@ -277,8 +303,10 @@ static int64_t copy_sequences(const HeapCall *c, const SequenceBlock *b)
     int64_t done = c->available > 0 ? copy_pieces(c->file, c->w, &p, c->available)
                                     : pread_pieces(c->file, c->w, &p);
     for (int64_t i = 0; c->heap->is_text && i < done; i++)
-        if (memchr(c->out + b->position[i], 0, (size_t)b->nbytes[i]) != NULL)
+        if (memchr(c->out + b->position[i], 0, (size_t)b->nbytes[i]) != NULL) {
+            fail(c->w, HEAP_NUL, -1, 0, 0);
             return i;
+        }
     for (int64_t i = 0; i < done; i++)
         c->w->read_nbytes += b->nbytes[i];
     return done;
@@ -308,6 +336,8 @@ static void copy_all(HeapCall *c)
             int64_t done = copy_sequences(c, &b);
             if (done < b.count) {
                 c->failed = b.number[done];
+                fail(c->w, UNREADABLE, -1, 0, 0);
+                c->w->failure.extent = c->element[c->failed];
                 return;
             }
             b.count = 0;

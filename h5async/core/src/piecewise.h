@@ -55,6 +55,13 @@ static void note_claim(Work *work, Store *store, Kept *kept, int64_t piece)
     work->claims[work->num_claims++] = (Claimed){store, kept, piece};
 }
 
+/* Note which chunk could not be read or decoded. */
+static void note_piece(Worker *w, const Located *at, int64_t cross)
+{
+    fail(w, UNREADABLE, -1, 0, 0);
+    w->failure.extent = at->extent, w->failure.cross = cross;
+}
+
 static enum Outcome read_piece(Work *work, const Field *f, const Target *target, const Item *item,
                                int32_t cross)
 {
@@ -84,6 +91,8 @@ static enum Outcome read_piece(Work *work, const Field *f, const Target *target,
         read_chunk(&at.call, at.number, cross, &runs, (int)state, kept ? kept->data : NULL);
     if (is_good)
         swap_pieces(shape, cross, &runs, target->raw);
+    else
+        note_piece(work->w, &at, cross);
     work->last_ns = at.call.last_ns;
     if (claim == READY)
         let_go(f->store, kept);
@@ -107,6 +116,8 @@ static int put_piece(Work *work, const Field *f, const Item *item, int64_t cross
     int is_good = read_chunk(&at.call, at.number, cross, &runs, TO_SCRATCH, NULL);
     if (is_good)
         swap_pieces(shape, (int32_t)cross, &runs, rows);
+    else
+        note_piece(work->w, &at, cross);
     work->last_ns = at.call.last_ns;
     return is_good;
 }

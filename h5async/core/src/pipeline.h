@@ -51,11 +51,13 @@ static int is_raw(const Dataset *d, uint32_t mask)
     return 1;
 }
 
-/* Decode a chunk to exactly `chunk_nbytes` bytes at `out`. */
+/* Decode a chunk to exactly `chunk_nbytes` bytes at `out`; or, where the caller allows it, to fewer,
+   followed by zeros. */
 static int decode(const Dataset *d, Worker *w, const uint8_t *in, int64_t n, uint32_t mask,
                   uint8_t *out)
 {
     int64_t expected[MAX_FILTERS], nbytes = d->chunk_nbytes, first = -1;
+    const int64_t least = w->least_nbytes > 0 ? w->least_nbytes : nbytes;
     for (int64_t i = 0; i < d->num_filters; i++) {
         if (is_skipped(mask, i))
             continue;
@@ -80,18 +82,21 @@ static int decode(const Dataset *d, Worker *w, const uint8_t *in, int64_t n, uin
             uint8_t *to = i == first ? out : w->between[now];
             int64_t room = expected[i] < 0 ? w->between_nbytes : expected[i];
             if (i != first && room > w->between_nbytes)
-                return 0;
+                return fail(w, NO_ROOM, i, w->between_nbytes, room);
             n = undo(w, f, in, n, to, room);
             in = to;
             now = 1 - now;
         }
-        if (n < 0 || (expected[i] >= 0 && n != expected[i]))
-            return 0;
+        if (n < 0)
+            return fail(w, DAMAGED, i, expected[i], n);
+        if (expected[i] >= 0 && (n > expected[i] || n < least - d->chunk_nbytes + expected[i]))
+            return fail(w, WRONG_SIZE, i, expected[i], n);
     }
-    if (n != d->chunk_nbytes)
-        return 0;
+    if (n < least || n > d->chunk_nbytes)
+        return fail(w, WRONG_SIZE, -1, d->chunk_nbytes, n);
     if (in != out)
         memcpy(out, in, (size_t)n);
+    memset(out + n, 0, (size_t)(d->chunk_nbytes - n));
     return 1;
 }
 

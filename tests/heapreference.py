@@ -1,8 +1,4 @@
-"""Reads elements of variable length: `Sequences` enter, their values leave in given memory.
-
-The compiled core finds and copies values (core/src/heap.h). The Python implementation here does the
-same, and words the errors. The elements and files are not trusted.
-"""
+"""Reads elements of variable length in Python: what the core must read, and refuse."""
 
 from __future__ import annotations
 
@@ -10,19 +6,20 @@ import ctypes
 import os
 import struct
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h5async.core.binding import Core, CoreWorker, address
+from h5async.core.binding import Core, address
 from h5async.core.heap import INDEX_BITS, MOST_ADDRESS
-from h5async.core.structures import IO_MODES, Event, FileStruct
-from h5async.errors import ReaderClosedError, ReadError
+from h5async.core.structures import Event
+from h5async.errors import ReadError
 from h5async.index.heapelements import DAMAGED, Sequences
 from h5async.io.localfile import LocalFile
 from h5async.io.localfiles import FileEventError
 from h5async.io.stamps import FileStamp
-from h5async.read.scratch import CLOSED
+from h5async.read.collection import file_struct
 
 _NUM_INDICES = 1 << INDEX_BITS
 _COLLECTION_HEAD = _OBJECT_HEAD = 16
@@ -33,21 +30,11 @@ ReadInto = Callable[[int, list[memoryview]], None]
 
 
 class HeapReader:
-    """Reads sequences, of any datasets. Each thread has its own.
+    """Reads elements out of an open file by the core, or, with None, by what is here."""
 
-    Parameters
-    ----------
-    core
-        The compiled core; None: all is done in Python.
-    worker
-        What this thread needs to call it; None: a new one.
-    """
-
-    def __init__(self, core: Core | None, worker: CoreWorker | None = None) -> None:
-        self._core = core
-        if core is not None:
-            empty = np.empty(0, np.uint8)
-            self._worker = worker or core.new_worker(empty, empty, (empty,) * 3)
+    def __init__(self, core: Core | None) -> None:
+        self._core, empty = core, np.empty(0, np.uint8)
+        self._worker = None if core is None else core.new_worker(empty, empty, (empty,) * 3)
 
     def read(
         self,
@@ -58,65 +45,30 @@ class HeapReader:
         position: NDArray[np.int64],
         out: NDArray[np.uint8] | None,
     ) -> None:
-        """Copy the values of some elements, those that lie together in the file one after another.
-
-        Parameters
-        ----------
-        sequences, element
-            Which ones: int64 (n,), in any order, also more than once.
-        file, stamp
-            The file that holds them, and its state.
-        position, out
-            Those of ``element[i]`` go to byte ``position[i]`` of `out`, as they are stored; int64
-            (n,). `out` None: only their places are found.
-
-        Raises
-        ------
-        ReadError
-            If the heap is damaged, or the file cannot be read; the message names the element.
-        FileEventError
-            If what was read is worth nothing: the file has changed, or a page is missing.
-        ReaderClosedError
-            If nobody wants it any more.
-        """
-        core = self._core
-        if core is None or not self._read_by_core(
-            core, sequences, file, stamp, element, position, out
-        ):
-            file_nbytes = os.fstat(file.descriptor).st_size
-            read_in_python(sequences, file.read_into, file_nbytes, element, position, out)
-
-    def _read_by_core(
-        self,
-        core: Core,
-        sequences: Sequences,
-        file: LocalFile,
-        stamp: FileStamp,
-        element: NDArray[np.int64],
-        position: NDArray[np.int64],
-        out: NDArray[np.uint8] | None,
-    ) -> bool:
-        """Have the core do all; return whether it could."""
-        heap = sequences.struct()
-        opened = FileStruct(
-            file.descriptor, IO_MODES[file.io], file.map_address or None, file.map_nbytes, *stamp
-        )
-        if file.has_swmr_writer:
-            opened.nbytes = -1  # it changes all the time
-        done = core.read_heap(
-            *map(ctypes.byref, (heap, opened, self._worker.struct)),
+        """Copy the values of some elements to bytes `position` of `out`; None: find places."""
+        if self._core is None:
+            read_into = partial(_read_into, file.descriptor)
+            nbytes = os.fstat(file.descriptor).st_size
+            read_in_python(sequences, read_into, nbytes, element, position, out)
+            return
+        assert self._worker is not None
+        opened = file_struct(file, stamp)
+        done = self._core.read_heap(
+            *map(ctypes.byref, (sequences.struct(), opened, self._worker.struct)),
             address(element),
             address(position),
             None if out is None else address(out),
             element.size,
             0 if out is None else out.size,
         )
-        self._worker.note_return()
-        if opened.event == Event.STOPPED:
-            raise ReaderClosedError(CLOSED)
         if opened.event != Event.NONE:
             raise FileEventError(map_failed=opened.event == Event.FAULTED)
-        return bool(done == element.size)
+        if done < element.size:
+            raise ReadError(f"the core refuses element {element[done]}")
+
+
+def _read_into(descriptor: int, offset: int, buffers: list[memoryview]) -> None:
+    assert os.preadv(descriptor, buffers, offset) == sum(b.nbytes for b in buffers)
 
 
 def read_in_python(
@@ -127,7 +79,7 @@ def read_in_python(
     position: NDArray[np.int64],
     out: NDArray[np.uint8] | None,
 ) -> None:
-    """Do what the core's `read_heap` does; see `HeapReader.read` and `LocalFile.read_into`."""
+    """Copy the values of some elements to bytes `position` of `out`; None: find their places."""
     heap = _Heap(sequences, read_into, file_nbytes)
     order = np.argsort(-1 - sequences.place[element], kind="stable")
     for i in order.tolist():

@@ -1,0 +1,166 @@
+"""Makes errors of what the core could not do.
+
+A reason that the core gives, the item it concerns and its field enter; an error leaves that names
+file, dataset, and chunk, samples or element.
+"""
+
+from __future__ import annotations
+
+import os
+from enum import IntEnum
+from typing import NamedTuple
+
+from h5async.core.structures import FailureStruct, FileStruct
+from h5async.errors import ReadError
+from h5async.index.heapelements import DAMAGED as DAMAGED_HEAP
+from h5async.index.layout import DatasetLayout
+from h5async.io.localfile import LocalFile
+from h5async.read.pipeline import DAMAGED, wrong_size
+
+
+class Reason(IntEnum):
+    """Why an item cannot be done; src/common.h has the same numbers."""
+
+    UNREADABLE = 1
+    WRONG_SIZE = 2
+    DAMAGED = 3
+    NO_ROOM = 4
+    NOT_MAPPED = 5
+    ABOVE_LIMIT = 6
+    HEAP_NOWHERE = 7
+    HEAP_BEHIND = 8
+    HEAP_SIGNATURE = 9
+    HEAP_VERSION = 10
+    HEAP_SIZE = 11
+    HEAP_FREE = 12
+    HEAP_ENDS = 13
+    HEAP_TWICE = 14
+    HEAP_MISSING = 15
+    HEAP_LENGTH = 16
+    HEAP_NUL = 17
+
+
+_HEAPS = {
+    Reason.HEAP_NOWHERE: "cannot be: its address or the index of the object is too large",
+    Reason.HEAP_BEHIND: "would end behind the file, of {expected} bytes",
+    Reason.HEAP_SIGNATURE: "has no signature",
+    Reason.HEAP_VERSION: "is of version {found}, not {expected}",
+    Reason.HEAP_SIZE: "cannot have {found} bytes in a file of {expected} bytes",
+    Reason.HEAP_FREE: "has {found} free bytes, instead of {expected}",
+    Reason.HEAP_ENDS: "ends before object {found}",
+    Reason.HEAP_TWICE: "has two objects {found}",
+    Reason.HEAP_MISSING: "has no object {found}",
+    Reason.HEAP_LENGTH: "has {found} bytes in object {filter}, instead of {expected}",
+}
+
+
+class Extent(NamedTuple):
+    """Where an item's bytes lie in its file.
+
+    Attributes
+    ----------
+    offset, nbytes
+        The chunk; of rows that lie one after the other, row 0 of the dataset, and 0.
+    samples
+        The first and the last row of the dataset that are wanted; None: not known.
+    """
+
+    offset: int
+    nbytes: int
+    samples: tuple[int, int] | None
+
+
+class Chunk(NamedTuple):
+    """A chunk of a dataset: its number in the grid."""
+
+    layout: DatasetLayout
+    number: int
+
+    @property
+    def needed_nbytes(self) -> int:
+        """Bytes up to the last one within the dataset; writers may leave out the rest."""
+        return self.layout.needed_nbytes(self.number)
+
+
+def find_chunk(layout: DatasetLayout, path: str, extent: Extent) -> Chunk | DatasetLayout | None:
+    """Return which chunk of a field lies at a place of a file, or which dataset without chunks."""
+    for leaf in layout.leaves():
+        if leaf.file != path:
+            continue
+        if leaf.offset == extent.offset and not leaf.chunk_shape:
+            return leaf
+        if leaf.chunks is not None:
+            found = (leaf.chunks.offset == extent.offset).nonzero()[0]
+            if found.size:
+                index = leaf.chunks.index
+                return Chunk(leaf, int(found[0] if index is None else index[found[0]]))
+    return None
+
+
+def error_of(
+    failure: FailureStruct,
+    file: LocalFile,
+    opened: FileStruct,
+    extent: Extent,
+    found: Chunk | DatasetLayout | None,
+) -> ReadError:
+    """Return the error of an item that lies in a chunk, or in rows one after the other."""
+    reason, what = Reason(failure.reason), _unreadable(file, opened, extent)
+    filters = found.layout.filters if isinstance(found, Chunk) else ()
+    label = filters[failure.filter].label if 0 <= failure.filter < len(filters) else None
+    if reason == Reason.WRONG_SIZE:
+        what = wrong_size(failure.expected, failure.found, label) + DAMAGED
+    elif reason == Reason.DAMAGED:
+        least = f" to {failure.expected} bytes" if failure.expected >= 0 else ""
+        what = f"{label}: cannot be decoded{least}{DAMAGED}"
+    elif reason == Reason.NO_ROOM:
+        what = f"expected at most {failure.expected} bytes, got {failure.found}{DAMAGED}"
+    elif reason == Reason.NOT_MAPPED:
+        what = f"{file.path}: a page of its memory map cannot be read"
+    if not isinstance(found, Chunk):
+        of_which = "" if found is None else f'dataset "{found.path}"'
+        if extent.samples is not None:
+            of_which += f", samples {extent.samples[0]} to {extent.samples[1]}"
+        return ReadError(f"{what} ({of_which.removeprefix(', ')})" if of_which else what)
+    layout, axis = found.layout, found.layout.sample_axis
+    corner, number = [0] * len(layout.grid), found.number
+    for a in range(len(layout.grid) - 1, -1, -1):
+        number, at = divmod(number, layout.grid[a])
+        corner[a] = at * layout.chunk_shape[a]
+    last = min(corner[axis] + layout.chunk_shape[axis], layout.num_samples) - 1
+    return ReadError(
+        f'{layout.file}: dataset "{layout.path}", chunk {tuple(corner)} (samples {corner[axis]} to'
+        f" {last}), {extent.nbytes} bytes at byte {extent.offset}: {what}"
+    )
+
+
+def error_of_element(
+    failure: FailureStruct, file: LocalFile, opened: FileStruct, where: str
+) -> ReadError:
+    """Return the error of an element of variable length; `where` names its dataset."""
+    where = f"{where}, element {failure.extent}"
+    if failure.reason == Reason.HEAP_NUL:
+        return ReadError(
+            f"{where}: the string has a NUL byte, where HDF5 would end it{DAMAGED_HEAP}"
+        )
+    words = _HEAPS.get(Reason(failure.reason))
+    if words is None:
+        return ReadError(f"{where}: {_unreadable(file, opened, Extent(-1, 0, None))}")
+    values = {name: getattr(failure, name) for name in ("expected", "found", "filter")}
+    return ReadError(
+        f"{where}: the heap collection at byte {failure.at}, where its values should lie,"
+        f" {words.format(**values)}{DAMAGED_HEAP}"
+    )
+
+
+def _unreadable(file: LocalFile, opened: FileStruct, extent: Extent) -> str:
+    if opened.error:
+        return (
+            f"{file.path}: reading at byte {opened.failed_at} failed: {os.strerror(opened.error)}"
+        )
+    at = opened.failed_at if opened.failed_at >= 0 else extent.offset + extent.nbytes
+    size = os.fstat(file.descriptor).st_size
+    return (
+        f"{file.path} ends at byte {size}, before byte {at}: it was cut short after it had been"
+        " opened"
+    )
