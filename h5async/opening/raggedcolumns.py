@@ -10,22 +10,25 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config import Field, RaggedField, SparseField
 from h5async.config.indices import Values
 from h5async.core.binding import load_core
-from h5async.errors import ConfigError, DatasetError
+from h5async.core.heap import NOWHERE
+from h5async.errors import ConfigError, DatasetError, ReadError
 from h5async.index.filterpipeline import left_to_hdf5
 from h5async.index.heapelements import Sequences
 from h5async.index.joined import with_lengths
 from h5async.index.layout import DatasetLayout, HeapFile
 from h5async.index.links import Reach, open_index
-from h5async.index.metadata import value_layout
+from h5async.index.metadata import indexer_at, value_layout
 from h5async.index.references import references
 from h5async.index.room import files_of
 from h5async.index.sparsegroup import row_offsets, sparse_group
+from h5async.index.variablelength import VariableLength
 from h5async.io.stamps import FileStamp
 from h5async.read.whole import read_blocks
 from h5async.samples.columns import INDICES, SparseShape
@@ -36,6 +39,7 @@ Int64s = NDArray[np.int64]
 ID = "\0"  # in the names of columns: what stands between a name and an id
 
 _MOST_OFFSETS = 1 << 33  # or elements of variable length, read as a reader is made
+_OBJECTS = 4096  # elements of variable length that h5py reads at a time
 _RUN_NBYTES = 1024  # what a run of samples takes whose values lie in one file
 _MOST_OFFSET = (1 << 63) - 1
 
@@ -58,13 +62,15 @@ def heap_layout(at: str, path: Path, reach: Reach) -> DatasetLayout:
     layout, forms = references(path, at, reach)
     where = f'{layout.file}: dataset "{layout.path}"'
     _require_few(layout.num_samples, where)
-    read = read_blocks(layout, reach)
+    core, heaps = load_core(), []
+    if core is None:
+        return _with_heaps(layout, [_elements_by_h5py(at, path, layout, forms[layout.file], reach)])
+    read = read_blocks(layout, reach, may_use_h5py=False)
     begin, files = _files_of_samples(layout)
     reach.room.take(begin.size * _RUN_NBYTES, f"{where}: its runs of samples", files_of(layout))
     blocks = _cut(
         ((first, block.view(np.uint8).reshape(len(block), -1)) for first, block in read), begin
     )
-    core, heaps = load_core(), []
     for run, pieces in itertools.groupby(blocks, key=itemgetter(0)):
         file, stamp = files[run]
         first, end = begin[run : run + 2].tolist()
@@ -75,11 +81,36 @@ def heap_layout(at: str, path: Path, reach: Reach) -> DatasetLayout:
             end - first, numbered, forms[file], stamp.nbytes, own, core
         )
         heaps.append(HeapFile(file, stamp, first, elements))
-    form = forms[layout.file]
     if not heaps:
-        none = Sequences.decoded_blocks(0, (), form, layout.stamp.nbytes, where, core)
+        none = Sequences.decoded_blocks(0, (), forms[layout.file], layout.stamp.nbytes, where, core)
         heaps.append(HeapFile(layout.file, layout.stamp, 0, none))
-    base, inner = form.dtype.subdtype or (form.dtype, ())
+    return _with_heaps(layout, heaps)
+
+
+def _elements_by_h5py(
+    at: str, path: Path, layout: DatasetLayout, form: VariableLength, reach: Reach
+) -> HeapFile:
+    """Return the elements of a dataset that h5py reads: only their lengths are known."""
+    where = f'{layout.file}: dataset "{layout.path}"'
+    reach.room.take(layout.nbytes, f"{where}: its elements", files_of(layout))
+    length = np.zeros(layout.num_samples, np.uint32)
+    with open_index(path) as file, indexer_at(file, at, reach) as (_, _, node):
+        dataset = h5py.Dataset(node)
+        for first in range(0, length.size, _OBJECTS):
+            try:
+                objects = dataset[first : first + _OBJECTS]
+            except OSError as error:
+                raise ReadError(f"{where}: {error}") from error
+            length[first : first + _OBJECTS] = [len(one) for one in objects]
+    total = int(length.sum(dtype=np.int64))
+    elements = Sequences(form, where, length, np.full(length.size, NOWHERE, np.int64), total)
+    return HeapFile(layout.file, layout.stamp, 0, elements)
+
+
+def _with_heaps(layout: DatasetLayout, heaps: Sequence[HeapFile]) -> DatasetLayout:
+    """Return the layout of the values of elements, by that of their references."""
+    dtype = heaps[0].elements.form.dtype
+    base, inner = dtype.subdtype or (dtype, ())
     found = layout.changed(
         shape=(sum(heap.elements.total for heap in heaps), *inner),
         dtype=base,

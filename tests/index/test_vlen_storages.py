@@ -6,8 +6,11 @@ value of variable length only from a file that it may write to, so the truth is 
 
 from __future__ import annotations
 
+import os
 import shutil
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +87,7 @@ def make_random(folder: Path, seed: int) -> None:
         return data
 
     with opened("a.h5") as file:
-        names = []
+        names, of_virtual = [], fill()
         for number in range(int(rng.integers(1, 4))):  # files of sources
             with opened(f"s{number}.h5") as other:
                 for part in range(int(rng.integers(1, 3))):
@@ -100,7 +103,7 @@ def make_random(folder: Path, seed: int) -> None:
                 continue
             if number and rng.random() < 0.3 and isinstance(file.get("0"), h5py.Dataset):
                 names.append((".", "0", file["0"].shape))
-            virtual(file, str(number), dtype, names, fill(), rng)
+            virtual(file, str(number), dtype, names, of_virtual, rng)
 
 
 def virtual(
@@ -162,11 +165,7 @@ SEEDS = [*range(12), *(pytest.param(seed, marks=pytest.mark.slow) for seed in ra
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("has_core", [True, False])
-def test_random_files(tmp_path, monkeypatch, seed, has_core):
-    if not has_core:
-        monkeypatch.setattr("h5async.fill.filling.load_core", lambda: None)
-        monkeypatch.setattr("h5async.opening.raggedcolumns.load_core", lambda: None)
+def test_random_files(tmp_path, seed):
     folder = tmp_path / "files"
     folder.mkdir()
     make_random(folder, seed)
@@ -361,3 +360,53 @@ def test_stored_headers_that_are_not_known_are_refused(path, monkeypatch):
     monkeypatch.setattr("h5async.index.objectheader._MOST_BLOCKS", 0)
     with pytest.raises(DatasetError, match="object header of an unknown form"):
         read(path, "0")
+
+
+def test_a_source_with_gaps_of_its_own_fill_value_is_refused(path):
+    """Only HDF5 can fill these, and it would give no references."""
+    for fill in ("other", "same"):
+        with h5py.File(path, "w") as file:
+            file["0"] = ["a", "b"]
+            for name, source, text in (("inner", "0", "same"), ("x", "inner", fill)):
+                layout = h5py.VirtualLayout((4,), TEXT)
+                count = file[source].shape[0] if name == "x" else 2
+                layout[:count] = h5py.VirtualSource(".", source, (count,), dtype=TEXT)
+                layout.dcpl.set_fill_value(np.array(text, TEXT))
+                file.create_virtual_dataset(name, layout)
+        if fill == "other":
+            with pytest.raises(DatasetError, match="the core cannot take its references"):
+                read(path, "x")
+        else:
+            assert [bytes(one) for one in read(path, "x")] == [b"a", b"b", b"same", b"same"]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_without_the_core(tmp_path, seed):
+    """HDF5 reads all, and refuses fill values of a file that it may not write to."""
+    folder = tmp_path / "files"
+    folder.mkdir()
+    make_random(folder, seed)
+    code = """
+import sys, h5py, numpy as np
+sys.path.insert(0, sys.argv[2])
+from index.test_vlen_storages import assert_equal, read
+with h5py.File(sys.argv[1]) as file:
+    names = [name for name, data in file.items() if data.ndim == 1]
+for name in names:
+    try:
+        with h5py.File(sys.argv[1]) as file:
+            values = list(file[name][()])
+    except OSError:
+        continue
+    truth = [np.frombuffer(v, "u1") if isinstance(v, bytes) else v for v in values]
+    assert_equal(read(sys.argv[1], name), truth)
+    print(name)
+"""
+    environ = {**os.environ, "H5ASYNC_CORE": "0"}
+    tests = str(Path(__file__).parents[1])
+    arguments = [sys.executable, "-W", "ignore", "-c", code, str(folder / "a.h5"), tests]
+    ran = subprocess.run(
+        arguments, env=environ, capture_output=True, text=True, check=False, timeout=100
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout
