@@ -221,8 +221,7 @@ class Indexer:
             if edges_are_raw(dataset):
                 layout = layout.changed(has_raw_edges=True)
             require_filters(layout, dataset, where)
-            if load_core() is not None:  # else HDF5 reads them
-                refuse_filters_of_hdf5(layout, dataset)
+            refuse_filters_of_hdf5(layout, dataset)
         if not is_chunked:
             offset, nbytes = dataset.offset, layout.nbytes
             if offset >= 0 and offset + nbytes > dataset.end:
