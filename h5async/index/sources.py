@@ -1,7 +1,6 @@
 """Finds the sources of a virtual dataset, and reads their layouts.
 
-They may lie in other files, which are opened only where that is permitted, and may be virtual
-themselves.
+They may lie in other files, which are opened only if permitted, and may be virtual themselves.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class VirtualSources:
     reach
         Which other files may be opened.
     depth
-        How many virtual datasets the virtual dataset is itself a source of, one within the other.
+        The number of virtual datasets that the virtual dataset is a nested source of.
     index
         Reads the layout of a source.
     where
@@ -57,15 +56,15 @@ class VirtualSources:
         self._index = index
         self._where = where
         self._mappings: list[Mapping] = []  # once `find` has read them
-        # By names of file and dataset, and the axis of the samples; None: it is missing, and may
-        # be.
+        # By names of file and dataset, and the sample axis; None: it is missing, which is
+        # permitted.
         self._found: dict[tuple[str, str, int], DatasetLayout | None] = {}
 
     def find(self, plist: h5py.h5p.PropDCID) -> None:
         """Find the sources, before HDF5 does.
 
-        HDF5 opens those of unlimited mappings to tell the shape. So those must be permitted first,
-        exist, and be free of loops, in which HDF5 would never end.
+        HDF5 opens those of unlimited mappings to determine the shape. So those must be permitted
+        first, exist, and be free of loops, in which HDF5 would never end.
 
         Raises
         ------
@@ -91,12 +90,9 @@ class VirtualSources:
                     break
 
     def layout(self, layout: DatasetLayout, read_fill: Callable[[], NDArray[Any]]) -> DatasetLayout:
-        """Return the layout of the virtual dataset, with its sources, parts and fill value.
+        """Return the layout of the virtual dataset, with sources, parts and fill value.
 
-        Raises
-        ------
-        DatasetError
-            As `find` does.
+        Raises like `find`.
         """
         names = dict.fromkeys(mapped_files(self._mappings, layout.shape))
         sources = [self._get(*name, 0) for name in names]
@@ -126,7 +122,7 @@ class VirtualSources:
         return self._found[key]
 
     def _path(self, file_name: str, dataset_name: str, may_be_missing: bool) -> Path | None:
-        """Return the file of a source, or None where it is missing and may be."""
+        """Return the file of a source, or None if it is missing and may be."""
         holder = Path(self._file.filename).absolute()
         if file_name == ".":
             return holder
