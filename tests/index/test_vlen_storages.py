@@ -189,7 +189,7 @@ def test_other_ways_of_reading(tmp_path, seed, options):
     folder.mkdir()
     make_random(folder, seed)
     if "index_cache" in options:
-        options = {"index_cache": tmp_path / "kept"}
+        options = {"index_cache": tmp_path}
     found = truths(folder, tmp_path / "copy")
     # (A virtual dataset of several files is best tried: each helper process takes a while.)
     for name, truth in list(found.items())[-1 if "workers" in options else 0 :]:
