@@ -92,7 +92,8 @@ def _folders() -> tuple[Path, ...]:
     """Return the folders where HDF5 looks for plugins, in its order, then that of hdf5plugin."""
     found = []
     state = c_uint(_FILTERS_MAY_BE_LOADED)
-    with suppressing(OSError, AttributeError):  # HDF5_PLUGIN_PRELOAD may say: none
+    # HDF5_PLUGIN_PRELOAD may say: none. HDF5 is called in one thread at a time: h5py's lock.
+    with h5py._objects.phil, suppressing(OSError, AttributeError):
         ctypes.CDLL(h5py.h5z.__file__).H5PLget_loading_state(byref(state))
     if state.value & _FILTERS_MAY_BE_LOADED:
         paths = (h5py.h5pl.get(index) for index in range(h5py.h5pl.size()))

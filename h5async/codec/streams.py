@@ -36,8 +36,25 @@ def decode_zstd(encoded: Bytes, out: Bytes, _spare: Bytes) -> Bytes:
 
 
 def decode_lz4(encoded: Bytes, out: Bytes, _spare: Bytes) -> Bytes:
-    """Decode the header and the blocks of the lz4 filter."""
-    return filled(out, len(imagecodecs.lz4h5_decode(encoded, out=out)))
+    """Decode the header and the blocks of the lz4 filter; imagecodecs takes one block alone."""
+    try:
+        nbytes, block = struct.unpack_from(">QI", encoded.data)
+        require_room("lz4", nbytes, out)
+        at, ends = 12, [*range(block, nbytes, block), nbytes] if nbytes else []
+        for begin, end in zip([0, *ends], ends, strict=False):
+            (stored,) = struct.unpack_from(">I", encoded.data, at)
+            part, target = encoded[at + 4 : at + 4 + stored], out[begin:end]
+            at += 4 + stored
+            if stored == target.size == part.size:
+                target[:] = part
+            elif (
+                part.size < stored
+                or len(imagecodecs.lz4_decode(part, header=False, out=target)) != target.size
+            ):
+                raise ValueError("lz4: a block was cut short")
+    except struct.error as error:
+        raise ValueError(f"lz4: {error}") from error
+    return filled(out, nbytes)
 
 
 def decode_bzip2(encoded: Bytes, out: Bytes, _spare: Bytes) -> Bytes:

@@ -506,6 +506,11 @@ class DatasetLayout:
         corner = [int(c) * size for c, size in zip(cell, self.chunk_shape, strict=True)]
         return needed_nbytes(self.shape, self.chunk_shape, corner, self.dtype.itemsize)
 
+    @property
+    def hdf5_filters(self) -> tuple[Filter, ...]:
+        """The filters that the file names: without a conversion of stored elements."""
+        return tuple(entry for entry in self.filters if entry.number >= 0)
+
     def through_h5py(self, reason: str) -> DatasetLayout:
         """Return the layout of the same dataset, read by h5py."""
         is_cut = self.storage == "contiguous"  # into units to convert
@@ -513,7 +518,7 @@ class DatasetLayout:
             fallback_reason=reason,
             offset=-1,
             chunk_shape=() if is_cut else self.chunk_shape,
-            filters=tuple(entry for entry in self.filters if entry.number >= 0),
+            filters=self.hdf5_filters,
             chunks=None,
             parts=(),
             text=(),

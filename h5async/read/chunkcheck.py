@@ -18,6 +18,7 @@ import numpy as np
 from h5async.codec.decoding import Bytes
 from h5async.codec.filters import can_decode
 from h5async.index.chunktable import needed_nbytes
+from h5async.index.filterpipeline import filters_of
 from h5async.index.hdf5 import stored_nbytes
 from h5async.index.layout import DatasetLayout
 from h5async.plan.records import Int64s
@@ -41,22 +42,22 @@ class ChunkCheck:
         self._shape, self._chunk = layout.shape[:rank], layout.chunk_shape[:rank]
         self._grid = layout.grid[:rank]
         self._nbytes = math.prod(self._chunk) * layout.stored_itemsize
-        filters = layout.filters
+        filters = layout.hdf5_filters
         # How many filters HDF5 has to undo, the last ones; the others are undone here, before it.
         self._left = next(
             (k for k in range(len(filters), 0, -1) if not can_decode(filters[k - 1])), 0
         )
+        self._filters, self._hdf5s = filters, filters[: self._left]
         self._pipeline = FilterPipeline(filters[self._left :], self._nbytes)
         self._checked: set[int] = set()  # numbers along the samples' dimension
 
     @classmethod
     def of(cls, layout: DatasetLayout) -> ChunkCheck | None:
         """Return the check for a dataset, or None where there is nothing to be checked."""
-        if not (layout.chunk_shape and layout.filters and layout.stored_itemsize):
+        if not (layout.chunk_shape and layout.hdf5_filters and layout.stored_itemsize):
             return None
         check = cls(layout)
-        last = layout.filters[check._left - 1]
-        return check if not check._left or last.stated_lengths is not None else None
+        return check if not check._left or check._hdf5s[-1].stated_lengths is not None else None
 
     def run(self, dataset: h5py.Dataset, sample: Int64s, require_open: Callable[[], None]) -> None:
         """Check the chunks that hold some samples, through the open dataset.
@@ -78,20 +79,28 @@ class ChunkCheck:
         # Taken for as long as chunks are checked: there may be thousands of files with a check.
         out = np.empty(self._nbytes if not self._left else encoded_room(self._nbytes), np.uint8)
         scratch = Scratch.allocate(0, 0, self._pipeline.between_nbytes)
+        # Filters that are not available, and that no chunk needed, were left out of the layout.
+        stored = filters_of(dataset.id.get_create_plist())
+        bits = [bit for bit, entry in enumerate(stored) if entry in self._filters]
         for number in sorted(numbers):
             cells = [[number] if a == axis else range(n) for a, n in enumerate(self._grid)]
             for cell in itertools.product(*cells):
                 require_open()
                 corner = tuple(c * size for c, size in zip(cell, self._chunk, strict=True))
                 try:
-                    self._check(dataset, corner, out, scratch)
+                    self._check(dataset, corner, bits, out, scratch)
                 except (ValueError, RuntimeError, OSError) as error:
                     at = f'{self.layout.file}: dataset "{self.layout.path}", chunk {corner}'
                     raise ValueError(f"{at}: {error}{DAMAGED}") from error
             self._checked.add(number)
 
     def _check(
-        self, dataset: h5py.Dataset, corner: tuple[int, ...], out: Bytes, scratch: Scratch
+        self,
+        dataset: h5py.Dataset,
+        corner: tuple[int, ...],
+        bits: list[int],
+        out: Bytes,
+        scratch: Scratch,
     ) -> None:
         ends = (c + size for c, size in zip(corner, self._chunk, strict=True))
         is_partial = any(end > n for end, n in zip(ends, self._shape, strict=True))
@@ -99,10 +108,11 @@ class ChunkCheck:
             return
         if not stored_nbytes(dataset.id, corner):
             return
-        mask, encoded = dataset.id.read_direct_chunk(corner)
+        stored_mask, encoded = dataset.id.read_direct_chunk(corner)
+        mask = sum((stored_mask >> bit & 1) << k for k, bit in enumerate(bits))
         itemsize = self.layout.stored_itemsize
         least = expected = needed_nbytes(self._shape, self._chunk, corner, itemsize)
-        hdf5s = self.layout.filters[: self._left]
+        hdf5s = self._hdf5s
         if hdf5s and mask >> (self._left - 1) & 1:  # the last one of them was not applied
             if self._left > 1:
                 return

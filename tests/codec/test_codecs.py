@@ -359,6 +359,23 @@ def test_szip(dtype, options, pixels_per_block):
                 Decoder(filters, values.nbytes + dtype.itemsize).decode(encoded, mask)
 
 
+def test_blocks_of_lz4_beside_stored_ones() -> None:
+    """As the plugin writes them: a block that did not shrink is stored as it is."""
+    numbers = np.random.default_rng(SEED).integers(0, 256, 200, np.uint8)
+    numbers[:64] = numbers[128:192] = 7
+    parts = [numbers[begin : begin + 64].tobytes() for begin in range(0, 200, 64)]
+    packed = [imagecodecs.lz4_encode(part, header=False) for part in parts]
+    blocks = [min(pair, key=len) for pair in zip(packed, parts, strict=True)]
+    framed = b"".join(struct.pack(">I", len(block)) + block for block in blocks)
+    encoded = np.frombuffer(struct.pack(">QI", 200, 64) + framed, np.uint8)
+    decode = Filter(32004, (64,), "lz4").codec.decode
+    room = np.empty(256, np.uint8)
+    assert np.array_equal(decode(encoded, room, room[:0]), numbers)
+    for nbytes in range(encoded.size):
+        with pytest.raises((ValueError, RuntimeError)):
+            decode(encoded[:nbytes], room, room[:0])
+
+
 def test_a_last_lz4_block_of_bitshuffle_that_lz4_did_not_shrink() -> None:
     """16 bytes that compress to 16: the lz4 filter would take them for stored ones."""
     tail = np.array([7] * 5 + [41, 3, 250, 77, 19, 133, 68, 201, 90, 12, 55], np.uint8)

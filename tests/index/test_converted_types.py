@@ -231,3 +231,26 @@ def test_strings_of_the_sources_of_a_virtual_dataset_are_converted(tmp_path):
 )
 def test_parameters_that_make_no_sense_are_refused(parameters):
     assert stored_codec(parameters) is None
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "e4m3"])
+def test_converted_sources_of_overlapping_mappings_are_checked_as_stored(tmp_path, name):
+    """These h5py reads; their chunks are as long as what the file has."""
+    path = tmp_path / "a.h5"
+    size, precision, at, fields, bias = FLOATS[name]
+    with h5py.File(path, "w") as file:
+        properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        properties.set_chunk((4, 3))
+        properties.set_deflate(1)
+        space = h5py.h5s.create_simple((10, 3))
+        stored = real(size, "LE", precision, at, fields, bias)
+        source = h5py.Dataset(h5py.h5d.create(file.id, b"source", stored, space, properties))
+        source[...] = np.arange(30).reshape(10, 3)
+        layout = h5py.VirtualLayout((12, 3), source.dtype)
+        layout[:10] = h5py.VirtualSource(".", "source", (10, 3))
+        layout[2:] = h5py.VirtualSource(".", "source", (10, 3))
+        file.create_virtual_dataset("x", layout)
+    with h5py.File(path) as file:
+        values, way = read(path)
+        assert np.array_equal(values, file["x"][...])
+        assert way == "h5py"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import imagecodecs
 import numpy as np
 import pytest
 from cases import each
@@ -314,3 +315,31 @@ def test_ten_readers_in_two_processes_read_one_file(path):
         out, _ = process.communicate(timeout=120)
         assert process.returncode == 0
         assert int(out) == 5 * 3 * N
+
+
+def test_filters_that_no_chunk_needed_do_not_shift_the_others(tmp_path):
+    """A filter that is optional and not known is skipped; its bit of the mask stays."""
+    path = tmp_path / "a.h5"
+    numbers = np.arange(40, dtype="i4").reshape(10, 4)
+    with h5py.File(path, "w") as file:
+        properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        properties.set_chunk((4, 4))
+        properties.set_filter(32013, h5py.h5z.FLAG_OPTIONAL, (1, 0, 0, 0))  # of no version
+        properties.set_fletcher32()
+        space = h5py.h5s.create_simple(numbers.shape)
+        data = h5py.h5d.create(file.id, b"data", h5py.h5t.STD_I32LE, space, properties)
+        padded = np.zeros((12, 4), "i4")
+        padded[:10] = numbers
+        for row in (0, 4, 8):
+            chunk = np.frombuffer(padded[row : row + 4].tobytes(), np.uint8)
+            checksum = int(imagecodecs.h5checksum_fletcher32(chunk)).to_bytes(4, "little")
+            data.write_direct_chunk((row, 0), chunk.tobytes() + checksum, 1)
+        layout = h5py.VirtualLayout((12, 4), "i4")
+        layout[:10] = h5py.VirtualSource(".", "data", (10, 4))
+        layout[2:] = h5py.VirtualSource(".", "data", (10, 4))
+        file.create_virtual_dataset("twice", layout)
+    with (
+        h5py.File(path) as file,
+        AsyncReader(hdf5_path=path, data_field="twice", labels_field=None, device="cpu") as reader,
+    ):
+        assert np.array_equal(np.concatenate([batch.copy()[0] for batch in reader]), file["twice"])

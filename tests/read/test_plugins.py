@@ -17,6 +17,7 @@ import pytest
 from conftest import require_extra
 
 from h5async import AsyncReader, ReadError
+from h5async.codec import plugins
 from h5async.codec.filters import BZIP2, NBIT, Filter, can_decode
 from h5async.core.binding import address, load_core
 from h5async.index.filterpipeline import filters_of
@@ -319,3 +320,23 @@ def test_zfp_of_a_big_endian_machine_is_left_to_hdf5():
     swapped = tuple(int.from_bytes(n.to_bytes(4, "little"), "big") for n in header)
     assert not can_decode(Filter(32013, swapped, "zfp"))
     assert not can_decode(Filter(32013, (), "zfp"))
+
+
+def test_hdf5_is_asked_for_plugins_under_the_lock_of_h5py(monkeypatch):
+    """Another thread may be in HDF5, which is not made for that."""
+    owners = []
+
+    def state(_):
+        with ThreadPoolExecutor(1) as pool:
+            owners.append(pool.submit(try_to_lock).result())
+
+    def try_to_lock():
+        is_free = h5py._objects.phil.acquire(blocking=False)
+        if is_free:
+            h5py._objects.phil.release()
+        return is_free
+
+    library = type("Library", (), {"H5PLget_loading_state": staticmethod(state)})
+    monkeypatch.setattr(plugins.ctypes, "CDLL", lambda _: library)
+    plugins._folders()
+    assert owners == [False]
