@@ -68,7 +68,8 @@ class H5pyRows:
         raw: NDArray[Any],
         scratch: Scratch,
     ) -> None:
-        if layout.parts:
+        # (h5py itself takes a member of a compound.)
+        if layout.parts and not (layout.member and layout.parts[0].member):
             self._read_parts(layout, sample, rows, raw, scratch)
         elif layout.values is not None:
             values = np.moveaxis(layout.values, layout.sample_axis, 0).view(layout.raw_dtype)
@@ -103,13 +104,12 @@ class H5pyRows:
                 block = found[begin : begin + count]
                 whole = np.empty((block.size, *source.row_shape), source.raw_dtype)
                 self._read(source, block, np.arange(block.size), whole, scratch)
-                values = whole if part.member is None else whole[part.member]
                 if part.source_region is not None:
-                    values = values[(slice(None), *part.source_region)]
+                    whole = whole[(slice(None), *part.source_region)]
                 region: Any = part.region or ()
                 shape = raw[(slice(0, block.size), *region)].shape
                 goes_to = rows[chosen[begin : begin + count]]
-                raw[(goes_to, *region)] = values.reshape(shape)
+                raw[(goes_to, *region)] = whole.reshape(shape)
 
     # --- elements of variable length --------------------------------------------------------------
 
