@@ -13,6 +13,7 @@ from pathlib import Path
 
 import h5py
 
+from h5async.core.binding import load_core
 from h5async.errors import ReadError, UnsafeFileError
 from h5async.index.layout import DatasetLayout, Part
 from h5async.index.links import Reach, require_in_place
@@ -59,6 +60,8 @@ def external_layout(
     NotDirectError if only h5py may read them.
     """
     segments = _segments(plist)
+    if load_core() is None:
+        raise NotDirectError("the core is missing")
     if layout.member:
         raise NotDirectError("a member of a compound in external files")
     if layout.sample_axis != 0 and len(segments) > 1:

@@ -7,7 +7,6 @@ elements. Contiguous values become chunks of some rows without other filters.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import math
 from dataclasses import replace
@@ -25,6 +24,7 @@ from h5async.index.hdf5 import DONT_FILTER_PARTIAL_CHUNKS, chunk_options
 from h5async.index.layout import DatasetLayout
 from h5async.index.obstacles import NotDirectError
 from h5async.index.opendataset import Opened
+from h5async.system.interruptions import suppressing
 
 _UNIT_NBYTES = 1 << 16  # of contiguous values that are converted at a time
 _MOST_UNITS = 1 << 20
@@ -78,7 +78,7 @@ def require_filters_of_hdf5(layout: DatasetLayout, dataset: Opened | None, where
     if not missing:
         return
     if dataset is not None:
-        with contextlib.suppress(TooManyChunksError):
+        with suppressing(TooManyChunksError):
             if not applies_any(dataset, missing, layout.has_raw_edges):
                 return
     elif layout.chunks is not None:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.io.descriptors import open_regular
 from h5async.io.shared import forget_pages, map_file
 from h5async.system.interruptions import suppressing
 
@@ -173,7 +174,7 @@ def remove_unfinished(folder: Path, names: str) -> None:
 
 def is_saved_index(path: Path) -> bool:
     """Return whether a file begins like a saved index, whatever else is in it."""
-    with suppressing(OSError), open(path, "rb") as file:
+    with suppressing(OSError), open_regular(path) as file:
         return file.read(len(_SIGNATURE)) == _SIGNATURE
     return False
 
@@ -198,8 +199,7 @@ def read_saved(path: Path, *, owners: Iterable[int], may_map: bool) -> SavedFile
         If it cannot be opened or read.
     """
     believed = frozenset(owners)
-    _require_ours(os.stat(path), believed)  # before opening: it may be a pipe
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path) as file:
         status = os.fstat(file.fileno())
         _require_ours(status, believed)
         if status.st_size < _HEAD.size:
@@ -214,8 +214,6 @@ def read_saved(path: Path, *, owners: Iterable[int], may_map: bool) -> SavedFile
 
 
 def _require_ours(status: os.stat_result, owners: frozenset[int]) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        raise SavedIndexError("it is not a regular file")
     if status.st_uid not in owners:
         raise SavedIndexError(
             f"it belongs to another user ({status.st_uid}), who could let it name any file; make"

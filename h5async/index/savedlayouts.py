@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.codec.filters import is_known_to_hdf5
-from h5async.core.binding import can_decode
+from h5async.core.binding import can_decode, load_core
 from h5async.index.chunktable import ChunkTable, grid_of, repeated
 from h5async.index.heapelements import Sequences
 from h5async.index.layout import (
@@ -152,7 +152,7 @@ class LayoutWriter:
     def add(self, layout: DatasetLayout) -> int:
         """Add a layout and its sources; return its number.
 
-        NotPortableError if its dtype has no form in which another process could read it.
+        NotPortableError if it has no form in which another process could read it.
         """
         found = self._numbers_of.get(id(layout))
         if found is not None:
@@ -160,6 +160,8 @@ class LayoutWriter:
         for name in _NOT_SAVED:
             if getattr(layout, name) != _DEFAULTS[name]:
                 raise NotPortableError(f"{layout.path}: its {name}")
+        if max(layout.shape, default=0) > _LARGEST:
+            raise NotPortableError(f"{layout.path}: its shape {layout.shape}")
         extra = self._extra(layout)
         row = Row(
             self._template(layout),
@@ -720,6 +722,8 @@ def _read_template(found: Any) -> _Template:
     # The installation that made the index may have other filters.
     can_undo = can_decode if reason is None else is_known_to_hdf5
     is_usable = all(map(can_undo, filters))
+    if digest is None and storage in ("contiguous", "external") and reason is None:
+        is_usable = load_core() is not None  # h5py cannot read files of values alone
     return _Template(members, None if digest is None else bytes.fromhex(digest), is_usable)
 
 

@@ -33,7 +33,7 @@ from h5async.core.tablestructures import (
 from h5async.errors import BudgetError, ConfigError
 from h5async.index.extents import table_nbytes
 from h5async.index.layout import DatasetLayout
-from h5async.index.room import MEMORY_SHARE
+from h5async.index.room import MEMORY_SHARE, Room, files_of
 from h5async.index.similardatasets import kinds_of
 from h5async.index.smalldatasets import kept_whole_nbytes
 from h5async.order.selection import Selection
@@ -182,7 +182,8 @@ class MemoryBudget:
         BudgetError
             If they do not fit; the message lists the shares.
         """
-        threads = max(1, self._config.filler_threads)
+        config, layouts = self._config, list(self._layouts.values())
+        threads = max(1, config.filler_threads)
         shares = list(self._shares(device_nbytes, threads))
         needed = _sum(shares)
         if needed > self._limit_of_all and self._fewer_threads_do and threads > 1:
@@ -193,6 +194,9 @@ class MemoryBudget:
             needed = _sum(shares)
         if needed > self._limit_of_all:
             raise self._too_much(shares, needed)
+        if config.shuffle == "window":  # files may declare chunks that were never written
+            what = f"{layouts[0].file}: the chunks that {named('shuffle', 'window')} puts in order"
+            Room(config.max_batch_bytes).take(self._window_nbytes, what, files_of(*layouts))
         room = max(0, min(self._limit_of_all, self._free) - needed)
         total = self._fillers * sum(wanted)
         kept = tuple(wanted if total <= room else [n * room // total for n in wanted])
@@ -248,16 +252,18 @@ class MemoryBudget:
         lists = sum(_lists_nbytes(y, several[n], batches) for n, y in self._layouts.items())
         yield _Share("lists of chunks", lists, f"{smaller}, or store larger chunks")
         if config.shuffle == "window":
-            units = max(layout.most_units() for layout in layouts)
             yield _Share(
-                "the order of samples",
-                units * _UNIT_NBYTES,
-                f"use {named('shuffle', 'full')}",
+                "the order of samples", self._window_nbytes, f"use {named('shuffle', 'full')}"
             )
         if config.batch_values is not None or config.bucket is not None:
             samples = layouts[0].sample_count * _LENGTH_NBYTES
             option = "bucket" if config.batch_values is None else "batch_values"
             yield _Share("batches by length", samples, f"leave out {named(option)}")
+
+    @property
+    def _window_nbytes(self) -> int:
+        """What the order of `shuffle="window"` takes."""
+        return _UNIT_NBYTES * max(layout.most_units() for layout in self._layouts.values())
 
     @property
     def _batch_option(self) -> str:
