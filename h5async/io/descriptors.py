@@ -1,4 +1,4 @@
-"""Opens files by functions that return the number of a descriptor."""
+"""Opens files by functions that return a file descriptor."""
 
 from __future__ import annotations
 
@@ -7,13 +7,9 @@ from io import FileIO
 
 
 def owned(call: Callable[..., int], *arguments: object) -> FileIO:
-    """Return the file that owns the descriptor which a function of C returns.
+    """Return a file that owns the descriptor returned by a C function.
 
-    No Python code runs between the two, where what a signal handler raises would lose the number.
-
-    Raises
-    ------
-    ValueError
-        If the function returns a negative number.
+    No Python code runs in between, where an exception raised by a signal handler would lose the
+    number. A negative number raises `ValueError`.
     """
     return next(map(FileIO, map(call, *zip(arguments, strict=True)), ("rb",)))

@@ -18,7 +18,8 @@ from h5async.system.interruptions import interruption, suppressing
 class LocalFile:
     """A file on this machine, open for reading. Safe to use from many threads.
 
-    No HDF5 lock is held: a writer may open the file meanwhile.
+    No HDF5 lock is held: a writer may open the file meanwhile. If the file cannot be opened or
+    mapped, or is not the one that was indexed, `ReadError` is raised.
 
     Parameters
     ----------
@@ -27,9 +28,9 @@ class LocalFile:
     expected
         The stamp of the file when it was indexed.
     io
-        ``"auto"``: it is mapped on local file systems; ``"map"``: on any; ``"pread"``: never.
+        ``"auto"`` maps it on local file systems, ``"map"`` on any, ``"pread"`` never.
     file
-        The file, if it is open; closed with this. None: it is opened by its path.
+        The file if it is already open; closed with this object. None: it is opened by its path.
 
     Attributes
     ----------
@@ -40,12 +41,7 @@ class LocalFile:
     has_swmr_writer
         Whether a writer has the file open for SWMR, so that it changes all the time.
     map_address, map_nbytes
-        Where the file is mapped, for the compiled core; 0: it is not mapped.
-
-    Raises
-    ------
-    ReadError
-        If the file cannot be opened, is not the one that was indexed, or cannot be mapped.
+        The memory map, for the compiled core; 0 if it is not mapped.
     """
 
     def __init__(
@@ -63,7 +59,7 @@ class LocalFile:
         self.map_address = self.map_nbytes = 0
         self._map: FileMap | None = None
         try:
-            # The writer of a pipe that lies there now may never come.
+            # If a pipe lies there now, its writer may never come.
             if file is None and stat.S_ISREG(os.stat(path).st_mode):
                 file = FileIO(path)
         except OSError as error:
