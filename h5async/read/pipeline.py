@@ -7,12 +7,9 @@ an error, because HDF5 would answer a short chunk with whatever its heap held.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from h5async.codec.decoding import Bytes, Decode
 from h5async.codec.filters import Filter
@@ -54,16 +51,6 @@ class FilterPipeline:
     def between_nbytes(self) -> int:
         """Bytes that any intermediate result may take."""
         return encoded_room(self._chunk_nbytes) if self._filters else 0
-
-    @overload
-    def is_raw(self, filter_mask: int) -> bool: ...
-    @overload
-    def is_raw(self, filter_mask: NDArray[np.uint32]) -> NDArray[np.bool_]: ...
-
-    def is_raw(self, filter_mask: int | NDArray[np.uint32]) -> bool | NDArray[np.bool_]:
-        """Tell whether no filter was applied to a chunk with this mask, or to each of several."""
-        every = (1 << len(self._filters)) - 1
-        return filter_mask & every == every
 
     def decode(
         self,
@@ -113,31 +100,6 @@ class FilterPipeline:
             raise ValueError(wrong_size(out.size, current.size))
         if current is not out:
             np.copyto(out[: current.size], current)
-
-    def decode_many(
-        self, encoded: Iterable[Bytes], filter_mask: int, out: Iterable[Bytes], scratch: Scratch
-    ) -> None:
-        """Decode several chunks of one mask, each into its memory, as `decode` does.
-
-        A thread takes the GIL again after every chunk, and others may hold it: so where one
-        filter is to be undone, hardly a line of Python lies between one chunk and the next. For
-        the same reason, the arguments should be iterators: to make all views at once would keep the
-        other threads waiting.
-
-        Raises
-        ------
-        ValueError, RuntimeError
-            If any of them is damaged; the message does not say which.
-        """
-        steps = self._steps(filter_mask)
-        if len(steps) != 1 or not steps[0].moves:
-            for chunk, room in zip(encoded, out, strict=True):
-                self.decode(chunk, filter_mask, room, scratch)
-            return
-        expected, spare = self._chunk_nbytes, itertools.repeat(scratch.between[2])
-        for decoded in map(steps[0].decode, encoded, out, spare):
-            if decoded.size != expected:
-                raise ValueError(wrong_size(expected, decoded.size))
 
     def _steps(self, filter_mask: int) -> list[_Step]:
         steps = self._steps_by_mask.get(filter_mask)
