@@ -1,4 +1,4 @@
-"""Records what the threads of a filler do: a timeline enters; events leave, also those of the core.
+"""Records what the threads of a filler do: a timeline enters; events leave, including the core's.
 
 The core notes its own in memory of a fixed size (core/src/trace.h).
 """
@@ -24,13 +24,13 @@ class Recorded(NamedTuple):
     Attributes
     ----------
     process
-        Its number in the system.
+        Its ID in the system.
     threads
-        By what `threading.get_ident` returns there.
+        By `threading.get_ident` there.
     events
-        What they did; fields by their names, and sources by theirs.
+        What they did; fields and sources by their names.
     dropped
-        Events that were not kept.
+        The number of events that were not kept.
     """
 
     process: int
@@ -45,20 +45,15 @@ class Recording:
     Parameters
     ----------
     timeline
-        Where what is done in Python is recorded.
+        Where Python's events are recorded.
     recorder
-        Whom the threads tell of it.
+        Called by the threads.
     core
-        The compiled core; None: there is none.
+        The compiled core, if there is one.
     reader
-        Whose threads they are.
+        Whose threads are recorded.
     columns
         Names of the columns.
-
-    Attributes
-    ----------
-    timeline
-        The same.
     """
 
     def __init__(
@@ -85,7 +80,7 @@ class Recording:
         recorder.timeline = timeline
 
     def stop(self) -> None:
-        """Record no more; what is under way may note a little more. Idempotent."""
+        """Stop recording; work under way may note a little more. Idempotent."""
         reader, self._reader = self._reader, None
         if reader is not None:
             self._recorder.timeline = None
@@ -109,7 +104,7 @@ class Recording:
     def _core_events(self, trace: CoreTrace) -> list[Event]:
         found = trace.events(self._taken)
         unfinished = np.flatnonzero(found["end_ns"] == 0)
-        if unfinished.size:  # it, and those after it, are for the next time
+        if unfinished.size:  # it, and those after it, are left for the next call
             found = found[: unfinished[0]]
         self._taken += found.size
         columns = (found[name].tolist() for name in _COLUMNS)
