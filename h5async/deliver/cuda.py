@@ -198,7 +198,7 @@ class CudaDevice(SharedBySlots):
         event.hold(then)
 
     def poison(self, arrays: Iterable[Any]) -> None:
-        """Fill arrays with bytes of 255, on the current stream, after work of the caller's others."""
+        """Fill arrays with bytes of 255, on the current stream, after work of the other ones."""
         with self.gpu.working("a batch could not be poisoned"):
             current, *others = self.gpu.streams()
             for stream in others:

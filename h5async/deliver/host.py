@@ -131,7 +131,7 @@ def made_on_host(
 
 
 class HostSlot:
-    """A slot in host memory: nothing is copied. Pinned memory is refilled after the caller's copies.
+    """A slot in host memory: nothing is copied. Refilling pinned memory waits for copies.
 
     `pinning` pins memory, if given. Of `parts`, only as much is pinned as batches use.
     """

@@ -58,7 +58,7 @@ class Pinning:
         return call_before_unmap(memory, partial(self._unpin, memory.ctypes.data))
 
     def record(self) -> Sequence[Any]:
-        """Return events after the current work of the caller's streams; `DeviceError` on failure."""
+        """Return events after all work of the caller's streams so far; `DeviceError` on failure."""
         cuda = self._torch.cuda
         events = []
         with _failing("a batch could not be handed back"):

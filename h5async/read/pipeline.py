@@ -1,8 +1,8 @@
 """Decodes chunks in Python: undoes HDF5's filters, the last one first.
 
 An encoded chunk enters; its decoded bytes leave, in memory of the caller. Every step writes into
-memory that is given to it and cannot write past its end; a result that is too short or too long is
-an error, because HDF5 would answer a short chunk with whatever its heap held.
+memory that is passed to it, never beyond its end. A result that is too short or too long is an
+error, because HDF5 would return whatever its heap held.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ DAMAGED = "; the file is damaged there: restore it, or leave these samples out"
 
 
 class _Step(NamedTuple):
-    """Undo one filter.
+    """Undoes one filter.
 
-    ``decode(encoded, room, spare)`` returns the result: where it `moves`, a view of `room`, else
-    of `encoded`. `nbytes` is the result's exact length where it is known beforehand.
+    ``decode(encoded, room, spare)`` returns the result: a view of `room` if it `moves`, else of
+    `encoded`. `nbytes` is the result's exact length if it is known beforehand.
     """
 
     decode: Decode
@@ -49,7 +49,7 @@ class FilterPipeline:
 
     @property
     def between_nbytes(self) -> int:
-        """Bytes that any intermediate result may take."""
+        """The maximum size of an intermediate result."""
         return encoded_room(self._chunk_nbytes) if self._filters else 0
 
     def decode(
@@ -66,22 +66,22 @@ class FilterPipeline:
         Parameters
         ----------
         encoded
-            The chunk as it lies in the file; not changed.
+            The chunk as stored in the file; not changed.
         filter_mask
-            Bit i set: filter i was not applied to this chunk.
+            If bit i is set, filter i was not applied to this chunk.
         out
-            Memory for exactly the decoded chunk; what it holds after an error is undefined.
+            Memory for exactly the decoded chunk; its content after an error is undefined.
         scratch
             Working memory that no other thread uses meanwhile; its `encoded` may be `encoded`.
         least_nbytes
-            A chunk that decodes short is taken if it has so many bytes; the rest of `out` is then
-            undefined.
+            If given, a shorter result is accepted from this size on; the rest of `out` is undefined
+            then.
 
         Raises
         ------
         ValueError, RuntimeError
-            If the bytes are damaged, or decode to another length; the message does not name
-            the chunk.
+            If the bytes are damaged, or decode to another length; the message does not name the
+            chunk.
         """
         steps = self._steps(filter_mask)
         current, (room_now, room_next, spare) = encoded, scratch.between
@@ -90,7 +90,7 @@ class FilterPipeline:
             last = i == len(steps) - 1
             room = out if last else room_now[: step.nbytes if exact else None]
             current = step.decode(current, room, spare)
-            if step.moves:  # else the result still lies where the next step must not write
+            if step.moves:  # else the next step must not write to the result's memory
                 room_now, room_next = room_next, room_now
             expected = out.size if last else step.nbytes
             if exact and expected is not None and current.size != expected:
@@ -122,5 +122,5 @@ class FilterPipeline:
 
 
 def wrong_size(expected: int, found: int, source: str | None = None) -> str:
-    """Say that a chunk, or what a filter made of it, has not the size that it must have."""
+    """Say that a chunk, or the output of a filter, has a wrong size."""
     return f"{f'{source}: ' if source else ''}expected {expected} bytes, got {found}"
