@@ -135,7 +135,9 @@ def test_an_index_that_is_no_column(way, kind, index):
     if kind == "u4" and index < 0:
         index = 2**32 - 1
     csr = Csr(np.ones(3, "f4"), np.array([0, 4, index], kind), np.array([0, 1, 3]), (2, 5))
-    with pytest.raises(DatasetError, match="sparse row 1 of 2 has an index that is none of its 5"):
+    with pytest.raises(
+        DatasetError, match="sparse row 1 of 2 has an index that is not one of its 5"
+    ):
         csr.to_dense()
 
 

@@ -13,7 +13,7 @@ from rich.filesize import decimal
 from h5async import ReaderConfig, ReaderStats
 from h5async.cli.benchplot import Plot, Speeds
 from h5async.cli.documents import Json, print_document
-from h5async.cli.measuring import LEAST_ROUNDS, Trial, alternatives, compare, run_flat_out
+from h5async.cli.measuring import LEAST_ROUNDS, Trial, alternatives, compare, fits, run_flat_out
 from h5async.cli.options import reader_config, spell_in_shell, takes_reader
 from h5async.cli.progressbars import opening, progress_bar
 from h5async.cli.text import files_text, safe
@@ -80,7 +80,7 @@ def _draw(
 
 
 def _compared(config: ReaderConfig, seconds: float, rounds: int) -> list[Trial]:
-    changes = list(alternatives(config))
+    changes = [changed for changed in alternatives(config) if fits(config, changed)]
     with progress_bar("measured") as progress:
         task = progress.add_task("", total=rounds * (1 + len(changes)))
 

@@ -14,6 +14,8 @@ from time import perf_counter
 from typing import Any, Literal
 
 from h5async.config import ReaderConfig
+from h5async.config.values import MOST_THREADS
+from h5async.errors import BudgetError
 from h5async.observe.stats import ReaderStats
 from h5async.reader.asyncreader import AsyncReader
 
@@ -162,4 +164,14 @@ def alternatives(config: ReaderConfig) -> Iterator[dict[str, Any]]:
     threads = config.thread_count
     cores = os.cpu_count() or 1
     for count in sorted({max(1, threads // 2), 2 * max(1, threads), cores} - {threads}):
-        yield {"num_threads": count}
+        if count <= MOST_THREADS:
+            yield {"num_threads": count}
+
+
+def fits(config: ReaderConfig, changed: Mapping[str, Any]) -> bool:
+    """Tell whether there is memory for a reader with other options."""
+    try:
+        AsyncReader(config, **changed).close()
+    except BudgetError:
+        return False
+    return True

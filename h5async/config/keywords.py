@@ -116,9 +116,9 @@ class ReaderOptions(TypedDict, total=False):
     one thread of a helper process.
     """
     workers: Literal["thread", "process"] | Integer
-    """Where the threads run. `thread`: in this process. `process`: in one helper process. A number:
-    in that many helper processes, which fill slots side by side and share `num_threads`, for a
-    `postprocess` that holds the GIL.
+    """Where the threads run. `thread`: in this process. `process`: in one helper process. A number,
+    at most 256: in that many helper processes, which fill slots side by side and share
+    `num_threads`, for a `postprocess` that holds the GIL.
     """
     prefetch: Integer
     """Slots for batches, allocated once; 2 is double buffering. Several helper processes need more:

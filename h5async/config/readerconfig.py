@@ -208,8 +208,8 @@ class ReaderConfig(Frozen):
     workers: Workers = option(
         "thread",
         "Where the threads run. `thread`: in this process. `process`: in one helper process. A"
-        " number: in that many helper processes, which fill slots side by side and share"
-        " `num_threads`, for a `postprocess` that holds the GIL.",
+        " number, at most 256: in that many helper processes, which fill slots side by side and"
+        " share `num_threads`, for a `postprocess` that holds the GIL.",
         values="thread|process|N",
     )
     prefetch: Positive = option(

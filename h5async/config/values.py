@@ -40,7 +40,8 @@ _NUMBER_WORDS = "must be a number, or one for each channel"
 _SIZE = re.compile(r"(\d[\d_]*(?:\.\d+)?)\s*(?:(?:([kmgtpe])(i)?)?b)?", re.IGNORECASE)
 _SIZE_WORDS = "a number of bytes, or a size such as 512MiB (of 1,024s) or 1.5GB (of 1,000s)"
 _FUNCTION_WORDS = 'must be a function or "module:function"'
-_WORKERS_WORDS = 'must be "thread", "process", or a number of helper processes'
+MOST_HELPERS = 256  # beyond the cores they do not help, and each takes memory and time to start
+_WORKERS_WORDS = f'must be "thread", "process", or a number of helper processes to {MOST_HELPERS}'
 
 
 def shown(value: object) -> str:
@@ -243,7 +244,7 @@ Size = Annotated[int, Bound(strict=True, ge=1), _AsSize]
 SizeOrZero = Annotated[int, Bound(strict=True, ge=0), _AsSize]
 Bool = Annotated[bool, Bound(strict=True)]
 Workers = Annotated[
-    Literal["thread", "process"] | Annotated[int, Bound(strict=True, ge=1)],
+    Literal["thread", "process"] | Annotated[int, Bound(strict=True, ge=1, le=MOST_HELPERS)],
     BeforeValidator(_workers),
     _worded(_WORKERS_WORDS),
 ]

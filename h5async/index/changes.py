@@ -1,8 +1,7 @@
-"""Checks that a file which was changed while a reader has it open still holds what was indexed.
+"""Checks that a file that changed while a reader has it open still holds the indexed data.
 
-What the reader knows of a dataset is read again, from the file that it has open: the type and the
-creation properties, the extent, and where the chunks lie. Values that were overwritten in place
-change nothing of these.
+The facts about a dataset are read again from the open file: type and creation properties, extent,
+and the chunk positions. Overwriting values in place changes none of these.
 """
 
 from __future__ import annotations
@@ -19,27 +18,26 @@ import numpy as np
 
 from h5async.codec.storedelements import NUMBER
 from h5async.errors import H5AsyncError, ReadError
-from h5async.index.cfattributes import cf_attributes
+from h5async.index.attributes import cf_attributes
 from h5async.index.chunkindex import read_chunk_table, without_filters
 from h5async.index.filterpipeline import filters_of
-from h5async.index.identity import indexed
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import open_hdf5
-from h5async.index.opendataset import Opened
+from h5async.index.opendataset import Opened, indexed
 from h5async.io.localfile import LocalFile
 from h5async.io.stamps import FileStamp, changed
 from h5async.names import name_bytes
 
 
 class FileChanges:
-    """Checks files that were changed while a reader has them open. Safe to use from many threads.
+    """Checks files that change while a reader has them open. Thread-safe.
 
     Parameters
     ----------
     layouts
         Of all fields.
     forget
-        Called before a changed file is read again, to forget chunks that are kept of it.
+        Called before a changed file is read again, to drop its kept chunks.
     """
 
     def __init__(self, layouts: Sequence[DatasetLayout], forget: Callable[[], None]) -> None:
@@ -51,13 +49,7 @@ class FileChanges:
         self._warnings: list[str] = []
 
     def look_anew(self, file: LocalFile, now: FileStamp) -> None:
-        """Check that an open file, which differs from its stamp, still holds what was indexed.
-
-        Raises
-        ------
-        ReadError
-            If it does not.
-        """
+        """Raise ReadError if an open file that differs from its stamp lacks the indexed data."""
         may_grow = file.has_swmr_writer
         self.look_at(file.path, file.descriptor, file.stamp, now, may_grow=may_grow)
 
@@ -70,12 +62,12 @@ class FileChanges:
         *,
         may_grow: bool = False,
     ) -> None:
-        """Check a file that lies at a path, or is open; see `require_same_index`."""
+        """Check a file at a path, or an open one; see `require_same_index`."""
         try:
             require_same_index(path, descriptor, self._of(path), may_grow=may_grow)
         except ReadError as error:
             if before[:4] == now[:4] and isinstance(_cause(error), PermissionError):
-                return  # its mode was changed, and not its content; what is open can be read
+                return  # only its mode changed; the open file can be read
             if now.nbytes >= before.nbytes:
                 raise
             raise changed(path, f"it was cut short, and ends at byte {now.nbytes} now") from error
@@ -108,7 +100,7 @@ class FileChanges:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Return the error that caused an error in the first place."""
+    """Return the error at the end of the chain of causes."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error
@@ -128,26 +120,26 @@ def _all_of(layouts: Iterable[DatasetLayout]) -> Iterator[DatasetLayout]:
 def require_same_index(
     path: str, descriptor: int | None, layouts: Iterable[DatasetLayout], *, may_grow: bool
 ) -> None:
-    """Check that a file still holds what was indexed.
+    """Check that a file still holds the indexed data.
 
     Parameters
     ----------
     path, descriptor
-        The file, and a descriptor of it if it is open: another file may lie at the path by now.
+        The file, and its descriptor if it is open: another file may lie at the path by now.
     layouts
         Of datasets whose values lie in the file.
     may_grow
-        Whether a writer appends by SWMR: datasets may be longer than they were, and chunks that
-        were rewritten lie elsewhere, but the old ones are still there.
+        Whether a writer appends by SWMR: datasets may be longer, and rewritten chunks lie
+        elsewhere, but the old ones are still there.
 
     Raises
     ------
     ReadError
-        If it does not; the message says in what.
+        If it does not; the message names the difference.
     """
     layouts = list(layouts)
     raw = [layout for layout in layouts if layout.indexed is None]
-    for layout in raw:  # of an external file, which has no index of its own
+    for layout in raw:  # of an external file, which has no index
         end = layout.offset + layout.nbytes
         nbytes = FileStamp.of(path if descriptor is None else descriptor).nbytes
         if nbytes < end:
@@ -166,7 +158,7 @@ def require_same_index(
 
 
 def _name(path: str, descriptor: int | None) -> str:
-    """Return a name by which an open file is opened again, whatever lies at its path now."""
+    """Return a name that opens an open file again, whatever lies at its path now."""
     if descriptor is None:
         return path
     return f"{'/proc/self' if sys.platform == 'linux' else '/dev'}/fd/{descriptor}"
@@ -185,7 +177,7 @@ def _require_same(file: h5py.File, layout: DatasetLayout, path: str, may_grow: b
 
 
 def _difference(file: h5py.File, layout: DatasetLayout, where: str, may_grow: bool) -> str | None:
-    """Return in what a dataset differs from what was indexed, or None."""
+    """Return how a dataset differs from the indexed one, or None."""
     name, known = f'dataset "{layout.path}"', layout.indexed
     found = file.get(name_bytes(layout.path))
     if known is None or not isinstance(found, h5py.Dataset):

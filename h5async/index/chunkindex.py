@@ -1,4 +1,4 @@
-"""Reads and validates the chunk index of a dataset, and sorts it to a `ChunkTable`."""
+"""Reads and validates the chunk index of a dataset, and sorts it into a `ChunkTable`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,17 @@ from numpy.typing import NDArray
 from h5async.codec.filters import Filter
 from h5async.errors import H5AsyncError, ReadError
 from h5async.index.chunktable import ChunkTable, grid_of
-from h5async.index.extensible import MISREPORTED, positions_of, visit_by_positions
 from h5async.index.hdf5 import B_TREE_V1, EXTENSIBLE_ARRAY, FIXED_ARRAY, IMPLICIT
 from h5async.index.obstacles import NotDirectError
 from h5async.index.opendataset import Opened
-from h5async.index.visits import Visited, first_unlike, visit_chunks
+from h5async.index.visits import (
+    MISREPORTED,
+    Visited,
+    first_unlike,
+    positions_of,
+    visit_by_positions,
+    visit_chunks,
+)
 
 _MANY_CHUNKS = 1 << 24
 _SUPERBLOCK_NBYTES = 48  # at least
@@ -32,20 +38,16 @@ class TooManyChunksError(NotDirectError):
 
 
 def applies_any(dataset: Opened, positions: Sequence[int], has_raw_edges: bool) -> bool:
-    """Tell whether a chunk was written with any of the filters at some positions of the pipeline.
+    """Return whether a chunk was written with any of the filters at some positions of the pipeline.
 
-    Most often the first chunk was, and then no other is visited.
-
-    Raises
-    ------
-    TooManyChunksError
-        If there are more chunks than the file has room to list.
+    Most often the first chunk was, and no other is visited. TooManyChunksError if there are more
+    chunks than the file has room to list.
     """
     _require_room(dataset)
     wanted = sum(1 << position for position in positions)
     shape, chunk = dataset.extents, dataset.chunks
 
-    # Where coordinates are misreported, no chunk is known to lie at the edge.
+    # If coordinates are misreported, edge chunks are unknown.
     has_raw_edges = has_raw_edges and positions_of(dataset) is None
 
     def applies(info: h5py.h5d.StoreInfo) -> bool | None:
@@ -60,15 +62,7 @@ def applies_any(dataset: Opened, positions: Sequence[int], has_raw_edges: bool) 
 def without_filters(
     table: ChunkTable, filters: tuple[Filter, ...], positions: Sequence[int]
 ) -> tuple[ChunkTable, tuple[Filter, ...]]:
-    """Return a chunk table, and its filters, without those filters that no chunk was written with.
-
-    Parameters
-    ----------
-    table, filters
-        All there are.
-    positions
-        Of these filters in the pipeline.
-    """
+    """Return a chunk table and its filters without those at `positions`, which no chunk uses."""
     if not positions:
         return table, filters
     kept = [bit for bit in range(len(filters)) if bit not in positions]
@@ -81,7 +75,7 @@ def without_filters(
 def read_chunk_table(
     dataset: Opened, filters: tuple[Filter, ...], has_raw_edges: bool, where: str
 ) -> ChunkTable:
-    """Read where the chunks of a dataset lie.
+    """Read the chunk positions of a dataset.
 
     Raises
     ------
@@ -98,7 +92,7 @@ def read_chunk_table(
     obstacle, positions = "", None
     try:
         positions = positions_of(dataset)
-    except NotDirectError as error:  # all but the coordinates can be checked
+    except NotDirectError as error:  # everything except the coordinates can be checked
         obstacle = str(error)
     try:
         if positions is None:
@@ -127,14 +121,9 @@ def read_chunk_table(
 
 
 def _require_room(dataset: Opened) -> None:
-    """Leave a dataset to h5py that has more chunks than the file can list: HDF5 would visit all.
+    """Raise TooManyChunksError for a dataset with more chunks than the file can list.
 
-    (None of them may have been written.)
-
-    Raises
-    ------
-    TooManyChunksError
-        If there are.
+    h5py reads it instead: HDF5 would visit all chunks here, though none may have been written.
     """
     count = math.prod(grid_of(dataset.extents, dataset.chunks))
     if count <= _MANY_CHUNKS:
@@ -157,13 +146,7 @@ class _Checks:
         self._where = where
 
     def require_within(self, end: int) -> None:
-        """Refuse chunks that do not lie in the file.
-
-        Raises
-        ------
-        ReadError
-            If one does not.
-        """
+        """Raise ReadError for chunks that do not lie in the file."""
         offset, nbytes = self._visited.offset, self._visited.nbytes
         if self._visited.end > end:
             at = int(((nbytes > end) | (offset > end - nbytes)).argmax())
@@ -173,22 +156,16 @@ class _Checks:
             )
 
     def reach_over_edge(self) -> NDArray[np.bool_]:
-        """Tell which chunks reach over the dataset's edge."""
+        """Return which chunks reach over the dataset's edge."""
         shape, chunk = self._dataset.extents, self._dataset.chunks
         cells = np.unravel_index(self._visited.number, self._grid)
         is_partial = np.zeros(self._visited.number.size, np.bool_)
         for cell, size, extent in zip(cells, chunk, shape, strict=True):
-            is_partial |= cell == extent // size  # never, where chunks fit in
+            is_partial |= cell == extent // size  # never, if chunks fit in
         return is_partial
 
     def require_nbytes(self, is_raw: NDArray[np.bool_] | bool, expected: int) -> None:
-        """Refuse raw chunks of another size than expected, and filtered ones of no bytes.
-
-        Raises
-        ------
-        ReadError
-            If there is one.
-        """
+        """Raise ReadError for raw chunks of a wrong size, and empty filtered ones."""
         nbytes, least, most = self._visited.nbytes, self._visited.least, self._visited.most
         if not nbytes.size or (
             least == most == expected if is_raw is True else is_raw is False and least
@@ -204,15 +181,9 @@ class _Checks:
             )
 
     def require_apart(self) -> None:
-        """Refuse chunks that overlap each other or the file's superblock.
-
-        Raises
-        ------
-        ReadError
-            If two do.
-        """
+        """Raise ReadError for chunks that overlap each other or the superblock."""
         offset, nbytes, what = self._visited.offset, self._visited.nbytes, ""
-        if not self._visited.is_apart:  # perhaps only not in the order of their addresses
+        if not self._visited.is_apart:  # perhaps just not sorted by address
             order = np.argsort(offset, kind="stable")
             offset, nbytes = offset[order], nbytes[order]
             overlaps = offset[1:] < offset[:-1] + nbytes[:-1]
@@ -226,26 +197,14 @@ class _Checks:
             )
 
     def require_order(self) -> None:
-        """Refuse a version 1 B-tree, which has no checksum, whose keys are not in order.
-
-        Raises
-        ------
-        ReadError
-            If they are not.
-        """
+        """Raise ReadError if a version 1 B-tree, without a checksum, has unordered keys."""
         if not self._visited.is_ascending:
             raise ReadError(
                 f"{self._where}: the keys of its chunk index are not in order; it is damaged"
             )
 
     def require_agreement(self) -> None:
-        """Refuse an index that contradicts itself: HDF5 must find each chunk by its key.
-
-        Raises
-        ------
-        ReadError
-            If it does not.
-        """
+        """Raise ReadError for an index in which HDF5 does not find chunks by their keys."""
         unlike = self.first_unlike()
         if unlike is not None:
             raise ReadError(
@@ -254,9 +213,9 @@ class _Checks:
             )
 
     def first_unlike(self) -> np.int64 | None:
-        """Return the number of a chunk that HDF5 does not find by its key, with the same size.
+        """Return the number of a chunk that HDF5 does not find by key with the same size, or None.
 
-        All of few chunks are looked up, and some of many; None: HDF5 finds these.
+        All chunks are looked up if they are few, else a part of them.
         """
         number, nbytes = self._visited.number, self._visited.nbytes
         step = -(-number.size // _LOOKUPS) or 1
@@ -268,10 +227,7 @@ class _Checks:
     def table(self, obstacle: str) -> ChunkTable:
         """Return the chunks in the order of the grid.
 
-        Raises
-        ------
-        NotDirectError
-            If there is an `obstacle`, or HDF5 reports chunks that cannot exist.
+        NotDirectError if there is an `obstacle`, or HDF5 reports chunks that cannot exist.
         """
         index, offset, nbytes, mask = self._visited[:4]
         if self._visited.is_outside:
@@ -287,7 +243,6 @@ class _Checks:
         return ChunkTable(None if is_complete else index, offset, nbytes, mask)
 
     def _chunk(self, number: np.int64) -> str:
-        """Return the name of a chunk, for messages."""
         cell = np.unravel_index(number, self._grid)
         corner = tuple(int(at) * n for at, n in zip(cell, self._dataset.chunks, strict=True))
         return f"{self._where}, chunk {corner}"

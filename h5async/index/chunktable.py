@@ -1,4 +1,4 @@
-"""Defines `ChunkTable`, and says how the chunks of a dataset are numbered.
+"""Defines `ChunkTable`, and the numbering of the chunks of a dataset.
 
 Chunks make a grid; a chunk's number is that of its cell in C order.
 """
@@ -21,14 +21,14 @@ class ChunkTable:
     Attributes
     ----------
     index
-        int64: the chunk's number in the C-ordered grid of chunks; None where all are allocated,
-        so that the number is the index into the arrays.
+        int64: the chunk's number in the C-ordered grid; None if all are allocated, so that the
+        number is the index into the arrays.
     offset, nbytes
         int64: address in the file, and stored size.
     filter_mask
-        uint32: bit i set where filter i of the pipeline was not applied.
+        uint32: bit i is set if filter i of the pipeline was not applied.
 
-    Of `nbytes` and `filter_mask`, all numbers may be one number in memory (a stride of 0).
+    `nbytes` and `filter_mask` may each be one number in memory (a stride of 0) if all are equal.
     """
 
     index: NDArray[np.int64] | None
@@ -37,11 +37,11 @@ class ChunkTable:
     filter_mask: NDArray[np.uint32]
 
     def shortened(self) -> ChunkTable:
-        """Return the same table, with the memory of one number for a column of equal ones."""
+        """Return the same table; each column of equal numbers takes the memory of one."""
         return replace(self, nbytes=shortened(self.nbytes), filter_mask=shortened(self.filter_mask))
 
     def find(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the indices of chunks `numbers` in the arrays; -1 where one is not allocated."""
+        """Return the indices of chunks `numbers` in the arrays; -1 for unallocated ones."""
         if self.index is None:
             return numbers
         if not self.index.size:
@@ -52,14 +52,14 @@ class ChunkTable:
 
 @lru_cache(maxsize=256)
 def repeated(value: int, count: int, dtype: str) -> NDArray[Any]:
-    """Return an array of one number again and again, which takes the memory of one."""
+    """Return an array of one repeated number that takes the memory of one."""
     one = np.array([value], dtype)
     one.flags.writeable = False
     return np.ndarray((count,), dtype, one.data, 0, (0,)) if count else one[:0]
 
 
 def shortened(column: NDArray[Any]) -> NDArray[Any]:
-    """Return a column of numbers that takes the memory of one where all are equal."""
+    """Return a column that takes the memory of one number if all are equal."""
     if column.size < 2 or (column != column[0]).any():
         return column
     return repeated(int(column[0]), column.size, column.dtype.str)
@@ -73,7 +73,7 @@ def grid_of(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> tuple[int, 
 def needed_nbytes(
     shape: tuple[int, ...], chunk_shape: tuple[int, ...], corner: Sequence[int], itemsize: int
 ) -> int:
-    """Return how many bytes of a chunk there are up to the last one within the dataset."""
+    """Return the bytes of a chunk up to the last one within the dataset."""
     last = 0
     for extent, size, begin in zip(shape, chunk_shape, corner, strict=True):
         last = last * size + min(size, extent - begin) - 1

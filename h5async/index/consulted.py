@@ -1,7 +1,7 @@
-"""Records which files, and what else of the system, a layout was made of besides its own file.
+"""Records which other files and system facts a layout depends on.
 
-What was indexed holds for as long as none of it changes. Datasets may be virtual, or in external
-files, or be reached by external links, and HDF5 looks for such files in several places.
+An index holds as long as none of them changes. Datasets may be virtual, in external files, or
+behind external links, and HDF5 looks for such files in several places.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from h5async.io.stamps import FileStamp
 
 
 class Consulted:
-    """What was looked at while layouts were read. Used by one thread.
+    """The dependencies of layouts. Used by one thread.
 
     Attributes
     ----------
     files
-        Paths, as they were looked at, and the stamps of what lay there.
+        Paths as used, and the stamps of the files there.
     absent
         Paths at which nothing was found.
     variables
-        Environment variables that were asked for, with their values.
+        Environment variables that were read, with their values.
     folder
         The current directory, if a name was relative to it; else None.
     is_stable
-        Whether it can be told later that nothing has changed.
+        Whether later changes can be detected.
     """
 
     def __init__(self) -> None:
@@ -37,26 +37,26 @@ class Consulted:
         self.is_stable = True
 
     def found(self, path: Path, stamp: FileStamp, *, is_written: bool = False) -> None:
-        """Note a file.
+        """Record a file.
 
         Parameters
         ----------
         path, stamp
-            Where it was found, and what it was.
+            The file.
         is_written
-            Whether this process has it open for writing, so that what HDF5 reports of it may not
-            be in the file yet.
+            Whether this process has it open for writing, so that facts from HDF5 may not be in the
+            file yet.
         """
         name = self._name(path)
         if is_written or self.files.setdefault(name, stamp) != stamp:
             self.is_stable = False
 
     def missed(self, path: Path) -> None:
-        """Note that there was nothing at a path."""
+        """Record that there was nothing at a path."""
         self.absent.add(self._name(path))
 
     def asked(self, variable: str) -> None:
-        """Note that an environment variable was asked for."""
+        """Record that an environment variable was read."""
         self.variables[variable] = os.environ.get(variable, "")
 
     def _name(self, path: Path) -> str:
@@ -67,7 +67,7 @@ class Consulted:
 
 
 class NotRecorded(Consulted):
-    """Takes what is noted, and keeps nothing of it."""
+    """Accepts records and drops them."""
 
     def found(self, path: Path, stamp: FileStamp, *, is_written: bool = False) -> None:
         """Do nothing."""

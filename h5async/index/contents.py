@@ -1,33 +1,40 @@
-"""Says what a file holds, in errors about a dataset that is not there."""
+"""Lists the objects of an open file, and describes them in errors about a missing dataset.
+
+To list objects, only groups are opened: HDF5 may open other files when it opens a virtual dataset.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import h5py
 
 from h5async.errors import DatasetError, H5AsyncError
 from h5async.index.datasets import Indexer
 from h5async.index.links import Reach, metadata_cache
-from h5async.index.listing import walk
 from h5async.names import name_bytes, name_text, shell_word
 from h5async.system.interruptions import interruption, suppressing
 
 _LISTED_DATASETS = 20
-# Groups that are read as one field: by what they say they are, the dataset that counts samples.
+# Groups that are read as one field: by their declared type, the dataset that counts samples.
 _MEMBERS = {"categorical": "codes", "nullable-integer": "values", "nullable-boolean": "values"}
 _SPARSE = ("csr_matrix", "csr")
 _OF_10X = {"barcodes", "data", "indices", "indptr", "shape"}
-_MOST_OBJECTS = 200  # of a file that are visited to say what is there: 0.05 s
-LISTING_NBYTES = 32 << 20  # of metadata: the names of a large group are visited for each
+_MOST_OBJECTS = 200  # visited per file for a message: 0.05 s
+LISTING_NBYTES = 32 << 20  # of metadata: the names of a large group are visited for each object
+_KINDS: dict[int, Literal["dataset", "group"]] = {
+    h5py.h5o.TYPE_DATASET: "dataset",
+    h5py.h5o.TYPE_GROUP: "group",
+}
 
 
 def what_is_there(file: h5py.File, reach: Reach) -> str:
     """List datasets of a file, and a command that would read the largest of them.
 
-    Of a large file, only the first objects are listed: it may hold millions.
+    Only the first objects of a large file are listed: it may hold millions.
     """
     with metadata_cache(file, LISTING_NBYTES):
         try:
@@ -63,19 +70,14 @@ def _opened(file: h5py.File, paths: Sequence[str]) -> dict[str, h5py.Dataset]:
 def _with_groups(
     shapes: Mapping[str, tuple[int, ...]], datasets: Mapping[str, h5py.Dataset]
 ) -> tuple[dict[str, tuple[int, ...]], list[str]]:
-    """Put groups that are read as one field in the place of their datasets.
-
-    Parameters
-    ----------
-    shapes, datasets
-        Of datasets, by path.
+    """Replace datasets by the groups that are read as one field.
 
     Returns
     -------
     shapes
-        Of what is left, by path.
+        Of the remaining datasets and the groups, by path.
     readable
-        The paths of what a reader takes as it is.
+        The paths that a reader takes without further options.
     """
     groups: dict[str, tuple[int, ...] | None] = {}
     found: dict[str, tuple[int, ...]] = {}
@@ -96,8 +98,8 @@ def _with_groups(
 
 
 def shape_of_field(group: h5py.Group) -> tuple[int, ...] | None:
-    """Return the shape of what a group is as a field: a sparse matrix, or a column; None: none."""
-    with suppressing(Exception):  # damaged metadata may raise anything, and are of no interest here
+    """Return the shape of a group as a field (a sparse matrix or a column), or None."""
+    with suppressing(Exception):  # damaged metadata may raise anything, and do not matter here
         kind = group.attrs.get("encoding-type", group.attrs.get("h5sparse_format"))
         member = _MEMBERS.get(name_text(kind)) if isinstance(kind, str | bytes) else None
         if member is not None:
@@ -110,7 +112,7 @@ def shape_of_field(group: h5py.Group) -> tuple[int, ...] | None:
 
 
 def _read_command(file: h5py.File, readable: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Return a command that reads the largest of what can be read, if anything can."""
+    """Return a command that reads the largest readable object, if there is any."""
     if not readable:
         return None
     data = max(readable, key=lambda name: math.prod(readable[name]))
@@ -129,7 +131,7 @@ def _shown_shape(file: h5py.File, dataset: h5py.Dataset, reach: Reach) -> tuple[
             Indexer(file, reach).sources("").find(plist)
             is_permitted = True
         if not is_permitted:
-            return ()  # HDF5 would open them all the same
+            return ()  # HDF5 would open them anyway
     return dataset.shape or ()
 
 
@@ -137,3 +139,93 @@ def _has_fixed_size(dataset: h5py.Dataset) -> bool:
     with suppressing(Exception):  # h5py has no one type for what it cannot express
         return not dataset.dtype.hasobject
     return False
+
+
+class Listed(NamedTuple):
+    """The object of a name in a file.
+
+    Attributes
+    ----------
+    path
+        From the root group, without a leading slash.
+    kind
+        ``"link"``: a soft or external one, wherever it leads; ``"other"``: a named type, or an
+        object that HDF5 cannot identify because it is damaged.
+    """
+
+    path: str
+    kind: Literal["dataset", "group", "link", "other"]
+
+
+class _Level(NamedTuple):
+    group: h5py.Group
+    prefix: str
+    names: Iterator[tuple[bytes, int]]
+
+
+def walk(file: h5py.File, most_names: int | None = None) -> Iterator[Listed]:
+    """Yield the objects of a file, group by group, in the order of names; each object once.
+
+    Parameters
+    ----------
+    file
+        Open file.
+    most_names
+        The maximum number of names listed per group; None for all.
+
+    Raises
+    ------
+    DatasetError
+        If the root group cannot be opened.
+    """
+    try:
+        root = file["/"]
+        seen = {_address(h5py.h5o.get_info(root.id))}
+    except Exception as error:  # a damaged object may raise anything
+        raise DatasetError(
+            f"{file.filename}: the file is damaged: its root group cannot be opened ({error})"
+        ) from error
+    levels = [_Level(root, "", names_in(root, most_names))]
+    while levels:
+        group, prefix, names = levels[-1]
+        name, link = next(names, (b"", None))
+        if link is None:
+            levels.pop()
+            continue
+        path = prefix + name_text(name)
+        if link != h5py.h5l.TYPE_HARD:
+            yield Listed(path, "link")
+            continue
+        info = None
+        with suppressing(Exception):  # a damaged object may raise anything
+            found = h5py.h5o.get_info(group.id, name)
+            node = group[name] if found.type == h5py.h5o.TYPE_GROUP else None
+            info = found
+        if info is None:
+            yield Listed(path, "other")
+            continue
+        if _address(info) in seen:
+            continue
+        seen.add(_address(info))
+        yield Listed(path, _KINDS.get(info.type, "other"))
+        if isinstance(node, h5py.Group):
+            levels.append(_Level(node, f"{path}/", names_in(node, most_names)))
+
+
+def _address(info: h5py.h5o.ObjInfo) -> tuple[int, int]:
+    return info.fileno, info.addr
+
+
+def names_in(group: h5py.Group, most: int | None = None) -> Iterator[tuple[bytes, int]]:
+    """Return the readable names in a group, and the kinds of their links."""
+    found: dict[bytes, int] = {}
+
+    def note(name: bytes, info: h5py.h5l.LinkInfo) -> bool | None:
+        if name in found or len(found) == most:  # a name that comes again: the index has a loop
+            return True
+        found[name] = info.type
+        return None
+
+    with suppressing(Exception):  # damage ends the list
+        group.id.links.iterate(note, info=True)
+    return iter(found.items())

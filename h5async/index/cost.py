@@ -1,4 +1,4 @@
-"""Computes what reading a dataset costs: stored bytes for each sample, and the share of h5py."""
+"""Computes the cost of reading a dataset: stored bytes per sample, and the share of h5py."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from h5async.index.slabs import PairedRuns, TooManyRunsError
 
 
 class ReadCost(NamedTuple):
-    """Stored bytes that are read for each sample used, on average.
+    """Average stored bytes read per sample used.
 
     Attributes
     ----------
     in_order
-        Where samples are read one after the other: each chunk once.
+        If samples are read in order: each chunk once.
     shuffled
-        Where the other samples of a chunk are not in the same batch: each chunk for each sample.
+        If the samples of a chunk are in different batches: each chunk once per sample.
     """
 
     in_order: float
@@ -31,7 +31,7 @@ class ReadCost(NamedTuple):
 
 
 def read_cost(layout: DatasetLayout) -> ReadCost:
-    """Return what a sample of a dataset costs to read: of its sources, only what is mapped."""
+    """Return the cost of reading a sample of a dataset; of its sources, only mapped data count."""
     count = layout.num_samples
     if count == 0:
         return ReadCost(0.0, 0.0)
@@ -55,16 +55,16 @@ def direct_share(layout: DatasetLayout) -> float:
 
 
 def _cost_of_leaf(leaf: Leaf, seen: dict[int, NDArray[np.bool_]]) -> ReadCost:
-    """Return what all samples cost that one dataset holds, together.
+    """Return the total cost of all samples that one dataset holds.
 
-    In order, what it needs of chunks that others need, too, is counted once: those that were
-    `seen`, by layout.
+    In order, chunks shared with other leaves count once: `seen` marks those that were counted, by
+    layout.
     """
     layout, samples = leaf.layout, int(leaf.runs.length.sum())
     if leaf.is_left or layout.fallback_reason is not None:
         cost = read_cost(layout) if layout.parts else _whole_cost(layout)
         return ReadCost(cost.in_order * samples, cost.shuffled * samples)
-    if layout.values is not None:  # they came with the metadata
+    if layout.values is not None:  # they were read with the metadata
         return ReadCost(0.0, 0.0)
     rest = [axis for axis in range(len(layout.shape)) if axis != layout.sample_axis]
     wanted = leaf.source_region or (slice(None),) * len(rest)
@@ -83,7 +83,7 @@ def _cost_of_leaf(leaf: Leaf, seen: dict[int, NDArray[np.bool_]]) -> ReadCost:
     if number is None:
         number = np.arange(layout.chunks.offset.size)
     index = np.unravel_index(number, layout.grid)
-    elements = np.ones(number.size)  # which are wanted of a sample in each chunk
+    elements = np.ones(number.size)  # wanted of a sample, per chunk
     for a, w in zip(rest, wanted, strict=True):
         elements *= wanted_of_cells(index[a], layout.shape[a], size[a], w)[1]
     begin = index[layout.sample_axis] * layout.chunk_shape[layout.sample_axis]
@@ -101,7 +101,7 @@ def _cost_of_leaf(leaf: Leaf, seen: dict[int, NDArray[np.bool_]]) -> ReadCost:
 
 
 def _used_before(runs: PairedRuns, row: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return how many samples have a row before each of some rows."""
+    """Return the number of samples with a row before each of some rows."""
     is_single = runs.step == 1
     used = np.zeros(row.size)
     for sign, edge in ((1, runs.row), (-1, runs.row + runs.length)):
@@ -115,7 +115,7 @@ def _used_before(runs: PairedRuns, row: NDArray[np.int64]) -> NDArray[np.float64
 
 
 def _whole_cost(layout: DatasetLayout) -> ReadCost:
-    """Return what a sample costs of a dataset that h5py reads."""
+    """Return the cost of a sample of a dataset that h5py reads."""
     if not layout.chunk_shape:
         nbytes = float(layout.row_nbytes) if layout.stored_nbytes else 0.0
         return ReadCost(nbytes, nbytes)

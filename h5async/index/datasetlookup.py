@@ -1,6 +1,6 @@
-"""Finds which dataset holds which samples of a field, and which piece of its rows goes where. Pure.
+"""Finds which dataset holds which samples of a field, and where pieces of its rows go. Pure.
 
-A layout of parts enters, of files or of mappings, which may be of parts themselves; leaves leave:
+A layout of parts enters, of files or of mappings, which may have parts themselves; leaves leave:
 runs of samples that one dataset holds.
 """
 
@@ -21,7 +21,7 @@ HDF5_MAX_RANK = 32
 
 
 class Leaf(NamedTuple):
-    """Runs of samples that one dataset holds, and which piece of its rows goes where."""
+    """Runs of samples that one dataset holds, and where which piece of its rows goes."""
 
     layout: DatasetLayout
     runs: PairedRuns
@@ -32,13 +32,7 @@ class Leaf(NamedTuple):
 
 
 def leaves_of(layout: DatasetLayout, max_rank: int = HDF5_MAX_RANK) -> Iterator[Leaf]:
-    """Yield what each dataset holds of a field's samples.
-
-    Raises
-    ------
-    TooManyRunsError
-        If these are too many runs to be listed.
-    """
+    """Yield what each dataset holds of a field's samples; TooManyRunsError if it is too much."""
     whole = PairedRuns.one(0, layout.num_samples, 0)
     if not layout.parts:
         if layout.num_samples:
@@ -56,7 +50,7 @@ def leaves_of(layout: DatasetLayout, max_rank: int = HDF5_MAX_RANK) -> Iterator[
             is_left = is_left or bool(part.source.parts)
             yield Leaf(part.source, runs, part.region, part.source_region, part.member, is_left)
             continue
-        if part.source.has_gaps:  # whose fill value may be another one
+        if part.source.has_gaps:  # whose fill value may differ
             yield Leaf(part.source, runs, None, None, None, True)
             continue
         by_region: dict[Any, list[Leaf]] = {}
@@ -67,9 +61,9 @@ def leaves_of(layout: DatasetLayout, max_rank: int = HDF5_MAX_RANK) -> Iterator[
 
 
 def swaps(source: DatasetLayout, whole: DatasetLayout) -> int | None:
-    """Return of how many bytes the numbers of a source are that have to be reversed; 0: none are.
+    """Return the size of the numbers of a source whose byte order must be reversed; 0 for none.
 
-    None: its values have to be converted otherwise.
+    None means that its values need another conversion.
     """
     stored, wanted = source.raw_dtype, whole.raw_dtype
     if stored == wanted:
@@ -96,12 +90,12 @@ def _can_take_member(part: Part, layout: DatasetLayout, max_rank: int) -> bool:
 
 
 def member_fill(layout: DatasetLayout, member: str) -> NDArray[Any]:
-    """Return the fill value of a member of a compound: (elements,), of which an array has many."""
+    """Return the fill value of a member of a compound: (elements,), more than one for an array."""
     return np.ascontiguousarray(layout.fill[member]).reshape(-1)
 
 
 def _composed(outer: PairedRuns, leaves: Sequence[Leaf]) -> Iterator[Leaf]:
-    """Yield what datasets hold of the samples of outer runs, whose rows are the datasets' samples.
+    """Yield the datasets' parts of the samples of outer runs, whose rows are the datasets' samples.
 
     No sample is in two of the datasets.
     """
@@ -111,7 +105,7 @@ def _composed(outer: PairedRuns, leaves: Sequence[Leaf]) -> Iterator[Leaf]:
     order = np.argsort(inner.first, kind="stable")
     first, length, row, step = (column[order] for column in inner)
     last = first + length
-    # Of each outer run, the inner runs that hold some of it: from `low` to before `high`.
+    # Per outer run, the inner runs that overlap it: `low` up to `high`, exclusive.
     low = np.searchsorted(last, outer.row, side="right")
     high = np.searchsorted(first, outer.row + outer.length, side="left")
     count = np.maximum(high - low, 0)
@@ -137,8 +131,8 @@ def _composed(outer: PairedRuns, leaves: Sequence[Leaf]) -> Iterator[Leaf]:
 
 
 def lie_within(runs: PairedRuns, num_samples: int) -> bool:
-    """Tell whether all rows are such that a dataset has."""
-    if runs.size == 1:  # of each file, most often
+    """Return whether all rows are rows of a dataset with `num_samples`."""
+    if runs.size == 1:  # the usual case: one run per file
         row, step = int(runs.row[0]), int(runs.step[0])
         return row >= 0 and step >= 1 and row + (int(runs.length[0]) - 1) * step < num_samples
     last = runs.row + (runs.length - 1) * runs.step

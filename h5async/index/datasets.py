@@ -1,7 +1,7 @@
 """Reads the layout of one open dataset: where its bytes lie, or why only h5py may read it.
 
-A dataset is read directly only where its bytes are known to be what h5py would give; every doubt
-ends in a `fallback_reason`, and `read/fallback.py` then reads the dataset through h5py.
+A dataset is read directly only if its bytes are known to equal h5py's result. Any doubt gives a
+`fallback_reason`, and `read/fallback.py` then reads the dataset through h5py.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ import numpy as np
 
 from h5async.core.binding import load_core
 from h5async.errors import DatasetError, H5AsyncError, ReadError, out_of_memory
+from h5async.index.attributes import dimension_names, numbered_axis
 from h5async.index.chunkindex import (
     TooManyChunksError,
     read_chunk_table,
     without_filters,
 )
-from h5async.index.conversion import converted
-from h5async.index.dimensions import dimension_names, numbered_axis
 from h5async.index.elements import Element, element_of, has_objects
 from h5async.index.external import attached, external_layout
-from h5async.index.fillvalue import fill_value, has_no_values, member_fill, require_fill
 from h5async.index.filterpipeline import (
+    converted,
     edges_are_raw,
     filters_of,
     refuse_filters_of_hdf5,
@@ -37,17 +36,23 @@ from h5async.index.filterpipeline import (
     unavailable,
     undecodable,
 )
-from h5async.index.identity import indexed
 from h5async.index.layout import DatasetLayout, Indexed, Part, Storage
 from h5async.index.links import LastGroup, Located, Reach
 from h5async.index.obstacles import COLUMNS_REASON, NotDirectError, OtherKindError
-from h5async.index.opendataset import Opened
+from h5async.index.opendataset import (
+    Opened,
+    fill_value,
+    has_no_values,
+    indexed,
+    member_fill,
+    require_fill,
+)
 from h5async.index.slabs import Slab
 from h5async.index.sources import VirtualSources
 from h5async.io.maps import may_map
 from h5async.io.stamps import FileStamp
 
-_Kind = tuple[bytes, bytes, int, int]  # type and properties as HDF5 encodes them; rank, dimension
+_Kind = tuple[bytes, bytes, int, int]  # type, properties (both encoded by HDF5), rank, dimension
 
 
 class Indexer:
@@ -56,12 +61,11 @@ class Indexer:
     Parameters
     ----------
     file
-        The file, which is also an attribute, as are the `LastGroup` of it, and the names of its
-        dimension scales.
+        The file; also an attribute, like its `LastGroup` and the names of its dimension scales.
     reach
         Which other files its datasets may refer to.
     depth
-        How many virtual datasets these datasets are sources of, one within the other.
+        The number of virtual datasets that these datasets are nested sources of.
     """
 
     def __init__(self, file: h5py.File, reach: Reach, depth: int = 0) -> None:
@@ -69,19 +73,19 @@ class Indexer:
         self.last_group = LastGroup()
         self.scale_names: dict[int, tuple[str, ...]] = {}
         self._name = file.filename
-        # It is opened again later, from whatever directory is the current one then.
-        self._path = str(Path(self._name).absolute())  # ("..", behind a link, leads elsewhere)
+        # It is opened again later, when the current directory may differ.
+        self._path = str(Path(self._name).absolute())  # (".." after a link leads elsewhere)
         self._descriptor = file.id.get_vfd_handle()
-        # What is being written in this process may not be in the file yet.
+        # Values written in this process may not be in the file yet.
         self._is_writer = bool(file.id.get_intent() & h5py.h5f.ACC_RDWR)
         self._stamp = FileStamp.settled(self._descriptor)
         reach.consulted.found(Path(self._path), self._stamp, is_written=self._is_writer)
         self._reach = reach
         self._depth = depth
-        self._alike: dict[_Kind, DatasetLayout] = {}  # contiguous ones that were found before
+        self._alike: dict[_Kind, DatasetLayout] = {}  # contiguous ones found before
 
     def sources(self, where: str) -> VirtualSources:
-        """Return what finds the sources of a virtual dataset of this file."""
+        """Return the `VirtualSources` for a virtual dataset of this file."""
         return VirtualSources(self.file, self._reach, self._depth, self._index_source, where)
 
     def _index_source(
@@ -92,21 +96,16 @@ class Indexer:
     def layout(
         self, name: str, node: h5py.h5d.DatasetID, member: Sequence[str], num_dim: int | str
     ) -> DatasetLayout:
-        """Return the layout of a dataset, or of a member of it.
+        """Return the layout of a dataset, or of a member; raises like `metadata.read_layouts`.
 
         Parameters
         ----------
         name, node
             Its path, and the dataset.
         member
-            The path of a member within its compound type; empty: all of it.
+            The path of a member within its compound type; empty for all of it.
         num_dim
             The dimension that counts the samples, by its number or its name.
-
-        Raises
-        ------
-        H5AsyncError
-            As `metadata.read_layouts` says.
         """
         where = f'{self._name}: dataset "{name}"'
         try:
@@ -137,7 +136,7 @@ class Indexer:
         NotDirectError
             If only h5py may read it.
         H5AsyncError
-            As `metadata.read_layouts` says.
+            As in `metadata.read_layouts`.
         """
         where = f'{self._name}: dataset "{name}"'
         dataset = Opened(node, self._descriptor)
@@ -180,9 +179,9 @@ class Indexer:
         return self._direct(layout, dataset, where)
 
     def _kind(self, dataset: Opened, member: Sequence[str], num_dim: int | str) -> _Kind | None:
-        """Return what the layouts of contiguous datasets depend on, but for size and address."""
+        """Return what the layouts of contiguous datasets depend on, except size and address."""
         if isinstance(num_dim, str):
-            return None  # which dimension that is, each dataset says
+            return None  # each dataset has its own named dimension
         if member or self._depth or _storage(dataset) != "contiguous":
             return None
         undefined = dataset.plist.fill_value_defined() == h5py.h5d.FILL_VALUE_UNDEFINED
@@ -191,10 +190,7 @@ class Indexer:
         return dataset.encoded_type, dataset.properties, len(dataset.shape), num_dim
 
     def _again(self, known: DatasetLayout, name: str, dataset: Opened, where: str) -> DatasetLayout:
-        """Return the layout of a dataset that is like a known one.
-
-        Most files have thousands of datasets of a few kinds.
-        """
+        """Return the layout of a dataset of a known kind: files have many datasets of few kinds."""
         shape = dataset.extents
         return known.changed(
             path=name,
@@ -241,7 +237,7 @@ class Indexer:
             filters=filters_of(dataset.plist),
             stored_nbytes=0 if is_chunked else dataset.id.get_storage_size(),
             member=member,
-            # Of a type with elements of variable length, HDF5 tells the size in memory.
+            # For variable-length elements HDF5 returns the size in memory.
             stored_itemsize=0 if has_objects(dataset) else dataset.itemsize,
             extra_dims=len(extra),
             indexed=indexed(dataset),
@@ -302,11 +298,11 @@ class Indexer:
             raise NotDirectError(COLUMNS_REASON)
 
     def _stored_nbytes(self, layout: DatasetLayout, dataset: Opened, where: str) -> int:
-        """Return the stored size of a dataset that h5py is to read; 0: unknown.
+        """Return the stored size of a dataset that h5py reads; 0 if unknown.
 
-        All addresses are checked, of which HDF5 itself checks few.
+        This checks all addresses; HDF5 itself checks few.
         """
-        # What was not written yet may have no address in the file, and some sizes are unknown.
+        # Unwritten values may have no address in the file, and some sizes are unknown.
         is_checked = layout.stored_itemsize and not self._is_writer
         try:
             if is_checked and layout.storage == "contiguous":
@@ -323,7 +319,7 @@ class Indexer:
     def _direct(
         self, layout: DatasetLayout, dataset: Opened, where: str, **changes: Any
     ) -> DatasetLayout:
-        """Find out where the bytes lie; also make other `changes` of the layout."""
+        """Add the position of the bytes to a layout, and make other `changes`."""
         if layout.storage == "chunked":
             unused = undecodable(layout.filters)  # no chunk was written with them
             # (`join_layouts` may leave it to h5py, with all filters.)
@@ -394,8 +390,8 @@ def _without_metadata(dtype: np.dtype[Any]) -> np.dtype[Any]:
 def _storage(dataset: Opened) -> Storage:
     """Return the layout class.
 
-    External storage reports itself as contiguous, and it and virtual datasets have no offset,
-    just like datasets that were never written: they must be told apart first.
+    External storage reports itself as contiguous; external and virtual datasets have no offset,
+    like datasets that were never written. So these must be distinguished first.
     """
     kind = dataset.layout_class
     if kind == h5py.h5d.VIRTUAL:

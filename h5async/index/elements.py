@@ -15,16 +15,16 @@ from h5async.names import name_bytes, name_text
 
 
 class Element(NamedTuple):
-    """What an element of a dataset, or a member of it, is.
+    """An element of a dataset, or of a member of it.
 
     Attributes
     ----------
     dtype
-        As h5py gives it.
+        As in h5py.
     is_numpys, text
         Whether the stored bytes are NumPy's, once these strings are converted.
     conversion
-        Of a whole element: the filter that converts stored bytes, and these strings, too.
+        For whole elements: the filter that converts stored bytes, including these strings.
     offset
         Of a member: its first byte within an element.
     """
@@ -37,15 +37,12 @@ class Element(NamedTuple):
 
     @property
     def unpacked(self) -> tuple[np.dtype[Any], tuple[int, ...]]:
-        """The dtype of a number, and the dimensions of an array type of them.
-
-        Of an array of arrays, those of the outermost one come first.
-        """
+        """The dtype of a number, and the dimensions of its array type, outermost first."""
         return _unpacked(self.dtype)
 
 
 def _unpacked(dtype: np.dtype[Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Return the base and the dimensions of a dtype; NumPy's own go one level deep."""
+    """Return the base and the dimensions of a dtype; NumPy's own attributes go one level deep."""
     base, shape = dtype, dtype.shape[:0]
     while base.subdtype is not None:
         shape += base.shape
@@ -54,7 +51,7 @@ def _unpacked(dtype: np.dtype[Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:
 
 
 def has_objects(dataset: Opened) -> bool:
-    """Tell whether elements, or members of them, are of variable length, or references."""
+    """Return whether elements, or members of them, are of variable length, or references."""
     try:
         return bool(dataset.dtype.hasobject)
     except UnicodeDecodeError:  # h5py has no dtype for names of members that are not UTF-8
@@ -72,7 +69,7 @@ def _is_object(stored: h5py.h5t.TypeID) -> bool:
 
 
 def element_of(dataset: Opened, member: tuple[str, ...], where: str) -> Element:
-    """Return what an element is; of a compound, its member at the end of the path `member`.
+    """Return the element of a dataset or, for a compound, its member at the path `member`.
 
     Raises
     ------

@@ -1,9 +1,9 @@
-"""Builds one table of a field's segments and extents, over all that holds its rows.
+"""Builds one table of a field's segments and extents, over all datasets that hold its rows.
 
 A field has layers, nearly always one: each holds a piece of every row (the whole row, or a region
 of it). A layer is a table of segments, sorted by their first sample: the rows of a segment lie at
-equal distances in one dataset. The chunks of all these datasets stand in one table of extents. So a
-file more, or a mapping more of a virtual dataset, is a few numbers more. Pure.
+equal distances in one dataset. The chunks of all these datasets are in one table of extents. So
+another file, or another mapping of a virtual dataset, costs only a few numbers. Pure.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from h5async.io.stamps import FileStamp
 
 Int64s = NDArray[np.int64]
 
-MOST_SEGMENTS = 1 << 22  # of SEGMENT_NBYTES each; a dataset with more is left to its parts
+MOST_SEGMENTS = 1 << 22  # of SEGMENT_NBYTES each; a dataset with more is read part by part
 MOST_PIECES = (1 << 31) - 1  # of a sample: the core counts them in 32 bits
 SEGMENT_NBYTES, EXTENT_NBYTES = 53, 28  # of a row in the tables
 
 
 class SourceFile(NamedTuple):
-    """A file that holds rows, or memory that does (a compact dataset's values).
+    """A file that holds rows, or memory with a compact dataset's values.
 
     Attributes
     ----------
     path, stamp
         The file, as it was indexed.
     values
-        (rows, *row), C-contiguous; None: a file.
+        (rows, *row), C-contiguous; None for a file.
     is_heap
-        Whether elements of variable length are read from it: where these lie is not looked for
-        anew when it was changed.
+        Whether variable-length elements are read from it: their positions are not read again after
+        a change.
     """
 
     path: str
@@ -53,23 +53,23 @@ class SourceFile(NamedTuple):
 
 @dataclass(frozen=True)
 class Layer:
-    """Segments of samples; parallel arrays, sorted by `first`, that leave no sample out.
+    """Segments of samples: parallel arrays, sorted by `first`, that cover all samples.
 
     Attributes
     ----------
     first
-        int64 (n + 1,): first sample of each, and at the end the number of samples.
+        int64 (n + 1,): first sample of each, followed by the number of samples.
     row, step
         int64 (n,): row of the first sample in the source, and the distance to the next.
     shape
-        int32 (n,): which `Shape`; -1: nothing holds these samples.
+        int32 (n,): index of the `Shape`; -1 if nothing holds these samples.
     source
-        int32 (n,): which source.
+        int32 (n,): index of the source.
     begin, count
-        int64 (n,): the first extent of the dataset, and how many it has; without chunks, the
-        address of row 0 (-1: never allocated). Of variable length: which heap of the layout.
+        int64 (n,): the first extent of the dataset, and the number of extents; without chunks, the
+        address of row 0 (-1: never allocated). For variable length: index of the layout's heap.
     is_sparse
-        bool (n,): extents are found by their chunk's number, because not all are allocated.
+        bool (n,): extents are looked up by chunk number, because not all are allocated.
     """
 
     first: Int64s
@@ -89,12 +89,12 @@ class FieldTable:
     Attributes
     ----------
     layers, shapes
-        See there.
+        See `Layer` and `Shape`.
     number, offset, nbytes, mask
-        Of all extents: the number of the chunk in its dataset (int64), its address and stored
-        size (int64), its filter mask (uint32).
+        Per extent: the chunk's number in its dataset (int64), its address and stored size (int64),
+        its filter mask (uint32).
     is_filled_first
-        Whether a sample, or a piece of one, may have no source: rows hold the fill value first.
+        Whether a sample, or a piece of one, may have no source: rows get the fill value first.
     """
 
     layers: tuple[Layer, ...]
@@ -107,12 +107,12 @@ class FieldTable:
 
     @property
     def can_read(self) -> bool:
-        """Whether there is anything but what is left to others."""
+        """Whether the core can read any of it."""
         return any(shape.kind != Kind.LEFT for shape in self.shapes) or not self.shapes
 
 
 def table_nbytes(layout: DatasetLayout) -> int:
-    """Return what the table of a field takes at most, beside those that its datasets have."""
+    """Return the maximum size of a field's table, beside the tables of its datasets."""
     if not layout.parts:
         return 0
     if isinstance(layout.parts, AlikeParts):
@@ -124,7 +124,7 @@ def table_nbytes(layout: DatasetLayout) -> int:
 
 
 def _most_runs(layout: DatasetLayout) -> int:
-    """Return how many runs of samples there are at most, without listing them."""
+    """Return the maximum number of runs of samples, without listing them."""
     if isinstance(layout.parts, AlikeParts):
         return 1 + 3 * len(layout.parts)
     return 1 + sum(
@@ -139,9 +139,9 @@ class TableBuilder:
     Parameters
     ----------
     can_decode
-        Whether the core can undo a pipeline.
+        Whether the core can decode a pipeline.
     max_rank
-        Dimensions that it can take.
+        The maximum number of dimensions that it supports.
     """
 
     def __init__(self, can_decode: Any, max_rank: int) -> None:
@@ -152,9 +152,9 @@ class TableBuilder:
         self._kinds: dict[Any, Kind] = {}
 
     def build(self, layout: DatasetLayout, kept_nbytes: int = 0) -> FieldTable | None:
-        """Return the table of a field; None where it would be too large.
+        """Return the table of a field; None if it would be too large.
 
-        Where all that can be kept of it fits into `kept_nbytes`, a small dataset is one chunk.
+        A small dataset is one chunk if all that can be kept of the field fits into `kept_nbytes`.
         """
         if layout.heaps:
             return self._heap_table(layout)
@@ -174,7 +174,7 @@ class TableBuilder:
         return _FieldBuilder(self, layout, keeps_small).build(leaves)
 
     def _heap_table(self, layout: DatasetLayout) -> FieldTable:
-        """Return the table of elements of variable length: each file is a segment."""
+        """Return the table of variable-length elements: each file is a segment."""
         heaps, count = layout.heaps, len(layout.heaps)
         columns: dict[str, NDArray[Any]] = {
             "row": np.zeros(count, np.int64),
@@ -200,7 +200,7 @@ class TableBuilder:
         return number
 
     def source_of(self, layout: DatasetLayout) -> int:
-        """Return the number of the source of a dataset; one that is new is added."""
+        """Return the number of a dataset's source, which is added if new."""
         key: Any = id(layout) if layout.values is not None else (layout.file, layout.stamp)
         number = self._source_numbers.get(key)
         if number is None:
@@ -212,7 +212,7 @@ class TableBuilder:
         return number
 
     def kind_of(self, layout: DatasetLayout) -> Kind:
-        """Tell how the rows of a dataset lie, as far as whole rows are wanted."""
+        """Return how the rows of a dataset lie, if whole rows are wanted."""
         key = (
             layout.shape,
             layout.chunk_shape,
@@ -251,7 +251,7 @@ class _FieldBuilder:
         self._keeps_small = keeps_small
         self._shapes: list[Shape] = []
         self._shape_numbers: dict[Any, int] = {}
-        # By dataset: where its extents begin, how many, whether they are sparse.
+        # By dataset: first extent, number of extents, whether they are sparse.
         self._extents: dict[Any, tuple[int, int, bool]] = {}
         self._chunks: list[ChunkTable] = []
         self._num_extents = 0
@@ -265,7 +265,7 @@ class _FieldBuilder:
         return self._table(layers, is_one)
 
     def build_alike(self, parts: AlikeParts) -> FieldTable:
-        """Build the table of datasets that are alike: what `build` makes of their parts."""
+        """Build the table of similar datasets; the result equals `build` of their parts."""
         columns, count = parts.columns, len(parts)
         small = addresses_of_small(parts) if self._keeps_small else np.full(count, -1, np.int64)
         first_part = parts[0]
@@ -356,7 +356,7 @@ class _FieldBuilder:
         return _without_gaps(first[order], length[order], columns, self._layout.num_samples)
 
     def _describe(self, leaf: Leaf) -> tuple[int, int, int, int, bool]:
-        """Return shape, source, first extent or address, extents, and whether they are sparse."""
+        """Return shape, source, first extent or address, number of extents, whether sparse."""
         layout = leaf.layout
         kind = Kind.LEFT
         if not leaf.is_left and lie_within(leaf.runs, layout.num_samples):
@@ -393,7 +393,7 @@ class _FieldBuilder:
             else layout.shape[1:]
         )
         how: Any = layout.chunk_shape
-        if is_small:  # so that those of any number of rows share a few shapes
+        if is_small:  # so datasets of any number of rows share few shapes
             own, how = layout.shape[1:], 1 << (layout.num_samples - 1).bit_length()
         key = (
             kind,
@@ -422,7 +422,7 @@ class _FieldBuilder:
 
 
 def _is_whole(leaf: Leaf) -> bool:
-    """Tell whether rows of the batch are whole rows of a dataset."""
+    """Return whether rows of the batch are whole rows of a dataset."""
     return leaf.source_region is None and leaf.region is None and leaf.member is None
 
 
@@ -432,7 +432,7 @@ def _one_chunk(layout: DatasetLayout, address: int) -> ChunkTable:
 
 def _joined(arrays: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
     if len(arrays) == 1:
-        # (What is one number in memory stays so.)
+        # (A column stored as one number stays so.)
         return arrays[0] if arrays[0].dtype == dtype else np.asarray(arrays[0], dtype)
     return np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype, copy=False)
 
@@ -440,7 +440,7 @@ def _joined(arrays: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
 def _without_gaps(
     first: Int64s, length: Int64s, columns: dict[str, NDArray[Any]], num_samples: int
 ) -> Layer:
-    """Join segments that go on, and put segments without a source where samples are left out."""
+    """Merge adjacent segments, and add segments without a source for missing samples."""
     last = first + length
     if first.size > 1:
         goes_on = (last[:-1] == first[1:]) & (columns["step"][:-1] == columns["step"][1:])

@@ -1,6 +1,6 @@
-"""Finds the external files that hold the values of a dataset, and tells where its rows lie there.
+"""Finds the external files that hold the values of a dataset, and where its rows lie in them.
 
-Nothing of HDF5's is in such files: only values, as the creation properties of the dataset say.
+Such files hold only values, as the creation properties of the dataset describe.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import h5py
 
+from h5async.core.binding import load_core
 from h5async.errors import ReadError, UnsafeFileError
 from h5async.index.layout import DatasetLayout, Part
 from h5async.index.links import Reach, require_in_place
@@ -34,9 +35,9 @@ def attached(
     Raises
     ------
     UnsafeFileError
-        If one lies below no root that was given: beside the file is not enough.
+        If one is not below a given root: lying beside the file is not enough.
     ReadError
-        If one is missing, or too short: HDF5 would deliver zeros for what is missing.
+        If one is missing, or too short: HDF5 would return zeros for missing values.
     """
     segments = _segments(plist)
     holder = Path(layout.file)
@@ -56,12 +57,11 @@ def external_layout(
 ) -> DatasetLayout:
     """Return where the rows lie in external files that were found by `attached`.
 
-    Raises
-    ------
-    NotDirectError
-        If only h5py may read them.
+    NotDirectError if only h5py may read them.
     """
     segments = _segments(plist)
+    if load_core() is None:
+        raise NotDirectError("the core is missing")
     if layout.member:
         raise NotDirectError("a member of a compound in external files")
     if layout.sample_axis != 0 and len(segments) > 1:

@@ -1,23 +1,34 @@
-"""Reads the filter pipeline of a dataset, and checks that someone can undo it."""
+"""Reads the filter pipeline of a dataset, and checks that it can be decoded.
+
+Also adds a filter to it that converts stored elements when chunks are decoded: the layout of a
+dataset enters whose stored bytes are not NumPy's; one of chunks leaves that decode to NumPy's
+elements. Contiguous values become chunks of some rows without other filters.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import math
+from dataclasses import replace
 
 import h5py
 import numpy as np
 
 from h5async.codec.filters import Filter, is_known_to_hdf5
+from h5async.codec.storedelements import NUMBER
 from h5async.core.binding import can_decode
 from h5async.errors import DatasetError, ReadError
 from h5async.index.chunkindex import TooManyChunksError, applies_any
-from h5async.index.chunktable import ChunkTable
+from h5async.index.chunktable import ChunkTable, repeated
 from h5async.index.hdf5 import DONT_FILTER_PARTIAL_CHUNKS, chunk_options
 from h5async.index.layout import DatasetLayout
 from h5async.index.obstacles import NotDirectError
 from h5async.index.opendataset import Opened
+from h5async.system.interruptions import suppressing
+
+_UNIT_NBYTES = 1 << 16  # of contiguous values that are converted at a time
+_MOST_UNITS = 1 << 20
+_MOST_FILTERS = 31  # beside it: limited by the bits of a filter mask
 
 
 def filters_of(plist: h5py.h5p.PropDCID) -> tuple[Filter, ...]:
@@ -30,7 +41,7 @@ def filters_of(plist: h5py.h5p.PropDCID) -> tuple[Filter, ...]:
 
 
 def edges_are_raw(dataset: Opened) -> bool:
-    """Tell whether chunks that reach over the dataset's edge are not filtered.
+    """Return whether chunks that reach over the dataset's edge are not filtered.
 
     Raises
     ------
@@ -45,8 +56,8 @@ def edges_are_raw(dataset: Opened) -> bool:
 def require_filters(layout: DatasetLayout, dataset: Opened, where: str) -> None:
     """Raise `DatasetError` if a chunk was written with a filter that is not available.
 
-    It is available if the core decodes it, or if h5py has it, which gets more from hdf5plugin.
-    Other filters that are not available do not matter.
+    A filter is available if the core decodes it, or h5py has it, perhaps from hdf5plugin. Filters
+    that no chunk uses do not matter.
     """
     missing = unavailable(layout.filters)
     if missing and applies_any(dataset, missing, layout.has_raw_edges):
@@ -59,15 +70,15 @@ def require_filters_of_hdf5(layout: DatasetLayout, dataset: Opened | None, where
     Parameters
     ----------
     layout
-        Of a dataset that is to be read through h5py, whatever is decoded here.
+        Of a dataset to be read through h5py, even if the core could decode it.
     dataset
-        The same, open; None: its chunk table says which filters were used.
+        The same, open; None if its chunk table says which filters were used.
     """
     missing = _unknown_to_hdf5(layout.filters) if layout.chunk_shape else []
     if not missing:
         return
     if dataset is not None:
-        with contextlib.suppress(TooManyChunksError):
+        with suppressing(TooManyChunksError):
             if not applies_any(dataset, missing, layout.has_raw_edges):
                 return
     elif layout.chunks is not None:
@@ -102,15 +113,15 @@ def _is_not_available(entry: Filter, where: str) -> DatasetError:
 
 
 def is_hdf5s(entry: Filter) -> bool:
-    """Tell whether HDF5 can undo a filter, and the core cannot."""
+    """Return whether HDF5 can decode a filter, and the core cannot."""
     return not can_decode(entry) and is_known_to_hdf5(entry)
 
 
 def refuse_filters_of_hdf5(layout: DatasetLayout, dataset: Opened) -> None:
-    """Raise `NotDirectError` if a chunk was written with a filter that HDF5 has to undo.
+    """Raise `NotDirectError` if a chunk was written with a filter that only HDF5 decodes.
 
-    In the pipeline alone, it does not matter: a filter that could do nothing with the data, as
-    shuffle with elements of variable length, is passed over as a chunk is written.
+    Its mere presence in the pipeline does not matter: filters that cannot process the data, such as
+    shuffle with variable-length elements, are skipped when a chunk is written.
     """
     theirs = [bit for bit, entry in enumerate(layout.filters) if is_hdf5s(entry)]
     if theirs and applies_any(dataset, theirs, layout.has_raw_edges):
@@ -119,12 +130,12 @@ def refuse_filters_of_hdf5(layout: DatasetLayout, dataset: Opened) -> None:
 
 
 def undecodable(filters: tuple[Filter, ...]) -> list[int]:
-    """Return the positions of filters that the core cannot undo."""
+    """Return the positions of filters that the core cannot decode."""
     return [bit for bit, entry in enumerate(filters) if not can_decode(entry)]
 
 
 def unavailable(filters: tuple[Filter, ...]) -> list[int]:
-    """Return the positions of filters that neither the core nor HDF5 can undo."""
+    """Return the positions of filters that neither the core nor HDF5 can decode."""
     return [
         bit
         for bit, entry in enumerate(filters)
@@ -137,7 +148,7 @@ def _unknown_to_hdf5(filters: tuple[Filter, ...]) -> list[int]:
 
 
 def require_whole(chunks: ChunkTable, layout: DatasetLayout, where: str) -> None:
-    """Refuse unfiltered chunks of another length than a chunk has; HDF5 would read past them."""
+    """Reject unfiltered chunks of another length than a chunk; HDF5 would read past them."""
     expected = math.prod(layout.chunk_shape) * layout.dtype.itemsize
     bad = np.flatnonzero(chunks.nbytes != expected)
     if bad.size:
@@ -148,7 +159,7 @@ def require_whole(chunks: ChunkTable, layout: DatasetLayout, where: str) -> None
 
 
 def require_lengths(filters: tuple[Filter, ...], chunk_nbytes: int, where: str) -> None:
-    """Refuse client data that state another length; HDF5 would deliver uninitialized memory."""
+    """Reject client data with another length; HDF5 would return uninitialized memory."""
     for entry in filters if chunk_nbytes else ():
         stated = entry.stated_chunk_nbytes
         if stated not in (None, chunk_nbytes):
@@ -156,3 +167,49 @@ def require_lengths(filters: tuple[Filter, ...], chunk_nbytes: int, where: str) 
                 f"{where}: its chunks have {chunk_nbytes} bytes, but the client data of its filter"
                 f" {entry.label} say {stated}; its metadata are damaged"
             )
+
+
+def converted(layout: DatasetLayout, parameters: tuple[int, ...]) -> DatasetLayout:
+    """Return a layout whose chunks are converted by the filter with these parameters.
+
+    Raises
+    ------
+    NotDirectError
+        If chunks do not consist of whole elements, or contiguous values would be cut into too many
+        units.
+    """
+    conversion = Filter(NUMBER, parameters, "conversion")
+    if layout.chunks is not None:
+        if len(layout.filters) >= _MOST_FILTERS:
+            raise NotDirectError("as many filters as HDF5 allows, and a conversion")
+        table = layout.chunks
+        mask = table.filter_mask << np.uint32(1)
+        if table.filter_mask.strides == (0,):
+            mask = repeated(int(mask[0]), mask.size, "u4")
+        return layout.changed(
+            filters=(conversion, *layout.filters), chunks=replace(table, filter_mask=mask)
+        )
+    return _in_units(layout, conversion)
+
+
+def _in_units(layout: DatasetLayout, conversion: Filter) -> DatasetLayout:
+    """Return the layout of contiguous values as chunks of equal numbers of rows."""
+    rows, *rest = [int(extent) or 1 for extent in layout.shape]
+    row_nbytes = math.prod(rest) * conversion.parameters[1]
+    most = min(rows, max(1, _UNIT_NBYTES // row_nbytes))
+    size = max(n for n in range(1, most + 1) if rows % n == 0)
+    count = rows // size if layout.offset >= 0 and 0 not in layout.shape else 0
+    if count > _MOST_UNITS:
+        raise NotDirectError("a stored type to convert, of rows that make no equal units")
+    nbytes = size * row_nbytes
+    offset = layout.offset + nbytes * np.arange(count, dtype=np.int64)
+    return layout.changed(
+        chunk_shape=(size, *rest),
+        filters=(conversion,),
+        chunks=ChunkTable(
+            None if count == rows // size else np.zeros(0, np.int64),
+            offset,
+            repeated(nbytes, count, "i8"),
+            repeated(0, count, "u4"),
+        ),
+    )

@@ -1,8 +1,8 @@
 """Hashes layouts to a short text that changes when a file does.
 
-A saved state is only valid for the data that it was saved with. The hash covers what the data are:
-the sizes of files, and the paths, shapes, dtypes and chunk shapes of datasets, but neither the
-values nor how they are read. So it is the same whether a dataset is read directly or through h5py.
+A saved state is only valid for its data. The hash covers the sizes of files, and the paths, shapes,
+dtypes and chunk shapes of datasets, but neither the values nor how they are read. So it is the same
+whether a dataset is read directly or through h5py.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ Int64s = NDArray[np.int64]
 
 
 def fingerprint(layouts: Iterable[DatasetLayout], *also: Int64s, has_places: bool = False) -> str:
-    """Hash what layouts say of the data to 32 hexadecimal digits.
+    """Hash layouts to 32 hexadecimal digits.
 
-    Names of files are left out, so that files may be moved. Sizes are those that the files had when
-    they were indexed.
+    File names are left out, so that files may be moved. Sizes are those at the time of indexing.
 
     Parameters
     ----------
@@ -33,8 +32,8 @@ def fingerprint(layouts: Iterable[DatasetLayout], *also: Int64s, has_places: boo
     also
         Other arrays that the order of samples depends on.
     has_places
-        Whether to include where the bytes lie, and their filters. That depends on how a dataset is
-        read: h5py is not asked.
+        Whether to include addresses and filters. These depend on how a dataset is read: they are
+        unknown for h5py.
     """
     digest, seen = hashlib.blake2b(digest_size=16), dict[int, int]()
     for layout in layouts:
@@ -51,7 +50,7 @@ def fingerprint(layouts: Iterable[DatasetLayout], *also: Int64s, has_places: boo
 def _add_dataset(
     digest: Any, layout: DatasetLayout, seen: dict[int, int], has_places: bool
 ) -> None:
-    """Hash a dataset, and those that hold its parts; one that was `seen` before, by its number."""
+    """Hash a dataset and its parts' datasets; one that was `seen` before, by its number."""
     if id(layout) in seen:
         _add(digest, seen[id(layout)])
         return
@@ -90,7 +89,7 @@ def _selected(selection: Selection) -> object:
 
 
 def _described(dtype: np.dtype[Any]) -> object:
-    """Return what tells a dtype from others, in any version of NumPy."""
+    """Return a unique description of a dtype that is the same in any version of NumPy."""
     try:
         return dtype.descr
     except ValueError:  # members are out of order, or overlap

@@ -12,8 +12,8 @@ from typing import Literal, NamedTuple
 import h5py
 
 from h5async.errors import DatasetError, H5AsyncError
+from h5async.index.contents import names_in
 from h5async.index.links import Reach, locate
-from h5async.index.listing import names_in
 from h5async.names import name_bytes, name_text
 
 _WILDCARDS = re.compile(r"[*?\[]")
@@ -21,16 +21,16 @@ _NUMBER = re.compile(r"(\d+)")
 
 
 class Grouping(NamedTuple):
-    """Which groups of a file are sequences, where the paths of fields begin.
+    """Which groups of a file, at the beginning of fields' paths, are sequences.
 
     Attributes
     ----------
     pattern
-        As `matching_groups` takes it.
+        As in `matching_groups`.
     only
-        Path of a dataset of names of groups; empty: all that match.
+        Path of a dataset of group names; empty for all that match.
     read_names
-        Reads that, of a file.
+        Reads that dataset of a file.
     """
 
     pattern: str
@@ -38,7 +38,6 @@ class Grouping(NamedTuple):
     read_names: Callable[[Path, str], Sequence[str]] | None = None
 
     def __str__(self) -> str:
-        """Return a text that is the same for the same groups."""
         return f"{self.pattern}\n{self.only}" if self.only else self.pattern
 
     def find(self, path: Path, file: h5py.File, reach: Reach) -> list[str]:
@@ -47,9 +46,9 @@ class Grouping(NamedTuple):
         Raises
         ------
         DatasetError
-            If there is none, or one that is named is not there.
+            If there is none, or a named one is missing.
         H5AsyncError
-            If the names cannot be read, or a link leads where `reach` does not permit.
+            If the names cannot be read, or `reach` does not permit the target of a link.
         """
         found = matching_groups(file, self.pattern, reach)
         if not self.only or self.read_names is None:
@@ -78,8 +77,7 @@ def matching_groups(file: h5py.File, pattern: str, reach: Reach) -> list[str]:
     file
         Open file.
     pattern
-        A path; ``*``, ``?`` and ``[...]`` in one of its names stand for what they do in names of
-        files.
+        A path; ``*``, ``?`` and ``[...]`` in its names match like in file names.
     reach
         Which other files links may lead to.
 
@@ -100,13 +98,13 @@ def matching_groups(file: h5py.File, pattern: str, reach: Reach) -> list[str]:
 
 
 def natural_key(name: str) -> list[tuple[int, int, str]]:
-    """Return the key by which numbers in names are sorted as numbers: demo_2 before demo_10."""
+    """Return a key that sorts numbers in names as numbers: demo_2 before demo_10."""
     parts = (part for part in _NUMBER.split(name) if part)
     return [(0, int(p), p) if p.isdecimal() and p.isascii() else (1, 0, p) for p in parts]
 
 
 def _children(file: h5py.File, parent: str, name: str, reach: Reach) -> list[str]:
-    """Return the paths of the groups of a name, or of names that match it, in a group."""
+    """Return the paths of the groups in a group whose names equal or match `name`."""
     with contextlib.ExitStack() as files:
         group = _group_at(file, parent, reach, files)
         if group is None:
@@ -129,7 +127,7 @@ def _children(file: h5py.File, parent: str, name: str, reach: Reach) -> list[str
 def _group_at(
     file: h5py.File, path: str, reach: Reach, files: contextlib.ExitStack
 ) -> h5py.Group | None:
-    """Open a group, in this file or another, which `files` closes; None: there is none."""
+    """Open a group, in this file or another, which `files` closes; None if there is none."""
     if not path:
         return file["/"]
     try:

@@ -1,4 +1,4 @@
-"""Asks HDF5 what h5py does not wrap, through the library that h5py has loaded.
+"""Calls HDF5 functions that h5py does not wrap, in the library that h5py has loaded.
 
 A dataset or a property list of h5py enters; a number, a bool or bytes leave.
 """
@@ -20,7 +20,7 @@ DONT_FILTER_PARTIAL_CHUNKS = 2  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS of H5Dpub
 
 
 def index_kind(dataset: h5py.h5d.DatasetID) -> int:
-    """Return the kind of chunk index; -1 where HDF5 does not say."""
+    """Return the kind of chunk index; -1 if HDF5 does not say."""
     try:
         return _ask_hdf5("H5Dget_chunk_index_type", ctypes.c_int, dataset)
     except NotDirectError:
@@ -28,21 +28,15 @@ def index_kind(dataset: h5py.h5d.DatasetID) -> int:
 
 
 def chunk_options(plist: h5py.h5p.PropDCID) -> int:
-    """Return the flags of chunks at the dataset's edge.
-
-    Raises
-    ------
-    NotDirectError
-        If HDF5 does not tell them.
-    """
+    """Return the flags of chunks at the dataset's edge; NotDirectError if HDF5 does not say."""
     return _ask_hdf5("H5Pget_chunk_opts", ctypes.c_uint, plist)
 
 
 def stored_nbytes(dataset: h5py.h5d.DatasetID, corner: tuple[int, ...]) -> int:
-    """Return the stored size of a chunk, which HDF5 finds by its key; 0 where it was never written.
+    """Return the stored size of a chunk, looked up by its key; 0 if it was never written.
 
-    0 also where HDF5 does not say. For a chunk that was never written, h5py's own
-    `read_direct_chunk` allocates whatever length an uninitialized variable holds.
+    Also 0 if HDF5 does not say. For a chunk that was never written, h5py's own `read_direct_chunk`
+    allocates the length in an uninitialized variable.
     """
     offset = (ctypes.c_uint64 * len(corner))(*corner)
     try:
@@ -52,17 +46,17 @@ def stored_nbytes(dataset: h5py.h5d.DatasetID, corner: tuple[int, ...]) -> int:
 
 
 def fill_nbytes(properties: bytes) -> int | None:
-    """Return how many bytes a fill value has; None where HDF5 does not say.
+    """Return the size of a fill value in bytes; None if HDF5 does not say.
 
-    HDF5 only says so where it encodes all `properties`: after the name of this one come two bytes,
-    then the size in eight (H5P__dcrt_fill_value_enc of H5Pdcpl.c).
+    HDF5 only says so in its encoding of all `properties`: after this property's name come two
+    bytes, then the size in eight (H5P__dcrt_fill_value_enc of H5Pdcpl.c).
     """
     _, name, value = properties.rpartition(b"fill_value\0")
     return int.from_bytes(value[2:10], "little", signed=True) if name else None
 
 
 def encoded_properties(plist: h5py.h5p.PropDCID) -> bytes:
-    """Return creation properties as HDF5 encodes them (H5Pencode2); b"" where it does not."""
+    """Return creation properties as encoded by HDF5 (H5Pencode2); b"" if it cannot."""
     encode = _hdf5_function(
         "H5Pencode2", ctypes.c_void_p, ctypes.POINTER(ctypes.c_size_t), ctypes.c_int64
     )
@@ -79,17 +73,14 @@ def encoded_properties(plist: h5py.h5p.PropDCID) -> bytes:
 
 
 def function_address(name: str) -> int:
-    """Return the address of a function of the HDF5 that h5py calls; 0 where it cannot be found."""
+    """Return the address of a function of h5py's HDF5; 0 if it cannot be found."""
     function = _hdf5_function(name)
     return 0 if function is None else ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 @functools.cache  # a function of ctypes refers to itself, so only a garbage collection frees it
 def _hdf5_function(name: str, *types: Any) -> Any:
-    """Return a function of the HDF5 that h5py calls; it takes an identifier, and these types.
-
-    None where it cannot be found.
-    """
+    """Return a function of h5py's HDF5 that takes an identifier and these types, or None."""
     library = _library()
     with suppressing(AttributeError):
         function = None if library is None else library[name]
@@ -102,10 +93,10 @@ def _hdf5_function(name: str, *types: Any) -> Any:
 
 @functools.cache
 def _library() -> Any:
-    """Return the HDF5 that h5py calls, or None where it cannot be found.
+    """Return h5py's HDF5 library, or None if it cannot be found.
 
-    It is looked for in what h5py's own modules were linked with. One of another version, or which
-    does not know an identifier of h5py's, is another library.
+    It is looked for among the libraries that h5py's modules are linked with. A library of another
+    version, or one that does not know an identifier of h5py's, is rejected.
     """
     with suppressing(AttributeError, OSError):
         library = ctypes.CDLL(h5py.h5p.__file__)

@@ -1,7 +1,7 @@
-"""Decodes references to elements of variable length: how long these are, and where they lie.
+"""Decodes references to variable-length elements: their lengths and positions.
 
-References are decoded as a dataset is opened, so that all lengths are known before anything else is
-read. What they refer to is read by `read/heaps.py`. Neither references nor files are trusted.
+References are decoded when a dataset is opened, so that all lengths are known before anything else
+is read. `read/heaps.py` reads their targets. Neither references nor files are trusted.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ _NUM_INDICES = 1 << INDEX_BITS
 
 @dataclass(frozen=True)
 class Sequences:
-    """Elements of a dataset, or of a part of it: how long they are, and where they lie.
+    """Elements of a dataset, or of a part of it: their lengths and positions.
 
-    12 bytes each. Many threads may read them at once: places are refined as they are found, and
-    whoever does so writes the same number.
+    12 bytes each. Many threads may read them at once: positions are refined when they are found,
+    and all threads write the same number.
 
     Attributes
     ----------
     form
         How they are stored.
     where
-        What messages call the dataset: ``'a.h5: dataset "tokens"'``.
+        The name of the dataset in messages: ``'a.h5: dataset "tokens"'``.
     length
-        uint32 (n,): how many values each has; 0 where there is no address.
+        uint32 (n,): the number of values of each; 0 if there is no address.
     place
-        int64 (n,): the first byte of its values in the file; below 0: ``-1 - (address << 16 |
-        index)``, where its collection was not walked yet.
+        int64 (n,): the first byte of its values in the file; negative: ``-1 - (address << 16 |
+        index)``, if its collection was not walked yet.
     total
-        How many values there are in all.
+        The number of all values.
     """
 
     form: VariableLength
@@ -59,15 +59,7 @@ class Sequences:
         where: str,
         core: Core | None,
     ) -> Sequences:
-        """Decode references; see `decoded_blocks`, of which this is the only one.
-
-        Parameters
-        ----------
-        references
-            (n, reference_nbytes), C-contiguous: as stored.
-        form, file_nbytes, where, core
-            See there.
-        """
+        """Decode references, as a single block; see `decoded_blocks`."""
         blocks = [(0, references)] if len(references) else []
         return cls.decoded_blocks(len(references), blocks, form, file_nbytes, where, core)
 
@@ -81,20 +73,20 @@ class Sequences:
         where: str,
         core: Core | None,
     ) -> Sequences:
-        """Decode references, some at a time: as stored, they take more memory than what leaves.
+        """Decode references block by block: as stored, they take more memory than the result.
 
         Parameters
         ----------
         count
-            How many there are in all.
+            The number of references.
         blocks
-            The number of the first reference, and (n, reference_nbytes), C-contiguous.
+            The number of the first reference, and (n, reference_nbytes), C-contiguous: as stored.
         form, where
             As the attributes.
         file_nbytes
-            Of the file: no element has more.
+            Size of the file: no element is longer.
         core
-            The compiled core; None: it is done in Python.
+            The compiled core; None to decode in Python.
 
         Raises
         ------
@@ -123,7 +115,7 @@ class Sequences:
         return cls(form, where, length, place, total)
 
     def struct(self) -> HeapStruct:
-        """Return them as the core takes them, which writes to the places."""
+        """Return the structure for the core, which writes to the positions."""
         assert self.place.flags.writeable
         form = self.form
         return HeapStruct(
@@ -139,7 +131,7 @@ class Sequences:
 
 
 def _decode(references: NDArray[np.uint8], found: Sequences, most_nbytes: int) -> int:
-    """Do what the core's `decode_references` does."""
+    """Decode like the core's `decode_references`."""
     width = found.form.address_nbytes
     fields = [("length", "<u4"), ("address", f"<u{width}"), ("index", "<u4")]
     stored = np.ascontiguousarray(references).view(np.dtype(fields)).reshape(-1)

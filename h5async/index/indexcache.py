@@ -1,7 +1,7 @@
-"""Keeps what was learnt of files for later readers: in the user's cache folder, or a given file.
+"""Stores layouts of files for later readers: in the user's cache folder, or in a given file.
 
-Whatever is wrong with an entry of the folder, the files are indexed anew, and nobody is told. An
-entry is what one reader needs: its files, in their order, and its datasets.
+If anything is wrong with an entry of the folder, the files are silently indexed again. An entry is
+for one reader: its files, in order, and its datasets.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from h5async.spelling import named
 from h5async.system.interruptions import suppressing
 
 MOST_NBYTES = 1 << 30  # of all entries in the folder
-LEAST_SECONDS = 0.02  # that indexing takes; what is quicker is not kept
-_TOUCHED_SECONDS = 86400  # an entry is marked as used so often at most
+LEAST_SECONDS = 0.02  # of indexing; quicker results are not stored
+_TOUCHED_SECONDS = 86400  # the least interval between marking an entry as used
 _NAME = rf"[0-9a-f]{{32}}\{INDEX_SUFFIX}"  # of an entry: a key, as `_key` makes it
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
@@ -41,19 +41,19 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 def open_cache(
     place: bool | Path, paths: Sequence[Path], wanted: Sequence[Wanted], reach: Reach
 ) -> IndexCache | None:
-    """Return the cache for a reader; None: nothing is kept.
+    """Return the cache for a reader, or None.
 
     Parameters
     ----------
     place
-        True: the user's cache folder. False: nowhere. A path: a folder, or the file itself.
+        True: the user's cache folder. False: none. A path: a folder, or the file itself.
     paths, wanted, reach
         What the reader reads.
 
     Raises
     ------
     ReadError
-        If a file was given that is not a saved index of this user's, or is damaged.
+        If a given file is not a saved index of this user, or is damaged.
     """
     if place is False:
         return None
@@ -72,7 +72,7 @@ def open_cache(
 
 
 def cache_folder() -> Path | None:
-    """Return the user's folder of entries, which may not be there; None: there is no home."""
+    """Return the user's folder of entries, which may not exist; None if there is no home."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):
         base = os.path.expanduser("~/.cache")
@@ -80,12 +80,9 @@ def cache_folder() -> Path | None:
 
 
 def clear_cache(folder: Path) -> tuple[int, int]:
-    """Remove all entries of a folder; return how many, and their bytes.
+    """Remove all entries of a folder; return their number and their bytes.
 
-    Raises
-    ------
-    OSError
-        If one cannot be removed.
+    OSError if one cannot be removed.
     """
     entries = _entries(folder)
     for entry in entries:
@@ -95,7 +92,7 @@ def clear_cache(folder: Path) -> tuple[int, int]:
 
 
 def _key(files: Sequence[str], wanted: Sequence[Wanted], reach: Reach) -> str:
-    """Return a text that differs where an entry would be of something else."""
+    """Return a text that differs for entries of different content."""
     roots = [str(root.absolute()) for root in reach.roots]
     versions = h5py.__version__, h5py.version.hdf5_version
     parts = [files, wanted, roots, reach.missing_is_fill, versions]
@@ -103,14 +100,14 @@ def _key(files: Sequence[str], wanted: Sequence[Wanted], reach: Reach) -> str:
 
 
 class IndexCache:
-    """What was learnt of the files of one reader, and where it is kept. Used by one thread.
+    """The layouts of the files of one reader, and where they are stored. Used by one thread.
 
     Parameters
     ----------
     path
-        Where it is kept.
+        The stored file.
     key
-        What it is of.
+        Identifies the content.
     files
         Absolute paths of the files.
     reach
@@ -130,7 +127,7 @@ class IndexCache:
         self._is_fresh = [] if self._index is None else self._index.fresh_files()
 
     def find(self, number: int) -> dict[Wanted, DatasetLayout]:
-        """Return what is known of a file; nothing where it has changed."""
+        """Return the known layouts of a file; nothing if it has changed."""
         self._begin = perf_counter()
         if self._index is None or not self._is_fresh[number]:
             return {}
@@ -147,12 +144,12 @@ class IndexCache:
     def note(
         self, number: int, layouts: Mapping[Wanted, DatasetLayout], consulted: Consulted
     ) -> None:
-        """Take what was learnt of a file, since it was asked for."""
+        """Add the layouts of a file that `find` did not have."""
         self._seconds += perf_counter() - self._begin
         self._new[number] = IndexedFile(self._files[number], dict(layouts), consulted)
 
     def _all(self) -> list[IndexedFile]:
-        """Return all that is known now, old and new."""
+        """Return all layouts known now, old and new."""
         several = []
         for number, path in enumerate(self._files):
             new = self._new.get(number)
@@ -164,7 +161,7 @@ class IndexCache:
         return several
 
     def _has_settled(self) -> bool:
-        """Tell whether all files are still as they were when they were indexed."""
+        """Return whether all files are still as they were when indexed."""
         return all(
             is_at(name, stamp)
             for file in self._new.values()
@@ -172,7 +169,7 @@ class IndexCache:
         )
 
     def save(self) -> None:
-        """Keep what was learnt, once all files were asked for."""
+        """Store the layouts, after all files were requested."""
         raise NotImplementedError
 
     def _open(self) -> SavedIndex | None:
@@ -183,7 +180,7 @@ class IndexCache:
 
 
 class _Entry(IndexCache):
-    """An entry of a folder: what is wrong with it is not told."""
+    """An entry of a folder; its defects are not reported."""
 
     def _open(self) -> SavedIndex | None:
         with suppressing(OSError, SavedIndexError):
@@ -206,7 +203,7 @@ class _Entry(IndexCache):
         self._seconds = max(self._seconds, LEAST_SECONDS)
 
     def save(self) -> None:
-        """Write the entry where it is worth it, and remove old ones where there are too many."""
+        """Write the entry if it is worth it, and remove old entries if there are too many."""
         if self._seconds < LEAST_SECONDS or not self._is_complete():
             return
         with suppressing(OSError, NotPortableError, UnicodeError):
@@ -222,7 +219,7 @@ class _Entry(IndexCache):
 
 
 class _GivenFile(IndexCache):
-    """A file that the user has named: one that is not what it should be is an error."""
+    """A file named by the user; its defects are errors."""
 
     def _open(self) -> SavedIndex | None:
         if not os.path.lexists(self._path):
@@ -253,13 +250,7 @@ class _GivenFile(IndexCache):
         ) from error
 
     def save(self) -> None:
-        """Write the file, if anything was learnt.
-
-        Raises
-        ------
-        ReadError
-            If it cannot be written.
-        """
+        """Write the file if there is anything new; ReadError if that fails."""
         if not self._new:
             return
         try:
@@ -294,7 +285,7 @@ def _entries(folder: Path) -> list[_EntryFile]:
 
 
 def _remove_oldest(folder: Path, most_nbytes: int) -> None:
-    """Remove entries that were used least recently, until the others are small enough."""
+    """Remove least recently used entries until the others are small enough."""
     entries = sorted(_entries(folder), key=lambda entry: entry.used_ns)
     surplus = sum(entry.nbytes for entry in entries) - most_nbytes
     for entry in entries:
@@ -306,7 +297,7 @@ def _remove_oldest(folder: Path, most_nbytes: int) -> None:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Tell whether nobody else can have written to a folder."""
+    """Return whether nobody else can have written to a folder."""
     status = os.stat(folder)
     is_private = status.st_uid == os.geteuid() and not status.st_mode & _OTHERS_WRITE
     return stat.S_ISDIR(status.st_mode) and is_private

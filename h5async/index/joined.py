@@ -1,4 +1,4 @@
-"""Joins the layouts of a field in several files to one, one file after the other."""
+"""Joins the layouts of a field in several files into one, in the order of the files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.errors import DatasetError
-from h5async.index.dimensions import common_names
+from h5async.index.attributes import common_names
 from h5async.index.filterpipeline import left_to_hdf5
 from h5async.index.layout import CfAttribute, DatasetLayout, HeapFile, Part, SequenceLengths
 from h5async.index.slabs import Slab
@@ -18,12 +18,9 @@ _UNLIKE_TEXT = "its strings end otherwise than those of other files"
 
 
 def join_layouts(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
-    """Return the layout of datasets of several files as one, one after the other.
+    """Return one layout for datasets of several files, concatenated.
 
-    Raises
-    ------
-    DatasetError
-        If the shapes of their rows or their dtypes differ; it names two files that do.
+    DatasetError names two files whose rows differ in shape or dtype.
     """
     first = layouts[0]
     if len(layouts) == 1:
@@ -44,7 +41,7 @@ def join_layouts(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
                 f" {first.file}, but of {_described(layout, first)} in {layout.file}; several"
                 " files can be read as one where these are equal"
             )
-        # (Of ragged values, those that are in no sample are left out.)
+        # (Ragged values that are in no sample are left out.)
         first_row, behind = (
             (0, layout.num_samples) if layout.spans is None else layout.spans[[0, -1]]
         )
@@ -88,7 +85,7 @@ def _described(layout: DatasetLayout, other: DatasetLayout) -> str:
 def _joined_cf(
     layouts: Sequence[DatasetLayout],
 ) -> tuple[tuple[int, tuple[CfAttribute, ...]], ...]:
-    """Return how the samples of all layouts are packed; what goes on is said once."""
+    """Return how the samples of all layouts are packed; equal neighbours are merged."""
     joined: list[tuple[int, tuple[CfAttribute, ...]]] = []
     begin = 0
     for layout in layouts:
@@ -100,7 +97,7 @@ def _joined_cf(
 
 
 def _joined_heaps(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
-    """Return the layout of elements of variable length of several files as one."""
+    """Return one layout for variable-length elements of several files."""
     first, heaps, count = layouts[0], [], 0
     for layout in layouts:
         if layout.dtype != first.dtype or layout.shape[1:] != first.shape[1:] or not layout.heaps:
@@ -124,14 +121,14 @@ def _joined_heaps(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
 def with_lengths(
     layout: DatasetLayout, lengths: NDArray[np.uint32], heaps: Sequence[HeapFile]
 ) -> DatasetLayout:
-    """Return a layout whose samples are elements of variable length, of some files.
+    """Return a layout whose samples are variable-length elements of some files.
 
     Parameters
     ----------
     layout
-        All the rest of it.
+        All other attributes.
     lengths
-        uint32 (samples,): how many values each has. The elements of the files come to share it.
+        uint32 (samples,): the number of values per sample. The elements of the files will share it.
     heaps
         The elements.
     """
@@ -151,7 +148,7 @@ def _joined_sequences(layouts: Sequence[DatasetLayout]) -> SequenceLengths | Non
 
 
 def unused_rows(layout: DatasetLayout) -> int:
-    """Return how many rows of flat values are in no sample, over all files and groups."""
+    """Return the number of rows of flat values that are in no sample, in all files and groups."""
     if layout.spans is not None and layout.storage != "files":
         return layout.num_samples - int(layout.spans[-1] - layout.spans[0])
     if layout.storage != "files" or not isinstance(layout.parts, tuple):

@@ -1,4 +1,4 @@
-"""Decides what of the chunks of a field is kept for later batches. Pure."""
+"""Decides which chunks of a field are kept for later batches. Pure."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from h5async.index.layout import DatasetLayout
 from h5async.index.shapes import Shape
 from h5async.index.smalldatasets import kept_whole_nbytes
 
-# Rows are put together where there is room for so many groups of them (a group: all that have
-# pieces in one chunk), and where an epoch uses so many rows for each that there is.
+# Rows are assembled if there is room for this number of groups (a group: all rows with pieces in
+# one chunk), and if an epoch uses this share of all rows.
 _LEAST_GROUPS, _LEAST_USES = 4, 0.5
 
 
 class Keeps(IntEnum):
-    """What is kept of chunks; the numbers are those of the compiled core."""
+    """What is kept of chunks; numbers as in the compiled core."""
 
     NONE = 0
     CHUNKS = 1  # decoded
-    ROWS = 2  # whole, put together once out of the chunks that hold pieces of them
+    ROWS = 2  # whole, assembled once from the chunks that hold their pieces
 
 
 def what_to_keep(
@@ -31,18 +31,18 @@ def what_to_keep(
 ) -> list[Keeps]:
     """Return what is kept of chunks, by shape.
 
-    To put all rows of some chunks together pays where an epoch uses most of them, and where they
-    stay until they are needed: in a window, or where all can be kept. Else, and where a chunk has
-    pieces of rows that are put together otherwise, too, a batch takes what it needs out of chunks.
+    Assembling all rows of some chunks pays if an epoch uses most of them, and they stay until
+    needed: in a window, or if everything can be kept. Otherwise, or if a chunk has pieces of rows
+    that are assembled differently, a batch takes its pieces out of chunks.
 
     Parameters
     ----------
     table, layout
         Of the field.
     kept_nbytes
-        Memory for all that is kept of it.
+        Memory for everything kept of it.
     uses
-        Rows that an epoch delivers, each as often as it does so.
+        The number of rows that an epoch delivers, with repetitions.
     """
     keeps = [Keeps.CHUNKS if shape.keeps else Keeps.NONE for shape in table.shapes]
     groups = [group_nbytes(shape, layout.row_nbytes) for shape in table.shapes]
@@ -59,10 +59,10 @@ def what_to_keep(
 
 
 def group_nbytes(shape: Shape, row_nbytes: int) -> int:
-    """Return what it takes to keep the rows that have pieces in one chunk, put together.
+    """Return the size of the assembled rows that have pieces in one chunk.
 
-    That is not more than their decoded chunks would take. 0: they are not put together, because
-    chunks hold whole rows as they are, or because rows have pieces in other datasets, too.
+    It is not more than their decoded chunks. 0 means that rows are not assembled, because chunks
+    hold whole rows as they are, or because rows have pieces in other datasets, too.
     """
     whole = shape.itemsize * int(shape.extents.prod(axis=1).sum())
     if not (shape.keeps and shape.filters) or shape.rows_are_whole:
@@ -73,12 +73,12 @@ def group_nbytes(shape: Shape, row_nbytes: int) -> int:
 
 
 def _share_chunks(table: FieldTable) -> bool:
-    """Tell whether a chunk has pieces of rows of several shapes: each would decode it anew."""
+    """Return whether a chunk has pieces of rows of several shapes: each would decode it again."""
     shapes: dict[int, set[int]] = {}  # by the first extent of their dataset
     count = len(table.shapes)
     for layer in table.layers:
         has_chunks = layer.count > 0
-        # As one number: rows are compared by NumPy in a way that swallows a signal's exception.
+        # As one number: NumPy's comparison of rows swallows a signal's exception.
         pairs = layer.begin[has_chunks] * count + layer.shape[has_chunks]
         for begin, shape in map(divmod, np.unique(pairs).tolist(), itertools.repeat(count)):
             shapes.setdefault(begin, set()).add(shape)

@@ -1,9 +1,8 @@
 """Defines `DatasetLayout`: where the bytes of a dataset lie and how they are encoded.
 
-Plain data, which `metadata.py` reads; nothing here knows of h5py. A layout either says where the
-bytes lie in one file, or which `parts` of the dataset other layouts, its sources, hold. So several
-files are one dataset, a virtual dataset consists of its sources, and one member of a compound type
-is a part of its rows.
+Plain data that `metadata.py` reads, without h5py. A layout says where the bytes lie in one file, or
+which `parts` of the dataset other layouts, its sources, hold. So several files are one dataset, a
+virtual dataset consists of its sources, and one member of a compound type is a part of its rows.
 """
 
 from __future__ import annotations
@@ -28,20 +27,16 @@ if TYPE_CHECKING:
     from h5async.index.similardatasets import AlikeParts
 
 _SLICES = 32  # of a contiguous dataset, so that several threads can read it
-_UNCHUNKED_UNIT_NBYTES = 1 << 20  # a read of so many bytes costs little more for each byte
+_UNCHUNKED_UNIT_NBYTES = 1 << 20  # a read of this size costs little more per byte
 
 Storage = Literal["contiguous", "chunked", "compact", "virtual", "external", "files", "heap"]
 
 
 class Indexed(NamedTuple):
-    """What a dataset was when it was indexed; see `identity.indexed`.
+    """Identifies a dataset at the time of indexing; see `identity.indexed`.
 
-    Attributes
-    ----------
-    digest
-        16 bytes that depend on its type and creation properties.
-    shape
-        Its extent in the file.
+    `digest` is 16 bytes that depend on its type and creation properties; `shape` is its extent in
+    the file.
     """
 
     digest: bytes
@@ -49,12 +44,12 @@ class Indexed(NamedTuple):
 
 
 class SequenceLengths(NamedTuple):
-    """How many samples each sequence of a dataset has.
+    """The lengths of the sequences of a dataset.
 
     Attributes
     ----------
     room, held
-        int64 (n,): how many samples of all fields a sequence takes, and how many of this one.
+        int64 (n,): the samples reserved per sequence for all fields, and those of this field.
     """
 
     room: NDArray[np.int64]
@@ -62,14 +57,14 @@ class SequenceLengths(NamedTuple):
 
 
 class HeapFile(NamedTuple):
-    """Elements of variable length of one file.
+    """Variable-length elements of one file.
 
     Attributes
     ----------
     file, stamp
         The file, as it was indexed.
     first_sample
-        The sample that its first element is.
+        The sample number of its first element.
     elements
         Where their values lie: `heapelements.Sequences`.
     """
@@ -87,15 +82,15 @@ class HeapFile(NamedTuple):
 
 
 class Text(NamedTuple):
-    """Bytes of an element that are a string which HDF5 converts when it reads it.
+    """Bytes of an element that are a string that HDF5 converts while reading.
 
     Attributes
     ----------
     offset, nbytes
         Where they lie in the element.
     is_padded
-        Whether spaces fill it up, so that HDF5 gives NULs for those at the end. Else a NUL ends it,
-        and HDF5 gives NULs for whatever follows.
+        True if spaces pad it, which HDF5 replaces by NULs. Otherwise a NUL ends it, and HDF5
+        replaces everything after that by NULs.
     """
 
     offset: int
@@ -106,14 +101,8 @@ class Text(NamedTuple):
 class CfAttribute(NamedTuple):
     """An attribute that says how values are packed, by the CF conventions.
 
-    Attributes
-    ----------
-    name
-        Of the attribute.
-    dtype
-        Of its values, as NumPy writes it; "": text.
-    data
-        The bytes of its values; of text, those that are stored.
+    `dtype` is that of its values in NumPy's notation, or "" for text; `data` are the bytes as
+    stored.
     """
 
     name: str
@@ -130,14 +119,13 @@ class Part:
     source
         Layout of the dataset that holds them.
     samples, source_samples
-        Which samples of the whole dataset, in ascending order, and which of the source; equally
-        many.
+        Sample numbers in the whole dataset, ascending, and in the source; equally many.
     region, source_region
-        Which part of a row of the whole dataset, and of a row of the source: a slice for each
-        dimension but that of the samples; extents are equal, except for those of 1. None: the
-        whole row.
+        The part of a row of the whole dataset, and of a row of the source: a slice per dimension
+        except that of the samples; extents are equal, except for those of 1. None means the whole
+        row.
     member
-        The member of the source's compound type that is delivered.
+        The delivered member of the source's compound type.
     """
 
     source: DatasetLayout
@@ -161,20 +149,20 @@ class DatasetLayout:
     shape
         The dataset's dimensions, then those of an array dtype.
     dtype
-        As h5py gives it, without metadata, in the file's byte order.
+        As in h5py, without metadata, in the file's byte order.
     sample_axis
         The dimension of `shape` that counts the samples.
     storage
-        HDF5's layout class, or ``"external"``; ``"files"``: several datasets, one after the other.
+        HDF5's layout class, or ``"external"``, or ``"files"`` for several datasets, concatenated.
     fallback_reason
-        Why only h5py may read this dataset, or a part of it; None: it is read directly.
+        Why only h5py may read this dataset, or a part of it; None if it is read directly.
     fill
         0-d array: the value of elements that were never written.
     offset
-        Contiguous: address of the first byte; -1: no bytes were allocated.
+        Contiguous: address of the first byte; -1 if no bytes were allocated.
     chunk_shape, filters, chunks
-        Chunked: dimensions of a chunk (of the rank of `shape`), pipeline in the order of
-        writing, and the chunk table.
+        Chunked: dimensions of a chunk (of the rank of `shape`), pipeline in the order of writing,
+        and the chunk table.
     values
         Compact: the values themselves, of `shape`.
     parts
@@ -182,39 +170,39 @@ class DatasetLayout:
     sources
         Virtual: the datasets that are mapped.
     member
-        The member of a compound type that h5py is to deliver.
+        The member of a compound type that h5py delivers.
     stored_itemsize, extra_dims, has_raw_edges
-        What is needed to check chunks that h5py reads: bytes of an element as stored (0:
-        unknown), how many last dimensions are those of an array type, and whether chunks that
-        reach over the dataset's edge are not filtered.
+        For checking chunks that h5py reads: bytes of an element as stored (0 if unknown), the
+        number of last dimensions that belong to an array type, and whether chunks that reach over
+        the dataset's edge are not filtered.
     attached
         External, read by h5py: the real paths of the files that hold the values, and their stamps.
     indexed
-        Tells whether a file that was changed still holds the dataset; None: the file is not an
-        HDF5 file, and holds values only.
+        Identifies the dataset after its file changed; None if the file is not HDF5, and holds
+        values only.
     file_samples
-        Several files: the name of each, and how many samples it has, in their order.
+        Several files: the name and the number of samples of each, in order.
     text
-        Strings in each element of `dtype` that HDF5 converts, and we after reading.
+        Strings in each element of `dtype` that HDF5 converts, and we convert after reading.
     heaps
-        Elements of variable length: where their values lie, by file. `lengths` says how long they
-        are, and the rows of the layout are values.
+        Variable-length elements: where their values lie, by file. `lengths` has their lengths, and
+        the rows of the layout are values.
     spans
-        Of values of a ragged field: int64 (samples + 1,): which rows each sample is.
+        Of values of a ragged field: int64 (samples + 1,): the rows of each sample.
     lengths
-        The same of elements of variable length: uint32 (samples,), how many values each has.
+        The same for variable-length elements: uint32 (samples,), the number of values per sample.
     limit
-        Of indices of sparse rows, native ones of 4 or 8 bytes: what each must be below, and is
-        checked to be where the core reads it. None: whoever delivers them checks them.
+        Of indices of sparse rows, native ones of 4 or 8 bytes: an upper bound that the core checks
+        while reading. None means that they are checked before delivery.
     is_shared
         Whether several samples consist of the same rows.
     sequences
-        Datasets of several groups, or samples that two dimensions count: the sequences they are.
+        Datasets of several groups, or samples that two dimensions count: their sequences.
     dim_names
-        The names of each dimension, which may have none, or several; empty: nobody asked for them.
+        The names of each dimension: none, one, or several; empty if not requested.
     cf
         How values are packed, by ranges of samples: the first sample, and the attributes that hold
-        from there on. Empty: nobody asked for it.
+        from there on. Empty if not requested.
     """
 
     file: str
@@ -252,7 +240,6 @@ class DatasetLayout:
     cf: tuple[tuple[int, tuple[CfAttribute, ...]], ...] = ()
 
     def __repr__(self) -> str:
-        """Describe the layout in a line."""
         parts = [str(self.dtype), self.storage, *(entry.label for entry in self.filters)]
         if self.chunk_shape:
             parts[1] += f" {self.chunk_shape}"
@@ -262,22 +249,19 @@ class DatasetLayout:
         return f"<DatasetLayout {what} {self.shape} {', '.join(parts)}>"
 
     def changed(self, **changes: Any) -> DatasetLayout:
-        """Return a layout with other values of some fields, as `dataclasses.replace` does.
-
-        It takes a fifth of the time, which counts where there are thousands of datasets.
-        """
+        """Return a layout with other values of some fields; faster than `dataclasses.replace`."""
         new = object.__new__(DatasetLayout)
         new.__dict__.update({name: self.__dict__[name] for name in _FIELDS}, **changes)
         return new
 
     @property
     def num_samples(self) -> int:
-        """Extent of the sample dimension."""
+        """The extent of the sample dimension."""
         return self.shape[self.sample_axis]
 
     @property
     def sample_count(self) -> int:
-        """Samples that its field has: `num_samples`, unless each sample is several rows."""
+        """The samples of its field: `num_samples`, unless each sample is several rows."""
         if self.lengths is not None:
             return self.lengths.size
         return self.num_samples if self.spans is None else self.spans.size - 1
@@ -290,8 +274,7 @@ class DatasetLayout:
     def starts(self) -> NDArray[np.int64]:
         """Return the first row of each sample, and the end of the last: int64 (samples + 1,).
 
-        Those of elements of variable length are computed, and take memory for as long as they are
-        held.
+        Those of variable-length elements are computed, and take memory while they are held.
         """
         if self.spans is not None:
             return self.spans
@@ -312,7 +295,7 @@ class DatasetLayout:
 
     @cached_property
     def raw_dtype(self) -> np.dtype[Any]:
-        """The dtype of rows as read: a bool is a byte, because any byte but 0 is True to HDF5."""
+        """The dtype of rows as read: a bool is a byte, which may be any but 0 for True."""
         return np.dtype(np.uint8) if self.dtype.kind == "b" else self.dtype
 
     @property
@@ -337,13 +320,13 @@ class DatasetLayout:
 
     @cached_property
     def num_pieces(self) -> int:
-        """How many pieces make up one sample: the length of `cross_section`."""
+        """The number of pieces of one sample: the length of `cross_section`."""
         grid = grid_of(self.shape, self.piece_shape)
         return math.prod(n for a, n in enumerate(grid) if a != self.sample_axis)
 
     @cached_property
     def cross_section(self) -> NDArray[np.int64]:
-        """(m, rank) corners of the m pieces that make up one sample, at sample 0."""
+        """(m, rank) corners of the m pieces of one sample, at sample 0."""
         grid = grid_of(self.shape, self.piece_shape)
         extents = [1 if a == self.sample_axis else n for a, n in enumerate(grid)]
         cells = np.indices(extents).reshape(len(extents), -1).T
@@ -351,10 +334,10 @@ class DatasetLayout:
 
     @cached_property
     def piece_shape(self) -> tuple[int, ...]:
-        """Dimensions of what is read at a time: a chunk.
+        """Dimensions of a unit of reading: a chunk.
 
-        Of a contiguous dataset, all samples, and a slice of the rows' longest dimension: the bytes
-        of one sample are spread over all of that slice, so it is best read once for all.
+        For a contiguous dataset: all samples, and a slice of the rows' longest dimension. The bytes
+        of one sample are spread over that whole slice, so it is best read once for all.
         """
         if self.chunk_shape:
             return self.chunk_shape
@@ -377,7 +360,7 @@ class DatasetLayout:
 
     @property
     def is_columns(self) -> bool:
-        """Whether a sample is spread over all of a contiguous dataset."""
+        """Whether a sample is spread over a whole contiguous dataset."""
         is_whole = self.storage in ("contiguous", "external") and not self.chunk_shape
         return is_whole and self.sample_axis != 0
 
@@ -398,8 +381,8 @@ class DatasetLayout:
 
     @property
     def _has_units_of_parts(self) -> bool:
-        """Whether parts are runs of whole samples, so that they tell what is stored together."""
-        # (Those of other storage depend on how a dataset is read, and no order may.)
+        """Whether parts are runs of whole samples, which are therefore stored together."""
+        # (Units of other storage depend on how a dataset is read; the order of samples must not.)
         return (
             bool(self.parts)
             and self.storage in ("virtual", "files")
@@ -429,12 +412,12 @@ class DatasetLayout:
         return held < math.prod(self.shape)
 
     def unit_bounds(self, row_nbytes: int = 0) -> NDArray[np.int64]:
-        """Return where groups of samples begin that are stored together, such as in one chunk.
+        """Return the bounds of groups of samples that are stored together, such as in one chunk.
 
         Parameters
         ----------
         row_nbytes
-            Bytes that are delivered of a sample; 0: those of a row here.
+            Delivered bytes of a sample; 0 for those of a row here.
 
         Returns
         -------
@@ -453,7 +436,7 @@ class DatasetLayout:
         return np.unique(np.concatenate(bounds))
 
     def sample_bounds(self) -> NDArray[np.int64]:
-        """Return the same in samples of its field: which of them are stored together."""
+        """Return `unit_bounds` in samples of its field."""
         bounds = self.unit_bounds()
         if not self.is_ragged:
             return bounds
@@ -461,7 +444,7 @@ class DatasetLayout:
         return np.unique(np.append(np.searchsorted(starts[:-1], bounds), [0, starts.size - 1]))
 
     def most_units(self, row_nbytes: int = 0) -> int:
-        """Return at most how many groups of samples `unit_bounds` finds, without listing them."""
+        """Return the maximum number of groups that `unit_bounds` finds, without listing them."""
         row_nbytes = row_nbytes or self.row_nbytes
         if self.chunk_shape:
             return self.grid[self.sample_axis]
@@ -471,26 +454,26 @@ class DatasetLayout:
 
     @cached_property
     def unit_nbytes(self) -> int:
-        """Decoded bytes that are kept of a group of samples to give them to several batches."""
+        """Decoded bytes kept of a group of samples for several batches."""
         if self.parts:
             return max(part.source.unit_nbytes for part in self.some_parts)
         if not self.filters or self.is_row_a_chunk:
             return 0
         nbytes = self.chunk_nbytes
-        if self.member and self.stored_itemsize:  # HDF5 decodes whole chunks of the compound, too
+        if self.member and self.stored_itemsize:  # HDF5 decodes the whole compound, too
             cells = self.chunk_shape[: len(self.chunk_shape) - self.extra_dims]
             nbytes = math.prod(cells) * self.stored_itemsize
         return nbytes * self.num_pieces
 
     @property
     def is_row_a_chunk(self) -> bool:
-        """Whether each row is a chunk, which one sample needs."""
+        """Whether each row is one chunk."""
         return not self.is_shared and self.rows_are_whole and self.chunk_shape[0] == 1
 
     def shared(self) -> DatasetLayout:
-        """Return the layout of rows of which several samples consist.
+        """Return the layout of rows that several samples share.
 
-        What several parts have in common they have in common there, too: its chunks are kept once.
+        Parts with a common source keep it, so that its chunks are kept once.
         """
         if not isinstance(self.parts, tuple):
             return self.changed(parts=self.parts.shared(), is_shared=True)
@@ -502,7 +485,7 @@ class DatasetLayout:
         return self.changed(is_shared=True)
 
     def needed_nbytes(self, number: int) -> int:
-        """Return how many bytes of chunk `number` there are up to the last within the dataset."""
+        """Return the bytes of chunk `number` up to the last one within the dataset."""
         cell = np.unravel_index(number, self.grid)
         corner = [int(c) * size for c, size in zip(cell, self.chunk_shape, strict=True)]
         return needed_nbytes(self.shape, self.chunk_shape, corner, self.dtype.itemsize)
@@ -522,7 +505,7 @@ class DatasetLayout:
 
     @property
     def some_parts(self) -> Sequence[Part]:
-        """Parts of all kinds that there are; none of the others needs more memory."""
+        """One part of each kind: those that need the most memory."""
         return self.parts if isinstance(self.parts, tuple) else self.parts.largest
 
     def leaves(self) -> Iterator[DatasetLayout]:
@@ -534,7 +517,7 @@ class DatasetLayout:
         return tuple(leaf for part in self.parts for leaf in part.source.leaves())
 
     def origins(self) -> Iterator[DatasetLayout]:
-        """Yield the layouts of the datasets that hold the values, whoever reads them."""
+        """Yield the layouts of the datasets that hold the values, even if h5py reads them."""
         if not self.sources:
             yield self
         for source in self.sources:
@@ -555,13 +538,13 @@ _FIELDS = tuple(field.name for field in fields(DatasetLayout))
 
 
 def _unit_bounds_of_part(part: Part, row_nbytes: int) -> NDArray[np.int64]:
-    """Return where groups of a part's samples begin and end that its source stores together.
+    """Return the bounds of groups of a part's samples that its source stores together.
 
-    What lies between two samples of a group belongs to it, unless another part says otherwise.
+    Samples between two samples of a group belong to it, unless another part holds them.
     """
     first, length, row, step = runs_between(part.samples, part.source_samples)
     edges = part.source.unit_bounds(row_nbytes)
-    unit = np.searchsorted(edges, row, side="right")  # the edge behind it
+    unit = np.searchsorted(edges, row, side="right")  # the edge after it
     last_unit = np.searchsorted(edges, row + (length - 1) * step, side="right")
     count = last_unit - unit
     which = np.repeat(np.arange(count.size), count)
@@ -581,12 +564,12 @@ def _most_units_of_part(part: Part, row_nbytes: int) -> int:
 
 
 def region_key(region: tuple[slice, ...] | None) -> Any:
-    """Return what can be a key of a dictionary; slices cannot, in Python before 3.12."""
+    """Return a hashable key; slices are not hashable before Python 3.12."""
     return None if region is None else tuple((s.start, s.stop, s.step) for s in region)
 
 
 def normal_axis(axis: int, rank: int, where: str) -> int:
-    """Return `axis` counted from the front, or raise `ConfigError` if there is no such axis."""
+    """Return `axis` counted from the front; raise `ConfigError` if there is none."""
     if not -rank <= axis < rank:
         raise ConfigError(f"{where}: there is no dimension {axis}; the dataset has {rank}")
     return axis % rank

@@ -1,4 +1,4 @@
-"""Reads the layouts of a reader's files: out of saved indices, as far as these hold, or anew."""
+"""Gets the layouts of a reader's files from saved indices while these are valid, or by indexing."""
 
 from __future__ import annotations
 
@@ -30,22 +30,20 @@ def layouts_of_files(
     Parameters
     ----------
     paths
-        HDF5 files, and saved indices (``.h5idx``), each of which stands for its files.
+        HDF5 files, and saved indices (``.h5idx``), each of which represents its files.
     fields
         By name.
     reach
         Which other files may be read, and how.
     cache
-        Where to keep what was learnt; see `open_cache`.
+        Where to store layouts; see `open_cache`.
     grouping
-        Which groups of the files are sequences, that fields are joined of.
+        Which groups of the files are sequences whose datasets are joined.
 
     Raises
     ------
-    ReadError
-        If a saved index cannot be used, or as `read_layouts` does.
     H5AsyncError
-        As `read_layouts` does.
+        As in `read_layouts`; `ReadError` if a saved index cannot be used.
     """
 
     def read(path: Path, names: Sequence[str], reach: Reach) -> dict[str, DatasetLayout]:
@@ -63,18 +61,18 @@ def known_of_files(
     cache: bool | Path,
     indices: Mapping[Path, NamedIndex] = MappingProxyType({}),
 ) -> Iterator[dict[str, DatasetLayout]]:
-    """Yield what is wanted of each file, in the order of the files; see `layouts_of_files`.
+    """Yield the facts wanted of each file, in the order of the files; see `layouts_of_files`.
 
     Parameters
     ----------
     paths, reach, cache
-        See there.
+        As there.
     wanted
         By name.
     read
-        Reads what no index knows: some names, of one file.
+        Reads facts that no index has: some names, of one file.
     indices
-        Saved indices that are open already.
+        Saved indices that are already open.
     """
     plain = [path for path in paths if path.suffix != INDEX_SUFFIX]
     kept = open_cache(cache, plain, list(wanted.values()), reach) if plain else None
@@ -106,7 +104,7 @@ def _known_of_index(
     read: Callable[[Path, Sequence[str], Reach], Mapping[str, DatasetLayout]],
     reach: Reach,
 ) -> Iterator[dict[str, DatasetLayout]]:
-    """Yield what a saved index has; what it does not have is read from its files."""
+    """Yield the facts in a saved index; others are read from its files."""
     several = list(wanted.values())
     for number, name in enumerate(index.paths):
         known = index.find(number, several, reach)

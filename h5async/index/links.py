@@ -1,9 +1,9 @@
-"""Follows the links of a path to the file and object that it leads to, if that is permitted.
+"""Follows the links of a path to the file and object at its end, if that is permitted.
 
-Links are followed one by one, before HDF5 sees them: it would open any file of the machine that a
-link, a virtual dataset or external storage names. A file is permitted if it lies in the directory
-of the file that refers to it, or below; any other must lie below a root that the caller gave.
-Symbolic links are resolved first.
+Links are followed one by one, before HDF5 sees them: it would open any file that a link, a virtual
+dataset or external storage names. A file is permitted if it lies in the directory of the referring
+file, or below; any other must lie below a root given by the caller. Symbolic links are resolved
+first.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from h5async.names import name_bytes, name_text
 from h5async.spelling import named
 from h5async.system.interruptions import suppressing
 
-_MAX_LINKS = 32  # that one path may lead through; HDF5 stops at 16
+_MAX_LINKS = 32  # per path; HDF5 stops at 16
 
 
 class MissingError(DatasetError):
     """A link leads to a file that does not exist."""
 
 
-_METADATA_NBYTES = 256 * 1024  # that HDF5 caches of a file that is indexed
+_METADATA_NBYTES = 256 * 1024  # cached by HDF5 while a file is indexed
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ class Reach:
     roots
         Directories (or files) that may be read, wherever the file lies.
     missing_is_fill
-        Whether missing sources of a virtual dataset are read as its fill value; else they are an
-        error.
+        Whether missing sources of a virtual dataset are read as its fill value; otherwise they are
+        an error.
     io
         Whether files may be mapped into memory.
     room
-        Counts the memory that is taken for what files declare.
+        Limits the memory for declared sizes.
     consulted
-        Records which files were looked at.
+        Records which files were used.
     """
 
     roots: tuple[Path, ...] = ()
@@ -66,12 +66,12 @@ class Reach:
     consulted: Consulted = field(default=NotRecorded(), compare=False, repr=False)
 
     def find(self, name: str, holder: Path, variable: str, where: str) -> Path | None:
-        """Return the file that `holder` refers to as `name`, or None where there is none.
+        """Return the file that `holder` refers to as `name`, or None if there is none.
 
-        Looks where HDF5 would look first: below the directories of the environment variable
-        `variable`, then beside `holder`: by the path that was opened and, where that is a symbolic
-        link, by its target. An absolute name that does not exist is taken for a name beside
-        `holder`. HDF5 would then look in the current directory, on which nobody should rely.
+        Looks where HDF5 looks first: below the directories of the environment variable `variable`,
+        then beside `holder`: by the path that was opened and, if that is a symbolic link, by its
+        target. An absolute name that does not exist is looked up beside `holder`. HDF5 would then
+        look in the current directory, on which nobody should rely.
 
         Raises
         ------
@@ -104,13 +104,7 @@ class Reach:
         return None
 
     def permitted(self, target: Path, holder: Path, where: str) -> Path:
-        """Return the real path of `target`.
-
-        Raises
-        ------
-        UnsafeFileError
-            If `holder` may not refer to it.
-        """
+        """Return the real path of `target`; UnsafeFileError if `holder` may not refer to it."""
         try:
             resolved = target.resolve()
             beside = (holder.parent.resolve(), holder.resolve().parent)
@@ -129,7 +123,7 @@ BESIDE = Reach()  # only files that lie beside the file
 
 
 class Located(NamedTuple):
-    """Where a path leads: an object of a file, and the rest of the path after a dataset.
+    """The end of a path: an object of a file, and the rest of the path after a dataset.
 
     Attributes
     ----------
@@ -146,31 +140,25 @@ class Located(NamedTuple):
     name: bytes
 
     def open(self) -> h5py._objects.ObjectID:
-        """Open the object.
-
-        Raises
-        ------
-        Exception
-            Any, if it is damaged.
-        """
+        """Open the object; raises any exception if it is damaged."""
         return h5py.h5o.open(self.group, self.name)
 
 
 class LastGroup:
-    """Keeps the group of a file in which an object was found: the next is often there, too."""
+    """Keeps the last group of a file in which an object was found: the next is often there, too."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
         self._group: h5py.h5g.GroupID | None = None
 
     def begin(self, todo: list[str]) -> tuple[h5py.h5g.GroupID | None, list[str]]:
-        """Return the group if the path leads to an object of it, and the names of the way there."""
+        """Return the group if it holds the object of the path, and the names on the way."""
         if self._group is not None and todo[:-1] == self._names:
             return self._group, list(self._names)
         return None, []
 
     def keep(self, names: list[str], group: h5py.h5g.GroupID) -> None:
-        """Keep a group to which only hard links lead."""
+        """Keep a group that was reached by hard links only."""
         self._names, self._group = names, group
 
 
@@ -186,13 +174,13 @@ def locate(
     Parameters
     ----------
     file
-        Open file, in which the path begins.
+        Open file in which the path begins.
     path
         HDF5 path.
     reach
-        What external links may lead to.
+        Which files external links may lead to.
     files
-        Closes, later, the files that are opened on the way.
+        Closes the files opened on the way later.
     last
         Keeps the group for the next path of the same file.
 
@@ -254,13 +242,7 @@ def locate(
 
 
 def _link_type(group: h5py.h5g.GroupID, name: bytes) -> int | None:
-    """Return the type of a link; None: there is none of that name.
-
-    Raises
-    ------
-    Exception
-        Any, if the group is damaged.
-    """
+    """Return the type of a link, or None; raises any exception if the group is damaged."""
     with suppressing(Exception):
         return int(group.links.get_info(name).type)
     return int(group.links.get_info(name).type) if group.links.exists(name) else None
@@ -272,7 +254,7 @@ def _components(path: str) -> list[str]:
 
 @contextlib.contextmanager
 def open_index(path: Path) -> Iterator[h5py.File]:
-    """Open a file as `open_hdf5` does, to read its metadata once.
+    """Open a file like `open_hdf5`, to read its metadata once.
 
     HDF5 would cache up to 32 MB of them, though they are not read again.
     """
@@ -285,7 +267,7 @@ def open_index(path: Path) -> Iterator[h5py.File]:
 
 @contextlib.contextmanager
 def metadata_cache(file: h5py.File, nbytes: int) -> Iterator[None]:
-    """Let HDF5 cache so many bytes of a file's metadata, until the context ends."""
+    """Let HDF5 cache `nbytes` of a file's metadata until the context ends."""
     before, cache = file.id.get_mdc_config(), file.id.get_mdc_config()
     cache.set_initial_size = True
     cache.initial_size = cache.max_size = nbytes
@@ -299,14 +281,14 @@ def metadata_cache(file: h5py.File, nbytes: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def open_permitted(path: Path, where: str) -> Iterator[h5py.File]:
-    """Open a file that another one refers to, by its real path, as `Reach.permitted` gave it.
+    """Open a file that another one refers to, by its real path from `Reach.permitted`.
 
     Raises
     ------
     UnsafeFileError
         If the path leads elsewhere by now.
     ReadError
-        As `open_hdf5` does.
+        As in `open_hdf5`.
     """
     with open_index(path) as file:
         require_in_place(path, FileStamp.of(file.id.get_vfd_handle()), where)
@@ -314,13 +296,7 @@ def open_permitted(path: Path, where: str) -> Iterator[h5py.File]:
 
 
 def require_in_place(path: Path, opened: FileStamp, where: str) -> None:
-    """Refuse a file that does not lie at a real path any more: a link may have been put there.
-
-    Raises
-    ------
-    UnsafeFileError
-        If it does not.
-    """
+    """Raise UnsafeFileError if a real path now leads elsewhere: a link may have been put there."""
     with suppressing(OSError, RuntimeError):
         status = os.stat(path, follow_symlinks=False)
         if path.resolve() == path and (status.st_dev, status.st_ino) == opened.file_id:
@@ -329,17 +305,17 @@ def require_in_place(path: Path, opened: FileStamp, where: str) -> None:
 
 
 def open_hdf5(path: Path, *, in_use: bool = False, metadata_nbytes: int | None = None) -> h5py.File:
-    """Open a file for reading with h5py, which the caller closes.
+    """Open a file for reading with h5py; the caller closes it.
 
     Parameters
     ----------
     path
         The file.
     in_use
-        Whether to open also a file that a writer has locked, which may be writing to it.
+        Whether to open a file that a writer has locked and may be writing to.
     metadata_nbytes
-        How many bytes of metadata HDF5 caches; None: its default. The settings of a file that is
-        open in this process stay.
+        The bytes of metadata that HDF5 caches; None for its default. The settings of a file that is
+        already open in this process stay.
 
     Raises
     ------
@@ -358,8 +334,8 @@ def open_hdf5(path: Path, *, in_use: bool = False, metadata_nbytes: int | None =
             properties = _access_properties(metadata_nbytes)
             return h5py.File(h5py.h5f.open(os.fsencode(path), h5py.h5f.ACC_RDONLY, properties))
         except OSError as error:
-            # The caller has it open without locking, and HDF5 wants all to agree; or a writer
-            # lets others read meanwhile (SWMR).
+            # The caller has it open without locking, and HDF5 requires equal settings; or a writer
+            # permits readers (SWMR).
             if "file locking flag" in str(error) or (in_use and error.errno == errno.EAGAIN):
                 return h5py.File(path, "r", locking=False)
             if "already open for write" not in str(error):
@@ -375,9 +351,9 @@ def open_hdf5(path: Path, *, in_use: bool = False, metadata_nbytes: int | None =
 
 @functools.cache
 def _access_properties(metadata_nbytes: int | None) -> h5py.h5p.PropFAID:
-    """Return what files are opened with: the defaults, or, to read metadata, no cache of chunks.
+    """Return the default access properties or, to read metadata, those without a chunk cache.
 
-    HDF5 would take memory for it whenever a dataset is opened.
+    HDF5 would allocate that cache whenever a dataset is opened.
     """
     properties = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     if metadata_nbytes is not None:

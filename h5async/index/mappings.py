@@ -1,7 +1,7 @@
 """Reads which selections of which sources a virtual dataset maps.
 
 Sources may be numbered ("%b"), and selections regular, irregular or unlimited hyperslabs
-(H5Pset_virtual of the HDF5 reference). `virtual.py` makes parts of what is read here.
+(H5Pset_virtual of the HDF5 reference). `virtual.py` turns them into parts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_BLOCKS = 1 << 20  # HDF5 takes 38 s to open a mapping of 20,000, and that gr
 
 
 class Hyperslab(NamedTuple):
-    """One dimension of a hyperslab as HDF5 has it; the last two numbers may be unlimited."""
+    """One dimension of a hyperslab as in HDF5; the last two numbers may be unlimited."""
 
     start: int
     stride: int
@@ -34,11 +34,11 @@ class Hyperslab(NamedTuple):
 
     @property
     def is_unlimited(self) -> bool:
-        """Whether it goes on without an end."""
+        """Whether it has no end."""
         return _UNLIMITED in (self.num_blocks, self.block)
 
     def within(self, extent: int) -> Slab:
-        """Return the part of it that lies within a dimension of some extent."""
+        """Return its part within a dimension of some extent."""
         start, stride, count, block = self
         if block == _UNLIMITED:
             return Slab.run(start, max(start, extent))
@@ -59,16 +59,16 @@ Selected = Sequence[Hyperslab | Slab | Blocks] | None
 
 
 class Mapping(NamedTuple):
-    """A mapping as the file has it.
+    """A mapping as stored in the file.
 
     Attributes
     ----------
     file, dataset
-        The names of the source; they may stand for many, by number ("%b").
+        The names of the source; they may represent many, by number ("%b").
     samples, source
-        What is selected of the virtual dataset, and of the source.
+        The selections of the virtual dataset, and of the source.
     obstacle
-        Why only h5py can read it, so that the selections are not known; empty: it can be read.
+        Why only h5py can read it, so that the selections are unknown; empty if it can be read.
     """
 
     file: str
@@ -79,7 +79,7 @@ class Mapping(NamedTuple):
 
 
 def read_mappings(plist: h5py.h5p.PropDCID) -> list[Mapping]:
-    """Read the mappings of a virtual dataset out of its creation properties."""
+    """Read the mappings of a virtual dataset from its creation properties."""
     mappings = []
     for number in range(plist.get_virtual_count()):
         file, dataset = plist.get_virtual_filename(number), plist.get_virtual_dsetname(number)
@@ -113,10 +113,10 @@ def mapped_files(mappings: Iterable[Mapping], shape: tuple[int, ...]) -> Iterato
 def source_series(
     mappings: Iterable[Mapping],
 ) -> Iterator[tuple[bool, Iterator[tuple[str, str]]]]:
-    """Yield, for each mapping, whether its sources are numbered, and their files and datasets.
+    """Yield, per mapping, whether its sources are numbered, and their files and datasets.
 
     Numbered ones ("%b") follow each other without an end: HDF5 tries them until one is missing,
-    whenever it is asked for the shape. So this does not ask for the shape. Each source comes once.
+    whenever the shape is requested. So this does not request it. Each source comes once.
     """
     names: set[tuple[bool, str, str]] = set()
     for mapping in mappings:
@@ -132,7 +132,7 @@ def source_series(
 
 
 def by_number(mapping: Mapping, shape: tuple[int, ...]) -> Iterator[Mapping]:
-    """Yield the mappings to numbered sources ("%b") one by one, or the one that it is."""
+    """Yield a mapping's numbered sources ("%b") one by one, or the mapping itself."""
     file, dataset, virtual = mapping[:3]
     if virtual is not None and len(virtual) != len(shape):
         raise NotDirectError("a mapping of another rank")
@@ -173,7 +173,7 @@ def _name(pattern: str, number: int | None) -> str:
 
 
 def _selected(space: h5py.h5s.SpaceID) -> Selected:
-    """Return a selection by dimension; None: everything is selected."""
+    """Return a selection per dimension; None if everything is selected."""
     kind = space.get_select_type()
     if kind == h5py.h5s.SEL_ALL:
         return None
@@ -185,10 +185,10 @@ def _selected(space: h5py.h5s.SpaceID) -> Selected:
 
 
 def _irregular(space: h5py.h5s.SpaceID) -> list[Slab | Blocks]:
-    """Return an irregular hyperslab by dimension.
+    """Return an irregular hyperslab per dimension.
 
-    It must be all combinations of what it selects of each dimension, so that their order is that of
-    its elements, too: such as rows, or one region of several rows.
+    It must consist of all combinations of its selections per dimension, so that their order is that
+    of its elements, too: such as rows, or one region of several rows.
     """
     if space.get_select_hyper_nblocks() > MAX_BLOCKS:
         raise NotDirectError(f"a virtual dataset with a mapping of more than {MAX_BLOCKS} blocks")

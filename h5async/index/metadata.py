@@ -1,6 +1,6 @@
 """Reads the layouts of a file's datasets: where their bytes lie, or why only h5py may read them.
 
-Metadata are read once, and the file is open only meanwhile.
+Metadata are read once; the file is open only meanwhile.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from h5async.errors import (
     is_lack_of_memory,
     out_of_memory,
 )
-from h5async.index.cfattributes import cf_attributes
-from h5async.index.contents import LISTING_NBYTES, shape_of_field, what_is_there
+from h5async.index.attributes import cf_attributes, dimension_names
+from h5async.index.contents import LISTING_NBYTES, shape_of_field, walk, what_is_there
 from h5async.index.datasets import Indexer
-from h5async.index.dimensions import dimension_names
 from h5async.index.groups import Grouping
 from h5async.index.layout import DatasetLayout, Part
 from h5async.index.links import (
@@ -41,7 +40,6 @@ from h5async.index.links import (
     metadata_cache,
     open_index,
 )
-from h5async.index.listing import walk
 from h5async.index.obstacles import OtherKindError
 from h5async.index.oldercategories import older_categories
 from h5async.index.room import files_of
@@ -56,9 +54,9 @@ from h5async.index.slabs import Slab
 from h5async.io.stamps import FileStamp
 from h5async.system.interruptions import passing, suppressing
 
-# Of sequences along a dimension: where each begins and ends, or an object for each.
+# Per sequence along a dimension: its bounds, or an object.
 _RUN_NBYTES, _PART_NBYTES = 32, 1024
-_STRING_NBYTES = 64  # of variable length, as an object, and as HDF5 delivers it
+_STRING_NBYTES = 64  # per variable-length string, as an object, and from HDF5
 _COLUMN = re.compile(r"\[:, ?(-?\d{1,9})\]$")  # behind a path
 
 
@@ -72,17 +70,16 @@ def read_layouts(
 ) -> dict[str, DatasetLayout]:
     """Read the layout of each field's dataset, opening the file once.
 
-    With a `grouping`, a field's dataset is that of one group after the other. Datasets that hold
-    the codes of categories, as AnnData wrote them before 0.8, are an `OtherKindError` unless they
-    `may_be_codes`.
+    With a `grouping`, a field's datasets in its groups are concatenated. Datasets of category
+    codes, as AnnData wrote them before 0.8, raise `OtherKindError` unless they `may_be_codes`.
 
     Raises
     ------
     ReadError
         If the file cannot be opened, or a chunk table points outside it.
     DatasetError
-        If a dataset is missing, is a group, or has no samples dimension or fixed-size dtype.
-        If no dimension, or more than one, has the name that a field's ``num_dim`` is.
+        If a dataset is missing, is a group, or has no samples dimension or fixed-size dtype. If no
+        dimension, or more than one, has the name in a field's ``num_dim``.
     UnsafeFileError
         If a dataset lies in files that `reach` does not permit.
     ConfigError
@@ -105,17 +102,17 @@ def read_layouts(
 
 
 class Further(NamedTuple):
-    """What is read of a dataset beside its layout.
+    """The facts read of a dataset beside its layout.
 
     Attributes
     ----------
     dim_names, cf
-        The names of its dimensions; how it is packed.
+        Whether to read the names of its dimensions, and how it is packed.
     is_lenient
-        Whether what cannot be read counts as not there.
+        Whether unreadable facts count as absent.
     may_be_codes
-        Whether it may hold the codes of categories, as AnnData wrote them before 0.8; else that is
-        an `OtherKindError`.
+        Whether it may hold the codes of categories, as AnnData wrote them before 0.8; otherwise
+        that raises `OtherKindError`.
     """
 
     dim_names: bool = False
@@ -142,10 +139,10 @@ def list_layouts(
 ) -> Iterator[tuple[str, DatasetLayout | H5AsyncError]]:
     """Yield each dataset of a file, as it is found, with its layout or why it has none.
 
-    They come group by group, in the order of names; dimension `num_dim` counts their samples.
-    Those whose paths are not `wanted` are left out, and not opened. With attributes, layouts say
-    what the names of dimensions are, and how values are packed. With a `grouping`: the datasets
-    that its groups have, each joined of all of them.
+    They come group by group, in the order of names; dimension `num_dim` counts their samples. Those
+    whose paths are not `wanted` are not opened. With attributes, layouts have the names of
+    dimensions and how values are packed. With a `grouping`: the datasets of its groups, each joined
+    across groups.
     """
     attributes = Further(with_attributes, with_attributes, is_lenient=True)
     with passing(), open_index(path) as file, metadata_cache(file, LISTING_NBYTES):
@@ -169,7 +166,7 @@ def _list_joined(
     num_dim: int | str | tuple[int | str, int | str],
     reach: Reach,
 ) -> Iterator[tuple[str, DatasetLayout | H5AsyncError]]:
-    """Yield each dataset that one of the groups has, with its layout over all of them."""
+    """Yield each dataset that one of the groups has, with its layout across all of them."""
     parents, depth = set(groups), groups[0].count("/") + 1
     parts = (name.split("/") for name in _datasets(indexer.file, reach))
     names = ("/".join(p[depth:]) for p in parts if "/".join(p[:depth]) in parents)
@@ -195,7 +192,7 @@ def _list_joined(
 def _datasets(
     file: h5py.File, reach: Reach, wanted: Callable[[str], bool] = lambda name: True
 ) -> Iterator[str]:
-    """Yield the paths of what is a dataset, or cannot be opened."""
+    """Yield the paths of datasets, and of objects that cannot be opened."""
     for name, kind in walk(file):
         if not wanted(name):
             continue
@@ -204,7 +201,7 @@ def _datasets(
 
 
 def _may_be_dataset(file: h5py.File, path: str, reach: Reach) -> bool:
-    """Tell whether a name leads to a dataset, or to nothing that can be opened."""
+    """Return whether a name leads to a dataset, or to an object that cannot be opened."""
     with contextlib.ExitStack() as files:
         with suppressing(Exception):  # a damaged object may raise anything; the listing says what
             found = locate(file, path, reach, files)
@@ -215,27 +212,27 @@ def _may_be_dataset(file: h5py.File, path: str, reach: Reach) -> bool:
 def value_layout(
     path: Path, name: str, most: int, reach: Reach = BESIDE
 ) -> DatasetLayout | NDArray[Any]:
-    """Find out where a small dataset lies that is read whole: a mask, or a number for each sample.
+    """Find where a small dataset lies that is read whole: a mask, or a number per sample.
 
     Parameters
     ----------
     path, name
-        The file, and the dataset's path in it; behind it may be which of its columns is meant, as
-        in ``"lengths[:, 0]"``; those below zero count from the end.
+        The file, and the dataset's path in it, optionally followed by a column, as in ``"lengths[:,
+        0]"``; negative numbers count from the end.
     most
-        Values that it may hold: a file is not to be trusted with all memory.
+        The maximum number of values: a file is not trusted with all memory.
 
     Returns
     -------
     DatasetLayout or numpy.ndarray
-        Strings of variable length, which have no layout, as (n,) bytes objects.
+        Variable-length strings, which have no layout, as (n,) bytes objects.
 
     Raises
     ------
     ReadError
         If the file cannot be opened, or the strings cannot be read.
     DatasetError
-        If it is missing, has not one value for each of its samples, or holds too much.
+        If it is missing, does not have one value per sample, or holds too much.
     UnsafeFileError
         If a link to it leads to a file that `reach` does not permit.
     """
@@ -278,14 +275,13 @@ def value_layout(
         reach.room.take(_STRING_NBYTES * int(node.size), what, stamps)
         try:
             return np.asarray(node[()]).reshape(-1)
-        except Exception as error:  # h5py has no one type for what cannot be read
+        except Exception as error:  # h5py raises many types
             if is_lack_of_memory(error):
                 raise out_of_memory(where, error) from error
             raise ReadError(f"{where} cannot be read ({error})") from error
 
 
 def _column_of(layout: DatasetLayout, number: int) -> DatasetLayout:
-    """Return the layout of one column of a dataset of two dimensions."""
     every = Slab.run(0, layout.num_samples)
     part = Part(layout, every, every, source_region=(slice(number, number + 1),))
     return sliced(layout, layout.num_samples, (), (part,) if layout.num_samples else ())
@@ -298,7 +294,7 @@ def layout_at(
     reach: Reach,
     wanted: Further = NOTHING_FURTHER,
 ) -> DatasetLayout:
-    """Read the layout of what a path leads to, in the file of an indexer or another."""
+    """Read the layout of the object at a path, in the file of an indexer or another."""
     if isinstance(num_dim, tuple):
         return _layout_of_two(indexer, path, num_dim, reach, wanted)
     with contextlib.ExitStack() as files:
@@ -345,12 +341,9 @@ def _read_attributes(
 def indexer_at(
     file: h5py.File, path: str, reach: Reach
 ) -> Iterator[tuple[Indexer, Located, h5py.h5d.DatasetID]]:
-    """Follow a path to a dataset, in this file or another, and give what reads its layout.
+    """Follow a path to a dataset, in this file or another, and yield its `Indexer`.
 
-    Raises
-    ------
-    H5AsyncError
-        As `read_layouts` says.
+    Raises like `read_layouts`.
     """
     with contextlib.ExitStack() as files:
         found, node = _dataset_at(file, path, reach, files)
@@ -388,7 +381,7 @@ def _dataset_at(
     files: contextlib.ExitStack,
     last_group: LastGroup | None = None,
 ) -> tuple[Located, h5py.h5d.DatasetID]:
-    """Open the dataset that a path leads to, in this file or another, which `files` closes."""
+    """Open the dataset at a path, in this file or another, which `files` closes."""
     try:
         found = locate(file, path, reach, files, last_group)
         node = found.open()

@@ -1,6 +1,6 @@
 """Defines the errors of a dataset that cannot be read directly.
 
-A dataset is read directly where its bytes are read from the file without HDF5; all others are read
+A dataset is read directly if its bytes are read from the file without HDF5; all others are read
 through h5py.
 """
 
@@ -10,7 +10,7 @@ from h5async.errors import DatasetError
 
 
 class NotDirectError(Exception):
-    """Something was found that only h5py may read; the message is the reason."""
+    """Only h5py may read the dataset; the message is the reason."""
 
 
 COLUMNS_REASON = (
@@ -20,4 +20,4 @@ COLUMNS_REASON = (
 
 
 class OtherKindError(DatasetError):
-    """A path leads to what is no array, but may be a field of another kind."""
+    """A path leads to an object that is not an array, but may be a field of another kind."""

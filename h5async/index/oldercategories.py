@@ -1,4 +1,4 @@
-"""Finds the categories that the codes of a dataset stand for, as AnnData wrote them before 0.8.
+"""Finds the categories of a dataset of codes, as AnnData wrote them before 0.8.
 
 A dataset enters; the path of another one leaves: an attribute refers to it, or it lies in a group
 ``__categories`` beside the dataset.
@@ -16,14 +16,14 @@ _GROUP = "__categories"
 
 
 def older_categories(located: Located, node: h5py.h5d.DatasetID) -> str | None:
-    """Return the path of the dataset of categories; None: there is none.
+    """Return the path of the dataset of categories, or None.
 
     Raises
     ------
     DatasetError
         If the attribute refers to something else.
     Exception
-        Any of h5py's, where metadata are damaged.
+        Any of h5py's, if metadata are damaged.
     """
     if located.rest or node.get_type().get_class() != h5py.h5t.INTEGER:
         return None

@@ -1,38 +1,47 @@
-"""Defines `Opened`: an open dataset, and what HDF5 says of it, which is asked once."""
+"""Defines `Opened`: an open dataset, and facts from HDF5 that are requested once.
+
+Also its fill value, which HDF5 returns for values that were never written, and the digest that
+distinguishes it from a dataset that takes its place later.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from functools import cached_property
 from typing import Any
 
 import h5py
 import numpy as np
+from numpy.typing import NDArray
 
-from h5async.index.hdf5 import encoded_properties, index_kind
+from h5async.errors import ReadError
+from h5async.index.hdf5 import encoded_properties, fill_nbytes, index_kind
+from h5async.index.layout import DatasetLayout, Indexed
+from h5async.index.obstacles import NotDirectError
 from h5async.index.storedtypes import describe
 
 Extents = tuple[int, ...]
 
 
 class Opened:
-    """An open dataset. What is asked for is kept, so each question reaches HDF5 once, if at all.
+    """An open dataset. Results are kept, so each question reaches HDF5 once, if at all.
 
     Parameters
     ----------
     identifier
         The dataset.
     descriptor
-        Of the file that it lies in.
+        Of its file.
 
     Attributes
     ----------
     plist, layout_class
         Its creation properties, and HDF5's layout class.
     type, encoded_type
-        Its type as stored, and as HDF5 encodes it.
+        Its type as stored, and as encoded by HDF5.
     chunks
-        Dimensions of a chunk; empty: it has none.
+        Dimensions of a chunk; empty if it has none.
     """
 
     def __init__(self, identifier: h5py.h5d.DatasetID, descriptor: int) -> None:
@@ -47,27 +56,27 @@ class Opened:
 
     @property
     def dataset(self) -> h5py.Dataset:
-        """The dataset as users of h5py have it."""
+        """The dataset as h5py's high-level object."""
         return h5py.Dataset(self.id)
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Its dtype, for which h5py raises any exception where there is none."""
+        """Its dtype; h5py raises any exception if there is none."""
         return describe(self.encoded_type).dtype
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element as stored; of variable length, it is a reference."""
+        """Bytes of an element as stored; for variable length, that is a reference."""
         is_text = isinstance(self.type, h5py.h5t.TypeStringID)
         if isinstance(self.type, h5py.h5t.TypeVlenID) or (is_text and self.type.is_variable_str()):
-            # HDF5 says how large such an element is in memory.
+            # HDF5 returns the size in memory.
             created = h5py.h5i.get_file_id(self.id).get_create_plist()
             return 4 + int(created.get_sizes()[0]) + 4
         return int(self.type.get_size())
 
     @cached_property
     def properties(self) -> bytes:
-        """Its creation properties as HDF5 encodes them; b"" where it does not."""
+        """Its creation properties as encoded by HDF5; b"" if it cannot."""
         return encoded_properties(self.plist)
 
     @cached_property
@@ -76,38 +85,34 @@ class Opened:
 
     @cached_property
     def shape(self) -> Extents | None:
-        """Its dimensions; None: it has a null dataspace. HDF5 may open the sources to tell them."""
+        """Its dimensions; None for a null dataspace. HDF5 may open sources to find them."""
         if self._space.get_simple_extent_type() == h5py.h5s.NULL:
             return None
         return tuple(self._space.get_simple_extent_dims())
 
     @property
     def extents(self) -> Extents:
-        """Its dimensions; those of a null dataspace are an error."""
+        """Its dimensions; a null dataspace is an error."""
         assert self.shape is not None
         return self.shape
 
     @property
     def maxshape(self) -> tuple[int | None, ...]:
-        """How far it may grow; None: without a limit."""
+        """The limits of its growth; None for no limit."""
         most = self._space.get_simple_extent_dims(True)
         return tuple(None if extent == h5py.h5s.UNLIMITED else extent for extent in most)
 
     @cached_property
     def index_kind(self) -> int:
-        """The kind of its chunk index; -1 where HDF5 does not say."""
+        """The kind of its chunk index; -1 if HDF5 does not say."""
         return index_kind(self.id)
 
     @property
     def offset(self) -> int:
-        """The first byte of contiguous values in the file; -1: they were never written.
+        """The first byte of contiguous values in the file; -1 if they were never written.
 
-        To an address that is undefined HDF5 adds the bytes of the userblock, as to any other.
-
-        Raises
-        ------
-        RuntimeError
-            If the address is not valid.
+        HDF5 adds the bytes of the userblock even to an undefined address. RuntimeError if the
+        address is not valid.
         """
         found = self.id.get_offset()
         if found is None:
@@ -119,5 +124,79 @@ class Opened:
 
     @property
     def end(self) -> int:
-        """Bytes of the file now."""
+        """The current size of the file."""
         return os.fstat(self._descriptor).st_size
+
+
+def indexed(dataset: Opened) -> Indexed:
+    """Return the facts that distinguish a dataset from another one that takes its place later.
+
+    The digest covers its type and creation properties as encoded by HDF5 (H5Tencode, H5Pencode2),
+    and compact values, which are read with the index.
+    """
+    digest = hashlib.blake2b(dataset.encoded_type, digest_size=16)
+    digest.update(dataset.properties)
+    if dataset.layout_class == h5py.h5d.COMPACT and not dataset.dtype.hasobject:
+        digest.update(np.asarray(dataset.dataset[...]).tobytes())
+    return Indexed(digest.digest(), dataset.extents)
+
+
+def require_fill(dataset: Opened, itemsize: int, where: str) -> None:
+    """Reject a fill value of another size: HDF5 would fill with the memory after it."""
+    nbytes = (
+        fill_nbytes(dataset.properties) if itemsize and _has_fill_value(dataset.plist) else None
+    )
+    if nbytes not in (None, itemsize):
+        raise ReadError(
+            f"{where}: its fill value has {nbytes} bytes, but its elements have {itemsize}; its"
+            " metadata are damaged"
+        )
+
+
+def fill_value(
+    plist: h5py.h5p.PropDCID,
+    base: np.dtype[Any],
+    extra: tuple[int, ...],
+    *,
+    whenever: bool = False,
+) -> NDArray[Any]:
+    """Return HDF5's value for elements never written: zero unless it may use a fill value.
+
+    `whenever` ignores the fill time, which does not matter to virtual datasets.
+    """
+    fill = np.zeros((), base)
+    if _has_fill_value(plist) and (whenever or _is_filled(plist)):
+        if extra:
+            raise NotDirectError("an array type with a fill value of its own")
+        plist.get_fill_value(fill)
+    return fill
+
+
+def member_fill(dataset: Opened, member: tuple[str, ...]) -> bytes:
+    """Return the bytes of a member's fill value; b"" for zeros."""
+    if not (_has_fill_value(dataset.plist) and _is_filled(dataset.plist)):
+        return b""
+    values: Any = np.zeros((), dataset.dtype)
+    dataset.plist.get_fill_value(values)
+    for name in member:
+        values = values[name]
+    return bytes(np.asarray(values).tobytes())
+
+
+def _has_fill_value(plist: h5py.h5p.PropDCID) -> bool:
+    return bool(plist.fill_value_defined() == h5py.h5d.FILL_VALUE_USER_DEFINED)
+
+
+def _is_filled(plist: h5py.h5p.PropDCID) -> bool:
+    known = h5py.h5d.FILL_TIME_ALLOC, h5py.h5d.FILL_TIME_IFSET, h5py.h5d.FILL_TIME_NEVER
+    if plist.get_fill_time() not in known:
+        raise NotDirectError(f"a fill time of {plist.get_fill_time()}, which HDF5 does not know")
+    return bool(plist.get_fill_time() != h5py.h5d.FILL_TIME_NEVER)
+
+
+def has_no_values(plist: h5py.h5p.PropDCID, layout: DatasetLayout) -> bool:
+    """Return whether HDF5 will refuse to read at all."""
+    undefined = plist.fill_value_defined() == h5py.h5d.FILL_VALUE_UNDEFINED
+    chunks = layout.chunks
+    allocated = layout.offset >= 0 if chunks is None else chunks.offset.size > 0
+    return undefined and not allocated

@@ -1,7 +1,7 @@
-"""Says why HDF5 does not open a file, in the words of whoever has to mend it.
+"""Explains to users why HDF5 does not open a file.
 
-HDF5's own words ("file signature not found") are the same for a download that failed and for a file
-of another format. What the file begins with, its size and the superblock tell more.
+HDF5's own messages ("file signature not found") are the same for a failed download and for a file
+of another format. The first bytes, the size and the superblock tell more.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import BinaryIO
 from h5async.system.interruptions import interruption, suppressing
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
-_LEAST_USER_BLOCK = 512  # the superblock lies at 0, or at a power of 2 from here on
+_LEAST_USER_BLOCK = 512  # the superblock lies at 0, or at a power of 2 of at least this
 _BEGINNING_NBYTES = 512
 _SHOWN_NBYTES = 16
-_SUPERBLOCK_NBYTES = 64  # that have the end-of-file address, in any version
-_FORMATS = (  # where their marks lie, the marks, and what such a file is
+_SUPERBLOCK_NBYTES = 64  # that include the end-of-file address, in any version
+_FORMATS = (  # offset of the signature, the signature, the format
     (
         0,
         b"version https://git-lfs.github.com/",
@@ -28,7 +28,7 @@ _FORMATS = (  # where their marks lie, the marks, and what such a file is
     (0, b"BZh", "compressed by bzip2; bunzip2 it"),
     (0, b"\xfd7zXZ\0", "compressed by xz; unxz it"),
     (0, b"\x28\xb5\x2f\xfd", "compressed by Zstandard; unzstd it"),
-    (0, b"PK\x03\x04", "a zip archive (.npz and zipped Zarr are such, too); unpack it"),
+    (0, b"PK\x03\x04", "a zip archive, like .npz and zipped Zarr; unpack it"),
     (257, b"ustar", "a tar archive; unpack it"),
     (0, b"CDF\x01", "netCDF-3; `nccopy -k nc4 OLD NEW` makes netCDF-4 of it, which is HDF5"),
     (0, b"CDF\x02", "netCDF-3; `nccopy -k nc4 OLD NEW` makes netCDF-4 of it, which is HDF5"),
@@ -38,35 +38,25 @@ _FORMATS = (  # where their marks lie, the marks, and what such a file is
     (0, b"\x89h5async\r\n\x1a\n", "a saved index of h5async; its name has to end in .h5idx"),
     (0, b"\x93NUMPY", "a .npy file of NumPy"),
     (0, b"PAR1", "a Parquet file"),
-    (0, b"<!DOCTYPE", "a web page, as servers send in place of a file; download it again"),
-    (0, b"<html", "a web page, as servers send in place of a file; download it again"),
-    (0, b"<?xml", "XML, as servers send in place of a file; download it again"),
+    (0, b"<!DOCTYPE", "a web page, which servers send instead of a file; download it again"),
+    (0, b"<html", "a web page, which servers send instead of a file; download it again"),
+    (0, b"<?xml", "XML, which servers send instead of a file; download it again"),
 )
 _ZARR_NAMES = (".zgroup", ".zarray", ".zattrs", "zarr.json")
 _LOCKED = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES)
 
 
 def directory_reason(path: Path) -> str:
-    """Say that a path is a directory, and of what format, where that shows."""
+    """Say that a path is a directory, and of which format if that is recognized."""
     if any((path / name).exists() for name in _ZARR_NAMES):
-        return "it is a directory of Zarr, not an HDF5 file"
+        return "it is a Zarr directory, not an HDF5 file"
     return "it is a directory; name a file"
 
 
 def reason_unopened(path: Path, error: Exception) -> str:
-    """Say why a file was not opened.
+    """Say why a file was not opened: the text after ``cannot open FILE:``.
 
-    Parameters
-    ----------
-    path
-        The file.
-    error
-        What h5py raised.
-
-    Returns
-    -------
-    str
-        What follows ``cannot open FILE:``, in our words where the cause is known, else in HDF5's.
+    If the cause is unknown, that is the message of `error`, which h5py raised.
     """
     try:
         path.stat()
@@ -106,7 +96,7 @@ def _other_reason(error: Exception) -> str:
 
 
 def _content_reason(file: BinaryIO) -> str | None:
-    """Say what is wrong with the first bytes of a file, or with its length; None: nothing."""
+    """Say what is wrong with the first bytes of a file or with its length, or return None."""
     size = os.fstat(file.fileno()).st_size
     if not size:
         return "it is empty"
@@ -135,7 +125,7 @@ def _format_reason(beginning: bytes) -> str:
 
 
 def _superblock_at(file: BinaryIO, size: int) -> int | None:
-    """Return where HDF5 would find the superblock, behind a user block or none."""
+    """Return where HDF5 would find the superblock, with or without a user block."""
     at = 0
     while at + len(SIGNATURE) <= size:
         if _bytes_at(file, at, len(SIGNATURE)) == SIGNATURE:
@@ -145,9 +135,9 @@ def _superblock_at(file: BinaryIO, size: int) -> int | None:
 
 
 def _end_of_file(superblock: bytes) -> int | None:
-    """Return the end-of-file address that a superblock has: the size of the whole file.
+    """Return the end-of-file address in a superblock: the size of the whole file.
 
-    The file format specification of HDF5, section II.A, says where it lies.
+    Source: HDF5 File Format Specification, section II.A.
     """
     with suppressing(IndexError):
         version = superblock[8]

@@ -1,7 +1,7 @@
-"""Converts dtypes, selections and filters to what JSON can hold, and back. Pure.
+"""Converts dtypes, selections and filters to JSON values, and back. Pure.
 
-What is read back may be anything: every function that reads raises `ValueError`, `TypeError`,
-`KeyError` or `IndexError` for what makes no sense.
+Input may be anything: all functions that read raise `ValueError`, `TypeError`, `KeyError` or
+`IndexError` for invalid values.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from h5async.codec.storedelements import NUMBER
 from h5async.index.slabs import Blocks, Selection, Slab
 
 _MOST_NESTED = 32  # compound types in compound types
-_LARGEST = (1 << 62) - 1  # of a number that stands for a place or a size
+_LARGEST = (1 << 62) - 1  # of a position or a size
 
 
 class NotPortableError(Exception):
-    """Something has no form in which another process could read it."""
+    """Something has no form that another process could read."""
 
 
 def natural(value: object) -> int:
-    """Return a number from 0 on that was read."""
+    """Return a number read from JSON, 0 or more."""
     if type(value) is not int or not 0 <= value <= _LARGEST:
         raise ValueError(f"{value!r} is no number of something")
     return value
 
 
 def naturals(values: object) -> tuple[int, ...]:
-    """Return a list of numbers from 0 on that was read."""
+    """Return a list of numbers read from JSON, 0 or more."""
     if type(values) is not list:
         raise TypeError(f"{values!r} is no list")
     return tuple(map(natural, values))
 
 
 def text(value: object) -> str:
-    """Return text that was read."""
+    """Return text read from JSON."""
     if type(value) is not str:
         raise TypeError(f"{value!r} is no text")
     return value
@@ -48,12 +48,9 @@ def text(value: object) -> str:
 
 
 def dtype_to_json(dtype: np.dtype[Any]) -> object:
-    """Return what `dtype_from_json` makes the same dtype of, with what h5py notes in it.
+    """Return the input of `dtype_from_json` for a dtype, including h5py's metadata.
 
-    Raises
-    ------
-    NotPortableError
-        If it has no such form.
+    NotPortableError if it has no such form.
     """
     found: dict[str, object] = {}
     if dtype.hasobject:
@@ -111,7 +108,7 @@ def dtype_from_json(found: object, depth: int = 0) -> np.dtype[Any]:
 
 
 def _metadata_to_json(metadata: dict[str, Any]) -> object:
-    """Return what h5py notes in a dtype: the names of an enumeration, or an encoding."""
+    """Return h5py's metadata of a dtype: the names of an enumeration, or an encoding."""
     for name, value in metadata.items():
         is_enum = isinstance(value, dict) and all(
             isinstance(k, str) and type(v) is int for k, v in value.items()
@@ -152,14 +149,14 @@ def region_from_json(found: object, row_shape: tuple[int, ...]) -> tuple[slice, 
 
 
 class Numbers:
-    """Collects arrays of int64 that a header refers to by their place."""
+    """Collects arrays of int64 that a header refers to by position."""
 
     def __init__(self) -> None:
         self.arrays: list[NDArray[np.int64]] = []
         self._count = 0
 
     def add(self, array: NDArray[Any]) -> list[int]:
-        """Take an array; return where it begins, and its length."""
+        """Add an array; return its position and its length."""
         self.arrays.append(np.ascontiguousarray(array, np.int64))
         place = [self._count, array.size]
         self._count += array.size
@@ -167,7 +164,7 @@ class Numbers:
 
 
 def numbers_at(place: object, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return an array that was added to `Numbers`, from its place."""
+    """Return an array that was added to `Numbers`, from its position."""
     begin, count = naturals(place)
     if begin + count > numbers.size:
         raise ValueError("numbers lie outside their array")
@@ -175,7 +172,7 @@ def numbers_at(place: object, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def selection_to_json(selection: Selection, numbers: Numbers) -> list[int]:
-    """Return the four numbers of a `Slab`, or the places of the two arrays of `Blocks`."""
+    """Return the four numbers of a `Slab`, or the positions of the two arrays of `Blocks`."""
     if isinstance(selection, Slab):
         return [selection.start, selection.stride, selection.count, selection.block]
     return numbers.add(selection.first)[:1] + numbers.add(selection.begin)

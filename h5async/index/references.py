@@ -1,7 +1,7 @@
-"""Reads where the elements of a dataset of variable length are stored: their references.
+"""Reads where the references of a variable-length dataset are stored.
 
-An open file and a path enter; a layout leaves, as that of any dataset, whose elements are
-references of some bytes each, and how they are to be understood.
+An open file and a path enter; a layout leaves, like that of any dataset, whose elements are
+references of some bytes each, and their format.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from h5async.system.interruptions import suppressing
 
 
 def references(path: Path, name: str, reach: Reach) -> tuple[DatasetLayout, VariableLength]:
-    """Return the layout of the references of a dataset, and what they refer to.
+    """Return the layout of the references of a dataset, and their format.
 
     Returns
     -------
     layout
-        Of shape (n,), and of a void dtype of the bytes of a reference.
+        Of shape (n,), and of a void dtype with the size of a reference.
     form
-        How they are to be understood.
+        Their format.
 
     Raises
     ------
     DatasetError
-        If it is no dataset of variable length with one dimension, or one that cannot be read.
+        If it is not a variable-length dataset with one dimension, or cannot be read.
     H5AsyncError
-        As `metadata.read_layouts` says.
+        As in `metadata.read_layouts`.
     """
     where = f'{path}: dataset "{name}"'
     with open_index(path) as file, indexer_at(file, name, reach) as (indexer, found, node):
@@ -60,7 +60,7 @@ def references(path: Path, name: str, reach: Reach) -> tuple[DatasetLayout, Vari
 
 
 def may_be_variable_length(file: h5py.File, name: str, reach: Reach) -> bool:
-    """Tell whether a path of an open file leads to a dataset of a variable-length datatype."""
+    """Return whether a path of an open file leads to a dataset of a variable-length datatype."""
     try:
         with indexer_at(file, name, reach) as (_, found, node):
             return not found.rest and variable_length(node) is not None

@@ -1,8 +1,8 @@
-"""Bounds the memory that files may ask for by numbers that they only declare.
+"""Limits the memory that files may claim by numbers that they only declare.
 
-A file of a few bytes may declare any number of samples, columns or names. What is taken for each of
-them is counted here before it is taken. In all it may be a multiple of what the files store, if
-there is memory for it, or little, or what the caller permits.
+A file of a few bytes may declare any number of samples, columns or names. Memory per such item is
+counted here before it is allocated. The total may be a multiple of the stored bytes if that much
+memory is free, or a small constant, or the limit set by the caller.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from h5async.system.freememory import free_memory
 if TYPE_CHECKING:
     from h5async.index.layout import DatasetLayout
 
-MEMORY_SHARE = 0.5  # of the memory that is free, where no limit is given
-_LEAST_NBYTES = 64 << 20  # what may be taken whatever the files store
+MEMORY_SHARE = 0.5  # of free memory, if no limit is given
+_LEAST_NBYTES = 64 << 20  # always allowed
 _TIMES_STORED = 64  # fields of one byte a sample, well compressed, and all tables that samples need
 
 
 class Room:
-    """The memory for what files declare, while a reader opens them.
+    """The memory for sizes that files declare, while a reader opens them.
 
     Parameters
     ----------
     max_batch_bytes
-        The option: that much may be taken in any case.
+        The option: always allowed.
     """
 
     def __init__(self, max_batch_bytes: int | None = None) -> None:
@@ -38,21 +38,21 @@ class Room:
         self._taken = 0
 
     def take(self, nbytes: int, what: str, files: Iterable[tuple[str, FileStamp]]) -> None:
-        """Count memory that is about to be taken.
+        """Count memory that is about to be allocated.
 
         Parameters
         ----------
         nbytes
-            How much.
+            Its size.
         what
-            Begins the message: ``'a.h5: dataset "x" of shape (4,): its values'``.
+            The beginning of the message: ``'a.h5: dataset "x" of shape (4,): its values'``.
         files
-            Name and stamp of those that hold the dataset, as `files_of` yields them.
+            Name and stamp of those that hold the dataset, from `files_of`.
 
         Raises
         ------
         BudgetError
-            If there may not be so much.
+            If it exceeds the limit.
         """
         wanted = self._taken + nbytes
         if wanted > self._least:

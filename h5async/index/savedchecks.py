@@ -1,7 +1,7 @@
-"""Checks where a saved index says that chunks lie, on whole arrays, as is done for HDF5's index.
+"""Checks the chunk positions in a saved index, on whole arrays, as is done for HDF5's index.
 
-Chunks must lie in the file as it was indexed, behind its superblock, apart from each other, and
-each within the grid; those without filters have the length of a chunk. Pure.
+Chunks must lie in the file as it was indexed, after its superblock, without overlap, and within the
+grid; those without filters have the length of a chunk. Pure.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from h5async.index.similardatasets import AlikeColumns
 
 Int64s = NDArray[np.int64]
 
-_LARGEST = (1 << 62) - 1  # of a number of bytes, or of chunks
+_LARGEST = (1 << 62) - 1  # of bytes, or of chunks
 _SUPERBLOCK_NBYTES = 48  # at least
-_MANY_CHUNKS = 4096  # of a dataset whose arrays are not worth copying to check several at once
+_MANY_CHUNKS = 4096  # per dataset from which copying arrays to check several at once does not pay
 
 
 @dataclass(frozen=True)
 class Tables:
-    """Chunk tables, and what they must fit: of each attribute, a number for each table.
+    """Chunk tables and their limits: each attribute has a number per table.
 
     Attributes
     ----------
     count
-        Chunks. In the array of offsets, tables lie one after the other.
+        The number of chunks. Tables are concatenated in the array of offsets.
     numbers, nbytes
-        Where these columns begin in their arrays; -1: the chunks are the whole grid, or all have
+        Where these columns begin in their arrays; -1 if the chunks are the whole grid, or all have
         `all_nbytes`.
     all_nbytes
-        See there.
+        The size of all chunks, if `nbytes` is -1.
     end, grid, expected
-        Bytes of the file, chunks in the grid, and bytes of a chunk without filters; -1 where chunks
-        have filters.
+        Bytes of the file, chunks in the grid, and bytes of a chunk without filters (-1 if it has
+        filters).
     """
 
     count: Int64s
@@ -52,14 +52,14 @@ class Tables:
 
 
 def check_alike(like: DatasetLayout, columns: AlikeColumns, whole: DatasetLayout) -> None:
-    """Check what is said of datasets that are like one, and make up a whole.
+    """Check the columns of datasets that are like one, and make up a whole.
 
     Raises
     ------
     ValueError
-        If it makes no sense.
+        If they make no sense.
     SavedIndexError
-        If chunks cannot lie where they are said to.
+        If chunks cannot lie at their positions.
     """
     _check_rows(like, columns, whole)
     rows, offset, chunks, end = columns.rows, columns.offset, columns.chunks, like.stamp.nbytes
@@ -109,14 +109,9 @@ def _check_rows(like: DatasetLayout, columns: AlikeColumns, whole: DatasetLayout
 
 
 def check_chunks(tables: Tables, offset: Int64s, number: Int64s, nbytes: Int64s) -> str | None:
-    """Return what is wrong with chunk tables, or None.
+    """Return the defect of chunk tables, or None.
 
-    Parameters
-    ----------
-    tables
-        See there.
-    offset, number, nbytes
-        The arrays in which their columns lie.
+    The other parameters are the arrays in which the columns of `tables` lie.
     """
     count = tables.count
     if ((tables.numbers < 0) & (count != tables.grid)).any():
@@ -149,7 +144,7 @@ def check_chunks(tables: Tables, offset: Int64s, number: Int64s, nbytes: Int64s)
 def _wrong_in_any(
     tables: Tables, small: Int64s, begins: Int64s, arrays: tuple[Int64s, Int64s, Int64s]
 ) -> str | None:
-    """Return what is wrong with small tables, which are checked as one."""
+    """Return the defect of small tables, which are checked as one, or None."""
     offset, number, nbytes = arrays
     count = tables.count[small]
     first = np.cumsum(count) - count
@@ -174,7 +169,7 @@ def _wrong(
     grid: Int64s | int,
     expected: Int64s | int,
 ) -> str | None:
-    """Return what is wrong with tables that begin at some places of these arrays, or None."""
+    """Return the defect of tables that begin at some positions of these arrays, or None."""
     if ((offset < _SUPERBLOCK_NBYTES) | (nbytes < 0) | (nbytes > end)).any():
         return "a chunk lies nowhere"
     if (offset > end - nbytes).any():
@@ -193,7 +188,7 @@ def _wrong(
 
 
 def _overlap(begins: Int64s, offset: Int64s, nbytes: Int64s) -> str | None:
-    """Say whether chunks overlap that do not lie in the order of the grid."""
+    """Return the defect of overlapping chunks that do not lie in the order of the grid, or None."""
     if begins.size == 1 and not any(nbytes.strides):
         is_apart = (np.diff(np.sort(offset)) >= nbytes[0]).all()
         return None if is_apart else "a chunk overlaps another one"

@@ -1,9 +1,8 @@
 """Writes and reads the file of a saved index: a header as JSON, and arrays that are mapped.
 
-What the header means, and what is in the arrays, stands in `savedlayouts.py`. The file begins with
-a fixed head: a signature, the number of the format, the lengths of the header and of the file, and
-a checksum of all that comes before the arrays. The header has a checksum of the arrays. Numbers are
-little-endian.
+`savedlayouts.py` defines the meaning of the header and the arrays. The file begins with a fixed
+head: a signature, the format number, the lengths of the header and of the file, and a checksum of
+everything before the arrays. The header has a checksum of the arrays. Numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -23,16 +22,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.io.descriptors import open_regular
 from h5async.io.shared import forget_pages, map_file
 from h5async.system.interruptions import suppressing
 
-# Another number for another content, and where the same file would be indexed otherwise: what has
-# another one is not read.
+# Changes with the content, and when the same file would be indexed differently: files with another
+# number are not read.
 FORMAT = 3
 _SIGNATURE = b"\x89h5async\r\n\x1a\n"
 _HEAD = struct.Struct("<12sIQQ16s")
 _ALIGNMENT = 64
-_LEFT_SECONDS = 3600  # after which a file that nobody finished is removed
+_LEFT_SECONDS = 3600  # after which an unfinished file is removed
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -51,9 +51,9 @@ class SavedFile(NamedTuple):
     Attributes
     ----------
     header
-        What JSON held.
+        The value of the JSON header.
     arrays
-        By name; read-only, and mapped unless they were to be read.
+        By name; read-only, and mapped if permitted.
     forget
         Called with an array, or a part of one, that will hardly be used again.
     """
@@ -71,25 +71,25 @@ def write_saved(
     mode: int,
     is_lasting: bool = True,
 ) -> None:
-    """Write a saved index as a whole: what lay at the path before is replaced at once, or stays.
+    """Write a saved index atomically: a file at the path is replaced at once, or stays.
 
     Parameters
     ----------
     path
-        Where to.
+        The destination.
     header
-        What JSON can hold.
+        A JSON value.
     arrays
-        By name: arrays of one dtype, which are joined.
+        By name: arrays of one dtype, which are concatenated.
     mode
-        Permissions of the file, but for the umask of the process.
+        Permissions of the file, before the umask of the process.
     is_lasting
-        Whether to wait until the disk has it: else it may be damaged where power fails.
+        Whether to wait until the disk has it; otherwise a power failure may damage it.
 
     Raises
     ------
     OSError
-        If it cannot be written; nothing is left behind then.
+        If it cannot be written; no partial file remains.
     """
     blocks, places, begin = [], {}, 0
     for name, several in arrays.items():
@@ -155,13 +155,13 @@ def _umask() -> int:
     with suppressing(OSError, ValueError, StopIteration):
         lines = Path("/proc/self/status").read_text().splitlines()
         return int(next(line for line in lines if line.startswith("Umask:")).split()[1], 8)
-    return 0o077  # it cannot be asked for without being changed, for other threads, too
+    return 0o077  # reading it means changing it, for other threads, too
 
 
 def remove_unfinished(folder: Path, names: str) -> None:
-    """Remove files that a writer began long ago, and did not finish: it was killed.
+    """Remove files that a killed writer began long ago.
 
-    Only those of saved indices whose names match the regular expression `names`.
+    Only saved indices whose names match the regular expression `names` are removed.
     """
     begun = re.compile(rf"\.{names}\.[0-9a-f]{{16}}\.tmp")
     with suppressing(OSError):
@@ -173,23 +173,23 @@ def remove_unfinished(folder: Path, names: str) -> None:
 
 
 def is_saved_index(path: Path) -> bool:
-    """Tell whether a file begins as a saved index does, whatever else is in it."""
-    with suppressing(OSError), open(path, "rb") as file:
+    """Return whether a file begins like a saved index, whatever else is in it."""
+    with suppressing(OSError), open_regular(path) as file:
         return file.read(len(_SIGNATURE)) == _SIGNATURE
     return False
 
 
 def read_saved(path: Path, *, owners: Iterable[int], may_map: bool) -> SavedFile:
-    """Read a saved index, and check that it is as it was written.
+    """Read a saved index, and check that it is unchanged since it was written.
 
     Parameters
     ----------
     path
-        Where it lies.
+        The file.
     owners
-        Users whose files are believed.
+        Users whose files are trusted.
     may_map
-        Whether arrays may be mapped; else they are read into memory.
+        Whether arrays may be mapped; otherwise they are read into memory.
 
     Raises
     ------
@@ -199,8 +199,7 @@ def read_saved(path: Path, *, owners: Iterable[int], may_map: bool) -> SavedFile
         If it cannot be opened or read.
     """
     believed = frozenset(owners)
-    _require_ours(os.stat(path), believed)  # before it is opened: it may be a pipe
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path) as file:
         status = os.fstat(file.fileno())
         _require_ours(status, believed)
         if status.st_size < _HEAD.size:
@@ -215,15 +214,13 @@ def read_saved(path: Path, *, owners: Iterable[int], may_map: bool) -> SavedFile
 
 
 def _require_ours(status: os.stat_result, owners: frozenset[int]) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        raise SavedIndexError("it is not a regular file")
     if status.st_uid not in owners:
         raise SavedIndexError(
             f"it belongs to another user ({status.st_uid}), who could let it name any file; make"
             " one of your own (h5async index)"
         )
     if status.st_mode & stat.S_IWOTH:
-        raise SavedIndexError("every user may write to it; take that right away (chmod o-w)")
+        raise SavedIndexError("every user may write to it; remove that permission (chmod o-w)")
 
 
 def _read(descriptor: int, nbytes: int) -> NDArray[np.uint8]:

@@ -1,6 +1,6 @@
-"""Defines `SavedIndex`: the layouts of some files, as they were saved, and what they depend on.
+"""Defines `SavedIndex`: the saved layouts of some files, and their dependencies.
 
-The layouts of a file hold while it, and all that was consulted to read them, stays as it was.
+The layouts of a file are valid while it, and everything consulted to read them, stays unchanged.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MALFORMED = (
 
 
 class Wanted(NamedTuple):
-    """A dataset of a file, or a member, and what has to be known of it.
+    """A dataset of a file, or a member, and which facts of it are needed.
 
     Attributes
     ----------
@@ -46,11 +46,11 @@ class Wanted(NamedTuple):
     num_dim
         The dimension that counts its samples, by its number or its name, or the two that do.
     has_names, has_cf
-        Whether its layout says what the names of dimensions are, and how values are packed.
+        Whether its layout has the names of dimensions, and how values are packed.
     groups
-        Which groups it is joined of, as text; empty: none.
+        The groups whose datasets are joined, as text; empty for none.
     kind
-        What is known of it, where that is not the layout of a dataset alone: see `fill.known`.
+        The kind of fact, if it is not the layout of a dataset alone; see `opening/filefacts.py`.
     """
 
     path: str
@@ -75,16 +75,16 @@ class Wanted(NamedTuple):
 
 
 class IndexedFile(NamedTuple):
-    """What is known of one file: its layouts, and all files that were consulted.
+    """The layouts of one file, and all files that were consulted.
 
     Attributes
     ----------
     path
-        Of the file, absolute.
+        Absolute path of the file.
     layouts
         By dataset.
     consulted
-        See there; the file itself is among its files.
+        The dependencies, including the file itself.
     """
 
     path: str
@@ -98,20 +98,20 @@ class IndexedFile(NamedTuple):
 def write_index(
     path: Path, files: Sequence[IndexedFile], reach: Reach, *, key: str = "", is_entry: bool = False
 ) -> None:
-    """Save what is known of some files.
+    """Save the layouts of some files.
 
     Parameters
     ----------
     path
-        Where to. Files that lie below its folder are named relative to that.
+        The destination. Names of files below its folder are relative to it.
     files
-        In their order.
+        In order.
     reach
         With which they were indexed.
     key
-        What the index is of, for a cache.
+        Identifies the content, for a cache.
     is_entry
-        Whether it is an entry of a cache: others may not read it, and it may get lost.
+        Whether it is an entry of a cache: unreadable for others, and may get lost.
 
     Raises
     ------
@@ -159,15 +159,15 @@ def write_index(
 
 
 def _below(name: str, folder: str) -> str:
-    """Return the name of a file relative to a folder that it lies below; else as it is."""
+    """Return the name of a file relative to a folder above it; otherwise the name itself."""
     rest = name.removeprefix(folder)
     return name if ".." in rest.split(os.sep) else rest
 
 
 def _unseen(files: Sequence[IndexedFile], writer: LayoutWriter) -> list[int]:
-    """Return the numbers of files whose change nobody would notice when rows are read.
+    """Return the numbers of files whose change would not be noticed when rows are read.
 
-    Those that hold metadata of others, or values that are in the index itself, or none at all yet.
+    These are files with metadata of others, with values in the index itself, or without values yet.
     """
     seen: dict[tuple[str, FileStamp], bool] = {}
     for file in files:
@@ -180,7 +180,7 @@ def _unseen(files: Sequence[IndexedFile], writer: LayoutWriter) -> list[int]:
 
 
 def _is_read(leaf: DatasetLayout) -> bool:
-    """Tell whether whoever reads any row of a dataset opens its file."""
+    """Return whether reading any row of a dataset opens its file."""
     if leaf.values is not None or not leaf.num_samples:
         return False
     if leaf.fallback_reason is not None or leaf.chunks is None:
@@ -192,23 +192,23 @@ def _is_read(leaf: DatasetLayout) -> bool:
 
 
 class SavedIndex:
-    """What was saved of some files. Used by one thread.
+    """The saved layouts of some files. Used by one thread.
 
     Parameters
     ----------
     path
         Of the saved index.
     owners
-        Users who are believed.
+        Users whose files are trusted.
     may_map
         Whether it may be mapped into memory.
 
     Attributes
     ----------
     key
-        What it is of, for a cache.
+        Identifies the content, for a cache.
     paths
-        Of the files, absolute, in their order.
+        Of the files, absolute, in order.
 
     Raises
     ------
@@ -260,12 +260,9 @@ class SavedIndex:
     def find(
         self, number: int, wanted: Sequence[Wanted], reach: Reach
     ) -> dict[Wanted, DatasetLayout]:
-        """Return the layouts of a file's datasets, as far as they are known and hold here.
+        """Return the layouts of a file's datasets that are known and valid here.
 
-        Raises
-        ------
-        SavedIndexError
-            If a layout makes no sense.
+        SavedIndexError if a layout makes no sense.
         """
         found = {}
         for one in wanted:
@@ -285,11 +282,11 @@ class SavedIndex:
         return self._files[self._primary[number]][1]
 
     def datasets(self, number: int) -> list[Wanted]:
-        """Return which datasets of a file it knows."""
+        """Return the known datasets of a file."""
         return list(self._entries[number])
 
     def consulted(self, number: int) -> Consulted:
-        """Return what the layouts of a file depend on."""
+        """Return the dependencies of a file's layouts."""
         found = Consulted()
         for at in (self._primary[number], *self._needs.get(number, ())):
             name, stamp = self._files[at]
@@ -300,7 +297,7 @@ class SavedIndex:
         return found
 
     def fresh_files(self) -> list[bool]:
-        """Tell of each file whether its layouts hold, by what lies there now."""
+        """Return, per file, whether its layouts are still valid."""
         is_here = all(os.environ.get(name, "") == value for name, value in self._variables.items())
         folder = self._header["folder"]
         if not is_here or (folder is not None and folder != _current_folder()):
@@ -317,8 +314,8 @@ class SavedIndex:
 class NamedIndex(SavedIndex):
     """A saved index that a user has named in place of its files.
 
-    Only what nobody would notice later is compared with what lies there now: all other files are
-    checked when they are opened.
+    Only changes that nobody would notice later are looked for now: all other files are checked when
+    they are opened.
 
     Parameters
     ----------
@@ -353,12 +350,9 @@ class NamedIndex(SavedIndex):
     def find(
         self, number: int, wanted: Sequence[Wanted], reach: Reach
     ) -> dict[Wanted, DatasetLayout]:
-        """Return the layouts of a file's datasets, as far as they are known and hold here.
+        """Return the layouts of a file's datasets that are known and valid here.
 
-        Raises
-        ------
-        ReadError
-            If a layout makes no sense.
+        ReadError if a layout makes no sense.
         """
         try:
             return super().find(number, wanted, reach)
@@ -366,20 +360,20 @@ class NamedIndex(SavedIndex):
             raise self._not_usable(error) from error
 
     def changed(self, name: str) -> ReadError:
-        """Return the error for a file that is not as it was when the index was made."""
+        """Return the error for a file that has changed since the index was made."""
         return ReadError(
             f"{name} was changed, or is missing, since {self._path} was made; {self._remedy}"
         )
 
     @property
     def _remedy(self) -> str:
-        return f"make it anew: h5async index FILES... -o {self._path.name}"
+        return f"make it again: h5async index FILES... -o {self._path.name}"
 
     def _not_usable(self, error: SavedIndexError) -> ReadError:
         return ReadError(f"{self._path} cannot be used as a saved index: {error}; {self._remedy}")
 
     def _find_devices(self) -> None:
-        """Give devices the numbers of this machine: those of network file systems differ."""
+        """Replace device numbers by those of this machine: those of network file systems differ."""
         here: dict[int, int] = {}
         for name, stamp in self._files:
             if stamp.device not in here:
@@ -393,7 +387,7 @@ class NamedIndex(SavedIndex):
                 self._files[number] = name, stamp._replace(device=device)
 
     def _require_permitted(self, reach: Reach) -> None:
-        """Check that no file refers to others which it may not refer to; links are followed."""
+        """Check that no file refers to files that it may not refer to; links are followed."""
         primary = set(self._primary)
         for number, others in self._needs.items():
             holder = Path(self.paths[number])
@@ -420,14 +414,14 @@ class NamedIndex(SavedIndex):
 
 
 def _current_folder() -> str | None:
-    """Return the current directory; None: it was removed."""
+    """Return the current directory; None if it was removed."""
     with suppressing(OSError):
         return os.getcwd()
     return None
 
 
 def _not_sensible(error: Exception) -> Exception:
-    """Return the error for a content that makes no sense, or the interruption that one is."""
+    """Return the error for invalid content, or `error` itself if it is an interruption."""
     if interruption(error) is not None:
         return error
     return SavedIndexError(f"it makes no sense ({error!r})")

@@ -1,9 +1,9 @@
 """Converts layouts to the header and the arrays of a saved index, and back. Pure.
 
-Each layout is a row of numbers. What many layouts have in common, such as dtype, chunk shape and
-filters, stands once, in a template; so does each path and each shape. What few layouts have, such
-as the sources of a virtual dataset, stands beside the rows. Chunk tables lie in arrays, one after
-the other; a column of equal numbers is one number in the row.
+Each layout is a row of numbers. Facts that many layouts share, such as dtype, chunk shape and
+filters, are stored once, in a template; so is each path and each shape. Rare facts, such as the
+sources of a virtual dataset, are stored beside the rows. Chunk tables are concatenated in arrays; a
+column of equal numbers is one number in the row.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.codec.filters import is_known_to_hdf5
-from h5async.core.binding import can_decode
+from h5async.core.binding import can_decode, load_core
 from h5async.index.chunktable import ChunkTable, grid_of, repeated
 from h5async.index.heapelements import Sequences
 from h5async.index.layout import (
@@ -57,7 +57,7 @@ _MOST_DIMENSIONS = 64  # of HDF5, 32, and those of array types
 _LARGEST = (1 << 62) - 1
 
 
-# Of `AlikeColumns`, and of their chunks: names of arrays.
+# Names of arrays for `AlikeColumns` and their chunks.
 _ALIKE = ("first", "rows", "offset", "stored_nbytes")
 _ALIKE_CHUNKS = {"chunk_offset": "offset", "chunk_nbytes": "nbytes", "chunk_mask": "filter_mask"}
 
@@ -72,16 +72,17 @@ class Row(NamedTuple):
     Attributes
     ----------
     template, file, path, shape
-        Places in the lists of the header.
+        Positions in the lists of the header.
     offset, stored_nbytes
-        As of the layout.
+        As in the layout.
     chunks, offsets
-        Chunks in its table, and the first of them in the array of offsets; -1: it has no table.
+        The number of chunks in its table, and the first of them in the array of offsets; -1 without
+        a table.
     numbers, nbytes, masks
         The first number of these columns in its array; -1: all chunks have `all_nbytes`, or
         `all_mask`, or are allocated.
     all_nbytes, all_mask
-        See there.
+        Common to all chunks.
     """
 
     template: int
@@ -100,7 +101,7 @@ class Row(NamedTuple):
 
 
 class NotUsableError(Exception):
-    """A layout holds for other settings of the reader, or another installation."""
+    """A layout is only valid for other settings of the reader, or another installation."""
 
 
 # In a row, in the template of many, and beside the rows.
@@ -111,7 +112,7 @@ _SAVED = {
     *("values", "parts", "sources", "attached", "dim_names", "cf", "sequences"),
     *("spans", "lengths", "heaps"),
 }
-_NOT_SAVED = _DEFAULTS.keys() - _SAVED  # a layout with another value of these cannot be saved
+_NOT_SAVED = _DEFAULTS.keys() - _SAVED  # other values of these cannot be saved
 
 
 # --- layouts -> header and arrays ----------------------------------------------------------------
@@ -149,12 +150,9 @@ class LayoutWriter:
         return self.files.setdefault((path, stamp), len(self.files))
 
     def add(self, layout: DatasetLayout) -> int:
-        """Take a layout, and its sources; return its number.
+        """Add a layout and its sources; return its number.
 
-        Raises
-        ------
-        NotPortableError
-            If its dtype has no form in which another process could read it.
+        NotPortableError if it has no form in which another process could read it.
         """
         found = self._numbers_of.get(id(layout))
         if found is not None:
@@ -162,6 +160,8 @@ class LayoutWriter:
         for name in _NOT_SAVED:
             if getattr(layout, name) != _DEFAULTS[name]:
                 raise NotPortableError(f"{layout.path}: its {name}")
+        if max(layout.shape, default=0) > _LARGEST:
+            raise NotPortableError(f"{layout.path}: its shape {layout.shape}")
         extra = self._extra(layout)
         row = Row(
             self._template(layout),
@@ -273,7 +273,7 @@ class LayoutWriter:
         return extra
 
     def _heap(self, heap: HeapFile) -> list[Any]:
-        """Describe elements of variable length; their lengths are those of the layout."""
+        """Describe variable-length elements; their lengths are those of the layout."""
         elements: Sequences = heap.elements
         form = elements.form
         return [
@@ -339,7 +339,7 @@ def _own_shape(shape: tuple[int, ...], extra_dims: int) -> tuple[int, ...]:
 
 
 class _Template(NamedTuple):
-    """What layouts have in common.
+    """The common facts of layouts.
 
     Attributes
     ----------
@@ -357,16 +357,14 @@ class _Template(NamedTuple):
 
 
 class LayoutReader:
-    """Makes the layouts of a saved index, each when it is first asked for. Used by one thread.
+    """Makes the layouts of a saved index, each on its first request. Used by one thread.
 
     Parameters
     ----------
-    header, arrays
+    header, arrays, forget
         Of the saved index.
     files
-        Its files, as they are to be opened.
-    forget
-        Of the saved index, too.
+        Its files, with the paths to open.
 
     Raises
     ------
@@ -401,23 +399,12 @@ class LayoutReader:
         self._check(rows)
 
     def __len__(self) -> int:
-        """Return how many layouts there are, with all sources."""
         return len(self._rows)
 
     def layout(self, number: int, io: IoMode) -> DatasetLayout:
-        """Return a layout; the same sources are the same objects.
+        """Return layout `number`; `io` says how files are read. Equal sources are the same objects.
 
-        Parameters
-        ----------
-        number
-            Of the layout.
-        io
-            How files are read.
-
-        Raises
-        ------
-        NotUsableError
-            If the dataset must be indexed anew to be read by this installation, or with this `io`.
+        NotUsableError if the dataset must be indexed again for this installation, or this `io`.
         """
         found = self._made.get(number)
         if found is None:
@@ -450,7 +437,7 @@ class LayoutReader:
         return layout
 
     def _require_same_method(self, layout: DatasetLayout, file: int, io: IoMode) -> None:
-        """Columns of a dataset are read directly only where files may be mapped."""
+        """Raise NotUsableError if columns were to be read differently: directly only if mapped."""
         key = file, io
         if key not in self._maps:
             self._maps[key] = may_map(layout.file, io)
@@ -522,7 +509,7 @@ class LayoutReader:
         return spans
 
     def _add_heaps(self, layout: DatasetLayout, extra: Any) -> None:
-        """Say where elements of variable length lie. Their places are written to, and so copied."""
+        """Add the positions of variable-length elements, as a copy that may be written to."""
         begin, count = naturals(extra["lengths"])
         lengths = self._column("lengths", begin, count)
         if lengths.size != count or int(lengths.sum(dtype=np.int64)) != layout.num_samples:
@@ -640,9 +627,9 @@ class LayoutReader:
         return dict(zip(_Span._fields, table.T, strict=True))
 
     def _check_places(self, columns: dict[str, NDArray[np.int64]]) -> None:
-        """Check that chunk tables lie one after the other, and have filter masks."""
+        """Check that chunk tables are concatenated, and have filter masks."""
         count, masks = columns["chunks"], columns["masks"]
-        total = sum(count.tolist())  # which may be more than 64 bits hold
+        total = sum(count.tolist())  # which may exceed 64 bits
         if (
             total != self._arrays["offset"].size
             or (columns["offsets"] != np.cumsum(count) - count).any()
@@ -655,14 +642,14 @@ class LayoutReader:
 
 
 class _Span(NamedTuple):
-    """How much of a file the layouts of a template and a shape take.
+    """How much of a file the layouts with a template and a shape take.
 
     Attributes
     ----------
     is_contiguous, nbytes
-        Whether values lie at an offset, and how many bytes of them.
+        Whether values lie at an offset, and their size.
     is_chunked, grid, chunk_nbytes
-        Whether values lie in chunks, how many there are, and bytes of one; -1: of any length.
+        Whether values lie in chunks, the number of chunks, and the size of one; -1 for any size.
     """
 
     is_contiguous: bool
@@ -673,7 +660,7 @@ class _Span(NamedTuple):
 
 
 def _span(members: dict[str, Any], shape: tuple[int, ...]) -> _Span:
-    """Check that a shape fits a template, and return what follows from both."""
+    """Check that a shape fits a template, and return the resulting limits."""
     chunk_shape, itemsize = members["chunk_shape"], members["dtype"].itemsize
     if members["sample_axis"] >= len(shape) or members["extra_dims"] >= len(shape):
         raise ValueError("a dataset has too few dimensions")
@@ -683,7 +670,7 @@ def _span(members: dict[str, Any], shape: tuple[int, ...]) -> _Span:
     grid = math.prod(grid_of(shape, chunk_shape)) if chunk_shape else 0
     chunk_nbytes = math.prod(chunk_shape) * itemsize
     if max(nbytes, grid, chunk_nbytes) > _LARGEST:
-        nbytes = grid = chunk_nbytes = _LARGEST  # what has chunks, or an offset, does not fit
+        nbytes = grid = chunk_nbytes = _LARGEST  # anything with chunks or an offset is too large
     return _Span(
         is_contiguous=members["fallback_reason"] is None and not chunk_shape,
         nbytes=nbytes,
@@ -732,9 +719,11 @@ def _read_template(found: Any) -> _Template:
             (natural(first), tuple(map(_read_cf, several))) for first, *several in found["cf"]
         ),
     }
-    # The installation that made the index may know other filters.
+    # The installation that made the index may have other filters.
     can_undo = can_decode if reason is None else is_known_to_hdf5
     is_usable = all(map(can_undo, filters))
+    if digest is None and storage in ("contiguous", "external") and reason is None:
+        is_usable = load_core() is not None  # h5py cannot read files of values alone
     return _Template(members, None if digest is None else bytes.fromhex(digest), is_usable)
 
 
@@ -753,7 +742,7 @@ def _form(
     address_nbytes: object,
     size_nbytes: object,
 ) -> VariableLength:
-    """Return how elements of variable length are stored."""
+    """Return how variable-length elements are stored."""
     found = VariableLength(
         dtype,
         is_text is True,

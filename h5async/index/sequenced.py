@@ -1,9 +1,9 @@
-"""Makes one dataset of many sequences: of groups that are alike, or along two dimensions.
+"""Makes one dataset of many sequences: of similar groups, or along two dimensions.
 
-Layouts enter; one leaves in which all rows follow each other, and which says how many each sequence
-has (`DatasetLayout.sequences`). Fields may differ by one row: some files store an observation more
-than actions. Then each sequence takes the room of the longest field, and what the others lack has
-their fill value, and is no sample.
+Layouts enter; one leaves in which all rows follow each other, with the number of rows per sequence
+(`DatasetLayout.sequences`). Fields may differ by one row: some files store an observation more than
+actions. Then each sequence takes the room of the longest field; rows missing in others have their
+fill value, and are no samples.
 """
 
 from __future__ import annotations
@@ -21,16 +21,13 @@ from h5async.index.similardatasets import AlikeParts, alike_parts
 from h5async.index.slabs import Slab
 
 _UNCHUNKED = "contiguous", "compact"
-_MOST_APART = 1  # rows that one field may have more than another, of the same sequence
+_MOST_APART = 1  # the maximum difference of rows between fields, per sequence
 
 
 def join_groups(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
-    """Return the layout of datasets of several groups of a file as one, one after the other.
+    """Return one layout for datasets of several groups of a file, concatenated.
 
-    Raises
-    ------
-    DatasetError
-        If the shapes of their rows or their dtypes differ.
+    DatasetError if the shapes of their rows or their dtypes differ.
     """
     held = np.array([layout.sample_count for layout in layouts], np.int64)
     joined = join_layouts(layouts)
@@ -43,7 +40,7 @@ def join_groups(layouts: Sequence[DatasetLayout]) -> DatasetLayout:
 
 
 def is_one_run(layout: DatasetLayout) -> bool:
-    """Tell whether two dimensions that come first are one, as far as its bytes are concerned."""
+    """Return whether the bytes of the first two dimensions permit merging them."""
     is_plain = layout.fallback_reason is None and not (
         layout.text or layout.parts or layout.filters
     )
@@ -51,7 +48,7 @@ def is_one_run(layout: DatasetLayout) -> bool:
 
 
 def merged_dimensions(layout: DatasetLayout) -> DatasetLayout:
-    """Return a layout for which `is_one_run` with its first two dimensions as one."""
+    """Return a layout for which `is_one_run` with its first two dimensions merged."""
     count, length, *row = layout.shape
     held = np.full(count, length, np.int64)
     shape = (count * length, *row)
@@ -64,7 +61,7 @@ def merged_dimensions(layout: DatasetLayout) -> DatasetLayout:
 
 
 def along_sequences(layout: DatasetLayout, axis: int) -> DatasetLayout:
-    """Return the layout of one sequence after the other.
+    """Return the layout of all sequences, concatenated.
 
     Parameters
     ----------
@@ -85,7 +82,7 @@ def along_sequences(layout: DatasetLayout, axis: int) -> DatasetLayout:
     row_shape = tuple(layout.shape[a] for a in rest if a != axis)
     found = sliced(layout, count * length, row_shape, tuple(parts))
     if (axis, layout.sample_axis) == (0, 1) and layout.storage in _UNCHUNKED:
-        # It is what `merged_dimensions` returns but for the way of reading.
+        # It equals the result of `merged_dimensions`, except for the way of reading.
         found = found.changed(storage=layout.storage, member=layout.member)
     return found.changed(sequences=SequenceLengths(held, held))
 
@@ -93,7 +90,7 @@ def along_sequences(layout: DatasetLayout, axis: int) -> DatasetLayout:
 def sliced(
     layout: DatasetLayout, count: int, row_shape: tuple[int, ...], parts: tuple[Part, ...]
 ) -> DatasetLayout:
-    """Return the layout of so many samples that are parts of those of another one."""
+    """Return a layout of `count` samples that are parts of those of another one."""
     return layout.changed(
         shape=(count, *row_shape),
         sample_axis=0,
@@ -113,10 +110,7 @@ def sliced(
 def aligned(layouts: Mapping[str, DatasetLayout]) -> dict[str, DatasetLayout]:
     """Return the fields of a file with sequences that begin at equal rows.
 
-    Raises
-    ------
-    DatasetError
-        If fields have different sequences.
+    DatasetError if fields have different sequences.
     """
     held = {name: y.sequences.held for name, y in layouts.items() if y.sequences is not None}
     if len(held) < len(layouts):
@@ -189,7 +183,7 @@ def _with_room(layout: DatasetLayout, room: NDArray[np.int64]) -> DatasetLayout:
 def _ragged_with_room(
     layout: DatasetLayout, room: NDArray[np.int64], shift: NDArray[np.int64]
 ) -> DatasetLayout:
-    """Do the same where samples are runs of rows: what is in no sequence has no rows."""
+    """Do the same if samples are runs of rows: samples outside sequences have no rows."""
     assert layout.sequences is not None
     held = layout.sequences.held
     at = np.arange(int(held.sum())) + np.repeat(shift, held)
@@ -211,6 +205,6 @@ def _ragged_with_room(
 
 
 def _shifted(first: int, ends: NDArray[np.int64], shift: NDArray[np.int64]) -> int:
-    """Return where a row lies after its sequence was moved."""
+    """Return the row's position after its sequence was moved."""
     at = min(int(np.searchsorted(ends, first, side="right")), shift.size - 1)
     return first + int(shift[at]) if shift.size else first

@@ -19,7 +19,7 @@ Int64s = NDArray[np.int64]
 
 
 class Kind(IntEnum):
-    """How rows lie in a source; the numbers are those of the compiled core."""
+    """How rows lie in a source; numbers as in the compiled core."""
 
     NO_SOURCE = 0
     ROWS = 1  # one after the other
@@ -31,7 +31,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Shape:
-    """What datasets have in common whose rows lie alike; all in bytes but `extents`.
+    """The common description of datasets whose rows lie alike; all in bytes except `extents`.
 
     Attributes
     ----------
@@ -40,8 +40,8 @@ class Shape:
     filters
         The pipeline of the chunks.
     chunk_nbytes, chunk_samples, sample_stride
-        Of a whole chunk; samples in it, and how far apart they are. A dataset without chunks is
-        its own only chunk.
+        Of a whole chunk: its size, the number of samples in it, and the distance between them. A
+        dataset without chunks is its own only chunk.
     itemsize
         Bytes of an element.
     chunk_strides, row_strides
@@ -51,21 +51,21 @@ class Shape:
     row_begin, piece_begin
         int64 (pieces,): first byte of each piece, in a row of the batch and in a chunk.
     cross_number, number_stride
-        int64 (pieces,): numbers of the chunks that hold sample 0, and how far apart the numbers
-        are of chunks that follow along the samples.
+        int64 (pieces,): numbers of the chunks that hold sample 0, and the difference between
+        numbers of chunks that follow along the samples.
     rows_are_whole
-        Whether a chunk is nothing but whole rows of the batch.
+        Whether a chunk consists of whole rows of the batch.
     source_row_nbytes
-        Between rows in the file, where they lie one after the other.
+        Between rows in the file, if they are contiguous.
     keeps
-        Whether a batch may need a chunk that the batch before has decoded. Without filters: the
-        chunk is a small dataset, and may have fewer rows.
+        Whether a batch may need a chunk that the previous batch decoded. Without filters: the chunk
+        is a small dataset, and may have fewer rows.
     has_chunks
         False: it is its own only chunk.
     fill
         uint8 (itemsize,): an element that was never written.
     swaps
-        Bytes of each number whose order is another one than that of the batch; 0: it is the same.
+        Bytes of each number whose byte order differs from the batch's; 0 if it is the same.
     """
 
     kind: Kind
@@ -90,17 +90,17 @@ class Shape:
 
 
 class Cells(NamedTuple):
-    """What is wanted of one dimension of a source's rows, cut at the borders of its cells.
+    """The wanted elements of one dimension of a source's rows, cut at the borders of its cells.
 
     Attributes
     ----------
     cell, begin, extent, done
-        (cells,): which cell of the grid; first element that is wanted, from the dataset's edge
-        on; how many; and how many of the dimension lie in the cells before.
+        (cells,): number of the grid cell; first wanted element, counted from the dataset's edge;
+        the number of elements; and the number of elements in earlier cells.
     step
-        Between elements that are wanted.
+        Between wanted elements.
     total
-        How many are wanted of the whole dimension.
+        The number of wanted elements of the whole dimension.
     """
 
     cell: Int64s
@@ -112,7 +112,7 @@ class Cells(NamedTuple):
 
 
 def cells_of(size: int, cell_size: int, wanted: slice | None) -> Cells:
-    """Cut what is wanted of a dimension (None: all of it) at the borders of its cells."""
+    """Cut the wanted elements of a dimension (None: all) at the borders of its cells."""
     start, _, step = (wanted or slice(None)).indices(size)
     cells = np.arange(-(-size // max(1, cell_size)), dtype=np.int64)
     low, extent = wanted_of_cells(cells, size, cell_size, wanted)
@@ -122,14 +122,14 @@ def cells_of(size: int, cell_size: int, wanted: slice | None) -> Cells:
 
 
 def num_wanted(size: int, wanted: slice | None) -> int:
-    """Return how many elements of a dimension are wanted."""
+    """Return the number of wanted elements of a dimension."""
     return len(range(*(wanted or slice(None)).indices(size)))
 
 
 def wanted_of_cells(
     cells: Int64s, size: int, cell_size: int, wanted: slice | None
 ) -> tuple[Int64s, Int64s]:
-    """Return how many wanted elements lie before each of some cells, and how many in it."""
+    """Return the number of wanted elements before each of some cells, and in it."""
     start, _, step = (wanted or slice(None)).indices(size)
     count = num_wanted(size, wanted)
     low = np.clip(-(-(cells * cell_size - start) // step), 0, count)
@@ -208,7 +208,7 @@ def shape_of(leaf: Leaf, kind: Kind, whole: DatasetLayout, is_whole: bool) -> Sh
 
 
 def shape_of_small(leaf: Leaf, samples: int, whole: DatasetLayout) -> Shape:
-    """Return how rows lie in a small dataset, taken as one chunk of at most so many rows."""
+    """Return how rows lie in a small dataset, taken as one chunk of at most `samples` rows."""
     layout = leaf.layout
     itemsize, row_nbytes = layout.dtype.itemsize, layout.row_nbytes
     stride = np.array([itemsize], np.int64)
@@ -240,9 +240,10 @@ def _fill_of(leaf: Leaf) -> NDArray[np.uint8]:
 def _row_strides(
     whole: DatasetLayout, region: Region, counts: Sequence[int], extra: Sequence[int]
 ) -> tuple[list[int], int]:
-    """Return how far apart elements are in a row of the batch, by dimension of the source's rows.
+    """Return the strides in a row of the batch per dimension of the source's rows, and the offset.
 
-    And the first byte. Dimensions of the two agree in their order, but for those of extent 1.
+    The offset is that of the first byte. The dimensions of both are in the same order, except for
+    those of extent 1.
     """
     row_shape = whole.row_shape
     strides = np.cumprod((whole.dtype.itemsize, *row_shape[:0:-1]), dtype=np.int64)[::-1]

@@ -1,8 +1,8 @@
-"""Defines `AlikeParts`: the parts of a dataset that lie in many datasets which are alike.
+"""Defines `AlikeParts`: parts of a dataset that lie in many similar datasets.
 
-Thousands of groups of a file hold datasets of one kind, which differ in their length and in where
-their bytes lie. What they share is one layout here, and what differs are arrays; so a dataset more
-is a few numbers more. A part is made an object when it is asked for.
+Thousands of groups of a file hold datasets of one kind that differ in length and address. Here, the
+common facts are one layout, and the differences are arrays; so another dataset costs a few numbers.
+A part becomes an object on request.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from h5async.index.slabs import Slab
 
 Int64s = NDArray[np.int64]
 
-_FEW = 16  # datasets, for which arrays are not worth it
-# What differs, and what a dataset that others are like must not have.
+_FEW = 16  # datasets: arrays do not pay for fewer
+# The differences, and facts that a similar dataset must not have.
 _DIFFERENT = ("path", "shape", "offset", "stored_nbytes", "chunks", "indexed")
 _NOT_ALIKE = ("values", "parts", "sources", "attached", "heaps", "sequences", "spans")
 
 
 class AlikeColumns(NamedTuple):
-    """What differs between datasets that are alike.
+    """The differences between similar datasets.
 
     Attributes
     ----------
     paths
         Of the datasets.
     first, rows
-        int64 (n,): the first sample of the whole that each holds, and how many.
+        int64 (n,): the first sample of the whole that each holds, and the number of samples.
     offset, stored_nbytes
-        int64 (n,): as of their layouts.
+        int64 (n,): as in their layouts.
     chunks
-        The chunk tables, one after the other, all of whole grids; None: they have no chunks.
+        The chunk tables, concatenated, all of whole grids; None if they have no chunks.
     """
 
     paths: Sequence[str]
@@ -50,26 +50,26 @@ class AlikeColumns(NamedTuple):
 
 
 class AlikeParts(Sequence[Part]):
-    """Parts that are whole datasets of one kind, one after the other. Immutable, picklable.
+    """Parts that are whole datasets of one kind, concatenated. Immutable, picklable.
 
     Parameters
     ----------
     like
         The layout of one of the datasets.
     columns
-        What differs.
+        The differences.
     """
 
     def __init__(self, like: DatasetLayout, columns: AlikeColumns) -> None:
         self.like = like
         self.columns = columns
-        self._made: dict[int, Part] = {}  # so that a dataset is one object, however often asked for
+        self._made: dict[int, Part] = {}  # so that a dataset is one object, however often requested
         self.chunk_begin = np.zeros(columns.rows.size + 1, np.int64)
         np.cumsum(self.chunk_counts, out=self.chunk_begin[1:])
 
     @property
     def chunk_counts(self) -> Int64s:
-        """int64 (n,): how many chunks each dataset has."""
+        """int64 (n,): the number of chunks per dataset."""
         like, rows = self.like, self.columns.rows
         if not like.chunk_shape:
             return np.zeros(rows.size, np.int64)
@@ -83,7 +83,6 @@ class AlikeParts(Sequence[Part]):
         return AlikeParts, (self.like, self.columns)
 
     def __len__(self) -> int:
-        """Return how many datasets there are."""
         return len(self.columns.paths)
 
     @overload
@@ -99,7 +98,6 @@ class AlikeParts(Sequence[Part]):
         return self._made.setdefault(number, self._part(number)) if found is None else found
 
     def __iter__(self) -> Iterator[Part]:
-        """Iterate over all parts."""
         return map(self.__getitem__, range(len(self)))
 
     def _part(self, number: int) -> Part:
@@ -125,7 +123,7 @@ class AlikeParts(Sequence[Part]):
 
     @property
     def largest(self) -> list[Part]:
-        """The parts of the dataset of most rows, and of the one with the largest stored chunk.
+        """The parts with the most rows, and with the largest stored chunk.
 
         No other one needs more memory.
         """
@@ -145,7 +143,7 @@ class AlikeParts(Sequence[Part]):
 
 
 def alike_parts(parts: tuple[Part, ...] | AlikeParts) -> tuple[Part, ...] | AlikeParts:
-    """Return parts as `AlikeParts`, where they are whole datasets of one kind; else as they are."""
+    """Return parts as `AlikeParts` if they are whole datasets of one kind; otherwise unchanged."""
     if isinstance(parts, AlikeParts) or len(parts) < _FEW:
         return parts
     like = parts[0].source
@@ -183,7 +181,7 @@ def _is_plain(layout: DatasetLayout) -> bool:
 
 
 def _are_alike(like: DatasetLayout, other: DatasetLayout) -> bool:
-    """Tell whether datasets differ in nothing but what `AlikeColumns` has."""
+    """Return whether datasets differ only in the facts of `AlikeColumns`."""
     if not all(map(_is_plain, (like, other))):
         return False
     ours, theirs = like.__dict__, other.__dict__
@@ -219,7 +217,7 @@ def _joined(tables: Sequence[ChunkTable]) -> ChunkTable | None:
 
 
 def kinds_of(layout: DatasetLayout) -> Iterator[tuple[DatasetLayout, int]]:
-    """Yield leaves, and how many each stands for; none of these needs more memory."""
+    """Yield leaves, each with the number of leaves like it that need no more memory."""
     if not layout.parts:
         yield layout, 1
     elif isinstance(layout.parts, AlikeParts):

@@ -1,6 +1,6 @@
 """Defines selections of indices along one dimension: `Slab`, a regular one, and `Blocks`, any.
 
-And `runs_between`, which pairs the indices of two selections.
+`runs_between` pairs the indices of two selections.
 """
 
 from __future__ import annotations
@@ -40,33 +40,33 @@ class Slab:
 
     @property
     def size(self) -> int:
-        """How many indices are selected."""
+        """The number of selected indices."""
         return self.count * self.block
 
     @property
     def end(self) -> int:
-        """The index after the last one, 0 where none is selected."""
+        """One past the last index; 0 if none is selected."""
         return self.start + (self.count - 1) * self.stride + self.block if self.size else 0
 
     @property
     def is_run(self) -> bool:
-        """Whether the indices are neighbours."""
+        """Whether the indices are adjacent."""
         return self.count == 1 or self.stride == self.block
 
     @property
     def num_blocks(self) -> int:
-        """Of how many runs of neighbours it consists."""
+        """The number of runs of adjacent indices."""
         return 1 if self.is_run else self.count
 
     def blocks(self) -> tuple[Int64s, Int64s]:
-        """Return the first index and the length of each run of neighbours."""
+        """Return the first index and the length of each run of adjacent indices."""
         if self.is_run:
             return np.array([self.start], np.int64), np.array([self.size], np.int64)
         first = self.start + np.arange(self.count, dtype=np.int64) * self.stride
         return first, np.full(self.count, self.block, np.int64)
 
     def as_slice(self) -> slice | None:
-        """Return it as a slice, or None where no slice selects the same."""
+        """Return an equivalent slice, or None."""
         if self.is_run:
             return slice(self.start, self.start + self.size)
         if self.block == 1:
@@ -74,7 +74,7 @@ class Slab:
         return None
 
     def ordinal(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return which of the selected indices each index is; -1 where it is not selected."""
+        """Return the ordinal of each index; -1 if it is not selected."""
         block, inside = np.divmod(index - self.start, self.stride)
         is_selected = (block >= 0) & (block < self.count) & (inside < self.block)
         return np.where(is_selected, block * self.block + inside, -1)
@@ -87,7 +87,7 @@ class Slab:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blocks:
-    """Any indices along one dimension: blocks of neighbours, one after the other, in any order.
+    """Any indices along one dimension: blocks of adjacent ones, concatenated in any order.
 
     Attributes
     ----------
@@ -100,7 +100,7 @@ class Blocks:
 
     @classmethod
     def of(cls, first: Int64s, length: Int64s) -> Slab | Blocks:
-        """Return a selection of one block or more; neighbours that follow each other are joined."""
+        """Return a selection of one block or more; adjacent blocks are joined."""
         is_new = np.concatenate(([True], first[1:] != first[:-1] + length[:-1]))
         begin = np.cumsum(length) - length
         if np.count_nonzero(is_new) == 1:
@@ -109,31 +109,31 @@ class Blocks:
 
     @property
     def size(self) -> int:
-        """How many indices are selected."""
+        """The number of selected indices."""
         return int(self.begin[-1])
 
     @property
     def start(self) -> int:
-        """The least index."""
+        """The smallest index."""
         return int(self.first.min())
 
     @property
     def end(self) -> int:
-        """The index after the largest one."""
+        """One past the largest index."""
         return int((self.first + np.diff(self.begin)).max())
 
     @property
     def is_run(self) -> bool:
-        """Whether the indices are neighbours: that would be a `Slab`."""
+        """Whether the indices are adjacent: that would be a `Slab`."""
         return False
 
     @property
     def num_blocks(self) -> int:
-        """Of how many runs of neighbours it consists."""
+        """The number of runs of adjacent indices."""
         return self.first.size
 
     def blocks(self) -> tuple[Int64s, Int64s]:
-        """Return the first index and the length of each run of neighbours."""
+        """Return the first index and the length of each run of adjacent indices."""
         return self.first, np.diff(self.begin)
 
     def as_slice(self) -> slice | None:
@@ -141,10 +141,7 @@ class Blocks:
         return None
 
     def ordinal(self, index: Int64s) -> Int64s:
-        """Return which of the selected indices each index is; -1 where it is not selected.
-
-        The blocks must be in ascending order.
-        """
+        """Return the ordinal of each index, or -1; the blocks must be in ascending order."""
         block = np.searchsorted(self.first, index, side="right") - 1
         ordinal = self.begin[block] + index - self.first[block]
         return np.where((block >= 0) & (ordinal < self.begin[block + 1]), ordinal, -1)
@@ -159,14 +156,14 @@ Selection = Slab | Blocks
 
 
 class PairedRuns(NamedTuple):
-    """Runs of indices, and which index of another selection belongs to each.
+    """Runs of indices, each paired with indices of another selection.
 
     Attributes
     ----------
     first, length
         int64 (n,): of each run.
     row, step
-        int64 (n,): what belongs to the first index, and how far apart those are of its neighbours.
+        int64 (n,): the partner of the first index, and the distance between partners.
     """
 
     first: Int64s
@@ -176,7 +173,7 @@ class PairedRuns(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many runs there are."""
+        """The number of runs."""
         return self.first.size
 
     @classmethod
@@ -186,16 +183,13 @@ class PairedRuns(NamedTuple):
 
     @classmethod
     def joined(cls, several: Sequence[PairedRuns]) -> PairedRuns:
-        """Return the runs of several (one or more), one after the other."""
+        """Return the runs of several (one or more), concatenated."""
         return cls(*map(np.concatenate, zip(*several, strict=True)))
 
     def single_steps(self) -> PairedRuns:
-        """Return the same pairs, with runs of one index where rows do not follow each other.
+        """Return the same pairs; runs whose rows are not adjacent become runs of one index.
 
-        Raises
-        ------
-        TooManyRunsError
-            If there would be more than `MOST_RUNS`.
+        TooManyRunsError if there would be more than `MOST_RUNS`.
         """
         if (self.step == 1).all():
             return self
@@ -213,7 +207,7 @@ class PairedRuns(NamedTuple):
 
 
 def most_runs(ours: Selection, theirs: Selection) -> int:
-    """Return how many runs `runs_between` finds, at most, without listing them."""
+    """Return the maximum number of runs from `runs_between`, without listing them."""
     if ours.is_run and isinstance(theirs, Slab) and theirs.block == 1:
         return 1
     return ours.num_blocks + theirs.num_blocks
@@ -222,10 +216,7 @@ def most_runs(ours: Selection, theirs: Selection) -> int:
 def runs_between(ours: Selection, theirs: Selection) -> PairedRuns:
     """Pair the indices of two selections by their ordinals.
 
-    Raises
-    ------
-    TooManyRunsError
-        If there would be more than `MOST_RUNS`.
+    TooManyRunsError if there would be more than `MOST_RUNS` runs.
     """
     if most_runs(ours, theirs) > MOST_RUNS:
         raise TooManyRunsError

@@ -1,8 +1,8 @@
-"""Finds datasets that are small and many, so that a reader keeps them in memory whole.
+"""Finds small datasets that are numerous, so that a reader keeps them in memory whole.
 
-Where a field's rows lie in a few files, looking at a file costs little for each of its rows in a
-batch. Where they lie in a thousand, such as the labels beside each recording, nearly each row costs
-a look at a file of its own: then it is cheaper to keep them, as decoded chunks are kept. Pure.
+If a field's rows lie in a few files, checking a file costs little per row of a batch. If they lie
+in a thousand, such as the labels beside each recording, nearly each row costs a check of another
+file: then it is cheaper to keep them, like decoded chunks. Pure.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from h5async.core.tablestructures import KEPT_OVERHEAD_NBYTES
 from h5async.index.layout import DatasetLayout
 from h5async.index.similardatasets import AlikeParts
 
-SMALL_NBYTES = 1 << 16  # of a dataset: to read it whole takes little longer than to read a row
+SMALL_NBYTES = 1 << 16  # of a dataset: reading all takes little longer than reading a row
 MANY = 16  # datasets
 
 
 class KeptNbytes(NamedTuple):
-    """What it takes to keep all that a field can keep.
+    """The memory to keep everything of a field that can be kept.
 
     Attributes
     ----------
     encoded
-        Its chunks that have to be decoded.
+        Its chunks that must be decoded.
     small
-        Its small datasets without filters; 0: they are few, and are not kept.
+        Its small datasets without filters; 0 if they are few, and not kept.
     """
 
     encoded: int
@@ -37,7 +37,7 @@ class KeptNbytes(NamedTuple):
 
 
 def kept_whole_nbytes(layout: DatasetLayout) -> KeptNbytes:
-    """Return what it takes to keep all chunks of a field, and all of its small datasets."""
+    """Return the memory to keep all chunks of a field, and all of its small datasets."""
     if isinstance(layout.parts, AlikeParts):
         return _kept_of_alike(layout.parts)
     leaves = {id(leaf): leaf for leaf in layout.leaves()}.values()
@@ -66,7 +66,7 @@ def _kept_of_alike(parts: AlikeParts) -> KeptNbytes:
 
 
 def addresses_of_small(parts: AlikeParts) -> NDArray[np.int64]:
-    """Return `address_of_small` of each of datasets that are alike; -1: it is another one."""
+    """Return `address_of_small` per dataset of similar ones; -1 for None."""
     like, columns = parts.like, parts.columns
     none = np.full(len(parts), -1, np.int64)
     if like.fallback_reason is not None or not like.rows_are_whole or like.filters:
@@ -82,10 +82,7 @@ def addresses_of_small(parts: AlikeParts) -> NDArray[np.int64]:
 
 
 def address_of_small(layout: DatasetLayout) -> int | None:
-    """Return where a small dataset lies in its file; None: it is another one.
-
-    Its rows follow each other there as they are, from the first to the last.
-    """
+    """Return the address of a small dataset with contiguous rows; None for other datasets."""
     if layout.fallback_reason is not None or layout.values is not None or layout.parts:
         return None
     if not layout.rows_are_whole or layout.filters or not 0 < layout.nbytes <= SMALL_NBYTES:

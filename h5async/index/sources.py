@@ -1,7 +1,6 @@
 """Finds the sources of a virtual dataset, and reads their layouts.
 
-They may lie in other files, which are opened only where that is permitted, and may be virtual
-themselves.
+They may lie in other files, which are opened only if permitted, and may be virtual themselves.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from pathlib import Path
 import h5py
 
 from h5async.errors import DatasetError, H5AsyncError
-from h5async.index.fillvalue import fill_value
 from h5async.index.filterpipeline import left_to_hdf5
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Located, MissingError, Reach, locate, open_permitted
 from h5async.index.mappings import Mapping, mapped_files, read_mappings, source_series
 from h5async.index.obstacles import NotDirectError
+from h5async.index.opendataset import fill_value
 from h5async.index.virtual import virtual_parts
 from h5async.spelling import named
 from h5async.system.interruptions import interruption
@@ -40,7 +39,7 @@ class VirtualSources:
     reach
         Which other files may be opened.
     depth
-        How many virtual datasets the virtual dataset is itself a source of, one within the other.
+        The number of virtual datasets that the virtual dataset is a nested source of.
     index
         Reads the layout of a source.
     where
@@ -56,15 +55,15 @@ class VirtualSources:
         self._index = index
         self._where = where
         self._mappings: list[Mapping] = []  # once `find` has read them
-        # By names of file and dataset, and the axis of the samples; None: it is missing, and may
-        # be.
+        # By names of file and dataset, and the sample axis; None: it is missing, which is
+        # permitted.
         self._found: dict[tuple[str, str, int], DatasetLayout | None] = {}
 
     def find(self, plist: h5py.h5p.PropDCID) -> None:
         """Find the sources, before HDF5 does.
 
-        HDF5 opens those of unlimited mappings to tell the shape. So those must be permitted first,
-        exist, and be free of loops, in which HDF5 would never end.
+        HDF5 opens those of unlimited mappings to determine the shape. So those must be permitted
+        first, exist, and be free of loops, in which HDF5 would never end.
 
         Raises
         ------
@@ -90,13 +89,7 @@ class VirtualSources:
                     break
 
     def layout(self, layout: DatasetLayout, plist: h5py.h5p.PropDCID) -> DatasetLayout:
-        """Return the layout of the virtual dataset, with its sources and parts.
-
-        Raises
-        ------
-        DatasetError
-            As `find` does.
-        """
+        """Return the layout of the virtual dataset, with sources and parts; raises like `find`."""
         names = dict.fromkeys(mapped_files(self._mappings, layout.shape))
         sources = [self._get(*name, 0) for name in names]
         there = tuple(source for source in sources if source is not None)
@@ -126,7 +119,7 @@ class VirtualSources:
         return self._found[key]
 
     def _path(self, file_name: str, dataset_name: str, may_be_missing: bool) -> Path | None:
-        """Return the file of a source, or None where it is missing and may be."""
+        """Return the file of a source, or None if it is missing and may be."""
         holder = Path(self._file.filename).absolute()
         if file_name == ".":
             return holder

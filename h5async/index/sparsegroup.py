@@ -1,8 +1,8 @@
 """Finds sparse matrices whose rows are samples: a path in a file enters, a `SparseGroup` leaves.
 
-A matrix is a group of three flat datasets: AnnData's, which says ``encoding-type`` or, before 0.7,
-``h5sparse_format``; or that of 10x Genomics, whose columns are cells, and which is read as its
-transpose.
+A matrix is a group of three flat datasets: AnnData's, with the attribute ``encoding-type`` or,
+before 0.7, ``h5sparse_format``; or that of 10x Genomics, whose columns are cells, and which is read
+as its transpose.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class SparseGroup:
     Attributes
     ----------
     where
-        What messages call it: ``'a.h5ad: group "X"'``.
+        Its name in messages: ``'a.h5ad: group "X"'``.
     shape
         Samples, and columns.
     data, indices, indptr
-        Flat datasets: the values of all samples, their columns, and (samples + 1,) where those of
-        each sample begin and end. Nothing of what they hold is checked yet: see `row_offsets`.
+        Flat datasets: the values of all samples, their columns, and the (samples + 1,) bounds of
+        samples. Their content is not checked yet: see `row_offsets`.
     is_transposed
         Whether the file calls samples columns.
     """
@@ -51,12 +51,12 @@ class SparseGroup:
 
     @property
     def num_values(self) -> int:
-        """How many values are stored."""
+        """The number of stored values."""
         return self.data.num_samples
 
 
 def sparse_group(file: h5py.File, path: str, reach: Reach = BESIDE) -> SparseGroup | None:
-    """Return the sparse matrix that a path leads to; None: it leads to none.
+    """Return the sparse matrix at a path, or None.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ def sparse_group(file: h5py.File, path: str, reach: Reach = BESIDE) -> SparseGro
             return None
         if form == "csc":
             raise DatasetError(
-                f"{where} is a matrix of compressed columns (CSC), of which a row lies anywhere;"
+                f"{where} is a matrix of compressed columns (CSC), in which rows are scattered;"
                 f" store compressed rows: {_conversion(located)}"
             )
         indexer = Indexer(located.file, reach)
@@ -106,14 +106,7 @@ def names_beside(file: h5py.File, path: str, reach: Reach = BESIDE) -> tuple[str
     """Return the paths of the names and the ids of a matrix's columns, if they lie beside it.
 
     10x Genomics writes ``features/name`` and ``features/id``, before version 3 ``gene_names`` and
-    ``genes``.
-
-    Raises
-    ------
-    ReadError
-        If the group cannot be read.
-    UnsafeFileError
-        If a link leads to a file that `reach` does not permit.
+    ``genes``. Raises `ReadError` and `UnsafeFileError` like `sparse_group`.
     """
     with contextlib.ExitStack() as files:
         found = _group_at(file, path, reach, files)
@@ -130,7 +123,7 @@ def names_beside(file: h5py.File, path: str, reach: Reach = BESIDE) -> tuple[str
 def _group_at(
     file: h5py.File, path: str, reach: Reach, files: contextlib.ExitStack
 ) -> tuple[Located, h5py.Group, str] | None:
-    """Return the group at a path, and what messages call it; None: there is none."""
+    """Return the group at a path, and its name in messages; None if there is none."""
     located, node = find(file, path, reach, files)
     if located is None or not isinstance(node, h5py.h5g.GroupID):
         return None
@@ -138,14 +131,7 @@ def _group_at(
 
 
 def row_offsets(indptr: NDArray[Any], group: SparseGroup) -> NDArray[np.int64]:
-    """Check where rows begin and end.
-
-    Parameters
-    ----------
-    indptr
-        (samples + 1,), of integers: all values of ``group.indptr``.
-    group
-        The matrix.
+    """Check the bounds of rows: `indptr` holds all values of ``group.indptr``.
 
     Returns
     -------
@@ -179,12 +165,9 @@ def row_offsets(indptr: NDArray[Any], group: SparseGroup) -> NDArray[np.int64]:
 def find(
     file: h5py.File, path: str, reach: Reach, files: contextlib.ExitStack
 ) -> tuple[Located | None, h5py._objects.ObjectID | None]:
-    """Follow a path, and open the object there; (None, None): there is none, or a part of one.
+    """Follow a path and open the object there; (None, None) if nothing, or a member, is there.
 
-    Raises
-    ------
-    H5AsyncError
-        As of `locate`, and a `ReadError` where the object is damaged.
+    Raises like `locate`, and `ReadError` if the object is damaged.
     """
     with reading(f'{file.filename}: "{path}"'):
         try:
@@ -198,7 +181,7 @@ def find(
 
 @contextlib.contextmanager
 def reading(where: str) -> Any:
-    """Turn what h5py raises of damaged metadata into a `ReadError` that begins with `where`."""
+    """Turn h5py's errors for damaged metadata into a `ReadError` that begins with `where`."""
     try:
         yield
     except H5AsyncError:
@@ -210,13 +193,13 @@ def reading(where: str) -> Any:
 
 
 def text_attribute(node: h5py.Group | h5py.Dataset, name: str) -> str | None:
-    """Return an attribute that is a string; None: there is none."""
+    """Return an attribute that is a string, or None."""
     value = node.attrs.get(name)
     return name_text(value) if isinstance(value, str | bytes) else None
 
 
 def _form_of(group: h5py.Group, where: str) -> tuple[str | None, tuple[int, int]]:
-    """Return how a matrix is stored ("csr", "csc", "10x"), and its shape in the file's words."""
+    """Return how a matrix is stored ("csr", "csc", "10x"), and its shape as stored."""
     for name, of_shape in (("encoding-type", "shape"), ("h5sparse_format", "h5sparse_shape")):
         form = _FORMATS.get(text_attribute(group, name) or "")
         if form is not None:
@@ -229,7 +212,7 @@ def _form_of(group: h5py.Group, where: str) -> tuple[str | None, tuple[int, int]
 
 
 def _two_numbers(group: h5py.Group, name: str) -> Any:
-    """Return the values of a dataset of two, which lie in this file; None: it is none."""
+    """Return the values of a dataset of two numbers in this file, or None."""
     if not isinstance(group.get(name, getlink=True), h5py.HardLink):
         return None
     found = group[name]
@@ -247,7 +230,7 @@ def _shape_of(value: object, what: str) -> tuple[int, int]:
 
 
 def _require_fit(parts: dict[str, DatasetLayout], shape: tuple[int, int], where: str) -> None:
-    """Raise where datasets are not flat, of these dtypes, and as long as each other."""
+    """Raise DatasetError unless the datasets are flat, of these dtypes, and of matching lengths."""
     for name, kinds in (("data", "biufc"), ("indices", "iu"), ("indptr", "iu")):
         layout = parts[name]
         if len(layout.shape) != 1 or layout.dtype.kind not in kinds:
@@ -268,7 +251,7 @@ def _require_fit(parts: dict[str, DatasetLayout], shape: tuple[int, int], where:
 
 
 def _conversion(located: Located) -> str:
-    """Return a command that writes a copy of a file, in which a matrix has compressed rows."""
+    """Return a command that copies a file and compresses the rows of a matrix."""
     name = located.file.filename
     stem, dot, suffix = name.rpartition(".")
     copy = f"{stem}.csr.{suffix}" if dot else f"{name}.csr"

@@ -1,7 +1,7 @@
-"""Tells what h5py makes of a stored type: its dtype, and whether stored bytes are NumPy's.
+"""Determines h5py's dtype for a stored type, and whether the stored bytes are NumPy's.
 
-Most datasets of a file, and of a thousand files, have one of a few types. So what was found out is
-kept by the encoded type.
+Most datasets of a file, and of a thousand files, have one of a few types. So results are kept by
+the encoded type.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _MOST_TEXTS = 64  # strings in an element
 
 
 class StoredType(NamedTuple):
-    """What h5py makes of a type.
+    """The NumPy equivalent of a type.
 
     Attributes
     ----------
     dtype
-        As h5py gives it.
+        As in h5py.
     is_numpys
         Whether the stored bytes are NumPy's, once strings are converted.
     text
-        The strings to convert in each element, or in each of those that an array type has.
+        The strings to convert in each element, or in each element of an array type.
     conversion
-        Parameters of the filter that makes NumPy's elements of the stored ones, strings converted
-        (`codec/storedelements.py`); empty: there is none.
+        Parameters of the filter that converts stored elements to NumPy's, including strings
+        (`codec/storedelements.py`); empty if there is none.
     """
 
     dtype: np.dtype[Any]
@@ -50,13 +50,7 @@ class StoredType(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def describe(encoded: bytes) -> StoredType:
-    """Describe a type, as H5Tencode encodes it.
-
-    Raises
-    ------
-    Exception
-        Any, where h5py has no dtype for it.
-    """
+    """Describe a type as encoded by H5Tencode; raises any exception if h5py has no dtype."""
     stored = h5py.h5t.decode(encoded)
     dtype = stored.dtype
     if _is_stored_as(stored, dtype):
@@ -73,7 +67,7 @@ def describe(encoded: bytes) -> StoredType:
 
 
 def _steps_of(stored: h5py.h5t.TypeID, dtype: np.dtype[Any]) -> list[Step] | None:
-    """Return what makes an element of NumPy's of a stored one; None: only HDF5 can."""
+    """Return the conversion of a stored element to NumPy's; None if only HDF5 has one."""
     nbytes, size = dtype.itemsize, int(stored.get_size())
     if isinstance(stored, h5py.h5t.TypeArrayID) and dtype.subdtype is not None:
         return _steps_of_array(stored, dtype)
@@ -82,7 +76,7 @@ def _steps_of(stored: h5py.h5t.TypeID, dtype: np.dtype[Any]) -> list[Step] | Non
         for i, name in enumerate(names):
             member, to = dtype.fields[name][:2]
             more = _steps_of(stored.get_member_type(i), member)
-            # (h5py has a longer member overlap the next one.)
+            # (In h5py a longer member overlaps the next one.)
             if more is None or stored.get_nmembers() != len(names) or to < end:
                 return None
             end = to + member.itemsize
@@ -128,7 +122,7 @@ def _steps_of_array(stored: h5py.h5t.TypeID, dtype: np.dtype[Any]) -> list[Step]
 
 
 def _texts_of(stored: h5py.h5t.TypeID, dtype: np.dtype[Any], offset: int) -> list[Text] | None:
-    """Return the strings that differ from NumPy's; None: something else does."""
+    """Return the strings that differ from NumPy's; None if anything else does."""
     if isinstance(stored, h5py.h5t.TypeStringID):
         if stored.is_variable_str() or dtype.kind != "S" or dtype.itemsize != stored.get_size():
             return None
@@ -153,7 +147,7 @@ def _texts_of(stored: h5py.h5t.TypeID, dtype: np.dtype[Any], offset: int) -> lis
                 return None
             found += more
             inside += member.itemsize
-        # HDF5 leaves gaps between members as they are in memory, where it converts any.
+        # When HDF5 converts any member, it leaves gaps between members unchanged in memory.
         return found if inside == dtype.itemsize else None
     if isinstance(stored, h5py.h5t.TypeArrayID) and dtype.subdtype is not None:
         count = math.prod(dtype.shape)
@@ -167,14 +161,14 @@ def _texts_of(stored: h5py.h5t.TypeID, dtype: np.dtype[Any], offset: int) -> lis
 
 
 def _is_stored_as(stored: h5py.h5t.TypeID, dtype: np.dtype[Any]) -> bool:
-    """Tell whether the bytes of a stored type are those of a dtype."""
+    """Return whether the bytes of a stored type are those of a dtype."""
     is_equal = None
     with suppressing(Exception):  # a type that h5py can read but not write
         is_equal = bool(stored.equal(h5py.h5t.py_create(dtype, logical=True)))
     if is_equal is not False:
         return bool(is_equal)
     if isinstance(stored, h5py.h5t.TypeIntegerID) and stored.get_size() == 1:
-        # A byte order means nothing to a byte, but makes types unequal.
+        # The byte order of a byte has no meaning, but makes types unequal.
         is_whole = stored.get_precision() == 8 and stored.get_offset() == 0
         is_signed = stored.get_sign() != h5py.h5t.SGN_NONE
         return is_whole and dtype == np.dtype("i1" if is_signed else "u1")

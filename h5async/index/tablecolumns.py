@@ -1,7 +1,7 @@
 """Finds columns of tables that are stored as two datasets: categorical and nullable ones.
 
-A path in a file enters; a `Column` leaves, which says where its numbers lie. Such are columns of
-AnnData's ``obs`` and ``var``.
+A path in a file enters; a `Column` leaves with the position of its numbers. AnnData's ``obs`` and
+``var`` have such columns.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ class Column:
     Attributes
     ----------
     where
-        What messages call it: ``'a.h5ad: column "obs/cell_type"'``.
+        Its name in messages: ``'a.h5ad: column "obs/cell_type"'``.
     values
-        A flat dataset: the codes of a categorical, -1 where there is no value; else the values.
+        A flat dataset: for a categorical its codes, with -1 for no value; otherwise the values.
     categories
-        Of a categorical: their dataset; strings of variable length as (n,) bytes objects. See
+        For a categorical: their dataset; variable-length strings as (n,) bytes objects. See
         `category_names`.
     is_ordered
         Whether the categories have an order.
     mask
-        Of a nullable column: a flat dataset, True where there is no value.
+        For a nullable column: a flat dataset, True if there is no value.
     """
 
     where: str
@@ -56,7 +56,7 @@ class Column:
 
 
 def column(file: h5py.File, path: str, reach: Reach = BESIDE) -> Column | None:
-    """Return the categorical or nullable column that a path leads to; None: it leads to none.
+    """Return the categorical or nullable column at a path, or None.
 
     Parameters
     ----------
@@ -105,17 +105,7 @@ def column(file: h5py.File, path: str, reach: Reach = BESIDE) -> Column | None:
 def index_of_table(file: h5py.File, path: str, reach: Reach = BESIDE) -> str:
     """Return which column of a table has the names of its rows: AnnData lets users name it.
 
-    Parameters
-    ----------
-    file, path, reach
-        As of `column`.
-
-    Raises
-    ------
-    ReadError
-        If the table cannot be read.
-    UnsafeFileError
-        If a link leads to a file that `reach` does not permit.
+    Parameters and the errors `ReadError` and `UnsafeFileError` are those of `column`.
     """
     usual = "_index"
     with contextlib.ExitStack() as files:
@@ -134,13 +124,7 @@ def index_of_table(file: h5py.File, path: str, reach: Reach = BESIDE) -> str:
 
 
 def category_names(values: NDArray[Any]) -> tuple[Any, ...]:
-    """Return categories as `str`, or as numbers.
-
-    Parameters
-    ----------
-    values
-        (n,): all values of ``column.categories``.
-    """
+    """Return categories as `str` or numbers, from all `values` of ``column.categories``."""
     return tuple(name_text(v) if isinstance(v, bytes) else v for v in values.tolist())
 
 
@@ -149,18 +133,13 @@ def union_of(
 ) -> tuple[tuple[Any, ...], list[NDArray[np.int64]]]:
     """Unite the categories of several files.
 
-    Parameters
-    ----------
-    categories
-        The names of each file.
-
     Returns
     -------
     names
-        Those of the first file, then those that the next ones add, in their order.
+        Those of the first file, then new ones of the others, in order.
     codes
-        For each file, int64 (n + 1,): ``codes[c]`` is what its code c is in the union. The last one
-        is -1, so that -1 stays what it is.
+        Per file, int64 (n + 1,): ``codes[c]`` is its code c in the union. The last one is -1, so
+        that -1 stays -1.
     """
     numbers: dict[Any, int] = {}
     codes = []
@@ -173,7 +152,7 @@ def union_of(
 def _older_categorical(
     located: Located, dataset: h5py.Dataset, reach: Reach, where: str
 ) -> Column | None:
-    """Return a column whose codes are a dataset, apart from that of their categories."""
+    """Return a column whose dataset of codes is separate from its categories."""
     path = older_categories(located, dataset.id)
     if path is None:
         return None
@@ -185,7 +164,7 @@ def _older_categorical(
 
 
 def _categories(located: Located, path: str, reach: Reach) -> DatasetLayout | NDArray[Any]:
-    """Return the categories; of pandas' nullable strings, of which each has a value, the values."""
+    """Return the categories; for pandas' nullable strings without missing values, the values."""
     with contextlib.ExitStack() as files:
         _, node = find(located.file, path, reach, files)
         if isinstance(node, h5py.h5g.GroupID):
@@ -194,7 +173,7 @@ def _categories(located: Located, path: str, reach: Reach) -> DatasetLayout | ND
 
 
 def _flat(located: Located, name: str, kinds: str, reach: Reach, where: str) -> DatasetLayout:
-    """Return the layout of a member of a group, which is flat and of these kinds of dtype."""
+    """Return the layout of a flat member of a group with these kinds of dtype."""
     layout = layout_at(Indexer(located.file, reach), f"{located.path}/{name}", 0, reach)
     return _require_flat(layout, kinds, f'{where}, dataset "{name}"')
 

@@ -1,8 +1,8 @@
-"""Tells whether a datatype is a simple one of variable length, and how its references are stored.
+"""Recognizes simple variable-length datatypes, and how their references are stored.
 
 An open dataset enters; a `VariableLength` leaves. Elements of such a dataset are references to
 sequences of values, or strings, in the global heap of the file, which `read/heaps.py` reads. A
-sequence is simple where its values have a fixed size, and are stored as NumPy has them.
+sequence is simple if its values have a fixed size and are stored like NumPy's.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _SIZES = (4, 8)  # of addresses and of sizes in a file, in bytes
 
 @dataclass(frozen=True)
 class VariableLength:
-    """How the elements of a dataset of variable length are stored.
+    """How the elements of a variable-length dataset are stored.
 
     Attributes
     ----------
     dtype
-        Of one value of a sequence, in the byte order of the file (h5py gives the native one); of
-        strings uint8. It may have dimensions (`dtype.subdtype`).
+        Of one value of a sequence, in the byte order of the file (h5py gives the native one); uint8
+        for strings. It may have dimensions (`dtype.subdtype`).
     is_text, is_ascii
-        Whether the elements are strings, and such as say that they are ASCII, not UTF-8.
+        Whether the elements are strings, and declared as ASCII, not UTF-8.
     base
-        What addresses in the file count from: the bytes of its userblock.
+        The origin of addresses in the file: the size of its userblock.
     address_nbytes, size_nbytes
         Bytes of an address and of a size in the file.
     """
@@ -45,26 +45,22 @@ class VariableLength:
 
     @property
     def reference_nbytes(self) -> int:
-        """Bytes of an element as stored; what HDF5 says of the type is its size in memory."""
+        """Bytes of an element as stored; HDF5 only returns its size in memory."""
         return 4 + self.address_nbytes + 4
 
 
 def variable_length(dataset: h5py.h5d.DatasetID) -> VariableLength | None:
-    """Return how the elements of a dataset are stored; None: they are of fixed size.
+    """Return how the elements of a dataset are stored; None if they are of fixed size.
 
-    Nothing is said of where the references lie; those of a virtual dataset count in its sources.
-
-    Parameters
-    ----------
-    dataset
-        Open, under h5py's rules for threads.
+    The references may lie anywhere; those of a virtual dataset lie in its sources. `dataset` is
+    open, under h5py's rules for threads.
 
     Raises
     ------
     NotDirectError
-        If elements are of variable length, but no simple ones: only h5py may read them.
+        If elements are of variable length, but not simple: only h5py may read them.
     Exception
-        Any of h5py's, where metadata are damaged.
+        Any of h5py's, if metadata are damaged.
     """
     stored = dataset.get_type()
     is_text = isinstance(stored, h5py.h5t.TypeStringID) and bool(stored.is_variable_str())

@@ -1,10 +1,10 @@
 """Reads the mappings of a virtual dataset: which part of which source holds which samples.
 
-A mapping pairs a selection of the virtual dataset with one, as large, of its source, both in
-C order (H5Pset_virtual of the HDF5 reference). It becomes a `Part` where both are combinations of
-what they select of each dimension, equally much, except for dimensions of extent 1; and where that
-is any set of samples, but a regular one of the other dimensions. Other datasets are left to h5py.
-Mappings of the same dataset become one part, so that there may be one for each row.
+A mapping pairs a selection of the virtual dataset with one of equal size of its source, both in C
+order (H5Pset_virtual of the HDF5 reference). It becomes a `Part` if both are combinations of
+selections per dimension of equal size, except for dimensions of extent 1; the samples may be any
+set, the other selections must be regular. h5py reads other datasets. Mappings of the same dataset
+become one part, so that there may be one per row.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def virtual_parts(
     Parameters
     ----------
     mappings
-        Which `read_mappings` found.
+        From `read_mappings`.
     whole
         Its layout, still without parts.
     source
@@ -47,7 +47,7 @@ def virtual_parts(
     Raises
     ------
     NotDirectError
-        If the mappings are of a kind that only h5py can read.
+        If only h5py can read this kind of mapping.
     """
     parts = []
     for alike in _alike(mappings, whole):
@@ -62,7 +62,7 @@ def virtual_parts(
 
 
 def _alike(mappings: Iterable[Mapping], whole: DatasetLayout) -> Iterable[list[Mapping]]:
-    """Group mappings that differ only in which samples they are of: there may be one for each."""
+    """Group mappings that differ only in their samples: there may be one per sample."""
     groups: dict[Any, list[Mapping]] = {}
     for number, mapping in enumerate(mappings):
         if mapping.obstacle:
@@ -72,9 +72,9 @@ def _alike(mappings: Iterable[Mapping], whole: DatasetLayout) -> Iterable[list[M
 
 
 def _all_but_begin(mapping: Mapping, whole: DatasetLayout) -> tuple[Any, ...] | None:
-    """Return what tells a mapping from others of runs of samples, but where these begin.
+    """Return a key for mappings of runs of samples that differ only in where these begin.
 
-    None: it is something else.
+    None for other mappings.
     """
     extents, source_extents = _extents(mapping.samples), _extents(mapping.source)
     if extents is None or source_extents is None or len(extents) != len(whole.shape):
@@ -98,7 +98,7 @@ def _all_but_begin(mapping: Mapping, whole: DatasetLayout) -> tuple[Any, ...] | 
 
 
 def _extents(selected: Selected) -> tuple[tuple[int, ...], ...] | None:
-    """Return all but where a limited hyperslab begins; None: it is something else."""
+    """Return all of a limited hyperslab except where it begins; None for others."""
     if selected is None:
         return None
     if not all(isinstance(slab, Hyperslab) and not slab.is_unlimited for slab in selected):
@@ -118,7 +118,7 @@ def _is_run(extent: tuple[int, ...]) -> bool:
 
 
 def _part_of_many(alike: list[Mapping], whole: DatasetLayout, find: FindSource) -> Part | None:
-    """Return the part of mappings that differ only in which samples they are of."""
+    """Return the part of mappings that differ only in their samples."""
     axis, first = whole.sample_axis, alike[0]
     assert first.samples is not None
     assert first.source is not None
@@ -143,7 +143,7 @@ def _part_of_many(alike: list[Mapping], whole: DatasetLayout, find: FindSource) 
 
 
 def _merged(parts: list[Part]) -> list[Part]:
-    """Make one part of those that are runs of samples of one dataset, or of pieces of them."""
+    """Merge parts that are runs of samples of one dataset, or of pieces of them."""
     groups: dict[Any, list[Part]] = {}
     for number, part in enumerate(parts):
         is_run = part.samples.is_run or isinstance(part.samples, Blocks)
@@ -170,12 +170,12 @@ def _merged_part(parts: list[Part]) -> Part:
 
 
 def _within(selected: Hyperslab | Slab | Blocks, extent: int) -> Slab | Blocks:
-    """Return the part of a selection that lies within a dimension of some extent."""
+    """Return the part of a selection within a dimension of some extent."""
     return selected.within(extent) if isinstance(selected, Hyperslab) else selected
 
 
 def _part(mapping: Mapping, whole: DatasetLayout, find: FindSource) -> Part | None:
-    """Return the part of a mapping whose numbers are filled in; None: nothing is mapped."""
+    """Return the part of a mapping whose numbers are filled in; None if nothing is mapped."""
     axis = whole.sample_axis
     selected = mapping.samples or [Slab.run(0, extent) for extent in whole.shape]
     virtual = [_within(one, extent) for one, extent in zip(selected, whole.shape, strict=True)]
@@ -226,7 +226,7 @@ def _source_selections(mapping: Mapping, layout: DatasetLayout) -> list[Slab | B
 def _cut_alike(
     mapping: Mapping, virtual: list[Slab | Blocks], source: list[Slab | Blocks]
 ) -> tuple[list[Slab | Blocks], list[Slab | Blocks]]:
-    """Cut unlimited selections to what both sides have."""
+    """Cut unlimited selections to the extent of both sides."""
     pairs = []
     for taken, a, b in zip(mapping.source or virtual, virtual, source, strict=True):
         size = min(a.size, b.size)
@@ -249,9 +249,9 @@ def _first(slab: Slab | Blocks, size: int) -> Slab | Blocks:
 
 @lru_cache(maxsize=64)
 def _source_axis(axis: int, virtual: tuple[int, ...], source: tuple[int, ...]) -> int | None:
-    """Return which dimension of a source counts the samples, by the sizes of both selections.
+    """Return the source's dimension that counts the samples, by the sizes of both selections.
 
-    None: none does, it is one sample.
+    None if there is none: the source is one sample.
     """
     pairs = _matching(virtual, source)
     if axis in pairs:
@@ -260,7 +260,7 @@ def _source_axis(axis: int, virtual: tuple[int, ...], source: tuple[int, ...]) -
 
 
 def _matching(virtual: tuple[int, ...], source: tuple[int, ...]) -> dict[int, int]:
-    """Return which dimension of the source each one of the virtual selection is."""
+    """Return the source's dimension for each one of the virtual selection."""
     if virtual == source:
         return dict(enumerate(range(len(source))))
     ours = [axis for axis, size in enumerate(virtual) if size != 1]
@@ -273,7 +273,7 @@ def _matching(virtual: tuple[int, ...], source: tuple[int, ...]) -> dict[int, in
 def _region(
     slabs: list[Slab | Blocks], shape: tuple[int, ...], axis: int
 ) -> tuple[slice, ...] | None:
-    """Return what is selected of a row, None for the whole row."""
+    """Return the selection within a row; None for the whole row."""
     rest = [a for a in range(len(shape)) if a != axis]
     if all(slabs[a].is_run and slabs[a].size == shape[a] for a in rest):
         return None
@@ -284,9 +284,9 @@ def _region(
 
 
 def _require_convertible(stored: np.dtype[Any], wanted: np.dtype[Any]) -> None:
-    """Accept conversions that NumPy makes as HDF5 does: of byte order, and of integers.
+    """Accept conversions in which NumPy equals HDF5: of byte order, and of integers without loss.
 
-    Those of integers must not lose bits. Between floats, the two differ in the bits of NaNs.
+    Between floats, the two differ in the bits of NaNs.
     """
     if stored.newbyteorder("=") == wanted.newbyteorder("="):
         return
@@ -315,7 +315,7 @@ def _require_disjoint(whole: DatasetLayout, parts: list[Part]) -> None:
 
 
 def _have_common(selections: Sequence[Slab | Blocks]) -> bool:
-    """Tell whether two of some selections share an index; memory grows with blocks, not indices."""
+    """Return whether two selections share an index; memory grows with blocks, not indices."""
     selections = [one for one in selections if one.size]
     if sum(one.num_blocks for one in selections) > MAX_BLOCKS:
         raise NotDirectError(f"a virtual dataset with mappings of more than {MAX_BLOCKS} blocks")
@@ -329,7 +329,7 @@ def _have_common(selections: Sequence[Slab | Blocks]) -> bool:
 def _overlap(
     one: tuple[slice, ...] | None, other: tuple[slice, ...] | None, shape: tuple[int, ...]
 ) -> bool:
-    """Tell whether two regions of a row share an element; None is all of it."""
+    """Return whether two regions of a row share an element; None is all of it."""
     if one is None or other is None:
         return True
     return all(

@@ -1,13 +1,21 @@
 """Visits the chunks of a dataset, as HDF5 lists them: by the compiled core, or in Python.
 
 A dataset and the grid of its chunks enter; the columns of a table leave, as HDF5 reported them.
+
+HDF5 misreports the coordinates of chunks in an extensible array, which it uses if just one
+dimension is unlimited: that dimension comes first, then the others in order, each at its maximum
+extent. When HDF5 visits the array, it uses the order of the dataset's dimensions instead
+(H5D__earray_idx_iterate_cb of H5Dearray.c). So coordinates are wrong unless the unlimited dimension
+is the first, but they give the position in the array, which gives the true ones.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import math
+import threading
 from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
@@ -18,14 +26,18 @@ from numpy.typing import NDArray
 from h5async.core.binding import address, load_core
 from h5async.core.structures import VisitStruct
 from h5async.errors import ReadError
-from h5async.index.hdf5 import function_address, stored_nbytes
+from h5async.index.chunktable import grid_of
+from h5async.index.hdf5 import EXTENSIBLE_ARRAY, function_address, stored_nbytes
+from h5async.index.obstacles import NotDirectError
 from h5async.index.opendataset import Opened
 from h5async.system.interruptions import suppressing
 
 _BLOCK_CHUNKS = 1 << 13
 _FIRST_CAPACITY = 1 << 24  # chunks: pages of memory that are not touched cost nothing
-_LEAST_VERSION = (1, 14)  # of HDF5, of which it is known how it calls a visitor
+_LEAST_VERSION = (1, 14)  # of HDF5, with a known way of calling a visitor
 _SIGNALS = "PyEval_SaveThread", "PyEval_RestoreThread", "PyErr_CheckSignals"
+MISREPORTED = "only dimension {} is unlimited: HDF5 misreports chunks"
+_MOST_POSITIONS = 1 << 40  # an array has at most 2 ** 32 (H5D_EARRAY_MAX_NELMTS_BITS)
 
 Int64s = NDArray[np.int64]
 
@@ -42,13 +54,13 @@ class Visited(NamedTuple):
     mask
         uint32: the filter mask.
     begin, end
-        The first byte of all chunks in the file, and behind the last one.
+        The first byte of all chunks in the file, and one past the last byte.
     least, most
         Bytes of the smallest and the largest chunk.
     is_ascending
-        Whether each number is higher than the one before.
+        Whether each number is higher than the previous one.
     is_apart
-        Whether each chunk begins where the one before ends, or behind it.
+        Whether each chunk begins at or after the end of the previous one.
     is_outside
         Whether a chunk does not lie in the grid; then its number is one near it.
     """
@@ -72,21 +84,21 @@ def visit_chunks(dataset: Opened, grid: Sequence[int], most: int, where: str) ->
     Parameters
     ----------
     dataset, grid
-        The dataset, and how many chunks there are along each dimension.
+        The dataset, and the number of chunks along each dimension.
     most
-        How many there may be.
+        The maximum number of chunks.
 
     Raises
     ------
     ReadError
         If there are more.
     Exception
-        What h5py raises where the index is damaged.
+        From h5py if the index is damaged.
     """
     if not math.prod(grid):
         return Visited(*_columns(0))
     visited = None
-    with suppressing(MemoryError):  # what is only reserved may be refused
+    with suppressing(MemoryError):  # a reservation may be refused
         visited = _by_core(dataset, grid, most)
     if visited is None:
         visited = _in_python(dataset, grid, most)
@@ -99,12 +111,9 @@ def visit_chunks(dataset: Opened, grid: Sequence[int], most: int, where: str) ->
 
 
 def first_unlike(dataset: Opened, grid: Sequence[int], number: Int64s, nbytes: Int64s) -> int:
-    """Look chunks up by their keys; return the index of the first of another size, or of none.
+    """Look up chunks by their keys; return the index of the first of another size.
 
-    Parameters
-    ----------
-    number, nbytes
-        (n,): the chunks, and the sizes expected. n is returned where HDF5 finds all.
+    Returns the number of chunks, `number.size`, if HDF5 finds all with their `nbytes`.
     """
     core, look_up = load_core(), function_address("H5Dget_chunk_storage_size")
     count = len(number)
@@ -124,7 +133,7 @@ def first_unlike(dataset: Opened, grid: Sequence[int], number: Int64s, nbytes: I
 
 
 def _by_core(dataset: Opened, grid: Sequence[int], most: int) -> Visited | None:
-    """Visit chunks by a compiled function; None where there is none, or HDF5 reports an error."""
+    """Visit chunks by a compiled function; None if there is none, or HDF5 reports an error."""
     core, iterate = load_core(), function_address("H5Dchunk_iter")
     if core is None or not iterate or h5py.version.hdf5_version_tuple < _LEAST_VERSION:
         return None
@@ -133,7 +142,7 @@ def _by_core(dataset: Opened, grid: Sequence[int], most: int) -> Visited | None:
     struct.save_thread, struct.restore_thread, struct.check_signals = _python_functions()
     capacity = _FIRST_CAPACITY
     while True:
-        # One more than there may be, to notice that there are more.
+        # One more than the maximum, to detect more.
         columns = _columns(min(most + 1, capacity))
         pointers = (address(column) for column in columns)
         struct.number, struct.offset, struct.nbytes, struct.mask = pointers
@@ -166,7 +175,7 @@ def _by_core(dataset: Opened, grid: Sequence[int], most: int) -> Visited | None:
 
 
 def _visit_struct(dataset: Opened, grid: Sequence[int]) -> tuple[VisitStruct, Int64s]:
-    """Return what the core needs to know of a dataset, and an array that it points to."""
+    """Return the core's description of a dataset, and an array that it points to."""
     extents = np.array([dataset.chunks, grid], np.int64)
     at = address(extents)
     struct = VisitStruct(
@@ -189,7 +198,7 @@ def _columns(count: int) -> tuple[Int64s, Int64s, Int64s, NDArray[np.uint32]]:
 
 
 def _in_python(dataset: Opened, grid: Sequence[int], most: int) -> Visited:
-    """Visit chunks by h5py; ends after one more than there may be."""
+    """Visit chunks by h5py; ends after one more than `most`."""
     blocks: list[_Block] = []
     records: list[int] = []
     append = records.extend
@@ -219,7 +228,7 @@ _Block = tuple[Int64s, Int64s, Int64s, NDArray[np.uint32], bool]
 
 
 def _numbered(records: list[int], chunk: Int64s, grid: Sequence[int]) -> _Block:
-    """Return the chunks of some records, each of which is corner, offset, bytes, filter mask."""
+    """Return the chunks of records, each of which is corner, offset, bytes, filter mask."""
     rank = chunk.size
     table = np.array(records, np.int64).reshape(-1, rank + 3)
     corners = table[:, :rank]
@@ -249,3 +258,106 @@ def _summed_up(
         is_apart=bool(apart.all()),
         is_outside=is_outside,
     )
+
+
+class Positions(NamedTuple):
+    """Converts positions in the array for a dataset's dimensions.
+
+    Attributes
+    ----------
+    axis
+        The unlimited dimension.
+    chunk
+        Dimensions of a chunk.
+    most
+        The maximum number of chunks along each dimension; 1 for the unlimited one.
+    """
+
+    axis: int
+    chunk: tuple[int, ...]
+    most: tuple[int, ...]
+
+    @property
+    def reported_grid(self) -> tuple[int, ...]:
+        """The grid in which the coordinates reported by HDF5 are numbered by their position."""
+        behind = self.most[self.axis + 1 :]
+        return (*(1,) * self.axis, _MOST_POSITIONS // math.prod(behind), *behind)
+
+    def numbers(self, position: Int64s, grid: tuple[int, ...]) -> tuple[Int64s, bool]:
+        """Return the numbers of chunks in the dataset's grid, and whether one lies outside it."""
+        along, rest = np.divmod(position, math.prod(self.most))
+        cells = list(np.unravel_index(rest, self.most))
+        cells[self.axis] = along
+        clipped = [np.minimum(cell, n - 1) for cell, n in zip(cells, grid, strict=True)]
+        is_outside = any((a != b).any() for a, b in zip(cells, clipped, strict=True))
+        return np.ravel_multi_index(tuple(clipped), grid).astype(np.int64), is_outside
+
+
+def positions_of(dataset: Opened) -> Positions | None:
+    """Return how to find chunks that HDF5 misreports; None if it reports them correctly.
+
+    NotDirectError if they cannot be found.
+    """
+    unlimited = [axis for axis, extent in enumerate(dataset.maxshape) if extent is None]
+    if len(unlimited) != 1 or unlimited == [0]:
+        return None
+    axis, kind = unlimited[0], dataset.index_kind
+    if kind not in (EXTENSIBLE_ARRAY, -1):
+        return None
+    extents = tuple(
+        size if extent is None else extent
+        for extent, size in zip(dataset.maxshape, dataset.chunks, strict=True)
+    )
+    most = grid_of(extents, dataset.chunks)
+    if kind == -1 or math.prod(most) > _MOST_POSITIONS or not _counts_positions():
+        raise NotDirectError(MISREPORTED.format(axis))
+    return Positions(axis, dataset.chunks, most)
+
+
+def visit_by_positions(
+    dataset: Opened, positions: Positions, grid: tuple[int, ...], most: int, where: str
+) -> Visited:
+    """Visit chunks like `visit_chunks`, and give each its true number."""
+    visited = visit_chunks(dataset, positions.reported_grid, most, where)
+    number, is_outside = positions.numbers(visited.number, grid)
+    return visited._replace(
+        number=number,
+        is_ascending=bool((number[1:] > number[:-1]).all()),
+        is_outside=visited.is_outside or is_outside,
+    )
+
+
+@functools.cache
+def _counts_positions() -> bool:
+    """Return whether the loaded HDF5 reports chunks as described above.
+
+    Another HDF5 may report them otherwise, or correctly. So this tests datasets in memory whose
+    chunks contain their own coordinates.
+    """
+    with suppressing(Exception):  # in any case h5py can read such datasets
+        return all(
+            _reports_positions(shape, maxshape)
+            for shape, maxshape in (((4, 6), (8, None)), ((4, 6, 3), (6, None, 9)))
+        )
+    return False
+
+
+def _reports_positions(shape: tuple[int, ...], maxshape: tuple[int | None, ...]) -> bool:
+    chunk = (2, 2, 1)[: len(shape)]
+    grid = grid_of(shape, chunk)
+    name, reported = f"h5async-{threading.get_ident()}", []
+    with h5py.File(name, "w", driver="core", backing_store=False, libver="latest") as file:
+        data = file.create_dataset("data", shape, "i4", chunks=chunk, maxshape=maxshape)
+        for number, cell in enumerate(itertools.product(*map(range, grid))):
+            corner = tuple(at * size for at, size in zip(cell, chunk, strict=True))
+            data.id.write_direct_chunk(corner, np.full(chunk, number, "i4").tobytes())
+        file.flush()
+        data.id.chunk_iter(lambda info: reported.append((info.chunk_offset, info.byte_offset)))
+        image = file.id.get_file_image()
+    most = tuple(1 if m is None else -(-m // c) for m, c in zip(maxshape, chunk, strict=True))
+    positions = Positions(maxshape.index(None), chunk, most)
+    cells = [np.array(corner) // chunk for corner, _ in reported]
+    position = np.ravel_multi_index(tuple(np.array(cells).T), positions.reported_grid)
+    numbers, is_outside = positions.numbers(position, grid)
+    stored = [int(np.frombuffer(image, "i4", 1, offset)[0]) for _, offset in reported]
+    return not is_outside and numbers.tolist() == stored

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import stat
 import threading
 from io import FileIO
 from pathlib import Path
 
 from h5async.errors import ReadError
+from h5async.io.descriptors import open_regular
 from h5async.io.maps import FileMap, IoMode, may_map
 from h5async.io.stamps import FileStamp, changed, has_swmr_writer, replaced
 from h5async.spelling import named
@@ -59,13 +59,9 @@ class LocalFile:
         self.map_address = self.map_nbytes = 0
         self._map: FileMap | None = None
         try:
-            # If a pipe lies there now, its writer may never come.
-            if file is None and stat.S_ISREG(os.stat(path).st_mode):
-                file = FileIO(path)
+            file = open_regular(path) if file is None else file
         except OSError as error:
             raise ReadError(f"cannot open {path}: {error.strerror}") from error
-        if file is None:
-            raise replaced(path)
         self._file, self.descriptor = file, file.fileno()
         if FileStamp.of(self.descriptor).file_id != expected.file_id:
             self.close()

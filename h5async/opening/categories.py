@@ -1,4 +1,4 @@
-"""Unites the categories of a column over several files, and the dtypes of its codes."""
+"""Unites the categories of a column across files, and the dtypes of its codes."""
 
 from __future__ import annotations
 
@@ -19,36 +19,31 @@ from h5async.samples.columns import Categories, no_category
 def categories_of(
     name: str, config: ReaderConfig, several: Sequence[Texts], where: Sequence[str]
 ) -> Categories:
-    """Return what the codes of a categorical field stand for, over all files.
+    """Return the united categories of a categorical field.
 
     Parameters
     ----------
     name, config
         The field, and the options.
     several, where
-        By file: the categories, and what messages call the column.
+        Per file: the categories, and the name of the column in messages.
 
     Raises
     ------
     ConfigError
-        If codes have to be mapped, and other options do not go together with that.
+        If codes must be mapped and other options do not permit that.
     """
     names, tables = union_of(several)
-    if all(one == names for one in several):  # they differ from it also where a name comes twice
+    if all(one == names for one in several):  # duplicate names make them differ from it, too
         return Categories(names)
     _check_mapping(name, config.batch_fields[name], config, where)
     return Categories(names, tuple(tables), tuple(where))
 
 
 def require_codes(codes: DatasetLayout, count: int, reach: Reach) -> None:
-    """Check that all codes of a column, over all files, are those of so many categories, or -1.
+    """Raise DatasetError unless all codes of a column, across files, are from -1 to ``count - 1``.
 
-    Raises
-    ------
-    DatasetError
-        If one is not: AnnData refuses such files, too.
-    ReadError
-        If they cannot be read.
+    AnnData rejects such files, too. ReadError if codes cannot be read.
     """
     for first, block in read_blocks(codes, reach):
         outside = (block < -1) | (block >= count)
@@ -73,13 +68,13 @@ def require_codes(codes: DatasetLayout, count: int, reach: Reach) -> None:
 def of_one_dtype(layouts: Sequence[DatasetLayout], reach: Reach) -> list[DatasetLayout]:
     """Return the codes of several files in the widest of their dtypes.
 
-    Those of other dtypes are read here, and kept: they are a few bytes for each sample.
+    Codes of other dtypes are read here and kept: a few bytes per sample.
     """
     dtypes = [layout.dtype.newbyteorder("=") for layout in layouts]
     if len(set(dtypes)) == 1 or any(dtype.kind not in "iu" for dtype in dtypes):
         return list(layouts)
     widest = np.result_type(*dtypes)
-    if widest.kind not in "iu":  # of 64 bits, with and without a sign
+    if widest.kind not in "iu":  # signed and unsigned 64-bit integers
         return list(layouts)
     return [
         layout if layout.dtype == widest else _cast(layout, widest, reach) for layout in layouts
@@ -104,7 +99,7 @@ def _cast(layout: DatasetLayout, dtype: np.dtype[np.integer], reach: Reach) -> D
 
 
 def _check_mapping(name: str, field: Field, config: ReaderConfig, where: Sequence[str]) -> None:
-    """Refuse what does not go together with codes that are mapped while they are read."""
+    """Reject options that do not permit mapping codes while they are read."""
     for is_given, option in (
         (field.scale is not None, "scale"),
         (field.offset is not None, "offset"),

@@ -1,6 +1,6 @@
 """Opens the dataset: indexes its files, and makes the orders of its samples.
 
-Options enter; the layout of each field leaves, over all files, and how samples are dealt.
+Options enter; the layout of each field across all files leaves, and the distribution of samples.
 """
 
 from __future__ import annotations
@@ -62,18 +62,14 @@ if TYPE_CHECKING:
 
 
 class OpenedDataset(NamedTuple):
-    """What is known of a dataset.
+    """An open dataset: `config` is the options with the kinds of all fields.
 
     Attributes
     ----------
-    config
-        The options, with the kinds of all fields.
     layouts
-        By name of columns, in their order.
-    shapes
-        Of sparse fields, by name.
-    categories
-        Of categorical fields, by name.
+        By column name, in order.
+    shapes, categories
+        Of sparse and of categorical fields, by name.
     """
 
     config: ReaderConfig
@@ -83,12 +79,9 @@ class OpenedDataset(NamedTuple):
 
 
 def open_dataset(config: ReaderConfig) -> OpenedDataset:
-    """Index the files one by one; the system reads the beginning of the first one meanwhile.
+    """Index the files one by one; meanwhile the system reads the beginning of the first one.
 
-    Raises
-    ------
-    H5AsyncError
-        As `AsyncReader` says.
+    Raises as in `AsyncReader`.
     """
     reach = reach_of(config)
     grouping = grouping_of(config, reach)
@@ -101,7 +94,7 @@ def open_dataset(config: ReaderConfig) -> OpenedDataset:
         try:
             layouts = _plain_layouts(config, reach, grouping)
             return OpenedDataset(config, layouts, {}, {})
-        except OtherKindError:  # nobody has told of which
+        except OtherKindError:  # the kinds were not given
             found = with_kinds(config, reach, grouping, indices)
             if found.config is config:
                 require_alike(config, reach, grouping)
@@ -118,7 +111,7 @@ def _open_alike(
     grouping: Grouping | None,
     indices: Mapping[Path, NamedIndex],
 ) -> OpenedDataset:
-    """Open a dataset whose fields' kinds are known; where that fails, say if kinds differ."""
+    """Open a dataset whose fields' kinds are known; on error, check that they are alike."""
     try:
         return _open_kinds(found, reach, grouping, indices)
     except DatasetError:
@@ -162,7 +155,7 @@ def _open_kinds(
             joined[name + INDICES] = of_field.changed(limit=limit_of(of_field, shape.columns))
     categories = _categories(config, found.columns, further)
     for name, of_column in categories.items():
-        if of_column.tables is None:  # nobody maps them, and finds those that are none
+        if of_column.tables is None:  # no mapping will find invalid ones
             require_codes(joined[name], len(of_column.names), reach)
     return OpenedDataset(config, joined, shapes, categories)
 
@@ -170,12 +163,12 @@ def _open_kinds(
 def _joined(
     config: ReaderConfig, columns: Mapping[str, Sequence[DatasetLayout]]
 ) -> dict[str, DatasetLayout]:
-    """Return the layouts of columns over all files."""
+    """Return the layouts of columns across all files."""
     joined = {name: join_layouts(several) for name, several in columns.items()}
     for name, field in config.batch_fields.items():
         if field.steps is not None:
             joined[name] = joined[name].shared()
-        if name + INDICES in joined:  # its rows are those of the values: kept once
+        if name + INDICES in joined:  # its rows are those of the values: stored once
             spans = joined[name].spans
             joined[name + INDICES] = joined[name + INDICES].changed(spans=spans)
     return joined
@@ -184,7 +177,7 @@ def _joined(
 def _shapes(
     config: ReaderConfig, further: Mapping[str, Sequence[DatasetLayout]], reach: Reach
 ) -> dict[str, SparseShape]:
-    """Return the shapes of sparse fields over all files."""
+    """Return the shapes of sparse fields across all files."""
     found = {}
     for name, field in config.batch_fields.items():
         if isinstance(field, SparseField):
@@ -206,7 +199,7 @@ def _categories(
     columns: Mapping[str, str],
     further: Mapping[str, Sequence[DatasetLayout]],
 ) -> dict[str, Categories]:
-    """Return the categories of fields over all files."""
+    """Return the categories of fields across all files."""
     found = {}
     for name in columns:
         several = further[name + CATEGORIES_OF]
@@ -216,13 +209,7 @@ def _categories(
 
 
 def _check_ragged(config: ReaderConfig) -> None:
-    """Refuse what does not go together with ragged and sparse fields.
-
-    Raises
-    ------
-    ConfigError
-        If it does not.
-    """
+    """Raise ConfigError for options that do not go together with ragged and sparse fields."""
     name, field = next(item for item in config.batch_fields.items() if is_ragged(item[1]))
     for is_given, option, remedy in (
         (config.cache == "device", f'cache="{config.cache}"', 'set cache="host"'),
@@ -238,7 +225,7 @@ def _check_ragged(config: ReaderConfig) -> None:
 def _plain_layouts(
     config: ReaderConfig, reach: Reach, grouping: Grouping | None
 ) -> dict[str, DatasetLayout]:
-    """Return the layouts of fields of one shape, by name, over all files."""
+    """Return the layouts of fields of fixed shape, by name, across all files."""
     fields = config.batch_fields
     found: dict[str, list[DatasetLayout]] = {name: [] for name in fields}
     known = layouts_of_files(config.files, fields, reach, config.index_cache, grouping)
@@ -257,7 +244,7 @@ def _plain_layouts(
 def _telling(
     known: Iterator[dict[str, DatasetLayout]], config: ReaderConfig
 ) -> Iterator[dict[str, DatasetLayout]]:
-    """Yield what is known of each file, and say after each how far this is."""
+    """Yield the layouts of each file, and report the progress after each."""
     tell = on_indexed.get()
     for number, found in enumerate(known, 1):
         yield found
@@ -266,7 +253,7 @@ def _telling(
 
 
 def grouping_of(config: ReaderConfig, reach: Reach) -> Grouping | None:
-    """Return which groups of the files are sequences; None: none are."""
+    """Return which groups of the files are sequences, or None."""
     sequences = config.sequences
     if sequences is None or sequences.groups is None:
         return None
@@ -274,34 +261,34 @@ def grouping_of(config: ReaderConfig, reach: Reach) -> Grouping | None:
 
 
 class Samplings:
-    """Orders of the samples of a dataset, each made once. Safe to use from many threads.
+    """The orders of the samples of a dataset, each made once. Thread-safe.
 
     Parameters
     ----------
     config, layouts
         What they depend on.
     chosen
-        Which samples an epoch is made of, where that is known already.
+        The samples of an epoch, if already known.
 
     Attributes
     ----------
     selection
-        Which samples an epoch is made of.
+        The samples of an epoch.
     sequences
         The sequences of rows that steps never leave.
     rows
-        By column: which rows each sample consists of; None: its own.
+        Per column: which rows each sample consists of; None means its own.
     epoch_samples
-        Positions in an epoch's order: how many are selected, or drawn.
+        The number of positions in an epoch's order: samples selected, or drawn.
     draws, sampler
-        The orders of the options `weights` and `sampler`, if there are such.
+        The orders of the options `weights` and `sampler`, if given.
     lengths
-        How many values samples count, where that says which make up a batch.
+        The number of values that samples count, if batches depend on it.
 
     Raises
     ------
     H5AsyncError
-        If what the samples are selected by does not fit the dataset, or cannot be read.
+        If the datasets that select samples do not fit the dataset, or cannot be read.
     """
 
     def __init__(
@@ -330,7 +317,7 @@ class Samplings:
             self.epoch_samples = self.sampler.size
 
     def weights_digest(self) -> str | None:
-        """Return a short text that depends on all weights; None: there are none."""
+        """Return a short digest of all weights; None if there are none."""
         return None if self.draws is None else self.draws.digest
 
     def samples(self, request: FillRequest) -> NDArray[np.int64]:
@@ -340,12 +327,9 @@ class Samplings:
         return self.at(request.order).batch_at(request.epoch, request.start)
 
     def check(self, samples: NDArray[np.int64], where: str) -> None:
-        """Check that all steps of some samples are there, where they must be.
+        """Check that samples have all the steps that they must have.
 
-        Raises
-        ------
-        ConfigError
-            If a sample is none for that; the message begins with `where`.
+        ConfigError if one does not; the message begins with `where`.
         """
         if self._all_are_possible:
             return
@@ -364,25 +348,25 @@ class Samplings:
             )
 
     def at(self, order: OrderKey) -> Sampling:
-        """Return the order of samples, and how it is dealt."""
+        """Return the order of samples, and its distribution over ranks and batches."""
         found = self._made.get(order)
         if found is None:
             what = f"{self._layouts[0].file}: the order of samples"
             with taking_memory(what, f"use {named('shuffle', 'full')}"):
                 found = self._new(*order)
-            # The others are those of epochs that are over, nearly always.
+            # The others nearly always belong to past epochs.
             self._made = {order: found}
         return found
 
     def most_samples(self, *, may_repeat: bool) -> int:
-        """Return how many samples a batch of an epoch has at most."""
+        """Return the maximum number of samples in a batch of an epoch."""
         most = min(self._config.batch_size, max(1, self.epoch_samples))
         if self.lengths is None:
             return most
         return self.lengths.most_samples(self.selection, most, may_repeat=may_repeat)
 
     def most_rows(self, rows: SpanRows, samples: int, *, may_repeat: bool) -> int:
-        """Return how many rows of a column a batch of so many samples at most has at most."""
+        """Return the maximum number of rows of a column in a batch of `samples`."""
         if isinstance(rows, StepSpans):
             return rows.most(samples, may_repeat=may_repeat)
         selected = self.selection
@@ -394,7 +378,7 @@ class Samplings:
         if self.lengths is None or self.lengths.values is None or samples < 2:
             return most
         own = rows.all_lengths()
-        # Rows of a sample that do not count (those of images, say) are not limited.
+        # Rows that do not count, such as those of images, are not limited.
         if (own > self.lengths.of_sample).any():
             return most
         return min(most, max(self.lengths.values, int(own.max(initial=0))))
@@ -424,7 +408,6 @@ class Samplings:
         return SamplingByLength(**dealing, lengths=self.lengths, begun=begun)
 
     def _dealing(self, rank: int, world_size: int, batch_size: int) -> dict[str, Any]:
-        """Return the parameters of a `Sampling`."""
         return {
             "num_samples": self.epoch_samples,
             "batch_size": batch_size,
@@ -453,7 +436,7 @@ class Samplings:
         )
 
     def _order(self, batch_size: int, world_size: int) -> Order | None:
-        """Return the order of positions, where it is not that of `Sampling` itself."""
+        """Return the order of positions, if `Sampling` does not make it itself."""
         if self._config.shuffle == "window":
             return self._window(batch_size, world_size)
         return self.sampler

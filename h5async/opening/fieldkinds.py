@@ -1,6 +1,6 @@
-"""Finds the kinds of fields whose kind was not told: what their paths lead to says it.
+"""Finds the kinds of fields that have none yet, from the objects at their paths.
 
-Options enter; the same options leave, with fields of other kinds where that is so.
+Options enter; the same options leave, with fields of other kinds where needed.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _WORDS = {
 
 
 class Kinds(NamedTuple):
-    """What the paths of fields lead to.
+    """The objects at the paths of fields.
 
     Attributes
     ----------
     config
-        The options, with fields of those kinds; the same object where nothing is changed.
+        The options, with fields of those kinds; the same object if nothing changed.
     columns
         Of categorical fields, by name: the path of the column.
     """
@@ -46,14 +46,9 @@ class Kinds(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """What a path leads to.
+    """The object at a path: `kind` as in `Wanted`, empty for a plain dataset or nothing.
 
-    Attributes
-    ----------
-    kind
-        As of `Wanted`; empty: a plain dataset, or nothing.
-    values
-        Of a column: the path of its values.
+    For a column, `values` is the path of its values.
     """
 
     kind: str
@@ -66,21 +61,21 @@ def with_kinds(
     grouping: Grouping | None,
     indices: Mapping[Path, NamedIndex],
 ) -> Kinds:
-    """Return the options with fields of the kinds that their paths say in the first file.
+    """Return the options with fields of the kinds found in the first file.
 
     Parameters
     ----------
     config, reach
         The options, and which files links may lead to.
     grouping
-        Which groups of the files are sequences: the first one of them says it.
+        Which groups of the files are sequences: the first one determines the kinds.
     indices
-        Saved indices among the files: the first one says it, where it knows.
+        Saved indices among the files: the first one determines the kinds that it knows.
 
     Raises
     ------
     ConfigError
-        If the name of a mask is taken, or a kind does not go with other options.
+        If the name of a mask is taken, or a kind does not go together with other options.
     H5AsyncError
         If a field is of a kind that cannot be read.
     """
@@ -113,19 +108,19 @@ def with_kinds(
 
 
 def require_alike(config: ReaderConfig, reach: Reach, grouping: Grouping | None) -> None:
-    """Check that the paths of fields lead to the same in all files, after something has failed.
+    """Check, after an error, that the paths of fields lead to the same kinds in all files.
 
     Raises
     ------
     DatasetError
-        If they do not; it says what is where.
+        If they do not; the message says where they differ.
     """
     files = [path for path in config.files if path.suffix != INDEX_SUFFIX]
     if len(files) < 2:
         return
     paths = {name: field.path for name, field in config.batch_fields.items()}
     unlike, first = None, files[0]
-    with suppressing(H5AsyncError):  # what has failed is told in any case
+    with suppressing(H5AsyncError):  # the original error is raised in any case
         several = ((path, _in_file(path, paths, reach, grouping)) for path in files)
         first, there = next(several)
         unlike = next(
@@ -167,7 +162,7 @@ def _in_index(index: NamedIndex, paths: Mapping[str, str], groups: str) -> dict[
 def _in_file(
     path: Path, paths: Mapping[str, str], reach: Reach, grouping: Grouping | None
 ) -> dict[str, _Found]:
-    """Return what paths of a file lead to."""
+    """Return the objects at paths of a file."""
     found = {}
     with open_index(path) as file:
         prefix = "" if grouping is None else f"{grouping.find(path, file, reach)[0]}/"
@@ -187,22 +182,10 @@ def _in_file(
 def _column_fields(
     name: str, field: Field, kind: str, values: str, config: ReaderConfig
 ) -> dict[str, Field]:
-    """Return the fields that a field of a column stands for: its codes, or values and a mask.
+    """Return the fields that represent a column: its codes, or values and a mask.
 
-    Parameters
-    ----------
-    name, field
-        As the user has it.
-    kind, values
-        What its path leads to.
-    config
-        The options.
-
-    Raises
-    ------
-    ConfigError
-        If there is a field of the name of the mask, a helper process would read them, or they are
-        in groups.
+    `kind` and `values` are those of `_Found`. Raises ConfigError if there already is a field with
+    the mask's name, if a helper process would read them, or if they are in groups.
     """
     where = f'{config.files[0]}: column "{field.path}" ({name})'
     if config.sequences is not None and config.sequences.groups is not None:

@@ -47,7 +47,7 @@ from h5async.system.interruptions import suppressing
 
 HEAP, ROWS, SHAPE, TEXTS = "heap", "rows", "shape", "texts"
 CATEGORIES, NULLABLE = "categories", "nullable"
-# Behind the name of a field: what else is known of it.
+# Suffixes of a field's name for its other facts.
 SHAPE_OF, NAMES_OF, CATEGORIES_OF = "\0shape", "\0names", "\0categories"
 _MOST_NAMES = 1 << 24
 
@@ -56,17 +56,17 @@ Texts = tuple[Any, ...]
 
 
 class Need(NamedTuple):
-    """What must be known of each file.
+    """The facts to read of each file for one field.
 
     Attributes
     ----------
     name, field
-        For which field.
+        The field.
     wanted
-        See the top of this file.
+        See the module docstring.
     column
-        Of the codes of a categorical column: its path. Which dataset they are depends on the
-        version of AnnData that wrote the file.
+        The path of a categorical column, if these are its codes. Which dataset holds them depends
+        on the version of AnnData that wrote the file.
     """
 
     name: str
@@ -78,14 +78,14 @@ class Need(NamedTuple):
 def needs_of(
     fields: Mapping[str, Field], columns: Mapping[str, str], grouping: Grouping | None
 ) -> dict[str, Need]:
-    """Return what must be known of each file: all columns by their names, and more.
+    """Return the facts to read of each file: all columns by their names, and more.
 
     Parameters
     ----------
     fields
         By name.
     columns
-        Paths of the columns of tables that categorical fields are, by name.
+        Paths of the table columns that are categorical fields, by field name.
     grouping
         Which groups are sequences.
     """
@@ -123,7 +123,7 @@ def read_known(
     reach: Reach,
     grouping: Grouping | None,
 ) -> dict[str, DatasetLayout]:
-    """Read what must be known of a file.
+    """Read the facts of a file.
 
     Parameters
     ----------
@@ -132,12 +132,12 @@ def read_known(
     needs
         By name.
     grouping
-        Which groups are sequences, that columns are joined of.
+        Which groups are sequences whose columns are joined.
 
     Raises
     ------
     H5AsyncError
-        If it is missing, damaged, or not what the fields say.
+        If the file is missing, damaged, or does not match the fields.
     """
     found: dict[str, DatasetLayout] = {}
     plain = {name: need.field for name, need in needs.items() if not need.wanted.kind}
@@ -165,7 +165,7 @@ def read_known(
 def _elsewhere(
     path: Path, usual: Mapping[str, str], columns: Mapping[str, str], reach: Reach
 ) -> dict[str, DatasetLayout]:
-    """Return the codes of those categorical columns of a file that lie elsewhere than usual."""
+    """Return the codes of the categorical columns of a file that lie elsewhere than usual."""
     found = {}
     for name, at in columns.items():
         of_table = column_at(path, at, reach)
@@ -188,7 +188,7 @@ def _require_equal(parts: Sequence[DatasetLayout], need: Need) -> None:
 def _read_below(
     path: Path, prefix: str, needs: Mapping[str, Need], reach: Reach
 ) -> dict[str, DatasetLayout]:
-    """Read what is not the layout of a dataset alone; paths begin with a prefix."""
+    """Read the facts other than layouts of a dataset alone; paths begin with a prefix."""
     found: dict[str, DatasetLayout] = {}
     matrices: dict[str, dict[str, DatasetLayout]] = {}
     for name, (of_field, field, wanted, _) in needs.items():
@@ -211,7 +211,7 @@ def _read_below(
 
 
 def _flat_layout(name: str, at: str, path: Path, reach: Reach) -> DatasetLayout:
-    """Return the layout of flat values, of which another dataset says where samples lie."""
+    """Return the layout of flat values whose samples another dataset delimits."""
     try:
         return read_layouts(path, {name: Field(at)}, reach, may_be_codes=True)[name]
     except OtherKindError as error:
@@ -230,9 +230,9 @@ def _matrix(name: str, at: str, path: Path, reach: Reach) -> dict[str, DatasetLa
 
 
 def _index_layout(path: Path, prefix: str, matrix: str, reach: Reach) -> DatasetLayout:
-    """Return the names of a matrix's columns; where they have an id too, that behind the name.
+    """Return the names of a matrix's columns, each followed by its id if there is one.
 
-    10x Genomics has both beside the matrix, and AnnData names, in its ``var``.
+    10x Genomics has both beside the matrix; AnnData has names, in its ``var``.
     """
     at = prefix + matrix
     with open_index(path) as file:
@@ -312,13 +312,13 @@ def _values(layout: DatasetLayout) -> NDArray[Any]:
 
 
 def shape_of(layout: DatasetLayout) -> tuple[int, int]:
-    """Return the shape of a matrix, of what is known of it."""
+    """Return the shape of a matrix from its stored fact."""
     rows, columns = _values(layout).tolist()
     return rows, columns
 
 
 def texts_of(layout: DatasetLayout) -> Texts:
-    """Return the names, or the numbers, of what is known of names or categories."""
+    """Return the names, or the numbers, from the stored fact of names or categories."""
     values = _values(layout)
     if layout.spans is None:
         return tuple(values.tolist())
@@ -333,9 +333,9 @@ def texts_of(layout: DatasetLayout) -> Texts:
 def list_known(
     path: Path, reach: Reach, num_dim: Any, grouping: Grouping | None
 ) -> Iterator[tuple[Wanted, DatasetLayout | H5AsyncError]]:
-    """Yield all that readers may need to know of a file, without their fields being known.
+    """Yield all facts of a file that readers may need, without knowing their fields.
 
-    Values whose samples another dataset tells are left out: nobody says which that is.
+    Values whose samples another dataset delimits are left out: no field names that dataset.
     """
     groups, paths = "" if grouping is None else str(grouping), []
     for name, layout in list_layouts(path, reach, num_dim, grouping=grouping):
@@ -355,7 +355,7 @@ def list_known(
 def _list_group(
     path: Path, parent: str, member: str, reach: Reach
 ) -> Iterator[tuple[Wanted, DatasetLayout]]:
-    """Yield what a dataset shows its group to be: a sparse matrix, or a column."""
+    """Yield the facts of a dataset's group: a sparse matrix, or a column."""
 
     def wanted(at: str, kind: str) -> Wanted:
         return Wanted.at(at)._replace(kind=kind)
@@ -389,13 +389,13 @@ def _known_one(
 
 
 def column_at(path: Path, at: str, reach: Reach) -> Column | None:
-    """Return the column of a table that a path of a file leads to; None: it leads to none."""
+    """Return the column of a table at a path of a file, or None."""
     with open_index(path) as file:
         return column(file, at, reach)
 
 
 def _tried(read: Callable[[], T]) -> T | None:
-    """Return what is read, or None where that fails: there is no such thing, or it is damaged."""
+    """Return the result of `read()`, or None on error: nothing there, or it is damaged."""
     with suppressing(H5AsyncError):
         return read()
     return None

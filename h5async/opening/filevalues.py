@@ -1,4 +1,4 @@
-"""Reads what small datasets of the files say: a value for each sample, or a list of numbers."""
+"""Reads small datasets of the files: a value per sample, or a list of numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from h5async.names import name_text
 from h5async.read.whole import read_whole
 from h5async.spelling import named
 
-_MOST_VALUES = 1 << 20  # of a dataset that is read whole, or a few for each sample
+_MOST_VALUES = 1 << 20  # of a dataset that is read whole, or a few per sample
 _MOST_PER_SAMPLE = 16
 
 
@@ -34,12 +34,12 @@ class FileValues:
     config
         The options.
     first
-        The layout of the first field, which tells how many samples each file has.
+        The layout of the first field, which has the number of samples per file.
 
     Attributes
     ----------
     room
-        Counts the memory that is taken for what the files declare.
+        Limits the memory for the sizes that files declare.
     """
 
     def __init__(self, config: ReaderConfig, first: DatasetLayout) -> None:
@@ -49,12 +49,9 @@ class FileValues:
         self.room = self._reach.room
 
     def of_samples(self, option: str, path: str) -> NDArray[Any]:
-        """Return what a dataset holds for each sample, over all files; errors name the option.
+        """Return a dataset's value per sample, across all files; errors name the option.
 
-        Raises
-        ------
-        H5AsyncError
-            As `read` does, or if a file has another number of values than samples.
+        Raises like `read`, or if a file has another number of values than samples.
         """
         found = []
         for file, count in self.files():
@@ -64,15 +61,10 @@ class FileValues:
         return np.concatenate(found)
 
     def classes(self, option: str, path: str) -> NDArray[Any]:
-        """Return a value for each sample that is equal where samples are of one class.
+        """Return a value per sample, equal for samples of one class; raises like `of_samples`.
 
-        Of a categorical column these are codes in the categories of all files together: those of
-        one file mean nothing in another one.
-
-        Raises
-        ------
-        H5AsyncError
-            As of `of_samples`.
+        For a categorical column these are codes in the united categories: codes of one file mean
+        nothing in another one.
         """
         columns = [self._column(file, path) for file, _ in self.files()]
         if all(one is None or one.mask is not None for one in columns):
@@ -100,17 +92,17 @@ class FileValues:
         return np.concatenate([table[codes] for table, codes in zip(tables, found, strict=True)])
 
     def is_categorical(self, path: str) -> bool:
-        """Tell whether a path leads to a categorical column, in the first of the files."""
+        """Return whether a path leads to a categorical column in the first file."""
         one = self._column(self.files()[0][0], path)
         return one is not None and one.categories is not None
 
     def _column(self, file: Path, path: str) -> Column | None:
-        """Return the categorical or nullable column at a path of a file; None: there is none."""
+        """Return the categorical or nullable column at a path of a file, or None."""
         with open_index(file) as opened:
             return column(opened, path, self._reach)
 
     def read(self, option: str, file: Path, path: str, count: int) -> NDArray[Any]:
-        """Return all values of a dataset of one file, which has so many samples.
+        """Return all values of a dataset of one file, which has `count` samples.
 
         Raises
         ------
@@ -134,7 +126,7 @@ class FileValues:
             raise DatasetError(f"{option}: {error.marked}") from error
 
     def _of_column(self, option: str, of_table: Column, path: str) -> NDArray[Any]:
-        """Return the values of a column of integers or bools, if none is missing."""
+        """Return the values of a column of integers or bools without missing values."""
         if of_table.mask is None:
             raise DatasetError(
                 f'{option}: {of_table.where} is categorical; give "{path}/codes" to have its codes'
@@ -153,7 +145,7 @@ class FileValues:
         return read_whole(layout, self._reach)
 
     def files(self) -> Sequence[tuple[Path, int]]:
-        """Return the files, and how many samples each has."""
+        """Return the files, and the number of samples in each."""
         first = self._first
         several = first.file_samples or ((first.file, first.sample_count),)
         if self._config.names_index:
@@ -169,7 +161,7 @@ def reach_of(config: ReaderConfig) -> Reach:
 
 
 def read_names(reach: Reach, file: Path, path: str) -> list[str]:
-    """Return the names that a dataset of strings holds.
+    """Return the names in a dataset of strings.
 
     Raises
     ------
@@ -191,13 +183,7 @@ def read_names(reach: Reach, file: Path, path: str) -> list[str]:
 
 
 def check_length(array: NDArray[Any], file: Path, path: str, count: int) -> None:
-    """Check that a dataset has a value for each sample of a file.
-
-    Raises
-    ------
-    DatasetError
-        If it has not.
-    """
+    """Check that a dataset has a value per sample of a file; DatasetError if not."""
     if array.size != count:
         raise DatasetError(
             f'{file}: dataset "{path}" must have a value for each of the {count:,} samples of the'

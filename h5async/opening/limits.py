@@ -1,15 +1,15 @@
-"""Decides what a reader may take of the memory.
+"""Decides how much memory a reader may take.
 
-Layouts and options enter; a `MemoryPlan` leaves, or an error where that does not suffice. A file of
-a few bytes may declare rows, or chunks, of any size; so all that grows with what a file declares,
-with threads or with slots is added up here, once, before any of it is taken. What a reader needs
-must fit; what only saves work, as decoded chunks that are kept, gets what is left.
+Layouts and options enter; a `MemoryPlan` leaves, or an error if memory does not suffice. A file of
+a few bytes may declare rows or chunks of any size. So everything that grows with declared sizes,
+threads or slots is added up here once, before any of it is allocated. What a reader needs must fit;
+what only saves work, such as kept decoded chunks, gets the rest.
 
-Helper processes share the slots; what else a filler needs, each of them has for itself.
+Helper processes share the slots; each has its own copy of everything else that a filler needs.
 
-Memory is counted where it comes to be touched, because pages that never are cost nothing: of a
-thread's three buffers between filters, as many as its filters use. Not counted are the tables of
-chunks, which were read by now and are no longer free; and what `postprocess` makes.
+Memory is counted when touched, because untouched pages cost nothing: of a thread's three buffers
+between filters, as many as its filters use. Not counted are chunk tables, already read and thus no
+longer free, and results of `postprocess`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from h5async.core.tablestructures import (
 from h5async.errors import BudgetError, ConfigError
 from h5async.index.extents import table_nbytes
 from h5async.index.layout import DatasetLayout
-from h5async.index.room import MEMORY_SHARE
+from h5async.index.room import MEMORY_SHARE, Room, files_of
 from h5async.index.similardatasets import kinds_of
 from h5async.index.smalldatasets import kept_whole_nbytes
 from h5async.order.selection import Selection
@@ -47,35 +47,35 @@ from h5async.samples.columns import Rows
 from h5async.spelling import named
 from h5async.system.freememory import free_memory, local_ranks
 
-# Measured: what is kept for each piece of a sample, for each of its dimensions, and what a plan
-# takes for each piece of a batch.
+# Measured: bytes kept per piece of a sample and per dimension, and bytes of a plan per piece of a
+# batch.
 _PIECE_NBYTES, _PIECE_AXIS_NBYTES, _PLANNED_NBYTES = 128, 80, 32
-# Of each sample, what batches by length take: its length, and its place in two epochs.
+# Per sample, for batches by length: its length, and its position in two epochs.
 _LENGTH_NBYTES = 4 + 2 * 4
-_UNIT_NBYTES = 128  # measured: what shuffle="window" takes for each unit
-_LEAST_NBYTES = 1 << 20  # what a list of chunks may take in any case
-# A dataset of encoded chunks that decodes to no more (labels, say) is decoded once, and as much of
-# small datasets is kept.
+_UNIT_NBYTES = 128  # measured: bytes per unit of shuffle="window"
+_LEAST_NBYTES = 1 << 20  # always allowed for a list of chunks
+# A dataset of encoded chunks that decodes to at most this (labels, for example) is decoded once; as
+# much of small datasets is kept.
 _KEPT_WHOLE_NBYTES = 64 << 20
-# Groups of chunks that split the same rows, of which batches in order share some.
+# The number of groups of chunks that split the same rows and are shared by batches in order.
 _IN_ORDER_GROUPS = 4
-# The core cuts a batch into so many items for each thread, where it has fewer groups (plan.h).
+# The core cuts a batch into this number of items per thread if it has fewer groups (plan.h).
 _ITEMS_OF_THREAD = 4
 
 
 class MemoryPlan(NamedTuple):
-    """What a reader may take beyond what it needs.
+    """The memory that a reader may take beyond its needs.
 
     Attributes
     ----------
     most_threads
-        Of each filler, for whose scratch there is memory; at least 1.
+        The maximum number of threads per filler, by their scratch memory; at least 1.
     kept_nbytes
-        By field: for decoded chunks that later batches of a filler may need.
+        Per field: for decoded chunks that later batches of a filler may need.
     left_nbytes
-        What is free beside all that: for the rows of all samples, say.
+        Still free beside all that: for the rows of all samples, for example.
     limit_nbytes
-        What any one thing may take whose size is known when it is read: a batch of images.
+        The maximum for any single thing whose size is known when it is read: a batch of images.
     """
 
     most_threads: int
@@ -91,12 +91,12 @@ class _Share(NamedTuple):
 
 
 def free_memory_nbytes() -> int:
-    """Return the memory that this process can still have, by all limits that are set to it."""
+    """Return the memory that this process can still get, by all limits set for it."""
     return free_memory()[0].nbytes
 
 
 class MemoryBudget:
-    """What a reader with some options may take. Made before it takes anything.
+    """The memory that a reader with some options may take. Made before it takes any.
 
     Parameters
     ----------
@@ -105,13 +105,13 @@ class MemoryBudget:
     layouts, transforms
         By field name, in field order.
     rows
-        Samples in a slot.
+        The number of samples in a slot.
     made_nbytes
-        By field name: bytes of a row of an array that is made of samples of differing lengths.
+        By field name: bytes per row of an array made of samples of differing lengths.
     selection
-        The samples; None: all.
+        The samples; None means all.
     fewer_threads_do
-        Whether there may be fewer threads than the configuration has.
+        Whether there may be fewer threads than configured.
     """
 
     def __init__(
@@ -136,21 +136,15 @@ class MemoryBudget:
         self._free = free_memory_nbytes()
         half = int(self._free * MEMORY_SHARE)
         self._limit = half if config.max_batch_bytes is None else config.max_batch_bytes
-        # The option says what any one thing may take. All together may be more than that: so the
-        # same memory serves a reader with the option as one without.
+        # The option limits each single thing. All together may take more: the same memory serves a
+        # reader with and without the option.
         self._limit_of_all = max(half, self._limit)
 
     def check(self) -> None:
-        """Check that no part of what a reader would hold is above ``max_batch_bytes``.
+        """Raise ConfigError if any single part of a reader is above ``max_batch_bytes``.
 
-        That is, each for itself: all slots together; any one chunk that is held whole, whoever
-        decodes it; a row of a source of which only pieces are wanted; and the list of a batch's
-        chunks.
-
-        Raises
-        ------
-        ConfigError
-            If one is.
+        The parts are: all slots together; any chunk that is held whole, whoever decodes it; a row
+        of a source of which only pieces are wanted; and the list of a batch's chunks.
         """
         self._check_slots()
         for name, layout in self._layouts.items():
@@ -159,36 +153,37 @@ class MemoryBudget:
                 self._check_row(source)
             for leaf, _ in kinds_of(layout):
                 if leaf.chunks is None and not (leaf.filters or leaf.sources):
-                    continue  # no chunks: nothing of it is listed, or held whole
+                    continue  # no chunks: nothing is listed or held whole
                 self._check_pieces(leaf, rows)
                 if leaf.filters or ScratchSize.of([leaf]).raw_chunk:
                     self._check_chunk(leaf)
-                for source in leaf.origins():  # of what h5py reads; HDF5 decodes chunks whole, too
+                for source in leaf.origins():  # HDF5 decodes whole chunks, too
                     if source.filters:
                         self._check_chunk(source)
 
     @property
     def beside_rows_nbytes(self) -> int:
-        """What a device may add to the host memory of all slots, by ``max_batch_bytes``."""
+        """The host memory that a device may add to all slots, by ``max_batch_bytes``."""
         return max(0, self._limit - sum(self._slots().values()))
 
     def plan(self, device_nbytes: int, wanted: Sequence[int]) -> MemoryPlan:
-        """Check that all that a reader needs fits together; divide what is left.
+        """Check that all needs of a reader fit together, and divide the rest.
 
         Parameters
         ----------
         device_nbytes
             Host memory that the device adds to the slots.
         wanted
-            By field: bytes of decoded chunks that are worth keeping in each filler, as
-            `wanted_kept_nbytes` says.
+            Per field: bytes of decoded chunks worth keeping in each filler, from
+            `wanted_kept_nbytes`.
 
         Raises
         ------
         BudgetError
-            If it does not fit; the message lists the shares.
+            If they do not fit; the message lists the shares.
         """
-        threads = max(1, self._config.filler_threads)
+        config, layouts = self._config, list(self._layouts.values())
+        threads = max(1, config.filler_threads)
         shares = list(self._shares(device_nbytes, threads))
         needed = _sum(shares)
         if needed > self._limit_of_all and self._fewer_threads_do and threads > 1:
@@ -199,6 +194,9 @@ class MemoryBudget:
             needed = _sum(shares)
         if needed > self._limit_of_all:
             raise self._too_much(shares, needed)
+        if config.shuffle == "window":  # files may declare chunks that were never written
+            what = f"{layouts[0].file}: the chunks that {named('shuffle', 'window')} puts in order"
+            Room(config.max_batch_bytes).take(self._window_nbytes, what, files_of(*layouts))
         room = max(0, min(self._limit_of_all, self._free) - needed)
         total = self._fillers * sum(wanted)
         kept = tuple(wanted if total <= room else [n * room // total for n in wanted])
@@ -217,7 +215,7 @@ class MemoryBudget:
         )
 
     def _shares(self, device_nbytes: int, threads: int) -> Iterator[_Share]:
-        """Yield what a reader needs, with so many threads in each filler."""
+        """Yield the needs of a reader with some number of threads per filler."""
         config, rows, fillers = self._config, self._rows, self._fillers
         smaller = f"make {self._batch_option} or {named('prefetch')} smaller"
         batches = config.prefetch
@@ -233,7 +231,7 @@ class MemoryBudget:
             yield _Share(what, fillers * nbytes, remedy)
 
     def _shares_of_filler(self, threads: int) -> Iterator[_Share]:
-        """Yield what each filler needs for itself."""
+        """Yield the needs of each filler."""
         config, rows, batches = self._config, self._rows, self._config.prefetch
         layouts = list(self._layouts.values())
         smaller = f"make {self._batch_option} or {named('prefetch')} smaller"
@@ -254,11 +252,8 @@ class MemoryBudget:
         lists = sum(_lists_nbytes(y, several[n], batches) for n, y in self._layouts.items())
         yield _Share("lists of chunks", lists, f"{smaller}, or store larger chunks")
         if config.shuffle == "window":
-            units = max(layout.most_units() for layout in layouts)
             yield _Share(
-                "the order of samples",
-                units * _UNIT_NBYTES,
-                f"use {named('shuffle', 'full')}",
+                "the order of samples", self._window_nbytes, f"use {named('shuffle', 'full')}"
             )
         if config.batch_values is not None or config.bucket is not None:
             samples = layouts[0].sample_count * _LENGTH_NBYTES
@@ -266,15 +261,20 @@ class MemoryBudget:
             yield _Share("batches by length", samples, f"leave out {named(option)}")
 
     @property
+    def _window_nbytes(self) -> int:
+        """What the order of `shuffle="window"` takes."""
+        return _UNIT_NBYTES * max(layout.most_units() for layout in self._layouts.values())
+
+    @property
     def _batch_option(self) -> str:
-        """What makes batches smaller."""
+        """The option that makes batches smaller."""
         return named("batch_size" if self._config.batch_values is None else "batch_values")
 
     def _slots(self) -> dict[str, int]:
-        """Return what the slots take, by field: rows as read, and as delivered.
+        """Return the bytes of the slots per field: rows as read, and as delivered.
 
-        Rows as read lie in the memory of whoever reads them, unless they are delivered so. Arrays
-        that are made of samples of differing lengths come with the first column.
+        Rows as read lie in the memory of the process that reads them, unless they are delivered so.
+        Arrays made of samples of differing lengths belong to the first column.
         """
         slots, raws = self._config.prefetch, self._fillers
         return {
@@ -329,7 +329,7 @@ class MemoryBudget:
             )
 
     def _check_pieces(self, layout: DatasetLayout, rows: int) -> None:
-        """Check that the lists of chunks, those of a batch among them, are within the limit."""
+        """Check that the lists of chunks, including those of a batch, are within the limit."""
         needed, limit = _lists_nbytes_of_leaf(layout, rows, 1), self._limit
         if needed > max(limit, _LEAST_NBYTES):
             raise ConfigError(
@@ -365,7 +365,7 @@ def wanted_kept_nbytes(
     *,
     in_window: bool = False,
 ) -> list[int]:
-    """Return, by field, how much memory for what later batches need saves work.
+    """Return, per field, how much memory for later batches saves work.
 
     Parameters
     ----------
@@ -374,11 +374,11 @@ def wanted_kept_nbytes(
     layouts
         By field.
     rows
-        By field: which rows each sample consists of.
+        Per field: which rows each sample consists of.
     selected
-        The share of all samples that an epoch is made of.
+        The share of all samples that are in an epoch.
     in_window
-        Return what ``shuffle="window"`` would want, whatever the options say.
+        Assume ``shuffle="window"``, whatever the options say.
     """
     several, wanted = list(layouts.values()), []
     in_window |= config.shuffle == "window"
@@ -392,7 +392,7 @@ def wanted_kept_nbytes(
                 reach = _reach(rows[number]) if rows else 0
                 most = _window_nbytes(config, layout, several)
                 useful = min(most, _in_order_nbytes(config, layout, reach, selected, most))
-            nbytes = min(nbytes, useful)  # never more than all chunks that there are
+            nbytes = min(nbytes, useful)  # never more than all chunks
         elif nbytes + small_nbytes <= _KEPT_WHOLE_NBYTES:
             nbytes += small_nbytes
         wanted.append(nbytes)
@@ -410,7 +410,7 @@ def _window_nbytes(
 
 
 def _is_in_order(config: ReaderConfig) -> bool:
-    """Tell whether samples come in the order in which they lie in the file."""
+    """Return whether samples come in file order."""
     mixed = config.shuffle, config.bucket, config.batch_values
     return not any(mixed) and config.weights is None and config.sampler is None
 
@@ -418,24 +418,23 @@ def _is_in_order(config: ReaderConfig) -> bool:
 def _in_order_nbytes(
     config: ReaderConfig, layout: DatasetLayout, reach: int, selected: float, most: int
 ) -> int:
-    """Return what keeping chunks takes where samples come in order.
+    """Return the memory for keeping chunks when samples come in order.
 
-    That is for what consecutive batches have in common, where that is more than a chunk or two,
-    which are kept in any case: groups of chunks that split the same rows, of which each of the
-    batches that are on their way may need some; and chunks that samples of several steps reach
-    back to. Where several threads decode one group, it stays until all of them have come to it:
-    so those of all batches that may be on their way at the same time are kept.
+    It is for data that consecutive batches share, beyond the chunk or two that are kept in any
+    case: groups of chunks that split the same rows, which several batches in flight may need; and
+    chunks that multi-step samples reach back to. If several threads decode one group, it stays
+    until all have got to it, so those of all batches that may be in flight together are kept.
 
     Parameters
     ----------
     config, layout
         The options, and one field.
     reach
-        As `_reach` says.
+        See `_reach`.
     selected
-        The share of all samples that an epoch is made of.
+        The share of all samples that are in an epoch.
     most
-        What it may take; 0 is returned where that is too little to be of use.
+        The maximum; the result is 0 if that is too little to be useful.
     """
     wanted, threads = 0, max(1, config.filler_threads)
     spanned = config.batch_size / max(selected, 1e-9)  # rows, by a batch
@@ -461,10 +460,10 @@ def _in_order_nbytes(
 
 
 def _reach(rows: Rows) -> int:
-    """Return of how many rows chunks are used until none of them is needed again.
+    """Return the number of rows whose chunks stay until no later sample needs them.
 
-    A row is one step of a sample, and the next one of a later sample: until then, each of the other
-    steps has come as far.
+    A row serves as one step of a sample, and later as the previous step of another one; meanwhile
+    all steps advance by the gap between the two.
     """
     if not isinstance(rows, StepRows) or rows.size < 2:
         return 0
@@ -477,7 +476,7 @@ def _sum(shares: Iterable[_Share]) -> int:
 
 
 def _what_is_free() -> str:
-    """Say how much is free, by which limits."""
+    """Say how much memory is free, and by which limits."""
     found = [left for left in free_memory() if left.nbytes < 1 << 60]  # else nothing is limited
     text = ", ".join(f"{nbytes:,} bytes by {limit}" for nbytes, limit in found)
     ranks = local_ranks()
@@ -486,7 +485,7 @@ def _what_is_free() -> str:
 
 
 def _longest_sample(layout: DatasetLayout, selection: Selection | None) -> tuple[int, int]:
-    """Return which sample of differing lengths is the longest, and its bytes."""
+    """Return the number of the longest sample of a ragged field, and its bytes."""
     lengths: NDArray[Any] = np.diff(layout.starts()) if layout.lengths is None else layout.lengths
     if selection is None:
         selection = Selection.of_range(range(lengths.size))
@@ -496,7 +495,7 @@ def _longest_sample(layout: DatasetLayout, selection: Selection | None) -> tuple
 
 
 def _read_through_scratch(layout: DatasetLayout) -> Iterator[DatasetLayout]:
-    """Yield the sources of which whole rows are held to take pieces of them."""
+    """Yield the sources whose whole rows are held to take pieces of them."""
     for part in layout.some_parts:
         if needs_scratch(layout, part):
             yield part.source
@@ -504,7 +503,7 @@ def _read_through_scratch(layout: DatasetLayout) -> Iterator[DatasetLayout]:
 
 
 def _parts_scratch_nbytes(layout: DatasetLayout) -> int:
-    """Return what a thread holds of rows to take pieces of them."""
+    """Return the bytes that a thread holds of rows to take pieces of them."""
     return max(
         (
             scratch_nbytes(layout, part) + _parts_scratch_nbytes(part.source)
@@ -515,7 +514,7 @@ def _parts_scratch_nbytes(layout: DatasetLayout) -> int:
 
 
 def _touched_scratch_nbytes(layouts: Sequence[DatasetLayout]) -> int:
-    """Return what a thread comes to use of its scratch, which is as large as any field needs."""
+    """Return the part of a thread's scratch that it uses; it is as large as any field needs."""
     size = ScratchSize.of(layouts)
     filters = max(len(leaf.filters) for layout in layouts for leaf, _ in kinds_of(layout))
     of_heaps = HEAP_SCRATCH_NBYTES if any(layout.heaps for layout in layouts) else 0
@@ -523,13 +522,13 @@ def _touched_scratch_nbytes(layouts: Sequence[DatasetLayout]) -> int:
 
 
 def _num_layers(layout: DatasetLayout) -> int:
-    """Return of how many pieces rows are put together that lie in different datasets."""
+    """Return the number of pieces in different datasets that make up a row."""
     regions = {str(part.region) for part in layout.some_parts}
     return max(1, len(regions), *(_num_layers(part.source) for part in layout.some_parts))
 
 
 def _fallback_nbytes(layout: DatasetLayout, rows: int) -> int:
-    """Return what is held for a moment to read through h5py, by one thread at a time."""
+    """Return the bytes held to read through h5py, by one thread at a time."""
     most = 0
     core = load_core()
     for leaf, _ in kinds_of(layout):
@@ -550,13 +549,13 @@ def _fallback_nbytes(layout: DatasetLayout, rows: int) -> int:
 
 
 def _whole_chunk_nbytes(layout: DatasetLayout) -> int:
-    """Return what a chunk decodes to: all members of a compound, say, where HDF5 decodes it."""
+    """Return the decoded bytes of a chunk; if HDF5 decodes a compound, of all its members."""
     elements = math.prod(layout.chunk_shape[: len(layout.shape) - layout.extra_dims])
     return max(layout.chunk_nbytes, elements * layout.stored_itemsize)
 
 
 def _lists_nbytes(layout: DatasetLayout, rows: int, batches: int) -> int:
-    """Return what lists of chunks take: kept for each leaf, and of batches that are on their way.
+    """Return the bytes of chunk lists: kept per leaf, and of batches in flight.
 
     A batch has `rows` samples, however many leaves these lie in.
     """

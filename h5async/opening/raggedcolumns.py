@@ -28,26 +28,26 @@ from h5async.spelling import named
 
 Int64s = NDArray[np.int64]
 
-ID = "\0"  # in the names of columns: what stands between a name and an id
+ID = "\0"  # separates name and id in the names of columns
 
 _MOST_OFFSETS = 1 << 33  # or elements of variable length, read as a reader is made
 _MOST_OFFSET = (1 << 63) - 1
 
 
 def is_ragged(field: Field) -> bool:
-    """Tell whether samples of a field may have other numbers of values."""
+    """Return whether samples of a field may differ in their number of values."""
     return isinstance(field, RaggedField | SparseField)
 
 
 def heap_layout(at: str, path: Path, reach: Reach) -> DatasetLayout:
-    """Return the layout of the values of a dataset of variable length, at a path of a file.
+    """Return the layout of the values of a variable-length dataset at a path of a file.
 
     Raises
     ------
     DatasetError
-        If it is none, cannot be read, or has too many elements.
+        If there is none, it cannot be read, or it has too many elements.
     ReadError
-        If an element cannot be as long as it says.
+        If an element cannot be as long as declared.
     """
     layout, form = references(path, at, reach)
     where = f'{layout.file}: dataset "{layout.path}"'
@@ -78,14 +78,14 @@ def heap_layout(at: str, path: Path, reach: Reach) -> DatasetLayout:
 def with_spans(
     layout: DatasetLayout, kind: str, offsets: str, path: Path, reach: Reach
 ) -> DatasetLayout:
-    """Return the layout of flat values with which of them each sample is.
+    """Return the layout of flat values with the extent of each sample.
 
     Parameters
     ----------
     layout
         Of the values.
     kind, offsets
-        `offsets_kind` of their field, and the path of that dataset.
+        `offsets_kind` of their field, and the path of the dataset of offsets.
     path, reach
         The file, and which others it may refer to.
 
@@ -115,7 +115,8 @@ def with_spans(
             f" {named('offsets_kind', 'lengths')}"
         )
     if spans[0] and spans[-1] == layout.num_samples:
-        # (A slice may begin above 0, as in Arrow, and says so by ending before; see the log.)
+        # (A slice may begin above 0, as in Arrow, and then ends before the last value; see the
+        # log.)
         raise DatasetError(
             f"{where} begins with {spans[0]} and ends with the last value, so that the values"
             f" before would be in no sample: it seems to hold where each sample ends; set"
@@ -126,7 +127,7 @@ def with_spans(
 
 
 def _require_few(count: int, where: str) -> None:
-    """Refuse more elements than memory has room for: a file may say so of chunks that it lacks."""
+    """Refuse more elements than memory can hold: unallocated chunks may declare any number."""
     if count > _MOST_OFFSETS:
         raise DatasetError(f"{where} has {count:,} elements, for {_MOST_OFFSETS:,} at most")
 
@@ -164,7 +165,7 @@ def sparse_layouts(
     Raises
     ------
     DatasetError
-        If the path leads to no sparse matrix, or to one that is damaged.
+        If there is no sparse matrix at the path, or it is damaged.
     H5AsyncError
         If it cannot be read.
     """
@@ -182,10 +183,10 @@ def sparse_layouts(
 
 
 def indices_of_one_dtype(layouts: Sequence[DatasetLayout]) -> list[DatasetLayout]:
-    """Return the indices of several files in the narrowest dtype that holds all of theirs.
+    """Return the indices of several files in the narrowest dtype that holds all of them.
 
-    Those of files with another dtype are read through h5py, which converts them: there may be too
-    many to keep them.
+    Files with another dtype are read through h5py, which converts; there may be too many indices to
+    keep them.
     """
     dtypes = {layout.dtype.newbyteorder("=") for layout in layouts}
     widest = np.result_type(*dtypes) if dtypes else None
@@ -204,52 +205,47 @@ def indices_of_one_dtype(layouts: Sequence[DatasetLayout]) -> list[DatasetLayout
 
 
 def limit_of(indices: DatasetLayout, columns: int) -> int | None:
-    """Return the `DatasetLayout.limit` of the indices of a matrix of so many columns."""
+    """Return the `DatasetLayout.limit` of the indices of a matrix with `columns` columns."""
     dtype = indices.dtype
     if not dtype.isnative or dtype.kind not in "iu" or dtype.itemsize not in (4, 8):
         return None
     if columns > 1 << (8 * dtype.itemsize - 1):
         return None
-    # (What was never written is filled, and not looked at.)
+    # (Values that were never written are filled, not checked.)
     leaves = indices.leaves()
     are_good = (leaf.dtype == dtype and 0 <= int(leaf.raw_fill) < columns for leaf in leaves)
     return columns if all(are_good) else None
 
 
 class SparseShapes:
-    """Finds which columns of sparse fields are delivered, file by file.
-
-    Parameters
-    ----------
-    name, field
-        Of the field.
-    """
+    """Finds the delivered columns of the sparse field `name`, file by file."""
 
     def __init__(self, name: str, field: SparseField) -> None:
         self._name, self._field = name, field
         self._places: list[Int64s] = []
         self._where: list[str] = []
         self._columns = 0
-        # Of columns chosen by name: those that no file had so far, and what files have instead.
+        # Of columns chosen by name: those that no file had so far, and the names that files have
+        # instead.
         self._lacking = set(field.columns) if isinstance(field.columns, tuple) else set[str]()
         self._others: set[str] = set()
 
     def add(self, columns: int, where: str, names: Sequence[str]) -> None:
-        """Take the matrix of one more file.
+        """Add the matrix of the next file.
 
         Parameters
         ----------
         columns
-            How many it has.
+            Its number of columns.
         where
-            What messages call it.
+            Its name in messages.
         names
             Of the columns, if they are chosen by name.
 
         Raises
         ------
         DatasetError
-            If it has other columns than the first one, or lacks one that must be there.
+            If it has other columns than the first one, or lacks a required one.
         ConfigError
             If there are no such columns.
         """
@@ -272,7 +268,7 @@ class SparseShapes:
     def _numbers(
         self, field: SparseField, columns: int, where: str, names: Sequence[str]
     ) -> Int64s:
-        """Return the number of each column that is delivered; -1: the file has none."""
+        """Return the number of each delivered column; -1 if the file lacks it."""
         if isinstance(field.columns, tuple):
             if len(names) != columns:
                 raise DatasetError(
@@ -320,7 +316,7 @@ class SparseShapes:
 
     @staticmethod
     def _numbered(wanted: Sequence[str], where: str, texts: Sequence[str]) -> dict[str, int]:
-        """Return the number of each column by its name, or by its id, where columns have one."""
+        """Return the number of each column by its name, or by its id if columns have one."""
         pairs = [text.partition(ID) for text in texts]
         names = [name for name, _, _ in pairs]
         numbers = {one: number for number, (_, _, one) in enumerate(pairs) if one}
@@ -344,7 +340,7 @@ class SparseShapes:
         return numbers
 
     def _no_column(self, where: str, missing: Sequence[str], remedy: str = "") -> DatasetError:
-        """Return the error of columns that are not there; it names the most similar ones."""
+        """Return the error for missing columns; it names the most similar ones."""
         more = f", and {len(missing) - 1:,} more" if len(missing) > 1 else ""
         similar = difflib.get_close_matches(missing[0], sorted(self._others))
         similar_names = "; the most similar: " + ", ".join(similar) if similar else ""
@@ -354,13 +350,7 @@ class SparseShapes:
         )
 
     def shape(self) -> SparseShape:
-        """Return what was found.
-
-        Raises
-        ------
-        DatasetError
-            If no file has a column that was chosen by its name.
-        """
+        """Return the result; DatasetError if no file has a column that was chosen by name."""
         wanted = self._field.columns
         if self._lacking and self._where:
             where = self._where[0] + (", like all other files," if self._where[1:] else "")

@@ -1,8 +1,8 @@
-"""Finds how many values each sample counts, for `batch_values` and `bucket`.
+"""Finds the number of values that each sample counts, for `batch_values` and `bucket`.
 
-Options and layouts enter; `Lengths` leaves. A sample counts as many values as the longest of its
-fields: so no field of a batch has more than `batch_values`. What counts is what is delivered: of a
-field with `pad_to`, that many values of each sample.
+Options and layouts enter; `Lengths` leaves. A sample counts the values of its longest field, so no
+field of a batch has more than `batch_values`. Delivered values count: `pad_to` of a field with that
+option.
 """
 
 from __future__ import annotations
@@ -26,18 +26,15 @@ if TYPE_CHECKING:
 
 
 def lengths_of(config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> Lengths | None:
-    """Return how many values samples count; None: batches do not depend on that.
+    """Return the number of values per sample; None if batches do not depend on it.
 
-    Raises
-    ------
-    ConfigError
-        If no field has samples of differing lengths.
+    ConfigError if no field has samples of differing lengths.
     """
     option = "bucket" if config.batch_values is None else "batch_values"
     if getattr(config, option) is None:
         return None
     from h5async.order.cutting import NO_LIMIT
-    from h5async.order.lengths import Lengths  # which no other reader needs
+    from h5async.order.lengths import Lengths  # only needed here
 
     spans, fields = spans_of(layouts, {}), config.batch_fields
     counting = [name for name in fields if name in spans and _counts(fields[name])]
@@ -60,7 +57,7 @@ def lengths_of(config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> Le
 
 
 def digest(lengths: Lengths) -> str:
-    """Return a short text that depends on the lengths of all samples."""
+    """Return a short digest of the lengths of all samples."""
     array = lengths.of_sample
     found = hashlib.blake2b(digest_size=16)
     for start in range(0, array.size, 1 << 20):
@@ -69,7 +66,7 @@ def digest(lengths: Lengths) -> str:
 
 
 def _counts(field: Field) -> bool:
-    """Tell whether a field is delivered as samples of differing lengths, or padded ones."""
+    """Return whether a field is delivered as samples of differing lengths, or padded ones."""
     if isinstance(field, SparseField):
         return not field.dense
     return not isinstance(field, ImageField)

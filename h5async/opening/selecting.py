@@ -1,6 +1,6 @@
-"""Finds out which samples an epoch is made of, and how often: reads what the options name.
+"""Determines the samples of an epoch and their weights: reads the data that the options name.
 
-Options and layouts enter; a `Selection`, and the weight of each position in it, leave.
+Options and layouts enter; a `Selection` leaves, and the weight of each position in it.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _LISTED_NBYTES = 8  # a number for each sample
 
 
 class Chosen(NamedTuple):
-    """Which samples an epoch is made of.
+    """The samples of an epoch.
 
     Attributes
     ----------
     selection
         The samples.
     weights
-        float64 (size,): how often each of them is drawn; None: there are no weights.
+        float64 (size,): how often each of them is drawn; None if there are no weights.
     sequences
         The sequences of rows that steps never leave.
     possible
@@ -64,13 +64,7 @@ class Chosen(NamedTuple):
 
 
 def choose(config: ReaderConfig, layouts: Mapping[str, DatasetLayout]) -> Chosen:
-    """Find out which samples an epoch is made of.
-
-    Raises
-    ------
-    H5AsyncError
-        As the methods of `Selecting` say.
-    """
+    """Determine the samples of an epoch; raises like the methods of `Selecting`."""
     values = FileValues(config, next(iter(layouts.values())))
     sequences = sequences_of(config, layouts, values)
     _take_room(config, layouts, sequences, values)
@@ -91,7 +85,7 @@ def _take_room(
     sequences: SequenceTable,
     values: FileValues,
 ) -> None:
-    """Count the memory for lists of all samples, where options need them."""
+    """Count the memory for lists of all samples, if options need them."""
     first = next(iter(layouts.values()))
     has_steps = any(field.steps is not None for field in config.batch_fields.values())
     is_cut = sequences.size > 1 and (has_steps or config.sequences is not None)
@@ -102,7 +96,7 @@ def _take_room(
 
 
 def step_rows(fields: Mapping[str, Field], sequences: SequenceTable) -> dict[str, StepRows | None]:
-    """Return, by field, which rows each sample consists of; None: its own."""
+    """Return, per field, which rows each sample consists of; None means its own."""
     steps = {
         name: None if field.steps is None else (field.steps, field.pad)
         for name, field in fields.items()
@@ -111,7 +105,7 @@ def step_rows(fields: Mapping[str, Field], sequences: SequenceTable) -> dict[str
 
 
 class Selecting:
-    """Reads what the options `indices` and `weights` name.
+    """Reads the data that the options `indices` and `weights` name.
 
     Parameters
     ----------
@@ -140,14 +134,14 @@ class Selecting:
         self._num_samples = self._first.sample_count
 
     def selection(self) -> Selection:
-        """Return which samples an epoch is made of.
+        """Return the samples of an epoch.
 
         Raises
         ------
         ConfigError
             If they do not fit the dataset.
         H5AsyncError
-            If what they are read from is missing, or cannot be read.
+            If their source is missing or cannot be read.
         """
         with taking_memory(
             f"{self._first.file}: {named('indices')}", "select fewer, or use a slice"
@@ -199,7 +193,7 @@ class Selecting:
             )
 
     def _of_dataset(self, path: str) -> Selection:
-        """Return what a dataset of the files says: bools, or numbers within each file."""
+        """Return the selection in a dataset of the files: bools, or numbers within each file."""
         found, first = [], 0
         for file, count in self._in_files.files():
             array = self._in_files.read(named("indices"), file, path, count)
@@ -226,7 +220,7 @@ class Selecting:
         return Selection.of_numbers(np.concatenate(found))
 
     def _part(self, split: Split) -> Int64s:
-        names = sorted(split.parts)  # in whatever order they were given
+        names = sorted(split.parts)  # in any given order
         shares, number = [split.parts[name] for name in names], names.index(split.name)
         possible = self._possible
         samples = possible.samples(np.arange(possible.size))
@@ -243,7 +237,7 @@ class Selecting:
         return samples[found]
 
     def _values_at(self, path: str | None, samples: Int64s) -> NDArray[Any] | None:
-        """Return what a dataset holds for some samples; or their sequences."""
+        """Return a dataset's values for some samples; or their sequences."""
         if path is None:
             return None
         if path == "sequence":
@@ -251,7 +245,7 @@ class Selecting:
         return self._in_files.classes(named("indices"), path)[samples]
 
     def weights(self, selection: Selection) -> NDArray[np.float64] | None:
-        """Return the weight of each position of a selection; None: there are none.
+        """Return the weight of each position of a selection; None if there are no weights.
 
         Returns
         -------
@@ -263,7 +257,7 @@ class Selecting:
         ConfigError
             If they do not fit the dataset.
         H5AsyncError
-            If what they are read from is missing, or cannot be read.
+            If their source is missing or cannot be read.
         """
         weights = self._config.weights
         if weights is None or not selection.size:
@@ -299,7 +293,7 @@ class Selecting:
         return found
 
     def _of_files(self, weights: Mapping[str, float], samples: Int64s) -> NDArray[np.float64]:
-        """Return weights such that each file is drawn from as often as its own weight says."""
+        """Return weights such that each file is drawn from in proportion to its own weight."""
         given = {Path(file).resolve(): weight for file, weight in weights.items()}
         numbers = {file: number for number, file in enumerate(given)}
         several = self._in_files.files()
@@ -310,7 +304,7 @@ class Selecting:
         read = set(files)
         for file in given:
             if file not in read:
-                raise ConfigError(f"{named('weights')}: {file} is none of the files that are read")
+                raise ConfigError(f"{named('weights')}: {file} is not one of the files")
         which = np.array([numbers[file] for file in files])  # one file may come twice
         ends = np.cumsum([count for _, count in several])
         chosen = which[np.searchsorted(ends, samples, side="right")]
@@ -340,21 +334,21 @@ class Selecting:
 
 
 def _is_like_a_mask(array: NDArray[Any], count: int) -> bool:
-    """Tell whether integers seem to be meant as bools: some writers have none."""
+    """Return whether integers seem to be meant as bools: some writers lack a bool type."""
     return bool(array.size == count > 2 and array.min() >= 0 and array.max() <= 1)
 
 
 def sample_numbers(index: ArrayLike, count: int, where: str) -> Int64s:
-    """Return sample numbers that a caller has given, as a new array.
+    """Return sample numbers given by a caller as a new array.
 
     Parameters
     ----------
     index
         A sequence of integers.
     count
-        Samples of the dataset.
+        The number of samples of the dataset.
     where
-        Begins the messages.
+        The beginning of messages.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Finds out where sequences begin and end: reads what the option `sequences` names.
+"""Determines the bounds of sequences: reads the data that the option `sequences` names.
 
 Options and layouts enter; a `SequenceTable` leaves.
 """
@@ -25,7 +25,7 @@ Int64s = NDArray[np.int64]
 def sequences_of(
     config: ReaderConfig, layouts: Mapping[str, DatasetLayout], values: FileValues
 ) -> SequenceTable:
-    """Return the sequences of a dataset: each file is one, where the options say nothing else.
+    """Return the sequences of a dataset: each file is one unless the options say otherwise.
 
     Parameters
     ----------

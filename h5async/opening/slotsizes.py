@@ -1,4 +1,4 @@
-"""Tells what slots must have room for: fields, layouts and orders of samples enter, sizes leave."""
+"""Computes the sizes of slots from fields, layouts and orders of samples."""
 
 from __future__ import annotations
 
@@ -14,19 +14,16 @@ from h5async.samples.columns import columns_of
 
 
 def samples_of_slot(config: ReaderConfig, samplings: Samplings) -> int:
-    """Return how many samples a slot has room for."""
+    """Return the number of samples that a slot has room for."""
     return samplings.most_samples(may_repeat=_may_repeat(config, samplings))
 
 
 def slot_transforms(
     config: ReaderConfig, layouts: Mapping[str, DatasetLayout], samplings: Samplings, rows: int
 ) -> dict[str, RowTransform]:
-    """Return the transform of each column, with how many rows slots of `rows` samples have.
+    """Return the transform of each column, with its number of rows in slots of `rows` samples.
 
-    Raises
-    ------
-    ConfigError
-        If the options of a field do not fit its dataset.
+    ConfigError if the options of a field do not fit its dataset.
     """
     columns = columns_of(config.batch_fields)
     transforms = {name: row_transform(columns[name], layouts[name]) for name in columns}
@@ -44,22 +41,15 @@ def slot_transforms(
 
 
 def _may_repeat(config: ReaderConfig, samplings: Samplings) -> bool:
-    """Tell whether a sample may come several times in a batch."""
+    """Return whether a sample may occur several times in a batch."""
     is_drawn = config.weights is not None or config.sampler is not None
     return is_drawn or samplings.selection.has_repeats
 
 
 def pixels_nbytes(fields: Mapping[str, Field], rows: int, most: int) -> list[int]:
-    """Return, by field, what the pixels of a batch of images take, at most; 0: it has none.
+    """Return, per field, the maximum size of the pixels of a batch of images; 0 for other fields.
 
-    Parameters
-    ----------
-    fields
-        By name.
-    rows
-        Samples.
-    most
-        What images of any size may take.
+    `rows` is the number of samples, and `most` the limit for images of any size.
     """
     return [
         (sized_nbytes(field, rows) if field.size else most) if isinstance(field, ImageField) else 0

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from h5async.codec.imageformats import CHANNELS
 from h5async.config import Field, ImageField
 from h5async.errors import ConfigError
-from h5async.index.dimensions import DimensionNames, numbered_axis
+from h5async.index.attributes import DimensionNames, numbered_axis
 from h5async.index.layout import DatasetLayout, Text
 from h5async.plan.cf import CfDecoder, cf_decoder
 

@@ -1,8 +1,7 @@
 """Sends messages, as bytes, between two processes: they arrive whole and in order.
 
-A channel is a socket pair. It calls the system directly, whatever the program has done to Python's
-sockets: default timeouts do not hold for it, and it uses no function that gevent or eventlet
-replace (as they do with `os.close`).
+A channel is a socket pair. It calls the system directly: Python's default socket timeouts do not
+apply, and it uses no function that gevent or eventlet replace (as they do with `os.close`).
 """
 
 from __future__ import annotations
@@ -20,49 +19,31 @@ _SEND_FLAGS = getattr(_socket, "MSG_NOSIGNAL", 0)
 
 
 class Channel:
-    """One end of a socket pair. Any thread sends; one thread receives.
-
-    Parameters
-    ----------
-    end
-        A socket, which the channel owns from now on.
-    """
+    """One end of a socket pair; it owns the socket. Any thread sends; one thread receives."""
 
     def __init__(self, end: _socket.socket) -> None:
         end.setblocking(True)  # `socket.setdefaulttimeout` may have set a timeout
         self._socket = end
-        # Held while sending, so that the descriptor is not closed, and its number reused, then.
+        # Held while sending, so that the descriptor is not closed and its number reused meanwhile.
         self._sending = threading.Lock()
         self._received = bytearray()
 
     def fileno(self) -> int:
-        """Return the descriptor's number."""
+        """Return the descriptor number."""
         return self._socket.fileno()
 
     def send(self, data: bytes) -> None:
-        """Send a message; blocks until the other end has room for it.
-
-        Raises
-        ------
-        OSError
-            If either end is closed.
-        """
+        """Send a message. Blocks until the other end has room; OSError if either end is closed."""
         with self._sending:
             self._socket.sendall(_SIZE.pack(len(data)) + data, _SEND_FLAGS)
 
     def receive(self) -> bytes:
-        """Wait for a message, and return it.
-
-        Raises
-        ------
-        EOFError
-            If the other end is closed, also in the middle of a message.
-        """
+        """Wait for a message and return it; EOFError if the other end closes, even within one."""
         (size,) = _SIZE.unpack(self._take(_SIZE.size))
         return self._take(size)
 
     def hang_up(self) -> None:
-        """End the messages in both directions, also for a thread in `receive`. Never blocks."""
+        """End messages in both directions, also for a thread in `receive`. Never blocks."""
         with suppressing(OSError):  # the other end may be closed already
             self._socket.shutdown(_socket.SHUT_RDWR)
 
@@ -90,17 +71,11 @@ class Channel:
 
 
 def socket_pair() -> tuple[Channel, Channel]:
-    """Return both ends of a new channel.
-
-    Raises
-    ------
-    OSError
-        If the system has no descriptor left.
-    """
+    """Return both ends of a new channel; OSError if the system has no descriptor left."""
     ours, theirs = _socket.socketpair()
     return Channel(ours), Channel(theirs)
 
 
 def channel_of(fd: int) -> Channel:
-    """Return a channel for the socket of a descriptor, which the channel owns from now on."""
+    """Return a channel that owns the socket with this descriptor."""
     return Channel(_socket.socket(fileno=fd))

@@ -1,8 +1,8 @@
 """Starts a helper process, exchanges messages with it, and waits for its end.
 
 The process is a new Python interpreter that runs `helper_main.main`. It inherits one end of a
-channel and the descriptor of the shared memory, finds modules where this process does, and is in a
-process group of its own.
+channel and the descriptor of the shared memory, has the same module search path, and runs in its
+own process group.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from h5async.process.messages import dump, load
 from h5async.spelling import named
 from h5async.system.interruptions import suppressing
 
-_END_SECONDS = 2.0  # that a helper has to end after it was told to; then it is killed
+_END_SECONDS = 2.0  # for a helper to end when told to; then it is killed
 
 _INTERPRETER = "set sys.executable to a Python interpreter that this user can run"
 _POLICY = "a security policy (seccomp, SELinux, AppArmor) may forbid it"
@@ -50,27 +50,22 @@ _EXECUTABLE_REMEDIES = {
 
 
 class HelperDied(ReadError):
-    """The helper process ended before it had answered."""
+    """The helper process ended before it answered."""
 
 
 class HelperProcess:
-    """A helper process, which is ended when the ``with`` block is left.
+    """A helper process that ends when the ``with`` block is left; ReadError if it cannot start.
 
-    `post` is called under a lock of the caller, `flush` by one thread, `receive` by one thread.
+    The caller holds a lock for `post`; one thread calls `flush`, and one thread calls `receive`.
 
     Parameters
     ----------
     memory_fd
         Descriptor of the shared memory.
     what
-        What it is to read, for messages.
+        What the helper reads, for messages.
     folder
-        The folder that relative paths start from; None: the present one.
-
-    Raises
-    ------
-    ReadError
-        If it cannot be started.
+        The folder that relative paths start from. None means the current one.
     """
 
     def __init__(self, memory_fd: int, what: str, folder: str | None) -> None:
@@ -99,43 +94,37 @@ class HelperProcess:
                 pass_fds=(inherited.fileno(), memory_fd),
                 cwd=_folder_to_enter(folder),
                 env={**os.environ, MARK: str(os.getpid())},
-                # Signals to the reader's group would else reach the helper, too. (A session of its
-                # own would do as well; but Linux divides the processors by sessions, and on a busy
-                # machine a batch took 360 µs instead of 250.)
+                # Otherwise signals to the reader's group would reach the helper. (A new session
+                # would do as well, but Linux shares processors out by session: on a busy machine a
+                # batch took 360 µs instead of 250.)
                 process_group=0,
             )
         stack.callback(self._wait)
         stack.callback(self.hang_up)
 
     def post(self, message: Any) -> None:
-        """Have the next `flush` send a message. Never blocks."""
+        """Queue a message for the next `flush`. Never blocks."""
         self._outbox.append(message)
 
     def flush(self) -> None:
-        """Send what was posted; blocks until the helper has received it or has ended."""
+        """Send queued messages; blocks until the helper has received them or has ended."""
         while self._outbox:
             self.send_bytes(dump(self._outbox.popleft()))
 
     def send_bytes(self, data: bytes) -> None:
-        """Send a message that is pickled already; as `flush`."""
+        """Send a message that is already pickled, like `flush`."""
         with suppressing(OSError):  # `receive` will find that the helper has ended
             self._channel.send(data)
 
     def receive(self) -> Any:
-        """Wait for the next message, and return it.
-
-        Raises
-        ------
-        HelperDied
-            If the helper has ended, so that there will be none.
-        """
+        """Wait for the next message and return it; HelperDied if the helper has ended."""
         try:
             return load(self._channel.receive())
         except EOFError:
             raise HelperDied(f"{self._what}: the helper process {self._wait()}") from None
 
     def hang_up(self) -> None:
-        """End the conversation, for the helper and for a thread that is in `receive`."""
+        """End the conversation for the helper and for a thread in `receive`."""
         self._channel.hang_up()
 
     def __enter__(self) -> HelperProcess:
@@ -145,7 +134,7 @@ class HelperProcess:
         self._resources.close()
 
     def _wait(self) -> str:
-        """Wait for the process to end; say how it ended."""
+        """Wait for the process to end; return how it ended, for messages."""
         try:
             status = self._popen.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -162,13 +151,7 @@ class HelperProcess:
 
 
 def check_interpreter() -> None:
-    """See that there is a Python interpreter to start.
-
-    Raises
-    ------
-    ConfigError
-        If there is none, or if what would be started is this program.
-    """
+    """Raise ConfigError unless there is a Python interpreter to start, other than this program."""
     what = None
     if getattr(sys, "frozen", False):
         what = f"this program is frozen, so that {sys.executable} is the program itself"
@@ -184,15 +167,7 @@ def check_interpreter() -> None:
 
 
 def refusal(error: OSError, folder: str | None = None) -> str:
-    """Say what the system refused, and what to do about it.
-
-    Parameters
-    ----------
-    error
-        Raised where a process was started, or where descriptors were made for it.
-    folder
-        That the process was to start in.
-    """
+    """Describe why the system refused to start a process in `folder`, and the remedy."""
     if error.filename is not None and error.filename == folder:
         remedy = "a new helper starts in the folder where the reader was made: make it accessible"
     elif error.filename is not None and error.filename == sys.executable:
@@ -203,7 +178,7 @@ def refusal(error: OSError, folder: str | None = None) -> str:
 
 
 def _interpreter_options() -> list[str]:
-    """Return the options with which a new interpreter finds the modules that this one does."""
+    """Return options that let a new interpreter find the same modules as this one."""
     flags = {
         "-I": sys.flags.isolated,
         "-E": sys.flags.ignore_environment,
@@ -211,12 +186,12 @@ def _interpreter_options() -> list[str]:
         "-S": sys.flags.no_site,
     }
     given = [option for option, is_given in flags.items() if is_given]
-    return [*given, "-X", f"utf8={sys.flags.utf8_mode}"]  # file names are encoded alike in both
+    return [*given, "-X", f"utf8={sys.flags.utf8_mode}"]  # same file name encoding
 
 
 def _code(channel_fd: int, memory_fd: int, parent: int) -> str:
-    """Return what a helper process runs; it finds modules where this process does."""
-    path = [entry for entry in sys.path if isinstance(entry, str)]  # imports ignore all others
+    """Return the code that a helper process runs."""
+    path = [entry for entry in sys.path if isinstance(entry, str)]  # imports ignore other types
     return (
         f"import sys; sys.path[:] = {path!a}; from h5async.process.helper_main import main;"
         f" main({channel_fd}, {memory_fd}, {parent})"
@@ -233,9 +208,9 @@ def _folder_to_enter(folder: str | None) -> str | None:
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Have a process that is started in here begin with the signals blocked that it will ignore.
+    """Start processes with the signals blocked that they will ignore.
 
-    SIGINT (Ctrl-C) stays blocked there for good: it is the reader's to deal with.
+    SIGINT (Ctrl-C) stays blocked there: the reader handles it.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *GROUP_SIGNALS})
     try:

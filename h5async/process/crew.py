@@ -1,7 +1,7 @@
-"""Deals requests to helper processes side by side, each of which a supervisor keeps alive.
+"""Distributes requests over helper processes, each kept alive by a supervisor.
 
-A request goes to the helper that has the fewest to answer. There it stays, also where that helper
-dies and another one takes its place: so no two processes ever write to the same slot.
+A request goes to the helper with the fewest outstanding requests. It stays there even if that
+helper dies and another replaces it, so no two processes ever write to the same slot.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ _FOUND = "was changed while the reader was made, of which helper processes have 
 
 
 class Crew:
-    """Supervisors of helper processes, as one. Made in the thread that opens the reader.
+    """All supervisors of a reader. Made in the thread that opens the reader.
 
-    Methods are safe to call from many threads, but `flush`, which has one.
+    Methods are thread-safe, except `flush`, which one thread calls.
 
     Parameters
     ----------
     num_helpers
-        How many there are.
+        The number of helper processes.
     what, opening, shared, wake_sender
-        As of `Supervisor`.
+        As in `Supervisor`.
 
     Attributes
     ----------
     lock
-        Of all of them. Reentrant: the garbage collector may close a reader in any place, also where
-        it is held.
+        Shared by all supervisors. Reentrant: the garbage collector may close a reader anywhere,
+        even while it is held.
     supervisors
-        One for each helper; each is to be `run` in a thread of its own.
+        One per helper; each needs a thread that calls `run`.
     """
 
     def __init__(
@@ -68,12 +68,9 @@ class Crew:
         return self._first.methods
 
     def await_opened(self, timeout_seconds: float | None) -> None:
-        """Wait until all helpers have opened the files.
+        """Wait until all helpers have opened the files; raises like `Supervisor.await_step`.
 
-        Raises
-        ------
-        H5AsyncError
-            As `Supervisor.await_step` says; `ReadError` if they found different files.
+        ReadError if they found different files.
         """
         for supervisor in self.supervisors:
             supervisor.await_step(timeout_seconds)
@@ -88,52 +85,52 @@ class Crew:
         starting: Starting,
         on_done: Callable[[FillRequest, FillOutcome], None],
     ) -> None:
-        """Have helpers fill slots, as `Supervisor.start_filling`."""
+        """Have helpers fill slots; see `Supervisor.start_filling`."""
         for supervisor in self.supervisors:
             supervisor.start_filling(slots, starting, on_done)
 
     def await_started(self, timeout_seconds: float | None) -> None:
-        """Wait until all helpers have started; raises what `Supervisor.await_step` does."""
+        """Wait until all helpers have started; raises like `Supervisor.await_step`."""
         for supervisor in self.supervisors:
             supervisor.await_step(timeout_seconds)
 
     def request(self, request: FillRequest) -> bool:
-        """Post a request to one helper; return False where this is closed."""
+        """Post a request to one helper; return False if this is closed."""
         with self.lock:
             freest = min(self.supervisors, key=lambda supervisor: supervisor.num_outstanding)
             is_posted = freest.request(request)
         return is_posted
 
     def note_uploaded(self, slot: int) -> None:
-        """Note that the device's cache has the samples of the batch in a slot."""
+        """Note that the device cache has the samples of a slot's batch."""
         (only,) = self.supervisors  # the options allow no others with a cache
         only.note(NoteUploaded(slot))
 
     def record(self, max_events: int) -> None:
-        """Have all helpers record what their threads do, as `Supervisor.record`."""
+        """Record thread events in all helpers; see `Supervisor.record`."""
         for supervisor in self.supervisors:
             supervisor.record(max_events)
 
     def take_recorded(self) -> list[Recorded]:
-        """Return what helpers have recorded since the last call, as far as they have sent it."""
+        """Return what helpers have recorded and sent since the last call."""
         several = [supervisor.take_recorded() for supervisor in self.supervisors]
         return [recorded for one in several for recorded in one]
 
     def flush(self) -> None:
-        """Send what was posted, as `Supervisor.flush`."""
+        """Send queued messages; see `Supervisor.flush`."""
         for supervisor in self.supervisors:
             supervisor.flush()
 
     def stats(self) -> FillerStats:
-        """Return what all helpers have done so far."""
+        """Return the statistics of all helpers so far."""
         return functools.reduce(FillerStats.plus, [each.stats() for each in self.supervisors])
 
     def close(self) -> None:
-        """Drop all requests, and have all helpers end. Never waits. Idempotent."""
+        """Drop all requests and end all helpers. Never waits. Idempotent."""
         for supervisor in self.supervisors:
             supervisor.close()
 
     def release(self) -> None:
-        """Let go of slots and functions, after all threads have ended."""
+        """Release slots and functions, after all threads have ended."""
         for supervisor in self.supervisors:
             supervisor.release()

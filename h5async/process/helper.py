@@ -1,11 +1,11 @@
 """Fills slots in the threads of helper processes, for `workers="process"` and `workers=N`.
 
-`HelperFiller` is used as a `Filler` is. Each helper process runs a `Filler`, over slots in memory
-that all processes have (`helper_main.py`).
+`HelperFiller` is used like `Filler`. Each helper process runs a `Filler` over slots in shared
+memory (`helper_main.py`).
 
-Each helper has a thread here, which keeps it alive and takes its answers (`supervisor.py`). One
-thread more takes tickets, asks for requests, waits until a slot may be written to, deals the
-requests out to the helpers (`crew.py`), and sends.
+Each helper has a thread here that keeps it alive and takes its answers (`supervisor.py`). One more
+thread takes tickets, fetches requests, waits until a slot may be written to, distributes the
+requests over the helpers (`crew.py`), and sends them.
 """
 
 from __future__ import annotations
@@ -43,19 +43,10 @@ from h5async.system.waiting import Once, join_threads
 
 
 class HelperFiller:
-    """Fills slots in the threads of helper processes. Safe to call from many threads.
+    """Fills slots in the threads of helper processes. Thread-safe.
 
-    `open` starts the helpers, each of which opens the dataset; `start` has them fill slots.
-
-    Parameters
-    ----------
-    config
-        The options.
-
-    Attributes
-    ----------
-    shared
-        Memory that the helpers have too, for the slots.
+    `open` starts the helpers, which open the dataset; `start` has them fill slots in `shared`,
+    memory that the helpers map too.
 
     Raises
     ------
@@ -84,7 +75,7 @@ class HelperFiller:
                 f"{self._what}: no memory could be shared with a helper process: {refusal(error)},"
                 f" or read with {named('workers', 'thread')}"
             ) from error
-        # A request, or True: ask for requests; False: send what was posted; None: the end.
+        # A request, or True: fetch requests; False: send queued messages; None: the end.
         self._tickets: queue.SimpleQueue[FillRequest | bool | None] = queue.SimpleQueue()
         tickets = self._tickets
         self._crew = Crew(
@@ -110,13 +101,13 @@ class HelperFiller:
 
     @property
     def layouts(self) -> Mapping[str, DatasetLayout]:
-        """By name of columns, in their order, after `open`."""
+        """The layouts by column name, in order, after `open`."""
         assert self._crew.opened is not None
         return self._crew.opened.layouts
 
     @property
     def chosen(self) -> Chosen:
-        """Which samples an epoch is made of, after `open`."""
+        """The samples of an epoch, after `open`."""
         assert self._crew.opened is not None
         return self._crew.opened.chosen
 
@@ -127,7 +118,7 @@ class HelperFiller:
 
     @property
     def processes(self) -> list[HelperProcess | None]:
-        """The present helper processes; None for one that is not there."""
+        """The current helper processes; None for one that is not running."""
         return [supervisor.process for supervisor in self._crew.supervisors]
 
     def open(self) -> Opened:
@@ -136,9 +127,9 @@ class HelperFiller:
         Raises
         ------
         H5AsyncError
-            As `AsyncReader` says; `ReadError` if a helper process dies of the files.
+            As in `AsyncReader`; `ReadError` if opening the files kills a helper process.
         BatchTimeoutError
-            If that takes longer than the option ``timeout``, and than a minute.
+            If that takes longer than both the option ``timeout`` and a minute.
         """
         for number, supervisor in enumerate(self._crew.supervisors):
             self._start_thread(supervisor.run, f"helper_{number}")
@@ -159,23 +150,18 @@ class HelperFiller:
         on_done: Callable[[FillRequest, FillOutcome], None],
         on_crash: Callable[[BaseException], None],
     ) -> None:
-        """Have slots filled from now on; parameters are those of `Filler`.
+        """Have slots filled from now on; parameters and errors are those of `Filler`.
 
         Parameters
         ----------
         slots
-            Arrays in `shared`; raw ones of their own where the filler transforms them.
+            Arrays in `shared`; raw arrays lie in other memory if the filler transforms them.
         rows
-            Samples that a slot has room for.
+            The number of samples that a slot has room for.
         pixels_nbytes
-            By field: what the pixels of a batch of images take, at most.
+            Per field: the maximum size of the pixels of a batch of images.
         memory_plan, device_cache, next_requests, before_fill, on_done, on_crash
-            As of `Filler`. Functions are called in threads of this object.
-
-        Raises
-        ------
-        H5AsyncError
-            As `Filler` says.
+            As in `Filler`. Functions are called in threads of this object.
         """
         first_columns = first_columns_of(self.layouts)
         self._slots = ReaderSlots(self.shared, slots, rows, first_columns, pixels_nbytes)
@@ -188,7 +174,7 @@ class HelperFiller:
         self._crew.await_started(self._config.timeout)
 
     def kick(self) -> None:
-        """Have requests asked for. Never blocks; extra calls are harmless."""
+        """Have new requests fetched. Never blocks; extra calls are harmless."""
         self._tickets.put(True)
 
     def fill(self, request: FillRequest) -> None:
@@ -196,7 +182,7 @@ class HelperFiller:
         self._tickets.put(request)
 
     def run_next(self) -> bool:
-        """Return False: there is never any work for the calling thread."""
+        """Return False: there is never work for the calling thread."""
         return False
 
     def abandon(self) -> bool:
@@ -204,22 +190,22 @@ class HelperFiller:
         return False
 
     def note_uploaded(self, slot: int, index: NDArray[np.int64]) -> None:
-        """Note that the device cache has the samples of the batch in a slot."""
+        """Note that the device cache has the samples of a slot's batch."""
         assert self._device_cache is not None
         self._device_cache.add(index)
         self._crew.note_uploaded(slot)
 
     def stats(self) -> FillerStats:
-        """Return what all helpers have done so far."""
+        """Return the statistics of all helpers so far."""
         return self._crew.stats()
 
     def record(self, timeline: Timeline | None) -> None:
-        """Record what all threads do from now on, those of helpers too; None: no more."""
+        """Record the events of all threads, including those of helpers. None stops it."""
         self._timeline = timeline or self._timeline
         self._crew.record(0 if timeline is None else timeline.max_events)
 
     def recorded(self) -> list[Recorded]:
-        """Return what was recorded here, and what helpers have sent of theirs; once."""
+        """Return what was recorded here or received from helpers since the last call."""
         timeline, self._timeline = self._timeline, None
         if timeline is None:
             return []
@@ -228,7 +214,7 @@ class HelperFiller:
         return [here, *self._crew.take_recorded()]
 
     def stop(self, then: Callable[[], None]) -> None:
-        """Drop all requests, end the helpers, then call `then`. As `Filler.stop`."""
+        """Drop all requests, end the helpers, then call `then`, like `Filler.stop`."""
         with self._lock:
             if not self._ending.has_begun:
                 self._closed, self._then = True, then
@@ -239,7 +225,7 @@ class HelperFiller:
             self._ending.do(self._end)
 
     def join(self, patience_seconds: float | None = None) -> None:
-        """Wait until all is done that `stop` asked for; not in a thread of this object."""
+        """Wait until `stop` has finished; not in a thread of this object."""
         patience = Patience(patience_seconds)
         while not self._ending.is_set and not patience.is_over:
             patience.wait(self._ending.wait_set)
@@ -248,7 +234,7 @@ class HelperFiller:
     # --- threads ----------------------------------------------------------------------------------
 
     def _send_all(self) -> None:
-        """Send each request when its slot may be written to, and notes; in a thread of its own."""
+        """Send notes, and each request once its slot may be written to; runs in its own thread."""
         while (ticket := self._tickets.get()) is not None:
             if isinstance(ticket, bool):
                 requests = self._next_requests() if ticket else ()
@@ -288,10 +274,10 @@ class HelperFiller:
                 self._ending.do(self._end)
 
     def _end(self) -> None:
-        """Let go of all that the threads used; after the last of them."""
+        """Release all that the threads used; called after the last of them."""
         self.shared.close()
         self._slots = None
-        # These functions are bound to what has this object.
+        # These functions are bound to the owner of this object.
         self._next_requests, self._before_fill, self._on_done = list, _nothing, _nothing
         self._crew.release()
         self._then()

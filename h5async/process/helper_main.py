@@ -1,7 +1,7 @@
 """Runs a `Filler` in the helper process, for the reader at the other end of a channel.
 
-Requests come by the channel, and slots in shared memory are filled. The process ends with the
-reader's, however that ends.
+Requests arrive by the channel; slots in shared memory are filled. The process ends with the
+reader's process, however that ends.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from h5async.spelling import named
 from h5async.system.interruptions import suppressing
 from h5async.system.timeline import Timeline
 
-# In the environment of a new helper: the number of the process that started it.
+# In the environment of a new helper: the ID of the process that started it.
 MARK = "H5ASYNC_HELPER_OF"
 
 _PR_SET_PDEATHSIG = 1
 _PRINT_SECONDS = 1.0  # the standard streams may be pipes that nobody reads from
 
-# Launchers, schedulers and terminals send these signals to all processes of a group, or of a job.
-# Whether the job is to end, or what else is to be done, is for the reader's process to decide.
+# Launchers, schedulers and terminals send these signals to all processes of a group or job. Only
+# the reader's process decides how to react.
 GROUP_SIGNALS = frozenset(
     {
         signal.SIGALRM,
@@ -75,21 +75,15 @@ GROUP_SIGNALS = frozenset(
 
 
 def main(channel_fd: int, memory_fd: int, parent: int) -> None:
-    """Serve one reader until it closes the channel, or ends.
+    """Serve one reader until it closes the channel or ends.
 
-    Parameters
-    ----------
-    channel_fd
-        One end of a socket pair.
-    memory_fd
-        Of the shared memory.
-    parent
-        Process number of the reader's process.
+    `channel_fd` is one end of a socket pair, `memory_fd` the descriptor of the shared memory, and
+    `parent` the process ID of the reader's process.
     """
     error: BaseException | None = None
     try:
         _end_with(parent)
-        os.environ.pop(MARK, None)  # this is a Python interpreter, as `check_interpreter` asks
+        os.environ.pop(MARK, None)  # for `check_interpreter`
         for fd in (channel_fd, memory_fd):
             os.set_inheritable(fd, False)
         end = channel_of(channel_fd)
@@ -106,7 +100,7 @@ def main(channel_fd: int, memory_fd: int, parent: int) -> None:
 
 
 class _Messages:
-    """Messages of the reader, and to it. `send` is safe to call from many threads."""
+    """Messages from and to the reader. `send` is thread-safe."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -118,12 +112,12 @@ class _Messages:
         data = dump(message)
         try:
             self._channel.send(data)
-        except OSError:  # there is nobody left to work for
+        except OSError:  # the reader is gone
             os._exit(0)
 
 
 class _StepFailed(Exception):
-    """A step of the start failed; the reader is told the reason."""
+    """A step of the start failed; the reader has been told why."""
 
     def __init__(self, reason: BaseException) -> None:
         self.reason = reason
@@ -143,13 +137,7 @@ class _Helper:
         self._memory = memory
 
     def serve(self) -> None:
-        """Answer messages until there are no more.
-
-        Raises
-        ------
-        EOFError
-            When the reader has hung up.
-        """
+        """Answer messages until EOFError: the reader has hung up."""
         try:
             config = self._receive_config()
             with _step():
@@ -181,7 +169,7 @@ class _Helper:
                 ) from error
         assert isinstance(opening, Opening)
         config = opening.config
-        # This thread does nothing but receive, or the reader might wait for it to.
+        # This thread only receives; otherwise the reader might wait for it.
         return config.model_copy(update={"num_threads": config.filler_threads})
 
     def _start(self, opened: OpenedDataset, chosen: Chosen, starting: Starting) -> None:
@@ -222,7 +210,7 @@ class _Helper:
             self._filler.record(Timeline(message.max_events) if message.max_events else None)
 
     def _answer(self, request: FillRequest, outcome: FillOutcome) -> None:
-        """Send what became of a request; in a thread of the filler, which nothing must end."""
+        """Send the outcome of a request; runs in a thread of the filler, which nothing may end."""
         error: tuple[bytes, ...] = ()
         if outcome.error is not None:
             try:
@@ -258,7 +246,7 @@ class _Helper:
 
 
 def _told(config: ReaderConfig, opened: OpenedDataset, chosen: Chosen) -> Opened:
-    """Return what the reader is told of a dataset; it does without what only reads need."""
+    """Return what the reader needs to know of a dataset, without what only reading needs."""
     layouts = {
         name: layout.changed(heaps=tuple(one._replace(elements=None) for one in layout.heaps))
         if layout.heaps
@@ -270,15 +258,15 @@ def _told(config: ReaderConfig, opened: OpenedDataset, chosen: Chosen) -> Opened
 
 
 def _give_up(error: BaseException) -> None:
-    """End the process after an exception outside of any batch; the reader starts another one."""
+    """End the process after an exception outside any batch; the reader starts another one."""
     traceback.print_exception(error)
     os._exit(1)
 
 
 def _end_with(parent: int) -> None:
-    """See that this process ends when the thread of the reader that started it does.
+    """End this process when the reader's thread that started it ends.
 
-    Linux can be asked for that. Elsewhere the process ends when the channel does.
+    Linux can do that. Elsewhere the process ends when the channel is closed.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -287,10 +275,10 @@ def _end_with(parent: int) -> None:
 
 
 def _ignore_signals() -> None:
-    """Ignore signals that are sent to a whole group of processes; they were blocked until now.
+    """Ignore signals that are sent to a whole process group; they were blocked until now.
 
-    A handler that does nothing ignores them: programs that are started here would inherit SIG_IGN.
-    (But the two signals for the use of a terminal would be sent again and again.)
+    A handler that does nothing ignores them: child processes would inherit SIG_IGN. (The two
+    terminal access signals do get SIG_IGN: otherwise they would be sent again and again.)
     """
     for number in GROUP_SIGNALS:
         is_terminals = number in (signal.SIGTTIN, signal.SIGTTOU)
@@ -303,16 +291,16 @@ def _nothing(*_: object) -> None:
 
 
 def _leave_to_parent(channel: Channel) -> None:
-    """Undo, in a forked child of the helper, what is for the helper alone."""
+    """Undo in a forked child what is only for the helper itself."""
     channel.forget()  # else the reader would not see the helper's end
     for number in GROUP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
 
 
 def _exit(error: BaseException | None) -> None:
-    """Print what is left to print, and end the process at once.
+    """Flush the standard streams and end the process at once.
 
-    The interpreter is not finalized: threads may still run, and would be interrupted by that.
+    The interpreter is not finalized, because that would interrupt threads that still run.
     """
     printing = threading.Thread(target=_print, args=(error,), daemon=True)
     with suppressing(RuntimeError):  # there are no more threads

@@ -1,9 +1,8 @@
 """Defines the messages between a reader and its helper process, and pickles them.
 
 First `Opening` is answered by `Opened`, and `Starting` by `Started`. Then the reader sends requests
-to fill slots (`FillRequest` and `Rooms`, as plain tuples), each of which gets one `Answer`, in any
-order, and notes, which get none (`NoteUploaded`, `Record`). Arrays stay in shared
-memory.
+to fill slots (`FillRequest` and `Rooms`, as plain tuples), each answered by one `Answer` in any
+order, and notes without an answer (`NoteUploaded`, `Record`). Arrays stay in shared memory.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from h5async.opening.selecting import Chosen
 from h5async.samples.columns import Categories, SparseShape
 from h5async.system.interruptions import suppressing
 
-# Offset and bytes of the memory beside a slot that helpers have added, by its number. Not changed.
+# Offset and size of the memory that helpers have added beside a slot, by its number. Immutable.
 Rooms: TypeAlias = Mapping[int, tuple[int, int]]
 
-# An array in shared memory; or, where it is the first rows of a column of the slot, the column's
-# number and how many rows.
+# An array in shared memory; or, if it is the first rows of a column of the slot, the column's
+# number and the number of rows.
 Part: TypeAlias = ArraySpec | tuple[int, int]
 
 _MAX_CAUSES = 8
@@ -46,14 +45,14 @@ class Opening(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """The dataset is open, and what its samples are chosen by was read.
+    """The dataset is open, and the datasets that select its samples were read.
 
     Attributes
     ----------
     layouts, chosen
-        Of all columns, by name; of elements of variable length without where they lie.
+        Layouts of all columns by name; those of variable-length elements lack their positions.
     fields
-        Those that were found where nobody had told their kinds; None: those of the options.
+        The fields if their kinds were discovered; None means those of the options.
     shapes, categories
         Of sparse and of categorical fields, by name.
     """
@@ -71,7 +70,7 @@ class SlotSpecs(NamedTuple):
     Attributes
     ----------
     raw, out, made
-        As in `SlotMemory`; None for an array that is not in shared memory, or that is not needed.
+        As in `SlotMemory`; None for an array that is not in shared memory or not needed.
     numbers
         int64 (batch,): sample numbers.
     """
@@ -88,11 +87,11 @@ class Starting(NamedTuple):
     Attributes
     ----------
     slots, rows
-        To be filled, and samples that each has room for.
+        The slots, and the number of samples that each has room for.
     memory_plan
-        As of `Filler`.
+        As in `Filler`.
     has_device_cache
-        Whether the reader notes which samples the device's cache has.
+        Whether the reader tracks which samples the device cache has.
     """
 
     slots: list[SlotSpecs]
@@ -109,34 +108,21 @@ class Started(NamedTuple):
 
 
 class NoteUploaded(NamedTuple):
-    """The device's cache has the samples of the batch in a slot."""
+    """The device cache has the samples of a slot's batch."""
 
     slot: int
 
 
 class Record(NamedTuple):
-    """Record what threads do, and send it with the answers; 0: no more.
-
-    Attributes
-    ----------
-    max_events
-        How many events are kept at most.
-    """
+    """Record up to `max_events` thread events and send them with the answers; 0 stops it."""
 
     max_events: int
 
 
 class SentField(NamedTuple):
-    """Where the arrays of a field of a batch lie.
+    """The positions of the arrays of a field of a batch; other attributes as in `SampleArrays`.
 
-    Attributes
-    ----------
-    kind
-        Of `SampleArrays`; "": it is one array.
-    parts
-        Where each array lies.
-    sample_shape
-        As of `SampleArrays`.
+    `kind` is "" for a single array.
     """
 
     kind: str
@@ -145,26 +131,26 @@ class SentField(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What became of a request.
+    """The outcome of a request.
 
     Attributes
     ----------
     request
         The `FillRequest`, as a plain tuple.
     size
-        Samples in the batch.
+        The number of samples in the batch.
     fields
-        By field: its arrays; None where it is the slot's own array.
+        Per field: its arrays; None for the slot's own array.
     rooms
         Memory beside the slot that was added for them.
     error
-        What went wrong, if anything, by `portable`.
+        The error, if any, from `portable`.
     is_resident, busy_seconds, warnings
         As in `FillOutcome`.
     stats
-        What the helper's filler has done so far.
+        The statistics of the helper's filler so far.
     recorded
-        What its threads have done since the last answer, where that is recorded.
+        Events of its threads since the last answer, if recorded.
     """
 
     request: tuple[Any, ...]
@@ -180,18 +166,15 @@ class Answer(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """Sent instead of `Opened` or `Started`: what went wrong, by `portable`."""
+    """Sent instead of `Opened` or `Started`: the error, from `portable`."""
 
     error: tuple[bytes, ...]
 
 
 def dump_opening(opening: Opening) -> bytes:
-    """Pickle the first message; functions in it may be local, or defined in ``__main__``.
+    """Pickle the first message; its functions may be local, or defined in ``__main__``.
 
-    Raises
-    ------
-    Exception
-        If something in it cannot be pickled.
+    Raises any exception if something in it cannot be pickled.
     """
     return bytes(cloudpickle.dumps(opening))
 
@@ -223,9 +206,9 @@ def _load_error(data: bytes) -> BaseException:
 
 
 def portable(error: BaseException) -> tuple[bytes, ...]:
-    """Pickle an error together with its causes, which pickle alone would drop.
+    """Pickle an error with its causes, which pickle alone would drop.
 
-    Each keeps its type where that can be pickled. A note says where it was raised.
+    Each keeps its type if that can be pickled. A note says where it was raised.
     """
     links: list[BaseException] = []
     link: BaseException | None = error
@@ -240,7 +223,7 @@ def portable(error: BaseException) -> tuple[bytes, ...]:
 
 
 def received(sent: tuple[bytes, ...]) -> BaseException:
-    """Unpickle an error and its causes, as `portable` pickled them."""
+    """Unpickle an error and its causes from `portable`."""
     links: list[BaseException] = []
     for data in sent:
         try:

@@ -1,12 +1,12 @@
-"""Keeps the requests that are not answered yet, and decides which of them a helper is given.
+"""Keeps the unanswered requests, and decides which of them a helper is given.
 
-A helper is given every request at once, as long as helpers do not die. When one dies, any of the
-requests that it had may be the reason: these become *suspects*. From then on helpers are given the
-suspects one at a time, oldest first, until each was answered or given up; so a request that kills
-helpers is found, and no other request fails with it.
+A helper is given every request at once, as long as no helper dies. When one dies, any of its
+requests may be the reason: these become *suspects*. From then on helpers are given the suspects one
+at a time, oldest first, until each is answered or given up. So a request that kills helpers is
+found, and no other request fails with it.
 
-There are no threads, sockets or processes here: `supervisor.py` tells what happens, and acts on
-what it is told.
+There are no threads, sockets or processes here: `supervisor.py` reports events and acts on the
+decisions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from h5async.order.requests import FillRequest
 
-MAX_DEATHS = 3  # of helpers that had the same request, or were started for it
+MAX_DEATHS = 3  # of helpers that had, or were started for, the same request
 
 
 @dataclass(eq=False, slots=True)
@@ -25,25 +25,22 @@ class _Entry:
 
 
 class Outstanding:
-    """Requests that are not answered yet, at most one for each slot.
-
-    Not safe to use from several threads: the caller holds a lock.
-    """
+    """Unanswered requests, at most one per slot. The caller holds a lock."""
 
     def __init__(self) -> None:
-        self._entries: dict[int, _Entry] = {}  # by slot, as the sets below
-        self._unsent: set[int] = set()  # not given to the present helper
+        self._entries: dict[int, _Entry] = {}  # by slot, like the sets below
+        self._unsent: set[int] = set()  # not given to the current helper
         self._suspects: set[int] = set()  # a helper died while it had them
         self._takes_requests = False
         self._has_started = False
 
     def __len__(self) -> int:
-        """Return how many requests are not answered yet."""
+        """Return the number of unanswered requests."""
         return len(self._entries)
 
     @property
     def has_started(self) -> bool:
-        """Whether the present helper, or else the last one, got as far as taking requests."""
+        """Whether the current helper, or else the last one, got as far as taking requests."""
         return self._has_started
 
     def add(self, request: FillRequest) -> None:
@@ -53,7 +50,7 @@ class Outstanding:
         self._unsent.add(request.slot)
 
     def remove(self, request: FillRequest) -> bool:
-        """Remove a request, because it was answered or failed; return whether it was there."""
+        """Remove a request that was answered or failed; return whether it was there."""
         entry = self._entries.get(request.slot)
         if entry is None or not entry.request.is_same(request):
             return False
@@ -72,7 +69,7 @@ class Outstanding:
             return []
         if not self._suspects:
             slots = sorted(self._unsent, key=self._serial)
-        elif len(self._unsent) < len(self._entries):  # the helper has one, which it may die of
+        elif len(self._unsent) < len(self._entries):  # the helper has one that may kill it
             return []
         else:
             slots = [min(self._suspects, key=self._serial)]
@@ -90,13 +87,13 @@ class Outstanding:
         self._takes_requests = self._has_started = True
 
     def helper_ends(self) -> None:
-        """Note that the helper takes no more requests; `blame` is told later why it ended."""
+        """Note that the helper takes no more requests; `blame` follows when the reason is known."""
         self._takes_requests = False
 
     def blame(self) -> list[tuple[FillRequest, int]]:
-        """Count the end of the helper against each request that it had.
+        """Count the helper's end against each request that it had.
 
-        Where it had none yet, it was started for the oldest one, which is counted for it.
+        If it had none yet, it was started for the oldest one, which is charged instead.
 
         Returns
         -------

@@ -1,4 +1,4 @@
-"""Checks that a new helper process finds the files as the first one did."""
+"""Checks that a new helper process finds the same files as the first one."""
 
 from __future__ import annotations
 
@@ -19,19 +19,9 @@ _FOUND = (
 
 
 def check_same(before: Opened, now: Opened, found: str = _FOUND) -> None:
-    """Compare what a new helper found in the files with what the first one found.
+    """Raise ReadError if a new helper found other files or samples than the first one.
 
-    Parameters
-    ----------
-    before, now
-        What the first one, and the new one found.
-    found
-        What is to be said of what differs, which is the subject.
-
-    Raises
-    ------
-    ReadError
-        If a file was replaced or rewritten, or other samples are chosen.
+    `found` completes the message; its subject is what differs.
     """
     if list(before.layouts) != list(now.layouts):  # a path leads to data of another kind
         first = next(iter(before.layouts.values()))
@@ -55,7 +45,7 @@ def check_same(before: Opened, now: Opened, found: str = _FOUND) -> None:
 
 
 def _has_same_columns(before: Opened, now: Opened) -> bool:
-    """Compare what codes stand for, and which columns are delivered."""
+    """Compare the meaning of codes, and which columns are delivered."""
     if list(before.shapes) != list(now.shapes) or list(before.categories) != list(now.categories):
         return False
     shapes = zip(before.shapes.values(), now.shapes.values(), strict=True)

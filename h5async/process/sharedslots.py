@@ -1,11 +1,11 @@
-"""Describes slots in shared memory to the other process, and gives arrays for descriptions.
+"""Describes slots in shared memory to the other process, and turns descriptions into arrays.
 
-`ReaderSlots` is for the reader's process, which makes the slots; `HelperSlots` for the helper
-process, which fills them. A field of a batch is an array, or several (`samples/samplearrays.py`).
-One that does not lie in the slot, such as what `postprocess` returns, or where ragged samples
-begin, is copied into shared memory beside the slots. Each slot, field and part has memory for one,
-its *room*, which is replaced by twice as much where it is too small. Whichever helper fills a slot
-is told its rooms: so there are as many, however many helpers there are.
+`ReaderSlots` is for the reader's process, which makes the slots; `HelperSlots` is for the helper
+process, which fills them. A field of a batch is one array or several (`samples/samplearrays.py`).
+An array outside the slot, such as a result of `postprocess` or the offsets of ragged samples, is
+copied into shared memory beside the slots. Each slot, field and part has one such block, its
+*room*, replaced by one of twice the needed size when it is too small. Whichever helper fills a slot
+is told its rooms, so their number does not depend on the number of helpers.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class ReaderSlots:
     shared
         The memory.
     slots
-        Arrays in it; raw ones of other memory where the filler transforms them.
+        Arrays in it; raw arrays lie in other memory if the filler transforms them.
     rows
-        Samples that a slot has room for.
+        The number of samples that a slot has room for.
     first_columns
-        By field: the number of its first column.
+        Per field: the number of its first column.
     pixels_nbytes
-        By field: what the pixels of a batch of images take, at most.
+        Per field: the maximum size of the pixels of a batch of images.
 
     Attributes
     ----------
     specs
-        What helpers are told of them.
+        The description that helpers receive.
     """
 
     def __init__(
@@ -69,16 +69,13 @@ class ReaderSlots:
         self._rooms: list[Rooms] = [{}] * len(slots)
 
     def index(self, slot: int, size: int) -> NDArray[np.int64]:
-        """Return the sample numbers of the batch in a slot, in memory of their own."""
+        """Return a copy of the sample numbers of the batch in a slot."""
         return self._numbers[slot][:size].copy()
 
     def arrays(self, answer: Answer) -> tuple[Any, ...]:
-        """Return the fields of a batch, over the memory where the helper put them.
+        """Return the fields of a batch as views of memory that helpers filled.
 
-        Raises
-        ------
-        OutOfMemoryError
-            If memory that the helper added cannot be mapped.
+        OutOfMemoryError if memory that the helper added cannot be mapped.
         """
         slot, size = answer.request[0], answer.size
         if answer.rooms:
@@ -104,7 +101,7 @@ class ReaderSlots:
         return out[column][:count]
 
     def _new(self, nbytes: int) -> NDArray[np.uint8] | None:
-        """Return memory for pixels; None: they are copied out of the helpers'."""
+        """Return memory for pixels; None means that they are copied out of the helper's."""
         try:
             return self._shared.empty(nbytes) if nbytes else None
         except OutOfMemoryError:
@@ -140,11 +137,11 @@ class HelperSlots:
     shared
         The memory.
     specs
-        What the reader's process told of them.
+        The description from the reader's process.
     raws
-        By column: shape and dtype of a row as it is read.
+        Per column: shape and dtype of a row as read.
     first_columns
-        By field: the number of its first column.
+        Per field: the number of its first column.
 
     Attributes
     ----------
@@ -171,22 +168,22 @@ class HelperSlots:
         self._blocks = [_blocks(slot, spec) for slot, spec in zip(self.slots, specs, strict=True)]
 
     def index(self, slot: int) -> NDArray[np.int64]:
-        """Return the sample numbers of the batch in a slot, in memory of their own."""
+        """Return a copy of the sample numbers of the batch in a slot."""
         return self._numbers[slot][: self._sizes[slot]].copy()
 
     def begin(self, slot: int, rooms: Rooms) -> None:
-        """Note the memory beside a slot, which is to be filled."""
+        """Store the rooms of a slot that is to be filled."""
         self._told[slot] = rooms
 
     def put(
         self, slot: int, outcome: FillOutcome
     ) -> tuple[tuple[SentField | None, ...], dict[int, tuple[int, int]]]:
-        """Put what a batch has beside its slot into shared memory; different slots in any threads.
+        """Put the arrays outside a batch's slot into shared memory; different slots in any threads.
 
         Returns
         -------
         fields
-            By field: its arrays; None where it is the slot's own array.
+            Per field: its arrays; None for the slot's own array.
         rooms
             Memory that was added for them.
 
@@ -239,7 +236,7 @@ class HelperSlots:
         return None if is_own else SentField(kind, tuple(parts), sample_shape)
 
     def _is_column(self, slot: int, column: int, array: NDArray[Any]) -> bool:
-        """Tell whether an array is the first rows of a column of a slot."""
+        """Return whether an array is the first rows of a column of a slot."""
         own = self.slots[slot].out[column]
         return (
             array.ctypes.data == own.ctypes.data
@@ -250,7 +247,7 @@ class HelperSlots:
         )
 
     def _inside(self, slot: int, array: NDArray[Any]) -> ArraySpec | None:
-        """Describe an array that lies in a slot; None: it does not."""
+        """Describe an array that lies in a slot; None if it does not."""
         if not array.flags.c_contiguous or array.dtype.hasobject:
             return None
         address = array.ctypes.data
@@ -298,7 +295,7 @@ class HelperSlots:
 
 
 def _blocks(slot: SlotMemory, specs: SlotSpecs) -> list[tuple[int, int, int]]:
-    """Return where blocks of a slot begin here, their bytes, and where they begin for all."""
+    """Return where blocks of a slot begin here, their sizes, and their shared memory offsets."""
     pairs = zip((*slot.out, *slot.made), (*specs.out, *specs.made), strict=True)
     return [
         (array.ctypes.data, array.nbytes, spec.offset)

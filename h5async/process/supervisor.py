@@ -1,17 +1,19 @@
 """Keeps one helper process alive: posts requests and notes to it, and takes its answers.
 
-Where a helper dies, a new one is started as soon as there is a request for it, and given what the
-old one had not answered: a kill from outside costs time alone. What a request that kills helpers
-costs is decided in `outstanding.py`.
+When a helper dies, a new one is started as soon as there is a request for it, and is given the
+unanswered requests: an outside kill costs only time. `outstanding.py` decides about requests that
+kill helpers.
 
-One thread starts the helper, and takes its answers (`run`). The system ends the helper with this
-thread, so also with the process, however that ends. Messages are posted under a lock, in their
-order, and sent without it (`flush`) by another thread, so that nobody else ever waits for the
-helper to receive.
+One thread starts the helper and takes its answers (`run`). The system ends the helper with this
+thread, so also with the process, however that ends. Messages are posted in order under a lock, and
+sent without it by another thread (`flush`), so that nobody else ever waits for the helper.
 
-Where gevent or eventlet replace threads by their own, both are the same thread of the system, and
-waiting for the helper stops all others: there the helper is waited for only while it has something
-to answer, and `run` sends what was posted.
+If gevent or eventlet replace threads, both are the same system thread, and waiting for the helper
+stops all others. In that case `run` waits only while the helper has something to answer, and it
+sends what was posted.
+
+The first helper's start has two steps: it has opened the files, and it has started its threads.
+They are passed on to the thread that waits for them.
 """
 
 from __future__ import annotations
@@ -19,13 +21,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from h5async.errors import BatchTimeoutError
 from h5async.fill.outcomes import FillerStats, FillOutcome
 from h5async.fill.recording import Recorded
 from h5async.io.shared import SharedMemory
@@ -43,19 +48,20 @@ from h5async.process.messages import (
 from h5async.process.outstanding import Outstanding
 from h5async.process.samefiles import check_same
 from h5async.process.sharedslots import ReaderSlots
-from h5async.process.startsteps import Steps
 from h5async.system.counts import STAGES, ThreadCounts
 from h5async.system.interruptions import suppressing
+from h5async.system.patience import Patience
 from h5async.system.waiting import Gate
 
 _log = logging.getLogger("h5async.process")
 _NOTHING_DONE = FillerStats(dict.fromkeys(STAGES, 0.0), ThreadCounts(), 0, "none")
+_STEP_SECONDS = 60.0  # the shortest timeout of a step
 
 
 class Supervisor:
     """Starts helper processes, one after the other. Made in the thread that opens the reader.
 
-    Methods are safe to call from many threads, but `run` and `flush`, each of which has one.
+    Methods are thread-safe, except `run` and `flush`, each called by one thread.
 
     Parameters
     ----------
@@ -64,11 +70,11 @@ class Supervisor:
     opening
         The first message to a helper, pickled.
     shared
-        Memory that helpers have too.
+        Memory that helpers map too.
     lock
-        Reentrant: the garbage collector may close a reader in any place, also where it is held.
+        Reentrant: the garbage collector may close a reader anywhere, even while it is held.
     wake_sender
-        Has the other thread call `flush`.
+        Makes the other thread call `flush`.
 
     Attributes
     ----------
@@ -90,7 +96,7 @@ class Supervisor:
         self._opening = opening
         self._shared = shared
         self._wake_sender = wake_sender
-        # Relative paths start from there, also those of later helpers; None: it was removed.
+        # Relative paths start from there, also for later helpers; None: it was removed.
         self._folder: str | None = None
         with suppressing(OSError):
             self._folder = os.getcwd()
@@ -100,13 +106,13 @@ class Supervisor:
         self._changed = Gate()
         self._closed = False
         self._process: HelperProcess | None = None
-        self._takes_notes = False  # it was sent `Starting`, and messages may be posted behind that
+        self._takes_notes = False  # it was sent `Starting`, so messages may be posted after it
         self._starting: Starting | None = None
         self._slots: ReaderSlots | None = None
         self._on_done: Callable[[FillRequest, FillOutcome], None] = _nothing
         self._outstanding = Outstanding()
         self._stats = self._former_stats = _NOTHING_DONE
-        self._max_events = 0  # that are recorded
+        self._max_events = 0  # the limit of recorded events
         self._recorded: list[Recorded] = []
         self._steps = Steps()
         self._opener_id = threading.get_native_id()  # of the system's thread
@@ -114,12 +120,12 @@ class Supervisor:
 
     @property
     def process(self) -> HelperProcess | None:
-        """The present helper process."""
+        """The current helper process."""
         return self._process
 
     @property
     def num_outstanding(self) -> int:
-        """Requests that are not answered yet."""
+        """The number of unanswered requests."""
         return len(self._outstanding)
 
     def start_filling(
@@ -128,23 +134,16 @@ class Supervisor:
         starting: Starting,
         on_done: Callable[[FillRequest, FillOutcome], None],
     ) -> None:
-        """Have this helper and later ones fill slots.
+        """Have this helper and later ones fill slots, as told by the message `starting`.
 
-        Parameters
-        ----------
-        slots
-            To be filled.
-        starting
-            The message that says so.
-        on_done
-            Called in `run`, and in a caller of `fail`, with each request and its outcome.
+        `on_done` is called in `run`, and in a caller of `fail`, with each request and its outcome.
         """
         with self._lock:
             self._slots, self._starting, self._on_done = slots, starting, on_done
         self._changed.notify()
 
     def request(self, request: FillRequest) -> bool:
-        """Post a request, when the helper may have it; return False where this is closed."""
+        """Post a request as soon as the helper may have it; return False if this is closed."""
         with self._lock:
             if self._closed:
                 return False
@@ -154,18 +153,18 @@ class Supervisor:
             return True
 
     def note(self, message: Any) -> None:
-        """Post what needs no answer. A helper that is not started yet is told by `Starting`."""
+        """Post a message without an answer. Before the start, `Starting` carries its content."""
         self._post(message)
         self._wake_sender()
 
     def record(self, max_events: int) -> None:
-        """Have this helper and later ones record what their threads do; 0: no more."""
+        """Have this helper and later ones record up to `max_events` thread events; 0 stops it."""
         with self._lock:
             self._max_events = max_events
             self.note(Record(max_events))
 
     def take_recorded(self) -> list[Recorded]:
-        """Return what helpers have recorded since the last call, as far as they have sent it."""
+        """Return what helpers have recorded and sent since the last call."""
         with self._lock:
             found, self._recorded = self._recorded, []
             return found
@@ -178,13 +177,13 @@ class Supervisor:
             process.flush()
 
     def stats(self) -> FillerStats:
-        """Return what this helper and those before it have done so far."""
+        """Return the statistics of this helper and those before it."""
         with self._lock:
             stats = self._stats.plus(self._former_stats)
         return stats
 
     def close(self) -> None:
-        """Drop all requests, and have the helper and `run` end. Never waits. Idempotent."""
+        """Drop all requests, and end the helper and `run`. Never waits. Idempotent."""
         with self._lock:
             self._closed = True
             self._outstanding.clear()
@@ -193,18 +192,18 @@ class Supervisor:
                 self._process.hang_up()
 
     def release(self) -> None:
-        """Let go of slots and functions, after `run` has ended."""
+        """Release slots and functions, after `run` has ended."""
         self._slots, self._on_done = None, _nothing
 
     def await_step(self, timeout_seconds: float | None) -> None:
-        """Wait until the first helper has opened the files or, called again, has started.
+        """Wait until the first helper has opened the files or, on the second call, has started.
 
         Raises
         ------
         H5AsyncError
-            What the helper raised there; `ReadError` if it died.
+            The helper's error; `ReadError` if it died.
         BatchTimeoutError
-            If it takes longer than the timeout, and than a minute.
+            If it takes longer than both the timeout and a minute.
         """
         step = "start its threads" if self.opened else "open the files"
         self._steps.wait(f"{self._what}: the helper process did not {step}", timeout_seconds)
@@ -228,13 +227,13 @@ class Supervisor:
     # --- the thread -------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Keep a helper alive, and take its answers, until this is closed; in one thread."""
+        """Keep a helper alive and take its answers until this is closed; in one thread."""
         self._is_alone = threading.get_native_id() == self._opener_id
         while self._go_on(self._serve_once()) and self._await_request():
             pass
 
     def _serve_once(self) -> BaseException | None:
-        """Have one helper work until it ends; return why, or None where this was closed."""
+        """Have one helper work until it ends; return why, or None if this was closed."""
         try:
             self._serve()
             return None
@@ -246,15 +245,7 @@ class Supervisor:
                 self._stats = _NOTHING_DONE._replace(cache=self._stats.cache)
 
     def _serve(self) -> None:
-        """Start a helper, and take its answers until this is closed.
-
-        Raises
-        ------
-        HelperDied
-            If the helper dies; also when closed.
-        BaseException
-            What the helper could not do.
-        """
+        """Start a helper and take its answers until this is closed, which raises HelperDied too."""
         self._outstanding.helper_starts()
         with HelperProcess(self._shared.fd, self._what, self._folder) as process:
             with self._registered(process):
@@ -263,7 +254,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _registered(self, process: HelperProcess) -> Iterator[None]:
-        """See that nothing is posted to a process any more before it is closed."""
+        """Ensure that nothing is posted to a process once it is being closed."""
         with self._lock:
             self._process = process
         try:
@@ -274,7 +265,7 @@ class Supervisor:
                 self._outstanding.helper_ends()
 
     def _start(self, process: HelperProcess) -> bool:
-        """Have a helper open the dataset and start its threads; return False where closed."""
+        """Have a helper open the dataset and start its threads; return False if closed."""
         process.send_bytes(self._opening)
         opened = _step(process)
         assert isinstance(opened, Opened)
@@ -288,7 +279,7 @@ class Supervisor:
             if self._starting is None or self._slots is None:
                 return False
             process.post(self._starting)
-            self._takes_notes = True  # whatever is noted from here on is posted behind that
+            self._takes_notes = True  # later notes are posted after it
             if self._max_events:
                 process.post(Record(self._max_events))
         if self._is_alone:
@@ -316,7 +307,7 @@ class Supervisor:
             self._take(answer)
 
     def _await_request(self) -> bool:
-        """Wait for a request, if there is none; return False when closed."""
+        """Wait until there is a request; return False when closed."""
         self._changed.wait(lambda: self._closed or len(self._outstanding) > 0)
         return not self._closed
 
@@ -353,7 +344,7 @@ class Supervisor:
         del error  # its traceback may have this frame
 
     def _keep(self, several: Sequence[Recorded]) -> None:
-        """Keep what a helper has recorded, as long as it is not too much. Holds the lock."""
+        """Keep what a helper has recorded, within limits. The caller holds the lock."""
         if not self._max_events:
             return
         for recorded in several:
@@ -369,12 +360,13 @@ class Supervisor:
             else:
                 self._recorded.append(recorded._replace(events=events[:room], dropped=dropped))
 
-    # --- the end of a helper ----------------------------------------------------------------------
+    # # --- the end of a helper
+    # ----------------------------------------------------------------------
 
     def _go_on(self, error: BaseException | None) -> bool:
-        """Fail the requests that a helper's end costs; return whether there is to be another one.
+        """Fail the requests that a helper's end costs; return whether to start another one.
 
-        Nothing in this thread keeps the error: its traceback will have the reader in it.
+        Nothing in this thread keeps the error: its traceback will refer to the reader.
         """
         if error is None:
             return False
@@ -395,7 +387,7 @@ class Supervisor:
         return True
 
     def _victims(self, error: BaseException) -> list[tuple[FillRequest, BaseException]]:
-        """Return requests that fail because a helper came to its end, each with its error."""
+        """Return requests that fail because a helper ended, each with its error."""
         with self._lock:
             blamed = self._outstanding.blame()
             oldest = self._outstanding.oldest()
@@ -414,7 +406,7 @@ class Supervisor:
 
 
 def _step(process: HelperProcess) -> Any:
-    """Return the helper's answer to a step of its start; raise what it could not do."""
+    """Return the helper's answer to a step of its start; raise its error."""
     message = process.receive()
     if isinstance(message, Failed):
         raise received(message.error)
@@ -432,3 +424,44 @@ def _death(error: HelperDied, request: FillRequest, deaths: int, has_started: bo
 
 def _nothing(*_: object) -> None:
     pass
+
+
+class Steps:
+    """Steps, or the exception that ended them. One thread puts them, and another one waits."""
+
+    def __init__(self) -> None:
+        self._steps: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def put(self, error: BaseException | None = None) -> None:
+        """Note that the next step is done, or failed with `error`."""
+        self._steps.put(error)
+
+    def wait(self, what: str, timeout_seconds: float | None) -> None:
+        """Wait for the next step, for a minute at least; raise the error that ended it.
+
+        `what` begins the message of BatchTimeoutError: "a.h5: ... did not open the files".
+        """
+        if timeout_seconds is not None:
+            timeout_seconds = min(max(timeout_seconds, _STEP_SECONDS), threading.TIMEOUT_MAX)
+        found: list[BaseException | None] = []
+        patience = Patience(timeout_seconds)
+        while not patience.wait(partial(self._has_come, found)):
+            if patience.is_over:
+                raise BatchTimeoutError(
+                    f"{what} within {timeout_seconds} s; set timeout to more than that (or HDF5"
+                    " hangs, as it may on a damaged file)"
+                )
+        error = found.pop()
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback has this frame
+
+    def _has_come(self, found: list[BaseException | None], seconds: float | None) -> bool:
+        """Wait `seconds` for a step and append it to `found`; return whether one came."""
+        try:
+            found.append(self._steps.get(timeout=seconds))
+        except queue.Empty:
+            return False
+        return True

@@ -341,10 +341,18 @@ def _copy(
     dataset: h5py.Dataset,
 ) -> None:
     values = dataset.fields(layout.member[0]) if layout.member else dataset
+    is_merged = layout.sequences is not None and dataset.shape[:1] != layout.shape[:1]
     for first, last, chosen in _spans(layout, sample):
         require_open()
         where = (slice(None),) * layout.sample_axis
-        block = values[(*where, slice(first, last))] if dataset.shape else np.array([values[()]])
+        if is_merged:
+            number, length = np.arange(first, last), dataset.shape[1]
+            begin, end = first // length, (last - 1) // length + 1
+            block = values[begin:end].reshape(-1, *dataset.shape[2:])[number - begin * length]
+        elif dataset.shape:
+            block = values[(*where, slice(first, last))]
+        else:
+            block = np.array([values[()]])
         for name in layout.member[1:]:
             block = block[name]
         block = np.moveaxis(block, len(where), 0)

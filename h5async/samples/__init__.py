@@ -1,1 +1,1 @@
-"""Kinds of samples: what a field is read of, and what is delivered of it."""
+"""Kinds of samples: the datasets that a field is read from, and the values that it delivers."""

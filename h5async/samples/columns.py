@@ -1,7 +1,7 @@
-"""Tells which datasets a field is read of, and makes what is delivered of their arrays.
+"""Defines the datasets that a field is read from, and turns their arrays into delivered values.
 
 A field is one dataset, its *column*, or several: a sparse matrix has values and indices. Arrays of
-columns enter, as they lie in a slot; the arrays of fields leave: `Ragged`, `Csr`, or plain ones.
+columns enter as they lie in a slot; arrays of fields leave: `Ragged`, `Csr`, or plain ones.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from h5async.samples.sparse import Csr
 
 T = TypeVar("T")
 
-INDICES = "\0indices"  # behind the name of a field: its column of indices
+INDICES = "\0indices"  # suffix of a field's name: its column of indices
 
-Rows = StepRows | SpanRows | None  # which rows of a column a sample consists of; None: its own
+Rows = StepRows | SpanRows | None  # the rows of a column per sample; None: its own
 
 
 class SlotMemory(NamedTuple):
-    """The host arrays of a slot, one of each kind for each column (`samples/columns.py`).
+    """The host arrays of a slot, one of each kind per column.
 
     Attributes
     ----------
     raw
         (batch, *raw_row): rows as read.
     out
-        (batch, *row): rows as delivered; the very array of `raw` where the filler has nothing
-        to transform.
+        (batch, *row): rows as delivered; the array of `raw` itself if the filler transforms
+        nothing.
     made
-        By field, where there are any: (batch, ...), plain arrays that are made of samples of
-        differing lengths; in helper processes also uint8 memory for the pixels of images. None
-        where nothing is made, or where it gets memory of its own.
+        Per field, if there are any: (batch, ...), plain arrays made of samples of differing
+        lengths; in helper processes also uint8 memory for the pixels of images. None if nothing is
+        made, or if it gets memory of its own.
     """
 
     raw: tuple[NDArray[Any], ...]
@@ -51,11 +51,11 @@ class SlotMemory(NamedTuple):
 
 
 def columns_of(fields: Mapping[str, Field]) -> dict[str, Field]:
-    """Return the columns of fields, by name: that of the field, for its first one."""
+    """Return the columns of fields by name; a field's first column has the field's name."""
     found: dict[str, Field] = {}
     for name, field in fields.items():
         if isinstance(field, SparseField):
-            # (What is added is added to dense rows: to what is not stored, too.)
+            # (`offset` applies to dense rows, also to values that are not stored.)
             offset = None if field.dense else field.offset
             found[name] = Field(
                 f"{field.path}/data",
@@ -64,7 +64,7 @@ def columns_of(fields: Mapping[str, Field]) -> dict[str, Field]:
                 offset=offset,
             )
             found[name + INDICES] = Field(f"{field.path}/indices")
-        elif isinstance(field, ImageField):  # its other options are of pixels
+        elif isinstance(field, ImageField):  # its other options concern pixels
             found[name] = RaggedField(
                 path=field.path, offsets=field.offsets, offsets_kind=field.offsets_kind
             )
@@ -74,19 +74,19 @@ def columns_of(fields: Mapping[str, Field]) -> dict[str, Field]:
 
 
 def first_columns_of(columns: Iterable[str]) -> list[int]:
-    """Return, by field, the number of its first column."""
+    """Return, per field, the number of its first column."""
     return [number for number, name in enumerate(columns) if not name.endswith(INDICES)]
 
 
 def steps_of(rows: Rows) -> StepRows | None:
-    """Return the steps of the samples of a column; None: it has none."""
+    """Return the steps of the samples of a column; None if it has none."""
     if isinstance(rows, StepSpans):
         return rows.steps
     return rows if isinstance(rows, StepRows) else None
 
 
 def by_field(columns: Mapping[str, T], join: Callable[[T, T], T]) -> dict[str, T]:
-    """Return what is by column by field; `join` makes one of that of two columns of a field."""
+    """Group a mapping by column into one by field; `join` combines two columns of a field."""
     found: dict[str, T] = {}
     for name, one in columns.items():
         field = name.removesuffix(INDICES)
@@ -97,9 +97,9 @@ def by_field(columns: Mapping[str, T], join: Callable[[T, T], T]) -> dict[str, T
 def spans_of(
     layouts: Mapping[str, DatasetLayout], steps: Mapping[str, StepRows | None]
 ) -> dict[str, SpanRows]:
-    """Return which rows each sample is, of columns of ragged fields; one object for each field.
+    """Return which rows each sample is, per column of ragged fields; one object per field.
 
-    `steps`: by field, which samples' rows each sample consists of; None: its own.
+    `steps` says, per field, which samples' rows each sample consists of; None means its own.
     """
     found: dict[str, SpanRows] = {}
     for name, layout in layouts.items():
@@ -117,17 +117,17 @@ def spans_of(
 
 @dataclass(frozen=True)
 class SparseShape:
-    """What is known of the columns of a sparse field.
+    """The columns of a sparse field.
 
     Attributes
     ----------
     columns
-        How many are delivered.
+        The number of delivered columns.
     places
-        By file: int64 (columns of the file,): where each is delivered; -1: it is not. None: all
-        are, as they are.
+        Per file: int64 (columns of the file,): the delivered position of each, or -1 if it is not
+        delivered. None means all columns in their own order.
     where
-        By file: what messages call the matrix.
+        Per file: the name of the matrix in messages.
     """
 
     columns: int
@@ -136,17 +136,17 @@ class SparseShape:
 
 
 class Categories(NamedTuple):
-    """What is known of the categories of a field.
+    """The categories of a field.
 
     Attributes
     ----------
     names
         Of all files together: code c stands for ``names[c]``.
     tables
-        By file: int64 (categories of the file + 1,): the code here of each of its codes, and -1.
-        None: its codes are those here.
+        Per file: int64 (categories of the file + 1,): the united code of each of its codes; the
+        last one is -1. None if the codes need no mapping.
     where
-        By file: what messages call the column.
+        Per file: the name of the column in messages.
     """
 
     names: tuple[Any, ...]
@@ -155,34 +155,32 @@ class Categories(NamedTuple):
 
 
 def dense_dtype(field: SparseField, values: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype of dense rows: that of their values, if no other is asked for."""
+    """Return the dtype of dense rows: by default that of their values."""
     return field.delivered_dtype or values.newbyteorder("=")
 
 
 class Assembly:
-    """Makes what is delivered of the arrays of columns. Safe to use from many threads.
+    """Turns the arrays of columns into delivered values. Thread-safe.
 
     Parameters
     ----------
     fields
         By name, in the order of delivery.
     rows
-        By column: which rows each sample consists of.
-    shapes
-        Of sparse fields, by name.
+        Per column: which rows each sample consists of.
+    shapes, categories
+        Of sparse and of categorical fields, by name.
     first_samples
         int64 (files + 1,): the first sample of each file.
-    categories
-        Of categorical fields, by name.
     limited
-        Names of columns whose values the core checks as it reads them: `DatasetLayout.limit`.
+        Names of columns whose values the core checks while reading: `DatasetLayout.limit`.
 
     Attributes
     ----------
     is_plain
-        Whether each field is one array with a row for each sample, as it is in the slot.
+        Whether each field is one array with a row per sample, as it lies in the slot.
     needs_work
-        Whether there is more to be done than to make views.
+        Whether more than views must be made.
     """
 
     def __init__(
@@ -209,7 +207,7 @@ class Assembly:
         )
 
     def sizes(self, index: NDArray[np.int64]) -> list[int]:
-        """Return, by column, how many rows a batch of some samples has in the slot's arrays."""
+        """Return, per column, the number of rows of a batch in the slot's arrays."""
         totals: dict[SpanRows, int] = {}
         for one in self._rows:
             if isinstance(one, SpanRows) and one not in totals:
@@ -224,21 +222,21 @@ class Assembly:
         *,
         are_checked: bool = False,
     ) -> tuple[Any, ...]:
-        """Return the arrays of a batch, by field; views of a slot's memory, where that is possible.
+        """Return the arrays of a batch, per field; views of a slot's memory if possible.
 
         Parameters
         ----------
         memory, index
-            Of the batch.
+            Memory and sample numbers of the batch.
         left
-            Names of fields whose samples a device pads, or makes dense.
+            Names of fields that a device pads or makes dense.
         are_checked
-            The core has read all of it, and checked indices that have a limit.
+            Whether the core has read the whole batch, and has checked indices that have a limit.
 
         Raises
         ------
         DatasetError
-            If an index of a sparse row is none of its columns, or a code that of no category.
+            If an index of a sparse row is not a column, or a code is not a category.
         """
         if self.is_plain:
             return tuple([out[: index.size] for out in memory.out])
@@ -272,7 +270,7 @@ class Assembly:
     def _codes(
         self, of: Categories, field: Field, values: NDArray[Any], index: NDArray[np.int64]
     ) -> NDArray[Any]:
-        """Return the codes of samples in the categories of all files together."""
+        """Return the codes of samples in the united categories of all files."""
         assert of.tables is not None
         least = np.promote_types(values.dtype, np.min_scalar_type(-max(1, len(of.names))))
         found = np.empty(values.shape, least if field.dtype is None else field.dtype)
@@ -290,7 +288,6 @@ class Assembly:
         return found
 
     def _files(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return in which file each sample lies."""
         return np.searchsorted(self._first_samples, samples, side="right") - 1
 
     def _sparse(
@@ -320,7 +317,7 @@ class Assembly:
         offsets: NDArray[np.int64],
         index: NDArray[np.int64],
     ) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.int64]]:
-        """Return what is left of sparse rows where only some columns are delivered."""
+        """Return the chosen columns of sparse rows."""
         assert shape.places is not None
         file = self._files(index)
         place = np.empty(indices.size, np.int64)
@@ -344,19 +341,19 @@ class Assembly:
         index: NDArray[np.int64],
         at: int,
     ) -> DatasetError:
-        """Return the error of a batch whose index number `at` is that of no column."""
+        """Return the error for the index at position `at` of a batch, which is not a column."""
         sample = int(index[np.searchsorted(offsets, at, side="right") - 1])
         file = int(self._files(np.array([sample]))[0])
         columns = shape.columns if shape.places is None else shape.places[file].size
         return DatasetError(
             f"{shape.where[file]}: row {sample - int(self._first_samples[file])} (sample {sample})"
-            f" has the index {indices[at]}, which is none of the {columns:,} columns; the file is"
-            " damaged"
+            f" has the index {indices[at]}, which is not one of the {columns:,} columns; the file"
+            " is damaged"
         )
 
 
 def no_category(where: str, row: int, sample: int, code: int, count: int) -> DatasetError:
-    """Return the error of a code that is that of none of `count` categories."""
+    """Return the error for a code outside `count` categories."""
     return DatasetError(
         f"{where}: row {row} (sample {sample}) has the code {code}, and there are {count:,}"
         " categories; the file is damaged"
@@ -364,19 +361,19 @@ def no_category(where: str, row: int, sample: int, code: int, count: int) -> Dat
 
 
 def _index_dtype(stored: np.dtype[Any], columns: int) -> np.dtype[Any]:
-    """Return the dtype of indices of chosen columns, of which the file may have fewer."""
+    """Return the dtype for indices of chosen columns; the file may have fewer columns."""
     fits = columns - 1 <= np.iinfo(stored).max
     return stored if fits else np.dtype(np.int32 if columns <= 1 << 31 else np.int64)
 
 
 def _are_outside(indices: NDArray[Any], columns: int) -> NDArray[np.bool_]:
-    # (Seen as unsigned, those below 0 are too large, too.)
+    # (As unsigned numbers, negative ones are too large as well.)
     found: NDArray[np.bool_] = indices.view(f"u{indices.itemsize}") >= columns
     return found
 
 
 def _dense(rows: Csr, field: SparseField, out: NDArray[Any] | None) -> NDArray[Any]:
-    """Return dense rows, in the memory of the slot where that is given."""
+    """Return dense rows, in `out` if given."""
     dtype = dense_dtype(field, rows.dtype)
     found = np.empty(rows.shape, dtype) if out is None else out[: len(rows)]
     rows.to_dense(found)
@@ -388,7 +385,7 @@ def _dense(rows: Csr, field: SparseField, out: NDArray[Any] | None) -> NDArray[A
 def _ragged(
     values: NDArray[Any], offsets: NDArray[np.int64], pad_to: int | None, out: NDArray[Any] | None
 ) -> Any:
-    """Return samples, or, padded, an array, in the memory of the slot where that is given."""
+    """Return samples or, if padded, an array, in `out` if given."""
     if pad_to is None:
         return Ragged(values, offsets)
     size = offsets.size - 1

@@ -1,6 +1,6 @@
-"""Tells a device what fields consist of, and which of them it puts together.
+"""Describes to a device how fields are composed, and which of them it assembles itself.
 
-Options and what is known of columns enter; an `Outline` of each field leaves.
+Options and facts about columns enter; an `Outline` of each field leaves.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from h5async.spelling import named
 
 
 class Outline(NamedTuple):
-    """How a field is put together of its columns.
+    """How a field is assembled from its columns.
 
     Attributes
     ----------
     name
         Of the field.
     columns
-        Numbers of its columns.
+        The numbers of its columns.
     is_varying
-        Whether samples have differing numbers of values.
+        Whether samples have different numbers of values.
     is_encoded
         Whether its column is delivered as other arrays: images are decoded.
     made
-        What plain array is made of samples of differing lengths: the shape of a row, and its dtype.
-        None: none is.
+        Row shape and dtype of the plain array made of samples of differing lengths; None if there
+        is none.
     pixels
-        How decoded images of one size are delivered, where a device does that.
+        How decoded images of one size are delivered, if a device does that.
     is_left
         Whether a device makes that array, or delivers the pixels.
     added
-        What is added to all values of dense rows, of their dtype; None: nothing is.
+        The number added to all values of dense rows, of their dtype, or None.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Outline(NamedTuple):
 
     @property
     def made_on_host_nbytes(self) -> int:
-        """Bytes of a row of the plain array, where the host makes it."""
+        """Bytes of a row of the plain array, if the host makes it."""
         if self.made is None or self.is_left:
             return 0
         return math.prod(self.made[0]) * self.made[1].itemsize
@@ -66,16 +66,16 @@ def outlines_of(
     transforms: Mapping[str, RowTransform],
     can_transform: Callable[[RowTransform], bool] | None,
 ) -> tuple[Outline, ...]:
-    """Return how each field is put together.
+    """Return how each field is assembled.
 
     Parameters
     ----------
     fields, shapes
-        By name; shapes are of sparse fields.
+        By name; shapes are those of sparse fields.
     transforms
         By column.
     can_transform
-        Whether a device can do a transform; None: nothing is left to it.
+        Whether a device supports a transform; None if the host does everything.
     """
     found: list[Outline] = []
     column = 0

@@ -16,20 +16,15 @@ from h5async.samples.samplearrays import NoTensorError
 class Images(Ragged):
     """Images of differing sizes: `Ragged` samples that each have a shape of their own.
 
-    ``images[i]`` is an array of three dimensions. `values`, `offsets`, `lengths`, and what is made
-    of them for other libraries, are of all elements one behind the other.
+    ``images[i]`` is an array of three dimensions. `values`, `offsets`, `lengths`, and conversions
+    for other libraries, describe the flat pixels of all images, concatenated.
 
     Parameters
     ----------
     values, offsets
-        As of `Ragged`; values have one dimension.
+        As in `Ragged`; values have one dimension.
     shapes
         int64 (samples, 3), in host memory: the shape of each image.
-
-    Attributes
-    ----------
-    shapes
-        As the parameter.
 
     Examples
     --------
@@ -48,7 +43,7 @@ class Images(Ragged):
         self.shapes = shapes
 
     def __getitem__(self, key: Any) -> Any:
-        """Return views: of one image, an array; of a slice of them, `Images`.
+        """Return views: an array for one image, or `Images` for a slice.
 
         Raises
         ------
@@ -70,7 +65,6 @@ class Images(Ragged):
         )
 
     def __repr__(self) -> str:
-        """Describe it in a line."""
         return f"<Images: {len(self):,} of differing sizes, {self.dtype}>"
 
     def _repr_html_(self) -> str:
@@ -102,7 +96,7 @@ class Images(Ragged):
         )
 
     def to_tensor(self) -> Any:
-        """Raise an error: images of differing sizes are no tensor."""
+        """Raise an error: images of differing sizes cannot be a tensor."""
         raise NoTensorError(
             "images of differing sizes are no tensor; give the field a size, or take Images from an"
             " AsyncReader"

@@ -20,8 +20,8 @@ _PREVIEWED, _LONGEST = 5, 24  # values, and characters of one, in a notebook
 class Ragged(SampleArrays):
     """Samples of differing lengths.
 
-    Those of a batch share its memory, and live as long as it does; `copy` gives one that lasts. It
-    may be read from many threads.
+    Samples of a batch share its memory and live as long as it does; `copy` gives samples that last.
+    They may be read from many threads.
 
     Parameters
     ----------
@@ -31,17 +31,16 @@ class Ragged(SampleArrays):
     Attributes
     ----------
     values
-        (total, ...): the values of all samples, one sample behind the other. A NumPy array, or a
-        CuPy array.
+        (total, ...): the values of all samples, concatenated. A NumPy or CuPy array.
     offsets
-        int64 (samples + 1,): sample i is ``values[offsets[i] : offsets[i + 1]]``; the first one
-        is 0. Of the same kind as `values`.
+        int64 (samples + 1,): sample i is ``values[offsets[i] : offsets[i + 1]]``; the first one is
+        0. Of the same kind as `values`.
 
     Raises
     ------
     ConfigError
-        If `values` or `offsets` have other dimensions or dtypes. That the offsets rise, and end at
-        the number of values, is left to whoever makes them.
+        If `values` or `offsets` have other dimensions or dtypes. Not checked: that the offsets are
+        non-decreasing and end at the number of values.
 
     Examples
     --------
@@ -67,7 +66,7 @@ class Ragged(SampleArrays):
 
     @property
     def lengths(self) -> Any:
-        """int64 (samples,): how many values each sample has; a new array."""
+        """int64 (samples,): the number of values per sample; a new array."""
         return self.offsets[1:] - self.offsets[:-1]
 
     @property
@@ -86,7 +85,7 @@ class Ragged(SampleArrays):
         return int(self.offsets.shape[0]) - 1
 
     def __getitem__(self, key: Any) -> Any:
-        """Return views: of one sample, an array; of a slice of samples, a `Ragged`.
+        """Return views: an array for one sample, or a `Ragged` for a slice.
 
         Raises
         ------
@@ -116,7 +115,6 @@ class Ragged(SampleArrays):
             yield self.values[begin:end]
 
     def __repr__(self) -> str:
-        """Describe it in a line."""
         total, *inner = self.values.shape
         each = f"{tuple(inner)} " if inner else ""
         samples, values = counted(len(self), "sample"), counted(total, "value")
@@ -160,26 +158,25 @@ class Ragged(SampleArrays):
         return Ragged(self.values.copy(), self.offsets.copy())
 
     def get(self) -> Ragged:
-        """Return the samples in host memory, as CuPy's arrays do; a copy of those on a GPU."""
+        """Return the samples in host memory, like CuPy's `get`; a copy of those on a GPU."""
         return Ragged(on_host(self.values), on_host(self.offsets))
 
     def to_padded(self, value: Any = 0, length: int | None = None) -> tuple[Any, Any]:
-        """Copy the samples into one array, all of one length; on a GPU, if they are there.
+        """Copy the samples into one array, padded to one length; on the GPU if they are there.
 
         Parameters
         ----------
         value
-            What stands behind the values of a sample.
+            The padding after the values of a sample.
         length
-            The length of all of them; of longer samples the first values are taken. None: that of
-            the longest sample.
+            The padded length; longer samples are cut. None means the length of the longest sample.
 
         Returns
         -------
         array
             (samples, length, ...) of the dtype of the values.
         mask
-            bool (samples, length): whether it is a value of the sample.
+            bool (samples, length): True for values of the sample, False for padding.
 
         Raises
         ------
@@ -214,7 +211,7 @@ class Ragged(SampleArrays):
         return array, cupy.arange(length) < self.lengths[:, None]
 
     def to_torch_nested(self) -> Any:
-        """Return a nested tensor of layout ``torch.jagged``, which shares the memory.
+        """Return a nested tensor of layout ``torch.jagged`` that shares the memory.
 
         Values in another byte order than this machine's are copied.
 
@@ -229,7 +226,7 @@ class Ragged(SampleArrays):
         return torch.nested.nested_tensor_from_jagged(make(native(self.values)), make(self.offsets))
 
     def to_awkward(self) -> Any:
-        """Return an Awkward Array, which shares the memory.
+        """Return an Awkward Array that shares the memory.
 
         Values in another byte order than this machine's, or on a GPU, are copied.
 
@@ -250,9 +247,9 @@ class Ragged(SampleArrays):
         Raises
         ------
         ConfigError
-            If the values are no bytes (uint8, one dimension).
+            If the values are not bytes (uint8, one dimension).
         ReadError
-            If a sample is not valid UTF-8; it says which one.
+            If a sample is not valid UTF-8; the message says which one.
 
         Examples
         --------
@@ -280,11 +277,11 @@ class Ragged(SampleArrays):
 
 
 def preview(samples: Any) -> str:
-    """Return the first values of the first sample as text; of samples on a GPU, nothing."""
+    """Return the first values of the first sample as text; "" for samples on a GPU."""
     held = getattr(samples, "values", getattr(samples, "data", samples))
     if not isinstance(samples, np.ndarray) and not isinstance(held, np.ndarray):
         return ""
-    if getattr(samples, "shape", (1,)) == () or not len(samples):  # what postprocess may return
+    if getattr(samples, "shape", (1,)) == () or not len(samples):  # postprocess may return that
         return ""
     first = samples[0]
     if isinstance(first, tuple):  # of sparse rows: columns and values
@@ -303,12 +300,12 @@ def _short(value: object) -> str:
 
 
 def native(array: Any) -> Any:
-    """Return an array in this machine's byte order; one that is in it as it is."""
+    """Return an array in this machine's byte order, copied only if necessary."""
     return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 def module_of(array: Any) -> Any:
-    """Return the library of an array: NumPy, or CuPy."""
+    """Return the library of an array: NumPy or CuPy."""
     if isinstance(array, np.ndarray):
         return np
     with needs_package("cupy-cuda13x", "arrays on a GPU"):
@@ -319,19 +316,19 @@ def module_of(array: Any) -> Any:
 def put_padded(
     values: NDArray[Any], offsets: NDArray[np.int64], out: NDArray[Any]
 ) -> NDArray[np.bool_]:
-    """Put samples in host memory into rows of one length; what stands behind them is left alone.
+    """Copy samples in host memory into rows of one length, cut if longer; padding is not written.
 
     Parameters
     ----------
     values, offsets
-        As of `Ragged`.
+        As in `Ragged`.
     out
-        (samples, length, ...): where they go; of longer samples the first values.
+        (samples, length, ...): the destination.
 
     Returns
     -------
     numpy.ndarray
-        bool (samples, length): whether it is a value of the sample.
+        bool (samples, length): True for values of the sample.
     """
     lengths, length = np.diff(offsets), out.shape[1]
     mask: NDArray[np.bool_] = np.arange(length) < lengths[:, None]
@@ -343,7 +340,7 @@ def put_padded(
 
 
 def on_host(array: Any) -> Any:
-    """Return an array in host memory; one that lies there as it is."""
+    """Return an array in host memory, copied only if necessary."""
     return array if isinstance(array, np.ndarray) else array.get()
 
 
@@ -358,6 +355,6 @@ def offsets_misfit(what: str, name: str, offsets: NDArray[Any], total: int) -> s
 
 
 def some_of(numbers: NDArray[Any]) -> str:
-    """Return the first numbers of an array, and the last one, as text."""
+    """Return the first numbers of an array and the last one, as text."""
     shown = numbers.tolist() if numbers.size <= 8 else [*numbers[:6].tolist(), "...", numbers[-1]]
     return ", ".join(map(str, shown))

@@ -1,7 +1,7 @@
-"""Defines what `Ragged`, `Images` and `Csr` have in common: they consist of several arrays.
+"""Defines the common base of `Ragged`, `Images` and `Csr`: samples made of several arrays.
 
-Whatever moves batches (uploads, slots in shared memory, PyTorch) knows only this: a field of a
-batch is one array, or `SampleArrays`. Another class of samples derives from it.
+Code that moves batches (uploads, slots in shared memory, PyTorch) knows only this: a field of a
+batch is one array, or `SampleArrays`. Further classes of samples derive from it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ class SampleArrays:
     kind
         The name of the class in messages between processes.
     num_on_device
-        How many of its arrays, the first ones, lie where the values lie; the others stay in host
-        memory.
+        The number of leading arrays that lie where the values lie; the others stay in host memory.
     """
 
     __slots__ = ()
@@ -36,12 +35,10 @@ class SampleArrays:
     num_on_device: ClassVar[int] = 2
 
     def __init_subclass__(cls) -> None:
-        """Register the class by its name."""
         cls.kind = cls.__name__
         KINDS[cls.kind] = cls
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         raise NotImplementedError
 
     @property
@@ -56,38 +53,38 @@ class SampleArrays:
 
     @property
     def sample_shape(self) -> tuple[int | None, ...]:
-        """The shape of a sample; None for a dimension that differs from sample to sample."""
+        """The shape of a sample; None for a dimension that varies between samples."""
         raise NotImplementedError
 
     @classmethod
     def of_arrays(cls, arrays: Sequence[Any], sample_shape: Sequence[int | None]) -> Self:
-        """Return samples over `arrays`, as the properties of these names have them."""
+        """Return samples made of `arrays`; parameters are the properties of these names."""
         raise NotImplementedError
 
     def to_tensor(self) -> Any:
-        """Return a PyTorch tensor, which shares the memory.
+        """Return a PyTorch tensor that shares the memory.
 
         Raises
         ------
         NoTensorError
-            If there is none for such samples; the message says what to do.
+            If there is none for such samples; the message gives the remedy.
         """
         raise NotImplementedError
 
     def misfit(self) -> str | None:
-        """Return why the arrays do not fit together, or None: what libraries rely on unchecked."""
+        """Return why the arrays do not fit together, or None; libraries rely on this unchecked."""
         raise NotImplementedError
 
 
 def memory_of(field: Any) -> tuple[Any, ...]:
-    """Return the arrays of a field of a batch that lie where its values lie."""
+    """Return the arrays of a field of a batch that lie with its values."""
     if isinstance(field, SampleArrays):
         return field.arrays[: field.num_on_device]
     return (field,)
 
 
 def with_memory(field: Any, arrays: Sequence[Any]) -> Any:
-    """Return the same field over other arrays, as many as `memory_of` returns."""
+    """Return the same field with other arrays in place of those of `memory_of`."""
     if isinstance(field, SampleArrays):
         others = field.arrays[field.num_on_device :]
         return field.of_arrays((*arrays, *others), field.sample_shape)

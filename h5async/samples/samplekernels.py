@@ -1,8 +1,8 @@
-"""Makes dense rows of sparse ones, and padded samples of ragged ones, on a GPU.
+"""Converts sparse rows to dense ones, and pads ragged samples, on a GPU.
 
-CUDA kernels, compiled by CuPy when first used, and launched on the current stream. CuPy comes in
-as a parameter. No thread waits for another one, and no two write to one value: so sums are added up
-in the order of the file, as on the host, and come out the same each time.
+CuPy compiles the CUDA kernels on first use, and launches them on the current stream. CuPy is a
+parameter. No thread waits for another one, and no two write to one value: sums are added up in the
+order of the file, as on the host, and are reproducible.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-# The results are those of the host, bit for bit (but for what of a NaN is no NaN's business): no
-# fused multiply-add, and numbers below the smallest normal one stay what they are, though CuPy
-# compiles all for -ftz=true. There is no PTX where a CPU runs this, in tests.
+# The results are those of the host, bit for bit (except NaN payloads): no fused multiply-add, and
+# subnormal numbers are preserved, although CuPy compiles with -ftz=true. Tests run this code on a
+# CPU, without PTX.
 OPTIONS = ("--fmad=false",)
 EXACT = """
 template <class T, class S>
@@ -53,9 +53,9 @@ __device__ inline float h5async_add<float>(const float &a, const float &b)
 #endif
 """
 
-# A row is made by so many threads, which are neighbours. Each has columns of its own, as far apart:
-# it clears them, and looks through all indices of the row for them. (All threads of a warp read
-# the same index then, which costs one read; and neighbours clear neighbouring values.)
+# The number of neighbouring threads that make a row. Each owns every `_LANES`-th column: it clears
+# them, and searches all indices of the row for them. (So all threads of a warp read the same index,
+# which costs one read, and neighbours clear neighbouring values.)
 _LANES = 256  # a power of two
 _DENSE = f"""
 const long long row = i / {_LANES}, lane = i % {_LANES};
@@ -81,13 +81,7 @@ padded[i] = rest < to - from ? values[from + rest] : value[0];
 
 
 class SampleKernels:
-    """The kernels. Safe to use from many threads.
-
-    Parameters
-    ----------
-    cupy
-        The module.
-    """
+    """The kernels, made with the module `cupy`. Thread-safe."""
 
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
@@ -108,16 +102,16 @@ class SampleKernels:
         )
 
     def dense(self, data: Any, indices: Any, indptr: Any, out: Any, bad: Any) -> None:
-        """Make dense rows.
+        """Convert sparse rows to dense ones.
 
         Parameters
         ----------
         data, indices, indptr
             (total,), (total,) and int64 (rows + 1,): sparse rows.
         out
-            (rows, columns), C-contiguous: where they go.
+            (rows, columns), C-contiguous: the destination.
         bad
-            int32 (1,): set to 1 where an index is that of no column.
+            int32 (1,): set to 1 if an index is not a column.
         """
         rows, columns = out.shape
         if out.size:
@@ -125,16 +119,16 @@ class SampleKernels:
             self._dense(*arrays, out.reshape(-1), bad, size=rows * _LANES)
 
     def padded(self, values: Any, offsets: Any, value: Any, out: Any) -> None:
-        """Pad samples to one length; of longer ones the first values are taken.
+        """Pad samples to one length; longer ones are cut.
 
         Parameters
         ----------
         values, offsets
             (total, ...) and int64 (samples + 1,): the samples; values are C-contiguous.
         value
-            (1,), of the dtype of the values: what stands behind them.
+            (1,), of the dtype of the values: the padding.
         out
-            (samples, length, ...), of that dtype, C-contiguous: where they go.
+            (samples, length, ...), of that dtype, C-contiguous: the destination.
         """
         if out.size:
             samples, length = out.shape[:2]
@@ -145,5 +139,5 @@ class SampleKernels:
 
 @functools.cache
 def sample_kernels(cupy: Any) -> SampleKernels:
-    """Return the kernels of the module CuPy, made once."""
+    """Return the kernels for the module CuPy, made once."""
     return SampleKernels(cupy)

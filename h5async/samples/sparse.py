@@ -1,4 +1,4 @@
-"""Defines `Csr`: sparse rows, in the compressed form of HDF5 files, SciPy and PyTorch."""
+"""Defines `Csr`: sparse rows in the compressed form of HDF5 files, SciPy and PyTorch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _OF_CUPYX = "?fdFD"  # NumPy's one-letter codes
 
 
 class Csr(SampleArrays):
-    """Sparse rows (compressed sparse rows), of which only some values are stored.
+    """Compressed sparse rows: only some values are stored, others are 0.
 
-    Those of a batch share its memory, and live as long as it does; `copy` gives rows that last.
-    They may be read from many threads.
+    Rows of a batch share its memory and live as long as it does; `copy` gives rows that last. They
+    may be read from many threads.
 
     Parameters
     ----------
@@ -32,21 +32,20 @@ class Csr(SampleArrays):
     Attributes
     ----------
     data
-        (total,): the values that are stored, row by row. A NumPy array, or a CuPy array, as
-        `indices` and `indptr` are.
+        (total,): the stored values, row by row. A NumPy or CuPy array, like `indices` and `indptr`.
     indices
         int32 or int64 (total,): the column of each value.
     indptr
         int32 or int64 (rows + 1,): row i has the values ``data[indptr[i] : indptr[i + 1]]``; the
         first one is 0.
     shape
-        Rows and columns.
+        The numbers of rows and columns.
 
     Raises
     ------
     ConfigError
-        If the arrays do not fit together. That `indptr` rises, and indices are columns, is left to
-        whoever makes them.
+        If the arrays do not fit together. Not checked: that `indptr` is non-decreasing, and that
+        indices are columns.
 
     Examples
     --------
@@ -91,7 +90,7 @@ class Csr(SampleArrays):
         return self.shape[0]
 
     def __getitem__(self, key: Any) -> Any:
-        """Return views: of one row, its indices and values; of a slice of rows, a `Csr`.
+        """Return views: indices and values of one row, or a `Csr` for a slice.
 
         Raises
         ------
@@ -121,7 +120,6 @@ class Csr(SampleArrays):
         return map(self.__getitem__, range(len(self)))
 
     def __repr__(self) -> str:
-        """Describe it in a line."""
         total = counted(self.data.shape[0], "value")
         return f"<Csr: {self._size}, {total} of {self.dtype}>"
 
@@ -139,7 +137,6 @@ class Csr(SampleArrays):
 
     @property
     def _size(self) -> str:
-        """The shape, as text."""
         return f"{counted(self.shape[0], 'row')} of {counted(self.shape[1], 'column')}"
 
     @property
@@ -154,7 +151,7 @@ class Csr(SampleArrays):
 
     @classmethod
     def of_arrays(cls, arrays: Sequence[Any], sample_shape: Sequence[int | None]) -> Self:
-        """Return rows over `arrays`, of as many columns as `sample_shape` says."""
+        """Return rows made of `arrays`, with `sample_shape` columns."""
         (columns,) = sample_shape
         assert columns is not None
         data, indices, indptr = arrays
@@ -180,15 +177,14 @@ class Csr(SampleArrays):
         return Csr(self.data.copy(), self.indices.copy(), self.indptr.copy(), self.shape)
 
     def get(self) -> Csr:
-        """Return the rows in host memory, as CuPy's arrays do; a copy of those on a GPU."""
+        """Return the rows in host memory, like CuPy's `get`; a copy of those on a GPU."""
         return Csr(on_host(self.data), on_host(self.indices), on_host(self.indptr), self.shape)
 
     def to_scipy(self) -> Any:
-        """Return a ``scipy.sparse.csr_matrix``, as AnnData has it; of rows on a GPU, a copy.
+        """Return a ``scipy.sparse.csr_matrix``, as AnnData has it; rows on a GPU are copied.
 
-        It shares the memory of the values, and of the indices where they are int32 or int64, except
-        of those in another byte order than this machine's. The matrix is not checked, which would
-        take longer than to make it.
+        It shares the values, and indices of int32 or int64; arrays in another byte order than this
+        machine's are copied. The matrix is not checked, which would take longer than making it.
 
         Raises
         ------
@@ -206,10 +202,10 @@ class Csr(SampleArrays):
         return matrix
 
     def to_torch(self) -> Any:
-        """Return a tensor of layout ``torch.sparse_csr``, where the rows are.
+        """Return a tensor of layout ``torch.sparse_csr``, on the device of the rows.
 
-        It shares the memory of the values, and of the indices where they are int32 or int64, except
-        of those in another byte order than this machine's. What it holds is not checked again.
+        It shares the values, and indices of int32 or int64; arrays in another byte order than this
+        machine's are copied. The content is not checked again.
 
         Raises
         ------
@@ -225,17 +221,17 @@ class Csr(SampleArrays):
         )
 
     def to_cupy(self) -> Any:
-        """Return a ``cupyx.scipy.sparse.csr_matrix``, which shares the memory of rows on a GPU.
+        """Return a ``cupyx.scipy.sparse.csr_matrix`` that shares the memory of rows on a GPU.
 
-        It shares the values, and the indices where they are int32, which CuPy wants. Rows in host
-        memory are uploaded to the current device.
+        It shares the values, and indices of int32, the dtype that CuPy needs. Rows in host memory
+        are uploaded to the current device.
 
         Raises
         ------
         MissingPackageError
             If CuPy is not installed.
         ConfigError
-            If CuPy has no sparse matrices of such values, as integers.
+            If CuPy has no sparse matrices of the dtype, such as integers.
         """
         with needs_package("cupy-cuda13x", "sparse matrices of CuPy"):
             import cupy
@@ -249,18 +245,18 @@ class Csr(SampleArrays):
         return cupyx.scipy.sparse.csr_matrix(arrays, shape=self.shape)
 
     def to_dense(self, out: Any = None) -> Any:
-        """Return the rows as an ordinary array, with 0 where no value is stored.
+        """Return the rows as a dense array, with 0 where no value is stored.
 
-        Values of the same row and column are added up. For rows in host memory this is done
-        without the GIL, where the compiled core takes the dtypes (the values are integers or
-        floats of 4 or 8 bytes; `out` is of their dtype, or float32). Rows on a GPU are made dense
-        there, on the current stream, which is then waited for.
+        Values of the same row and column are added up. For rows in host memory the compiled core
+        does this without the GIL if it supports the dtypes (values: integers or floats of 4 or 8
+        bytes; `out`: their dtype, or float32). Rows on a GPU are made dense there, on the current
+        stream, which is then synchronized.
 
         Parameters
         ----------
         out
-            (rows, columns): where they go, in the same memory as the values; it may be of another
-            dtype. None: a new array of the dtype of the values.
+            (rows, columns): the destination, on the device of the values; its dtype may differ.
+            None means a new array of the dtype of the values.
 
         Returns
         -------
@@ -272,7 +268,7 @@ class Csr(SampleArrays):
         ConfigError
             If `out` has another shape, or a dtype that the values cannot be cast to.
         DatasetError
-            If an index is that of no column; `out` then holds other rows.
+            If an index is not a column; the content of `out` is then undefined.
 
         Examples
         --------
@@ -300,7 +296,7 @@ class Csr(SampleArrays):
         return out if given is None else given
 
     def _signed(self) -> tuple[Any, Any]:
-        """Return `indices` and `indptr` in the one dtype that libraries take; mostly views."""
+        """Return `indices` and `indptr` in the one dtype that libraries accept; mostly views."""
         kind = self.indices.dtype
         if not (kind.isnative and kind in (np.dtype(np.int32), np.dtype(np.int64))):
             kind = np.dtype(np.int64)
@@ -309,8 +305,8 @@ class Csr(SampleArrays):
         return self.indices.astype(kind, copy=False), self.indptr.astype(kind, copy=False)
 
     def _made_by_core(self, out: NDArray[Any]) -> int | None:
-        """Have the core make the rows; return how many it made. None: it takes no such arrays."""
-        # Here, because this takes long to import, and not every program makes dense rows.
+        """Have the core make the rows; return the number made, or None for unsupported arrays."""
+        # Imported here because it is slow, and not every program makes dense rows.
         from h5async.core.binding import address, load_core
         from h5async.core.structures import VALUE_KINDS, SparseStruct
 
@@ -344,7 +340,6 @@ class Csr(SampleArrays):
         return None if made < 0 else made
 
     def _make_dense(self, out: NDArray[Any]) -> None:
-        """Make the rows by NumPy."""
         out[...] = 0
         row = np.searchsorted(self.indptr, np.arange(self.data.shape[0]), side="right") - 1
         indices = self.indices.astype(np.int64)
@@ -352,7 +347,6 @@ class Csr(SampleArrays):
         np.add.at(out, (row, indices), self.data.astype(out.dtype))
 
     def _make_on_gpu(self, out: Any) -> None:
-        """Make the rows by a kernel."""
         cupy = module_of(out)
         dense = out if out.flags.c_contiguous else cupy.empty(out.shape, out.dtype)
         bad = cupy.zeros(1, np.int32)
@@ -364,7 +358,7 @@ class Csr(SampleArrays):
             out[...] = dense
 
     def _check(self, indices: NDArray[np.int64], indptr: NDArray[Any]) -> None:
-        """Raise where an index is that of no column."""
+        """Raise DatasetError if an index is not a column."""
         is_outside = (indices < 0) | (indices >= self.shape[1])
         if is_outside.any():
             at = int(is_outside.argmax())
@@ -372,6 +366,6 @@ class Csr(SampleArrays):
 
     def _no_column(self, row: int) -> DatasetError:
         return DatasetError(
-            f"sparse row {row} of {len(self)} has an index that is none of its {self.shape[1]}"
+            f"sparse row {row} of {len(self)} has an index that is not one of its {self.shape[1]}"
             " columns; the file holds a damaged matrix"
         )

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from h5async import ReaderConfig
 from h5async.cli import app, measuring
 from h5async.cli.measuring import compare, judge
+from h5async.config.values import MOST_THREADS
 
 
 @pytest.fixture
@@ -138,3 +139,21 @@ def test_drawn_samples_are_compared_in_no_other_order(train):
     for options in ({"weights": "balanced"}, {"sampler": [1, 2, 3]}):
         config = ReaderConfig(hdf5_path=train, **options)
         assert not any("shuffle" in changed for changed in measuring.alternatives(config))
+
+
+def test_options_that_do_not_fit_are_not_tried(tmp_path):
+    path = tmp_path / "declared.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("data", (1 << 28,), "u1", chunks=(64,))  # too many to be put in order
+    options = "--no-labels --device cpu --indices 0:100 --seconds 0 --num-threads 0 --json"
+    done = CliRunner().invoke(app, ["bench", str(path), *options.split()])
+    assert done.exit_code == 0, done.output
+    tried = [trial["options"] for trial in json.loads(done.stdout)["trials"]]
+    assert {"shuffle": "full"} in tried
+    assert {"shuffle": "window"} not in tried
+
+
+def test_no_more_threads_are_tried_than_there_may_be(train):
+    config = ReaderConfig(hdf5_path=train, num_threads=MOST_THREADS)
+    for changed in measuring.alternatives(config):
+        ReaderConfig(hdf5_path=train, **changed)

@@ -34,6 +34,7 @@ def path(tmp_path):
         file["ten"] = np.arange(10.0)
         file.create_dataset("data", (COUNT,), "u1")
         file.create_dataset("chunked", (COUNT,), "u1", chunks=(1 << 16,))
+        file.create_dataset("small chunks", (COUNT,), "u1", chunks=(64,))
         file.create_dataset("numbers", (COUNT,), "i8")
         file.create_dataset("numbers in chunks", (COUNT,), "i8", chunks=(1 << 16,))
         file.create_dataset("masks", (COUNT,), "?")
@@ -117,6 +118,7 @@ def test_a_dataset_that_an_option_names(path, dataset, option):
         {"fields": of_lengths("lengths", "numbers in chunks")},
         {"fields": of_lengths("ends")},
         {"fields": of_lengths("offsets")},
+        {"data_field": "small chunks", "shuffle": "window"},
     ],
     ids=str,
 )

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from h5async import AsyncReader
-from h5async.index import chunkindex, extensible
+from h5async.index import chunkindex, visits
 
 FILTERS = [{}, {"compression": "gzip"}, {"shuffle": True, "compression": "lzf"}]
 
@@ -112,18 +112,18 @@ def test_a_chunk_that_hdf5_does_not_find_there_is_left_to_h5py(tmp_path, monkeyp
     with h5py.File(path, "w", libver="latest") as file:
         data = file.create_dataset("data", (4, 9), "i4", chunks=(2, 3), maxshape=(4, None))
         data[:2, 3:6] = 1
-    numbers = extensible.Positions.numbers
+    numbers = visits.Positions.numbers
 
     def wrong(self, position, grid):
         found, is_outside = numbers(self, position, grid)
         return found + 1, is_outside
 
-    monkeypatch.setattr(extensible.Positions, "numbers", wrong)
+    monkeypatch.setattr(visits.Positions, "numbers", wrong)
     with AsyncReader(hdf5_path=path, labels_field=None, num_threads=0) as reader:
         assert "only dimension 1 is unlimited" in reader.layouts["data"].fallback_reason
         assert np.array_equal(reader.get_next_batch().data[:2, 3:6], np.ones((2, 3)))
 
 
 def test_this_hdf5_counts_positions():
-    assert extensible._counts_positions()
-    assert chunkindex.positions_of is extensible.positions_of
+    assert visits._counts_positions()
+    assert chunkindex.positions_of is visits.positions_of

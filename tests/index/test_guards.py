@@ -24,7 +24,7 @@ from conftest import assert_reads_like_h5py, assert_same_bits, poison, truth
 from h5py import h5d, h5p, h5s, h5t, h5z
 
 from h5async import AsyncReader, DatasetError, FileChangedWarning, ReadError, UnsafeFileError
-from h5async.index import chunkindex, datasets, extensible, hdf5, metadata, virtual
+from h5async.index import chunkindex, datasets, hdf5, metadata, virtual, visits
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Located, Reach
 from h5async.read import fallback
@@ -149,7 +149,7 @@ def test_extensible_index_of_another_axis_is_read_directly(tmp_path, libver, axi
 def test_extensible_index_that_another_hdf5_reports_otherwise(tmp_path, monkeypatch, axis):
     path = tmp_path / "a.h5"
     only_one_axis_is_unlimited(path, axis)
-    monkeypatch.setattr(extensible, "_counts_positions", lambda: False)
+    monkeypatch.setattr(visits, "_counts_positions", lambda: False)
     check(path, fallback=f"only dimension {axis} is unlimited")
 
 

@@ -13,7 +13,7 @@ from h5async import (
     cli,
 )
 from h5async.index import contents, metadata
-from h5async.index.listing import walk
+from h5async.index.contents import walk
 
 
 @pytest.fixture

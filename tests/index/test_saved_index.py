@@ -15,6 +15,7 @@ import h5py
 import numpy as np
 import pytest
 from conftest import assert_epoch_is, open_descriptors, truth
+from typer.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "read"))
 from test_corpus import READABLE, UNREADABLE, batch_size_for, reader_of, written
@@ -29,6 +30,7 @@ from h5async import (
     ReadError,
     UnsafeFileError,
 )
+from h5async.cli import app
 from h5async.config import Field
 from h5async.index import indexcache, layoutsource
 from h5async.index.consulted import Consulted
@@ -412,8 +414,9 @@ def test_what_is_no_file_is_not_read(tmp_path, cache):
     assert np.array_equal(rows_of(path), expected)
     named = tmp_path / "pipe.h5idx"
     os.mkfifo(named)
-    with pytest.raises(ReadError, match=r"pipe\.h5idx.*not a regular file"):
-        rows_of(named)
+    for options in ({"hdf5_path": named}, {"hdf5_path": path, "index_cache": named}):
+        with pytest.raises(ReadError, match=r"pipe\.h5idx.*not a regular file"):
+            AsyncReader(**options, labels_field=None, device="cpu")
 
 
 # --- writing -------------------------------------------------------------------------------------
@@ -972,3 +975,12 @@ def test_chunks_in_any_order_with_holes_and_masks(tmp_path, cache, monkeypatch):
         assert len(set(chunks.nbytes.tolist())) > 1
         assert set(chunks.filter_mask.tolist()) == {0, 3}
         assert not (np.diff(chunks.offset) > 0).all()
+
+
+def test_an_index_that_could_not_be_read_is_not_written(tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("data", (1 << 62,), "u1", chunks=(64,))
+    output = str(tmp_path / "a.h5idx")
+    done = CliRunner().invoke(app, ["index", str(tmp_path / "a.h5"), "-o", output])
+    assert "cannot hold data: its shape" in done.output
+    assert not os.path.exists(output)

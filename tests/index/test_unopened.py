@@ -99,7 +99,7 @@ def test_archives_and_zarr(tmp_path):
     folder.mkdir()
     assert message(folder) == "it is a directory; name a file"
     (folder / "zarr.json").write_text("{}")
-    assert "a directory of Zarr" in message(folder)
+    assert "a Zarr directory" in message(folder)
 
 
 WRITE = """

@@ -31,7 +31,7 @@ import h5async.deliver.device
 import h5async.deliver.findgpu
 import h5async.process.child
 import h5async.process.helper
-import h5async.process.startsteps
+import h5async.process.supervisor
 from h5async import (
     AsyncReader,
     BatchTimeoutError,
@@ -533,7 +533,7 @@ def test_restarts_and_many_fields_take_no_more(path):
 @pytest.mark.slow
 def test_a_parser_that_never_ends(path, monkeypatch):
     at_start(monkeypatch, "import h5py, time; h5py.File = lambda *a, **k: time.sleep(1e6)")
-    monkeypatch.setattr(h5async.process.startsteps, "_STEP_SECONDS", 0.1)
+    monkeypatch.setattr(h5async.process.supervisor, "_STEP_SECONDS", 0.1)
     with pytest.raises(BatchTimeoutError, match=r"did not open the files within 2\.0 s"):
         make(path, timeout=2)
 

@@ -16,7 +16,7 @@ from test_helper import (
     pid_of,
 )
 
-import h5async.process.startsteps
+import h5async.process.supervisor
 from h5async import AsyncReader, BatchTimeoutError, ConfigError, ReadError
 from h5async.errors import OutOfMemoryError
 from h5async.io.shared import SharedMemory
@@ -119,7 +119,7 @@ def test_more_than_a_file_can_hold_is_no_matter_of_limits():
 def test_a_step_that_takes_too_long_is_named(path, monkeypatch):
     code = "import h5async.fill.filling as f, time; f.Filler.start = lambda self: time.sleep(1e6)"
     at_start(monkeypatch, code)
-    monkeypatch.setattr(h5async.process.startsteps, "_STEP_SECONDS", 0.1)
+    monkeypatch.setattr(h5async.process.supervisor, "_STEP_SECONDS", 0.1)
     with pytest.raises(BatchTimeoutError, match=r"did not start its threads within 5\.0 s"):
         make(path, timeout=5)
 

@@ -235,9 +235,9 @@ def test_threads_and_slots_are_divided():
     assert config(workers="3").workers == config(workers=np.int8(3)).workers == 3
 
 
-@pytest.mark.parametrize("value", [0, -2, True, 2.5, "", "0", "many", "²", "-1", None, [2]])
+@pytest.mark.parametrize("value", [0, -2, True, 2.5, "", "0", "many", "²", "-1", None, [2], 257])
 def test_what_is_no_number_of_helpers(value):
-    words = 'workers: must be "thread", "process", or a number of helper processes, found'
+    words = 'workers: must be "thread", "process", or a number of helper processes to 256, found'
     with pytest.raises(ConfigError, match=words):
         ReaderConfig(hdf5_path="x.h5", workers=value)
 

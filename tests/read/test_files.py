@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import resource
+import stat
 import subprocess
 import sys
 import tracemalloc
@@ -24,6 +25,7 @@ from hdf5files import type_for_h5py
 
 from h5async import AsyncReader, ConfigError, DatasetError, Field, ReaderConfig, ReadError
 from h5async.fill import phases
+from h5async.io.descriptors import open_regular
 from h5async.plan import parts
 from h5async.read import collection, executors
 
@@ -228,6 +230,13 @@ def test_pipe_that_nobody_writes_to_does_not_hang_either(tmp_path):
     command = [sys.executable, "-c", code, str(tmp_path / "*.h5")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert "ReadError" in done.stderr
+
+
+def test_file_that_becomes_a_pipe_while_it_is_opened_does_not_hang(tmp_path, monkeypatch):
+    pipe = tmp_path / "pipe.h5"
+    os.mkfifo(pipe)
+    monkeypatch.setattr(stat, "S_ISREG", lambda mode: True)
+    open_regular(pipe).close()
 
 
 # --- lengths -------------------------------------------------------------------------------------

@@ -1,18 +1,21 @@
-"""Reads the names of a dataset's dimensions: those of dimension scales, and labels.
+"""Reads attributes of a dataset: names of dimensions, and the packing of values by CF conventions.
 
-An open dataset enters; names leave. netCDF-4 and h5py (`make_scale`, `attach_scale`) attach scales,
-which are datasets, to dimensions; h5py also sets labels (`dims[0].label`).
+An open dataset enters; names leave, or attributes as stored, which `plan/cf.py` interprets.
+netCDF-4 and h5py (`make_scale`, `attach_scale`) attach scales, which are datasets, to dimensions;
+h5py also sets labels (`dims[0].label`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import h5py
+import numpy as np
 
 from h5async.errors import DatasetError
-from h5async.index.layout import normal_axis
+from h5async.index.layout import CfAttribute, normal_axis
 from h5async.names import name_text, printable
 from h5async.system.interruptions import suppressing
 
@@ -22,6 +25,17 @@ _NOT_A_NAME = "This is a netCDF dimension but not a netCDF variable"  # of a sca
 _PHONY = "phony_dim_"
 _MOST_SCALES = 16  # of a dimension; files have one
 _MOST_NBYTES = 1 << 16  # of an attribute
+_CF_NUMBERS = (
+    "scale_factor",
+    "add_offset",
+    "_FillValue",
+    "missing_value",
+    "valid_range",
+    "valid_min",
+    "valid_max",
+)
+_CF_NAMES = (*_CF_NUMBERS, "_Unsigned")
+_MOST_VALUES = 64  # of an attribute: each is compared with all values read
 
 
 def dimension_names(
@@ -29,16 +43,9 @@ def dimension_names(
 ) -> DimensionNames:
     """Return the names of each dimension of a dataset; most have one, or none.
 
-    A scale has two where h5py's `make_scale` was given another one than that of its dataset. What
-    attributes hold is checked before it is read: HDF5's own functions for scales (H5DS) trust the
-    types that a file names.
-
-    Parameters
-    ----------
-    dataset
-        The dataset.
-    known
-        Names of scales of its file, by address: HDF5 searches the file for a scale's path.
+    A scale has two if h5py's `make_scale` got another name than that of its dataset. Attributes are
+    checked before they are read: HDF5's own functions for scales (H5DS) trust the types in a file.
+    `known` caches names of the file's scales by address: HDF5 searches the file for a scale's path.
     """
     known = {} if known is None else known
     rank = int(dataset.rank)
@@ -66,7 +73,7 @@ def _attribute(
     *,
     of_references: bool = False,
 ) -> Any:
-    """Return the value of an attribute; None where it is not what it should be."""
+    """Return the value of an attribute; None if it is not as expected."""
     if not h5py.h5a.exists(dataset, name.encode()):
         return None
     found = h5py.h5a.open(dataset, name.encode())
@@ -82,7 +89,7 @@ def _attribute(
 def _datasets(
     dataset: h5py.h5d.DatasetID, references: Sequence[Any]
 ) -> Iterator[h5py.h5d.DatasetID]:
-    """Yield the datasets that references lead to; others lead to what was deleted, say."""
+    """Yield the datasets that references lead to; others may lead to deleted objects."""
     for reference in references[:_MOST_SCALES]:
         with suppressing(ValueError, RuntimeError):
             found = h5py.h5r.dereference(reference, dataset)
@@ -106,7 +113,7 @@ def _text(value: object) -> str:
 
 
 def numbered_axis(axis: int | str, names: DimensionNames, rank: int, where: str) -> int:
-    """Return the number of a dimension, counted from the front, by its number or its name.
+    """Return the non-negative number of a dimension given by number or name.
 
     Parameters
     ----------
@@ -115,7 +122,7 @@ def numbered_axis(axis: int | str, names: DimensionNames, rank: int, where: str)
     names
         Of the dimensions.
     rank
-        How many there are: those of an array type have no names.
+        The number of dimensions, including those of an array type, which have no names.
     where
         The dataset, for messages.
 
@@ -153,7 +160,7 @@ def numbered_axis(axis: int | str, names: DimensionNames, rank: int, where: str)
 
 
 def shown_names(names: DimensionNames) -> str:
-    """Return the names of dimensions as a message has them."""
+    """Return the names of dimensions for a message."""
     return ", ".join(
         " or ".join(f'"{printable(name)}"' for name in several) or f"number {dim} without a name"
         for dim, several in enumerate(names)
@@ -161,8 +168,39 @@ def shown_names(names: DimensionNames) -> str:
 
 
 def common_names(several: Sequence[DimensionNames]) -> DimensionNames:
-    """Return, for each dimension, the names that it has in all of some datasets of one rank."""
+    """Return, per dimension, the names that it has in all of several datasets of one rank."""
     return tuple(
         tuple(name for name in first if all(name in other for other in others))
         for first, *others in zip(*several, strict=False)
     )
+
+
+def cf_attributes(dataset: h5py.h5d.DatasetID, where: str) -> tuple[CfAttribute, ...]:
+    """Return the attributes of a dataset that say how it is packed.
+
+    DatasetError if an attribute has more values than any file needs.
+    """
+    if not h5py.h5a.get_num_attrs(dataset):
+        return ()
+    names = [name for name in _CF_NAMES if h5py.h5a.exists(dataset, name.encode())]
+    return tuple(_cf_attribute(dataset, name, where) for name in names)
+
+
+def _cf_attribute(dataset: h5py.h5d.DatasetID, name: str, where: str) -> CfAttribute:
+    found = h5py.h5a.open(dataset, name.encode())
+    count = 0 if found.shape is None else math.prod(found.shape)
+    nbytes = found.get_storage_size() if count else 0  # (h5py fails for 0)
+    if count > _MOST_VALUES or nbytes > _MOST_NBYTES:
+        raise DatasetError(
+            f"{where}: its attribute {name} has {count:,} values of {nbytes:,} bytes, and"
+            f" {_MOST_VALUES} of {_MOST_NBYTES:,} bytes are the most that decode_cf takes"
+        )
+    value = h5py.Dataset(dataset).attrs[name]
+    if isinstance(value, h5py.Empty):
+        return CfAttribute(name, "f8", b"")
+    array = np.asarray(value)
+    if array.dtype.kind in "iuf":
+        return CfAttribute(name, array.dtype.str, array.tobytes())
+    text = value if isinstance(value, str | bytes) else "".join(map(str, array.reshape(-1)))
+    data = text if isinstance(text, bytes) else text.encode("utf-8", "surrogateescape")
+    return CfAttribute(name, "", data)
