@@ -34,16 +34,12 @@ class CudaField:
 
     Parameters
     ----------
-    gpu, kernels
-        Where the field goes, and what works there.
     rows
         Samples that fit into the slot.
     outline
         How the field is assembled; None: it is uploaded unchanged.
-    transform
-        Of the values of samples.
-    index_dtype
-        Of the indices of sparse samples.
+    transform, index_dtype
+        Of the values of samples, and of the indices of sparse ones.
     parts
         Memory of the slot that is pinned, now or when used; arrays elsewhere are first copied to
         pinned memory.

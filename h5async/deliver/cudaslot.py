@@ -65,10 +65,6 @@ class CudaSlot:
 
     Parameters
     ----------
-    device
-        Where the batches go.
-    rows
-        Samples in a batch.
     transforms, on_host
         By column: the transform, and whether it is done on the host.
     shared

@@ -189,16 +189,9 @@ def plan_encoded(
 ) -> EncodedPlan | None:
     """Plan how the chunks of a batch are given to a GPU; None if the host has to decode them.
 
-    That is so if some chunks were never written, or some filter was skipped for some.
-
-    Parameters
-    ----------
-    form, table
-        Of a field that has an `EncodedFormat`.
-    planned, column
-        The core's plan of the batch, and the number of the field in it.
-    memory
-        uint8: where encoded chunks go.
+    That is so if some chunks were never written, or some filter was skipped for some. `planned` is
+    the core's plan of the batch, in which the field has number `column`; `memory`, uint8, takes the
+    encoded chunks.
     """
     items, layer = planned.items[planned.items["field"] == column], table.layers[0]
     if not items.size or (items["kind"] != Kind.CHUNKS).any():

@@ -235,25 +235,10 @@ def find_formats(
 ) -> tuple[list[EncodedFormat | None], str | None]:
     """Return, per field, how a GPU decodes its chunks, or None; and why no field is, if so.
 
-    Parameters
-    ----------
-    config
-        Says whether it should.
-    layouts
-        By column name.
-    rows
-        Samples in a batch.
-    on_host
-        Why the host always decodes some columns, by name.
-    free_nbytes
-        Of the GPU's memory.
-    host_nbytes
-        The limit of host memory for encoded chunks, in all slots.
-
-    Raises
-    ------
-    DeviceError
-        If ``decode="device"`` was requested, and is not possible for some compressed field.
+    `on_host` says why the host always decodes some columns, by name. `free_nbytes` are of the GPU's
+    memory; `host_nbytes` is the limit of host memory for encoded chunks, in all slots.
+    `DeviceError` is raised if ``decode="device"`` was requested, and is not possible for some
+    compressed field.
     """
     nothing: list[EncodedFormat | None] = [None] * len(layouts)
     if config.decode == "host":

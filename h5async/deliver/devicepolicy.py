@@ -36,12 +36,10 @@ if TYPE_CHECKING:
 class DevicePolicy(ColumnReader):
     """Says what a device decodes, and for how long. Safe to use from many threads.
 
+    `DeviceError` is raised if ``decode="device"`` was requested, and is not possible.
+
     Parameters
     ----------
-    config
-        Says whether the device should decode.
-    device
-        Where batches are delivered.
     layouts, transforms
         By column.
     rows
@@ -59,11 +57,6 @@ class DevicePolicy(ColumnReader):
         Host memory used for encoded chunks.
     num_chunks, decoded_nbytes
         What was decoded there so far.
-
-    Raises
-    ------
-    DeviceError
-        If ``decode="device"`` was requested, and is not possible.
     """
 
     def __init__(

@@ -107,21 +107,9 @@ class Nvcomp:
     ) -> None:
         """Put the decoding of `count` blocks on a stream.
 
-        Parameters
-        ----------
-        form
-            One of `FORMATS`: raw deflate, a zstd frame, an LZ4 block.
-        blocks
-            Where they are, and where they go.
-        temp, temp_nbytes
-            Device memory, as the method `temp_nbytes` says.
-        stream
-            A ``cudaStream_t``.
-
-        Raises
-        ------
-        NvcompError
-            If the call is refused; errors of blocks are in `blocks.states`.
+        `form` is one of `FORMATS`: raw deflate, a zstd frame, an LZ4 block. `temp` is device memory
+        of the size that the method `temp_nbytes` returns; `stream` is a ``cudaStream_t``.
+        `NvcompError` is raised if the call is refused; errors of blocks are in `blocks.states`.
         """
         name = f"nvcompBatched{_NAMES[form]}DecompressAsync"
         status = getattr(self._library, name)(

@@ -22,14 +22,8 @@ Pin = Callable[[NDArray[np.uint8]], Callable[[], object]]
 class PinnedPart:
     """Host memory of one slot, whose beginning is pinned.
 
-    Parameters
-    ----------
-    memory
-        uint8 (nbytes,), of whole pages.
-    pin
-        Pins memory. Its exceptions pass, here and in `reach`.
-    nbytes
-        To be pinned at once.
+    `memory` is uint8 (nbytes,), of whole pages; `nbytes` are pinned at once. Exceptions of `pin`
+    pass, here and in `reach`.
     """
 
     def __init__(self, memory: NDArray[np.uint8], pin: Pin, nbytes: int) -> None:

@@ -158,21 +158,10 @@ class SlotRing(Generic[Result]):
     ) -> tuple[int, int, Result]:
         """Wait for the next batch, without taking it; return its serial, slot and result.
 
-        Parameters
-        ----------
-        timeout_seconds
-            None: wait without limit.
-        begin
-            Called while the batch has no slot: one may have become free meanwhile.
-
-        Raises
-        ------
-        BatchTimeoutError
-            If it was not ready in time.
-        ReaderClosedError
-            If the ring is closed, before or meanwhile.
-        H5AsyncError
-            If `fail` was called: the batch may never come.
+        `begin` is called while the batch has no slot: one may have become free meanwhile.
+        `BatchTimeoutError` is raised if it was not ready in time, `ReaderClosedError` if the ring
+        is closed, before or meanwhile, and `H5AsyncError` if `fail` was called: the batch may never
+        come.
         """
         found = self._next()
         if found is not None:

@@ -46,6 +46,9 @@ from h5async.system.timeline import Recorder, Timeline
 class Filler(SlotFiller):
     """Fills slots in a pool of threads or, without threads, in the caller of `run_next`.
 
+    Raises `ConfigError` if a ``"module:function"`` cannot be imported, and `OutOfMemoryError` if
+    the system refuses memory for the threads.
+
     Parameters
     ----------
     config
@@ -58,31 +61,22 @@ class Filler(SlotFiller):
         Memory of each slot.
     memory_plan
         The remaining memory that may be used.
-    shapes
-        Shapes of sparse fields, by name.
-    categories
-        By name of the categorical field.
+    shapes, categories
+        Of sparse and of categorical fields, by name.
     rows
         Samples that fit into a slot; None means the rows of its first array.
     left
         Names of fields that the device assembles.
     new_memory
         Returns host memory for pixels, from which the device uploads.
-    next_requests
-        Returns what is to be filled now. Called in a worker, after `kick`.
-    before_fill
-        Called in a worker with the slot's number before anything is written to it; may block until
-        the slot's memory may be overwritten.
     device_cache
         The samples that the device keeps, if it does, and that need not be read again.
     column_reader
         Says what the device reads in place of rows; None: all rows are read.
-    on_done
-        Called in a worker with a request and its outcome, once per request, unless the filler is
-        closed before.
-    on_crash
-        Called in a worker with an exception of no batch, raised by `next_requests` or `on_done`.
-        The thread goes on.
+    next_requests, before_fill, on_done, on_crash
+        As in `SlotFiller`, called in workers. `before_fill` may block until the slot's memory may
+        be overwritten. `on_done` is called once per request, unless the filler is closed before.
+        After `on_crash` the thread goes on.
     may_submit
         Whether the consumer may submit batches itself: nothing has to be done before a slot is
         filled, and `before_fill` is not called then.
@@ -93,13 +87,6 @@ class Filler(SlotFiller):
     ----------
     submissions
         Where the consumer submits batches itself; None: threads ask for requests.
-
-    Raises
-    ------
-    ConfigError
-        If a ``"module:function"`` cannot be imported.
-    OutOfMemoryError
-        If the system refuses memory for the threads.
     """
 
     def __init__(
@@ -247,24 +234,10 @@ class Filler(SlotFiller):
         return self._pool.run_next()
 
     def read(self, index: NDArray[np.int64], memory: SlotMemory) -> tuple[NDArray[Any], ...]:
-        """Read samples in the calling thread, while other work is under way.
+        """Read samples in the calling thread, while other work is under way, to memory of n rows.
 
-        Parameters
-        ----------
-        index
-            int64 (n,): sample numbers.
-        memory
-            Of n rows.
-
-        Returns
-        -------
-        tuple of arrays
-            The rows of each field, or the result of `postprocess`.
-
-        Raises
-        ------
-        H5AsyncError
-            If they cannot be read, or the filler was stopped.
+        Returns the rows of each field, or the result of `postprocess`. `H5AsyncError` is raised if
+        they cannot be read, or the filler was stopped.
         """
         found: list[tuple[NDArray[Any], ...]] = []
         if not self._pool.run(lambda: found.append(self._phases.read(index, memory))):

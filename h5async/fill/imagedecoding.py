@@ -48,6 +48,8 @@ ImageWork = Callable[[], bool]  # decodes an image; returns False if it was brok
 class ImageDecoder:
     """Decodes the fields of batches that are images. Safe to use from many threads.
 
+    Raises as `ImageFieldDecoder`.
+
     Parameters
     ----------
     fields, layouts
@@ -68,13 +70,6 @@ class ImageDecoder:
         Names of fields whose pixels a device transforms: batches have them as decoded.
     new_memory
         Returns host memory for the pixels of a slot.
-
-    Raises
-    ------
-    DatasetError
-        If a dataset does not hold bytes.
-    MissingPackageError
-        If OpenCV is needed and not installed.
     """
 
     def __init__(
@@ -132,6 +127,9 @@ class ImageDecoder:
     ) -> BatchImages:
         """Begin to decode a batch; `BatchImages.work` does it.
 
+        `ReadError` is raised if a header must be read, and is broken, or images take too much
+        memory.
+
         Parameters
         ----------
         arrays
@@ -142,11 +140,6 @@ class ImageDecoder:
             Random numbers depend on it.
         slot
             Whose memory is used; None: new memory, and pixels are always transformed.
-
-        Raises
-        ------
-        ReadError
-            If a header must be read, and is broken, or images take too much memory.
         """
         found, most = list(arrays), self._of_batch
         todo: list[ImageWork] = []
@@ -160,7 +153,7 @@ class ImageDecoder:
         return BatchImages(tuple(found), todo, self.note_broken)
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         self._memory = []
 
 
@@ -225,28 +218,10 @@ class _Scratch(threading.local):
 class ImageFieldDecoder:
     """Decodes the images of one field. Safe to use from many threads.
 
-    Parameters
-    ----------
-    field, layout
-        Its options, and where its bytes lie.
-    spans
-        The images of each sample.
-    core
-        The compiled core, if there is one.
-    limit_nbytes
-        The limit for the memory of an image while it is decoded.
-
-    Attributes
-    ----------
-    is_random
-        Whether random numbers are needed.
-
-    Raises
-    ------
-    DatasetError
-        If the dataset does not hold bytes.
-    MissingPackageError
-        If OpenCV is needed and not installed.
+    `spans` are the images of each sample; `limit_nbytes` is the limit for the memory of an image
+    while it is decoded. `is_random` says whether random numbers are needed. `DatasetError` is
+    raised if the dataset does not hold bytes, `MissingPackageError` if OpenCV is needed and not
+    installed.
     """
 
     def __init__(
@@ -300,6 +275,8 @@ class ImageFieldDecoder:
     ) -> tuple[Any, list[ImageWork]]:
         """Return the array or `Images` of a batch, and the work that fills it with pixels.
 
+        `ReadError` is raised as in `ImageDecoder.batch`.
+
         Parameters
         ----------
         encoded
@@ -312,11 +289,6 @@ class ImageFieldDecoder:
             Returns memory.
         most_nbytes
             The limit for pixels.
-
-        Raises
-        ------
-        ReadError
-            As in `ImageDecoder.batch`.
         """
         encoded = Ragged(encoded.values.view(np.uint8), encoded.offsets)
         runs: NDArray[np.int64] = index

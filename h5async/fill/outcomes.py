@@ -46,18 +46,9 @@ class FillOutcome(NamedTuple):
 class FillerStats(NamedTuple):
     """What a filler has done so far.
 
-    Attributes
-    ----------
-    stage_seconds
-        By stage, except what `counts` has.
-    counts
-        Of all threads.
-    fallback_reads
-        Reads that went through h5py.
-    cache
-        What is kept in memory, or why not.
-    broken_images
-        Images that were replaced because they cannot be decoded.
+    `stage_seconds` has the stages that `counts` has not; `fallback_reads` are reads through h5py;
+    `cache` says what is kept in memory, or why not; `broken_images` were replaced because they
+    cannot be decoded.
     """
 
     stage_seconds: Mapping[str, float]

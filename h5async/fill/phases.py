@@ -68,34 +68,24 @@ class Phases:
 
     Parameters
     ----------
-    pool
-        Does the work.
-    reader
-        Plans, reads and transforms rows.
     file
         The first file, for messages.
     samplings
         The orders of samples to which requests refer.
     transforms
         In field order.
-    slots
-        Memory of each slot.
     assembly
-        Makes the delivered arrays of it.
+        Makes the delivered arrays of a slot's memory.
     left
         Names of fields that a device assembles.
     images
         Decodes images; None if no field has any.
     resident
         The samples that are in memory and need not be read; None: nothing is kept.
-    postprocess
-        The user's function.
     before_fill, on_done
         As for `Filler`.
     take_warnings
         Returns new warnings for the consumer.
-    recorder
-        Records what is done.
     """
 
     def __init__(

@@ -47,6 +47,8 @@ class OwnTickets(Tickets, Protocol):
 class WorkPool:
     """Threads that do work, or, without threads, the caller of `run_next`.
 
+    Once `is_stopped`, work that is added is dropped.
+
     Parameters
     ----------
     num_threads
@@ -57,11 +59,6 @@ class WorkPool:
         Called by a thread with an exception of its work. The thread goes on.
     tickets
         What threads wait for; None: a simple queue.
-
-    Attributes
-    ----------
-    is_stopped
-        Whether `stop` was called; work that is added from then on is dropped.
     """
 
     def __init__(

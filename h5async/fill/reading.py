@@ -99,6 +99,8 @@ class _Batches(NamedTuple):
 class BatchReader:
     """Reads batches, in many threads. To be closed after the last read.
 
+    `OutOfMemoryError` is raised if the system refuses memory for the threads.
+
     Parameters
     ----------
     core
@@ -127,11 +129,6 @@ class BatchReader:
     ----------
     times
         Of the stage "transform", and stages that the caller adds.
-
-    Raises
-    ------
-    OutOfMemoryError
-        If the system refuses memory for the threads.
     """
 
     def __init__(

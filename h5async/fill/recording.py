@@ -19,18 +19,10 @@ from h5async.system.timeline import CORE_STAGES, Event, Recorder, ThreadName, Ti
 
 
 class Recorded(NamedTuple):
-    """What was recorded in a process.
+    """What was recorded in a process, by its ID in the system.
 
-    Attributes
-    ----------
-    process
-        Its ID in the system.
-    threads
-        By `threading.get_ident` there.
-    events
-        What they did; fields and sources by their names.
-    dropped
-        The number of events that were not kept.
+    `threads` are by `threading.get_ident` there; `events` have fields and sources by their names;
+    `dropped` is the number of events that were not kept.
     """
 
     process: int
@@ -42,18 +34,7 @@ class Recorded(NamedTuple):
 class Recording:
     """Events of the threads of a filler, from now on until `stop`.
 
-    Parameters
-    ----------
-    timeline
-        Where Python's events are recorded.
-    recorder
-        Called by the threads.
-    core
-        The compiled core, if there is one.
-    reader
-        Whose threads are recorded.
-    columns
-        Names of the columns.
+    `timeline` records Python's events, and threads call `recorder`; `columns` are names.
     """
 
     def __init__(

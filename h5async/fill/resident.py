@@ -26,19 +26,8 @@ _HOST_SHARE = 0.5  # of free memory, if no budget is given
 class Residency:
     """The samples that are in memory, until all are forgotten. Safe to use from many threads.
 
-    Parameters
-    ----------
-    selection
-        The samples that may be added.
-    nbytes
-        Memory of all of them.
-    where
-        ``"host"`` or ``"device"``.
-
-    Attributes
-    ----------
-    generation
-        The number of times that all samples were forgotten.
+    `nbytes` is the memory of all samples of the selection; `where` is ``"host"`` or ``"device"``;
+    `generation` is the number of times that all samples were forgotten.
     """
 
     def __init__(self, selection: Selection, nbytes: int, where: str) -> None:
@@ -71,18 +60,10 @@ class Residency:
 
 
 class Budget(NamedTuple):
-    """The memory that a cache needs, and its limit.
+    """The bytes that a cache of all rows needs, and its limit.
 
-    Attributes
-    ----------
-    where
-        ``"host"`` or ``"device"``.
-    nbytes
-        Bytes of the rows of all samples and fields.
-    limit_nbytes
-        The option ``cache_bytes``, or a share of free memory.
-    whose
-        What sets the limit.
+    `where` is ``"host"`` or ``"device"``. The limit is the option ``cache_bytes``, or a share of
+    free memory; `whose` says what sets it.
     """
 
     where: str
@@ -123,14 +104,8 @@ class _KeptRows:
 class _KeptRuns:
     """The concatenated rows of a column in which samples are runs of any length.
 
-    Parameters
-    ----------
-    starts
-        int64 (samples + 1,): the rows of each sample, counted from any number.
-    rows
-        The rows of each sample in the dataset.
-    row_nbytes
-        Bytes of a row.
+    `starts`, int64 (samples + 1,), has the rows of each sample, counted from any number; `rows` are
+    the rows of each sample in the dataset.
     """
 
     def __init__(self, starts: Int64s, rows: SpanRows, row_nbytes: int) -> None:

@@ -51,22 +51,9 @@ class _Submission(NamedTuple):
 class Submissions(Tickets):
     """Batches that the core fills. Safe to use from many threads.
 
-    Parameters
-    ----------
-    queue
-        Of the core.
-    reader
-        Lends scratch memory to threads.
-    samplings
-        The orders of samples to which requests refer.
-    slots
-        Memory of each slot.
-    assembly
-        Makes the delivered arrays of it.
-    file
-        Named in errors.
-    needs_python
-        Whether every batch has work left to Python.
+    `reader` lends scratch memory to threads; `assembly` makes the delivered arrays of a slot's
+    memory; `file` is named in errors; `needs_python` says whether every batch has work left to
+    Python.
     """
 
     def __init__(

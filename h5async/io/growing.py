@@ -14,16 +14,9 @@ MORE = 4  # memory is larger than requested by a quarter
 class Growing:
     """A buffer for filling one slot: the largest size requested so far, and a quarter more.
 
-    It grows only while its slot is filled, when its former content is no longer used.
-
-    Parameters
-    ----------
-    make
-        Returns new memory: uint8 (nbytes,), a NumPy or a CuPy array.
-    nbytes
-        Allocated at once.
-    block
-        Existing memory to use instead.
+    It grows only while its slot is filled, when its former content is no longer used. `make`
+    returns new memory, uint8 (nbytes,), as a NumPy or a CuPy array. `nbytes` are allocated at once,
+    unless `block` exists already.
     """
 
     def __init__(self, make: Callable[[int], Any], nbytes: int = 0, block: Any = None) -> None:

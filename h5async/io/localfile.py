@@ -18,15 +18,11 @@ from h5async.system.interruptions import interruption, suppressing
 class LocalFile:
     """A file on this machine, open for reading. Safe to use from many threads.
 
-    No HDF5 lock is held: a writer may open the file meanwhile. If the file cannot be opened or
-    mapped, or is not the one that was indexed, `ReadError` is raised.
+    No HDF5 lock is held: a writer may open the file meanwhile. `ReadError` is raised if the file
+    cannot be opened or mapped, or is not the one that was indexed, whose stamp is `expected`.
 
     Parameters
     ----------
-    path
-        The file.
-    expected
-        The stamp of the file when it was indexed.
     io
         ``"auto"`` maps it on local file systems, ``"map"`` on any, ``"pread"`` never.
     file
@@ -34,8 +30,6 @@ class LocalFile:
 
     Attributes
     ----------
-    descriptor
-        For reading at any offset.
     stamp
         The state of the file that is known to hold what was indexed.
     has_swmr_writer

@@ -249,17 +249,8 @@ class CfForm:
 class CfDecoder:
     """Unpacks rows, each by the attributes of its own dataset. Safe to use from many threads.
 
-    Parameters
-    ----------
-    first, several
-        The first sample of each range of samples, and how it is unpacked.
-
-    Attributes
-    ----------
-    dtype
-        The common dtype after unpacking.
-    forms
-        The kinds of datasets among them.
+    `first` has the first sample of each range of samples, and `several` how it is unpacked. `dtype`
+    is the common dtype after unpacking; `forms` are the kinds of datasets among them.
     """
 
     def __init__(self, first: Sequence[int], several: Sequence[Unpacking]) -> None:
@@ -276,14 +267,10 @@ class CfDecoder:
         self.forms = [CfForm(alike) for alike in by_form.values()]
 
     def decode(self, raw: NDArray[Any], out: NDArray[Any], index: NDArray[np.int64] | None) -> None:
-        """Fill `out` with the values of `raw`, whose dimensions have the same order.
+        """Fill `out`, (n, *row) as delivered, with the values of `raw`, (n, *row) as stored.
 
-        Parameters
-        ----------
-        raw, out
-            (n, *row): values as stored, and as delivered.
-        index
-            int64 (n,): sample numbers; None if all samples are of one dataset.
+        Their dimensions have the same order. `index` are sample numbers; None if all are of one
+        dataset.
         """
         if len(self._first) == 1:
             self.forms[0].decode(raw, out, None)

@@ -49,21 +49,10 @@ def random_boxes(
 ) -> NDArray[np.int64]:
     """Return random parts of images, as torchvision's ``RandomResizedCrop`` chooses them.
 
-    Parameters
-    ----------
-    heights, widths
-        int64 (n,): sizes of the images, in pixels; 1 or more.
-    scale
-        Bounds of a part's area, relative to the image's.
-    ratio
-        Bounds of its width divided by its height.
-    numbers
-        Rows of `random_numbers`, one per image.
-
-    Returns
-    -------
-    numpy.ndarray
-        int64 (n, 4): top, left, height and width of each part, in pixels.
+    They are int64 (n, 4): top, left, height and width in pixels. `heights` and `widths`, int64
+    (n,), are those of the images, 1 or more. `scale` bounds a part's area, relative to the image's,
+    and `ratio` its width divided by its height. `numbers` are rows of `random_numbers`, one per
+    image.
     """
     low, high = math.log(ratio[0]), math.log(ratio[1])
     boxes, left = np.empty((heights.size, 4), np.int64), np.arange(heights.size)

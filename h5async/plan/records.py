@@ -42,15 +42,9 @@ class IncludedPlan:
 class SamplesPlan:
     """Rows of a field that h5py reads at once: only one thread at a time can.
 
-    Attributes
-    ----------
-    sample
-        int64 (n,): rows of the dataset, or elements of variable length.
-    rows
-        int64 (n,): their rows in the memory of the field; of variable length, the first value of
-        each.
-    item_nbytes
-        Bytes of all of them: the cost of the one item.
+    `sample`, int64 (n,), are rows of the dataset, or elements of variable length. `rows`, int64
+    (n,), are their rows in the memory of the field; for variable length, the first value of each.
+    `item_nbytes` is the cost of all of them.
     """
 
     sample: Int64s
@@ -88,12 +82,8 @@ class GatherPlan:
 class GatherRunsPlan:
     """Samples of differing lengths whose rows a cache holds.
 
-    Attributes
-    ----------
-    begin
-        int64 (n,): the first byte of each sample in the cache.
-    offsets
-        int64 (n + 1,): the bytes of the batch to which they go.
+    `begin`, int64 (n,), are their first bytes in the cache; `offsets`, int64 (n + 1,), the bytes of
+    the batch to which they go.
     """
 
     begin: Int64s

@@ -22,17 +22,9 @@ class PlanSlice(NamedTuple):
 def cut(plans: Sequence[Plan], parts: int, min_part_nbytes: int) -> Iterator[list[PlanSlice]]:
     """Cut the work of a batch into at most `parts` shares of about equal cost.
 
-    The items of all plans are concatenated, each as long as its bytes, and cut at equal distances,
-    so that small fields are combined with large ones. Together the shares hold each item once.
-
-    Parameters
-    ----------
-    plans
-        One per field.
-    parts
-        The maximum number of shares.
-    min_part_nbytes
-        The size at which a share is worth handing to a thread.
+    The items of all plans, one per field, are concatenated, each as long as its bytes, and cut at
+    equal distances, so that small fields are combined with large ones. Together the shares hold
+    each item once. From `min_part_nbytes` on, a share is worth handing to a thread.
     """
     costs = [plan.num_items * plan.item_nbytes for plan in plans]
     total = sum(costs)

@@ -147,14 +147,8 @@ class RowTransform:
     ) -> None:
         """Fill `out` from `raw` on the host, without temporary memory of their size.
 
-        Parameters
-        ----------
-        raw
-            (n, *raw_row) of `raw_dtype`; not changed.
-        out
-            (n, *row) of `dtype`, C-contiguous, apart from `raw`.
-        index
-            int64 (n,): sample numbers, needed by `cf` if they are of several datasets.
+        `raw` is (n, *raw_row), and not changed; `out` is (n, *row), C-contiguous, apart from `raw`.
+        `index` are sample numbers, needed by `cf` if they are of several datasets.
         """
         with np.errstate(all="ignore"):  # the caller may cast NaN to an integer
             if self.cf is not None:

@@ -507,17 +507,9 @@ class Collection:
     ) -> None:
         """Read refused items from files that are checked, and opened in Python.
 
-        Parameters
-        ----------
-        files
-            Returns what opens a source, and reads it again if it was changed.
-
-        Raises
-        ------
-        ReadError
-            If something cannot be read or decoded; it names file, dataset and chunk or sample.
-        ReaderClosedError
-            If they are no longer wanted.
+        `files` returns what opens a source, and reads it again if it was changed. `ReadError` is
+        raised if something cannot be read or decoded; it names file, dataset and chunk or sample.
+        `ReaderClosedError` is raised if the items are no longer wanted.
         """
         refused = self._refused(batch)
         sources = self._items(batch)["source"][refused]

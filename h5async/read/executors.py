@@ -126,12 +126,8 @@ class Executors:
     ) -> Collection | None:
         """Return what reads the rows of all fields by the core; None if there is no core.
 
-        Parameters
-        ----------
-        transforms
-            By field: the transform done while reading, if any.
-        steps
-            By field: the rows of each sample; None: its own.
+        `transforms` has, by field, the transform done while reading, if any; `steps` the rows of
+        each sample, or None for its own.
         """
         if self._core is None:
             return None

@@ -263,19 +263,9 @@ class DatasetRows:
         self._counting = threading.Lock()
 
     def read(self, sample: Int64s, rows: Int64s, raw: NDArray[Any], scratch: Scratch) -> None:
-        """Read samples to rows of a batch.
+        """Read samples to rows of a batch; raises as `FallbackReader.read`.
 
-        Parameters
-        ----------
-        sample, rows
-            int64 (n,): sample numbers, and their rows in the batch.
-        raw
-            (batch, *raw_row): the batch, samples first, of the dataset's dtype (bool as uint8).
-
-        Raises
-        ------
-        ReadError
-            As `FallbackReader.read`.
+        `raw` is (batch, *raw_row), of the dataset's dtype (bool as uint8).
         """
         if self._is_one_sample:
             sample = np.arange(self._layout.num_samples)

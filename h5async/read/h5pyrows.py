@@ -36,19 +36,9 @@ class H5pyRows:
         self._datasets: dict[int, DatasetRows] = {}  # by the identity of their layouts
 
     def execute(self, plan: SamplesPlan, raw: NDArray[Any], scratch: Scratch) -> None:
-        """Read the rows of a plan to the batch.
+        """Read the rows of a plan to `raw`, (batch, *raw_row), C-contiguous.
 
-        Parameters
-        ----------
-        raw
-            (batch, *raw_row), C-contiguous: the batch to fill, samples first.
-        scratch
-            Used by no other thread meanwhile.
-
-        Raises
-        ------
-        ReadError
-            If they cannot be read or decoded; it names file, dataset and samples.
+        `ReadError` is raised if they cannot be read or decoded; it names file, dataset and samples.
         """
         if self._layout.heaps:
             self._read_elements(plan.sample, plan.rows, raw, scratch)

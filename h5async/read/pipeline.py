@@ -34,12 +34,7 @@ class _Step(NamedTuple):
 class FilterPipeline:
     """Decoder of the chunks of one dataset. Safe to use from many threads, each with its scratch.
 
-    Parameters
-    ----------
-    filters
-        In the order in which they were applied when writing.
-    chunk_nbytes
-        Decoded bytes of a whole chunk.
+    `filters` are in the order of writing; `chunk_nbytes` is the decoded size of a whole chunk.
     """
 
     def __init__(self, filters: tuple[Filter, ...], chunk_nbytes: int) -> None:
@@ -61,27 +56,15 @@ class FilterPipeline:
         *,
         least_nbytes: int | None = None,
     ) -> None:
-        """Decode a chunk into `out`.
+        """Decode a chunk into `out`, which has exactly its size, and is undefined after an error.
 
-        Parameters
-        ----------
-        encoded
-            The chunk as stored in the file; not changed.
-        filter_mask
-            If bit i is set, filter i was not applied to this chunk.
-        out
-            Memory for exactly the decoded chunk; its content after an error is undefined.
-        scratch
-            Working memory that no other thread uses meanwhile; its `encoded` may be `encoded`.
-        least_nbytes
-            If given, a shorter result is accepted from this size on; the rest of `out` is undefined
-            then.
+        `encoded` is not changed. If bit i of the mask is set, filter i was not applied to this
+        chunk. No other thread uses `scratch` meanwhile; its `encoded` may be `encoded`. If
+        `least_nbytes` is given, a shorter result is accepted from this size on, and the rest of
+        `out` is undefined.
 
-        Raises
-        ------
-        ValueError, RuntimeError
-            If the bytes are damaged, or decode to another length; the message does not name the
-            chunk.
+        `ValueError` or `RuntimeError` is raised if the bytes are damaged, or decode to another
+        length; the message does not name the chunk.
         """
         steps = self._steps(filter_mask)
         current, (room_now, room_next, spare) = encoded, scratch.between
