@@ -45,19 +45,20 @@ def read_whole(layout: DatasetLayout, reach: Reach) -> NDArray[Any]:
 
 
 def read_blocks(
-    layout: DatasetLayout, reach: Reach, kept_itemsize: int = 0
+    layout: DatasetLayout, reach: Reach, kept_itemsize: int = 0, *, may_use_h5py: bool = True
 ) -> Iterator[tuple[int, NDArray[Any]]]:
     """Yield its values block by block, each with the number of its first sample.
 
     Blocks share their memory. Values are in the dataset's byte order. There must be room for all of
-    them, of `kept_itemsize` bytes if they are kept in another form.
+    them, of `kept_itemsize` bytes if they are kept in another form. If not `may_use_h5py`, the core
+    must read all: h5py would return references to its own memory.
 
     Raises
     ------
     BudgetError
         If the file declares too many values.
     DatasetError
-        If it has several values for a sample, or none.
+        If it has several values for a sample, or none, or only h5py could read it.
     ReadError
         If it cannot be read.
     """
@@ -70,10 +71,12 @@ def read_blocks(
     nbytes = max(count * max(layout.dtype.itemsize, kept_itemsize), layout.chunk_nbytes)
     what = f'{layout.file}: dataset "{layout.path}" of shape {layout.shape}: its values'
     reach.room.take(nbytes if count else 0, what, files_of(layout))
-    return _blocks(layout, reach.io)
+    return _blocks(layout, reach.io, may_use_h5py)
 
 
-def _blocks(layout: DatasetLayout, io: IoMode) -> Iterator[tuple[int, NDArray[Any]]]:
+def _blocks(
+    layout: DatasetLayout, io: IoMode, may_use_h5py: bool
+) -> Iterator[tuple[int, NDArray[Any]]]:
     count = layout.num_samples
     shape = [1] * (len(layout.shape) - 1)
     # Whole chunks: one that is split between two blocks would be decoded twice.
@@ -98,6 +101,11 @@ def _blocks(layout: DatasetLayout, io: IoMode) -> Iterator[tuple[int, NDArray[An
                     collection.read(batch, 0, items, scratch)
                     executors.read_again(batch, scratch)
                     left = [some for _, some in collection.left(batch)]
+            if left and not may_use_h5py:
+                raise DatasetError(
+                    f'{layout.file}: dataset "{layout.path}" cannot be read: the core cannot take'
+                    " its references; store flat values, and their offsets"
+                )
             for some in left:
                 plan = SamplesPlan(samples[some], some, some.size * layout.row_nbytes)
                 through_h5py.execute(plan, rows, scratch)

@@ -402,14 +402,6 @@ def test_stored_values_that_are_not_numpys(path):
             variable_length(data)
 
 
-def test_a_fill_value(path):
-    with h5py.File(path, "w") as file:
-        data = file.create_dataset("data", (3,), h5py.string_dtype(), fillvalue="abc", chunks=(1,))
-        assert data[0] == b"abc"
-        with pytest.raises(NotDirectError, match="with a fill value"):
-            variable_length(data.id)
-
-
 # --- damaged files --------------------------------------------------------------------------------
 
 
