@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from ctypes import Structure, c_int32, c_int64, c_void_p
 
-# Parts of the places of elements whose collection was not walked yet.
+# Parts of the places of elements whose collection was not walked yet; NOWHERE: without an address.
 INDEX_BITS, MOST_ADDRESS = 16, (1 << 47) - 1
+NOWHERE = -1
 
 
 class HeapStruct(Structure):

@@ -166,7 +166,7 @@ def _reason_against(table: FieldTable | None, row_nbytes: int) -> str | None:
         for shape in table.shapes
     )
     if len(table.layers) > 1 or table.is_filled_first or not is_whole:
-        return "it is put together out of pieces of other datasets"
+        return "it consists of pieces of other datasets"
     if not all(_are_alike(table.shapes[0], shape) for shape in table.shapes[1:]):
         return "its files differ in chunks or filters"
     return None

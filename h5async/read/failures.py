@@ -42,7 +42,7 @@ class Reason(IntEnum):
 
 _HEAPS = {
     Reason.HEAP_NOWHERE: "cannot be: its address or the index of the object is too large",
-    Reason.HEAP_BEHIND: "would end behind the file, of {expected} bytes",
+    Reason.HEAP_BEHIND: "would end beyond the {expected} bytes of the file",
     Reason.HEAP_SIGNATURE: "has no signature",
     Reason.HEAP_VERSION: "is of version {found}, not {expected}",
     Reason.HEAP_SIZE: "cannot have {found} bytes in a file of {expected} bytes",
