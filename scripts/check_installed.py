@@ -47,9 +47,7 @@ def _check(path: Path, has_core: bool) -> int:
             if not np.array_equal(batch.data, expected[batch.index]):
                 raise SystemExit(f"{path}: batch {batch.number} differs from what h5py reads")
         if bool(reader.fallback_reads) == has_core:
-            raise SystemExit(
-                f"{path}: was {'' if reader.fallback_reads else 'not '}read through h5py"
-            )
+            raise SystemExit(f"{path}: {reader.fallback_reads} batches were read through h5py")
         return reader.num_samples
 
 
