@@ -566,10 +566,6 @@ def cold_file(
         row["note"] = "not known to be cold" if unknown else "not cold"
 
 
-def fresh_and_cold(path: Path, options: dict[str, Any], batches: int) -> Run:
-    return ways.fresh_readers(path, options, batches, partial(ways.drop_cache, path))
-
-
 def planes(bench: Bench) -> None:
     """W8: images to (N, C, H, W)."""
     path, images, size = bench.contiguous, bench.images, bench.sizes.batch
