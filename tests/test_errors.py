@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from cases import each
 from conftest import assert_same_bits, open_descriptors, our_threads, poison
+from hdf5files import type_for_h5py
 
 import h5async.reader.engine
 from h5async import (
@@ -64,15 +65,11 @@ def file_of_many_names(path):
     return path
 
 
-OF_40_BITS = h5py.Datatype(h5py.h5t.STD_I64LE.copy())  # which HDF5 converts
-OF_40_BITS.id.set_precision(40)
-
-
 def read_only_by_h5py(path, value=1):
     """A file whose data only h5py may read; what was there before is replaced by rename."""
     new = path.with_suffix(".new")
     with h5py.File(new, "w") as file:
-        file.create_dataset("data", (6, 4), OF_40_BITS, chunks=(2, 2))[...] = value
+        file.create_dataset("data", (6, 4), type_for_h5py(), chunks=(2, 2))[...] = value
         file["labels"] = np.full(6, value)
     os.replace(new, path)
     return path
@@ -735,7 +732,9 @@ def test_error_of_h5py_names_dataset_and_samples(path):
     read_only_by_h5py(path, 1)
     with h5py.File(path, "r+") as file:
         del file["data"]
-        dataset = file.create_dataset("data", (6, 4), OF_40_BITS, chunks=(2, 2), compression="gzip")
+        dataset = file.create_dataset(
+            "data", (6, 4), type_for_h5py(), chunks=(2, 2), compression="gzip"
+        )
         dataset[...] = 1
         dataset.id.write_direct_chunk((4, 2), b"\0" * 20)
     with reader_of(path, batch_size=2, num_threads=2) as reader:

@@ -149,11 +149,11 @@ def _datasets(path: Path, reach: Reach, patterns: Sequence[str]) -> Iterator[Dat
 
 
 def _ragged(name: str, path: Path, reach: Reach) -> Dataset:
-    layout, form = references(path, name, reach)
+    layout, forms = references(path, name, reach)
     mean = None
     if layout.nbytes <= _MOST_REFERENCES and layout.num_samples:
         mean = heap_layout(name, path, reach).num_samples / layout.num_samples
-    return ragged_dataset(name, path, layout, form, mean)
+    return ragged_dataset(name, path, layout, forms[layout.file], mean)
 
 
 def _group(parent: str, member: str, path: Path, reach: Reach) -> Dataset | None:

@@ -50,7 +50,7 @@ def leaves_of(layout: DatasetLayout, max_rank: int = HDF5_MAX_RANK) -> Iterator[
             is_left = is_left or bool(part.source.parts)
             yield Leaf(part.source, runs, part.region, part.source_region, part.member, is_left)
             continue
-        if part.source.has_gaps:  # whose fill value may differ
+        if part.source.has_gaps and not _fills_alike(part.source, layout):
             yield Leaf(part.source, runs, None, None, None, True)
             continue
         by_region: dict[Any, list[Leaf]] = {}
@@ -58,6 +58,11 @@ def leaves_of(layout: DatasetLayout, max_rank: int = HDF5_MAX_RANK) -> Iterator[
             by_region.setdefault(region_key(leaf.region), []).append(leaf)
         for leaves in by_region.values():
             yield from _composed(runs, leaves)
+
+
+def _fills_alike(one: DatasetLayout, other: DatasetLayout) -> bool:
+    fills = one.raw_fill, other.raw_fill
+    return fills[0].dtype == fills[1].dtype and fills[0].tobytes() == fills[1].tobytes()
 
 
 def swaps(source: DatasetLayout, whole: DatasetLayout) -> int | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,13 @@ from h5async.index.filterpipeline import (
     unavailable,
     undecodable,
 )
-from h5async.index.layout import DatasetLayout, Indexed, Part, Storage
+from h5async.index.layout import DatasetLayout, Indexed, Part, Storage, normal_axis
 from h5async.index.links import LastGroup, Located, Reach
+from h5async.index.objectheader import stored_compact
 from h5async.index.obstacles import COLUMNS_REASON, NotDirectError, OtherKindError
 from h5async.index.opendataset import (
     Opened,
+    fill_reference,
     fill_value,
     has_no_values,
     indexed,
@@ -49,6 +52,7 @@ from h5async.index.opendataset import (
 )
 from h5async.index.slabs import Slab
 from h5async.index.sources import VirtualSources
+from h5async.index.variablelength import Forms, variable_length
 from h5async.io.maps import may_map
 from h5async.io.stamps import FileStamp
 
@@ -127,9 +131,23 @@ class Indexer:
             raise ReadError(f"{where}: its metadata cannot be read ({error})") from error
 
     def raw_layout(
-        self, name: str, node: h5py.h5d.DatasetID, dtype: np.dtype[Any]
+        self, name: str, node: h5py.h5d.DatasetID, forms: Forms, num_dim: int = 0
     ) -> DatasetLayout:
-        """Return the layout of a dataset whose elements are read as bytes of another dtype.
+        """Return the layout of the references of a dataset of variable length.
+
+        Parameters
+        ----------
+        name, node
+            Its path, and the dataset.
+        forms
+            How to understand the references of each file; what is found here is added.
+        num_dim
+            The dimension that counts the samples.
+
+        Returns
+        -------
+        DatasetLayout
+            Of a void dtype of the bytes of a reference.
 
         Raises
         ------
@@ -139,20 +157,34 @@ class Indexer:
             As in `metadata.read_layouts`.
         """
         where = f'{self._name}: dataset "{name}"'
-        dataset = Opened(node, self._descriptor)
+        form = variable_length(node)
+        if form is None or not all(form.is_like(other) for other in forms.values()):
+            raise NotDirectError("a virtual dataset whose source is of another datatype")
+        forms[self._path] = form
+        dataset, dtype = Opened(node, self._descriptor), np.dtype((np.void, form.reference_nbytes))
         storage = _storage(dataset)
-        if storage not in ("contiguous", "chunked"):
-            raise NotDirectError(f"elements of variable length of a {storage} dataset")
+        if storage == "external":
+            raise NotDirectError("elements of variable length of an external dataset")
         if self._is_writer:
             raise NotDirectError("the file is open for writing in this process")
+        sources = None
+        if storage == "virtual":  # before it is asked for its shape
+            index = partial(self._index_raw_source, forms)
+            sources = VirtualSources(self.file, self._reach, self._depth, index, where)
+            sources.find(dataset.plist)
+        shape = dataset.shape
+        if shape == () and self._depth:
+            shape = (1,)
+        if not shape or (len(shape) != 1 and not self._depth):
+            raise DatasetError(f"{where}: samples of variable length must have one dimension")
         is_chunked = storage == "chunked"
         layout = DatasetLayout(
             file=self._path,
             stamp=self._stamp,
             path=name,
-            shape=dataset.shape or (),
+            shape=shape,
             dtype=dtype,
-            sample_axis=0,
+            sample_axis=normal_axis(num_dim, len(shape), where),
             storage=storage,
             fallback_reason=None,
             fill=np.zeros((), dtype),
@@ -161,6 +193,22 @@ class Indexer:
             stored_itemsize=dtype.itemsize,
             indexed=indexed(dataset),
         )
+        read_fill = partial(fill_reference, dataset, dtype, self._descriptor)
+        if sources is not None:
+            layout = sources.layout(layout, partial(read_fill, whenever=True))
+            if layout.fallback_reason is not None:
+                raise NotDirectError(layout.fallback_reason)
+            return layout
+        if storage == "compact":
+            stored = stored_compact(dataset.id, self._descriptor)
+            if len(stored) != layout.nbytes:
+                raise ReadError(
+                    f"{where}: {len(stored)} bytes are stored for {layout.nbytes} bytes of"
+                    " references; its metadata are damaged"
+                )
+            values = np.frombuffer(stored, dtype).reshape(shape)
+            return layout.changed(values=values, stored_nbytes=layout.nbytes)
+        layout = layout.changed(fill=read_fill())
         if is_chunked and layout.filters:
             nbytes = math.prod(dataset.chunks) * dtype.itemsize
             require_lengths(layout.filters, nbytes, where)
@@ -177,6 +225,12 @@ class Indexer:
                 )
             return layout.changed(offset=offset, stored_nbytes=nbytes)
         return self._direct(layout, dataset, where)
+
+    def _index_raw_source(
+        self, forms: Forms, found: Located, node: h5py.h5d.DatasetID, axis: int, depth: int
+    ) -> DatasetLayout:
+        indexer = Indexer(found.file, self._reach, depth)
+        return indexer.raw_layout(found.path, node, forms, axis)
 
     def _kind(self, dataset: Opened, member: Sequence[str], num_dim: int | str) -> _Kind | None:
         """Return what the layouts of contiguous datasets depend on, except size and address."""
@@ -244,7 +298,8 @@ class Indexer:
         )
         try:
             if sources is not None:
-                return sources.layout(layout, dataset.plist)
+                read_fill = partial(fill_value, dataset.plist, base, (), whenever=True)
+                return sources.layout(layout, read_fill)
             if storage == "external":
                 layout, found = attached(layout, dataset.plist, self._reach, where)
                 self._require_direct(layout, dataset, element)

@@ -8,10 +8,11 @@ virtual dataset consists of its sources, and one member of a compound type is a 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,9 +23,6 @@ from h5async.index.chunktable import ChunkTable, grid_of, needed_nbytes
 from h5async.index.slabs import MOST_RUNS, Blocks, Selection, most_runs, runs_between
 from h5async.io.stamps import FileStamp
 from h5async.names import printable
-
-if TYPE_CHECKING:
-    from h5async.index.similardatasets import AlikeParts
 
 _SLICES = 32  # of a contiguous dataset, so that several threads can read it
 _UNCHUNKED_UNIT_NBYTES = 1 << 20  # a read of this size costs little more per byte
@@ -136,6 +134,24 @@ class Part:
     member: str | None = None
 
 
+class PartTable(Sequence[Part], ABC):
+    """The parts of a dataset that are whole datasets, as arrays: see `similardatasets.py`."""
+
+    @property
+    @abstractmethod
+    def num_rows(self) -> int:
+        """The rows of all parts together."""
+
+    @property
+    @abstractmethod
+    def largest(self) -> list[Part]:
+        """The parts that need the most memory."""
+
+    @abstractmethod
+    def shared(self) -> PartTable:
+        """Return the same parts of layouts that are `shared`."""
+
+
 @dataclass(frozen=True)
 class DatasetLayout:
     """Where and how the values of one dataset are stored. Picklable; holds no open file.
@@ -220,7 +236,7 @@ class DatasetLayout:
     chunks: ChunkTable | None = None
     stored_nbytes: int = 0
     values: NDArray[Any] | None = None
-    parts: tuple[Part, ...] | AlikeParts = ()
+    parts: tuple[Part, ...] | PartTable = ()
     sources: tuple[DatasetLayout, ...] = ()
     member: tuple[str, ...] = ()
     stored_itemsize: int = 0
@@ -398,7 +414,7 @@ class DatasetLayout:
     def has_gaps(self) -> bool:
         """Whether some samples, or pieces of them, lie in no part: those have the fill value."""
         if not isinstance(self.parts, tuple):
-            return int(self.parts.columns.rows.sum()) < self.num_samples
+            return self.parts.num_rows < self.num_samples
         held = sum(
             part.samples.size
             * math.prod(

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from h5async.errors import ReadError
 from h5async.index.hdf5 import encoded_properties, fill_nbytes, index_kind
 from h5async.index.layout import DatasetLayout, Indexed
+from h5async.index.objectheader import stored_fill
 from h5async.index.obstacles import NotDirectError
 from h5async.index.storedtypes import describe
 
@@ -170,6 +171,30 @@ def fill_value(
             raise NotDirectError("an array type with a fill value of its own")
         plist.get_fill_value(fill)
     return fill
+
+
+def fill_reference(
+    dataset: Opened, dtype: np.dtype[Any], descriptor: int, *, whenever: bool = False
+) -> NDArray[Any]:
+    """Return what stands for elements of variable length that were never written.
+
+    Parameters
+    ----------
+    dataset
+        The dataset.
+    dtype
+        Of a reference: void.
+    descriptor
+        Of its file, where the fill value lies, as any other element does.
+    whenever
+        As in `fill_value`.
+    """
+    stored = b""
+    if _has_fill_value(dataset.plist) and (whenever or _is_filled(dataset.plist)):
+        stored = stored_fill(dataset.id, descriptor)
+        if len(stored) not in (0, dtype.itemsize):
+            raise NotDirectError("elements of variable length with a fill value of another type")
+    return np.frombuffer(stored or bytes(dtype.itemsize), dtype)[0:1].reshape(())
 
 
 def member_fill(dataset: Opened, member: tuple[str, ...]) -> bytes:

@@ -9,26 +9,26 @@ from __future__ import annotations
 from pathlib import Path
 
 import h5py
-import numpy as np
 
 from h5async.errors import DatasetError
 from h5async.index.layout import DatasetLayout
 from h5async.index.links import Reach, open_index
 from h5async.index.metadata import indexer_at
 from h5async.index.obstacles import NotDirectError
-from h5async.index.variablelength import VariableLength, variable_length
+from h5async.index.variablelength import Forms, variable_length
 from h5async.system.interruptions import suppressing
 
 
-def references(path: Path, name: str, reach: Reach) -> tuple[DatasetLayout, VariableLength]:
-    """Return the layout of the references of a dataset, and their format.
+def references(path: Path, name: str, reach: Reach) -> tuple[DatasetLayout, Forms]:
+    """Return the layout of the references of a dataset, and what they refer to.
 
     Returns
     -------
     layout
-        Of shape (n,), and of a void dtype with the size of a reference.
-    form
-        Their format.
+        Of shape (n,), and of a void dtype of the bytes of a reference.
+    forms
+        How those of each file are to be understood: its own, which may be that of the layout
+        alone, and those of the sources of a virtual dataset.
 
     Raises
     ------
@@ -39,11 +39,8 @@ def references(path: Path, name: str, reach: Reach) -> tuple[DatasetLayout, Vari
     """
     where = f'{path}: dataset "{name}"'
     with open_index(path) as file, indexer_at(file, name, reach) as (indexer, found, node):
-        if node.shape is None or len(node.shape) != 1 or found.rest:
-            raise DatasetError(f"{where}: samples of variable length must have one dimension")
         try:
-            form = variable_length(node)
-            if form is None:
+            if found.rest or variable_length(node) is None:
                 name = _name_of_type(node)
                 is_bytes = name.startswith(("|S", "|V"))
                 more = ", or store each sample as h5py.vlen_dtype(np.uint8)" if is_bytes else ""
@@ -51,8 +48,8 @@ def references(path: Path, name: str, reach: Reach) -> tuple[DatasetLayout, Vari
                     f"{where} is of {name}, not of a variable-length datatype; give the path of its"
                     f" offsets{more}"
                 )
-            dtype = np.dtype((np.void, form.reference_nbytes))
-            return indexer.raw_layout(found.path, node, dtype), form
+            forms: Forms = {}
+            return indexer.raw_layout(found.path, node, forms), forms
         except NotDirectError as error:
             raise DatasetError(
                 f"{where} cannot be read: {error}; store flat values, and their offsets"

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5async.index.chunktable import ChunkTable, grid_of
-from h5async.index.layout import DatasetLayout, Indexed, Part
+from h5async.index.layout import DatasetLayout, Indexed, Part, PartTable
 from h5async.index.slabs import Slab
 
 Int64s = NDArray[np.int64]
@@ -49,7 +49,7 @@ class AlikeColumns(NamedTuple):
     chunks: ChunkTable | None
 
 
-class AlikeParts(Sequence[Part]):
+class AlikeParts(PartTable):
     """Parts that are whole datasets of one kind, concatenated. Immutable, picklable.
 
     Parameters
@@ -122,6 +122,11 @@ class AlikeParts(Sequence[Part]):
         return Part(source, Slab.run(first, first + rows), Slab.run(0, rows))
 
     @property
+    def num_rows(self) -> int:
+        """The rows of all parts together."""
+        return int(self.columns.rows.sum())
+
+    @property
     def largest(self) -> list[Part]:
         """The parts with the most rows, and with the largest stored chunk.
 
@@ -142,9 +147,9 @@ class AlikeParts(Sequence[Part]):
         return AlikeParts(self.like, self.columns._replace(first=first))
 
 
-def alike_parts(parts: tuple[Part, ...] | AlikeParts) -> tuple[Part, ...] | AlikeParts:
+def alike_parts(parts: tuple[Part, ...] | PartTable) -> tuple[Part, ...] | PartTable:
     """Return parts as `AlikeParts` if they are whole datasets of one kind; otherwise unchanged."""
-    if isinstance(parts, AlikeParts) or len(parts) < _FEW:
+    if isinstance(parts, PartTable) or len(parts) < _FEW:
         return parts
     like = parts[0].source
     if like.fallback_reason is not None or like.sample_axis != 0:

@@ -9,8 +9,10 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import h5py
+from numpy.typing import NDArray
 
 from h5async.errors import DatasetError, H5AsyncError
 from h5async.index.filterpipeline import left_to_hdf5
@@ -18,7 +20,6 @@ from h5async.index.layout import DatasetLayout
 from h5async.index.links import Located, MissingError, Reach, locate, open_permitted
 from h5async.index.mappings import Mapping, mapped_files, read_mappings, source_series
 from h5async.index.obstacles import NotDirectError
-from h5async.index.opendataset import fill_value
 from h5async.index.virtual import virtual_parts
 from h5async.spelling import named
 from h5async.system.interruptions import interruption
@@ -88,8 +89,11 @@ class VirtualSources:
                 if source is None:
                     break
 
-    def layout(self, layout: DatasetLayout, plist: h5py.h5p.PropDCID) -> DatasetLayout:
-        """Return the layout of the virtual dataset, with sources and parts; raises like `find`."""
+    def layout(self, layout: DatasetLayout, read_fill: Callable[[], NDArray[Any]]) -> DatasetLayout:
+        """Return the layout of the virtual dataset, with sources, parts and fill value.
+
+        Raises like `find`.
+        """
         names = dict.fromkeys(mapped_files(self._mappings, layout.shape))
         sources = [self._get(*name, 0) for name in names]
         there = tuple(source for source in sources if source is not None)
@@ -98,8 +102,7 @@ class VirtualSources:
         try:
             if layout.member:
                 raise NotDirectError("a member of a virtual dataset")
-            fill = fill_value(plist, layout.fill.dtype, (), whenever=True)
-            layout = replace(layout, fill=fill)
+            layout = replace(layout, fill=read_fill())
             parts = virtual_parts(self._mappings, layout, self._get) if there else ()
         except NotDirectError as error:
             if None in sources:

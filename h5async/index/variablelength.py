@@ -7,7 +7,7 @@ sequence is simple if its values have a fixed size and are stored like NumPy's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import h5py
@@ -48,6 +48,13 @@ class VariableLength:
         """Bytes of an element as stored; HDF5 only returns its size in memory."""
         return 4 + self.address_nbytes + 4
 
+    def is_like(self, other: VariableLength) -> bool:
+        """Tell whether elements are the same in two files, but for what differs between files."""
+        return self == replace(other, base=self.base, size_nbytes=self.size_nbytes)
+
+
+Forms = dict[str, VariableLength]  # by file
+
 
 def variable_length(dataset: h5py.h5d.DatasetID) -> VariableLength | None:
     """Return how the elements of a dataset are stored; None if they are of fixed size.
@@ -67,9 +74,6 @@ def variable_length(dataset: h5py.h5d.DatasetID) -> VariableLength | None:
     if not is_text and not isinstance(stored, h5py.h5t.TypeVlenID):
         return None
     dtype = np.dtype(np.uint8) if is_text else _dtype_of(stored.get_super())
-    properties = dataset.get_create_plist()
-    if properties.fill_value_defined() == h5py.h5d.FILL_VALUE_USER_DEFINED:
-        raise NotDirectError("elements of variable length with a fill value")
     created = h5py.h5i.get_file_id(dataset).get_create_plist()
     address_nbytes, size_nbytes = created.get_sizes()
     if address_nbytes not in _SIZES or size_nbytes not in _SIZES:

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 from numpy.typing import NDArray
 
 from h5async.config import Field, RaggedField, SparseField
 from h5async.config.indices import Values
 from h5async.core.binding import load_core
-from h5async.errors import ConfigError, DatasetError
+from h5async.core.heap import NOWHERE
+from h5async.errors import ConfigError, DatasetError, ReadError
 from h5async.index.filterpipeline import left_to_hdf5
 from h5async.index.heapelements import Sequences
+from h5async.index.joined import with_lengths
 from h5async.index.layout import DatasetLayout, HeapFile
 from h5async.index.links import Reach, open_index
-from h5async.index.metadata import value_layout
+from h5async.index.metadata import indexer_at, value_layout
 from h5async.index.references import references
+from h5async.index.room import files_of
 from h5async.index.sparsegroup import row_offsets, sparse_group
+from h5async.index.variablelength import VariableLength
+from h5async.io.stamps import FileStamp
 from h5async.read.whole import read_blocks
 from h5async.samples.columns import INDICES, SparseShape
 from h5async.spelling import named
@@ -31,6 +39,8 @@ Int64s = NDArray[np.int64]
 ID = "\0"  # separates name and id in the names of columns
 
 _MOST_OFFSETS = 1 << 33  # or elements of variable length, read as a reader is made
+_OBJECTS = 4096  # elements of variable length that h5py reads at a time
+_RUN_NBYTES = 1024  # what a run of samples takes whose values lie in one file
 _MOST_OFFSET = (1 << 63) - 1
 
 
@@ -49,19 +59,60 @@ def heap_layout(at: str, path: Path, reach: Reach) -> DatasetLayout:
     ReadError
         If an element cannot be as long as declared.
     """
-    layout, form = references(path, at, reach)
+    layout, forms = references(path, at, reach)
     where = f'{layout.file}: dataset "{layout.path}"'
     _require_few(layout.num_samples, where)
-    blocks = (
-        (first, block.view(np.uint8).reshape(-1, form.reference_nbytes))
-        for first, block in read_blocks(layout, reach)
+    core, heaps = load_core(), []
+    if core is None:
+        return _with_heaps(layout, [_elements_by_h5py(at, path, layout, forms[layout.file], reach)])
+    read = read_blocks(layout, reach, may_use_h5py=False)
+    begin, files = _files_of_samples(layout)
+    reach.room.take(begin.size * _RUN_NBYTES, f"{where}: its runs of samples", files_of(layout))
+    blocks = _cut(
+        ((first, block.view(np.uint8).reshape(len(block), -1)) for first, block in read), begin
     )
-    elements = Sequences.decoded_blocks(
-        layout.num_samples, blocks, form, layout.stamp.nbytes, where, load_core()
-    )
-    base, inner = form.dtype.subdtype or (form.dtype, ())
-    return layout.changed(
-        shape=(elements.total, *inner),
+    for run, pieces in itertools.groupby(blocks, key=itemgetter(0)):
+        file, stamp = files[run]
+        first, end = begin[run : run + 2].tolist()
+        own = where if file == layout.file else f"{file}: values of {where}"
+        own += f", from sample {first} on" if first else ""
+        numbered = ((number - first, rows) for _, number, rows in pieces)
+        elements = Sequences.decoded_blocks(
+            end - first, numbered, forms[file], stamp.nbytes, own, core
+        )
+        heaps.append(HeapFile(file, stamp, first, elements))
+    if not heaps:
+        none = Sequences.decoded_blocks(0, (), forms[layout.file], layout.stamp.nbytes, where, core)
+        heaps.append(HeapFile(layout.file, layout.stamp, 0, none))
+    return _with_heaps(layout, heaps)
+
+
+def _elements_by_h5py(
+    at: str, path: Path, layout: DatasetLayout, form: VariableLength, reach: Reach
+) -> HeapFile:
+    """Return the elements of a dataset that h5py reads: only their lengths are known."""
+    where = f'{layout.file}: dataset "{layout.path}"'
+    reach.room.take(layout.nbytes, f"{where}: its elements", files_of(layout))
+    length = np.zeros(layout.num_samples, np.uint32)
+    with open_index(path) as file, indexer_at(file, at, reach) as (_, _, node):
+        dataset = h5py.Dataset(node)
+        for first in range(0, length.size, _OBJECTS):
+            try:
+                objects = dataset[first : first + _OBJECTS]
+            except OSError as error:
+                raise ReadError(f"{where}: {error}") from error
+            length[first : first + _OBJECTS] = [len(one) for one in objects]
+    total = int(length.sum(dtype=np.int64))
+    elements = Sequences(form, where, length, np.full(length.size, NOWHERE, np.int64), total)
+    return HeapFile(layout.file, layout.stamp, 0, elements)
+
+
+def _with_heaps(layout: DatasetLayout, heaps: Sequence[HeapFile]) -> DatasetLayout:
+    """Return the layout of the values of elements, by that of their references."""
+    dtype = heaps[0].elements.form.dtype
+    base, inner = dtype.subdtype or (dtype, ())
+    found = layout.changed(
+        shape=(sum(heap.elements.total for heap in heaps), *inner),
         dtype=base,
         storage="heap",
         fill=np.zeros((), base),
@@ -69,10 +120,58 @@ def heap_layout(at: str, path: Path, reach: Reach) -> DatasetLayout:
         chunk_shape=(),
         filters=(),
         chunks=None,
+        values=None,
+        parts=(),
+        sources=(),
         indexed=None,
-        lengths=elements.length,
-        heaps=(HeapFile(layout.file, layout.stamp, 0, elements),),
     )
+    return with_lengths(found, np.concatenate([heap.elements.length for heap in heaps]), heaps)
+
+
+def _cut(
+    blocks: Iterable[tuple[int, NDArray[np.uint8]]], begin: Int64s
+) -> Iterator[tuple[int, int, NDArray[np.uint8]]]:
+    """Cut blocks of samples where runs begin; the number of the run and the first sample lead."""
+    for first, block in blocks:
+        run, end = int(np.searchsorted(begin, first, side="right")) - 1, first + len(block)
+        at = first
+        while at < end:
+            stop = min(end, int(begin[run + 1]))
+            yield run, at, block[at - first : stop - first]
+            at, run = stop, run + 1
+
+
+def _files_of_samples(layout: DatasetLayout) -> tuple[Int64s, list[tuple[str, FileStamp]]]:
+    """Return which file holds the values of each run of samples, by their references.
+
+    Returns
+    -------
+    begin
+        int64 (runs + 1,): where runs begin, and the number of samples.
+    files
+        The file of each run.
+    """
+    known: dict[tuple[str, FileStamp], int] = {}
+    number = _numbers_of_files(layout, np.arange(layout.num_samples), known)
+    first = np.flatnonzero(np.diff(number, prepend=-1))
+    files = list(known)
+    return np.append(first, number.size), [files[one] for one in number[first].tolist()]
+
+
+def _numbers_of_files(
+    layout: DatasetLayout, rows: Int64s, known: dict[tuple[str, FileStamp], int]
+) -> NDArray[np.int32]:
+    """Return the number of the file that holds each of some rows; `known` counts the files."""
+    own = known.setdefault((layout.file, layout.stamp), len(known))
+    found = np.full(rows.size, own, np.int32)
+    order = np.argsort(rows, kind="stable") if layout.parts else rows
+    for part in layout.parts:
+        edges = np.searchsorted(rows, [part.samples.start, part.samples.end], sorter=order)
+        near = order[slice(*edges)]
+        ordinal = part.samples.ordinal(rows[near])
+        here, inside = near[ordinal >= 0], part.source_samples.at(ordinal[ordinal >= 0])
+        found[here] = _numbers_of_files(part.source, inside, known)
+    return found
 
 
 def with_spans(
