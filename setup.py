@@ -1,7 +1,7 @@
 """What pyproject.toml cannot say: for which Pythons a wheel is, and how to build one of no core.
 
 With H5ASYNC_PURE=1 in the environment nothing is compiled. Such a wheel serves every platform, and
-so does one that was built where no compiler works: Python does the core's work then, more slowly.
+so does one that was built where no compiler works: h5py reads everything then, more slowly.
 """
 
 import os

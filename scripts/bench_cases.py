@@ -17,7 +17,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import bench_ways as ways
 import h5py
@@ -535,21 +534,13 @@ def cold(bench: Bench) -> None:
     shape = sizes.small_rows, SMALL_NBYTES
     small = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
     with bench.file("small", small) as path:
-        expect = small.__getitem__
-        size = 256
-        reader = cold_file(bench, "4 kB rows", path, small, size, sizes.small_batches)
-        options = {"batch_size": size, "shuffle": "full", "num_threads": 0, "io": "pread"}
-        single = without_core(fresh_and_cold(path, options, sizes.small_batches))
-        limits = Limits({"reader, one read in flight": single}, reader.nbytes, expect)
-        bench.compare(
-            "W7", "cold, 4 kB rows, by one read in flight", reader, limits, 3, is_long=True
-        )
+        cold_file(bench, "4 kB rows", path, small, 256, sizes.small_batches)
 
 
 def cold_file(
     bench: Bench, name: str, path: Path, truth: np.ndarray, size: int, batches: int
-) -> Limits:
-    """Add the row of one file against reads in flight; return the reader's way."""
+) -> None:
+    """Add the row of one file against reads in flight."""
     nbytes = truth[0].nbytes
     offsets = ways.contiguous_offsets(path, len(truth), nbytes)
     orders = ways.epoch(len(truth), size, "full")[:batches]
@@ -573,21 +564,6 @@ def cold_file(
     row["cached_before"] = None if unknown else round(max(x for x in shares if x is not None), 3)
     if unknown or row["cached_before"] > 0.01:
         row["note"] = "not known to be cold" if unknown else "not cold"
-    return reader
-
-
-def fresh_and_cold(path: Path, options: dict[str, Any], batches: int) -> Run:
-    return ways.fresh_readers(path, options, batches, partial(ways.drop_cache, path))
-
-
-def without_core(run: Run) -> Run:
-    """Let readers read in Python: a row at a time, so that one read is in flight a thread."""
-
-    def run_in_python(count: int) -> ways.Timed:
-        with patch("h5async.fill.filling.load_core", lambda: None):
-            return run(count)
-
-    return run_in_python
 
 
 def planes(bench: Bench) -> None:

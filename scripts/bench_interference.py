@@ -17,7 +17,6 @@ Ways:
 
 - core: AsyncReader.
 - helper: the same in a helper process, workers="process".
-- python: AsyncReader with H5ASYNC_CORE=0, which switches its compiled core off.
 - h5py threads: two threads that fill preallocated batches by `batch[j] = ds[i]`, two batches ahead.
 - DataLoader: that of PyTorch, with one worker process, which does the same in `__getitems__`, into
   shared memory, two batches ahead.
@@ -93,7 +92,6 @@ DEMANDS = {"2,000/s": 2000.0, "5,000/s": 5000.0, "flat out": None}
 COLORS = {
     "core": "#1f77b4",
     "helper": "#9467bd",
-    "python": "#9ecae1",
     "h5py threads": "#ff7f0e",
     "DataLoader": "#2ca02c",
 }
@@ -442,8 +440,6 @@ def run_child(way: str, path: Path, images: Path, options: argparse.Namespace) -
             command += [f"--{name}", str(value)]
     command += ["--loops", *options.loops, "--demands", *options.demands]
     environment = {name: x for name, x in os.environ.items() if name != "H5ASYNC_CORE"}
-    if way == "python":
-        environment["H5ASYNC_CORE"] = "0"
     before, own_before = cpu_seconds(), sum(os.times()[:4])
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
     after, own = cpu_seconds(), sum(os.times()[:4]) - own_before

@@ -57,9 +57,9 @@ def write_compact(file: h5py.File, name: str, values: np.ndarray) -> None:
     h5py.Dataset(h5py.h5d.create(file.id, name.encode(), kind, space, plist))[...] = values
 
 
-def type_for_h5py(bits: int = 20) -> h5py.Datatype:
-    """Return a type that only h5py reads: an enumeration of integers of so many bits in 4 bytes."""
-    kind = h5py.h5t.STD_I32LE.copy()
+def type_for_h5py(bits: int = 20, base: Any = h5py.h5t.STD_I32LE) -> h5py.Datatype:
+    """Return a type that only h5py reads: an enumeration of integers of reduced precision."""
+    kind = base.copy()
     kind.set_precision(bits)
     enumeration = h5py.h5t.enum_create(kind)
     enumeration.enum_insert(b"zero", 0)

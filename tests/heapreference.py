@@ -194,7 +194,7 @@ class _Window:
         if not 0 <= begin <= len(self._window) - _OBJECT_HEAD:
             nbytes = min(_WINDOW_NBYTES, self._file_nbytes - offset)
             if nbytes < _OBJECT_HEAD:
-                raise _DamageError(f"would end behind the file, of {self._file_nbytes} bytes")
+                raise _DamageError(f"would end beyond the {self._file_nbytes} bytes of the file")
             window = bytearray(nbytes)
             self._read_into(offset, [memoryview(window)])
             self._begin, self._window, begin = offset, bytes(window), 0

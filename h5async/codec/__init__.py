@@ -1,4 +1,4 @@
-"""Undoes single HDF5 filters, one format a file; `filters.py` is the registry of them.
+"""Undoes single HDF5 filters, one format per file; `filters.py` is their registry.
 
-Encoded bytes, as they lie in the file, enter; what the filter was given leaves.
+Encoded bytes, as stored in the file, enter; the filter's input leaves.
 """

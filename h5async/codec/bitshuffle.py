@@ -1,8 +1,8 @@
 """Undoes the bitshuffle filter.
 
-Elements are transposed bit by bit, in blocks; a block may then be compressed by lz4 or zstd. The
-format of these: a header and blocks, each after its length, in big-endian numbers; up to 7
-elements at the end are stored as they are (bshuf_h5filter.c of the bitshuffle project).
+Elements are transposed bit by bit, in blocks. A block may then be compressed by lz4 or zstd: a
+header precedes the blocks, and a length each block, in big-endian numbers. Up to 7 elements at the
+end are stored unchanged (bshuf_h5filter.c of the bitshuffle project).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CORE_LIMIT = 1 << 31  # element sizes of the core are 32-bit numbers
 
 
 def bitshuffle_codec(parameters: Parameters) -> Codec | None:
-    """Return what undoes the filter with this client data, or None where HDF5 has to."""
+    """Return the codec for this client data, or None if HDF5 has to decode."""
     _, _, element, block, compressor = (*parameters, 0, 0, 0, 0, 0)[:5]
     if element == 0:
         return None
@@ -58,19 +58,19 @@ def _core(
 
 
 def default_block(element: int) -> int:
-    """Return of how many elements a block is where the filter's client data do not say."""
+    """Return the number of elements in a block if the filter's client data do not say."""
     return max(128, 8192 // element // 8 * 8)
 
 
 def _bitunshuffle(element: int, block: int, encoded: Bytes, out: Bytes, _spare: Bytes) -> Bytes:
-    """Transpose bits; up to 7 elements at the end stay as they are. `block` 0: the default."""
+    """Transpose bits; up to 7 elements at the end are unchanged. `block` 0 means the default."""
     require_room("bitshuffle", encoded.size, out)
     if encoded.size % element:
         raise ValueError(
             f"bitshuffle: {encoded.size} bytes are no whole number of {element}-byte elements"
         )
     out = filled(out, encoded.size)
-    if out.size:  # a memoryview: of an array, imagecodecs takes the dtype for the element
+    if out.size:  # a memoryview: imagecodecs would take an array's dtype for the element
         imagecodecs.bitshuffle_decode(encoded.data, itemsize=element, blocksize=block, out=out)
     return out
 
@@ -114,7 +114,7 @@ def _decode_bitshuffle(
     body = shuffled[: nbytes - leftover]
     sizes = np.diff(edges).tolist()
     if is_lz4 and not leftover and all(map(operator.ne, lengths, sizes)):
-        # The framing of the lz4 filter, but for blocks that it would take for uncompressed ones.
+        # The framing of the lz4 filter, except blocks that it would take for uncompressed ones.
         require_length("bitshuffle", len(imagecodecs.lz4h5_decode(encoded, out=body)), body.size)
     elif is_lz4:
         for begin, block, length in zip(begins, edges, lengths, strict=False):
@@ -123,7 +123,7 @@ def _decode_bitshuffle(
             count = len(imagecodecs.lz4_decode(data, header=False, out=room))
             require_length("a block of bitshuffle", count, room.size)
     elif lengths:
-        # Zstd decodes frames that follow each other in one call, and sets itself up just once.
+        # Zstd decodes concatenated frames in one call, and sets itself up just once.
         frames = b"".join(
             view[begin : begin + length] for begin, length in zip(begins, lengths, strict=True)
         )

@@ -1,9 +1,9 @@
-"""Defines what a decoder is, and what decoders share: working memory, and checks of lengths.
+"""Defines decoders, and their working memory and checks of lengths.
 
-Each decoder writes into memory that is handed to it, cannot write past its end, drops the GIL for
-the work, and raises `ValueError` (or imagecodecs' `RuntimeError`) where the bytes are damaged as
-far as their format can tell: lengths always, checksums where there are some. `read/`
-chains decoders, and checks the final length.
+A decoder writes into memory that is passed to it, never beyond its end, and drops the GIL while it
+works. It raises `ValueError` (or imagecodecs' `RuntimeError`) if it finds the bytes damaged: by
+lengths always, and by checksums if the format has them. `read/` chains decoders, and checks the
+final length.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
 
-# decode(encoded, out, spare) -> a view of `out` (some: of `encoded`); `spare` is working memory of
+# decode(encoded, out, spare) -> a view of `out` (or of `encoded`); `spare` is working memory of
 # about the size of a chunk.
 Decode = Callable[[Bytes, Bytes, Bytes], Bytes]
 
-_MAX_EXPANSION = 16  # how much larger than a chunk anything between its filters may be
+_MAX_EXPANSION = 16  # bound of an intermediate result's size, in chunks
 
 
 def filled(out: Bytes, count: int) -> Bytes:
@@ -28,12 +28,9 @@ def filled(out: Bytes, count: int) -> Bytes:
 
 
 def working_memory(spare: Bytes, nbytes: int) -> Bytes:
-    """Return working memory: of `spare`, or, where a format asks for more than usual, new.
+    """Return working memory: part of `spare`, or new if a format needs more than usual.
 
-    Raises
-    ------
-    ValueError
-        If so much is asked for that the bytes must be damaged.
+    `ValueError` is raised if the size is so large that the bytes must be damaged.
     """
     if nbytes <= spare.size:
         return spare[:nbytes]
@@ -43,7 +40,7 @@ def working_memory(spare: Bytes, nbytes: int) -> Bytes:
 
 
 def require_length(name: str, found: int, expected: int) -> None:
-    """Raise `ValueError` unless as many bytes were found as expected."""
+    """Raise `ValueError` unless the number of bytes is as expected."""
     if found != expected:
         raise ValueError(f"{name}: expected {expected} bytes, got {found}")
 

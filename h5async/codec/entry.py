@@ -1,4 +1,4 @@
-"""Declares what there is to say about one HDF5 filter; `filters.py` lists all of them."""
+"""Declares what is known of an HDF5 filter; `filters.py` lists the filters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from h5async.codec.decoding import Bytes, Decode
 
-# A filter's client data, as HDF5 calls them: the numbers that its pipeline message has for it.
+# A filter's client data, as HDF5 calls them: its numbers in the pipeline message.
 Parameters = tuple[int, ...]
 
 
@@ -41,17 +41,17 @@ class CoreFilter(NamedTuple):
     Attributes
     ----------
     kind
-        Which one.
+        Which filter it is.
     element_nbytes
-        Bytes of an element, for those that shuffle; the traits of a plugin; else 0.
+        Bytes of an element, for filters that shuffle; the traits of a plugin; else 0.
     block
-        Elements of a block, for bitshuffle; 0: the default.
+        Elements of a block, for bitshuffle; 0 means the default.
     library
-        The codec library that the core calls for it, as `core/libraries.py` names them.
+        The codec library that the core calls for it; see `core/libraries.py`.
     values
-        The filter's client data, for those of which the core reads them.
+        The client data, if the core reads them.
     function
-        Of a plugin, the address of the function that undoes the filter.
+        For a plugin, the address of the function that undoes the filter.
     """
 
     kind: CoreKind
@@ -64,19 +64,18 @@ class CoreFilter(NamedTuple):
 
 @dataclass(frozen=True)
 class Codec:
-    """What undoes a filter with certain client data.
+    """How a filter with certain client data is undone.
 
     Attributes
     ----------
     decode
         Undoes it in Python.
     added_nbytes
-        How many bytes longer the encoded bytes are than what the filter was given; None: that
-        depends on the values.
+        The number of bytes that the filter adds to its input; None if that depends on the values.
     gives_view
         Whether `decode` returns a view of the encoded bytes, and writes nothing.
     core
-        How the compiled core takes it; None: the core cannot undo it.
+        How the compiled core takes it; None if the core cannot undo it.
     """
 
     decode: Decode
@@ -84,37 +83,27 @@ class Codec:
     gives_view: bool = False
     core: CoreFilter | None = None
 
-    @property
-    def keeps_length(self) -> bool:
-        """Whether the encoded bytes are as many as the filter was given."""
-        return self.added_nbytes == 0
-
-    @property
-    def does_nothing(self) -> bool:
-        """Whether the encoded bytes are those that the filter was given."""
-        return self.core is not None and self.core.kind == CoreKind.NOTHING
-
 
 def pass_on(encoded: Bytes, _out: Bytes, _spare: Bytes) -> Bytes:
     """Return `encoded`."""
     return encoded
 
 
-# Of a filter that leaves elements of some types as they are.
+# For a filter that does not change elements of some types.
 NOTHING = Codec(pass_on, added_nbytes=0, gives_view=True, core=CoreFilter(CoreKind.NOTHING))
 
 
 @dataclass(frozen=True)
 class StatedLengths:
-    """Lengths by which the chunks of a filter are checked that HDF5 undoes.
+    """Lengths for checking the chunks of a filter that HDF5 undoes.
 
     Attributes
     ----------
     least_encoded
-        Client data -> how many bytes HDF5 takes, at least, whether they are there or not. Raises
-        `ValueError` where the client data are damaged.
+        Client data -> the minimum number of bytes that HDF5 reads, whether they exist or not.
+        Raises `ValueError` if the client data are damaged.
     decoded
-        Encoded bytes -> how many bytes they say that they decode to; None: they do not say.
+        Encoded bytes -> the decoded length that they state; None if they do not.
     """
 
     least_encoded: Callable[[Parameters], int]
@@ -136,15 +125,15 @@ class FilterEntry:
     Attributes
     ----------
     number
-        As The HDF Group registered it.
+        As registered by The HDF Group.
     name
-        As messages have it.
+        For messages.
     codec
-        Client data -> what undoes the filter; None: HDF5 has to, or a plugin of it.
+        Client data -> the codec; None if HDF5 has to decode, or a plugin.
     stated_chunk_nbytes
-        Client data -> how many bytes a decoded chunk has by them; None: they do not say.
+        Client data -> the decoded bytes of a chunk that they state; None if they do not.
     stated_lengths
-        What is checked of chunks that HDF5 undoes; None: nothing is known of them.
+        What is checked of chunks that HDF5 decodes; None if nothing is known.
     """
 
     number: int

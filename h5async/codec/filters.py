@@ -1,8 +1,7 @@
-"""Lists the HDF5 filters that are known here, one entry a filter: the registry.
+"""The registry of HDF5 filters, one entry per filter.
 
-A new filter is added to `REGISTRY`; everything that has to do with filters reads from there: which
-ones are decoded without HDF5, by which function, and how the compiled core takes them.
-docs/architecture.md tells how to add one.
+It says which filters are decoded without HDF5, by which function, and how the compiled core takes
+them. docs/architecture.md explains how to add one.
 """
 
 from __future__ import annotations
@@ -110,7 +109,7 @@ class Filter(NamedTuple):
 
     @property
     def entry(self) -> FilterEntry:
-        """What the registry has of it; of others, an entry without anything."""
+        """Its entry in the registry; an empty one if it is not registered."""
         return REGISTRY.get(self.number) or FilterEntry(self.number, self.name)
 
     @property
@@ -120,17 +119,17 @@ class Filter(NamedTuple):
 
     @property
     def codec(self) -> Codec | None:
-        """What undoes it, or None where that is left to HDF5."""
+        """How it is undone, or None if HDF5 has to."""
         return _codec(self.number, self.parameters) or plugin_codec(self.number, self.parameters)
 
     @property
     def stated_chunk_nbytes(self) -> int | None:
-        """How many bytes a decoded chunk has by the client data; None: they do not say."""
+        """The decoded bytes of a chunk by the client data; None if they do not say."""
         return self.entry.stated_chunk_nbytes(self.parameters)
 
     @property
     def stated_lengths(self) -> StatedLengths | None:
-        """What is checked of chunks that only HDF5 decodes; None: nothing is known of them."""
+        """What is checked of chunks that only HDF5 decodes; None if nothing is known."""
         return self.entry.stated_lengths
 
 
@@ -146,5 +145,5 @@ def can_decode(entry: Filter) -> bool:
 
 
 def is_known_to_hdf5(entry: Filter) -> bool:
-    """Tell whether HDF5 can undo a filter in this process, which may be given it by hdf5plugin."""
+    """Tell whether HDF5 can undo a filter in this process, maybe by a plugin of hdf5plugin."""
     return entry.number == storedelements.NUMBER or has_hdf5(entry.number)

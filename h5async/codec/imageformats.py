@@ -1,7 +1,7 @@
-"""Decodes JPEG and PNG images: their bytes enter, RGB pixels leave, as Pillow has them.
+"""Decodes JPEG and PNG images to the RGB pixels that Pillow gives.
 
-The header is read first, so that a caller knows how much memory an image takes before any of it is
-taken. Decoding holds no GIL.
+The header is read first, so that a caller knows an image's memory before it is allocated. Decoding
+holds no GIL.
 """
 
 from __future__ import annotations
@@ -22,29 +22,21 @@ from h5async.system.interruptions import suppressing
 _log = logging.getLogger("h5async.images")
 
 _PNG = b"\x89PNG\r\n\x1a\n"
-_COLOR_TYPE = 25  # of a PNG, where that byte lies
+_COLOR_TYPE = 25  # position of that byte in a PNG
 _JPEG, _END = b"\xff\xd8\xff", 0xD9
-_MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]", re.DOTALL)  # that has a length, or the end
+_MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]", re.DOTALL)  # with a length, or the end
 _STAND_ALONE = (0x01, *range(0xD0, 0xD9))  # markers of JPEG without a length
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 CHANNELS = 3
-MOST_NBYTES = 513  # that a pixel takes while it is decoded, in any image; see `ImageHeader.nbytes`
-_CMYK_NBYTES = 44  # of a pixel: itself, and the arrays of which RGB is computed
+MOST_NBYTES = 513  # maximum per pixel while any image is decoded; see `ImageHeader.nbytes`
+_CMYK_NBYTES = 44  # per pixel: itself, and the arrays from which RGB is computed
 
 
 class ImageHeader(NamedTuple):
-    """What the first bytes of an image say.
+    """What the first bytes of an image say: height and width are in pixels, and 1 or more.
 
-    Attributes
-    ----------
-    is_png
-        PNG, else JPEG.
-    height, width
-        In pixels; both are 1 or more.
-    components
-        Of a JPEG: 1 (grey), 3 (colour) or 4 (CMYK). 0 for a PNG.
-    depth
-        Bits of each sample of a pixel.
+    `components` of a JPEG are 1 (grey), 3 (colour) or 4 (CMYK); 0 for a PNG. `depth` is the bits of
+    each sample of a pixel.
     """
 
     is_png: bool
@@ -60,7 +52,7 @@ class ImageHeader(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are taken at most while the image is decoded."""
+        """The maximum number of bytes allocated while the image is decoded."""
         if self.is_png:
             of_pixel = CHANNELS + (16 if self.depth > 8 else 4)  # of 16 bits, the upper 8 too
         else:  # a progressive JPEG keeps coefficients of 16 bits
@@ -73,10 +65,7 @@ class ImageHeader(NamedTuple):
 def read_header(data: NDArray[np.uint8]) -> ImageHeader:
     """Read the header of an image.
 
-    Raises
-    ------
-    ValueError
-        If it is none, or damaged; the message goes on after "the image".
+    `ValueError` is raised if it is no image, or damaged; its message continues "the image".
     """
     if not data.size:
         raise ValueError("has no bytes")
@@ -94,10 +83,7 @@ def read_header(data: NDArray[np.uint8]) -> ImageHeader:
 def header_rows(values: NDArray[np.uint8], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
     """Read the headers of several images; the compiled core's `image_headers` does the same.
 
-    Returns
-    -------
-    numpy.ndarray
-        int64 (n, 5): by image an `ImageHeader`; zeros where `read_header` raises an error.
+    Returns int64 (n, 5): an `ImageHeader` per image, or zeros if `read_header` raises an error.
     """
     rows = np.zeros((offsets.size - 1, len(ImageHeader._fields)), np.int64)
     for row, (begin, end) in zip(rows, itertools.pairwise(offsets.tolist()), strict=True):
@@ -136,7 +122,7 @@ def _jpeg_header(array: NDArray[np.uint8]) -> ImageHeader:
 
 
 def _check_end(data: memoryview, at: int) -> None:
-    """Check that a JPEG ends behind whole segments: its decoder would put grey for the rest."""
+    """Check that a JPEG ends after whole segments: its decoder would fill in grey for the rest."""
     while (found := _MARKER.search(data, at)) is not None:
         at = found.start()
         if data[at + 1] == _END:
@@ -146,21 +132,9 @@ def _check_end(data: memoryview, at: int) -> None:
 
 
 def decode_rgb(data: NDArray[np.uint8], header: ImageHeader, out: NDArray[np.uint8]) -> None:
-    """Decode an image.
+    """Decode an image with this header to `out`: uint8 of the header's shape, C-contiguous.
 
-    Parameters
-    ----------
-    data
-        Its bytes.
-    header
-        What `read_header` found.
-    out
-        uint8 of the header's shape, C-contiguous.
-
-    Raises
-    ------
-    ValueError
-        If it is damaged, or of a kind that is not decoded.
+    `ValueError` is raised if the image is damaged, or of a kind that is not decoded.
     """
     try:
         if header.is_png:
@@ -191,17 +165,17 @@ def _decode_png(data: NDArray[np.uint8], header: ImageHeader, out: NDArray[np.ui
                 "it has 16 bits of grey, which 8 bits do not hold; store such images as arrays"
             )
         pixels = pixels >> 8
-    # Transparency is left out, as Pillow leaves it out.
+    # Transparency is dropped, as by Pillow.
     np.copyto(out, pixels[..., :1] if is_grey else pixels[..., :CHANNELS], casting="unsafe")
 
 
 class _Warnings(threading.local, logging.Filter):
-    """Logs the first warning of libpng's, which imagecodecs logs for each image, in this process.
+    """Logs the first of libpng's warnings in this process, which imagecodecs logs for each image.
 
-    That an image is interlaced, which changes nothing, is no warning here.
+    An interlaced image is no reason for a warning.
     """
 
-    are_ours = False  # those that come in the calling thread
+    are_ours = False  # those in the calling thread
     _count = itertools.count()
 
     def filter(self, record: logging.LogRecord) -> bool:

@@ -1,9 +1,9 @@
 """Undoes the n-bit and scale-offset filters, byte for byte as HDF5 does.
 
 The formats are those of the HDF5 reference (H5Zscaleoffset.c, H5Znbit.c). Both store the bits of
-one number after the other, the most significant first, without gaps. What would not be
-decoded exactly is left to HDF5: `can_decode_scaleoffset` and `can_decode_nbit` tell. Both filters
-know how many bytes a chunk has, so they must be the first of their pipeline.
+one number after the other, the most significant first, without gaps. Anything that would not be
+decoded exactly is left to HDF5: there is no codec for it. Both filters know the number of bytes in
+a chunk, so they must be the first of their pipeline.
 
 Bits are moved by imagecodecs, and by NumPy calls on many numbers at once, which drop the GIL.
 """
@@ -43,14 +43,14 @@ _NBIT_ATOMIC, _NBIT_ARRAY, _NBIT_COMPOUND, _NBIT_UNCHANGED = range(1, 5)  # of H
 _NBIT_ATOMIC_PARAMETERS = 8
 
 _BLOCK_NBYTES = 1 << 18  # so that a block stays in the processor's cache between the calls on it
-_READ_BEYOND_NBYTES = 16  # imagecodecs too reads whole words, of which the last may be cut
+_READ_BEYOND_NBYTES = 16  # imagecodecs, too, reads whole words, and the last may be cut off
 
 
 class _ScaleOffset(NamedTuple):
-    """What the client data of the scale-offset filter say.
+    """The client data of the scale-offset filter.
 
-    `power` is a power of ten as a scalar of the float type, None for integers. `fill` is the bits
-    of the fill value, None where it is undefined.
+    `power` is a power of ten as a scalar of the float type, None for integers. `fill` has the bits
+    of the fill value, None if it is undefined.
     """
 
     size: int
@@ -61,7 +61,7 @@ class _ScaleOffset(NamedTuple):
 
 
 class _NBit(NamedTuple):
-    """What the client data of the n-bit filter say; `precision` 0: the bytes are unchanged."""
+    """The client data of the n-bit filter; `precision` 0 means that the bytes are unchanged."""
 
     nbytes: int
     dtype: np.dtype[Any]
@@ -70,7 +70,7 @@ class _NBit(NamedTuple):
 
 
 def scaleoffset_codec(parameters: Parameters) -> Codec | None:
-    """Return what undoes the filter with this client data, or None where HDF5 has to."""
+    """Return the codec for this client data, or None if HDF5 has to decode."""
     entry = _parse_scaleoffset(parameters)
     if entry is None:
         return None
@@ -81,10 +81,10 @@ def scaleoffset_codec(parameters: Parameters) -> Codec | None:
 
 
 def nbit_codec(parameters: Parameters) -> Codec | None:
-    """Return what undoes the filter with this client data, or None where HDF5 has to."""
+    """Return the codec for this client data, or None if HDF5 has to decode."""
     if len(parameters) > 1 and parameters[0] == len(parameters) and parameters[1] != 0:
         return NOTHING  # HDF5 says "need not compress"
-    if not can_decode_nbit(parameters):
+    if _parse_nbit(parameters) is None:
         return None
     core = CoreFilter(CoreKind.NBIT, values=parameters)
     return Codec(partial(_without_spare, decode_nbit, parameters), core=core)
@@ -100,28 +100,15 @@ def _without_spare(
     return decode(parameters, encoded, out)
 
 
-def can_decode_scaleoffset(parameters: Parameters) -> bool:
-    """Tell whether `decode_scaleoffset` gives what HDF5 gives for this client data."""
-    return _parse_scaleoffset(parameters) is not None
-
-
-def can_decode_nbit(parameters: Parameters) -> bool:
-    """Tell whether `decode_nbit` gives what HDF5 gives for this client data."""
-    return _parse_nbit(parameters) is not None
-
-
 def stated_chunk_nbytes(parameters: Parameters) -> int | None:
-    """Return how many bytes a chunk has by the client data of either filter; None: not said."""
+    """Return the bytes of a chunk by the client data of either filter; None if they do not say."""
     return parameters[2] * parameters[4] if len(parameters) > 4 else None
 
 
 def _packed_nbit_nbytes(parameters: Parameters) -> int:
-    """Return how many bytes a chunk has while n-bit is applied, for client data of any class.
+    """Return the bytes of an n-bit encoded chunk, for client data of any class.
 
-    Raises
-    ------
-    ValueError
-        If the parameters are damaged.
+    `ValueError` is raised if they are damaged.
     """
     try:
         if parameters[1]:
@@ -154,26 +141,11 @@ def _packed_bits(parameters: Parameters, at: int) -> tuple[int, int]:
 
 
 def decode_scaleoffset(parameters: Parameters, encoded: Bytes, out: Bytes) -> Bytes:
-    """Undo the scale-offset filter.
+    """Undo the scale-offset filter; return the part of `out` that was filled.
 
-    Parameters
-    ----------
-    parameters
-        The filter's client data, as the file has it.
-    encoded
-        The chunk before the filter is undone; not changed.
-    out
-        Room for the result, at any address, apart from `encoded`; what it holds after an error
-        is undefined.
-
-    Returns
-    -------
-    The part of `out` that was filled.
-
-    Raises
-    ------
-    ValueError
-        If the bytes are damaged, the result does not fit, or the client data are not decoded here.
+    `encoded` is not changed. `out` may lie at any address, apart from `encoded`; its content after
+    an error is undefined. `ValueError` is raised if the bytes are damaged, the result does not fit,
+    or the client data are not decoded here.
     """
     entry = _parse_scaleoffset(parameters)
     if entry is None:
@@ -273,7 +245,7 @@ def _power_of_ten(exponent: int, nbytes: int) -> np.floating[Any]:
 
 @lru_cache(maxsize=256)
 def _parse_nbit(parameters: Parameters) -> _NBit | None:
-    # Five are what HDF5 asks for; fewer do not say how long the chunk is.
+    # HDF5 requires five; fewer do not say how long the chunk is.
     if len(parameters) < 5 or parameters[0] != len(parameters) or not _IS_LITTLE_ENDIAN_HOST:
         return None
     _, need_not_compress, count, class_, nbytes, *rest = parameters
@@ -352,10 +324,9 @@ def _put_fill(entry: _ScaleOffset, numbers: NDArray[Any], width: int, result: ND
 
 
 def _unpack(packed: Bytes, width: int, count: int) -> Iterator[tuple[slice, NDArray[Any]]]:
-    """Yield blocks of numbers, as unsigned integers of the least itemsize, with where they belong.
+    """Yield blocks of numbers, as unsigned integers of the least itemsize, and their slices.
 
-    `packed` holds at least the bits of `count` numbers. The memory of a block is used again for
-    the next one.
+    `packed` holds at least the bits of `count` numbers. Blocks share their memory.
     """
     itemsize = next(n for n in _NBYTES_DECODED if width <= 8 * n)
     block = _BLOCK_NBYTES // itemsize

@@ -1,8 +1,8 @@
-"""Finds HDF5's filter plugins: the number of a filter enters, a function that undoes it leaves.
+"""Finds HDF5's filter plugins: a filter's number enters, a function that undoes it leaves.
 
-A plugin is a shared library that says by `H5PLget_plugin_info` which filter it is, and how it is
-undone (H5PLextern.h, H5Zdevelop.h of the HDF5 reference). The compiled core calls that function,
-without HDF5 and its lock. Plugins come from the folders where HDF5 itself looks for them
+A plugin is a shared library whose `H5PLget_plugin_info` returns its filter's number and function
+(H5PLextern.h, H5Zdevelop.h of the HDF5 reference). The compiled core calls that function, without
+HDF5 and its lock. Plugins come from the folders where HDF5 itself looks for them
 (HDF5_PLUGIN_PATH), else from hdf5plugin: as for HDF5 after ``import hdf5plugin``.
 """
 
@@ -27,8 +27,8 @@ _FILTER_TYPE, _CLASS_VERSION, _REVERSE = 0, 1, 0x0100
 _FILTERS_MAY_BE_LOADED = 1  # of H5PLget_loading_state
 _TAKES_TURNS, _CHECKS_ITS_INPUT, _IS_BLOSC2 = 1, 2, 4  # enum PluginTrait of core/src/plugin.h
 
-# Plugins that gave h5py's values in several threads at once (tests/read/test_plugins.py), and what
-# else is known of them. All others take turns.
+# Plugins that gave h5py's values in several threads at once (tests/read/test_plugins.py), and their
+# other traits. All others take turns.
 _BLOSC, _LZ4, _BITSHUFFLE, _ZFP, _ZSTD = 32001, 32004, 32008, 32013, 32015
 _SZ3, _BLOSC2, _SPERR = 32024, 32026, 32028
 _TRAITS = {
@@ -65,9 +65,9 @@ _Function = ctypes.CFUNCTYPE(
 
 
 def plugin_codec(number: int, parameters: Parameters) -> Codec | None:
-    """Return what undoes a filter by its plugin; None: there is none."""
+    """Return the codec that calls a filter's plugin; None if there is none."""
     if number == _ZFP and (len(parameters) < 2 or parameters[1] & 0xFFFFFF != _ZFP_MAGIC):
-        return None  # of a big-endian machine: the plugin would ask HDF5 to swap its bytes
+        return None  # from a big-endian machine: the plugin would ask HDF5 to swap its bytes
     function = find_plugin(number)
     if function is None:
         return None
@@ -77,12 +77,12 @@ def plugin_codec(number: int, parameters: Parameters) -> Codec | None:
 
 
 def find_plugin(number: int) -> int | None:
-    """Return the address of the function by which a plugin undoes a filter; None: there is none."""
+    """Return the address of the plugin function that undoes a filter; None if there is none."""
     return _find(number, _folders()) if number >= _FIRST_REGISTERED else None
 
 
 def has_hdf5(number: int) -> bool:
-    """Tell whether HDF5 can undo a filter in this process; hdf5plugin is imported if need be."""
+    """Tell whether HDF5 can undo a filter in this process; imports hdf5plugin if necessary."""
     if not h5py.h5z.filter_avail(number) and folders_of_hdf5plugin():
         import hdf5plugin  # noqa: F401  (registers its filters with HDF5)
     return bool(h5py.h5z.filter_avail(number))
@@ -92,7 +92,7 @@ def _folders() -> tuple[Path, ...]:
     """Return the folders where HDF5 looks for plugins, in its order, then that of hdf5plugin."""
     found = []
     state = c_uint(_FILTERS_MAY_BE_LOADED)
-    # HDF5_PLUGIN_PRELOAD may say: none. HDF5 is called in one thread at a time: h5py's lock.
+    # HDF5_PLUGIN_PRELOAD may disable plugins. Only one thread at a time may call HDF5.
     with h5py._objects.phil, suppressing(OSError, AttributeError):
         ctypes.CDLL(h5py.h5z.__file__).H5PLget_loading_state(byref(state))
     if state.value & _FILTERS_MAY_BE_LOADED:
@@ -103,7 +103,7 @@ def _folders() -> tuple[Path, ...]:
 
 @lru_cache(maxsize=1)
 def folders_of_hdf5plugin() -> tuple[Path, ...]:
-    """Return the folder with the plugins of hdf5plugin; empty: it is not installed."""
+    """Return the folder with the plugins of hdf5plugin; empty if it is not installed."""
     spec = importlib.util.find_spec("hdf5plugin")
     return () if spec is None or spec.origin is None else (Path(spec.origin).with_name("plugins"),)
 
@@ -115,7 +115,7 @@ def _find(number: int, folders: tuple[Path, ...]) -> int | None:
 
 
 def _libraries(folder: Path) -> Iterator[Path]:
-    """Yield the shared libraries of a folder, named as HDF5 wants plugins to be named."""
+    """Yield the shared libraries of a folder with names that HDF5 expects of plugins."""
     with suppressing(OSError):
         for path in sorted(folder.iterdir()):
             if path.name.startswith("lib") and (".so" in path.name or ".dylib" in path.name):
@@ -124,7 +124,7 @@ def _libraries(folder: Path) -> Iterator[Path]:
 
 @lru_cache(maxsize=256)
 def _plugin(path: Path) -> tuple[int, int | None]:
-    """Return which filter a library undoes, and the address of the function that does."""
+    """Return the number of a library's filter, and the address of the function that undoes it."""
     with suppressing(OSError, AttributeError):
         library = ctypes.CDLL(str(path))  # never unloaded
         library.H5PLget_plugin_info.restype = POINTER(_FilterClass)

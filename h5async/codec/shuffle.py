@@ -17,7 +17,7 @@ _CORE_LIMIT = 1 << 31  # element sizes of the core are 32-bit numbers
 
 
 def shuffle_codec(parameters: Parameters) -> Codec | None:
-    """Return what undoes the filter with this client data, or None where HDF5 has to."""
+    """Return the codec for this client data, or None if HDF5 has to decode."""
     if not parameters or parameters[0] <= 0:
         return None
     element = parameters[0]
@@ -29,7 +29,7 @@ def shuffle_codec(parameters: Parameters) -> Codec | None:
 
 
 def unshuffle(element_nbytes: int, encoded: Bytes, out: Bytes, _spare: Bytes) -> Bytes:
-    """Gather the bytes of each element; bytes that make no whole element stay where they are."""
+    """Gather the bytes of each element; bytes beyond the last whole element are unchanged."""
     require_room("shuffle", encoded.size, out)
     out = filled(out, encoded.size)
     count = encoded.size // element_nbytes

@@ -1,8 +1,8 @@
-"""Makes NumPy's elements of stored ones whose bytes differ: a filter of this package's own.
+"""Converts stored elements to NumPy's: a filter of this package's own.
 
-It stands first in a pipeline, so that it is undone last, and gives what HDF5's conversion gives.
-Its parameters are the bytes of an element as NumPy has it and as it is stored, then `Step`s. It is
-undone by the core alone.
+It stands first in a pipeline, so that it is undone last, and gives the results of HDF5's
+conversion. Its parameters are the bytes of an element in NumPy and as stored, then `Step`s. The
+core alone undoes it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from h5async.codec.decoding import Bytes, filled, require_room
 from h5async.codec.entry import Codec, CoreFilter, CoreKind, Parameters
 
-NUMBER = -1  # HDF5 has none below 0, so no file can name it
+NUMBER = -1  # HDF5's numbers are not negative, so no file can name it
 _STEP_VALUES = 13
 MOST_STEPS = 1024
 _LARGEST = 1 << 31
@@ -32,8 +32,8 @@ class StepKind(IntEnum):
     """What a step does: ``enum StepKind`` of core/src/stored.h."""
 
     COPY = 0
-    ENDED = 1  # a string that a NUL ends
-    PADDED = 2  # a string that spaces fill up
+    ENDED = 1  # a string terminated by NUL
+    PADDED = 2  # a string padded with spaces
     BITS = 3  # an integer among other bits
     FLOAT = 4  # a float of a format that NumPy lacks
 
@@ -48,14 +48,15 @@ class Step(NamedTuple):
     start, to
         Where values begin in the stored element, and in NumPy's.
     stored_nbytes, nbytes
-        Bytes of one, stored and as NumPy has it.
+        Bytes of one value, as stored and in NumPy.
     repeats
-        How many lie one after the other.
+        The number of adjacent values.
     is_big
         Whether both are big-endian.
     given
-        Of bits: their offset, how many, whether they have a sign. Of a float: the bit of the sign,
-        the first bit and the number of bits of exponent and mantissa, and the exponent's bias.
+        For bits: their offset and number, and whether they have a sign. For a float: the bit of the
+        sign, the first bit and the number of bits of exponent and mantissa, and the exponent's
+        bias.
     """
 
     kind: StepKind
@@ -68,7 +69,7 @@ class Step(NamedTuple):
     given: tuple[int, ...] = ()
 
     def moved(self, start: int, to: int) -> Step:
-        """Return the same step for values so many bytes further on."""
+        """Return the same step for values that lie further on by `start` and `to` bytes."""
         return self._replace(start=self.start + start, to=self.to + to)
 
     @property
@@ -94,7 +95,7 @@ class Step(NamedTuple):
 
 
 def parameters_of(nbytes: int, stored_nbytes: int, steps: list[Step]) -> Parameters | None:
-    """Return the parameters of the filter, or None where the core cannot undo it."""
+    """Return the parameters of the filter, or None if the core cannot undo it."""
     flat = (
         (*step[:-1], *step.given, *(0,) * (_STEP_VALUES - len(step) + 1 - len(step.given)))
         for step in steps
@@ -104,7 +105,7 @@ def parameters_of(nbytes: int, stored_nbytes: int, steps: list[Step]) -> Paramet
 
 
 def stored_codec(parameters: Parameters) -> Codec | None:
-    """Return what undoes the filter with these parameters, or None where they make no sense."""
+    """Return the codec for these parameters, or None if they are invalid."""
     if _steps(parameters) is None:
         return None
     is_as_long = parameters[0] == parameters[1]

@@ -1,10 +1,10 @@
-"""Undoes the filters that one call of a library undoes: deflate, lzf, zstd, bzip2, lz4 and blosc.
+"""Undoes the filters that one library call undoes: deflate, lzf, zstd, bzip2, lz4 and blosc.
 
 And Fletcher-32, which only adds a checksum. The formats: deflate is a zlib frame (RFC 1950); lzf a
 raw LibLZF stream (h5py's lzf_filter.c); zstd one or more frames (RFC 8878); bzip2 one stream; lz4 a
 header and blocks, in big-endian numbers (H5Zlz4.c of the registered plugins); blosc a chunk with
-its header (README_HEADER.rst of c-blosc); the layout of the Fletcher-32 checksum is that of the
-HDF5 reference (H5Zfletcher32.c).
+its header (README_HEADER.rst of c-blosc); the Fletcher-32 checksum is as in the HDF5 reference
+(H5Zfletcher32.c).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def decode_lz4(encoded: Bytes, out: Bytes, _spare: Bytes) -> Bytes:
 
 
 def decode_bzip2(encoded: Bytes, out: Bytes, _spare: Bytes) -> Bytes:
-    """Decode by the standard library: imagecodecs accepts a stream that was cut short."""
+    """Decode by the standard library: imagecodecs accepts a truncated stream."""
     stream = bz2.BZ2Decompressor()
     try:
         decoded = stream.decompress(encoded.data, max_length=out.size + 1)
@@ -75,7 +75,7 @@ def decode_bzip2(encoded: Bytes, out: Bytes, _spare: Bytes) -> Bytes:
 
 
 def decode_blosc(encoded: Bytes, out: Bytes, _spare: Bytes) -> Bytes:
-    """Decode one chunk of Blosc, after its header was compared with the bytes that are there."""
+    """Decode one Blosc chunk, after comparing its header with the bytes present."""
     if encoded.size < 16:
         raise ValueError(f"blosc: {encoded.size} bytes cannot hold a header")
     nbytes, _block, stored = struct.unpack_from("<III", encoded.data, 4)
@@ -88,10 +88,10 @@ def decode_blosc(encoded: Bytes, out: Bytes, _spare: Bytes) -> Bytes:
 
 
 def verify_fletcher32(encoded: Bytes, _out: Bytes, _spare: Bytes) -> Bytes:
-    """Return a view of `encoded` without its checksum, which must be right.
+    """Return a view of `encoded` without its checksum, which is verified.
 
-    HDF5 before 1.6.3 wrote the bytes of each half in the other order on little-endian machines,
-    and HDF5 accepts both to this day.
+    HDF5 before 1.6.3 swapped the bytes of each half on little-endian machines, and HDF5 still
+    accepts both.
     """
     if encoded.size < CHECKSUM_NBYTES:
         raise ValueError(f"fletcher32: {encoded.size} bytes cannot hold a checksum")

@@ -1,8 +1,8 @@
 """Undoes the szip filter.
 
-The format: a little-endian length, and a stream of extended-Rice code (CCSDS 121.0-B), whose scan
-lines are padded to whole blocks, and whose 4- and 8-byte samples are split in bytes, as libaec's
-sz_compat.c does.
+The format is a little-endian length, and a stream of extended-Rice code (CCSDS 121.0-B). Its scan
+lines are padded to whole blocks, and its 4- and 8-byte samples are split in bytes, as in libaec's
+sz_compat.c.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from h5async.codec.shuffle import unshuffle
 class _Szip(NamedTuple):
     """The parameters of szip, as libaec takes them."""
 
-    bits: int  # of a sample of the code; 4- and 8-byte pixels are coded byte plane by byte plane
+    bits: int  # per sample of the code; 4- and 8-byte pixels are coded byte plane by byte plane
     flags: int
     block: int
     blocks_a_line: int
@@ -36,7 +36,7 @@ _AEC_MSB, _AEC_PREPROCESS, _AEC_NOT_ENFORCE = 4, 8, 64  # flags of libaec.h
 
 _LENGTH_NBYTES = 4
 
-# HDF5 takes a length that a chunk does not have from behind it.
+# If a chunk is too short for its length, HDF5 reads beyond it.
 SZIP_LENGTHS = StatedLengths(
     lambda _parameters: _LENGTH_NBYTES,
     lambda encoded: int.from_bytes(encoded[:_LENGTH_NBYTES].tobytes(), "little"),
@@ -44,7 +44,7 @@ SZIP_LENGTHS = StatedLengths(
 
 
 def szip_codec(parameters: Parameters) -> Codec | None:
-    """Return what undoes the filter with this client data, or None where HDF5 has to."""
+    """Return the codec for this client data, or None if HDF5 has to decode."""
     if len(parameters) < 4:
         return None
     options, block, bits, pixels_a_line = parameters[:4]
@@ -70,7 +70,7 @@ def szip_codec(parameters: Parameters) -> Codec | None:
 
 
 def _decode_szip(szip: _Szip, encoded: Bytes, out: Bytes, spare: Bytes) -> Bytes:
-    """Decode szip by libaec itself: its compatible interface hides that a chunk decodes short."""
+    """Decode by libaec itself: its szip-compatible interface hides that a chunk decodes short."""
     if encoded.size < _LENGTH_NBYTES:
         raise ValueError(f"szip: {encoded.size} bytes cannot hold a length")
     nbytes = int.from_bytes(encoded[:_LENGTH_NBYTES].tobytes(), "little")

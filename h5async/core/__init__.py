@@ -1,5 +1,4 @@
-"""Finds, loads and calls the compiled core, whose C sources lie in src/.
+"""Finds, loads and calls the compiled core, whose C sources are in src/.
 
-Slices of read plans and addresses of memory enter; filled memory leaves, and how many items were
-done.
+Addresses of tables and memory enter; filled memory leaves.
 """

@@ -1,9 +1,9 @@
 """Loads the compiled core, and calls it.
 
 `src/core.c` plans batches, and reads shares of them, without the GIL. It is a plain shared library,
-called by ctypes: built with the package where there is a C compiler, and left out where there is
-none; then `plan/` and `read/execute.py` do the same in Python. The environment variable
-``H5ASYNC_CORE`` names another build of it, and ``H5ASYNC_CORE=0`` switches it off.
+called by ctypes, and is built with the package if there is a C compiler. Without it, everything is
+read through h5py. The environment variable ``H5ASYNC_CORE`` names another build of it, and
+``H5ASYNC_CORE=0`` switches it off.
 """
 
 from __future__ import annotations
@@ -44,61 +44,55 @@ _COST = "everything is read through h5py, by one thread at a time; values are th
 
 
 _TRACE_EVENT = np.dtype(TraceEventStruct)
-_SAME_CLOCK_NS = 10_000_000  # two looks at one clock are closer to each other
+_SAME_CLOCK_NS = 10_000_000  # two readings of one clock are closer together
 
 
 class Core:
-    """The compiled core, loaded.
+    """The compiled core, loaded. `OSError` is raised if it cannot be, or is of another version.
 
     Attributes
     ----------
     path
         The shared library.
     missing
-        Codec libraries that were not found; what needs them is read through h5py.
+        Codec libraries that were not found; data that need them are read through h5py.
     transform, permute, draw, window_block, cut, cut_sorted
-        Its functions. They release the GIL, and may be called from many threads, each with its
-        own worker.
+        Its functions. They release the GIL, and may be called from many threads, each with its own
+        worker.
     plan_batch, read_batch, read_ranges, submit, next and others
-        `read/collection.py` and `read/queue.py` call them; see the comments in `src/`.
+        Called by `read/collection.py` and `read/queue.py`; see the comments in `src/`.
     cut_frames
         ``cut_frames(frames)``, of a `FramesStruct`, cuts encoded chunks into blocks that can each
-        be decoded alone, and returns how many chunks it cut. It stops before the first in which
-        anything is unusual, or for which there is no room. It decodes nothing, so that only the
-        decoder finds damage within a block.
-
+        be decoded alone, and returns the number of chunks cut. It stops before the first chunk that
+        is unusual, or for which there is no room. It decodes nothing, so that only the decoder
+        finds damage within a block.
     visit
         ``visit(visit)``, of a `VisitStruct`, fills the columns with the chunks of a dataset, and
-        returns 0; -1 where HDF5 reports an error, there is no room, or a signal handler raised an
-        exception, which is raised here. It gives the GIL away meanwhile, and takes it now and then
-        to let signal handlers run.
+        returns 0. It returns -1 if HDF5 reports an error, there is no room, or a signal handler
+        raised an exception, which is raised here. It releases the GIL meanwhile, and takes it now
+        and then to let signal handlers run.
     look_up
-        ``look_up(visit, number, expected, function, count)`` returns how many chunks HDF5 finds by
-        their numbers with the sizes expected, before the first that it does not.
+        ``look_up(visit, number, expected, function, count)`` looks chunks up by their numbers in
+        HDF5. It returns how many have the sizes expected, before the first that does not.
     decode
         ``decode(filters, worker, encoded, out, num_filters, nbytes, mask, out_nbytes)`` decodes a
         chunk to exactly ``out_nbytes`` bytes, and returns whether it could.
     decode_references
         ``decode_references(heap, references, most_nbytes)``, of a `HeapStruct`, fills its lengths
-        and places, and returns how many values there are; -1 - i: element i is longer than that.
+        and places, and returns the number of values; -1 - i if element i is longer than that.
     read_heap
         ``read_heap(heap, file, worker, element, position, out, count, out_nbytes)`` reads the
         values of ``element[i]`` to ``out + position[i]`` (int64 arrays), and returns `count`, or
         the first i that cannot be done. Without an `out` it only finds their places.
     make_dense
-        ``make_dense(sparse)``, of a `SparseStruct`, returns how many rows it made dense before the
-        first that has an index which is no column's; -1: it does not take such dtypes.
+        ``make_dense(sparse)``, of a `SparseStruct`, returns the number of rows made dense before
+        the first with an index outside the columns; -1 if it does not support the dtypes.
     copy_runs
         ``copy_runs(to, from, to_begin, from_begin, nbytes, count)`` copies ``nbytes[i]`` bytes from
         ``from + from_begin[i]`` to ``to + to_begin[i]`` (int64 arrays); the caller checks bounds.
     image_headers
-        ``image_headers(values, offsets, found, nbytes, count)`` does what
-        `codec.images.header_rows` does; `found` has its rows.
-
-    Raises
-    ------
-    OSError
-        If the library cannot be loaded, or was built for another version of this file.
+        ``image_headers(values, offsets, found, nbytes, count)`` does the same as
+        `codec.imageformats.header_rows`; `found` has its rows.
     """
 
     def __init__(self, path: Path) -> None:
@@ -162,7 +156,7 @@ class Core:
         self._free = _function(library, "h5async_free", 1)
 
     def _find_brief_functions(self, library: Any) -> None:
-        """Find those that take less time than to give the GIL away: they keep it."""
+        """Find functions that take less time than releasing the GIL: they keep it."""
         self.visit = _function(library, "h5async_visit", 1)  # gives it away itself
         self.queue_nbytes = _function(library, "h5async_queue_nbytes", 0)
         self.job_nbytes = _function(library, "h5async_job_nbytes", 0)
@@ -187,7 +181,7 @@ class Core:
         self._trace = _function(library, "h5async_trace", 2)
 
     def filters(self, filters: tuple[Filter, ...]) -> Any | None:
-        """Return a pipeline as the core takes it, or None where the core cannot undo it."""
+        """Return a pipeline as the core takes it, or None if the core cannot undo it."""
         if len(filters) > MAX_FILTERS:
             return None
         taken = [found for entry in filters if (found := core_filter(entry)) is not None]
@@ -223,12 +217,8 @@ class Core:
 class CoreWorker:
     """What one thread needs to call the core: decoders' contexts, scratch, counters.
 
-    Attributes
-    ----------
-    struct
-        As the core takes it; its counters only grow.
-    gil_wait_ns
-        Nanoseconds between the ends of calls and the moments at which the GIL was held again.
+    The counters of `struct` only grow. `gil_wait_ns` sums up the nanoseconds between the ends of
+    calls and the moments at which the GIL was held again.
     """
 
     def __init__(self, struct: WorkerStruct, free: Any, trace: Any) -> None:
@@ -252,9 +242,9 @@ class CoreWorker:
         )
 
     def record(self, trace: CoreTrace | None) -> None:
-        """Have calls from now on note what they do; None: no more. Also during a call."""
+        """Have calls note what they do from now on; None: stop. Allowed during a call, too."""
         struct = None if trace is None else ctypes.byref(trace.struct)
-        # A call that is under way may use the former one until it ends, so that has to last.
+        # A call under way may use the former one until it ends, so the former one has to last.
         former = self._traces if self._trace(ctypes.byref(self.struct), struct) else ()
         self._traces = former if trace is None else (*former, trace)
 
@@ -264,28 +254,23 @@ class CoreWorker:
 
 
 class CoreTrace:
-    """Memory for what threads note in calls of the core: of the first events, the others count.
+    """Memory for the first `capacity` events of the core's calls; later ones are only counted.
 
-    Parameters
-    ----------
-    core
-        The compiled core.
-    capacity
-        How many events are kept. Memory for them is taken as they come.
+    Memory is allocated as events come.
     """
 
     def __init__(self, core: Core, capacity: int) -> None:
         self._core = core
         self._events = np.zeros(capacity, _TRACE_EVENT)
         self.struct = TraceStruct(address(self._events), capacity, 0)
-        # Of the core's clock, what Python's adds to it: none on Linux.
+        # Python's clock minus the core's: 0 on Linux.
         self._offset_ns = time.perf_counter_ns() - int(core.clock_ns())
         if abs(self._offset_ns) < _SAME_CLOCK_NS:
             self._offset_ns = 0
 
     @property
     def count(self) -> int:
-        """Events so far, with those for which there was no room."""
+        """The number of events so far, including those for which there was no room."""
         return int(self.struct.count)
 
     def events(self, begin: int = 0) -> NDArray[Any]:
@@ -314,12 +299,9 @@ def mapping_mode(io: IoMode) -> IoMode:
 
 @functools.cache
 def load_core() -> Core | None:
-    """Return the compiled core, or None where it is switched off or was not built.
+    """Return the compiled core, or None if it is switched off or was not built.
 
-    Raises
-    ------
-    ConfigError
-        If the environment variable names a file that is no core.
+    `ConfigError` is raised if the environment variable names a file that is no core.
     """
     chosen = os.environ.get("H5ASYNC_CORE", "")
     if chosen == "0":
@@ -340,13 +322,13 @@ def load_core() -> Core | None:
 
 
 def can_decode(entry: Filter) -> bool:
-    """Tell whether a filter is decoded by the core; all others by HDF5."""
+    """Tell whether a filter is decoded by the core; all others are by HDF5."""
     core = load_core()
     return core is not None and core.filters((entry,)) is not None
 
 
 def why_no_core() -> str | None:
-    """Say why there is no core, what that costs, and what to do; None where there is one."""
+    """Say why there is no core, what that costs, and what to do; None if there is one."""
     if load_core() is not None:
         return None
     if os.environ.get("H5ASYNC_CORE") == "0":
@@ -375,7 +357,7 @@ def _members_of(library: Any) -> dict[str, tuple[int, int]]:
 
 
 def core_filter(entry: Filter) -> CoreFilter | None:
-    """Return a filter as the core takes it; None where the core cannot undo it."""
+    """Return a filter as the core takes it; None if the core cannot undo it."""
     codec = entry.codec
     return None if codec is None else codec.core
 

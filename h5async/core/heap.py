@@ -1,19 +1,19 @@
 """Declares the structure by which the compiled core reads variable-length elements.
 
-It holds addresses of arrays: whoever makes one keeps the arrays. `src/heap.h` says what it means.
+It holds addresses of arrays; its owner keeps the arrays. `src/heap.h` explains the members.
 """
 
 from __future__ import annotations
 
 from ctypes import Structure, c_int32, c_int64, c_void_p
 
-# Places of elements whose collection was not walked yet, and of those without an address.
+# Parts of the places of elements whose collection was not walked yet; NOWHERE: without an address.
 INDEX_BITS, MOST_ADDRESS = 16, (1 << 47) - 1
 NOWHERE = -1
 
 
 class HeapStruct(Structure):
-    """Elements of a variable-length datatype; see `read.heaps.Sequences`."""
+    """Elements of a variable-length datatype; see `index.heapelements`."""
 
     _fields_ = [
         ("length", c_void_p),

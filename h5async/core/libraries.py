@@ -1,7 +1,7 @@
 """Finds the codec libraries that the compiled core calls: libdeflate, zstd, lz4, libaec and others.
 
-The core calls their public C interfaces. They are the very libraries that imagecodecs brings along,
-libaec that of h5py, or else those of the environment or the system.
+The core calls their public C interfaces. They are the libraries that come with imagecodecs (libaec:
+with h5py), or else those of the environment or the system.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import imagecodecs
 from h5async.codec.plugins import folders_of_hdf5plugin
 from h5async.system.interruptions import suppressing
 
-# Functions by library, in the order of the structure in src/common.h.
+# Functions and their libraries, in the order of the structure in src/common.h.
 FUNCTIONS = {
     "libdeflate_alloc_decompressor": "deflate",
     "libdeflate_free_decompressor": "deflate",
@@ -65,12 +65,12 @@ def _codec_paths(name: str) -> Iterator[str]:
     # The extension module loads what the codec's library itself needs.
     with suppressing(ImportError):
         importlib.import_module(f"imagecodecs._{name}")
-    # (Versions of libaec differ in what they make of some chunks: HDF5's own comes first.)
+    # Versions of libaec decode some chunks differently: HDF5's own comes first.
     for module in (h5py, imagecodecs) if name == "aec" else (imagecodecs,):
         package = Path(module.__file__).parent
         for folder in (package.with_name(f"{package.name}.libs"), package / ".dylibs"):
             yield from map(str, sorted(folder.glob(f"lib{name}[-.]*")))
-    if name == "bz2":  # which is part of its plugin there
+    if name == "bz2":  # part of hdf5plugin's plugin
         for folder in folders_of_hdf5plugin():
             yield from map(str, folder.glob("libh5bzip2*"))
     for suffix in (".so", ".dylib"):

@@ -1,4 +1,4 @@
-"""Declares the structures of the compiled core, as core/src/common.h and its neighbours have them.
+"""Declares the structures of the compiled core, as in core/src/common.h and its neighbours.
 
 A core that was built with other members is refused when it is loaded: see `members`.
 """
@@ -15,8 +15,8 @@ import numpy as np
 
 from h5async.core.libraries import FUNCTIONS
 
-ABI = 15  # a number of the core's own, for changes that its structures do not show
-MAX_FILTERS, MAX_RANK = 32, 32  # what HDF5 has at most
+ABI = 15  # the core's own number, for changes that its structures do not show
+MAX_FILTERS, MAX_RANK = 32, 32  # HDF5's limits
 
 IO_MODES = {"auto": 0, "pread": 1, "map": 2}
 
@@ -28,7 +28,7 @@ class LibrariesStruct(Structure):
 
 
 class TraceEventStruct(Structure):
-    """From when to when a stage was done, of which batch, field and source; see src/trace.h."""
+    """Begin and end of a stage, with its batch, field and source; see src/trace.h."""
 
     _fields_ = [
         ("begin_ns", c_int64),
@@ -49,7 +49,7 @@ class TraceStruct(Structure):
 
 
 class FailureStruct(Structure):
-    """What of an item cannot be done, and why; see src/common.h."""
+    """Which part of an item failed, and why; see src/common.h."""
 
     _fields_ = [
         ("reason", c_int64),
@@ -98,7 +98,7 @@ class WorkerStruct(Structure):
 
 
 class FileStruct(Structure):
-    """An open file, its map, and its `FileStamp`; `event` is what a call of the core says of it."""
+    """An open file, its map, and its `FileStamp`; a call of the core sets `event`."""
 
     _fields_ = [
         ("fd", c_int32),
@@ -118,11 +118,11 @@ class FileStruct(Structure):
 
 
 class Event(IntEnum):
-    """Why a call did not do its work, or why its work is worthless."""
+    """Why a call did not do its work, or why its work is invalid."""
 
     NONE = 0
     CHANGED = 1  # the file is not what was indexed
-    FAULTED = 2  # a page of the map cannot be had
+    FAULTED = 2  # a page of the map cannot be read
     STOPPED = 3  # the reader is being closed
 
 
@@ -204,29 +204,29 @@ class UnpackStruct(Structure):
 class FramesStruct(Structure):
     """Encoded chunks, and the blocks into which they are cut; see `Core.cut_frames`.
 
-    The caller sets all but the last two, and owns the arrays: int64 but for `source_nbytes` and
-    `target_nbytes` (uint64) and `adler` (uint32).
+    The caller sets all but the last two, and owns the arrays. They are int64, except
+    `source_nbytes` and `target_nbytes` (uint64) and `adler` (uint32).
 
     Attributes
     ----------
     base, base_nbytes
-        Memory in which the encoded chunks lie.
+        Memory with the encoded chunks.
     position, nbytes
-        (`count`,): where in it, and how long.
+        (`count`,): their positions in it, and their lengths.
     kind, element, block_nbytes, has_checksum
         How a chunk is framed: a `FrameFormat`.
     expected_nbytes
-        Of a chunk, with the frame undone.
+        Bytes of a chunk without the frame.
     pitch
         Chunk k goes to byte k * `pitch` of the output; at least `expected_nbytes`.
     source, source_nbytes, target, target_nbytes
-        (`max_tasks`,): of each block, where it lies, from `base` on, and where it goes.
+        (`max_tasks`,): per block, its place from `base` on, and its place in the output.
     copy_source, copy_target, copy_nbytes
-        (`max_copies`,): the same of bytes that are not compressed.
+        (`max_copies`,): the same for bytes that are not compressed.
     adler
-        (`count`,): for DEFLATE, the Adler-32 that a decoded chunk must have; else None.
+        (`count`,): for DEFLATE, the Adler-32 of each decoded chunk; else None.
     num_tasks, num_copies
-        How many there are, all of chunks that were cut.
+        Their numbers, for the chunks that were cut.
     """
 
     _fields_ = [
@@ -257,7 +257,7 @@ class FramesStruct(Structure):
 
 
 class VisitStruct(Structure):
-    """Visits the chunks of a dataset, and takes their columns; see src/visit.h."""
+    """Visits the chunks of a dataset, and fills columns with them; see src/visit.h."""
 
     _fields_ = [
         ("iterate", c_void_p),
@@ -305,7 +305,7 @@ class SparseStruct(Structure):
 
 
 class MemberStruct(Structure):
-    """What a core says of one member of a structure."""
+    """A core's description of one member of a structure."""
 
     _fields_ = [("name", ctypes.c_char_p), ("offset", c_int64), ("nbytes", c_int64)]
 
@@ -328,7 +328,7 @@ STRUCTURES = {
 
 
 def members(structures: Mapping[str, type[Structure]]) -> dict[str, tuple[int, int]]:
-    """Return offset and size of each member of each structure, as the core should have them."""
+    """Return the expected offset and size of each member of each structure."""
     found = {"ABI": (ABI, 0)}
     for name, struct in structures.items():
         for member, *_ in struct._fields_:
@@ -348,7 +348,7 @@ _SOURCES = {"uint8": 11, "uint16": 12, "int16": 13, "float32": 14}
 
 
 def transform_source(raw: np.dtype[Any], delivered: np.dtype[Any], is_scaled: bool) -> int | None:
-    """Return the core's number for a conversion, or None where NumPy has to do it."""
+    """Return the core's number for a conversion, or None if NumPy has to do it."""
     if not raw.isnative:
         return None
     if raw == delivered and not is_scaled:

@@ -1,7 +1,7 @@
 """Declares the structures of the compiled core that describe tables, and the plans of batches.
 
-They hold addresses of arrays: whoever makes one keeps the arrays. `src/sources.h`, `src/store.h`,
-`src/tables.h`, `src/plan.h` and `src/window.h` say what they mean.
+They hold addresses of arrays; their owner keeps the arrays. `src/sources.h`, `src/store.h`,
+`src/tables.h`, `src/plan.h` and `src/window.h` explain the members.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class WantedStruct(Structure):
     _fields_ = [("sample", c_int64), ("position", c_int32), ("rank", c_int32)]
 
 
-# What a plan takes for a row of a field, at most, and for a sample: an item and a run of its own,
-# and a number and a position; and room to sort these.
+# The maximum that a plan takes per sample (a number and a position, and room to sort them), and per
+# row of a field (an item and a run, too).
 PLANNED_SAMPLE_NBYTES = 3 * ctypes.sizeof(WantedStruct)
 PLANNED_ROW_NBYTES = ctypes.sizeof(ItemStruct) + 3 * 8 + PLANNED_SAMPLE_NBYTES
-# What a thread takes that reads elements of variable length: HeapScratch in src/heap.h.
+# The memory of a thread that reads elements of variable length: HeapScratch in src/heap.h.
 HEAP_SCRATCH_NBYTES = (1 << 16) * 24 + 5 * 8 + 16 * 1024 + 512 * 16
-KEPT_OVERHEAD_NBYTES = 128  # of a decoded chunk that is kept, beside its bytes: KEPT_OVERHEAD
-REFUSED = 2  # the status of an item that is left to the Python implementation
+KEPT_OVERHEAD_NBYTES = 128  # per kept decoded chunk, beside its bytes: KEPT_OVERHEAD
+REFUSED = 2  # the status of an item that Python has read again, or reports as an error
 
 
 class ShapeStruct(Structure):
@@ -118,13 +118,13 @@ class StepRowsStruct(Structure):
 
 
 class SpanRowsStruct(Structure):
-    """The same where their number differs: a `SpanRows`."""
+    """The same if the number of rows differs: a `SpanRows`."""
 
     _fields_ = [("starts", c_void_p), ("num_samples", c_int64)]
 
 
 class FieldStruct(Structure):
-    """A `FieldTable`, and what its rows are made into."""
+    """A `FieldTable`, and how its rows are transformed."""
 
     _fields_ = [
         ("layers", POINTER(LayerStruct)),

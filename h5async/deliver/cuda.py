@@ -1,15 +1,15 @@
 """Delivers batches on a GPU: CuPy arrays, uploaded from pinned memory.
 
-How CUDA is kept in order, slot by slot. Uploads run on one stream of our own, the copy stream,
-and kernels on another, the work stream, so that one batch is permuted while the next one is
-uploaded. (1) The copy stream waits for the events that the caller's streams recorded when the batch
-was handed back, and for the slot's last kernel, so nothing on the device is overwritten while a
-kernel may read it. (2) The work stream waits for the upload. (3) The caller's streams wait for what
-comes last of a slot, upload or kernel; the host does not. (4) Before a host array is refilled, a
-worker waits for its upload. No other rule is needed, because one slot's fills, uploads and uses
-follow each other in program order.
+CUDA's order is kept slot by slot. Uploads run on one stream of our own, the copy stream, and
+kernels on another, the work stream, so that one batch is permuted while the next one is uploaded.
+(1) The copy stream waits for the events that the caller's streams recorded when the batch was
+handed back, and for the slot's last kernel, so nothing on the device is overwritten while a kernel
+may read it. (2) The work stream waits for the upload. (3) The caller's streams, but not the host,
+wait for the slot's last upload or kernel. (4) Before a host array is refilled, a worker waits for
+its upload. No other rule is needed, because one slot's fills, uploads and uses follow each other in
+program order.
 
-The caller's streams are CuPy's current one and, where PyTorch uses the GPU, PyTorch's.
+The caller's streams are CuPy's current one and, if PyTorch uses the GPU, PyTorch's.
 """
 
 from __future__ import annotations
@@ -42,22 +42,11 @@ from h5async.samples.ragged import native
 from h5async.samples.samplearrays import memory_of, with_memory
 from h5async.spelling import named
 
-_CACHE_SHARE = 0.8  # of the device's free memory, where no budget is given
+_CACHE_SHARE = 0.8  # of the device's free memory, if no budget is given
 
 
 class CudaDevice(SharedBySlots):
-    """Batches are CuPy arrays, uploaded from pinned memory.
-
-    Parameters
-    ----------
-    gpu
-        On which they are.
-
-    Raises
-    ------
-    DeviceError
-        If the GPU cannot be used.
-    """
+    """Delivers CuPy arrays, uploaded from pinned memory; `DeviceError` if the GPU is unusable."""
 
     def __init__(self, gpu: Gpu) -> None:
         super().__init__(gpu)
@@ -77,10 +66,7 @@ class CudaDevice(SharedBySlots):
     ) -> list[DeviceSlot]:
         """Allocate pinned host slots and device slots of `rows` rows.
 
-        Raises
-        ------
-        DeviceError
-            If CuPy lacks a dtype, memory is short, or the GPU fails.
+        `DeviceError` is raised if CuPy lacks a dtype, memory is short, or the GPU fails.
         """
         outlines = outlines or [Outline(name, (i,)) for i, name in enumerate(transforms)]
         dtypes = {name.partition(INDICES)[0]: one.dtype for name, one in transforms.items()}
@@ -110,7 +96,7 @@ class CudaDevice(SharedBySlots):
                     for _ in range(count)
                 ]
         except lacks as error:
-            forget_frames(error)  # which hold the slots that there was memory for
+            forget_frames(error)  # they hold the slots allocated so far
             if not (isinstance(error, MemoryError) or gpu.is_lack_of_memory(error)):
                 with gpu.failing("no slots can be made"):
                     raise
@@ -144,7 +130,7 @@ class CudaDevice(SharedBySlots):
             self.kernels.load()
 
     def drop_decoders(self) -> None:
-        """Give the memory back that is only for decoding here, which is not done any more."""
+        """Free the memory that is only for decoding on the device."""
         self.decoders = {}
         for slot in self.slots:
             slot.drop_staging()
@@ -157,10 +143,7 @@ class CudaDevice(SharedBySlots):
     def open_cache(self, selection: Selection, cache_bytes: int | None) -> Residency | Budget:
         """Reserve device memory for the rows of all samples of a selection, as they are uploaded.
 
-        Returns
-        -------
-        Residency or Budget
-            The budget, where it does not suffice, by `cache_bytes` or by what the GPU has free.
+        If `cache_bytes` or the GPU's free memory does not suffice, the `Budget` is returned.
         """
         gpu, nbytes = self.gpu, selection.size * sum(self._row_nbytes)
         if cache_bytes is None:
@@ -194,22 +177,16 @@ class CudaDevice(SharedBySlots):
             )
 
     def host_memory(self, nbytes: int) -> NDArray[np.uint8]:
-        """Return pinned memory.
-
-        Raises
-        ------
-        DeviceError
-            If the GPU refuses.
-        """
+        """Return pinned memory; `DeviceError` if the GPU refuses."""
         with self.gpu.working(f"{nbytes:,} bytes of host memory could not be pinned"):
             return self.gpu.pinned_memory(nbytes)
 
     def can_transform(self, transform: RowTransform) -> bool:
-        """Tell whether the GPU transforms rows to the very bits of the host."""
+        """Tell whether the GPU transforms rows with exactly the host's result."""
         return not needs_host(transform)
 
     def share(self) -> None:
-        """Order the caller's other streams behind what its current one was given."""
+        """Have the caller's other streams wait for the work of its current one."""
         with self.gpu.working("a batch could not be shared between streams"):
             current, *others = self.gpu.streams()
             for stream in others:
@@ -221,7 +198,7 @@ class CudaDevice(SharedBySlots):
         event.hold(then)
 
     def poison(self, arrays: Iterable[Any]) -> None:
-        """Fill arrays with bytes of 255, on the current stream and behind the caller's others."""
+        """Fill arrays with bytes of 255, on the current stream, after work of the other ones."""
         with self.gpu.working("a batch could not be poisoned"):
             current, *others = self.gpu.streams()
             for stream in others:
@@ -234,15 +211,15 @@ class CudaDevice(SharedBySlots):
 
     @property
     def is_writable_at_once(self) -> bool:
-        """Return False: what was uploaded from a slot has to be awaited."""
+        """Return False: uploads from a slot have to be waited for."""
         return False
 
     def current(self) -> AbstractContextManager[Any]:
-        """Return a context in which this GPU is the current one, and its errors are ours."""
+        """Return a context that makes this GPU current, and turns its errors into `DeviceError`."""
         return self.gpu.working("arrays could not be copied")
 
     def close(self) -> None:
-        """Wait until the GPU uses none of the slots' memory any more."""
+        """Wait until the GPU no longer uses the slots' memory."""
         with self.gpu.freeing():
             self.gpu.cupy.cuda.runtime.deviceSynchronize()
         self.cache, self.decoders, self.slots = [], {}, []

@@ -1,8 +1,8 @@
-"""One field of a slot on a GPU, the arrays of which differ in size from batch to batch.
+"""One field of a slot on a GPU whose arrays differ in size from batch to batch.
 
-Sparse or ragged samples, images, or whatever `postprocess` has made enter, in host memory; the same
-of CuPy arrays leaves, or the plain array that is made of it here. Only what a batch has is
-uploaded. `cuda.py` tells what keeps the order.
+Sparse or ragged samples, images, or results of `postprocess` enter, in host memory; the same with
+CuPy arrays leaves, or the plain array that is made of it here. Only the batch's actual values are
+uploaded. `cuda.py` explains how the order is kept.
 """
 
 from __future__ import annotations
@@ -30,27 +30,23 @@ _CUPY_TYPES = "?bhilqBHILQefdFD"  # NumPy's one-letter codes
 
 
 class CudaField:
-    """What a slot has of a field beside its rows. Used by whoever fills the slot.
+    """A slot's memory for a field beside its rows. Used by the thread that fills the slot.
 
     Parameters
     ----------
-    gpu, kernels
-        Where the field goes, and what works there.
     rows
-        Samples that the slot has room for.
+        Samples that fit into the slot.
     outline
-        How the field is put together; None: it is uploaded as it is.
-    transform
-        Of the values of samples.
-    index_dtype
-        Of the indices of sparse samples.
+        How the field is assembled; None: it is uploaded unchanged.
+    transform, index_dtype
+        Of the values of samples, and of the indices of sparse ones.
     parts
-        Memory of the slot that is pinned, or is pinned as it is used; what lies elsewhere is copied
-        to pinned memory first.
+        Memory of the slot that is pinned, now or when used; arrays elsewhere are first copied to
+        pinned memory.
     is_done
-        Whether it is done on the host.
+        Whether the host has transformed it.
     is_pinned
-        Whether its values lie in pinned memory wherever they do.
+        Whether its values are always in pinned memory.
     """
 
     def __init__(
@@ -71,7 +67,7 @@ class CudaField:
         self._parts = parts
         self._is_pinned = is_pinned
         self._on_device: list[Growing] = []  # by array
-        self._pinned: list[Growing] = []  # for what is pinned nowhere else
+        self._pinned: list[Growing] = []  # for arrays that are not pinned elsewhere
         pixels = None if outline is None else outline.pixels
         self._transform = transform if pixels is None else pixels
         self._change: RowChange | None = None
@@ -86,13 +82,13 @@ class CudaField:
         self._bad: Any = None
         if outline is not None and outline.is_left:
             self._reserve(outline, rows)
-        self._batch: Any = None  # on its way: as it is in host memory,
+        self._batch: Any = None  # the uploaded batch in host memory,
         self._arrays: list[Any] = []  # and its arrays on the device
 
     def _begin(
         self, transform: RowTransform, index_dtype: np.dtype[Any] | None, is_done: bool
     ) -> None:
-        """Take memory for a batch of the usual size."""
+        """Allocate memory for a batch of the usual size."""
         value_nbytes = transform.nbytes if is_done else transform.raw_nbytes
         self._on_device.append(self._room(transform.likely * value_nbytes))
         if index_dtype is not None:
@@ -101,7 +97,7 @@ class CudaField:
             self._changed = self._room(transform.likely * transform.nbytes)
 
     def _reserve(self, outline: Outline, rows: int) -> None:
-        """Take memory for the plain array that is made here."""
+        """Allocate memory for the plain array that is made here."""
         cupy = self._gpu.cupy
         if outline.pixels is not None:
             self._made = cupy.empty((rows, *outline.pixels.row), outline.pixels.dtype)
@@ -116,13 +112,7 @@ class CudaField:
         return Growing(partial(_new_room, self._gpu), nbytes)
 
     def upload(self, batch: Any, stream: Any) -> None:
-        """Put the upload of a batch's arrays on a stream.
-
-        Raises
-        ------
-        DeviceError
-            If CuPy lacks a dtype.
-        """
+        """Put the upload of a batch's arrays on a stream; `DeviceError` if CuPy lacks a dtype."""
         several = [native(array) for array in memory_of(batch)]
         while len(self._on_device) < len(several):
             self._on_device.append(self._room(0))
@@ -156,7 +146,7 @@ class CudaField:
         return pinned
 
     def deliver(self) -> Any:
-        """Put what is left to do on the current stream; return what is delivered."""
+        """Put the remaining work on the current stream; return the delivered arrays."""
         batch, self._batch = self._batch, None
         arrays, self._arrays = self._arrays, []
         if self._outline is not None and self._outline.pixels is not None:
@@ -168,7 +158,7 @@ class CudaField:
         return self._plain(arrays, self._made[: len(batch)])
 
     def _plain(self, arrays: Sequence[Any], out: Any) -> Any:
-        """Return a plain array, made of samples of differing lengths."""
+        """Return a plain array, made from samples of differing lengths."""
         of_samples = self._kernels.of_samples
         if self._index_dtype is not None:
             data, indices, indptr = arrays
@@ -181,7 +171,6 @@ class CudaField:
         return out
 
     def _changed_values(self, raw: Any) -> Any:
-        """Return transformed values of samples."""
         transform = self._transform
         assert transform is not None
         shape = len(raw), *transform.row
@@ -194,7 +183,7 @@ class CudaField:
         assert transform is not None
         if not out.size:
             return out
-        if change.gathers and transform.channels == 1:  # all values are as good as one row
+        if change.gathers and transform.channels == 1:  # all values may be taken as one row
             change.change(raw.reshape(1, -1), self._numbers(1), out.reshape(1, -1))
         else:
             numbers = self._numbers(len(raw)) if change.gathers else None
@@ -202,7 +191,7 @@ class CudaField:
         return out
 
     def _numbers(self, count: int) -> Any:
-        """Return the numbers from 0 on."""
+        """Return the numbers 0 to `count` - 1."""
         if self._every is None or count > self._every.size:
             with self._gpu.allocating():
                 every = np.arange(max(64, count + count // MORE), dtype=np.int64)
@@ -210,7 +199,7 @@ class CudaField:
         return self._every[:count]
 
     def warm_up(self) -> None:
-        """Run each kernel, on the current stream, which is to be waited for."""
+        """Run each kernel on the current stream; the caller waits for it."""
         transform, outline = self._transform, self._outline
         for rows in (1, 2):
             if transform is not None and self._change is not None:

@@ -1,7 +1,7 @@
 """One slot on a GPU: pinned host arrays, and device arrays of the same batch.
 
-A filled batch in host memory enters; arrays on the GPU leave. `cuda.py` tells what keeps the
-order.
+A filled batch in host memory enters; arrays on the GPU leave. `cuda.py` explains how the order is
+kept.
 """
 
 from __future__ import annotations
@@ -36,22 +36,17 @@ _BYTE = np.dtype(np.uint8)
 class SharedBySlots:
     """What the slots on a GPU have in common.
 
-    Parameters
-    ----------
-    gpu
-        On which they are.
-
     Attributes
     ----------
     copy_stream, work_stream
-        Of uploads, and of kernels.
+        For uploads, and for kernels.
     cache, cached
-        The rows of samples `cached`, one array a field, as uploaded; empty: none are kept.
+        The rows of samples `cached`, one array per field, as uploaded; empty if none are kept.
     decoders
         By column.
     decoding
-        Decoders work in memory of their own, in the order of the work stream: what puts one
-        batch's work there must not be mixed with what puts another's.
+        Held while a batch's decoding is put on the work stream. Decoders have memory of their own,
+        so the work of two batches must not be mixed there.
     """
 
     def __init__(self, gpu: Gpu) -> None:
@@ -70,25 +65,22 @@ class CudaSlot:
 
     Parameters
     ----------
-    device
-        Where the batches go.
-    rows
-        Samples in a batch.
     transforms, on_host
-        By column: what is done, and whether it is done on the host.
+        By column: the transform, and whether it is done on the host.
     shared
-        Where a helper process fills the slot: the memory that it has too.
+        If a helper process fills the slot, the memory shared with it.
     outlines
-        How each field is put together of its columns.
+        How each field is assembled from its columns.
     postprocess
-        Whether arrays are whatever a function of the user's returns.
+        Whether arrays are results of a user's function, which may be any.
 
     Attributes
     ----------
     staging
         By column: memory for encoded chunks.
     staged
-        By column: which were read for the batch at hand, in place of rows. Set before they are.
+        By column: the chunks that are read for the current batch, in place of rows. Set before they
+        are read.
     """
 
     def __init__(
@@ -110,8 +102,8 @@ class CudaSlot:
             field: Staging(gpu, decoder.form, self._empty_filled)
             for field, decoder in device.decoders.items()
         }
-        # What is uploaded of all columns that have a row for each sample lies in one piece, on both
-        # sides, to be sent in one go. Of other columns only what a batch has is sent.
+        # The uploaded data of all columns with a row per sample are contiguous, on both sides, to
+        # be sent at once. Of other columns only the batch's values are sent.
         self._rows = rows
         laid_out = host_slot(
             rows,
@@ -128,7 +120,7 @@ class CudaSlot:
         self.memory = laid_out.memory._replace(
             made=made_on_host(rows, outlines, self._empty_made),
         )
-        # By column; for those that are not in the block, nothing.
+        # By column; empty for those that are not in the block.
         self._in_block = [transform.capacity is None for transform in transforms]
         nothing = cupy.empty(0, np.uint8)
         self._raw = [
@@ -149,7 +141,7 @@ class CudaSlot:
             device.kernels.row_change(transform, gpu.on_device) if is_in else None
             for transform, is_in in zip(transforms, self._in_block, strict=True)
         ]
-        # By field: what is not in the block; None: it is.
+        # By field; None for those in the block.
         self._fields = [
             self._new_field(outline, laid_out, transforms, on_host, postprocess)
             for outline in outlines
@@ -159,7 +151,7 @@ class CudaSlot:
         self._index = self._empty_pinned((rows,), np.dtype(np.int64))
         self._index_on_device = cupy.empty(rows, np.int64)
         self._every = gpu.on_device(np.arange(rows, dtype=np.int64))
-        # What `postprocess` returns may be of any shape; memory for it is made when it comes.
+        # Results of `postprocess` may have any shape; their memory is allocated when they come.
         self._others: dict[int, CudaField] = {}
         self._uploaded = gpu.event(blocks=True)
         self._ready = gpu.event()
@@ -177,11 +169,11 @@ class CudaSlot:
         on_host: Sequence[bool],
         postprocess: bool,
     ) -> CudaField | None:
-        """Return a field that is not in the block; None: it is."""
+        """Return a field that is not in the block; None if it is."""
         if not outline.is_varying:
             return None
         gpu, kernels = self._gpu, self._device.kernels
-        if outline.is_encoded:  # what is decoded has pinned memory of its own
+        if outline.is_encoded:  # decoded images have pinned memory of their own
             is_pinned = self._shared is None and not postprocess
             return CudaField(gpu, kernels, self._rows, outline, is_pinned=is_pinned)
         first, *others = outline.columns
@@ -217,7 +209,7 @@ class CudaSlot:
         return memory
 
     def _empty_filled(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-        """Return pinned memory that whoever fills the slot has too."""
+        """Return pinned memory that the filler has, too, also in a helper process."""
         if self._shared is None:
             return self._empty_pinned(shape, dtype)
         memory = self._shared.empty(math.prod(shape) * dtype.itemsize)
@@ -258,17 +250,9 @@ class CudaSlot:
     ) -> tuple[Any, ...]:
         """Upload on the copy stream; permute, cast and scale in one kernel on the work stream.
 
-        Returns
-        -------
-        tuple of cupy.ndarray, Ragged or Csr
-            Views of the device slot, to be used after `acquire`: fields, and masks behind them.
-
-        Raises
-        ------
-        NotDecoded
-            If the host has to decode chunks of this batch.
-        DeviceError
-            If the GPU fails.
+        Returns views of the device slot, fields and then masks, for use after `acquire`.
+        `NotDecoded` is raised if the host has to decode chunks of this batch, `DeviceError` if the
+        GPU fails.
         """
         device = self._device
         staged = {} if outcome.is_resident else self.staged
@@ -282,7 +266,7 @@ class CudaSlot:
                         device.decoders[i].upload(plan, self.staging[i], stream)
                     fields = self._upload_fields(outcome, masks, staged, stream)
                     self._sent.record(stream.ptr)
-                finally:  # whatever was put on the stream, the next fill waits for it
+                finally:  # the next fill waits for all that was put on the stream
                     self._uploaded.record(stream.ptr)
             with self._work_stream as stream:
                 self._uploaded.hold(stream.ptr)
@@ -295,13 +279,13 @@ class CudaSlot:
                         else field.deliver()
                         for i, field in enumerate(fields)
                     )
-                finally:  # whatever was put on the stream, the next upload waits for it
+                finally:  # the next upload waits for all that was put on the stream
                     self._ready.record(stream.ptr)
                     self._done.record(stream.ptr)
         return delivered
 
     def transfer_seconds(self) -> float:
-        """Wait for the last upload; return what the slower of link and kernels took for it."""
+        """Wait for the last upload; return the time of the slower of link and kernels."""
         with self._gpu.working("an upload failed"):
             self._done.synchronize()
             sent = self._sent.seconds_since(self._begun[0])
@@ -314,7 +298,7 @@ class CudaSlot:
         staged: Mapping[int, EncodedPlan],
         stream: Any,
     ) -> list[CudaField | None]:
-        """Upload rows; return, by field and mask, what has what is none of the slot's rows."""
+        """Upload rows; return, by field and mask, a `CudaField` for those that are not rows."""
         size = outcome.index.size
         if self._device.cache:
             self._index[:size] = self._device.cached.positions(outcome.index)
@@ -340,7 +324,7 @@ class CudaSlot:
         return found
 
     def _uploaded_other(self, i: int, array: Any, stream: Any) -> CudaField:
-        """Upload what is none of the slot's rows."""
+        """Upload an array that is not the slot's rows."""
         field = self._fields[i] if i < len(self._fields) else None
         if field is None:
             field = self._others.get(i)
@@ -350,10 +334,7 @@ class CudaSlot:
         return field
 
     def _decode(self, staged: Mapping[int, EncodedPlan], stream: Any) -> None:
-        """Decode chunks on the work stream; wait, and see that they are what they should be.
-
-        No cache is given anything before.
-        """
+        """Decode chunks on the work stream, wait, and check them before anything is cached."""
         for i in staged:
             rows = self._raw[i].view(np.uint8)
             with self._device.decoding:
@@ -376,12 +357,12 @@ class CudaSlot:
             streams = self._gpu.streams()
             while len(self._released) < len(streams):
                 self._released.append(self._gpu.event())
-            with contextlib.ExitStack() as stack:  # all are tried, also where one fails
+            with contextlib.ExitStack() as stack:  # all are tried, even if one fails
                 for event, stream in zip(self._released, streams, strict=False):
                     stack.callback(event.record, stream)
 
     def drop_staging(self) -> None:
-        """Give the memory back that is only for chunks to be decoded on the device."""
+        """Free the memory that is only for chunks to be decoded on the device."""
         self.staging, self.staged = {}, {}
 
     def _transformed(self, i: int, outcome: FillOutcome) -> Any:

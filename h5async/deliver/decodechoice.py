@@ -1,8 +1,7 @@
 """Chooses, by measurement, where chunks are decoded: on the host or on the GPU.
 
-With `decode="auto"` the first batches are decoded alternately, here and there, until each was
-measured often enough. What counts is what holds the pipeline up: the threads together, the link, or
-the kernels.
+With `decode="auto"` the first batches are decoded on both in turn, until each was measured often
+enough. The slowest stage counts: all threads together, the link, or the kernels.
 """
 
 from __future__ import annotations
@@ -11,19 +10,14 @@ import math
 import threading
 from typing import Literal
 
-_MEASURED = 4  # batches decoded on each; the first is warm-up, and left out
-_MARGIN = 0.9  # the GPU, which has other work, must be faster by so much
+_MEASURED = 4  # batches decoded on each; the first is warm-up, and does not count
+_MARGIN = 0.9  # the GPU, which has other work, must be faster by this factor
 
 
 class DecodeChoice:
-    """Decides where chunks are decoded. Safe to use from many threads.
+    """Decides where chunks are decoded, by the option `decode`. Safe to use from many threads.
 
-    Parameters
-    ----------
-    decode
-        The option: ``"auto"``, ``"host"`` or ``"device"``.
-    obstacle
-        Why the GPU cannot decode, if it cannot.
+    `obstacle` says why the GPU cannot decode, if it cannot.
     """
 
     def __init__(self, decode: Literal["auto", "host", "device"], obstacle: str | None) -> None:
@@ -54,7 +48,7 @@ class DecodeChoice:
 
     @property
     def is_running(self) -> bool:
-        """Whether times are still wanted."""
+        """Whether more times are needed."""
         return self._on_device is None
 
     def next_on_device(self) -> bool:
@@ -67,7 +61,7 @@ class DecodeChoice:
             return is_next
 
     def note(self, on_device: bool, seconds: float) -> None:
-        """Note what the slowest stage took for a batch, in seconds."""
+        """Note the seconds of a batch's slowest stage."""
         with self._lock:
             if self._on_device is not None:
                 return
@@ -86,7 +80,7 @@ class DecodeChoice:
                 )
 
     def note_fallback(self) -> None:
-        """Note a batch that the device was to decode, and the host has to."""
+        """Note a batch that was meant for the device, and that the host has to decode."""
         with self._lock:
             self._fallbacks += 1
         self.note(True, math.inf)

@@ -1,9 +1,8 @@
-"""Plans which encoded chunks a GPU is given to decode. Pure.
+"""Plans which encoded chunks a GPU decodes. Pure.
 
 The tables of fields and the core's plans enter. A field whose chunks a GPU can decode gets an
-`EncodedFormat`. For a batch, an `EncodedPlan` leaves: which chunks are read encoded, as they are
-stored in the file, and where the samples in them go; so chunks cross the link to the GPU
-compressed.
+`EncodedFormat`. For a batch, an `EncodedPlan` leaves: the chunks that are read as stored in the
+file, and where the samples in them go. So chunks cross the link to the GPU compressed.
 """
 
 from __future__ import annotations
@@ -24,31 +23,29 @@ from h5async.read.collection import Planned, Ranges
 Int64s = NDArray[np.int64]
 
 _ALIGNMENT = 16  # of encoded and decoded chunks
-_DEFLATE_BEGIN = 14  # behind a multiple of it: so the stream, 2 bytes on, is aligned
-_MOST_DECODED_NBYTES = 4 << 30  # of a batch, before samples are taken out
+_DEFLATE_BEGIN = 14  # past a multiple of it: the stream, 2 bytes later, is aligned
+_MOST_DECODED_NBYTES = 4 << 30  # per batch, before samples are extracted
 _MOST_ENCODED_NBYTES = 1 << 30
 
 
 @dataclass(frozen=True)
 class EncodedFormat:
-    """How chunks of a dataset are decoded on a GPU, and what a batch takes at most.
+    """How chunks of a dataset are decoded on a GPU, and the limits of a batch.
 
     Attributes
     ----------
     frame
         How encoded bytes are framed.
     unshuffles
-        What is undone after the codec, in this order.
+        Undone after the codec, in this order.
     shape
         How pieces lie in chunks and rows.
-    row_nbytes
-        Of a row.
     pitch
         Bytes between decoded chunks.
     max_chunks, max_tasks, max_runs
-        In a batch, at most: chunks, compressed blocks, runs of samples.
+        Maximum per batch: chunks, compressed blocks, runs of samples.
     encoded_nbytes
-        Bytes that the encoded chunks of a batch take at most.
+        Maximum bytes of a batch's encoded chunks.
     """
 
     frame: FrameFormat
@@ -63,16 +60,16 @@ class EncodedFormat:
 
     @property
     def list_words(self) -> int:
-        """Words of 64 bits of the lists that are uploaded with a batch.
+        """64-bit words of the lists that are uploaded with a batch.
 
-        Of blocks, copies, checksums (two to a word), and runs.
+        They are blocks, copies, checksums (two per word), and runs.
         """
         tasks, chunks = self.max_tasks, self.max_chunks
         return 4 * tasks + 3 * (chunks + tasks) + (chunks + 1) // 2 + 5 * self.max_runs
 
     @property
     def staging_nbytes(self) -> int:
-        """Bytes of host memory that a slot takes for a batch's encoded chunks and their lists."""
+        """Bytes of host memory that a slot needs for a batch's encoded chunks and their lists."""
         lists = 4 * self.max_tasks + 3 * (
             self.max_chunks + self.max_tasks
         )  # before they are packed
@@ -86,15 +83,15 @@ class EncodedFormat:
 
 @dataclass(frozen=True, slots=True)
 class EncodedPlan:
-    """Which chunks are read encoded, and where the samples in them go.
+    """The chunks that are read encoded, and where the samples in them go.
 
     Attributes
     ----------
     chunks
         Each chunk once.
     run_chunk, run_cross, run_local, run_position, run_length
-        int64 (r,): samples that go from a chunk to the batch: the chunk, its index in the
-        cross-section, the first sample in the chunk, the first row of the batch, and how many.
+        int64 (r,): runs of samples that go from a chunk to the batch: the chunk, its index in the
+        cross-section, the first sample in the chunk, the first row of the batch, and the length.
     """
 
     chunks: Ranges
@@ -120,16 +117,7 @@ def encoded_format(
 ) -> EncodedFormat | str:
     """Return how a GPU decodes chunks of a dataset, or why it cannot.
 
-    Parameters
-    ----------
-    layout
-        Of the dataset.
-    core
-        The compiled core, which plans batches and reads encoded chunks.
-    rows
-        Samples in a batch.
-    in_order
-        Whether batches hold neighbouring samples.
+    `rows` are the samples of a batch; `in_order` says whether batches hold neighbouring samples.
     """
     filters = next(iter(layout.leaves())).filters
     frame = frame_format(filters)
@@ -178,7 +166,7 @@ def _reason_against(table: FieldTable | None, row_nbytes: int) -> str | None:
         for shape in table.shapes
     )
     if len(table.layers) > 1 or table.is_filled_first or not is_whole:
-        return "it is put together out of pieces of other datasets"
+        return "it consists of pieces of other datasets"
     if not all(_are_alike(table.shapes[0], shape) for shape in table.shapes[1:]):
         return "its files differ in chunks or filters"
     return None
@@ -199,22 +187,11 @@ def plan_encoded(
     column: int,
     memory: NDArray[np.uint8],
 ) -> EncodedPlan | None:
-    """Plan how the chunks of a batch are given to a GPU.
+    """Plan how the chunks of a batch are given to a GPU; None if the host has to decode them.
 
-    Parameters
-    ----------
-    form, table
-        Of a field that has an `EncodedFormat`.
-    planned, column
-        The core's plan of the batch, and the number of the field in it.
-    memory
-        uint8: where encoded chunks go.
-
-    Returns
-    -------
-    EncodedPlan or None
-        None where the host has to decode this batch: some chunks were never written, or some
-        filter was left out for some.
+    That is so if some chunks were never written, or some filter was skipped for some. `planned` is
+    the core's plan of the batch, in which the field has number `column`; `memory`, uint8, takes the
+    encoded chunks.
     """
     items, layer = planned.items[planned.items["field"] == column], table.layers[0]
     if not items.size or (items["kind"] != Kind.CHUNKS).any():
@@ -229,7 +206,7 @@ def plan_encoded(
     pieces = extent.shape[1]
     nbytes = table.nbytes[chunk]
     room = -(-nbytes // _ALIGNMENT) * _ALIGNMENT + _ALIGNMENT
-    # All runs of an item's samples, once for each of its pieces.
+    # All runs of an item's samples, once per piece.
     count = items["num_runs"]
     item = np.repeat(np.arange(items.size), count)
     run = np.arange(item.size) + np.repeat(items["first_run"] - np.cumsum(count) + count, count)
@@ -253,7 +230,7 @@ def plan_encoded(
 
 
 def _extents(table: FieldTable, layer: Layer, segment: NDArray[np.int32], number: Int64s) -> Int64s:
-    """Return the extents of chunks, (items, pieces); -1: never written."""
+    """Return the extents of chunks, (items, pieces); -1 for chunks that were never written."""
     begin, count = (column[segment][:, np.newaxis] for column in (layer.begin, layer.count))
     found = np.where(number < count, begin + number, -1)
     for sparse in np.unique(segment[layer.is_sparse[segment]]).tolist():

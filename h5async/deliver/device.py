@@ -1,4 +1,4 @@
-"""Says by two protocols what a device is: `host.py` and `cuda.py` are what there is of them."""
+"""Defines what a device is by two protocols, which `host.py` and `cuda.py` implement."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from h5async.samples.devicefields import Outline
 
 
 class NotDecoded(Exception):
-    """The host has to decode a batch; the message says why, to whom it may concern."""
+    """The host has to decode a batch; the message says why."""
 
 
 class DeviceSlot(Protocol):
@@ -34,22 +34,19 @@ class DeviceSlot(Protocol):
     def upload(
         self, outcome: FillOutcome, masks: Sequence[NDArray[np.bool_]] = ()
     ) -> tuple[Any, ...]:
-        """Begin to bring a filled batch to the device, and masks behind it; in a worker.
+        """Begin to bring a filled batch, and then masks, to the device; in a worker.
 
-        Raises
-        ------
-        NotDecoded
-            If the host has to decode its chunks; they were waited for.
+        `NotDecoded` is raised if the host has to decode its chunks; they were waited for.
         """
 
     def transfer_seconds(self) -> float:
-        """Wait for the last upload; return what the slower of link and kernels took for it."""
+        """Wait for the last upload; return the time of the slower of link and kernels."""
 
     def acquire(self) -> None:
-        """Order the caller's current streams behind the upload."""
+        """Make the caller's current streams wait for the upload."""
 
     def release(self) -> None:
-        """Note how far the caller's current streams have come: they are done with the batch."""
+        """Record the caller's current streams, which are done with the batch."""
 
 
 class Device(Protocol):
@@ -65,7 +62,7 @@ class Device(Protocol):
 
     @property
     def is_writable_at_once(self) -> bool:
-        """Whether a slot that is free may be filled without `DeviceSlot.wait_writable`."""
+        """Whether a free slot may be filled without `DeviceSlot.wait_writable`."""
 
     def open_slots(
         self,
@@ -86,35 +83,35 @@ class Device(Protocol):
         transforms
             By column.
         postprocess
-            Whether it wants delivered arrays on the host.
+            Whether it needs delivered arrays on the host.
         encoded_formats
-            How chunks of each column are decoded on the device, where they are.
+            By column: how its chunks are decoded on the device, if they are.
         shared
-            Where a helper process fills the slots: the memory that it has too.
+            If a helper process fills the slots, the memory shared with it.
         outlines
-            How each field is put together of its columns; empty: a column is a field.
+            How each field is assembled from its columns; empty: a column is a field.
         """
 
     def host_memory(self, nbytes: int) -> NDArray[np.uint8]:
         """Return host memory for arrays that a worker makes beside a slot's; in any thread."""
 
     def can_transform(self, transform: RowTransform) -> bool:
-        """Tell whether the device transforms rows to the very bits of the host."""
+        """Tell whether the device transforms rows with exactly the host's result."""
 
     def open_cache(self, selection: Selection, cache_bytes: int | None) -> Residency | Budget:
-        """Make room for the rows of all samples, after `open_slots`, if the budget allows it."""
+        """Reserve room for the rows of all samples, after `open_slots`, if the budget allows it."""
 
     def current(self) -> AbstractContextManager[Any]:
         """Return a context in which this device is the current one."""
 
     def owned(self, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return host arrays as arrays that last where batches are delivered; may block."""
+        """Return host arrays as lasting arrays where batches are delivered; may block."""
 
     def share(self) -> None:
-        """Order the caller's other streams behind what its current one was given."""
+        """Have the caller's other streams wait for the work of its current one."""
 
     def poison(self, arrays: Iterable[Any]) -> None:
-        """Fill arrays with bytes of 255 (NaN, -1, 255), behind all that the caller does now."""
+        """Fill arrays with bytes of 255 (NaN, -1, 255), after all work of the caller."""
 
     def close(self) -> None:
-        """Wait until the device uses none of the slots' memory any more. Raises nothing."""
+        """Wait until the device no longer uses the slots' memory. Raises nothing."""

@@ -1,9 +1,9 @@
 """Decodes chunks on the GPU: encoded chunks in pinned memory enter, rows of a batch leave.
 
 The host cuts the chunks' frames into compressed blocks (`core/src/frames.h`), nvCOMP decodes all
-blocks of a batch in one call, and our kernels undo the shuffling, check, and put samples to their
-rows. What the host is in doubt about, or what does not come out as it should, is not decoded here:
-the host decodes that batch again, and raises the error that says what is wrong.
+blocks of a batch in one call, and our kernels undo the shuffling, check, and copy samples to their
+rows. If anything is doubtful, or fails a check, the host decodes that batch again, and raises the
+error that says what is wrong.
 """
 
 from __future__ import annotations
@@ -36,16 +36,9 @@ _MEMORY_SHARE = 0.5  # of the GPU's free memory, for decoding
 
 
 class Staging:
-    """What one slot needs for the encoded chunks of one field, on the host and on the device.
+    """A slot's memory for the encoded chunks of one field, on the host and on the device.
 
-    Parameters
-    ----------
-    gpu
-        Where chunks are decoded.
-    form
-        How chunks are decoded.
-    empty_pinned
-        Makes an array in pinned memory.
+    `empty_pinned` makes an array in pinned memory.
     """
 
     def __init__(self, gpu: Gpu, form: EncodedFormat, empty_pinned: EmptyPinned) -> None:
@@ -61,11 +54,11 @@ class Staging:
         self.blocks = np.empty((4, tasks), word)
         self.copies = np.empty((3, chunks + tasks), word)
         self.adler = np.empty(chunks, np.uint32)
-        self.views: list[Any] = []  # of `lists_on_device`, for the batch that is on its way
+        self.views: list[Any] = []  # of `lists_on_device`, for the current batch
         self.count = 0
 
     def pack(self, arrays: Iterable[NDArray[Any]]) -> int:
-        """Lay lists out one behind the other, to be uploaded at once; return how many words."""
+        """Concatenate lists, to be uploaded at once; return the number of words."""
         self.views = []
         begin = 0
         for array in arrays:
@@ -77,15 +70,7 @@ class Staging:
 
 
 class DeviceDecoder:
-    """Decodes chunks of one field. Safe to use from many threads, but for `decode`.
-
-    Parameters
-    ----------
-    gpu, kernels, nvcomp, core
-        Where it is done, and by what.
-    form
-        How it is done.
-    """
+    """Decodes chunks of one field. Safe to use from many threads, except `decode`."""
 
     def __init__(
         self, gpu: Gpu, kernels: Kernels, nvcomp: Nvcomp, core: Core, form: EncodedFormat
@@ -119,10 +104,7 @@ class DeviceDecoder:
     def upload(self, plan: EncodedPlan, staging: Staging, stream: Any) -> None:
         """Cut the chunks of a batch, and upload them and the lists of their blocks.
 
-        Raises
-        ------
-        NotDecoded
-            If anything about a chunk is odd.
+        `NotDecoded` is raised if anything about a chunk is unusual.
         """
         form, frames = self.form, self._cut(plan, staging)
         tasks, copies = frames.num_tasks, frames.num_copies
@@ -146,18 +128,11 @@ class DeviceDecoder:
         self._gpu.upload(staging.lists_on_device[:words], staging.lists[:words], stream)
 
     def decode(self, staging: Staging, rows: Any, stream: Any) -> None:
-        """Put the decoding of what was uploaded on the current stream, always the same.
+        """Put the decoding of an uploaded batch on `stream`, the current one, always the same.
 
-        One thread at a time: work of two batches must not be mixed on the stream.
-
-        Parameters
-        ----------
-        staging
-            Of the slot.
-        rows
-            uint8: the rows of the batch, as read.
-        stream
-            The current stream. When it has come this far, ``staging.is_bad`` tells if it failed.
+        One thread at a time: work of two batches must not be mixed on the stream. `rows` are the
+        rows of the batch as read, as uint8. Once the stream has come this far, ``staging.is_bad``
+        tells whether it failed.
         """
         form, shape, kernels = self.form, self.form.shape, self._kernels
         nbytes, pitch, count = shape.chunk_nbytes, form.pitch, staging.count
@@ -166,8 +141,8 @@ class DeviceDecoder:
         decoded, tasks = self._chunks[0], source.size
         states, actual = self._states[:tasks], self._actual[:tasks]
         self._is_bad.fill(0)
-        # Nothing that an earlier batch left may pass for a result of this one.
-        # (By CUDA itself: CuPy would compile a kernel for it.)
+        # An earlier batch's results must not pass for this one's. (Cleared by CUDA itself: CuPy
+        # would compile a kernel.)
         runtime = self._gpu.cupy.cuda.runtime
         runtime.memsetAsync(states.data.ptr, 0xFF, states.nbytes, stream.ptr)
         actual.fill(0)
@@ -258,32 +233,12 @@ def find_formats(
     free_nbytes: int,
     host_nbytes: int,
 ) -> tuple[list[EncodedFormat | None], str | None]:
-    """Find out which fields' chunks a GPU decodes.
+    """Return, per field, how a GPU decodes its chunks, or None; and why no field is, if so.
 
-    Parameters
-    ----------
-    config
-        Says whether it should.
-    layouts
-        By column name.
-    rows
-        Samples in a batch.
-    on_host
-        Why the host decodes some columns in any case, by name.
-    free_nbytes
-        Of the GPU's memory.
-    host_nbytes
-        What encoded chunks may take of the host's memory, in all slots.
-
-    Returns
-    -------
-    formats, obstacle
-        For each field how, or None; and why for none of them, if so.
-
-    Raises
-    ------
-    DeviceError
-        If ``decode="device"`` was asked for, and is not possible for some compressed field.
+    `on_host` says why the host always decodes some columns, by name. `free_nbytes` are of the GPU's
+    memory; `host_nbytes` is the limit of host memory for encoded chunks, in all slots.
+    `DeviceError` is raised if ``decode="device"`` was requested, and is not possible for some
+    compressed field.
     """
     nothing: list[EncodedFormat | None] = [None] * len(layouts)
     if config.decode == "host":
@@ -341,7 +296,7 @@ def find_formats(
 
 
 def _temp_nbytes(form: EncodedFormat, nvcomp: Nvcomp) -> int:
-    """Return what nvCOMP needs to work with."""
+    """Return the bytes of working memory that nvCOMP needs."""
     if form.frame.codec is None:
         return 0
     largest = form.frame.block_nbytes or form.shape.chunk_nbytes
@@ -350,7 +305,7 @@ def _temp_nbytes(form: EncodedFormat, nvcomp: Nvcomp) -> int:
 
 
 def _device_nbytes(form: EncodedFormat, nvcomp: Nvcomp, slots: int) -> int:
-    """Return what decoding takes of the GPU's memory; more than there is where nvCOMP refuses."""
+    """Return the bytes of GPU memory that decoding needs; `sys.maxsize` if nvCOMP refuses."""
     try:
         temp = _temp_nbytes(form, nvcomp)
     except NvcompError:

@@ -1,8 +1,8 @@
-"""Decides for each batch whether a GPU decodes its chunks, and gives the GPU's memory back.
+"""Decides for each batch whether a GPU decodes its chunks, and frees the GPU's memory.
 
-Options and layouts enter once: they say which fields a GPU can decode. Requests and outcomes of
-batches enter then. Where the host turns out to be faster, the memory that only decoding on the GPU
-needs is given back, when no batch is left on its way that may be decoded there.
+Options and layouts enter once: they say which fields a GPU can decode. Then requests and outcomes
+of batches enter. If the host proves faster, the memory that only decoding on the GPU needs is
+freed, once no batch under way may be decoded there.
 """
 
 from __future__ import annotations
@@ -34,36 +34,29 @@ if TYPE_CHECKING:
 
 
 class DevicePolicy(ColumnReader):
-    """What is decoded on a device, and for how long. Safe to use from many threads.
+    """Says what a device decodes, and for how long. Safe to use from many threads.
+
+    `DeviceError` is raised if ``decode="device"`` was requested, and is not possible.
 
     Parameters
     ----------
-    config
-        Says whether the device should decode.
-    device
-        Where batches are delivered.
     layouts, transforms
         By column.
     rows
         Samples in a batch.
     host_nbytes
-        What encoded chunks may take of the host's memory, in all slots.
+        The limit of host memory for encoded chunks, in all slots.
     mapped
         Columns of codes that are mapped to others.
 
     Attributes
     ----------
     formats
-        By column: how the device decodes its chunks; None: it does not.
+        By column: how the device decodes its chunks; None if it does not.
     host_nbytes
-        What encoded chunks take of the host's memory.
+        Host memory used for encoded chunks.
     num_chunks, decoded_nbytes
         What was decoded there so far.
-
-    Raises
-    ------
-    DeviceError
-        If ``decode="device"`` was asked for, and is not possible.
     """
 
     def __init__(
@@ -78,8 +71,8 @@ class DevicePolicy(ColumnReader):
     ) -> None:
         self._device = device
         self._lock = threading.Lock()
-        self._serials: set[int] = set()  # batches on their way that may be decoded there
-        self._refused: set[int] = set()  # of these, what the host decodes in the end
+        self._serials: set[int] = set()  # batches under way that may be decoded there
+        self._refused: set[int] = set()  # of these, those that the host decodes in the end
         if device.name == "cpu":
             if config.decode == "device":
                 raise DeviceError(f"{named('decode', 'device')} needs a GPU, and none was found")
@@ -96,7 +89,7 @@ class DevicePolicy(ColumnReader):
         staged = sum(form.staging_nbytes for form in self.formats if form is not None)
         self.host_nbytes = config.prefetch * staged
         self._choice = DecodeChoice(config.decode, obstacle)
-        self._holds_memory = any(self.formats)  # else nothing is decoded there, any more
+        self._holds_memory = any(self.formats)  # else nothing is decoded there (any more)
         self.num_chunks = self.decoded_nbytes = 0
 
     @property
@@ -106,7 +99,7 @@ class DevicePolicy(ColumnReader):
 
     @property
     def column_reader(self) -> ColumnReader | None:
-        """What reads encoded chunks in place of rows; None: nothing is decoded there."""
+        """What reads encoded chunks in place of rows; None if nothing is decoded there."""
         return self if self._holds_memory else None
 
     @property
@@ -144,7 +137,7 @@ class DevicePolicy(ColumnReader):
         """Tell whether the device decodes a batch that is filled now."""
         if not self._holds_memory:
             return False
-        with self._lock:  # as in `end`, which gives the memory back where no batch may need it
+        with self._lock:  # as in `end`, which frees the memory once no batch may need it
             is_theirs = serial not in self._refused and self._choice.next_on_device()
             if is_theirs:
                 self._serials.add(serial)
@@ -154,13 +147,7 @@ class DevicePolicy(ColumnReader):
         """Tell whether a batch has to be filled again for the host to decode, and note it.
 
         The host decodes what the device cannot, and raises the error that says what is wrong.
-
-        Parameters
-        ----------
-        request
-            Of the batch.
-        error
-            What went wrong with it, in filling or uploading.
+        `error` is what went wrong with the batch, in filling or uploading.
         """
         with self._lock:
             if error is None or request.serial not in self._serials - self._refused:
@@ -172,14 +159,9 @@ class DevicePolicy(ColumnReader):
         return True
 
     def note(self, request: FillRequest, outcome: FillOutcome, seconds: float) -> None:
-        """Note a batch that was uploaded. May wait until the device has it.
+        """Note an uploaded batch. May wait until the device has it.
 
-        Parameters
-        ----------
-        request, outcome
-            Of the batch.
-        seconds
-            What filling and uploading took, by all threads together.
+        `seconds` is the time of filling and uploading, of all threads together.
         """
         if not self._holds_memory or outcome.is_resident:
             return
@@ -197,9 +179,9 @@ class DevicePolicy(ColumnReader):
             self._choice.note(on_device, max(seconds, slot.transfer_seconds()))
 
     def end(self, request: FillRequest) -> None:
-        """Note that a batch is not decoded on the device any more.
+        """Note that a batch is no longer decoded on the device.
 
-        Gives the memory back that this takes, once the host was chosen for all batches.
+        Frees the memory for that, once the host was chosen for all batches.
         """
         if not self._holds_memory:
             return
@@ -213,7 +195,7 @@ class DevicePolicy(ColumnReader):
 
 
 def _left_to_host(transforms: Mapping[str, RowTransform], mapped: Names[str]) -> dict[str, str]:
-    """Return why the host decodes some columns in any case."""
+    """Return why the host always decodes some columns."""
     from h5async.deliver.kernels import needs_host
 
     on_host = dict.fromkeys(mapped, "its codes are mapped on the host")

@@ -1,6 +1,6 @@
 """Chooses where batches are delivered: on the host, or on a GPU.
 
-What only a GPU needs is imported where one is asked for.
+Modules that only a GPU needs are imported only if one is requested.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def find_device(name: str, pin_memory: bool = False) -> Device:
     Parameters
     ----------
     name
-        ``"cpu"``, ``"cuda"``, ``"cuda:N"``, or ``"auto"``: CUDA where CuPy and a GPU are there.
+        ``"cpu"``, ``"cuda"``, ``"cuda:N"``, or ``"auto"``: CUDA if CuPy and a GPU are available.
     pin_memory
         Batches stay on the host, in pinned memory.
 
@@ -27,7 +27,7 @@ def find_device(name: str, pin_memory: bool = False) -> Device:
     ------
     DeviceError
         If CuPy, PyTorch or the GPU is missing, or the GPU cannot be used; the message says which,
-        and what to do. ``"auto"`` does without what is missing, but not without a GPU that fails.
+        and what to do. ``"auto"`` tolerates what is missing, but not a GPU that fails.
     """
     if pin_memory:
         from h5async.deliver.pinned import Pinning

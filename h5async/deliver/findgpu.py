@@ -1,6 +1,6 @@
-"""Finds the GPU that a reader uses: an option enters, a `Gpu` leaves, or why there is none.
+"""Finds the GPU that a reader uses: an option enters; a `Gpu` leaves, or why there is none.
 
-This is the only importer of CuPy, and imports it only where a GPU is asked for.
+This is the only importer of CuPy, and imports it only if a GPU is requested.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from h5async.deliver.gpu import Gpu
 from h5async.errors import DeviceError
 from h5async.spelling import named
 
-# Which of the processes of its node this is: PyTorch's launchers, Open MPI, Slurm. The inner
-# launcher comes first, where one starts the other.
+# The number of this process on its node: PyTorch's launchers, Open MPI, Slurm. If one launcher
+# starts another, the inner one comes first.
 _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 
 # cudaError_t
@@ -24,17 +24,11 @@ _STUB_LIBRARY, _INSUFFICIENT_DRIVER, _NO_DEVICE = 34, 35, 100
 
 
 class MissingGpuError(DeviceError):
-    """CuPy or a GPU is missing; where a GPU is there and fails, it is a plain `DeviceError`."""
+    """CuPy or a GPU is missing; a GPU that fails raises a plain `DeviceError`."""
 
 
 def import_cupy() -> Any:
-    """Return the module.
-
-    Raises
-    ------
-    MissingGpuError
-        If it is not installed.
-    """
+    """Return the module; `MissingGpuError` if it is not installed."""
     try:
         return importlib.import_module("cupy")
     except ImportError as error:
@@ -46,19 +40,9 @@ def import_cupy() -> Any:
 
 
 def find_gpu(number: int | None = None) -> tuple[Gpu, str]:
-    """Return a GPU, and why it is this one.
+    """Return GPU `number`, or None for the one that `choose` chooses, and why it is this one.
 
-    Parameters
-    ----------
-    number
-        Its number; None: the one that fits this process best, see `choose`.
-
-    Raises
-    ------
-    MissingGpuError
-        If CuPy or the GPU is missing.
-    DeviceError
-        If the GPU cannot be used.
+    `MissingGpuError` is raised if CuPy or the GPU is missing, `DeviceError` if it cannot be used.
     """
     cupy = import_cupy()
     try:
@@ -83,7 +67,7 @@ def find_gpu(number: int | None = None) -> tuple[Gpu, str]:
 def _is_missing(cupy: Any, error: Exception) -> bool:
     """Tell whether CUDA's error says that there is no GPU, rather than that one fails."""
     status = getattr(error, "status", None)
-    if status == _INSUFFICIENT_DRIVER:  # also where there is no driver, which is of version 0 then
+    if status == _INSUFFICIENT_DRIVER:  # also without a driver, whose version is 0 then
         return not cupy.cuda.runtime.driverGetVersion()
     return status in (_STUB_LIBRARY, _NO_DEVICE)
 
@@ -91,18 +75,18 @@ def _is_missing(cupy: Any, error: Exception) -> bool:
 def choose(cupy: Any, count: int, environment: Mapping[str, str] = os.environ) -> tuple[int, str]:
     """Return the number of the GPU that fits this process best, and why.
 
-    That is the current one, of CuPy or PyTorch, if anybody has chosen it or PyTorch uses it; under
-    a launcher of several processes on a node, each process's own; else the first.
+    That is the current one of CuPy or PyTorch, if it was chosen or PyTorch uses it. Under a
+    launcher of several processes on a node, it is each process's own; else the first.
 
     Parameters
     ----------
     cupy
         The module.
     count
-        GPUs that this process sees. If it is 1, there is nothing to choose: some launchers show
-        each process its own GPU only.
+        GPUs that this process sees. If it is 1, there is no choice: some launchers show each
+        process only its own GPU.
     environment
-        What launchers say.
+        Set by launchers.
     """
     current = int(cupy.cuda.runtime.getDevice())
     if current:

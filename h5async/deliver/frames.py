@@ -1,8 +1,8 @@
-"""Tells how the encoded chunks of a filter pipeline are cut into compressed blocks for a GPU.
+"""Says how the encoded chunks of a filter pipeline are cut into compressed blocks for a GPU.
 
-A GPU decodes many blocks at once, each alone. A chunk may have gone through one compressor at most,
-behind filters that only change the order of bytes or bits, which are undone after it; a checksum
-may come last. The compiled core then cuts the chunks (core/src/frames.h).
+A GPU decodes many blocks at once, each alone. A chunk may have passed at most one compressor, after
+filters that only change the order of bytes or bits, which are undone afterwards; a checksum may
+come last. The compiled core then cuts the chunks (core/src/frames.h).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from h5async.codec.bitshuffle import default_block
 from h5async.codec.entry import CoreFilter, CoreKind
 from h5async.codec.filters import Filter
 
-BlockCodec = Literal["deflate", "zstd", "lz4"]  # raw deflate, a frame of zstd, a block of LZ4
+BlockCodec = Literal["deflate", "zstd", "lz4"]  # raw deflate, a zstd frame, an LZ4 block
 
 _SHUFFLES = CoreKind.SHUFFLE, CoreKind.BITSHUFFLE
 _OF_BITS = CoreKind.BITSHUFFLE, CoreKind.BITSHUFFLE_LZ4, CoreKind.BITSHUFFLE_ZSTD
@@ -28,14 +28,9 @@ _COMPRESSORS: dict[CoreKind, BlockCodec] = {
 
 
 class Unshuffle(NamedTuple):
-    """A change of the order of bytes or bits, which a GPU undoes after it has decoded the blocks.
+    """An order of bytes or bits, undone on the GPU after the blocks were decoded.
 
-    Attributes
-    ----------
-    itemsize
-        Bytes of an element.
-    block
-        Bits: elements of a block. 0: it is bytes that are shuffled.
+    `block` is the number of elements in a block of shuffled bits; 0 if bytes are shuffled.
     """
 
     itemsize: int
@@ -49,16 +44,16 @@ class FrameFormat:
     Attributes
     ----------
     kind
-        The core's number of the filter that compressed it; ``NOTHING``: none did.
+        The core's number of the compressor; ``NOTHING`` if there is none.
     has_checksum
         Whether a Fletcher-32 checksum was added last.
     element, block_nbytes
-        Of bitshuffle with a compressor: bytes of an element, and of a block; else 0.
+        For bitshuffle with a compressor: bytes of an element, and of a block; else 0.
     codec
-        What decodes one block.
+        Decodes one block.
     usual_block_nbytes
-        Of filters whose chunks say for themselves how large their blocks are: how large they are
-        where the filter's client data hold; 0: as large as the chunk.
+        For filters whose chunks state their blocks' size: the size by the filter's client data; 0
+        means the whole chunk.
     """
 
     kind: CoreKind
@@ -69,10 +64,10 @@ class FrameFormat:
     usual_block_nbytes: int = 0
 
     def usual_tasks(self, chunk_nbytes: int) -> int:
-        """Return how many compressed blocks a chunk has.
+        """Return the number of compressed blocks in a chunk.
 
-        It has no more, except where it says itself how large its blocks are. Where it does not say
-        that, at most one stretch of a chunk is not compressed.
+        It is the maximum, unless chunks state the size of their blocks. If they do not, at most one
+        stretch of a chunk is not compressed.
         """
         nbytes = self.block_nbytes or self.usual_block_nbytes
         if nbytes:
@@ -81,9 +76,9 @@ class FrameFormat:
 
 
 def frame_format(filters: tuple[Filter, ...]) -> FrameFormat | None:
-    """Return how chunks are framed that all of these filters were applied to, in this order.
+    """Return the framing of chunks to which all of these filters were applied, in this order.
 
-    None: in a way that the core does not cut.
+    None means that the core does not cut them.
     """
     known = _known(filters)
     if known is None:
@@ -119,7 +114,7 @@ def unshuffles(filters: tuple[Filter, ...]) -> tuple[Unshuffle, ...]:
 
 
 def _known(filters: tuple[Filter, ...]) -> list[tuple[Filter, CoreFilter]] | None:
-    """Return filters as the core takes them; None where it does not know one."""
+    """Return filters as the core takes them; None if it does not know one."""
     known = [(entry, entry.codec.core) for entry in filters if entry.codec and entry.codec.core]
     return known if len(known) == len(filters) else None
 

@@ -1,12 +1,12 @@
 """Makes a GPU current, allocates on it, and turns its errors into a `DeviceError`.
 
-Whatever uses the GPU does so through a `Gpu`, which `findgpu.py` makes.
+All use of the GPU goes through a `Gpu`, which `findgpu.py` makes.
 
-Each GPU that a process uses costs it half a gigabyte of that GPU's memory, for a context, and CUDA
-makes one where it is in doubt: on GPU 0, which is every thread's GPU until it chooses another. With
-many processes on a node that memory is soon gone. So nothing of ours calls CUDA unless the one GPU
-of the reader is current: threads of ours choose it once and keep it; in a thread of the caller's,
-what was current before is current afterwards.
+Each GPU that a process uses costs it half a gigabyte of that GPU's memory, for a context. If in
+doubt, CUDA makes one on GPU 0, which is every thread's GPU until it chooses another. With many
+processes on a node that memory is soon exhausted. So our code calls CUDA only while the reader's
+GPU is current: our threads choose it once and keep it; in the caller's threads, the previous
+context is restored.
 """
 
 from __future__ import annotations
@@ -39,24 +39,7 @@ _Result = TypeVar("_Result")
 class Gpu:
     """One GPU, by its CUDA context. Safe to use from many threads.
 
-    Parameters
-    ----------
-    cupy
-        The module.
-    number
-        Of the GPU.
-
-    Raises
-    ------
-    DeviceError
-        If the GPU cannot be used.
-
-    Attributes
-    ----------
-    cupy
-        The module.
-    number, name
-        The GPU's number, and ``"cuda:N"``.
+    `cupy` is the module; `name` is ``"cuda:N"``. `DeviceError` is raised if the GPU cannot be used.
     """
 
     def __init__(self, cupy: Any, number: int) -> None:
@@ -70,8 +53,8 @@ class Gpu:
     def current(self) -> Iterator[None]:
         """Make this GPU current for the thread; a thread of ours keeps it.
 
-        (CuPy's `Device` would go back to GPU 0, and so make a context there. To go back to the
-        context that was current before, or to none, makes no context.)
+        CuPy's `Device` would return to GPU 0, and so make a context there. Restoring the previous
+        context, or none, makes no context.
         """
         driver = self.cupy.cuda.driver
         before = driver.ctxGetCurrent()
@@ -86,9 +69,9 @@ class Gpu:
 
     @contextlib.contextmanager
     def freeing(self) -> Iterator[None]:
-        """Make this GPU current where something is freed; errors of CUDA are suppressed.
+        """Make this GPU current to free something; errors of CUDA are suppressed.
 
-        After a fault of the GPU nothing can be freed, and whoever met the fault was told.
+        After a fault of the GPU nothing can be freed, and the fault was reported before.
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(suppressing(*self.errors))
@@ -125,7 +108,7 @@ class Gpu:
 
     @property
     def errors(self) -> tuple[type[Exception], ...]:
-        """What CUDA's errors are raised as."""
+        """The exceptions that CUDA's errors raise."""
         cuda = self.cupy.cuda
         return (
             cuda.runtime.CUDARuntimeError,
@@ -140,7 +123,7 @@ class Gpu:
             return int(self.cupy.cuda.runtime.memGetInfo()[0])
 
     def streams(self) -> list[int]:
-        """Return the streams on which the caller may use a batch now, this GPU being current."""
+        """Return the streams on which the caller may use a batch now; this GPU is current."""
         streams = [int(self.cupy.cuda.get_current_stream().ptr)]
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
@@ -150,7 +133,7 @@ class Gpu:
         return streams
 
     def upload(self, target: Any, source: NDArray[Any], stream: Any) -> None:
-        """Put the copy of a host array to one on the GPU, of as many bytes, on a stream.
+        """Put the copy of a host array to one on the GPU, of the same size, on a stream.
 
         Both are C-contiguous. (CuPy's `set` chooses a device for the thread.)
         """
@@ -165,7 +148,7 @@ class Gpu:
         )
 
     def on_device(self, array: NDArray[Any]) -> Any:
-        """Return a copy of a small array on the GPU, which is done; this GPU is current.
+        """Return a copy of a small array on the GPU, after waiting for it; this GPU is current.
 
         (CuPy's `asarray` would take pinned memory from a pool that keeps it.)
         """
@@ -177,18 +160,18 @@ class Gpu:
         stream.synchronize()
         return copied
 
-    # --- what is freed with its last user, in whatever thread ------------------------------------
+    # --- freed with the last user, in any thread --------------------------------------------------
 
     def stream(self) -> Any:
-        """Return a new stream that does not wait for the default one, this GPU being current."""
+        """Return a new stream that does not wait for the default one; this GPU is current."""
         runtime = self.cupy.cuda.runtime
-        # CuPy would destroy one of its own whatever is current then, or whether it was made.
+        # CuPy would destroy one of its own under any context, and even if it was never made.
         owner = _OwnStream(int(runtime.streamCreateWithFlags(runtime.streamNonBlocking)))
         self._freed_with(owner, runtime.streamDestroy, owner.address)
         return self.cupy.cuda.Stream.from_external(owner)
 
     def event(self, *, blocks: bool = False, is_timed: bool = False) -> Event:
-        """Return a new event, this GPU being current; `blocks`: who waits leaves the core alone."""
+        """Return a new event; this GPU is current. `blocks`: waiting threads yield the core."""
         runtime = self.cupy.cuda.runtime
         flags = blocks * runtime.eventBlockingSync | (not is_timed) * runtime.eventDisableTiming
         event = Event(runtime, int(runtime.eventCreateWithFlags(flags)))
@@ -196,23 +179,23 @@ class Gpu:
         return event
 
     def allocating(self) -> AbstractContextManager[None]:
-        """Return a context in which CuPy takes memory from the GPU, and not from the caller's pool.
+        """Return a context in which CuPy allocates from the GPU, and not from the caller's pool.
 
         Memory of an array goes back to the GPU with the last array over it. (A pool would keep it;
-        and one that is dropped takes memory away from arrays that are still used.)
+        and a dropped pool takes memory away from arrays that are still used.)
         """
         context: AbstractContextManager[None] = self.cupy.cuda.using_allocator(self._allocate)
         return context
 
     def _allocate(self, nbytes: int) -> Any:
-        """Return memory, as CuPy wants it from an allocator."""
+        """Return memory, in the form that CuPy expects of an allocator."""
         cuda = self.cupy.cuda
         try:
             address = int(cuda.runtime.malloc(nbytes))
         except cuda.runtime.CUDARuntimeError as error:
             if not self.is_lack_of_memory(error):
                 raise
-            # CuPy's pool may keep what nobody uses.
+            # CuPy's pool may keep unused memory.
             self.cupy.get_default_memory_pool().free_all_blocks()
             address = int(cuda.runtime.malloc(nbytes))
         owner = _Owner()
@@ -220,7 +203,7 @@ class Gpu:
         return cuda.MemoryPointer(cuda.UnownedMemory(address, nbytes, owner, self.number), 0)
 
     def pinned_memory(self, nbytes: int) -> NDArray[np.uint8]:
-        """Return pinned host memory, this GPU being current."""
+        """Return pinned host memory; this GPU is current."""
         # Not from CuPy's pool, which takes the next power of two.
         runtime = self.cupy.cuda.runtime
         address = int(runtime.hostAlloc(max(1, nbytes), 0))
@@ -229,19 +212,13 @@ class Gpu:
         return np.asarray(owner)
 
     def pin(self, memory: NDArray[np.uint8]) -> Callable[[], object]:
-        """Pin memory of whole pages until it is unmapped, this GPU being current.
-
-        Returns
-        -------
-        callable
-            Unpins it before.
-        """
+        """Pin whole pages until they are unmapped, or the result is called; this GPU is current."""
         address = memory.ctypes.data
         self.cupy.cuda.runtime.hostRegister(address, memory.nbytes, 0)
         return call_before_unmap(memory, partial(self._free, self._unregister, address))
 
     def _unregister(self, address: int) -> None:
-        # What still copies out of it is waited for.
+        # Wait for copies out of it.
         with suppressing(*self.errors):
             self.cupy.cuda.runtime.deviceSynchronize()
         self.cupy.cuda.runtime.hostUnregister(address)
@@ -255,16 +232,16 @@ class Gpu:
 
 
 class Event:
-    """A point in the work of a stream, which others can wait for."""
+    """A point in the work of a stream, for which others can wait."""
 
     def __init__(self, runtime: Any, address: int) -> None:
         self._runtime = runtime
         self.address = address
 
     def record(self, stream: int) -> None:
-        """Put the event behind all work of a stream; before, it counts as done.
+        """Put the event after all current work of a stream; before, it counts as done.
 
-        Where that fails, the work is waited for, since nobody will wait for the event.
+        If that fails, the work is waited for, since nobody will wait for the event.
         """
         try:
             self._runtime.eventRecord(self.address, stream)
@@ -274,7 +251,7 @@ class Event:
             raise
 
     def hold(self, stream: int) -> None:
-        """Have a stream wait for the event before it does what it is given from now on."""
+        """Have a stream wait for the event before its later work."""
         self._runtime.streamWaitEvent(stream, self.address)
 
     def synchronize(self) -> None:
@@ -282,7 +259,7 @@ class Event:
         self._runtime.eventSynchronize(self.address)
 
     def seconds_since(self, earlier: Event) -> float:
-        """Return the seconds between two events that are done, both of which are timed."""
+        """Return the seconds between two timed events that are done."""
         return float(self._runtime.eventElapsedTime(earlier.address, self.address)) / 1e3
 
 
@@ -291,7 +268,7 @@ class _Owner:
 
 
 class _OwnStream:
-    """A stream that CUDA has made, for CuPy, which keeps this as long as its own."""
+    """A stream made by CUDA, for CuPy, which keeps this as long as its own."""
 
     def __init__(self, address: int) -> None:
         self.address = address
@@ -313,9 +290,9 @@ class _HostMemory:
 
 
 def in_own_thread(work: Callable[[], _Result]) -> _Result:
-    """Do some work in a thread of ours; return or raise what it does.
+    """Do some work in a thread of ours; return its result, or raise its exception.
 
-    For what changes the thread's current device: CuPy does when it compiles a kernel.
+    For work that changes the thread's current device, as CuPy does when it compiles a kernel.
     """
     returned: list[_Result] = []
     raised: list[BaseException] = []
@@ -342,6 +319,6 @@ def in_own_thread(work: Callable[[], _Result]) -> _Result:
 
 
 def _primary_context(cupy: Any, number: int) -> int:
-    """Return the context that CUDA's runtime has for a GPU."""
+    """Return the context of CUDA's runtime for a GPU."""
     cupy.cuda.runtime.setDevice(number)
     return int(cupy.cuda.driver.ctxGetCurrent())

@@ -1,6 +1,6 @@
 """Delivers batches on the host: NumPy arrays, in the memory of the slots themselves.
 
-That memory may be pinned, for copies to a GPU that the caller makes.
+That memory may be pinned, for copies to a GPU by the caller.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class LaidOut(NamedTuple):
     memory
         Its arrays.
     block
-        What is delivered, or raw, of all columns with a row for each sample, in one piece.
+        The delivered, or raw, rows of all columns with a row per sample, contiguous.
     begins
         By column: where it begins in the block.
     varying
-        By number: the memory of columns with any number of rows for each sample.
+        By number: the memory of columns whose number of rows per sample differs.
     """
 
     memory: SlotMemory
@@ -63,20 +63,21 @@ def host_slot(
     empty_varying: Callable[[int], NDArray[np.uint8]] | None = None,
     empty_encoded: Callable[[int], NDArray[np.uint8]] = plain_memory,
 ) -> LaidOut:
-    """Lay a slot's delivered rows, or raw ones that need no work on the host, out in memory.
+    """Lay out a slot's delivered rows, or raw ones that need no work on the host, in memory.
 
     Parameters
     ----------
     rows
         Samples.
     transforms, on_host
-        By column: what is done, and whether it is done on the host.
+        By column: the transform, and whether it is done on the host.
     empty
         Returns new memory.
     outlines
-        Of all fields. Encoded ones, and arrays that the host makes of others, lie beside.
+        Of all fields. Encoded columns, and arrays that the host makes of others, lie outside the
+        block.
     empty_varying
-        Returns new memory for columns with any number of rows for each sample; None: as `empty`.
+        Returns new memory for columns whose number of rows per sample differs; None: as `empty`.
     empty_encoded
         Returns new memory for encoded columns.
     """
@@ -130,16 +131,9 @@ def made_on_host(
 
 
 class HostSlot:
-    """A slot in host memory: nothing is copied, and who refills pinned memory waits for copies.
+    """A slot in host memory: nothing is copied. Refilling pinned memory waits for copies.
 
-    Parameters
-    ----------
-    memory
-        Its arrays.
-    pinning
-        Pins memory, if given.
-    parts
-        Memory of which only as much is pinned as batches use.
+    `pinning` pins memory, if given. Of `parts`, only as much is pinned as batches use.
     """
 
     def __init__(
@@ -148,7 +142,7 @@ class HostSlot:
         self.memory = memory
         self._pinning = pinning
         self._parts = parts
-        self._copies: Sequence[Any] = ()  # events: what the caller did with the last batch
+        self._copies: Sequence[Any] = ()  # events of the caller's work with the last batch
 
     def wait_writable(self) -> None:
         """Block until no copy on the caller's streams reads the memory any more."""
@@ -158,13 +152,7 @@ class HostSlot:
     def upload(
         self, outcome: FillOutcome, masks: Sequence[NDArray[np.bool_]] = ()
     ) -> tuple[Any, ...]:
-        """Return the arrays themselves, and see that they are pinned, where that is asked for.
-
-        Raises
-        ------
-        DeviceError
-            If they cannot be pinned.
-        """
+        """Return the arrays themselves, pinned if requested; `DeviceError` if they cannot be."""
         if self._parts:
             for array in itertools.chain.from_iterable(map(memory_of, outcome.arrays)):
                 for part in self._parts:
@@ -180,19 +168,13 @@ class HostSlot:
         """Do nothing."""
 
     def release(self) -> None:
-        """Note how far the caller's streams have come, where the memory is pinned."""
+        """Record the caller's streams, if the memory is pinned."""
         if self._pinning is not None:
             self._copies = self._pinning.record()
 
 
 class HostDevice:
-    """Batches are NumPy arrays in the slots themselves.
-
-    Parameters
-    ----------
-    pinning
-        Pins their memory, if given.
-    """
+    """Delivers NumPy arrays in the slots themselves; `pinning` pins their memory, if given."""
 
     name = "cpu"
     free_nbytes = 0  # of device memory
@@ -210,7 +192,7 @@ class HostDevice:
         shared: SharedMemory | None = None,
         outlines: Sequence[Outline] = (),
     ) -> list[DeviceSlot]:
-        """Allocate slots of `rows` rows; all transforming is the filler's."""
+        """Allocate slots of `rows` rows; the filler does all transforming."""
         todo = list(transforms.values())
         on_host = [not transform.is_identity for transform in todo]
         return [self._slot(rows, todo, on_host, shared, outlines) for _ in range(count)]
@@ -224,7 +206,7 @@ class HostDevice:
         outlines: Sequence[Outline],
     ) -> DeviceSlot:
         empty = self._empty(shared)
-        # Helper processes put encoded images there, too.
+        # Helper processes write encoded images there, too.
         empty_encoded = plain_memory if shared is None else empty
         laid_out = host_slot(rows, todo, on_host, empty, outlines, None, empty_encoded)
         made = made_on_host(rows, outlines, empty if shared is not None else self.host_memory)
@@ -241,13 +223,7 @@ class HostDevice:
         return HostSlot(memory, self._pinning, parts)
 
     def host_memory(self, nbytes: int) -> NDArray[np.uint8]:
-        """Return memory for what is delivered.
-
-        Raises
-        ------
-        DeviceError
-            If it cannot be pinned.
-        """
+        """Return memory for delivered arrays; `DeviceError` if it cannot be pinned."""
         if self._pinning is None or not nbytes:
             return plain_memory(nbytes)
         memory = page_memory(nbytes)
@@ -264,13 +240,7 @@ class HostDevice:
         return plain_memory if self._pinning is None else page_memory
 
     def open_cache(self, selection: Selection, cache_bytes: int | None) -> Residency | Budget:
-        """Refuse: there is no device.
-
-        Raises
-        ------
-        DeviceError
-            In any case.
-        """
+        """Raise `DeviceError`: there is no device."""
         raise DeviceError(
             f"{named('cache', 'device')} keeps rows on a GPU, and none was found; use"
             f" {named('cache', 'host')}"
@@ -278,7 +248,7 @@ class HostDevice:
 
     @property
     def is_writable_at_once(self) -> bool:
-        """Whether a slot that is free may be filled without `HostSlot.wait_writable`."""
+        """Whether a free slot may be filled without `HostSlot.wait_writable`."""
         return self._pinning is None
 
     def current(self) -> AbstractContextManager[Any]:
@@ -305,5 +275,5 @@ class HostDevice:
 
 
 def _aligned(nbytes: int) -> int:
-    """Return the next multiple of what CuPy aligns arrays to."""
+    """Return the next multiple of CuPy's alignment of arrays."""
     return -(-nbytes // 512) * 512

@@ -1,7 +1,7 @@
 """Moves, unshuffles, permutes, casts and scales arrays on the GPU.
 
-CUDA kernels, compiled by CuPy when first used, and launched on the current stream. CuPy comes in
-as a parameter: `gpu.py` imports it.
+CUDA kernels, compiled by CuPy on first use, and launched on the current stream. CuPy is passed as a
+parameter: `findgpu.py` imports it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from h5async.plan.transform import RowTransform
 from h5async.samples.samplekernels import EXACT, OPTIONS, SampleKernels
 
-# Of one sample; beyond, neighbouring threads read too far apart.
+# Per sample; with more, neighbouring threads read too far apart.
 _MAX_PLANES = 16
 
 # A thread takes one point of one sample, and all its channels: it reads neighbouring bytes, and
@@ -35,22 +35,22 @@ _FUNCTIONS = tuple(  # of kernels.cu
     f"h5async_{name}"
     for name in ("copy_rows", "copy", "unshuffle", "bitunshuffle", "place", "adler32", "verify")
 )
-_THREADS = 256  # of a block
-_MAX_BLOCKS = 64  # of one piece
-_PIECE_NBYTES = 64 * 1024  # what pieces of unlike sizes are taken for
+_THREADS = 256  # per block
+_MAX_BLOCKS = 64  # per piece
+_PIECE_NBYTES = 64 * 1024  # the assumed size of pieces of differing sizes
 _MAX_GRID_Y = 65535
 
 
 class RowChange(NamedTuple):
-    """What does a transform on the device; the bits are those of `RowTransform.apply`.
+    """Does a transform on the device, with exactly the result of `RowTransform.apply`.
 
     Attributes
     ----------
     change
-        ``change(raw, index, out)`` fills (n, *row) from (n, *raw_row), both C-contiguous;
-        `index`, int64 (n,), is 0 to n - 1.
+        ``change(raw, index, out)`` fills (n, *row) from (n, *raw_row), both C-contiguous; `index`,
+        int64 (n,), is 0 to n - 1.
     gathers
-        Whether `raw` may have other rows, of which those of the numbers `index` are taken.
+        Whether `raw` may have other rows, from which `index` selects.
     """
 
     change: Callable[[Any, Any, Any], None]
@@ -58,13 +58,7 @@ class RowChange(NamedTuple):
 
 
 class Kernels:
-    """The kernels of one GPU. Safe to use from many threads.
-
-    Attributes
-    ----------
-    of_samples
-        Those of sparse and ragged samples.
-    """
+    """The kernels of one GPU; `of_samples` are for sparse and ragged samples. Thread-safe."""
 
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
@@ -108,20 +102,15 @@ class Kernels:
     def row_change(
         self, transform: RowTransform, on_device: Callable[[NDArray[Any]], Any]
     ) -> RowChange:
-        """Return what does a transform on the device, in one kernel.
+        """Return what does a transform of rows on the device, in one kernel.
 
-        Parameters
-        ----------
-        transform
-            Of rows.
-        on_device
-            Returns a copy of an array there, as `Gpu.on_device` does.
+        `on_device` copies an array there, as `Gpu.on_device` does.
         """
         channels = transform.channels
         is_scaled = transform.scale is not None or transform.offset is not None
         factors = _factors(transform) if is_scaled else ()
         if not channels or channels > _MAX_PLANES or not _is_plain(transform):
-            # Of one dimension at least: CuPy makes 0.0 of a -0.0 that has none.
+            # At least 1-dimensional: CuPy turns a 0-dimensional -0.0 into 0.0.
             whole = tuple(on_device(np.atleast_1d(factor)) for factor in factors)
             return RowChange(partial(self._change, transform.permutation, whole), False)
         each = tuple(on_device(np.broadcast_to(factor.reshape(-1), channels)) for factor in factors)
@@ -132,11 +121,11 @@ class Kernels:
         self._copy_rows(rows, index, out, out_is_indexed=False)
 
     def scatter(self, rows: Any, index: Any, out: Any) -> None:
-        """Copy all of some rows to rows number `index` of (samples, row bytes), uint8."""
+        """Copy all rows to rows number `index` of (samples, row bytes), uint8."""
         self._copy_rows(rows, index, out, out_is_indexed=True)
 
     def copy(self, base: Any, out: Any, source: Any, target: Any, nbytes: Any) -> None:
-        """Copy pieces of `base` to `out`, both uint8: int64 arrays say from where to where."""
+        """Copy pieces of `base` to `out`, both uint8; int64 arrays say from where to where."""
         count = source.size
         arrays = base, out, source, target, nbytes
         self._launch("h5async_copy", _PIECE_NBYTES, count, *arrays, np.int64(count))
@@ -144,7 +133,7 @@ class Kernels:
     def unshuffle(
         self, shuffled: Any, out: Any, pitch: int, nbytes: int, count: int, itemsize: int
     ) -> None:
-        """Undo the shuffling of bytes of `count` chunks of `nbytes`, that lie `pitch` apart."""
+        """Undo the shuffling of bytes of `count` chunks of `nbytes`, `pitch` bytes apart."""
         sizes = np.int64(pitch), np.int64(nbytes), np.int64(count), np.int32(itemsize)
         self._launch("h5async_unshuffle", nbytes, count, shuffled, out, *sizes)
 
@@ -183,16 +172,16 @@ class Kernels:
         self._launch("h5async_place", _PIECE_NBYTES, count, chunks, rows, *arrays, *sizes)
 
     def adler32(self, data: Any, pitch: int, nbytes: int, count: int, sums: Any) -> None:
-        """Add up what the Adler-32 of `count` chunks is made of, in uint64 (count, 2) of zeros."""
+        """Add up the parts of the Adler-32 of `count` chunks, in uint64 (count, 2) of zeros."""
         sizes = np.int64(pitch), np.int64(nbytes), np.int64(count)
         self._launch("h5async_adler32", nbytes, count, data, *sizes, sums)
 
     def verify(
         self, states: Any, actual: Any, expected: Any, sums: Any, adler: Any, nbytes: int, bad: Any
     ) -> None:
-        """Set `bad`, int32, to 1 if a block failed, or is not of its size, or a chunk's checksum.
+        """Set `bad`, int32, to 1 if a block failed or has a wrong size, or a checksum is wrong.
 
-        `sums` and `adler` may be None: there are no checksums.
+        `sums` and `adler` are None if there are no checksums.
         """
         tasks, chunks = np.int64(states.size), np.int64(0 if adler is None else adler.size)
         arguments = states, actual, expected, tasks, sums, adler, chunks, np.int64(nbytes), bad
@@ -207,13 +196,13 @@ class Kernels:
             self._launch("h5async_copy_rows", row_nbytes, count, *arrays, *sizes)
 
     def _launch(self, name: str, nbytes: int, count: int, *arguments: Any) -> None:
-        """Launch a kernel on `count` pieces of some `nbytes` each."""
+        """Launch a kernel on `count` pieces of about `nbytes` each."""
         if count:
             blocks = max(1, min(_MAX_BLOCKS, -(-nbytes // (16 * _THREADS))))
             self._function(name)((blocks, min(count, _MAX_GRID_Y)), (_THREADS,), arguments)
 
     def load(self) -> None:
-        """Compile what moves bytes now, rather than when it is first used."""
+        """Compile the kernels that move bytes now, rather than on first use."""
         for name in _FUNCTIONS:
             self._function(name)
 
@@ -269,11 +258,11 @@ def needs_host(transform: RowTransform) -> bool:
 
 
 def _gpu_can(transform: RowTransform) -> bool:
-    """Tell whether the GPU gives the very bits of the host.
+    """Tell whether the GPU gives exactly the host's result.
 
-    It has no foreign byte order, casts what an integer does not hold to other integers, rounds
-    twice on the way to float16 from what float32 does not hold exactly, and what it makes of
-    complex numbers was not looked into.
+    It has no foreign byte order, casts values out of an integer's range to other integers, and
+    rounds twice on the way to float16 values that float32 does not hold exactly. Complex numbers
+    were not examined.
     """
     raw, dtype = transform.raw_dtype, transform.dtype
     if transform.text or transform.cf is not None:

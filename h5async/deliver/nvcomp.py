@@ -1,9 +1,8 @@
 """Decodes compressed blocks on a GPU, by nvCOMP's batched decoders.
 
 nvCOMP is called through its C interface (its low-level, batched API, nvCOMP 5 and 6), which takes
-all blocks of a batch in one call and puts the work on a stream. It checks little of what it
-decodes: whoever calls it compares sizes, states and checksums afterwards, and NVIDIA promises
-nothing for bytes that are damaged.
+all blocks of a batch in one call and puts the work on a stream. It checks little, and NVIDIA
+promises nothing for damaged bytes: the caller compares sizes, states and checksums afterwards.
 
 Source: the headers of the package nvidia-libnvcomp, `nvcomp/deflate.h` and its kin.
 """
@@ -24,7 +23,7 @@ FORMATS = tuple(_NAMES)
 
 
 class _Options(ctypes.Structure):
-    """What all decoders take: the backend, and bytes that have to be 0."""
+    """The argument of all decoders: the backend, and bytes that have to be 0."""
 
     _fields_ = (("backend", ctypes.c_int), ("reserved", ctypes.c_char * 60))
 
@@ -34,18 +33,18 @@ class _Properties(ctypes.Structure):
 
 
 class NvcompError(Exception):
-    """nvCOMP is not there, or refused a call; the message says which."""
+    """nvCOMP is missing, or refused a call; the message says which."""
 
 
 class Blocks(NamedTuple):
-    """Device addresses of arrays with a number for each block.
+    """Device addresses of arrays with a number per block.
 
     Attributes
     ----------
     sources, source_nbytes, targets, target_nbytes
-        Addresses and sizes, 64 bits each. Deflate: a source lies at a multiple of 4.
+        Addresses and sizes, 64 bits each. For deflate, a source lies at a multiple of 4.
     actual_nbytes, states
-        To be filled: sizes (64 bits), and states (32; 0: well).
+        To be filled: sizes (64 bits), and states (32 bits; 0 means success).
     """
 
     sources: int
@@ -59,15 +58,7 @@ class Blocks(NamedTuple):
 class Nvcomp:
     """The library. Safe to use from many threads.
 
-    Parameters
-    ----------
-    path
-        Of ``libnvcomp.so``.
-
-    Raises
-    ------
-    NvcompError
-        If it cannot be loaded, or is of a version with another interface.
+    `NvcompError` is raised if it cannot be loaded, or its version has another interface.
     """
 
     def __init__(self, path: Path) -> None:
@@ -85,14 +76,10 @@ class Nvcomp:
         self._options = _Options(_BACKEND_CUDA, b"")
 
     def temp_nbytes(self, form: str, count: int, largest_nbytes: int, total_nbytes: int) -> int:
-        """Return how much device memory `decompress` needs to work with.
+        """Return the bytes of device memory that `decompress` needs to work with.
 
-        Parameters
-        ----------
-        form
-            One of `FORMATS`.
-        count, largest_nbytes, total_nbytes
-            Blocks, and what they decode to: the largest, and all together.
+        `form` is one of `FORMATS`; `count` blocks have at most `largest_nbytes`, and `total_nbytes`
+        together, once decoded.
         """
         name = f"nvcompBatched{_NAMES[form]}DecompressGetTempSize"
         function = getattr(self._library, name if self._wants_stream else f"{name}Async")
@@ -118,25 +105,11 @@ class Nvcomp:
         temp_nbytes: int,
         stream: int,
     ) -> None:
-        """Put the decoding of some blocks on a stream.
+        """Put the decoding of `count` blocks on a stream.
 
-        Parameters
-        ----------
-        form
-            One of `FORMATS`: raw deflate, a zstd frame, an LZ4 block.
-        count
-            Blocks.
-        blocks
-            Where they lie, and where they go.
-        temp, temp_nbytes
-            Device memory, as `temp_nbytes` says.
-        stream
-            A ``cudaStream_t``.
-
-        Raises
-        ------
-        NvcompError
-            If the call is refused; what is wrong with a block is told in `blocks.states`.
+        `form` is one of `FORMATS`: raw deflate, a zstd frame, an LZ4 block. `temp` is device memory
+        of the size that the method `temp_nbytes` returns; `stream` is a ``cudaStream_t``.
+        `NvcompError` is raised if the call is refused; errors of blocks are in `blocks.states`.
         """
         name = f"nvcompBatched{_NAMES[form]}DecompressAsync"
         status = getattr(self._library, name)(
@@ -162,13 +135,7 @@ class Nvcomp:
 
 @functools.cache
 def load_nvcomp() -> Nvcomp:
-    """Load the library that the package nvidia-libnvcomp brings.
-
-    Raises
-    ------
-    NvcompError
-        If there is none.
-    """
+    """Load the library of the package nvidia-libnvcomp; `NvcompError` if there is none."""
     spec = None
     if importlib.util.find_spec("nvidia") is not None:
         spec = importlib.util.find_spec("nvidia.libnvcomp")

@@ -1,9 +1,9 @@
 """Pins host memory by PyTorch, for batches that stay on the host.
 
-A copy out of it to a GPU (``tensor.to("cuda", non_blocking=True)``) goes on while the
-program does, and reads it meanwhile. So whoever fills it again waits for it: for all that
-PyTorch's current streams were given before the batch was handed back. This is the only importer
-of PyTorch beside `h5async.torch`, and imports it only where pinned memory is asked for.
+A copy out of it to a GPU (``tensor.to("cuda", non_blocking=True)``) goes on while the program does,
+and reads it meanwhile. So before it is refilled, all work that PyTorch's current streams had when
+the batch was handed back is waited for. This is the only importer of PyTorch beside
+`h5async.torch`, and imports it only if pinned memory is requested.
 """
 
 from __future__ import annotations
@@ -28,10 +28,7 @@ _PORTABLE = 1  # cudaHostRegisterPortable: for all GPUs
 class Pinning:
     """Pins memory for all GPUs that PyTorch sees.
 
-    Raises
-    ------
-    DeviceError
-        If PyTorch, or a GPU that it can use, is missing.
+    `DeviceError` is raised if PyTorch, or a GPU that it can use, is missing.
     """
 
     def __init__(self) -> None:
@@ -44,22 +41,10 @@ class Pinning:
             raise DeviceError(f"PyTorch {self._torch.__version__} finds no GPU; {hint}")
 
     def pin(self, memory: NDArray[np.uint8]) -> Callable[[], object]:
-        """Pin memory, until the last array over it is gone.
+        """Pin memory until the last array over it is gone, or the result is called.
 
-        Parameters
-        ----------
-        memory
-            Of whole pages, as `page_memory` returns it.
-
-        Returns
-        -------
-        callable
-            Unpins it before.
-
-        Raises
-        ------
-        DeviceError
-            If it cannot be pinned.
+        `memory` is of whole pages, as `page_memory` returns it. `DeviceError` is raised if it
+        cannot be pinned.
         """
         cudart = self._torch.cuda.cudart()
         error = cudart.cudaHostRegister(memory.ctypes.data, memory.nbytes, _PORTABLE)
@@ -73,31 +58,19 @@ class Pinning:
         return call_before_unmap(memory, partial(self._unpin, memory.ctypes.data))
 
     def record(self) -> Sequence[Any]:
-        """Return events that are done when all is that the caller's streams were given.
-
-        Raises
-        ------
-        DeviceError
-            If a GPU fails.
-        """
+        """Return events after all work of the caller's streams so far; `DeviceError` on failure."""
         cuda = self._torch.cuda
         events = []
         with _failing("a batch could not be handed back"):
             for device in self._used_devices():
-                # Blocking: whoever waits leaves the core to others.
+                # Blocking: a waiting thread leaves the core to others.
                 event = cuda.Event(blocking=True)
                 event.record(cuda.current_stream(device))
                 events.append(event)
         return events
 
     def wait(self, events: Iterable[Any]) -> None:
-        """Wait for what `record` returned.
-
-        Raises
-        ------
-        DeviceError
-            If a GPU fails.
-        """
+        """Wait for the events of `record`; `DeviceError` if a GPU fails."""
         with _failing("copies of a batch could not be waited for"):
             for event in events:
                 event.synchronize()
@@ -123,7 +96,7 @@ class Pinning:
     def _clear_last_error(self) -> None:
         """Have PyTorch forget an error that its `cudart` returned: its next kernel would raise it.
 
-        Nothing of PyTorch's clears it but a call that fails, and that PyTorch raises for.
+        PyTorch clears it only when a call fails, and PyTorch raises the error.
         """
         with suppressing(Exception):
             self._torch.cuda.set_device(self._torch.cuda.device_count())  # there is none

@@ -1,8 +1,8 @@
-"""Pins the beginning of host memory: as much of it as batches use.
+"""Pins the beginning of host memory: the part that batches use.
 
-A slot has room for the longest samples that may meet in a batch. The system gives such memory only
-where it is touched; but to pin it is to touch all of it. So what is pinned begins at what batches
-have in the mean, and a quarter more, and grows by a quarter when a batch has more.
+A slot has room for the longest samples that may meet in a batch. The system allocates such memory
+only when it is touched, and pinning touches all of it. So the pinned part begins at the mean of
+batches, and a quarter more, and grows by a quarter when a batch needs more.
 """
 
 from __future__ import annotations
@@ -15,26 +15,15 @@ from numpy.typing import NDArray
 
 from h5async.io.growing import MORE
 
-# Pins memory of whole pages, and returns what unpins it, once.
+# Pins memory of whole pages, and returns a function that unpins it, once.
 Pin = Callable[[NDArray[np.uint8]], Callable[[], object]]
 
 
 class PinnedPart:
-    """Host memory of one slot, the beginning of which is pinned.
+    """Host memory of one slot, whose beginning is pinned.
 
-    Parameters
-    ----------
-    memory
-        uint8 (nbytes,), of whole pages.
-    pin
-        Pins memory.
-    nbytes
-        To be pinned at once.
-
-    Raises
-    ------
-    Exception
-        What `pin` raises, as `reach` does.
+    `memory` is uint8 (nbytes,), of whole pages; `nbytes` are pinned at once. Exceptions of `pin`
+    pass, here and in `reach`.
     """
 
     def __init__(self, memory: NDArray[np.uint8], pin: Pin, nbytes: int) -> None:
@@ -51,7 +40,7 @@ class PinnedPart:
         return self._begin <= begin and begin + array.nbytes <= self._begin + self._memory.nbytes
 
     def reach(self, array: NDArray[Any]) -> None:
-        """Have all of the memory pinned from its beginning to the end of an array in it.
+        """Pin the memory from its beginning to the end of an array in it.
 
         Called while the slot is filled, when nothing copies out of the memory.
         """

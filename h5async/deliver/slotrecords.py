@@ -1,6 +1,6 @@
-"""Defines what the ring of slots knows: what the consumer wants, and who has which slot.
+"""Defines the records of the ring of slots: what the consumer wants, and who has which slot.
 
-Plain records, and the protocol of what says that batches are ready.
+Plain records, and the protocol of what reports that batches are ready.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class Assignment(NamedTuple):
 
 
 class Completions(Protocol[Result_co]):
-    """What says that batches are ready without calling `SlotRing.filled`."""
+    """Reports that batches are ready without calling `SlotRing.filled`."""
 
     def result(self, slot: int, serial: int) -> Result_co | None:
-        """Return the batch in a slot; None where it is not ready. Never blocks."""
+        """Return the batch in a slot; None if it is not ready. Never blocks."""
 
     def drop(self, slot: int, serial: int) -> bool:
-        """Say that nobody wants a batch any more; tell whether its slot may have another one."""
+        """Say that a batch is no longer wanted; tell whether its slot may have another one."""
 
     def events(self) -> int:
         """Return a number that changes whenever a batch becomes ready, and by `wake`."""
@@ -47,13 +47,13 @@ class Consumer(NamedTuple):
     next
         Serial of the batch that is delivered next.
     asked
-        Batches below this serial were asked for.
+        Batches below this serial were requested.
     held
         The batch that the consumer holds, if any.
     reads_ahead
-        Whether batches that nobody asked for are filled too.
+        Whether batches are filled before they are requested.
     course
-        What the serial numbers mean, which is the caller's to say.
+        The caller's meaning of the serial numbers.
     loops
         Whether a loop takes the batches, and they are read ahead for it.
     """

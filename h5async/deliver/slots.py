@@ -1,12 +1,12 @@
-"""Gives the slots of a ring to batches, in order, each at one time to one owner.
+"""Gives the slots of a ring to batches, in order; each slot has one owner at a time.
 
 A slot goes free -> filling -> ready -> in use -> free. `SlotRing` decides which batch a free slot
-is filled with next, and knows nothing of files, threads or GPUs: whoever calls it does the work
-that it names, outside its lock. Batches have serial numbers that go on through all epochs.
+is filled with next, and knows nothing of files, threads or GPUs: its callers do the work that it
+names, outside its lock. Batches have serial numbers that continue through all epochs.
 
-What the consumer wants is one value, and each of its calls changes that at once, in one assignment.
-So an exception that comes out of nowhere (Ctrl-C) finds the call done or not done, and never half
-of it; and a call may be made again. Slots are given out by `assign`, which workers call.
+What the consumer wants is one value, which each of its calls changes in one assignment. So an
+exception at any point (Ctrl-C) finds the call done or not done, but never half done; and a call may
+be repeated. Workers assign slots by `assign`.
 """
 
 from __future__ import annotations
@@ -32,15 +32,8 @@ from h5async.system.patience import Patience
 class SlotRing(Generic[Result]):
     """The states of all slots. Safe to use from many threads; one of them is the consumer.
 
-    Parameters
-    ----------
-    num_slots
-        Slots in the ring.
-
-    Attributes
-    ----------
-    completions
-        Says that batches are ready; None: only `filled` does. Set before the first batch.
+    `completions` reports that batches are ready; None: only `filled` does. Set before the first
+    batch.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -49,9 +42,9 @@ class SlotRing(Generic[Result]):
         self._lock = threading.RLock()
         self._num_slots = num_slots
         self._consumer = Consumer()
-        # By serial, ascending. An entry goes when it is ready and nobody needs it any more.
+        # By serial, ascending. An entry is removed when it is ready and no longer needed.
         self._entries: dict[int, Entry[Result]] = {}
-        self._never_given = 0  # this slot and those behind it
+        self._never_given = 0  # this slot and all after it
         # Released to wake the consumer. (An exception in the middle of Condition.wait would leave
         # the condition broken.)
         self._waiter: threading.Lock | None = None
@@ -87,11 +80,11 @@ class SlotRing(Generic[Result]):
 
     @property
     def has_begun(self) -> bool:
-        """Whether any batch was asked for."""
+        """Whether any batch was requested."""
         return self._consumer.asked > 0 or bool(self._entries)
 
     def ask(self) -> int:
-        """Ask for one batch more; return its serial. Never blocks."""
+        """Request one batch more; return its serial. Never blocks."""
         with self._lock:
             self.check_open()
             following, asked, *others = self._consumer
@@ -99,17 +92,13 @@ class SlotRing(Generic[Result]):
             return asked
 
     def ask_for(self, course_from: Callable[[int, int], Any]) -> int:
-        """Ask for a batch that no slot was given to, and take another course; return its serial.
+        """Request a batch that has no slot yet, and take another course; return its serial.
 
-        Batches before it that slots were given to count as asked for; in a loop, those that all
-        slots have room for, whether or not they were given to these yet: so it does not depend on
-        how fast threads are. All of it at once, as `restart` does.
-
-        Parameters
-        ----------
-        course_from
-            Called with its serial, and that of the batch that will be delivered next. Returns what
-            serial numbers mean from now on; nothing else than before for those below it.
+        Batches before it that have slots count as requested; in a loop, all that fit into the
+        slots, whether or not they have one yet, so that it does not depend on the speed of threads.
+        All at once, as in `restart`. `course_from` is called with its serial, and that of the next
+        batch to be delivered. It returns the meaning of serial numbers from now on, which is
+        unchanged for those below its serial.
         """
         with self._lock:
             self.check_open()
@@ -135,19 +124,15 @@ class SlotRing(Generic[Result]):
 
     @property
     def course(self) -> Any:
-        """What serial numbers mean; what `restart` was given last."""
+        """The meaning of serial numbers, as given to `restart` last."""
         return self._consumer.course
 
     def restart(self, course_from: Callable[[int], Any]) -> None:
-        """Drop all batches that were asked for, stop reading ahead, and take another course.
+        """Drop all requested batches, stop reading ahead, and take another course.
 
-        All of it at once: an exception in the middle leaves all as it was.
-
-        Parameters
-        ----------
-        course_from
-            Called with the serial of the batch that will be delivered next; no slot was given to
-            it yet. Returns what serial numbers mean from there on.
+        All at once: an exception leaves everything as it was. `course_from` is called with the
+        serial of the next batch to be delivered, which has no slot yet. It returns the meaning of
+        serial numbers from there on.
         """
         with self._lock:
             self.check_open()
@@ -156,7 +141,7 @@ class SlotRing(Generic[Result]):
             self._consumer = Consumer(serial, serial, self._consumer.held, False, course)
 
     def hand_back(self) -> None:
-        """Give the slot in use back, and see that at least one batch is asked for."""
+        """Give the slot in use back, and request at least one batch."""
         with self._lock:
             self.check_open()
             following, asked, _, *others = self._consumer
@@ -171,26 +156,12 @@ class SlotRing(Generic[Result]):
     def wait(
         self, timeout_seconds: float | None, begin: Callable[[], None] | None = None
     ) -> tuple[int, int, Result]:
-        """Wait for the next batch. It is not taken by that, and can be waited for again.
+        """Wait for the next batch, without taking it; return its serial, slot and result.
 
-        Parameters
-        ----------
-        begin
-            Called while the batch has no slot: one may have come free meanwhile.
-
-        Returns
-        -------
-        serial, slot, result
-            As given to `filled`.
-
-        Raises
-        ------
-        BatchTimeoutError
-            If it was not ready in time.
-        ReaderClosedError
-            If the ring is closed, before or meanwhile.
-        H5AsyncError
-            If `fail` was called: the batch may never come.
+        `begin` is called while the batch has no slot: one may have become free meanwhile.
+        `BatchTimeoutError` is raised if it was not ready in time, `ReaderClosedError` if the ring
+        is closed, before or meanwhile, and `H5AsyncError` if `fail` was called: the batch may never
+        come.
         """
         found = self._next()
         if found is not None:
@@ -201,7 +172,7 @@ class SlotRing(Generic[Result]):
             if others is not None:
                 wait = partial(others.wait, others.events())
             if begin is not None and self._consumer.next not in self._entries:
-                begin()  # after the look at the events: it is called again after the next one
+                begin()  # after reading the events: it is called again after the next one
             with self._lock:
                 found = self._next()
                 if found is not None:
@@ -219,7 +190,7 @@ class SlotRing(Generic[Result]):
                 )
 
     def _next(self) -> tuple[int, int, Result] | None:
-        """Return the next batch, its slot, and what it is; None where it is not ready."""
+        """Return the next batch's serial, slot and result; None if it is not ready."""
         with self._lock:
             self.check_open()
             serial = self._consumer.next
@@ -231,7 +202,7 @@ class SlotRing(Generic[Result]):
             return serial, entry.slot, entry.result
 
     def take(self, serial: int, *, forget: bool = False) -> None:
-        """Put the batch that was waited for in use; `forget`: keep no reference to its result."""
+        """Mark the batch that was waited for as in use; `forget` drops its result here."""
         with self._lock:
             entry = self._entries.get(serial)
             if forget and entry is not None:
@@ -261,7 +232,7 @@ class SlotRing(Generic[Result]):
     def assign(self) -> list[Assignment]:
         """Give free slots to the next batches in line.
 
-        The caller must see to it that each is carried out, and answered by `filled`.
+        The caller must ensure that each is carried out, and answered by `filled`.
         """
         assignments: list[Assignment] = []
         with self._lock:
@@ -289,30 +260,30 @@ class SlotRing(Generic[Result]):
         return self._lock
 
     def pending(self) -> list[Assignment]:
-        """Return all assignments that were made and are not carried out yet."""
+        """Return all assignments that are not carried out yet."""
         with self._lock:
             pending = [Assignment(e.slot, s) for s, e in self._entries.items() if not e.is_ready]
         return pending
 
     def _unused_slots(self, free: list[int]) -> list[int]:
-        """Add slots that no batch has to `free`, at least one; look through all only rarely."""
+        """Add at least one slot without a batch to `free`; search all slots only rarely."""
         if self._never_given < self._num_slots:
             free.append(self._never_given)
             self._never_given += 1
-        else:  # others were taken back, or lost to an exception
+        else:  # slots were taken back, or lost by an exception
             used = {entry.slot for entry in self._entries.values()}
             free.extend(slot for slot in range(self._num_slots) if slot not in used)
         return free
 
     def filled(self, serial: int, result: Result) -> None:
-        """Say that an assignment was carried out, well or ill. Never blocks."""
+        """Say that an assignment was carried out, with or without an error. Never blocks."""
         with self._lock:
             entry = self._entries.get(serial)
             if entry is None:  # it is closed
                 return
             entry.result = result
             entry.is_ready = True
-            # Where the consumer gives slots out, it waits for those of dropped batches, too.
+            # If the consumer assigns slots, it waits for those of dropped batches, too.
             if serial == self._consumer.next or self.completions is not None:
                 self._wake()
 
@@ -326,16 +297,16 @@ class SlotRing(Generic[Result]):
             self._wake()
 
     def unassign(self) -> None:
-        """Take assignments back that nobody carries out any more."""
+        """Take back assignments that will not be carried out."""
         with self._lock:
             for serial in [s for s, entry in self._entries.items() if not entry.is_ready]:
                 self._entries.pop(serial, None)
 
     def close(self, *, at_exit: bool = False) -> bool:
-        """Wake everyone who waits, and refuse all further calls; False where it was closed.
+        """Wake all who wait, and refuse all further calls; return False if it was closed before.
 
-        `at_exit`: the interpreter ends, which a daemon thread is told by `SystemExit`: it then
-        ends without a traceback that nobody can act on.
+        `at_exit`: the interpreter ends; a daemon thread then gets `SystemExit`, and ends without a
+        useless traceback.
         """
         with self._lock:
             was_open = not self._closed
@@ -378,7 +349,7 @@ class SlotRing(Generic[Result]):
         return self.completions is not None and self.completions.drop(entry.slot, serial)
 
     def _is_done(self, serial: int, entry: Entry[Result]) -> bool:
-        """Tell whether a batch is ready, whoever says so. Holds the lock."""
+        """Tell whether a batch is reported ready. Holds the lock."""
         if not entry.is_ready and self.completions is not None:
             result = self.completions.result(entry.slot, serial)
             if result is not None:

@@ -2,10 +2,10 @@
 
 A `FillRequest` enters; a filled slot leaves, with a `FillOutcome`: planned, read, decoded,
 transformed, postprocessed. The filler knows nothing of the reader: it is made from the
-configuration, the layouts and the memory of the slots, and is driven by small picklable requests.
+configuration, the layouts and the memory of the slots, and takes small picklable requests.
 
-It puts together what stands in files of its own: the pool of threads (`pool.py`), the phases that a
-batch goes through (`phases.py`), and what plans and reads rows (`reading.py`).
+It combines the pool of threads (`pool.py`), the phases of a batch (`phases.py`), and the planning
+and reading of rows (`reading.py`).
 """
 
 from __future__ import annotations
@@ -44,62 +44,49 @@ from h5async.system.timeline import Recorder, Timeline
 
 
 class Filler(SlotFiller):
-    """Fills slots in a pool of threads, or, without threads, whoever calls `run_next`.
+    """Fills slots in a pool of threads or, without threads, in the caller of `run_next`.
+
+    Raises `ConfigError` if a ``"module:function"`` cannot be imported, and `OutOfMemoryError` if
+    the system refuses memory for the threads.
 
     Parameters
     ----------
     config
         Threads, postprocess.
     samplings
-        The orders of samples that requests are of.
+        The orders of samples to which requests refer.
     layouts, transforms
         By field name, in field order.
     slots
         Memory of each slot.
     memory_plan
-        What else may be taken.
-    shapes
-        Of sparse fields, by name.
-    categories
-        Of categorical fields, by name.
+        The remaining memory that may be used.
+    shapes, categories
+        Of sparse and of categorical fields, by name.
     rows
-        Samples that a slot has room for; None: as many as its first array has rows.
+        Samples that fit into a slot; None means the rows of its first array.
     left
-        Names of fields that the device puts together.
+        Names of fields that the device assembles.
     new_memory
         Returns host memory for pixels, from which the device uploads.
-    next_requests
-        Called in a worker, after `kick`: what is to be filled now.
-    before_fill
-        Called in a worker with the slot's number before anything is written to it; may block
-        until the slot's memory may be overwritten.
     device_cache
-        Which samples the device has and need not be read again, if it keeps them.
+        The samples that the device keeps, if it does, and that need not be read again.
     column_reader
         Says what the device reads in place of rows; None: all rows are read.
-    on_done
-        Called in a worker with a request and its outcome, once for each request, unless the
-        filler is closed before.
-    on_crash
-        Called in a worker with an exception that no batch can have: what `next_requests` or
-        `on_done` raised. The thread goes on.
+    next_requests, before_fill, on_done, on_crash
+        As in `SlotFiller`, called in workers. `before_fill` may block until the slot's memory may
+        be overwritten. `on_done` is called once per request, unless the filler is closed before.
+        After `on_crash` the thread goes on.
     may_submit
         Whether the consumer may submit batches itself: nothing has to be done before a slot is
         filled, and `before_fill` is not called then.
     recorder
-        Is told what is done; None: nobody is.
+        Records what is done, if given.
 
     Attributes
     ----------
     submissions
         Where the consumer submits batches itself; None: threads ask for requests.
-
-    Raises
-    ------
-    ConfigError
-        If a ``"module:function"`` cannot be imported.
-    OutOfMemoryError
-        If the system refuses memory for the threads.
     """
 
     def __init__(
@@ -136,7 +123,7 @@ class Filler(SlotFiller):
             postprocess = Postprocess(function, list(config.batch_fields), config.seed, masks)
         self._cache = _open_cache(config, samplings, several, memory_plan)
         self._resident = self._cache if isinstance(self._cache, HostCache) else device_cache
-        # What a change of a file makes worthless; emptied at the end.
+        # Invalid after a change of a file; emptied at the end.
         self._residencies = [] if self._resident is None else [self._resident]
         core = load_core()
         recorder = self._recorder = Recorder() if recorder is None else recorder
@@ -214,19 +201,16 @@ class Filler(SlotFiller):
             if self.submissions is not None:
                 self.submissions.resume = self._phases.resume
         except BaseException:
-            self._executors.close()  # nobody else knows of it yet
+            self._executors.close()  # it has no other owner yet
             raise
         self._final_stats: FillerStats | None = None
         self._core, self._columns = core, list(layouts)
         self._recording: Recording | None = None
 
     def start(self) -> None:
-        """Open files, and start the threads. `stop` ends what an exception left half done.
+        """Open files, and start the threads; call `stop` after an exception.
 
-        Raises
-        ------
-        ReadError
-            If a file cannot be opened, or the system gives no more threads.
+        `ReadError` is raised if a file cannot be opened, or the system gives no more threads.
         """
         if self._opens_ahead:
             self._executors.open_ahead(lambda: self._pool.is_stopped)
@@ -246,28 +230,14 @@ class Filler(SlotFiller):
         self._pool.add(request.serial, [partial(self._phases.begin, request)])
 
     def run_next(self) -> bool:
-        """Do the most urgent share of work in the calling thread; False where there is none."""
+        """Do the most urgent share of work in the calling thread; return False if there is none."""
         return self._pool.run_next()
 
     def read(self, index: NDArray[np.int64], memory: SlotMemory) -> tuple[NDArray[Any], ...]:
-        """Read samples in the calling thread, whatever else is under way.
+        """Read samples in the calling thread, while other work is under way, to memory of n rows.
 
-        Parameters
-        ----------
-        index
-            int64 (n,): sample numbers.
-        memory
-            Of n rows.
-
-        Returns
-        -------
-        tuple of arrays
-            The rows of each field, or what `postprocess` made of them.
-
-        Raises
-        ------
-        H5AsyncError
-            If they cannot be read, or the filler was stopped.
+        Returns the rows of each field, or the result of `postprocess`. `H5AsyncError` is raised if
+        they cannot be read, or the filler was stopped.
         """
         found: list[tuple[NDArray[Any], ...]] = []
         if not self._pool.run(lambda: found.append(self._phases.read(index, memory))):
@@ -275,13 +245,7 @@ class Filler(SlotFiller):
         return found[0]
 
     def abandon(self) -> bool:
-        """Forget all that was begun, after an exception in `run_next`, if it runs nowhere else.
-
-        Returns
-        -------
-        bool
-            Whether it was forgotten.
-        """
+        """Forget all work after an exception in `run_next`; return False if threads are at work."""
         return self._pool.forget_work()
 
     def stats(self) -> FillerStats:
@@ -301,7 +265,7 @@ class Filler(SlotFiller):
         )
 
     def record(self, timeline: Timeline | None) -> None:
-        """Record what all threads do from now on; None: no more."""
+        """Record what all threads do from now on; None: stop recording."""
         if timeline is not None:
             self._recording = Recording(
                 timeline, self._recorder, self._core, self._reader, self._columns
@@ -324,16 +288,16 @@ class Filler(SlotFiller):
         self._resident.add(index)
 
     def stop(self, then: Callable[[], None]) -> None:
-        """Drop what was not begun; when what was is done, close the files and call `then`.
+        """Drop pending work; after work under way has ended, close the files and call `then`.
 
-        Never waits: it is called by the garbage collector, in any thread, which may hold a lock
-        that a worker waits for. Extra calls are harmless, and do what an exception left undone.
+        Never waits: the garbage collector may call it in any thread, which may hold a lock that a
+        worker waits for. Extra calls are harmless, and complete what an exception interrupted.
         """
         self._reader.interrupt()
         self._pool.stop(partial(self._let_go, then))
 
     def join(self, patience_seconds: float | None = None) -> None:
-        """Wait until all is done that `stop` asked for; a worker does not wait for itself."""
+        """Wait until what `stop` requested is done; a worker does not wait for itself."""
         self._pool.join(patience_seconds)
 
     def _find_work(self) -> list[tuple[int, Work]]:
@@ -341,7 +305,7 @@ class Filler(SlotFiller):
         return [(request.serial, partial(begin, request)) for request in self._next_requests()]
 
     def _let_go(self, then: Callable[[], None]) -> None:
-        """Let go of all that only workers use; after the last of them."""
+        """Release all that only workers use; called after the last of them."""
         self._executors.close()
         self._final_stats = self.stats()
         self._reader.close()
@@ -351,7 +315,7 @@ class Filler(SlotFiller):
         self._residencies.clear()
         self._resident = self._cache = None
         then()
-        self._next_requests = list  # its owner holds this object
+        self._next_requests = list  # whose owner holds this object
 
 
 def _image_decoder(
@@ -366,7 +330,7 @@ def _image_decoder(
     left: Collection[str],
     new_memory: Callable[[int], NDArray[np.uint8]],
 ) -> ImageDecoder | None:
-    """Return what decodes images, where a field has any."""
+    """Return the decoder of images, if a field has any."""
     fields = config.batch_fields
     if not any(isinstance(field, ImageField) for field in fields.values()):
         return None
@@ -392,7 +356,7 @@ def new_assembly(
     shapes: Mapping[str, SparseShape],
     categories: Mapping[str, Categories],
 ) -> Assembly:
-    """Return what makes the arrays of fields of those of columns."""
+    """Return the `Assembly` that makes arrays of fields from those of columns."""
     first = next(iter(layouts.values()))
     counts = [count for _, count in first.file_samples] or [first.sample_count]
     first_samples = np.cumsum([0, *counts], dtype=np.int64)
@@ -406,7 +370,7 @@ def _open_cache(
     transforms: Sequence[RowTransform],
     memory_plan: MemoryPlan,
 ) -> HostCache | Budget | None:
-    """Return where rows are kept for later epochs, or why not; None where nobody asked for it."""
+    """Return where rows are kept for later epochs, or why not; None if not requested."""
     if config.cache != "host":
         return None
     row_nbytes = [transform.raw_nbytes for transform in transforms]

@@ -1,8 +1,8 @@
-"""Decodes the images of a batch, side by side in all threads, resizes and transforms them.
+"""Decodes the images of a batch, in parallel in all threads, resizes and transforms them.
 
-Encoded images enter, as `Ragged` bytes; arrays of pixels leave, or `Images` where sizes differ.
-Pixels lie in memory of the slot, which is taken once where their size is known, and else grows with
-the largest batch. An image that several samples of a batch have among their steps is decoded once.
+Encoded images enter, as `Ragged` bytes; arrays of pixels leave, or `Images` if sizes differ. Pixels
+are in memory of the slot, which is allocated once if their size is known, and else grows with the
+largest batch. If several samples of a batch share an image by their steps, it is decoded once.
 """
 
 from __future__ import annotations
@@ -38,43 +38,38 @@ from h5async.samples.columns import Rows, SlotMemory
 from h5async.samples.images import Images
 from h5async.samples.ragged import Ragged
 
-# Where an image shrinks by more than 2, neighbours are not all there is between.
+# The shrinking factor above which all pixels are averaged: above 2, neighbours do not suffice.
 _AREA_ABOVE = {"auto": 2.0, "area": 0.0, "linear": math.inf}
 
-Empty = Callable[[int], NDArray[np.uint8]]  # returns so much memory
-ImageWork = Callable[[], bool]  # decodes an image; returns False where it is broken, and replaced
+Empty = Callable[[int], NDArray[np.uint8]]  # returns new memory
+ImageWork = Callable[[], bool]  # decodes an image; returns False if it was broken and replaced
 
 
 class ImageDecoder:
     """Decodes the fields of batches that are images. Safe to use from many threads.
+
+    Raises as `ImageFieldDecoder`.
 
     Parameters
     ----------
     fields, layouts
         By name; layouts of all columns.
     spans
-        By column: which images each sample is.
+        By column: the images of each sample.
     seed
         Of the reader.
     core
-        The compiled core; None: do without.
+        The compiled core, if there is one.
     slots, rows
-        Memory of the slots, and samples that each has room for.
+        Memory of the slots, and samples that fit into each.
     threads
-        That decode at a time, in all processes.
+        Threads that decode at the same time, in all processes.
     limit_nbytes
-        What pixels may take, in all slots, and beside them while they are decoded.
+        The limit for pixels in all slots, and for the memory that decoding takes beside them.
     left
-        Names of fields whose pixels a device transforms: batches have them as they were decoded.
+        Names of fields whose pixels a device transforms: batches have them as decoded.
     new_memory
         Returns host memory for the pixels of a slot.
-
-    Raises
-    ------
-    DatasetError
-        If a dataset has no bytes.
-    MissingPackageError
-        If OpenCV is needed and not installed.
     """
 
     def __init__(
@@ -119,7 +114,7 @@ class ImageDecoder:
 
     @property
     def broken_images(self) -> int:
-        """Images that were replaced so far."""
+        """The number of images replaced so far."""
         return self._broken
 
     def note_broken(self) -> None:
@@ -132,6 +127,9 @@ class ImageDecoder:
     ) -> BatchImages:
         """Begin to decode a batch; `BatchImages.work` does it.
 
+        `ReadError` is raised if a header must be read, and is broken, or images take too much
+        memory.
+
         Parameters
         ----------
         arrays
@@ -139,14 +137,9 @@ class ImageDecoder:
         index
             int64 (n,): sample numbers.
         epoch
-            On which random numbers depend.
+            Random numbers depend on it.
         slot
-            Whose memory is used; None: new memory, and pixels are transformed in any case.
-
-        Raises
-        ------
-        ReadError
-            If a header must be read, and is broken, or images take too much memory.
+            Whose memory is used; None: new memory, and pixels are always transformed.
         """
         found, most = list(arrays), self._of_batch
         todo: list[ImageWork] = []
@@ -160,19 +153,19 @@ class ImageDecoder:
         return BatchImages(tuple(found), todo, self.note_broken)
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         self._memory = []
 
 
 class BatchImages:
-    """The images of one batch on their way.
+    """The images of one batch while they are decoded.
 
     Parameters
     ----------
     arrays
-        What is delivered, by field; those of images are filled by `work`.
+        The delivered arrays, by field; those of images are filled by `work`.
     works
-        One for each image; made before any is decoded, as a loop over all is fastest.
+        One per image; made before any is decoded, as a loop over all is fastest.
     note_broken
         Called for each image that is replaced.
     """
@@ -187,23 +180,13 @@ class BatchImages:
         self.count = len(works)
         self._works = works
         self._note_broken = note_broken
-        # Threads take images one by one, as some take much longer than others.
+        # Threads take images one by one, because decoding times differ much.
         self._todo = itertools.count()
 
     def work(self, must_end: Callable[[], bool], end: int) -> None:
-        """Decode images, in as many threads as one likes, until so many were begun.
+        """Decode images until `end` were begun, or `must_end` is true; any number of threads may.
 
-        Parameters
-        ----------
-        must_end
-            Whether nobody wants them any more.
-        end
-            `count`, or less.
-
-        Raises
-        ------
-        ReadError
-            If an image is broken.
+        `ReadError` is raised if an image is broken.
         """
         while not must_end():
             number = next(self._todo)
@@ -222,12 +205,12 @@ class _Scratch(threading.local):
         self._decoded, self._resized = Growing(plain_memory), Growing(plain_memory)
 
     def decoded(self, shape: tuple[int, int, int]) -> NDArray[np.uint8]:
-        """Return memory for an image as it is decoded."""
+        """Return memory for a decoded image."""
         found: NDArray[np.uint8] = self._decoded.of(math.prod(shape)).reshape(shape)
         return found
 
     def resized(self, shape: tuple[int, int, int]) -> NDArray[np.uint8]:
-        """Return memory for an image as it is resized."""
+        """Return memory for a resized image."""
         found: NDArray[np.uint8] = self._resized.of(math.prod(shape)).reshape(shape)
         return found
 
@@ -235,28 +218,10 @@ class _Scratch(threading.local):
 class ImageFieldDecoder:
     """Decodes the images of one field. Safe to use from many threads.
 
-    Parameters
-    ----------
-    field, layout
-        Its options, and where its bytes lie.
-    spans
-        Which images each sample is.
-    core
-        The compiled core; None: do without.
-    limit_nbytes
-        What an image may take while it is decoded.
-
-    Attributes
-    ----------
-    is_random
-        Whether random numbers are needed.
-
-    Raises
-    ------
-    DatasetError
-        If the dataset has no bytes.
-    MissingPackageError
-        If OpenCV is needed and not installed.
+    `spans` are the images of each sample; `limit_nbytes` is the limit for the memory of an image
+    while it is decoded. `is_random` says whether random numbers are needed. `DatasetError` is
+    raised if the dataset does not hold bytes, `MissingPackageError` if OpenCV is needed and not
+    installed.
     """
 
     def __init__(
@@ -284,7 +249,7 @@ class ImageFieldDecoder:
         self._cv2: Any = None if field.size is None and not field.flip else _opencv()
         counts = [count for _, count in layout.file_samples]
         self._ends = np.cumsum(counts or [layout.sample_count])
-        # (Shapes come again and again, but there may be very many.)
+        # Shapes repeat, but there may be very many.
         self._transforms = lru_cache(256)(partial(self._new_transform, core))
 
     def _new_transform(self, core: Core | None, shape: tuple[int, int, int]) -> Any:
@@ -297,7 +262,7 @@ class ImageFieldDecoder:
         return found
 
     def sized_nbytes(self, rows: int) -> int:
-        """Return what images take that are resized; 0 where they are not."""
+        """Return the bytes of `rows` resized images; 0 if they are not resized."""
         return sized_nbytes(self._field, rows)
 
     def begin(
@@ -308,29 +273,26 @@ class ImageFieldDecoder:
         empty: Empty,
         most_nbytes: int,
     ) -> tuple[Any, list[ImageWork]]:
-        """Return what a batch has, and the work that puts pixels there.
+        """Return the array or `Images` of a batch, and the work that fills it with pixels.
+
+        `ReadError` is raised as in `ImageDecoder.batch`.
 
         Parameters
         ----------
         encoded
-            The bytes of images: of the runs of a batch, where samples consist of steps.
+            The bytes of images; if samples consist of steps, those of the batch's runs.
         index
             int64 (n,): sample numbers.
         numbers
-            Their random numbers, where there are any.
+            Their random numbers, if needed.
         empty
             Returns memory.
         most_nbytes
-            That pixels may take.
-
-        Raises
-        ------
-        ReadError
-            As `ImageDecoder.batch` says.
+            The limit for pixels.
         """
         encoded = Ragged(encoded.values.view(np.uint8), encoded.offsets)
         runs: NDArray[np.int64] = index
-        images: NDArray[np.int64] = np.arange(index.size)  # which of them goes to each place
+        images: NDArray[np.int64] = np.arange(index.size)  # the image of each place
         if isinstance(self._spans, StepSpans):
             runs, images = self._spans.places(index)
         headers = self._headers(encoded, runs)
@@ -362,7 +324,7 @@ class ImageFieldDecoder:
     def _unsized(
         self, headers: NDArray[np.int64], index: NDArray[np.int64], empty: Empty, most_nbytes: int
     ) -> Any:
-        """Return an array for images that keep their sizes; `Images` where these differ."""
+        """Return an array for images that keep their sizes; `Images` if these differ."""
         shapes = headers[:, 1:3]
         are_equal = bool((shapes == shapes[0]).all())
         kinds = shapes[:1] if are_equal else shapes
@@ -386,10 +348,7 @@ class ImageFieldDecoder:
     def _headers(self, encoded: Ragged, runs: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the headers of images as rows; zeros for those that are to be replaced.
 
-        Raises
-        ------
-        ReadError
-            If one is broken, or takes too much memory, and is not to be replaced.
+        `ReadError` is raised if one is broken or too large, and is not to be replaced.
         """
         values, offsets = map(np.ascontiguousarray, (encoded.values, encoded.offsets))
         core = self._core
@@ -412,26 +371,16 @@ class ImageFieldDecoder:
     def _cuts(
         self, headers: NDArray[np.int64], numbers: NDArray[np.float64] | None
     ) -> Sequence[list[int] | None]:
-        """Return what of images is delivered.
+        """Return, per image, the delivered part; None means all of it, unchanged.
 
-        Parameters
-        ----------
-        headers
-            Rows, of each image one.
-        numbers
-            Rows of `random_numbers`, where they are needed.
-
-        Returns
-        -------
-        list
-            By image: bounds of its part, top, bottom, left and right; how it is resized; whether it
-            is flipped. None: all of it as it is.
+        A part is bounds (top, bottom, left, right), how it is resized, and whether it is flipped.
+        `headers` has a row per image; `numbers` has rows of `random_numbers`, if needed.
         """
         field = self._field
         if field.size is None and not field.flip:
             return [None] * len(headers)
         cuts = np.zeros((len(headers), 6), np.int64)
-        heights, widths = np.maximum(headers[:, 1:3].T, 1)  # those to be replaced have none
+        heights, widths = np.maximum(headers[:, 1:3].T, 1)  # 0 for those to be replaced
         if field.size is not None:
             if field.crop == "center":
                 boxes = center_boxes(heights, widths, field.size)
@@ -458,17 +407,9 @@ class ImageFieldDecoder:
         cuts: Sequence[list[int] | None],
         run: np.int64,
     ) -> bool:
-        """Decode an image to its places, each with a cut of its own.
+        """Decode an image to its places, each with a cut of its own; False if it was replaced.
 
-        Returns
-        -------
-        bool
-            False where it is broken, and was replaced.
-
-        Raises
-        ------
-        ReadError
-            If it is broken.
+        `ReadError` is raised if it is broken, and not to be replaced.
         """
         first = outs[0]
         goes_there = self._is_plain and self._field.size is None
@@ -493,7 +434,7 @@ class ImageFieldDecoder:
     def _cut(
         self, pixels: NDArray[np.uint8], out: NDArray[Any], cut: list[int]
     ) -> NDArray[np.uint8]:
-        """Cut, resize and flip decoded pixels; return them, in place or where they lie already."""
+        """Cut, resize and flip decoded pixels; return the result, in `out` if it is final."""
         top, bottom, left, right, how, is_flipped = cut
         size = self._field.size
         if size is not None:
@@ -505,7 +446,7 @@ class ImageFieldDecoder:
         return pixels
 
     def _blacken(self, several: Sequence[NDArray[Any]], found: bool) -> bool:
-        """Put zeros, as if pixels, in place of images that are resized; return `found`."""
+        """Fill in zeros in place of images that are resized; return `found`."""
         assert self._field.size is not None
         pixels = np.zeros((*self._field.size, CHANNELS), np.uint8)
         for out in several:
@@ -526,7 +467,6 @@ class ImageFieldDecoder:
         return header
 
     def _deliver(self, pixels: NDArray[np.uint8], out: NDArray[Any]) -> None:
-        """Transform pixels to their place."""
         if self._is_plain:
             np.copyto(out, pixels)
         else:
@@ -534,7 +474,6 @@ class ImageFieldDecoder:
             apply(pixels[np.newaxis], out[np.newaxis], np.zeros(1, np.int64))
 
     def _where(self, sample: int) -> str:
-        """Name an image, for messages."""
         layout, number = self._layout, int(np.searchsorted(self._ends, sample, side="right"))
         if layout.sequences is not None and layout.heaps:  # each of a dataset of its own
             heap = [one for one in layout.heaps if one.first_sample <= sample][-1]
@@ -550,18 +489,11 @@ _REMEDY = 'mend the file, leave the sample out by indices, or set on_error="zero
 
 
 def as_decoded(field: ImageField) -> ImageField:
-    """Return a field whose pixels are delivered as they were decoded."""
+    """Return a field whose pixels are delivered as decoded."""
     return field.model_copy(update={"axes": None, "dtype": None, "scale": None, "offset": None})
 
 
 def _opencv() -> Any:
-    """Import OpenCV.
-
-    Raises
-    ------
-    MissingPackageError
-        If it is not installed.
-    """
     with needs_package("opencv-python-headless", "images that are resized or flipped"):
         import cv2
     return cv2

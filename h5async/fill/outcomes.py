@@ -1,6 +1,6 @@
-"""Says what a filler is asked for, what it answers, and what fillers of all kinds have in common.
+"""Defines a filler's answers, and the interface of all fillers.
 
-Plain records, most of them picklable: a helper process is sent the same requests.
+Plain records, most of them picklable: helper processes use them, too.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from h5async.system.counts import STAGES, ThreadCounts
 
 
 class FillOutcome(NamedTuple):
-    """What became of a request.
+    """The result of a request.
 
     Attributes
     ----------
     index
         int64 (n,): sample numbers of the batch.
     arrays
-        The batch, in field order: views of the slot's `out` of n rows, or what `postprocess`
-        returned, or, once it was uploaded, arrays on a device.
+        The batch, in field order: views of n rows of the slot's `out`, or the result of
+        `postprocess`, or, once uploaded, arrays on a device.
     error
-        What went wrong, if anything; the arrays then hold nothing of use.
+        What went wrong, if anything; `arrays` are undefined then.
     is_resident
         Nothing was read, because the device has the rows.
     busy_seconds
         The time that threads spent on it, summed up.
     warnings
-        What the consumer is to be warned of, each once.
+        Warnings for the consumer, each reported once.
     """
 
     index: NDArray[np.int64]  # type: ignore[assignment]  # (a tuple's method of that name)
@@ -46,18 +46,9 @@ class FillOutcome(NamedTuple):
 class FillerStats(NamedTuple):
     """What a filler has done so far.
 
-    Attributes
-    ----------
-    stage_seconds
-        By stage, but for what `counts` has.
-    counts
-        Of all threads.
-    fallback_reads
-        Reads that went through h5py.
-    cache
-        What is kept in memory, or why not.
-    broken_images
-        Images that were replaced because they cannot be decoded.
+    `stage_seconds` has the stages that `counts` has not; `fallback_reads` are reads through h5py;
+    `cache` says what is kept in memory, or why not; `broken_images` were replaced because they
+    cannot be decoded.
     """
 
     stage_seconds: Mapping[str, float]
@@ -67,7 +58,7 @@ class FillerStats(NamedTuple):
     broken_images: int = 0
 
     def plus(self, other: FillerStats) -> FillerStats:
-        """Return what this and another filler have done; both keep the same in memory."""
+        """Return the sum with another filler, which keeps the same in memory."""
         mine, others = self.stage_seconds, other.stage_seconds
         return FillerStats(
             {stage: mine[stage] + others[stage] for stage in STAGES},
@@ -79,9 +70,9 @@ class FillerStats(NamedTuple):
 
 
 class SlotFiller(Protocol):
-    """What fills slots: threads of this process (`Filler`), or helper processes.
+    """Fills slots, in threads of this process (`Filler`) or in helper processes.
 
-    It is made with four functions that it calls in its threads: ``next_requests()`` says, after
+    It is made with four functions that it calls in its threads: ``next_requests()`` returns, after
     `kick`, what is to be filled now; ``before_fill(slot)`` returns when the slot may be written to;
     ``on_done(request, outcome)`` takes the outcome of each request; ``on_crash(error)`` takes an
     error that belongs to no batch.
@@ -98,10 +89,10 @@ class SlotFiller(Protocol):
         """Fill a slot. Never blocks. Safe to call from any thread."""
 
     def run_next(self) -> bool:
-        """Do the most urgent work in the calling thread; return False where there is none."""
+        """Do the most urgent work in the calling thread; return False if there is none."""
 
     def abandon(self) -> bool:
-        """Forget, after an exception in `run_next`, all that was begun; return whether it was."""
+        """Forget all work after an exception in `run_next`; return False if threads are at work."""
 
     def stats(self) -> FillerStats:
         """Return what was done so far."""
@@ -110,11 +101,11 @@ class SlotFiller(Protocol):
         """Note that the device cache has the samples of the batch in a slot."""
 
     def stop(self, then: Callable[[], None]) -> None:
-        """Drop all requests; when the work under way is done, let go of all, and call `then`.
+        """Drop all requests; after work under way has ended, release everything and call `then`.
 
-        Never waits: it is called by the garbage collector, in any thread, which may hold a lock
-        that a worker waits for. Extra calls are harmless, and do what an exception left undone.
+        Never waits: the garbage collector may call it in any thread, which may hold a lock that a
+        worker waits for. Extra calls are harmless, and complete what an exception interrupted.
         """
 
     def join(self, patience_seconds: float | None = None) -> None:
-        """Wait until all is done that `stop` asked for; a worker does not wait for itself."""
+        """Wait until what `stop` requested is done; a worker does not wait for itself."""

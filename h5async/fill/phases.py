@@ -1,8 +1,8 @@
 """Takes batches through the phases of a fill: from the plan to `postprocess`.
 
 A request enters; its outcome leaves. The work of a phase is cut into *shares*, which all threads
-take from one heap, oldest batch first, so that a batch is ready as early as possible. Whoever
-finishes the last share of a phase begins the next one, and nobody waits.
+take from one heap, oldest batch first, so that a batch is ready as early as possible. The thread
+that finishes the last share of a phase begins the next one, so no thread waits.
 """
 
 from __future__ import annotations
@@ -57,45 +57,35 @@ class _Fill:
         self.plans: BatchPlan = []
         self.busy_ns = 0
         self.is_resident = False
-        self.generation = 0  # of what is resident
+        self.generation = 0  # see `Residency`
         self.images: BatchImages | None = None
         self.shares_left = 0
         self.error: BaseException | None = None
 
 
 class Phases:
-    """What is done for a batch, from its request to its outcome. Safe to use from many threads.
+    """The phases of a batch, from its request to its outcome. Safe to use from many threads.
 
     Parameters
     ----------
-    pool
-        Does the work.
-    reader
-        Plans, reads and transforms rows.
     file
         The first file, for messages.
     samplings
-        The orders of samples that requests are of.
+        The orders of samples to which requests refer.
     transforms
         In field order.
-    slots
-        Memory of each slot.
     assembly
-        Makes what is delivered of it.
+        Makes the delivered arrays of a slot's memory.
     left
-        Names of fields that a device puts together.
+        Names of fields that a device assembles.
     images
-        Decodes images; None: no field has any.
+        Decodes images; None if no field has any.
     resident
-        Which samples are in memory and need not be read; None: nothing is kept.
-    postprocess
-        The user's function.
+        The samples that are in memory and need not be read; None: nothing is kept.
     before_fill, on_done
-        As of `Filler`.
+        As for `Filler`.
     take_warnings
-        Returns what the consumer is to be warned of, each once.
-    recorder
-        Is told what is done.
+        Returns new warnings for the consumer.
     """
 
     def __init__(
@@ -135,11 +125,11 @@ class Phases:
         self._on_done = on_done
         self._take_warnings = take_warnings
         self._recorder = recorder
-        # For all batches, and made once: a lock takes memory, too.
+        # For all batches, and made once: a lock takes memory.
         self._shares_lock = threading.Lock()
 
     def begin(self, request: FillRequest) -> None:
-        """Begin a fill, by planning it; the rest of it follows by itself."""
+        """Begin a fill, by planning it; the later phases follow by themselves."""
         batch = _Fill(request)
         shares: list[list[PlanSlice]] = []
         self._attempt(batch, partial(self._cut_plans, batch, shares))
@@ -147,7 +137,7 @@ class Phases:
         self._begin(batch, works, self._begin_left)
 
     def resume(self, request: FillRequest, index: NDArray[np.int64], is_planned: bool) -> None:
-        """Go on with a fill that the core has begun; what it has read is not read once more."""
+        """Continue a fill that the core has begun; what it has read is not read again."""
         if not is_planned:
             self.begin(request)
             return
@@ -171,7 +161,7 @@ class Phases:
         return postprocessed(call, arrays, where)
 
     def close(self) -> None:
-        """Let go of memory, and of functions whose owners hold this object."""
+        """Release memory, and functions whose owners hold this object."""
         self.slots = ()  # the caller may still hold a batch; nothing else keeps its memory
         self._resident = self._cache = None
         if self._images is not None:
@@ -188,8 +178,7 @@ class Phases:
         with self._recorder.ranges("plan"):
             batch.index = self._samplings.samples(request)
             batch.plans = self._plans(batch)
-            # One for each thread: a share more costs more, in waiting for the GIL, than it evens
-            # out.
+            # One per thread: waiting for the GIL costs more than additional shares gain.
             shares.extend(cut(batch.plans, max(1, self._pool.num_threads), _MIN_SHARE_NBYTES))
         self._reader.times.add("plan", begin)
         self._recorder.note("plan", begin, request.serial)
@@ -211,14 +200,14 @@ class Phases:
         self._reader.read(batch.plans, share, self.slots[batch.request.slot])
 
     def _begin_left(self, batch: _Fill) -> None:
-        """Begin to read what the core has left."""
+        """Begin to read the rows that the core has left to Python."""
         left = [] if batch.error is not None else self._reader.left(batch.plans)
         self._begin(
             batch, [partial(self._read_left, batch, some) for some in left], self._begin_keep
         )
 
     def _read_left(self, batch: _Fill, left: LeftRows | Refused) -> None:
-        # (Whoever keeps an error keeps the callers of this, which must not hold the memory.)
+        # An error keeps the callers of this alive, so they must not hold the memory.
         self._reader.read_left(left, batch.index, self.slots[batch.request.slot])
 
     def _begin_keep(self, batch: _Fill) -> None:
@@ -264,7 +253,7 @@ class Phases:
         self._begin(batch, works, self._begin_images)
 
     def _arrays(self, batch: _Fill) -> tuple[Any, ...]:
-        """Return the arrays of a batch, as a device that puts them together wants them."""
+        """Return the arrays of a batch, as a device that assembles them expects them."""
         return self._assembly.arrays(self.slots[batch.request.slot], batch.index, self._left)
 
     # --- images -----------------------------------------------------------------------------------
@@ -281,8 +270,8 @@ class Phases:
         works = [partial(self._decode_images, batch, images, images.count)] * parts
         meanwhile = []
         if parts > 1:
-            # Whoever sees the first half done has the next batch read before it goes on with this
-            # one, so that no thread is without images at the border between them.
+            # The thread that sees the first half done has the next batch read first, so that no
+            # thread runs out of images between two batches.
             works.insert(0, partial(self._decode_images, batch, images, images.count // 2))
             meanwhile = [self._pool.begin_next]
         self._begin(batch, works, self._finish, meanwhile)
@@ -319,7 +308,7 @@ class Phases:
         try:
             self._deliver(batch, arrays)
         finally:
-            batch.error = None  # whose frames have the batch
+            batch.error = None  # whose frames hold the batch
 
     def _deliver(self, batch: _Fill, arrays: tuple[NDArray[Any], ...]) -> None:
         if self._pool.is_stopped:
@@ -349,9 +338,9 @@ class Phases:
         then: Callable[[_Fill], None],
         meanwhile: Sequence[Work] = (),
     ) -> None:
-        """Begin a phase: do all `works`, in any thread, and after the last of them `then`.
+        """Begin a phase: do all `works` in any threads, and `then` after the last of them.
 
-        What `meanwhile` has is begun before the last of them, and nobody waits for it.
+        `meanwhile` is begun before the last of them, and not waited for.
         """
         if not works or batch.error is not None:
             self._go_on(batch, then)
@@ -377,20 +366,20 @@ class Phases:
             self._pool.add(batch.request.serial, [*shares, *meanwhile, last])
 
     def _go_on(self, batch: _Fill, then: Callable[[_Fill], None]) -> None:
-        """Begin the next phase; where that fails, the batch does. No share of it is under way."""
+        """Begin the next phase; if that fails, the batch fails. No share of it is under way."""
         if then == self._finish or not self._attempt(batch, partial(then, batch)):
             self._finish(batch)
 
     def _attempt(self, batch: _Fill, work: Work) -> bool:
-        """Do some of a batch's work; where that fails, the batch does. Return whether it went well.
+        """Do some of a batch's work, and return whether it succeeded; if not, the batch fails.
 
-        What the error keeps of this is where it came from, and no memory: the batch has the error.
+        The error keeps its place of origin, but no memory of this: the batch has the error.
         """
         error = _raised_by(work)
         if error is None:
             return True
         try:
-            self._note_error(batch, error)  # an interruption passes, with all that it holds
+            self._note_error(batch, error)  # an interruption is raised, with all that it holds
             forget_frames(error)
         finally:
             del error  # it has this frame, where it was raised again
@@ -398,7 +387,7 @@ class Phases:
 
     def _note_error(self, batch: _Fill, error: BaseException) -> None:
         if interruption(error) is not None:
-            raise error  # this is the thread of the caller, whom it concerns
+            raise error  # in the caller's thread, where it belongs
         if is_lack_of_memory(error):
             error = out_of_memory(f"{self._file}: {batch.request} cannot be filled", error)
         batch.error = error
@@ -409,7 +398,7 @@ def _given(index: NDArray[np.int64]) -> FillRequest:
 
 
 def _raised_by(work: Work) -> BaseException | None:
-    """Do some work; return what it raised."""
+    """Do some work; return the exception that it raised."""
     try:
         work()
     except BaseException as error:

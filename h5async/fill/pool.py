@@ -1,8 +1,8 @@
-"""Runs pieces of work in threads, the most urgent first; it does not know what the work is.
+"""Runs functions in threads, the most urgent first, whatever they do.
 
-What enters are functions, each with a serial number that says how urgent it is. All threads take
-from one heap. Where it is empty, a thread asks for more work. When the pool is stopped, it drops
-what was not begun, and whoever ends the last piece of work lets go of what all work has used.
+Functions enter, each with a serial number that says how urgent it is. All threads take from one
+heap. If it is empty, a thread asks for more work. When the pool is stopped, it drops pending work,
+and the thread that ends the last piece of work releases what all work has used.
 """
 
 from __future__ import annotations
@@ -25,45 +25,40 @@ THREAD_NAME = "h5async"
 
 
 class Tickets(Protocol):
-    """What threads wait for. Safe to use from many threads."""
+    """Brings threads their work. Safe to use from many threads."""
 
     def put(self, ticket: bool) -> None:
-        """Have one thread go on: with work of the heap, or, False, to its end. Never blocks."""
+        """Have one thread continue with work of the heap, or end (False). Never blocks."""
 
     def get(self) -> bool | Work:
-        """Wait for a ticket, or for work that no heap has."""
+        """Wait for a ticket, or for work that is not on the heap."""
 
 
 class OwnTickets(Tickets, Protocol):
-    """Tickets that bring work of their own."""
+    """Tickets with work of their own."""
 
     def get_here(self) -> Work | None:
-        """Return work that no heap has, without waiting for any; None where there is none."""
+        """Return work that is not on the heap, without waiting; None if there is none."""
 
     def forget(self) -> None:
         """Forget all work, after an exception in a pool without threads."""
 
 
 class WorkPool:
-    """Threads that do work, or, without threads, whoever calls `run_next`.
+    """Threads that do work, or, without threads, the caller of `run_next`.
+
+    Once `is_stopped`, work that is added is dropped.
 
     Parameters
     ----------
     num_threads
         Threads to start; 0: none.
     find_work
-        Called by a worker that finds no work: returns pieces of work with their serial numbers.
+        Returns work with its serial numbers. Called by a worker that finds none.
     on_crash
         Called by a thread with an exception of its work. The thread goes on.
     tickets
-        What threads wait for; None: a queue that has nothing else.
-
-    Attributes
-    ----------
-    num_threads
-        As given.
-    is_stopped
-        Whether `stop` was called; work that is added from then on is dropped.
+        What threads wait for; None: a simple queue.
     """
 
     def __init__(
@@ -82,24 +77,22 @@ class WorkPool:
         self._order = itertools.count()
         # Reentrant: a reader collected in here by the garbage collector is closed in here.
         self._lock = threading.RLock()
-        # Threads that may use what `stop` lets go of: while there is one, nothing is freed.
+        # Threads that may use what `stop` releases: while there is one, nothing is freed.
         self._workers: set[int] = set()
         self._ending = Once()
-        # A ticket is a piece of work on the heap or, False, the end. A ThreadPoolExecutor
-        # would do, and cost the thread of the caller 15 us more for each batch.
+        # True stands for work on the heap, False for the end. A ThreadPoolExecutor would cost the
+        # caller's thread 15 us more per batch.
         self._tickets: Tickets = queue.SimpleQueue() if tickets is None else tickets
         self._own_tickets = tickets
         self._threads: list[threading.Thread] = []
 
     def start(self, what: str) -> None:
-        """Start the threads; `what` they are for is named where that fails.
+        """Start the threads; `what` they are for is named in errors.
 
-        Raises
-        ------
-        ReadError
-            If the system gives no more threads; `stop` ends those that were started.
+        `ReadError` is raised if the system gives no more threads; `stop` ends those that were
+        started.
         """
-        # Daemons: else the interpreter would wait for them before the reader could close them.
+        # Daemons: otherwise the interpreter would wait for them before the reader is closed.
         for number in range(self.num_threads):
             name = f"{THREAD_NAME}-fill_{number}"
             self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
@@ -111,7 +104,7 @@ class WorkPool:
             self._tickets.put(True)
 
     def add(self, serial: int, works: Sequence[Work]) -> None:
-        """Have some work done. Never blocks. Safe to call from any thread."""
+        """Add work. Never blocks. Safe to call from any thread."""
         with self._lock:
             if self.is_stopped:
                 return
@@ -121,7 +114,7 @@ class WorkPool:
             self._tickets.put(True)
 
     def run_next(self) -> bool:
-        """Do the most urgent piece of work in the calling thread; False where there is none."""
+        """Do the most urgent piece of work in the calling thread; return False if there is none."""
         if not self._enter():
             return False
         try:
@@ -130,13 +123,13 @@ class WorkPool:
             self._leave()
 
     def begin_next(self) -> None:
-        """Do, in a thread of the pool, work that no heap has. Never waits for any."""
+        """Do, in a thread of the pool, work that is not on the heap. Never waits for any."""
         work = None if self._own_tickets is None else self._own_tickets.get_here()
         if work is not None:
             work()
 
     def run(self, work: Work) -> bool:
-        """Do a piece of work in the calling thread; False where the pool is stopped."""
+        """Do a piece of work in the calling thread; return False if the pool is stopped."""
         if threading.get_ident() in self._workers:  # work that calls the reader
             work()
             return True
@@ -149,20 +142,20 @@ class WorkPool:
             self._leave()
 
     def forget_work(self) -> bool:
-        """Drop all work after an exception in `run_next`; False where threads may be at work."""
+        """Drop all work after an exception in `run_next`; False if threads may be at work."""
         if self.num_threads:
             return False
-        self._leave()  # where the exception kept `run_next` from it
+        self._leave()  # if the exception kept `run_next` from it
         self._heap.clear()
         if self._own_tickets is not None:
             self._own_tickets.forget()
         return True
 
     def stop(self, let_go: Callable[[], None]) -> None:
-        """Drop what was not begun; when what was is done, call `let_go`.
+        """Drop pending work; after work under way has ended, call `let_go`.
 
-        Never waits: it is called by the garbage collector, in any thread, which may hold a lock
-        that a worker waits for. Extra calls are harmless, and do what an exception left undone.
+        Never waits: the garbage collector may call it in any thread, which may hold a lock that a
+        worker waits for. Extra calls are harmless, and complete what an exception interrupted.
         """
         with self._lock:
             if self._ending.has_begun:
@@ -176,7 +169,7 @@ class WorkPool:
             self._ending.do(self._end)
 
     def join(self, patience_seconds: float | None = None) -> None:
-        """Wait until all is done that `stop` asked for; a worker does not wait for itself."""
+        """Wait until what `stop` requested is done; a worker does not wait for itself."""
         if threading.get_ident() in self._workers:
             return
         patience = Patience(patience_seconds)
@@ -185,7 +178,7 @@ class WorkPool:
         join_threads(self._threads, patience)
 
     def _run(self) -> None:
-        """Do work until the end; what each thread runs."""
+        """Do work until the end, as the target of each thread."""
         if not self._enter():
             return
         try:
@@ -221,7 +214,7 @@ class WorkPool:
             return heapq.heappop(self._heap)[2] if self._heap else None
 
     def _enter(self) -> bool:
-        """Count the calling thread as a worker; False where it comes too late to be one."""
+        """Count the calling thread as a worker; return False if the pool is stopped."""
         with self._lock:
             if not self.is_stopped:
                 self._workers.add(threading.get_ident())
@@ -235,9 +228,9 @@ class WorkPool:
             self._ending.do(self._end)
 
     def _end(self) -> None:
-        """Let go of all that only workers use; after the last of them."""
+        """Release all that only workers use; called after the last of them."""
         self._let_go()
-        # Nobody would collect their owners, which hold this object.
+        # Else their owners, which hold this object, would never be collected.
         self._find_work, self._on_crash, self._let_go = tuple, _do_nothing, _do_nothing
 
 
@@ -246,13 +239,7 @@ def _do_nothing(*_: object) -> None:
 
 
 def start_all(threads: Sequence[threading.Thread], what: str) -> None:
-    """Start threads; `what` they are for is named where that fails.
-
-    Raises
-    ------
-    ReadError
-        If the system gives no more threads.
-    """
+    """Start threads for `what`; `ReadError` if the system gives no more."""
     try:
         start_threads(threads)
     except RuntimeError as error:

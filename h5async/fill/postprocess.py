@@ -1,4 +1,4 @@
-"""Calls the user's function on the arrays of a batch, and checks what it returns."""
+"""Calls the user's function on the arrays of a batch, and checks its result."""
 
 from __future__ import annotations
 
@@ -31,10 +31,7 @@ Mask = Callable[[NDArray[np.int64]], NDArray[np.bool_]]
 def load_function(function: Callable[..., Any] | str | None) -> Callable[..., Any] | None:
     """Import a ``"module:function"``; return anything else as it is.
 
-    Raises
-    ------
-    ConfigError
-        If there is no such module or function.
+    `ConfigError` is raised if there is no such module or function.
     """
     if not isinstance(function, str):
         return function
@@ -53,7 +50,7 @@ def load_function(function: Callable[..., Any] | str | None) -> Callable[..., An
 def masks_of(
     fields: Mapping[str, Field], columns: Iterable[str], several: Sequence[Rows]
 ) -> dict[str, Mask]:
-    """Return what makes each mask of a batch of its sample numbers, by the mask's name."""
+    """Return, by the mask's name, a function from sample numbers to each mask of a batch."""
     rows = dict(zip(columns, several, strict=True))
     found: dict[str, Mask] = {}
     for name, field in fields.items():
@@ -68,22 +65,22 @@ def masks_of(
 
 
 class Postprocess:
-    """A user's function, as it is called for a batch. Safe to use from many threads, if that is.
+    """A user's function to call for batches. As thread-safe as the function.
 
-    It is given the arrays in field order or, where its parameters have the names of all fields, by
-    name; and those of ``rng``, ``index``, ``epoch`` and ``number`` that it has as further
+    It gets the arrays in field order or, if its parameters have the names of all fields, by name.
+    It also gets those of ``rng``, ``index``, ``epoch`` and ``number`` that are among its further
     parameters, by name.
 
     Parameters
     ----------
     function
-        Returns as many arrays, or None where it has worked in place.
+        Returns the same number of arrays, or None if it worked in place.
     names
         Of the fields, in order.
     seed
         Of the reader.
     masks
-        By name: what makes a mask of sample numbers; a parameter of that name is given it.
+        By name, functions from sample numbers to masks, for parameters of these names.
     """
 
     def __init__(
@@ -116,7 +113,7 @@ class Postprocess:
     def __call__(
         self, arrays: tuple[NDArray[Any], ...], request: FillRequest, index: NDArray[np.int64]
     ) -> Any:
-        """Return what the function makes of a batch."""
+        """Return the result of the function for a batch."""
         further = {name: self._value(name, request, index) for name in self._wanted}
         if self._by_name:
             return self._function(**dict(zip(self._names, arrays, strict=True)), **further)
@@ -126,13 +123,13 @@ class Postprocess:
         if name in self._masks:
             return self._masks[name](index)
         if name == "index":
-            return index.copy()  # which the function may change
+            return index.copy()  # the function may change it
         return self._rng(request, index) if name == "rng" else getattr(request, name)
 
     def _rng(self, request: FillRequest, index: NDArray[np.int64]) -> np.random.Generator:
-        """Return random numbers that depend on the seed, the epoch, the batch and the rank alone.
+        """Return random numbers that depend only on the seed, the epoch, the batch and the rank.
 
-        Those of a batch of no epoch depend on its samples instead.
+        For a batch of no epoch, they depend on its samples instead.
         """
         which = [self._seed, request.epoch, request.number, *request.order[:1]]
         digest = hashlib.blake2b(f"h5async postprocess {which}".encode(), digest_size=32)
@@ -144,21 +141,10 @@ class Postprocess:
 def postprocessed(
     function: Callable[[], Any], arrays: tuple[Any, ...], where: str
 ) -> tuple[Any, ...]:
-    """Return what a function makes of the arrays of a batch.
+    """Return the result of `function`, which calls a `Postprocess` for the arrays of a batch.
 
-    Parameters
-    ----------
-    function
-        Calls a `Postprocess` for these arrays.
-    arrays
-        The batch, in field order.
-    where
-        Names the file and the function's batch in messages.
-
-    Raises
-    ------
-    PostprocessError
-        If the function raises, or does not return as many arrays.
+    `where` names the file and the batch in messages. `PostprocessError` is raised if the function
+    raises, or returns another number of arrays.
     """
     try:
         result = function()
@@ -198,13 +184,7 @@ def postprocessed(
 
 
 def _require_whole(array: Any, where: str) -> None:
-    """Check that the arrays of samples fit together: libraries rely on it.
-
-    Raises
-    ------
-    PostprocessError
-        If they do not.
-    """
+    """Raise `PostprocessError` unless the arrays of samples fit together: libraries rely on it."""
     misfit = array.misfit() if isinstance(array, SampleArrays) else None
     if misfit is not None:
         raise PostprocessError(f"{where} made {misfit}")

@@ -1,7 +1,7 @@
 """Plans, reads and transforms the rows of a batch, all fields of it.
 
 Sample numbers enter; plans leave. A share of the plans' work enters, in any thread; rows leave, in
-the memory of a slot. This is all that the phases of a fill know of how a dataset is read.
+the memory of a slot. The phases of a fill know nothing else of how a dataset is read.
 """
 
 from __future__ import annotations
@@ -63,26 +63,16 @@ class ColumnReader(Protocol):
         request: FillRequest,
         index: NDArray[np.int64],
     ) -> Mapping[int, Ranges]:
-        """Return what is read of a batch, by column; of others, rows are read.
+        """Return the ranges to read of a batch, by column; of other columns, rows are read.
 
-        Parameters
-        ----------
-        collection, batch
-            Plan it, if need be.
-        request, index
-            Of the batch: its samples.
+        `collection` and `batch` plan the rows if necessary; `index` are the samples of the request.
         """
 
 
 class LeftRows(NamedTuple):
     """Rows of a batch that the core has left to h5py.
 
-    Attributes
-    ----------
-    field
-        Number of the field.
-    rows
-        int64 (n,), ascending: rows of the field's memory.
+    `rows` are int64 (n,), ascending: rows of the memory of field number `field`.
     """
 
     field: int
@@ -90,7 +80,7 @@ class LeftRows(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """Items of a plan that the core has refused: they are read again, or are an error."""
+    """Items of a plan that the core has refused: they are read again, or raise an error."""
 
     batch: SlotBatch
 
@@ -98,12 +88,8 @@ class Refused(NamedTuple):
 class _Batches(NamedTuple):
     """The core's plans of a slot.
 
-    Attributes
-    ----------
-    batch
-        Of all fields whose rows it finds.
-    of_rows
-        By number of a field: that of one which is told its rows.
+    `batch` is for all fields whose rows the core finds. `of_rows` has, by number, those of fields
+    whose rows it is told.
     """
 
     batch: SlotBatch
@@ -113,39 +99,36 @@ class _Batches(NamedTuple):
 class BatchReader:
     """Reads batches, in many threads. To be closed after the last read.
 
+    `OutOfMemoryError` is raised if the system refuses memory for the threads.
+
     Parameters
     ----------
     core
-        The compiled core; None: do without.
+        The compiled core, if there is one.
     layouts, transforms
         In field order.
     column_reader
         Says what is read in place of the rows of some fields; None: nothing is.
     cache
-        Gathers rows that are in memory; None: there are none.
+        Gathers rows that are in memory, if there is one.
     executors
-        Makes the executors of the fields; closed by whoever made it.
+        Makes the executors of the fields; closed by its owner.
     num_threads
-        Threads for whose scratch memory is taken.
+        Threads for which scratch memory is allocated.
     slots
         Memory of each slot.
     steps
-        By field: which rows of its dataset each sample consists of; None: its own. Empty: that of
-        all fields.
+        By field: the rows of its dataset that make up each sample; None: one row. Empty: None for
+        all.
     rows
-        Samples that a slot has room for; None: as many as its first array has rows.
+        Samples that fit into a slot; None means the rows of its first array.
     recorder
-        Is told what is done; None: nobody is.
+        Records what is done, if given.
 
     Attributes
     ----------
     times
-        Of the stage "transform", and whatever stages the caller adds.
-
-    Raises
-    ------
-    OutOfMemoryError
-        If the system refuses memory for the threads.
+        Of the stage "transform", and stages that the caller adds.
     """
 
     def __init__(
@@ -198,7 +181,7 @@ class BatchReader:
             self._free = deque(self._new_scratch() for _ in range(num_threads))
 
     def open_queue(self, selection: Selection) -> BatchQueue | None:
-        """Return a queue of batches that the core reads alone; None where it does not read all.
+        """Return a queue of batches that the core reads alone; None if it does not read all.
 
         Positions that are submitted are those of `selection`.
         """
@@ -209,7 +192,7 @@ class BatchReader:
 
     @property
     def transforms_all(self) -> bool:
-        """Whether the core makes all rows what is delivered, as it reads them."""
+        """Whether the core transforms all rows as it reads them, so that they can be delivered."""
         return all(
             done or transform.is_identity
             for done, transform in zip(
@@ -220,7 +203,7 @@ class BatchReader:
         )
 
     def take(self, work: Callable[[Scratch], int]) -> int:
-        """Lend a thread its scratch memory for a call of `BatchQueue`; return what that returns."""
+        """Lend a thread its scratch memory for a call of `BatchQueue`; return the call's result."""
         with self._scratch() as scratch:
             return work(scratch)
 
@@ -231,19 +214,9 @@ class BatchReader:
         return [*included, _batch_items(batch, batch.plan.num_items, batch.plan.nbytes)]
 
     def plan(self, index: NDArray[np.int64], request: FillRequest) -> BatchPlan:
-        """Plan how the samples of a batch are read.
+        """Plan how the samples `index` of a batch are read, to the slot of the request.
 
-        Parameters
-        ----------
-        index
-            int64 (n,): sample numbers.
-        request
-            Says where they go.
-
-        Returns
-        -------
-        sequence
-            One plan for each field and, where the core reads several fields at once, one more.
+        Returns one plan per field and, if the core reads several fields at once, one more.
         """
         batches = self._batches[request.slot] if self._batches else None
         others: Mapping[int, Ranges] = {}
@@ -291,7 +264,7 @@ class BatchReader:
         ]
 
     def _plan_told(self, field: int, index: NDArray[np.int64], batch: SlotBatch) -> BatchItems:
-        """Have the core plan a field of which it is told the rows, or the elements."""
+        """Have the core plan a field whose rows, or elements, it is told."""
         steps, layout, collection = self._steps[field], self._layouts[field], self._collection
         assert collection is not None
         assert isinstance(steps, SpanRows)
@@ -302,7 +275,7 @@ class BatchReader:
         return _batch_items(batch, *found)
 
     def _plan_rows(self, field: int, index: NDArray[np.int64], raw: NDArray[Any]) -> SamplesPlan:
-        """Plan a field for h5py; rows in whose place there are zeros are set here."""
+        """Plan a field for h5py; rows that do not exist are set to zeros here."""
         steps, layout = self._steps[field], self._layouts[field]
         if layout.heaps and isinstance(steps, SpanRows):
             runs = steps.runs(index)
@@ -321,7 +294,7 @@ class BatchReader:
         return self._row_transforms[field].rows(batch)
 
     def left(self, plans: BatchPlan) -> list[LeftRows | Refused]:
-        """Return what the core has left of a batch after the last share, for other threads too."""
+        """Return what the core has left of a batch after the last share, for several threads."""
         found: list[LeftRows | Refused] = []
         for plan in plans:
             if self._collection is None or not isinstance(plan, BatchItems):
@@ -337,13 +310,7 @@ class BatchReader:
     def read_left(
         self, left: LeftRows | Refused, index: NDArray[np.int64], memory: SlotMemory
     ) -> None:
-        """Read what the core has left.
-
-        Raises
-        ------
-        H5AsyncError
-            If bytes cannot be read or decoded.
-        """
+        """Read what the core has left; `H5AsyncError` if bytes cannot be read or decoded."""
         if isinstance(left, Refused):
             with self._scratch() as scratch:
                 self._work_on(NO_FIELD, scratch)
@@ -366,12 +333,9 @@ class BatchReader:
             self._h5py_rows[field].execute(plan, self._rows(field, memory.raw[field]), scratch)
 
     def read_rows(self, index: NDArray[np.int64], memory: SlotMemory) -> None:
-        """Read and transform samples in the calling thread, to memory of as many rows.
+        """Read and transform samples in the calling thread, to memory of the same number of rows.
 
-        Raises
-        ------
-        H5AsyncError
-            If bytes cannot be read or decoded.
+        `H5AsyncError` is raised if bytes cannot be read or decoded.
         """
         with ExitStack() as lent:
             batches = None
@@ -394,12 +358,9 @@ class BatchReader:
                 self.transform(field, raw, out, index)
 
     def read(self, plans: BatchPlan, share: Sequence[PlanSlice], memory: SlotMemory) -> None:
-        """Do a share of a batch's reading; rows are transformed, too, where that costs no copy.
+        """Do a share of a batch's reading; rows are also transformed if that costs no copy.
 
-        Raises
-        ------
-        H5AsyncError
-            If bytes cannot be read or decoded.
+        `H5AsyncError` is raised if bytes cannot be read or decoded.
         """
         with self._scratch() as scratch:
             for field, start, stop in share:
@@ -409,7 +370,7 @@ class BatchReader:
     def _scratch(self) -> Iterator[Scratch]:
         try:
             scratch = self._free.pop()
-        except IndexError:  # more callers of `run_next` than threads were announced
+        except IndexError:  # more callers of `run_next` than `num_threads`
             scratch = self._new_scratch()
         scratch.timeline = self._recorder.timeline
         try:
@@ -445,7 +406,7 @@ class BatchReader:
             self._h5py_rows[field].execute(plan, raw, scratch)
 
     def _work_on(self, field: int, scratch: Scratch, source: str | None = None) -> None:
-        """Say, where it is recorded, of which field this thread reads, and out of what."""
+        """Record which field this thread reads, and from which source."""
         timeline = scratch.timeline
         if timeline is None:
             return
@@ -457,7 +418,7 @@ class BatchReader:
             scratch.worker(self._core).struct.batch = timeline.batch_here()
 
     def transforms_at_once(self, field: int, plans: BatchPlan) -> bool:
-        """Tell whether rows of a field were transformed as they were read, by the core."""
+        """Tell whether the core transformed the rows of a field as it read them."""
         return (
             self._collection is not None
             and self._collection.transforms[field]
@@ -465,11 +426,11 @@ class BatchReader:
         )
 
     def _at_once(self, memory: SlotMemory) -> list[NativeTransform | None]:
-        """Return, by field, what the core is to make of rows as it reads them."""
+        """Return, by field, the transform that the core does as it reads rows."""
         return [
             transform
             if isinstance(transform, NativeTransform)
-            and self._cache is None  # which wants them as they are
+            and self._cache is None  # which keeps them as read
             and raw is not out
             else None
             for transform, raw, out in zip(self._transforms, memory.raw, memory.out, strict=True)
@@ -478,9 +439,9 @@ class BatchReader:
     def transform(
         self, field: int, raw: NDArray[Any], out: NDArray[Any], index: NDArray[np.int64]
     ) -> None:
-        """Transform rows of a field, those of samples `index`, as read, to `out`."""
+        """Transform rows of a field, of the samples `index`, from `raw` to `out`."""
         steps = self._steps[field]
-        # (Which rows they are says which attributes hold of them.)
+        # Which attributes apply depends on the rows.
         if isinstance(steps, StepRows) and self._row_transforms[field].cf is not None:
             rows = steps.rows(index)  # zeros count as packed like the sample's own row
             index = np.where(rows == NO_ROW, np.repeat(index, steps.size), rows)
@@ -498,18 +459,18 @@ class BatchReader:
             timeline.put("transform", begin, timeline.batch_here(), field)
 
     def record(self, trace: CoreTrace | None) -> None:
-        """Have the core note what it does from now on, in all threads; None: no more."""
+        """Have the core note what it does from now on, in all threads; None: stop."""
         self._trace = trace
         for scratch in list(self._scratches):
             scratch.record(trace)
 
     @property
     def source_path(self) -> Callable[[int], int | str]:
-        """What returns the path of a source of the core, also after this is closed."""
+        """A function that returns the path of a source of the core, also after this is closed."""
         return _no_path if self._collection is None else self._collection.source_path
 
     def transform_seconds(self) -> float:
-        """Return how long the core transformed rows as it read them, in all threads."""
+        """Return the time that the core transformed rows as it read them, in all threads."""
         return sum(scratch.transform_ns() for scratch in list(self._scratches)) / 1e9
 
     def counts(self) -> ThreadCounts:
@@ -518,11 +479,11 @@ class BatchReader:
         return functools.reduce(ThreadCounts.plus, totals, ThreadCounts())
 
     def interrupt(self) -> None:
-        """Have what is under way end as soon as it can, with a `ReaderClosedError`."""
+        """Have work under way end as soon as it can, with a `ReaderClosedError`."""
         self._stop.value = 1
 
     def close(self) -> None:
-        """Let go of all memory. No thread is reading. Idempotent."""
+        """Release all memory. No thread is reading. Idempotent."""
         self._scratches.clear()
         self._free.clear()
         self._h5py_rows, self._column_reader, self._cache = [], None, None
@@ -546,7 +507,7 @@ def _no_path(source: int) -> int | str:
 def transformer(
     core: Core | None, transform: RowTransform
 ) -> Callable[[NDArray[Any], NDArray[Any], NDArray[np.int64]], None]:
-    """Return what transforms rows: the compiled core, or NumPy where that cannot."""
+    """Return what transforms rows: the compiled core, or NumPy if the core cannot."""
     if core is None:
         return transform.apply
     return native_transform(core, transform) or native_unpack(core, transform) or transform.apply

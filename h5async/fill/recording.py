@@ -1,4 +1,4 @@
-"""Records what the threads of a filler do: a timeline enters; events leave, also those of the core.
+"""Records what the threads of a filler do: a timeline enters; events leave, including the core's.
 
 The core notes its own in memory of a fixed size (core/src/trace.h).
 """
@@ -19,18 +19,10 @@ from h5async.system.timeline import CORE_STAGES, Event, Recorder, ThreadName, Ti
 
 
 class Recorded(NamedTuple):
-    """What was recorded in a process.
+    """What was recorded in a process, by its ID in the system.
 
-    Attributes
-    ----------
-    process
-        Its number in the system.
-    threads
-        By what `threading.get_ident` returns there.
-    events
-        What they did; fields by their names, and sources by theirs.
-    dropped
-        Events that were not kept.
+    `threads` are by `threading.get_ident` there; `events` have fields and sources by their names;
+    `dropped` is the number of events that were not kept.
     """
 
     process: int
@@ -42,23 +34,7 @@ class Recorded(NamedTuple):
 class Recording:
     """Events of the threads of a filler, from now on until `stop`.
 
-    Parameters
-    ----------
-    timeline
-        Where what is done in Python is recorded.
-    recorder
-        Whom the threads tell of it.
-    core
-        The compiled core; None: there is none.
-    reader
-        Whose threads they are.
-    columns
-        Names of the columns.
-
-    Attributes
-    ----------
-    timeline
-        The same.
+    `timeline` records Python's events, and threads call `recorder`; `columns` are names.
     """
 
     def __init__(
@@ -85,7 +61,7 @@ class Recording:
         recorder.timeline = timeline
 
     def stop(self) -> None:
-        """Record no more; what is under way may note a little more. Idempotent."""
+        """Stop recording; work under way may note a little more. Idempotent."""
         reader, self._reader = self._reader, None
         if reader is not None:
             self._recorder.timeline = None
@@ -109,7 +85,7 @@ class Recording:
     def _core_events(self, trace: CoreTrace) -> list[Event]:
         found = trace.events(self._taken)
         unfinished = np.flatnonzero(found["end_ns"] == 0)
-        if unfinished.size:  # it, and those after it, are for the next time
+        if unfinished.size:  # it, and those after it, are left for the next call
             found = found[: unfinished[0]]
         self._taken += found.size
         columns = (found[name].tolist() for name in _COLUMNS)

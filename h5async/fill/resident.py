@@ -1,9 +1,9 @@
 """Keeps rows in memory for later epochs.
 
-Rows that were read enter; they leave again when their samples come next. Where a dataset fits a
-budget (`cache="host"` or `"device"`), the rows of each batch are kept, as read, when it first comes
-by: of ragged and sparse fields, the values that samples have. A batch of which every sample was
-kept is gathered, not read.
+Rows that were read enter; they leave again when their samples come next. If a dataset fits a budget
+(`cache="host"` or `"device"`), the rows of each batch are kept, as read, on first use; of ragged
+and sparse fields, the values of samples. If every sample of a batch was kept, it is gathered, not
+read.
 """
 
 from __future__ import annotations
@@ -20,25 +20,14 @@ from h5async.order.spans import SpanRows
 from h5async.plan.records import GatherPlan, GatherRunsPlan, Int64s
 from h5async.system.freememory import free_memory
 
-_HOST_SHARE = 0.5  # of what is free, where no budget is given
+_HOST_SHARE = 0.5  # of free memory, if no budget is given
 
 
 class Residency:
-    """Which samples are in memory. Safe to use from many threads: samples come, or all go at once.
+    """The samples that are in memory, until all are forgotten. Safe to use from many threads.
 
-    Parameters
-    ----------
-    selection
-        Those that may be.
-    nbytes
-        Memory of all of them.
-    where
-        ``"host"`` or ``"device"``.
-
-    Attributes
-    ----------
-    generation
-        How often all samples were forgotten.
+    `nbytes` is the memory of all samples of the selection; `where` is ``"host"`` or ``"device"``;
+    `generation` is the number of times that all samples were forgotten.
     """
 
     def __init__(self, selection: Selection, nbytes: int, where: str) -> None:
@@ -55,7 +44,7 @@ class Residency:
     def add(self, index: Int64s, generation: int | None = None) -> None:
         """Note samples whose rows, of all fields, are there now.
 
-        `generation`: when they were read; what was forgotten meanwhile is not noted.
+        `generation` is that of the time when they were read; if it has passed, they are not noted.
         """
         if generation is None or generation == self.generation:
             self._is_kept[self._selection.positions(index)] = True
@@ -63,27 +52,18 @@ class Residency:
     def forget(self) -> None:
         """Forget all samples: their file has changed."""
         self.generation += 1
-        self._is_kept = np.zeros_like(self._is_kept)  # what is noted meanwhile goes with the old
+        self._is_kept = np.zeros_like(self._is_kept)  # what is noted meanwhile is lost
 
     def __str__(self) -> str:
-        """Say how much is kept."""
         share = 100 * np.count_nonzero(self._is_kept) / max(1, self._is_kept.size)
         return f"{self._where}, {share:.0f} % of the samples, {_gb(self._nbytes)} for all"
 
 
 class Budget(NamedTuple):
-    """What a cache would take, and what it may.
+    """The bytes that a cache of all rows needs, and its limit.
 
-    Attributes
-    ----------
-    where
-        ``"host"`` or ``"device"``.
-    nbytes
-        Bytes of the rows of all samples and fields.
-    limit_nbytes
-        What they may take: the option ``cache_bytes``, or a share of the memory that is there.
-    whose
-        What sets the limit.
+    `where` is ``"host"`` or ``"device"``. The limit is the option ``cache_bytes``, or a share of
+    free memory; `whose` says what sets it.
     """
 
     where: str
@@ -97,7 +77,6 @@ class Budget(NamedTuple):
         return self.nbytes <= self.limit_nbytes
 
     def __str__(self) -> str:
-        """Say why nothing is kept."""
         return (
             f"none: {_gb(self.nbytes)} do not fit into {_gb(self.limit_nbytes)} on the"
             f" {self.where}{self.whose}"
@@ -105,13 +84,7 @@ class Budget(NamedTuple):
 
 
 class _KeptRows:
-    """The rows of one column, where each sample is one.
-
-    Parameters
-    ----------
-    size, row_nbytes
-        Samples, and bytes of each.
-    """
+    """The rows of a column in which each sample is one row."""
 
     def __init__(self, size: int, row_nbytes: int) -> None:
         self._rows = np.empty((size, row_nbytes), np.uint8)
@@ -129,16 +102,10 @@ class _KeptRows:
 
 
 class _KeptRuns:
-    """The rows of one column, where samples are runs of any length: one sample behind the other.
+    """The concatenated rows of a column in which samples are runs of any length.
 
-    Parameters
-    ----------
-    starts
-        int64 (samples + 1,): the rows of each sample, counted from any number.
-    rows
-        Which rows each sample is in the dataset.
-    row_nbytes
-        Bytes of a row.
+    `starts`, int64 (samples + 1,), has the rows of each sample, counted from any number; `rows` are
+    the rows of each sample in the dataset.
     """
 
     def __init__(self, starts: Int64s, rows: SpanRows, row_nbytes: int) -> None:
@@ -168,7 +135,7 @@ class HostCache(Residency):
     row_nbytes
         Bytes of a row of each column, as read.
     spans
-        By column: which rows each sample is, where their number differs; empty: it does nowhere.
+        By column: the rows of each sample if their number differs. Empty if it never does.
     """
 
     def __init__(
@@ -199,7 +166,7 @@ class HostCache(Residency):
         stop: int,
         raw: NDArray[Any],
     ) -> None:
-        """Keep items `start` to `stop` of a plan; whoever has kept all of a batch calls `add`."""
+        """Keep items `start` to `stop` of a plan; call `add` once all of a batch are kept."""
         self._columns[column].keep(plan, start, stop, raw)
 
     def gather(
@@ -210,7 +177,7 @@ class HostCache(Residency):
         stop: int,
         raw: NDArray[Any],
     ) -> None:
-        """Bring items `start` to `stop` of a plan to the memory of a batch; all are there."""
+        """Copy items `start` to `stop` of a plan, all of them kept, to the memory of a batch."""
         self._columns[column].gather(plan, start, stop, raw)
 
 
@@ -221,25 +188,18 @@ def open_host_cache(
     free_nbytes: int | None = None,
     spans: Sequence[SpanRows | None] = (),
 ) -> HostCache | Budget:
-    """Reserve memory for the rows of all samples, where there is as much.
+    """Reserve memory for the rows of all samples, if there is enough; else return the budget.
 
     All of it counts, though pages that were never touched cost nothing yet: an epoch touches them.
 
     Parameters
     ----------
-    selection, row_nbytes
-        As in `HostCache`.
+    selection, row_nbytes, spans
+        As for `HostCache`.
     cache_bytes
-        What they may take; None: half of what is free.
+        The limit; None: half of free memory.
     free_nbytes
-        What is free beside all that the reader needs; None: what is free now.
-    spans
-        As in `HostCache`.
-
-    Returns
-    -------
-    HostCache or Budget
-        The budget, where it does not suffice.
+        Free memory beside all that the reader needs; None: memory that is free now.
     """
     if free_nbytes is None:
         free_nbytes = free_memory()[0].nbytes
@@ -253,7 +213,7 @@ def open_host_cache(
     budget = Budget("host", nbytes, cache_bytes)
     if not budget.suffices:
         return budget
-    if nbytes + selection.size > free_nbytes:  # `Residency` takes a byte for each sample
+    if nbytes + selection.size > free_nbytes:  # `Residency` takes a byte per sample
         return Budget("host", nbytes, free_nbytes, ", which is what is free")
     try:
         return HostCache(selection, row_nbytes, spans)
@@ -281,7 +241,7 @@ def _nbytes(
     spans: Sequence[SpanRows | None],
     starts: Mapping[SpanRows, Int64s],
 ) -> int:
-    """Return what the rows of all samples take."""
+    """Return the bytes of the rows of all samples."""
     total = 0
     for nbytes, one in zip(row_nbytes, spans or [None] * len(row_nbytes), strict=True):
         rows = selection.size if one is None else int(starts[one][-1] - starts[one][0])

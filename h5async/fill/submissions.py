@@ -1,10 +1,10 @@
 """Has batches filled by the core alone: from the request to the filled slot without Python.
 
-A `FillRequest` enters in the thread of the consumer, which computes its sample numbers, where the
-core does not, and submits it to the core's queue. Where nothing is left to Python, the batch is
-taken from its slot when the core says that it is ready; no other thread has run any Python for it.
-Where something is left (what the core cannot decode, a transform, `postprocess`), a thread of the
-pool goes on with it.
+A `FillRequest` enters in the thread of the consumer, which submits it to the core's queue, with its
+sample numbers if the core does not compute them. If nothing is left to Python, the batch is taken
+from its slot when the core says that it is ready; no other thread has run any Python for it. If
+something is left (data that the core cannot decode, a transform, `postprocess`), a thread of the
+pool continues with it.
 """
 
 from __future__ import annotations
@@ -37,14 +37,10 @@ _NO_NUMBERS: _Numbers = 0, 0, None, NO_SAMPLES
 
 
 class _Submission(NamedTuple):
-    """What was submitted last for a slot.
+    """The last submission for a slot.
 
-    Attributes
-    ----------
-    numbers
-        Its sample numbers, or what they are computed from.
-    error
-        Why it could not be submitted.
+    `numbers` are its sample numbers, or what they are computed from; `error` says why it could not
+    be submitted.
     """
 
     request: FillRequest
@@ -55,22 +51,9 @@ class _Submission(NamedTuple):
 class Submissions(Tickets):
     """Batches that the core fills. Safe to use from many threads.
 
-    Parameters
-    ----------
-    queue
-        Of the core.
-    reader
-        Lends scratch memory to threads.
-    samplings
-        The orders of samples that requests are of.
-    slots
-        Memory of each slot.
-    assembly
-        Makes what is delivered of it.
-    file
-        Named in errors.
-    needs_python
-        Whether something is left to do of every batch.
+    `reader` lends scratch memory to threads; `assembly` makes the delivered arrays of a slot's
+    memory; `file` is named in errors; `needs_python` says whether every batch has work left to
+    Python.
     """
 
     def __init__(
@@ -93,14 +76,14 @@ class Submissions(Tickets):
         self._needs_python = needs_python
         self._latest: list[_Submission | None] = [None] * len(slots)
         self._lock = threading.RLock()
-        self.resume: Resume = _do_nothing  # goes on with a batch of which something is left
+        self.resume: Resume = _do_nothing  # continues a batch of which something is left
 
     # --- the consumer's calls ---------------------------------------------------------------------
 
     def submit(self, request: FillRequest) -> None:
-        """Have a batch filled. Never blocks; submitted once more, it is not filled once more.
+        """Have a batch filled. Never blocks; submitting it again has no effect.
 
-        What goes wrong is an error of that batch.
+        Anything that goes wrong becomes an error of that batch.
         """
         slot, serial = request.slot, request.serial
         with self._lock:
@@ -134,7 +117,7 @@ class Submissions(Tickets):
         return begin, samples.size, None, samples
 
     def result(self, slot: int, serial: int) -> FillOutcome | None:
-        """Return a batch that the core has filled; None where it is not ready, or Python has it."""
+        """Return a batch that the core has filled; None if it is not ready, or Python has it."""
         latest = self._latest[slot]
         if latest is None or latest.request.serial != serial:
             return None
@@ -154,11 +137,11 @@ class Submissions(Tickets):
             return FillOutcome(NO_SAMPLES, (), self._out_of_memory(latest.request, error))
 
     def drop(self, slot: int, serial: int) -> bool:
-        """Say that nobody wants a batch any more; tell whether its slot may have another one."""
+        """Say that a batch is no longer wanted; tell whether its slot may have another one."""
         return self._queue.drop(slot, serial)
 
     def drop_error(self, serial: int) -> None:
-        """Forget the error of a batch, which is raised, and so holds what holds this object."""
+        """Forget the error of a batch: it is raised, and so holds what holds this object."""
         for slot, latest in enumerate(self._latest):
             if latest is not None and latest.request.serial == serial and latest.error is not None:
                 self._latest[slot] = None
@@ -172,13 +155,13 @@ class Submissions(Tickets):
         return self._queue.wait(seen, seconds)
 
     def wake(self) -> None:
-        """Wake who waits. Never blocks."""
+        """Wake the waiting thread. Never blocks."""
         self._queue.wake()
 
     # --- the pool's calls -------------------------------------------------------------------------
 
     def put(self, ticket: bool) -> None:
-        """Have one thread go on with work of the pool's heap; False: have all of them end."""
+        """Have one thread continue with work of the pool's heap; False: have all of them end."""
         if ticket:
             self._queue.put_ticket()
         else:
@@ -190,7 +173,7 @@ class Submissions(Tickets):
         return found == TICKET if found in (END, TICKET) else self._rest_of(found)
 
     def get_here(self) -> Work | None:
-        """Fill the oldest batch in the calling thread; return what is left, None where none is."""
+        """Fill the oldest batch in the calling thread; return what is left, None if none is."""
         found = self._reader.take(self._queue.do_oldest)
         if found == READY:
             return _do_nothing
@@ -215,11 +198,11 @@ class Submissions(Tickets):
         self._latest = [None] * len(self._latest)
 
     def plan_seconds(self) -> float:
-        """Return how long plans were made, summed up over all threads."""
+        """Return the time spent on plans, summed up over all threads."""
         return self._queue.plan_seconds()
 
     def close(self) -> None:
-        """Let go of memory and functions. No thread is at work. Idempotent."""
+        """Release memory and functions. No thread is at work. Idempotent."""
         self._queue.close()
         self.resume = _do_nothing
         self._slots = ()

@@ -10,14 +10,10 @@ from io import FileIO
 
 
 def owned(call: Callable[..., int], *arguments: object) -> FileIO:
-    """Return the file that owns the descriptor which a function of C returns.
+    """Return a file that owns the descriptor returned by a C function.
 
-    No Python code runs between the two, where what a signal handler raises would lose the number.
-
-    Raises
-    ------
-    ValueError
-        If the function returns a negative number.
+    No Python code runs in between, where an exception raised by a signal handler would lose the
+    number. A negative number raises `ValueError`.
     """
     return next(map(FileIO, map(call, *zip(arguments, strict=True)), ("rb",)))
 
@@ -25,10 +21,7 @@ def owned(call: Callable[..., int], *arguments: object) -> FileIO:
 def open_regular(path: str | os.PathLike[str]) -> FileIO:
     """Open a regular file for reading, without waiting for the writer of a pipe.
 
-    Raises
-    ------
-    OSError
-        If it cannot be opened, or is not a regular file.
+    `OSError` is raised if it cannot be opened, or is not a regular file.
     """
     # `FileIO` would leave the descriptor of a directory open.
     if not stat.S_ISREG(os.stat(path).st_mode):

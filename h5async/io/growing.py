@@ -8,22 +8,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-MORE = 4  # by one part of so many, memory is larger than what was wanted
+MORE = 4  # memory is larger than requested by a quarter
 
 
 class Growing:
-    """Memory of whoever fills one slot: as much as was wanted at most, and a quarter more.
+    """A buffer for filling one slot: the largest size requested so far, and a quarter more.
 
-    It is grown only while its slot is filled, when nobody uses what it held before.
-
-    Parameters
-    ----------
-    make
-        Returns so many bytes of new memory: uint8 (nbytes,), a NumPy or a CuPy array.
-    nbytes
-        Taken at once.
-    block
-        Memory that is there already, in their place.
+    It grows only while its slot is filled, when its former content is no longer used. `make`
+    returns new memory, uint8 (nbytes,), as a NumPy or a CuPy array. `nbytes` are allocated at once,
+    unless `block` exists already.
     """
 
     def __init__(self, make: Callable[[int], Any], nbytes: int = 0, block: Any = None) -> None:
@@ -31,13 +24,7 @@ class Growing:
         self._block = make(nbytes) if nbytes and block is None else block
 
     def of(self, nbytes: int) -> Any:
-        """Return so much memory: the same each time, while that suffices.
-
-        Raises
-        ------
-        Exception
-            What `make` raises.
-        """
+        """Return `nbytes` of memory: the same memory each time, while it suffices."""
         if self._block is None or nbytes > self._block.nbytes:
             self._block = None  # first, because both together may be too much
             self._block = self._make(nbytes + nbytes // MORE)

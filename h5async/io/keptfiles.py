@@ -1,4 +1,4 @@
-"""Keeps open the files that were used last, of whatever kind: descriptors, maps, h5py's files."""
+"""Keeps the most recently used files open, of any kind: descriptors, maps, h5py's files."""
 
 from __future__ import annotations
 
@@ -33,13 +33,8 @@ F = TypeVar("F", bound=_Closable)
 class KeptFiles(Generic[F]):
     """Open files, by their paths. Safe to use from many threads.
 
-    Files that nobody uses are closed once there are too many, those first that were used least
-    recently. Files are opened and closed outside the lock.
-
-    Parameters
-    ----------
-    kept
-        How many stay open while nobody uses them.
+    If too many are open, unused files are closed, the least recently used first. Files are opened
+    and closed outside the lock. `kept` is the number of unused files that stay open.
     """
 
     def __init__(self, kept: int) -> None:
@@ -51,18 +46,8 @@ class KeptFiles(Generic[F]):
     def take(self, path: str, open_file: Callable[[], F]) -> F:
         """Return a file, which stays open until it is given back.
 
-        Parameters
-        ----------
-        path
-            Its path.
-        open_file
-            Opens it where it is not open; called again, after others were closed, where the
-            process has no descriptor left.
-
-        Raises
-        ------
-        ReadError
-            As `open_file` does.
+        `open_file` opens it if it is not open. If the process has no descriptor left, it is called
+        again after others were closed. It raises `ReadError`.
         """
         with self._lock:
             file = self._files.get(path)
@@ -73,7 +58,7 @@ class KeptFiles(Generic[F]):
         return self._opened(path, open_file)
 
     def give_back(self, path: str) -> None:
-        """Note that who took a file does not need it any more."""
+        """Note that a file that was taken is no longer used."""
         with self._lock:
             self._users[path] -= 1
             unused = self._unused() if len(self._files) > self._kept else ()
@@ -85,11 +70,11 @@ class KeptFiles(Generic[F]):
         return self._files.get(path)
 
     def values(self) -> list[F]:
-        """Return the files that are open."""
+        """Return the open files."""
         return list(self._files.values())
 
     def discard(self, path: str) -> None:
-        """Close a file that nobody uses, if it is open."""
+        """Close a file that is not in use, if it is open."""
         with self._lock:
             file = self._files.pop(path, None)
             self._users.pop(path, None)
@@ -123,7 +108,7 @@ class KeptFiles(Generic[F]):
         return first
 
     def _unused(self) -> list[F]:
-        """Take out the files that were used least recently, and are too many."""
+        """Remove and return the least recently used of the surplus files."""
         surplus = len(self._files) - self._kept
         if surplus <= 0:
             return []
@@ -136,9 +121,9 @@ class KeptFiles(Generic[F]):
 
 
 def affordable_files() -> int:
-    """Return how many files a reader may keep open: half of the descriptors that are left.
+    """Return the number of files that a reader may keep open.
 
-    A mapped file takes two.
+    That is half of the descriptors that are left; a mapped file takes two.
     """
     if resource is None:
         return _FEW_KEPT
@@ -152,7 +137,7 @@ def affordable_files() -> int:
 
 
 def affordable_maps() -> int:
-    """Return how many files a reader may keep mapped: a quarter of what a process may have."""
+    """Return the number of files a reader may keep mapped: a quarter of the process's limit."""
     with suppressing(OSError, ValueError):
         return max(_LEAST_KEPT, int(Path("/proc/sys/vm/max_map_count").read_text()) // 4)
     return _MOST_KEPT

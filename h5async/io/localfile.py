@@ -18,34 +18,24 @@ from h5async.system.interruptions import interruption, suppressing
 class LocalFile:
     """A file on this machine, open for reading. Safe to use from many threads.
 
-    No HDF5 lock is held: a writer may open the file meanwhile.
+    No HDF5 lock is held: a writer may open the file meanwhile. `ReadError` is raised if the file
+    cannot be opened or mapped, or is not the one that was indexed, whose stamp is `expected`.
 
     Parameters
     ----------
-    path
-        The file.
-    expected
-        The stamp of the file when it was indexed.
     io
-        ``"auto"``: it is mapped on local file systems; ``"map"``: on any; ``"pread"``: never.
+        ``"auto"`` maps it on local file systems, ``"map"`` on any, ``"pread"`` never.
     file
-        The file, if it is open; closed with this. None: it is opened by its path.
+        The file if it is already open; closed with this object. None: it is opened by its path.
 
     Attributes
     ----------
-    descriptor
-        For reading at any offset.
     stamp
         The state of the file that is known to hold what was indexed.
     has_swmr_writer
         Whether a writer has the file open for SWMR, so that it changes all the time.
     map_address, map_nbytes
-        Where the file is mapped, for the compiled core; 0: it is not mapped.
-
-    Raises
-    ------
-    ReadError
-        If the file cannot be opened, is not the one that was indexed, or cannot be mapped.
+        The memory map, for the compiled core; 0 if it is not mapped.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""Reads from local files, of which it keeps as many open as it may.
+"""Reads from local files, and keeps as many of them open as it may.
 
-Other programs may change a file meanwhile: it is read on if it still holds what was indexed.
+Other programs may change a file meanwhile: reading goes on if it still holds what was indexed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TRIES = 5  # to read a slice of a batch while nobody changes the file
 
 
 class FileEventError(Exception):
-    """What was read is worthless: the file has changed, or a page of its map cannot be read."""
+    """What was read is invalid: the file has changed, or a page of its map cannot be read."""
 
     def __init__(self, map_failed: bool = False) -> None:
         super().__init__()
@@ -39,16 +39,16 @@ class LocalFiles:
     Parameters
     ----------
     kept
-        Files that stay open while nobody reads from them; a mapped file takes two descriptors.
+        Files that stay open while unused; a mapped file takes two descriptors.
     io
         As for `LocalFile`.
     look_anew
-        Called in the thread that finds a file changed; None: a changed file is refused.
+        Checks a changed file, in the thread that found the change. None: a changed file is refused.
     on_new_stamp
-        Called with the path and the stamp of a file that has changed, but holds what was indexed.
+        Called with the path and stamp of a file that has changed, but holds what was indexed.
     open_elsewhere
-        Called with the path of a file that cannot be opened, or is another one by now; returns the
-        former one, to be closed here, if it is open elsewhere.
+        Called with the path of a file that cannot be opened, or was replaced. Returns the former
+        file if it is open elsewhere, to be closed here.
     """
 
     def __init__(
@@ -71,19 +71,10 @@ class LocalFiles:
     ) -> None:
         """Call `work`, which reads from a file, until the file was the same before and after it.
 
-        Parameters
-        ----------
-        path, expected
-            The file, as it was indexed.
-        work
-            Called with the open file and its stamp, and once more where the file was changed
-            meanwhile but still holds what was indexed. Returns whether it has compared the stamp
-            itself, after all it read; raises `FileEventError` where that did not agree.
-
-        Raises
-        ------
-        ReadError
-            If it cannot be opened, is another file, or another index was found in it.
+        `work` gets the open file and its stamp, and is called again if the file changed meanwhile
+        but still holds what was indexed. It returns whether it has compared the stamp itself after
+        all it read, and raises `FileEventError` if the stamp differed. `ReadError` is raised if the
+        file cannot be opened, was replaced, or no longer holds what was indexed.
         """
         file = self._files.take(path, partial(self._opened, path, expected))
         try:
@@ -106,10 +97,10 @@ class LocalFiles:
     def _read_beside_a_writer(
         self, file: LocalFile, work: Callable[[LocalFile, FileStamp], bool]
     ) -> None:
-        """Read from a file that is changed all the time, and check it only afterwards."""
+        """Read from a file that changes all the time, and check it only afterwards."""
         stamp = file.stamp
         try:
-            work(file, stamp._replace(nbytes=-1))  # so that nobody compares it
+            work(file, stamp._replace(nbytes=-1))  # so that it is not compared
         except FileEventError as event:
             raise changed(file.path, "a page of its memory map cannot be read") from event
         except H5AsyncError as error:
@@ -118,14 +109,14 @@ class LocalFiles:
         self._look(file, stamp)
 
     def _look(self, file: LocalFile, stamp: FileStamp) -> None:
-        """Check that a changed file still holds what was indexed; one thread does, others wait."""
+        """Check in one thread that a changed file still holds what was indexed; others wait."""
         with file.looking:
             now = FileStamp.of(file.descriptor)
             if file.stamp is not stamp or now == stamp:
                 return
             if now[:4] != stamp[:4]:
                 now = FileStamp.settled(file.descriptor)
-            # Where a file was removed, that alone has changed its status.
+            # The removal of a file alone changes its status.
             if now[:4] != stamp[:4] or _has_name(file):
                 self._look_anew(file, now)
             file.has_swmr_writer = has_swmr_writer(file.descriptor)
@@ -134,13 +125,7 @@ class LocalFiles:
                 self._on_new_stamp(file.path, now)
 
     def open(self, path: str, expected: FileStamp) -> None:
-        """Open a file before it is read.
-
-        Raises
-        ------
-        ReadError
-            If it cannot be opened, or has not the device and inode that are `expected`.
-        """
+        """Open a file before it is read; `ReadError` if it cannot be opened, or was replaced."""
         self._files.take(path, partial(self._opened, path, expected))
         self._files.give_back(path)
 

@@ -1,4 +1,4 @@
-"""Maps files into memory, where that is faster than reading them, and safe."""
+"""Maps files into memory if that is safe, and faster than reading."""
 
 from __future__ import annotations
 
@@ -15,27 +15,14 @@ IoMode = Literal["auto", "pread", "map"]
 
 
 def may_map(file: str | int, io: IoMode) -> bool:
-    """Tell whether a file, by its path or an open descriptor, may be mapped."""
+    """Tell whether a file, given by its path or an open descriptor, may be mapped."""
     return io == "map" or (io == "auto" and can_map(file))
 
 
 class FileMap:
-    """The memory map of an open file, for reading.
+    """A read-only memory map of an open file: `nbytes` at `address`.
 
-    Parameters
-    ----------
-    descriptor
-        Of the file.
-
-    Attributes
-    ----------
-    address, nbytes
-        Where it lies, and how much of the file it holds.
-
-    Raises
-    ------
-    OSError, ValueError, MemoryError
-        If the system refuses, or the file is empty.
+    Raises `OSError`, `ValueError` or `MemoryError` if the system refuses, or the file is empty.
     """
 
     def __init__(self, descriptor: int) -> None:

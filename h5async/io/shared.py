@@ -1,9 +1,9 @@
-"""Makes memory that processes share, and describes arrays in it to the other ones.
+"""Makes memory that processes share, and describes arrays in it to other processes.
 
 Shared memory is one anonymous file. All processes have its descriptor; it has no name in the file
-system, and is gone when the last process closes it. A process maps the parts that it adds one by
-one. For arrays that another process describes it maps the whole file once, and again when the
-file has grown.
+system, and disappears when the last process closes it. A process maps each part that it adds. For
+arrays that another process describes it maps the whole file once, and again when the file has
+grown.
 """
 
 from __future__ import annotations
@@ -37,19 +37,11 @@ try:
 except ImportError:  # Windows, where no helper processes are
     fcntl = resource = None  # type: ignore[assignment]
 
-_MAPS = hasattr(mmap, "MAP_ANONYMOUS")  # else memory is that of NumPy
+_MAPS = hasattr(mmap, "MAP_ANONYMOUS")  # else NumPy allocates
 
 
 class ArraySpec(NamedTuple):
-    """Describes an array in shared memory, so that another process can find it.
-
-    Attributes
-    ----------
-    offset
-        Bytes from the beginning of the memory to the array.
-    shape, dtype
-        The array's; it is C-contiguous.
-    """
+    """A C-contiguous array, `offset` bytes from the start of shared memory."""
 
     offset: int
     shape: tuple[int, ...]
@@ -62,13 +54,7 @@ class ArraySpec(NamedTuple):
 
 
 def page_memory(nbytes: int) -> NDArray[np.uint8]:
-    """Return memory of whole pages, of this process alone.
-
-    Raises
-    ------
-    MemoryError
-        If the system refuses.
-    """
+    """Return whole pages, private to this process; `MemoryError` if the system refuses."""
     if not _MAPS:
         return np.zeros(_whole_pages(nbytes), np.uint8)[:nbytes]
     try:
@@ -80,21 +66,11 @@ def page_memory(nbytes: int) -> NDArray[np.uint8]:
 def call_before_unmap(
     memory: NDArray[Any], function: Callable[[], None]
 ) -> weakref.finalize[Any, Any]:
-    """Have a function called when the last array over some memory is gone, and before its pages go.
+    """Call a function when the last array over some memory is gone, and before it is unmapped.
 
-    What was registered last is called first; nothing is called at the end of the interpreter.
-
-    Parameters
-    ----------
-    memory
-        As `page_memory` and `SharedMemory.empty` return it.
-    function
-        Must not refer to the memory.
-
-    Returns
-    -------
-    weakref.finalize
-        Calls the function now, and not again.
+    `memory` is as `page_memory` and `SharedMemory.empty` return it; `function` must not refer to
+    it. What was registered last is called first. Nothing is called at interpreter exit. Calling the
+    result calls the function now, and not again.
     """
     block = _block_of(memory)
     assert isinstance(block, _Map), "this memory is not mapped here"
@@ -104,7 +80,7 @@ def call_before_unmap(
 
 
 def _block_of(array: NDArray[Any]) -> object:
-    """Return what an array and all its bases lie over."""
+    """Return the object at the end of an array's chain of bases."""
     block: Any = array
     while isinstance(block, np.ndarray):
         block = block.base
@@ -112,17 +88,10 @@ def _block_of(array: NDArray[Any]) -> object:
 
 
 class SharedMemory:
-    """Memory that other processes have too. Safe to use from many threads, and processes.
+    """Memory shared with other processes. Safe to use from many threads, and processes.
 
-    Parameters
-    ----------
-    fd
-        Descriptor of memory that another process made; None: make new memory.
-
-    Raises
-    ------
-    OSError
-        If the system has no descriptor left.
+    `fd` is the descriptor of memory that another process made; None: make new memory. `OSError` is
+    raised if the system has no descriptor left.
     """
 
     def __init__(self, fd: int | None = None) -> None:
@@ -136,15 +105,12 @@ class SharedMemory:
     def empty(self, nbytes: int) -> NDArray[np.uint8]:
         """Return new memory of whole pages, filled with zeros; writing to it allocates it.
 
-        Raises
-        ------
-        OutOfMemoryError
-            If the system refuses.
+        `OutOfMemoryError` is raised if the system refuses.
         """
         room = _whole_pages(nbytes)
         with self._lock:
-            # Small arrays share a map, because a process may have no more than some 65,000 maps. A
-            # large array has a map of its own, which ends with it.
+            # Small arrays share a map, because a process may have only some 65,000 maps. A large
+            # array has a map of its own, which ends with it.
             if room >= _MAP_NBYTES:
                 return self._grown(room)[:nbytes]
             if room > self._spare.nbytes:
@@ -153,13 +119,7 @@ class SharedMemory:
             return memory
 
     def array(self, spec: ArraySpec) -> NDArray[Any]:
-        """Return the array that the other process described.
-
-        Raises
-        ------
-        OutOfMemoryError
-            If it cannot be mapped.
-        """
+        """Return an array described elsewhere; `OutOfMemoryError` if it cannot be mapped."""
         with self._lock:
             if self._whole is None or self._whole.nbytes < spec.offset + spec.nbytes:
                 nbytes = os.fstat(self.fd).st_size
@@ -171,7 +131,7 @@ class SharedMemory:
         return array
 
     def discard(self, spec: ArraySpec) -> None:
-        """Give the memory that one call of `empty` returned back to the system.
+        """Give memory that one call of `empty` returned back to the system.
 
         It holds zeros then. Systems that cannot do this keep it as it is.
         """
@@ -181,7 +141,7 @@ class SharedMemory:
             )
 
     def spec(self, array: NDArray[Any]) -> ArraySpec | None:
-        """Describe an array for the other process; None where it is not in this memory."""
+        """Describe an array to other processes; None if it is not in this memory."""
         block = _block_of(array)
         if not isinstance(block, _Map) or block.key is not self._key:
             return None
@@ -196,8 +156,8 @@ class SharedMemory:
             self._whole, self._spare = None, np.empty(0, np.uint8)
 
     def _grown(self, nbytes: int) -> NDArray[np.uint8]:
-        """Return memory at the end of the file, which grows by that."""
-        # Other processes make the file larger, too. (Where one dies, the system takes its lock.)
+        """Return memory at the end of the file, which is extended."""
+        # Other processes extend the file, too. (If one dies, the system releases its lock.)
         fcntl.lockf(self.fd, fcntl.LOCK_EX)
         try:
             offset = _whole_pages(os.fstat(self.fd).st_size)
@@ -213,17 +173,11 @@ class SharedMemory:
 
 
 class _Map:
-    """Pages of a file, or of no file, in memory, until the last array over them is gone.
+    """Pages of a file, or anonymous ones (`fd` < 0), mapped until the last array over them is gone.
 
-    (`mmap.mmap` would keep a descriptor each, and tells weak references of its end after it has
-    unmapped the pages.)
-
-    Attributes
-    ----------
-    key
-        Of the `SharedMemory` that this is of; None: of none.
-    offset, address
-        Where it begins in the file, and in this process.
+    `mmap.mmap` would keep a descriptor each, and calls weak references only after it has unmapped.
+    `key` identifies the `SharedMemory` that it belongs to; None if none. `offset` is its begin in
+    the file.
     """
 
     def __init__(
@@ -237,11 +191,11 @@ class _Map:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
         self.key, self.offset, self.address = key, offset, address
-        # Not by `__del__`, which would come before what `call_before_unmap` registers. The first
-        # finalizer comes last.
+        # Not by `__del__`, which would run before what `call_before_unmap` registers. The first
+        # finalizer runs last.
         call_when_gone(self, libc.munmap, address, nbytes)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            libc.madvise(address, nbytes, mmap.MADV_HUGEPAGE)  # some kernels have none
+            libc.madvise(address, nbytes, mmap.MADV_HUGEPAGE)  # a hint: some kernels lack them
         self.__array_interface__ = {
             "version": 3,
             "data": (address, not is_writable),
@@ -272,13 +226,8 @@ def _mapped(key: object, fd: int, offset: int, nbytes: int) -> NDArray[np.uint8]
 def map_file(fd: int, nbytes: int) -> NDArray[np.uint8]:
     """Map the beginning of a file for reading; processes that map it share the memory.
 
-    The descriptor may be closed then. Pages beyond the end of a file that is cut short later end
-    the process that touches them.
-
-    Raises
-    ------
-    OSError
-        If it cannot be mapped.
+    The descriptor may be closed then. If the file is cut short later, touching pages beyond its end
+    kills the process. `OSError` is raised if it cannot be mapped.
     """
     if not _MAPS:
         with open(fd, "rb", closefd=False) as file:
@@ -287,9 +236,9 @@ def map_file(fd: int, nbytes: int) -> NDArray[np.uint8]:
 
 
 def forget_pages(array: NDArray[Any]) -> None:
-    """Let go of what was read of an array of `map_file`; what is used again is read again.
+    """Release the pages of an array of `map_file`; if they are used again, they are read again.
 
-    Pages that are only in part the array's are kept. Never to be called of other memory.
+    Pages that only partly belong to the array are kept. Must not be called for other memory.
     """
     page = mmap.PAGESIZE
     begin = -(-array.ctypes.data // page) * page
@@ -306,7 +255,7 @@ def _whole_pages(nbytes: int) -> int:
 
 
 def _refusal(nbytes: int, error: Exception) -> OutOfMemoryError:
-    """Return the error that says what can be done where the system gives no shared memory."""
+    """Return the error that says what to do if the system gives no shared memory."""
     hint = f"make {named('batch_size')} or {named('prefetch')} smaller"
     number = getattr(error, "errno", None)
     if number == errno.EFBIG and _file_size_is_limited():
@@ -326,8 +275,7 @@ def _file_size_is_limited() -> bool:
 def duplicate(fd: int) -> int:
     """Return another descriptor of the same file, which a child can inherit under its number.
 
-    It is none of 0, 1 and 2, which are the standard streams of the child, even where this process
-    has closed its own.
+    It is never 0, 1 or 2, the child's standard streams, even if this process has closed its own.
     """
     return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
 

@@ -1,4 +1,4 @@
-"""Tells one state of a file from another, and words the errors for a file that was changed.
+"""Identifies states of files, and makes the errors for changed files.
 
 A file is identified by device and inode, and a state of it by size and times as well.
 """
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from h5async.errors import ReadError
 from h5async.system.interruptions import suppressing
 
-# Of the clock of file systems; twice that of most kernels where the system does not tell.
+# The tick of file systems' clock; if the system does not tell it, twice that of most kernels.
 _TICK_NS = 20_000_000
 if hasattr(time, "CLOCK_REALTIME_COARSE"):
     _TICK_NS = int(time.clock_getres(time.CLOCK_REALTIME_COARSE) * 1e9)
@@ -21,15 +21,7 @@ _SIGNATURE, _SUPERBLOCK_HEAD_NBYTES = b"\x89HDF\r\n\x1a\n", 12
 
 
 class FileStamp(NamedTuple):
-    """What tells a file, and one state of it, from another.
-
-    Attributes
-    ----------
-    device, inode
-        Which file it is.
-    nbytes, modified_ns, changed_ns
-        Its size, and when its content and its status were last changed.
-    """
+    """A file, by device and inode, and its state: size, times of content and status."""
 
     device: int
     inode: int
@@ -56,12 +48,12 @@ class FileStamp(NamedTuple):
 
     @classmethod
     def settled(cls, file: int | str | Path) -> FileStamp:
-        """Return the stamp of a file, where possible once a change from now on would show in it.
+        """Return the stamp of a file; if possible, once any later change would show in it.
 
         File systems take the time of a write when it begins, from a clock that ticks every few
-        milliseconds (some count whole seconds): a second change within a tick, and the rest of that
-        write, leave no trace. Where the file was changed that recently, this waits for a tick, and
-        for two at most, since the file may be written to all the time.
+        milliseconds (some count whole seconds). So a second change within a tick, and the rest of
+        that write, leave no trace. If the file was changed that recently, this waits for a tick,
+        and for two at most, since the file may be written to all the time.
         """
         stamp = cls.of(file)
         for _ in range(2):
@@ -84,17 +76,17 @@ def lies_at(path: str, stamp: FileStamp) -> bool:
 
 
 def is_at(path: str, stamp: FileStamp) -> bool:
-    """Tell whether the file of a stamp lies at a path, and is as it was."""
+    """Tell whether the file of a stamp lies at a path, unchanged."""
     with suppressing(OSError, ValueError):
         return FileStamp.of(path) == stamp
     return False
 
 
 def has_swmr_writer(descriptor: int) -> bool:
-    """Tell whether an HDF5 file says that a writer has it open for SWMR.
+    """Tell whether an HDF5 file is marked as open for writing by SWMR.
 
-    The file consistency flags of its superblock say so, version 3 ("Disk Format: Level 0A" of the
-    HDF5 file format specification), which lies at byte 0, 512, 1024, 2048, ...
+    The mark is in the file consistency flags of a superblock of version 3 ("Disk Format: Level 0A"
+    of the HDF5 file format specification), at byte 0, 512, 1024, 2048, ...
     """
     begin = 0
     with suppressing(OSError):

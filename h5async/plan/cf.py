@@ -1,9 +1,9 @@
-"""Unpacks values as the CF conventions say: scale, offset, and NaN for what is missing.
+"""Unpacks values by the CF conventions: scale, offset, and NaN for missing values.
 
-The attributes of datasets enter; a `CfDecoder` leaves, which makes stored values the unpacked ones,
-on the host. Those are, bit for bit, what xarray gives (``mask_and_scale=True``): the rules for
-dtypes, and the order in which it casts, masks, scales and adds, are xarray's. What lies outside
-`valid_range`, which xarray does not look at, is masked as netCDF4 does.
+The attributes of datasets enter; a `CfDecoder` leaves, which unpacks stored values on the host. The
+result is, bit for bit, that of xarray (``mask_and_scale=True``): the rules for dtypes, and the
+order in which it casts, masks, scales and adds, are xarray's. Values outside `valid_range`, which
+xarray ignores, are masked as in netCDF4.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from h5async.errors import ConfigError, DatasetError
 from h5async.index.layout import CfAttribute, DatasetLayout
 
-_BLOCK_ELEMENTS = 1 << 15  # that are unpacked at a time: they stay in the second-level cache
+_BLOCK_ELEMENTS = 1 << 15  # unpacked at a time: they stay in the second-level cache
 
 Values = Mapping[str, NDArray[Any]]  # of attributes, 1-dimensional, by name
 DType = np.dtype[Any]
@@ -30,15 +30,15 @@ class Unpacking(NamedTuple):
     Attributes
     ----------
     stored
-        The dtype as which stored values are taken: `_Unsigned` may say another sign.
+        The dtype as which stored values are interpreted: `_Unsigned` may change the sign.
     dtype
-        In which values are computed; native.
+        The dtype of the computation; native.
     scale, offset
-        Factor, and what is added then; None: nothing is done.
+        Factor, and the offset added then; None if there is none.
     low, high
-        Limits of what is valid, of `stored`; None: there are none.
+        Limits of valid values, of dtype `stored`; None if there is none.
     fills
-        Values, of what is cast to `dtype`, that stand for missing ones.
+        Values after the cast to `dtype` that stand for missing ones.
     """
 
     stored: DType
@@ -50,25 +50,22 @@ class Unpacking(NamedTuple):
     fills: tuple[np.generic, ...]
 
     def is_identity(self, raw: DType) -> bool:
-        """Tell whether values of a dtype stay as they are, but for their byte order."""
+        """Tell whether values of a dtype are unchanged, except their byte order."""
         is_kept = self[2:] == (None, None, None, None, ())
         return is_kept and raw.newbyteorder("=") == self.stored.newbyteorder("=") == self.dtype
 
     @property
     def form(self) -> tuple[object, ...]:
-        """What datasets have in common whose numbers alone differ."""
+        """A key that datasets share if only their numbers differ."""
         numbers = (self.scale, self.offset, self.low, self.high, *self.fills)
         kinds = (None if number is None else number.dtype for number in numbers)
         return self.stored, self.dtype, *kinds
 
 
 def unpacking(attributes: Sequence[CfAttribute], raw: DType, where: str) -> Unpacking:
-    """Return how values of a dtype are unpacked, as its attributes say.
+    """Return how values of a dtype are unpacked by its attributes.
 
-    Raises
-    ------
-    DatasetError
-        If `scale_factor` or `add_offset` is not one number.
+    `DatasetError` is raised if `scale_factor` or `add_offset` is not one number.
     """
     values = {
         one.name: np.frombuffer(one.data, one.dtype).astype(np.dtype(one.dtype).newbyteorder("="))
@@ -88,12 +85,12 @@ def unpacking(attributes: Sequence[CfAttribute], raw: DType, where: str) -> Unpa
     low, high = _limits(values, raw, stored)
     dtype = stored
     if scale is not None or offset is not None:
-        # (So it is in xarray: a fill value of NaN keeps floats in their own dtype.)
+        # As in xarray, a fill value of NaN keeps floats in their own dtype.
         dtype = stored if has_fill and not fills else _packed_dtype(stored, scale, offset)
     elif fills or low is not None or high is not None:
         dtype = _dtype_with_nan(stored)
     dtype = dtype.newbyteorder("=")
-    # (A weak Python number in xarray, as which a value of the other sign comes there.)
+    # In xarray, a value of the other sign is a weak Python number.
     fills = [dtype.type(fill) if isinstance(fill, int) else fill for fill in fills]
     return Unpacking(stored, dtype, scale, offset, low, high, tuple(fills))
 
@@ -112,14 +109,14 @@ def _with_sign(raw: DType, sign: str) -> DType:
 
 
 def _scalar(values: NDArray[Any] | None) -> Any:
-    """Return a number as what it counts for: integers count as float64."""
+    """Return a number with its effective type: integers become float64."""
     if values is None:
         return None
     return values[0] if values.dtype in (np.float32, np.float64) else np.float64(values[0])
 
 
 def _packed_dtype(stored: DType, scale: Any, offset: Any) -> DType:
-    """Return the dtype of packed values: that of the attributes, if nothing is lost so."""
+    """Return the dtype of packed values: that of the attributes, if this loses nothing."""
     double, own = np.dtype(np.float64), np.dtype(type(offset if scale is None else scale))
     if offset is None:
         return own
@@ -128,7 +125,7 @@ def _packed_dtype(stored: DType, scale: Any, offset: Any) -> DType:
 
 
 def _dtype_with_nan(stored: DType) -> DType:
-    """Return the dtype that has NaN beside all values, or the next best."""
+    """Return a dtype that has NaN beside all values, if there is one."""
     is_small = stored.itemsize <= 2
     return stored if stored.kind == "f" else np.dtype(np.float32 if is_small else np.float64)
 
@@ -149,7 +146,7 @@ def _fill_values(values: Values, raw: DType, stored: DType) -> tuple[list[Any], 
 
 
 def _with_sign_of(value: np.generic, raw: DType, stored: DType) -> Any:
-    """Return a fill value as `_Unsigned` makes the values, of which it is one."""
+    """Return a fill value with the sign that `_Unsigned` gives to values."""
     if raw == stored:
         return value
     integer = int(value.item()) if float(value.item()).is_integer() else None
@@ -163,9 +160,9 @@ def _with_sign_of(value: np.generic, raw: DType, stored: DType) -> Any:
 
 
 def _limits(values: Values, raw: DType, stored: DType) -> tuple[Any, Any]:
-    """Return the least and the largest valid value; those that the dtype cannot hold do not count.
+    """Return the least and the largest valid value; a limit counts only if the dtype can hold it.
 
-    They are compared with values as they are stored.
+    They are compared with values as stored.
     """
     several = values.get("valid_range")
     if several is not None and several.size == 2 and _fits(several, raw):
@@ -177,7 +174,7 @@ def _limits(values: Values, raw: DType, stored: DType) -> tuple[Any, Any]:
         )
     native = raw.newbyteorder("="), stored.newbyteorder("=")
     limits = [None if one is None else one.astype(native[0]).view(native[1])[0] for one in pair]
-    # NaN limits nothing.
+    # NaN is no limit.
     low, high = (None if limit is None or np.isnan(limit) else limit for limit in limits)
     return low, high
 
@@ -190,14 +187,9 @@ def _fits(values: NDArray[Any], raw: DType) -> bool:
 
 
 class CfForm:
-    """Unpacks values of datasets whose numbers alone differ: rows have numbers of their own.
+    """Unpacks values of datasets that differ only in their numbers, which each row has of its own.
 
-    Attributes
-    ----------
-    stored, dtype
-        As of `Unpacking`.
-    scale, offset, low, high, fills
-        As there, of each dataset.
+    Attributes are those of `Unpacking`, with one number per dataset.
     """
 
     def __init__(self, several: Sequence[Unpacking]) -> None:
@@ -216,7 +208,7 @@ class CfForm:
     def decode(self, raw: NDArray[Any], out: NDArray[Any], which: NDArray[np.int64] | None) -> None:
         """Fill `out` with the values of `raw`, of the same shape.
 
-        `which` has the number of the dataset of each row; None: there is one.
+        `which` has the number of the dataset of each row; None if there is only one.
         """
         stored = raw.view(self.stored)
         for block in _blocks(out.shape):
@@ -257,17 +249,8 @@ class CfForm:
 class CfDecoder:
     """Unpacks rows, each by the attributes of its own dataset. Safe to use from many threads.
 
-    Parameters
-    ----------
-    first, several
-        The first sample of each range of samples, and how those in it are unpacked.
-
-    Attributes
-    ----------
-    dtype
-        As unpacked, of all of them.
-    forms
-        The kinds of datasets among them.
+    `first` has the first sample of each range of samples, and `several` how it is unpacked. `dtype`
+    is the common dtype after unpacking; `forms` are the kinds of datasets among them.
     """
 
     def __init__(self, first: Sequence[int], several: Sequence[Unpacking]) -> None:
@@ -284,14 +267,10 @@ class CfDecoder:
         self.forms = [CfForm(alike) for alike in by_form.values()]
 
     def decode(self, raw: NDArray[Any], out: NDArray[Any], index: NDArray[np.int64] | None) -> None:
-        """Fill `out` with the values of `raw`, whose dimensions have the same order.
+        """Fill `out`, (n, *row) as delivered, with the values of `raw`, (n, *row) as stored.
 
-        Parameters
-        ----------
-        raw, out
-            (n, *row): values as stored, and as delivered.
-        index
-            int64 (n,): sample numbers; None where all samples are of one dataset.
+        Their dimensions have the same order. `index` are sample numbers; None if all are of one
+        dataset.
         """
         if len(self._first) == 1:
             self.forms[0].decode(raw, out, None)
@@ -306,7 +285,7 @@ class CfDecoder:
             begin = end
 
     def places(self, index: NDArray[np.int64] | None) -> NDArray[np.int64] | None:
-        """Return where in the columns of their form samples have their numbers; None: at 0."""
+        """Return the positions of samples' numbers in the columns of their form; None means 0."""
         return None if len(self._first) == 1 else self._place[self._numbers(index)]
 
     def _numbers(self, index: NDArray[np.int64] | None) -> NDArray[np.int64]:
@@ -315,14 +294,10 @@ class CfDecoder:
 
 
 def cf_decoder(layout: DatasetLayout, where: str) -> CfDecoder | None:
-    """Return what unpacks the values of a dataset; None: they are not packed, and never missing.
+    """Return what unpacks the values of a dataset; None if nothing is packed or missing.
 
-    Raises
-    ------
-    ConfigError
-        If the dataset holds no numbers.
-    DatasetError
-        If an attribute makes no sense.
+    `ConfigError` is raised if the dataset does not hold numbers, `DatasetError` if an attribute is
+    invalid.
     """
     if layout.dtype.kind not in "iuf" or layout.member:
         what = f"a member of a compound, {layout.dtype}" if layout.member else str(layout.dtype)

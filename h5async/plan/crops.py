@@ -1,8 +1,8 @@
-"""Chooses what is cut out of images: sizes of images enter, boxes leave. Pure.
+"""Chooses the parts of images to crop: sizes of images enter, boxes leave. Pure.
 
-Random boxes are a function of the seed, the epoch and the sample's number alone: so they do not
+Random boxes are a function of the seed, the epoch and the sample's number alone. So they do not
 depend on threads, on the order of work, or on where a run was resumed, and several fields of images
-are cut alike.
+get the same crops.
 """
 
 from __future__ import annotations
@@ -13,18 +13,15 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-_TRIES = 10  # as torchvision's RandomResizedCrop has
+_TRIES = 10  # as in torchvision's RandomResizedCrop
 _TOP, _LEFT, _FLIP = 2 * _TRIES, 2 * _TRIES + 1, 2 * _TRIES + 2
-_NUMBERS = 2 * _TRIES + 3  # random numbers for each sample
+_NUMBERS = 2 * _TRIES + 3  # random numbers per sample
 
 
 def random_numbers(seed: int, epoch: int, samples: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the random numbers of some samples.
+    """Return the random numbers of samples, for `random_boxes` and `are_flipped`.
 
-    Returns
-    -------
-    numpy.ndarray
-        float64 (samples, 23), from 0 to below 1: by row what `random_boxes` and `are_flipped` take.
+    They are float64 (samples, 23), from 0 to below 1.
     """
     digest = hashlib.blake2b(f"h5async images {seed} {epoch}".encode(), digest_size=16).digest()
     first, second = np.frombuffer(digest, "<u8").astype(np.uint64)
@@ -52,21 +49,10 @@ def random_boxes(
 ) -> NDArray[np.int64]:
     """Return random parts of images, as torchvision's ``RandomResizedCrop`` chooses them.
 
-    Parameters
-    ----------
-    heights, widths
-        int64 (n,): of the images, in pixels; 1 or more.
-    scale
-        Bounds of a part's area, of that of the image.
-    ratio
-        Bounds of its width divided by its height.
-    numbers
-        Rows of `random_numbers`, of each image one.
-
-    Returns
-    -------
-    numpy.ndarray
-        int64 (n, 4): top, left, height and width of each part, in pixels.
+    They are int64 (n, 4): top, left, height and width in pixels. `heights` and `widths`, int64
+    (n,), are those of the images, 1 or more. `scale` bounds a part's area, relative to the image's,
+    and `ratio` its width divided by its height. `numbers` are rows of `random_numbers`, one per
+    image.
     """
     low, high = math.log(ratio[0]), math.log(ratio[1])
     boxes, left = np.empty((heights.size, 4), np.int64), np.arange(heights.size)
@@ -86,12 +72,12 @@ def random_boxes(
 
 
 def _exp(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return e to the power of numbers; NumPy's own differs with the processor, in the last bit."""
+    """Return e to the power of numbers; in NumPy, the last bit depends on the processor."""
     return np.array(list(map(math.exp, x.tolist())))
 
 
 def _largest_box(height: int, width: int, ratio: tuple[float, float]) -> tuple[int, int, int, int]:
-    """Return the largest part in the middle of an image whose proportions lie within bounds."""
+    """Return the largest centred part of an image whose proportions are within bounds."""
     h, w = height, width
     if width / height < ratio[0]:
         h = max(1, min(height, round(width / ratio[0])))
@@ -103,18 +89,12 @@ def _largest_box(height: int, width: int, ratio: tuple[float, float]) -> tuple[i
 def center_boxes(
     heights: NDArray[np.int64], widths: NDArray[np.int64], size: tuple[int, int]
 ) -> NDArray[np.int64]:
-    """Return the largest parts in the middle of images that have the proportions of `size`.
-
-    Returns
-    -------
-    numpy.ndarray
-        As of `random_boxes`.
-    """
+    """Return the largest centred parts with the proportions of `size`, as `random_boxes` does."""
     h = np.minimum(heights, np.maximum(1, np.rint(widths * size[0] / size[1])))
     w = np.minimum(widths, np.maximum(1, np.rint(heights * size[1] / size[0])))
     return np.stack(((heights - h) // 2, (widths - w) // 2, h, w), axis=1).astype(np.int64)
 
 
 def are_flipped(numbers: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Return by image whether it is flipped, which half of them are."""
+    """Return whether each image is flipped, with probability 1/2."""
     return numbers[:, _FLIP] < 0.5

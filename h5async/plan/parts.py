@@ -1,4 +1,4 @@
-"""Finds which parts of a dataset hold some samples, and which rows of their sources. Pure."""
+"""Finds which parts of a dataset hold given samples, and the rows of their sources. Pure."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 from h5async.index.layout import DatasetLayout, Part
 from h5async.plan.records import Int64s
 
-_SCRATCH_NBYTES = 1 << 20  # rows that are read at once where only pieces of them are wanted
+_SCRATCH_NBYTES = 1 << 20  # rows that are read at once if only pieces of them are wanted
 
 
 def touched_parts(layout: DatasetLayout, sample: Int64s) -> Iterator[tuple[int, Int64s, Int64s]]:
-    """Yield each part that holds some of the samples: its number, which of them, and ordinals."""
+    """Yield each part that holds some of the samples: its number, their positions, and ordinals."""
     starts = layout.part_starts
     if starts is None:
         for number, part in enumerate(layout.parts):
@@ -38,7 +38,7 @@ def touched_parts(layout: DatasetLayout, sample: Int64s) -> Iterator[tuple[int, 
 
 
 def needs_scratch(layout: DatasetLayout, part: Part) -> bool:
-    """Tell whether rows of a part's source need a change before they are rows of the whole."""
+    """Tell whether rows of a part's source must be changed to become rows of the whole."""
     return (
         part.region is not None
         or part.source_region is not None
@@ -48,12 +48,12 @@ def needs_scratch(layout: DatasetLayout, part: Part) -> bool:
 
 
 def scratch_rows(source: DatasetLayout) -> int:
-    """Return how many rows of a source are read to a scratch buffer at once."""
+    """Return the number of rows of a source that are read to a scratch buffer at once."""
     return max(1, _SCRATCH_NBYTES // max(1, source.row_nbytes))
 
 
 def scratch_nbytes(layout: DatasetLayout, part: Part) -> int:
-    """Return the size of the scratch buffer through which rows of a part's source go; 0: none."""
+    """Return the size of the scratch buffer for rows of a part's source; 0 if none is needed."""
     if not needs_scratch(layout, part):
         return 0
     return scratch_rows(part.source) * part.source.row_nbytes

@@ -1,10 +1,10 @@
-"""Defines what is planned for a batch: who reads which rows. Pure.
+"""Defines the plans of a batch: who reads which rows. Pure.
 
-The core plans what it reads itself, and holds that: `BatchItems` stands for it. A `SamplesPlan` is
-what h5py reads of a field. A `GatherPlan`, or a `GatherRunsPlan`, needs no file at all.
+The core holds its own plans, for which `BatchItems` stands. A `SamplesPlan` says which rows of a
+field h5py reads. A `GatherPlan`, or a `GatherRunsPlan`, needs no file.
 
-Every plan is a number of items, which do not depend on each other: so it can be executed in slices,
-by any thread.
+Every plan has a number of items that do not depend on each other, so any thread can execute slices
+of it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,9 @@ Int64s = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class BatchItems:
-    """A plan of the core's, of one field or several; the core holds it.
+    """A plan that the core holds, of one field or several.
 
-    Attributes
-    ----------
-    batch
-        The core's plan: a `read.queue.SlotBatch`.
-    num_items, item_nbytes
-        Items of the plan, and the mean cost of one.
+    `batch` is a `read.queue.SlotBatch`; `item_nbytes` is the mean cost of an item.
     """
 
     batch: Any
@@ -45,17 +40,11 @@ class IncludedPlan:
 
 @dataclass(frozen=True, slots=True)
 class SamplesPlan:
-    """Rows of a field that h5py reads, in one go: it is entered by one thread at a time.
+    """Rows of a field that h5py reads at once: only one thread at a time can.
 
-    Attributes
-    ----------
-    sample
-        int64 (n,): which rows of the dataset, or which elements of variable length.
-    rows
-        int64 (n,): where they go in the memory of the field; of variable length, the first value
-        of each.
-    item_nbytes
-        Bytes of all of them: the cost of the one item.
+    `sample`, int64 (n,), are rows of the dataset, or elements of variable length. `rows`, int64
+    (n,), are their rows in the memory of the field; for variable length, the first value of each.
+    `item_nbytes` is the cost of all of them.
     """
 
     sample: Int64s
@@ -64,7 +53,7 @@ class SamplesPlan:
 
     @property
     def num_items(self) -> int:
-        """One, or none where nothing is to be read."""
+        """One, or none if nothing is to be read."""
         return int(self.sample.size > 0)
 
 
@@ -72,12 +61,7 @@ class SamplesPlan:
 class GatherPlan:
     """Samples whose rows a cache holds.
 
-    Attributes
-    ----------
-    sample
-        int64 (n,): sample numbers; they go to the first n rows of the batch.
-    row_nbytes
-        Bytes of each.
+    `sample` is int64 (n,): they go to the first n rows of the batch.
     """
 
     sample: Int64s
@@ -90,7 +74,7 @@ class GatherPlan:
 
     @property
     def item_nbytes(self) -> int:
-        """Bytes of an item: what it costs."""
+        """The cost of an item, in bytes."""
         return self.row_nbytes
 
 
@@ -98,12 +82,8 @@ class GatherPlan:
 class GatherRunsPlan:
     """Samples of differing lengths whose rows a cache holds.
 
-    Attributes
-    ----------
-    begin
-        int64 (n,): the first byte of each sample in the cache.
-    offsets
-        int64 (n + 1,): the byte of the batch to which each goes.
+    `begin`, int64 (n,), are their first bytes in the cache; `offsets`, int64 (n + 1,), the bytes of
+    the batch to which they go.
     """
 
     begin: Int64s
@@ -116,7 +96,7 @@ class GatherRunsPlan:
 
     @property
     def item_nbytes(self) -> int:
-        """Bytes of an item, on average: what it costs."""
+        """The mean cost of an item, in bytes."""
         return int(self.offsets[-1]) // max(1, self.begin.size) + 1
 
 
@@ -124,7 +104,7 @@ ReadPlan = BatchItems | IncludedPlan | SamplesPlan | GatherPlan | GatherRunsPlan
 
 
 class Plan(Protocol):
-    """What a plan of any kind tells of its work: how many items, and what each costs."""
+    """The work of a plan of any kind."""
 
     @property
     def num_items(self) -> int:
@@ -132,4 +112,4 @@ class Plan(Protocol):
 
     @property
     def item_nbytes(self) -> int:
-        """Bytes of an item: what it costs."""
+        """The cost of an item, in bytes."""

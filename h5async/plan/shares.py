@@ -1,6 +1,6 @@
 """Cuts the work of a batch into shares. Pure.
 
-The plans of all fields enter; shares leave, of about equal cost: what one thread does of the batch.
+The plans of all fields enter; shares of about equal cost leave, each the work of one thread.
 """
 
 from __future__ import annotations
@@ -20,24 +20,11 @@ class PlanSlice(NamedTuple):
 
 
 def cut(plans: Sequence[Plan], parts: int, min_part_nbytes: int) -> Iterator[list[PlanSlice]]:
-    """Cut the work of a batch into shares of about equal cost.
+    """Cut the work of a batch into at most `parts` shares of about equal cost.
 
-    The items of all plans are laid end to end, each as long as its bytes, and cut at equal
-    distances, so that small fields ride along with large ones.
-
-    Parameters
-    ----------
-    plans
-        One for each field.
-    parts
-        Shares to make at most.
-    min_part_nbytes
-        A share should be worth handing to a thread.
-
-    Yields
-    ------
-    list of PlanSlice
-        One share; together they hold each item once.
+    The items of all plans, one per field, are concatenated, each as long as its bytes, and cut at
+    equal distances, so that small fields are combined with large ones. Together the shares hold
+    each item once. From `min_part_nbytes` on, a share is worth handing to a thread.
     """
     costs = [plan.num_items * plan.item_nbytes for plan in plans]
     total = sum(costs)

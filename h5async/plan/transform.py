@@ -1,8 +1,8 @@
 """Permutes, casts and scales rows, on the host.
 
-Rows as they lie in the file enter; rows as they are delivered leave. `RowTransform` says what has
-to be done; `RowTransform.apply` does it with NumPy, `read/transform.py` in the compiled core, and
-the device in one kernel on the GPU.
+Rows as stored enter; rows as delivered leave. `RowTransform` describes the transform;
+`RowTransform.apply` does it with NumPy, `read/transform.py` in the compiled core, and the device in
+one kernel on the GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from h5async.index.attributes import DimensionNames, numbered_axis
 from h5async.index.layout import DatasetLayout, Text
 from h5async.plan.cf import CfDecoder, cf_decoder
 
-_TEXT_BLOCK_NBYTES = 1 << 18  # that are converted at a time
+_TEXT_BLOCK_NBYTES = 1 << 18  # converted at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class RowTransform:
     ----------
     raw_row, raw_dtype
         Shape and dtype of a row as read: the file's order without the sample dimension, in the
-        file's byte order (bools as uint8: any byte but 0 is True).
+        file's byte order (bools as uint8: any byte except 0 is True).
     row, dtype
         Shape and dtype of a row as delivered; the dtype is native.
     permutation
@@ -40,16 +40,16 @@ class RowTransform:
     scale, offset
         A number, an array that broadcasts over a delivered row, or None.
     text
-        Strings in each element that are converted as HDF5 does.
-    steps
-        How many rows of the dataset make up one here, in its first dimension; None: a row is one,
-        and there is no such dimension.
-    capacity
-        Of a ragged field: rows that a slot has room for; None: there is one for each sample.
-    likely
-        Of a ragged field: rows that a batch has, but for a few.
+        Strings in each element that are converted as by HDF5.
     cf
-        Unpacks values as the attributes of their datasets say.
+        Unpacks values by the attributes of their datasets.
+    steps
+        The number of rows of the dataset in one row here, as its first dimension; None: one,
+        without such a dimension.
+    capacity
+        For a ragged field: rows that fit into a slot; None: one per sample.
+    likely
+        For a ragged field: rows of most batches, at most.
     """
 
     raw_row: tuple[int, ...]
@@ -66,11 +66,11 @@ class RowTransform:
     likely: int = 0
 
     def slot_rows(self, samples: int) -> int:
-        """Return how many rows a slot of so many samples has room for."""
+        """Return the number of rows in a slot of `samples`."""
         return samples if self.capacity is None else self.capacity
 
     def of_steps(self, steps: int | None) -> RowTransform:
-        """Return the transform of so many rows at a time, in a dimension of their own."""
+        """Return the transform of `steps` rows at a time, in a dimension of their own."""
         if steps is None:
             return self
         return replace(
@@ -130,9 +130,9 @@ class RowTransform:
 
     @property
     def channels(self) -> int | None:
-        """Channels, where they come last in a raw row and first in a delivered one.
+        """Channels that come last in a raw row and first in a delivered one.
 
-        1 where no dimension moves, and one factor serves all; None in any other case.
+        1 if no dimension moves and there is at most one factor each; None in other cases.
         """
         rank = len(self.permutation)
         if rank > 1 and self.permutation == (0, rank - 1, *range(1, rank - 1)):
@@ -145,18 +145,12 @@ class RowTransform:
     def apply(
         self, raw: NDArray[Any], out: NDArray[Any], index: NDArray[np.int64] | None = None
     ) -> None:
-        """Fill `out` from `raw` on the host, with no memory of their size taken.
+        """Fill `out` from `raw` on the host, without temporary memory of their size.
 
-        Parameters
-        ----------
-        raw
-            (n, *raw_row) of `raw_dtype`; not changed.
-        out
-            (n, *row) of `dtype`, C-contiguous, apart from `raw`.
-        index
-            int64 (n,): sample numbers, which `cf` needs where they are of several datasets.
+        `raw` is (n, *raw_row), and not changed; `out` is (n, *row), C-contiguous, apart from `raw`.
+        `index` are sample numbers, needed by `cf` if they are of several datasets.
         """
-        with np.errstate(all="ignore"):  # a cast of NaN to an integer is the caller's wish
+        with np.errstate(all="ignore"):  # the caller may cast NaN to an integer
             if self.cf is not None:
                 self.cf.decode(raw.transpose(self.permutation), out, index)
                 return
@@ -175,11 +169,10 @@ def row_transform(field: Field, layout: DatasetLayout) -> RowTransform:
     Raises
     ------
     ConfigError
-        If the field's options do not fit the dataset: an axis too many or too few, a scale of
-        another length than the channels, a cast from complex numbers, strings or compounds.
+        If the field's options do not fit the dataset: too many or too few axes, a scale of another
+        length than the channels, a cast from complex numbers, strings or compounds.
     DatasetError
-        If a dimension is given by a name that none has, or several have, or attributes that say how
-        values are packed make no sense.
+        If no dimension, or several, have a given name, or attributes for unpacking are invalid.
     """
     where = f'{layout.file}: dataset "{layout.path}" of shape {layout.shape}'
     rank = len(layout.shape)
@@ -223,10 +216,7 @@ def row_transform(field: Field, layout: DatasetLayout) -> RowTransform:
 def image_transform(field: Field, shape: tuple[int, int, int]) -> RowTransform:
     """Derive the transform of decoded images of a shape from the options of their field.
 
-    Raises
-    ------
-    ConfigError
-        If a scale or offset has another length than the channels.
+    `ConfigError` is raised if a scale or offset has another length than the channels.
     """
     axes = field.axes or (0, 1, 2, 3)
     order = tuple(axis for axis in axes if isinstance(axis, int))
@@ -245,10 +235,10 @@ def image_transform(field: Field, shape: tuple[int, int, int]) -> RowTransform:
 
 
 def _axes(field: Field, names: DimensionNames, rank: int, where: str) -> tuple[int, ...]:
-    """Return the dimensions of a layout in the order of delivery; none: in its own order."""
+    """Return the dimensions of a layout in the order of delivery; empty for its own order."""
     if not isinstance(field.num_dim, tuple) or field.axes is None:
         return tuple(numbered_axis(axis, names, rank, where) for axis in field.axes or ())
-    # In the layout, the two dimensions of samples are one, which comes first.
+    # In the layout, the two dimensions of samples are one, the first.
     axes = [numbered_axis(axis, names, rank + 1, where) for axis in field.axes]
     rest = [axis for axis in range(rank + 1) if axis not in axes[:2]]
     if sorted(axes[2:]) != rest:
@@ -259,7 +249,7 @@ def _axes(field: Field, names: DimensionNames, rank: int, where: str) -> tuple[i
 
 
 def _convert(text: Text, out: NDArray[Any]) -> None:
-    """Put NULs behind the end of a string of all elements, as HDF5 does when it reads it."""
+    """Fill a string of all elements with NULs after its end, as HDF5 does when it reads it."""
     elements = out.reshape(-1).view(np.uint8).reshape(-1, out.dtype.itemsize)
     block = max(1, _TEXT_BLOCK_NBYTES // text.nbytes)
     for begin in range(0, len(elements), block):
@@ -287,18 +277,15 @@ def _factor(
 
 
 def pixel_transform(field: ImageField) -> RowTransform | None:
-    """Return how pixels are delivered; None where images keep their sizes.
+    """Return how pixels are delivered; None if images keep their sizes.
 
-    Raises
-    ------
-    ConfigError
-        If a scale or offset has another length than the channels.
+    `ConfigError` is raised if a scale or offset has another length than the channels.
     """
     return None if field.size is None else image_transform(field, (*field.size, CHANNELS))
 
 
 def sized_nbytes(field: Field | None, rows: int) -> int:
-    """Return what the pixels of a field take in a slot where images are resized; else 0."""
+    """Return the bytes of a field's pixels in a slot if images are resized; else 0."""
     transform = pixel_transform(field) if isinstance(field, ImageField) else None
     if transform is None:
         return 0

@@ -1,9 +1,8 @@
 """Checks chunks before h5py reads them.
 
-HDF5 answers a chunk that decodes short with whatever its heap held. So each chunk of which some
-filters can be undone here is decoded here, too, as far as that goes, the first time that one of its
-samples is needed. An open dataset and sample numbers enter; an error leaves where a chunk of theirs
-is damaged.
+If a chunk decodes short, HDF5 returns whatever its heap held. So if some of a chunk's filters can
+be undone here, they are, the first time that one of its samples is needed. An open dataset and
+sample numbers enter; an error leaves if one of their chunks is damaged.
 """
 
 from __future__ import annotations
@@ -27,13 +26,10 @@ from h5async.read.scratch import Scratch, encoded_room
 
 
 class ChunkCheck:
-    """Finds chunks that do not decode to their full length, each once.
+    """Finds chunks that do not decode to their full length; checks each once.
 
-    Parameters
-    ----------
-    layout
-        Of a chunked dataset with filters of which the last one to be undone can be checked: the
-        one that is read, or a source of it.
+    `layout` is of a chunked dataset, or a source of it, with filters of which the last one to be
+    undone can be checked.
     """
 
     def __init__(self, layout: DatasetLayout) -> None:
@@ -43,7 +39,7 @@ class ChunkCheck:
         self._grid = layout.grid[:rank]
         self._nbytes = math.prod(self._chunk) * layout.stored_itemsize
         filters = layout.hdf5_filters
-        # How many filters HDF5 has to undo, the last ones; the others are undone here, before it.
+        # The number of filters that only HDF5 undoes, last of all; the others are undone here.
         self._left = next(
             (k for k in range(len(filters), 0, -1) if not can_decode(filters[k - 1])), 0
         )
@@ -53,7 +49,7 @@ class ChunkCheck:
 
     @classmethod
     def of(cls, layout: DatasetLayout) -> ChunkCheck | None:
-        """Return the check for a dataset, or None where there is nothing to be checked."""
+        """Return the check for a dataset, or None if nothing can be checked."""
         if not (layout.chunk_shape and layout.hdf5_filters and layout.stored_itemsize):
             return None
         check = cls(layout)
@@ -62,21 +58,14 @@ class ChunkCheck:
     def run(self, dataset: h5py.Dataset, sample: Int64s, require_open: Callable[[], None]) -> None:
         """Check the chunks that hold some samples, through the open dataset.
 
-        Parameters
-        ----------
-        require_open
-            Called before each chunk; raises where nobody wants the rest.
-
-        Raises
-        ------
-        ValueError
-            If a chunk is damaged; the message names it.
+        `require_open` is called before each chunk, and raises if the rest is no longer wanted.
+        `ValueError` is raised if a chunk is damaged; the message names it.
         """
         axis = self.layout.sample_axis
         numbers = set(np.unique(sample // self._chunk[axis]).tolist()) - self._checked
         if not numbers:
             return
-        # Taken for as long as chunks are checked: there may be thousands of files with a check.
+        # Allocated only while chunks are checked: there may be thousands of files with a check.
         out = np.empty(self._nbytes if not self._left else encoded_room(self._nbytes), np.uint8)
         scratch = Scratch.allocate(0, 0, self._pipeline.between_nbytes)
         # Filters that are not available, and that no chunk needed, were left out of the layout.

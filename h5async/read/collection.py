@@ -1,8 +1,8 @@
-"""Reads the rows of a batch, of all fields and out of all files at once, by the compiled core.
+"""Reads the rows of a batch, of all fields and from all files at once, by the compiled core.
 
 A table of sources and of extents enters (`index/extents.py`), and for each batch sample numbers and
-the memory of a slot; rows leave. A batch is planned in one call, and read in one call a share. Rows
-that only h5py reads are named. What is refused is read again out of a file that was checked, or is
+the memory of a slot; rows leave. A batch is planned in one call, and read in one call per share. It
+names rows that only h5py reads. Refused items are read again from a file that was checked, or raise
 an error.
 """
 
@@ -59,8 +59,8 @@ from h5async.system.interruptions import suppressing
 Int64s = NDArray[np.int64]
 _ALL_BITS = (1 << 64) - 1
 _SOURCE, _ITEM, _WANTED = map(np.dtype, (SourceStruct, ItemStruct, WantedStruct))
-# For so long after a file was last compared with what was indexed, rows of its chunks that are kept
-# decoded are given without that: else it would cost more than they do. Batches are read ahead by
+# For this time after a file was last checked for changes, rows of its kept decoded chunks are
+# delivered without another check, which would cost more than they do. Batches are read ahead by
 # more than that.
 _TRUSTED_NS = 100_000_000
 
@@ -91,19 +91,19 @@ class Ranges(NamedTuple):
 
     @property
     def item_nbytes(self) -> int:
-        """Mean length of a range: what it costs."""
+        """The mean length of a range: its cost."""
         return int(self.nbytes.sum()) // max(1, self.nbytes.size)
 
 
 class Planned(NamedTuple):
-    """The plan of a batch, as arrays of the core's, until the slot is planned again.
+    """The plan of a batch, as arrays of the core, valid until the slot is planned again.
 
     Attributes
     ----------
     items
         Of `ItemStruct`.
     run_local, run_position, run_length
-        int64: samples within a chunk's rows, and within the batch, by run.
+        int64, by run: begin within a chunk's rows, begin within the batch, and length.
     """
 
     items: NDArray[Any]
@@ -124,13 +124,13 @@ class Collection:
     io
         How files are read.
     most_files
-        Descriptors that are kept open; where there are more files, maps are kept without.
+        The maximum number of open descriptors; of more files, maps are kept without them.
     kept_nbytes
         By field: for decoded chunks that later batches may need.
     transforms
-        By field: what rows are made into as they are read; None: nothing, or not here.
+        By field: the transform done while reading, if any.
     steps
-        By field: which rows each sample consists of; None: its own. Empty: that of all fields.
+        By field: the rows of each sample; None: its own. Empty: None for all.
     samples
         Of an epoch; None: all.
 
@@ -154,7 +154,7 @@ class Collection:
     ) -> None:
         self._core = core
         self._keep: list[Any] = []  # what structures point to
-        self._firsts: dict[bytes, Int64s] = {}  # of layers; equal ones are one
+        self._firsts: dict[bytes, Int64s] = {}  # of layers; equal ones are shared
         builder = TableBuilder(lambda filters: core.filters(filters) is not None, MAX_RANK)
         tables = self.tables = [
             builder.build(layout, nbytes)
@@ -163,8 +163,8 @@ class Collection:
         self.num_samples = layouts[0].sample_count
         self._share = 1.0 if samples is None else samples / max(1, self.num_samples)
         self._num_fields = len(layouts)
-        # Fields of which it reads something; and those of which it is told the rows of a batch,
-        # because samples share runs of rows, of which each is read once.
+        # Fields that it reads, at least in part; and those for which it is told the rows of a
+        # batch, because samples share runs of rows, each read once.
         self.can_read = [table is not None and table.can_read for table in tables]
         self.shares = [isinstance(rows, StepSpans) for rows in steps] or [False] * len(tables)
         self.reads = [
@@ -173,7 +173,7 @@ class Collection:
         self._tables = tables
         self._layouts = list(layouts)
         self._files = list(builder.sources)
-        # By path, and whether elements of variable length are read from it.
+        # By path, and whether variable-length elements are read from it.
         self._numbers: dict[tuple[str, bool], list[int]] = {}
         for i, source in enumerate(builder.sources):
             if source.values is None:
@@ -220,7 +220,7 @@ class Collection:
         stamps = np.array([[n & _ALL_BITS for n in source.stamp] for source in sources], np.uint64)
         for name, column in zip(FileStamp._fields, stamps.reshape(-1, 5).T, strict=True):
             table[name] = column.view(np.int64)  # it wraps, as in C
-        self._table = table  # the core's from now on
+        self._table = table  # the core writes to it from now on
         gives_back = len(sources) > most_files
         self._most_files = most_files
         memory = ctypes.create_string_buffer(self._core.sources_nbytes())
@@ -286,7 +286,7 @@ class Collection:
     def _describe_rows(
         self, layouts: Sequence[DatasetLayout], several: Sequence[StepRows | SpanRows | None]
     ) -> None:
-        """Say which rows samples consist of, by field; fields with equal rows share a structure."""
+        """Describe the rows of samples, by field; fields with equal rows share a structure."""
         made: dict[Any, Any] = {}
         described = zip(self._fields, layouts, several, self.reads, strict=False)
         for field, layout, rows, is_read in described:
@@ -355,7 +355,7 @@ class Collection:
         return address(array)
 
     def _hold_column(self, array: NDArray[Any]) -> tuple[int, int]:
-        """Return where a column begins, and the step to its next number: 0 where all are equal."""
+        """Return the address of a column, and the step to its next number: 0 if all are equal."""
         is_one = array.strides == (0,)
         return self._hold(array[:1] if is_one else array), 0 if is_one else 1
 
@@ -364,9 +364,9 @@ class Collection:
     def new_batch(
         self, raw: Sequence[NDArray[Any]], out: Sequence[NDArray[Any]], rows: int | None = None
     ) -> SlotBatch:
-        """Return what plans hold of the batches of one slot; `raw` and `out` are its memory.
+        """Return the memory for plans of the batches of one slot; `raw` and `out` are its memory.
 
-        `rows`: samples that it has room for; None: as many as the first array has rows.
+        `rows` are samples that fit into it; None means the rows of the first array.
         """
         rows = raw[0].shape[0] if rows is None else rows
         targets = (TargetStruct * self._num_fields)()
@@ -396,30 +396,25 @@ class Collection:
         threads: int,
         num_samples: int | None = None,
     ) -> tuple[int, int]:
-        """Plan a batch.
+        """Plan a batch; return the number of items, and their cost.
 
         Parameters
         ----------
         samples
-            int64 (n,): sample numbers, as many as the slot has rows at most.
+            int64 (n,): sample numbers, at most the rows of the slot.
         wanted
             By field: whether it is to be read.
         threads
-            That may share the work.
+            The number of threads that may share the work.
         num_samples
-            How many there are; None: samples of the dataset.
-
-        Returns
-        -------
-        num_items, nbytes
-            Items of the plan, and what they cost.
+            Bound of the sample numbers; None: samples of the dataset.
 
         Raises
         ------
         MemoryError
             If there is not enough memory for the plan.
         IndexError
-            If there are more samples, or one that there is not.
+            If there are too many samples, or one is out of range.
         """
         samples = np.ascontiguousarray(samples, np.int64)
         for target, is_wanted in zip(batch.targets, wanted, strict=True):
@@ -443,12 +438,9 @@ class Collection:
         return plan.num_items, plan.nbytes
 
     def read(self, batch: SlotBatch, start: int, stop: int, scratch: Scratch) -> int:
-        """Read items of a plan; return how many were refused.
+        """Read items of a plan; return the number of refused ones.
 
-        Raises
-        ------
-        ReaderClosedError
-            If nobody wants it any more.
+        `ReaderClosedError` is raised if they are no longer wanted.
         """
         if start >= stop:
             return 0
@@ -468,7 +460,7 @@ class Collection:
         return int(refused)
 
     def planned(self, batch: SlotBatch) -> Planned:
-        """Return what `plan` has made."""
+        """Return the result of `plan`."""
         plan = batch.plan
         runs = plan.run_local, plan.run_position, plan.run_length
         return Planned(self._items(batch), *(_array(run, plan.num_runs, np.int64) for run in runs))
@@ -476,12 +468,8 @@ class Collection:
     def read_ranges(self, ranges: Ranges, start: int, stop: int, scratch: Scratch) -> None:
         """Read ranges `start` to `stop` as they are stored.
 
-        Raises
-        ------
-        ReadError
-            If one cannot be read, or its file was changed.
-        ReaderClosedError
-            If nobody wants it any more.
+        `ReadError` is raised if one cannot be read, or its file was changed; `ReaderClosedError` if
+        they are no longer wanted.
         """
         worker = scratch.worker(self._core)
         source = ranges.source[start:stop]
@@ -507,7 +495,7 @@ class Collection:
                 )
 
     def has_refused(self, batch: SlotBatch) -> bool:
-        """Return whether something is to be read again."""
+        """Tell whether some items have to be read again."""
         return bool(self._refused(batch).size)
 
     def _refused(self, batch: SlotBatch) -> Int64s:
@@ -517,19 +505,11 @@ class Collection:
     def read_again(
         self, batch: SlotBatch, files: Callable[[SourceFile], LocalFiles], scratch: Scratch
     ) -> None:
-        """Read what was refused out of files that are checked, and opened in Python.
+        """Read refused items from files that are checked, and opened in Python.
 
-        Parameters
-        ----------
-        files
-            Returns what opens a source, and reads it anew where it was changed.
-
-        Raises
-        ------
-        ReadError
-            If something cannot be read or decoded; it names file, dataset and chunk or sample.
-        ReaderClosedError
-            If nobody wants it any more.
+        `files` returns what opens a source, and reads it again if it was changed. `ReadError` is
+        raised if something cannot be read or decoded; it names file, dataset and chunk or sample.
+        `ReaderClosedError` is raised if the items are no longer wanted.
         """
         refused = self._refused(batch)
         sources = self._items(batch)["source"][refused]
@@ -552,7 +532,7 @@ class Collection:
                 continue
             failure = scratch.worker(self._core).struct.failure
             if failure.reason == Reason.ABOVE_LIMIT:
-                continue  # whoever delivers them has the words
+                continue  # reported when they are delivered
             if self._items(batch)[number]["kind"] == Kind.HEAP:
                 heap = self._heap_of(batch, number)
                 raise error_of_element(failure, file, opened, heap.elements.where)
@@ -560,7 +540,7 @@ class Collection:
             found = find_chunk(self._layouts[field], file.path, extent)
             may_be_short = failure.reason in (Reason.WRONG_SIZE, Reason.DAMAGED)
             if may_be_short and isinstance(found, Chunk):
-                # Some writers leave out what of a chunk lies beyond the dataset's edge.
+                # Some writers leave out the part of a chunk beyond the dataset's edge.
                 needed = found.needed_nbytes
                 if needed < found.layout.chunk_nbytes and self._reads_again(
                     batch, number, scratch, opened, needed
@@ -624,11 +604,11 @@ class Collection:
         return samples
 
     def left(self, batch: SlotBatch) -> Iterator[tuple[int, Int64s]]:
-        """Yield each field that h5py reads some rows of, and these rows of its memory, once."""
+        """Yield each field of which h5py reads rows, once, with these rows of its memory."""
         items = self._items(batch)
         items = items[items["kind"] == Kind.LEFT]
         if not items.size:
-            return  # (of sparse rows, there may be a million numbers below)
+            return  # for sparse rows, there may be a million numbers below
         plan = batch.plan
         run_position = _array(plan.run_position, plan.num_runs, np.int64)
         run_length = _array(plan.run_length, plan.num_runs, np.int64)
@@ -646,7 +626,7 @@ class Collection:
     def open_queue(
         self, batches: Sequence[SlotBatch], num_threads: int, selection: Selection
     ) -> BatchQueue:
-        """Return a queue of the batches of these slots, for so many threads, of these samples."""
+        """Return a queue of the batches of these slots, for `num_threads` and a selection."""
         return BatchQueue(
             self._core,
             self._fields,
@@ -658,14 +638,14 @@ class Collection:
         )
 
     def source_path(self, number: int) -> int | str:
-        """Return the path of a source, or its number where it has none; also after `close`."""
+        """Return the path of a source, or its number if it has none; also after `close`."""
         path = int(self._table["path"][number])
         return os.fsdecode(ctypes.string_at(path)) if path else number
 
     # --- files ---------------------------------------------------------------------------------
 
     def open_ahead(self, is_closed: Callable[[], bool]) -> bool:
-        """Open the first files, so that they are those that were indexed; False: one is not."""
+        """Open the first files, so that they are those that were indexed; False if one is not."""
         count = min(self._num_sources, self._most_files)
         return all(
             not is_closed() and self._core.open_ahead(self._sources, number)
@@ -678,16 +658,16 @@ class Collection:
         return (source for source in few if source.values is None)
 
     def open_again(self, path: str) -> FileIO | None:
-        """Return a file once more that is open, whatever lies at its path by now."""
+        """Return a new file for one that is open, whatever lies at its path now."""
         for number in self._numbers.get((path, False), []) + self._numbers.get((path, True), []):
             with suppressing(ValueError):  # it is not open
                 return owned(self._core.descriptor, self._sources, number)
         return None
 
     def restamp(self, path: str, stamp: FileStamp, *, is_heap: bool = False) -> None:
-        """Say that a file which was changed still holds what was indexed.
+        """Say that a changed file still holds what was indexed.
 
-        `is_heap`: that elements of variable length lie where they did; else that all others do.
+        `is_heap`: that variable-length elements lie where they did; else that all others do.
         """
         for number in self._numbers.get((path, is_heap), ()):
             self._core.restamp(
@@ -706,12 +686,12 @@ class Collection:
                 self._core.clear_store(struct.store)
 
     def most_kept_nbytes(self) -> list[int]:
-        """Return, by field, the bytes of decoded chunks that were kept at most so far."""
+        """Return, by field, the maximum bytes of decoded chunks that were kept so far."""
         stores = (struct.store for struct in self._fields)
         return [int(self._core.most_kept(store)) if store else 0 for store in stores]
 
     def close(self) -> None:
-        """Close the files and free what is kept; nobody uses any of it. Idempotent."""
+        """Close the files and free kept memory, which must not be in use. Idempotent."""
         for batch in self._batches:
             self._core.free_plan(ctypes.byref(batch.plan))
         self._batches.clear()
@@ -721,7 +701,7 @@ class Collection:
 
 
 def _array(memory: int | None, count: int, dtype: Any) -> NDArray[Any]:
-    """Return memory of the core as an array, for as long as it lasts."""
+    """Return memory of the core as an array, valid as long as the memory."""
     dtype = np.dtype(dtype)
     if not memory or not count:
         return np.zeros(0, dtype)

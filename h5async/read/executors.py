@@ -1,8 +1,7 @@
 """Chooses who reads each field: the core, or h5py.
 
-Layouts enter; a `Collection` leaves, which reads what the core can, and what reads the rest through
-h5py. What has to be closed in the end is here: the open files, h5py's among them, and what was
-noticed of files that have changed.
+Layouts enter; a `Collection` leaves, which reads what the core can, and readers of the rest through
+h5py. They share the open files, which are closed here, and what was noticed of changed files.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from h5async.read.transform import NativeTransform
 
 
 def method_of(core: Core | None, layout: DatasetLayout) -> Literal["core", "h5py", "memory"]:
-    """Return by which method a dataset without parts is read."""
+    """Return the method by which a dataset without parts is read."""
     if layout.values is not None:
         return "memory"
     if layout.fallback_reason is not None or core is None:
@@ -52,7 +51,7 @@ class Executors:
     Parameters
     ----------
     core
-        The compiled core; None: do without.
+        The compiled core, if there is one.
     layouts
         In field order.
     io
@@ -60,8 +59,8 @@ class Executors:
     kept_nbytes
         By field: for decoded chunks that later batches may need.
     on_change
-        Called where a file has changed but still holds what was indexed: what was read of it
-        before is worthless.
+        Called if a file has changed but still holds what was indexed: rows read from it before are
+        invalid.
     samples
         Of an epoch; None: all.
 
@@ -84,7 +83,7 @@ class Executors:
         self._samples = samples
         self._layouts = layouts
         self._kept_nbytes = kept_nbytes
-        # (Not a method: that would hold this object, and all that it holds.)
+        # Not a method: that would hold this object, and all that it holds.
         self._collections: list[Collection] = []  # one, or none
         forget = partial(_forget, self._collections, on_change)
         self.changes = FileChanges(layouts, forget)
@@ -99,7 +98,7 @@ class Executors:
             open_elsewhere=partial(_open_in, self._collections),
         )
 
-        # Where values of variable length lie is not looked for anew in a file that was changed.
+        # In a changed file, places of variable-length values are not looked up again.
         self._heap_files = LocalFiles(
             self._kept_files,
             io,
@@ -125,14 +124,10 @@ class Executors:
         transforms: Sequence[NativeTransform | None],
         steps: Sequence[StepRows | SpanRows | None] = (),
     ) -> Collection | None:
-        """Return what reads the rows of all fields by the core; None: it is not there.
+        """Return what reads the rows of all fields by the core; None if there is no core.
 
-        Parameters
-        ----------
-        transforms
-            By field: what rows are made into as they are read; None: nothing, or not there.
-        steps
-            By field: which rows each sample consists of; None: its own.
+        `transforms` has, by field, the transform done while reading, if any; `steps` the rows of
+        each sample, or None for its own.
         """
         if self._core is None:
             return None
@@ -154,7 +149,7 @@ class Executors:
         return [H5pyRows(layout, self._fallback) for layout in self._layouts]
 
     def read_again(self, batch: SlotBatch, scratch: Scratch) -> None:
-        """Read what the core has refused; see `Collection.read_again`."""
+        """Read items that the core has refused; see `Collection.read_again`."""
         for collection in self._collections:
             collection.read_again(batch, self._files_of, scratch)
 
@@ -164,10 +159,7 @@ class Executors:
     def open_ahead(self, is_closed: Callable[[], bool]) -> None:
         """Open the first files, so that they are those that were indexed.
 
-        Raises
-        ------
-        ReadError
-            If a file cannot be opened, or is not the one that was indexed.
+        `ReadError` is raised if a file cannot be opened, or is not the one that was indexed.
         """
         for collection in self._collections:
             if not collection.open_ahead(is_closed) and not is_closed():

@@ -1,7 +1,7 @@
-"""Makes errors of what the core could not do.
+"""Makes errors of the core's failures.
 
-A reason that the core gives, the item it concerns and its field enter; an error leaves that names
-file, dataset, and chunk, samples or element.
+The reason that the core gives, the item that it concerns and its field enter; an error leaves that
+names file, dataset, and chunk, samples or element.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from h5async.read.pipeline import DAMAGED, wrong_size
 
 
 class Reason(IntEnum):
-    """Why an item cannot be done; src/common.h has the same numbers."""
+    """Why an item cannot be read; src/common.h has the same numbers."""
 
     UNREADABLE = 1
     WRONG_SIZE = 2
@@ -42,7 +42,7 @@ class Reason(IntEnum):
 
 _HEAPS = {
     Reason.HEAP_NOWHERE: "cannot be: its address or the index of the object is too large",
-    Reason.HEAP_BEHIND: "would end behind the file, of {expected} bytes",
+    Reason.HEAP_BEHIND: "would end beyond the {expected} bytes of the file",
     Reason.HEAP_SIGNATURE: "has no signature",
     Reason.HEAP_VERSION: "is of version {found}, not {expected}",
     Reason.HEAP_SIZE: "cannot have {found} bytes in a file of {expected} bytes",
@@ -60,9 +60,9 @@ class Extent(NamedTuple):
     Attributes
     ----------
     offset, nbytes
-        The chunk; of rows that lie one after the other, row 0 of the dataset, and 0.
+        The chunk; of contiguous rows, row 0 of the dataset, and 0.
     samples
-        The first and the last row of the dataset that are wanted; None: not known.
+        The first and the last row of the dataset that are wanted; None if not known.
     """
 
     offset: int
@@ -83,7 +83,7 @@ class Chunk(NamedTuple):
 
 
 def find_chunk(layout: DatasetLayout, path: str, extent: Extent) -> Chunk | DatasetLayout | None:
-    """Return which chunk of a field lies at a place of a file, or which dataset without chunks."""
+    """Return the chunk of a field, or its dataset without chunks, at a place of a file."""
     for leaf in layout.leaves():
         if leaf.file != path:
             continue
@@ -104,7 +104,7 @@ def error_of(
     extent: Extent,
     found: Chunk | DatasetLayout | None,
 ) -> ReadError:
-    """Return the error of an item that lies in a chunk, or in rows one after the other."""
+    """Return the error of an item in a chunk, or in contiguous rows."""
     reason, what = Reason(failure.reason), _unreadable(file, opened, extent)
     filters = found.layout.filters if isinstance(found, Chunk) else ()
     label = filters[failure.filter].label if 0 <= failure.filter < len(filters) else None

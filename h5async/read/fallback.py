@@ -1,12 +1,12 @@
-"""Reads datasets through h5py, one at a time: those that the core does not read.
+"""Reads datasets that the core does not read through h5py, one at a time.
 
-Sample numbers enter; rows leave. What a field has of a batch, `h5pyrows.py` finds out. HDF5 has one
-lock for the whole process, so one such read runs at a time, whatever the number of threads. A file
-stays open, with HDF5's shared lock on it, until the reader is closed, or too many others were
-opened after it.
+Sample numbers enter; rows leave. `h5pyrows.py` finds the datasets of a field. HDF5 has one lock for
+the whole process, so one such read runs at a time, whatever the number of threads. A file stays
+open, with HDF5's shared lock on it, until the reader is closed, or too many others were opened
+after it.
 
-HDF5 answers a chunk that decodes short with whatever its heap held. So chunks are checked before
-they are read (`chunkcheck.py`).
+If a chunk decodes short, HDF5 returns whatever its heap held. So chunks are checked before they are
+read (`chunkcheck.py`).
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from h5async.system.interruptions import interruption, suppressing
 
 _TRIES = 3  # to read while nobody changes a file
 _VARIABLES = "HDF5_EXTFILE_PREFIX", "HDF5_VDS_PREFIX"
-_SPAN_NBYTES = 4 << 20  # may be read for samples of one chunk, however few of its bytes are wanted
-_NEIGHBOURS = 4  # chunks that batches side by side may share, in no certain order
+_SPAN_NBYTES = 4 << 20  # may be read for samples of one chunk, even if few bytes are wanted
+_NEIGHBOURS = 4  # chunks that concurrent batches may share, in any order
 
 
 class FallbackReader:
@@ -49,14 +49,14 @@ class FallbackReader:
     Parameters
     ----------
     kept
-        Files that stay open while nobody reads from them.
+        Files that stay open while unused.
     changes
         Reads files again that were changed since they were indexed.
 
     Attributes
     ----------
     reads
-        Batches of one dataset that were read so.
+        The number of reads of one dataset for one batch.
     changes_found
         How often a file was found changed.
     """
@@ -68,20 +68,17 @@ class FallbackReader:
         self._stamps: dict[str, FileStamp] = {}  # of files that hold what was indexed
         self._variables = _variables()
         self._with_filters: set[tuple[str, str]] = set()  # datasets whose filters HDF5 was given
-        self._folder = b""  # from which names of external files are meant; b"": it was removed
+        self._folder = b""  # to which names of external files are relative; b"": it was removed
         with suppressing(OSError):
             self._folder = os.fsencode(os.getcwd())
-        # (Not asked later: a thread may have to wait for h5py's lock.)
+        # Not asked later: a thread may have to wait for h5py's lock.
         self.cache_nbytes = h5py.h5p.create(h5py.h5p.FILE_ACCESS).get_cache()[2]
         self.reads = self.changes_found = 0
 
     def open(self, layout: DatasetLayout) -> None:
         """Open the file of a dataset, ahead of its use.
 
-        Raises
-        ------
-        ReadError
-            If the file cannot be opened, or is not the one that was indexed.
+        `ReadError` is raised if it cannot be opened, or is not the one that was indexed.
         """
         with self._lock:
             self._file(layout)
@@ -94,18 +91,18 @@ class FallbackReader:
         checks: list[ChunkCheck],
         require_open: Callable[[], None],
     ) -> None:
-        """Have some samples of a dataset read.
+        """Read some samples of a dataset.
 
         Parameters
         ----------
         sample
             int64 (n,), n > 0: their numbers.
         work
-            Reads them from the open dataset; called again where a file was changed meanwhile.
+            Reads them from the open dataset; called again if a file was changed meanwhile.
         checks
-            Run before anything is read. Those of sources, which are checked whole, are taken away.
+            Run before anything is read. Those of sources, which are checked whole, are removed.
         require_open
-            Called between reads; raises where nobody wants the rest.
+            Called between reads; raises if the rest is no longer wanted.
 
         Raises
         ------
@@ -114,7 +111,7 @@ class FallbackReader:
             and samples.
         """
         with self._lock:
-            require_open()  # this has waited for others
+            require_open()  # it may have waited for others
             for _ in range(_TRIES):
                 try:
                     self._check_files(layout)
@@ -183,26 +180,20 @@ class FallbackReader:
     # --- files that change ------------------------------------------------------------------------
 
     def _check_files(self, layout: DatasetLayout) -> None:
-        """Check that all files of a dataset hold what was indexed.
-
-        Raises
-        ------
-        ReadError
-            If one does not, or another file lies at its path.
-        """
+        """Raise `ReadError` unless all files of a dataset hold what was indexed."""
         for path, known, now in self._changed_paths(layout):
             if now.file_id != known.file_id:
                 raise replaced(path)
             self.changes_found += 1
             if layout.heaps:
                 raise changed(path, "whether its values still lie where they did is unknown")
-            self._files.discard(path)  # HDF5 believes what it has in memory
+            self._files.discard(path)  # HDF5 trusts its copies in memory
             self._changes.look_at(path, None, known, now)
             self._stamps[path] = now
         self._file(layout)
 
     def _changed_paths(self, layout: DatasetLayout) -> list[tuple[str, FileStamp, FileStamp]]:
-        """Return files that are not as they were: their paths, what they were and are now."""
+        """Return changed files: their paths, former and present stamps."""
         found: list[tuple[str, FileStamp, FileStamp]] = []
         for path, indexed in layout.attached or [(y.file, y.stamp) for y in layout.origins()]:
             if path != layout.file:
@@ -233,7 +224,7 @@ class FallbackReader:
             found.append((path, known, now))
 
     def _file(self, layout: DatasetLayout) -> h5py.File:
-        """Return the open file of a dataset, which nobody else uses; it may be closed later."""
+        """Return the open file of a dataset, for this thread; it may be closed later."""
         file = self._files.take(layout.file, partial(_opened, layout))
         self._files.give_back(layout.file)
         return file
@@ -272,19 +263,9 @@ class DatasetRows:
         self._counting = threading.Lock()
 
     def read(self, sample: Int64s, rows: Int64s, raw: NDArray[Any], scratch: Scratch) -> None:
-        """Read samples to rows of a batch.
+        """Read samples to rows of a batch; raises as `FallbackReader.read`.
 
-        Parameters
-        ----------
-        sample, rows
-            int64 (n,): which ones, and where they go.
-        raw
-            (batch, *raw_row): the batch, samples first, of the dataset's dtype (bool as uint8).
-
-        Raises
-        ------
-        ReadError
-            As `FallbackReader.read`.
+        `raw` is (batch, *raw_row), of the dataset's dtype (bool as uint8).
         """
         if self._is_one_sample:
             sample = np.arange(self._layout.num_samples)
@@ -307,7 +288,7 @@ class DatasetRows:
         scratch.counts.h5py_decoded_nbytes += self._decoded_nbytes(sample)
 
     def _decoded_nbytes(self, sample: Int64s) -> int:
-        """Return what HDF5 has decoded for some samples: whole chunks, of which it keeps some."""
+        """Return the bytes that HDF5 has decoded for some samples: whole chunks, some cached."""
         layout, axis = self._layout, self._layout.sample_axis
         if not (layout.filters and layout.chunk_shape and sample.size):
             return 0
@@ -325,7 +306,7 @@ class DatasetRows:
 
 
 def _as_stored(layout: DatasetLayout) -> DatasetLayout:
-    """Return the layout of a dataset that is read as one sample (`with_one_sample`) as it lies."""
+    """Return the stored layout of a dataset that is read as one sample (`with_one_sample`)."""
     known = layout.indexed
     if known is None or len(known.shape) + layout.extra_dims + 1 != len(layout.shape):
         return layout
@@ -335,7 +316,7 @@ def _as_stored(layout: DatasetLayout) -> DatasetLayout:
 
 
 def _are_same_bytes(some: np.dtype[Any], found: np.dtype[Any]) -> bool:
-    """Tell whether compounds have the same members; `some` may name a few of those in `found`."""
+    """Tell whether compounds have the same members at the same places."""
     if some.fields is None or found.fields is None or some.itemsize != found.itemsize:
         return False
     return all(found.fields.get(name, ())[:2] == field[:2] for name, field in some.fields.items())
@@ -349,7 +330,6 @@ def _copy(
     require_open: Callable[[], None],
     dataset: h5py.Dataset,
 ) -> None:
-    """Copy samples of an open dataset to rows of a batch."""
     values = dataset.fields(layout.member[0]) if layout.member else dataset
     is_merged = layout.sequences is not None and dataset.shape[:1] != layout.shape[:1]
     for first, last, chosen in _spans(layout, sample):
@@ -373,7 +353,7 @@ def _copy(
 
 
 def _written(layout: DatasetLayout) -> Int64s:
-    """Return one sample of each row of chunks with any that is in the file, if that is known."""
+    """Return one sample per row of chunks of which any is in the file, if that is known."""
     axis, chunks = layout.sample_axis, layout.chunks
     if chunks is None or chunks.index is None:
         number = np.arange(layout.grid[axis])
@@ -383,16 +363,16 @@ def _written(layout: DatasetLayout) -> Int64s:
 
 
 def span_nbytes(layout: DatasetLayout, rows: int) -> int:
-    """Return what may be read at once, at most, for so many samples."""
+    """Return the maximum number of bytes read at once for `rows` samples."""
     decoded_nbytes = layout.chunk_nbytes if layout.filters else 0
     return max(_SPAN_NBYTES, 2 * rows * layout.row_nbytes, decoded_nbytes)
 
 
 def _spans(layout: DatasetLayout, sample: Int64s) -> Iterator[tuple[int, int, Int64s]]:
-    """Yield (first sample, end, which samples): what one h5py call should read.
+    """Yield (first sample, end, which samples): the samples that one h5py call should read.
 
     Neighbouring samples are read together, and samples of one chunk, unless far more would be read
-    than is wanted: HDF5 forgets a decoded chunk that is larger than its cache.
+    than is wanted: HDF5 does not cache a decoded chunk that is larger than its cache.
     """
     order = np.argsort(sample, kind="stable")
     ordered = sample[order]

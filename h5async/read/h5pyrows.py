@@ -1,7 +1,7 @@
-"""Reads what a field has of a batch through h5py, whatever datasets it consists of.
+"""Reads a field's rows of a batch through h5py, from any number of datasets.
 
-Rows of the field enter; they leave in the memory of a slot. What lies in other datasets is read
-from these, one after the other; elements of variable length come as objects.
+Rows of the field enter; they leave in the memory of a slot. If they lie in several datasets, these
+are read one after the other. Elements of variable length come as objects.
 """
 
 from __future__ import annotations
@@ -21,18 +21,13 @@ from h5async.plan.records import Int64s, SamplesPlan
 from h5async.read.fallback import DatasetRows, FallbackReader
 from h5async.read.scratch import Scratch
 
-_OBJECTS = 4096  # elements of variable length that are held at a time
+_OBJECTS = 4096  # elements of variable length that are in memory at a time
 
 
 class H5pyRows:
     """Reads rows of one field through h5py. Safe to use from many threads.
 
-    Parameters
-    ----------
-    layout
-        Of the field.
-    reader
-        Has the open files; closed by whoever made it.
+    `reader` has the open files, and is closed by its owner.
     """
 
     def __init__(self, layout: DatasetLayout, reader: FallbackReader) -> None:
@@ -41,19 +36,9 @@ class H5pyRows:
         self._datasets: dict[int, DatasetRows] = {}  # by the identity of their layouts
 
     def execute(self, plan: SamplesPlan, raw: NDArray[Any], scratch: Scratch) -> None:
-        """Bring the rows of a plan to the batch.
+        """Read the rows of a plan to `raw`, (batch, *raw_row), C-contiguous.
 
-        Parameters
-        ----------
-        raw
-            (batch, *raw_row), C-contiguous: the batch to fill, samples first.
-        scratch
-            Used by no other thread meanwhile.
-
-        Raises
-        ------
-        ReadError
-            If they cannot be read or decoded; it names file, dataset and samples.
+        `ReadError` is raised if they cannot be read or decoded; it names file, dataset and samples.
         """
         if self._layout.heaps:
             self._read_elements(plan.sample, plan.rows, raw, scratch)
@@ -68,14 +53,15 @@ class H5pyRows:
         raw: NDArray[Any],
         scratch: Scratch,
     ) -> None:
-        if layout.parts:
+        # (h5py itself takes a member of a compound.)
+        if layout.parts and not (layout.member and layout.parts[0].member):
             self._read_parts(layout, sample, rows, raw, scratch)
         elif layout.values is not None:
             values = np.moveaxis(layout.values, layout.sample_axis, 0).view(layout.raw_dtype)
             raw[rows] = values[sample]
         else:
             found = self._datasets.get(id(layout))
-            if found is None:  # one that two threads make at once is lost, no more
+            if found is None:  # if two threads make one at once, one is lost, no more
                 made = DatasetRows(layout, self._reader)
                 found = self._datasets.setdefault(id(layout), made)
             found.read(sample, rows, raw, scratch)
@@ -95,7 +81,7 @@ class H5pyRows:
             part = layout.parts[number]
             source, found = part.source, part.source_samples.at(ordinal)
             if not needs_scratch(layout, part):
-                target = raw.reshape(raw.shape[0], *source.row_shape)  # but for extents of 1
+                target = raw.reshape(raw.shape[0], *source.row_shape)  # except extents of 1
                 self._read(source, found, rows[chosen], target, scratch)
                 continue
             count = scratch_rows(source)
@@ -103,13 +89,12 @@ class H5pyRows:
                 block = found[begin : begin + count]
                 whole = np.empty((block.size, *source.row_shape), source.raw_dtype)
                 self._read(source, block, np.arange(block.size), whole, scratch)
-                values = whole if part.member is None else whole[part.member]
                 if part.source_region is not None:
-                    values = values[(slice(None), *part.source_region)]
+                    whole = whole[(slice(None), *part.source_region)]
                 region: Any = part.region or ()
                 shape = raw[(slice(0, block.size), *region)].shape
                 goes_to = rows[chosen[begin : begin + count]]
-                raw[(goes_to, *region)] = values.reshape(shape)
+                raw[(goes_to, *region)] = whole.reshape(shape)
 
     # --- elements of variable length --------------------------------------------------------------
 
@@ -147,6 +132,6 @@ def _copy_elements(
             if elements.form.is_text:
                 why = "the string has a NUL byte, where HDF5 would end it"
             raise ReadError(f"{elements.where}, element {number}: {why}{DAMAGED}")
-        # (Of numbers in the other byte order, h5py gives the bytes as if in the native one.)
+        # For numbers in the other byte order, h5py returns the bytes labelled as native.
         values = np.frombuffer(found.tobytes(), raw.dtype)
         raw[place : place + count] = values.reshape(count, *raw.shape[1:])

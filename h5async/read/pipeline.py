@@ -1,18 +1,15 @@
 """Decodes chunks in Python: undoes HDF5's filters, the last one first.
 
 An encoded chunk enters; its decoded bytes leave, in memory of the caller. Every step writes into
-memory that is given to it and cannot write past its end; a result that is too short or too long is
-an error, because HDF5 would answer a short chunk with whatever its heap held.
+memory that is passed to it, never beyond its end. A result that is too short or too long is an
+error, because HDF5 would return whatever its heap held.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from h5async.codec.decoding import Bytes, Decode
 from h5async.codec.filters import Filter
@@ -22,10 +19,10 @@ DAMAGED = "; the file is damaged there: restore it, or leave these samples out"
 
 
 class _Step(NamedTuple):
-    """Undo one filter.
+    """Undoes one filter.
 
-    ``decode(encoded, room, spare)`` returns the result: where it `moves`, a view of `room`, else
-    of `encoded`. `nbytes` is the result's exact length where it is known beforehand.
+    ``decode(encoded, room, spare)`` returns the result: a view of `room` if it `moves`, else of
+    `encoded`. `nbytes` is the result's exact length if it is known beforehand.
     """
 
     decode: Decode
@@ -37,12 +34,7 @@ class _Step(NamedTuple):
 class FilterPipeline:
     """Decoder of the chunks of one dataset. Safe to use from many threads, each with its scratch.
 
-    Parameters
-    ----------
-    filters
-        In the order in which they were applied when writing.
-    chunk_nbytes
-        Decoded bytes of a whole chunk.
+    `filters` are in the order of writing; `chunk_nbytes` is the decoded size of a whole chunk.
     """
 
     def __init__(self, filters: tuple[Filter, ...], chunk_nbytes: int) -> None:
@@ -52,18 +44,8 @@ class FilterPipeline:
 
     @property
     def between_nbytes(self) -> int:
-        """Bytes that any intermediate result may take."""
+        """The maximum size of an intermediate result."""
         return encoded_room(self._chunk_nbytes) if self._filters else 0
-
-    @overload
-    def is_raw(self, filter_mask: int) -> bool: ...
-    @overload
-    def is_raw(self, filter_mask: NDArray[np.uint32]) -> NDArray[np.bool_]: ...
-
-    def is_raw(self, filter_mask: int | NDArray[np.uint32]) -> bool | NDArray[np.bool_]:
-        """Tell whether no filter was applied to a chunk with this mask, or to each of several."""
-        every = (1 << len(self._filters)) - 1
-        return filter_mask & every == every
 
     def decode(
         self,
@@ -74,27 +56,15 @@ class FilterPipeline:
         *,
         least_nbytes: int | None = None,
     ) -> None:
-        """Decode a chunk into `out`.
+        """Decode a chunk into `out`, which has exactly its size, and is undefined after an error.
 
-        Parameters
-        ----------
-        encoded
-            The chunk as it lies in the file; not changed.
-        filter_mask
-            Bit i set: filter i was not applied to this chunk.
-        out
-            Memory for exactly the decoded chunk; what it holds after an error is undefined.
-        scratch
-            Working memory that no other thread uses meanwhile; its `encoded` may be `encoded`.
-        least_nbytes
-            A chunk that decodes short is taken if it has so many bytes; the rest of `out` is then
-            undefined.
+        `encoded` is not changed. If bit i of the mask is set, filter i was not applied to this
+        chunk. No other thread uses `scratch` meanwhile; its `encoded` may be `encoded`. If
+        `least_nbytes` is given, a shorter result is accepted from this size on, and the rest of
+        `out` is undefined.
 
-        Raises
-        ------
-        ValueError, RuntimeError
-            If the bytes are damaged, or decode to another length; the message does not name
-            the chunk.
+        `ValueError` or `RuntimeError` is raised if the bytes are damaged, or decode to another
+        length; the message does not name the chunk.
         """
         steps = self._steps(filter_mask)
         current, (room_now, room_next, spare) = encoded, scratch.between
@@ -103,7 +73,7 @@ class FilterPipeline:
             last = i == len(steps) - 1
             room = out if last else room_now[: step.nbytes if exact else None]
             current = step.decode(current, room, spare)
-            if step.moves:  # else the result still lies where the next step must not write
+            if step.moves:  # else the next step must not write to the result's memory
                 room_now, room_next = room_next, room_now
             expected = out.size if last else step.nbytes
             if exact and expected is not None and current.size != expected:
@@ -113,31 +83,6 @@ class FilterPipeline:
             raise ValueError(wrong_size(out.size, current.size))
         if current is not out:
             np.copyto(out[: current.size], current)
-
-    def decode_many(
-        self, encoded: Iterable[Bytes], filter_mask: int, out: Iterable[Bytes], scratch: Scratch
-    ) -> None:
-        """Decode several chunks of one mask, each into its memory, as `decode` does.
-
-        A thread takes the GIL again after every chunk, and others may hold it: so where one
-        filter is to be undone, hardly a line of Python lies between one chunk and the next. For
-        the same reason, the arguments should be iterators: to make all views at once would keep the
-        other threads waiting.
-
-        Raises
-        ------
-        ValueError, RuntimeError
-            If any of them is damaged; the message does not say which.
-        """
-        steps = self._steps(filter_mask)
-        if len(steps) != 1 or not steps[0].moves:
-            for chunk, room in zip(encoded, out, strict=True):
-                self.decode(chunk, filter_mask, room, scratch)
-            return
-        expected, spare = self._chunk_nbytes, itertools.repeat(scratch.between[2])
-        for decoded in map(steps[0].decode, encoded, out, spare):
-            if decoded.size != expected:
-                raise ValueError(wrong_size(expected, decoded.size))
 
     def _steps(self, filter_mask: int) -> list[_Step]:
         steps = self._steps_by_mask.get(filter_mask)
@@ -160,5 +105,5 @@ class FilterPipeline:
 
 
 def wrong_size(expected: int, found: int, source: str | None = None) -> str:
-    """Say that a chunk, or what a filter made of it, has not the size that it must have."""
+    """Say that a chunk, or the output of a filter, has a wrong size."""
     return f"{f'{source}: ' if source else ''}expected {expected} bytes, got {found}"

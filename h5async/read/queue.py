@@ -1,8 +1,8 @@
 """The core's queue: batches that are read without Python, and threads that wait for them.
 
-Sample numbers enter, in the thread of the consumer, or what they are computed from; rows leave, in
-the memory of slots, with the numbers. The threads are Python's, and wait and work in one call of
-the core, without the GIL. They come back only for what Python has to do.
+Sample numbers, or what they are computed from, enter in the consumer's thread; rows leave in the
+memory of slots, with the numbers. The threads are Python's, and wait and work in one call of the
+core, without the GIL. They return only for work that needs Python.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from h5async.read.scratch import Scratch
 Int64s = NDArray[np.int64]
 Uint64s = NDArray[np.uint64]
 
-# What `BatchQueue.next` and `BatchQueue.do_oldest` return, if not a slot.
+# Results of `BatchQueue.next` and `BatchQueue.do_oldest` that are not a slot.
 END, TICKET, NOTHING, READY = -1, -2, -3, -4
 
 
@@ -39,7 +39,7 @@ class SlotBatch(NamedTuple):
     rows
         Rows of that memory.
     arrays
-        Which the targets point to.
+        The arrays that the targets point to.
     """
 
     plan: BatchPlanStruct
@@ -49,7 +49,7 @@ class SlotBatch(NamedTuple):
 
 
 class BatchQueue:
-    """Batches to be read, of which each slot has one at most. Safe to use from many threads.
+    """Batches to be read, at most one per slot. Safe to use from many threads.
 
     Its memory lasts as long as this object, and so as long as any call.
 
@@ -62,9 +62,9 @@ class BatchQueue:
     num_samples
         Samples of the dataset.
     batches
-        Of each slot: its plan, and where its rows go.
+        Per slot: its plan, and where its rows go.
     num_threads
-        That will call `next`.
+        The number of threads that will call `next`.
     selection
         Maps positions to sample numbers.
     """
@@ -99,7 +99,7 @@ class BatchQueue:
         core.select(self._queue, numbers, selection.start, selection.step)
         self._samples: list[Int64s] = []  # by slot
         self._mapping: Uint64s | None = None
-        self._mapping_at = 0  # its address, which NumPy takes long to tell
+        self._mapping_at = 0  # its address, which is slow to get from NumPy
         for slot, batch in enumerate(batches):
             for target in batch.targets:
                 target.is_wanted = True
@@ -109,7 +109,7 @@ class BatchQueue:
             self._samples.append(samples)
 
     def draw_from(self, table: NDArray[Any]) -> None:
-        """Say from which alias table samples are drawn; before the first batch is submitted."""
+        """Set the alias table from which samples are drawn, before the first batch is submitted."""
         self._keep += (table,)
         self._core.draw_from(self._queue, address(table), table.size)
 
@@ -125,17 +125,17 @@ class BatchQueue:
         samples: Int64s | None,
         needs_python: bool,
     ) -> None:
-        """Have a batch read. Never blocks; submitted once more, it is not read once more.
+        """Have a batch read. Never blocks; submitting it again has no effect.
 
         Parameters
         ----------
         slot, serial
             Where it goes, and its serial number. The slot's last batch is ready, or was dropped.
         begin, count
-            Positions in the selection: so many from `begin` on, as many as the slot has rows at
-            most.
+            Positions in the selection: `count` from `begin` on, at most the rows of the slot.
         mapping
-            What `Sampling.mapping_of` returned, and maps these before; None: nothing does.
+            The result of `Sampling.mapping_of`, which maps the positions first; None: they are
+            unchanged.
         samples
             int64 (count,), C-contiguous: sample numbers in place of all this.
         needs_python
@@ -154,25 +154,19 @@ class BatchQueue:
         assert taken, f"slot {slot} is in use"
 
     def drop(self, slot: int, serial: int) -> bool:
-        """Say that nobody wants a batch any more. Never blocks; extra calls are harmless.
+        """Say that a batch is no longer wanted. Never blocks; extra calls are harmless.
 
-        Returns
-        -------
-        bool
-            Whether another one may be submitted for the slot: it is read when what is under way of
-            this one has ended. Not where a thread has returned from `next` with this one.
+        Returns whether another one may be submitted for the slot; it is read once work under way on
+        this one has ended. False if a thread has returned from `next` with this one.
         """
         return bool(self._core.drop(self._queue, slot, serial))
 
     def ready(self, slot: int, serial: int, count: int) -> Int64s | None:
-        """Return the sample numbers of a batch of which all rows are there.
+        """Return the sample numbers of a batch whose rows are all there.
 
-        Returns
-        -------
-        numpy.ndarray
-            int64 (count,), a new array; None while it is read, or something is left to Python.
+        They are int64 (count,), a new array; None while it is read, or something is left to Python.
         """
-        samples = self._samples  # none, where the reader was closed meanwhile
+        samples = self._samples  # empty if the reader was closed meanwhile
         at = self._core.ready_at(self._queue, slot, serial)
         return None if at < 0 or not samples else samples[slot][at : at + count].copy()
 
@@ -181,12 +175,9 @@ class BatchQueue:
         return int(self._core.events(self._queue))
 
     def wait(self, seen: int, seconds: float | None) -> bool:
-        """Wait until `events` returns another number than `seen`, a signal comes, or time is over.
+        """Wait until `events` differs from `seen`, a signal comes, or time is over.
 
-        Returns
-        -------
-        bool
-            Whether it returns another one.
+        Returns whether `events` differs.
         """
         if self._core.spin(self._queue, seen):
             return True
@@ -194,7 +185,7 @@ class BatchQueue:
         return bool(self._core.wait(self._queue, seen, timeout_ns))
 
     def wake(self) -> None:
-        """Wake who waits. Never blocks."""
+        """Wake the waiting thread. Never blocks."""
         self._core.wake(self._queue)
 
     # --- the threads' calls -----------------------------------------------------------------------
@@ -202,10 +193,7 @@ class BatchQueue:
     def next(self, scratch: Scratch) -> int:
         """Read batches until there is work for Python.
 
-        Returns
-        -------
-        int
-            `END`, `TICKET`, or the slot of a batch of which work is left.
+        Returns `END`, `TICKET`, or the slot of a batch with work left.
         """
         worker = scratch.worker(self._core)
         found = int(self._core.next(self._queue, ctypes.byref(worker.struct)))
@@ -214,13 +202,9 @@ class BatchQueue:
         return found
 
     def do_oldest(self, scratch: Scratch) -> int:
-        """Read the oldest batch of which no thread has begun all that is to be read.
+        """Read the oldest batch of which some work is not begun by any thread.
 
-        Returns
-        -------
-        int
-            `NOTHING`, where there is none, `READY`, `END`, or the slot of a batch of which work is
-            left.
+        Returns `NOTHING` if there is none, `READY`, `END`, or the slot of a batch with work left.
         """
         worker = scratch.worker(self._core)
         return int(self._core.do_oldest(self._queue, ctypes.byref(worker.struct)))
@@ -241,7 +225,7 @@ class BatchQueue:
         self._core.forget_jobs(self._queue)
 
     def close(self) -> None:
-        """Let go of the memory of slots, and of tables; no thread will come for work any more."""
+        """Release the memory of slots, and tables; no thread will ask for work any more."""
         self._keep, self._samples = (), []
 
     def put_ticket(self) -> None:
@@ -249,9 +233,9 @@ class BatchQueue:
         self._core.put_ticket(self._queue)
 
     def end(self) -> None:
-        """Have all threads return from `next` as soon as they can, and wake who waits."""
+        """Have all threads return from `next` as soon as they can, and wake the waiting thread."""
         self._core.end_queue(self._queue)
 
     def plan_seconds(self) -> float:
-        """Return how long plans were made, summed up over all threads."""
+        """Return the time spent on plans, summed up over all threads."""
         return int(self._core.plan_ns(self._queue)) / 1e9

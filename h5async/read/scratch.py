@@ -1,6 +1,6 @@
-"""Holds the working memory of a thread, made once and used for every batch.
+"""Holds the working memory of a thread, allocated once and used for every batch.
 
-The layouts of all fields enter, and say how much is needed; a `Scratch` for each thread leaves.
+The layouts of all fields enter, and determine its size; a `Scratch` for each thread leaves.
 """
 
 from __future__ import annotations
@@ -26,13 +26,7 @@ CLOSED = "the reader was closed while a batch was being read"
 
 
 class ScratchSize(NamedTuple):
-    """Bytes of the buffers of a `Scratch`.
-
-    Attributes
-    ----------
-    encoded, raw_chunk, between
-        As in `Scratch`; `between` is the size of each of its buffers.
-    """
+    """Bytes of the buffers of a `Scratch`; `between` is the size of each of its buffers."""
 
     encoded: int
     raw_chunk: int
@@ -40,13 +34,12 @@ class ScratchSize(NamedTuple):
 
     @classmethod
     def of(cls, layouts: Iterable[DatasetLayout]) -> ScratchSize:
-        """Return what any field needs, at most."""
+        """Return the maximum over all fields."""
         leaves = (y for layout in layouts for y, _ in kinds_of(layout) if y.chunks is not None)
         return cls(*map(max, *map(_scratch_size, leaves), (0, 0, 0), (0, 0, 0)))
 
 
 def _scratch_size(layout: DatasetLayout) -> ScratchSize:
-    """Return what a dataset without parts needs."""
     if layout.chunks is None or (layout.rows_are_whole and not layout.filters):
         return ScratchSize(0, 0, 0)
     if not layout.filters:
@@ -57,7 +50,7 @@ def _scratch_size(layout: DatasetLayout) -> ScratchSize:
 
 @dataclass
 class Scratch:
-    """The working memory of one thread, made once.
+    """The working memory of one thread, allocated once.
 
     Attributes
     ----------
@@ -66,15 +59,15 @@ class Scratch:
     raw_chunk
         For a decoded chunk, or its needed parts, that does not go to a batch as a whole.
     between
-        Three buffers: two for what lies between the filters of a pipeline, one for a decoder.
+        Three buffers: two for results between the filters of a pipeline, one for a decoder.
     stop
         Not 0 once the reader is being closed; see `require_open`.
     counts
-        What the thread that uses it has done in Python; see `total`.
+        What its thread has done in Python; see `total`.
     trace
         Where the compiled core notes what it does; set by `record`.
     timeline
-        Where it is noted what is done in Python.
+        Where work in Python is noted.
     """
 
     encoded: Bytes
@@ -87,7 +80,7 @@ class Scratch:
     _worker: CoreWorker | None = None
 
     def record(self, trace: CoreTrace | None) -> None:
-        """Have the compiled core note what it does from now on; None: no more."""
+        """Have the compiled core note what it does from now on; None: stop."""
         self.trace = trace
         if self._worker is not None:
             self._worker.record(trace)
@@ -113,7 +106,7 @@ class Scratch:
         return self.counts.plus(self._worker.counts())
 
     def transform_ns(self) -> int:
-        """Return how long the compiled core transformed rows as it read them."""
+        """Return the time that the compiled core transformed rows as it read them."""
         return 0 if self._worker is None else int(self._worker.struct.transform_ns)
 
     def require_open(self) -> None:
@@ -122,7 +115,7 @@ class Scratch:
             raise ReaderClosedError(CLOSED)
 
     def worker(self, core: Core) -> CoreWorker:
-        """Return what this thread needs to call the compiled core; made when first asked for."""
+        """Return what this thread needs to call the compiled core; made on first use."""
         if self._worker is None:
             self._worker = core.new_worker(self.encoded, self.raw_chunk, self.between, self.stop)
             if self.trace is not None:
@@ -151,5 +144,5 @@ class Scratch:
 
 
 def encoded_room(chunk_nbytes: int) -> int:
-    """Return what an encoded chunk may take: two compressors in a row grow a little."""
+    """Return the maximum size of an encoded chunk: two compressors in a row grow a little."""
     return chunk_nbytes + chunk_nbytes // 8 + 65536

@@ -1,6 +1,6 @@
 """Transforms rows in the compiled core: permutes, casts and scales them without the GIL.
 
-A `RowTransform` enters; what does the same in the core leaves, or None where the core cannot.
+A `RowTransform` enters; its equivalent in the core leaves, or None if the core cannot do it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,8 @@ from h5async.plan.transform import RowTransform
 class NativeTransform:
     """Does in the core what `RowTransform.apply` does. Safe to use from many threads.
 
-    Parameters
-    ----------
-    core
-        The compiled core.
-    struct
-        As the core takes it, but for the number of samples.
-    factors
-        float32: scale and offset, to which the structure points.
+    `struct` is complete except the number of samples, and points to `factors`, scale and offset as
+    float32.
     """
 
     def __init__(
@@ -45,10 +39,10 @@ class NativeTransform:
 
 
 def native_transform(core: Core, transform: RowTransform) -> NativeTransform | None:
-    """Return what does a transform in the core, or None where it cannot.
+    """Return what does a transform in the core, or None if it cannot.
 
-    It can where the last dimension of a sample becomes its first one, as channels of images do,
-    or where no dimension moves; to the same dtype, or to float32.
+    It can if the last dimension of a sample becomes its first one, as channels of images do, or if
+    no dimension moves; to the same dtype, or to float32.
     """
     channels = transform.channels
     is_scaled = transform.scale is not None or transform.offset is not None

@@ -1,7 +1,7 @@
 """Unpacks rows in the compiled core: casts, masks and scales them in one call without the GIL.
 
-A `RowTransform` with a `CfDecoder` enters; what does the same in the core leaves, or None where the
-core cannot.
+A `RowTransform` with a `CfDecoder` enters; its equivalent in the core leaves, or None if the core
+cannot do it.
 """
 
 from __future__ import annotations
@@ -28,16 +28,8 @@ Columns = dict[str, NDArray[np.float64]]
 class NativeUnpack:
     """Does in the core what `RowTransform.apply` does. Safe to use from many threads.
 
-    Parameters
-    ----------
-    core
-        The compiled core.
-    decoder
-        Of which dataset a sample is.
-    struct
-        As the core takes it, but for the rows.
-    columns
-        The arrays to which the structure points.
+    `decoder` knows the dataset of each sample. `struct` is complete except the rows, and points to
+    `columns`.
     """
 
     def __init__(
@@ -59,10 +51,10 @@ class NativeUnpack:
 
 
 def native_unpack(core: Core, transform: RowTransform) -> NativeUnpack | None:
-    """Return what unpacks rows in the core, or None where it cannot.
+    """Return what unpacks rows in the core, or None if it cannot.
 
-    It can where no dimension moves, values have at most one fill value, and all numbers are held
-    exactly by what it computes in, as NumPy computes with them.
+    It can if no dimension moves, values have at most one fill value, and its floats hold all
+    numbers exactly, as NumPy computes with them.
     """
     decoder = transform.cf
     if decoder is None or len(decoder.forms) != 1:
@@ -92,7 +84,7 @@ def native_unpack(core: Core, transform: RowTransform) -> NativeUnpack | None:
 
 
 def _columns(form: CfForm) -> Columns | None:
-    """Return the numbers of each dataset as the core takes them; None where it cannot."""
+    """Return the numbers of each dataset as the core takes them; None if it cannot."""
     given = [form.scale, form.offset, form.low, form.high, *form.fills]
     count = max((column.size for column in given if column is not None), default=1)
     is_exact = all(
@@ -110,7 +102,7 @@ def _columns(form: CfForm) -> Columns | None:
 
 
 def _fill(form: CfForm) -> NDArray[np.float64]:
-    """Return fill values as doubles; NaN, which is equal to none, where no value can be one."""
+    """Return fill values as doubles; NaN, which equals nothing, if no value can be one."""
     fills = form.fills[0].astype(np.result_type(form.dtype, form.fills[0])).astype(np.float64)
     with np.errstate(all="ignore"):
         is_held = fills.astype(form.dtype) == fills

@@ -1,6 +1,6 @@
-"""Reads a small dataset whole, in the calling thread: a mask, say, or a number for each sample.
+"""Reads a small dataset whole, in the calling thread: a mask, say, or a number per sample.
 
-A layout enters; its values leave, one for each sample: all of them, or block by block.
+A layout enters; its values leave, one per sample: all of them, or block by block.
 """
 
 from __future__ import annotations
@@ -26,19 +26,9 @@ _BLOCK_SAMPLES = 1 << 18
 
 
 def read_whole(layout: DatasetLayout, reach: Reach) -> NDArray[Any]:
-    """Return all values of a dataset that has one for each sample.
+    """Return all values of a dataset that has one per sample, in native byte order.
 
-    Parameters
-    ----------
-    layout
-        Of the dataset.
-    reach
-        How files are read, and how much memory may be taken.
-
-    Returns
-    -------
-    numpy.ndarray
-        (n,), of the dataset's dtype, in native byte order.
+    `reach` says how files are read, and how much memory may be used.
 
     Raises
     ------
@@ -57,16 +47,16 @@ def read_whole(layout: DatasetLayout, reach: Reach) -> NDArray[Any]:
 def read_blocks(
     layout: DatasetLayout, reach: Reach, kept_itemsize: int = 0, *, may_use_h5py: bool = True
 ) -> Iterator[tuple[int, NDArray[Any]]]:
-    """Return the same block by block: the number of its first sample, and its values.
+    """Yield its values block by block, each with the number of its first sample.
 
-    The memory of a block is that of the next one, too. Values are in the dataset's byte order.
-    There must be room for all of them, of `kept_itemsize` bytes if they are kept as something else.
-    `may_use_h5py` False: the core must read all; h5py would give references to its own memory.
+    Blocks share their memory. Values are in the dataset's byte order. There must be room for all of
+    them, of `kept_itemsize` bytes if they are kept in another form. If not `may_use_h5py`, the core
+    must read all: h5py would return references to its own memory.
 
     Raises
     ------
     BudgetError
-        If the file declares more values than there may be.
+        If the file declares too many values.
     DatasetError
         If it has several values for a sample, or none, or only h5py could read it.
     ReadError
@@ -89,7 +79,7 @@ def _blocks(
 ) -> Iterator[tuple[int, NDArray[Any]]]:
     count = layout.num_samples
     shape = [1] * (len(layout.shape) - 1)
-    # (Whole chunks: what of one goes to two blocks would be decoded twice.)
+    # Whole chunks: one that is split between two blocks would be decoded twice.
     size = layout.chunk_shape[layout.sample_axis] if layout.chunk_shape else 1
     size *= max(1, _BLOCK_SAMPLES // size)
     memory = np.empty(min(size, count), layout.raw_dtype)

@@ -576,7 +576,7 @@ def test_damage_is_described(core, path, at, value, words):
         ((8, "first", 0), "has no object 0"),
         ((8, "first", 1 << 16 | 1), "its address or the index of the object is too large"),
         ((8, 1, 1), "has no signature"),
-        ((8, "end", 1), "would end behind the file"),
+        ((8, "end", 1), "would end beyond the "),
         ((8, 2**47 - 1, 1), "its address or the index of the object is too large"),
         ((8, 2**47, 1), "its address or the index of the object is too large"),
         ((8, 2**64 - 1, 1), "its address or the index of the object is too large"),

@@ -461,7 +461,7 @@ def test_a_sampler_that_draws_nothing(files):
 def test_a_sampler_that_ends_is_the_error_of_the_epoch_after(files):
     with reader_of(files, sampler=iter(range(120))) as reader:
         assert epoch_of(reader).tolist() == list(range(120))
-        with pytest.raises(ConfigError, match="an iterator was given, which is exhausted"):
+        with pytest.raises(ConfigError, match="an iterator was given, and it is exhausted"):
             reader.get_next_batch()
 
 

@@ -14,6 +14,7 @@ import pytest
 from cases import each
 from conftest import assert_reads_like_h5py, assert_same_bits, poison, truth
 from h5py import h5l, h5p
+from hdf5files import type_for_h5py
 
 from h5async import AsyncReader, DatasetError, H5AsyncError, ReadError, UnsafeFileError
 from h5async.index import links
@@ -417,11 +418,7 @@ def test_symbolic_links_in_a_loop_are_an_error(here):
 def test_linked_file_that_h5py_reads_equals_it(here):
     """The dataset is read through h5py, which has to open the file it lies in."""
     with h5py.File(here / "o.h5", "w") as file:
-        dtype = h5py.h5t.STD_I32LE.copy()
-        dtype.set_precision(20)
-        dataset = h5py.h5d.create(file.id, b"x", dtype, h5py.h5s.create_simple((4,)))
-        values = np.arange(4, dtype="<i4")
-        dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, values, mtype=dtype)
+        file.create_dataset("x", data=np.arange(4), dtype=type_for_h5py())
     link(here / "f.h5", data=external("o.h5", "/x"))
     assert_reads_like_h5py(here / "f.h5", fallback="type")
 

@@ -11,6 +11,7 @@ import pytest
 from cases import each
 from conftest import assert_reads_like_h5py
 from corpus import DONT_FILTER_PARTIAL_CHUNKS, HDF5
+from hdf5files import type_for_h5py
 
 from h5async import (
     AsyncReader,
@@ -89,6 +90,8 @@ def test_a_filter_that_no_chunk_was_written_with_where_h5py_reads(path):
     stored = h5py.h5t.STD_I32LE.copy()
     stored.set_precision(17)
     file_with_a_filter_of_nobodys(path, [1, 1, 1], stored=stored)
+    assert_reads_like_h5py(path, fallback="filters that are not decoded")
+    file_with_a_filter_of_nobodys(path, [1, 1, 1], stored=type_for_h5py().id)
     assert_reads_like_h5py(path, fallback="its stored type differs")
     file_with_a_filter_of_nobodys(path, [1, 1, 1])
     with h5py.File(path, "r+"):
