@@ -176,15 +176,17 @@ class _Warnings(threading.local, logging.Filter):
     """
 
     are_ours = False  # those in the calling thread
-    _count = itertools.count()
+    _count = itertools.count(1)
 
     def filter(self, record: logging.LogRecord) -> bool:
         if not self.are_ours:
             return True
         message = record.getMessage()
         if "Interlace handling" not in message:
-            level = logging.DEBUG if next(self._count) else logging.WARNING
-            _log.log(level, "an image was decoded, but: %s (later ones: level DEBUG)", message)
+            number = next(self._count)
+            level = logging.WARNING if number == 1 else logging.DEBUG
+            text = "an image was decoded, but: %s (warning %d in this process; later ones: level DEBUG)"
+            _log.log(level, text, message, number)
         return False
 
 
