@@ -146,7 +146,7 @@ def test_an_interlaced_image_is_no_reason_to_warn(caplog, capfd):
 
 def test_a_decoder_warns_once(caplog, capfd, monkeypatch):
     """Of a chunk that is damaged and not needed, say."""
-    monkeypatch.setattr(type(imageformats._warnings), "_count", itertools.count())
+    monkeypatch.setattr(type(imageformats._warnings), "_count", itertools.count(1))
     damaged = interlaced(struct.pack(">I4s4sI", 4, b"tEXt", b"a\0bc", 0))
     with caplog.at_level("DEBUG"):
         for _ in range(3):

@@ -185,7 +185,7 @@ class _Warnings(threading.local, logging.Filter):
         if "Interlace handling" not in message:
             number = next(self._count)
             level = logging.WARNING if number == 1 else logging.DEBUG
-            text = "an image was decoded, but: %s (warning %d in this process; later ones: level DEBUG)"
+            text = "an image was decoded, but: %s (warning %d of libpng; later ones: level DEBUG)"
             _log.log(level, text, message, number)
         return False
 
