@@ -336,9 +336,13 @@ def _copy(
         require_open()
         where = (slice(None),) * layout.sample_axis
         if is_merged:
-            number, length = np.arange(first, last), dataset.shape[1]
-            begin, end = first // length, (last - 1) // length + 1
-            block = values[begin:end].reshape(-1, *dataset.shape[2:])[number - begin * length]
+            length = dataset.shape[1]
+            block = np.concatenate(
+                [
+                    values[number, max(0, first - number * length) : last - number * length]
+                    for number in range(first // length, (last - 1) // length + 1)
+                ]
+            )
         elif dataset.shape:
             block = values[(*where, slice(first, last))]
         else:

@@ -130,3 +130,24 @@ def test_where_the_system_has_little(tmp_path: Path) -> None:
         check=False,
     )
     assert done.stdout == "read\n", done.stderr
+
+
+def test_samples_that_two_dimensions_count(tmp_path, monkeypatch):
+    """Runs of samples begin and end within sequences, and go on in the next."""
+    monkeypatch.setattr("h5async.fill.filling.load_core", lambda: None)
+    values = np.arange(7 * 5 * 3, dtype="i4").reshape(7, 5, 3)
+    with h5py.File(tmp_path / "pair.h5", "w") as file:
+        file["data"] = values
+    for shuffle in (False, "full"):
+        with AsyncReader(
+            hdf5_path=tmp_path / "pair.h5",
+            labels_field=None,
+            num_dim=(0, 1),
+            batch_size=8,
+            shuffle=shuffle,
+            num_threads=0,
+            device="cpu",
+        ) as reader:
+            for batch in reader:
+                np.testing.assert_array_equal(batch.data, values.reshape(35, 3)[batch.index])
+            assert reader.fallback_reads
