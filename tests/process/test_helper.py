@@ -945,29 +945,6 @@ def test_the_helper_dies_with_its_parent(path, tmp_path, how):
 
 
 @pytest.mark.slow
-def test_ctrl_c_is_the_readers(path, tmp_path):
-    """A terminal sends it to the helper too."""
-    script = tmp_path / "parent.py"
-    script.write_text(
-        "import os, signal, sys, time\n"
-        "from h5async import AsyncReader\n"
-        "reader = AsyncReader(hdf5_path=sys.argv[1], workers='process', batch_size=8)\n"
-        "pid = reader._engine.filler.processes[0]._popen.pid\n"
-        "for turn in range(3):\n"
-        "    try:\n"
-        "        os.killpg(0, signal.SIGINT)\n"
-        "        reader.fetch_data()\n"
-        "        while True: time.sleep(0.001)\n"  # with other threads about, Python may be late
-        "    except KeyboardInterrupt:\n"
-        "        pass\n"
-        "    assert reader.get_next_batch().number == turn\n"
-        "assert reader._engine.filler.processes[0]._popen.pid == pid\n"
-        "print('fine')\n"
-    )
-    assert run(script, path, start_new_session=True).stdout == "fine\n"
-
-
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_child_has_no_helper(path):
     with make(path) as reader:
