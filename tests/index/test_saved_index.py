@@ -101,7 +101,6 @@ def everything_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the corpus ----------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(150)
 @pytest.mark.parametrize("quirk", READABLE.values(), ids=READABLE)
 def test_reads_like_h5py(quirk, tmp_path, monkeypatch):
     path = written(quirk, tmp_path)

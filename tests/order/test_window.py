@@ -18,7 +18,7 @@ import h5py
 import numpy as np
 import pytest
 from cases import each
-from conftest import assert_epoch_is, assert_same_bits, truth
+from conftest import assert_epoch_is, assert_same_bits, read_exactly_an_epoch, truth
 from hdf5files import type_for_h5py, write_compact
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -685,14 +685,6 @@ def test_memory_for_the_window_that_does_not_fit(tmp_path: Path, value: Any) -> 
 
 
 # --- each chunk is decoded once --------------------------------------------------------------
-
-
-def read_exactly_an_epoch(reader: AsyncReader) -> None:
-    """Read an epoch, and nothing of the one that follows."""
-    for _ in range(len(reader)):
-        reader.fetch_data()
-    for _ in range(len(reader)):
-        reader.get_next_batch()
 
 
 def num_chunks(path: Path, *names: str) -> int:
