@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from h5async.config.files import FileName
 from h5async.io.stamps import FileStamp
+from h5async.io.stores import absolute_name
 
 
 class Consulted:
@@ -36,7 +38,7 @@ class Consulted:
         self.folder: str | None = None
         self.is_stable = True
 
-    def found(self, path: Path, stamp: FileStamp, *, is_written: bool = False) -> None:
+    def found(self, path: FileName, stamp: FileStamp, *, is_written: bool = False) -> None:
         """Record a file.
 
         Parameters
@@ -59,17 +61,17 @@ class Consulted:
         """Record that an environment variable was read."""
         self.variables[variable] = os.environ.get(variable, "")
 
-    def _name(self, path: Path) -> str:
-        if path.is_absolute():
-            return str(path)
-        self.folder = os.getcwd()
-        return os.path.join(self.folder, path)
+    def _name(self, path: FileName) -> str:
+        name = absolute_name(path)
+        if name != str(path):
+            self.folder = os.getcwd()
+        return name
 
 
 class NotRecorded(Consulted):
     """Accepts records and drops them."""
 
-    def found(self, path: Path, stamp: FileStamp, *, is_written: bool = False) -> None:
+    def found(self, path: FileName, stamp: FileStamp, *, is_written: bool = False) -> None:
         """Do nothing."""
 
     def missed(self, path: Path) -> None:

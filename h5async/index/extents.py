@@ -157,7 +157,7 @@ class TableBuilder:
         A small dataset is one chunk if all that can be kept of the field fits into `kept_nbytes`.
         """
         if layout.heaps:
-            return self._heap_table(layout)
+            return None if layout.fallback_reason is not None else self._heap_table(layout)
         nbytes = kept_whole_nbytes(layout)
         keeps_small = 0 < nbytes.small <= kept_nbytes - nbytes.encoded
         if isinstance(layout.parts, AlikeParts) and len(layout.parts) <= MOST_SEGMENTS:

@@ -19,7 +19,7 @@ from typing import NoReturn
 
 import h5py
 
-from h5async.config.files import INDEX_SUFFIX
+from h5async.config.files import INDEX_SUFFIX, FileName
 from h5async.errors import ReadError
 from h5async.index.consulted import Consulted
 from h5async.index.layout import DatasetLayout
@@ -27,7 +27,7 @@ from h5async.index.links import Reach
 from h5async.index.portable import NotPortableError
 from h5async.index.savedfile import SavedIndexError, is_saved_index, remove_unfinished
 from h5async.index.savedindex import IndexedFile, SavedIndex, Wanted, write_index
-from h5async.io.stamps import is_at
+from h5async.io.stores import absolute_name, is_at
 from h5async.spelling import named
 from h5async.system.interruptions import suppressing
 
@@ -39,7 +39,7 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def open_cache(
-    place: bool | Path, paths: Sequence[Path], wanted: Sequence[Wanted], reach: Reach
+    place: bool | Path, paths: Sequence[FileName], wanted: Sequence[Wanted], reach: Reach
 ) -> IndexCache | None:
     """Return the cache for a reader, or None.
 
@@ -59,7 +59,7 @@ def open_cache(
         return None
     key = ""
     with suppressing(OSError):  # the current directory may have been removed
-        files = [str(path.absolute()) for path in paths]
+        files = [absolute_name(path) for path in paths]
         key = _key(files, [*dict.fromkeys(wanted)], reach)
     if not key:
         return None

@@ -21,7 +21,8 @@ from h5async.index.links import Reach
 from h5async.index.portable import NotPortableError, natural, naturals, text
 from h5async.index.savedfile import SavedIndexError, read_saved, write_saved
 from h5async.index.savedlayouts import LayoutReader, LayoutWriter, NotUsableError
-from h5async.io.stamps import FileStamp, is_at
+from h5async.io.stamps import FileStamp
+from h5async.io.stores import is_at, store_of
 from h5async.spelling import named
 from h5async.system.interruptions import interruption, passing, suppressing
 
@@ -378,9 +379,9 @@ class NamedIndex(SavedIndex):
         for name, stamp in self._files:
             if stamp.device not in here:
                 with suppressing(OSError, ValueError):
-                    found = os.stat(name)
-                    if found.st_ino == stamp.inode:
-                        here[stamp.device] = found.st_dev
+                    found = store_of(name).stamp(name)
+                    if found.inode == stamp.inode:
+                        here[stamp.device] = found.device
         for number, (name, stamp) in enumerate(self._files):
             device = here.get(stamp.device, stamp.device)
             if device != stamp.device:
@@ -450,4 +451,5 @@ def _file(found: Sequence[Any], folder: str) -> tuple[str, FileStamp]:
         raise TypeError("a file has no stamp")
     if not os.fsencode(text(name)) or "\0" in name:
         raise ValueError("a file has no name")
-    return os.path.join(folder, name), FileStamp(*stamp)
+    path = os.path.join(folder, name) if store_of(name).is_local else name
+    return path, FileStamp(*stamp)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from io import FileIO
-from pathlib import Path
 
+from h5async.config.files import FileName
 from h5async.errors import ReadError
 from h5async.io.descriptors import open_regular
 from h5async.io.maps import FileMap, IoMode, may_map
@@ -64,6 +65,11 @@ class LocalFile:
         if may_map(self.descriptor, io):
             self._make_map()
 
+    @property
+    def open_name(self) -> str:
+        """A path that opens the open file again, whatever lies at its own path now."""
+        return f"{'/proc/self' if sys.platform == 'linux' else '/dev'}/fd/{self.descriptor}"
+
     def has_changed(self, since: FileStamp) -> bool:
         """Tell whether the file changed since a stamp, or another thread has found that it did."""
         if self.has_swmr_writer and since is self.stamp and has_swmr_writer(self.descriptor):
@@ -103,7 +109,7 @@ class LocalFile:
         self.map_address, self.map_nbytes = self._map.address, self._map.nbytes
 
 
-def read_ahead(path: Path, nbytes: int) -> None:
+def read_ahead(path: FileName, nbytes: int) -> None:
     """Ask the system to read the first `nbytes` of a file, without waiting for it."""
     if not hasattr(os, "posix_fadvise"):
         return

@@ -114,10 +114,10 @@ class LocalFiles:
             now = FileStamp.of(file.descriptor)
             if file.stamp is not stamp or now == stamp:
                 return
-            if now[:4] != stamp[:4]:
+            if not now.has_content_of(stamp):
                 now = FileStamp.settled(file.descriptor)
             # The removal of a file alone changes its status.
-            if now[:4] != stamp[:4] or _has_name(file):
+            if not now.has_content_of(stamp) or _has_name(file):
                 self._look_anew(file, now)
             file.has_swmr_writer = has_swmr_writer(file.descriptor)
             file.stamp = now

@@ -1,15 +1,18 @@
-"""Identifies states of files, and makes the errors for changed files.
+"""Identifies states of sources, and makes the errors for changed ones.
 
-A file is identified by device and inode, and a state of it by size and times as well.
+A local file is identified by device and inode, and a state of it by size and times as well.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+import struct
 import time
 from pathlib import Path
 from typing import NamedTuple
 
+from h5async.config.files import scheme_of
 from h5async.errors import ReadError
 from h5async.system.interruptions import suppressing
 
@@ -21,7 +24,11 @@ _SIGNATURE, _SUPERBLOCK_HEAD_NBYTES = b"\x89HDF\r\n\x1a\n", 12
 
 
 class FileStamp(NamedTuple):
-    """A file, by device and inode, and its state: size, times of content and status."""
+    """A file, by device and inode, and its state: size, times of content and status.
+
+    For sources of other stores these are any numbers that differ where sources, or states of them,
+    do; `nbytes` is their size.
+    """
 
     device: int
     inode: int
@@ -33,6 +40,17 @@ class FileStamp(NamedTuple):
     def file_id(self) -> tuple[int, int]:
         """Device and inode."""
         return self.device, self.inode
+
+    def has_content_of(self, other: FileStamp) -> bool:
+        """Tell whether no more than its status has changed: its mode, its names."""
+        return self[:4] == other[:4]
+
+    @classmethod
+    def of_tag(cls, tag: str, nbytes: int) -> FileStamp:
+        """Return the stamp of a source that is another one as soon as its tag changes."""
+        digest = hashlib.blake2b(tag.encode(), digest_size=16).digest()
+        device, inode = (n >> 1 for n in struct.unpack("<QQ", digest))
+        return cls(device, inode, nbytes)
 
     @classmethod
     def of(cls, file: int | str | Path) -> FileStamp:
@@ -75,13 +93,6 @@ def lies_at(path: str, stamp: FileStamp) -> bool:
         return False
 
 
-def is_at(path: str, stamp: FileStamp) -> bool:
-    """Tell whether the file of a stamp lies at a path, unchanged."""
-    with suppressing(OSError, ValueError):
-        return FileStamp.of(path) == stamp
-    return False
-
-
 def has_swmr_writer(descriptor: int) -> bool:
     """Tell whether an HDF5 file is marked as open for writing by SWMR.
 
@@ -109,6 +120,11 @@ def changed(path: str, what: str) -> ReadError:
 
 def replaced(path: str) -> ReadError:
     """Return the error for a file that is not the one that was indexed."""
+    if scheme_of(path):
+        return ReadError(
+            f"{path} was replaced by another one after it had been indexed; make a new reader, or a"
+            " new index, which reads the new one"
+        )
     return ReadError(
         f"{path} was replaced by another file after it had been indexed, and was not kept open:"
         " only as many files are as the limit of open files allows (ulimit -n), and none of a saved"
