@@ -176,7 +176,7 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     indexed: list[str] = []
 
     def count(path: Path, *arguments: Any, **options: Any) -> Any:
-        indexed.append(path.name)
+        indexed.append(Path(path).name)
         return read_layouts(path, *arguments, **options)
 
     monkeypatch.setattr(layoutsource, "read_layouts", count)

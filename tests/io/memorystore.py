@@ -43,7 +43,7 @@ class MemorySource(Source):
         for offset, nbytes in ranges:
             if held.tag != self._tag:
                 raise ReadError(f"{self._name} was changed while it was open")
-            if offset + nbytes > len(held.data):
+            if nbytes and offset + nbytes > len(held.data):
                 raise ReadError(f"{self._name} ends before byte {offset + nbytes}")
             into[at : at + nbytes] = held.data[offset : offset + nbytes]
             at += nbytes
