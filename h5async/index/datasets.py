@@ -28,6 +28,7 @@ from h5async.index.filterpipeline import (
     converted,
     edges_are_raw,
     filters_of,
+    left_to_hdf5,
     refuse_filters_of_hdf5,
     require_filters,
     require_filters_of_hdf5,
@@ -299,7 +300,8 @@ class Indexer:
         try:
             if sources is not None:
                 read_fill = partial(fill_value, dataset.plist, base, (), whenever=True)
-                return sources.layout(layout, read_fill)
+                found = sources.layout(layout, read_fill)
+                return found if self._why_h5py is None else left_to_hdf5(found, self._why_h5py)
             if storage == "external":
                 layout, found = attached(layout, dataset.plist, self._reach, where)
                 self._require_direct(layout, dataset, element)
