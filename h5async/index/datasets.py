@@ -53,7 +53,7 @@ from h5async.index.opendataset import (
 from h5async.index.slabs import Slab
 from h5async.index.sources import VirtualSources
 from h5async.index.variablelength import Forms, variable_length
-from h5async.io.maps import may_map
+from h5async.io.localfiles import may_map
 from h5async.io.stores import HDF5File, absolute_name, store_of
 
 _Kind = tuple[bytes, bytes, int, int]  # type, properties (both encoded by HDF5), rank, dimension
@@ -300,8 +300,8 @@ class Indexer:
         try:
             if sources is not None:
                 read_fill = partial(fill_value, dataset.plist, base, (), whenever=True)
-                found = sources.layout(layout, read_fill)
-                return found if self._why_h5py is None else left_to_hdf5(found, self._why_h5py)
+                whole = sources.layout(layout, read_fill)
+                return whole if self._why_h5py is None else left_to_hdf5(whole, self._why_h5py)
             if storage == "external":
                 layout, found = attached(layout, dataset.plist, self._reach, where)
                 self._require_direct(layout, dataset, element)

@@ -19,7 +19,6 @@ from h5async.index.layout import DatasetLayout, Part
 from h5async.index.links import Reach, require_in_place, require_local
 from h5async.index.obstacles import NotDirectError
 from h5async.index.slabs import Slab
-from h5async.io.stamps import FileStamp
 from h5async.io.stores import LOCAL
 from h5async.spelling import named
 
@@ -42,7 +41,7 @@ def attached(
     """
     segments = _segments(plist)
     found = [_permitted(os.fsdecode(name), layout.file, reach, where) for name, _, _ in segments]
-    stamps = {str(path): FileStamp.settled(path) for path in found}
+    stamps = {str(path): LOCAL.settled_stamp(str(path)) for path in found}
     sizes = [(path, stamps[str(path)].nbytes) for path in found]
     _require_bytes(layout, segments, sizes, where)
     reach.consulted.asked(_PREFIX)
@@ -131,7 +130,7 @@ def _permitted(name: str, holder: str, reach: Reach, where: str) -> Path:
         raise ReadError(
             f"{where} keeps its values in {path}, which is missing or is not a regular file"
         )
-    reach.consulted.found(unresolved, FileStamp.of(path))
+    reach.consulted.found(unresolved, LOCAL.stamp(str(path)))
     return path
 
 

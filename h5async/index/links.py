@@ -21,7 +21,7 @@ from h5async.config.files import FileName
 from h5async.errors import DatasetError, ReadError, UnsafeFileError
 from h5async.index.consulted import Consulted, NotRecorded
 from h5async.index.room import Room
-from h5async.io.maps import IoMode
+from h5async.io.localfiles import IoMode
 from h5async.io.stamps import FileStamp
 from h5async.io.stores import LOCAL, HDF5File, open_hdf5, store_of
 from h5async.names import name_bytes, name_text
@@ -100,7 +100,7 @@ class Reach:
             if is_regular is not None:
                 if not is_regular:
                     raise ReadError(f"{where} refers to {found}, which is not a regular file")
-                self.consulted.found(candidate, FileStamp.settled(found))
+                self.consulted.found(candidate, LOCAL.settled_stamp(str(found)))
                 return found
             self.consulted.missed(candidate)
         return None

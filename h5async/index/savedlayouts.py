@@ -50,7 +50,7 @@ from h5async.index.savedchecks import Tables, check_alike, check_chunks
 from h5async.index.savedfile import Arrays, SavedIndexError
 from h5async.index.similardatasets import AlikeColumns, AlikeParts
 from h5async.index.variablelength import VariableLength
-from h5async.io.maps import IoMode, may_map
+from h5async.io.localfiles import IoMode, may_map
 from h5async.io.stamps import FileStamp
 
 _MOST_DIMENSIONS = 64  # of HDF5, 32, and those of array types

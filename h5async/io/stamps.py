@@ -14,13 +14,11 @@ from typing import NamedTuple
 
 from h5async.config.files import scheme_of
 from h5async.errors import ReadError
-from h5async.system.interruptions import suppressing
 
 # The tick of file systems' clock; if the system does not tell it, twice that of most kernels.
 _TICK_NS = 20_000_000
 if hasattr(time, "CLOCK_REALTIME_COARSE"):
     _TICK_NS = int(time.clock_getres(time.CLOCK_REALTIME_COARSE) * 1e9)
-_SIGNATURE, _SUPERBLOCK_HEAD_NBYTES = b"\x89HDF\r\n\x1a\n", 12
 
 
 class FileStamp(NamedTuple):
@@ -91,23 +89,6 @@ def lies_at(path: str, stamp: FileStamp) -> bool:
         return FileStamp.of(path).file_id == stamp.file_id
     except OSError:
         return False
-
-
-def has_swmr_writer(descriptor: int) -> bool:
-    """Tell whether an HDF5 file is marked as open for writing by SWMR.
-
-    The mark is in the file consistency flags of a superblock of version 3 ("Disk Format: Level 0A"
-    of the HDF5 file format specification), at byte 0, 512, 1024, 2048, ...
-    """
-    begin = 0
-    with suppressing(OSError):
-        nbytes = os.fstat(descriptor).st_size
-        while begin < nbytes:
-            head = os.pread(descriptor, _SUPERBLOCK_HEAD_NBYTES, begin)
-            if head.startswith(_SIGNATURE):
-                return len(head) == _SUPERBLOCK_HEAD_NBYTES and head[8] >= 3 and bool(head[11] & 4)
-            begin = max(512, 2 * begin)
-    return False
 
 
 def changed(path: str, what: str) -> ReadError:

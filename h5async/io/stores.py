@@ -21,7 +21,7 @@ import h5py
 
 from h5async.config.files import FileName, scheme_of
 from h5async.errors import H5AsyncError, ReadError
-from h5async.io.descriptors import open_regular
+from h5async.io.localfiles import open_regular
 from h5async.io.openfailure import directory_reason, reason_unopened
 from h5async.io.stamps import FileStamp
 from h5async.system.interruptions import suppressing

@@ -24,7 +24,7 @@ from h5async.index.obstacles import OtherKindError
 from h5async.index.room import files_of
 from h5async.index.savedindex import NamedIndex
 from h5async.index.sequenced import aligned
-from h5async.io.localfile import read_ahead
+from h5async.io.localfiles import read_ahead
 from h5async.opening.categories import categories_of, of_one_dtype, require_codes
 from h5async.opening.fieldkinds import Kinds, require_alike, with_kinds
 from h5async.opening.filefacts import (

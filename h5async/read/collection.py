@@ -41,11 +41,8 @@ from h5async.index.extents import FieldTable, Layer, SourceFile, TableBuilder
 from h5async.index.keeping import Keeps, what_to_keep
 from h5async.index.layout import DatasetLayout, HeapFile
 from h5async.index.shapes import Kind, Shape
-from h5async.io.descriptors import owned
 from h5async.io.keptfiles import affordable_maps
-from h5async.io.localfile import LocalFile
-from h5async.io.localfiles import FileEventError, LocalFiles
-from h5async.io.maps import IoMode, may_map
+from h5async.io.localfiles import FileEventError, IoMode, LocalFile, LocalFiles, may_map, owned
 from h5async.io.stamps import FileStamp
 from h5async.order.selection import Selection
 from h5async.order.spans import SpanRows, StepSpans
