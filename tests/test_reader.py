@@ -1405,7 +1405,7 @@ def test_every_io_mode_gives_what_h5py_gives(
             assert (reader.fallback_reads > 0) == through_h5py
             assert (reader.layouts["data"].fallback_reason is not None) == through_h5py
             executors = reader._engine.filler._executors
-            files = list(executors._files._files.values())
+            files = list(executors._files._files._files.values())
             for file in files:
                 assert file.io == core_module.mapping_mode(io)
                 assert (file.map_nbytes > 0) == is_mapped
@@ -1438,7 +1438,7 @@ def test_only_map_maps_where_the_file_system_is_not_known(
         with AsyncReader(hdf5_path=kinds, shuffle="full", **options) as reader:
             expected = truth(kinds, name, options["num_dim"])
             assert_epoch_is(reader, expected, in_order=False)
-            for file in reader._engine.filler._executors._files._files.values():
+            for file in reader._engine.filler._executors._files._files._files.values():
                 assert file.map_nbytes == (size if is_mapped else 0)
             assert (reader.fallback_reads == 0) == (is_mapped or name != "columns")
 

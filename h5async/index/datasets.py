@@ -54,6 +54,7 @@ from h5async.index.slabs import Slab
 from h5async.index.sources import VirtualSources
 from h5async.index.variablelength import Forms, variable_length
 from h5async.io.localfiles import may_map
+from h5async.io.stamps import settled
 from h5async.io.stores import HDF5File, absolute_name, store_of
 
 _Kind = tuple[bytes, bytes, int, int]  # type, properties (both encoded by HDF5), rank, dimension
@@ -83,7 +84,7 @@ class Indexer:
         self._why_h5py = None if store_of(self._path).is_local else "it lies in no local file"
         # Values written in this process may not be in the file yet.
         self._is_writer = bool(file.id.get_intent() & h5py.h5f.ACC_RDWR)
-        self._stamp = file.source.settled_stamp()
+        self._stamp = settled(file.source.stamp)
         reach.consulted.found(self._path, self._stamp, is_written=self._is_writer)
         self._reach = reach
         self._depth = depth

@@ -19,7 +19,7 @@ from h5async.index.layout import DatasetLayout, Part
 from h5async.index.links import Reach, require_in_place, require_local
 from h5async.index.obstacles import NotDirectError
 from h5async.index.slabs import Slab
-from h5async.io.stores import LOCAL
+from h5async.io.stores import LOCAL, settled_stamp
 from h5async.spelling import named
 
 _PREFIX = "HDF5_EXTFILE_PREFIX"
@@ -41,7 +41,7 @@ def attached(
     """
     segments = _segments(plist)
     found = [_permitted(os.fsdecode(name), layout.file, reach, where) for name, _, _ in segments]
-    stamps = {str(path): LOCAL.settled_stamp(str(path)) for path in found}
+    stamps = {str(path): settled_stamp(path) for path in found}
     sizes = [(path, stamps[str(path)].nbytes) for path in found]
     _require_bytes(layout, segments, sizes, where)
     reach.consulted.asked(_PREFIX)

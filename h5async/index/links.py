@@ -23,7 +23,7 @@ from h5async.index.consulted import Consulted, NotRecorded
 from h5async.index.room import Room
 from h5async.io.localfiles import IoMode
 from h5async.io.stamps import FileStamp
-from h5async.io.stores import LOCAL, HDF5File, open_hdf5, store_of
+from h5async.io.stores import LOCAL, HDF5File, open_hdf5, settled_stamp, store_of
 from h5async.names import name_bytes, name_text
 from h5async.spelling import named
 from h5async.system.interruptions import suppressing
@@ -100,7 +100,7 @@ class Reach:
             if is_regular is not None:
                 if not is_regular:
                     raise ReadError(f"{where} refers to {found}, which is not a regular file")
-                self.consulted.found(candidate, LOCAL.settled_stamp(str(found)))
+                self.consulted.found(candidate, settled_stamp(found))
                 return found
             self.consulted.missed(candidate)
         return None
@@ -262,17 +262,12 @@ def _components(path: str) -> list[str]:
     return [name for name in path.split("/") if name not in ("", ".")]
 
 
-@contextlib.contextmanager
-def open_index(path: FileName) -> Iterator[HDF5File]:
+def open_index(path: FileName) -> HDF5File:
     """Open a file like `open_hdf5`, to read its metadata once.
 
     HDF5 would cache up to 32 MB of them, though they are not read again.
     """
-    file = open_hdf5(path, metadata_nbytes=_METADATA_NBYTES)
-    try:
-        yield file
-    finally:
-        file.close()
+    return open_hdf5(path, _METADATA_NBYTES)
 
 
 @contextlib.contextmanager

@@ -269,7 +269,7 @@ def value_layout(
             raise DatasetError(
                 f"{where} holds strings of variable length, which lie in other files"
             )
-        stamp = found.file.source.settled_stamp()
+        stamp = found.file.source.stamp()
         what = f"{where} of shape {node.shape}: its strings"
         reach.room.take(_STRING_NBYTES * int(node.size), what, [(found.file.filename, stamp)])
         try:

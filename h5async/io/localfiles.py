@@ -23,7 +23,7 @@ from h5async.config.files import FileName
 from h5async.errors import H5AsyncError, ReadError
 from h5async.io.keptfiles import KeptFiles
 from h5async.io.openfailure import SIGNATURE
-from h5async.io.stamps import FileStamp, changed, lies_at, replaced
+from h5async.io.stamps import FileStamp, changed, lies_at, replaced, settled
 from h5async.spelling import named
 from h5async.system.interruptions import interruption, suppressing
 from h5async.system.mounts import can_map
@@ -257,7 +257,7 @@ class LocalFiles:
             if file.stamp is not stamp or now == stamp:
                 return
             if not now.has_content_of(stamp):
-                now = FileStamp.settled(file.descriptor)
+                now = settled(partial(FileStamp.of, file.descriptor))
             # The removal of a file alone changes its status.
             if not now.has_content_of(stamp) or _has_name(file):
                 self._look_anew(file, now)

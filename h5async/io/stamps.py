@@ -9,6 +9,7 @@ import hashlib
 import os
 import struct
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,25 +63,25 @@ class FileStamp(NamedTuple):
             status.st_ctime_ns,
         )
 
-    @classmethod
-    def settled(cls, file: int | str | Path) -> FileStamp:
-        """Return the stamp of a file; if possible, once any later change would show in it.
 
-        File systems take the time of a write when it begins, from a clock that ticks every few
-        milliseconds (some count whole seconds). So a second change within a tick, and the rest of
-        that write, leave no trace. If the file was changed that recently, this waits for a tick,
-        and for two at most, since the file may be written to all the time.
-        """
-        stamp = cls.of(file)
-        for _ in range(2):
-            is_whole = stamp.changed_ns % 1_000_000_000 == 0
-            tick_ns = 1_000_000_000 if is_whole else _TICK_NS
-            left_ns = stamp.changed_ns + tick_ns - time.time_ns()
-            if not 0 < left_ns <= tick_ns:
-                break
-            time.sleep((left_ns + _TICK_NS / 2) / 1e9)
-            stamp = cls.of(file)
-        return stamp
+def settled(read: Callable[[], FileStamp]) -> FileStamp:
+    """Return a stamp that `read` returns; if possible, once any later change would show in it.
+
+    File systems take the time of a write when it begins, from a clock that ticks every few
+    milliseconds (some count whole seconds). So a second change within a tick, and the rest of that
+    write, leave no trace. If the file was changed that recently, this waits for a tick, and for two
+    at most, since the file may be written to all the time.
+    """
+    stamp = read()
+    for _ in range(2):
+        is_whole = stamp.changed_ns % 1_000_000_000 == 0
+        tick_ns = 1_000_000_000 if is_whole else _TICK_NS
+        left_ns = stamp.changed_ns + tick_ns - time.time_ns()
+        if not 0 < left_ns <= tick_ns:
+            break
+        time.sleep((left_ns + _TICK_NS / 2) / 1e9)
+        stamp = read()
+    return stamp
 
 
 def lies_at(path: str, stamp: FileStamp) -> bool:

@@ -15,6 +15,7 @@ import os
 import stat
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import h5py
@@ -23,7 +24,7 @@ from h5async.config.files import FileName, scheme_of
 from h5async.errors import H5AsyncError, ReadError
 from h5async.io.localfiles import open_regular
 from h5async.io.openfailure import directory_reason, reason_unopened
-from h5async.io.stamps import FileStamp
+from h5async.io.stamps import FileStamp, settled
 from h5async.system.interruptions import suppressing
 
 
@@ -44,10 +45,6 @@ class Source(ABC):
     @abstractmethod
     def close(self) -> None:
         """Close it. Idempotent."""
-
-    def settled_stamp(self) -> FileStamp:
-        """Return its state; if possible, once any later change would show in its stamp."""
-        return self.stamp()
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Return bytes; fewer where the source ends."""
@@ -88,10 +85,6 @@ class Store(ABC):
         finally:
             source.close()
 
-    def settled_stamp(self, name: str) -> FileStamp:
-        """Return its state; if possible, once any later change would show in its stamp."""
-        return self.stamp(name)
-
     def open_hdf5(
         self, name: str, metadata_nbytes: int | None = None, *, in_use: bool = False
     ) -> HDF5File:
@@ -124,21 +117,9 @@ class FileObject(io.RawIOBase):
         self._nbytes = source.stamp().nbytes
         self._at = 0
 
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Go to an offset from the beginning, from here, or from the end."""
         self._at = offset + (0, self._at, self._nbytes)[whence]
-        return self._at
-
-    def tell(self) -> int:
-        """Return where it is."""
         return self._at
 
     def readinto(self, into: memoryview) -> int:  # type: ignore[override]
@@ -160,10 +141,6 @@ class LocalSource(Source):
     def stamp(self) -> FileStamp:
         """Return the state of the open file, whatever lies at its path now."""
         return FileStamp.of(self._descriptor)
-
-    def settled_stamp(self) -> FileStamp:
-        """Return its state, after a moment if it was changed a moment ago."""
-        return FileStamp.settled(self._descriptor)
 
     def read_ranges(self, ranges: Sequence[tuple[int, int]], into: memoryview) -> None:
         """Read ranges one after the other."""
@@ -193,10 +170,6 @@ class LocalStore(Store):
     def stamp(self, name: str) -> FileStamp:
         """Return the state of what lies at a path now."""
         return FileStamp.of(name)
-
-    def settled_stamp(self, name: str) -> FileStamp:
-        """Return it, after a moment if it was changed a moment ago."""
-        return FileStamp.settled(name)
 
     def is_regular(self, path: Path) -> bool | None:
         """Tell whether a regular file lies at a path; None if nothing does."""
@@ -287,6 +260,11 @@ def absolute_name(name: FileName) -> str:
 def real_name(name: FileName) -> str:
     """Return a name that is the same for all names of a file."""
     return str(Path(name).resolve()) if store_of(name).is_local else str(name)
+
+
+def settled_stamp(name: FileName) -> FileStamp:
+    """Return the state of a source; if possible, once any later change would show in it."""
+    return settled(partial(store_of(name).stamp, str(name)))
 
 
 def is_at(name: FileName, stamp: FileStamp) -> bool:

@@ -37,7 +37,7 @@ from h5async.index.savedindex import Wanted
 from h5async.index.sequenced import join_groups
 from h5async.index.sparsegroup import names_beside
 from h5async.index.tablecolumns import Column, category_names, column, index_of_table
-from h5async.io.stores import absolute_name, store_of
+from h5async.io.stores import absolute_name, settled_stamp
 from h5async.names import name_text
 from h5async.opening.raggedcolumns import ID, heap_layout, sparse_layouts, with_spans
 from h5async.read.whole import read_whole
@@ -291,7 +291,7 @@ def _texts_layout(path: FileName, at: str, names: Texts, reach: Reach) -> Datase
 
 def _in_memory(path: FileName, at: str, array: NDArray[Any], reach: Reach) -> DatasetLayout:
     name = absolute_name(path)
-    stamp = store_of(name).settled_stamp(name)
+    stamp = settled_stamp(name)
     reach.consulted.found(name, stamp)
     return DatasetLayout(
         file=name,

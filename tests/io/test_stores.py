@@ -24,7 +24,7 @@ import h5async
 from h5async import AsyncReader, DatasetError, H5AsyncError, ReadError, UnsafeFileError, cli
 from h5async.index import indexcache
 from h5async.io.openfailure import SIGNATURE
-from h5async.io.stores import LOCAL, FileObject, absolute_name, store_of
+from h5async.io.stores import LOCAL, FileObject, absolute_name, settled_stamp, store_of
 from h5async.samples.sparse import Csr
 
 READABLE = {name: q for name, q in QUIRKS.items() if q.way in ("direct", "h5py")}
@@ -358,7 +358,7 @@ def test_an_open_source(kind, store, tmp_path):
     path.write_bytes(content)
     name = str(path) if kind == "local" else store.put(path)
     source = store_of(name).open(name)
-    assert source.stamp() == source.settled_stamp() == store_of(name).stamp(name)
+    assert source.stamp() == store_of(name).stamp(name) == settled_stamp(name)
     assert source.stamp().nbytes == 256
     into = bytearray(30)
     source.read_ranges([(3, 10), (200, 0), (100, 20)], memoryview(into))
@@ -368,7 +368,7 @@ def test_an_open_source(kind, store, tmp_path):
     with pytest.raises(ReadError):
         source.read_ranges([(250, 7)], memoryview(into))
     file = FileObject(source)
-    assert (file.readable(), file.seekable(), file.seek(-6, io.SEEK_END)) == (True, True, 250)
+    assert file.seek(-6, io.SEEK_END) == 250
     assert file.read() == content[250:]
     assert (file.tell(), file.read(1), file.seek(-1, io.SEEK_CUR)) == (256, b"", 255)
     source.close()
